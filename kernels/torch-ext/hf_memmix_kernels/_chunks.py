@@ -1,0 +1,26 @@
+"""Which sequence and chunk a program works on, for packed inputs, computed on the device without a host sync."""
+
+import torch
+from torch import Tensor
+
+
+def sequence_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """The sequence of every packed token, int64 [tokens]."""
+    steps = torch.arange(tokens, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].long(), steps, right=True).clamp_(max=cu_seqlens.shape[0] - 2)
+
+
+def chunk_table(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Tensor, Tensor, int]:
+    """Chunks of all packed sequences in order.
+
+    Returns:
+        first [N+1] int32, the global index of each sequence's first chunk; sequence [bound] int32, the sequence of each
+        chunk, N for the unused tail; bound, an upper limit of the number of chunks known without reading the device.
+    """
+    sequences = cu_seqlens.shape[0] - 1
+    counts = (cu_seqlens.diff() + chunk_size - 1) // chunk_size
+    first = torch.zeros(sequences + 1, dtype=torch.int32, device=cu_seqlens.device)
+    torch.cumsum(counts, 0, dtype=torch.int32, out=first[1:])
+    bound = tokens // chunk_size + sequences
+    steps = torch.arange(bound, device=cu_seqlens.device, dtype=torch.int32)
+    return first, torch.searchsorted(first[1:], steps, right=True, out_int32=True), bound

@@ -1,0 +1,165 @@
+"""`short_conv` and `short_conv_step`: validation, dispatch by device, and registration as torch.library custom ops."""
+
+import torch
+from torch import Tensor
+
+from .._common import check_cu_seqlens, num_sequences
+from .._dispatch import use_triton
+from .torch import short_conv_bwd_torch, short_conv_fwd_torch, short_conv_step_torch
+
+MAX_TAPS = 16
+
+
+@torch.library.custom_op("hf_memmix::short_conv_fwd", mutates_args=())
+def _fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor]:
+    if use_triton(x):
+        from .triton import short_conv_fwd_triton as fwd
+    else:
+        fwd = short_conv_fwd_torch
+    return fwd(x, weight, bias, initial_state, cu_seqlens, lengths, silu)
+
+
+@_fwd.register_fake
+def _(x, weight, bias, initial_state, cu_seqlens, lengths, silu):
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(
+        sequences, x.shape[2], weight.shape[1] - 1
+    )
+
+
+@torch.library.custom_op("hf_memmix::short_conv_bwd", mutates_args=())
+def _bwd(
+    dy: Tensor,
+    dstate: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if use_triton(x):
+        from .triton import short_conv_bwd_triton as bwd
+    else:
+        bwd = short_conv_bwd_torch
+    dx, dweight, dbias, dinitial = bwd(dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, silu)
+    return dx, dweight.to(weight.dtype), dbias.to(weight.dtype if bias is None else bias.dtype), dinitial.to(x.dtype)
+
+
+@_bwd.register_fake
+def _(dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, silu):
+    dbias = weight.new_empty(weight.shape[0], dtype=weight.dtype if bias is None else bias.dtype)
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        torch.empty_like(weight, memory_format=torch.contiguous_format),
+        dbias,
+        torch.empty_like(dstate, dtype=x.dtype, memory_format=torch.contiguous_format),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, dy, dstate):
+    x, weight, bias, initial_state, cu_seqlens, lengths = ctx.saved_tensors
+    dx, dweight, dbias, dinitial = _bwd(dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, ctx.silu)
+    dbias = None if bias is None else dbias
+    dinitial = None if initial_state is None else dinitial.to(initial_state.dtype)
+    return dx, dweight, dbias, dinitial, None, None, None
+
+
+_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("hf_memmix::short_conv_step", mutates_args=("state",))
+def _step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool) -> Tensor:
+    if use_triton(x):
+        from .triton import short_conv_step_triton as step
+    else:
+        step = short_conv_step_torch
+    return step(x, weight, bias, state, silu)
+
+
+@_step.register_fake
+def _(x, weight, bias, state, silu):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
+    if x.dim() != 3:
+        raise ValueError(f"short_conv: x must be [B, T, C], got shape {tuple(x.shape)}.")
+    if weight.dim() != 2 or weight.shape[0] != x.shape[2] or not 2 <= weight.shape[1] <= MAX_TAPS:
+        raise ValueError(
+            f"short_conv: weight must be [C={x.shape[2]}, K] with 2 <= K <= {MAX_TAPS}, got {tuple(weight.shape)}; "
+            "squeeze a Conv1d weight [C, 1, K] first."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"short_conv: bias must be [C={x.shape[2]}], got {tuple(bias.shape)}.")
+    if activation not in (None, "silu"):
+        raise ValueError(f"short_conv: activation must be None or 'silu', got {activation!r}.")
+    return activation == "silu"
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Depthwise causal convolution over time with a fused activation and a carried state.
+
+    Args:
+        x: [B, T, C].
+        weight: [C, K]; tap K-1 multiplies the current token.
+        bias: [C] or None.
+        activation: "silu" or None.
+        initial_state: [N, C, K-1], the K-1 inputs before the first token, oldest first; zeros when None.
+        cu_seqlens: [N+1] integer offsets of packed sequences; B must be 1. N = B without it.
+        lengths: [B] number of valid tokens of each right-padded row. Beyond it y and dx are zero, whatever x holds.
+
+    Returns:
+        y [B, T, C] and the final state [N, C, K-1] (the last K-1 valid inputs), both in x.dtype. Sums run in float32
+        (float64 for float64 inputs). Differentiable in x, weight, bias and initial_state, through both outputs.
+
+    Raises:
+        ValueError: on shapes or options outside the above.
+    """
+    silu = _check(x, weight, bias, activation)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, x.shape[0])
+        if lengths is not None:
+            raise ValueError("short_conv: pass cu_seqlens (packed) or lengths (right-padded rows), not both.")
+    if lengths is not None and lengths.shape != (x.shape[0],):
+        raise ValueError(f"short_conv: lengths must be [B={x.shape[0]}], got {tuple(lengths.shape)}.")
+    expected = (num_sequences(x.shape[0], cu_seqlens), x.shape[2], weight.shape[1] - 1)
+    if initial_state is not None and tuple(initial_state.shape) != expected:
+        raise ValueError(f"short_conv: initial_state must be {expected}, got {tuple(initial_state.shape)}.")
+    return _fwd(x, weight, bias, initial_state, cu_seqlens, lengths, silu)
+
+
+def short_conv_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None = "silu"
+) -> Tensor:
+    """One token of `short_conv`: x [B, 1, C] -> y [B, 1, C]; `state` [B, C, K-1] is shifted in place. No autograd."""
+    silu = _check(x, weight, bias, activation)
+    if x.shape[1] != 1:
+        raise ValueError(f"short_conv_step takes one token, got T={x.shape[1]}; use short_conv for more.")
+    expected = (x.shape[0], x.shape[2], weight.shape[1] - 1)
+    if tuple(state.shape) != expected:
+        raise ValueError(f"short_conv_step: state must be {expected}, got {tuple(state.shape)}.")
+    return _step(x, weight, bias, state, silu)

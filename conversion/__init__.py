@@ -1,0 +1,1 @@
+"""From a pretrained transformer to a model with recurrent memory: extract attention, convert, compare."""

@@ -1,0 +1,187 @@
+"""How each decoder family of transformers stores its attention, and the way from there to plain projections.
+
+`FAMILIES` is all this package knows about families: one row says where the layers and the attention module are and how
+q, k, v and o lie in its tensors. `extract_attention` reads a row and returns `AttentionWeights`; a tensor that no
+column of the row names is an error, never a silent loss.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_memmix.mixers.attention_weights import AttentionWeights
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row: attribute names below the base model, and the layout of the fused projection if there is one.
+
+    `qkv`: three projections (separate) or one (fused). `layout` of a fused one: "stacked" = all query rows, then all
+    key rows, then all value rows (Phi-3, GPT-2); "per_head" = q, k, v of head 0, then of head 1, ... (GPT-NeoX).
+    `transposed`: weights are `[in, out]` (GPT-2's Conv1D). `norm_offset`: added to q/k norm weights (Gemma's 1 + w).
+    `extra`: tensors without a counterpart in `AttentionWeights`, passed on by name.
+    """
+
+    layers: str = "layers"
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    layout: str = "separate"
+    transposed: bool = False
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    norm_offset: float = 0.0
+    extra: tuple[str, ...] = ()
+
+
+PLAIN = Family()  # separate projections, each with or without a bias, q/k norms where the family has them
+
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(
+        (
+            "arcee",
+            "cohere",
+            "cohere2",
+            "ernie4_5",
+            "exaone4",
+            "gemma",
+            "gemma2",
+            "glm",
+            "glm4",
+            "granite",
+            "helium",
+            "llama",
+            "mistral",
+            "mixtral",
+            "nemotron",
+            "olmo",
+            "olmo2",
+            "olmo3",
+            "olmoe",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_moe",
+            "seed_oss",
+            "smollm3",
+            "stablelm",
+            "starcoder2",
+        ),
+        PLAIN,
+    ),
+    "gemma3_text": Family(norm_offset=1.0),
+    "gpt2": Family(layers="h", attention="attn", qkv=("c_attn",), out="c_proj", layout="stacked", transposed=True),
+    "gpt_neox": Family(attention="attention", qkv=("query_key_value",), out="dense", layout="per_head"),
+    "gpt_oss": Family(extra=("sinks",)),
+    "hunyuan_v1_dense": Family(q_norm="query_layernorm", k_norm="key_layernorm"),
+    "phi": Family(out="dense"),
+    "phi3": Family(qkv=("qkv_proj",), layout="stacked"),
+}
+
+
+def family_of(config) -> Family:
+    """The row of a backbone config's `model_type`. Raises ValueError for a family that is not in the table."""
+    model_type = getattr(config, "backbone_model_type", None) or config.model_type
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"teacher family {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}. "
+            "To add one, write its row in conversion/families.py"
+        )
+    return FAMILIES[model_type]
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a causal LM or of its base model."""
+    return getattr(model.base_model, family_of(model.config).layers)
+
+
+def attention_module(model: nn.Module, layer_idx: int) -> nn.Module:
+    """The attention module (or the mixer that took its place) of one layer."""
+    return getattr(decoder_layers(model)[layer_idx], family_of(model.config).attention)
+
+
+def attention_prefix(model: nn.Module, layer_idx: int) -> str:
+    """State-dict prefix of that module, without the final dot, e.g. `model.layers.3.self_attn`."""
+    family = family_of(model.config)
+    base = model.base_model_prefix + "." if model.base_model is not model else ""
+    return f"{base}{family.layers}.{layer_idx}.{family.attention}"
+
+
+def extract_attention(model: nn.Module, layer_idx: int) -> AttentionWeights:
+    """Plain weights of the attention of one layer, as detached copies. Raises ValueError on any tensor not understood.
+
+    Parameters only: the families of the table keep no buffers in their attention modules.
+    """
+    family, config = family_of(model.config), model.config
+    module = attention_module(model, layer_idx)
+    prefix = attention_prefix(model, layer_idx)
+    unread = {name: tensor.detach() for name, tensor in module.named_parameters()}
+
+    num_heads = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = (
+        getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    )
+    found: dict[str, Tensor | None] = {}
+    sources: dict[str, tuple[str, ...]] = {}
+
+    def take(name: str, field_names: tuple[str, ...]) -> Tensor | None:
+        tensor = unread.pop(name, None)
+        if tensor is not None:
+            sources.update(dict.fromkeys(field_names, (f"{prefix}.{name}",)))
+            return tensor.mT if family.transposed and tensor.ndim == 2 else tensor
+        return None
+
+    for kind in ("weight", "bias"):
+        fields = tuple(f"{role}_{kind}" for role in "qkv")
+        if family.layout == "separate":
+            for name, field_name in zip(family.qkv, fields, strict=True):
+                found[field_name] = take(f"{name}.{kind}", (field_name,))
+        else:
+            fused = take(f"{family.qkv[0]}.{kind}", fields)
+            if fused is not None:
+                split = _split_fused(fused, family.layout, num_heads, num_kv_heads, head_dim)
+                found.update(zip(fields, split, strict=True))
+        found[f"o_{kind}"] = take(f"{family.out}.{kind}", (f"o_{kind}",))
+    for role, norm in (("q", family.q_norm), ("k", family.k_norm)):
+        weight = take(f"{norm}.weight", (f"{role}_norm",))
+        if weight is not None:
+            found[f"{role}_norm"] = weight + family.norm_offset if family.norm_offset else weight
+    extra = {name: take(name, (f"extra.{name}",)) for name in family.extra if name in unread}
+
+    if unread:
+        raise ValueError(
+            f"{prefix}: tensors {', '.join(sorted(unread))} are not in the table row of {config.model_type!r} and "
+            "would be lost; add them to conversion/families.py, or keep this layer as attention"
+        )
+    missing = [name for name in ("q_weight", "k_weight", "v_weight", "o_weight") if found.get(name) is None]
+    if missing:
+        raise ValueError(f"{prefix}: no {', '.join(missing)} where the row of {config.model_type!r} expects it")
+    for role, heads in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
+        rows = found[f"{role}_weight"].shape[0]
+        if rows != heads * head_dim:
+            raise ValueError(f"{prefix}: {role} has {rows} rows; {heads} heads of {head_dim} need {heads * head_dim}")
+
+    def copy(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
+
+    return AttentionWeights(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scaling=getattr(module, "scaling", None),
+        extra={name: copy(tensor) for name, tensor in extra.items()},
+        sources=sources,
+        **{name: copy(tensor) for name, tensor in found.items()},
+    )
+
+
+def _split_fused(
+    fused: Tensor, layout: str, heads: int, kv_heads: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows `[out, ...]` of a fused projection (or its bias) -> q, k, v, head by head."""
+    if layout == "stacked":
+        return fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
+    per_head = fused.unflatten(0, (heads, 3, head_dim))
+    return tuple(per_head[:, i].flatten(0, 1) for i in range(3))

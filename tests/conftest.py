@@ -1,0 +1,29 @@
+"""What every test runs under: offline, one thread a process, Triton's interpreter where there is no GPU."""
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# before the first `import triton`: without a GPU the kernels run in the interpreter, with one they are compiled
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config):
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)

@@ -1,0 +1,7 @@
+"""GKA: gated ridge regression at test time."""
+
+from .naive import naive_gka
+from .op import chunk_gka
+from .recurrent import gka_step
+
+__all__ = ["chunk_gka", "gka_step", "naive_gka"]

@@ -1,0 +1,201 @@
+"""The GKA op: input checks, the choice of a path, and its registration with torch (fake, autograd, compile)."""
+
+import torch
+
+from .._common import check_cu_seqlens, compute_dtype, num_sequences
+from .._dispatch import use_triton
+from . import chunk_torch
+from .schedule import as_phases
+
+MAX_HEAD_DIM = 256
+
+
+def _chunk_path(x: torch.Tensor):
+    if use_triton(x):
+        from . import chunk_triton
+
+        return chunk_triton
+    return chunk_torch
+
+
+@torch.library.custom_op("hf_memmix::gka_fwd", mutates_args=())
+def _gka_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    h0: torch.Tensor,
+    u0: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    phases: list[int],
+    ridge: float,
+    scale: float,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    path = _chunk_path(q)
+    outputs = path.gka_forward(
+        q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size
+    )
+    return tuple(t.contiguous() for t in outputs)
+
+
+@_gka_fwd.register_fake
+def _(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size):
+    o = q.new_empty(*q.shape[:3], v.shape[-1])
+    return o, q.new_empty(q.shape, dtype=h0.dtype), torch.empty_like(h0), torch.empty_like(u0)
+
+
+@torch.library.custom_op("hf_memmix::gka_bwd", mutates_args=())
+def _gka_bwd(
+    do: torch.Tensor,
+    dh_final: torch.Tensor,
+    du_final: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    h0: torch.Tensor,
+    u0: torch.Tensor,
+    x: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    phases: list[int],
+    ridge: float,
+    scale: float,
+    chunk_size: int,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:
+    path = _chunk_path(q)
+    grads = path.gka_backward(
+        do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale, chunk_size
+    )
+    return tuple(t.contiguous() for t in grads)
+
+
+@_gka_bwd.register_fake
+def _(do, dh, du, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale, chunk_size):
+    return tuple(torch.empty_like(t) for t in (q, k, v, log_decay, alpha, beta, h0, u0))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.phases, ctx.ridge, ctx.scale, ctx.chunk_size = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do, _dx, dh_final, du_final):
+    *tensors, cu_seqlens, x = ctx.saved_tensors
+    q, _, v, *_, h0, u0 = tensors
+    do = q.new_zeros(*q.shape[:3], v.shape[-1]) if do is None else do
+    dh_final = torch.zeros_like(h0) if dh_final is None else dh_final
+    du_final = torch.zeros_like(u0) if du_final is None else du_final
+    grads = _gka_bwd(
+        do, dh_final, du_final, *tensors, x, cu_seqlens, ctx.phases, ctx.ridge, ctx.scale, ctx.chunk_size
+    )
+    return *grads, None, None, None, None, None
+
+
+_gka_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(q, k, v, log_decay, alpha, beta, initial_state, cu_seqlens, ridge):
+    """Raise ValueError unless the shapes fit together; the values are not looked at (no device sync)."""
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or k.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            "gka needs q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, Dv], got"
+            f" {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    batch, length, heads, dim = q.shape
+    if k.shape[-1] != dim:
+        raise ValueError(f"gka: k has head size {k.shape[-1]}, q has {dim}; they must be equal")
+    if max(dim, v.shape[-1]) > MAX_HEAD_DIM:
+        raise ValueError(
+            f"gka: head size {max(dim, v.shape[-1])} is over the limit of {MAX_HEAD_DIM}; use more, smaller heads"
+        )
+    if heads % k.shape[2]:
+        raise ValueError(f"gka: {heads} query heads are not a multiple of {k.shape[2]} key/value heads")
+    if length == 0:
+        raise ValueError("gka: the sequence is empty (T = 0); pass at least one token")
+    for name, gate in (("log_decay", log_decay), ("alpha", alpha), ("beta", beta)):
+        if gate is not None and gate.shape != (batch, length, heads):
+            raise ValueError(f"gka: {name} must be [B, T, H] = {(batch, length, heads)}, got {tuple(gate.shape)}")
+    if not ridge > 0:
+        raise ValueError(f"gka: ridge={ridge} must be positive; the paper's is 0.02")
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, batch)
+    if initial_state is not None:
+        states = num_sequences(batch, cu_seqlens)
+        expected = ((states, heads, dim, dim), (states, heads, v.shape[-1], dim))
+        got = tuple(tuple(s.shape) for s in initial_state)
+        if got != expected:
+            raise ValueError(f"gka: initial_state (H, U) must have the shapes {expected}, got {got}")
+
+
+def chunk_gka(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    alpha: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    *,
+    num_iterations: int = 30,
+    refinement: tuple[int, ...] | None = None,
+    ridge: float = 0.02,
+    scale: float | None = None,
+    chunk_size: int = 64,
+    initial_state: tuple[torch.Tensor, torch.Tensor] | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Gated KalmaNet's memory over a sequence, in chunks.
+
+        H_t = e^g H + beta^2 k k^T;  U_t = e^g U + beta^2 v k^T;  x_t = CH(H_t + ridge |H_t| I, q_t)
+        o_t = scale * U_t (q_t + alpha_t (x_t - q_t))
+
+    A padded token is one with log_decay = 0 and beta = 0: it neither writes nor decays. Where H_t = 0, x_t = 0.
+
+    Args:
+        q: queries [B, T, H, D], D <= 256; unit norm in the GKA layer.
+        k: keys [B, T, Hk, D] with Hk dividing H; query head h reads key head h // (H / Hk).
+        v: values [B, T, Hk, Dv].
+        log_decay: g <= 0 [B, T, H].
+        alpha: blend of solution and query in [0, 1] [B, T, H]; None is 1, the pure solution.
+        beta: write strength [B, T, H]; None is 1.
+        num_iterations: Chebyshev iterations, the paper's r.
+        refinement: iteration counts of the phases of iterative refinement; replaces `num_iterations`.
+        ridge: a in lambda = a |H|_F.
+        scale: factor of the output; None is D^-1/2.
+        chunk_size: tokens a chunk.
+        initial_state: (H [N, H, D, D] symmetric, U [N, H, Dv, D]) before the first token; None is zero.
+        cu_seqlens: boundaries [N + 1] of packed sequences; B is 1 then. Without it N = B.
+
+    Returns:
+        o [B, T, H, Dv] in q's dtype and the final (H, U), float32 (float64 for float64 inputs). Differentiable in
+        every tensor and through both results; the gradient is that of the converged solution (Lemmas 1 and 2), so
+        train with num_iterations >= 21, and the gradient of an initial H is its symmetric part.
+
+    Raises:
+        ValueError: shapes, head sizes, iteration counts or the ridge do not fit.
+    """
+    _check(q, k, v, log_decay, alpha, beta, initial_state, cu_seqlens, ridge)
+    phases = as_phases(num_iterations, refinement)
+    dtype = compute_dtype(q.dtype)
+    batch, _, heads, dim = q.shape
+    if initial_state is None:
+        states = num_sequences(batch, cu_seqlens)
+        h0 = q.new_zeros(states, heads, dim, dim, dtype=dtype)
+        u0 = q.new_zeros(states, heads, v.shape[-1], dim, dtype=dtype)
+    else:
+        h0, u0 = (s.to(dtype) for s in initial_state)
+    log_decay = log_decay.to(dtype)
+    alpha = torch.ones_like(log_decay) if alpha is None else alpha.to(dtype)
+    beta = torch.ones_like(log_decay) if beta is None else beta.to(dtype)
+    scale = dim**-0.5 if scale is None else scale
+    o, _, h, u = _gka_fwd(
+        q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, list(phases), ridge, scale, chunk_size
+    )
+    return o, (h, u)

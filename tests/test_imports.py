@@ -1,0 +1,133 @@
+"""Who may import whom: kernels <- hf_memmix <- conversion <- training, the cli on top, never family -> family."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE_DIRS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+# lower to upper: a layer may import itself and what stands before it
+LAYERS = ["hf_memmix_kernels", "hf_memmix", "hf_memmix.conversion", "hf_memmix.training"]
+
+
+class Import(NamedTuple):
+    importer: str
+    target: str
+    lazy: bool
+
+
+def modules():
+    for package, folder in PACKAGE_DIRS.items():
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            parts = file.relative_to(ROOT / folder).with_suffix("").parts
+            is_package = parts[-1] == "__init__"
+            yield ".".join([package, *(parts[:-1] if is_package else parts)]), is_package, file
+
+
+def imports_of(name, is_package, file):
+    """All imports of a module, `from . import x` resolved to full names; lazy ones stand inside a function."""
+    package = name.split(".") if is_package else name.split(".")[:-1]
+
+    def visit(node, lazy):
+        for child in ast.iter_child_nodes(node):
+            inside = lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(name, alias.name, lazy)
+            elif isinstance(child, ast.ImportFrom):
+                base = package[: len(package) + 1 - child.level] if child.level else []
+                base = ".".join([*base, *([child.module] if child.module else [])])
+                for alias in child.names:
+                    full = f"{base}.{alias.name}"
+                    yield Import(name, full if full in MODULES else base, lazy)
+            else:
+                yield from visit(child, inside)
+
+    return list(visit(ast.parse(file.read_text(), str(file)), False))
+
+
+MODULES = {name: (name, is_package, file) for name, is_package, file in modules()}
+IMPORTS = [found for entry in MODULES.values() for found in imports_of(*entry)]
+
+
+def within(name, package):
+    return name == package or name.startswith(package + ".")
+
+
+def layer(name):
+    return max((i for i, package in enumerate(LAYERS) if within(name, package)), default=None)
+
+
+def test_layers_import_downwards_only():
+    wrong = [
+        found
+        for found in IMPORTS
+        if found.importer != "hf_memmix.cli"
+        and layer(found.target) is not None
+        and layer(found.target) > layer(found.importer)
+    ]
+    assert not wrong
+
+
+def test_command_line_imports_lazily():
+    """`memmix --help` loads neither the conversion nor the training, whose requirements are an extra."""
+    heavy = ("torch", "transformers", "datasets", "accelerate", "hf_memmix.conversion", "hf_memmix.training")
+    wrong = [
+        found
+        for found in IMPORTS
+        if found.importer == "hf_memmix.cli" and not found.lazy and any(within(found.target, name) for name in heavy)
+    ]
+    assert not wrong
+    assert not [found for found in IMPORTS if within(found.target, "hf_memmix.cli")]
+
+
+def test_kernels_need_torch_and_triton_only():
+    """The folder is a Hub kernel project: it is loaded on its own, under another name."""
+    allowed = {"torch", "triton", "hf_memmix_kernels", *sys.stdlib_module_names}
+    kernels = [found for found in IMPORTS if layer(found.importer) == 0]
+    assert not [found for found in kernels if found.target.split(".")[0] not in allowed]
+    absolute = [
+        (name, node.lineno)
+        for name, _, file in MODULES.values()
+        if layer(name) == 0
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and not node.level and within(node.module or "", "hf_memmix_kernels")
+    ]
+    assert not absolute, "write relative imports: a kernel loaded from the Hub has another package name"
+
+
+def test_triton_stays_in_the_kernels_and_is_lazy():
+    users = [found for found in IMPORTS if within(found.target, "triton")]
+    assert not [found for found in users if layer(found.importer) != 0]
+    eager = {found.importer for found in users if not found.lazy}
+    assert not [
+        found for found in IMPORTS if found.target in eager and not found.lazy and found.importer not in eager
+    ], "modules that import triton at the top are imported inside functions only"
+
+
+@pytest.mark.parametrize("folder", ["mixers", "models"])
+def test_no_family_imports_another(folder):
+    """What two families share stands in a module that is no family (no registered config class)."""
+    from hf_memmix.mixers import MIXERS
+
+    prefix = f"hf_memmix.{folder}."
+    registered = {name.replace("-", "_") for name in MIXERS}
+    families = {name for name in MODULES if name.startswith(prefix) and name.removeprefix(prefix) in registered}
+    assert families
+    assert not [
+        found
+        for found in IMPORTS
+        if found.importer in families and found.target in families and found.target != found.importer
+    ]
+
+
+def test_everything_imports_without_triton():
+    """The base install has no triton; nor does `import hf_memmix` load one that is there."""
+    code = "import sys; sys.modules['triton'] = None; import hf_memmix, hf_memmix.conversion, hf_memmix.training"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr

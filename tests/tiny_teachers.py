@@ -1,7 +1,10 @@
-"""Tiny random teachers of every family in the conversion table."""
+"""Tiny random teachers of every family in the conversion table, a tokenizer and a text for them."""
+
+import random
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 MOE = {
     "num_experts": 4,
@@ -42,3 +45,27 @@ def tiny_teacher(model_type="llama", layers=3, seed=0, vocab_size=64, **override
             elif parameter.ndim == 2:
                 parameter.mul_(4)
     return model.eval()
+
+
+WORDS = ["the", "cat", "dog", "sat", "ran", "on", "to", "a", "mat", "sea", "and", "of", "in", "he", "said", "god", "earth", "heaven", "light", "day", "night", "water", "man", "woman"]
+
+
+def tiny_tokenizer():
+    """A word-level tokenizer of the vocabulary size of `tiny_teacher`, with end-of-sequence and unknown tokens."""
+    vocab = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def tiny_text(words=4000, seed=0):
+    """Text that a small model can learn: words drawn from a fixed random chain."""
+    generator = random.Random(seed)
+    follow = {word: random.Random(word).sample(WORDS, 3) for word in WORDS}
+    word, text = "the", []
+    for _ in range(words):
+        text.append(word)
+        word = generator.choice(follow[word])
+    return " ".join(text) + "\n"

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_teachers import tiny_teacher
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_memmix.conversion.families import FAMILIES, attention_module, attention_prefix, extract_attention
+from tiny_teachers import tiny_teacher
 
 # yarn, the default of gpt-oss, scales the rotary embedding, so it is not the identity at position 0
 OPTIONS = {"gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}}

@@ -1,0 +1,60 @@
+"""Text files to token blocks, and the errors a user can run into."""
+
+import pytest
+import torch
+
+from hf_memmix.training.data import TokenBlocks, tokenize_files
+from tiny_teachers import tiny_tokenizer
+
+
+@pytest.fixture
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def test_blocks_hold_the_stream_in_order(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat " * 20)
+    (tmp_path / "b.txt").write_text("and the dog ran to the sea " * 20)
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    stream = tokenize_files(files, tokenizer)
+    blocks = TokenBlocks.from_files(files, tokenizer, 16)
+    joined = torch.cat([blocks[i]["input_ids"] for i in range(len(blocks))])
+    torch.testing.assert_close(joined, stream[: len(joined)])
+    assert len(stream) - len(joined) < 16
+    assert (stream == tokenizer.eos_token_id).sum() == 2
+    assert tokenizer.decode(stream[:3]).replace(" ", "") == "thecatsat"
+
+
+def test_fingerprint_depends_on_tokens_and_block_size():
+    a = TokenBlocks(torch.arange(64), 8)
+    assert a.fingerprint() == TokenBlocks(torch.arange(64), 8).fingerprint()
+    assert a.fingerprint() != TokenBlocks(torch.arange(64), 16).fingerprint()
+    assert a.fingerprint() != TokenBlocks(torch.arange(1, 65), 8).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist"),
+        (b"", "holds no text"),
+        (b" \n\t ", "holds no text"),
+        (b"abc\x00def", "is binary"),
+        (b"\xff\xfe\xe9 text", "is not UTF-8"),
+        (b"the cat", "do not fill one block of 16"),
+    ],
+)
+def test_bad_input_is_a_clear_error(tmp_path, tokenizer, content, message):
+    file = tmp_path / "input.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        TokenBlocks.from_files(file, tokenizer, 16)
+
+
+def test_folder_no_files_and_tiny_blocks(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match="is a folder"):
+        tokenize_files(tmp_path, tokenizer)
+    with pytest.raises(ValueError, match="no text files"):
+        tokenize_files([], tokenizer)
+    with pytest.raises(ValueError, match="block_size is 1"):
+        TokenBlocks(torch.arange(9), 1)

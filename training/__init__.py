@@ -1,0 +1,1 @@
+"""Aligning and distilling converted models on the Hugging Face Trainer."""

@@ -1,0 +1,222 @@
+"""Collect the English prose that the bundled teacher is trained on, out of four public-domain texts in Debian packages.
+
+    python training/fetch_text.py --out .scratch/teacher
+
+Downloads the packages with `apt-get download`, unpacks them with `dpkg -x` into a scratch folder, extracts and cleans
+the texts, and writes `train.txt`, `dev.txt`, `heldout.txt`, `sample.txt` (part of `train.txt`) and `sources.json`.
+A document is a chapter; documents are separated by a line holding `<|endoftext|>`, paragraphs by an empty line.
+The split is by chapter (novels) or whole book (scripture and its commentary, which quote each other), and is made
+before anything is learnt from the text, the tokenizer included. Needs only the standard library, apt and dpkg.
+"""
+
+import argparse
+import hashlib
+import html
+import json
+import random
+import re
+import struct
+import subprocess
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+SEPARATOR = "<|endoftext|>"
+SOURCES = {
+    "austen": {
+        "package": "r-cran-janeaustenr",
+        "title": "Jane Austen: Sense and Sensibility, Pride and Prejudice, Mansfield Park, Emma, Northanger Abbey, "
+        "Persuasion (1811-1818)",
+        "licence": "public domain (author died 1817); the package around it is MIT",
+    },
+    "melville": {
+        "package": "r-cran-tokenizers",
+        "title": "Herman Melville: Moby Dick; or, The Whale (1851)",
+        "licence": "public domain (author died 1891); the package around it is MIT",
+    },
+    "kjv": {
+        "package": "bible-kjv-text",
+        "title": "The Bible, King James Version (1611)",
+        "licence": "public domain (copyright expired)",
+    },
+    "henry": {
+        "package": "sword-comm-mhcc",
+        "title": "Matthew Henry's Concise Commentary on the Whole Bible (1706-1721)",
+        "licence": 'public domain ("Public Domain--Copy Freely", debian/copyright)',
+    },
+}
+READER_PACKAGES = ["bible-kjv"]  # holds the program that decompresses bible-kjv-text; no text is taken from it
+
+# whole books, chosen without a parallel account elsewhere (unlike the gospels, Kings and Chronicles)
+HELDOUT_BOOKS = {"Ruth": "Ruth", "Daniel": "Dan", "Jonah": "Jonah", "Philippians": "Phil", "James": "Jas"}
+DEV_BOOKS = {"Esther": "Esth", "Hosea": "Hos", "Joel": "Joel", "Galatians": "Gal", "1 John": "1John"}
+HELDOUT_CHAPTER, DEV_CHAPTER, CHAPTER_PERIOD = 8, 16, 20  # of the novels: chapters 9, 29, 49, ... and 17, 37, 57, ...
+
+Document = tuple[str, str]  # (split, text)
+
+
+def read_r_strings(path: Path) -> Iterator[list[str]]:
+    """Yield the character vectors of an R lazy-load database (`.rdb`): length-prefixed zlib chunks of XDR, version 3."""
+    data, position = path.read_bytes(), 0
+    while position < len(data):
+        stream = zlib.decompressobj()
+        chunk = stream.decompress(data[position + 4 :])
+        position = len(data) - len(stream.unused_data)
+        at = 14  # format mark, three version numbers
+        at += 4 + int.from_bytes(chunk[at : at + 4], "big")  # native encoding
+        kind, count = struct.unpack(">II", chunk[at : at + 8])
+        if kind & 0xFF != 16:
+            raise ValueError(f"{path}: an R object of type {kind & 0xFF} where a character vector (16) was expected")
+        at, strings = at + 8, []
+        for _ in range(count):
+            length = int.from_bytes(chunk[at + 4 : at + 8], "big")
+            strings.append(chunk[at + 8 : at + 8 + length].decode())
+            at += 8 + length
+        yield strings
+
+
+def read_sword_blocks(base: Path) -> Iterator[str]:
+    """Yield the zlib blocks (one per book, OSIS markup) of a compressed SWORD module `<base>.bzs` / `<base>.bzz`."""
+    blocks = base.with_suffix(".bzz").read_bytes()
+    for offset, size, _ in struct.iter_unpack("<III", base.with_suffix(".bzs").read_bytes()):
+        if size:
+            yield zlib.decompress(blocks[offset : offset + size]).decode()
+
+
+def paragraphs(lines: list[str]) -> str:
+    """Join hard-wrapped lines into one line per paragraph and put typographic marks into plain ASCII prose."""
+    joined = re.split(r"\n\s*\n", "\n".join(line.rstrip() for line in lines))
+    texts = [re.sub(r"\s+", " ", p.replace("_", "")).strip() for p in joined]
+    return "\n\n".join(t for t in texts if t)
+
+
+def split_of_chapter(index: int) -> str:
+    return {HELDOUT_CHAPTER: "heldout", DEV_CHAPTER: "dev"}.get(index % CHAPTER_PERIOD, "train")
+
+
+def split_of_book(name: str) -> str:
+    if name in HELDOUT_BOOKS or name in HELDOUT_BOOKS.values():
+        return "heldout"
+    return "dev" if name in DEV_BOOKS or name in DEV_BOOKS.values() else "train"
+
+
+def austen(root: Path) -> Iterator[Document]:
+    end = re.compile(r"\s*(THE END|FINIS|A NOTE ON THE TEXT)\s*$", re.IGNORECASE)
+    heading = re.compile(r"\s*(CHAPTER ([IVXLC]+|\d+)|VOLUME [IVX]+)\s*$", re.IGNORECASE)
+    index = 0
+    for lines in read_r_strings(root / "usr/lib/R/site-library/janeaustenr/data/Rdata.rdb"):
+        stop = next((i for i, line in enumerate(lines) if end.match(line)), len(lines))
+        marks = [i for i, line in enumerate(lines[:stop]) if heading.match(line)]
+        for start, following in zip(marks, [*marks[1:], stop], strict=True):
+            text = paragraphs(lines[start + 1 : following])
+            if len(text) > 500:  # a volume heading is followed at once by its first chapter's
+                yield split_of_chapter(index), text
+                index += 1
+
+
+def melville(root: Path) -> Iterator[Document]:
+    [[book]] = read_r_strings(root / "usr/lib/R/site-library/tokenizers/data/Rdata.rdb")
+    book = book.replace("\r\n", "\n").split("\nEnd of Project")[0]
+    chapters = re.split(r"\n\n(?:CHAPTER \d+\. [^\n]*|Epilogue)\n", book)[1:]
+    for index, chapter in enumerate(chapters):
+        yield split_of_chapter(index), paragraphs(chapter.split("\n"))
+
+
+def kjv(root: Path) -> Iterator[Document]:
+    program = [str(root / "usr/bin/bible"), "-p", str(root / "usr/lib"), "Gen1:1-Rev22:21"]
+    text = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    parts = re.split(r"^((?:\d )?[A-Z][A-Za-z ]+) \d+\n", text, flags=re.MULTILINE)[1:]
+    for book, chapter in zip(parts[::2], parts[1::2], strict=True):
+        yield split_of_book(book), paragraphs([re.sub(r"^  \d+ ", "", line) for line in chapter.split("\n")])
+
+
+def henry(root: Path) -> Iterator[Document]:
+    for testament in ("ot", "nt"):
+        for block in read_sword_blocks(root / f"usr/share/sword/modules/comments/zcom/mhcc/{testament}"):
+            book = re.search(r'osisID="(\w+)" \w+="\w+" type="book"', block)
+            for chapter in re.split(r"<chapter n=", block)[1:] if book else []:
+                chapter = re.sub(
+                    r"<title.*?</title>|<table>.*?</table>|<hi .*?</hi>", "\n\n", chapter, flags=re.DOTALL
+                )
+                chapter = re.sub(r"(?:[,;]?\s*<reference[^>]*>[^<]*</reference>)+", "", chapter.split(">", 1)[1])
+                chapter = re.sub(r'<div [^>]*type="x-p"[^>]*>', "\n\n", chapter)
+                chapter = paragraphs(html.unescape(re.sub(r"<[^>]*>", "", chapter)).split("\n"))
+                kept = [p.lstrip(",; 0123456789") for p in chapter.split("\n\n") if not re.search(r"\([^)]*\d\)", p)]
+                text = "\n\n".join(p for p in kept if len(p) > 60)
+                if len(text) > 200:
+                    yield split_of_book(book[1]), text
+
+
+def unpack(packages: list[str], scratch: Path) -> dict[str, str]:
+    """Download and unpack Debian packages into `scratch`/root; returns the version of each."""
+    subprocess.run(["apt-get", "download", "-qq", *packages], cwd=scratch, check=True, stderr=subprocess.DEVNULL)
+    versions = {}
+    for archive in sorted(scratch.glob("*.deb")):
+        subprocess.run(["dpkg", "-x", str(archive), str(scratch / "root")], check=True)
+        fields = ["dpkg-deb", "--show", "--showformat", "${Package} ${Version}", str(archive)]
+        name, version = subprocess.run(fields, capture_output=True, text=True, check=True).stdout.split()
+        versions[name] = version
+    return versions
+
+
+def overlap(text: str, seen: set[int], words: int = 13) -> float:
+    """Share of the `words`-grams of `text` that also occur in the training text."""
+    grams = word_grams(text, words)
+    return sum(g in seen for g in grams) / max(1, len(grams))
+
+
+def word_grams(text: str, words: int = 13) -> list[int]:
+    tokens = re.findall(r"\w+", text.lower())
+    return [hash(tuple(tokens[i : i + words])) for i in range(len(tokens) - words + 1)]
+
+
+def join(documents: list[str]) -> str:
+    return "".join(f"{text}\n{SEPARATOR}\n" for text in documents)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the texts and sources.json")
+    parser.add_argument("--sample-bytes", type=int, default=980_000, help="size of sample.txt, a part of train.txt")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    splits: dict[str, list[str]] = {"train": [], "dev": [], "heldout": []}
+    report: dict[str, dict] = {"sources": {}, "files": {}}
+    with tempfile.TemporaryDirectory() as scratch:
+        versions = unpack([s["package"] for s in SOURCES.values()] + READER_PACKAGES, Path(scratch))
+        for name, extract in {"austen": austen, "melville": melville, "kjv": kjv, "henry": henry}.items():
+            sizes = dict.fromkeys(splits, 0)
+            for split, text in extract(Path(scratch) / "root"):
+                splits[split].append(text)
+                sizes[split] += len(text.encode())
+            source = SOURCES[name]
+            report["sources"][name] = source | {"version": versions[source["package"]], "bytes": sizes}
+
+    # one order for every reader of the file: a stretch of it is then a fair sample of all sources
+    for texts in splits.values():
+        random.Random(0).shuffle(texts)
+    sample, size = [], 0
+    for text in splits["train"]:
+        size += len(join([text]).encode())
+        if size > args.sample_bytes:
+            break
+        sample.append(text)
+    seen = set(word_grams(join(splits["train"])))
+    for name, texts in {**splits, "sample": sample}.items():
+        content = join(texts)
+        (args.out / f"{name}.txt").write_text(content, encoding="utf-8")
+        report["files"][f"{name}.txt"] = {
+            "documents": len(texts),
+            "bytes": len(content.encode()),
+            "sha256": hashlib.sha256(content.encode()).hexdigest(),
+        }
+        if name in ("dev", "heldout"):
+            report["files"][f"{name}.txt"]["13_gram_overlap_with_train"] = round(overlap(content, seen), 4)
+    (args.out / "sources.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Folders that appear whole or not at all: written beside their place, flushed to disk, then renamed."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder to fill; on a clean exit it becomes `path`, on an exception it vanishes.
+
+    Raises ValueError before any work when `path` exists and is neither empty nor to be overwritten. The old folder stays
+    in place until the new one is complete.
+    """
+    path = Path(path).absolute()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{str(path)!r} is a file; give a folder to write to")
+    if path.exists() and any(path.iterdir()) and not overwrite:
+        raise ValueError(f"{str(path)!r} exists and is not empty; remove it, choose another folder, or overwrite")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    try:
+        temporary.chmod(0o777 & ~_umask())  # mkdtemp gives 0700
+        yield temporary
+        replace_folder(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def replace_folder(source: Path, path: Path) -> None:
+    """Flush `source` to disk and rename it to `path`, replacing a folder that is there."""
+    for folder, _, files in os.walk(source):
+        for entry in [folder, *(os.path.join(folder, name) for name in files)]:
+            _sync(entry)
+    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    if path.exists():
+        os.replace(path, old)
+    try:
+        os.replace(source, path)
+    except OSError:
+        if old.exists():
+            os.replace(old, path)
+        raise
+    _sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: str | Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,61 @@
+"""Each mixer beside the attention it replaces, on the same input: the layer's input inside the *teacher*.
+
+Layer errors do not accumulate this way, so every layer can be trained and judged on its own (MOHAWK's second stage,
+arXiv:2408.10189). One forward of the teacher serves all layers.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hf_memmix.conversion.families import attention_module, decoder_layers
+
+
+def converted_layers(student: nn.Module) -> list[int]:
+    """Indices of the student's layers whose attention was replaced."""
+    return [i for i, kind in enumerate(student.config.mixer_types) if kind != "attention"]
+
+
+def run_teacher_forced(
+    teacher: nn.Module, student: nn.Module, input_ids: Tensor, visit: Callable[[int, Tensor, Tensor], None]
+) -> Tensor:
+    """Run the teacher on `input_ids` [B, T] without gradients and call `visit(layer, mixer_output, attention_output)`.
+
+    Both outputs are [B, T, hidden]; the mixer's carries gradients if they are enabled where this function is called. It
+    is computed as soon as its layer is reached, so only what `visit` keeps stays alive. Returns the last hidden states.
+    """
+    layers = converted_layers(student)
+    _check_same_shape(teacher, student)
+    training = torch.is_grad_enabled()
+    handles = []
+
+    def hook_for(layer: int):
+        mixer = attention_module(student, layer)
+
+        def hook(module, args, kwargs, output):
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            with torch.set_grad_enabled(training):
+                mixed = mixer(hidden_states=hidden, position_embeddings=kwargs.get("position_embeddings"))[0]
+                visit(layer, mixed, output[0])
+
+        return hook
+
+    try:
+        for layer in layers:
+            module = attention_module(teacher, layer)
+            handles.append(module.register_forward_hook(hook_for(layer), with_kwargs=True))
+        with torch.no_grad():
+            return teacher.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check_same_shape(teacher: nn.Module, student: nn.Module) -> None:
+    ours, theirs = student.config, teacher.config
+    if ours.hidden_size != theirs.hidden_size or len(decoder_layers(student)) != len(decoder_layers(teacher)):
+        raise ValueError(
+            f"student ({len(decoder_layers(student))} layers of {ours.hidden_size}) and teacher "
+            f"({len(decoder_layers(teacher))} of {theirs.hidden_size}) differ; give the teacher the student came from"
+        )

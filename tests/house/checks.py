@@ -1,0 +1,400 @@
+"""What every model must hold, whatever its family, mixer and layout: one function a property.
+
+Each takes a model and raises AssertionError if the property fails. `test_families.py` runs them over the tables of
+`testing.py`; `test_controls.py` breaks the house on purpose and demands that they notice.
+"""
+
+import contextlib
+import copy
+
+import torch
+from transformers import DynamicCache, StaticCache
+
+import hf_memmix
+from testing import TOLERANCE, assert_same, assert_same_tokens, difference, mixers_of, random_ids
+
+NEW_TOKENS = 6
+
+
+# ---- references: no cache, no padding, one sequence at a time
+
+
+@torch.no_grad()
+def uncached_greedy(model, ids, new_tokens=NEW_TOKENS):
+    """The prompt and its greedy continuation, from full forwards only."""
+    for _ in range(new_tokens):
+        logits = model(ids, use_cache=False).logits[:, -1]
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+    return ids
+
+
+def greedy(model, ids, new_tokens=NEW_TOKENS, **kwargs):
+    """generate() without sampling."""
+    kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **kwargs)
+
+
+def prompt_with_repeats(length=14):
+    """A prompt in which n-grams come back with different continuations, so that lookups propose and get rejected."""
+    ids = random_ids(1, length, seed=3)
+    ids[:, 5:7] = ids[:, 1:3]
+    ids[:, -3:-1] = ids[:, 1:3]
+    ids[:, -1] = ids[:, 5]
+    return ids
+
+
+def left_padded(rows):
+    """Ids and mask [B, T] of rows [1, t] with pads before each row."""
+    length = max(row.shape[1] for row in rows)
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, length - row.shape[1] :] = row[0]
+    return ids, (ids != 0).long()
+
+
+def positions_of(mask):
+    return (mask.cumsum(1) - 1).clamp_min(0)
+
+
+def cache_layer_class(model):
+    """The class of the cache's recurrent layers."""
+    cache = model(random_ids(1, 2), use_cache=True).past_key_values
+    return type(cache.layers[min(mixers_of(model))])
+
+
+@contextlib.contextmanager
+def recorded_crops(model):
+    """How many tokens each crop of a recurrent layer took back while the block runs."""
+    cls = cache_layer_class(model)
+    original, taken = cls.crop, []
+
+    def crop(self, tokens, *args, **kwargs):
+        taken.append(abs(int(tokens)))
+        return original(self, tokens, *args, **kwargs)
+
+    cls.crop = crop
+    try:
+        yield taken
+    finally:
+        cls.crop = original
+
+
+# ---- forward
+
+
+@torch.no_grad()
+def check_memory_reaches_the_end(model):
+    """The first token still moves the last logits: without this no other check could see a lost state."""
+    ids = random_ids(1, 19)
+    other = ids.clone()
+    other[:, 0] = ids[:, 0] % 90 + 5
+    moved = difference(model(other, use_cache=False).logits[:, -1], model(ids, use_cache=False).logits[:, -1])
+    assert moved > 50 * TOLERANCE, f"the first token moves the last logits by {moved:.1e} only"
+
+
+@torch.no_grad()
+def check_splits(model):
+    """Any split of a sequence into forwards with a carried cache equals the full forward."""
+    ids = random_ids(2, 19)
+    full = model(ids, use_cache=False).logits
+    for sizes in ((1,) * 19, (9, 1, 1, 6, 2), (12, 7)):
+        cache, parts = None, []
+        for part in ids.split(sizes, 1):
+            out = model(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits)
+        assert_same(torch.cat(parts, 1), full, f"split into {sizes}")
+        assert int(cache.get_seq_length()) == 19
+
+
+def _padded_batch(kind, lengths, length):
+    """Mask [B, length] with `lengths` valid tokens a row."""
+    mask = torch.zeros(len(lengths), length, dtype=torch.long)
+    for i, valid in enumerate(lengths):
+        starts = {"left": length - valid, "right": 0, "mixed": (length - valid) * (2 - i) // 2}
+        if kind == "holes":
+            mask[i, torch.randperm(length, generator=torch.Generator().manual_seed(i))[:valid]] = 1
+        else:
+            mask[i, starts[kind] : starts[kind] + valid] = 1
+    return mask
+
+
+def _forward_and_gradients(model, embeds, mask, positions, weights):
+    """Logits, and the gradients of a weighted sum of the valid ones by the embeddings and the mixers' parameters."""
+    parameters = [p for mixer in mixers_of(model).values() for p in mixer.parameters() if p.requires_grad]
+    embeds = embeds.detach().requires_grad_()
+    logits = model(inputs_embeds=embeds, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    loss = (logits * weights).sum() if mask is None else (logits * weights)[mask.bool()].sum()
+    grads = torch.autograd.grad(loss, [embeds, *parameters])
+    return logits.detach(), grads[0], grads[1:]
+
+
+def check_padding(model, kinds=("left", "right", "mixed")):
+    """A padded row equals the row alone, forward and backward; pads get zero gradient, whatever they hold."""
+    length, lengths = 13, (9, 13, 4)
+    embed = model.get_input_embeddings()
+    ids = random_ids(3, length)  # pads hold ordinary tokens: only the mask tells them apart
+    weights = torch.randn(3, length, model.config.vocab_size, generator=torch.Generator().manual_seed(0))
+    for kind in kinds:
+        mask = _padded_batch(kind, lengths, length)
+        embeds = embed(ids).detach()
+        logits, grad, parameter_grads = _forward_and_gradients(model, embeds, mask, positions_of(mask), weights)
+        assert torch.isfinite(grad).all(), f"{kind}: gradients are not finite"
+        assert not grad[mask == 0].any(), f"{kind}: a pad got a gradient"
+        summed = None
+        for i in range(3):
+            valid = mask[i].bool()
+            alone = _forward_and_gradients(
+                model, embeds[i : i + 1, valid], None, positions_of(mask[i : i + 1, valid]), weights[i : i + 1, valid]
+            )
+            assert_same(logits[i, valid], alone[0][0], f"{kind} padding, row {i}")
+            assert_same(grad[i, valid], alone[1][0], f"{kind} padding, row {i}, gradient")
+            summed = alone[2] if summed is None else [a + b for a, b in zip(summed, alone[2], strict=True)]
+        for got, expected in zip(parameter_grads, summed, strict=True):
+            assert_same(got, expected, f"{kind} padding, gradient of a parameter", 10 * TOLERANCE)
+
+
+def packed_kwargs(lengths, kind):
+    """The arguments that say where packed sequences of these lengths begin."""
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    if kind == "position_ids":
+        return {"position_ids": positions}
+    if kind == "seq_idx":
+        index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        return {"position_ids": positions, "seq_idx": index[None].int()}
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    return {
+        "position_ids": positions,
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+
+
+def check_packed(model, kinds=("position_ids", "seq_idx", "cu_seq_lens_q")):
+    """Sequences packed into one row equal the sequences alone, forward and backward."""
+    lengths = (5, 1, 10, 3)
+    ids = random_ids(1, sum(lengths))
+    weights = torch.randn(1, sum(lengths), model.config.vocab_size, generator=torch.Generator().manual_seed(0))
+
+    def run(embeds, weights, **kwargs):
+        embeds = embeds.detach().requires_grad_()
+        logits = model(inputs_embeds=embeds, use_cache=False, **kwargs).logits
+        return logits.detach(), torch.autograd.grad((logits * weights).sum(), embeds)[0]
+
+    embeds = model.get_input_embeddings()(ids)
+    alone = [run(e, w) for e, w in zip(embeds.split(lengths, 1), weights.split(lengths, 1), strict=True)]
+    for kind in kinds:
+        logits, grad = run(embeds, weights, **packed_kwargs(lengths, kind))
+        assert_same(logits, torch.cat([a[0] for a in alone], 1), f"packed by {kind}")
+        assert_same(grad, torch.cat([a[1] for a in alone], 1), f"packed by {kind}, gradient")
+
+
+def check_gradient_checkpointing(model):
+    """Checkpointing changes no gradient. The model must be the caller's own."""
+    ids = random_ids(2, 13)
+    mask = _padded_batch("mixed", (9, 13), 13)
+    model.train()
+
+    def gradients():
+        model.zero_grad()
+        model(ids, attention_mask=mask, position_ids=positions_of(mask), labels=ids).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    model.gradient_checkpointing_enable()
+    checkpointed = gradients()
+    assert plain.keys() == checkpointed.keys()
+    for name, grad in plain.items():
+        assert_same(checkpointed[name], grad, name)
+
+
+# ---- generation
+
+
+@torch.no_grad()
+def check_greedy(model):
+    """generate() with a cache equals full forwards without one."""
+    ids = random_ids(2, 11, seed=1)
+    assert_same_tokens(greedy(model, ids), uncached_greedy(model, ids), "greedy")
+
+
+@torch.no_grad()
+def check_padded_generation(model, **kwargs):
+    """A left-padded batch generates what each row generates alone."""
+    rows = [random_ids(1, n, seed=n) for n in (11, 4, 7)]
+    ids, mask = left_padded(rows)
+    out = greedy(model, ids, attention_mask=mask, **kwargs)[:, ids.shape[1] :]
+    alone = torch.cat([uncached_greedy(model, row)[:, row.shape[1] :] for row in rows])
+    assert_same_tokens(out, alone, f"left-padded batch {kwargs}")
+
+
+@torch.no_grad()
+def check_static_cache(model):
+    """The static cache generates the same tokens, for a plain and for a padded batch."""
+    ids = random_ids(2, 11, seed=1)
+    expected = uncached_greedy(model, ids)
+    assert_same_tokens(greedy(model, ids, cache_implementation="static"), expected, "static cache")
+    check_padded_generation(model, cache_implementation="static")
+
+
+@torch.no_grad()
+def check_chunked_prefill(model):
+    """A prompt fed in pieces generates the same tokens."""
+    ids = random_ids(2, 13, seed=1)
+    expected = uncached_greedy(model, ids)
+    for size in (4, 5):
+        assert_same_tokens(greedy(model, ids, prefill_chunk_size=size), expected, f"prefill in chunks of {size}")
+    check_padded_generation(model, prefill_chunk_size=3)
+
+
+@torch.no_grad()
+def check_multi_turn(model):
+    """A cache returned by one generate() serves the next turn, and may come from the user in any kind."""
+    ids = random_ids(1, 9, seed=1)
+    config = model.config
+    kinds = {
+        "none": None,
+        "RecurrentStateCache": hf_memmix.RecurrentStateCache(config),
+        "DynamicCache()": DynamicCache(),
+        "DynamicCache(config)": DynamicCache(config=config),
+        "StaticCache": StaticCache(config=config, max_cache_len=40),
+    }
+    second = None
+    for kind, cache in kinds.items():
+        first = greedy(model, ids, 4, past_key_values=cache, return_dict_in_generate=True)
+        turn = torch.cat([first.sequences, random_ids(1, 5, seed=2)], 1)
+        second = uncached_greedy(model, turn) if second is None else second
+        out = greedy(model, turn, past_key_values=first.past_key_values)
+        assert_same_tokens(out, second, f"second turn, cache: {kind}")
+
+
+@torch.no_grad()
+def check_fork(model):
+    """A copied cache and its original go separate ways."""
+    ids, (left, right) = random_ids(1, 9), random_ids(2, 6, seed=4).split(1)
+    cache = model(ids, use_cache=True).past_key_values
+    fork = copy.deepcopy(cache)
+    for part, past in ((left, cache), (right, fork)):
+        out = model(part, past_key_values=past, use_cache=True).logits
+        expected = model(torch.cat([ids, part], 1), use_cache=False).logits[:, 9:]
+        assert_same(out, expected, "forked cache")
+
+
+@torch.no_grad()
+def check_beams(model):
+    """Beam search with a cache equals beam search without."""
+    ids = random_ids(2, 7, seed=1)
+    out = {}
+    for use_cache in (True, False):
+        out[use_cache] = greedy(
+            model,
+            ids,
+            use_cache=use_cache,
+            num_beams=3,
+            num_return_sequences=2,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    assert_same_tokens(out[True].sequences, out[False].sequences, "beams")
+    assert_same(out[True].sequences_scores, out[False].sequences_scores, "scores of the beams")
+
+
+@torch.no_grad()
+def check_sampling(model):
+    """Several samples a prompt, with and without a cache, from the same seed."""
+    ids, mask = left_padded([random_ids(1, n, seed=n) for n in (9, 5)])
+    out = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        kwargs = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW_TOKENS, "use_cache": use_cache}
+        out.append(model.generate(ids, attention_mask=mask, **kwargs))
+    assert_same_tokens(*out, "samples")
+    assert len({tuple(row) for row in out[0].tolist()}) > 2, "the samples of one prompt are all equal"
+
+
+@torch.no_grad()
+def check_prompt_lookup(model):
+    """Prompt-lookup decoding equals greedy decoding, and took back rejected tokens on the way."""
+    ids = prompt_with_repeats()
+    expected = uncached_greedy(model, ids, 10)
+    with recorded_crops(model) as crops:
+        out = greedy(model, ids, 10, prompt_lookup_num_tokens=3, max_matching_ngram_size=2)
+    assert_same_tokens(out, expected, "prompt lookup")
+    assert any(crops), "no proposal was rejected: the check shows nothing"
+
+
+@torch.no_grad()
+def check_assistant(model, assistant):
+    """Decoding with a draft model equals greedy decoding; some drafts are taken back, some accepted."""
+    ids = prompt_with_repeats()
+    expected = uncached_greedy(model, ids, 10)
+    with recorded_crops(model) as crops:
+        out = greedy(model, ids, 10, assistant_model=assistant)
+    assert_same_tokens(out, expected, "assistant with other weights")
+    assert any(crops), "no draft was rejected: the check shows nothing"
+    assert_same_tokens(greedy(model, ids, 10, assistant_model=model), expected, "its own assistant")
+
+
+@torch.no_grad()
+def check_crop(model):
+    """After a crop the cache is as if the tokens had never come."""
+    ids, following = random_ids(2, 13), random_ids(2, 4, seed=5)
+    for removed in (1, 4, 5, 6, 10):  # inside the last forward, all of it, and beyond it
+        cache = hf_memmix.RecurrentStateCache(model.config)
+        model(ids[:, :3], past_key_values=cache, use_cache=True)
+        cache.activate_past_recording()
+        model(ids[:, 3:8], past_key_values=cache, use_cache=True)
+        model(ids[:, 8:], past_key_values=cache, use_cache=True)
+        cache.crop(-removed)
+        assert int(cache.get_seq_length()) == 13 - removed
+        out = model(following, past_key_values=cache, use_cache=True).logits
+        rest = torch.cat([ids[:, : 13 - removed], following], 1)
+        assert_same(out, model(rest, use_cache=False).logits[:, -4:], f"crop by {removed}")
+
+
+@torch.no_grad()
+def check_batch_operations(model):
+    """reorder, repeat, select and expand move every state of a row together."""
+    ids, following = random_ids(3, 9), random_ids(3, 4, seed=5)
+    order = torch.tensor([2, 0, 0])
+
+    def after(change):
+        cache = model(ids, use_cache=True).past_key_values
+        change(cache)
+        return cache
+
+    def expect(cache, rows, what):
+        tail = following[rows % 3]
+        out = model(tail, past_key_values=cache, use_cache=True).logits
+        full = model(torch.cat([ids[rows], tail], 1), use_cache=False).logits[:, -4:]
+        assert_same(out, full, what)
+
+    expect(after(lambda c: c.reorder_cache(order)), order, "reorder_cache")
+    expect(after(lambda c: c.batch_select_indices(order[:2])), order[:2], "batch_select_indices")
+    repeated = torch.tensor([0, 0, 1, 1, 2, 2])
+    expect(after(lambda c: c.batch_repeat_interleave(2)), repeated, "batch_repeat_interleave")
+
+
+# what a model of any family and layout must pass: the rows of test_families.py
+CHECKS = {
+    check.__name__.removeprefix("check_"): check
+    for check in (
+        check_memory_reaches_the_end,
+        check_splits,
+        check_padding,
+        check_packed,
+        check_greedy,
+        check_padded_generation,
+        check_static_cache,
+        check_chunked_prefill,
+        check_multi_turn,
+        check_fork,
+        check_beams,
+        check_sampling,
+        check_prompt_lookup,
+        check_crop,
+        check_batch_operations,
+    )
+}

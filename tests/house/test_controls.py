@@ -1,0 +1,91 @@
+"""Negative controls: with a part of the house broken on purpose, the checks that guard it must fail."""
+
+import functools
+
+import pytest
+import torch
+
+from house.checks import CHECKS, cache_layer_class, check_assistant
+from testing import mixers_of, tiny_model
+
+FAMILIES_UNDER_CONTROL = ("llama", "gemma3_text")
+
+
+@pytest.fixture(params=FAMILIES_UNDER_CONTROL)
+def model(request):
+    return tiny_model(request.param, "odd")
+
+
+def must_fail(model, *checks):
+    """All of these checks notice that the model is broken."""
+    for check in checks:
+        with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)):
+            CHECKS[check](model)
+
+
+def without(*names):
+    """A wrapper of a mixer's forward that withholds some arguments."""
+
+    def wrap(forward):
+        @functools.wraps(forward)
+        def wrapped(*args, **kwargs):
+            return forward(*args, **{k: (None if k in names else v) for k, v in kwargs.items()})
+
+        return wrapped
+
+    return wrap
+
+
+def patch_mixers(model, monkeypatch, wrap):
+    for mixer in mixers_of(model).values():
+        monkeypatch.setattr(mixer, "forward", wrap(mixer.forward))
+
+
+def test_mask_withheld(model, monkeypatch):
+    patch_mixers(model, monkeypatch, without("memmix_mask", "attention_mask"))
+    must_fail(model, "padding", "padded_generation", "static_cache")
+
+
+def test_packing_withheld(model, monkeypatch):
+    patch_mixers(model, monkeypatch, without("memmix_cu_seqlens"))
+    must_fail(model, "packed")
+
+
+def test_state_dropped(model, monkeypatch):
+    monkeypatch.setattr(cache_layer_class(model), "get", lambda self, *args, **kwargs: None)
+    must_fail(model, "splits", "greedy", "chunked_prefill", "multi_turn", "beams", "fork", "static_cache")
+
+
+def test_crop_forgotten(model, monkeypatch):
+    monkeypatch.setattr(cache_layer_class(model), "crop", lambda self, tokens: None)
+    must_fail(model, "crop", "prompt_lookup")
+    with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)):
+        check_assistant(model, tiny_model("llama", "odd", seed=1))
+
+
+def test_crop_off_by_one(model, monkeypatch):
+    cls = cache_layer_class(model)
+    crop = cls.crop
+    monkeypatch.setattr(cls, "crop", lambda self, tokens: crop(self, -max(abs(int(tokens)) - 1, 0)))
+    must_fail(model, "crop", "prompt_lookup")
+
+
+def test_rows_stay(model, monkeypatch):
+    cls = cache_layer_class(model)
+    for method in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
+        with monkeypatch.context() as patch:
+            patch.setattr(cls, method, lambda self, *args: None)
+            must_fail(model, "batch_operations", *(["beams"] if method == "reorder_cache" else []))
+
+
+def test_copy_shares_its_state(model, monkeypatch):
+    monkeypatch.setattr(cache_layer_class(model), "__deepcopy__", lambda self, memo: self, raising=False)
+    must_fail(model, "fork")
+
+
+def test_silent_mixers():
+    """Mixers that answer nothing leave the other checks blind: the memory check is the one that sees it."""
+    model = tiny_model("llama", "all", fresh=True)
+    for mixer in mixers_of(model).values():
+        torch.nn.init.zeros_(mixer.o_proj.weight)
+    must_fail(model, "memory_reaches_the_end")

@@ -1,0 +1,35 @@
+"""Every decoder family, in every layout, passes every check of `checks.py`."""
+
+import pytest
+
+from house.checks import CHECKS, check_assistant, check_gradient_checkpointing, check_padding
+from testing import FAMILIES, LAYOUTS, MIXERS, NO_NATIVE_PACKING, tiny_model
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_check(mixer, family, layout, check):
+    if check == "packed" and family in NO_NATIVE_PACKING and layout != "all":
+        pytest.skip(f"{family} itself attends across packed sequences")
+    CHECKS[check](tiny_model(family, layout, mixer))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_assistant(mixer, family):
+    layout = "odd"
+    check_assistant(tiny_model(family, layout, mixer), tiny_model(family, layout, mixer, seed=1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_gradient_checkpointing(mixer, family):
+    check_gradient_checkpointing(tiny_model(family, "odd", mixer, fresh=True))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_padding_with_holes(mixer):
+    check_padding(tiny_model("llama", "odd", mixer), kinds=("holes",))
+    check_padding(tiny_model("mistral", "all", mixer), kinds=("holes",))

@@ -1,0 +1,201 @@
+"""Tables and helpers shared by all tests: decoder families, mixers, layouts, tiny models, comparisons.
+
+A new mixer joins every test of `tests/house` by one row of MIXERS, a new decoder family by one row of FAMILIES. Models
+are tiny, random and cached per process: a test that changes one asks for `fresh=True`.
+"""
+
+import copy
+import functools
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hf_memmix
+
+VOCAB = 99
+LAYERS = 4
+
+# the options that keep a mixer tiny; few solver iterations, and a chunk shorter than the prompts so that chunk borders
+# fall inside them
+MIXERS = {
+    "gka": {"num_iterations": 8, "chunk_size": 8},
+}
+# the mixer of tests that are about the house and not about one mixer
+HOUSE_MIXER = "gka"
+
+# which of LAYERS layers the mixer replaces
+LAYOUTS = {
+    "first": (0,),
+    "odd": (1, 3),
+    "all": (0, 1, 2, 3),
+}
+
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,  # generation in tests always runs to max_new_tokens
+}
+# both kinds fall on both sides of every layout that keeps attention
+_ALTERNATE = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+
+# model_type -> what differs from _SIZES; the trait that earns the row its place is named
+FAMILIES = {
+    "llama": {"tie_word_embeddings": False},  # the plain one
+    "qwen2": {"tie_word_embeddings": True},  # q, k, v biases
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": False},  # qk-norm, heads wider than hidden / heads
+    "mistral": {"sliding_window": 7, "head_dim": 8},  # every attention layer slides
+    "gemma2": {
+        "head_dim": 16,
+        "sliding_window": 5,
+        "layer_types": _ALTERNATE,
+        "query_pre_attn_scalar": 16,
+    },  # soft-caps
+    "gemma3_text": {"head_dim": 8, "sliding_window": 5, "layer_types": _ALTERNATE},  # two rotary embeddings
+    "phi3": {"tie_word_embeddings": False},  # fused qkv_proj
+    "gpt_neox": {"num_key_value_heads": None},  # fused per head, `attention`, `layer_past`
+    "gpt2": {
+        "n_embd": 32,
+        "n_inner": 48,
+        "n_layer": LAYERS,
+        "n_head": 4,
+        "n_positions": 256,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },  # Conv1D, `h[i].attn`, learned positions
+    "olmo2": {},  # norms after the sublayers
+    "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},  # scaled everywhere
+    "cohere2": {"sliding_window": 5, "layer_types": _ALTERNATE, "logit_scale": 0.25},  # parallel block, NoPE layers
+    "stablelm": {"use_qkv_bias": True},  # drops **kwargs
+    "nemotron": {},  # drops **kwargs, LayerNorm1P
+    "starcoder2": {"use_bias": True},  # biases in every projection
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},  # NoPE layers
+    "mixtral": {"num_local_experts": 4},  # mixture of experts
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "gpt_oss": {  # attention sinks, experts with biases
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "sliding_window": 5,
+        "layer_types": _ALTERNATE,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+# their attention takes `**kwargs` nowhere: what a mixer must know beyond the native arguments cannot come that way
+DROPS_KWARGS = {"stablelm", "nemotron"}
+# the native model does not tell packed sequences apart, so its kept attention layers cannot
+NO_NATIVE_PACKING = {"gpt_oss"}
+# at least one kept attention layer slides in some layout
+SLIDING = {"mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss"}
+
+
+# ---- models
+
+
+def backbone_config(family, **overrides):
+    """A tiny configuration of a native family."""
+    fields = {k: v for k, v in {**_SIZES, **FAMILIES[family], **overrides}.items() if v is not None or "eos" in k}
+    return AutoConfig.for_model(family, **fields)
+
+
+def mixer_types(layout, mixer=HOUSE_MIXER, layers=LAYERS):
+    """One entry per layer; `layout` is a name of LAYOUTS or the replaced layers' indices."""
+    replaced = LAYOUTS.get(layout, layout) if isinstance(layout, str) else layout
+    return [mixer if i in replaced else "attention" for i in range(layers)]
+
+
+def tiny_config(family="llama", layout="first", mixer=HOUSE_MIXER, options=None, **overrides):
+    """The memmix configuration of a tiny native family."""
+    backbone = backbone_config(family, **overrides)
+    types = mixer_types(layout, mixer, backbone.num_hidden_layers)
+    return hf_memmix.memmix_config(backbone, mixer_types=types, mixers={mixer: {**MIXERS[mixer], **(options or {})}})
+
+
+@torch.no_grad()
+def randomize(model, seed=0):
+    """Redraw all matrices at unit gain: with the library's std of 0.02 a wrong mixer would hardly move the logits."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            scale = parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+        elif name.endswith(".bias"):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def build(config, seed=0):
+    """A random causal LM of a configuration, in evaluation mode."""
+    torch.manual_seed(seed)
+    return randomize(AutoModelForCausalLM.from_config(config), seed).eval()
+
+
+@functools.cache
+def _tiny_model(family, layout, mixer, seed):
+    config = backbone_config(family) if layout is None else tiny_config(family, layout, mixer)
+    return build(config, seed)
+
+
+def tiny_model(family="llama", layout="first", mixer=HOUSE_MIXER, seed=0, fresh=False):
+    """A tiny random causal LM; `layout=None` gives the native one. Shared between tests unless `fresh`."""
+    model = _tiny_model(family, layout, mixer, seed)
+    return copy.deepcopy(model) if fresh else model
+
+
+def base_model(model):
+    """The decoder below the head."""
+    return getattr(model, model.base_model_prefix)
+
+
+def decoder_layers(model):
+    base = base_model(model)
+    return base.layers if hasattr(base, "layers") else base.h
+
+
+def mixers_of(model):
+    """The replaced attention modules by layer index."""
+    found = {}
+    for i, layer in enumerate(decoder_layers(model)):
+        for name in ("self_attn", "attention", "attn"):
+            module = getattr(layer, name, None)
+            if module is not None and type(module).__module__.startswith("hf_memmix"):
+                found[i] = module
+    return found
+
+
+def random_ids(batch, length, seed=0):
+    """Token ids [batch, length], never the padding id."""
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+# ---- comparisons
+
+# largest difference over largest value, fp32 activations on a CPU
+TOLERANCE = 1e-4
+
+
+def difference(actual, expected):
+    """max |actual - expected| / max |expected|, after a shape and finiteness check."""
+    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    assert torch.isfinite(actual).all(), "not finite"
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
+
+
+def assert_same(actual, expected, what="", tolerance=TOLERANCE):
+    """Equal up to rounding."""
+    error = difference(actual, expected)
+    assert error <= tolerance, f"{what}: relative difference {error:.1e}, at most {tolerance:.0e} is allowed"
+
+
+def assert_same_tokens(actual, expected, what=""):
+    """Equal token by token."""
+    actual, expected = actual.tolist(), expected.tolist()
+    assert actual == expected, f"{what}: tokens {actual}, expected {expected}"

@@ -1,0 +1,115 @@
+"""GKA decode in one launch: state update, ridge, solve and read-out of one token, the state updated in place.
+
+    H <- e^g H + beta^2 k k^T;  U <- e^g U + beta^2 v k^T;  o = scale * U (q + alpha (CH(H + ridge |H| I, q) - q))
+
+One program owns one (sequence, head) and keeps P = I - s (H + ridge |H| I), s = 2 / (L + mu), in registers. With r = s q
+a Chebyshev step is xi_i = omega_i (P xi_{i-1} + r) - (omega_i - 1) xi_{i-2}, and the next refinement phase starts from
+the scaled residual r - xi + P xi: no other product with H is needed.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .._common import compute_dtype
+
+
+@triton.jit
+def _chebyshev(b_p, b_r, rho2, N: tl.constexpr, ALTERNATE: tl.constexpr):
+    """N steps on the scaled right side b_r. P is symmetric, so the products may sum over either axis."""
+    omega = rho2 * 0 + 2
+    b_x, b_prev = b_r, tl.zeros_like(b_r)
+    for _ in range(N // 2):
+        omega = 4 / (4 - rho2 * omega)
+        b_prev = omega * (tl.sum(b_p * b_x[:, None], 0) + b_r) - (omega - 1) * b_prev
+        omega = 4 / (4 - rho2 * omega)
+        if ALTERNATE:
+            b_x = omega * (tl.sum(b_p * b_prev[None, :], 1) + b_r) - (omega - 1) * b_x
+        else:
+            b_x = omega * (tl.sum(b_p * b_prev[:, None], 0) + b_r) - (omega - 1) * b_x
+    if N % 2 == 1:
+        omega = 4 / (4 - rho2 * omega)
+        b_x = omega * (tl.sum(b_p * b_x[:, None], 0) + b_r) - (omega - 1) * b_prev
+    return b_x
+
+
+@triton.jit
+def gka_step_kernel(
+    q, k, v, log_decay, alpha, beta, h, u, o,
+    ridge, scale, heads, D, V,
+    GROUPS: tl.constexpr, PHASES: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
+    ALTERNATE: tl.constexpr,
+):  # fmt: skip
+    i_s = tl.program_id(0).to(tl.int64)
+    i_b, i_h = i_s // heads, i_s % heads
+    i_k = i_b * (heads // GROUPS) + i_h // GROUPS
+    o_d = tl.arange(0, BD)
+    m_d = o_d < D
+    m_dd = m_d[:, None] & m_d[None, :]
+    p_h = h + i_s * D * D + o_d[:, None] * D + o_d[None, :]
+    b_h = tl.load(p_h, mask=m_dd, other=0)
+    b_decay = tl.exp(tl.load(log_decay + i_s).to(ACC))
+    b_write = tl.load(beta + i_s).to(ACC)
+    b_write *= b_write
+    b_k = tl.load(k + i_k * D + o_d, mask=m_d, other=0).to(ACC)
+    b_q = tl.load(q + i_s * D + o_d, mask=m_d, other=0).to(ACC)
+
+    b_h = b_decay * b_h + (b_write * b_k)[:, None] * b_k[None, :]
+    tl.store(p_h, b_h, mask=m_dd)
+    b_squared = tl.sum(tl.sum(b_h * b_h, 0), 0)
+    # mu = ridge |H| and L = |H| + mu, so s mu is a constant; a state without content is solved by x = 0
+    b_step = tl.where(b_squared > 0, 2 / (tl.sqrt(tl.where(b_squared > 0, b_squared, 1)) * (1 + 2 * ridge)), 0)
+    b_p = tl.where(o_d[:, None] == o_d[None, :], 1 - 2 * ridge / (1 + 2 * ridge), 0).to(ACC) - b_step * b_h
+    rho2 = (1 / ((1 + 2 * ridge) * (1 + 2 * ridge))).to(ACC)
+
+    b_r = b_step * b_q
+    b_x = tl.zeros_like(b_q)
+    for i in tl.static_range(len(PHASES)):
+        b_xi = _chebyshev(b_p, b_r, rho2, PHASES[i], ALTERNATE)
+        b_x += b_xi
+        if i + 1 < len(PHASES):
+            b_r = b_r - b_xi + tl.sum(b_p * b_xi[:, None], 0)
+
+    b_m = scale * (b_q + tl.load(alpha + i_s).to(ACC) * (b_x - b_q))
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_v = o_v < V
+        p_u = u + i_s * V * D + o_v[:, None] * D + o_d[None, :]
+        m_vd = m_v[:, None] & m_d[None, :]
+        b_v = tl.load(v + i_k * V + o_v, mask=m_v, other=0).to(ACC)
+        b_u = b_decay * tl.load(p_u, mask=m_vd, other=0) + (b_write * b_v)[:, None] * b_k[None, :]
+        tl.store(p_u, b_u, mask=m_vd)
+        b_o = tl.sum(b_u * b_m[None, :], 1)
+        tl.store(o + i_s * V + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
+
+
+ALTERNATE = False
+
+
+def gka_step_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    h: torch.Tensor,
+    u: torch.Tensor,
+    phases: list[int],
+    ridge: float,
+    scale: float,
+) -> torch.Tensor:
+    """Advance (h, u) in place by the one token of q, k, v [B, 1, heads, D] and return o [B, 1, H, Dv] in q's dtype."""
+    batch, _, heads, D = q.shape
+    V = v.shape[-1]
+    o = q.new_empty(batch, 1, heads, V)
+    BD, BV = triton.next_power_of_2(D), min(128, triton.next_power_of_2(V))
+    # 64 state elements a thread at D = 128: two programs share a multiprocessor
+    num_warps = max(1, min(16, BD * BD // 2048))
+    gka_step_kernel[(batch * heads,)](
+        *(t.contiguous() for t in (q, k, v, log_decay, alpha, beta)), h, u, o,
+        float(ridge), float(scale), heads, D, V,
+        GROUPS=heads // k.shape[2], PHASES=tuple(phases), BD=BD, BV=BV, ALTERNATE=ALTERNATE,
+        ACC=tl.float64 if compute_dtype(h.dtype) == torch.float64 else tl.float32, num_warps=num_warps,
+    )  # fmt: skip
+    return o

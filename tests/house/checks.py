@@ -21,17 +21,26 @@ NEW_TOKENS = 6
 
 @torch.no_grad()
 def uncached_greedy(model, ids, new_tokens=NEW_TOKENS):
-    """The prompt and its greedy continuation, from full forwards only."""
+    """The prompt with its greedy continuation and the logits [B, new_tokens, V] behind it, by full forwards."""
+    logits = []
     for _ in range(new_tokens):
-        logits = model(ids, use_cache=False).logits[:, -1]
-        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
-    return ids
+        logits.append(model(ids, use_cache=False).logits[:, -1].float())
+        ids = torch.cat([ids, logits[-1].argmax(-1, keepdim=True)], 1)
+    return ids, torch.stack(logits, 1)
 
 
 def greedy(model, ids, new_tokens=NEW_TOKENS, **kwargs):
-    """generate() without sampling."""
+    """generate() without sampling; the result holds `sequences`, `logits` and `past_key_values`."""
     kwargs.setdefault("attention_mask", torch.ones_like(ids))
-    return model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **kwargs)
+    return model.generate(
+        ids, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True, output_logits=True, **kwargs
+    )
+
+
+def assert_same_generation(out, expected, what):
+    """The same tokens for the same reasons: equal tokens alone hide a damaged state if it does not tip the argmax."""
+    assert_same(torch.stack(out.logits, 1), expected[1], f"{what}, logits")
+    assert_same_tokens(out.sequences, expected[0], what)
 
 
 def prompt_with_repeats(length=14):
@@ -217,7 +226,7 @@ def check_gradient_checkpointing(model):
 def check_greedy(model):
     """generate() with a cache equals full forwards without one."""
     ids = random_ids(2, 11, seed=1)
-    assert_same_tokens(greedy(model, ids), uncached_greedy(model, ids), "greedy")
+    assert_same_generation(greedy(model, ids), uncached_greedy(model, ids), "greedy")
 
 
 @torch.no_grad()
@@ -225,9 +234,11 @@ def check_padded_generation(model, **kwargs):
     """A left-padded batch generates what each row generates alone."""
     rows = [random_ids(1, n, seed=n) for n in (11, 4, 7)]
     ids, mask = left_padded(rows)
-    out = greedy(model, ids, attention_mask=mask, **kwargs)[:, ids.shape[1] :]
-    alone = torch.cat([uncached_greedy(model, row)[:, row.shape[1] :] for row in rows])
-    assert_same_tokens(out, alone, f"left-padded batch {kwargs}")
+    out = greedy(model, ids, attention_mask=mask, **kwargs)
+    alone = [uncached_greedy(model, row) for row in rows]
+    new = torch.cat([tokens[:, -NEW_TOKENS:] for tokens, _ in alone])
+    logits = torch.cat([logits for _, logits in alone])
+    assert_same_generation(out, (torch.cat([ids, new], 1), logits), f"left-padded batch {kwargs}")
 
 
 @torch.no_grad()
@@ -235,7 +246,7 @@ def check_static_cache(model):
     """The static cache generates the same tokens, for a plain and for a padded batch."""
     ids = random_ids(2, 11, seed=1)
     expected = uncached_greedy(model, ids)
-    assert_same_tokens(greedy(model, ids, cache_implementation="static"), expected, "static cache")
+    assert_same_generation(greedy(model, ids, cache_implementation="static"), expected, "static cache")
     check_padded_generation(model, cache_implementation="static")
 
 
@@ -245,7 +256,7 @@ def check_chunked_prefill(model):
     ids = random_ids(2, 13, seed=1)
     expected = uncached_greedy(model, ids)
     for size in (4, 5):
-        assert_same_tokens(greedy(model, ids, prefill_chunk_size=size), expected, f"prefill in chunks of {size}")
+        assert_same_generation(greedy(model, ids, prefill_chunk_size=size), expected, f"prefill in chunks of {size}")
     check_padded_generation(model, prefill_chunk_size=3)
 
 
@@ -263,11 +274,11 @@ def check_multi_turn(model):
     }
     second = None
     for kind, cache in kinds.items():
-        first = greedy(model, ids, 4, past_key_values=cache, return_dict_in_generate=True)
+        first = greedy(model, ids, 4, past_key_values=cache)
         turn = torch.cat([first.sequences, random_ids(1, 5, seed=2)], 1)
         second = uncached_greedy(model, turn) if second is None else second
         out = greedy(model, turn, past_key_values=first.past_key_values)
-        assert_same_tokens(out, second, f"second turn, cache: {kind}")
+        assert_same_generation(out, second, f"second turn, cache: {kind}")
 
 
 @torch.no_grad()
@@ -294,7 +305,6 @@ def check_beams(model):
             use_cache=use_cache,
             num_beams=3,
             num_return_sequences=2,
-            return_dict_in_generate=True,
             output_scores=True,
         )
     assert_same_tokens(out[True].sequences, out[False].sequences, "beams")
@@ -308,10 +318,20 @@ def check_sampling(model):
     out = []
     for use_cache in (True, False):
         torch.manual_seed(0)
-        kwargs = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW_TOKENS, "use_cache": use_cache}
-        out.append(model.generate(ids, attention_mask=mask, **kwargs))
-    assert_same_tokens(*out, "samples")
-    assert len({tuple(row) for row in out[0].tolist()}) > 2, "the samples of one prompt are all equal"
+        out.append(
+            model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=True,
+                num_return_sequences=3,
+                max_new_tokens=NEW_TOKENS,
+                use_cache=use_cache,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        )
+    assert_same_generation(out[0], (out[1].sequences, torch.stack(out[1].logits, 1)), "samples")
+    assert len({tuple(row) for row in out[0].sequences.tolist()}) > 2, "the samples of one prompt are all equal"
 
 
 @torch.no_grad()
@@ -321,7 +341,7 @@ def check_prompt_lookup(model):
     expected = uncached_greedy(model, ids, 10)
     with recorded_crops(model) as crops:
         out = greedy(model, ids, 10, prompt_lookup_num_tokens=3, max_matching_ngram_size=2)
-    assert_same_tokens(out, expected, "prompt lookup")
+    assert_same_generation(out, expected, "prompt lookup")
     assert any(crops), "no proposal was rejected: the check shows nothing"
 
 
@@ -332,9 +352,9 @@ def check_assistant(model, assistant):
     expected = uncached_greedy(model, ids, 10)
     with recorded_crops(model) as crops:
         out = greedy(model, ids, 10, assistant_model=assistant)
-    assert_same_tokens(out, expected, "assistant with other weights")
+    assert_same_generation(out, expected, "assistant with other weights")
     assert any(crops), "no draft was rejected: the check shows nothing"
-    assert_same_tokens(greedy(model, ids, 10, assistant_model=model), expected, "its own assistant")
+    assert_same_generation(greedy(model, ids, 10, assistant_model=model), expected, "its own assistant")
 
 
 @torch.no_grad()

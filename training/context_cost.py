@@ -1,0 +1,86 @@
+"""What a context costs at decode time: bytes of the cache and milliseconds a token, measured on real caches.
+
+A cache is filled by a real prefill of a few hundred tokens. Attention layers are then extended to the wanted context
+with random keys and values of the model's own shape and dtype: bytes and time do not depend on what the numbers are,
+and a prefill of 128k tokens through full attention would take hours on a CPU. Recurrent layers have nothing to extend.
+"""
+
+import statistics
+import time
+
+import torch
+from torch import nn
+from transformers import Cache, DynamicCache, StaticCache
+
+from hf_memmix import MemMixConfig, RecurrentStateCache
+
+PREFILL = 256
+WARMUP = 2
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes of all tensors a cache holds now."""
+    if isinstance(cache, RecurrentStateCache):
+        return cache.nbytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)
+
+
+@torch.inference_mode()
+def filled_cache(model: nn.Module, context: int, max_cache_len: int | None = None) -> Cache:
+    """A cache of one sequence of `context` tokens: growing, or static with room for `max_cache_len`."""
+    cache = _new_cache(model, max_cache_len)
+    prefill = min(context, PREFILL)
+    ids = torch.randint(model.config.vocab_size, (1, prefill), device=model.device)
+    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    if context > prefill:
+        for layer in cache.layers:
+            if torch.is_tensor(getattr(layer, "keys", None)):
+                batch, heads, _, head_dim = layer.keys.shape
+                like = {"dtype": layer.keys.dtype, "device": layer.keys.device}
+                keys = torch.randn(batch, heads, context - prefill, head_dim, **like)
+                layer.update(keys, torch.randn(*keys.shape[:3], layer.values.shape[-1], **like))
+    return cache
+
+
+@torch.inference_mode()
+def milliseconds_per_token(model: nn.Module, cache: Cache, context: int, steps: int) -> float:
+    """Median time of an eager decode step from `cache`, which holds `context` tokens and grows by WARMUP + steps."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    times = []
+    for step in range(WARMUP + steps):
+        position = torch.full((1, 1), context + step, device=model.device)
+        _synchronize(model.device)
+        start = time.perf_counter()
+        model(input_ids=token, position_ids=position, past_key_values=cache, use_cache=True)
+        _synchronize(model.device)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[WARMUP:])
+
+
+def context_cost(model: nn.Module, context: int, steps: int = 8) -> dict:
+    """`{"context", "cache_bytes", "ms_per_token", "cache"}` of `model` after `context` tokens of one sequence.
+
+    The bytes are those of the growing cache, which holds exactly `context` tokens. The time is that of the faster of
+    the growing and the static cache, named by "cache": the growing one copies itself at every step.
+    """
+    growing = filled_cache(model, context)
+    row = {"context": context, "cache_bytes": cache_bytes(growing)}
+    times = {"dynamic": milliseconds_per_token(model, growing, context, steps)}
+    del growing
+    static = filled_cache(model, context, max_cache_len=context + WARMUP + steps)
+    times["static"] = milliseconds_per_token(model, static, context, steps)
+    best = min(times, key=times.get)
+    return row | {"ms_per_token": round(times[best], 3), "cache": best}
+
+
+def _new_cache(model: nn.Module, max_cache_len: int | None) -> Cache:
+    if isinstance(model.config, MemMixConfig):
+        return RecurrentStateCache(model.config, max_cache_len=max_cache_len)
+    if max_cache_len is None:
+        return DynamicCache(config=model.config)
+    return StaticCache(config=model.config, max_cache_len=max_cache_len)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

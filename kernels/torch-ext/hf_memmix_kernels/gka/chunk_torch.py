@@ -12,7 +12,7 @@ Inside this file tensors are [N, H, chunks, C, D]: `split` and `merge` convert.
 import torch
 
 from .._common import SequenceLayout, compute_dtype
-from .schedule import omegas
+from .schedule import richardson_steps
 
 
 def decay_matrix(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,18 +62,17 @@ class _Chunks:
 
     def solve(self, q, phases):
         """x_t = CH(H_t + ridge |H_t| I, q_t); 0 where H_t = 0."""
-        empty = self.norm == 0
-        norm = torch.where(empty, 1.0, self.norm)[..., None]
-        step = torch.where(empty[..., None], 0.0, 2 / (norm * (1 + 2 * self.ridge)))
-        lam = self.ridge * norm
+        norm = self.norm[..., None]
+        inverse = torch.where(norm == 0, 0.0, 1 / norm)
         x = torch.zeros_like(q)
         for phase, iterations in enumerate(phases):
-            residual = q if phase == 0 else q - self.apply_H(x) - lam * x
-            d_prev, d = torch.zeros_like(q), step * residual
-            for omega in omegas(iterations, self.ridge):
-                correction = self.apply_H(d) + lam * d - residual
-                d, d_prev = omega * (d - step * correction) - (omega - 1) * d_prev, d
-            x = x + d
+            r = q if phase == 0 else q - self.apply_H(x) - self.ridge * norm * x
+            r = inverse * r
+            *steps, last = richardson_steps(iterations, self.ridge)
+            for tau in steps:
+                x = x + tau * r
+                r = (1 - tau * self.ridge) * r - tau * inverse * self.apply_H(r)
+            x = x + last * r
         return x
 
     def read(self, q):

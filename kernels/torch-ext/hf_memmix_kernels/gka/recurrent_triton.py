@@ -2,9 +2,10 @@
 
     H <- e^g H + beta^2 k k^T;  U <- e^g U + beta^2 v k^T;  o = scale * U (q + alpha (CH(H + ridge |H| I, q) - q))
 
-One program owns one (sequence, head) and keeps P = I - s (H + ridge |H| I), s = 2 / (L + mu), in registers. With r = s q
-a Chebyshev step is xi_i = omega_i (P xi_{i-1} + r) - (omega_i - 1) xi_{i-2}, and the next refinement phase starts from
-the scaled residual r - xi + P xi: no other product with H is needed.
+One program owns one (sequence, head) and keeps -s H, s = 2 / (L + mu), in registers. With P = I - s (H + ridge |H| I)
+and r = s q a Chebyshev step is xi_i = omega_i (P xi_{i-1} + r) - (omega_i - 1) xi_{i-2}, and the next refinement phase
+starts from the scaled residual r - xi + P xi: no other product with H is needed. H is symmetric, so the product sums over
+its rows, which the threads of a warp hold side by side: nothing is shuffled between lanes.
 """
 
 import torch
@@ -15,21 +16,20 @@ from .._common import compute_dtype
 
 
 @triton.jit
-def _chebyshev(b_p, b_r, rho2, N: tl.constexpr, ALTERNATE: tl.constexpr):
-    """N steps on the scaled right side b_r. P is symmetric, so the products may sum over either axis."""
-    omega = rho2 * 0 + 2
+def _relaxed(b_h, b_x, decay):
+    """(I - s (H + ridge |H| I)) x, from -s H and decay = 1 - s ridge |H|: the identity is never rounded into H."""
+    return decay * b_x + tl.sum(b_h * b_x[:, None], 0)
+
+
+@triton.jit
+def _chebyshev(b_h, b_r, decay, N: tl.constexpr):
+    """N Chebyshev steps on the scaled right side b_r = s q."""
+    omega = tl.full([], 2.0, b_r.dtype)
     b_x, b_prev = b_r, tl.zeros_like(b_r)
-    for _ in range(N // 2):
-        omega = 4 / (4 - rho2 * omega)
-        b_prev = omega * (tl.sum(b_p * b_x[:, None], 0) + b_r) - (omega - 1) * b_prev
-        omega = 4 / (4 - rho2 * omega)
-        if ALTERNATE:
-            b_x = omega * (tl.sum(b_p * b_prev[None, :], 1) + b_r) - (omega - 1) * b_x
-        else:
-            b_x = omega * (tl.sum(b_p * b_prev[:, None], 0) + b_r) - (omega - 1) * b_x
-    if N % 2 == 1:
-        omega = 4 / (4 - rho2 * omega)
-        b_x = omega * (tl.sum(b_p * b_x[:, None], 0) + b_r) - (omega - 1) * b_prev
+    for _ in range(N):
+        omega = 4 / (4 - decay * decay * omega)
+        b_next = omega * (_relaxed(b_h, b_x, decay) + b_r) - (omega - 1) * b_prev
+        b_prev, b_x = b_x, b_next
     return b_x
 
 
@@ -38,7 +38,6 @@ def gka_step_kernel(
     q, k, v, log_decay, alpha, beta, h, u, o,
     ridge, scale, heads, D, V,
     GROUPS: tl.constexpr, PHASES: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
-    ALTERNATE: tl.constexpr,
 ):  # fmt: skip
     i_s = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_s // heads, i_s % heads
@@ -57,18 +56,18 @@ def gka_step_kernel(
     b_h = b_decay * b_h + (b_write * b_k)[:, None] * b_k[None, :]
     tl.store(p_h, b_h, mask=m_dd)
     b_squared = tl.sum(tl.sum(b_h * b_h, 0), 0)
-    # mu = ridge |H| and L = |H| + mu, so s mu is a constant; a state without content is solved by x = 0
-    b_step = tl.where(b_squared > 0, 2 / (tl.sqrt(tl.where(b_squared > 0, b_squared, 1)) * (1 + 2 * ridge)), 0)
-    b_p = tl.where(o_d[:, None] == o_d[None, :], 1 - 2 * ridge / (1 + 2 * ridge), 0).to(ACC) - b_step * b_h
-    rho2 = (1 / ((1 + 2 * ridge) * (1 + 2 * ridge))).to(ACC)
-
+    # mu = ridge |H| and L = |H| + mu make s mu a constant; a state without content is solved by x = 0
+    b_norm = tl.sqrt(tl.where(b_squared > 0, b_squared, 1))
+    b_step = tl.where(b_squared > 0, 2 / (b_norm * (1 + 2 * ridge)), 0)
+    decay = 1 / (1 + 2 * ridge)
+    b_h = -b_step * b_h
     b_r = b_step * b_q
     b_x = tl.zeros_like(b_q)
     for i in tl.static_range(len(PHASES)):
-        b_xi = _chebyshev(b_p, b_r, rho2, PHASES[i], ALTERNATE)
+        b_xi = _chebyshev(b_h, b_r, decay, PHASES[i])
         b_x += b_xi
         if i + 1 < len(PHASES):
-            b_r = b_r - b_xi + tl.sum(b_p * b_xi[:, None], 0)
+            b_r = b_r - b_xi + _relaxed(b_h, b_xi, decay)
 
     b_m = scale * (b_q + tl.load(alpha + i_s).to(ACC) * (b_x - b_q))
     for i_v in range(0, V, BV):
@@ -81,9 +80,6 @@ def gka_step_kernel(
         tl.store(p_u, b_u, mask=m_vd)
         b_o = tl.sum(b_u * b_m[None, :], 1)
         tl.store(o + i_s * V + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
-
-
-ALTERNATE = False
 
 
 def gka_step_triton(
@@ -109,7 +105,7 @@ def gka_step_triton(
     gka_step_kernel[(batch * heads,)](
         *(t.contiguous() for t in (q, k, v, log_decay, alpha, beta)), h, u, o,
         float(ridge), float(scale), heads, D, V,
-        GROUPS=heads // k.shape[2], PHASES=tuple(phases), BD=BD, BV=BV, ALTERNATE=ALTERNATE,
+        GROUPS=heads // k.shape[2], PHASES=tuple(phases), BD=BD, BV=BV,
         ACC=tl.float64 if compute_dtype(h.dtype) == torch.float64 else tl.float32, num_warps=num_warps,
     )  # fmt: skip
     return o

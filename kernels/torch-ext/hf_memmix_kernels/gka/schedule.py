@@ -4,6 +4,8 @@ With the ridge proportional to |H| the spectrum bounds are mu = a|H| and L = (1 
 = 1/(1 + 2a) and the weights omega_i are the same for every token: they are constants of the kernel.
 """
 
+import functools
+import math
 from collections.abc import Iterable
 
 MAX_PHASES = 8
@@ -18,6 +20,24 @@ def omegas(num_iterations: int, ridge: float) -> list[float]:
         omega = 4 / (4 - rho2 * omega)
         weights.append(omega)
     return weights
+
+
+@functools.cache
+def richardson_steps(num_iterations: int, ridge: float) -> tuple[float, ...]:
+    """The `num_iterations` + 1 steps tau_i, in units of 1/|H|, of the same polynomial in product form.
+
+    x += tau r; r -= tau A r over the roots 1/tau of the shifted Chebyshev polynomial gives exactly the iterate of the
+    three-term recurrence. It needs two vectors instead of three, and in Leja order (each root as far as possible from
+    those before it, in product of distances) rounding stays lower: gka/README.md, "Product form".
+    """
+    count = num_iterations + 1
+    remaining = [0.5 + ridge + 0.5 * math.cos(math.pi * (j + 0.5) / count) for j in range(count)]
+    ordered = [remaining.pop(0)]
+    while remaining:
+        best = max(remaining, key=lambda root: sum(math.log(abs(root - other)) for other in ordered))
+        remaining.remove(best)
+        ordered.append(best)
+    return tuple(1 / root for root in ordered)
 
 
 def as_phases(num_iterations: int, refinement: Iterable[int] | None) -> tuple[int, ...]:

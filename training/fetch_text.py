@@ -1,4 +1,4 @@
-"""Collect the English prose that the bundled teacher is trained on, out of four public-domain texts in Debian packages.
+"""Collect the English prose that the bundled teacher is trained on, from public-domain texts in Debian packages.
 
     python training/fetch_text.py --out .scratch/teacher
 
@@ -45,6 +45,11 @@ SOURCES = {
         "title": "Matthew Henry's Concise Commentary on the Whole Bible (1706-1721)",
         "licence": 'public domain ("Public Domain--Copy Freely", debian/copyright)',
     },
+    "spurgeon": {
+        "package": "sword-comm-tdavid",
+        "title": "C. H. Spurgeon: The Treasury of David, the expositions (1865-1885)",
+        "licence": "public domain (author died 1892)",
+    },
 }
 READER_PACKAGES = ["bible-kjv"]  # holds the program that decompresses bible-kjv-text; no text is taken from it
 
@@ -57,7 +62,7 @@ Document = tuple[str, str]  # (split, text)
 
 
 def read_r_strings(path: Path) -> Iterator[list[str]]:
-    """Yield the character vectors of an R lazy-load database (`.rdb`): length-prefixed zlib chunks of XDR, version 3."""
+    """Yield the character vectors of an R lazy-load database (`.rdb`): zlib chunks of XDR, version 3."""
     data, position = path.read_bytes(), 0
     while position < len(data):
         stream = zlib.decompressobj()
@@ -76,10 +81,10 @@ def read_r_strings(path: Path) -> Iterator[list[str]]:
         yield strings
 
 
-def read_sword_blocks(base: Path) -> Iterator[str]:
-    """Yield the zlib blocks (one per book, OSIS markup) of a compressed SWORD module `<base>.bzs` / `<base>.bzz`."""
-    blocks = base.with_suffix(".bzz").read_bytes()
-    for offset, size, _ in struct.iter_unpack("<III", base.with_suffix(".bzs").read_bytes()):
+def read_sword_blocks(base: Path, unit: str) -> Iterator[str]:
+    """Yield the zlib blocks (one per book, unit "b", or chapter, "c"; OSIS markup) of a compressed SWORD module."""
+    blocks = base.with_suffix(f".{unit}zz").read_bytes()
+    for offset, size, _ in struct.iter_unpack("<III", base.with_suffix(f".{unit}zs").read_bytes()):
         if size:
             yield zlib.decompress(blocks[offset : offset + size]).decode()
 
@@ -131,21 +136,35 @@ def kjv(root: Path) -> Iterator[Document]:
         yield split_of_book(book), paragraphs([re.sub(r"^  \d+ ", "", line) for line in chapter.split("\n")])
 
 
+def osis_prose(markup: str) -> str:
+    """Reduce OSIS markup to paragraphs of prose: no titles, tables, references, nor lists of verse numbers."""
+    markup = re.sub(r"<title.*?</title>|<table>.*?</table>|<hi type=.bold.*?</hi>", "\n\n", markup, flags=re.DOTALL)
+    markup = re.sub(r"(?:[,;]?\s*<reference[^>]*>[^<]*</reference>)+", "", markup)
+    markup = re.sub(r'<div [^>]*type="x-p"[^>]*>', "\n\n", markup)
+    text = paragraphs(html.unescape(re.sub(r"<[^>]*>", "", markup)).split("\n"))
+    kept = [p.lstrip(",; 0123456789") for p in text.split("\n\n") if not re.search(r"\([^)]*\d\)", p)]
+    return "\n\n".join(p for p in kept if len(p) > 60)
+
+
 def henry(root: Path) -> Iterator[Document]:
     for testament in ("ot", "nt"):
-        for block in read_sword_blocks(root / f"usr/share/sword/modules/comments/zcom/mhcc/{testament}"):
+        for block in read_sword_blocks(root / f"usr/share/sword/modules/comments/zcom/mhcc/{testament}", "b"):
             book = re.search(r'osisID="(\w+)" \w+="\w+" type="book"', block)
             for chapter in re.split(r"<chapter n=", block)[1:] if book else []:
-                chapter = re.sub(
-                    r"<title.*?</title>|<table>.*?</table>|<hi .*?</hi>", "\n\n", chapter, flags=re.DOTALL
-                )
-                chapter = re.sub(r"(?:[,;]?\s*<reference[^>]*>[^<]*</reference>)+", "", chapter.split(">", 1)[1])
-                chapter = re.sub(r'<div [^>]*type="x-p"[^>]*>', "\n\n", chapter)
-                chapter = paragraphs(html.unescape(re.sub(r"<[^>]*>", "", chapter)).split("\n"))
-                kept = [p.lstrip(",; 0123456789") for p in chapter.split("\n\n") if not re.search(r"\([^)]*\d\)", p)]
-                text = "\n\n".join(p for p in kept if len(p) > 60)
+                text = osis_prose(chapter.split(">", 1)[1])
                 if len(text) > 200:
                     yield split_of_book(book[1]), text
+
+
+def spurgeon(root: Path) -> Iterator[Document]:
+    """The expositions alone, and all for training: they quote the psalms verse by verse."""
+    marks = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"") | {0x2014: "--", 0x2013: "-"}
+    for psalm in read_sword_blocks(root / "usr/share/sword/modules/comments/zcom/tdavid/ot", "c"):
+        for part in re.split(r"(?=<title)", psalm):
+            if re.match(r"<title[^>]*>\s*(EXPOSITION|Psalm \d+ OVERVIEW)", part):
+                text = osis_prose(part).translate(marks)
+                if len(text) > 500 and text.isascii():
+                    yield "train", text
 
 
 def unpack(packages: list[str], scratch: Path) -> dict[str, str]:
@@ -186,7 +205,13 @@ def main() -> None:
     report: dict[str, dict] = {"sources": {}, "files": {}}
     with tempfile.TemporaryDirectory() as scratch:
         versions = unpack([s["package"] for s in SOURCES.values()] + READER_PACKAGES, Path(scratch))
-        for name, extract in {"austen": austen, "melville": melville, "kjv": kjv, "henry": henry}.items():
+        for name, extract in {
+            "austen": austen,
+            "melville": melville,
+            "kjv": kjv,
+            "henry": henry,
+            "spurgeon": spurgeon,
+        }.items():
             sizes = dict.fromkeys(splits, 0)
             for split, text in extract(Path(scratch) / "root"):
                 splits[split].append(text)

@@ -1,4 +1,4 @@
-"""Train the small Llama that the package bundles as its teacher: next-token prediction, loss = -mean log p(x_t | x_<t).
+"""Train the small Llama that the package bundles as its teacher: loss = -mean log p(x_t | x_<t).
 
     python training/fetch_text.py --out .scratch/teacher
     python training/pretrain_teacher.py --train .scratch/teacher/train.txt --dev .scratch/teacher/dev.txt \\
@@ -70,7 +70,7 @@ def read_text(path: Path) -> str:
 
 
 def train_tokenizer(text: str, vocab_size: int, context: int) -> PreTrainedTokenizerFast:
-    """Learn byte-level BPE with bos = eos = `END`; white space around `END` belongs to it, as files set it on a line."""
+    """Learn byte-level BPE with bos = eos = `END`; the white space around `END` belongs to it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -239,9 +239,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the model and its tokenizer")
     parser.add_argument("--metrics", type=Path, help="JSON file for the record of the run")
     parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument(
-        "--context", type=int, default=1024, help="window length in training and evaluation, in tokens"
-    )
+    parser.add_argument("--context", type=int, default=1024, help="window length, in tokens")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--intermediate-size", type=int, default=640)
     parser.add_argument("--layers", type=int, default=6)

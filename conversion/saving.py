@@ -8,18 +8,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-@contextmanager
-def atomic_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder to fill; on a clean exit it becomes `path`, on an exception it vanishes.
-
-    Raises ValueError before any work when `path` exists and is neither empty nor to be overwritten. The old folder stays
-    in place until the new one is complete.
-    """
+def check_target(path: str | Path, overwrite: bool = False) -> Path:
+    """The absolute path of a folder that may be written to; to be asked before hours of work, not after."""
     path = Path(path).absolute()
     if path.exists() and not path.is_dir():
         raise ValueError(f"{str(path)!r} is a file; give a folder to write to")
     if path.exists() and any(path.iterdir()) and not overwrite:
         raise ValueError(f"{str(path)!r} exists and is not empty; remove it, choose another folder, or overwrite")
+    return path
+
+
+@contextmanager
+def atomic_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder to fill; on a clean exit it becomes `path`, on an exception it vanishes.
+
+    Raises ValueError before any work when `path` exists and is neither empty nor to be overwritten. The old folder
+    stays in place until the new one is complete.
+    """
+    path = check_target(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     try:

@@ -22,8 +22,9 @@ def run_teacher_forced(
 ) -> Tensor:
     """Run the teacher on `input_ids` [B, T] without gradients and call `visit(layer, mixer_output, attention_output)`.
 
-    Both outputs are [B, T, hidden]; the mixer's carries gradients if they are enabled where this function is called. It
-    is computed as soon as its layer is reached, so only what `visit` keeps stays alive. Returns the last hidden states.
+    Both outputs are [B, T, hidden]; the mixer's carries gradients if they are enabled where this function is called,
+    and is computed as soon as its layer is reached, so only what `visit` keeps stays alive. Returns the last hidden
+    states.
     """
     layers = converted_layers(student)
     _check_same_shape(teacher, student)

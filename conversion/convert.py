@@ -1,0 +1,179 @@
+"""`convert_model`: replace the attention of chosen layers of a pretrained decoder by a recurrent mixer.
+
+Every tensor of the teacher is accounted for in `student.conversion_report`; whatever is not attention of a converted
+layer is bit-equal in the student, and the teacher is never modified.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import hf_memmix
+from hf_memmix.conversion.families import attention_module, attention_prefix, extract_attention, family_of
+from hf_memmix.conversion.saving import atomic_folder
+from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.mixers.attention_weights import AttentionWeights
+
+
+@dataclass
+class ConversionReport:
+    """What became of every tensor. `tensors`: rows `{"layer", "source", "fate", "targets", "reason"}` of the converted
+    attention layers; `fresh`: mixer parameters that no teacher tensor filled; `copied`: names that are bit-equal.
+    """
+
+    mixer: str
+    converted: list[int]
+    kept: list[int]
+    tensors: list[dict] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list)
+
+    def counts(self) -> dict[str, int]:
+        """Number of tensors used, transformed, dropped, fresh and copied."""
+        fates = Counter(row["fate"] for row in self.tensors)
+        counts = {fate: fates[fate] for fate in ("used", "transformed", "dropped")}
+        return counts | {"fresh": len(self.fresh), "copied": len(self.copied)}
+
+
+def layers_to_keep(keep, num_layers: int) -> list[int]:
+    """Layer indices that stay attention. `keep`: indices, a fraction in (0, 1) spread evenly, or "none"."""
+    remedy = 'give a list of layer indices, a fraction between 0 and 1, or "none"'
+    if isinstance(keep, str):
+        if keep != "none":
+            raise ValueError(f"keep is {keep!r}; {remedy}")
+        return []
+    if isinstance(keep, float):
+        if not 0 < keep < 1:
+            raise ValueError(f"keep is {keep}; {remedy}")
+        count = max(1, round(keep * num_layers))
+        layers = [int((i + 0.5) * num_layers / count) for i in range(count)]
+    else:
+        if isinstance(keep, (bool, int)) or not all(type(i) is int for i in keep):
+            raise ValueError(f"keep is {keep!r}; {remedy}")
+        layers = sorted(keep)
+        if bad := [i for i in layers if not 0 <= i < num_layers]:
+            raise ValueError(f"keep names layers {bad}; the teacher has layers 0 to {num_layers - 1}")
+        if len(set(layers)) != len(layers):
+            raise ValueError(f"keep is {list(keep)}; it names a layer twice")
+    if len(layers) == num_layers:
+        raise ValueError(f"keep={keep!r} keeps all {num_layers} layers, so nothing is left to convert; keep fewer")
+    return layers
+
+
+def convert_model(
+    teacher: PreTrainedModel | str | Path, mixer: str = "gka", keep="none", *, seed: int = 0, **mixer_options
+) -> PreTrainedModel:
+    """A student whose layers outside `keep` use `mixer`, initialised from the teacher's attention.
+
+    Args:
+        teacher: a causal LM of a family in `conversion.families.FAMILIES`, or a folder that holds one.
+        keep: layers that stay attention, see `layers_to_keep`.
+        seed: of the parameters that have no counterpart in the teacher; the global generator is left alone.
+        mixer_options: fields of the mixer's config, e.g. `num_iterations=30`.
+
+    Returns the student in the teacher's dtype and on its device, in eval mode, with `conversion_report`.
+    Raises ValueError for an unsupported family, a bad `keep` or option, or a tensor that would be lost.
+    """
+    if not isinstance(teacher, PreTrainedModel):
+        teacher = load_model(teacher)
+    config = teacher.config
+    family_of(config)
+    if config.model_type == "memmix":
+        raise ValueError("the teacher is a converted model already; give the transformer it came from")
+    keep = layers_to_keep(keep, config.num_hidden_layers)
+    types = ["attention" if i in keep else mixer for i in range(config.num_hidden_layers)]
+    converted = [i for i in range(config.num_hidden_layers) if i not in keep]
+    report = ConversionReport(mixer=mixer, converted=converted, kept=keep)
+
+    attentions = {i: extract_attention(teacher, i) for i in converted}
+    student_config = hf_memmix.memmix_config(config, mixer_types=types, mixers={mixer: mixer_options})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        student = AutoModelForCausalLM.from_config(student_config, dtype=torch.float32)
+    cast_student(student, teacher.dtype)
+    _copy_rest(teacher, student, [attention_prefix(teacher, i) + "." for i in converted], report)
+    for layer in converted:
+        _initialise(student, layer, attentions[layer], report)
+    student.generation_config = type(teacher.generation_config).from_dict(teacher.generation_config.to_dict())
+    student.conversion_report = report
+    return student.to(teacher.device).eval()
+
+
+def load_model(folder: str | Path, dtype="auto") -> PreTrainedModel:
+    """A causal LM from a local folder, native or converted. Raises ValueError when there is none."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{str(folder)!r} is not a model folder: it has no config.json")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def save_student(
+    student: PreTrainedModel, path: str | Path, tokenizer=None, *, overwrite: bool = False, dtype=None
+) -> None:
+    """Write a model folder, whole or not at all; an existing one is replaced only with `overwrite`.
+
+    `dtype`: cast the student to it first, in place.
+    """
+    with atomic_folder(path, overwrite) as folder:
+        if dtype is not None:
+            cast_student(student, dtype)
+        student.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+def cast_student(student: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Cast in place, except the parameters that a mixer declares fp32 (decays lose their meaning in bf16)."""
+    student.to(dtype)
+    for layer in converted_layers(student):
+        mixer = attention_module(student, layer)
+        for name in mixer.fp32_parameters:
+            parameter = getattr(mixer, name)
+            parameter.data = parameter.data.float()
+    return student
+
+
+def _copy_rest(teacher: PreTrainedModel, student: PreTrainedModel, prefixes: list[str], report) -> None:
+    """Everything outside the converted attention modules, by name; a tensor without a partner is an error."""
+
+    def rest(model):
+        return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(tuple(prefixes))}
+
+    source, target = rest(teacher), rest(student)
+    if different := sorted(source.keys() ^ target.keys()):
+        raise ValueError(
+            f"tensors {', '.join(different[:5])}{' ...' if len(different) > 5 else ''} exist in only one of teacher "
+            "and student; they would be lost. Is the teacher an unmodified transformers model?"
+        )
+    with torch.no_grad():
+        for name, tensor in source.items():
+            if target[name].dtype != tensor.dtype:  # some families keep a few parameters in fp32
+                student.get_parameter(name).data = tensor.clone()
+            else:
+                target[name].copy_(tensor)
+    report.copied = sorted(source)
+
+
+def _initialise(student: PreTrainedModel, layer: int, attention: AttentionWeights, report) -> None:
+    """Fill one mixer from its attention and check that every tensor has met a stated fate."""
+    mixer, prefix = attention_module(student, layer), attention_prefix(student, layer)
+    with torch.no_grad():
+        fates = mixer.init_from_attention(attention)
+    parameters = dict(mixer.named_parameters())
+    told = Counter(fate.field for fate in fates)
+    if told != Counter(attention.tensors().keys()):
+        silent = sorted(attention.tensors().keys() - told.keys()) or sorted(told - Counter(attention.tensors().keys()))
+        raise ValueError(
+            f"{prefix}: {type(mixer).__name__} does not say once what becomes of {', '.join(silent)}; refusing to "
+            "convert rather than lose it silently. Keep this layer as attention, or use another mixer"
+        )
+    for fate in fates:
+        if unknown := set(fate.targets) - parameters.keys():
+            raise ValueError(f"{type(mixer).__name__} says {fate.field} went to {sorted(unknown)}, which it lacks")
+        row = {"layer": layer, "source": ", ".join(attention.sources[fate.field]), "fate": fate.fate}
+        report.tensors.append(row | {"targets": list(fate.targets), "reason": fate.reason})
+    filled = {target for fate in fates for target in fate.targets}
+    report.fresh += [f"{prefix}.{name}" for name in parameters if name not in filled]

@@ -1,0 +1,46 @@
+"""Logits from last hidden states, chunk by chunk, with what a family does after its output projection.
+
+Three families change the logits after `lm_head`: soft-caps (Gemma), a divisor (Granite), a factor (Cohere). The rest
+of `ForCausalLM.forward` cannot run on a chunk of hidden states, so this is repeated here and checked against it.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def logits_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A function from last hidden states [..., d] to logits [..., V] that equals the model's own.
+
+    Raises ValueError if it does not: the family then does something to its logits that is not known here.
+    """
+    config, projection = model.config, model.get_output_embeddings()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    divisor = getattr(config, "logits_scaling", None)
+    factor = getattr(config, "logit_scale", None)
+
+    def head(hidden: Tensor) -> Tensor:
+        logits = projection(hidden)
+        if divisor is not None:
+            logits = logits / divisor
+        if factor is not None:
+            logits = logits * factor
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    _check(model, head)
+    return head
+
+
+@torch.no_grad()
+def _check(model: nn.Module, head: Callable[[Tensor], Tensor]) -> None:
+    training = model.training
+    model.eval()
+    probe = torch.arange(4, device=model.get_input_embeddings().weight.device)[None]
+    own = model(input_ids=probe, use_cache=False).logits.float()
+    ours = head(model.base_model(input_ids=probe, use_cache=False).last_hidden_state).float()
+    model.train(training)
+    if not torch.allclose(own, ours, rtol=1e-2, atol=1e-2 * own.abs().max().item()):
+        raise ValueError(
+            f"{type(model).__name__} changes its logits in a way conversion/heads.py does not know; add it there"
+        )

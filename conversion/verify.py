@@ -1,0 +1,101 @@
+"""How far a student is from its teacher: perplexity, agreement of the most likely token, error of every mixer."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hf_memmix.conversion.heads import logits_head
+from hf_memmix.conversion.teacher_forcing import run_teacher_forced
+
+
+def report(
+    student: nn.Module,
+    teacher: nn.Module,
+    text: str | Tensor,
+    tokenizer=None,
+    *,
+    block_size: int = 512,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict:
+    """Compare both models on `text`, a string (with `tokenizer`) or a token stream [N], cut into blocks.
+
+    Returns `tokens` (predicted ones), `teacher_ppl`, `student_ppl`, `ppl_ratio`, `top1_agreement`, `kl` (forward, nats
+    per token) and `layer_error`: for each converted layer ||mixer - attention||^2 / ||attention||^2 on the teacher's
+    inputs. `progress(done, total)` is called after every batch.
+    """
+    tokens = _tokens(text, tokenizer)[:max_tokens]
+    if len(tokens) < 2:
+        raise ValueError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
+    if int(tokens.max()) >= student.config.vocab_size:
+        raise ValueError(
+            f"token {int(tokens.max())} is outside the vocabulary of {student.config.vocab_size}; "
+            "use the teacher's own tokenizer"
+        )
+    training = student.training, teacher.training
+    student.eval(), teacher.eval()
+    try:
+        return _compare(student, teacher, list(_batches(tokens, block_size, batch_size)), progress)
+    finally:
+        student.train(training[0]), teacher.train(training[1])
+
+
+@torch.no_grad()
+def _compare(student: nn.Module, teacher: nn.Module, batches: list[Tensor], progress) -> dict:
+    device = student.get_input_embeddings().weight.device
+    heads = {"student": logits_head(student), "teacher": logits_head(teacher)}
+    nll = {"student": 0.0, "teacher": 0.0}
+    agree, kl, count = 0, 0.0, 0
+    error: dict[int, float] = {}
+    size: dict[int, float] = {}
+
+    def visit(layer: int, ours: Tensor, theirs: Tensor) -> None:
+        difference = (ours.float() - theirs.float()).square().sum().item()
+        error[layer] = error.get(layer, 0.0) + difference
+        size[layer] = size.get(layer, 0.0) + theirs.float().square().sum().item()
+
+    for done, batch in enumerate(batches, 1):
+        batch = batch.to(device)
+        hidden = {
+            "teacher": run_teacher_forced(teacher, student, batch, visit),
+            "student": student.base_model(input_ids=batch, use_cache=False).last_hidden_state,
+        }
+        for row in range(len(batch)):  # logits of one row at a time
+            logp = {name: heads[name](hidden[name][row, :-1]).float().log_softmax(-1) for name in heads}
+            for name in heads:
+                nll[name] -= logp[name].gather(-1, batch[row, 1:, None]).double().sum().item()
+            agree += (logp["student"].argmax(-1) == logp["teacher"].argmax(-1)).sum().item()
+            kl += (logp["teacher"].exp() * (logp["teacher"] - logp["student"])).sum().item()
+        count += batch[:, 1:].numel()
+        if progress is not None:
+            progress(done, len(batches))
+
+    ppl = {name: torch.tensor(total / count, dtype=torch.float64).exp().item() for name, total in nll.items()}
+    return {
+        "tokens": count,
+        "teacher_ppl": ppl["teacher"],
+        "student_ppl": ppl["student"],
+        "ppl_ratio": ppl["student"] / ppl["teacher"],
+        "top1_agreement": agree / count,
+        "kl": kl / count,
+        "layer_error": {layer: error[layer] / max(size[layer], 1e-12) for layer in sorted(error)},
+    }
+
+
+def _tokens(text: str | Tensor, tokenizer) -> Tensor:
+    if isinstance(text, Tensor):
+        return text.flatten()
+    if tokenizer is None:
+        raise ValueError("a text needs its tokenizer; give tokenizer=, or a tensor of token ids")
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+
+
+def _batches(tokens: Tensor, block_size: int, batch_size: int) -> Iterator[Tensor]:
+    """Full blocks in batches, then the shorter rest by itself."""
+    full = len(tokens) // block_size
+    if full:
+        yield from tokens[: full * block_size].view(full, block_size).split(batch_size)
+    if len(tokens) - full * block_size > 1:
+        yield tokens[None, full * block_size :]

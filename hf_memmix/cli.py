@@ -1,0 +1,337 @@
+"""`memmix convert | align | distill | generate | report`: the Python API from a shell.
+
+Results go to stdout (with `--json` as one JSON object), progress and messages to stderr. A user's mistake is one line
+and exit code 1, a wrong option is exit code 2. Imports are lazy: `memmix --help` must not wait for torch.
+"""
+
+import contextlib
+import json
+import os
+from functools import wraps
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+app = typer.Typer(
+    help="Give a pretrained transformer a memory of fixed size.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console()
+err = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder once the new one is whole.")]
+Teacher = Annotated[Path, typer.Option(help="Folder of the transformer that was converted.")]
+Student = Annotated[Path, typer.Option(help="Folder of a converted model.")]
+Texts = Annotated[list[Path], typer.Option(help="UTF-8 text file; give it several times for several files.")]
+Recipe = Annotated[str | None, typer.Option(help="Name of a bundled recipe or a YAML file.")]
+Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run of this output.")]
+
+
+def friendly(command):
+    """One clear line instead of a traceback for mistakes of the user and for broken files."""
+
+    @wraps(command)
+    def run(*args, **kwargs):
+        try:
+            return command(*args, **kwargs)
+        except KeyboardInterrupt:
+            err.print("[yellow]interrupted[/]")
+            raise typer.Exit(130) from None
+        except ImportError as error:
+            message = f"{error}; pip install 'hf-memmix[train]' brings what training needs"
+        except (ValueError, OSError) as error:
+            message = str(error)
+        except Exception as error:
+            if type(error).__name__ != "SafetensorError":
+                raise
+            message = f"corrupt or truncated weights: {error}"
+        err.print("error:", style="bold red", end=" ")
+        err.print(message, markup=False, highlight=False)
+        raise typer.Exit(1)
+
+    return run
+
+
+@app.command()
+@friendly
+def convert(
+    teacher: Teacher,
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the student.")],
+    mixer: Annotated[str, typer.Option(help="Mixer that replaces attention.")] = "gka",
+    keep: Annotated[
+        str, typer.Option(help='Layers that stay attention: "1,5", a fraction "0.25", or "none".')
+    ] = "none",
+    option: Annotated[list[str] | None, typer.Option(help="Mixer option, e.g. num_iterations=21; repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the fresh parameters.")] = 0,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Replace attention layers of a transformer by a recurrent mixer, initialised from the attention."""
+    from hf_memmix.conversion import convert_model, save_student
+    from hf_memmix.conversion.saving import check_target
+
+    check_target(out_dir, overwrite)
+    with err.status("converting"):
+        model = _load(teacher, "cpu")
+        student = convert_model(model, mixer, _parse_keep(keep), seed=seed, **_parse_options(option or []))
+        save_student(student, out_dir, _tokenizer(teacher, required=False), overwrite=overwrite)
+    report = student.conversion_report
+    if as_json:
+        _print_json({"out": str(out_dir), "converted": report.converted, "kept": report.kept} | report.counts())
+        return
+    table = Table("tensor of the attention", "fate", "goes to", "why")
+    for row in report.tensors:
+        if row["layer"] == report.converted[0]:
+            table.add_row(row["source"], row["fate"], ", ".join(row["targets"]), row["reason"])
+    out.print(table)
+    fresh = [name for name in report.fresh if f".{report.converted[0]}." in name]
+    out.print(f"the same for layers {report.converted}; kept {report.kept}; fresh per layer: {', '.join(fresh)}")
+    out.print(f"{len(report.copied)} other tensors are bit-equal to the teacher's; student written to {out_dir}")
+
+
+@app.command()
+@friendly
+def align(
+    student: Student,
+    teacher: Teacher,
+    text: Texts,
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the trained model.")],
+    recipe: Recipe = "align",
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Blocks per step.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per block.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of the mixers.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the order of the data.")] = None,
+    resume: Resume = True,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Train the mixers alone: each learns the output of the attention it replaced, on the teacher's inputs."""
+    numbers = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
+    numbers |= {"save_every": save_every, "seed": seed}
+    _train("align", student, teacher, text, out_dir, recipe, numbers, resume, overwrite, as_json)
+
+
+@app.command()
+@friendly
+def distill(
+    student: Student,
+    teacher: Teacher,
+    text: Texts,
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the trained model.")],
+    recipe: Recipe = "distill",
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Blocks per step.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per block.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of the mixers.")] = None,
+    rest_learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of everything else.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the order of the data.")] = None,
+    resume: Resume = True,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Train the whole student to predict what the teacher predicts (forward KL of the logits)."""
+    numbers = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
+    numbers |= {"rest_learning_rate": rest_learning_rate, "save_every": save_every, "seed": seed}
+    _train("distill", student, teacher, text, out_dir, recipe, numbers, resume, overwrite, as_json)
+
+
+@app.command()
+@friendly
+def generate(
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    model: Annotated[Path | None, typer.Option(help="Model folder; default: the bundled GKA model.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 means greedy.")] = 0.8,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus of the sampled tokens.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt, printing the text as it is made."""
+    import time
+
+    import torch
+    from transformers import TextStreamer
+
+    folder = model or _bundled("tiny_gka")
+    network, tokenizer = _load(folder, device), _tokenizer(folder)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(network.device)
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError("the prompt is empty; give at least one word")
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    streamer = None if as_json else TextStreamer(tokenizer, skip_special_tokens=True)
+    start = time.perf_counter()
+    tokens = network.generate(**inputs, **sampling, max_new_tokens=max_new_tokens, streamer=streamer)[0]
+    seconds = time.perf_counter() - start
+    new = len(tokens) - inputs["input_ids"].shape[1]
+    if as_json:
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        _print_json({"model": str(folder), "text": text, "new_tokens": new, "tokens_per_second": new / seconds})
+    else:
+        err.print(f"{new} tokens, {new / seconds:.1f} tokens/s", style="dim")
+
+
+@app.command()
+@friendly
+def report(
+    student: Student,
+    teacher: Teacher,
+    text: Texts,
+    block_size: Annotated[int, typer.Option(min=2, help="Tokens per block.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Blocks at a time.")] = 8,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Read no more than this.")] = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a student with its teacher on a text: perplexities, agreement, error of every mixer."""
+    from hf_memmix.conversion.verify import report as compare
+    from hf_memmix.training.data import tokenize_files
+
+    tokens = tokenize_files(text, _tokenizer(teacher))
+    models = _load(student, device), _load(teacher, device)
+    with _bar("comparing") as advance:
+        result = compare(
+            *models, tokens, block_size=block_size, batch_size=batch_size, max_tokens=max_tokens, progress=advance
+        )
+    if as_json:
+        _print_json(result)
+        return
+    table = Table("measure", "value")
+    for name in ("tokens", "teacher_ppl", "student_ppl", "ppl_ratio", "top1_agreement", "kl"):
+        table.add_row(name, f"{result[name]:.4f}" if isinstance(result[name], float) else str(result[name]))
+    for layer, value in result["layer_error"].items():
+        table.add_row(f"relative error, layer {layer}", f"{value:.4f}")
+    out.print(table)
+
+
+def _train(stage, student, teacher, text, out_dir, recipe, numbers, resume, overwrite, as_json) -> None:
+    import shutil
+
+    from hf_memmix.conversion import save_student
+    from hf_memmix.conversion.saving import check_target
+    from hf_memmix.training.data import TokenBlocks
+    from hf_memmix.training.train import load_recipe, train
+
+    check_target(out_dir, overwrite)
+    plan = load_recipe(recipe, **numbers, stage=stage)
+    tokenizer = _tokenizer(teacher)
+    data = TokenBlocks.from_files(text, tokenizer, plan.block_size)
+    model, guide = _load(student, "cpu"), _load(teacher, "cpu")
+    dtype = model.dtype
+    # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
+    run_dir = out_dir.with_name(f".{out_dir.name}.run")
+    with _bar(stage) as advance:
+        result = train(
+            model, guide, data, run_dir, recipe=plan, resume=resume, callbacks=[_progress_callback(advance)]
+        )
+    if not int(os.environ.get("RANK", "0")):
+        save_student(model.cpu(), out_dir, tokenizer, overwrite=overwrite, dtype=dtype)
+        shutil.rmtree(run_dir, ignore_errors=True)
+    if as_json:
+        _print_json(result | {"out": str(out_dir)})
+    else:
+        out.print(
+            f"{stage}: {result['steps']} steps, {result['tokens']} tokens, {result['seconds']:.0f} s, "
+            f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}; written to {out_dir}"
+        )
+
+
+def _progress_callback(advance):
+    from transformers import TrainerCallback
+
+    class Report(TrainerCallback):
+        loss = None
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.loss = (logs or {}).get("loss", self.loss)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            advance(state.global_step, state.max_steps, "" if self.loss is None else f"loss {float(self.loss):.4f}")
+
+    return Report()
+
+
+@contextlib.contextmanager
+def _bar(title: str):
+    """A progress bar on stderr; yields `advance(done, total, note="")`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=err) as progress:
+        task = progress.add_task(title, total=None, note="")
+        yield lambda done, total, note="": progress.update(task, completed=done, total=total, note=note)
+
+
+def _load(folder: Path, device: str | None):
+    import torch
+
+    from hf_memmix.conversion import load_model
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return load_model(folder).to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"cannot load {folder} on {device}: {error}") from None
+
+
+def _tokenizer(folder: Path, required: bool = True):
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        if required:
+            raise ValueError(f"{folder} has no tokenizer; save the teacher's tokenizer there")
+        return None
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _bundled(name: str) -> Path:
+    from hf_memmix.assets import asset_path
+
+    folder = Path(asset_path(name))
+    if not folder.is_dir():
+        raise ValueError(f"this installation has no bundled model {name}; give --model DIR")
+    return folder
+
+
+def _parse_keep(text: str):
+    """ "none", "0.25" or "1,5"."""
+    with contextlib.suppress(ValueError):
+        if "." in text:
+            return float(text)
+        return [int(part) for part in text.split(",")] if text != "none" else text
+    raise ValueError(f'--keep is {text!r}; give layer indices "1,5", a fraction "0.25", or "none"')
+
+
+def _parse_options(pairs: list[str]) -> dict:
+    import yaml
+
+    options = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not sign:
+            raise ValueError(f"--option {pair!r} is not NAME=VALUE")
+        options[name] = yaml.safe_load(value)
+    return options
+
+
+def _print_json(value: dict) -> None:
+    typer.echo(json.dumps(value))
+
+
+def main() -> None:
+    """Console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

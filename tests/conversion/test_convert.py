@@ -1,0 +1,182 @@
+"""convert_model: what stays bit-equal, what the report says, what is refused; saving is all or nothing."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_memmix.conversion import convert_model, layers_to_keep, load_model, save_student
+from hf_memmix.conversion.families import FAMILIES, attention_module, attention_prefix
+from hf_memmix.mixers import MIXERS
+from tiny_teachers import tiny_teacher
+
+IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def snapshot(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_converts_every_family_of_the_table(model_type):
+    teacher = tiny_teacher(model_type)
+    before = snapshot(teacher)
+    student = convert_model(teacher, keep=[1])
+    converted = tuple(attention_prefix(student, i) + "." for i in (0, 2))
+    after = student.state_dict()
+    for name, tensor in teacher.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)  # the teacher is untouched
+        if not name.startswith(converted):
+            torch.testing.assert_close(after[name], tensor, rtol=0, atol=0)
+    report = student.conversion_report
+    sources = {name for row in report.tensors for name in row["source"].split(", ")}
+    assert sources == {name for name in before if name.startswith(converted)}
+    assert all(row["reason"] for row in report.tensors if row["fate"] != "used")
+    filled = {f"{attention_prefix(student, row['layer'])}.{t}" for row in report.tensors for t in row["targets"]}
+    mixers = {name for name, _ in student.named_parameters() if name.startswith(converted)}
+    assert filled | set(report.fresh) == mixers and not filled & set(report.fresh)
+    logits = student(input_ids=IDS).logits
+    assert logits.isfinite().all() and not torch.equal(logits, teacher(input_ids=IDS).logits)
+
+
+def test_fused_and_separate_projections_convert_alike():
+    """A Phi-3 and a Llama with the same attention become the same mixer."""
+    llama, phi = tiny_teacher("llama"), tiny_teacher("phi3")
+    with torch.no_grad():
+        for i in range(3):
+            a, b = attention_module(llama, i), attention_module(phi, i)
+            b.qkv_proj.weight.copy_(torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]))
+            b.o_proj.weight.copy_(a.o_proj.weight)
+    mixers = [attention_module(convert_model(teacher, keep=[1]), 2).state_dict() for teacher in (llama, phi)]
+    assert mixers[0].keys() == mixers[1].keys()
+    for name, tensor in mixers[0].items():
+        torch.testing.assert_close(tensor, mixers[1][name], rtol=0, atol=0)
+
+
+def test_grouped_keys_and_values_follow_their_heads():
+    """Permuting kv groups together with their query heads permutes the mixer's heads: the output stays the same."""
+    teacher = tiny_teacher("llama", layers=2)
+    student = convert_model(teacher, keep=[0])
+    swapped = copy.deepcopy(teacher)
+    attention = attention_module(swapped, 1)
+    with torch.no_grad():
+        for name, heads, axis in (("q_proj", 4, 0), ("k_proj", 2, 0), ("v_proj", 2, 0), ("o_proj", 4, 1)):
+            weight = getattr(attention, name).weight
+            blocks = weight.unflatten(axis, (2, heads // 2 * 8))
+            weight.copy_(blocks.flip(axis).flatten(axis, axis + 1))
+    torch.testing.assert_close(swapped(input_ids=IDS).logits, teacher(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+    other = convert_model(swapped, keep=[0])
+    x = torch.randn(1, 7, 32, generator=torch.Generator().manual_seed(2))
+    rotary = teacher.model.rotary_emb(x, torch.arange(7)[None])
+    outputs = [attention_module(m, 1)(x, position_embeddings=rotary)[0] for m in (student, other)]
+    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("keep", "layers"),
+    [("none", []), ([1], [1]), ((3, 0), [0, 3]), (0.25, [4]), (0.5, [1, 3, 5, 7]), (0.01, [4])],
+)
+def test_keep_values(keep, layers):
+    assert layers_to_keep(keep, 8) == layers
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ("all", 'give a list of layer indices, a fraction between 0 and 1, or "none"'),
+        (1, "keep is 1; give"),
+        (True, "keep is True; give"),
+        (0.0, "keep is 0.0; give"),
+        (1.0, "keep is 1.0; give"),
+        ([0.5], "give a list"),
+        ([3], r"layers \[3\]; the teacher has layers 0 to 2"),
+        ([-1], r"layers \[-1\]"),
+        ([1, 1], "names a layer twice"),
+        ([0, 1, 2], "nothing is left to convert"),
+    ],
+)
+def test_bad_keep_is_refused(keep, message):
+    with pytest.raises(ValueError, match=message):
+        convert_model(tiny_teacher(), keep=keep)
+
+
+def test_wrong_teachers_and_mixers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="'bloom' is not supported"):
+        convert_model(tiny_teacher("bloom"))
+    with pytest.raises(ValueError, match="nosuch"):
+        convert_model(tiny_teacher(), mixer="nosuch")
+    with pytest.raises(ValueError, match="num_iterationz"):
+        convert_model(tiny_teacher(), num_iterationz=3)
+    with pytest.raises(ValueError, match="not a model folder"):
+        convert_model(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="converted model already"):
+        convert_model(convert_model(tiny_teacher(), keep=[0]))
+
+
+def test_silent_drop_is_an_error(monkeypatch):
+    """A mixer that forgets to say what becomes of a tensor is stopped."""
+    honest = MIXERS["gka"].init_from_attention
+    monkeypatch.setattr(
+        MIXERS["gka"], "init_from_attention", lambda self, a: [f for f in honest(self, a) if f.field != "q_weight"]
+    )
+    with pytest.raises(ValueError, match="what becomes of q_weight"):
+        convert_model(tiny_teacher())
+
+
+def test_seed_fixes_the_fresh_parameters_and_spares_the_global_generator():
+    teacher = tiny_teacher()
+    state = torch.get_rng_state()
+    a, b, c = (snapshot(convert_model(teacher, seed=seed)) for seed in (0, 0, 1))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert any(not torch.equal(a[name], c[name]) for name in a)
+
+
+def test_bf16_teacher_gives_a_bf16_student_with_fp32_decays():
+    student = convert_model(tiny_teacher("qwen3").bfloat16(), keep=[1])
+    mixer = attention_module(student, 0)
+    for name, parameter in mixer.named_parameters():
+        assert parameter.dtype == (torch.float32 if name in mixer.fp32_parameters else torch.bfloat16), name
+    assert student(input_ids=IDS).logits.isfinite().all()
+
+
+def test_save_and_load_give_the_same_model(tmp_path):
+    student = convert_model(tiny_teacher("qwen2"), keep=[1])
+    save_student(student, tmp_path / "student")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student", dtype="auto")
+    for name, tensor in student.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=0, atol=0)
+    from_folder = tmp_path / "teacher"
+    tiny_teacher("qwen2").save_pretrained(from_folder)
+    again = convert_model(from_folder, keep=[1])
+    torch.testing.assert_close(again(input_ids=IDS).logits, student(input_ids=IDS).logits)
+
+
+def test_failed_save_leaves_nothing_behind(tmp_path, monkeypatch):
+    student = convert_model(tiny_teacher(), keep=[1])
+    save_student(student, tmp_path / "student")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "student").iterdir()}
+
+    def half(folder, **kwargs):
+        (folder / "config.json").write_text("{")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(student, "save_pretrained", half)
+    for target, overwrite in (("student", True), ("other", False)):
+        with pytest.raises(OSError, match="disk full"):
+            save_student(student, tmp_path / target, overwrite=overwrite)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "student").iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["student"]
+
+
+def test_existing_folder_is_not_overwritten_unless_asked(tmp_path):
+    student = convert_model(tiny_teacher(), keep=[1])
+    save_student(student, tmp_path / "student")
+    with pytest.raises(ValueError, match="exists and is not empty"):
+        save_student(student, tmp_path / "student")
+    save_student(student, tmp_path / "student", overwrite=True)
+    load_model(tmp_path / "student")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="is a file"):
+        save_student(student, tmp_path / "file")

@@ -1,0 +1,77 @@
+"""The report of a student against its teacher, checked against plain formulas."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hf_memmix.conversion import convert_model, report
+from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.heads import logits_head
+from tiny_teachers import tiny_teacher
+
+TOKENS = torch.randint(3, 64, (70,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "granite", "cohere2", "gpt2", "gpt_neox"])
+def test_report_equals_plain_formulas(model_type):
+    teacher = tiny_teacher(model_type)
+    student = convert_model(teacher, keep=[1])
+    result = report(student, teacher, TOKENS, block_size=32, batch_size=2)
+    logits = {}
+    with torch.no_grad():
+        for name, model in (("student", student), ("teacher", teacher)):
+            pieces = [model(input_ids=piece[None]).logits[0, :-1] for piece in TOKENS.split(32)]
+            logits[name] = torch.cat(pieces).float()
+    target = torch.cat([piece[1:] for piece in TOKENS.split(32)])
+    for name, value in logits.items():
+        assert result[f"{name}_ppl"] == pytest.approx(F.cross_entropy(value, target).exp().item(), rel=1e-4)
+    assert result["tokens"] == len(target)
+    assert result["ppl_ratio"] == pytest.approx(result["student_ppl"] / result["teacher_ppl"])
+    agreement = (logits["student"].argmax(-1) == logits["teacher"].argmax(-1)).float().mean().item()
+    assert result["top1_agreement"] == pytest.approx(agreement)
+    assert sorted(result["layer_error"]) == [0, 2]
+
+
+def test_layer_error_of_the_first_layer_is_the_plain_relative_error():
+    teacher = tiny_teacher()
+    student = convert_model(teacher)
+    result = report(student, teacher, TOKENS[:32], block_size=32)
+    seen = {}
+    hook = attention_module(teacher, 0).register_forward_hook(
+        lambda module, args, kwargs, output: seen.update(kwargs, output=output[0]), with_kwargs=True
+    )
+    with torch.no_grad():
+        teacher(input_ids=TOKENS[None, :32])
+        hook.remove()
+        ours = attention_module(student, 0)(seen["hidden_states"], position_embeddings=seen["position_embeddings"])[0]
+    want = (ours - seen["output"]).square().sum() / seen["output"].square().sum()
+    assert result["layer_error"][0] == pytest.approx(want.item(), rel=1e-4)
+
+
+def test_unknown_logit_transform_is_refused():
+    teacher = tiny_teacher()
+    teacher.lm_head.register_forward_hook(lambda module, args, output: output)
+    logits_head(teacher)
+    original = teacher.forward
+
+    def forward(*args, **kwargs):
+        output = original(*args, **kwargs)
+        output.logits = output.logits * 3
+        return output
+
+    teacher.forward = forward
+    with pytest.raises(ValueError, match="heads.py does not know"):
+        logits_head(teacher)
+
+
+def test_bad_text_is_refused():
+    teacher = tiny_teacher()
+    student = convert_model(teacher)
+    with pytest.raises(ValueError, match="at least 2"):
+        report(student, teacher, TOKENS[:1])
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        report(student, teacher, TOKENS + 64)
+    with pytest.raises(ValueError, match="needs its tokenizer"):
+        report(student, teacher, "some text")
+    with pytest.raises(ValueError, match="give the teacher the student came from"):
+        report(student, tiny_teacher(layers=2), TOKENS)

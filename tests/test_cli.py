@@ -1,0 +1,93 @@
+"""The command line end to end on a tiny teacher, and what a user's mistakes look like."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_memmix.cli import app
+from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+
+SMALL = ["--batch-size", "4", "--block-size", "16", "--steps", "3"]
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    tiny_teacher("llama", layers=2).save_pretrained(tmp_path / "teacher")
+    tiny_tokenizer().save_pretrained(tmp_path / "teacher")
+    (tmp_path / "text.txt").write_text(tiny_text(800))
+    return tmp_path
+
+
+def memmix(*args):
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def result_of(run):
+    assert run.exit_code == 0, run.output
+    return json.loads(run.stdout)
+
+
+def test_from_teacher_to_generated_text(workspace):
+    at = {name: workspace / name for name in ("teacher", "s0", "s1", "s2", "text.txt")}
+    run = memmix("convert", "--teacher", at["teacher"], "--out", at["s0"], "--keep", "1", "--json",
+                 "--option", "num_iterations=21")  # fmt: skip
+    assert result_of(run)["kept"] == [1]
+    assert json.loads((at["s0"] / "config.json").read_text())["mixers"]["gka"]["num_iterations"] == 21
+    pair = ["--teacher", at["teacher"], "--text", at["text.txt"], "--json"]
+    aligned = result_of(memmix("align", "--student", at["s0"], "--out", at["s1"], *pair, *SMALL))
+    assert aligned["steps"] == 3 and aligned["last_loss"] < aligned["first_loss"]
+    distilled = result_of(memmix("distill", "--student", at["s1"], "--out", at["s2"], *pair, *SMALL))
+    assert distilled["stage"] == "distill"
+    report = result_of(memmix("report", "--student", at["s2"], *pair, "--block-size", "32", "--max-tokens", "200"))
+    assert report["ppl_ratio"] == pytest.approx(report["student_ppl"] / report["teacher_ppl"])
+    assert list(report["layer_error"]) == ["0"]
+    assert {"teacher_ppl", "student_ppl", "top1_agreement"} <= report.keys()
+
+    run = memmix("generate", "--model", at["s2"], "--prompt", "the cat", "--max-new-tokens", "5", "--temperature", "0")
+    assert run.exit_code == 0 and run.stdout.startswith("the cat") and len(run.stdout.split()) > 2
+    run = memmix("generate", "--model", at["s2"], "--prompt", "the cat", "--max-new-tokens", "5", "--json")
+    assert 1 <= result_of(run)["new_tokens"] <= 5
+    assert sorted(p.name for p in workspace.iterdir()) == ["s0", "s1", "s2", "teacher", "text.txt"]
+
+
+def test_tables_for_people(workspace):
+    run = memmix("convert", "--teacher", workspace / "teacher", "--out", workspace / "s")
+    assert run.exit_code == 0 and "bit-equal" in run.stdout and "q_proj" in run.stdout
+    run = memmix("report", "--student", workspace / "s", "--teacher", workspace / "teacher",
+                 "--text", workspace / "text.txt", "--max-tokens", "100")  # fmt: skip
+    assert run.exit_code == 0 and "ppl_ratio" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["convert", "--teacher", "{}/nowhere", "--out", "{}/s"], "not a model folder"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/teacher"], "exists and is not empty"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--mixer", "nosuch"], "nosuch"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep", "9"], "layers 0 to 1"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep", "x"], "--keep is 'x'"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "x"], "is not NAME=VALUE"),
+        (["generate", "--model", "{}/nowhere", "--prompt", "a"], "not a model folder"),
+        (["report", "--student", "{}/teacher", "--teacher", "{}/teacher", "--text", "{}/no.txt"], "does not exist"),
+        (["align", "--student", "{}/teacher", "--teacher", "{}/teacher", "--text", "{}/text.txt", "--out", "{}/s",
+          "--recipe", "nosuch"], "no recipe 'nosuch'"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_clear_line(workspace, command, message):
+    run = memmix(*(part.format(workspace) for part in command))
+    assert run.exit_code == 1
+    assert message in " ".join(run.output.split()) and "Traceback" not in run.output
+    assert not (workspace / "s").exists()
+
+
+def test_truncated_weights_are_one_clear_line(workspace):
+    file = workspace / "teacher" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    run = memmix("convert", "--teacher", workspace / "teacher", "--out", workspace / "s")
+    assert run.exit_code == 1 and "error:" in run.output and "Traceback" not in run.output
+
+
+def test_wrong_options_are_usage_errors():
+    assert memmix("convert").exit_code == 2
+    assert memmix("nosuch").exit_code == 2

@@ -1,0 +1,175 @@
+"""align and distill: they learn, only what should train does, and an interrupted run ends like a whole one."""
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from hf_memmix.conversion import convert_model, report
+from hf_memmix.conversion.families import attention_prefix
+from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.train import Recipe, align, distill, load_recipe
+from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+
+SMALL = {"batch_size": 4, "block_size": 16, "warmup_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "train.txt"
+    file.write_text(tiny_text())
+    return TokenBlocks.from_files(file, tiny_tokenizer(), 16)
+
+
+@pytest.fixture
+def teacher():
+    return tiny_teacher("llama", layers=2)
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_align_lowers_the_layer_error_and_trains_mixers_only(tmp_path, data, teacher):
+    student, before = convert_model(teacher), weights(teacher)
+    start = weights(student)
+    tokens = data.blocks[:8].flatten()
+    error = report(student, teacher, tokens, block_size=16)["layer_error"]
+    result = align(student, teacher, data, tmp_path, steps=12, learning_rate=3e-3, **SMALL)
+    assert result["stage"] == "align" and result["steps"] == 12 and result["tokens"] == 12 * 4 * 16
+    assert result["last_loss"] < 0.8 * result["first_loss"]
+    trained = report(student, teacher, tokens, block_size=16)["layer_error"]
+    assert all(trained[layer] < 0.9 * error[layer] for layer in error)
+    mixers = tuple(attention_prefix(student, i) for i in range(2))
+    changed = {name for name, tensor in student.state_dict().items() if not torch.equal(tensor, start[name])}
+    assert changed and all(name.startswith(mixers) for name in changed)
+    assert same(before, weights(teacher))
+    assert all(parameter.requires_grad for parameter in student.parameters()) and not student.training
+
+
+def test_distill_lowers_the_kl_and_respects_both_learning_rates(tmp_path, data, teacher):
+    student = convert_model(teacher, keep=[1])
+    start = weights(student)
+    result = distill(student, teacher, data, tmp_path, steps=12, learning_rate=3e-3, rest_learning_rate=1e-3, **SMALL)
+    assert result["last_loss"] < 0.9 * result["first_loss"]
+    assert not torch.equal(student.model.layers[1].mlp.up_proj.weight, start["model.layers.1.mlp.up_proj.weight"])
+
+    frozen = convert_model(teacher, keep=[1])
+    distill(frozen, teacher, data, tmp_path / "b", steps=2, learning_rate=3e-3, rest_learning_rate=0.0, **SMALL)
+    mixer = attention_prefix(frozen, 0)
+    changed = {name for name, tensor in frozen.state_dict().items() if not torch.equal(tensor, start[name])}
+    assert changed and all(name.startswith(mixer) for name in changed)
+
+
+@pytest.mark.parametrize("stage", [align, distill])
+def test_interrupted_run_ends_like_a_whole_one(tmp_path, data, teacher, stage):
+    options = {"steps": 6, "save_every": 3, "learning_rate": 1e-3, **SMALL}
+    first = convert_model(teacher, keep=[1])
+    whole, broken = copy.deepcopy(first), copy.deepcopy(first)
+    stage(whole, teacher, data, tmp_path / "whole", **options)
+
+    class Stop(Exception):
+        pass
+
+    from transformers import TrainerCallback
+
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                raise Stop
+
+    with pytest.raises(Stop):
+        stage(broken, teacher, data, tmp_path / "broken", callbacks=[Interrupt()], **options)
+    resumed = copy.deepcopy(first)
+    stage(resumed, teacher, data, tmp_path / "broken", **options)
+    assert same(weights(whole), weights(resumed))
+
+
+def test_checkpoint_of_another_run_is_refused(tmp_path, data, teacher):
+    options = {"steps": 2, "save_every": 1, **SMALL}
+    align(convert_model(teacher), teacher, data, tmp_path, **options)
+    with pytest.raises(ValueError, match="is of another run .*recipe"):
+        align(convert_model(teacher), teacher, data, tmp_path, **(options | {"learning_rate": 0.5}))
+    with pytest.raises(ValueError, match="is of another run .*mixer_types"):
+        align(convert_model(teacher, keep=[0]), teacher, data, tmp_path, **options)
+    other = TokenBlocks(data.blocks.flatten().flip(0), 16)
+    with pytest.raises(ValueError, match="is of another run .*data"):
+        align(convert_model(teacher), teacher, other, tmp_path, **options)
+    (tmp_path / "checkpoint-2" / "memmix_run.json").unlink()
+    with pytest.raises(ValueError, match="no readable memmix_run.json"):
+        align(convert_model(teacher), teacher, data, tmp_path, **options)
+
+
+KILLED = """
+    import os, sys
+    from tiny_teachers import tiny_teacher
+    import torch
+    from hf_memmix.conversion import convert_model
+    from hf_memmix.training.data import TokenBlocks
+    from hf_memmix.training import trainer
+    from hf_memmix.training.train import align
+
+    calls = []
+    save = trainer.PairTrainer._save_optimizer_and_scheduler
+
+    def die_in_the_second_save(self, folder):
+        calls.append(folder)
+        if len(calls) == 2:
+            os._exit(9)
+        save(self, folder)
+
+    trainer.PairTrainer._save_optimizer_and_scheduler = die_in_the_second_save
+    teacher = tiny_teacher("llama", layers=2)
+    data = TokenBlocks(torch.randint(3, 64, (640,), generator=torch.Generator().manual_seed(0)), 16)
+    align(convert_model(teacher), teacher, data, sys.argv[1], steps=4, save_every=1, batch_size=4, block_size=16,
+          warmup_steps=1)
+"""
+
+
+def test_kill_in_the_middle_of_a_save_leaves_the_last_good_checkpoint(tmp_path, teacher):
+    script = tmp_path / "killed.py"
+    script.write_text(textwrap.dedent(KILLED))
+    paths = os.pathsep.join([os.path.dirname(__import__("tiny_teachers").__file__), *filter(None, sys.path)])
+    env = os.environ | {"PYTHONPATH": paths}
+    run = subprocess.run([sys.executable, script, tmp_path / "run"], env=env, capture_output=True, text=True)
+    assert run.returncode == 9, run.stderr
+    assert [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith("checkpoint")] == ["checkpoint-1"]
+
+    data = TokenBlocks(torch.randint(3, 64, (640,), generator=torch.Generator().manual_seed(0)), 16)
+    options = {"steps": 4, "save_every": 1, **SMALL}
+    resumed, whole = convert_model(teacher), convert_model(teacher)
+    align(resumed, teacher, data, tmp_path / "run", **options)
+    align(whole, teacher, data, tmp_path / "whole", **options)
+    assert same(weights(resumed), weights(whole))
+
+
+def test_recipes_load_and_bad_ones_are_refused(tmp_path):
+    assert load_recipe("align").stage == "align" and load_recipe("distill").stage == "distill"
+    assert load_recipe("align", steps=7, batch_size=None).steps == 7
+    with pytest.raises(ValueError, match="no recipe 'nosuch'; give a YAML file or one of align, distill"):
+        load_recipe("nosuch")
+    (tmp_path / "r.yaml").write_text("stage: align\nstepz: 3\n")
+    with pytest.raises(ValueError, match="unknown stepz"):
+        load_recipe(tmp_path / "r.yaml")
+    (tmp_path / "r.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match="mapping"):
+        load_recipe(tmp_path / "r.yaml")
+    with pytest.raises(ValueError, match="steps is 0"):
+        Recipe(steps=0)
+    with pytest.raises(ValueError, match="stage is 'sft'"):
+        Recipe(stage="sft")
+
+
+def test_data_that_does_not_fit_is_refused(tmp_path, data, teacher):
+    with pytest.raises(ValueError, match="blocks of 16 tokens, the recipe asks for 32"):
+        align(convert_model(teacher), teacher, data, tmp_path, block_size=32)
+    with pytest.raises(ValueError, match="outside the vocabulary of 64"):
+        align(convert_model(teacher), teacher, TokenBlocks(torch.full((64,), 99), 16), tmp_path, **SMALL)

@@ -162,8 +162,9 @@ def spurgeon(root: Path) -> Iterator[Document]:
     for psalm in read_sword_blocks(root / "usr/share/sword/modules/comments/zcom/tdavid/ot", "c"):
         for part in re.split(r"(?=<title)", psalm):
             if re.match(r"<title[^>]*>\s*(EXPOSITION|Psalm \d+ OVERVIEW)", part):
-                text = osis_prose(part).translate(marks)
-                if len(text) > 500 and text.isascii():
+                text = osis_prose(part).translate(marks).replace(" --", "--")
+                text = "\n\n".join(p for p in text.split("\n\n") if p.isascii())  # drops what cites Hebrew or Greek
+                if len(text) > 500:
                     yield "train", text
 
 
@@ -205,13 +206,7 @@ def main() -> None:
     report: dict[str, dict] = {"sources": {}, "files": {}}
     with tempfile.TemporaryDirectory() as scratch:
         versions = unpack([s["package"] for s in SOURCES.values()] + READER_PACKAGES, Path(scratch))
-        for name, extract in {
-            "austen": austen,
-            "melville": melville,
-            "kjv": kjv,
-            "henry": henry,
-            "spurgeon": spurgeon,
-        }.items():
+        for name, extract in zip(SOURCES, (austen, melville, kjv, henry, spurgeon), strict=True):
             sizes = dict.fromkeys(splits, 0)
             for split, text in extract(Path(scratch) / "root"):
                 splits[split].append(text)

@@ -16,19 +16,19 @@ from .._common import compute_dtype
 
 
 @triton.jit
-def _relaxed(b_h, b_x, decay):
-    """(I - s (H + ridge |H| I)) x, from -s H and decay = 1 - s ridge |H|: the identity is never rounded into H."""
-    return decay * b_x + tl.sum(b_h * b_x[:, None], 0)
+def _relaxed(b_h, b_x, shrink):
+    """(I - s (H + ridge |H| I)) x, from -s H and shrink = 1 - s ridge |H|: the identity is never rounded into H."""
+    return shrink * b_x + tl.sum(b_h * b_x[:, None], 0)
 
 
 @triton.jit
-def _chebyshev(b_h, b_r, decay, N: tl.constexpr):
+def _chebyshev(b_h, b_r, shrink, N: tl.constexpr):
     """N Chebyshev steps on the scaled right side b_r = s q."""
     omega = tl.full([], 2.0, b_r.dtype)
     b_x, b_prev = b_r, tl.zeros_like(b_r)
     for _ in range(N):
-        omega = 4 / (4 - decay * decay * omega)
-        b_next = omega * (_relaxed(b_h, b_x, decay) + b_r) - (omega - 1) * b_prev
+        omega = 4 / (4 - shrink * shrink * omega)
+        b_next = omega * (_relaxed(b_h, b_x, shrink) + b_r) - (omega - 1) * b_prev
         b_prev, b_x = b_x, b_next
     return b_x
 
@@ -59,15 +59,15 @@ def gka_step_kernel(
     # mu = ridge |H| and L = |H| + mu make s mu a constant; a state without content is solved by x = 0
     b_norm = tl.sqrt(tl.where(b_squared > 0, b_squared, 1))
     b_step = tl.where(b_squared > 0, 2 / (b_norm * (1 + 2 * ridge)), 0)
-    decay = 1 / (1 + 2 * ridge)
+    shrink = 1 / (1 + 2 * ridge)
     b_h = -b_step * b_h
     b_r = b_step * b_q
     b_x = tl.zeros_like(b_q)
     for i in tl.static_range(len(PHASES)):
-        b_xi = _chebyshev(b_h, b_r, decay, PHASES[i])
+        b_xi = _chebyshev(b_h, b_r, shrink, PHASES[i])
         b_x += b_xi
         if i + 1 < len(PHASES):
-            b_r = b_r - b_xi + _relaxed(b_h, b_xi, decay)
+            b_r = b_r - b_xi + _relaxed(b_h, b_xi, shrink)
 
     b_m = scale * (b_q + tl.load(alpha + i_s).to(ACC) * (b_x - b_q))
     for i_v in range(0, V, BV):

@@ -88,12 +88,8 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
-# their attention takes `**kwargs` nowhere: what a mixer must know beyond the native arguments cannot come that way
-DROPS_KWARGS = {"stablelm", "nemotron"}
 # the native model does not tell packed sequences apart, so its kept attention layers cannot
 NO_NATIVE_PACKING = {"gpt_oss"}
-# at least one kept attention layer slides in some layout
-SLIDING = {"mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss"}
 
 
 # ---- models
@@ -168,6 +164,28 @@ def mixers_of(model):
             if module is not None and type(module).__module__.startswith("hf_memmix"):
                 found[i] = module
     return found
+
+
+@functools.cache
+def sliding_cache_records_one_forward():
+    """Whether this transformers' own sliding-window layer forgets how to attend in the second recorded forward.
+
+    True for 5.17, where a draft model with sliding windows fails for that reason, whatever its other layers are.
+    """
+    model = tiny_model("mistral", None)
+    cache = model(random_ids(1, 3), use_cache=True).past_key_values
+    cache.activate_past_recording()
+    try:
+        for _ in range(2):
+            model(random_ids(1, 9), past_key_values=cache, use_cache=True)
+    except RuntimeError:
+        return True
+    return False
+
+
+def slides(model):
+    """Whether a kept attention layer has a sliding window."""
+    return any(model(random_ids(1, 2), use_cache=True).past_key_values.is_sliding)
 
 
 def random_ids(batch, length, seed=0):

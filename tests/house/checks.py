@@ -11,7 +11,16 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_memmix
-from testing import TOLERANCE, assert_same, assert_same_tokens, difference, mixers_of, random_ids
+from testing import (
+    TOLERANCE,
+    assert_same,
+    assert_same_tokens,
+    difference,
+    mixers_of,
+    random_ids,
+    slides,
+    sliding_cache_records_one_forward,
+)
 
 NEW_TOKENS = 6
 
@@ -361,12 +370,13 @@ def check_assistant(model, assistant):
 def check_crop(model):
     """After a crop the cache is as if the tokens had never come."""
     ids, following = random_ids(2, 13), random_ids(2, 4, seed=5)
+    recorded = [(3, 13)] if slides(model) and sliding_cache_records_one_forward() else [(3, 8), (8, 13)]
     for removed in (1, 4, 5, 6, 10):  # inside the last forward, all of it, and beyond it
         cache = hf_memmix.RecurrentStateCache(model.config)
         model(ids[:, :3], past_key_values=cache, use_cache=True)
         cache.activate_past_recording()
-        model(ids[:, 3:8], past_key_values=cache, use_cache=True)
-        model(ids[:, 8:], past_key_values=cache, use_cache=True)
+        for start, end in recorded:
+            model(ids[:, start:end], past_key_values=cache, use_cache=True)
         cache.crop(-removed)
         assert int(cache.get_seq_length()) == 13 - removed
         out = model(following, past_key_values=cache, use_cache=True).logits

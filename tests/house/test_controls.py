@@ -47,7 +47,7 @@ def test_mask_withheld(model, monkeypatch):
 
 
 def test_packing_withheld(model, monkeypatch):
-    patch_mixers(model, monkeypatch, without("memmix_cu_seqlens"))
+    patch_mixers(model, monkeypatch, without("memmix_cu_seqlens", "attention_mask"))
     must_fail(model, "packed")
 
 

@@ -1,0 +1,80 @@
+"""README.md: its snippets run, its commands exist, its figures are those of the committed measurements."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_memmix.training.readme_tables import TABLES, render
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+# the commands of the README train for minutes; the test runs the same ones for a moment
+SHORT = {
+    "align": ["--steps", "1", "--batch-size", "1", "--block-size", "32"],
+    "distill": ["--steps", "1", "--batch-size", "1", "--block-size", "32"],
+    "report": ["--max-tokens", "64"],
+    "generate": ["--max-new-tokens", "4"],
+}
+
+
+def commands(first):
+    lines = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.split()[:1] == [first]]
+
+
+def test_python_blocks_run_in_order(tmp_path):
+    code = "\n".join(text for kind, text in BLOCKS if kind == "python")
+    assert code.count("import hf_memmix")
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "student" / "config.json").exists()
+
+
+def test_memmix_commands_run_in_order(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from hf_memmix.cli import app
+
+    (tmp_path / "hf_memmix").symlink_to(ROOT / "hf_memmix")
+    monkeypatch.chdir(tmp_path)
+    assert [command[1] for command in commands("memmix")] == ["convert", "align", "distill", "report", "generate"]
+    for command in commands("memmix"):
+        result = CliRunner().invoke(app, command[1:] + SHORT.get(command[1], []))
+        assert result.exit_code == 0, f"{shlex.join(command)}: {result.output}\n{result.exception!r}"
+
+
+def test_make_targets_exist():
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert commands("make")
+    for command in commands("make"):
+        assert command[1] in targets
+
+
+def test_every_block_is_tested():
+    tested = {"python", "bash", ""}  # without a language: trees, no code
+    assert {kind for kind, _ in BLOCKS} == tested
+    for kind, text in BLOCKS:
+        if kind == "bash":
+            assert {line.split()[0] for line in text.splitlines() if line.strip()} <= {"make", "memmix"}
+
+
+def test_figures_are_those_of_the_measurements():
+    assert render(README, ROOT) == README, "run python -m hf_memmix.training.readme_tables"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_is_filled(name):
+    table = README.split(f"<!-- begin {name} -->")[1].split(f"<!-- end {name} -->")[0]
+    assert "|" in table
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+    for path in re.findall(r"`((?:hf_memmix|kernels|conversion|training|tests|model_cards)/[\w./-]+)`", README):
+        assert (ROOT / path).exists(), path

@@ -1,0 +1,89 @@
+"""Write every figure of README.md from the committed measurements, and its plot.
+
+    python -m hf_memmix.training.readme_tables            # after a new training/results/demo.json or h200.json
+    python -m hf_memmix.training.readme_tables --check    # exit code 1 if README.md says anything else
+
+A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; NAME is a key of TABLES.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+DEMO = "training/results/demo.json"
+PLOT = "training/results/demo.png"
+KERNELS = "kernels/benchmarks/results/h200.json"
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; the first column is text, the others are figures."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def size(count: int) -> str:
+    """Bytes in the binary unit that keeps the number short."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def demo_table(root: Path) -> str:
+    """Both models of `make demo`, side by side."""
+    results = json.loads((root / DEMO).read_text())
+    quality = results["quality"]
+    pairs = list(zip(results["context_cost"]["teacher"], results["context_cost"]["student"], strict=True))
+    layers = f"{results['student']['converted_layers']} of {results['student']['layers']} layers"
+    rows = [
+        ["held-out perplexity", f"{quality['teacher_ppl']:.2f}", f"{quality['student_ppl']:.2f}"],
+        ["same most likely token", "", f"{100 * quality['top1_agreement']:.1f} %"],
+    ]
+    for theirs, ours in pairs:
+        if theirs["context"] >= 4096:
+            name = f"cache at {theirs['context'] // 1024}k tokens of context"
+            rows.append([name, size(theirs["cache_bytes"]), size(ours["cache_bytes"])])
+    for theirs, ours in pairs:
+        name = f"decode after {theirs['context'] // 1024}k tokens, tokens/s"
+        rows.append([name, *(f"{1e3 / row['ms_per_token']:.0f}" for row in (theirs, ours))])
+    minutes = results["seconds"]["total"] / 60
+    return (
+        markdown(["", "transformer", f"GKA, {layers}"], rows)
+        + f"\n\n{results['hardware']}; torch {results['torch']}, transformers {results['transformers']}; "
+        f"{minutes:.1f} minutes in all, of which {results['seconds']['align'] + results['seconds']['distill']:.0f} s "
+        "are training."
+    )
+
+
+TABLES = {"demo": demo_table}
+
+
+def render(text: str, root: Path) -> str:
+    """`text` of README.md with every table written anew."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"README.md must hold {begin} and {end} once each")
+        pattern = re.compile(f"({re.escape(begin)}\n).*?({re.escape(end)})", re.DOTALL)
+        text = pattern.sub(lambda m, table=table: f"{m[1]}{table(root)}\n{m[2]}", text)
+    return text
+
+
+def main(root: Path, check: bool) -> int:
+    readme = root / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    rendered = render(text, root)
+    if check:
+        return int(text != rendered)
+    readme.write_text(rendered, encoding="utf-8")
+    # imported here: --check needs nothing but the standard library
+    from hf_memmix.training.plot import plot_context_cost
+
+    plot_context_cost(json.loads((root / DEMO).read_text()), root / PLOT)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(__file__).resolve().parents[1], "--check" in sys.argv[1:]))

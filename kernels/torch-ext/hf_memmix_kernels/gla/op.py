@@ -1,0 +1,173 @@
+"""`chunk_gla` and `gla_step`: validation, dispatch by device, and registration as torch.library custom ops."""
+
+import torch
+from torch import Tensor
+
+from .._common import check_cu_seqlens, compute_dtype, num_sequences
+from .._dispatch import use_triton
+from .torch import gla_bwd_torch, gla_fwd_torch, gla_step_torch
+
+MAX_HEAD_DIM = 256
+CHUNK_SIZES = (16, 32, 64, 128)
+
+
+@torch.library.custom_op("hf_memmix::gla_fwd", mutates_args=())
+def _fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    if use_triton(q):
+        from .triton import gla_fwd_triton as fwd
+    else:
+        fwd = gla_fwd_torch
+    return fwd(q, k, v, log_decay, initial_state, cu_seqlens, scale, chunk_size)
+
+
+@_fwd.register_fake
+def _(q, k, v, log_decay, initial_state, cu_seqlens, scale, chunk_size):
+    return q.new_empty(*q.shape[:3], v.shape[-1]), initial_state.new_empty(initial_state.shape)
+
+
+@torch.library.custom_op("hf_memmix::gla_bwd", mutates_args=())
+def _bwd(
+    do: Tensor,
+    dfinal: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if use_triton(q):
+        from .triton import gla_bwd_triton as bwd
+    else:
+        bwd = gla_bwd_torch
+    return bwd(do, dfinal, q, k, v, log_decay, initial_state, cu_seqlens, scale, chunk_size)
+
+
+@_bwd.register_fake
+def _(do, dfinal, q, k, v, log_decay, initial_state, cu_seqlens, scale, chunk_size):
+    return tuple(t.new_empty(t.shape) for t in (q, k, v, log_decay, initial_state))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.chunk_size = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, do, dfinal):
+    grads = _bwd(do, dfinal, *ctx.saved_tensors, ctx.scale, ctx.chunk_size)
+    return *grads, None, None, None
+
+
+_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("hf_memmix::gla_step", mutates_args=("state",))
+def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> Tensor:
+    if use_triton(q):
+        from .triton import gla_step_triton as step
+    else:
+        step = gla_step_torch
+    return step(q, k, v, log_decay, state, scale)
+
+
+@_step.register_fake
+def _(q, k, v, log_decay, state, scale):
+    return q.new_empty(*q.shape[:3], v.shape[-1])
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or k.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            "gla needs q [B, T, H, K], k [B, T, Hk, K], v [B, T, Hk, V], got"
+            f" {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"gla: k has head size {k.shape[-1]}, q has {q.shape[-1]}; they must be equal")
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
+        raise ValueError(
+            f"gla: head size {max(q.shape[-1], v.shape[-1])} is over the limit of {MAX_HEAD_DIM}; use more, smaller heads"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"gla: {q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads")
+    if log_decay.shape != q.shape[:3]:
+        raise ValueError(f"gla: log_decay must be [B, T, H] = {tuple(q.shape[:3])}, got {tuple(log_decay.shape)}")
+    if q.shape[1] == 0:
+        raise ValueError("gla: the sequence is empty (T = 0); pass at least one token")
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention with one decay per head: S_t = e^g S_{t-1} + k_t v_t^T, o_t = scale * S_t^T q_t.
+
+    A padded token has log_decay = 0 and v = 0: it neither decays nor writes.
+
+    Args:
+        q: [B, T, H, K], K <= 256.
+        k, v: [B, T, Hk, K], [B, T, Hk, V]; query head h reads head h // (H / Hk).
+        log_decay: g <= 0, finite, [B, T, H].
+        scale: factor of the output; None is K^-1/2.
+        initial_state: [N, H, K, V]; zeros when None.
+        cu_seqlens: boundaries [N + 1] of packed sequences; B must be 1. N = B without it.
+        chunk_size: tokens per chunk, one of 16, 32, 64, 128.
+
+    Returns:
+        o [B, T, H, V] in q.dtype and the final state [N, H, K, V] in float32 (float64 for float64 inputs), both
+        differentiable in every tensor.
+
+    Raises:
+        ValueError: shapes, head sizes or the chunk size do not fit.
+    """
+    _check(q, k, v, log_decay)
+    if chunk_size not in CHUNK_SIZES:
+        raise ValueError(f"gla: chunk_size={chunk_size} is not one of {CHUNK_SIZES}")
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q.shape[0])
+    dtype = compute_dtype(q.dtype)
+    expected = (num_sequences(q.shape[0], cu_seqlens), q.shape[2], q.shape[3], v.shape[3])
+    if initial_state is None:
+        initial_state = q.new_zeros(expected, dtype=dtype)
+    elif tuple(initial_state.shape) != expected:
+        raise ValueError(f"gla: initial_state must be {expected}, got {tuple(initial_state.shape)}")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _fwd(q, k, v, log_decay.to(dtype), initial_state.to(dtype), cu_seqlens, float(scale), chunk_size)
+
+
+def gla_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """One token of `chunk_gla`: tensors [B, 1, ...]; the contiguous `state` [B, H, K, V] is advanced in place.
+
+    Returns o [B, 1, H, V] in q.dtype; no autograd.
+
+    Raises:
+        ValueError: more than one token, or a state of another shape or not contiguous.
+    """
+    _check(q, k, v, log_decay)
+    if q.shape[1] != 1:
+        raise ValueError(f"gla_step advances by one token, got {q.shape[1]}; use chunk_gla for several")
+    expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    if tuple(state.shape) != expected or not state.is_contiguous():
+        raise ValueError(
+            f"gla_step updates its state in place: pass a contiguous {expected}, got {tuple(state.shape)}"
+        )
+    return _step(q, k, v, log_decay, state, float(q.shape[-1] ** -0.5 if scale is None else scale))

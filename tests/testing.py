@@ -8,7 +8,8 @@ import copy
 import functools
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import hf_memmix
 
@@ -191,6 +192,15 @@ def slides(model):
 def random_ids(batch, length, seed=0):
     """Token ids [batch, length], never the padding id."""
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def word_tokenizer():
+    """A tokenizer whose words are w0, w1, ... for the ids of the tiny models."""
+    core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w2"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="w0", bos_token="w1", unk_token="w2", padding_side="left"
+    )
 
 
 # ---- comparisons

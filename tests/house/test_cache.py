@@ -1,0 +1,331 @@
+"""RecurrentStateCache as an object: size, rows, rollback, files."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from hf_memmix import RecurrentStateCache
+from house.checks import assert_same_generation, greedy, uncached_greedy
+from testing import assert_same, mixers_of, random_ids, tiny_model
+
+FAMILIES = ("llama", "gemma3_text", "gpt_neox")
+
+
+@torch.no_grad()
+def read(model, ids, **kwargs):
+    """A cache that has seen `ids`."""
+    cache = RecurrentStateCache(model.config, **kwargs)
+    model(ids, past_key_values=cache, use_cache=True)
+    return cache
+
+
+@torch.no_grad()
+def continues(model, cache, ids, following, tokens=None):
+    """The cache of `ids` goes on with `following` as a full forward does."""
+    out = model(following, past_key_values=cache, use_cache=True).logits
+    full = model(torch.cat([ids, following], 1), use_cache=False).logits
+    assert_same(out, full[:, -following.shape[1] :])
+
+
+# ---- size
+
+
+def test_bytes_do_not_grow():
+    model = tiny_model("llama", "all")
+    short, long = (read(model, random_ids(2, n)).nbytes for n in (3, 200))
+    assert short == long > 0
+    assert read(model, random_ids(4, 3)).nbytes == 2 * short
+
+
+def test_bytes_are_those_of_the_tensors():
+    model = tiny_model("llama", "odd")
+    cache = read(model, random_ids(2, 7))
+    states = sum(state.nbytes for i in mixers_of(model) for state in cache.layers[i].get().values())
+    keys_and_values = 2 * 2 * (2 * 2 * 7 * 8) * 4  # two kept layers, keys and values of [2, 2, 7, 8] in fp32
+    assert cache.nbytes == states + keys_and_values
+
+
+def test_sequence_length():
+    for layout in ("first", "all"):
+        cache = read(tiny_model("llama", layout), random_ids(1, 7))
+        assert int(cache.get_seq_length()) == 7
+
+
+def test_states_are_fp32_in_a_bf16_model():
+    model = tiny_model("llama", "all", fresh=True).bfloat16()
+    state = read(model, random_ids(1, 7)).layers[0].get()
+    assert state["H"].dtype == state["U"].dtype == torch.float32
+
+
+# ---- rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_expand(family):
+    """One document read once serves a batch of questions, and again the next batch."""
+    model = tiny_model(family, "odd")
+    document, questions = random_ids(1, 9), random_ids(3, 4, seed=5)
+    cache = read(model, document)
+    for _ in range(2):
+        continues(model, cache.expand(3), document.expand(3, -1), questions)
+    continues(model, cache, document, questions[:1])
+
+
+def test_expand_refuses():
+    model = tiny_model("llama", "odd")
+    with pytest.raises(ValueError, match="expand.*one sequence"):
+        read(model, random_ids(2, 5)).expand(3)
+    with pytest.raises(ValueError, match="expand"):
+        RecurrentStateCache(model.config).expand(3)
+
+
+@pytest.mark.parametrize("static", (False, True))
+def test_reset(static):
+    """After reset() a cache is as new, for another batch size too if it is dynamic."""
+    model = tiny_model("llama", "odd")
+    cache = read(model, random_ids(2, 5), max_cache_len=20 if static else None)
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    if not static:
+        cache = RecurrentStateCache(model.config)
+    ids = random_ids(2, 6, seed=3)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    continues(model, cache, ids, random_ids(2, 2, seed=4))
+
+
+def test_static_addresses_stay():
+    """The states of a static cache stay at one address: what a CUDA graph needs."""
+    model = tiny_model("llama", "all")
+    cache = read(model, random_ids(1, 5), max_cache_len=16)
+    before = [state.data_ptr() for layer in cache.layers for state in layer.get().values()]
+    for n in (1, 1, 3):
+        with torch.no_grad():
+            model(random_ids(1, n, seed=n), past_key_values=cache, use_cache=True)
+    cache.reset()
+    with torch.no_grad():
+        model(random_ids(1, 4), past_key_values=cache, use_cache=True)
+    assert before == [state.data_ptr() for layer in cache.layers for state in layer.get().values()]
+
+
+def test_offload_and_back():
+    model = tiny_model("llama", "odd")
+    ids = random_ids(1, 6)
+    cache = read(model, ids)
+    for layer in cache.layers:
+        layer.offload()
+        layer.prefetch()
+    continues(model, cache, ids, random_ids(1, 2, seed=4))
+
+
+@pytest.mark.gpu
+def test_offloaded_generation():
+    model = tiny_model("llama", "odd", fresh=True).cuda()
+    ids = random_ids(1, 9).cuda()
+    assert_same_generation(
+        greedy(model, ids, cache_implementation="offloaded"), uncached_greedy(model, ids), "offloaded cache"
+    )
+
+
+@pytest.mark.parametrize("duplicate", (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))))
+def test_duplicates(duplicate):
+    model = tiny_model("llama", "odd")
+    ids = random_ids(1, 6)
+    cache = read(model, ids)
+    other = duplicate(cache)
+    continues(model, cache, ids, random_ids(1, 3, seed=4))
+    continues(model, other, ids, random_ids(1, 3, seed=5))
+
+
+def test_inference_mode_cache_is_usable_outside():
+    """A prefix read under inference_mode, questions asked under no_grad: no error, no stale state."""
+    model = tiny_model("llama", "odd")
+    ids, following = random_ids(1, 6), random_ids(1, 1, seed=4)
+    with torch.inference_mode():
+        cache = RecurrentStateCache(model.config)
+        model(ids, past_key_values=cache, use_cache=True)
+    continues(model, cache, ids, following)
+
+
+# ---- rollback
+
+
+def test_crop_refuses_what_was_not_recorded():
+    model = tiny_model("llama", "odd")
+    ids = random_ids(1, 6)
+    cache = read(model, ids)
+    with pytest.raises(ValueError, match=r"crop.*2.*activate_past_recording"):
+        cache.crop(-2)
+    assert int(cache.get_seq_length()) == 6
+    continues(model, cache, ids, random_ids(1, 2, seed=4))  # the refusal has changed nothing
+
+
+def test_crop_refuses_more_than_was_recorded():
+    model = tiny_model("llama", "all")
+    cache = read(model, random_ids(1, 6))
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(random_ids(1, 3), past_key_values=cache, use_cache=True)
+    with pytest.raises(ValueError, match=r"5.*3|3.*5"):
+        cache.crop(-5)
+    cache.crop(-3)
+    assert int(cache.get_seq_length()) == 6
+
+
+def test_crop_of_padded_rows():
+    """Rollback inside a padded forward counts the tokens that were fed, pads included."""
+    model = tiny_model("llama", "all")
+    ids = random_ids(2, 8)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]])
+    following = random_ids(2, 2, seed=5)
+    with torch.no_grad():
+        cache = RecurrentStateCache(model.config)
+        cache.activate_past_recording()
+        model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        cache.crop(-3)
+        out = model(following, past_key_values=cache, use_cache=True).logits
+        for i, start in enumerate((2, 0)):
+            row = torch.cat([ids[i : i + 1, start:5], following[i : i + 1]], 1)
+            assert_same(out[i], model(row, use_cache=False).logits[0, -2:])
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_resume(family, layout, tmp_path):
+    """A saved cache goes on in a fresh object, token by token and through generate()."""
+    model = tiny_model(family, layout)
+    document, question = random_ids(1, 11), random_ids(1, 4, seed=5)
+    cache = read(model, document)
+    cache.save_pretrained(tmp_path)
+    resumed = RecurrentStateCache.from_pretrained(tmp_path)
+    assert resumed.nbytes == cache.nbytes
+    assert int(resumed.get_seq_length()) == 11
+    continues(model, resumed, document, question)
+    whole = torch.cat([document, question], 1)
+    again = RecurrentStateCache.from_pretrained(tmp_path)
+    assert_same_generation(greedy(model, whole, past_key_values=again), uncached_greedy(model, whole), "resumed")
+
+
+def test_resume_of_a_static_cache(tmp_path):
+    model = tiny_model("gemma3_text", "odd")
+    ids = random_ids(1, 7)
+    read(model, ids, max_cache_len=24).save_pretrained(tmp_path)
+    continues(model, RecurrentStateCache.from_pretrained(tmp_path), ids, random_ids(1, 4, seed=5))
+
+
+def test_resume_for_a_batch(tmp_path):
+    model = tiny_model("llama", "odd")
+    ids = random_ids(1, 7)
+    read(model, ids).save_pretrained(tmp_path)
+    cache = RecurrentStateCache.from_pretrained(tmp_path).expand(2)
+    continues(model, cache, ids.expand(2, -1), random_ids(2, 3, seed=5))
+
+
+def saved_file(model, folder):
+    read(model, random_ids(1, 7)).save_pretrained(folder)
+    (file,) = (path for path in folder.iterdir() if path.suffix == ".safetensors")
+    return file
+
+
+def test_saved_state_is_small_and_free_of_pickle(tmp_path):
+    model = tiny_model("llama", "all")
+    file = saved_file(model, tmp_path)
+    assert file.stat().st_size < read(model, random_ids(1, 7)).nbytes + 16_000
+    assert all(path.suffix in {".safetensors", ".json"} for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", ("truncated", "header", "body", "missing", "other file"))
+def test_damaged_state_file(damage, tmp_path):
+    file = saved_file(tiny_model("llama", "odd"), tmp_path)
+    content = bytearray(file.read_bytes())
+    if damage == "truncated":
+        file.write_bytes(content[: len(content) // 2])
+    elif damage == "header":
+        file.write_bytes(b"\xff" * 16 + content[16:])
+    elif damage == "body":
+        content[-100] ^= 0xFF
+        file.write_bytes(content)
+    elif damage == "missing":
+        file.unlink()
+    else:
+        torch.nn.Module()
+        from safetensors.torch import save_file
+
+        save_file({"a": torch.zeros(3)}, file)
+    with pytest.raises(ValueError, match=file.name):
+        RecurrentStateCache.from_pretrained(tmp_path)
+
+
+def test_failed_save_keeps_the_old_file(tmp_path):
+    model = tiny_model("llama", "odd")
+    file = saved_file(model, tmp_path)
+    before = file.read_bytes()
+    cache = read(model, random_ids(1, 7, seed=8))
+    cache.layers[1].get()["H"].fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"NaN"):
+        cache.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    assert file.read_bytes() == before
+
+
+def test_empty_cache_is_not_saved(tmp_path):
+    with pytest.raises(ValueError, match="empty"):
+        RecurrentStateCache(tiny_model("llama", "odd").config).save_pretrained(tmp_path)
+
+
+# ---- the wrong model
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (("llama", "all"), "layout"),
+        (("qwen3", "odd"), "family"),
+    ],
+)
+def test_saved_cache_of_another_model(other, what, tmp_path):
+    read(tiny_model("llama", "odd"), random_ids(1, 7)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="another model"):
+        RecurrentStateCache.from_pretrained(tmp_path, config=tiny_model(*other).config)
+    with pytest.raises(ValueError, match="another model"):
+        tiny_model(*other)(random_ids(1, 3), past_key_values=RecurrentStateCache.from_pretrained(tmp_path))
+
+
+def test_live_cache_of_another_model():
+    odd, everything = tiny_model("llama", "odd"), tiny_model("llama", "all")
+    for source, target in ((odd, everything), (everything, odd), (tiny_model("llama", None), odd)):
+        with torch.no_grad():
+            cache = source(random_ids(1, 5), use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="another model"):
+            target(random_ids(1, 3), past_key_values=cache)
+
+
+def test_refused_kinds():
+    model = tiny_model("llama", "odd")
+    with pytest.raises(ValueError, match="LlamaConfig"):
+        RecurrentStateCache(tiny_model("llama", None).config)
+    with pytest.raises((ValueError, TypeError), match="tuple"):
+        model(random_ids(1, 3), past_key_values=((torch.zeros(1), torch.zeros(1)),) * 4)
+
+
+@pytest.mark.parametrize("kind", (DynamicCache, StaticCache))
+def test_library_caches_are_adopted_in_place(kind):
+    model = tiny_model("llama", "all")
+    options = {"config": model.config} | ({"max_cache_len": 20} if kind is StaticCache else {})
+    cache = kind(**options)
+    with torch.no_grad():
+        model(random_ids(1, 5), past_key_values=cache, use_cache=True)
+    assert int(cache.get_seq_length()) == 5
+
+
+def test_wrong_batch_size():
+    model = tiny_model("llama", "all")
+    cache = read(model, random_ids(2, 5))
+    with pytest.raises(ValueError, match=r"(?s)2.*3|3.*2"), torch.no_grad():
+        model(random_ids(3, 1), past_key_values=cache, use_cache=True)

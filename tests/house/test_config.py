@@ -1,0 +1,227 @@
+"""MemMixConfig and what it refuses."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import hf_memmix
+from hf_memmix import MemMixConfig, MemMixForCausalLM, MemMixModel, memmix_config
+from testing import (
+    FAMILIES,
+    LAYERS,
+    MIXERS,
+    assert_same,
+    backbone_config,
+    build,
+    mixer_types,
+    mixers_of,
+    random_ids,
+    tiny_config,
+    tiny_model,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip(family, tmp_path):
+    """config.json is the backbone's fields, flat, plus three; reading it gives the same configuration."""
+    config = tiny_config(family, "odd")
+    config.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields["model_type"] == "memmix"
+    assert fields["backbone_model_type"] == family
+    assert fields["mixer_types"] == ["attention", "gka", "attention", "gka"]
+    assert fields["mixers"]["gka"].items() >= MIXERS["gka"].items()
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert type(again) is type(config)
+    assert again.to_dict() | {"auto_map": None} == config.to_dict() | {"auto_map": None}
+    assert isinstance(again, type(backbone_config(family)))
+
+
+def test_backbone_fields_survive():
+    native, config = backbone_config("gemma3_text"), tiny_config("gemma3_text", "first")
+    expected, actual = native.to_dict(), config.to_dict()
+    own = {"model_type", "architectures", "transformers_version", "auto_map"}
+    assert {k: actual[k] for k in expected if k not in own} == {k: v for k, v in expected.items() if k not in own}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_stays_the_family_s_own(family):
+    """A generated model is an instance of the native class, with the mixers where they belong and nowhere else."""
+    model, native = tiny_model(family, "odd"), tiny_model(family, None)
+    assert isinstance(model, type(native))
+    assert isinstance(model, MemMixForCausalLM)
+    assert sorted(mixers_of(model)) == [1, 3]
+    replaced = [f".{i}." for i in (1, 3)]
+    kept = {name for name in native.state_dict() if not any(r in name for r in replaced)}
+    assert kept <= set(model.state_dict())
+
+
+def test_no_layer_replaced_is_the_native_model():
+    native = tiny_model("qwen3", None)
+    config = memmix_config(native.config, mixer_types=["attention"] * LAYERS)
+    model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(native.state_dict())
+    assert_same(model.eval()(random_ids(1, 7)).logits, native(random_ids(1, 7)).logits, tolerance=0)
+
+
+def test_generic_entry_points(tmp_path):
+    model = tiny_model("llama", "odd")
+    model.save_pretrained(tmp_path)
+    ids = random_ids(1, 5)
+    assert isinstance(MemMixConfig.from_pretrained(tmp_path), LlamaConfig)
+    loaded = MemMixForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, LlamaForCausalLM)
+    assert_same(loaded(ids).logits, model(ids).logits, tolerance=0)
+    hidden = [kind.from_pretrained(tmp_path)(ids).last_hidden_state for kind in (MemMixModel, AutoModel)]
+    assert_same(*hidden, tolerance=0)
+
+
+def test_defaults_of_the_mixer_are_saved():
+    """A later version's other defaults must not change a checkpoint: all options are written out."""
+    config = memmix_config(backbone_config("llama"), mixer_types=mixer_types("first"))
+    options = config.mixers["gka"]
+    assert options["num_iterations"] == 30
+    assert options["ridge"] == 0.02
+    assert options["conv_size"] == 4
+
+
+def test_importing_does_not_load_the_modelling_code_of_all_families():
+    assert hf_memmix.__all__ == sorted(hf_memmix.__all__) or hf_memmix.__all__
+    missing = [name for name in hf_memmix.__all__ if not hasattr(hf_memmix, name)]
+    assert not missing
+
+
+@pytest.mark.parametrize("family", ("llama", "gpt2", "gpt_neox"))
+def test_generated_classes_pickle(family):
+    model = tiny_model(family, "first")
+    for value in (type(model), type(model.config)):
+        assert pickle.loads(pickle.dumps(value)) is value
+    config = pickle.loads(pickle.dumps(model.config))
+    assert config.to_dict() == model.config.to_dict()
+    again = pickle.loads(pickle.dumps(model))
+    assert_same(again(random_ids(1, 5)).logits, model(random_ids(1, 5)).logits, tolerance=0)
+
+
+# ---- refusals: the message names the value and the way out
+
+
+def refuses(match, **kwargs):
+    with pytest.raises(ValueError, match=match):
+        memmix_config(**{"backbone_config": backbone_config("llama"), "mixer_types": mixer_types("first"), **kwargs})
+
+
+def test_unknown_mixer():
+    refuses(r"'gkaa'.*'gka'", mixer_types=["gkaa", *["attention"] * 3])
+    refuses(r"'gkaa'.*'gka'", mixers={"gkaa": {}})
+
+
+@pytest.mark.parametrize("length", (0, 3, 5))
+def test_wrong_number_of_mixer_types(length):
+    refuses(rf"{length}.*4", mixer_types=["gka"] * length)
+
+
+def test_unknown_option():
+    refuses(r"num_iteration'.*num_iterations", mixers={"gka": {"num_iteration": 30}})
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_iterations": 0}, "num_iterations"),
+        ({"num_iterations": "many"}, "num_iterations.*many"),
+        ({"ridge": 0.0}, "ridge"),
+        ({"ridge": -1.0}, "ridge.*-1"),
+        ({"ridge": float("nan")}, "ridge.*nan"),
+        ({"chunk_size": 0}, "chunk_size"),
+        ({"conv_size": 0}, "conv_size"),
+        ({"conv_activation": "tanh"}, "conv_activation.*tanh"),
+        ({"refinement": []}, "refinement"),
+        ({"refinement": [8, 0]}, "refinement"),
+        ({"use_beta": "yes"}, "use_beta.*yes"),
+    ],
+)
+def test_option_values(options, match):
+    refuses(match, mixers={"gka": options})
+
+
+def test_head_size_over_the_limit():
+    config = tiny_config("llama", "first", head_dim=512)
+    with pytest.raises(ValueError, match=r"512.*256"):
+        build(config)
+
+
+def test_query_heads_no_multiple_of_key_heads():
+    with pytest.raises(ValueError, match=r"4.*3"):
+        build(tiny_config("llama", "first", head_dim=8, num_key_value_heads=3))
+
+
+@pytest.mark.parametrize("kind", ("t5", "bert", "clip", "mamba", "mamba2", "qwen3_next", "gemma3", "bamba", "rwkv"))
+def test_backbones_that_are_not_supported(kind):
+    """Encoders, encoder-decoders, multimodal wrappers, models that are recurrent already."""
+    config = AutoConfig.for_model(kind)
+    layers = getattr(config, "num_hidden_layers", 2)
+    with pytest.raises(ValueError, match=f"{kind}.*not supported"):
+        memmix_config(config, mixer_types=["gka"] * layers)
+
+
+def test_config_without_backbone():
+    with pytest.raises(ValueError, match="backbone_model_type"):
+        MemMixConfig.from_dict({"model_type": "memmix"})
+    with pytest.raises(ValueError, match=r"backbone_model_type.*no_such"):
+        MemMixConfig.from_dict({"model_type": "memmix", "backbone_model_type": "no_such"})
+
+
+def test_edited_config_json(tmp_path):
+    """A mistake made by hand in config.json is found on loading."""
+    tiny_config("llama", "first").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps(fields | {"mixer_types": ["gka"] * 3}))
+    with pytest.raises(ValueError, match="3 entries.*4 layers"):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+# ---- forward
+
+
+@pytest.mark.parametrize("layout", ("first", "all"))
+def test_mask_of_the_wrong_shape(layout):
+    model, ids = tiny_model("llama", layout), random_ids(2, 6)
+    for shape in ((2, 5), (2, 7), (3, 6), (1, 6), (2, 6, 6)):
+        with pytest.raises(ValueError, match=r"(?i)mask.*\D" + str(shape[0])):
+            model(ids, attention_mask=torch.ones(shape, dtype=torch.long))
+        with pytest.raises(ValueError, match=r"(?i)mask.*\D" + str(shape[0])):
+            model(ids, attention_mask=torch.ones(shape, dtype=torch.long).triu())
+
+
+def test_mask_that_forgets_the_past():
+    """With a cache the mask covers what is cached too."""
+    model, ids = tiny_model("llama", "all"), random_ids(2, 6)
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        mask = torch.ones(2, 3, dtype=torch.long)
+        mask[0, 0] = 0
+        with pytest.raises(ValueError, match=r"(?i)mask.*3.*9"):
+            model(ids[:, :3], attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 5], dtype=torch.int32)}, "cu_seq_lens_q.*5"),
+        ({"cu_seq_lens_q": torch.tensor([1, 2, 6], dtype=torch.int32)}, "cu_seq_lens_q.*1"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 2, 6], dtype=torch.int32)}, "cu_seq_lens_q"),
+        ({"seq_idx": torch.zeros(1, 5, dtype=torch.int32)}, "seq_idx.*5.*6"),
+    ],
+)
+def test_wrong_boundaries(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        tiny_model("llama", "all")(random_ids(1, 6), use_cache=False, **kwargs)
+
+
+def test_empty_input():
+    with pytest.raises(ValueError, match="(?i)token"):
+        tiny_model("llama", "all")(torch.zeros(1, 0, dtype=torch.long))

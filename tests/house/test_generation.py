@@ -1,0 +1,290 @@
+"""generate() and its users beyond what `checks.py` asks of every family."""
+
+import pytest
+import torch
+from transformers import DynamicCache, pipeline
+
+from hf_memmix import RecurrentStateCache
+from house.checks import assert_same_generation, greedy, left_padded, uncached_greedy
+from testing import assert_same, assert_same_tokens, base_model, random_ids, tiny_model, word_tokenizer
+
+LAYOUTS = ("first", "all")
+
+
+@pytest.fixture(params=LAYOUTS)
+def model(request):
+    return tiny_model("llama", request.param)
+
+
+# ---- inputs
+
+
+@pytest.mark.parametrize("family", ("llama", "gemma3_text", "gpt2"))
+@torch.no_grad()
+def test_inputs_embeds(family):
+    model = tiny_model(family, "odd")
+    ids = random_ids(2, 9)
+    embeds = model.get_input_embeddings()(ids)
+    assert_same(model(inputs_embeds=embeds).logits, model(ids).logits)
+    out = greedy_from_embeds(model, embeds)
+    assert_same_tokens(out, uncached_greedy(model, ids)[0][:, 9:])
+
+
+def greedy_from_embeds(model, embeds):
+    mask = torch.ones(embeds.shape[:2], dtype=torch.long)
+    return model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=6, do_sample=False)
+
+
+@pytest.mark.parametrize("family", ("llama", "gpt_neox", "gemma3_text", "gpt2"))
+@torch.no_grad()
+def test_hidden_states(family):
+    """One entry a layer and one for the embeddings, as from the native model; alone and inside the causal LM."""
+    model, native = tiny_model(family, "odd"), tiny_model(family, None)
+    ids = random_ids(1, 6)
+    out, expected = (m(ids, output_hidden_states=True) for m in (model, native))
+    assert [h.shape for h in out.hidden_states] == [h.shape for h in expected.hidden_states]
+    assert_same(out.hidden_states[0], native_embedding(out, model, ids))
+    inner = base_model(model)(ids, output_hidden_states=True)
+    for a, b in zip(inner.hidden_states, out.hidden_states, strict=True):
+        assert_same(a, b)
+    assert_same(inner.last_hidden_state, out.hidden_states[-1])
+    # the mixers changed what follows them and nothing before
+    assert (out.hidden_states[1] - expected.hidden_states[1]).abs().max() == 0
+    assert (out.hidden_states[2] - expected.hidden_states[2]).abs().max() > 1e-3
+
+
+def native_embedding(out, model, ids):
+    return base_model(model)(ids, output_hidden_states=True).hidden_states[0]
+
+
+@torch.no_grad()
+def test_logits_to_keep(model):
+    ids = random_ids(2, 7)
+    assert_same(model(ids, logits_to_keep=2).logits, model(ids).logits[:, -2:])
+
+
+@torch.no_grad()
+def test_tuple_output(model):
+    ids = random_ids(1, 5)
+    assert_same(model(ids, return_dict=False)[0], model(ids).logits)
+
+
+@torch.no_grad()
+def test_mask_kinds(model):
+    """A boolean mask, an integer mask and a float mask say the same."""
+    ids, mask = left_padded([random_ids(1, 7), random_ids(1, 4)])
+    expected = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    for dtype in (torch.bool, torch.int32, torch.float32):
+        out = model(ids, attention_mask=mask.to(dtype), use_cache=False).logits
+        assert_same(out[mask.bool()], expected, f"mask of {dtype}")
+
+
+@torch.no_grad()
+def test_own_4d_mask(model):
+    """A 4D mask says nothing about padding to a memory; `memmix_mask` beside it does."""
+    rows = [random_ids(1, 7), random_ids(1, 4)]
+    ids, mask = left_padded(rows)
+    causal = torch.ones(7, 7, dtype=torch.bool).tril()
+    mask_4d = (causal[None] & mask.bool()[:, None, :])[:, None]
+    mask_4d = mask_4d | torch.eye(7, dtype=torch.bool)  # a pad may look at itself: no row of the softmax is empty
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    out = model(ids, attention_mask=mask_4d, memmix_mask=mask, position_ids=positions, use_cache=False).logits
+    for i, row in enumerate(rows):
+        assert_same(out[i, mask[i].bool()], model(row, use_cache=False).logits[0])
+
+
+# ---- caches and modes
+
+
+@torch.no_grad()
+def test_use_cache_false(model):
+    ids = random_ids(1, 7)
+    assert_same_generation(greedy(model, ids, use_cache=False), uncached_greedy(model, ids), "no cache")
+
+
+@torch.no_grad()
+def test_cache_is_returned(model):
+    """generate() hands back a cache that can be saved: a RecurrentStateCache, or any that carries its layers."""
+    out = greedy(model, random_ids(1, 7))
+    assert out.past_key_values.get_seq_length() == 12
+    assert isinstance(out.past_key_values, RecurrentStateCache)
+
+
+@torch.no_grad()
+def test_static_multi_turn(model):
+    """A static cache, generous in length, serves several turns."""
+    ids = random_ids(1, 6)
+    cache = RecurrentStateCache(model.config, max_cache_len=48)
+    for turn in range(3):
+        out = greedy(model, ids, 4, past_key_values=cache)
+        assert_same_generation(out, uncached_greedy(model, ids, 4), f"turn {turn}")
+        ids = torch.cat([out.sequences, random_ids(1, 3, seed=turn)], 1)
+
+
+@torch.no_grad()
+def test_padded_multi_turn(model):
+    """The second turn of a left-padded batch."""
+    rows = [random_ids(1, n, seed=n) for n in (8, 5)]
+    ids, mask = left_padded(rows)
+    first = greedy(model, ids, 4, attention_mask=mask)
+    user = random_ids(2, 3, seed=9)
+    turn = torch.cat([first.sequences, user], 1)
+    mask = torch.cat([mask, torch.ones(2, 4 + 3, dtype=torch.long)], 1)
+    out = greedy(model, turn, attention_mask=mask, past_key_values=first.past_key_values)
+    for i in range(2):
+        alone = uncached_greedy(model, turn[i : i + 1, mask[i].bool()])
+        assert_same(torch.stack(out.logits, 1)[i], alone[1][0], f"row {i}")
+        assert_same_tokens(out.sequences[i, -6:], alone[0][0, -6:])
+
+
+@torch.no_grad()
+def test_beams_on_a_static_cache(model):
+    ids = random_ids(2, 7)
+    expected = model.generate(ids, num_beams=3, max_new_tokens=5, do_sample=False, use_cache=False)
+    out = model.generate(ids, num_beams=3, max_new_tokens=5, do_sample=False, cache_implementation="static")
+    assert_same_tokens(out, expected)
+
+
+@torch.no_grad()
+def test_beam_sampling(model):
+    ids, out = random_ids(2, 7), []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        out.append(model.generate(ids, num_beams=2, do_sample=True, max_new_tokens=5, use_cache=use_cache))
+    assert_same_tokens(*out)
+
+
+@torch.no_grad()
+def test_beams_of_a_padded_batch(model):
+    rows = [random_ids(1, n, seed=n) for n in (8, 5)]
+    ids, mask = left_padded(rows)
+    options = {"num_beams": 3, "max_new_tokens": 5, "do_sample": False}
+    out = model.generate(ids, attention_mask=mask, **options)
+    for i, row in enumerate(rows):
+        alone = model.generate(row, attention_mask=torch.ones_like(row), use_cache=False, **options)
+        assert_same_tokens(out[i, -5:], alone[0, -5:])
+
+
+@torch.no_grad()
+def test_assistant_of_another_kind(model):
+    """A native draft model for a memory model, and a memory model as draft of a native one."""
+    native = tiny_model("llama", None, seed=1)
+    ids = random_ids(1, 9)
+    for target, draft in ((model, native), (native, model)):
+        out = greedy(target, ids, 8, assistant_model=draft)
+        assert_same_generation(out, uncached_greedy(target, ids, 8), "mixed pair")
+
+
+@torch.no_grad()
+def test_prompt_lookup_goes_on_from_a_cache(model):
+    """A rollback in the second turn takes back nothing of the first."""
+    ids = random_ids(1, 8)
+    cache = greedy(model, ids, 4).past_key_values
+    turn = torch.cat([uncached_greedy(model, ids, 4)[0], ids[:, :5]], 1)
+    out = greedy(model, turn, 8, past_key_values=cache, prompt_lookup_num_tokens=3)
+    assert_same_generation(out, uncached_greedy(model, turn, 8), "prompt lookup in the second turn")
+
+
+def test_assisted_decoding_on_a_static_cache_is_refused_or_right(model):
+    ids = random_ids(1, 9)
+    try:
+        out = greedy(model, ids, 8, prompt_lookup_num_tokens=3, cache_implementation="static")
+    except ValueError as error:
+        assert "static" in str(error)  # noqa: PT017
+    else:
+        assert_same_generation(out, uncached_greedy(model, ids, 8), "prompt lookup, static cache")
+
+
+def test_continuous_batching_is_refused(model):
+    with pytest.raises((ValueError, NotImplementedError), match="(?i)continuous batching"):
+        model.generate_batch([[1, 2, 3]])
+
+
+def test_quantized_cache_is_refused(model):
+    with pytest.raises((ValueError, ImportError)):
+        greedy(model, random_ids(1, 5), cache_implementation="quantized")
+
+
+@torch.no_grad()
+def test_streamer_and_stopping(model):
+    """Tokens stream out one by one, and a stop token ends the row."""
+    from transformers.generation.streamers import BaseStreamer
+
+    class Collect(BaseStreamer):
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            pass
+
+    ids = random_ids(1, 6)
+    whole = uncached_greedy(model, ids)[0][0].tolist()
+    collect = Collect()
+    greedy(model, ids, streamer=collect)
+    assert collect.tokens == whole
+    stopped = greedy(model, ids, eos_token_id=whole[8]).sequences[0].tolist()
+    assert stopped == whole[: whole.index(whole[8], 6) + 1]
+
+
+def test_pipeline(model):
+    tokenizer = word_tokenizer()
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+    texts = [tokenizer.decode(random_ids(1, n, seed=n)[0]) for n in (5, 9)]
+    alone = [generator(text, max_new_tokens=5, do_sample=False)[0]["generated_text"] for text in texts]
+    together = generator(texts, max_new_tokens=5, do_sample=False, batch_size=2)
+    assert [rows[0]["generated_text"] for rows in together] == alone
+
+
+# ---- packing beyond the checks of every family
+
+
+@torch.no_grad()
+def test_packed_rows():
+    """Rows with boundaries of their own."""
+    model = tiny_model("llama", "all")
+    ids = random_ids(2, 10)
+    lengths = ((4, 6), (7, 3))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    out = model(ids, position_ids=positions, use_cache=False).logits
+    for i, row in enumerate(lengths):
+        alone = [model(part, use_cache=False).logits for part in ids[i : i + 1].split(row, 1)]
+        assert_same(out[i : i + 1], torch.cat(alone, 1), f"row {i}")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ("cu_seq_lens_q", "seq_idx"))
+def test_packed_without_position_ids(kind):
+    """Boundaries alone suffice where no attention layer needs positions."""
+    model = tiny_model("llama", "all")
+    ids = random_ids(1, 10)
+    kwargs = {
+        "cu_seq_lens_q": torch.tensor([0, 4, 10], dtype=torch.int32),
+        "seq_idx": torch.tensor([[0] * 4 + [1] * 6], dtype=torch.int32),
+    }
+    out = model(ids, use_cache=False, **{kind: kwargs[kind]}).logits
+    assert_same(out, torch.cat([model(part, use_cache=False).logits for part in ids.split((4, 6), 1)], 1))
+
+
+def test_packed_into_a_cache_is_right_or_refused():
+    """With the cache that a forward makes by default packed sequences must not leak into each other."""
+    model = tiny_model("llama", "all")
+    ids = random_ids(1, 10)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+    with torch.no_grad():
+        try:
+            out = model(ids, position_ids=positions).logits
+        except ValueError as error:
+            assert "use_cache=False" in str(error)  # noqa: PT017
+            return
+        assert_same(out, torch.cat([model(part).logits for part in ids.split((4, 6), 1)], 1))
+
+
+@pytest.mark.parametrize("cache", (DynamicCache, None))
+def test_packed_into_a_given_cache_is_refused(cache):
+    model = tiny_model("llama", "all")
+    given = RecurrentStateCache(model.config) if cache is None else cache(config=model.config)
+    with pytest.raises(ValueError, match=r"packed.*cache"):
+        model(random_ids(1, 6), cu_seq_lens_q=torch.tensor([0, 2, 6], dtype=torch.int32), past_key_values=given)

@@ -1,0 +1,299 @@
+"""Checkpoints: save, load, shards, dtypes, ties, the Hub's folder, loading without the import."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+from transformers.utils import hub
+
+from testing import (
+    FAMILIES,
+    assert_same,
+    backbone_config,
+    build,
+    mixers_of,
+    random_ids,
+    randomize,
+    tiny_config,
+    tiny_model,
+)
+
+IDS = random_ids(2, 9)
+
+
+def load(folder, **kwargs):
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+    return model, {name: sorted(info[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+
+
+NOTHING = {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_save_and_load(family, tmp_path):
+    model = tiny_model(family, "odd")
+    model.save_pretrained(tmp_path)
+    again, report = load(tmp_path)
+    assert report == NOTHING
+    assert type(again) is type(model)
+    assert_same(again(IDS).logits, model(IDS).logits, tolerance=0)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ("llama", "mixtral", "gpt2"))
+def test_shards(family, tmp_path):
+    model = tiny_model(family, "odd")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    again, report = load(tmp_path)
+    assert report == NOTHING
+    assert_same(again(IDS).logits, model(IDS).logits, tolerance=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_teacher_checkpoint(family, tmp_path):
+    """A native checkpoint loads into a memmix configuration: nothing outside the replaced attention is missing."""
+    native = tiny_model(family, None)
+    native.save_pretrained(tmp_path)
+    config = tiny_config(family, "odd")
+    student, report = load(tmp_path, config=config)
+    replaced = [f".{i}." for i in mixers_of(student)]
+    for kind, names in report.items():
+        assert all(any(r in str(name) for r in replaced) for name in names), (kind, names)
+    assert report["missing_keys"], "the mixers have parameters of their own"
+    for name, parameter in native.named_parameters():
+        if not any(r in name for r in replaced):
+            assert torch.equal(student.get_parameter(name), parameter), name
+    assert all(torch.isfinite(p).all() for p in student.parameters())
+
+
+def test_missing_parameters_are_initialised(tmp_path):
+    """Parameters that a checkpoint lacks are drawn as in a fresh model, and not left as they lay in memory."""
+    torch.manual_seed(0)
+    tiny_model("llama", None).save_pretrained(tmp_path)
+    student = AutoModelForCausalLM.from_pretrained(tmp_path, config=tiny_config("llama", "all"))
+    for mixer in mixers_of(student).values():
+        assert ((mixer.A_log.exp() > 0) & (mixer.A_log.exp() <= 16)).all()
+        dt = torch.nn.functional.softplus(mixer.dt_bias)
+        assert ((dt > 5e-4) & (dt < 0.11)).all()
+        assert 0.01 < mixer.a_proj.weight.std() < 0.03
+        assert (mixer.o_norm.weight == 1).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ("llama", "gemma3_text", "gpt2"))
+@pytest.mark.parametrize("tied", (True, False))
+def test_heads_tied_and_untied(family, tied, tmp_path):
+    model = build(tiny_config(family, "odd", tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for m in (model, again):
+        pointers = {e.weight.data_ptr() for e in (m.get_input_embeddings(), m.get_output_embeddings())}
+        assert len(pointers) == (1 if tied else 2)
+    assert_same(again(IDS).logits, model(IDS).logits, tolerance=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("family", ("llama", "gpt_neox"))
+def test_half_precision(family, layout, tmp_path):
+    """Loaded in bf16 or fp16 the decay parameters stay fp32, and the model runs, pads and generates."""
+    model = tiny_model(family, layout)
+    model.save_pretrained(tmp_path)
+    expected = model(IDS).logits
+    for dtype in (torch.bfloat16, torch.float16):
+        half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        mixers = mixers_of(half)
+        for i, mixer in mixers.items():
+            assert mixer.q_proj.weight.dtype == dtype
+            for name in ("A_log", "dt_bias"):
+                parameter = getattr(mixer, name)
+                assert parameter.dtype == torch.float32
+                assert torch.equal(parameter, getattr(mixers_of(model)[i], name)), "rounded on the way"
+        assert half.dtype == dtype
+        out = half(IDS)
+        assert out.logits.dtype == dtype
+        assert_same(out.logits, expected, f"{dtype}", tolerance=0.15)
+        assert half.generate(IDS, max_new_tokens=4, do_sample=False).shape == (2, 13)
+        half.save_pretrained(tmp_path / str(dtype))
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / str(dtype))
+        assert_same(again(IDS).logits, out.logits, tolerance=0)
+        assert mixers_of(again)[min(mixers)].A_log.dtype == torch.float32
+
+
+def test_resized_embeddings(tmp_path):
+    model = tiny_model("llama", "odd", fresh=True)
+    model.resize_token_embeddings(120)
+    model.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).logits.shape[-1] == 120
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("damage", ("truncated", "header", "lost shard"))
+def test_damaged_checkpoint(damage, tmp_path):
+    """A damaged file is an error, never a model with random weights in it."""
+    tiny_model("llama", "odd").save_pretrained(tmp_path, max_shard_size="20KB")
+    file = sorted(tmp_path.glob("*.safetensors"))[1]
+    content = file.read_bytes()
+    if damage == "truncated":
+        file.write_bytes(content[:-2000])
+    elif damage == "header":
+        file.write_bytes(b"\xff" * 16 + content[16:])
+    else:
+        file.unlink()
+    with pytest.raises(Exception, match=r"(?i)safetensors|header|corrupt|incomplete|no such file|not found|invalid"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_wrong_shape_in_checkpoint(tmp_path):
+    tiny_model("llama", "odd").save_pretrained(tmp_path)
+    config = tiny_config("llama", "odd", hidden_size=64, num_attention_heads=8)
+    with pytest.raises((RuntimeError, ValueError), match="size mismatch|ignore_mismatched_sizes|mismatch"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+
+
+# ---- the Hub
+
+
+def files_of(folder):
+    return sorted(str(p.relative_to(folder)) for p in Path(folder).rglob("*") if p.is_file())
+
+
+def test_saved_folder(tmp_path):
+    """What a checkpoint folder holds: no source of ours but the stub, which is four lines and needs the package."""
+    tiny_model("llama", "odd").save_pretrained(tmp_path)
+    expected = ["config.json", "generation_config.json", "model.safetensors", "modeling_memmix.py"]
+    assert files_of(tmp_path) == expected
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_memmix.MemMixForCausalLM"
+    assert config["auto_map"]["AutoConfig"] == "modeling_memmix.MemMixConfig"
+    assert "from hf_memmix import" in (tmp_path / "modeling_memmix.py").read_text()
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    for name in ("q_proj.weight", "q_conv1d.weight", "A_log", "dt_bias", "alpha_proj.bias", "o_norm.weight"):
+        assert f"model.layers.1.self_attn.{name}" in names
+
+
+def test_push_to_hub(monkeypatch):
+    """push_to_hub uploads the same folder and a card; nothing goes over the network here."""
+    uploaded = {}
+
+    class Api:
+        def create_repo(self, repo_id, **kwargs):
+            return type("Repo", (), {"repo_id": repo_id})
+
+        def create_commit(self, repo_id, operations, **kwargs):
+            uploaded.update({op.path_in_repo: Path(op.path_or_fileobj).read_bytes() for op in operations})
+            return "done"
+
+    monkeypatch.setattr(hub, "hf_api", Api)
+    card = type("Card", (), {"save": lambda self, path: Path(path).write_text("card")})
+    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *args, **kwargs: card())
+    tiny_model("llama", "odd").push_to_hub("someone/something")
+    assert sorted(uploaded) == [
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "modeling_memmix.py",
+    ]
+
+
+FRESH_PROCESS = """
+import pickle, sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+folder, again, ids = sys.argv[1], sys.argv[2], torch.tensor(eval(sys.argv[3]))
+assert "hf_memmix" not in sys.modules
+try:
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+except ValueError as error:
+    assert "trust_remote_code" in str(error), error
+else:
+    raise AssertionError("remote code ran without being trusted")
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+assert "hf_memmix" in sys.modules
+with torch.no_grad():
+    logits = model(ids).logits
+    tokens = model.generate(ids, max_new_tokens=4, do_sample=False)
+model.save_pretrained(again)
+AutoConfig.from_pretrained(folder, trust_remote_code=True).save_pretrained(again + "/config")
+pickled = pickle.load(open(folder + "/model.pickle", "rb"))
+with torch.no_grad():
+    assert torch.equal(pickled(ids).logits, logits)
+torch.save({"logits": logits, "tokens": tokens, "class": type(model).__name__}, again + "/result.pt")
+"""
+
+
+def test_load_without_the_import(tmp_path):
+    """A process that has never heard of us loads through auto_map if it trusts the code, saves, and unpickles."""
+    model = tiny_model("gemma3_text", "odd")
+    folder, again = tmp_path / "first", tmp_path / "again"
+    model.save_pretrained(folder)
+    (folder / "model.pickle").write_bytes(pickle.dumps(model))
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", FRESH_PROCESS, str(folder), str(again), str(IDS.tolist())]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    found = torch.load(again / "result.pt")
+    with torch.no_grad():
+        assert_same(found["logits"], model(IDS).logits, tolerance=1e-6)
+    assert found["class"] == type(model).__name__
+    # the second save is again only the stub: nothing of the package was copied, auto_map is as before
+    assert [f for f in files_of(again) if f.endswith(".py")] == ["config/modeling_memmix.py", "modeling_memmix.py"]
+    for file in ("config.json", "modeling_memmix.py"):
+        first, second = ((f / file).read_text() for f in (folder, again))
+        assert first == second, file
+
+
+def test_trusting_remote_code_after_the_import(tmp_path):
+    """With the package imported its classes are used, trusted or not, and the next save copies no source."""
+    model = tiny_model("llama", "odd")
+    model.save_pretrained(tmp_path / "first")
+    trusted = AutoModelForCausalLM.from_pretrained(tmp_path / "first", trust_remote_code=True)
+    assert type(trusted) is type(model)
+    trusted.save_pretrained(tmp_path / "second")
+    assert files_of(tmp_path / "first") == files_of(tmp_path / "second")
+
+
+def test_generation_defaults_survive(tmp_path):
+    model = tiny_model("llama", "odd", fresh=True)
+    model.generation_config.temperature = 0.7
+    model.generation_config.do_sample = True
+    model.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.temperature == 0.7
+
+
+def test_meta_device_round_trip(tmp_path):
+    """Built without memory, as large models are, and then loaded."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(tiny_config("llama", "odd"))
+    assert all(p.is_meta for p in empty.parameters())
+    model = randomize(AutoModelForCausalLM.from_config(tiny_config("llama", "odd")))
+    model.save_pretrained(tmp_path)
+    again, report = load(tmp_path, low_cpu_mem_usage=True) if transformers.__version__ < "5" else load(tmp_path)
+    assert report == NOTHING
+    assert not any(p.is_meta for p in again.parameters())
+
+
+def test_backbone_config_alone():
+    """The student's configuration can still be turned into the teacher's."""
+    config = tiny_config("qwen3", "odd").backbone_config()
+    assert config.to_dict() | {"transformers_version": 0} == backbone_config("qwen3").to_dict() | {
+        "transformers_version": 0
+    }

@@ -19,7 +19,7 @@ from .._common import compute_dtype, num_sequences
 @triton.jit
 def _sequence(i_n, cu_seqlens, T, PACKED: tl.constexpr):
     """First row (int64) and length of sequence i_n."""
-    if PACKED:
+    if PACKED:  # noqa: SIM102
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
         length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
     else:
@@ -31,7 +31,7 @@ def _sequence(i_n, cu_seqlens, T, PACKED: tl.constexpr):
 @triton.jit
 def _chunk(i_c, cu_seqlens, first, sequence, T, NT, BT: tl.constexpr, PACKED: tl.constexpr):
     """First row of chunk i_c and the number of its tokens; none for a program beyond the last chunk."""
-    if PACKED:
+    if PACKED:  # noqa: SIM102
         i_n = tl.load(sequence + i_c)
         bos, length = _sequence(i_n, cu_seqlens, T, PACKED)
         start = (i_c - tl.load(first + i_n)) * BT
@@ -48,7 +48,7 @@ def gla_cumsum_kernel(
 ):  # fmt: skip
     """G [H, rows] = cumsum of g [rows, H] inside each chunk."""
     i_c, i_h = tl.program_id(0), tl.program_id(1)
-    if PACKED:
+    if PACKED:  # noqa: SIM102
         # the grid is an upper bound: programs beyond the last chunk have nothing to do
         if tl.load(sequence + i_c) >= N:
             return
@@ -105,7 +105,7 @@ def gla_fwd_kernel(
 ):  # fmt: skip
     """o = scale * (e^G * (q S_0) + (q k^T * D) v) of one chunk, one head, one block of V."""
     i_v, i_c, i_h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PACKED:
+    if PACKED:  # noqa: SIM102
         if tl.load(sequence + i_c) >= N:
             return
     bos, length = _chunk(i_c, cu_seqlens, first, sequence, T, NT, BT, PACKED)
@@ -145,7 +145,7 @@ def gla_bwd_kernel_dqkg(
     the chunk, whatever the length of the sequence.
     """
     i_k, i_c, i_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PACKED:
+    if PACKED:  # noqa: SIM102
         if tl.load(sequence + i_c) >= N:
             return
     bos, length = _chunk(i_c, cu_seqlens, first, sequence, T, NT, BT, PACKED)
@@ -165,7 +165,7 @@ def gla_bwd_kernel_dqkg(
         b_dk = tl.zeros([BT, BK], ACC)
         b_ds = tl.zeros([BT, BT], ACC)
         b_dst = tl.zeros([BT, BT], ACC)
-        b_inner = tl.zeros([BV, BK], ACC)
+        b_inner = tl.zeros([BK], ACC)
         for i_v in range(0, V, BV):
             o_v = i_v + tl.arange(0, BV)
             m_v = o_v < V
@@ -178,14 +178,14 @@ def gla_bwd_kernel_dqkg(
             b_dst = tl.dot(b_v, tl.trans(b_do), b_dst, input_precision=PRECISION, out_dtype=ACC)
             b_dq = tl.dot(b_do, b_h, b_dq, input_precision=PRECISION, out_dtype=ACC)
             b_dk = tl.dot(b_v, b_dh, b_dk, input_precision=PRECISION, out_dtype=ACC)
-            b_inner += b_h.to(ACC) * b_dh.to(ACC)
+            b_inner += tl.sum(b_h.to(ACC) * b_dh.to(ACC), 0)
         p_G = G + i_h.to(tl.int64) * rows + bos
         b_G = tl.load(p_G + o_t, mask=m_t, other=0)
         b_end = tl.load(p_G + length - 1)
         b_q = tl.load(q + o_q[:, None] * K + o_k[None, :], mask=m_tk, other=0)
         b_dq *= (scale * tl.exp(b_G))[:, None]
         b_dk *= tl.exp(b_end - b_G)[:, None]
-        b_carried = tl.sum(tl.sum(b_inner, 0), 0) * tl.exp(b_end) + tl.sum(tl.sum(b_dk * b_k.to(ACC), 0), 0)
+        b_carried = tl.sum(b_inner, 0) * tl.exp(b_end) + tl.sum(tl.sum(b_dk * b_k.to(ACC), 0), 0)
         b_ds *= tl.where(m_causal, scale * tl.exp(b_G[:, None] - b_G[None, :]), 0)
         b_dst *= tl.where(m_anti, scale * tl.exp(b_G[None, :] - b_G[:, None]), 0)
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION, out_dtype=ACC)
@@ -207,7 +207,7 @@ def gla_bwd_kernel_dv(
 ):  # fmt: skip
     """dv of one chunk, one value head with its query heads, one block of V."""
     i_v, i_c, i_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PACKED:
+    if PACKED:  # noqa: SIM102
         if tl.load(sequence + i_c) >= N:
             return
     bos, length = _chunk(i_c, cu_seqlens, first, sequence, T, NT, BT, PACKED)

@@ -21,7 +21,7 @@ def _tile(
     i_t, cu_seqlens, first, sequence, lengths, T, NT, BT: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr
 ):
     """The tile's sequence, that sequence's first row and length, and the tile's first position in it."""
-    if PACKED:
+    if PACKED:  # noqa: SIM102
         i_n = tl.load(sequence + i_t)
         bos = tl.load(cu_seqlens + i_n).to(tl.int64)
         length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
@@ -44,7 +44,7 @@ def short_conv_fwd_kernel(
     HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     i_t, i_c = tl.program_id(0), tl.program_id(1)
-    if PACKED:
+    if PACKED:  # noqa: SIM102
         # the grid is an upper bound: programs beyond the last chunk have nothing to do
         if tl.load(sequence + i_t) >= N:
             return
@@ -91,7 +91,7 @@ def short_conv_bwd_kernel(
     HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     i_t, i_c = tl.program_id(0), tl.program_id(1)
-    if PACKED:
+    if PACKED:  # noqa: SIM102
         if tl.load(sequence + i_t) >= N:
             return
     i_n, bos, length, start = _tile(i_t, cu_seqlens, first, sequence, lengths, T, NT, BT, PACKED, RAGGED)

@@ -1,0 +1,50 @@
+"""Memories of fixed size as drop-ins for attention in transformers models.
+
+Importing this package registers its model types with AutoConfig, AutoModel and AutoModelForCausalLM. It loads no
+modelling code and no triton; what needs them is loaded on first use.
+"""
+
+import importlib
+
+from .configuration_memmix import MemMixConfig, memmix_config
+from .mixers import MIXERS, register_mixer
+from .models.configuration_gka import GKAConfig
+
+_LAZY = {
+    "GKAForCausalLM": ".models.gka",
+    "GKAModel": ".models.gka",
+    "MemMixForCausalLM": ".modeling_memmix",
+    "MemMixForSequenceClassification": ".modeling_memmix",
+    "MemMixModel": ".modeling_memmix",
+    "RecurrentStateCache": ".cache",
+    "ops": ".ops",
+}
+
+__all__ = [
+    "MIXERS",
+    "GKAConfig",
+    "GKAForCausalLM",
+    "GKAModel",
+    "MemMixConfig",
+    "MemMixForCausalLM",
+    "MemMixForSequenceClassification",
+    "MemMixModel",
+    "RecurrentStateCache",
+    "memmix_config",
+    "ops",
+    "register_mixer",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_LAZY[name], __name__)
+    value = module if name == "ops" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,18 @@
+"""Files that ship with the package: a small teacher, a converted student, and text, so that every command runs offline."""
+
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+
+
+def asset_path(name: str) -> Path:
+    """The path of a shipped file or folder: "tiny_teacher", "tiny_gka", "train.txt" or "heldout.txt".
+
+    Raises:
+        ValueError: there is no such asset.
+    """
+    path = _FOLDER / name
+    if not path.exists():
+        known = sorted(p.name for p in _FOLDER.iterdir() if not p.name.startswith("_"))
+        raise ValueError(f"no asset {name!r}; there are: {known}")
+    return path

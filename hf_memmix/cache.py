@@ -1,0 +1,198 @@
+"""The cache of a model with memory layers: a fixed number of bytes whatever the context, plus keys and values of the
+attention layers that were kept.
+
+    cache = RecurrentStateCache(model.config)
+    model(document_ids, past_key_values=cache)
+    cache.save_pretrained("document")                              # later, in another process:
+    cache = RecurrentStateCache.from_pretrained("document").expand(8)
+"""
+
+import copy
+import os
+from pathlib import Path
+
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
+
+from .cache_layer import RecurrentLayer
+from .mixers import ATTENTION
+
+
+class RecurrentStateCache(Cache):
+    """Recurrent states of the memory layers, keys and values of the attention layers.
+
+    Args:
+        config: the model's configuration.
+        max_cache_len: None for a dynamic cache; else the length of a static one, whose decode step can be compiled.
+            Without attention layers the length limits nothing.
+        offloading, offload_only_non_sliding: as in transformers' caches; recurrent states are small and stay.
+    """
+
+    def __init__(
+        self,
+        config,
+        max_cache_len: int | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
+    ):
+        if not hasattr(config, "mixer_types"):
+            raise ValueError(f"{type(config).__name__} has no mixer_types; a plain model takes a DynamicCache")
+        if max_cache_len is None:
+            layers = DynamicCache(config=config).layers
+        else:
+            layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
+        replace_layers(layers, config, static=max_cache_len is not None)
+        super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
+        self.config = config
+        self.static_length = max_cache_len
+
+    @classmethod
+    def from_cache(cls, cache: Cache, config) -> "RecurrentStateCache":
+        """The same layers, with recurrent ones where `config` has mixers; from a cache that holds nothing there."""
+        static_length = static_length_of(cache)
+        adopt_cache(cache, config)
+        new = cls.__new__(cls)
+        new.__dict__.update(vars(cache), config=config, static_length=static_length)
+        return new
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states, keys and values held now; 0 before the first token of a dynamic cache."""
+        total = 0
+        for layer in self.layers:
+            if isinstance(layer, RecurrentLayer):
+                total += layer.nbytes
+            elif layer.is_initialized:
+                total += layer.keys.nbytes + layer.values.nbytes
+        return total
+
+    def crop(self, tokens_to_remove: int):
+        """Forget the last `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: the number is positive, or the recurrent layers have not recorded that many tokens
+                (`activate_past_recording`). No layer is changed then.
+        """
+        for layer in self.layers:
+            if isinstance(layer, RecurrentLayer):
+                layer.check_crop(int(tokens_to_remove))
+        super().crop(tokens_to_remove)
+
+    def stop_past_recording(self):
+        """Undo `activate_past_recording`: forget what was recorded and step in place again."""
+        for layer in self.layers:
+            if isinstance(layer, RecurrentLayer):
+                layer.stop_past_recording()
+            elif hasattr(layer, "record_past"):
+                layer.record_past = False
+
+    def expand(self, batch: int) -> "RecurrentStateCache":
+        """A copy with the one sequence of this cache in `batch` rows; this cache is left as it is.
+
+        Raises:
+            ValueError: the cache is empty or holds more than one sequence.
+        """
+        rows = self.batch_rows
+        if rows != 1 or batch < 1:
+            raise ValueError(f"expand({batch}) needs a cache with one sequence and batch >= 1; this one holds {rows}")
+        new = copy.deepcopy(self)
+        new.batch_repeat_interleave(batch)
+        return new
+
+    @property
+    def batch_rows(self) -> int:
+        """Number of sequences held; 0 before the first token."""
+        for layer in self.layers:
+            if isinstance(layer, RecurrentLayer):
+                if layer.states:
+                    return layer.batch_size
+            elif layer.is_initialized:
+                return layer.keys.shape[0]
+        return 0
+
+    def save_pretrained(self, save_directory: str | os.PathLike) -> Path:
+        """Write the cache to `save_directory`/memory.safetensors, at once or not at all, and return the file's path.
+
+        Raises:
+            ValueError: the cache is empty, or a state is not finite.
+        """
+        from .cache_file import save_cache
+
+        return save_cache(self, save_directory)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike, config=None, device=None) -> "RecurrentStateCache":
+        """Read a cache that `save_pretrained` wrote.
+
+        Args:
+            directory: the folder.
+            config: the configuration of the model that is to continue. Without it the one saved beside the states is
+                used, and the model refuses the cache at its first forward if it is another model.
+            device: where to; the CPU by default.
+
+        Raises:
+            ValueError: the file is missing, truncated, corrupt, of another model, or holds states that are not
+                finite.
+        """
+        from .cache_file import load_cache
+
+        return load_cache(cls, directory, config, device)
+
+
+def static_length_of(cache: Cache | None) -> int | None:
+    """The number of tokens a static cache was made for, None for a dynamic one."""
+    if isinstance(cache, RecurrentStateCache):
+        return cache.static_length
+    if isinstance(cache, StaticCache):
+        return max(layer.max_cache_len for layer in cache.layers)
+    return None
+
+
+def replace_layers(layers: list, config, static: bool):
+    """Put an empty `RecurrentLayer` at every memory layer of a list of cache layers, in place."""
+    kinds = config.mixer_types
+    # the longest, as transformers 5.17 may size the causal mask from a recurrent layer
+    attention = [layer for layer, kind in zip(layers, kinds, strict=False) if kind == ATTENTION]
+    mask_length = max((getattr(layer, "max_cache_len", -1) for layer in attention), default=None)
+    for i, kind in enumerate(kinds):
+        # drafting with early exit runs fewer layers than the configuration names
+        if kind == ATTENTION or i >= len(layers) or isinstance(layers[i], RecurrentLayer):
+            continue
+        old = layers[i]
+        if getattr(old, "is_initialized", False) and int(old.get_seq_length()) > 0:
+            raise ValueError(
+                f"layer {i} of this cache holds keys and values, but the model has a {kind!r} memory there: the cache"
+                " was filled by another model. Start from an empty cache"
+            )
+        layers[i] = RecurrentLayer(static=static, mask_length=mask_length)
+        layers[i].record_past = getattr(old, "record_past", False)
+
+
+def adopt_cache(cache: Cache | None, config) -> Cache | None:
+    """Make any empty dynamic or static cache fit for the memory layers of `config`, in place, and return it.
+
+    Raises:
+        ValueError: the cache is of another model, or of a kind that cannot hold recurrent states.
+    """
+    if cache is None:
+        return None
+    if isinstance(cache, RecurrentStateCache):
+        if cache.config is not config:
+            from .cache_file import check_same_model
+
+            check_same_model(cache.config, config)
+            cache.config = config
+        return cache
+    if type(cache) not in (DynamicCache, StaticCache):
+        raise ValueError(
+            f"{type(cache).__name__} cannot hold recurrent states; use RecurrentStateCache, DynamicCache or StaticCache"
+        )
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) < config.num_hidden_layers:
+            cache.layers.append(cache.layer_class_to_replicate())
+    kinds = config.mixer_types
+    recurrent = [isinstance(layer, RecurrentLayer) for layer in cache.layers]
+    if any(kind != ATTENTION and not done for kind, done in zip(kinds, recurrent, strict=False)):
+        replace_layers(cache.layers, config, static=isinstance(cache, StaticCache))
+    elif any(kind == ATTENTION and done for kind, done in zip(kinds, recurrent, strict=False)):
+        raise ValueError("this cache holds recurrent states at an attention layer: it is of another model")
+    return cache

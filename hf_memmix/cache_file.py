@@ -1,0 +1,194 @@
+"""A cache as one safetensors file: the state of a long document, to resume from later.
+
+Tensors are named `<layer>.<state>`. The header holds what is needed to rebuild the layers, what the states mean (the
+fields of the configuration that decide it), and a checksum over the tensors.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from .cache_layer import RecurrentLayer
+from .mixers import ATTENTION, MIXERS
+
+FILE_NAME = "memory.safetensors"
+FORMAT = "hf_memmix.cache.1"
+
+# what a state means depends on these fields of the backbone, wherever a family has them
+_FIELDS = (
+    "backbone_model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "layer_types",
+    "sliding_window",
+    "rope_parameters",
+    "mixer_types",
+)
+
+
+def fingerprint(config) -> dict:
+    """The fields of a configuration that decide what a state means, as JSON values."""
+    fields = {name: getattr(config, name, None) for name in _FIELDS}
+    for name in sorted(set(config.mixer_types) - {ATTENTION}):
+        options = MIXERS[name].options_class.from_dict(config.mixers.get(name, {}))
+        fields |= {
+            f"mixers.{name}.{key}": value
+            for key, value in options.to_dict().items()
+            if key not in options.inference_options
+        }
+    return json.loads(json.dumps(fields))
+
+
+def check_same_model(saved, config):
+    """Raise ValueError naming the fields in which two models (configs or fingerprints) differ."""
+    saved, wanted = (x if isinstance(x, dict) else fingerprint(x) for x in (saved, config))
+    differ = [name for name in sorted(saved.keys() | wanted.keys()) if saved.get(name) != wanted.get(name)]
+    if differ:
+        details = "; ".join(f"{name}: cache {saved.get(name)!r}, model {wanted.get(name)!r}" for name in differ)
+        raise ValueError(f"this cache is of another model: {details}. Use it with the model that wrote it")
+
+
+# ---- saving
+
+
+def save_cache(cache, directory: str | os.PathLike) -> Path:
+    """See `RecurrentStateCache.save_pretrained`."""
+    tensors, layers = {}, []
+    for i, layer in enumerate(cache.layers):
+        named, description = _describe(layer)
+        for name, tensor in named.items():
+            if not torch.isfinite(tensor).all():
+                raise ValueError(f"layer {i}: {name} has NaN or infinite entries; this state is not worth saving")
+            tensors[f"{i}.{name}"] = tensor.detach().to("cpu").contiguous().clone()
+        layers.append(description)
+    if not tensors:
+        raise ValueError("the cache is empty: run the model on some tokens before saving it")
+    header = {
+        "format": FORMAT,
+        "config": json.dumps(cache.config.to_diff_dict()),
+        "fingerprint": json.dumps(fingerprint(cache.config)),
+        "layers": json.dumps(layers),
+        "static_length": json.dumps(cache.static_length),
+        "checksum": _checksum(tensors),
+    }
+    return _write_atomically(Path(directory), tensors, header)
+
+
+def _describe(layer) -> tuple[dict[str, Tensor], dict]:
+    """The tensors of a cache layer, and what rebuilds it around them."""
+    if isinstance(layer, RecurrentLayer):
+        return layer.states, {"kind": "recurrent", "static": layer.static, "seen": int(layer.seen)}
+    if not isinstance(layer, (DynamicLayer, StaticLayer)):
+        raise ValueError(f"a cache with a {type(layer).__name__} cannot be saved; use a dynamic or static cache")
+    if not layer.is_initialized:
+        return {}, {"kind": "empty"}
+    description = {"kind": "attention", "seen": int(layer.get_seq_length())}
+    keys, values = layer.keys, layer.values
+    if isinstance(layer, StaticLayer):
+        filled = description["filled"] = int(layer.cumulative_length)
+        if not layer.is_sliding:
+            keys, values = keys[:, :, :filled], values[:, :, :filled]
+    return {"keys": keys, "values": values}, description
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _write_atomically(directory: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / FILE_NAME
+    handle, temporary = tempfile.mkstemp(dir=directory, prefix=FILE_NAME, suffix=".part")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata=header)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+# ---- loading
+
+
+def load_cache(cls, directory: str | os.PathLike, config=None, device=None):
+    """See `RecurrentStateCache.from_pretrained`."""
+    path = Path(directory) / FILE_NAME
+    if not path.is_file():
+        raise ValueError(f"{directory} holds no saved cache: there is no file {FILE_NAME}")
+    tensors, header = _read(path)
+    if config is None:
+        from .configuration_memmix import config_from_dict
+
+        config = config_from_dict(json.loads(header["config"]))
+    check_same_model(json.loads(header["fingerprint"]), config)
+    layers = json.loads(header["layers"])
+    cache = cls(config, max_cache_len=json.loads(header["static_length"]))
+    for i, (layer, description) in enumerate(zip(cache.layers, layers, strict=True)):
+        prefix = f"{i}."
+        named = {k.removeprefix(prefix): v.to(device or "cpu") for k, v in tensors.items() if k.startswith(prefix)}
+        for name, tensor in named.items():
+            if not torch.isfinite(tensor).all():
+                raise ValueError(f"{path}: layer {i}: {name} has NaN or infinite entries; write the file anew")
+        _restore(layer, named, description)
+    return cache
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is truncated or corrupt ({error}); write it anew with save_pretrained") from error
+    if header.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {header.get('format')!r}, expected {FORMAT!r}: it is no saved cache")
+    if header.get("checksum") != _checksum(tensors):
+        raise ValueError(f"{path} is corrupt: its checksum does not fit; write it anew with save_pretrained")
+    return tensors, header
+
+
+def _restore(layer, named: dict[str, Tensor], description: dict):
+    """Fill an empty layer of a new cache."""
+    if not named:
+        return
+    if isinstance(layer, RecurrentLayer):
+        layer.allocate(named)
+        layer.advance(description["seen"])
+        return
+    keys, values = named["keys"], named["values"]
+    layer.lazy_initialization(keys, values)
+    if isinstance(layer, StaticLayer):
+        layer.keys[:, :, : keys.shape[2]], layer.values[:, :, : values.shape[2]] = keys, values
+        layer.cumulative_length.fill_(description["filled"])
+        if isinstance(layer, StaticSlidingWindowLayer):
+            layer.cumulative_length_int = description["seen"]
+        return
+    layer.keys, layer.values = keys, values
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = description["seen"]

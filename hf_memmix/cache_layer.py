@@ -1,0 +1,239 @@
+"""One layer of a recurrent cache: named states of fixed size, a token count, and exact rollback.
+
+A mixer calls `get`, `put` and `advance`; everything else is what transformers calls on a cache layer. While the layer
+records its past it keeps a stack of (states before a forward, its length, how to replay a prefix of it), so `crop` is
+exact: whole forwards are popped, and of the last one the accepted prefix is replayed.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.utils import is_torchdynamo_compiling
+
+States = dict[str, Tensor]
+
+
+class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
+    """Named states of one memory layer.
+
+    Both bases are needed. As a linear-attention layer it is passed over where the library looks for the layer that
+    sizes the causal mask; as a `CacheLayerMixin` it answers `get_seq_length` and `get_mask_sizes` even in a cache that
+    holds nothing else.
+
+    Args:
+        static: keep the states at one address and the token count on the device, so that a decode step can be
+            compiled and replayed as a CUDA graph.
+        mask_length: key length of the causal masks of a static cache with attention layers (anything else than None
+            in a dynamic one); None where no attention layer reads a mask, which then need not cover the past.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, static: bool = False, mask_length: int | None = None):
+        LinearAttentionCacheLayerMixin.__init__(self, 1)
+        self.keys = self.values = None  # read by Cache.__iter__ and DataParallel
+        self.is_initialized = False
+        self.static = static
+        self.mask_length = mask_length
+        self.states: States = {}
+        self.seen = torch.zeros((), dtype=torch.long) if static else 0
+        self._past: list[tuple[States | None, int, Callable[[States | None, int], States]]] = []
+
+    def __repr__(self):
+        shapes = {name: tuple(state.shape) for name, state in self.states.items()}
+        return f"{type(self).__name__}({'static' if self.static else 'dynamic'}, {shapes})"
+
+    # ---- for mixers
+
+    def get(self) -> States | None:
+        """The states by name, which a one-token step may change in place; None before the first token."""
+        if not self.states:
+            return None
+        self.prefetch()
+        if not self.static and not is_torchdynamo_compiling() and self._left_inference_mode():
+            self._map(Tensor.clone)
+        return self.states
+
+    def put(self, new: States, tokens: int, replay: Callable[[States | None, int], States]):
+        """Store the states after `tokens` more tokens.
+
+        `replay(before, m)` must return the states after the first m of these tokens, 1 <= m < tokens, given the
+        states before them; it is kept only while the past is recorded.
+        """
+        if self.record_past:
+            self._past.append((self.states or None, tokens, replay))
+        if not self.static:
+            self.states = dict(new)
+        else:
+            if not self.states:
+                self.allocate({name: torch.zeros_like(state) for name, state in new.items()})
+            for name, state in self.states.items():
+                state.copy_(new[name])
+        self.advance(tokens)
+
+    def advance(self, tokens: int):
+        """Count `tokens` more tokens, whose states are in place already."""
+        self.is_initialized = True
+        self.has_previous_state[0] = True
+        if self.static:
+            self.seen.add_(tokens)
+        else:
+            self.seen += tokens
+
+    def allocate(self, empty: States):
+        """Start from these empty states; in a static cache their addresses stay."""
+        self.states = empty
+        self.device = next(iter(empty.values())).device
+        if self.static:
+            self.seen = self.seen.to(self.device)
+            if not is_torchdynamo_compiling():
+                for tensor in (*empty.values(), self.seen):
+                    torch._dynamo.mark_static_address(tensor)
+
+    # ---- for the library: size and masks
+
+    @property
+    def is_compileable(self) -> bool:
+        return self.static
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.record_past
+
+    @property
+    def max_cache_len(self) -> int:
+        return -1 if self.mask_length is None else self.mask_length
+
+    @property
+    def batch_size(self) -> int:
+        if not self.states:
+            raise AttributeError("an empty recurrent layer has no batch size yet")
+        return next(iter(self.states.values())).shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states."""
+        return sum(state.nbytes for state in self.states.values())
+
+    def get_seq_length(self):
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Key length and offset of a mask; of a fixed length in a static cache, as a growing one recompiles."""
+        if self.mask_length is None:
+            return query_length, 0
+        return (self.mask_length if self.static else self.seen + query_length), 0
+
+    # ---- for the library: rows
+
+    def reorder_cache(self, beam_idx: Tensor):
+        self._map(lambda state: state.index_select(0, beam_idx.to(state.device)))
+
+    def batch_repeat_interleave(self, repeats: int):
+        self._map(lambda state: state.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor):
+        self._map(lambda state: state[indices.to(state.device)])
+
+    # ---- for the library: time
+
+    def reset(self):
+        """Empty states at the same addresses."""
+        for state in self.states.values():
+            state.zero_()
+        if self.static:
+            self.seen.zero_()
+        else:
+            self.states, self.seen = {}, 0
+        self.is_initialized = self.has_previous_state[0] = False
+        self._past = []
+
+    def activate_past_recording(self):
+        if self.static:
+            raise ValueError(
+                "a static cache cannot be rolled back; use a dynamic one (no cache_implementation) for assisted or"
+                " prompt-lookup decoding"
+            )
+        self.record_past = True
+
+    def stop_past_recording(self):
+        self.record_past, self._past = False, []
+
+    @property
+    def recorded(self) -> int:
+        """Number of last tokens that `crop` can take back."""
+        return sum(tokens for _, tokens, _ in self._past)
+
+    def check_crop(self, tokens: int):
+        """Raise ValueError if `crop(tokens)` would."""
+        if tokens > 0:
+            raise ValueError(f"crop({tokens}): give the number of tokens to forget as a negative number")
+        if -tokens > self.recorded:
+            raise ValueError(
+                f"crop({tokens}): only the last {self.recorded} tokens of this recurrent layer are recorded. Call"
+                " cache.activate_past_recording() before the forwards that may be taken back"
+            )
+
+    def crop(self, tokens: int):
+        """Forget the last `-tokens` tokens, and what was recorded of the others."""
+        tokens = int(tokens)
+        self.check_crop(tokens)
+        remaining = -tokens
+        self.seen -= remaining
+        while remaining:
+            before, count, replay = self._past.pop()
+            if remaining >= count:
+                self.states, remaining = before or {}, remaining - count
+            else:
+                with torch.no_grad():
+                    self.states, remaining = dict(replay(before, count - remaining)), 0
+        self.is_initialized = self.has_previous_state[0] = bool(self.states)
+        self._past = []
+
+    # ---- for the library: devices
+
+    def offload(self):
+        """Move the states to the CPU; `prefetch` or the next use brings them back."""
+        if self.states:
+            self.device = next(iter(self.states.values())).device if self.device is None else self.device
+            self._map(lambda state: state.to("cpu"))
+
+    def prefetch(self):
+        """Bring offloaded states back to the device they were on."""
+        states = self.states.values()
+        if self.device is not None and any(state.device != self.device for state in states):
+            self._map(lambda state: state.to(self.device))
+
+    # ---- what the library's base classes ask for and a recurrent layer does not have
+
+    def lazy_initialization(self, *args, **kwargs):
+        """Nothing to do: states are made by the first `put`."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if key_states is None:  # an empty probe of the library
+            return None, None
+        raise ValueError(
+            "this layer keeps recurrent states, not keys and values: the cache belongs to another model than the one"
+            " that writes to it"
+        )
+
+    def update_conv_state(self, *args, **kwargs):
+        raise ValueError("this layer keeps named states: use put()")
+
+    def update_recurrent_state(self, *args, **kwargs):
+        raise ValueError("this layer keeps named states: use put()")
+
+    # ---- helpers
+
+    def _map(self, change: Callable[[Tensor], Tensor]):
+        self.states = {name: change(state) for name, state in self.states.items()}
+
+    def _left_inference_mode(self) -> bool:
+        """States made under inference_mode may not be changed in place outside it."""
+        return not torch.is_inference_mode_enabled() and next(iter(self.states.values())).is_inference()

@@ -1,0 +1,227 @@
+"""The configuration of a transformers decoder whose attention is replaced, in chosen layers, by memory mixers.
+
+    config = memmix_config(AutoConfig.from_pretrained("Qwen/Qwen3-0.6B"), mixer_types=["gka"] * 27 + ["attention"])
+
+It is the backbone's own configuration, an instance of its class, plus three fields; `config.json` is flat:
+
+    {"model_type": "memmix", "backbone_model_type": "qwen3", "mixer_types": ["attention", "gka", ...],
+     "mixers": {"gka": {"num_iterations": 30, ...}}, ...the backbone's fields...}
+
+A configuration class is generated for each backbone on first use (`config_class_for`).
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+from .mixers import ATTENTION, MIXERS
+
+# generate() changes its behaviour on these words in a class name: no default cache, another name for it
+_RESERVED_WORDS = ("mamba", "rwkv", "minimax", "xlstm", "xlnet", "reformer")
+
+REMOTE_STUB = '''"""Loads this checkpoint's classes from the package hf_memmix: `pip install hf-memmix`."""
+
+from hf_memmix import MemMixConfig, MemMixForCausalLM, MemMixForSequenceClassification, MemMixModel  # noqa: F401
+'''
+_AUTO_MAP = {
+    "AutoConfig": "modeling_memmix.MemMixConfig",
+    "AutoModel": "modeling_memmix.MemMixModel",
+    "AutoModelForCausalLM": "modeling_memmix.MemMixForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_memmix.MemMixForSequenceClassification",
+}
+
+
+class MemMixConfig(PreTrainedConfig):
+    """What all memmix configurations share. Instances belong to a class of their backbone.
+
+    Args:
+        backbone_model_type: `model_type` of the backbone, e.g. "qwen3".
+        mixer_types: one entry a layer, "attention" (the backbone's own) or a name in `MIXERS`; None keeps all.
+        mixers: options of each mixer by name; missing ones get their defaults, and are saved with them.
+
+    Raises:
+        ValueError: the backbone is not supported, `mixer_types` has another length than there are layers, a mixer is
+            unknown, or its options are.
+    """
+
+    model_type: ClassVar[str] = "memmix"
+    _generic: ClassVar[bool] = True
+
+    backbone_model_type: str | None = None
+    mixer_types: list[str] | None = None
+    mixers: dict[str, Any] | None = None
+
+    def __new__(cls, *args, **kwargs):
+        # the bare class stands for all: it builds an instance of the backbone's class
+        if cls is MemMixConfig and kwargs.get("backbone_model_type") is not None:
+            cls = config_class_for(kwargs["backbone_model_type"])
+        return super().__new__(cls)
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if type(self).__dict__.get("_generic", False):
+            return
+        self.backbone_model_type = self._backbone_class.model_type
+        self.validate_mixers()
+        self._register_models()
+
+    @classmethod
+    def _register_models(cls):
+        """Make the model classes known to the Auto classes; here, as a configuration always comes before its model.
+
+        Imported late, so that `import hf_memmix` does not load the modelling code of transformers.
+        """
+        from .modeling_memmix import register_generated_models
+
+        register_generated_models(cls)
+
+    def validate_mixers(self):
+        """Complete and check `mixer_types` and `mixers`; called on creation, before saving and by every model."""
+        check_backbone(self)
+        layers = self.num_hidden_layers
+        kinds = [ATTENTION] * layers if self.mixer_types is None else list(self.mixer_types)
+        if len(kinds) != layers:
+            raise ValueError(f"mixer_types has {len(kinds)} entries, but the model has {layers} layers; give one each")
+        mixers = dict(self.mixers or {})
+        known = [ATTENTION, *MIXERS]
+        for name in [*kinds, *mixers]:
+            if name not in known or (name in mixers and name == ATTENTION):
+                place = "mixer_types" if name in kinds else "mixers"
+                raise ValueError(f"unknown mixer {name!r} in {place}; known: {known}")
+        for name in sorted(set(kinds) - {ATTENTION} | set(mixers)):
+            try:
+                mixers[name] = MIXERS[name].options_class.from_dict(mixers.get(name) or {}).to_dict()
+            except ValueError as error:
+                raise ValueError(f"mixers[{name!r}]: {error}") from error
+        self.mixer_types, self.mixers = kinds, mixers
+
+    @property
+    def memory_layers(self) -> list[int]:
+        """Indices of the layers with a mixer."""
+        return [i for i, kind in enumerate(self.mixer_types) if kind != ATTENTION]
+
+    def backbone_config(self) -> PreTrainedConfig:
+        """The plain configuration of the backbone, all layers attention."""
+        fields = self.to_dict()
+        for name in (*_OWN_FIELDS, "model_type", "architectures", "auto_map"):
+            fields.pop(name, None)
+        return self._backbone_class.from_dict(fields)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        if cls is MemMixConfig:
+            return config_class_for(config_dict.get("backbone_model_type")).from_dict(config_dict, **kwargs)
+        return super().from_dict(config_dict, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, *args, **kwargs):
+        """Nothing: after a load through `auto_map` the library calls this, to copy our sources at the next save."""
+
+    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+        """Write config.json, and the `auto_map` stub for loading without `import hf_memmix`.
+
+        The models' save_pretrained and push_to_hub come through here too.
+        """
+        self.validate_mixers()
+        self.auto_map = dict(_AUTO_MAP)
+        folder = Path(save_directory)
+        if not folder.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "modeling_memmix.py").write_text(REMOTE_STUB)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+
+_OWN_FIELDS = ("backbone_model_type", "mixer_types", "mixers")
+
+
+def memmix_config(
+    backbone_config: PreTrainedConfig, mixer_types: Sequence[str] | None = None, mixers: dict[str, dict] | None = None
+) -> MemMixConfig:
+    """The configuration of `backbone_config`'s model with mixers in place of attention.
+
+    Args:
+        backbone_config: of a transformers decoder, or of a memmix model whose layers are to be chosen anew.
+        mixer_types: one entry a layer, "attention" or the name of a mixer.
+        mixers: options of the mixers by name.
+
+    Raises:
+        ValueError: as in `MemMixConfig`.
+    """
+    if isinstance(backbone_config, MemMixConfig):
+        backbone_config = backbone_config.backbone_config()
+    check_backbone(backbone_config)
+    fields = backbone_config.to_dict()
+    for name in ("architectures", "auto_map", "model_type"):
+        fields.pop(name, None)
+    own = {"mixer_types": None if mixer_types is None else list(mixer_types), "mixers": mixers}
+    return config_class_for(backbone_config.model_type).from_dict({**fields, **own})
+
+
+def config_from_dict(fields: dict) -> MemMixConfig:
+    """A configuration from a saved dict, whichever memmix `model_type` it has."""
+    return CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))
+
+
+def check_backbone(config: PreTrainedConfig):
+    """Raise ValueError unless memory mixers can take the place of this model's attention."""
+    kind = getattr(config, "backbone_model_type", None) or config.model_type
+    if config.is_encoder_decoder:
+        reason = "it is an encoder-decoder model"
+    elif config.get_text_config(decoder=True) is not config:
+        reason = "it has a language model inside; pass `config.get_text_config()` and convert that model"
+    elif kind not in MODEL_MAPPING_NAMES or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        reason = "it is no causal language model of transformers"
+    elif getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
+        reason = "its layers share keys and values, so a replaced layer would starve others"
+    elif set(getattr(config, "layer_types", None) or ()) & {"linear_attention", "conv", "hybrid", "hybrid_sliding"}:
+        reason = "some of its layers are recurrent already"
+    elif any(word in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind].lower() for word in _RESERVED_WORDS):
+        reason = "it has no attention cache of the usual kind"
+    else:
+        return
+    raise ValueError(f"backbone {kind!r} is not supported: {reason}. Use a decoder such as llama, qwen3 or gemma3_text")
+
+
+# ---- generated classes
+
+
+def config_class_for(backbone_model_type: str | None) -> type[MemMixConfig]:
+    """The configuration class `MemMix<Family>Config` of a backbone, made on first use.
+
+    Raises:
+        ValueError: transformers knows no such model type.
+    """
+    if backbone_model_type not in CONFIG_MAPPING_NAMES:
+        raise ValueError(
+            f"backbone_model_type={backbone_model_type!r} is no model type of this transformers version; build the"
+            " configuration with memmix_config(backbone_config, mixer_types=[...])"
+        )
+    backbone = CONFIG_MAPPING[backbone_model_type]
+    name = f"MemMix{backbone.__name__.removesuffix('Config')}Config"
+    module = sys.modules[__name__]
+    if name not in vars(module):
+        namespace = {
+            "__module__": __name__,
+            "__doc__": f"`{backbone.__name__}` with memory mixers; see `MemMixConfig`.",
+            "__annotations__": {},
+            "_generic": False,
+            "_backbone_class": backbone,
+        }
+        setattr(module, name, type(MemMixConfig)(name, (MemMixConfig, backbone), namespace))
+    return vars(module)[name]
+
+
+def __getattr__(name: str):
+    """Make a generated class from its name again: pickles are loaded in processes that have not made it yet."""
+    for model_type, config_name in CONFIG_MAPPING_NAMES.items():
+        if name == f"MemMix{config_name}":
+            return config_class_for(model_type)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+AutoConfig.register(MemMixConfig.model_type, MemMixConfig)

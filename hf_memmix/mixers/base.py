@@ -1,0 +1,255 @@
+"""What all memory mixers share: registry, options, and a forward that knows padding, packing and the cache.
+
+    states, y = scan(states, project(x));  out = readout(y, x)
+
+A new mixer is one file: an options dataclass, a `MemoryMixer` subclass with the five methods marked below, and
+`@register_mixer("name")`. It never looks at a mask's pattern, a cache or a decoder family.
+
+Shapes: B batch, T tokens, N sequences (B, or the number of packed ones).
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..padding import PaddedRows
+from .attention_weights import AttentionWeights, TensorFate
+
+ATTENTION = "attention"
+MIXERS: dict[str, type["MemoryMixer"]] = {}
+
+
+def register_mixer(name: str):
+    """Class decorator: make a `MemoryMixer` known to `mixer_types` under `name`.
+
+    Raises:
+        ValueError: the name is taken or is "attention", or the class is no `MemoryMixer` with a `MixerOptions` class.
+    """
+
+    def register(cls):
+        if name == ATTENTION or name in MIXERS:
+            raise ValueError(f"mixer name {name!r} is taken; registered: {[ATTENTION, *MIXERS]}. Choose another")
+        if not (issubclass(cls, MemoryMixer) and issubclass(cls.options_class, MixerOptions)):
+            raise ValueError(f"{cls.__name__} must subclass MemoryMixer and set options_class to a MixerOptions class")
+        cls.name = name
+        MIXERS[name] = cls
+        return cls
+
+    return register
+
+
+@dataclasses.dataclass
+class MixerOptions:
+    """Base of a mixer's options: plain JSON values, checked on creation. Subclasses add fields and `validate()`."""
+
+    # options that change how a state is read but not what it means: a saved state survives a change of these
+    inference_options: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, default = getattr(self, field.name), field.default
+            if isinstance(default, bool):
+                fits = isinstance(value, bool)
+            elif isinstance(default, int):
+                fits = isinstance(value, int) and not isinstance(value, bool)
+            elif isinstance(default, float):
+                fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+            else:
+                continue
+            if not fits:
+                raise ValueError(f"option {field.name}={value!r} must be of type {type(default).__name__}")
+        self.validate()
+
+    def validate(self):
+        """Raise ValueError on values that do not fit; called on creation."""
+
+    @classmethod
+    def from_dict(cls, options: dict) -> "MixerOptions":
+        """Options from a config's dict. Raises ValueError naming unknown keys and the known ones."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := sorted(set(options) - set(known)):
+            raise ValueError(f"unknown options {unknown}; known: {known}")
+        return cls(**options)
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    """Sizes of the attention of a backbone, which a mixer takes over."""
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config) -> "AttentionShape":
+        heads = config.num_attention_heads
+        return cls(
+            hidden_size=config.hidden_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        )
+
+
+class MemoryMixer(nn.Module):
+    """Takes the place of a decoder layer's attention module.
+
+    Args:
+        config: a memmix configuration; the mixer's options stand in `config.mixers[name]`.
+        layer_idx: index of the layer, which is also the index of its cache layer.
+    """
+
+    name: ClassVar[str]
+    options_class: ClassVar[type[MixerOptions]] = MixerOptions
+    fp32_parameters: ClassVar[tuple[str, ...]] = ()  # kept in fp32 when the model is loaded in fp16 or bf16
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.options = self.options_class.from_dict(config.mixers.get(self.name, {}))
+
+    # ---- a mixer writes these five
+
+    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
+        """What `scan` needs of each token, token by token: tensors [B, T, ...].
+
+        `rotary`: cos and sin [B, T, d] of the layer, None in a backbone without rotary embeddings.
+        """
+        raise NotImplementedError
+
+    def scan(
+        self,
+        tokens: dict[str, Tensor],
+        states: dict[str, Tensor] | None,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Outputs [B, T, ...] and the states after the tokens; `states` None means empty ones.
+
+        `lengths` [B]: row b ends after lengths[b] tokens (0 is possible), what follows must leave the states alone.
+        `cu_seqlens` [N + 1]: boundaries of packed sequences, B is 1 then.
+        """
+        raise NotImplementedError
+
+    def readout(self, y: Tensor, x: Tensor) -> Tensor:
+        """The layer's output [B, T, hidden] from the scan's outputs and the layer's input."""
+        raise NotImplementedError
+
+    def state_shapes(self, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, tuple[tuple, torch.dtype]]:
+        """Shape and dtype of each state of `batch` sequences with activations of `dtype`; zeros are the empty state."""
+        raise NotImplementedError
+
+    def init_weights(self):
+        """Fill the parameters with `transformers.initialization`, which leaves loaded ones alone."""
+        raise NotImplementedError
+
+    # ---- and may write these
+
+    def step(self, tokens: dict[str, Tensor], states: dict[str, Tensor]) -> Tensor:
+        """`scan` for one token, T = 1, with `states` updated in place; no autograd."""
+        y, new = self.scan(tokens, states)
+        for name, state in states.items():
+            state.copy_(new[name])
+        return y
+
+    def init_from_attention(self, attention: AttentionWeights) -> list[TensorFate]:
+        """Take over a softmax attention's weights; one fate for every entry of `attention.tensors()`."""
+        raise NotImplementedError(f"{type(self).__name__} has no conversion from attention")
+
+    # ---- the same for all
+
+    def empty_states(self, batch: int, device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Zero states of `batch` sequences."""
+        return {
+            name: torch.zeros(shape, dtype=state_dtype, device=device)
+            for name, (shape, state_dtype) in self.state_shapes(batch, dtype).items()
+        }
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask=None,
+        past_key_values=None,
+        layer_past=None,
+        memmix_mask: Tensor | None = None,
+        memmix_cu_seqlens: Tensor | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, None]:
+        """Mix [B, T, hidden] over time.
+
+        Args:
+            hidden_states: the layer's normed input [B, T, hidden].
+            position_embeddings: cos and sin [B or 1, T, d].
+            attention_mask: ignored, unless it is the pair (memmix_mask, memmix_cu_seqlens) that `carry_layout` puts
+                there for families whose decoder layer drops further keyword arguments.
+            past_key_values, layer_past: the cache, under the name that the family uses.
+            memmix_mask: True or 1 at real tokens [B, T]; None if all are.
+            memmix_cu_seqlens: boundaries [N + 1] of sequences packed along the flattened batch.
+        """
+        if isinstance(attention_mask, tuple):
+            memmix_mask, memmix_cu_seqlens = attention_mask
+        cache = past_key_values if past_key_values is not None else layer_past
+        layer = cache.layers[self.layer_idx] if cache is not None else None
+        states = layer.get() if layer is not None else None
+        batch, length, _ = hidden_states.shape
+        x, rotary = hidden_states, _rotary_rows(position_embeddings, batch)
+
+        if memmix_cu_seqlens is not None:
+            if layer is not None:
+                raise ValueError("packed sequences cannot be written to a cache; pass use_cache=False")
+            x, *rotary = (t.reshape(1, batch * length, -1) for t in (x, *rotary))
+            y, _ = self.scan(self.project(x, _pair(rotary)), None, cu_seqlens=memmix_cu_seqlens)
+            return self.readout(y, x).view(batch, length, -1), None
+
+        in_place = length == 1 and memmix_mask is None and states is not None
+        if in_place and not (layer.record_past or torch.is_grad_enabled()):
+            y = self.step(self.project(x, _pair(rotary)), states)
+            layer.advance(length)
+            return self.readout(y, x), None
+
+        rows = None
+        if memmix_mask is not None:
+            rows = PaddedRows.of(memmix_mask)
+            x, *rotary = (rows.valid_first(t) for t in (x, *rotary))
+        tokens = self.project(x, _pair(rotary))
+        y, new = self.scan(tokens, states, lengths=None if rows is None else rows.lengths)
+        if layer is not None:
+
+            def replay(before, count):
+                """The states after the first `count` of these tokens."""
+                lengths = None if rows is None else rows.lengths_after(count)
+                return self.scan({k: v[:, :count] for k, v in tokens.items()}, before, lengths=lengths)[1]
+
+            layer.put(new, length, replay)
+        out = self.readout(y, x)
+        return (out if rows is None else rows.restore(out)), None
+
+
+def _rotary_rows(position_embeddings, batch: int) -> tuple[Tensor, ...]:
+    """(cos, sin) with a row for each row of the batch, or () without rotary embeddings."""
+    if position_embeddings is None:
+        return ()
+    return tuple(t.expand(batch, -1, -1) for t in position_embeddings)
+
+
+def _pair(rotary) -> tuple[Tensor, Tensor] | None:
+    return tuple(rotary) or None
+
+
+def carry_layout(module: nn.Module, args, kwargs):
+    """Forward pre-hook of a swapped decoder layer: the padding and packing travel in `attention_mask` too.
+
+    Some families (StableLM, Nemotron) hand their attention module no further keyword arguments. The mask that the
+    library made is of no use to a mixer, so its place is free; an argument survives gradient checkpointing, which an
+    attribute of the module would not.
+    """
+    if "attention_mask" in kwargs:
+        kwargs = {**kwargs, "attention_mask": (kwargs.get("memmix_mask"), kwargs.get("memmix_cu_seqlens"))}
+    return args, kwargs

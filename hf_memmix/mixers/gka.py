@@ -1,0 +1,347 @@
+"""GKA, Gated KalmaNet: attention as ridge regression on the past, solved anew at every token from a fixed-size state.
+
+    H_t = e^g H + beta^2 k k^T;  U_t = e^g U + beta^2 v k^T;  x_t = CH_r(H_t + a |H_t| I, q_t)
+    y_t = D^-1/2 U_t (q_t + alpha_t (x_t - q_t));  out = W_o (RMSNorm(y) * silu(W_g h))
+
+Paper: Peng et al., "Gated KalmaNet: A Fading Memory Layer Through Test-Time Ridge Regression". Parameter names
+and the order of operations are those of the official release, so that its weights load.
+
+Shapes: B batch, T tokens, H query heads, Hk key/value heads, D head size.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from hf_memmix_kernels import chunk_gka, gka_step
+from hf_memmix_kernels.gka.schedule import as_phases
+from hf_memmix_kernels.short_conv import short_conv, short_conv_step
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .attention_weights import AttentionWeights, TensorFate
+from .base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
+
+EPS = 1e-6  # of the unit norm of q and k, and added to beta, as released
+MAX_HEAD_DIM = 256
+
+
+@dataclass
+class GKAOptions(MixerOptions):
+    """Options of the GKA layer; the defaults are the official release.
+
+    Args:
+        num_iterations: Chebyshev iterations r; may be changed at inference (21 reach bf16 accuracy).
+        refinement: iterations of each phase of iterative refinement, e.g. [7, 7, 7]; replaces `num_iterations`.
+        ridge: a in lambda = a |H|.
+        chunk_size: tokens a chunk of the parallel form; changes speed only.
+        use_decay, use_beta, use_alpha, use_gate: the forget gate g, the write strength, the blend of solution and
+            query, and the output gate; without them g = 0, beta = 1, alpha = 1 and no gate.
+        use_v_conv: whether v passes a short convolution as q and k do.
+        conv_size: taps of the short convolutions.
+        conv_activation: "silu", or None to let the sign of q and k pass, as a conversion from attention wants it.
+        use_rope: rotate q and k with the backbone's rotary embeddings, after the convolution.
+        qk_norm: None, "head" (an RMSNorm over each head, as in Qwen3) or "full" (over all heads, as in OLMo 2) of q
+            and k before the convolution.
+        qkv_bias, o_bias: biases of the projections.
+        norm_eps: epsilon of all RMSNorms.
+    """
+
+    inference_options: ClassVar[tuple[str, ...]] = ("num_iterations", "refinement", "chunk_size")
+
+    num_iterations: int = 30
+    refinement: list[int] | None = None
+    ridge: float = 0.02
+    chunk_size: int = 64
+    use_decay: bool = True
+    use_beta: bool = True
+    use_alpha: bool = True
+    use_gate: bool = True
+    use_v_conv: bool = True
+    conv_size: int = 4
+    conv_activation: str | None = "silu"
+    use_rope: bool = False
+    qk_norm: str | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    norm_eps: float = 1e-6
+
+    def validate(self):
+        if self.refinement is not None:
+            self.refinement = list(self.refinement)
+        as_phases(self.num_iterations, self.refinement)
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size={self.chunk_size} must be at least 1; the default is 64")
+        if not self.ridge > 0:
+            raise ValueError(f"ridge={self.ridge} must be positive; the paper's is 0.02")
+        if not 2 <= self.conv_size <= 16:
+            raise ValueError(f"conv_size={self.conv_size} must be 2 to 16; the release has 4")
+        if self.conv_activation not in (None, "silu"):
+            raise ValueError(f"conv_activation={self.conv_activation!r} must be None or 'silu'")
+        if self.qk_norm not in (None, "head", "full"):
+            raise ValueError(f"qk_norm={self.qk_norm!r} must be None, 'head' or 'full'")
+
+
+class ShortConvolution(nn.Module):
+    """Depthwise causal convolution over the last `taps` tokens; weight [C, 1, taps] as in nn.Conv1d."""
+
+    def __init__(self, channels: int, taps: int, activation: str | None):
+        super().__init__()
+        self.activation = activation
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+
+    def forward(self, x: Tensor, state=None, lengths=None, cu_seqlens=None) -> tuple[Tensor, Tensor]:
+        state = None if state is None else state.to(x.dtype)
+        weight = self.weight.squeeze(1)
+        return short_conv(
+            x, weight, activation=self.activation, initial_state=state, lengths=lengths, cu_seqlens=cu_seqlens
+        )
+
+    def step(self, x: Tensor, state: Tensor) -> Tensor:
+        """One token [B, 1, C]; `state` is shifted in place."""
+        return short_conv_step(x, self.weight.squeeze(1), None, state, self.activation)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in fp32."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * self.weight.float()).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [B, T, H, D] by cos, sin [B, T, d], d <= D: the first d channels, in two halves."""
+    size = cos.shape[-1]
+    cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
+    turned, rest = x[..., :size], x[..., size:]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat([-second, first], -1) * sin
+    return torch.cat([turned, rest], -1)
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / (|x| + eps) over the last dimension."""
+    return x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32) + EPS).to(x.dtype)
+
+
+@register_mixer("gka")
+class GKAMixer(MemoryMixer):
+    """The GKA layer. States: H [B, H, D, D] and U [B, H, D, D] in fp32, conv_q, conv_k, conv_v [B, C, taps - 1]."""
+
+    options_class = GKAOptions
+    fp32_parameters = ("A_log", "dt_bias")
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        options, shape = self.options, AttentionShape.of(config)
+        hidden, self.heads, self.kv_heads, self.head_dim = (
+            shape.hidden_size,
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+        )
+        if self.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"head size {self.head_dim} of layer {layer_idx} is over GKA's limit of {MAX_HEAD_DIM}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads are not a multiple of {self.kv_heads} key/value heads")
+        q_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, q_dim, bias=options.qkv_bias)
+        self.k_proj = nn.Linear(hidden, kv_dim, bias=options.qkv_bias)
+        self.v_proj = nn.Linear(hidden, kv_dim, bias=options.qkv_bias)
+        self.o_proj = nn.Linear(q_dim, hidden, bias=options.o_bias)
+        self.q_conv1d = ShortConvolution(q_dim, options.conv_size, options.conv_activation)
+        self.k_conv1d = ShortConvolution(kv_dim, options.conv_size, options.conv_activation)
+        if options.use_v_conv:
+            self.v_conv1d = ShortConvolution(kv_dim, options.conv_size, options.conv_activation)
+        if options.use_decay:
+            self.a_proj = nn.Linear(hidden, self.heads, bias=False)
+            self.A_log = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
+            self.dt_bias = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
+        if options.use_beta:
+            self.b_proj = nn.Linear(hidden, self.heads, bias=True)
+        if options.use_alpha:
+            self.alpha_proj = nn.Linear(hidden, self.heads, bias=True)
+        if options.use_gate:
+            self.g_proj = nn.Linear(hidden, q_dim, bias=False)
+        if options.qk_norm is not None:
+            full = options.qk_norm == "full"
+            self.q_norm = RMSNorm(q_dim if full else self.head_dim, options.norm_eps)
+            self.k_norm = RMSNorm(kv_dim if full else self.head_dim, options.norm_eps)
+        self.o_norm = RMSNorm(self.head_dim, options.norm_eps)
+
+    def project(self, x, rotary):
+        options = self.options
+        tokens = {"q": self.q_proj(x), "k": self.k_proj(x), "v": self.v_proj(x)}
+        if options.qk_norm == "full":
+            tokens |= {"q": self.q_norm(tokens["q"]), "k": self.k_norm(tokens["k"])}
+        elif options.qk_norm == "head":
+            tokens |= {
+                "q": self.q_norm(self._heads(tokens["q"])).flatten(2),
+                "k": self.k_norm(self._heads(tokens["k"])).flatten(2),
+            }
+        if options.use_rope:
+            if rotary is None:
+                raise ValueError(
+                    "use_rope=True, but this backbone has no rotary embeddings; set mixers['gka']['use_rope'] to False"
+                )
+            tokens |= {"cos": rotary[0], "sin": rotary[1]}
+        if options.use_decay:
+            rate = F.softplus(self.a_proj(x).float() + self.dt_bias.float())
+            tokens["log_decay"] = -self.A_log.float().exp() * rate
+        else:
+            tokens["log_decay"] = x.new_zeros(*x.shape[:2], self.heads, dtype=torch.float32)
+        if options.use_beta:
+            tokens["beta"] = self.b_proj(x).float().sigmoid() + EPS
+        if options.use_alpha:
+            tokens["alpha"] = self.alpha_proj(x).float().sigmoid()
+        return tokens
+
+    def scan(self, tokens, states, lengths=None, cu_seqlens=None):
+        past, where = states or {}, {"lengths": lengths, "cu_seqlens": cu_seqlens}
+        q, conv_q = self.q_conv1d(tokens["q"], past.get("conv_q"), **where)
+        k, conv_k = self.k_conv1d(tokens["k"], past.get("conv_k"), **where)
+        v, new = tokens["v"], {"conv_q": conv_q, "conv_k": conv_k}
+        if self.options.use_v_conv:
+            v, new["conv_v"] = self.v_conv1d(v, past.get("conv_v"), **where)
+        q, k, v = self._heads_for_memory(q, k, v, tokens)
+        log_decay, beta = tokens["log_decay"], tokens.get("beta")
+        if lengths is not None:
+            # behind a row's last token: no decay, no write
+            valid = (torch.arange(q.shape[1], device=q.device) < lengths[:, None])[..., None].to(log_decay.dtype)
+            log_decay = log_decay * valid
+            beta = valid.expand_as(log_decay) if beta is None else beta * valid
+        y, (new["H"], new["U"]) = chunk_gka(
+            q,
+            k,
+            v,
+            log_decay,
+            tokens.get("alpha"),
+            beta,
+            initial_state=(past["H"], past["U"]) if past else None,
+            cu_seqlens=cu_seqlens,
+            chunk_size=self.options.chunk_size,
+            **self._solver(),
+        )
+        return y, new
+
+    def step(self, tokens, states):
+        q = self.q_conv1d.step(tokens["q"], states["conv_q"])
+        k = self.k_conv1d.step(tokens["k"], states["conv_k"])
+        v = tokens["v"]
+        if self.options.use_v_conv:
+            v = self.v_conv1d.step(v, states["conv_v"])
+        q, k, v = self._heads_for_memory(q, k, v, tokens)
+        memory = (states["H"], states["U"])
+        return gka_step(
+            q, k, v, tokens["log_decay"], tokens.get("alpha"), tokens.get("beta"), memory, **self._solver()
+        )
+
+    def readout(self, y, x):
+        y = self.o_norm(y).flatten(2)
+        if self.options.use_gate:
+            y = y * F.silu(self.g_proj(x))
+        return self.o_proj(y)
+
+    def state_shapes(self, batch, dtype=torch.float32):
+        options, memory = self.options, (batch, self.heads, self.head_dim, self.head_dim)
+        q_dim, kv_dim, taps = self.heads * self.head_dim, self.kv_heads * self.head_dim, options.conv_size - 1
+        shapes = {"conv_q": ((batch, q_dim, taps), dtype), "conv_k": ((batch, kv_dim, taps), dtype)}
+        if options.use_v_conv:
+            shapes["conv_v"] = ((batch, kv_dim, taps), dtype)
+        return shapes | {"H": (memory, torch.float32), "U": (memory, torch.float32)}
+
+    def init_weights(self):
+        """N(0, 0.02) matrices and taps, zero biases, unit norms; decay A ~ U(0, 16), dt log-uniform in [1e-3, 0.1]."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, ShortConvolution)):
+                init.normal_(module.weight, std=0.02)
+                if getattr(module, "bias", None) is not None:
+                    init.zeros_(module.bias)
+            elif isinstance(module, RMSNorm):
+                init.ones_(module.weight)
+        if self.options.use_decay:
+            dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp_min(1e-4)
+            init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(0, 16).clamp_min(1e-4).log())
+            init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
+
+    @torch.no_grad()
+    def init_from_attention(self, attention: AttentionWeights) -> list[TensorFate]:
+        """q, k, v, o and their biases and norms are copied; the convolutions start as the identity.
+
+        Everything else (gates, decay, output norm) keeps its fresh values. Raises ValueError if the sizes differ or if
+        a tensor has no place under the present options.
+        """
+        shape = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+        if shape != (self.heads, self.kv_heads, self.head_dim):
+            raise ValueError(
+                f"layer {self.layer_idx}: attention has (heads, kv heads, head size) {shape}, the mixer"
+                f" {(self.heads, self.kv_heads, self.head_dim)}; they must be equal"
+            )
+        tensors = attention.tensors()
+        fates = []
+        for role in "qkvo":
+            for kind, option in (("weight", None), ("bias", "o_bias" if role == "o" else "qkv_bias")):
+                name = f"{role}_{kind}"
+                if name in tensors:
+                    fates.append(self._take(name, tensors.pop(name), f"{role}_proj.{kind}", f"{option}=True"))
+        for role in "qk":
+            name = f"{role}_norm"
+            if name in tensors:
+                tensor = tensors.pop(name)
+                wanted = "head" if tensor.numel() == self.head_dim else "full"
+                fates.append(self._take(name, tensor, f"{name}.weight", f"qk_norm={wanted!r}"))
+        for name in tensors:
+            fates.append(TensorFate(name, "dropped", reason=self._why_dropped(name)))
+        # a projection without a bias or norm in the attention, where the options make one: neutral
+        taken = {target for fate in fates for target in fate.targets}
+        for name, parameter in self.named_parameters():
+            if name not in taken and name.split(".")[0] in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                parameter.zero_()
+        for conv in (module for module in self.modules() if isinstance(module, ShortConvolution)):
+            conv.weight.zero_()
+            conv.weight[:, :, -1] = 1
+        return fates
+
+    def _take(self, field, tensor, target, option):
+        parameter = dict(self.named_parameters()).get(target)
+        if parameter is None:
+            raise ValueError(
+                f"layer {self.layer_idx}: the attention's {field} would be lost; convert with the option {option}"
+            )
+        if parameter.shape != tensor.shape:
+            raise ValueError(
+                f"layer {self.layer_idx}: {field} has shape {tuple(tensor.shape)}, {target} needs"
+                f" {tuple(parameter.shape)}"
+            )
+        parameter.copy_(tensor)
+        return TensorFate(field, "used", (target,))
+
+    @staticmethod
+    def _why_dropped(name: str) -> str:
+        if name == "extra.sinks":
+            return "attention sinks are logits of a softmax, which GKA does not have"
+        raise ValueError(f"the attention's {name} has no place in a GKA layer; keep this layer as attention")
+
+    def _heads(self, x):
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def _heads_for_memory(self, q, k, v, tokens):
+        """[B, T, C] after the convolutions -> q, k of unit norm and v, [B, T, H or Hk, D]."""
+        q, k, v = self._heads(q), self._heads(k), self._heads(v)
+        if self.options.use_rope:
+            q, k = (rotate(x, tokens["cos"], tokens["sin"]) for x in (q, k))
+        return unit(q), unit(k), v
+
+    def _solver(self) -> dict:
+        options = self.options
+        refinement = None if options.refinement is None else tuple(options.refinement)
+        return {"num_iterations": options.num_iterations, "refinement": refinement, "ridge": options.ridge}

@@ -1,0 +1,292 @@
+"""transformers' decoders with memory mixers in place of attention in chosen layers.
+
+`MemMixModel` and `MemMixForCausalLM` are mixed into the family's own classes: `MemMixLlamaForCausalLM` *is* a
+`LlamaForCausalLM`, so norms, MLPs, rotary embeddings, soft-caps, weight names and generate() stay transformers' own.
+The classes of a backbone are made and registered with the Auto classes when its configuration is first used.
+
+    model = AutoModelForCausalLM.from_pretrained(folder)                 # after `import hf_memmix`
+    model = AutoModelForCausalLM.from_config(memmix_config(backbone, mixer_types=[...]))
+"""
+
+import sys
+
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING,
+    MODEL_MAPPING_NAMES,
+)
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from . import configuration_memmix
+from .cache import RecurrentStateCache, adopt_cache, static_length_of
+from .mixers import MemoryMixer
+from .padding import none_if_full, packing_of, padding_of, positions_in
+from .swap import fp32_parameters, memory_mixers, swap_attention
+
+
+class _MemMixPreTrained:
+    """What the base model and the models with a head share. Goes before a native class."""
+
+    # recurrent layers roll back exactly, so assisted and prompt-lookup decoding need not be refused
+    _is_stateful = False
+    _auto_class_for = AutoModel
+
+    def __new__(cls, config=None, *args, **kwargs):
+        # the bare class stands for all: it builds a model of the configuration's own class
+        if "config_class" not in cls.__dict__ and config is not None:
+            cls = cls._auto_class_for._model_mapping[type(config)]
+        return super().__new__(cls)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As in transformers; the bare classes load the class that the checkpoint names."""
+        if "config_class" not in cls.__dict__:
+            return cls._auto_class_for.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config, **kwargs):
+        if "config_class" not in cls.__dict__:
+            return cls._auto_class_for.from_config(config, **kwargs)
+        return super()._from_config(config, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, *args, **kwargs):
+        """Nothing: after a load through `auto_map` the library calls this, to copy our sources at the next save."""
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, MemoryMixer):
+            module.init_weights()
+
+    def _insert_mixers(self):
+        """Swap the attention of a base model and finish its construction anew."""
+        swap_attention(self, self.config)
+        strict = set(self._keep_in_fp32_modules_strict or ()) | fp32_parameters(self.config)
+        self._keep_in_fp32_modules_strict = strict
+        # filled per class by the constructor: without it output_hidden_states vanishes silently after a change of class
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(self)), self._can_record_outputs)
+        self.post_init()
+        _name_lora_targets()
+
+    @classmethod
+    def _native(cls):
+        return next(base for base in cls.__mro__ if base.__module__.startswith("transformers.models."))
+
+    # the library looks for both in the source of `cls.__module__`: ask the class whose source it should read
+
+    @classmethod
+    def _can_set_attn_implementation(cls):
+        return cls._native()._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls):
+        return cls._native()._can_set_experts_implementation()
+
+
+class MemMixModel(_MemMixPreTrained):
+    """A base model with mixers: `MemMixModel(config)` and `MemMixModel.from_pretrained(folder)` build any family's.
+
+    forward() takes what the native model takes. Beside a 2D `attention_mask` (padding of any pattern) it understands
+    packed sequences: `cu_seq_lens_q`, `seq_idx` [B, T], or `position_ids` that start again.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self._insert_mixers()
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        **kwargs,
+    ):
+        batch, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        given = past_key_values
+        adopt_cache(given, self.config)
+
+        # always both keys, even None: a key that comes and goes would recompile
+        if "memmix_mask" in kwargs:
+            mask = none_if_full(kwargs["memmix_mask"])
+        else:
+            seen = 0 if given is None else given.get_seq_length()
+            mask = padding_of(attention_mask, batch, length, seen, static_length_of(given))
+        resetting = position_ids if given is None and mask is None else None
+        boundaries = packing_of(kwargs.get("cu_seq_lens_q"), kwargs.pop("seq_idx", None), resetting, batch, length)
+        if boundaries is not None:
+            if mask is not None or given is not None or use_cache:
+                what = "a padding mask" if mask is not None else "a cache"
+                raise ValueError(f"packed sequences cannot be combined with {what}; drop one of the two")
+            # attention layers that are kept see the packing through the positions
+            position_ids = positions_in(boundaries, batch, length) if position_ids is None else position_ids
+            attention_mask, use_cache = None, False
+        kwargs |= {"memmix_mask": mask, "memmix_cu_seqlens": boundaries}
+
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if self.training and getattr(self, "gradient_checkpointing", False):
+            use_cache = False
+        if use_cache and past_key_values is None:
+            past_key_values = RecurrentStateCache(self.config)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+
+class _WithHead(_MemMixPreTrained):
+    """A model with a head on a base model: the native constructor runs once, then its base model changes class."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        base = getattr(self, self.base_model_prefix)
+        if not isinstance(base, MemMixModel):
+            base.__class__ = MODEL_MAPPING[type(config)]
+            base._insert_mixers()
+        self.post_init()
+
+
+class MemMixForCausalLM(_WithHead):
+    """A causal language model with mixers, with all of generate(); see `MemMixModel`."""
+
+    _auto_class_for = AutoModelForCausalLM
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        user_made = model_kwargs.get("past_key_values") is not None
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        if cache is None:
+            return
+        if user_made:
+            adopt_cache(cache, self.config)
+        else:
+            cache = model_kwargs["past_key_values"] = RecurrentStateCache.from_cache(cache, self.config)
+            batch = args[1] if len(args) > 1 else kwargs["batch_size"]
+            if cache.static_length is not None:
+                rows = batch * max(generation_config.num_beams, generation_config.num_return_sequences)
+                self._allocate_states(cache, rows)
+        if getattr(generation_config, "is_assistant", False):
+            cache.activate_past_recording()  # the layers that were replaced had been told before
+
+    def _allocate_states(self, cache, batch: int):
+        """Empty states at fixed addresses, before a compiled forward could be the first to make them."""
+        for i, mixer in memory_mixers(self).items():
+            device = next(mixer.parameters()).device
+            cache.layers[i].allocate(mixer.empty_states(batch, device, self.dtype))
+
+    def _assisted_decoding(self, *args, **kwargs):
+        try:
+            return super()._assisted_decoding(*args, **kwargs)
+        finally:
+            cache = kwargs.get("past_key_values")
+            if isinstance(cache, RecurrentStateCache):
+                cache.stop_past_recording()  # a long text after it would pile up snapshots
+
+    # the var-keyword must be spelled `kwargs`: generate() looks for that name to see what the model accepts
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, inputs_embeds=None, **kwargs):
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+        )
+        # a compileable cache has turned the 2D mask into a 4D one or a dict: the mixers need the padding itself
+        tokens = inputs.get("input_ids")
+        length = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[1]
+        mask = None
+        # a single new token is real, unless it is a chunk of the prompt
+        if attention_mask is not None and attention_mask.ndim == 2 and (length > 1 or kwargs.get("is_first_iteration")):
+            mask = none_if_full(attention_mask[:, -length:])
+        inputs["memmix_mask"] = None if mask is None else mask.contiguous()
+        return inputs
+
+    def generate_batch(self, *args, **kwargs):
+        raise ValueError(
+            "continuous batching (generate_batch) has a paged cache, which cannot hold recurrent states; call"
+            " generate() with a padded batch"
+        )
+
+
+class MemMixForSequenceClassification(_WithHead):
+    """A sequence classifier with mixers; see `MemMixModel`."""
+
+    _auto_class_for = AutoModelForSequenceClassification
+
+
+# ---- generated classes
+
+_HEADS = (
+    (AutoModel, MODEL_MAPPING, MODEL_MAPPING_NAMES, MemMixModel),
+    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MemMixForCausalLM),
+    (
+        AutoModelForSequenceClassification,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        MemMixForSequenceClassification,
+    ),
+)
+
+
+def _generated_name(native_name: str) -> str:
+    return f"MemMix{native_name}".replace("LMHeadModel", "ForCausalLM")
+
+
+def register_generated_models(config_class):
+    """Make the model classes of a generated configuration class and register them with the Auto classes, once."""
+    backbone = config_class._backbone_class
+    for auto_class, mapping, _, mixin in _HEADS:
+        if backbone not in mapping:
+            continue
+        native = mapping[backbone]
+        name = _generated_name(native.__name__)
+        if name in globals():
+            continue
+        namespace = {
+            "__module__": __name__,
+            "__doc__": f"`{native.__name__}` with memory mixers; see `{mixin.__name__}`.",
+            "config_class": config_class,
+        }
+        model_class = type(name, (mixin, native), namespace)
+        setattr(sys.modules[__name__], name, model_class)
+        register_model(auto_class, config_class, model_class, native)
+
+
+def register_model(auto_class, config_class, model_class, native):
+    """Register a model class, with the renames and merges of checkpoint tensors that the native class has."""
+    auto_class.register(config_class, model_class)
+    mapping = get_checkpoint_conversion_mapping(native.__name__)
+    if mapping is None:
+        mapping = get_checkpoint_conversion_mapping(config_class._backbone_class.model_type)
+    if mapping:
+        register_checkpoint_conversion_mapping(model_class.__name__, mapping, overwrite=True)
+
+
+def _name_lora_targets():
+    """Default LoRA targets, for users who give none; PEFT is not loaded for it."""
+    constants = sys.modules.get("peft.utils.constants")
+    if constants is not None:
+        targets = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        for model_type in ("memmix", "memmix_gka"):
+            targets.setdefault(model_type, ["q_proj", "v_proj"])
+
+
+def __getattr__(name: str):
+    """Make a generated class from its name again: pickles are loaded in processes that have not made it yet."""
+    for _, _, names, _ in _HEADS:
+        for model_type, native_name in names.items():
+            if isinstance(native_name, str) and name == _generated_name(native_name):
+                register_generated_models(configuration_memmix.config_class_for(model_type))
+                return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

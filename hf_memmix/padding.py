@@ -1,0 +1,137 @@
+"""Padding and packing, brought to the two forms that all mixers understand: rows with a length, and `cu_seqlens`.
+
+A padding mask of any pattern (left, right, holes) becomes rows whose valid tokens come first, in order. Packing by
+`cu_seq_lens_q`, `seq_idx` or position ids that start again becomes boundaries over the flattened batch.
+
+Shapes: B batch, T tokens of this forward, N packed sequences.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.utils import is_torchdynamo_compiling
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """A stable reordering of each row that puts its valid tokens first; shapes stay static."""
+
+    mask: Tensor  # [B, T], True at valid tokens
+    order: Tensor  # [B, T]: position in the row of the i-th token of the reordered row
+    inverse: Tensor  # [B, T]
+    lengths: Tensor  # [B], number of valid tokens
+
+    @classmethod
+    def of(cls, mask: Tensor) -> "PaddedRows":
+        mask = mask.to(torch.bool)
+        order = torch.argsort(mask.logical_not().to(torch.int8), dim=1, stable=True)
+        return cls(mask, order, torch.argsort(order, dim=1), mask.sum(1))
+
+    def valid_first(self, x: Tensor) -> Tensor:
+        """[B, T, C] with the valid tokens of each row first."""
+        return x.gather(1, self.order[..., None].expand(-1, -1, x.shape[-1]))
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Undo `valid_first`; zeros at the pads, hence no gradient through them."""
+        x = x.gather(1, self.inverse[..., None].expand(-1, -1, x.shape[-1]))
+        return x * self.mask[..., None].to(x.dtype)
+
+    def lengths_after(self, count: int) -> Tensor:
+        """[B]: how many of the row's first `count` tokens, in their original order, are valid."""
+        return self.mask[:, :count].sum(1)
+
+
+def padding_of(attention_mask, batch: int, length: int, seen, max_length: int | None) -> Tensor | None:
+    """The padding mask [B, T] of this forward's tokens, or None if there is no padding.
+
+    Args:
+        attention_mask: None or a 2D mask of all tokens so far, the cached ones first.
+        batch, length: B and T.
+        seen: tokens in the cache; a tensor in a static one.
+        max_length: length of a static cache, whose users may pass a mask of that width.
+
+    Raises:
+        ValueError: the mask has another shape.
+    """
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ValueError(
+            f"attention_mask of shape {shape}: memory layers need the 2D padding mask [batch, tokens]; pass it as"
+            " attention_mask, or as memmix_mask beside a mask of your own"
+        )
+    width = attention_mask.shape[1]
+    known = isinstance(seen, int)
+    fits = width == seen + length if known else width >= length
+    if attention_mask.shape[0] != batch or not fits:
+        expected = f"[{batch}, {seen + length}]" if known else f"[{batch}, at least {length}]"
+        raise ValueError(
+            f"padding mask of shape {list(attention_mask.shape)}, expected {expected}: one entry for each cached and"
+            " each new token"
+        )
+    if not known and width == max_length:
+        columns = seen.to(attention_mask.device) + torch.arange(length, device=attention_mask.device)
+        mask = attention_mask.index_select(1, columns)
+    else:
+        mask = attention_mask[:, width - length :]
+    return none_if_full(mask)
+
+
+def none_if_full(mask: Tensor | None) -> Tensor | None:
+    """None for a mask without pads: the common case then takes the shorter path. Not decided inside a compiled graph."""
+    if mask is None or (not is_torchdynamo_compiling() and bool(mask.all())):
+        return None
+    return mask
+
+
+def packing_of(cu_seq_lens_q, seq_idx, position_ids, batch: int, length: int) -> Tensor | None:
+    """Boundaries [N + 1] over the B * T flattened tokens, or None if every row is one sequence.
+
+    Args:
+        cu_seq_lens_q: boundaries [N + 1], as the flattening data collators make them.
+        seq_idx: index of the sequence of each token [B, T].
+        position_ids: [B or 1, T]; a position that does not follow its predecessor starts a sequence. Give None where
+            they say nothing about packing (with a cache or a padding mask).
+
+    Raises:
+        ValueError: `cu_seq_lens_q` does not end at B * T, or `seq_idx` has another shape.
+    """
+    if cu_seq_lens_q is not None:
+        if not is_torchdynamo_compiling() and int(cu_seq_lens_q[-1]) != batch * length:
+            raise ValueError(
+                f"cu_seq_lens_q ends at {int(cu_seq_lens_q[-1])}, but there are {batch} x {length} tokens; it must"
+                " hold the start of every packed sequence and end at the number of tokens"
+            )
+        return cu_seq_lens_q
+    if seq_idx is not None:
+        if seq_idx.shape != (batch, length):
+            raise ValueError(f"seq_idx has shape {list(seq_idx.shape)}, expected [{batch}, {length}]")
+        return _boundaries(seq_idx.diff(dim=1) != 0)
+    if position_ids is not None and position_ids.ndim == 2 and length > 1:
+        starts = position_ids.expand(batch, -1).diff(dim=1) != 1
+        if _any(starts):
+            return _boundaries(starts)
+    return None
+
+
+# a decision by values: a graph break under torch.compile, a clear error under fullgraph=True, never a silent leak
+@torch.compiler.disable
+def _any(starts: Tensor) -> bool:
+    return bool(starts.any())
+
+
+@torch.compiler.disable
+def _boundaries(starts: Tensor) -> Tensor:
+    """Boundaries from [B, T - 1] flags of the tokens that start a sequence; every row starts one."""
+    starts = torch.nn.functional.pad(starts, (1, 0), value=True).flatten()
+    first = starts.nonzero()[:, 0]
+    return torch.cat([first, first.new_tensor([starts.numel()])]).to(torch.int32)
+
+
+def positions_in(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
+    """Position ids [B, T] that start at 0 in every packed sequence."""
+    tokens = torch.arange(batch * length, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    return (tokens - cu_seqlens[sequence]).view(batch, length).long()

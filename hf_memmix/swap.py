@@ -1,0 +1,47 @@
+"""The swap itself: finding a decoder layer's attention module and putting a mixer in its place."""
+
+from torch import nn
+
+from .mixers import ATTENTION, MIXERS, MemoryMixer
+from .mixers.base import carry_layout
+
+# the names under which transformers' decoders keep their layers and, in a layer, the attention
+LAYER_NAMES = ("layers", "h")
+ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
+
+
+def decoder_layers(base: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a base model. Raises ValueError if it keeps them under an unknown name."""
+    for name in LAYER_NAMES:
+        if isinstance(getattr(base, name, None), nn.ModuleList):
+            return getattr(base, name)
+    raise ValueError(f"{type(base).__name__} is not supported: none of {LAYER_NAMES} are its decoder layers")
+
+
+def attention_name(layer: nn.Module) -> str:
+    """The attribute of a decoder layer that holds its attention. Raises ValueError if there is none."""
+    for name in ATTENTION_NAMES:
+        if hasattr(layer, name):
+            return name
+    raise ValueError(f"{type(layer).__name__} is not supported: it has no attention under {ATTENTION_NAMES}")
+
+
+def swap_attention(base: nn.Module, config):
+    """Replace the attention of the layers that `config.mixer_types` gives a mixer, under the family's own name."""
+    config.validate_mixers()
+    layers = decoder_layers(base)
+    for i, kind in enumerate(config.mixer_types):
+        if kind != ATTENTION:
+            setattr(layers[i], attention_name(layers[i]), MIXERS[kind](config, i))
+            layers[i].register_forward_pre_hook(carry_layout, with_kwargs=True)
+
+
+def memory_mixers(model: nn.Module) -> dict[int, MemoryMixer]:
+    """The mixers of a model by layer index."""
+    return {module.layer_idx: module for module in model.modules() if isinstance(module, MemoryMixer)}
+
+
+def fp32_parameters(config) -> set[str]:
+    """Names of the parameters that the mixers of a model keep in fp32."""
+    kinds = set(config.mixer_types) - {ATTENTION}
+    return {name for kind in kinds for name in MIXERS[kind].fp32_parameters}

@@ -82,7 +82,7 @@ def train_tokenizer(text: str, vocab_size: int, context: int) -> PreTrainedToken
         show_progress=False,
     )
     tokenizer.train_from_iterator(text.split(f"\n{END}\n"), trainer)
-    # no list of bos/eos post-processing: text may then be encoded piecewise
+    # bos is not prepended by itself: text may then be encoded piecewise
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=PAD, model_max_length=context
     )
@@ -176,7 +176,7 @@ def train(args: argparse.Namespace) -> dict:
     schedule = get_cosine_schedule_with_warmup(optimizer, min(args.warmup, total_steps // 10), total_steps)
 
     record = {
-        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        "arguments": {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()},
         "parameters": plain_model.num_parameters(),
         "tokens": {name: len(x) for name, x in ids.items()},
         "bytes_per_token": round(len(texts["train"].encode()) / len(ids["train"]), 3),
@@ -245,13 +245,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=28)
     parser.add_argument("--max-steps", type=int, help="optimizer steps, instead of --epochs")
-    parser.add_argument("--patience", type=int, default=5, help="epochs without a lower dev loss before stopping")
+    parser.add_argument("--patience", type=int, default=8, help="epochs without a lower dev loss before stopping")
     parser.add_argument("--batch-size", type=int, default=16, help="windows per step and process")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--warmup", type=int, default=200, help="steps of linear warm-up (at most a tenth of the run)")
-    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--weight-decay", type=float, default=1.0, help="strong, as the text is read many times")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--log-every", type=int, default=50, help="steps between rows of the record")
     parser.add_argument("--seed", type=int, default=0)

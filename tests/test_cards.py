@@ -1,0 +1,62 @@
+"""Model cards: metadata parse, and the numbers are those of the recorded run and of the shipped files."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from hf_memmix.assets import asset_path
+
+CARDS = Path(__file__).parents[1] / "model_cards"
+LIMIT = {"tiny_teacher": 12_000_000, "heldout.txt": 1_000_000, "train.txt": 1_000_000}
+
+
+@pytest.fixture(scope="module")
+def metrics():
+    return json.loads((CARDS / "tiny_teacher" / "metrics.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def card():
+    return ModelCard.load(CARDS / "tiny_teacher" / "README.md")
+
+
+def test_metadata_name_the_task_and_the_measured_perplexity(card, metrics):
+    assert card.data.license and card.data.language and card.data.library_name == "transformers"
+    values = {r.metric_type: r.metric_value for r in card.data.eval_results}
+    heldout = metrics["heldout"]
+    assert values == {"perplexity": heldout["perplexity"], "bits_per_byte": heldout["bits_per_byte"]}
+    assert "[More Information Needed]" not in card.content
+
+
+def test_figures_in_the_text_are_the_recorded_ones(card, metrics):
+    tokens, heldout = metrics["tokens"], metrics["heldout"]
+    last, best = metrics["epochs"][-1], metrics["epochs"][metrics["best_epoch"] - 1]
+    expected = [f"{metrics['parameters']:,}", f"{tokens['train']:,}", f"{tokens['heldout']:,}"]
+    expected += [f"{metrics['bytes_per_token']} bytes", f"| {heldout['loss']} | {heldout['perplexity']} |"]
+    expected += [f"dev loss is {best['dev_loss']}, at epoch {last['epoch']} it is {last['dev_loss']}"]
+    expected += [f"{metrics['text']['files']['heldout.txt']['13_gram_overlap_with_train']:.2%}".replace("%", " %")]
+    runs = [run for run in metrics["selection"]["runs"] if run["text"] == "all sources"]
+    assert min(runs, key=lambda run: run["dev_loss"])["dev_loss"] == best["dev_loss"]
+    expected += [f"{run['dev_loss']:.4f}" for run in runs]
+    assert [figure for figure in expected if figure not in card.text] == []
+
+
+def test_shipped_files_are_the_recorded_ones_and_within_their_limits(metrics):
+    for name, recorded in metrics["assets"].items():
+        content = asset_path(name).read_bytes()
+        assert (name, hashlib.sha256(content).hexdigest()) == (name, recorded["sha256"])
+    for name, limit in LIMIT.items():
+        path = asset_path(name)
+        files = path.rglob("*") if path.is_dir() else [path]
+        assert sum(f.stat().st_size for f in files) <= limit
+
+
+def test_heldout_text_is_not_in_the_training_sample():
+    def documents(name: str) -> set[str]:
+        return {d.strip() for d in asset_path(name).read_text(encoding="utf-8").split("<|endoftext|>") if d.strip()}
+
+    assert len(documents("heldout.txt")) == 79
+    assert not documents("heldout.txt") & documents("train.txt")

@@ -184,7 +184,8 @@ def adopt_cache(cache: Cache | None, config) -> Cache | None:
         return cache
     if type(cache) not in (DynamicCache, StaticCache):
         raise ValueError(
-            f"{type(cache).__name__} cannot hold recurrent states; use RecurrentStateCache, DynamicCache or StaticCache"
+            f"a {type(cache).__name__} cannot hold recurrent states; use a RecurrentStateCache, DynamicCache or"
+            " StaticCache"
         )
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) < config.num_hidden_layers:

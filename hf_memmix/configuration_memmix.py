@@ -184,7 +184,9 @@ def check_backbone(config: PreTrainedConfig):
         reason = "it has no attention cache of the usual kind"
     else:
         return
-    raise ValueError(f"backbone {kind!r} is not supported: {reason}. Use a decoder such as llama, qwen3 or gemma3_text")
+    raise ValueError(
+        f"backbone {kind!r} is not supported: {reason}. Use a decoder such as llama, qwen3 or gemma3_text"
+    )
 
 
 # ---- generated classes

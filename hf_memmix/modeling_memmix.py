@@ -71,7 +71,7 @@ class _MemMixPreTrained:
         swap_attention(self, self.config)
         strict = set(self._keep_in_fp32_modules_strict or ()) | fp32_parameters(self.config)
         self._keep_in_fp32_modules_strict = strict
-        # filled per class by the constructor: without it output_hidden_states vanishes silently after a change of class
+        # filled per class by the constructor: without it, a change of class silently ends output_hidden_states
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(self)), self._can_record_outputs)
         self.post_init()
         _name_lora_targets()
@@ -207,7 +207,8 @@ class MemMixForCausalLM(_WithHead):
         length = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[1]
         mask = None
         # a single new token is real, unless it is a chunk of the prompt
-        if attention_mask is not None and attention_mask.ndim == 2 and (length > 1 or kwargs.get("is_first_iteration")):
+        may_pad = length > 1 or kwargs.get("is_first_iteration")
+        if may_pad and attention_mask is not None and attention_mask.ndim == 2:
             mask = none_if_full(attention_mask[:, -length:])
         inputs["memmix_mask"] = None if mask is None else mask.contiguous()
         return inputs

@@ -80,7 +80,7 @@ def padding_of(attention_mask, batch: int, length: int, seen, max_length: int | 
 
 
 def none_if_full(mask: Tensor | None) -> Tensor | None:
-    """None for a mask without pads: the common case then takes the shorter path. Not decided inside a compiled graph."""
+    """None for a mask without pads, as the common case has a shorter path. Not decided inside a compiled graph."""
     if mask is None or (not is_torchdynamo_compiling() and bool(mask.all())):
         return None
     return mask
@@ -111,18 +111,12 @@ def packing_of(cu_seq_lens_q, seq_idx, position_ids, batch: int, length: int) ->
         return _boundaries(seq_idx.diff(dim=1) != 0)
     if position_ids is not None and position_ids.ndim == 2 and length > 1:
         starts = position_ids.expand(batch, -1).diff(dim=1) != 1
-        if _any(starts):
+        # decided by values: a graph break under torch.compile, an error with fullgraph=True, never a silent leak
+        if bool(starts.any()):
             return _boundaries(starts)
     return None
 
 
-# a decision by values: a graph break under torch.compile, a clear error under fullgraph=True, never a silent leak
-@torch.compiler.disable
-def _any(starts: Tensor) -> bool:
-    return bool(starts.any())
-
-
-@torch.compiler.disable
 def _boundaries(starts: Tensor) -> Tensor:
     """Boundaries from [B, T - 1] flags of the tokens that start a sequence; every row starts one."""
     starts = torch.nn.functional.pad(starts, (1, 0), value=True).flatten()

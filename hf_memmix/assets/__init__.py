@@ -1,4 +1,4 @@
-"""Files that ship with the package: a small teacher, a converted student, and text, so that every command runs offline."""
+"""Files that ship with the package, so that every command runs offline: a teacher, a converted student, and text."""
 
 from pathlib import Path
 

@@ -142,7 +142,7 @@ class MemoryMixer(nn.Module):
         raise NotImplementedError
 
     def state_shapes(self, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, tuple[tuple, torch.dtype]]:
-        """Shape and dtype of each state of `batch` sequences with activations of `dtype`; zeros are the empty state."""
+        """Shape and dtype of each state of `batch` sequences, with activations of `dtype`; the empty state is zero."""
         raise NotImplementedError
 
     def init_weights(self):
@@ -157,6 +157,11 @@ class MemoryMixer(nn.Module):
         for name, state in states.items():
             state.copy_(new[name])
         return y
+
+    @classmethod
+    def options_for(cls, attention: AttentionWeights) -> dict:
+        """Options with which `init_from_attention` can take over that attention, where they are not the defaults."""
+        return {}
 
     def init_from_attention(self, attention: AttentionWeights) -> list[TensorFate]:
         """Take over a softmax attention's weights; one fate for every entry of `attention.tensors()`."""

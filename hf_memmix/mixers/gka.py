@@ -15,11 +15,12 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
 from hf_memmix_kernels import chunk_gka, gka_step
 from hf_memmix_kernels.gka.schedule import as_phases
 from hf_memmix_kernels.short_conv import short_conv, short_conv_step
-from torch import Tensor, nn
-from transformers import initialization as init
 
 from .attention_weights import AttentionWeights, TensorFate
 from .base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
@@ -272,6 +273,17 @@ class GKAMixer(MemoryMixer):
             dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp_min(1e-4)
             init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(0, 16).clamp_min(1e-4).log())
             init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
+
+    @classmethod
+    def options_for(cls, attention):
+        options = {}
+        if attention.q_bias is not None:
+            options["qkv_bias"] = True
+        if attention.o_bias is not None:
+            options["o_bias"] = True
+        if attention.q_norm is not None:
+            options["qk_norm"] = "head" if attention.q_norm.numel() == attention.head_dim else "full"
+        return options
 
     @torch.no_grad()
     def init_from_attention(self, attention: AttentionWeights) -> list[TensorFate]:

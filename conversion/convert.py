@@ -15,7 +15,7 @@ import hf_memmix
 from hf_memmix.conversion.families import attention_module, attention_prefix, extract_attention, family_of
 from hf_memmix.conversion.saving import atomic_folder
 from hf_memmix.conversion.teacher_forcing import converted_layers
-from hf_memmix.mixers.attention_weights import AttentionWeights
+from hf_memmix.mixers import MIXERS, AttentionWeights
 
 
 @dataclass
@@ -89,7 +89,11 @@ def convert_model(
     report = ConversionReport(mixer=mixer, converted=converted, kept=keep)
 
     attentions = {i: extract_attention(teacher, i) for i in converted}
-    student_config = hf_memmix.memmix_config(config, mixer_types=types, mixers={mixer: mixer_options})
+    if mixer not in MIXERS:
+        raise ValueError(f"mixer {mixer!r} is unknown; registered: {', '.join(MIXERS)}")
+    # what the attention needs (biases, norms) first, the user's word last
+    options = MIXERS[mixer].options_for(attentions[converted[0]]) | mixer_options
+    student_config = hf_memmix.memmix_config(config, mixer_types=types, mixers={mixer: options})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         student = AutoModelForCausalLM.from_config(student_config, dtype=torch.float32)
@@ -130,9 +134,9 @@ def cast_student(student: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMode
     student.to(dtype)
     for layer in converted_layers(student):
         mixer = attention_module(student, layer)
-        for name in mixer.fp32_parameters:
-            parameter = getattr(mixer, name)
-            parameter.data = parameter.data.float()
+        for name, parameter in mixer.named_parameters():
+            if name in mixer.fp32_parameters:
+                parameter.data = parameter.data.float()
     return student
 
 

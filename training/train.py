@@ -191,5 +191,6 @@ def _training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgum
         "report_to": "none",
         "remove_unused_columns": False,
         "dataloader_drop_last": True,
+        "dataloader_pin_memory": torch.cuda.is_available(),
     }
     return TrainingArguments(**(values | recipe.trainer))

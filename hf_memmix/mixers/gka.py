@@ -85,6 +85,11 @@ class GKAOptions(MixerOptions):
             raise ValueError(f"qk_norm={self.qk_norm!r} must be None, 'head' or 'full'")
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in fp32, or in fp64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class ShortConvolution(nn.Module):
     """Depthwise causal convolution over the last `taps` tokens; weight [C, 1, taps] as in nn.Conv1d."""
 
@@ -114,9 +119,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
+        y = wide(x)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight.float()).to(x.dtype)
+        return (y * self.weight).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -131,7 +136,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     """x / (|x| + eps) over the last dimension."""
-    return x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32) + EPS).to(x.dtype)
+    return x / (torch.linalg.vector_norm(wide(x), dim=-1, keepdim=True) + EPS).to(x.dtype)
 
 
 @register_mixer("gka")
@@ -196,14 +201,14 @@ class GKAMixer(MemoryMixer):
                 )
             tokens |= {"cos": rotary[0], "sin": rotary[1]}
         if options.use_decay:
-            rate = F.softplus(self.a_proj(x).float() + self.dt_bias.float())
-            tokens["log_decay"] = -self.A_log.float().exp() * rate
+            rate = F.softplus(wide(self.a_proj(x)) + wide(self.dt_bias))
+            tokens["log_decay"] = -wide(self.A_log).exp() * rate
         else:
-            tokens["log_decay"] = x.new_zeros(*x.shape[:2], self.heads, dtype=torch.float32)
+            tokens["log_decay"] = wide(x.new_zeros(*x.shape[:2], self.heads))
         if options.use_beta:
-            tokens["beta"] = self.b_proj(x).float().sigmoid() + EPS
+            tokens["beta"] = wide(self.b_proj(x)).sigmoid() + EPS
         if options.use_alpha:
-            tokens["alpha"] = self.alpha_proj(x).float().sigmoid()
+            tokens["alpha"] = wide(self.alpha_proj(x)).sigmoid()
         return tokens
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
@@ -258,7 +263,8 @@ class GKAMixer(MemoryMixer):
         shapes = {"conv_q": ((batch, q_dim, taps), dtype), "conv_k": ((batch, kv_dim, taps), dtype)}
         if options.use_v_conv:
             shapes["conv_v"] = ((batch, kv_dim, taps), dtype)
-        return shapes | {"H": (memory, torch.float32), "U": (memory, torch.float32)}
+        wide_dtype = torch.promote_types(dtype, torch.float32)
+        return shapes | {"H": (memory, wide_dtype), "U": (memory, wide_dtype)}
 
     def init_weights(self):
         """N(0, 0.02) matrices and taps, zero biases, unit norms; decay A ~ U(0, 16), dt log-uniform in [1e-3, 0.1]."""

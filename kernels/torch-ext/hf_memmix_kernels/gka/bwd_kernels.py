@@ -1,7 +1,7 @@
 """GKA's backward kernels: the solve for z = A^-1 dx, the reverse scan over chunks, and dk, dv with the gates.
 
     E_i = sum_{t >= i} decay(i -> t) (z_t x_t^T + x_t z_t^T + ridge_t H_t)        minus twice the gradient of H_i
-    R_i = sum_{t >= i} decay(i -> t) dy_t m_t^T                                  the gradient of U_i, m = q + alpha (x - q)
+    R_i = sum_{t >= i} decay(i -> t) dy_t m_t^T         the gradient of U_i, with m = q + alpha (x - q)
 
 No accumulator of a dot is transposed as an operand of another: Triton 3.4 to 3.7.0 miscompiles that on Hopper.
 """
@@ -19,7 +19,6 @@ from .tiles import (
     load_state,
     load_state_transposed,
     solve,
-    split_dot,
     state_norm,
     store_rows,
 )
@@ -28,8 +27,7 @@ from .tiles import (
 @triton.jit
 def gka_bwd_kernel_solve(
     q, k, v, log_decay, alpha, beta, H0, UT0, x, do, z, dq, dalpha, ridge_t, from_start, local,
-    cu, first, sequence, N, scale, steps, ridge,
-    N0, N1, N2, N3, N4, N5, N6, N7, PHASES: tl.constexpr,
+    cu, first, sequence, N, scale, steps, counts, ridge, PHASES: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -63,9 +61,7 @@ def gka_bwd_kernel_solve(
 
     b_H0 = load_state(H0, i_chunk, i_h, H, DK, DK)
     norm = state_norm(b_k, b_H0, DW, zeta)
-    b_z = solve(
-        mix[:, None] * d_mixed, b_k, b_H0, DW, zeta, norm, steps, ridge, PHASES, N0, N1, N2, N3, N4, N5, N6, N7
-    )
+    b_z = solve(mix[:, None] * d_mixed, b_k, b_H0, DW, zeta, norm, steps, counts, ridge, PHASES)
     store_rows(z + i_h * D, b_z, tokens, end, H * D, D, DK)
     store_rows(dq + i_h * D, (1.0 - mix)[:, None] * d_mixed + b_z, tokens, end, H * D, D, DK)
 

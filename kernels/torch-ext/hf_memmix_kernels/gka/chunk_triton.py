@@ -14,7 +14,7 @@ from .bwd_kernels import gka_bwd_kernel_dkv, gka_bwd_kernel_scan, gka_bwd_kernel
 from .fwd_kernels import gka_fwd_kernel_scan, gka_fwd_kernel_solve
 from .schedule import richardson_steps
 
-CHUNK = 64
+SHARED_MEMORY_ROW = 256  # bytes of a state's row at which a chunk of 64 tokens just fits a multiprocessor
 # (num_warps, num_stages) by kernel, for head sizes up to 64 and above; measured on an H200: gka/README.md
 LAUNCH = {
     "fwd_scan": ((4, 3), (4, 3)),
@@ -31,19 +31,26 @@ def launch_options(kernel: str, dim: int) -> dict[str, int]:
     return {"num_warps": warps, "num_stages": stages}
 
 
+def chunk_length(dim: int, dtype: torch.dtype) -> int | None:
+    """Tokens a chunk: 64, or 32 where a state twice as wide must fit beside it; None where no state fits."""
+    row = triton.next_power_of_2(dim) * dtype.itemsize
+    return 64 if row <= SHARED_MEMORY_ROW else 32 if row <= 2 * SHARED_MEMORY_ROW else None
+
+
 @functools.lru_cache(maxsize=64)
-def _batched_layout(batch: int, length: int, device: torch.device):
+def _batched_layout(batch: int, length: int, chunk: int, device: torch.device):
     cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
-    chunks = triton.cdiv(length, CHUNK)
+    chunks = triton.cdiv(length, chunk)
     first = torch.arange(0, (batch + 1) * chunks, chunks, dtype=torch.int32, device=device)
     sequence = torch.arange(batch * chunks, device=device, dtype=torch.int32) // chunks
     return cu_seqlens, first, sequence, batch * chunks
 
 
 @functools.lru_cache(maxsize=64)
-def _steps_table(phases: tuple[int, ...], ridge: float, device: torch.device) -> torch.Tensor:
-    """All phases' steps, one after the other, float32."""
-    return torch.tensor([tau for n in phases for tau in richardson_steps(n, ridge)], dtype=torch.float32, device=device)
+def _schedule(phases: tuple[int, ...], ridge: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """All phases' steps, one after the other, float32, and each phase's iteration count, int32."""
+    steps = [tau for count in phases for tau in richardson_steps(count, ridge)]
+    return torch.tensor(steps, device=device), torch.tensor(phases, dtype=torch.int32, device=device)
 
 
 class _Launch:
@@ -52,15 +59,15 @@ class _Launch:
     def __init__(self, q, k, v, cu_seqlens, phases, ridge):
         batch, length, self.H, self.D = q.shape
         self.total, self.Hk, self.Dv = batch * length, k.shape[2], v.shape[-1]
+        self.C = chunk_length(max(self.D, self.Dv), q.dtype)
         if cu_seqlens is None:
-            self.cu, self.first, self.sequence, self.chunks = _batched_layout(batch, length, q.device)
+            self.cu, self.first, self.sequence, self.chunks = _batched_layout(batch, length, self.C, q.device)
         else:
             self.cu = cu_seqlens.to(torch.int32)
-            self.first, self.sequence, self.chunks = chunk_table(self.cu, self.total, CHUNK)
+            self.first, self.sequence, self.chunks = chunk_table(self.cu, self.total, self.C)
         self.N = self.cu.numel() - 1
         self.DK, self.DV = (max(16, triton.next_power_of_2(d)) for d in (self.D, self.Dv))
         self.phases, self.ridge = tuple(phases), ridge
-        self.steps = _steps_table(self.phases, ridge, q.device)
         # few sequences: smaller tiles, so that the sequential scans still fill the GPU
         self.tile = min(64 if self.N * self.H >= 32 else 32, self.DK, self.DV)
         self.tiles = (triton.cdiv(self.DK, self.tile), triton.cdiv(max(self.DK, self.DV), self.tile))
@@ -71,12 +78,12 @@ class _Launch:
 
     @property
     def sizes(self):
-        return {"H": self.H, "HK": self.Hk, "D": self.D, "DVR": self.Dv, "DK": self.DK, "DV": self.DV, "C": CHUNK}
+        return {"H": self.H, "HK": self.Hk, "D": self.D, "DVR": self.Dv, "DK": self.DK, "DV": self.DV, "C": self.C}
 
     @property
     def solver(self):
-        counts = {f"N{i}": n for i, n in enumerate((*self.phases, *[0] * 8)) if i < 8}
-        return {"steps": self.steps, "ridge": self.ridge, "PHASES": len(self.phases), **counts}
+        steps, counts = _schedule(self.phases, self.ridge, self.q.device)
+        return {"steps": steps, "counts": counts, "ridge": self.ridge, "PHASES": len(self.phases)}
 
     def scan_states(self, k, v, log_decay, beta, h0, u0):
         """Scratch H0 [chunks, H, DK, DK], U0^T [chunks, H, DK, DV], and the final states."""
@@ -90,10 +97,8 @@ class _Launch:
 
 
 def gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size):
-    """(o in q's dtype, x float32, final H, final U); `chunk_size` is fixed at 64 here, it changes no result."""
-    q, k, v, log_decay, alpha, beta, h0, u0 = (
-        t.contiguous() for t in (q, k, v, log_decay, alpha, beta, h0, u0)
-    )
+    """(o in q's dtype, x float32, final H, final U); the chunk length is the kernels' own, it changes no result."""
+    q, k, v, log_decay, alpha, beta, h0, u0 = (t.contiguous() for t in (q, k, v, log_decay, alpha, beta, h0, u0))
     launch = _Launch(q, k, v, cu_seqlens, phases, ridge)
     H0, UT0, h_final, u_final = launch.scan_states(k, v, log_decay, beta, h0, u0)
     o = q.new_empty(*q.shape[:3], v.shape[-1])

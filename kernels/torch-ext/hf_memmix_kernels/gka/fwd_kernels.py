@@ -43,8 +43,12 @@ def gka_fwd_kernel_scan(
     beta += i_h
     for i_chunk in range(tl.load(first + i_n), tl.load(first + i_n + 1)):
         at = (i_chunk * H + i_h) * DK  # int64, as i_h is
-        tl.store(H0 + at * DK + rows[:, None] * DK + cols[None, :], b_h.to(k.dtype.element_ty), mask=cols[None, :] < DK)
-        tl.store(UT0 + at * DV + rows[:, None] * DV + cols[None, :], b_u.to(k.dtype.element_ty), mask=cols[None, :] < DV)
+        tl.store(
+            H0 + at * DK + rows[:, None] * DK + cols[None, :], b_h.to(k.dtype.element_ty), mask=cols[None, :] < DK
+        )
+        tl.store(
+            UT0 + at * DV + rows[:, None] * DV + cols[None, :], b_u.to(k.dtype.element_ty), mask=cols[None, :] < DV
+        )
         tokens = start + tl.arange(0, C)
         g = load_gate(log_decay, tokens, end, H)
         b = load_gate(beta, tokens, end, H)
@@ -66,10 +70,9 @@ def gka_fwd_kernel_scan(
 
 @triton.jit
 def gka_fwd_kernel_solve(
-    q, k, v, log_decay, alpha, beta, H0, UT0, o, x, cu, first, sequence, N, scale, steps, ridge,
-    N0, N1, N2, N3, N4, N5, N6, N7, PHASES: tl.constexpr,
-    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    C: tl.constexpr,
+    q, k, v, log_decay, alpha, beta, H0, UT0, o, x, cu, first, sequence, N, scale, steps, counts, ridge,
+    PHASES: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """x and o of one chunk and head."""
     i_h, i_chunk = tl.program_id(0), tl.program_id(1)
@@ -86,7 +89,7 @@ def gka_fwd_kernel_solve(
     b_q = load_rows(q + i_h * D, tokens, end, H * D, 0, D, DK).to(tl.float32)
     b_H0 = load_state(H0, i_chunk, i_h, H, DK, DK)
     norm = state_norm(b_k, b_H0, DW, zeta)
-    b_x = solve(b_q, b_k, b_H0, DW, zeta, norm, steps, ridge, PHASES, N0, N1, N2, N3, N4, N5, N6, N7)
+    b_x = solve(b_q, b_k, b_H0, DW, zeta, norm, steps, counts, ridge, PHASES)
     store_rows(x + i_h * D, b_x, tokens, end, H * D, D, DK)
 
     # the readout amplifies rounding of x by up to its condition number: x goes in two parts

@@ -2,7 +2,8 @@
 
     H_t = e^g H + b^2 k k^T,  U_t = e^g U + b^2 v k^T,  x = CH_r(H_t + a|H_t| I, q),  o = s U_t (q + alpha (x - q))
 
-Gated KalmaNet (Peng et al., "A Fading Memory Layer Through Test-Time Ridge Regression"), equation CH and Algorithm 1 with omega_0 = 2.
+Peng et al., "Gated KalmaNet: A Fading Memory Layer Through Test-Time Ridge Regression", equation CH and Algorithm 1
+with omega_0 = 2.
 """
 
 import torch

@@ -10,11 +10,13 @@ from .schedule import as_phases
 MAX_HEAD_DIM = 256
 
 
-def _chunk_path(x: torch.Tensor):
-    if use_triton(x):
+def _chunk_path(q: torch.Tensor, v: torch.Tensor):
+    """The module whose gka_forward and gka_backward run; torch where a state does not fit a GPU's shared memory."""
+    if use_triton(q):
         from . import chunk_triton
 
-        return chunk_triton
+        if chunk_triton.chunk_length(max(q.shape[-1], v.shape[-1]), q.dtype) is not None:
+            return chunk_triton
     return chunk_torch
 
 
@@ -34,10 +36,8 @@ def _gka_fwd(
     scale: float,
     chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    path = _chunk_path(q)
-    outputs = path.gka_forward(
-        q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size
-    )
+    path = _chunk_path(q, v)
+    outputs = path.gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size)
     return tuple(t.contiguous() for t in outputs)
 
 
@@ -69,9 +69,25 @@ def _gka_bwd(
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:
-    path = _chunk_path(q)
+    path = _chunk_path(q, v)
     grads = path.gka_backward(
-        do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale, chunk_size
+        do,
+        dh_final,
+        du_final,
+        q,
+        k,
+        v,
+        log_decay,
+        alpha,
+        beta,
+        h0,
+        u0,
+        x,
+        cu_seqlens,
+        phases,
+        ridge,
+        scale,
+        chunk_size,
     )
     return tuple(t.contiguous() for t in grads)
 
@@ -93,9 +109,7 @@ def _backward(ctx, do, _dx, dh_final, du_final):
     do = q.new_zeros(*q.shape[:3], v.shape[-1]) if do is None else do
     dh_final = torch.zeros_like(h0) if dh_final is None else dh_final
     du_final = torch.zeros_like(u0) if du_final is None else du_final
-    grads = _gka_bwd(
-        do, dh_final, du_final, *tensors, x, cu_seqlens, ctx.phases, ctx.ridge, ctx.scale, ctx.chunk_size
-    )
+    grads = _gka_bwd(do, dh_final, du_final, *tensors, x, cu_seqlens, ctx.phases, ctx.ridge, ctx.scale, ctx.chunk_size)
     return *grads, None, None, None, None, None
 
 
@@ -195,7 +209,5 @@ def chunk_gka(
     alpha = torch.ones_like(log_decay) if alpha is None else alpha.to(dtype)
     beta = torch.ones_like(log_decay) if beta is None else beta.to(dtype)
     scale = dim**-0.5 if scale is None else scale
-    o, _, h, u = _gka_fwd(
-        q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, list(phases), ridge, scale, chunk_size
-    )
+    o, _, h, u = _gka_fwd(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, list(phases), ridge, scale, chunk_size)
     return o, (h, u)

@@ -1,6 +1,6 @@
 """GKA, one token: advance the state in place and read it. One launch on a GPU.
 
-    H <- e^g H + beta^2 k k^T;  U <- e^g U + beta^2 v k^T;  o = scale * U (q + alpha (CH(H + ridge |H| I, q) - q))
+H <- e^g H + beta^2 k k^T;  U <- e^g U + beta^2 v k^T;  o = scale * U (q + alpha (CH(H + ridge |H| I, q) - q))
 """
 
 import torch

@@ -92,8 +92,7 @@ def state_norm(k, H0, DW, zeta):
 
 
 @triton.jit
-def solve(rhs, k, H0, DW, zeta, norm, steps, ridge, PHASES: tl.constexpr,
-          N0, N1, N2, N3, N4, N5, N6, N7):  # fmt: skip
+def solve(rhs, k, H0, DW, zeta, norm, steps, counts, ridge, PHASES: tl.constexpr):
     """x_t = CH(H_t + ridge |H_t| I, rhs_t) [C, DK], in Richardson steps of Chebyshev roots; 0 where H_t = 0."""
     kT = tl.trans(k)
     inverse = tl.where(norm > 0, 1.0 / tl.where(norm > 0, norm, 1.0), 0.0)
@@ -105,22 +104,7 @@ def solve(rhs, k, H0, DW, zeta, norm, steps, ridge, PHASES: tl.constexpr,
         if phase > 0:
             # the true residual, x in two parts: what the iterations' low precision lost comes back here
             r -= ridge * x + split_dot(x, H0) * start_weight + split_dot(split_dot(x, kT) * weights, k)
-        if phase == 0:
-            count = N0
-        elif phase == 1:
-            count = N1
-        elif phase == 2:
-            count = N2
-        elif phase == 3:
-            count = N3
-        elif phase == 4:
-            count = N4
-        elif phase == 5:
-            count = N5
-        elif phase == 6:
-            count = N6
-        else:
-            count = N7
+        count = tl.load(counts + phase)
         for i in range(count):
             tau = tl.load(steps + i)
             x += tau * r

@@ -1,0 +1,96 @@
+"""Milliseconds per token of `generate()` with a static cache: a Llama shape, and the same with every layer a memory.
+
+    python kernels/benchmarks/benchmark_generate.py --out kernels/benchmarks/results/generate_h200.json
+
+Random weights, bf16; the prompt is random tokens. The time of a token is taken between the calls of a stopping
+criterion, so it holds everything that `generate()` does; the first tokens, which compile, are left out.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, StoppingCriteria, StoppingCriteriaList
+
+import hf_memmix
+
+SHAPE = {
+    "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "tie_word_embeddings": True,
+    "max_position_embeddings": 2**21,
+}  # fmt: skip
+
+
+class Clock(StoppingCriteria):
+    """Notes the time of every token; stops nothing."""
+
+    def __init__(self):
+        self.times = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def build(mixer: str | None):
+    """The Llama shape with random bf16 weights on the GPU; every attention layer replaced if `mixer` is given."""
+    config = LlamaConfig(**SHAPE, dtype="bfloat16", bos_token_id=0, eos_token_id=None, pad_token_id=0)
+    if mixer is not None:
+        config = hf_memmix.memmix_config(config, mixer_types=[mixer] * config.num_hidden_layers)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def measure(model, batch: int, context: int, new_tokens: int, cache: str) -> dict:
+    """Median ms per token after the first quarter of `new_tokens`, and where the time before the first token went."""
+    prompt = torch.randint(3, SHAPE["vocab_size"], (batch, context), device="cuda")
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "cache_implementation": cache}
+    if context > 16384:
+        options["prefill_chunk_size"] = 8192
+    clock = Clock()
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    model.generate(prompt, stopping_criteria=StoppingCriteriaList([clock]), **options)
+    steps = [1e3 * (b - a) for a, b in zip(clock.times, clock.times[1:], strict=False)][new_tokens // 4 :]
+    return {
+        "B": batch, "context": context, "cache": cache, "ms": round(statistics.median(steps), 3),
+        "ms_p90": round(sorted(steps)[int(0.9 * len(steps))], 3), "first_token_s": round(clock.times[0] - start, 2),
+        "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20),
+    }  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="unknown", help="commit of the tree, where the machine has no git")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--long", type=int, default=2**20, help="the long context of the memory model")
+    args = parser.parse_args()
+
+    cases = {None: [(1, 1024), (32, 1024)], "gka": [(1, 1024), (32, 1024), (1, args.long)]}
+    rows = []
+    for mixer, shapes in cases.items():
+        model = build(mixer)
+        for batch, context in shapes:
+            row = {
+                "op": "generate",
+                "model": mixer or "llama",
+                **measure(model, batch, context, args.new_tokens, "static"),
+            }
+            row |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": args.commit}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(rows, indent=1) + "\n")
+            torch._dynamo.reset()
+        del model
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""GKA in bf16 on a GPU against float64: error and time of solver schedules, the table behind the default.
+
+    python kernels/benchmarks/gka_accuracy.py --out kernels/benchmarks/results/gka_accuracy_h200.json
+
+A random layer is initialised as a model's and fed unit-variance noise; its weights are rounded to bf16 once, so both
+sides hold the same numbers. `layer` is the error of the layer's output, the float64 layer being the truth; o, dq, dk,
+dv, dg are the op's errors on that layer's own q, k, v rounded to bf16. All are rms(error) / rms(truth), the worst
+over seeds, head sizes and lengths. Times are medians of the op alone at B=4, T=8192, H=8, D=128.
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+from pathlib import Path
+
+import torch
+from hf_memmix_kernels import chunk_gka
+from transformers import LlamaConfig
+
+from hf_memmix import memmix_config
+from hf_memmix.mixers.gka import GKAMixer
+
+SCHEDULES = [(30,), (20,), (8, 8), (9, 9), (10, 10), (11, 10), (12, 10), (12, 12), (7, 7, 7), (8, 7, 7), (10, 10, 10)]
+CASES = [(seed, dim, length) for seed in (0, 1, 2) for dim in (64, 128) for length in (150, 4096)]
+NAMES = ("o", "dq", "dk", "dv", "dg")
+
+
+@contextlib.contextmanager
+def backend(name: str):
+    """Force the ops onto a path."""
+    os.environ["HF_MEMMIX_BACKEND"] = name
+    try:
+        yield
+    finally:
+        del os.environ["HF_MEMMIX_BACKEND"]
+
+
+def rms_ratio(value: torch.Tensor, truth: torch.Tensor) -> float:
+    """rms(value - truth) / rms(truth); raises on non-finite values, which a ratio could hide."""
+    if not torch.isfinite(value).all():
+        raise ValueError("non-finite values in a result")
+    return ((value.double() - truth).norm() / truth.norm()).item()
+
+
+def random_layer(seed: int, dim: int, length: int, batch: int = 2, heads: int = 4):
+    """A GKA layer with bf16 weights and its input [batch, length, hidden] in bf16."""
+    torch.manual_seed(seed)
+    hidden = heads * dim
+    llama = LlamaConfig(
+        hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=dim,
+        num_hidden_layers=1, vocab_size=32, intermediate_size=32,
+    )  # fmt: skip
+    mixer = GKAMixer(memmix_config(llama, mixer_types=["gka"]), 0)
+    mixer.init_weights()
+    for name, parameter in mixer.named_parameters():
+        if name.endswith("proj.weight"):
+            torch.nn.init.normal_(parameter, std=hidden**-0.5)  # unit-variance activations: gates away from 1/2
+        elif name.endswith("conv1d.weight"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    keep = set(GKAMixer.fp32_parameters)
+    for name, parameter in mixer.named_parameters():
+        if name not in keep:
+            parameter.data = parameter.data.bfloat16()
+    x = torch.randn(batch, length, hidden).bfloat16()
+    return mixer.cuda(), x.cuda()
+
+
+def op_inputs(mixer, x):
+    """What the layer hands to chunk_gka, q, k, v rounded to bf16, and a random gradient of the output."""
+    seen = {}
+
+    def record(q, k, v, log_decay, alpha, beta, **kwargs):
+        seen["args"] = (q, k, v, log_decay, alpha, beta)
+        return chunk_gka(q, k, v, log_decay, alpha, beta, **kwargs)
+
+    module = __import__(GKAMixer.__module__, fromlist=["chunk_gka"])
+    original, module.chunk_gka = module.chunk_gka, record
+    try:
+        mixer(x)
+    finally:
+        module.chunk_gka = original
+    args = [t.detach() for t in seen["args"]]
+    return [t.bfloat16() for t in args[:3]] + [t.float() for t in args[3:]], torch.randn_like(
+        args[2][:, :, :1]
+    ).bfloat16()
+
+
+def op_results(inputs, do, dtype, schedule):
+    """o and the gradients of q, k, v and the log-decay."""
+    gate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    leaves = [t.to(dtype if i < 3 else gate_dtype).requires_grad_() for i, t in enumerate(inputs)]
+    o, _ = chunk_gka(*leaves, refinement=schedule)
+    return (o.detach(), *torch.autograd.grad(o, leaves[:4], do.to(dtype).expand_as(o)))
+
+
+def errors() -> dict[tuple[int, ...], dict[str, float]]:
+    """The worst error of each quantity over CASES, by schedule."""
+    worst = {schedule: dict.fromkeys(("layer", *NAMES), 0.0) for schedule in SCHEDULES}
+    exact = (30, 30, 30)
+    for seed, dim, length in CASES:
+        mixer, x = random_layer(seed, dim, length)
+        reference = copy.deepcopy(mixer).double()
+        reference.options.refinement = list(exact)
+        with backend("torch"):
+            with torch.no_grad():
+                layer_truth = reference(x.double())[0]
+            inputs, do = op_inputs(reference, x.double())
+            truths = op_results(inputs, do, torch.float64, exact)
+        for schedule in SCHEDULES:
+            mixer.options.refinement = list(schedule)
+            with backend("triton"):
+                with torch.no_grad():
+                    got = {"layer": rms_ratio(mixer(x)[0], layer_truth)}
+                results = op_results(inputs, do, torch.bfloat16, schedule)
+            got |= {name: rms_ratio(r, t) for name, r, t in zip(NAMES, results, truths, strict=True)}
+            for name, error in got.items():
+                worst[schedule][name] = max(worst[schedule][name], error)
+    return worst
+
+
+def times(schedule) -> dict[str, float]:
+    """Median ms, forward under no_grad and forward + backward."""
+    from triton.testing import do_bench
+
+    torch.manual_seed(0)
+    shape = (4, 8192, 8, 128)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k = (torch.nn.functional.normalize(t.float(), dim=-1).bfloat16() for t in (q, k))
+    g = -torch.rand(shape[:3], device="cuda") * 0.2
+    alpha, beta = torch.rand(shape[:3], device="cuda"), torch.rand(shape[:3], device="cuda")
+    leaves = [t.requires_grad_() for t in (q, k, v, g, alpha, beta)]
+    do = torch.randn_like(v)
+
+    def forward():
+        with torch.no_grad():
+            chunk_gka(*leaves, refinement=schedule)
+
+    def both():
+        torch.autograd.grad(chunk_gka(*leaves, refinement=schedule)[0], leaves, do)
+
+    return {
+        "fwd_ms": round(do_bench(forward, return_mode="median"), 3),
+        "fwd_bwd_ms": round(do_bench(both, return_mode="median"), 3),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="unknown", help="commit of the tree, where the machine has no git")
+    args = parser.parse_args()
+    rows = [
+        {"schedule": list(schedule), **{name: round(e, 5) for name, e in worst.items()}, **times(schedule)}
+        for schedule, worst in errors().items()
+    ]
+    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": args.commit, "cases": CASES}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    for row in rows:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

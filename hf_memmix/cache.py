@@ -11,9 +11,9 @@ import copy
 import os
 from pathlib import Path
 
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache, StaticLayer
 
-from .cache_layer import RecurrentLayer
+from .cache_layer import RecurrentLayer, fix_addresses
 from .mixers import ATTENTION
 
 
@@ -76,6 +76,23 @@ class RecurrentStateCache(Cache):
             if isinstance(layer, RecurrentLayer):
                 layer.check_crop(int(tokens_to_remove))
         super().crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int):
+        """Put `repeats` copies of each row one after the other."""
+        self._change_rows(lambda rows: rows.repeat_interleave(repeats, 0), "batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices):
+        """Keep the rows `indices`, in this order."""
+        self._change_rows(lambda rows: rows[indices.to(rows.device)], "batch_select_indices", indices)
+
+    def _change_rows(self, change, name: str, argument):
+        for layer in self.layers:
+            if not isinstance(layer, StaticLayer):
+                getattr(layer, name)(argument)
+            elif layer.is_initialized:  # the library's static layers cannot do it
+                layer.keys, layer.values = change(layer.keys), change(layer.values)
+                layer.batch_size = layer.keys.shape[0]
+                fix_addresses(layer.keys, layer.values)
 
     def stop_past_recording(self):
         """Undo `activate_past_recording`: forget what was recorded and step in place again."""

@@ -89,9 +89,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.device = next(iter(empty.values())).device
         if self.static:
             self.seen = self.seen.to(self.device)
-            if not is_torchdynamo_compiling():
-                for tensor in (*empty.values(), self.seen):
-                    torch._dynamo.mark_static_address(tensor)
+            fix_addresses(*empty.values(), self.seen)
 
     # ---- for the library: size and masks
 
@@ -233,7 +231,16 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     def _map(self, change: Callable[[Tensor], Tensor]):
         self.states = {name: change(state) for name, state in self.states.items()}
+        if self.static:
+            fix_addresses(*self.states.values())
 
     def _left_inference_mode(self) -> bool:
         """States made under inference_mode may not be changed in place outside it."""
         return not torch.is_inference_mode_enabled() and next(iter(self.states.values())).is_inference()
+
+
+def fix_addresses(*tensors: Tensor):
+    """Tell torch.compile that these tensors stay where they are, as the replay of a CUDA graph requires."""
+    if not is_torchdynamo_compiling():
+        for tensor in tensors:
+            torch._dynamo.mark_static_address(tensor)

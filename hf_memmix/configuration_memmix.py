@@ -17,7 +17,11 @@ from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from .mixers import ATTENTION, MIXERS
 
@@ -172,6 +176,8 @@ def check_backbone(config: PreTrainedConfig):
     kind = getattr(config, "backbone_model_type", None) or config.model_type
     if config.is_encoder_decoder:
         reason = "it is an encoder-decoder model"
+    elif kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        reason = "it is an encoder, not a decoder"
     elif config.get_text_config(decoder=True) is not config:
         reason = "it has a language model inside; pass `config.get_text_config()` and convert that model"
     elif kind not in MODEL_MAPPING_NAMES or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

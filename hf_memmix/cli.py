@@ -274,9 +274,12 @@ def _bar(title: str):
 
 def _load(folder: Path, device: str | None):
     import torch
+    from transformers.utils import logging
 
     from hf_memmix.conversion import load_model
 
+    logging.disable_progress_bar()  # one bar a command is enough
+    logging.set_verbosity_error()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return load_model(folder).to(device)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import yaml
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_memmix.conversion.teacher_forcing import converted_layers
@@ -101,9 +101,10 @@ def train(
 ) -> dict:
     """Run one stage; `student` holds the trained weights (fp32) afterwards, and is back in eval mode.
 
-    `output_dir` receives `checkpoint-<step>` folders every `save_every` steps (0: only at the end); with `resume` the
-    last one there is continued, and is refused if data, recipe or converted layers differ. On a GPU the forward runs
-    in bf16 autocast over fp32 weights. `overrides`: fields of `Recipe`. Returns
+    `output_dir` receives `checkpoint-<step>` folders every `save_every` steps (0: none); with `resume` the last one
+    there is continued, and is refused if data, recipe or converted layers differ. On a GPU the forward runs in bf16
+    autocast over fp32 weights. `callbacks` take the place of the library's progress bar. `overrides`: fields of
+    `Recipe`. Returns
     `{"stage", "steps", "tokens", "first_loss", "last_loss", "seconds", "log": [{"step", "loss", "learning_rate"}]}`.
     """
     if not isinstance(recipe, Recipe):
@@ -135,6 +136,9 @@ def train(
         identity=identity,
         callbacks=callbacks,
     )
+    if callbacks:
+        for default in (ProgressCallback, PrinterCallback):
+            trainer.remove_callback(default)
     result = trainer.train(resume_from_checkpoint=checkpoint)
     student.eval().requires_grad_(True)
     log = [entry for entry in trainer.state.log_history if "loss" in entry]

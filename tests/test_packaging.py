@@ -95,6 +95,7 @@ def test_a_package_added_after_an_editable_install_is_found(tmp_path):
     for folder in PACKAGE_DIRS.values():
         (source / folder).mkdir(parents=True)
         (source / folder / "__init__.py").touch()
+    (source / "hf_memmix" / "__init__.py").write_text('__version__ = "0.0.0"')
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         (source / name).write_bytes((ROOT / name).read_bytes())
     site.mkdir()

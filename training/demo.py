@@ -23,12 +23,11 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 
 from hf_memmix.assets import asset_path
-from hf_memmix.conversion import convert_model
-from hf_memmix.conversion.verify import report
+from hf_memmix.conversion import convert_model, report, save_student
 from hf_memmix.training.context_cost import context_cost
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.plot import plot_context_cost
-from hf_memmix.training.train import align, distill, export
+from hf_memmix.training.train import align, distill
 
 CONTEXTS = (1024, 4096, 32768, 131072)
 PROMPT_TOKENS = 24
@@ -96,7 +95,7 @@ def run_demo(
 
     # from here on the student is what the folder holds: weights rounded to bf16, computed in fp32
     folder = output / "student"
-    export(student, folder, tokenizer, overwrite=True)
+    save_student(student, folder, tokenizer, overwrite=True, dtype=torch.bfloat16)
     student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     heldout = Path(asset_path("heldout.txt")).read_text(encoding="utf-8")

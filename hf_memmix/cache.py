@@ -11,7 +11,7 @@ import copy
 import os
 from pathlib import Path
 
-from transformers.cache_utils import Cache, DynamicCache, StaticCache, StaticLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from .cache_layer import RecurrentLayer, fix_addresses
 from .mixers import ATTENTION
@@ -76,6 +76,14 @@ class RecurrentStateCache(Cache):
             if isinstance(layer, RecurrentLayer):
                 layer.check_crop(int(tokens_to_remove))
         super().crop(tokens_to_remove)
+
+    def reset(self):
+        """Forget everything; a static cache keeps its memory."""
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):
+                # transformers 5.17 would fill the keys with zeros and still count them
+                layer.keys, layer.values, layer.is_initialized = None, None, False
+            layer.reset()
 
     def batch_repeat_interleave(self, repeats: int):
         """Put `repeats` copies of each row one after the other."""

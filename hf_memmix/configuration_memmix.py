@@ -25,6 +25,8 @@ from transformers.models.auto.modeling_auto import (
 
 from .mixers import ATTENTION, MIXERS
 
+# families whose layers read the keys and values of other layers
+_SHARED_KEYS = ("gemma3n", "gemma4")
 # generate() changes its behaviour on these words in a class name: no default cache, another name for it
 _RESERVED_WORDS = ("mamba", "rwkv", "minimax", "xlstm", "xlnet", "reformer")
 
@@ -182,7 +184,7 @@ def check_backbone(config: PreTrainedConfig):
         reason = "it has a language model inside; pass `config.get_text_config()` and convert that model"
     elif kind not in MODEL_MAPPING_NAMES or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         reason = "it is no causal language model of transformers"
-    elif getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
+    elif kind.startswith(_SHARED_KEYS) or any(getattr(config, "kv_sharing_modes", None) or ()):
         reason = "its layers share keys and values, so a replaced layer would starve others"
     elif set(getattr(config, "layer_types", None) or ()) & {"linear_attention", "conv", "hybrid", "hybrid_sliding"}:
         reason = "some of its layers are recurrent already"

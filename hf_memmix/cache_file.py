@@ -143,9 +143,9 @@ def load_cache(cls, directory: str | os.PathLike, config=None, device=None):
         raise ValueError(f"{directory} holds no saved cache: there is no file {FILE_NAME}")
     tensors, header = _read(path)
     if config is None:
-        from .configuration_memmix import config_from_dict
+        from .configuration_memmix import MemMixConfig
 
-        config = config_from_dict(json.loads(header["config"]))
+        config = MemMixConfig.from_dict(json.loads(header["config"]))
     check_same_model(json.loads(header["fingerprint"]), config)
     layers = json.loads(header["layers"])
     cache = cls(config, max_cache_len=json.loads(header["static_length"]))

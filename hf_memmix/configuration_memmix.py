@@ -121,7 +121,10 @@ class MemMixConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         if cls is MemMixConfig:
-            return config_class_for(config_dict.get("backbone_model_type")).from_dict(config_dict, **kwargs)
+            kind = config_dict.get("model_type", cls.model_type)
+            generated = kind == cls.model_type
+            target = config_class_for(config_dict.get("backbone_model_type")) if generated else CONFIG_MAPPING[kind]
+            return target.from_dict(config_dict, **kwargs)
         return super().from_dict(config_dict, **kwargs)
 
     @classmethod
@@ -166,11 +169,6 @@ def memmix_config(
         fields.pop(name, None)
     own = {"mixer_types": None if mixer_types is None else list(mixer_types), "mixers": mixers}
     return config_class_for(backbone_config.model_type).from_dict({**fields, **own})
-
-
-def config_from_dict(fields: dict) -> MemMixConfig:
-    """A configuration from a saved dict, whichever memmix `model_type` it has."""
-    return CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))
 
 
 def check_backbone(config: PreTrainedConfig):

@@ -163,11 +163,6 @@ class MemoryMixer(nn.Module):
         """Options with which `init_from_attention` can take over that attention, where they are not the defaults."""
         return {}
 
-    @classmethod
-    def options_for(cls, attention: AttentionWeights) -> dict:
-        """The options under which `init_from_attention` has a place for every tensor of this attention."""
-        return {}
-
     def init_from_attention(self, attention: AttentionWeights) -> list[TensorFate]:
         """Take over a softmax attention's weights; one fate for every entry of `attention.tensors()`."""
         raise NotImplementedError(f"{type(self).__name__} has no conversion from attention")

@@ -291,17 +291,6 @@ class GKAMixer(MemoryMixer):
             options["qk_norm"] = "head" if attention.q_norm.numel() == attention.head_dim else "full"
         return options
 
-    @classmethod
-    def options_for(cls, attention: AttentionWeights) -> dict:
-        names = attention.tensors().keys()
-        options = {
-            "qkv_bias": bool(names & {"q_bias", "k_bias", "v_bias"}),
-            "o_bias": "o_bias" in names,
-        }
-        if attention.q_norm is not None:
-            options["qk_norm"] = "head" if attention.q_norm.numel() == attention.head_dim else "full"
-        return options
-
     @torch.no_grad()
     def init_from_attention(self, attention: AttentionWeights) -> list[TensorFate]:
         """q, k, v, o and their biases and norms are copied; the convolutions start as the identity.

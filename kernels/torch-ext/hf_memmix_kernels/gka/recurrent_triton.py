@@ -4,8 +4,9 @@
 
 One program owns one (sequence, head) and keeps -s H, s = 2 / (L + mu), in registers. With P = I - s (H + ridge |H| I)
 and r = s q a Chebyshev step is xi_i = omega_i (P xi_{i-1} + r) - (omega_i - 1) xi_{i-2}, and the next refinement phase
-starts from the scaled residual r - xi + P xi: no other product with H is needed. H is symmetric, so the product sums over
-its rows, which the threads of a warp hold side by side: nothing is shuffled between lanes.
+starts from the scaled residual r - xi + P xi: no other product with H is needed. H is symmetric, so the product may sum
+over rows. The pointer of H is not specialised: with its alignment unknown the compiler gives every thread whole columns
+of H, and a step is D multiply-adds a thread and one exchange of the vector, without shuffles or partial sums.
 """
 
 import torch
@@ -26,18 +27,24 @@ def _chebyshev(b_h, b_r, shrink, N: tl.constexpr):
     """N Chebyshev steps on the scaled right side b_r = s q."""
     omega = tl.full([], 2.0, b_r.dtype)
     b_x, b_prev = b_r, tl.zeros_like(b_r)
-    for _ in range(N):
+    # two steps a turn, so that the two vectors swap roles without moving
+    for _ in range(N // 2):
         omega = 4 / (4 - shrink * shrink * omega)
-        b_next = omega * (_relaxed(b_h, b_x, shrink) + b_r) - (omega - 1) * b_prev
-        b_prev, b_x = b_x, b_next
+        b_prev = omega * (_relaxed(b_h, b_x, shrink) + b_r) - (omega - 1) * b_prev
+        omega = 4 / (4 - shrink * shrink * omega)
+        b_x = omega * (_relaxed(b_h, b_prev, shrink) + b_r) - (omega - 1) * b_x
+    if N % 2 == 1:
+        omega = 4 / (4 - shrink * shrink * omega)
+        b_x = omega * (_relaxed(b_h, b_x, shrink) + b_r) - (omega - 1) * b_prev
     return b_x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["h"])
 def gka_step_kernel(
     q, k, v, log_decay, alpha, beta, h, u, o,
-    ridge, scale, heads, D, V,
-    GROUPS: tl.constexpr, PHASES: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
+    ridge, scale, heads,
+    D: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr, PHASES: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     i_s = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_s // heads, i_s % heads
@@ -73,12 +80,13 @@ def gka_step_kernel(
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         m_v = o_v < V
-        p_u = u + i_s * V * D + o_v[:, None] * D + o_d[None, :]
-        m_vd = m_v[:, None] & m_d[None, :]
+        # transposed: the threads of a warp hold D, so the read-out sums over rows too
+        p_u = u + i_s * V * D + o_v[None, :] * D + o_d[:, None]
+        m_dv = m_d[:, None] & m_v[None, :]
         b_v = tl.load(v + i_k * V + o_v, mask=m_v, other=0).to(ACC)
-        b_u = b_decay * tl.load(p_u, mask=m_vd, other=0) + (b_write * b_v)[:, None] * b_k[None, :]
-        tl.store(p_u, b_u, mask=m_vd)
-        b_o = tl.sum(b_u * b_m[None, :], 1)
+        b_u = b_decay * tl.load(p_u, mask=m_dv, other=0) + (b_write * b_k)[:, None] * b_v[None, :]
+        tl.store(p_u, b_u, mask=m_dv)
+        b_o = tl.sum(b_u * b_m[:, None], 0)
         tl.store(o + i_s * V + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
 
 
@@ -100,12 +108,12 @@ def gka_step_triton(
     V = v.shape[-1]
     o = q.new_empty(batch, 1, heads, V)
     BD, BV = triton.next_power_of_2(D), min(128, triton.next_power_of_2(V))
-    # 64 state elements a thread at D = 128: two programs share a multiprocessor
-    num_warps = max(1, min(16, BD * BD // 2048))
+    # one column of H a thread; half a column at D = 256, where H fills the registers of a multiprocessor
+    num_warps = max(1, BD // 32) if BD <= 128 else BD // 16
     gka_step_kernel[(batch * heads,)](
         *(t.contiguous() for t in (q, k, v, log_decay, alpha, beta)), h, u, o,
-        float(ridge), float(scale), heads, D, V,
-        GROUPS=heads // k.shape[2], PHASES=tuple(phases), BD=BD, BV=BV,
+        float(ridge), float(scale), heads,
+        D=D, V=V, GROUPS=heads // k.shape[2], PHASES=tuple(phases), BD=BD, BV=BV,
         ACC=tl.float64 if compute_dtype(h.dtype) == torch.float64 else tl.float32, num_warps=num_warps,
     )  # fmt: skip
     return o

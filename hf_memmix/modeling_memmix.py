@@ -45,7 +45,15 @@ class _MemMixPreTrained:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As in transformers; the bare classes load the class that the checkpoint names."""
+        """As in transformers; the bare classes load the class that the checkpoint names.
+
+        Raises:
+            ValueError: tensor parallelism is asked for, whose plans do not know the mixers.
+        """
+        distributed = kwargs.get("distributed_config")
+        sharded = [kwargs.get("tp_plan"), kwargs.get("tp_size"), getattr(distributed, "tp_size", None)]
+        if any(value not in (None, 1) for value in sharded):
+            raise ValueError("memory mixers have no tensor-parallel plan; use device_map, FSDP or data parallelism")
         if "config_class" not in cls.__dict__:
             return cls._auto_class_for.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

@@ -42,6 +42,11 @@ class PaddedRows:
         return self.mask[:, :count].sum(1)
 
 
+def before_the_end(lengths: Tensor, length: int) -> Tensor:
+    """[B, T]: True at the tokens of rows with `lengths` [B]; a mixer must neither write nor decay at the others."""
+    return torch.arange(length, device=lengths.device) < lengths[:, None]
+
+
 def padding_of(attention_mask, batch: int, length: int, seen, max_length: int | None) -> Tensor | None:
     """The padding mask [B, T] of this forward's tokens, or None if there is no padding.
 

@@ -15,8 +15,11 @@ class AttentionWeights:
     """Separate, head-wise projections: row block h of `q_weight` is query head h, `[out, in]` as in nn.Linear.
 
     `q_norm`/`k_norm` are effective scales (Gemma's `1 + weight` already added) of an RMSNorm over one head `[D]` or
-    over all heads `[H * D]`; `None` where the family has none. `extra` holds tensors without a common name, such as
-    attention sinks. `sources` maps every field (or `extra.<name>`) to the teacher's tensor names it was read from.
+    over all heads `[H * D]`; `None` where the family has none. Rotary pairs are channels (i, i + d/2) of a head,
+    whatever the family's own order; `rotary` is the layout of the cos and sin that the backbone hands to its layers:
+    "half" = [c, c], "pairs" = every entry twice in a row, "single" = c alone, `None` = no rotary embeddings. `extra`
+    holds tensors without a common name, such as attention sinks. `sources` maps every field (or `extra.<name>`) to
+    the teacher's tensor names it was read from.
     """
 
     num_heads: int
@@ -33,6 +36,7 @@ class AttentionWeights:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     scaling: float | None = None  # multiplier of the attention scores
+    rotary: str | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
 

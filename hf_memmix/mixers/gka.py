@@ -22,6 +22,7 @@ from hf_memmix_kernels import chunk_gka, gka_step
 from hf_memmix_kernels.gka.schedule import as_phases
 from hf_memmix_kernels.short_conv import short_conv, short_conv_step
 
+from ..padding import before_the_end
 from .attention_weights import AttentionWeights, TensorFate
 from .base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
 
@@ -98,16 +99,17 @@ class ShortConvolution(nn.Module):
         self.activation = activation
         self.weight = nn.Parameter(torch.empty(channels, 1, taps))
 
-    def forward(self, x: Tensor, state=None, lengths=None, cu_seqlens=None) -> tuple[Tensor, Tensor]:
-        state = None if state is None else state.to(x.dtype)
+    def forward(
+        self, x: Tensor, state=None, lengths=None, cu_seqlens=None, in_place: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """[B, T, C] and the state after it; `in_place` is for one token and shifts `state` itself."""
         weight = self.weight.squeeze(1)
+        if in_place:
+            return short_conv_step(x, weight, None, state, self.activation), state
+        state = None if state is None else state.to(x.dtype)
         return short_conv(
             x, weight, activation=self.activation, initial_state=state, lengths=lengths, cu_seqlens=cu_seqlens
         )
-
-    def step(self, x: Tensor, state: Tensor) -> Tensor:
-        """One token [B, 1, C]; `state` is shifted in place."""
-        return short_conv_step(x, self.weight.squeeze(1), None, state, self.activation)
 
 
 class RMSNorm(nn.Module):
@@ -221,8 +223,7 @@ class GKAMixer(MemoryMixer):
         q, k, v = self._heads_for_memory(q, k, v, tokens)
         log_decay, beta = tokens["log_decay"], tokens.get("beta")
         if lengths is not None:
-            # behind a row's last token: no decay, no write
-            valid = (torch.arange(q.shape[1], device=q.device) < lengths[:, None])[..., None].to(log_decay.dtype)
+            valid = before_the_end(lengths, q.shape[1])[..., None].to(log_decay.dtype)
             log_decay = log_decay * valid
             beta = valid.expand_as(log_decay) if beta is None else beta * valid
         y, (new["H"], new["U"]) = chunk_gka(
@@ -240,11 +241,11 @@ class GKAMixer(MemoryMixer):
         return y, new
 
     def step(self, tokens, states):
-        q = self.q_conv1d.step(tokens["q"], states["conv_q"])
-        k = self.k_conv1d.step(tokens["k"], states["conv_k"])
+        q, _ = self.q_conv1d(tokens["q"], states["conv_q"], in_place=True)
+        k, _ = self.k_conv1d(tokens["k"], states["conv_k"], in_place=True)
         v = tokens["v"]
         if self.options.use_v_conv:
-            v = self.v_conv1d.step(v, states["conv_v"])
+            v, _ = self.v_conv1d(v, states["conv_v"], in_place=True)
         q, k, v = self._heads_for_memory(q, k, v, tokens)
         memory = (states["H"], states["U"])
         return gka_step(

@@ -19,6 +19,7 @@ class Family:
 
     `qkv`: three projections (separate) or one (fused). `layout` of a fused one: "stacked" = all query rows, then all
     key rows, then all value rows (Phi-3, GPT-2); "per_head" = q, k, v of head 0, then of head 1, ... (GPT-NeoX).
+    `rotary`: see `AttentionWeights`; `interleaved`: the family rotates channels (2i, 2i + 1) together.
     `transposed`: weights are `[in, out]` (GPT-2's Conv1D). `norm_offset`: added to q/k norm weights (Gemma's 1 + w).
     `extra`: tensors without a counterpart in `AttentionWeights`, passed on by name.
     """
@@ -32,6 +33,8 @@ class Family:
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
     norm_offset: float = 0.0
+    rotary: str | None = "half"
+    interleaved: bool = False
     extra: tuple[str, ...] = ()
 
 
@@ -41,16 +44,10 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(
         (
             "arcee",
-            "cohere",
-            "cohere2",
-            "ernie4_5",
             "exaone4",
             "gemma",
             "gemma2",
-            "glm",
-            "glm4",
             "granite",
-            "helium",
             "llama",
             "mistral",
             "mixtral",
@@ -70,10 +67,20 @@ FAMILIES: dict[str, Family] = {
         ),
         PLAIN,
     ),
+    **dict.fromkeys(("cohere", "cohere2"), Family(rotary="pairs", interleaved=True)),
+    **dict.fromkeys(("ernie4_5", "glm", "glm4", "helium"), Family(interleaved=True)),
     "gemma3_text": Family(norm_offset=1.0),
-    "gpt2": Family(layers="h", attention="attn", qkv=("c_attn",), out="c_proj", layout="stacked", transposed=True),
+    "gpt2": Family(
+        layers="h",
+        attention="attn",
+        qkv=("c_attn",),
+        out="c_proj",
+        layout="stacked",
+        transposed=True,
+        rotary=None,
+    ),
     "gpt_neox": Family(attention="attention", qkv=("query_key_value",), out="dense", layout="per_head"),
-    "gpt_oss": Family(extra=("sinks",)),
+    "gpt_oss": Family(extra=("sinks",), rotary="single"),
     "hunyuan_v1_dense": Family(q_norm="query_layernorm", k_norm="key_layernorm"),
     "phi": Family(out="dense"),
     "phi3": Family(qkv=("qkv_proj",), layout="stacked"),
@@ -146,6 +153,8 @@ def extract_attention(model: nn.Module, layer_idx: int) -> AttentionWeights:
         found[f"o_{kind}"] = take(f"{family.out}.{kind}", (f"o_{kind}",))
     for role, norm in (("q", family.q_norm), ("k", family.k_norm)):
         weight = take(f"{norm}.weight", (f"{role}_norm",))
+        if weight is not None and weight.ndim > 1:
+            raise ValueError(f"{prefix}: {norm} is not an RMSNorm; keep this layer as attention")
         if weight is not None:
             found[f"{role}_norm"] = weight + family.norm_offset if family.norm_offset else weight
     extra = {name: take(name, (f"extra.{name}",)) for name in family.extra if name in unread}
@@ -163,6 +172,12 @@ def extract_attention(model: nn.Module, layer_idx: int) -> AttentionWeights:
         if rows != heads * head_dim:
             raise ValueError(f"{prefix}: {role} has {rows} rows; {heads} heads of {head_dim} need {heads * head_dim}")
 
+    if family.interleaved:
+        order = _pairs_to_halves(config, head_dim)
+        for name in ("q_weight", "q_bias", "q_norm", "k_weight", "k_bias", "k_norm"):
+            if found.get(name) is not None:
+                found[name] = found[name].unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
+
     def copy(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
 
@@ -171,6 +186,7 @@ def extract_attention(model: nn.Module, layer_idx: int) -> AttentionWeights:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scaling=getattr(module, "scaling", None),
+        rotary=family.rotary,
         extra={name: copy(tensor) for name, tensor in extra.items()},
         sources=sources,
         **{name: copy(tensor) for name, tensor in found.items()},
@@ -185,3 +201,10 @@ def _split_fused(
         return fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
     per_head = fused.unflatten(0, (heads, 3, head_dim))
     return tuple(per_head[:, i].flatten(0, 1) for i in range(3))
+
+
+def _pairs_to_halves(config, head_dim: int) -> Tensor:
+    """Order of a head's channels that puts channel 2i at i and 2i + 1 at i + d/2, for the d rotated ones."""
+    rotated = int(head_dim * (config.rope_parameters.get("partial_rotary_factor") or 1.0))
+    pairs = torch.arange(rotated).view(-1, 2).T.flatten()
+    return torch.cat([pairs, torch.arange(rotated, head_dim)])

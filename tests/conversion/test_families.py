@@ -7,9 +7,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_memmix.conversion.families import FAMILIES, attention_module, attention_prefix, extract_attention
 from tiny_teachers import tiny_teacher
 
-# yarn, the default of gpt-oss, scales the rotary embedding, so it is not the identity at position 0
-OPTIONS = {"gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}}
-
 
 @pytest.fixture
 def recorder():
@@ -27,18 +24,29 @@ def recorder():
     del ALL_ATTENTION_FUNCTIONS["memmix_record"]
 
 
-def rms_norm(x, weight, head_dim):
+def rms_norm(x, weight, head_dim, eps):
     """Over the last axis of the weight's size: one head, or all heads of a token."""
     if weight is None:
         return x
     shape = x.shape
     x = x if weight.numel() == head_dim else x.flatten(-2)
-    return (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight).view(shape)
+    return (x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight).view(shape)
+
+
+def rotate(x, cos, sin, layout):
+    """Rotate channels (i, i + d/2) of x [B, T, H, D] by angles in one of the layouts of cos and sin."""
+    cos, sin = (
+        t[..., ::2] if layout == "pairs" else t[..., : t.shape[-1] // (2 - (layout == "single"))] for t in (cos, sin)
+    )
+    half = cos.shape[-1]
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_extracted_projections_are_what_the_attention_computes(model_type, recorder):
-    teacher = tiny_teacher(model_type, **OPTIONS.get(model_type, {}))
+    teacher = tiny_teacher(model_type)
     teacher.config._attn_implementation = "memmix_record"
     layer = 1
     seen = {}
@@ -46,6 +54,7 @@ def test_extracted_projections_are_what_the_attention_computes(model_type, recor
     def hook(module, args, kwargs, output):
         seen["x"] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         seen["out"] = output[0]
+        seen["rotary"] = kwargs.get("position_embeddings")
 
     handle = attention_module(teacher, layer).register_forward_hook(hook, with_kwargs=True)
     with torch.no_grad():
@@ -60,14 +69,21 @@ def test_extracted_projections_are_what_the_attention_computes(model_type, recor
         y = torch.nn.functional.linear(x, getattr(weights, f"{role}_weight"), getattr(weights, f"{role}_bias"))
         return y.unflatten(-1, (heads, weights.head_dim))
 
-    q = rms_norm(project("q", weights.num_heads), weights.q_norm, weights.head_dim)
-    k = rms_norm(project("k", weights.num_kv_heads), weights.k_norm, weights.head_dim)
+    eps = getattr(teacher.config, "rms_norm_eps", 1e-6)
+    q = rms_norm(project("q", weights.num_heads), weights.q_norm, weights.head_dim, eps)
+    k = rms_norm(project("k", weights.num_kv_heads), weights.k_norm, weights.head_dim, eps)
     v = project("v", weights.num_kv_heads)
     close = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(v.transpose(1, 2), value, **close)
-    # rotary embeddings leave position 0 alone; families that norm after them commute with it there
-    torch.testing.assert_close(q.transpose(1, 2)[:, :, 0], query[:, :, 0], **close)
-    torch.testing.assert_close(k.transpose(1, 2)[:, :, 0], key[:, :, 0], **close)
+    if weights.rotary is not None:
+        q, k = (rotate(x, *seen["rotary"], weights.rotary) for x in (q, k))
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    if model_type == "hunyuan_v1_dense":  # norms after the rotation, which only position 0 commutes with
+        q, k, query, key = (x[:, :, :1] for x in (q, k, query, key))
+    # scores, not q and k: they do not depend on the order of a head's channels
+    groups = weights.num_heads // weights.num_kv_heads
+    scores = [a @ b.repeat_interleave(groups, 1).mT for a, b in ((q, k), (query, key))]
+    torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
     out = torch.nn.functional.linear(mixed.flatten(-2), weights.o_weight, weights.o_bias)
     torch.testing.assert_close(out, seen["out"], **close)
 
@@ -89,6 +105,8 @@ def test_unknown_family_and_unknown_tensor_are_refused():
     teacher = tiny_teacher("stablelm", qk_layernorm=True)
     with pytest.raises(ValueError, match="q_layernorm.*would be lost"):
         extract_attention(teacher, 0)
+    with pytest.raises(ValueError, match="q_norm is not an RMSNorm"):
+        extract_attention(tiny_teacher("cohere", use_qk_norm=True), 0)
 
 
 def test_extraction_copies():

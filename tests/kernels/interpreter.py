@@ -1,7 +1,7 @@
 """Make Triton 3.6's interpreter run under NumPy >= 2.4.
 
-`range(start, stop)` in a kernel converts one-element arrays with `int()`, which NumPy 2.4 refuses; `.item()` is the same
-conversion, still allowed.
+`range(start, stop)` in a kernel converts one-element arrays with `int()`, which NumPy 2.4 refuses; `.item()` is the
+same conversion, still allowed.
 """
 
 import os

@@ -4,9 +4,9 @@
 
 One program owns one (sequence, head) and keeps -s H, s = 2 / (L + mu), in registers. With P = I - s (H + ridge |H| I)
 and r = s q a Chebyshev step is xi_i = omega_i (P xi_{i-1} + r) - (omega_i - 1) xi_{i-2}, and the next refinement phase
-starts from the scaled residual r - xi + P xi: no other product with H is needed. H is symmetric, so the product may sum
-over rows. The pointer of H is not specialised: with its alignment unknown the compiler gives every thread whole columns
-of H, and a step is D multiply-adds a thread and one exchange of the vector, without shuffles or partial sums.
+starts from the scaled residual r - xi + P xi: no other product with H is needed. H is symmetric, so the product may
+sum over rows. The pointer of H is not specialised: with its alignment unknown the compiler gives every thread whole
+columns of H, and a step is D multiply-adds a thread and one exchange of the vector, no shuffles, no partial sums.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 S_t = e^g S_{t-1} + k_t v_t^T,  o_t = scale * S_t^T q_t
 
-Mamba-2 (Dao and Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21060) in its attention form; the output stage of
-Gated KalmaNet.
+Mamba-2 (Dao and Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21060) in its attention form; the output
+stage of Gated KalmaNet.
 """
 
 import torch

@@ -96,7 +96,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> None:
         raise ValueError(f"gla: k has head size {k.shape[-1]}, q has {q.shape[-1]}; they must be equal")
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
         raise ValueError(
-            f"gla: head size {max(q.shape[-1], v.shape[-1])} is over the limit of {MAX_HEAD_DIM}; use more, smaller heads"
+            f"gla: head size {max(q.shape[-1], v.shape[-1])} is over the limit of {MAX_HEAD_DIM}; use more heads"
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"gla: {q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads")

@@ -88,7 +88,7 @@ def gla_bwd_torch(
     dk_end = c.to_end * (c.v @ dstates.mT)
     dk = dscores.mT @ c.q + dk_end
     dv = scores.mT @ do + c.to_end * (c.k @ dstates)
-    # G_t scales what token t reads, 1/G_t what it writes, G_C the whole state after the chunk; all sums stay in the chunk
+    # G_t scales what token t reads, 1/G_t what it writes, G_C the whole state after the chunk: all sums are local
     dG = (dq * c.q).sum(-1) - (dk * c.k).sum(-1)
     dG[..., -1] += (dstates * c.states * c.decay).sum((-1, -2)) + (dk_end * c.k).sum((-1, -2))
     dg = dG.flip(-1).cumsum(-1).flip(-1)

@@ -2,7 +2,7 @@
 
 S_t = e^g S_{t-1} + k_t v_t^T,  o_t = scale * S_t^T q_t
 
-One scan kernel serves both directions: it stores the state before every chunk, or the state's gradient after every chunk.
+One scan kernel serves both directions: it stores the state before every chunk, or its gradient after every chunk.
 Products that need a transposed score tile compute it by a dot of its own from loaded operands: Triton 3.4 - 3.7.0
 miscompiles the transpose of an accumulator on Hopper.
 """
@@ -141,8 +141,8 @@ def gla_bwd_kernel_dqkg(
 ):  # fmt: skip
     """dq, dk and the share of dg of one chunk, one key head with its query heads, one block of K.
 
-    G_t scales what token t reads, 1/G_t what it writes, G_C the whole state after the chunk: the sums of dg stay inside
-    the chunk, whatever the length of the sequence.
+    G_t scales what token t reads, 1/G_t what it writes, G_C the whole state after the chunk: the sums of dg stay
+    inside the chunk, whatever the length of the sequence.
     """
     i_k, i_c, i_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PACKED:  # noqa: SIM102
@@ -268,6 +268,14 @@ def _block(size: int, limit: int) -> int:
     return max(16, min(limit, triton.next_power_of_2(size)))
 
 
+def _tiles(x: Tensor, chunk_size: int, K: int, V: int, limit_k: int, limit_v: int, num_stages: int) -> dict:
+    """Block sizes and launch options; 32-bit operands take twice the shared memory, so they get a small tile."""
+    if x.element_size() > 2:
+        limit_k, limit_v, num_stages = 32, 32, 1
+    num_warps = 8 if chunk_size == 128 else 4
+    return {"BK": _block(K, limit_k), "BV": _block(V, limit_v), "num_stages": num_stages, "num_warps": num_warps}
+
+
 class _Launch:
     """Grids, tables and constants that the kernels of one call share."""
 
@@ -275,6 +283,7 @@ class _Launch:
         B, T, H, K = q.shape
         self.kv_heads, V = v.shape[2:]
         rows, N = B * T, num_sequences(B, cu_seqlens)
+        self.chunk_size = chunk_size
         self.cu_seqlens, self.first, self.sequence = cu_seqlens, None, None
         NT = triton.cdiv(T, chunk_size)
         self.chunks = B * NT
@@ -302,13 +311,12 @@ class _Launch:
         """States per chunk [chunks, H, K, V] in a's dtype and the last state, like `initial`."""
         states = a.new_empty(self.chunks, self.H, self.K, self.V)
         final = torch.empty_like(initial, memory_format=torch.contiguous_format)
-        BK, BV = _block(self.K, 64), _block(self.V, 64)
-        grid = (triton.cdiv(self.K, BK), triton.cdiv(self.V, BV), self.N * self.H)
+        tiles = _tiles(a, self.chunk_size, self.K, self.V, 64, 64, 3)
+        grid = (triton.cdiv(self.K, tiles["BK"]), triton.cdiv(self.V, tiles["BV"]), self.N * self.H)
         T, NT, _, *sizes = self.sizes
         gla_scan_kernel[grid](
             a, b, self.G, initial.contiguous(), states, final, self.cu_seqlens, self.first, scale, T, NT, *sizes,
-            GROUPS=self.H // a.shape[2], BK=BK, BV=BV, REVERSE=reverse, num_warps=4, num_stages=3,
-            **self.options, **self.dots,
+            GROUPS=self.H // a.shape[2], REVERSE=reverse, **tiles, **self.options, **self.dots,
         )  # fmt: skip
         return states, final
 
@@ -328,10 +336,10 @@ def gla_fwd_triton(
     launch = _Launch(q, k, v, log_decay, cu_seqlens, chunk_size)
     states, final = launch.scan(k, v, initial_state, scale, reverse=False)
     o = q.new_empty(*q.shape[:3], v.shape[-1])
-    BK, BV = _block(launch.K, 64), _block(launch.V, 128)
-    gla_fwd_kernel[(triton.cdiv(launch.V, BV), launch.chunks, launch.H)](
+    tiles = _tiles(q, chunk_size, launch.K, launch.V, 64, 128, 1)
+    gla_fwd_kernel[(triton.cdiv(launch.V, tiles["BV"]), launch.chunks, launch.H)](
         q, k, v, launch.G, states, o, *launch.tables, scale, *launch.sizes,
-        GROUPS=launch.H // launch.kv_heads, BK=BK, BV=BV, num_warps=4, num_stages=2, **launch.options, **launch.dots,
+        GROUPS=launch.H // launch.kv_heads, **tiles, **launch.options, **launch.dots,
     )  # fmt: skip
     return o, final
 
@@ -355,17 +363,17 @@ def gla_bwd_triton(
     dstates, dinitial = launch.scan(q, do, dfinal, scale, reverse=True)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     groups = launch.H // launch.kv_heads
-    BK, BV = _block(launch.K, 128), _block(launch.V, 64)
-    blocks = triton.cdiv(launch.K, BK)
+    tiles = _tiles(q, chunk_size, launch.K, launch.V, 64, 64, 2)
+    blocks = triton.cdiv(launch.K, tiles["BK"])
     dg = log_decay.new_empty(blocks, *log_decay.shape)
     gla_bwd_kernel_dqkg[(blocks, launch.chunks, launch.kv_heads)](
         do, q, k, v, launch.G, states, dstates, dq, dk, dg, *launch.tables, scale, *launch.sizes,
-        GROUPS=groups, BK=BK, BV=BV, num_warps=8, num_stages=2, **launch.options, **launch.dots,
+        GROUPS=groups, **tiles, **launch.options, **launch.dots,
     )  # fmt: skip
-    BK, BV = _block(launch.K, 64), _block(launch.V, 128)
-    gla_bwd_kernel_dv[(triton.cdiv(launch.V, BV), launch.chunks, launch.kv_heads)](
+    tiles = _tiles(q, chunk_size, launch.K, launch.V, 64, 128, 2)
+    gla_bwd_kernel_dv[(triton.cdiv(launch.V, tiles["BV"]), launch.chunks, launch.kv_heads)](
         do, q, k, launch.G, dstates, dv, *launch.tables, scale, *launch.sizes,
-        GROUPS=groups, BK=BK, BV=BV, num_warps=4, num_stages=2, **launch.options, **launch.dots,
+        GROUPS=groups, **tiles, **launch.options, **launch.dots,
     )  # fmt: skip
     return dq, dk, dv, dg.sum(0) if blocks > 1 else dg[0], dinitial
 

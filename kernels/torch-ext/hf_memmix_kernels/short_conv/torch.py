@@ -1,6 +1,7 @@
-"""Short convolution in plain torch, any device: K shifted products over one buffer that holds the states before their rows.
+"""Short convolution in plain torch, any device: K shifted products over one buffer.
 
-Token t of sequence n reads buffer rows base_t .. base_t + K - 1; a rectangular batch makes them slices, packing a gather.
+The buffer holds every sequence's carried state in front of its tokens, so token t reads rows base_t .. base_t + K - 1:
+slices in a rectangular batch, a gather in a packed one.
 """
 
 import torch
@@ -126,7 +127,8 @@ def short_conv_bwd_torch(
     dbuffer.index_add_(0, window.tails.flatten(), dstate.transpose(1, 2).to(dtype).flatten(0, 1))
     dweight = torch.stack([(dz * window.tap(buffer, j)).sum((0, 1)) for j in range(window.taps)], -1)
     dinitial = dbuffer[window.heads].transpose(1, 2).contiguous()
-    return window.tokens_of(dbuffer).to(x.dtype).contiguous(), dweight, dz.sum((0, 1)), dinitial
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format).copy_(window.tokens_of(dbuffer))
+    return dx, dweight, dz.sum((0, 1)), dinitial
 
 
 def short_conv_step_torch(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool) -> Tensor:

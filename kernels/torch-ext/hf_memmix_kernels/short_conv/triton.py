@@ -1,7 +1,7 @@
 """Short convolution in Triton: one read and one write of the activations per pass, plus an in-place decode step.
 
-Forward works on [BT, BC] tiles that never cross a sequence. Backward walks a tile's rows in time order and keeps the last
-K inputs and the last K pre-activation gradients in registers, so the activation is evaluated once per element.
+Tiles never cross a sequence. Backward walks a tile's rows in time order and keeps the last K inputs and the last K
+pre-activation gradients in registers, so the activation is evaluated once per element.
 """
 
 import torch

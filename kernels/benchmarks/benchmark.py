@@ -1,0 +1,229 @@
+"""Time and memory of every op and of torch's attention in the same run, on one GPU.
+
+    PYTHONPATH=kernels/torch-ext python kernels/benchmarks/benchmark.py --out kernels/benchmarks/results/h200.json
+
+Operators only, no projections. "fwd" runs without autograd, "fwd+bwd" is torch.autograd.grad with respect to every input;
+both are medians of triton.testing.do_bench, which flushes the L2 cache. "decode" is one step called from Python, launch
+overhead included; "decode_graph" one step of a captured CUDA graph that goes round states larger than the L2 cache
+together. `peak_mib` is what is allocated above the inputs. Rows that --out already holds are replaced when they describe
+the same measurement, all others are kept. A new op is one row of BENCHES.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+import hf_memmix_kernels as K
+
+CHUNK_SHAPES = [(4, 8192, 8, 128), (4, 32768, 8, 128)]
+DECODE_SHAPES = [(1, 1, 32, 128), (8, 1, 32, 128), (64, 1, 32, 128)]
+MEASURED = ("ms", "peak_mib", "gpu", "torch", "triton", "commit")
+L2_BYTES = 60e6
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One op: `draw(B, T, H, D)` gives its inputs, `forward(inputs)` its output tensors, `step(inputs, state)` a token."""
+
+    op: str
+    draw: Callable[[int, int, int, int], dict[str, Tensor]]
+    forward: Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
+    state: Callable[[int, int, int], tuple[Tensor, ...]] | None = None
+    step: Callable[[dict[str, Tensor], tuple[Tensor, ...]], Tensor] | None = None
+    fields: dict = field(default_factory=dict)
+
+
+def randn(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*size, device="cuda", dtype=dtype)
+
+
+def draw_attention(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
+    return {name: randn(B, H, T, D) for name in "qkv"}
+
+
+def draw_gla(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
+    q, k = (F.normalize(randn(B, T, H, D), dim=-1) for _ in range(2))
+    return {"q": q, "k": k, "v": randn(B, T, H, D), "log_decay": -0.1 * torch.rand(B, T, H, device="cuda")}
+
+
+def draw_gka(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
+    gates = {name: torch.rand(B, T, H, device="cuda") for name in ("alpha", "beta")}
+    return {**draw_gla(B, T, H, D), **gates}
+
+
+def draw_conv(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
+    return {"x": randn(B, T, H * D), "weight": randn(H * D, 4)}
+
+
+def gka_state(B: int, H: int, D: int) -> tuple[Tensor, ...]:
+    keys, values = (randn(B, H, 2 * D, D, dtype=torch.float32) / D**0.5 for _ in range(2))
+    return keys.mT @ keys, values.mT @ keys
+
+
+def flat(outputs) -> tuple[Tensor, ...]:
+    """(o, state or states) -> all tensors in one tuple."""
+    o, state = outputs
+    return (o, *state) if isinstance(state, tuple) else (o, state)
+
+
+def gka(**options) -> Bench:
+    iterations = options.get("refinement", options.get("num_iterations"))
+    return Bench(
+        "gka",
+        draw_gka,
+        lambda x: flat(K.chunk_gka(**x, **options)),
+        gka_state,
+        lambda x, state: K.gka_step(**x, state=state, **options),
+        fields={"iterations": list(iterations) if isinstance(iterations, tuple) else iterations},
+    )
+
+
+BENCHES = [
+    Bench("sdpa", draw_attention, lambda x: (F.scaled_dot_product_attention(**x, is_causal=True),)),
+    Bench(
+        "short_conv",
+        draw_conv,
+        lambda x: flat(K.short_conv(**x)),
+        lambda B, H, D: (randn(B, H * D, 3),),
+        lambda x, state: K.short_conv_step(**x, bias=None, state=state[0]),
+        fields={"taps": 4},
+    ),
+    Bench(
+        "gla",
+        draw_gla,
+        lambda x: flat(K.chunk_gla(**x)),
+        lambda B, H, D: (randn(B, H, D, D, dtype=torch.float32),),
+        lambda x, state: K.gla_step(**x, state=state[0]),
+    ),
+    gka(num_iterations=30),
+    gka(refinement=(10, 10, 10)),
+]
+
+
+def measure_peak(fn: Callable) -> float:
+    """MiB allocated above what is allocated now."""
+    fn()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fn()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def time_chunks(bench: Bench, shape: tuple) -> list[dict]:
+    inputs = {name: t.requires_grad_() for name, t in bench.draw(*shape).items()}
+
+    def forward():
+        with torch.no_grad():
+            return bench.forward(inputs)
+
+    weights = [torch.randn_like(t) for t in forward()[:1]]
+
+    def both():
+        return torch.autograd.grad(bench.forward(inputs)[:1], list(inputs.values()), weights)
+
+    rows = []
+    for name, fn in (("fwd", forward), ("fwd+bwd", both)):
+        ms = triton.testing.do_bench(fn, warmup=50, rep=200, return_mode="median")
+        rows.append({"pass": name, "ms": ms, "peak_mib": measure_peak(fn)})
+    return rows
+
+
+def time_decode(bench: Bench, shape: tuple, steps: int = 16) -> list[dict]:
+    B, _, H, D = shape
+    inputs = bench.draw(*shape)
+    size = sum(t.nbytes for t in bench.state(1, H, D)) * B
+    states = [bench.state(B, H, D) for _ in range(min(steps, 1 + int(2 * L2_BYTES / size)))]
+
+    def run():
+        for i in range(steps):
+            bench.step(inputs, states[i % len(states)])
+
+    run()
+    torch.cuda.synchronize()
+    eager = []
+    for _ in range(20):
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        eager.append(1e3 * (time.perf_counter() - start) / steps)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    replays = []
+    for _ in range(40):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        replays.append(start.elapsed_time(end) / steps)
+    peak = measure_peak(lambda: bench.step(inputs, states[0]))
+    return [
+        {"pass": "decode", "ms": statistics.median(eager), "peak_mib": peak},
+        {"pass": "decode_graph", "ms": statistics.median(replays), "peak_mib": peak},
+    ]
+
+
+def commit() -> str | None:
+    """The checkout's commit, where there is one."""
+    result = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+    return result.stdout.strip() or None
+
+
+def merge(path: Path, rows: list[dict]) -> list[dict]:
+    """The rows of the file, those that `rows` measured again replaced."""
+
+    def key(row):
+        return json.dumps({name: value for name, value in row.items() if name not in MEASURED}, sort_keys=True)
+
+    kept = {key(row): row for row in (json.loads(path.read_text()) if path.exists() else [])}
+    return list({**kept, **{key(row): row for row in rows}}.values())
+
+
+def main() -> None:
+    names = list(dict.fromkeys(bench.op for bench in BENCHES))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", nargs="+", choices=names, default=names)
+    parser.add_argument("--out", type=Path, help="JSON list to write the rows to; printed only without it")
+    parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("the benchmark needs an NVIDIA GPU, torch sees none")
+    torch.manual_seed(0)
+    machine = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": args.commit,
+    }
+    rows = []
+    for bench in (bench for bench in BENCHES if bench.op in args.ops):
+        jobs = [(time_chunks, shape) for shape in CHUNK_SHAPES]
+        jobs += [(time_decode, shape) for shape in DECODE_SHAPES] if bench.step else []
+        for job, shape in jobs:
+            sizes = dict(zip("BTHD", shape, strict=True))
+            for result in job(bench, shape):
+                row = {"op": bench.op, **sizes, "dtype": "bfloat16", **bench.fields, **result, **machine}
+                row["ms"], row["peak_mib"] = round(row["ms"], 4), round(row["peak_mib"], 1)
+                rows.append(row)
+                shown = " ".join(f"{name}={value}" for name, value in row.items() if name not in machine)
+                print(shown, flush=True)
+            torch.cuda.empty_cache()
+            if args.out:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(merge(args.out, rows), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

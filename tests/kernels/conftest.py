@@ -1,0 +1,33 @@
+"""The kernels' tests run every op on its torch and its Triton path, the latter interpreted where there is no GPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import interpreter
+
+interpreter.enable()
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request, monkeypatch):
+    """Both implementations, chosen by the environment override that users have too."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", request.param)
+    return request.param
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch):
+    """Uninitialised memory holds NaN, so that an element no kernel writes shows."""
+    empty, new_empty, empty_like = torch.empty, torch.Tensor.new_empty, torch.empty_like
+
+    def poison(t):
+        return t.fill_(float("nan")) if t.is_floating_point() else t
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: poison(empty(*a, **kw)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **kw: poison(empty_like(*a, **kw)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *a, **kw: poison(new_empty(self, *a, **kw)))

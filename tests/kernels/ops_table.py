@@ -1,0 +1,233 @@
+"""OPS: one row an op, saying how to draw inputs, how to pad and what is illegal; every contract test runs over it.
+
+Every call goes through `Op.run(fn, inputs, state, cu_seqlens)` -> (o, states): per-token tensors [B, T, ...] and
+parameters travel in one dict, states in a tuple, so that the tests need not know the op.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import hf_memmix_kernels as K
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# RMS ratio against float64, for the outputs; gradients may err by twice as much. Nothing is loosened to pass: an op
+# that amplifies rounding says by how much in its row.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
+# and a fast path errs at most this many times more than the torch path with inputs of the same dtype
+RATIO_TO_TORCH = 2.0
+
+
+class Shape(NamedTuple):
+    """B sequences of T tokens, H query heads reading Hk key/value heads, head sizes D and Dv."""
+
+    B: int
+    T: int
+    H: int
+    Hk: int
+    D: int
+    Dv: int
+
+    def __str__(self):
+        return "x".join(map(str, self))
+
+
+def randn(*size: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*size, dtype=torch.float64).to(DEVICE, dtype)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op of the contract.
+
+    Attributes:
+        fast, naive: the op and its float64 truth, called as fn(**inputs, **options, <state argument>, cu_seqlens=).
+        step: fn(op, inputs of one token, state) -> o; advances the state in place.
+        draw: (shape, dtype) -> inputs. Names in `parameters` have no token axis.
+        draw_state: (shape, number of sequences, dtype) -> tuple of states.
+        silence: inputs, mask [B, T] of padded tokens -> inputs whose padded tokens write and decay nothing.
+        rounding: how many times more than its inputs' rounding the op may err.
+        bad: what must raise ValueError: (part of the message, changed arguments given (inputs, state)).
+    """
+
+    name: str
+    fast: Callable
+    naive: Callable
+    step: Callable
+    draw: Callable[[Shape, torch.dtype], dict[str, Tensor]]
+    draw_state: Callable[[Shape, int, torch.dtype], tuple[Tensor, ...]]
+    silence: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]] | None
+    bad: list[tuple[str, Callable]]
+    options: dict = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
+    rounding: float = 1.0
+
+    def __str__(self):
+        return self.name
+
+    def run(self, fn: Callable, inputs: dict, state: tuple | None = None, cu_seqlens: Tensor | None = None):
+        """o and the tuple of final states."""
+        if state is not None:
+            state = state if self.name.startswith("gka") else state[0]
+        o, final = fn(**inputs, **self.options, initial_state=state, cu_seqlens=cu_seqlens)
+        return o, final if isinstance(final, tuple) else (final,)
+
+    def tokens(self, inputs: dict, rows: slice | Tensor) -> dict:
+        """The inputs with their token axis cut or reordered."""
+        return {name: t if name in self.parameters else t[:, rows] for name, t in inputs.items()}
+
+    def tolerance(self, dtype: torch.dtype, grad: bool = False) -> float:
+        return TOLERANCE[dtype] * self.rounding * (2 if grad else 1)
+
+
+def _draw_gla(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    B, T, H, Hk, D, Dv = shape
+    sizes = {"q": (H, D), "k": (Hk, D), "v": (Hk, Dv)}
+    inputs = {name: randn(B, T, *size, dtype=torch.float64) for name, size in sizes.items()}
+    inputs = {name: (F.normalize(t, dim=-1) if name in "qk" else t).to(dtype) for name, t in inputs.items()}
+    inputs["log_decay"] = -0.3 * torch.rand(B, T, H, device=DEVICE).to(torch.promote_types(dtype, torch.float32))
+    return inputs
+
+
+def _draw_gka(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    inputs = _draw_gla(shape, dtype)
+    for gate in ("alpha", "beta"):
+        inputs[gate] = 0.1 + 0.8 * torch.rand_like(inputs["log_decay"])
+    return inputs
+
+
+def _draw_conv(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    channels = shape.H * shape.D
+    return {
+        "x": randn(shape.B, shape.T, channels, dtype=dtype),
+        "weight": randn(channels, 4, dtype=dtype),
+        "bias": randn(channels, dtype=dtype),
+    }
+
+
+def _state_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _draw_gka_state(shape: Shape, sequences: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    # what 2 D earlier tokens would have left: H is positive semidefinite
+    keys = F.normalize(randn(sequences, shape.H, 2 * shape.D, shape.D, dtype=torch.float64), dim=-1)
+    values = randn(sequences, shape.H, 2 * shape.D, shape.Dv, dtype=torch.float64)
+    return (keys.mT @ keys).to(_state_dtype(dtype)), (values.mT @ keys).to(_state_dtype(dtype))
+
+
+def _draw_gla_state(shape: Shape, sequences: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return (randn(sequences, shape.H, shape.D, shape.Dv, dtype=_state_dtype(dtype)),)
+
+
+def _draw_conv_state(shape: Shape, sequences: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return (randn(sequences, shape.H * shape.D, 3, dtype=dtype),)
+
+
+def _zeroed(inputs: dict[str, Tensor], mask: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Padded tokens of the named tensors become 0; all others keep whatever the pad holds."""
+    return {
+        n: t.masked_fill(mask.view(*mask.shape, *[1] * (t.dim() - 2)), 0) if n in names else t
+        for n, t in inputs.items()
+    }
+
+
+def _step_gla(op: Op, inputs: dict, state: tuple) -> Tensor:
+    return K.gla_step(**inputs, state=state[0])
+
+
+def _step_gka(op: Op, inputs: dict, state: tuple) -> Tensor:
+    return K.gka_step(**inputs, state=state, **op.options)
+
+
+def _step_conv(op: Op, inputs: dict, state: tuple) -> Tensor:
+    return K.short_conv_step(**inputs, state=state[0])
+
+
+def _with(**changes: Callable) -> Callable:
+    """The inputs with some tensors replaced by a function of the old ones."""
+    return lambda inputs: {**inputs, **{name: change(inputs.get(name)) for name, change in changes.items()}}
+
+
+def _bad_heads(prefix: str) -> list[tuple[str, Callable]]:
+    return [
+        (f"{prefix} needs q", _with(q=lambda q: q[0])),
+        (f"{prefix} needs q", _with(v=lambda v: v[:, :-1])),
+        ("head size", _with(q=lambda q: q[..., :-1])),
+        ("multiple", _with(**dict.fromkeys("kv", lambda t: t[:, :, :1].expand(-1, -1, 3, -1)))),
+        ("log_decay", _with(log_decay=lambda g: g[..., :1])),
+        ("limit of 256", _with(v=lambda v: v[..., :1].expand(-1, -1, -1, 257))),
+        ("initial_state", _with(initial_state=lambda _: None)),
+        ("packed row", _with(cu_seqlens=lambda _: torch.tensor([0, 3]))),
+        ("1-D", _with(cu_seqlens=lambda _: torch.tensor([[0.0, 3.0]]))),
+    ]
+
+
+_BAD_CONV = [
+    ("must be \\[B, T, C\\]", _with(x=lambda x: x[0])),
+    ("squeeze", _with(weight=lambda w: w[:, None])),
+    ("bias", _with(bias=lambda b: b[:-1])),
+    ("activation", _with(activation=lambda _: "relu")),
+    ("initial_state", _with(initial_state=lambda _: torch.zeros(1, 2, 3))),
+    ("packed row", _with(cu_seqlens=lambda _: torch.tensor([0, 3]))),
+    (
+        "not both",
+        lambda inputs: {**inputs, "x": inputs["x"][:1], "cu_seqlens": torch.tensor([0, 3]), "lengths": torch.ones(1)},
+    ),
+    ("lengths", _with(lengths=lambda _: torch.ones(7))),
+]
+
+_GKA = {
+    "fast": K.chunk_gka,
+    "naive": K.naive_gka,
+    "step": _step_gka,
+    "draw": _draw_gka,
+    "draw_state": _draw_gka_state,
+    "silence": lambda inputs, mask: _zeroed(inputs, mask, ("log_decay", "beta")),
+    # y = U x reads x where the keys do not reach: rounding grows with the condition number, 51 at ridge 0.02
+    "rounding": 4.0,
+}
+
+OPS = [
+    Op(
+        name="short_conv",
+        fast=K.short_conv,
+        naive=K.naive_short_conv,
+        step=_step_conv,
+        draw=_draw_conv,
+        draw_state=_draw_conv_state,
+        silence=None,
+        bad=_BAD_CONV,
+        parameters=("weight", "bias"),
+    ),
+    Op(
+        name="gla",
+        fast=K.chunk_gla,
+        naive=K.naive_gla,
+        step=_step_gla,
+        draw=_draw_gla,
+        draw_state=_draw_gla_state,
+        silence=lambda inputs, mask: _zeroed(inputs, mask, ("log_decay", "v")),
+        bad=[*_bad_heads("gla"), ("chunk_size", _with(chunk_size=lambda _: 48))],
+    ),
+    # the gradients are those of the converged solution (7e-4 off at the paper's 30 iterations): the rows converge
+    Op(
+        name="gka",
+        **_GKA,
+        options={"num_iterations": 60},
+        bad=[*_bad_heads("gka"), ("ridge", _with(ridge=lambda _: 0.0))],
+    ),
+    Op(
+        name="gka_refined",
+        **_GKA,
+        options={"refinement": (20, 20, 20)},
+        bad=[("refinement", _with(refinement=lambda _: (7, 0))), ("refinement", _with(refinement=lambda _: ()))],
+    ),
+]

@@ -1,0 +1,197 @@
+"""The contract every op keeps, forward and backward, on both of its paths (ops_table.py: one row an op)."""
+
+import pytest
+import torch
+from checks import assert_close, error, outputs_and_gradients
+from ops_table import DEVICE, OPS, Shape
+
+# any T around the chunk size of 64, head sizes that are no powers of two, grouped heads
+SHAPES = [
+    Shape(2, 1, 2, 2, 32, 32),
+    Shape(1, 17, 4, 2, 48, 32),
+    Shape(1, 63, 2, 1, 32, 64),
+    Shape(2, 64, 1, 1, 64, 48),
+    Shape(1, 65, 2, 2, 96, 96),
+    Shape(1, 130, 2, 1, 32, 40),
+    Shape(1, 66, 1, 1, 128, 128),
+]
+LARGEST = Shape(1, 20, 1, 1, 256, 256)
+SMALL = Shape(1, 70, 2, 1, 32, 32)
+
+every_op = pytest.mark.parametrize("op", OPS, ids=str)
+
+
+def within(op, dtype=torch.float32):
+    return lambda name: op.tolerance(dtype, grad=name.startswith("d "))
+
+
+@every_op
+@pytest.mark.parametrize("shape", [*SHAPES, LARGEST], ids=str)
+@pytest.mark.parametrize("carried", [False, True], ids=["fresh", "carried"])
+def test_equals_naive(op, shape, carried, backend, poisoned_empty):
+    if backend == "triton" and DEVICE == "cpu" and carried == (shape in SHAPES[::2]):
+        pytest.skip("the interpreter is slow: each shape runs once there, with or without a carried state")
+    inputs = op.draw(shape, torch.float32)
+    state = op.draw_state(shape, shape.B, torch.float32) if carried else None
+    weights = []
+    want = outputs_and_gradients(op, op.naive, inputs, state, weights=weights)
+    got = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
+    assert_close(got, want, within(op))
+
+
+@every_op
+def test_float64(op, monkeypatch):
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    inputs, state = op.draw(SMALL, torch.float64), op.draw_state(SMALL, 1, torch.float64)
+    (got, got_state), (want, want_state) = (op.run(fn, inputs, state) for fn in (op.fast, op.naive))
+    assert got.dtype == got_state[0].dtype == torch.float64
+    assert max(error(a, b) for a, b in zip((got, *got_state), (want, *want_state), strict=True)) <= op.tolerance(
+        torch.float64
+    )
+
+
+@every_op
+def test_split_with_carried_state_equals_whole(op, backend):
+    """Outputs, final state, and the gradients that reach the first part through the state."""
+    inputs = op.draw(SMALL, torch.float32)
+
+    def split(**leaves):
+        cuts, parts, state = (0, 1, 30, SMALL.T), [], leaves.pop("initial_state")
+        leaves.pop("cu_seqlens")
+        options = {name: leaves.pop(name) for name in op.options}
+        for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+            o, state = op.fast(**op.tokens(leaves, slice(start, stop)), **options, initial_state=state)
+            parts.append(o)
+        return torch.cat(parts, 1), state
+
+    weights = []
+    want = outputs_and_gradients(op, op.fast, inputs, None, weights=weights)
+    assert_close(outputs_and_gradients(op, split, inputs, None, weights=weights), want, within(op))
+
+
+@every_op
+def test_steps_equal_chunks(op, backend):
+    shape = SMALL._replace(B=2, T=9, H=4, Hk=2, D=48)
+    inputs, state = op.draw(shape, torch.float32), op.draw_state(shape, 2, torch.float32)
+    want, want_state = op.run(op.fast, inputs, state)
+    state = tuple(s.clone() for s in state)
+    got = torch.cat([op.step(op, op.tokens(inputs, slice(t, t + 1)), state) for t in range(shape.T)], 1)
+    assert error(got, want) <= op.tolerance(torch.float32)
+    assert all(error(a, b) <= op.tolerance(torch.float32) for a, b in zip(state, want_state, strict=True))
+
+
+@every_op
+def test_packed_equals_separate(op, backend):
+    inputs = op.draw(SMALL, torch.float32)
+    bounds = [0, 1, 1, 40, SMALL.T]  # the second sequence is empty
+    state = op.draw_state(SMALL, 4, torch.float32)
+
+    def separate(**leaves):
+        states, _ = leaves.pop("initial_state"), leaves.pop("cu_seqlens")
+        options = {name: leaves.pop(name) for name in op.options}
+        states = states if isinstance(states, tuple) else (states,)
+        outputs, finals = [], []
+        for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            own = tuple(s[n : n + 1] for s in states)
+            if start < stop:
+                part = op.tokens(leaves, slice(start, stop))
+                o, own = op.fast(**part, **options, initial_state=own if len(own) > 1 else own[0])
+                outputs.append(o)
+            finals.append(own if isinstance(own, tuple) else (own,))
+        return torch.cat(outputs, 1), tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
+
+    for dtype in (torch.int32, torch.int64):
+        cu_seqlens, weights = torch.tensor(bounds, dtype=dtype, device=DEVICE), []
+        want = outputs_and_gradients(op, separate, inputs, state, weights=weights)
+        got = outputs_and_gradients(op, op.fast, inputs, state, cu_seqlens, weights=weights)
+        assert_close(got, want, within(op))
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op.silence], ids=str)
+@pytest.mark.parametrize("side", ["left", "right", "mixed"])
+def test_padding_writes_nothing(op, side, backend):
+    """Padded rows equal the rows alone; no gradient of a padded key or value, none that is not finite."""
+    shape = SMALL._replace(B=2)
+    mask = torch.zeros(2, shape.T, dtype=torch.bool, device=DEVICE)
+    if side != "right":
+        mask[0, :21] = True
+    if side != "left":
+        mask[1, 33:] = True
+    leaves = {name: t.requires_grad_() for name, t in op.draw(shape, torch.float32).items()}
+    o, final = op.run(op.fast, op.silence(leaves, mask))
+    assert torch.isfinite(o).all()
+    # what comes out at padding is thrown away
+    loss = o.masked_fill(mask[:, :, None, None], 0).square().sum() + sum(s.square().sum() for s in final)
+    grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    for b in range(2):
+        alone = {name: t.detach()[b : b + 1, ~mask[b]].requires_grad_() for name, t in leaves.items()}
+        o_alone, final_alone = op.run(op.fast, alone)
+        assert error(o[b : b + 1, ~mask[b]], o_alone) <= op.tolerance(torch.float32)
+        assert all(
+            error(s[b : b + 1], a) <= op.tolerance(torch.float32) for s, a in zip(final, final_alone, strict=True)
+        )
+        loss = o_alone.square().sum() + sum(s.square().sum() for s in final_alone)
+        alone_grads = dict(zip(alone, torch.autograd.grad(loss, list(alone.values())), strict=True))
+        for name, grad in grads.items():
+            assert error(grad[b : b + 1, ~mask[b]], alone_grads[name]) <= op.tolerance(torch.float32, grad=True), name
+            assert torch.isfinite(grad).all(), name
+            if name in ("q", "v", "beta", "log_decay") and name in op.silence(leaves, mask) and name != "log_decay":
+                assert not grad[b, mask[b]].any(), name
+
+
+@every_op
+def test_is_causal(op, backend):
+    inputs = op.draw(SMALL, torch.float32)
+    changed = {name: t if name in op.parameters else t.clone() for name, t in inputs.items()}
+    for name, t in changed.items():
+        if name not in op.parameters:
+            t[:, 40:] *= 0.5
+    o, changed_o = (op.run(op.fast, x)[0] for x in (inputs, changed))
+    assert torch.equal(o[:, :40], changed_o[:, :40])
+
+
+@every_op
+def test_gradcheck_of_naive(op):
+    """The truth itself: its autograd gradient against finite differences in float64."""
+    if "refinement" in op.options:
+        pytest.skip("the same recurrence as the row without refinement")
+    shape = Shape(1, 4, 2, 1, 3, 2)
+    inputs, state = op.draw(shape, torch.float64), op.draw_state(shape, 1, torch.float64)
+    names = list(inputs)
+
+    def fn(*tensors):
+        given, state = dict(zip(names, tensors, strict=False)), tensors[len(names) :]
+        o, final = op.run(op.naive, given, state)
+        return o, *final
+
+    assert torch.autograd.gradcheck(fn, [t.requires_grad_() for t in (*inputs.values(), *state)])
+
+
+@every_op
+def test_gradient_of_log_decay_stays_local(op, backend):
+    """Its sums run inside chunks: the error does not grow with the length of the sequence."""
+    if "log_decay" not in op.draw(SMALL, torch.float32):
+        pytest.skip("no decay")
+    if backend == "triton" and DEVICE == "cpu":
+        pytest.skip("too long for the interpreter")
+    shape = Shape(1, 320, 1, 1, 32, 32)
+    inputs, weights = op.draw(shape, torch.float32), []
+    inputs["log_decay"] *= 0.01
+    want = outputs_and_gradients(op, op.naive, inputs, None, weights=weights)
+    got = outputs_and_gradients(op, op.fast, inputs, None, weights=weights)
+    assert error(got["d log_decay"], want["d log_decay"]) <= op.tolerance(torch.float32, grad=True)
+
+
+@every_op
+@pytest.mark.parametrize("decay", [0.0, -30.0, -1e4], ids=["none", "strong", "total"])
+def test_extreme_decay(op, decay, backend):
+    inputs = op.draw(SMALL, torch.float32)
+    if "log_decay" not in inputs:
+        pytest.skip("no decay")
+    inputs["log_decay"].fill_(decay)
+    weights = []
+    want = outputs_and_gradients(op, op.naive, inputs, None, weights=weights)
+    got = outputs_and_gradients(op, op.fast, inputs, None, weights=weights)
+    # a gradient that is zero in exact arithmetic has no relative error
+    got.pop("d log_decay"), want.pop("d log_decay")
+    assert_close(got, want, within(op))

@@ -1,0 +1,115 @@
+"""Ops as torch sees them: torch.compile without graph breaks, torch.library's own checks, and errors for bad input."""
+
+import pytest
+import torch
+from checks import error
+from ops_table import OPS, Shape
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SHAPE = Shape(1, 20, 2, 1, 32, 32)
+every_op = pytest.mark.parametrize("op", OPS, ids=str)
+once_per_function = pytest.mark.parametrize("op", [op for op in OPS if "refinement" not in op.options], ids=str)
+
+
+class Recorder(TorchDispatchMode):
+    """Collects the calls of our custom ops, so that the tests need no list of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "hf_memmix":
+            tensors = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
+            self.calls.setdefault(func, (tensors, dict(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+@once_per_function
+def test_compiles_to_one_graph(op, backend):
+    inputs = {name: t.requires_grad_() for name, t in op.draw(SHAPE, torch.float32).items()}
+    state = op.draw_state(SHAPE, 1, torch.float32)
+
+    def loss(inputs, state):
+        o, final = op.run(op.fast, inputs, state)
+        return o.square().sum() + sum(s.square().sum() for s in final)
+
+    eager = torch.autograd.grad(loss(inputs, state), list(inputs.values()))
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(inputs, state)
+    got = torch.autograd.grad(compiled, list(inputs.values()))
+    assert all(error(a, b) <= 1e-5 for a, b in zip(got, eager, strict=True))
+
+
+@every_op
+def test_step_compiles_and_updates_in_place(op, backend):
+    inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 1))
+    state = op.draw_state(SHAPE, 1, torch.float32)
+    mine, theirs = (tuple(s.clone() for s in state) for _ in range(2))
+    want = op.step(op, inputs, theirs)
+    torch._dynamo.reset()
+    got = torch.compile(lambda inputs, state: op.step(op, inputs, state), fullgraph=True, backend="aot_eager")(
+        inputs, mine
+    )
+    assert error(got, want) <= 1e-6
+    assert all(error(a, b) <= 1e-6 for a, b in zip(mine, theirs, strict=True))
+
+
+@once_per_function
+def test_opcheck(op):
+    inputs = {name: t.requires_grad_() for name, t in op.draw(SHAPE, torch.float32).items()}
+    with Recorder() as recorder:
+        o, final = op.run(op.fast, inputs)
+        (o.sum() + sum(s.sum() for s in final)).backward()
+        one = op.tokens({name: t.detach() for name, t in inputs.items()}, slice(0, 1))
+        op.step(op, one, op.draw_state(SHAPE, 1, torch.float32))
+    names = {func.name().rsplit("_", 1)[-1] for func in recorder.calls}
+    assert names == {"fwd", "bwd", "step"}
+    for func, (args, kwargs) in recorder.calls.items():
+        if func.name().endswith("_fwd"):
+            args = [a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+        torch.library.opcheck(func, args, kwargs)
+
+
+@pytest.mark.parametrize(("op", "message", "change"), [(op, *bad) for op in OPS for bad in op.bad])
+def test_bad_input_raises(op, message, change):
+    inputs = op.draw(SHAPE._replace(B=2), torch.float32)
+    arguments = {**op.options, **change(inputs)}
+    if "initial_state" in arguments and arguments["initial_state"] is None:
+        wrong = op.draw_state(SHAPE, 3, torch.float32)
+        arguments["initial_state"] = wrong if len(wrong) > 1 else wrong[0]
+    with pytest.raises(ValueError, match=message):
+        op.fast(**arguments)
+
+
+@every_op
+def test_step_refuses_two_tokens(op):
+    inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 2))
+    with pytest.raises(ValueError, match="token"):
+        op.step(op, inputs, op.draw_state(SHAPE, 1, torch.float32))
+
+
+@pytest.mark.parametrize("value", ["cuda", ""])
+def test_unknown_backend_raises(value, monkeypatch):
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", value)
+    op = OPS[0]
+    with pytest.raises(ValueError, match="HF_MEMMIX_BACKEND"):
+        op.run(op.fast, op.draw(SHAPE, torch.float32))
+
+
+def test_short_conv_pads_by_lengths(backend):
+    """Right-padded rows equal the rows alone, whatever the padding holds; no gradient reaches it."""
+    import hf_memmix_kernels as K
+
+    op, shape = OPS[0], Shape(3, 19, 1, 1, 40, 1)
+    inputs, (state,) = op.draw(shape, torch.float32), op.draw_state(shape, 3, torch.float32)
+    lengths = torch.tensor([19, 0, 2], device=state.device)
+    padded = torch.arange(19, device=state.device) >= lengths[:, None]
+    x = inputs["x"].masked_fill(padded[..., None], float("nan")).requires_grad_()
+    y, final = K.short_conv(x, inputs["weight"], inputs["bias"], initial_state=state, lengths=lengths)
+    want, want_final = K.naive_short_conv(
+        inputs["x"], inputs["weight"], inputs["bias"], initial_state=state, lengths=lengths
+    )
+    assert error(y, want) <= 1e-5 and error(final, want_final) <= 1e-5
+    (grad,) = torch.autograd.grad(y.square().sum() + final.square().sum(), x)
+    assert torch.isfinite(grad).all() and not grad[padded].any()

@@ -21,6 +21,7 @@ def models():
 
 
 @pytest.mark.parametrize("static", [False, True])
+@torch.inference_mode()
 def test_a_filled_cache_decodes_like_one_of_its_length(models, static):
     for model in models:
         cache = context_cost.filled_cache(model, 300, max_cache_len=310 if static else None)

@@ -141,6 +141,7 @@ def run_demo(
         "seconds": seconds | {"total": round(time.perf_counter() - started, 1)},
     }
     (output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    results = json.loads((output / "results.json").read_text())
     plot_context_cost(results, output / "plot.png")
     return results
 

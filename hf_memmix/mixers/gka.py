@@ -28,6 +28,12 @@ from .base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
 
 EPS = 1e-6  # of the unit norm of q and k, and added to beta, as released
 MAX_HEAD_DIM = 256
+ROPE_LAYOUTS = ("half", "pairs", "single")
+
+# where a layer starts that takes over an attention: measured, see conversion/results/gka_init.json
+START_LOGIT = 2.0  # of alpha and beta
+START_GATE_BIAS = 0.485  # silu of it is 0.3
+START_HALF_LIVES = (1.0, 64.0)  # tokens, log-spaced over the heads
 
 
 @dataclass
@@ -45,6 +51,9 @@ class GKAOptions(MixerOptions):
         conv_size: taps of the short convolutions.
         conv_activation: "silu", or None to let the sign of q and k pass, as a conversion from attention wants it.
         use_rope: rotate q and k with the backbone's rotary embeddings, after the convolution.
+        rope_layout: how the backbone lays out cos and sin, see `AttentionWeights.rotary`.
+        use_o_norm: RMSNorm of each head's output; without it y = U x, unscaled, has a size as attention has.
+        gate_bias: a bias of the output gate, so that it can start open.
         qk_norm: None, "head" (an RMSNorm over each head, as in Qwen3) or "full" (over all heads, as in OLMo 2) of q
             and k before the convolution.
         qkv_bias, o_bias: biases of the projections.
@@ -65,6 +74,9 @@ class GKAOptions(MixerOptions):
     conv_size: int = 4
     conv_activation: str | None = "silu"
     use_rope: bool = False
+    rope_layout: str = "half"
+    use_o_norm: bool = True
+    gate_bias: bool = False
     qk_norm: str | None = None
     qkv_bias: bool = False
     o_bias: bool = False
@@ -82,6 +94,8 @@ class GKAOptions(MixerOptions):
             raise ValueError(f"conv_size={self.conv_size} must be 2 to 16; the release has 4")
         if self.conv_activation not in (None, "silu"):
             raise ValueError(f"conv_activation={self.conv_activation!r} must be None or 'silu'")
+        if self.rope_layout not in ROPE_LAYOUTS:
+            raise ValueError(f"rope_layout={self.rope_layout!r} must be one of {ROPE_LAYOUTS}")
         if self.qk_norm not in (None, "head", "full"):
             raise ValueError(f"qk_norm={self.qk_norm!r} must be None, 'head' or 'full'")
 
@@ -127,13 +141,18 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, T, H, D] by cos, sin [B, T, d], d <= D: the first d channels, in two halves."""
-    size = cos.shape[-1]
+    """Rotary embedding of x [B, T, H, D] by cos, sin [B, T, d/2], d <= D: channels i and i + d/2 are a pair."""
+    half = cos.shape[-1]
     cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
-    turned, rest = x[..., :size], x[..., size:]
-    first, second = turned.chunk(2, -1)
-    turned = turned * cos + torch.cat([-second, first], -1) * sin
-    return torch.cat([turned, rest], -1)
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def one_angle_a_pair(x: Tensor, layout: str) -> Tensor:
+    """cos or sin [B, T, d] in a layout of `AttentionWeights.rotary` -> [B, T, d/2]; "single" is so already."""
+    if layout == "pairs":
+        return x[..., ::2]
+    return x if layout == "single" else x[..., : x.shape[-1] // 2]
 
 
 def unit(x: Tensor) -> Tensor:
@@ -179,12 +198,13 @@ class GKAMixer(MemoryMixer):
         if options.use_alpha:
             self.alpha_proj = nn.Linear(hidden, self.heads, bias=True)
         if options.use_gate:
-            self.g_proj = nn.Linear(hidden, q_dim, bias=False)
+            self.g_proj = nn.Linear(hidden, q_dim, bias=options.gate_bias)
         if options.qk_norm is not None:
             full = options.qk_norm == "full"
             self.q_norm = RMSNorm(q_dim if full else self.head_dim, options.norm_eps)
             self.k_norm = RMSNorm(kv_dim if full else self.head_dim, options.norm_eps)
-        self.o_norm = RMSNorm(self.head_dim, options.norm_eps)
+        if options.use_o_norm:
+            self.o_norm = RMSNorm(self.head_dim, options.norm_eps)
 
     def project(self, x, rotary):
         options = self.options
@@ -201,7 +221,8 @@ class GKAMixer(MemoryMixer):
                 raise ValueError(
                     "use_rope=True, but this backbone has no rotary embeddings; set mixers['gka']['use_rope'] to False"
                 )
-            tokens |= {"cos": rotary[0], "sin": rotary[1]}
+            cos, sin = (one_angle_a_pair(t, options.rope_layout) for t in rotary)
+            tokens |= {"cos": cos, "sin": sin}
         if options.use_decay:
             rate = F.softplus(wide(self.a_proj(x)) + wide(self.dt_bias))
             tokens["log_decay"] = -wide(self.A_log).exp() * rate
@@ -253,7 +274,7 @@ class GKAMixer(MemoryMixer):
         )
 
     def readout(self, y, x):
-        y = self.o_norm(y).flatten(2)
+        y = (self.o_norm(y) if self.options.use_o_norm else y).flatten(2)
         if self.options.use_gate:
             y = y * F.silu(self.g_proj(x))
         return self.o_proj(y)
@@ -283,7 +304,10 @@ class GKAMixer(MemoryMixer):
 
     @classmethod
     def options_for(cls, attention):
-        options = {}
+        # measured: signs, positions and output size as attention has them halve the error after a short alignment
+        options = {"conv_activation": None, "use_o_norm": False, "gate_bias": True}
+        if attention.rotary is not None:
+            options |= {"use_rope": True, "rope_layout": attention.rotary}
         if attention.q_bias is not None:
             options["qkv_bias"] = True
         if attention.o_bias is not None:
@@ -296,8 +320,8 @@ class GKAMixer(MemoryMixer):
     def init_from_attention(self, attention: AttentionWeights) -> list[TensorFate]:
         """q, k, v, o and their biases and norms are copied; the convolutions start as the identity.
 
-        Everything else (gates, decay, output norm) keeps its fresh values. Raises ValueError if the sizes differ or if
-        a tensor has no place under the present options.
+        Decay, alpha, beta and the output gate start as constants (`START_*`), whatever the token. Raises ValueError if
+        the sizes differ or if a tensor has no place under the present options.
         """
         shape = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
         if shape != (self.heads, self.kv_heads, self.head_dim):
@@ -328,7 +352,24 @@ class GKAMixer(MemoryMixer):
         for conv in (module for module in self.modules() if isinstance(module, ShortConvolution)):
             conv.weight.zero_()
             conv.weight[:, :, -1] = 1
+        self._start_gates()
         return fates
+
+    def _start_gates(self):
+        options = self.options
+        if options.use_decay:
+            low, high = (math.log(x) for x in START_HALF_LIVES)
+            rate = math.log(2) / torch.linspace(low, high, self.heads).exp()
+            self.a_proj.weight.zero_()
+            self.A_log.zero_()
+            self.dt_bias.copy_(torch.log(torch.expm1(rate)))  # softplus of it is the rate
+        for used, name in ((options.use_alpha, "alpha_proj"), (options.use_beta, "b_proj")):
+            if used:
+                getattr(self, name).weight.zero_()
+                getattr(self, name).bias.fill_(START_LOGIT)
+        if options.use_gate and options.gate_bias:
+            self.g_proj.weight.zero_()
+            self.g_proj.bias.fill_(START_GATE_BIAS)
 
     def _take(self, field, tensor, target, option):
         parameter = dict(self.named_parameters()).get(target)
@@ -363,4 +404,6 @@ class GKAMixer(MemoryMixer):
     def _solver(self) -> dict:
         options = self.options
         refinement = None if options.refinement is None else tuple(options.refinement)
-        return {"num_iterations": options.num_iterations, "refinement": refinement, "ridge": options.ridge}
+        scale = None if options.use_o_norm else 1.0
+        solver = {"num_iterations": options.num_iterations, "refinement": refinement, "ridge": options.ridge}
+        return solver | {"scale": scale}

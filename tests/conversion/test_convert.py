@@ -57,8 +57,8 @@ def test_fused_and_separate_projections_convert_alike():
 def test_grouped_keys_and_values_follow_their_heads():
     """Permuting kv groups together with their query heads permutes the mixer's heads: the output stays the same."""
     teacher = tiny_teacher("llama", layers=2)
-    # the fresh parameters do not know of the permutation: leave them out
-    bare = {"use_gate": False, "use_beta": False, "use_alpha": False, "use_decay": False}
+    # decay and gate differ from head to head: leave them out
+    bare = {"use_gate": False, "use_decay": False}
     student = convert_model(teacher, keep=[0], **bare)
     swapped = copy.deepcopy(teacher)
     attention = attention_module(swapped, 1)
@@ -129,10 +129,11 @@ def test_silent_drop_is_an_error(monkeypatch):
 def test_seed_fixes_the_fresh_parameters_and_spares_the_global_generator():
     teacher = tiny_teacher()
     state = torch.get_rng_state()
-    a, b, c = (snapshot(convert_model(teacher, seed=seed)) for seed in (0, 0, 1))
+    # without its bias the output gate is the one parameter that starts at random
+    a, b, c = (snapshot(convert_model(teacher, seed=seed, gate_bias=False)) for seed in (0, 0, 1))
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(a[name], b[name]) for name in a)
-    assert any(not torch.equal(a[name], c[name]) for name in a)
+    assert {name.split(".")[-2] for name in a if not torch.equal(a[name], c[name])} == {"g_proj"}
 
 
 def test_bf16_teacher_gives_a_bf16_student_with_fp32_decays():

@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 
 import hf_memmix
 from testing import (
-    TOLERANCE,
+    TOLERANCES,
     assert_same,
     assert_same_tokens,
     difference,
@@ -33,7 +33,7 @@ def uncached_greedy(model, ids, new_tokens=NEW_TOKENS):
     """The prompt with its greedy continuation and the logits [B, new_tokens, V] behind it, by full forwards."""
     logits = []
     for _ in range(new_tokens):
-        logits.append(model(ids, use_cache=False).logits[:, -1].float())
+        logits.append(model(ids, use_cache=False).logits[:, -1])
         ids = torch.cat([ids, logits[-1].argmax(-1, keepdim=True)], 1)
     return ids, torch.stack(logits, 1)
 
@@ -48,7 +48,9 @@ def greedy(model, ids, new_tokens=NEW_TOKENS, **kwargs):
 
 def assert_same_generation(out, expected, what):
     """The same tokens for the same reasons: equal tokens alone hide a damaged state if it does not tip the argmax."""
-    assert_same(torch.stack(out.logits, 1), expected[1], f"{what}, logits")
+    # generate() hands logits out in fp32, rounded at the very end
+    tolerance = max(TOLERANCES[expected[1].dtype], 1e-6)
+    assert_same(torch.stack(out.logits, 1).to(expected[1].dtype), expected[1], f"{what}, logits", tolerance)
     assert_same_tokens(out.sequences, expected[0], what)
 
 
@@ -107,7 +109,7 @@ def check_memory_reaches_the_end(model):
     other = ids.clone()
     other[:, 0] = ids[:, 0] % 90 + 5
     moved = difference(model(other, use_cache=False).logits[:, -1], model(ids, use_cache=False).logits[:, -1])
-    assert moved > 50 * TOLERANCE, f"the first token moves the last logits by {moved:.1e} only"
+    assert moved > 0.01, f"the first token moves the last logits by {moved:.1e} only"
 
 
 @torch.no_grad()
@@ -123,6 +125,12 @@ def check_splits(model):
             parts.append(out.logits)
         assert_same(torch.cat(parts, 1), full, f"split into {sizes}")
         assert int(cache.get_seq_length()) == 19
+
+
+def random_weights(model, batch, length):
+    """Weights of the logits, whose weighted sum is a loss that looks at all of them."""
+    shape = (batch, length, model.config.vocab_size)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(model.dtype)
 
 
 def _padded_batch(kind, lengths, length):
@@ -152,7 +160,7 @@ def check_padding(model, kinds=("left", "right", "mixed")):
     length, lengths = 13, (9, 13, 4)
     embed = model.get_input_embeddings()
     ids = random_ids(3, length)  # pads hold ordinary tokens: only the mask tells them apart
-    weights = torch.randn(3, length, model.config.vocab_size, generator=torch.Generator().manual_seed(0))
+    weights = random_weights(model, 3, length)
     for kind in kinds:
         mask = _padded_batch(kind, lengths, length)
         embeds = embed(ids).detach()
@@ -169,7 +177,7 @@ def check_padding(model, kinds=("left", "right", "mixed")):
             assert_same(grad[i, valid], alone[1][0], f"{kind} padding, row {i}, gradient")
             summed = alone[2] if summed is None else [a + b for a, b in zip(summed, alone[2], strict=True)]
         for got, expected in zip(parameter_grads, summed, strict=True):
-            assert_same(got, expected, f"{kind} padding, gradient of a parameter", 10 * TOLERANCE)
+            assert_same(got, expected, f"{kind} padding, gradient of a parameter")
 
 
 def packed_kwargs(lengths, kind):
@@ -194,7 +202,7 @@ def check_packed(model, kinds=("position_ids", "seq_idx", "cu_seq_lens_q")):
     """Sequences packed into one row equal the sequences alone, forward and backward."""
     lengths = (5, 1, 10, 3)
     ids = random_ids(1, sum(lengths))
-    weights = torch.randn(1, sum(lengths), model.config.vocab_size, generator=torch.Generator().manual_seed(0))
+    weights = random_weights(model, 1, sum(lengths))
 
     def run(embeds, weights, **kwargs):
         embeds = embeds.detach().requires_grad_()

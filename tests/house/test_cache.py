@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import DynamicCache, StaticCache
 
 from hf_memmix import RecurrentStateCache
@@ -44,7 +45,7 @@ def test_bytes_are_those_of_the_tensors():
     model = tiny_model("llama", "odd")
     cache = read(model, random_ids(2, 7))
     states = sum(state.nbytes for i in mixers_of(model) for state in cache.layers[i].get().values())
-    keys_and_values = 2 * 2 * (2 * 2 * 7 * 8) * 4  # two kept layers, keys and values of [2, 2, 7, 8] in fp32
+    keys_and_values = 2 * 2 * (2 * 2 * 7 * 8) * 8  # two kept layers, keys and values of [2, 2, 7, 8] in float64
     assert cache.nbytes == states + keys_and_values
 
 
@@ -254,9 +255,6 @@ def test_damaged_state_file(damage, tmp_path):
     elif damage == "missing":
         file.unlink()
     else:
-        torch.nn.Module()
-        from safetensors.torch import save_file
-
         save_file({"a": torch.zeros(3)}, file)
     with pytest.raises(ValueError, match=file.name):
         RecurrentStateCache.from_pretrained(tmp_path)

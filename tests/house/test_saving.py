@@ -1,5 +1,6 @@
 """Checkpoints: save, load, shards, dtypes, ties, the Hub's folder, loading without the import."""
 
+import functools
 import json
 import os
 import pickle
@@ -9,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 from transformers.utils import hub
 
+import testing
 from testing import (
     FAMILIES,
     assert_same,
@@ -23,9 +24,9 @@ from testing import (
     random_ids,
     randomize,
     tiny_config,
-    tiny_model,
 )
 
+tiny_model = functools.partial(testing.tiny_model, dtype=torch.float32)  # as they are saved
 IDS = random_ids(2, 9)
 
 
@@ -242,7 +243,7 @@ torch.save({"logits": logits, "tokens": tokens, "class": type(model).__name__}, 
 
 def test_load_without_the_import(tmp_path):
     """A process that has never heard of us loads through auto_map if it trusts the code, saves, and unpickles."""
-    model = tiny_model("gemma3_text", "odd")
+    model = build(tiny_config("gemma3_text", "odd"))
     folder, again = tmp_path / "first", tmp_path / "again"
     model.save_pretrained(folder)
     (folder / "model.pickle").write_bytes(pickle.dumps(model))
@@ -286,7 +287,7 @@ def test_meta_device_round_trip(tmp_path):
     assert all(p.is_meta for p in empty.parameters())
     model = randomize(AutoModelForCausalLM.from_config(tiny_config("llama", "odd")))
     model.save_pretrained(tmp_path)
-    again, report = load(tmp_path, low_cpu_mem_usage=True) if transformers.__version__ < "5" else load(tmp_path)
+    again, report = load(tmp_path)
     assert report == NOTHING
     assert not any(p.is_meta for p in again.parameters())
 

@@ -1,0 +1,181 @@
+"""Training with the tools that users have: loss, Trainer, PEFT, gradient checkpointing, truncated backpropagation."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from testing import FAMILIES, assert_same, build, mixers_of, random_ids, tiny_config, tiny_model
+
+IDS = random_ids(4, 12)
+
+
+def fit(model, steps=20, rate=1e-2):
+    """Losses of a few steps on one batch."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("family", ("llama", "gpt_neox", "mixtral"))
+def test_loss_falls(family, layout):
+    losses = fit(build(tiny_config(family, layout)).train())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_mixer_parameter_gets_a_gradient(family):
+    model = tiny_model(family, "odd", fresh=True)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    for i, mixer in mixers_of(model).items():
+        for name, parameter in mixer.named_parameters():
+            assert parameter.grad is not None, f"layer {i}: {name} is not used"
+            assert torch.isfinite(parameter.grad).all(), f"layer {i}: {name}"
+            assert parameter.grad.any(), f"layer {i}: {name} has gradient zero"
+
+
+def test_frozen_parameters_get_none():
+    """Align trains the mixers alone."""
+    model = tiny_model("llama", "odd", fresh=True)
+    model.requires_grad_(False)
+    for mixer in mixers_of(model).values():
+        mixer.requires_grad_(True)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == {
+        name for name, _ in model.named_parameters() if ".1.self_attn" in name or ".3.self_attn" in name
+    }
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_autocast(dtype):
+    model = build(tiny_config("llama", "odd")).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model.to(dtype)(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_gradient_flows_through_a_carried_state():
+    """Two chunks with the cache between them give the gradients of the whole: no detach on the way."""
+    model = tiny_model("llama", "all", fresh=True)
+    whole = model(IDS, use_cache=False).logits[:, 6:].square().sum()
+    expected = torch.autograd.grad(whole, mixers_of(model)[0].k_proj.weight)[0]
+    first = model(IDS[:, :6], use_cache=True)
+    second = model(IDS[:, 6:], past_key_values=first.past_key_values, use_cache=True)
+    actual = torch.autograd.grad(second.logits.square().sum(), mixers_of(model)[0].k_proj.weight)[0]
+    assert_same(actual, expected)
+
+
+# ---- PEFT
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("llama", None),
+        ("gpt_neox", ["q_proj", "v_proj"]),
+        ("gemma3_text", "all-linear"),
+        ("gpt2", ["q_proj", "o_proj"]),
+    ],
+)
+def test_lora(family, targets, tmp_path):
+    """Adapters train, are saved and loaded, and merge into the weights; `None` takes the default targets."""
+    model = build(tiny_config(family, "odd"))
+    base = {name: p.clone() for name, p in model.named_parameters()}
+    config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=True)
+    adapted = get_peft_model(model, config).train()
+    names = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert any(".1." in name and "lora" in name for name in names)
+    losses = fit(adapted, 6)
+    assert losses[-1] < losses[0]
+    adapted.eval()
+    with torch.no_grad():
+        expected = adapted(input_ids=IDS).logits
+    adapted.save_pretrained(tmp_path)
+    with torch.no_grad():
+        fresh = PeftModel.from_pretrained(build(model.config), tmp_path).eval()
+        assert_same(fresh(input_ids=IDS).logits, expected, "adapter loaded", tolerance=1e-6)
+        tokens = adapted.generate(input_ids=IDS, max_new_tokens=4, do_sample=False)
+        merged = adapted.merge_and_unload()
+        assert_same(merged(input_ids=IDS).logits, expected, "merged")
+        assert tokens.tolist() == merged.generate(input_ids=IDS, max_new_tokens=4, do_sample=False).tolist()
+    changed = {name for name, p in merged.named_parameters() if not torch.equal(p, base[name])}
+    assert changed
+    assert all("_proj" in name or "dense" in name or "_fc" in name or "query" in name for name in changed)
+
+
+# ---- Trainer
+
+
+class StopAt(TrainerCallback):
+    """Ends a training early, as a lost machine would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def trainer(model, folder, **kwargs):
+    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in random_ids(12, 10, seed=7)]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        max_steps=6,
+        save_steps=3,
+        learning_rate=1e-3,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=0,
+    )
+    return Trainer(model=model, args=arguments, train_dataset=rows, **kwargs)
+
+
+def parameters(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("family", ("llama", "gpt2"))
+def test_trainer_resumes(family, tmp_path):
+    """Three steps, a stop and three more give the very weights of six steps."""
+    config = tiny_config(family, "odd")
+    whole = trainer(build(config), tmp_path / "whole")
+    whole.train()
+    trainer(build(config), tmp_path / "parts", callbacks=[StopAt(3)]).train()
+    resumed = trainer(build(config, seed=5), tmp_path / "parts")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert torch.equal(parameters(resumed.model), parameters(whole.model))
+    losses = [[row["loss"] for row in t.state.log_history if "loss" in row] for t in (whole, resumed)]
+    assert losses[0] == losses[1]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "parts" / "checkpoint-6")
+    assert torch.equal(parameters(loaded), parameters(resumed.model))
+
+
+def test_trainer_with_padding_and_packing(tmp_path):
+    """The collators of transformers: padded rows, and rows flattened into one with position ids that start again."""
+    from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening
+
+    from testing import word_tokenizer
+
+    rows = [{"input_ids": random_ids(1, n, seed=n)[0].tolist()} for n in (5, 9, 3, 7)]
+    model = build(tiny_config("llama", "odd")).double().train()
+    padded = DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)([dict(row) for row in rows])
+    flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)([dict(row) for row in rows])
+    # flattening drops the first token of every row from the loss, and so does the shift of a padded batch
+    losses = [model(**batch, use_cache=False).loss for batch in (padded, flat)]
+    assert_same(losses[0][None], losses[1][None])
+    grads = [torch.autograd.grad(loss, mixers_of(model)[1].v_proj.weight)[0] for loss in losses]
+    assert_same(*grads)

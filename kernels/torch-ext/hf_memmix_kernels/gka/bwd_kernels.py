@@ -16,6 +16,7 @@ from .tiles import (
     dot,
     load_gate,
     load_rows,
+    load_split,
     load_state,
     load_state_transposed,
     solve,
@@ -42,35 +43,46 @@ def gka_bwd_kernel_solve(
 
     G = tl.cumsum(load_gate(log_decay + i_h, tokens, end, H), 0)
     b = load_gate(beta + i_h, tokens, end, H)
-    zeta = tl.exp(G)
-    DW = decay_from(G, C) * (b * b)[None, :]
     b_k = load_rows(k + i_hk * D, tokens, end, HK * D, 0, D, DK)
     b_v = load_rows(v + i_hk * DVR, tokens, end, HK * DVR, 0, DVR, DV)
     b_do = load_rows(do + i_h * DVR, tokens, end, H * DVR, 0, DVR, DV)
 
     # d_mixed = scale * U_t^T do_t
-    scores = dot(b_do, tl.trans(b_v)) * DW
-    d_mixed = dot(b_do, load_state_transposed(UT0, i_chunk, i_h, H, DK, DV)) * zeta[:, None]
+    scores = dot(b_do, tl.trans(b_v)) * decay_from(G, C) * (b * b)[None, :]
+    d_mixed = dot(b_do, load_state_transposed(UT0, i_chunk, i_h, H, DK, DV)) * tl.exp(G)[:, None]
     d_mixed = scale * (d_mixed + dot(scores.to(b_k.dtype), b_k))
 
-    b_q = load_rows(q + i_h * D, tokens, end, H * D, 0, D, DK).to(tl.float32)
-    b_x = load_rows(x + i_h * D, tokens, end, H * D, 0, D, DK)
+    q += i_h * D
+    x += i_h * D
+    z += i_h * D
+    dq += i_h * D
     mix = load_gate(alpha + i_h, tokens, end, H)
+    b_q = load_rows(q, tokens, end, H * D, 0, D, DK).to(tl.float32)
+    b_x = load_rows(x, tokens, end, H * D, 0, D, DK)
     tl.store(dalpha + gate, tl.sum((b_x - b_q) * d_mixed, 1), mask=valid)
     b_local = tl.sum((b_q + mix[:, None] * (b_x - b_q)) * d_mixed, 1)
 
+    # the results' own memory keeps d_mixed, in two parts, while the solver has the registers
+    SPLIT: tl.constexpr = k.dtype.element_ty != tl.float32
+    store_rows(dq, d_mixed, tokens, end, H * D, D, DK)
+    if SPLIT:
+        high = d_mixed.to(k.dtype.element_ty).to(tl.float32)
+        store_rows(z, d_mixed - high, tokens, end, H * D, D, DK)
+    tl.debug_barrier()
     b_H0 = load_state(H0, i_chunk, i_h, H, DK, DK)
-    norm = state_norm(b_k, b_H0, DW, zeta)
-    b_z = solve(mix[:, None] * d_mixed, b_k, b_H0, DW, zeta, norm, steps, counts, ridge, PHASES)
-    store_rows(z + i_h * D, b_z, tokens, end, H * D, D, DK)
-    store_rows(dq + i_h * D, (1.0 - mix)[:, None] * d_mixed + b_z, tokens, end, H * D, D, DK)
+    norm = state_norm(b_k, b_H0, G, b, C)
+    b_z = solve(dq, z, mix, tokens, end, H * D, D, b_k, b_H0, G, b, norm, steps, counts, ridge, C, DK, PHASES, SPLIT)
+    d_mixed = load_split(dq, z, tokens, end, H * D, D, DK, SPLIT)
+    tl.debug_barrier()  # all have read before any overwrites
+    store_rows(z, b_z, tokens, end, H * D, D, DK)
+    store_rows(dq, (1.0 - mix)[:, None] * d_mixed + b_z, tokens, end, H * D, D, DK)
 
-    b_q = load_rows(q + i_h * D, tokens, end, H * D, 0, D, DK).to(tl.float32)
-    b_x = load_rows(x + i_h * D, tokens, end, H * D, 0, D, DK)
+    b_x = load_rows(x, tokens, end, H * D, 0, D, DK)
     b_ridge = tl.where(norm > 0, 2.0 * ridge * tl.sum(b_x * b_z, 1) / tl.where(norm > 0, norm, 1.0), 0.0)
     tl.store(ridge_t + gate, b_ridge, mask=valid)
-    tl.store(from_start + gate, tl.sum(decay_until(G, C) * (zeta * b_ridge)[None, :], 1), mask=valid)
+    tl.store(from_start + gate, tl.sum(decay_until(G, C) * (tl.exp(G) * b_ridge)[None, :], 1), mask=valid)
     # A x = q at the solution, so <gradient of H_t from its own output, H_t> = -z . q
+    b_q = load_rows(q, tokens, end, H * D, 0, D, DK).to(tl.float32)
     tl.store(local + gate, b_local - tl.sum(b_z * b_q, 1), mask=valid)
 
 
@@ -168,36 +180,40 @@ def gka_bwd_kernel_dkv(
     b = load_gate(beta + i_h, tokens, end, H)
     to_end = tl.exp(tl.sum(g, 0) - G)[:, None]
     DT = decay_until(G, C)
-    b_k = load_rows(k + i_hk * D, tokens, end, HK * D, 0, D, DK)
-    b_v = load_rows(v + i_hk * DVR, tokens, end, HK * DVR, 0, DVR, DV)
-    b_do = load_rows(do + i_h * DVR, tokens, end, H * DVR, 0, DVR, DV)
-    b_q = load_rows(q + i_h * D, tokens, end, H * D, 0, D, DK).to(tl.float32)
-    b_x = load_rows(x + i_h * D, tokens, end, H * D, 0, D, DK)
-    mixed = b_q + load_gate(alpha + i_h, tokens, end, H)[:, None] * (b_x - b_q)
-    dtype: tl.constexpr = k.dtype.element_ty
-
-    # R_i k_i and R_i^T v_i
-    keys_mixed = DT * key_dot(b_k, mixed)
-    R_k = dot(b_k, load_state(RT, i_chunk, i_h, H, DK, DV)) * to_end + scale * dot(keys_mixed.to(dtype), b_do)
-    values_do = DT * dot(b_v, tl.trans(b_do))
-    R_v = dot(b_v, load_state_transposed(RT, i_chunk, i_h, H, DK, DV)) * to_end
-    R_v += scale * dot(values_do.to(dtype), mixed.to(dtype))
     write = b * b
-    store_rows(dv + i_h * DVR, write[:, None] * R_k, tokens, end, H * DVR, DVR, DV)
-    dw = tl.sum(b_v.to(tl.float32) * R_k, 1)
+    dtype: tl.constexpr = k.dtype.element_ty
+    b_k = load_rows(k + i_hk * D, tokens, end, HK * D, 0, D, DK)
+    keys = b_k.to(tl.float32)
+    b_x = load_rows(x + i_h * D, tokens, end, H * D, 0, D, DK)
 
-    # E_i k_i
+    # E_i k_i, all products in one accumulator
     b_z = load_rows(z + i_h * D, tokens, end, H * D, 0, D, DK)
     b_ridge = load_gate(ridge_t + i_h, tokens, end, H)
-    E_k = dot(b_k, load_state(E, i_chunk, i_h, H, DK, DK)) * to_end
-    E_k += dot(b_k, load_state(H0, i_chunk, i_h, H, DK, DK)) * load_gate(from_start + i_h, tokens, end, H)[:, None]
+    b_start = load_gate(from_start + i_h, tokens, end, H)[:, None]
+    E_k = dot((keys * to_end).to(dtype), load_state(E, i_chunk, i_h, H, DK, DK))
+    E_k += dot((keys * b_start).to(dtype), load_state(H0, i_chunk, i_h, H, DK, DK))
     E_k += dot((DT * key_dot(b_k, b_x)).to(dtype), b_z)
     E_k += dot((DT * dot(b_k, tl.trans(b_z))).to(dtype), b_x.to(dtype))
     # sum_t D[t, i] ridge_t D[t, j]: how much of k_j k_j^T token i's sum of ridge_t H_t holds
     shared = tl.dot(DT * b_ridge[None, :], decay_from(G, C), input_precision="tf32")
     E_k += dot((shared * dot(b_k, tl.trans(b_k)) * write[None, :]).to(dtype), b_k)
-    store_rows(dk + i_h * D, write[:, None] * (R_v - E_k), tokens, end, H * D, D, DK)
-    dw -= 0.5 * tl.sum(b_k.to(tl.float32) * E_k, 1)
+    dw = -0.5 * tl.sum(keys * E_k, 1)
+
+    # R_i^T v_i, on top of it
+    b_q = load_rows(q + i_h * D, tokens, end, H * D, 0, D, DK).to(tl.float32)
+    mixed = b_q + load_gate(alpha + i_h, tokens, end, H)[:, None] * (b_x - b_q)
+    b_v = load_rows(v + i_hk * DVR, tokens, end, HK * DVR, 0, DVR, DV)
+    b_do = load_rows(do + i_h * DVR, tokens, end, H * DVR, 0, DVR, DV)
+    b_dk = -E_k
+    b_dk += dot((b_v.to(tl.float32) * to_end).to(dtype), load_state_transposed(RT, i_chunk, i_h, H, DK, DV))
+    b_dk += dot((scale * DT * dot(b_v, tl.trans(b_do))).to(dtype), mixed.to(dtype))
+    store_rows(dk + i_h * D, write[:, None] * b_dk, tokens, end, H * D, D, DK)
+
+    # R_i k_i
+    R_k = dot((keys * to_end).to(dtype), load_state(RT, i_chunk, i_h, H, DK, DV))
+    R_k += dot((scale * DT * key_dot(b_k, mixed)).to(dtype), b_do)
+    store_rows(dv + i_h * DVR, write[:, None] * R_k, tokens, end, H * DVR, DVR, DV)
+    dw += tl.sum(b_v.to(tl.float32) * R_k, 1)
     tl.store(dbeta + gate, 2.0 * b * dw, mask=valid)
 
     difference = load_gate(local + i_h, tokens, end, H) - write * dw

@@ -15,6 +15,7 @@ from .fwd_kernels import gka_fwd_kernel_scan, gka_fwd_kernel_solve
 from .schedule import richardson_steps
 
 SHARED_MEMORY_ROW = 256  # bytes of a state's row at which a chunk of 64 tokens just fits a multiprocessor
+SCAN_TILE = 64
 # (num_warps, num_stages) by kernel, for head sizes up to 64 and above; measured on an H200: gka/README.md
 LAUNCH = {
     "fwd_scan": ((4, 3), (4, 3)),
@@ -69,7 +70,7 @@ class _Launch:
         self.DK, self.DV = (max(16, triton.next_power_of_2(d)) for d in (self.D, self.Dv))
         self.phases, self.ridge = tuple(phases), ridge
         # few sequences: smaller tiles, so that the sequential scans still fill the GPU
-        self.tile = min(64 if self.N * self.H >= 32 else 32, self.DK, self.DV)
+        self.tile = min(SCAN_TILE if self.N * self.H >= 32 else 32, self.DK, self.DV)
         self.tiles = (triton.cdiv(self.DK, self.tile), triton.cdiv(max(self.DK, self.DV), self.tile))
         self.q = q
 

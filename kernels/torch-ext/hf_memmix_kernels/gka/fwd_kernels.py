@@ -83,19 +83,21 @@ def gka_fwd_kernel_solve(
 
     G = tl.cumsum(load_gate(log_decay + i_h, tokens, end, H), 0)
     b = load_gate(beta + i_h, tokens, end, H)
-    zeta = tl.exp(G)
-    DW = decay_from(G, C) * (b * b)[None, :]
     b_k = load_rows(k + i_hk * D, tokens, end, HK * D, 0, D, DK)
-    b_q = load_rows(q + i_h * D, tokens, end, H * D, 0, D, DK).to(tl.float32)
     b_H0 = load_state(H0, i_chunk, i_h, H, DK, DK)
-    norm = state_norm(b_k, b_H0, DW, zeta)
-    b_x = solve(b_q, b_k, b_H0, DW, zeta, norm, steps, counts, ridge, PHASES)
+    norm = state_norm(b_k, b_H0, G, b, C)
+    q += i_h * D
+    b_x = solve(
+        q, q, tl.full([C], 1.0, tl.float32), tokens, end, H * D, D, b_k, b_H0, G, b, norm, steps, counts, ridge,
+        C, DK, PHASES, False,
+    )  # fmt: skip
     store_rows(x + i_h * D, b_x, tokens, end, H * D, D, DK)
 
     # the readout amplifies rounding of x by up to its condition number: x goes in two parts
+    b_q = load_rows(q, tokens, end, H * D, 0, D, DK).to(tl.float32)
     mixed = b_q + load_gate(alpha + i_h, tokens, end, H)[:, None] * (b_x - b_q)
     b_v = load_rows(v + i_hk * DVR, tokens, end, HK * DVR, 0, DVR, DV)
-    scores = split_dot(mixed, tl.trans(b_k)) * DW
-    b_o = split_dot(mixed, load_state(UT0, i_chunk, i_h, H, DK, DV)) * zeta[:, None]
+    scores = split_dot(mixed, tl.trans(b_k)) * decay_from(G, C) * (b * b)[None, :]
+    b_o = split_dot(mixed, load_state(UT0, i_chunk, i_h, H, DK, DV)) * tl.exp(G)[:, None]
     b_o += dot(scores.to(b_v.dtype), b_v)
     store_rows(o + i_h * DVR, scale * b_o, tokens, end, H * DVR, DVR, DV)

@@ -80,8 +80,9 @@ def decay_until(G, C: tl.constexpr):
 
 
 @triton.jit
-def state_norm(k, H0, DW, zeta):
+def state_norm(k, H0, G, b, C: tl.constexpr):
     """|H_t|_F for the chunk's tokens [C]."""
+    zeta, DW = tl.exp(G), decay_from(G, C) * (b * b)[None, :]
     key_energy = tl.sum(dot(k, H0) * k.to(tl.float32), 1)  # k_j^T H_0 k_j
     gram = dot(k, tl.trans(k))
     H0_full = H0.to(tl.float32)
@@ -92,15 +93,30 @@ def state_norm(k, H0, DW, zeta):
 
 
 @triton.jit
-def solve(rhs, k, H0, DW, zeta, norm, steps, counts, ridge, PHASES: tl.constexpr):
-    """x_t = CH(H_t + ridge |H_t| I, rhs_t) [C, DK], in Richardson steps of Chebyshev roots; 0 where H_t = 0."""
-    kT = tl.trans(k)
+def load_split(high, low, tokens, end, stride, width, COLS: tl.constexpr, SPLIT: tl.constexpr):
+    """Rows as float32, from one tensor or, with SPLIT, from the sum of two."""
+    value = load_rows(high, tokens, end, stride, 0, width, COLS).to(tl.float32)
+    if SPLIT:
+        value += load_rows(low, tokens, end, stride, 0, width, COLS).to(tl.float32)
+    return value
+
+
+@triton.jit
+def solve(
+    high, low, factor, tokens, end, stride, width, k, H0, G, b, norm, steps, counts, ridge,
+    C: tl.constexpr, DK: tl.constexpr, PHASES: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """x_t = CH(H_t + ridge |H_t| I, factor_t rhs_t) [C, DK], in Richardson steps of Chebyshev roots; 0 where H_t = 0.
+
+    The right side stays in memory (`load_split`) and is read again by each phase: the loop's registers are full.
+    """
     inverse = tl.where(norm > 0, 1.0 / tl.where(norm > 0, norm, 1.0), 0.0)
-    start_weight = (zeta * inverse)[:, None]
-    weights = DW * inverse[:, None]
-    x = tl.zeros_like(rhs)
+    start_weight = (tl.exp(G) * inverse)[:, None]
+    weights = decay_from(G, C) * (b * b)[None, :] * inverse[:, None]
+    kT = tl.trans(k)
+    x = tl.zeros([C, DK], tl.float32)
     for phase in tl.static_range(PHASES):
-        r = rhs * inverse[:, None]
+        r = load_split(high, low, tokens, end, stride, width, DK, SPLIT) * (factor * inverse)[:, None]
         if phase > 0:
             # the true residual, x in two parts: what the iterations' low precision lost comes back here
             r -= ridge * x + split_dot(x, H0) * start_weight + split_dot(split_dot(x, kT) * weights, k)
@@ -108,11 +124,12 @@ def solve(rhs, k, H0, DW, zeta, norm, steps, counts, ridge, PHASES: tl.constexpr
         for i in range(count):
             tau = tl.load(steps + i)
             x += tau * r
-            low = r.to(k.dtype)
-            image = dot(low, H0) * start_weight
-            scores = dot(low, kT) * weights
+            rounded = r.to(k.dtype)
+            image = dot(rounded, H0) * start_weight
+            scores = dot(rounded, kT) * weights
             image += dot(scores.to(k.dtype), k)
             r = (1.0 - tau * ridge) * r - tau * image
         x += tl.load(steps + count) * r
         steps += count + 1
+        tl.debug_barrier()  # keeps the next phase's loads from being merged with this one's and held in registers
     return x

@@ -2,11 +2,11 @@
 
     PYTHONPATH=kernels/torch-ext python kernels/benchmarks/benchmark.py --out kernels/benchmarks/results/h200.json
 
-Operators only, no projections. "fwd" runs without autograd, "fwd+bwd" is torch.autograd.grad with respect to every input;
-both are medians of triton.testing.do_bench, which flushes the L2 cache. "decode" is one step called from Python, launch
-overhead included; "decode_graph" one step of a captured CUDA graph that goes round states larger than the L2 cache
-together. `peak_mib` is what is allocated above the inputs. Rows that --out already holds are replaced when they describe
-the same measurement, all others are kept. A new op is one row of BENCHES.
+Operators only, no projections. "fwd" runs without autograd, "fwd+bwd" is torch.autograd.grad with respect to every
+input; both are medians of triton.testing.do_bench, which flushes the L2 cache. "decode" is one step called from Python,
+launch overhead included; "decode_graph" one step of a captured CUDA graph that goes round states larger than the L2
+cache together. `peak_mib` is what is allocated above the inputs. Rows that --out already holds are replaced when they
+describe the same measurement, all others are kept. A new op is one row of BENCHES.
 """
 
 import argparse
@@ -33,7 +33,7 @@ L2_BYTES = 60e6
 
 @dataclass(frozen=True)
 class Bench:
-    """One op: `draw(B, T, H, D)` gives its inputs, `forward(inputs)` its output tensors, `step(inputs, state)` a token."""
+    """One op: `draw(B, T, H, D)` gives its inputs, `forward(inputs)` its output tensors, `step` advances a token."""
 
     op: str
     draw: Callable[[int, int, int, int], dict[str, Tensor]]

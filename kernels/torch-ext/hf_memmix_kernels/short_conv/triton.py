@@ -1,7 +1,7 @@
 """Short convolution in Triton: one read and one write of the activations per pass, plus an in-place decode step.
 
-Tiles never cross a sequence. Backward walks a tile's rows in time order and keeps the last K inputs and the last K
-pre-activation gradients in registers, so the activation is evaluated once per element.
+Tiles never cross a sequence. A program walks its tile's rows in time order and keeps the last K inputs, in backward
+also the last K pre-activation gradients, in registers: every element is loaded and its activation evaluated once.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from .._chunks import chunk_table
 from .._common import compute_dtype, num_sequences
 
-# rows loaded ahead of use in the backward walk: enough loads in flight to cover the memory latency
+# rows loaded ahead of use: enough loads in flight to cover the memory latency
 PREFETCH = tl.constexpr(4)
 
 
@@ -37,6 +37,23 @@ def _tile(
 
 
 @triton.jit
+def _windows(
+    x, weight, state, o_c, m_c, o_n, bos, start, length, C,
+    K: tl.constexpr, ACC: tl.constexpr, HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """The taps, and the K inputs before the tile, oldest first, the oldest about to leave."""
+    w, xs = (), ()
+    for j in tl.static_range(K):
+        w = w + (tl.load(weight + o_c * K + j, mask=m_c, other=0).to(ACC),)
+        o_s = start - K + j
+        b_x = tl.load(x + (bos + o_s) * C + o_c, mask=m_c & (o_s >= 0) & (o_s < length), other=0).to(ACC)
+        if HAS_STATE:
+            b_x += tl.load(state + o_n + (o_s + K - 1), mask=m_c & (o_s < 0) & (o_s + K > 0), other=0).to(ACC)
+        xs = xs + (b_x,)
+    return w, xs
+
+
+@triton.jit
 def short_conv_fwd_kernel(
     x, weight, bias, state, y, final, cu_seqlens, first, sequence, lengths,
     T, NT, N, C,
@@ -52,27 +69,25 @@ def short_conv_fwd_kernel(
     o_c = i_c * BC + tl.arange(0, BC)
     m_c = o_c < C
     o_n = (i_n.to(tl.int64) * C + o_c) * (K - 1)
-    o_t = start + tl.arange(0, BT)
-    m_t = o_t < length
-    b_z = tl.zeros([BT, BC], ACC)
+    b_b = tl.zeros([BC], ACC)
     if HAS_BIAS:
-        b_z += tl.load(bias + o_c, mask=m_c, other=0).to(ACC)[None, :]
-    for j in tl.static_range(K):
-        o_s = o_t - (K - 1 - j)
-        m_x = m_t & (o_s >= 0)
-        b_x = tl.load(x + (bos + o_s)[:, None] * C + o_c[None, :], mask=m_x[:, None] & m_c[None, :], other=0)
-        if HAS_STATE:
-            m_s = m_t & (o_s < 0)
-            p_s = state + o_n[None, :] + (o_s + K - 1)[:, None]
-            b_x += tl.load(p_s, mask=m_s[:, None] & m_c[None, :], other=0).to(b_x.dtype)
-        b_z += b_x.to(ACC) * tl.load(weight + o_c * K + j, mask=m_c, other=0).to(ACC)[None, :]
-    if SILU:
-        b_z = b_z / (1 + tl.exp(-b_z))
-    if RAGGED:
-        b_z = tl.where(m_t[:, None], b_z, 0)
-    p_y = y + (bos + o_t)[:, None] * C + o_c[None, :]
-    m_y = (o_t < T) if RAGGED else m_t
-    tl.store(p_y, b_z.to(y.dtype.element_ty), mask=m_y[:, None] & m_c[None, :])
+        b_b = tl.load(bias + o_c, mask=m_c, other=0).to(ACC)
+    w, xs = _windows(x, weight, state, o_c, m_c, o_n, bos, start, length, C, K, ACC, HAS_STATE)
+    stop = tl.minimum(start + BT, T if RAGGED else length)
+    for t in range(start, stop, PREFETCH):
+        rows = ()
+        for u in tl.static_range(PREFETCH):
+            rows = rows + (tl.load(x + (bos + t + u) * C + o_c, mask=m_c & (t + u < length), other=0),)
+        for u in tl.static_range(PREFETCH):
+            xs = xs[1:] + (rows[u].to(ACC),)
+            b_z = b_b
+            for j in tl.static_range(K):
+                b_z += w[j] * xs[j]
+            if SILU:
+                b_z = b_z / (1 + tl.exp(-b_z))
+            if RAGGED:
+                b_z = tl.where(t + u < length, b_z, 0)
+            tl.store(y + (bos + t + u) * C + o_c, b_z.to(y.dtype.element_ty), mask=m_c & (t + u < stop))
     if (start < length) & (start + BT >= length):
         # the tile of the last token writes the final state
         for j in tl.static_range(K - 1):
@@ -102,17 +117,11 @@ def short_conv_bwd_kernel(
     b_b = zero
     if HAS_BIAS:
         b_b = tl.load(bias + o_c, mask=m_c, other=0).to(ACC)
-    # windows, oldest first: inputs x_{t-K+1} .. x_t and gradients dz_{t-K+1} .. dz_t
-    w, xs, dzs, dws = (), (), (), ()
-    for j in tl.static_range(K):
-        w = w + (tl.load(weight + o_c * K + j, mask=m_c, other=0).to(ACC),)
+    w, xs = _windows(x, weight, state, o_c, m_c, o_n, bos, start, length, C, K, ACC, HAS_STATE)
+    dzs, dws = (), ()
+    for _ in tl.static_range(K):
         dzs = dzs + (zero,)
         dws = dws + (zero,)
-        o_s = start - K + j
-        b_x = tl.load(x + (bos + o_s) * C + o_c, mask=m_c & (o_s >= 0) & (o_s < length), other=0).to(ACC)
-        if HAS_STATE:
-            b_x += tl.load(state + o_n + (o_s + K - 1), mask=m_c & (o_s < 0) & (o_s + K > 0), other=0).to(ACC)
-        xs = xs + (b_x,)
     b_db = zero
     stop = start + BT
     for t in range(start, stop + K - 1, PREFETCH):
@@ -212,7 +221,7 @@ def short_conv_fwd_triton(
     else:
         initial_state = initial_state.contiguous()
         final = initial_state.to(x.dtype, copy=True)
-    BT, BC = 16, min(256, triton.next_power_of_2(C))
+    BT, BC = (64 if T > 512 else 16), min(512, triton.next_power_of_2(C))
     first, sequence, NT, tiles = _launch_shape(x, cu_seqlens, BT)
     short_conv_fwd_kernel[(tiles, triton.cdiv(C, BC))](
         x, weight, bias, initial_state, y, final, cu_seqlens, first, sequence, lengths, T, NT, N, C,

@@ -164,7 +164,9 @@ def generate(
     import torch
     from transformers import TextStreamer
 
-    folder = model or _bundled("tiny_gka")
+    from hf_memmix.assets import asset_path
+
+    folder = model or asset_path("tiny_gka")
     network, tokenizer = _load(folder, device), _tokenizer(folder)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(network.device)
     if inputs["input_ids"].shape[1] == 0:
@@ -295,15 +297,6 @@ def _tokenizer(folder: Path, required: bool = True):
             raise ValueError(f"{folder} has no tokenizer; save the teacher's tokenizer there")
         return None
     return AutoTokenizer.from_pretrained(folder)
-
-
-def _bundled(name: str) -> Path:
-    from hf_memmix.assets import asset_path
-
-    folder = Path(asset_path(name))
-    if not folder.is_dir():
-        raise ValueError(f"this installation has no bundled model {name}; give --model DIR")
-    return folder
 
 
 def _parse_keep(text: str):

@@ -1,11 +1,11 @@
 """Make the bundled GKA student: convert the bundled teacher, align, distil, export, measure on held-out text.
 
-    python training/make_tiny_gka.py --keep 2 --text train.txt --out out/tiny_gka --minutes 7
+    python training/make_tiny_gka.py --keep auto --text train.txt --out out/tiny_gka --minutes 7
     python training/make_tiny_gka.py --keep none --text train.txt --out out/tiny_gka_pure --minutes 7
 
 Meant for one GPU. The number of steps follows from `--minutes` and a few measured steps, so the run ends in time on
-any machine. Part of the data is text that the teacher writes itself. `--out` receives the model in bf16 and
-`metrics.json`.
+any machine. Part of the data is text that the teacher writes itself. `--keep auto` aligns all layers, then keeps the
+one whose replacement alone costs most. `--out` receives the model in bf16 and `metrics.json`.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model, report, save_student
+from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.saving import check_target
 from hf_memmix.training.data import TokenBlocks, tokenize_files
 from hf_memmix.training.sampling import sample_blocks
@@ -31,7 +32,7 @@ OFFSETS = 4  # real text is cut into blocks at this many offsets
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", default="none", help='layers that stay attention, e.g. "2"; or "none"')
+    parser.add_argument("--keep", default="none", help='layers that stay attention: "2", "none" or "auto"')
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--teacher", type=Path, default=asset_path("tiny_teacher"))
     parser.add_argument("--text", type=Path, nargs="+", default=[asset_path("train.txt")])
@@ -60,7 +61,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(args.teacher)
     teacher = load_model(args.teacher, dtype=torch.float32).to(device)
-    keep = "none" if args.keep == "none" else [int(i) for i in args.keep.split(",")]
+    keep = "none" if args.keep in ("none", "auto") else [int(i) for i in args.keep.split(",")]
     options = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in args.option)}
     student = convert_model(teacher, "gka", keep, seed=args.seed, **options)
     stream = tokenize_files(args.text, tokenizer)
@@ -71,7 +72,7 @@ def main() -> None:
     data = make_data(teacher, stream, args, say)
     say(f"{len(data)} blocks of {args.block_size}: {len(stream)} real tokens, {args.sampled_blocks} sampled blocks")
 
-    runs = []
+    runs, scores = [], None
     with tempfile.TemporaryDirectory() as scratch:
         step_seconds = {
             stage: measure_step(stage, teacher, data, args, keep, options) for stage in ("align", "distill")
@@ -85,12 +86,17 @@ def main() -> None:
             runs.append(train(student, teacher, data, Path(scratch) / stage, recipe=recipe, resume=False))
             middle = report(student, teacher, heldout[:20_000], block_size=args.block_size)
             say(f"{stage}: {steps} steps, perplexity ratio {middle['ppl_ratio']:.4f}")
+            if stage == "align" and args.keep == "auto":
+                keep, scores = most_needed_layer(student, teacher, stream[:20_000], options)
+                say(f"KL when only this layer is replaced: {scores}; keeping {keep}")
+                student = with_kept(student, teacher, keep, options)
 
     save_student(student.cpu(), args.out, tokenizer, overwrite=True, dtype=torch.bfloat16)
     exported = load_model(args.out).to(device)
     final = report(exported, load_model(args.teacher).to(device), heldout, block_size=args.block_size)
     metrics = {
         "keep": keep,
+        "layer_kl": scores,
         "mixer_options": exported.config.mixers,
         "untrained": before,
         "heldout": final,
@@ -108,6 +114,25 @@ def main() -> None:
         f"perplexity {final['student_ppl']:.3f} against {final['teacher_ppl']:.3f}, ratio {final['ppl_ratio']:.4f}, "
         f"top-1 agreement {final['top1_agreement']:.3f}; {size:.1f} MiB in {args.out}"
     )
+
+
+def with_kept(aligned, teacher, keep: list[int], options: dict):
+    """A student with `keep` as attention and the mixers of `aligned` elsewhere."""
+    student = convert_model(teacher, "gka", keep, **options).float()
+    for layer in student.conversion_report.converted:
+        mixer = attention_module(aligned, layer).state_dict()
+        attention_module(student, layer).load_state_dict(mixer)
+    return student
+
+
+def most_needed_layer(aligned, teacher, tokens: torch.Tensor, options: dict) -> tuple[list[int], list[float]]:
+    """The layer whose replacement alone moves the teacher's predictions most, and that KL for every layer."""
+    layers = range(teacher.config.num_hidden_layers)
+    scores = []
+    for layer in layers:
+        single = with_kept(aligned, teacher, [i for i in layers if i != layer], options)
+        scores.append(round(report(single, teacher, tokens)["kl"], 5))
+    return [max(layers, key=scores.__getitem__)], scores
 
 
 def make_data(teacher, stream: torch.Tensor, args, say) -> TokenBlocks:

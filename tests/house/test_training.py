@@ -3,9 +3,16 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from testing import FAMILIES, assert_same, build, mixers_of, random_ids, tiny_config, tiny_model
+from testing import FAMILIES, assert_same, build, mixers_of, random_ids, tiny_config, tiny_model, word_tokenizer
 
 IDS = random_ids(4, 12)
 
@@ -66,13 +73,16 @@ def test_autocast(dtype):
 
 def test_gradient_flows_through_a_carried_state():
     """Two chunks with the cache between them give the gradients of the whole: no detach on the way."""
-    model = tiny_model("llama", "all", fresh=True)
+    # the gradient is that of the solved system, so it is the same for all splits only where the solver has converged
+    model = build(tiny_config("llama", "all", options={"num_iterations": 80}), dtype=torch.float64)
+    weights = [mixer.k_proj.weight for mixer in mixers_of(model).values()]
     whole = model(IDS, use_cache=False).logits[:, 6:].square().sum()
-    expected = torch.autograd.grad(whole, mixers_of(model)[0].k_proj.weight)[0]
+    expected = torch.autograd.grad(whole, weights)
     first = model(IDS[:, :6], use_cache=True)
     second = model(IDS[:, 6:], past_key_values=first.past_key_values, use_cache=True)
-    actual = torch.autograd.grad(second.logits.square().sum(), mixers_of(model)[0].k_proj.weight)[0]
-    assert_same(actual, expected)
+    actual = torch.autograd.grad(second.logits.square().sum(), weights)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert_same(got, wanted)
 
 
 # ---- PEFT
@@ -166,13 +176,11 @@ def test_trainer_resumes(family, tmp_path):
 
 def test_trainer_with_padding_and_packing(tmp_path):
     """The collators of transformers: padded rows, and rows flattened into one with position ids that start again."""
-    from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening
-
-    from testing import word_tokenizer
-
     rows = [{"input_ids": random_ids(1, n, seed=n)[0].tolist()} for n in (5, 9, 3, 7)]
     model = build(tiny_config("llama", "odd")).double().train()
-    padded = DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)([dict(row) for row in rows])
+    tokenizer = word_tokenizer()
+    tokenizer.padding_side = "right"  # else the last pad is asked for the first token
+    padded = DataCollatorForLanguageModeling(tokenizer, mlm=False)([dict(row) for row in rows])
     flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)([dict(row) for row in rows])
     # flattening drops the first token of every row from the loss, and so does the shift of a padded batch
     losses = [model(**batch, use_cache=False).loss for batch in (padded, flat)]

@@ -1,7 +1,8 @@
-"""GKA's backward kernels: the solve for z = A^-1 dx, the reverse scan over chunks, and dk, dv with the gates.
+"""GKA's backward kernels beside the solver, in the order they run: through the readout, through the ridge, the
+reverse scan over chunks, and dk, dv with the gates.
 
     E_i = sum_{t >= i} decay(i -> t) (z_t x_t^T + x_t z_t^T + ridge_t H_t)        minus twice the gradient of H_i
-    R_i = sum_{t >= i} decay(i -> t) dy_t m_t^T         the gradient of U_i, with m = q + alpha (x - q)
+    R_i = sum_{t >= i} decay(i -> t) s do_t m_t^T         the gradient of U_i, with m = q + alpha (x - q), s the scale
 
 No accumulator of a dot is transposed as an operand of another: Triton 3.4 to 3.7.0 miscompiles that on Hopper.
 """
@@ -10,86 +11,92 @@ import triton
 import triton.language as tl
 
 from .tiles import (
-    chunk_tokens,
     decay_from,
     decay_until,
     dot,
     load_gate,
     load_rows,
-    load_split,
     load_state,
-    load_state_transposed,
-    solve,
-    state_norm,
+    locate_chunk,
+    locate_sequence,
+    store_gate,
     store_rows,
 )
 
 
-@triton.jit
-def gka_bwd_kernel_solve(
-    q, k, v, log_decay, alpha, beta, H0, UT0, x, do, z, dq, dalpha, ridge_t, from_start, local,
-    cu, first, sequence, N, scale, steps, counts, ridge, PHASES: tl.constexpr,
+@triton.jit(do_not_specialize=["length", "per_sequence", "N"])
+def gka_bwd_kernel_read(
+    q, k, v, log_decay, alpha, beta, UT0, x, do, high, low, dalpha, local,
+    cu, first, sequence, N, length, per_sequence, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """dq, dalpha and what the scan needs: z, ridge_t = 2 a (x . z) / |H|, and its decayed sum over the chunk."""
+    """The gradient of m, scale * U_t^T do_t, as high + low, with dalpha and `local` = <m, its gradient>."""
     i_h, i_chunk = tl.program_id(0), tl.program_id(1)
-    if tl.load(sequence + i_chunk) >= N:
+    token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    if rows <= 0:
         return
-    _, tokens, end = chunk_tokens(i_chunk, sequence, first, cu, C)
-    i_hk = i_h // (H // HK)
-    gate = i_h + tokens.to(tl.int64) * H
-    valid = tokens < end
-
-    G = tl.cumsum(load_gate(log_decay + i_h, tokens, end, H), 0)
-    b = load_gate(beta + i_h, tokens, end, H)
-    b_k = load_rows(k + i_hk * D, tokens, end, HK * D, 0, D, DK)
-    b_v = load_rows(v + i_hk * DVR, tokens, end, HK * DVR, 0, DVR, DV)
-    b_do = load_rows(do + i_h * DVR, tokens, end, H * DVR, 0, DVR, DV)
-
-    # d_mixed = scale * U_t^T do_t
+    head, kv_head = token * H + i_h, token * HK + i_h // (H // HK)
+    b_k = load_rows(k + kv_head * D, rows, HK * D, D, C, DK)
+    b_v = load_rows(v + kv_head * DVR, rows, HK * DVR, DVR, C, DV)
+    b_do = load_rows(do + head * DVR, rows, H * DVR, DVR, C, DV)
+    G = tl.cumsum(load_gate(log_decay + head, rows, H, C), 0)
+    b = load_gate(beta + head, rows, H, C)
     scores = dot(b_do, tl.trans(b_v)) * decay_from(G, C) * (b * b)[None, :]
-    d_mixed = dot(b_do, load_state_transposed(UT0, i_chunk, i_h, H, DK, DV)) * tl.exp(G)[:, None]
+    b_UT0 = load_state(UT0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DV, DK, DV)
+    d_mixed = dot(b_do, tl.trans(b_UT0)) * tl.exp(G)[:, None]
     d_mixed = scale * (d_mixed + dot(scores.to(b_k.dtype), b_k))
 
-    q += i_h * D
-    x += i_h * D
-    z += i_h * D
-    dq += i_h * D
-    mix = load_gate(alpha + i_h, tokens, end, H)
-    b_q = load_rows(q, tokens, end, H * D, 0, D, DK).to(tl.float32)
-    b_x = load_rows(x, tokens, end, H * D, 0, D, DK)
-    tl.store(dalpha + gate, tl.sum((b_x - b_q) * d_mixed, 1), mask=valid)
-    b_local = tl.sum((b_q + mix[:, None] * (b_x - b_q)) * d_mixed, 1)
+    b_high = d_mixed.to(high.dtype.element_ty)
+    store_rows(high + head * D, b_high, rows, H * D, D, C, DK)
+    if low is not None:
+        store_rows(low + head * D, d_mixed - b_high.to(tl.float32), rows, H * D, D, C, DK)
+    b_q = load_rows(q + head * D, rows, H * D, D, C, DK).to(tl.float32)
+    difference = load_rows(x + head * D, rows, H * D, D, C, DK) - b_q
+    along = tl.sum(difference * d_mixed, 1)
+    store_gate(dalpha + head, along, rows, H, C)
+    mix = load_gate(alpha + head, rows, H, C)
+    store_gate(local + head, tl.sum(b_q * d_mixed, 1) + mix * along, rows, H, C)
 
-    # the results' own memory keeps d_mixed, in two parts, while the solver has the registers
-    SPLIT: tl.constexpr = k.dtype.element_ty != tl.float32
-    store_rows(dq, d_mixed, tokens, end, H * D, D, DK)
-    if SPLIT:
-        high = d_mixed.to(k.dtype.element_ty).to(tl.float32)
-        store_rows(z, d_mixed - high, tokens, end, H * D, D, DK)
-    tl.debug_barrier()
-    b_H0 = load_state(H0, i_chunk, i_h, H, DK, DK)
-    norm = state_norm(b_k, b_H0, G, b, C)
-    b_z = solve(dq, z, mix, tokens, end, H * D, D, b_k, b_H0, G, b, norm, steps, counts, ridge, C, DK, PHASES, SPLIT)
-    d_mixed = load_split(dq, z, tokens, end, H * D, D, DK, SPLIT)
-    tl.debug_barrier()  # all have read before any overwrites
-    store_rows(z, b_z, tokens, end, H * D, D, DK)
-    store_rows(dq, (1.0 - mix)[:, None] * d_mixed + b_z, tokens, end, H * D, D, DK)
 
-    b_x = load_rows(x, tokens, end, H * D, 0, D, DK)
+@triton.jit(do_not_specialize=["length", "per_sequence", "N"])
+def gka_bwd_kernel_ridge(
+    q, log_decay, alpha, x, z, d_mixed, norms, dq, decayed_x, decayed_m, ridge_t, from_start, local,
+    cu, first, sequence, N, length, per_sequence, ridge, scale,
+    H: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """dq; ridge_t = 2 a (x . z) / |H| and its decayed sum `from_start`; x and m decayed since the chunk's start."""
+    i_h, i_chunk = tl.program_id(0), tl.program_id(1)
+    token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    if rows <= 0:
+        return
+    head = token * H + i_h
+    b_q = load_rows(q + head * D, rows, H * D, D, C, DK).to(tl.float32)
+    b_x = load_rows(x + head * D, rows, H * D, D, C, DK)
+    b_z = load_rows(z + head * D, rows, H * D, D, C, DK).to(tl.float32)
+    b_dm = load_rows(d_mixed + head * D, rows, H * D, D, C, DK).to(tl.float32)
+    mix = load_gate(alpha + head, rows, H, C)
+    norm = load_gate(norms + head, rows, H, C)
+    G = tl.cumsum(load_gate(log_decay + head, rows, H, C), 0)
+    zeta = tl.exp(G)
+
+    tl.debug_barrier()  # dq may be the memory of d_mixed: all have read before any overwrites
+    store_rows(dq + head * D, (1.0 - mix)[:, None] * b_dm + b_z, rows, H * D, D, C, DK)
+    store_rows(decayed_x + head * D, zeta[:, None] * b_x, rows, H * D, D, C, DK)
+    mixed = b_q + mix[:, None] * (b_x - b_q)
+    store_rows(decayed_m + head * D, (scale * zeta)[:, None] * mixed, rows, H * D, D, C, DK)
     b_ridge = tl.where(norm > 0, 2.0 * ridge * tl.sum(b_x * b_z, 1) / tl.where(norm > 0, norm, 1.0), 0.0)
-    tl.store(ridge_t + gate, b_ridge, mask=valid)
-    tl.store(from_start + gate, tl.sum(decay_until(G, C) * (tl.exp(G) * b_ridge)[None, :], 1), mask=valid)
+    store_gate(ridge_t + head, b_ridge, rows, H, C)
+    store_gate(from_start + head, tl.sum(decay_until(G, C) * (zeta * b_ridge)[None, :], 1), rows, H, C)
     # A x = q at the solution, so <gradient of H_t from its own output, H_t> = -z . q
-    b_q = load_rows(q, tokens, end, H * D, 0, D, DK).to(tl.float32)
-    tl.store(local + gate, b_local - tl.sum(b_z * b_q, 1), mask=valid)
+    b_local = load_gate(local + head, rows, H, C) - tl.sum(b_z * b_q, 1)
+    store_gate(local + head, b_local, rows, H, C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "per_sequence"])
 def gka_bwd_kernel_scan(
-    q, k, log_decay, alpha, beta, H0, UT0, x, do, z, ridge_t, from_start, dh_final, du_final, h_final, u_final,
-    E, RT, carried, dh0, du0, cu, first, scale,
+    k, log_decay, beta, H0, UT0, z, decayed_x, decayed_m, do, ridge_t, from_start,
+    dh_final, du_final, h_final, u_final, E, RT, carried, dh0, du0, cu, first, length, per_sequence,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     C: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, TILES_J: tl.constexpr,
 ):  # fmt: skip
@@ -97,128 +104,59 @@ def gka_bwd_kernel_scan(
     i_tile, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     i_0, j_0 = (i_tile // TILES_J) * BI, (i_tile % TILES_J) * BJ
-    rows, cols = i_0 + tl.arange(0, BI), j_0 + tl.arange(0, BJ)
-    start, end = tl.load(cu + i_n), tl.load(cu + i_n + 1)
+    i, j = i_0 + tl.arange(0, BI), j_0 + tl.arange(0, BJ)
     tiles = tl.num_programs(0)
+    token, rows, chunk, chunks = locate_sequence(i_n, cu, first, length, per_sequence)
 
-    in_h = (rows < D)[:, None] & (cols < D)[None, :]
-    in_u = (rows < D)[:, None] & (cols < DVR)[None, :]
-    at_h = i_nh * D * D + rows[:, None] * D + cols[None, :]
-    at_hT = i_nh * D * D + cols[None, :] * D + rows[:, None]
-    at_u = i_nh * D * DVR + cols[None, :] * D + rows[:, None]
+    in_h, in_u = (i < D)[:, None] & (j < D)[None, :], (i < D)[:, None] & (j < DVR)[None, :]
+    at_h, at_hT = i_nh * D * D + i[:, None] * D + j[None, :], i_nh * D * D + j[None, :] * D + i[:, None]
+    at_u = i_nh * D * DVR + j[None, :] * D + i[:, None]
     b_E = -tl.load(dh_final + at_h, mask=in_h, other=0.0) - tl.load(dh_final + at_hT, mask=in_h, other=0.0)
     b_R = tl.load(du_final + at_u, mask=in_u, other=0.0)
+    share = tl.sum(tl.sum(b_R * tl.load(u_final + at_u, mask=in_u, other=0.0), 1), 0)
+    share -= 0.5 * tl.sum(tl.sum(b_E * tl.load(h_final + at_h, mask=in_h, other=0.0), 1), 0)
 
-    q += i_h * D
-    z += i_h * D
-    x += i_h * D
-    do += i_h * DVR
-    k += (i_h // (H // HK)) * D
-    low, high = tl.load(first + i_n), tl.load(first + i_n + 1)
-    if high > low:
-        share = tl.sum(tl.sum(b_R * tl.load(u_final + at_u, mask=in_u, other=0.0), 1), 0)
-        share -= 0.5 * tl.sum(tl.sum(b_E * tl.load(h_final + at_h, mask=in_h, other=0.0), 1), 0)
-        tl.store(carried + ((high - 1) * H + i_h) * tiles + i_tile, share)
-    for back in range(0, high - low):
-        i_chunk = high - 1 - back
-        at = (i_chunk * H + i_h) * DK  # int64, as i_h is
-        at_E, in_E = at * DK + rows[:, None] * DK + cols[None, :], cols[None, :] < DK
-        at_R, in_R = at * DV + rows[:, None] * DV + cols[None, :], cols[None, :] < DV
+    last = chunks - 1
+    rows -= last * C
+    token += last * C
+    head, state = token * H + i_h, (chunk + last) * H + i_h
+    kv_head = token * HK + i_h // (H // HK)
+    for _ in range(chunks):
         dtype: tl.constexpr = k.dtype.element_ty
-        tl.store(E + at_E, b_E.to(dtype), mask=in_E)
-        tl.store(RT + at_R, b_R.to(dtype), mask=in_R)
+        tl.store(carried + state * tiles + i_tile, share)
+        at_E, at_R = state * DK * DK + i[:, None] * DK + j[None, :], state * DK * DV + i[:, None] * DV + j[None, :]
+        tl.store(E + at_E, b_E.to(dtype), mask=(j < DK)[None, :])
+        tl.store(RT + at_R, b_R.to(dtype), mask=(j < DV)[None, :])
 
-        tokens = start + (i_chunk - low) * C + tl.arange(0, C)
-        g = load_gate(log_decay + i_h, tokens, end, H)
+        g = load_gate(log_decay + head, rows, H, C)
+        b = load_gate(beta + head, rows, H, C)
+        b_ridge = load_gate(ridge_t + head, rows, H, C)
+        key_weight = load_gate(from_start + head, rows, H, C) * b * b
         zeta = tl.exp(tl.cumsum(g, 0))
-        b = load_gate(beta + i_h, tokens, end, H)
-        b_ridge = load_gate(ridge_t + i_h, tokens, end, H)
-        key_weight = load_gate(from_start + i_h, tokens, end, H) * b * b
-        at_T = tokens[None, :].to(tl.int64)
-        in_T = (tokens < end)[None, :] & (rows < D)[:, None]
-        zT = tl.load(z + at_T * (H * D) + rows[:, None], mask=in_T, other=0.0)
-        xT = tl.load(x + at_T * (H * D) + rows[:, None], mask=in_T, other=0.0)
-        qT = tl.load(q + at_T * (H * D) + rows[:, None], mask=in_T, other=0.0).to(tl.float32)
-        kT = tl.load(k + at_T * (HK * D) + rows[:, None], mask=in_T, other=0.0)
-        b_z = load_rows(z, tokens, end, H * D, j_0, D, BJ).to(tl.float32) * zeta[:, None]
-        b_x = load_rows(x, tokens, end, H * D, j_0, D, BJ) * zeta[:, None]
-        b_k = load_rows(k, tokens, end, HK * D, j_0, D, BJ).to(tl.float32) * key_weight[:, None]
-        b_do = load_rows(do, tokens, end, H * DVR, j_0, DVR, BJ).to(tl.float32) * (scale * zeta)[:, None]
-        mixT = load_gate(alpha + i_h, tokens, end, H)[None, :]
+        b_zi = load_rows(z + head * D + i_0, rows, H * D, D - i_0, C, BI)
+        b_zj = load_rows(z + head * D + j_0, rows, H * D, D - j_0, C, BJ)
+        b_xi = load_rows(decayed_x + head * D + i_0, rows, H * D, D - i_0, C, BI)
+        b_xj = load_rows(decayed_x + head * D + j_0, rows, H * D, D - j_0, C, BJ)
+        b_ki = load_rows(k + kv_head * D + i_0, rows, HK * D, D - i_0, C, BI).to(tl.float32) * key_weight[:, None]
+        b_kj = load_rows(k + kv_head * D + j_0, rows, HK * D, D - j_0, C, BJ)
+        b_mi = load_rows(decayed_m + head * D + i_0, rows, H * D, D - i_0, C, BI)
+        b_do = load_rows(do + head * DVR + j_0, rows, H * DVR, DVR - j_0, C, BJ)
+        b_H = tl.load(H0 + at_E, mask=(j < DK)[None, :], other=0.0).to(tl.float32)
+        b_U = tl.load(UT0 + at_R, mask=(j < DV)[None, :], other=0.0).to(tl.float32)
 
-        b_H = tl.load(H0 + at_E, mask=in_E, other=0.0).to(tl.float32)
-        b_U = tl.load(UT0 + at_R, mask=in_R, other=0.0).to(tl.float32)
         decay = tl.exp(tl.sum(g, 0))
         b_E = decay * b_E + tl.sum(zeta * zeta * b_ridge, 0) * b_H
-        b_E += dot(zT, b_x.to(dtype)) + dot(xT.to(dtype), b_z.to(dtype)) + dot(kT, b_k.to(dtype))
-        b_R = decay * b_R + dot((qT + mixT * (xT - qT)).to(dtype), b_do.to(dtype))
-        if i_chunk > low:
-            share = tl.sum(tl.sum(b_R * b_U, 1), 0) - 0.5 * tl.sum(tl.sum(b_E * b_H, 1), 0)
-            tl.store(carried + ((i_chunk - 1) * H + i_h) * tiles + i_tile, share)
+        b_E += dot(tl.trans(b_zi), b_xj)
+        b_E += dot(tl.trans(b_xi), b_zj)
+        b_E += dot(tl.trans(b_ki.to(dtype)), b_kj)
+        b_R = decay * b_R + dot(tl.trans(b_mi), b_do)
+        share = tl.sum(tl.sum(b_R * b_U, 1), 0) - 0.5 * tl.sum(tl.sum(b_E * b_H, 1), 0)
+        rows = tl.full([], C, tl.int32)  # only the last chunk may be short
+        head -= C * H
+        kv_head -= C * HK
+        state -= H
     tl.store(dh0 + at_h, -0.5 * b_E, mask=in_h)
     tl.store(du0 + at_u, b_R, mask=in_u)
-
-
-@triton.jit
-def gka_bwd_kernel_dkv(
-    q, k, v, log_decay, alpha, beta, H0, x, do, z, ridge_t, from_start, local, E, RT, carried,
-    dk, dv, dg, dbeta, cu, first, sequence, N, scale,
-    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    C: tl.constexpr,
-):  # fmt: skip
-    """dk, dv (per query head), dlog_decay and dbeta of one chunk and head."""
-    i_h, i_chunk = tl.program_id(0), tl.program_id(1)
-    if tl.load(sequence + i_chunk) >= N:
-        return
-    _, tokens, end = chunk_tokens(i_chunk, sequence, first, cu, C)
-    i_hk = i_h // (H // HK)
-    gate = i_h + tokens.to(tl.int64) * H
-    valid = tokens < end
-
-    g = load_gate(log_decay + i_h, tokens, end, H)
-    G = tl.cumsum(g, 0)
-    b = load_gate(beta + i_h, tokens, end, H)
-    to_end = tl.exp(tl.sum(g, 0) - G)[:, None]
-    DT = decay_until(G, C)
-    write = b * b
-    dtype: tl.constexpr = k.dtype.element_ty
-    b_k = load_rows(k + i_hk * D, tokens, end, HK * D, 0, D, DK)
-    keys = b_k.to(tl.float32)
-    b_x = load_rows(x + i_h * D, tokens, end, H * D, 0, D, DK)
-
-    # E_i k_i, all products in one accumulator
-    b_z = load_rows(z + i_h * D, tokens, end, H * D, 0, D, DK)
-    b_ridge = load_gate(ridge_t + i_h, tokens, end, H)
-    b_start = load_gate(from_start + i_h, tokens, end, H)[:, None]
-    E_k = dot((keys * to_end).to(dtype), load_state(E, i_chunk, i_h, H, DK, DK))
-    E_k += dot((keys * b_start).to(dtype), load_state(H0, i_chunk, i_h, H, DK, DK))
-    E_k += dot((DT * key_dot(b_k, b_x)).to(dtype), b_z)
-    E_k += dot((DT * dot(b_k, tl.trans(b_z))).to(dtype), b_x.to(dtype))
-    # sum_t D[t, i] ridge_t D[t, j]: how much of k_j k_j^T token i's sum of ridge_t H_t holds
-    shared = tl.dot(DT * b_ridge[None, :], decay_from(G, C), input_precision="tf32")
-    E_k += dot((shared * dot(b_k, tl.trans(b_k)) * write[None, :]).to(dtype), b_k)
-    dw = -0.5 * tl.sum(keys * E_k, 1)
-
-    # R_i^T v_i, on top of it
-    b_q = load_rows(q + i_h * D, tokens, end, H * D, 0, D, DK).to(tl.float32)
-    mixed = b_q + load_gate(alpha + i_h, tokens, end, H)[:, None] * (b_x - b_q)
-    b_v = load_rows(v + i_hk * DVR, tokens, end, HK * DVR, 0, DVR, DV)
-    b_do = load_rows(do + i_h * DVR, tokens, end, H * DVR, 0, DVR, DV)
-    b_dk = -E_k
-    b_dk += dot((b_v.to(tl.float32) * to_end).to(dtype), load_state_transposed(RT, i_chunk, i_h, H, DK, DV))
-    b_dk += dot((scale * DT * dot(b_v, tl.trans(b_do))).to(dtype), mixed.to(dtype))
-    store_rows(dk + i_h * D, write[:, None] * b_dk, tokens, end, H * D, D, DK)
-
-    # R_i k_i
-    R_k = dot((keys * to_end).to(dtype), load_state(RT, i_chunk, i_h, H, DK, DV))
-    R_k += dot((scale * DT * key_dot(b_k, mixed)).to(dtype), b_do)
-    store_rows(dv + i_h * DVR, write[:, None] * R_k, tokens, end, H * DVR, DVR, DV)
-    dw += tl.sum(b_v.to(tl.float32) * R_k, 1)
-    tl.store(dbeta + gate, 2.0 * b * dw, mask=valid)
-
-    difference = load_gate(local + i_h, tokens, end, H) - write * dw
-    suffix = tl.sum(difference, 0) - tl.cumsum(difference, 0) + difference
-    tl.store(dg + gate, suffix + tl.load(carried + i_chunk.to(tl.int64) * H + i_h), mask=valid)
 
 
 @triton.jit
@@ -228,3 +166,67 @@ def key_dot(k, a):
     if k.dtype == tl.float32:
         return dot(k, tl.trans(high))
     return dot(k, tl.trans(high)) + dot(k, tl.trans((a - high.to(tl.float32)).to(k.dtype)))
+
+
+@triton.jit(do_not_specialize=["length", "per_sequence", "N"])
+def gka_bwd_kernel_dkv(
+    q, k, v, log_decay, alpha, beta, H0, x, do, z, ridge_t, from_start, local, E, RT, carried,
+    dk, dv, dg, dbeta, cu, first, sequence, N, length, per_sequence, scale,
+    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    C: tl.constexpr, TILES: tl.constexpr, TILES_2: tl.constexpr,
+):  # fmt: skip
+    """dk, dv (per query head), dlog_decay and dbeta of one chunk and head."""
+    i_h, i_chunk = tl.program_id(0), tl.program_id(1)
+    token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    if rows <= 0:
+        return
+    head, kv_head = token * H + i_h, token * HK + i_h // (H // HK)
+    state = i_chunk.to(tl.int64) * H + i_h
+    dtype: tl.constexpr = k.dtype.element_ty
+
+    g = load_gate(log_decay + head, rows, H, C)
+    G = tl.cumsum(g, 0)
+    b = load_gate(beta + head, rows, H, C)
+    write = b * b
+    to_end = tl.exp(tl.sum(g, 0) - G)[:, None]
+    DT = decay_until(G, C)
+    b_k = load_rows(k + kv_head * D, rows, HK * D, D, C, DK)
+    keys = b_k.to(tl.float32)
+    b_x = load_rows(x + head * D, rows, H * D, D, C, DK)
+
+    # E_i k_i, all products in one accumulator
+    b_z = load_rows(z + head * D, rows, H * D, D, C, DK)
+    b_ridge = load_gate(ridge_t + head, rows, H, C)
+    b_start = load_gate(from_start + head, rows, H, C)[:, None]
+    E_k = dot((keys * to_end).to(dtype), load_state(E + state * DK * DK, DK, DK))
+    E_k += dot((keys * b_start).to(dtype), load_state(H0 + state * DK * DK, DK, DK))
+    E_k += dot((DT * key_dot(b_k, b_x)).to(dtype), b_z)
+    E_k += dot((DT * dot(b_k, tl.trans(b_z))).to(dtype), b_x.to(dtype))
+    # sum_t D[t, i] ridge_t D[t, j]: how much of k_j k_j^T token i's sum of ridge_t H_t holds
+    shared = tl.dot(DT * b_ridge[None, :], decay_from(G, C), input_precision="tf32")
+    E_k += dot((shared * dot(b_k, tl.trans(b_k)) * write[None, :]).to(dtype), b_k)
+    dw = -0.5 * tl.sum(keys * E_k, 1)
+
+    # R_i^T v_i, on top of it
+    b_q = load_rows(q + head * D, rows, H * D, D, C, DK).to(tl.float32)
+    mixed = b_q + load_gate(alpha + head, rows, H, C)[:, None] * (b_x - b_q)
+    b_v = load_rows(v + kv_head * DVR, rows, HK * DVR, DVR, C, DV)
+    b_do = load_rows(do + head * DVR, rows, H * DVR, DVR, C, DV)
+    b_RT = load_state(RT + state * DK * DV, DK, DV)
+    b_dk = -E_k
+    b_dk += dot((b_v.to(tl.float32) * to_end).to(dtype), tl.trans(b_RT))
+    b_dk += dot((scale * DT * dot(b_v, tl.trans(b_do))).to(dtype), mixed.to(dtype))
+    store_rows(dk + head * D, write[:, None] * b_dk, rows, H * D, D, C, DK)
+
+    # R_i k_i
+    R_k = dot((keys * to_end).to(dtype), b_RT)
+    R_k += dot((scale * DT * key_dot(b_k, mixed)).to(dtype), b_do)
+    store_rows(dv + head * DVR, write[:, None] * R_k, rows, H * DVR, DVR, C, DV)
+    dw += tl.sum(b_v.to(tl.float32) * R_k, 1)
+    store_gate(dbeta + head, 2.0 * b * dw, rows, H, C)
+
+    difference = load_gate(local + head, rows, H, C) - write * dw
+    suffix = tl.sum(difference, 0) - tl.cumsum(difference, 0) + difference
+    i_tile = tl.arange(0, TILES_2)
+    end = tl.sum(tl.load(carried + state * TILES + i_tile, mask=i_tile < TILES, other=0.0), 0)
+    store_gate(dg + head, suffix + end, rows, H, C)

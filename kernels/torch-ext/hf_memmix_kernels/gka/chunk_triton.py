@@ -1,35 +1,30 @@
-"""GKA in chunks on Triton: host side. Four launches forward and backward, one layout for batched and packed input.
+"""GKA in chunks on Triton: host side. One layout for batched and packed input.
 
-Every launch sees tokens [total, H, ...] with `cu_seqlens`; a batch is the packed case of equal lengths. Chunk states
-live in scratch [chunks, H, DK, ...] in the inputs' dtype; the recurrent states and all accumulators are float32.
+Tokens are seen as [total, H, ...]; chunk states live in scratch [chunks, H, DK, ...] in the inputs' dtype, recurrent
+states and all accumulators are float32. Nothing is kept on the device between calls, so a CUDA graph may capture any.
 """
-
-import functools
 
 import torch
 import triton
 
 from .._chunks import chunk_table
-from .bwd_kernels import gka_bwd_kernel_dkv, gka_bwd_kernel_scan, gka_bwd_kernel_solve
-from .fwd_kernels import gka_fwd_kernel_scan, gka_fwd_kernel_solve
+from .bwd_kernels import gka_bwd_kernel_dkv, gka_bwd_kernel_read, gka_bwd_kernel_ridge, gka_bwd_kernel_scan
+from .fwd_kernels import gka_fwd_kernel_read, gka_fwd_kernel_scan
 from .schedule import richardson_steps
+from .solve_kernel import gka_kernel_solve, gka_kernel_steps
 
 SHARED_MEMORY_ROW = 256  # bytes of a state's row at which a chunk of 64 tokens just fits a multiprocessor
 SCAN_TILE = 64
-# (num_warps, num_stages) by kernel, for head sizes up to 64 and above; measured on an H200: gka/README.md
+# (num_warps, num_stages) by kernel, for head sizes up to 64 and above; measured on an H200: README.md
 LAUNCH = {
     "fwd_scan": ((4, 3), (4, 3)),
-    "fwd_solve": ((4, 1), (8, 1)),
-    "bwd_solve": ((4, 1), (8, 1)),
+    "solve": ((4, 1), (4, 1)),
+    "fwd_read": ((4, 1), (4, 1)),
+    "bwd_read": ((4, 1), (4, 1)),
+    "ridge": ((4, 1), (4, 1)),
     "bwd_scan": ((4, 2), (4, 2)),
-    "bwd_dkv": ((4, 1), (8, 1)),
+    "bwd_dkv": ((4, 1), (4, 1)),
 }
-
-
-def launch_options(kernel: str, dim: int) -> dict[str, int]:
-    """num_warps and num_stages of a kernel for a head size."""
-    warps, stages = LAUNCH[kernel][dim > 64]
-    return {"num_warps": warps, "num_stages": stages}
 
 
 def chunk_length(dim: int, dtype: torch.dtype) -> int | None:
@@ -38,63 +33,65 @@ def chunk_length(dim: int, dtype: torch.dtype) -> int | None:
     return 64 if row <= SHARED_MEMORY_ROW else 32 if row <= 2 * SHARED_MEMORY_ROW else None
 
 
-@functools.lru_cache(maxsize=64)
-def _batched_layout(batch: int, length: int, chunk: int, device: torch.device):
-    cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
-    chunks = triton.cdiv(length, chunk)
-    first = torch.arange(0, (batch + 1) * chunks, chunks, dtype=torch.int32, device=device)
-    sequence = torch.arange(batch * chunks, device=device, dtype=torch.int32) // chunks
-    return cu_seqlens, first, sequence, batch * chunks
-
-
-@functools.lru_cache(maxsize=64)
-def _schedule(phases: tuple[int, ...], ridge: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """All phases' steps, one after the other, float32, and each phase's iteration count, int32."""
-    steps = [tau for count in phases for tau in richardson_steps(count, ridge)]
-    return torch.tensor(steps, device=device), torch.tensor(phases, dtype=torch.int32, device=device)
-
-
 class _Launch:
-    """Sizes, scratch and the arguments that all kernels of one call share."""
+    """Sizes, scratch and the arguments that the kernels of one call share."""
 
     def __init__(self, q, k, v, cu_seqlens, phases, ridge):
         batch, length, self.H, self.D = q.shape
-        self.total, self.Hk, self.Dv = batch * length, k.shape[2], v.shape[-1]
-        self.C = chunk_length(max(self.D, self.Dv), q.dtype)
-        if cu_seqlens is None:
-            self.cu, self.first, self.sequence, self.chunks = _batched_layout(batch, length, self.C, q.device)
-        else:
-            self.cu = cu_seqlens.to(torch.int32)
-            self.first, self.sequence, self.chunks = chunk_table(self.cu, self.total, self.C)
-        self.N = self.cu.numel() - 1
-        self.DK, self.DV = (max(16, triton.next_power_of_2(d)) for d in (self.D, self.Dv))
+        self.q, self.HK, self.DVR = q, k.shape[2], v.shape[-1]
+        self.C = chunk_length(max(self.D, self.DVR), q.dtype)
+        self.DK, self.DV = (max(16, triton.next_power_of_2(d)) for d in (self.D, self.DVR))
         self.phases, self.ridge = tuple(phases), ridge
+        per_sequence = triton.cdiv(length, self.C)
+        if cu_seqlens is None:
+            self.N, self.chunks = batch, batch * per_sequence
+            cu = first = sequence = None
+        else:
+            self.N, cu = cu_seqlens.numel() - 1, cu_seqlens.to(torch.int32)
+            first, sequence, self.chunks = chunk_table(cu, batch * length, self.C)
+        self.by_sequence = {"cu": cu, "first": first, "length": length, "per_sequence": per_sequence}
+        self.by_chunk = {**self.by_sequence, "sequence": sequence, "N": self.N}
+        self.heads = {"H": self.H, "D": self.D, "DK": self.DK, "C": self.C}
+        self.sizes = {**self.heads, "HK": self.HK, "DVR": self.DVR, "DV": self.DV}
         # few sequences: smaller tiles, so that the sequential scans still fill the GPU
-        self.tile = min(SCAN_TILE if self.N * self.H >= 32 else 32, self.DK, self.DV)
-        self.tiles = (triton.cdiv(self.DK, self.tile), triton.cdiv(max(self.DK, self.DV), self.tile))
-        self.q = q
+        tile = min(SCAN_TILE if self.N * self.H >= 32 else 32, self.DK, self.DV)
+        self.tiles_i, self.tiles_j = triton.cdiv(self.DK, tile), triton.cdiv(max(self.DK, self.DV), tile)
+        self.tiles = {"BI": tile, "BJ": tile, "TILES_J": self.tiles_j}
+        self.scan_grid = (self.tiles_i * self.tiles_j, self.N * self.H)
+        self.chunk_grid = (self.H, self.chunks)
 
-    def scratch(self, width):
+    def options(self, kernel: str) -> dict[str, int]:
+        """num_warps and num_stages of a kernel."""
+        warps, stages = LAUNCH[kernel][self.D > 64]
+        return {"num_warps": warps, "num_stages": stages}
+
+    def scratch(self, width: int) -> torch.Tensor:
         return self.q.new_empty(self.chunks, self.H, self.DK, width)
 
-    @property
-    def sizes(self):
-        return {"H": self.H, "HK": self.Hk, "D": self.D, "DVR": self.Dv, "DK": self.DK, "DV": self.DV, "C": self.C}
-
-    @property
-    def solver(self):
-        steps, counts = _schedule(self.phases, self.ridge, self.q.device)
-        return {"steps": steps, "counts": counts, "ridge": self.ridge, "PHASES": len(self.phases)}
+    def gates(self, count: int) -> list[torch.Tensor]:
+        return [self.q.new_empty(self.q.shape[:3], dtype=torch.float32) for _ in range(count)]
 
     def scan_states(self, k, v, log_decay, beta, h0, u0):
         """Scratch H0 [chunks, H, DK, DK], U0^T [chunks, H, DK, DV], and the final states."""
         H0, UT0 = self.scratch(self.DK), self.scratch(self.DV)
         h_final, u_final = torch.empty_like(h0), torch.empty_like(u0)
-        gka_fwd_kernel_scan[(self.tiles[0] * self.tiles[1], self.N * self.H)](
-            k, v, log_decay, beta, h0, u0, H0, UT0, h_final, u_final, self.cu, self.first,
-            **self.sizes, BI=self.tile, BJ=self.tile, TILES_J=self.tiles[1], **launch_options("fwd_scan", self.D),
+        gka_fwd_kernel_scan[self.scan_grid](
+            k, v, log_decay, beta, h0, u0, H0, UT0, h_final, u_final,
+            **self.by_sequence, **self.sizes, **self.tiles, **self.options("fwd_scan"),
         )  # fmt: skip
         return H0, UT0, h_final, u_final
+
+    def solve(self, high, low, factor, k, log_decay, beta, H0, x):
+        """x in place, from factor * (high + low); returns |H_t| [B, T, H]."""
+        (norms,) = self.gates(1)
+        steps = [tau for count in self.phases for tau in richardson_steps(count, self.ridge)]
+        table = norms.new_empty(len(self.phases) + len(steps))
+        gka_kernel_steps[(1,)](table, VALUES=(*map(float, self.phases), *steps), num_warps=1)
+        gka_kernel_solve[self.chunk_grid](
+            high, low, factor, k, log_decay, beta, H0, x, norms, **self.by_chunk, table=table, ridge=self.ridge,
+            PHASES=len(self.phases), **self.heads, HK=self.HK, **self.options("solve"),
+        )  # fmt: skip
+        return norms
 
 
 def gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size):
@@ -102,11 +99,12 @@ def gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, rid
     q, k, v, log_decay, alpha, beta, h0, u0 = (t.contiguous() for t in (q, k, v, log_decay, alpha, beta, h0, u0))
     launch = _Launch(q, k, v, cu_seqlens, phases, ridge)
     H0, UT0, h_final, u_final = launch.scan_states(k, v, log_decay, beta, h0, u0)
-    o = q.new_empty(*q.shape[:3], v.shape[-1])
     x = torch.empty_like(q, dtype=torch.float32)
-    gka_fwd_kernel_solve[(launch.H, launch.chunks)](
-        q, k, v, log_decay, alpha, beta, H0, UT0, o, x, launch.cu, launch.first, launch.sequence, launch.N, scale,
-        **launch.solver, **launch.sizes, **launch_options("fwd_solve", launch.D),
+    launch.solve(q, None, None, k, log_decay, beta, H0, x)
+    o = q.new_empty(*q.shape[:3], v.shape[-1])
+    gka_fwd_kernel_read[launch.chunk_grid](
+        q, k, v, log_decay, alpha, beta, UT0, x, o, **launch.by_chunk, scale=scale,
+        **launch.sizes, **launch.options("fwd_read"),
     )  # fmt: skip
     return o, x, h_final, u_final
 
@@ -121,33 +119,38 @@ def gka_backward(
     launch = _Launch(q, k, v, cu_seqlens, phases, ridge)
     H0, UT0, h_final, u_final = launch.scan_states(k, v, log_decay, beta, h0, u0)
 
-    z, dq = torch.empty_like(q), torch.empty_like(q)
-    dalpha, ridge_t, from_start, local = (torch.empty_like(log_decay) for _ in range(4))
-    gka_bwd_kernel_solve[(launch.H, launch.chunks)](
-        q, k, v, log_decay, alpha, beta, H0, UT0, x, do, z, dq, dalpha, ridge_t, from_start, local,
-        launch.cu, launch.first, launch.sequence, launch.N, scale,
-        **launch.solver, **launch.sizes, **launch_options("bwd_solve", launch.D),
+    # dq and z hold the solver's right side, high and low part, until they get their own values: peak memory
+    dq, z = torch.empty_like(q), torch.empty_like(q)
+    low = None if q.dtype == torch.float32 else z
+    dalpha, local, ridge_t, from_start = launch.gates(4)
+    gka_bwd_kernel_read[launch.chunk_grid](
+        q, k, v, log_decay, alpha, beta, UT0, x, do, dq, low, dalpha, local, **launch.by_chunk, scale=scale,
+        **launch.sizes, **launch.options("bwd_read"),
+    )  # fmt: skip
+    norms = launch.solve(dq, low, alpha, k, log_decay, beta, H0, z)
+    decayed_x, decayed_m = torch.empty_like(q), torch.empty_like(q)
+    gka_bwd_kernel_ridge[launch.chunk_grid](
+        q, log_decay, alpha, x, z, dq, norms, dq, decayed_x, decayed_m, ridge_t, from_start, local,
+        **launch.by_chunk, ridge=ridge, scale=scale, **launch.heads, **launch.options("ridge"),
     )  # fmt: skip
 
     E, RT = launch.scratch(launch.DK), launch.scratch(launch.DV)
-    carried = log_decay.new_zeros(launch.chunks, launch.H, launch.tiles[0] * launch.tiles[1])
+    carried = log_decay.new_empty(launch.chunks, launch.H, launch.scan_grid[0])
     dh0, du0 = torch.empty_like(h0), torch.empty_like(u0)
-    gka_bwd_kernel_scan[(launch.tiles[0] * launch.tiles[1], launch.N * launch.H)](
-        q, k, log_decay, alpha, beta, H0, UT0, x, do, z, ridge_t, from_start, dh_final, du_final, h_final, u_final,
-        E, RT, carried, dh0, du0, launch.cu, launch.first, scale,
-        **launch.sizes, BI=launch.tile, BJ=launch.tile, TILES_J=launch.tiles[1],
-        **launch_options("bwd_scan", launch.D),
+    gka_bwd_kernel_scan[launch.scan_grid](
+        k, log_decay, beta, H0, UT0, z, decayed_x, decayed_m, do, ridge_t, from_start,
+        dh_final, du_final, h_final, u_final, E, RT, carried, dh0, du0,
+        **launch.by_sequence, **launch.sizes, **launch.tiles, **launch.options("bwd_scan"),
     )  # fmt: skip
-    del UT0  # before dk and dv: peak memory
+    del UT0, decayed_x, decayed_m  # before dk and dv: peak memory
 
-    per_head = (*q.shape[:3],)
-    dk, dv = q.new_empty(*per_head, launch.D), q.new_empty(*per_head, launch.Dv)
-    dg, dbeta = torch.empty_like(log_decay), torch.empty_like(beta)
-    gka_bwd_kernel_dkv[(launch.H, launch.chunks)](
-        q, k, v, log_decay, alpha, beta, H0, x, do, z, ridge_t, from_start, local, E, RT, carried.sum(-1),
-        dk, dv, dg, dbeta, launch.cu, launch.first, launch.sequence, launch.N, scale,
-        **launch.sizes, **launch_options("bwd_dkv", launch.D),
+    dk, dv = torch.empty_like(q), q.new_empty(*q.shape[:3], launch.DVR)
+    dg, dbeta = launch.gates(2)
+    gka_bwd_kernel_dkv[launch.chunk_grid](
+        q, k, v, log_decay, alpha, beta, H0, x, do, z, ridge_t, from_start, local, E, RT, carried,
+        dk, dv, dg, dbeta, **launch.by_chunk, scale=scale, **launch.sizes, TILES=launch.scan_grid[0],
+        TILES_2=triton.next_power_of_2(launch.scan_grid[0]), **launch.options("bwd_dkv"),
     )  # fmt: skip
-    if launch.Hk != launch.H:
-        dk, dv = (t.unflatten(2, (launch.Hk, -1)).sum(3) for t in (dk, dv))
+    if launch.HK != launch.H:
+        dk, dv = (t.unflatten(2, (launch.HK, -1)).sum(3) for t in (dk, dv))
     return dq, dk, dv, dg, dalpha, dbeta, dh0, du0

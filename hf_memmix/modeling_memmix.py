@@ -198,10 +198,16 @@ class MemMixForCausalLM(_WithHead):
             cache.layers[i].allocate(mixer.empty_states(batch, device, self.dtype))
 
     def _assisted_decoding(self, *args, **kwargs):
+        cache = kwargs.get("past_key_values")
+        if cache is not None and (seen := int(cache.get_seq_length())):
+            # the library would feed the whole prompt on top of them, here and in its own models
+            raise ValueError(
+                f"assisted and prompt-lookup decoding start from an empty cache, this one holds {seen} tokens; leave"
+                " past_key_values out, or decode without assistance"
+            )
         try:
             return super()._assisted_decoding(*args, **kwargs)
         finally:
-            cache = kwargs.get("past_key_values")
             if isinstance(cache, RecurrentStateCache):
                 cache.stop_past_recording()  # a long text after it would pile up snapshots
 

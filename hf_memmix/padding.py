@@ -101,14 +101,17 @@ def packing_of(cu_seq_lens_q, seq_idx, position_ids, batch: int, length: int) ->
             they say nothing about packing (with a cache or a padding mask).
 
     Raises:
-        ValueError: `cu_seq_lens_q` does not end at B * T, or `seq_idx` has another shape.
+        ValueError: `cu_seq_lens_q` does not rise from 0 to B * T, or `seq_idx` has another shape.
     """
     if cu_seq_lens_q is not None:
-        if not is_torchdynamo_compiling() and int(cu_seq_lens_q[-1]) != batch * length:
-            raise ValueError(
-                f"cu_seq_lens_q ends at {int(cu_seq_lens_q[-1])}, but there are {batch} x {length} tokens; it must"
-                " hold the start of every packed sequence and end at the number of tokens"
-            )
+        if not is_torchdynamo_compiling():
+            bounds = cu_seq_lens_q.tolist()
+            if bounds[0] != 0 or bounds[-1] != batch * length or bounds != sorted(bounds):
+                shown = bounds if len(bounds) < 10 else [*bounds[:3], "...", *bounds[-3:]]
+                raise ValueError(
+                    f"cu_seq_lens_q is {shown}, but there are {batch} x {length} tokens; it must start at 0, hold the"
+                    " start of every packed sequence in order, and end at the number of tokens"
+                )
         return cu_seq_lens_q
     if seq_idx is not None:
         if seq_idx.shape != (batch, length):

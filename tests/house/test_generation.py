@@ -176,13 +176,23 @@ def test_assistant_of_another_kind(model):
 
 
 @torch.no_grad()
-def test_prompt_lookup_goes_on_from_a_cache(model):
-    """A rollback in the second turn takes back nothing of the first."""
+def test_assisted_decoding_from_a_filled_cache_is_refused(model):
+    """transformers feeds the whole prompt on top of the cache; its own models answer wrongly without a word."""
     ids = random_ids(1, 8)
     cache = greedy(model, ids, 4).past_key_values
-    turn = torch.cat([uncached_greedy(model, ids, 4)[0], ids[:, :5]], 1)
-    out = greedy(model, turn, 8, past_key_values=cache, prompt_lookup_num_tokens=3)
-    assert_same_generation(out, uncached_greedy(model, turn, 8), "prompt lookup in the second turn")
+    for kwargs in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
+        with pytest.raises(ValueError, match="empty cache.*11 tokens"):
+            greedy(model, torch.cat([ids, ids], 1), past_key_values=cache, **kwargs)
+
+
+@torch.no_grad()
+def test_a_turn_after_assisted_decoding(model):
+    """The cache that assisted decoding leaves behind serves a plain second turn."""
+    ids = random_ids(1, 8)
+    first = greedy(model, ids, 6, prompt_lookup_num_tokens=3)
+    turn = torch.cat([first.sequences, ids[:, :5]], 1)
+    out = greedy(model, turn, past_key_values=first.past_key_values)
+    assert_same_generation(out, uncached_greedy(model, turn), "after prompt lookup")
 
 
 def test_assisted_decoding_on_a_static_cache_is_refused_or_right(model):
@@ -280,6 +290,15 @@ def test_packed_into_a_cache_is_right_or_refused():
             assert "use_cache=False" in str(error)  # noqa: PT017
             return
         assert_same(out, torch.cat([model(part).logits for part in ids.split((4, 6), 1)], 1))
+
+
+@torch.no_grad()
+def test_empty_packed_sequences():
+    """Boundaries padded to a fixed number, as collators for static shapes do."""
+    model = tiny_model("llama", "all")
+    ids = random_ids(1, 10)
+    out = model(ids, use_cache=False, cu_seq_lens_q=torch.tensor([0, 4, 4, 10, 10], dtype=torch.int32)).logits
+    assert_same(out, torch.cat([model(part, use_cache=False).logits for part in ids.split((4, 6), 1)], 1))
 
 
 @pytest.mark.parametrize("cache", (DynamicCache, None))

@@ -3,7 +3,7 @@
     PYTHONPATH=kernels/torch-ext python kernels/benchmarks/benchmark.py --out kernels/benchmarks/results/h200.json
 
 Operators only, no projections. "fwd" runs without autograd, "fwd+bwd" is torch.autograd.grad with respect to every
-input; both are medians of triton.testing.do_bench, which flushes the L2 cache. "decode" is one step called from Python,
+input; both are medians of triton.testing.do_bench, which flushes the L2 cache. "decode" is one step called by Python,
 launch overhead included; "decode_graph" one step of a captured CUDA graph that goes round states larger than the L2
 cache together. `peak_mib` is what is allocated above the inputs. Rows that --out already holds are replaced when they
 describe the same measurement, all others are kept. A new op is one row of BENCHES.
@@ -89,7 +89,7 @@ def gka(**options) -> Bench:
 
 
 BENCHES = [
-    Bench("sdpa", draw_attention, lambda x: (F.scaled_dot_product_attention(**x, is_causal=True),)),
+    Bench("sdpa", draw_attention, lambda x: (F.scaled_dot_product_attention(*x.values(), is_causal=True),)),
     Bench(
         "short_conv",
         draw_conv,

@@ -20,21 +20,17 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_dtype(op, dtype, shape, monkeypatch, poisoned_empty):
-    """Within the table, and at most twice the error of the torch path that gets inputs of the same dtype."""
+    """Within the table; in float32, moreover, at most twice the error of the torch path."""
+    if not op.low_precision and dtype != torch.float32:
+        pytest.skip("this row makes no promise in 16 bits")
     inputs, state, weights = op.draw(shape, dtype), op.draw_state(shape, shape.B, dtype), []
     want = outputs_and_gradients(op, op.naive, inputs, state, weights=weights)
     got = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
-    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
-    torch_path = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
-    floor = op.tolerance(dtype)
-    assert_close(
-        got,
-        want,
-        lambda name: min(
-            op.tolerance(dtype, grad=name.startswith("d ")),
-            max(floor, RATIO_TO_TORCH * error(torch_path[name], want[name])),
-        ),
-    )
+    assert_close(got, want, lambda name: op.tolerance(dtype, grad=name.startswith("d ")))
+    if dtype == torch.float32 and not op.tf32:
+        monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+        theirs = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
+        assert_close(got, want, lambda name: max(1e-6, RATIO_TO_TORCH * error(theirs[name], want[name])))
 
 
 @pytest.mark.parametrize("chunk_size", [32, 64, 128])

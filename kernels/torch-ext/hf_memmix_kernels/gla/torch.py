@@ -84,14 +84,18 @@ def gla_bwd_torch(
     dstates = torch.stack(dstates[::-1], 3)
 
     scores, dscores = (c.q @ c.k.mT) * c.D, (do @ c.v.mT) * c.D
-    dq = dscores @ c.k + c.from_start * (do @ c.states.mT)
+    dq_start = c.from_start * (do @ c.states.mT)
     dk_end = c.to_end * (c.v @ dstates.mT)
+    dq = dscores @ c.k + dq_start
     dk = dscores.mT @ c.q + dk_end
     dv = scores.mT @ do + c.to_end * (c.k @ dstates)
-    # G_t scales what token t reads, 1/G_t what it writes, G_C the whole state after the chunk: all sums are local
-    dG = (dq * c.q).sum(-1) - (dk * c.k).sum(-1)
-    dG[..., -1] += (dstates * c.states * c.decay).sum((-1, -2)) + (dk_end * c.k).sum((-1, -2))
-    dg = dG.flip(-1).cumsum(-1).flip(-1)
+    # g_t decays what i >= t read of the state before the chunk, what j < t leave in the state after it, what i >= t
+    # read of j < t, and the state that passes through: four sums inside the chunk, none of which cancel
+    pairs = (c.q @ c.k.mT) * dscores
+    reads = (dq_start * c.q).sum(-1, keepdim=True) + pairs.cumsum(-1) - pairs
+    writes = (dk_end * c.k).sum(-1, keepdim=True)
+    dg = (reads.tril() + writes.expand_as(pairs).triu(1)).sum(-2)
+    dg = dg + (dstates * c.states * c.decay).sum((-1, -2))[..., None]
     dk, dv = (t.sum(2, keepdim=True) for t in (dk, dv))
     dq, dk, dv = (c.merge(t).to(x.dtype) for t, x in ((dq, q), (dk, k), (dv, v)))
     return dq, dk, dv, c.merge(dg[..., None])[..., 0].to(log_decay.dtype), dstate.flatten(1, 2)

@@ -141,8 +141,8 @@ def gla_bwd_kernel_dqkg(
 ):  # fmt: skip
     """dq, dk and the share of dg of one chunk, one key head with its query heads, one block of K.
 
-    G_t scales what token t reads, 1/G_t what it writes, G_C the whole state after the chunk: the sums of dg stay
-    inside the chunk, whatever the length of the sequence.
+    g_t decays what tokens i >= t read of the state before the chunk, what tokens j < t leave in the state after it,
+    what i >= t read of j < t, and the state that passes through: dg_t sums these four, and nothing cancels.
     """
     i_k, i_c, i_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PACKED:  # noqa: SIM102
@@ -185,15 +185,18 @@ def gla_bwd_kernel_dqkg(
         b_q = tl.load(q + o_q[:, None] * K + o_k[None, :], mask=m_tk, other=0)
         b_dq *= (scale * tl.exp(b_G))[:, None]
         b_dk *= tl.exp(b_end - b_G)[:, None]
-        b_carried = tl.sum(b_inner, 0) * tl.exp(b_end) + tl.sum(tl.sum(b_dk * b_k.to(ACC), 0), 0)
+        b_reads = tl.sum(b_dq * b_q.to(ACC), 1)
+        b_writes = tl.sum(b_dk * b_k.to(ACC), 1)
         b_ds *= tl.where(m_causal, scale * tl.exp(b_G[:, None] - b_G[None, :]), 0)
         b_dst *= tl.where(m_anti, scale * tl.exp(b_G[None, :] - b_G[:, None]), 0)
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION, out_dtype=ACC)
         b_dk = tl.dot(b_dst.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION, out_dtype=ACC)
         tl.store(dq + o_q[:, None] * K + o_k[None, :], b_dq.to(dq.dtype.element_ty), mask=m_tk)
-        b_dG = tl.sum(b_dq * b_q.to(ACC) - b_dk * b_k.to(ACC), 1)
-        b_dG = tl.where(o_t == length - 1, b_dG + b_carried, b_dG)
-        b_dg = tl.sum(tl.where(m_causal, b_dG[:, None], 0), 0)
+        b_pairs = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION, out_dtype=ACC) * b_ds
+        b_before = (o_t[:, None] < o_t[None, :]).to(b_k.dtype)
+        b_pairs = tl.dot(b_pairs.to(b_k.dtype), b_before, input_precision=PRECISION, out_dtype=ACC)
+        b_dg = tl.where(o_t[:, None] >= o_t[None, :], b_pairs + b_reads[:, None], b_writes[:, None])
+        b_dg = tl.sum(b_dg, 0) + tl.sum(b_inner, 0) * tl.exp(b_end)
         tl.store(dg + i_k.to(tl.int64) * rows * H + o_q, b_dg, mask=m_t)
         b_dk_sum += b_dk
     tl.store(dk + o_kv[:, None] * K + o_k[None, :], b_dk_sum.to(dk.dtype.element_ty), mask=m_tk)

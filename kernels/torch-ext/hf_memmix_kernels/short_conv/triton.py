@@ -261,7 +261,7 @@ def short_conv_bwd_triton(
         HAS_STATE=initial_state is not None, PACKED=cu_seqlens is not None, RAGGED=lengths is not None, num_warps=4,
     )  # fmt: skip
     dparams = dparams.sum(0)
-    return dx, dparams[:K].T.contiguous(), dparams[K], dinitial
+    return dx, dparams[:K].T.contiguous(), dparams[K].clone(), dinitial
 
 
 def short_conv_step_triton(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool) -> Tensor:

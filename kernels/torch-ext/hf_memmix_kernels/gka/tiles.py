@@ -32,9 +32,13 @@ def locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C: tl.co
 def locate_sequence(i_n, cu, first, length, per_sequence):
     """(first token, number of tokens, first chunk, number of chunks) of a sequence."""
     if cu is None:
-        return i_n * length, length, i_n * per_sequence, per_sequence
-    start, chunk = tl.load(cu + i_n).to(tl.int64), tl.load(first + i_n).to(tl.int64)
-    return start, (tl.load(cu + i_n + 1) - start).to(tl.int32), chunk, (tl.load(first + i_n + 1) - chunk).to(tl.int32)
+        token, rows = i_n * length, length
+        chunk, chunks = i_n * per_sequence, per_sequence
+    else:
+        token, chunk = tl.load(cu + i_n).to(tl.int64), tl.load(first + i_n).to(tl.int64)
+        rows = (tl.load(cu + i_n + 1) - token).to(tl.int32)
+        chunks = (tl.load(first + i_n + 1) - chunk).to(tl.int32)
+    return token, rows, chunk, chunks
 
 
 @triton.jit

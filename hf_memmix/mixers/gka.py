@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, H query heads, Hk key/value heads, D head size.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -38,11 +38,13 @@ START_HALF_LIVES = (1.0, 64.0)  # tokens, log-spaced over the heads
 
 @dataclass
 class GKAOptions(MixerOptions):
-    """Options of the GKA layer; the defaults are the official release.
+    """Options of the GKA layer; the defaults are the official release's, the solver's schedule aside.
 
     Args:
-        num_iterations: Chebyshev iterations r; may be changed at inference (21 reach bf16 accuracy).
-        refinement: iterations of each phase of iterative refinement, e.g. [7, 7, 7]; replaces `num_iterations`.
+        num_iterations: Chebyshev iterations r of one plain phase, the paper's solver; used if `refinement` is None,
+            which is what options that name `num_iterations` alone mean. May be changed at inference.
+        refinement: iterations of each phase of iterative refinement. The default is faster and more accurate in bf16
+            than 30 plain iterations: kernels/benchmarks/results/gka_accuracy_h200.json.
         ridge: a in lambda = a |H|.
         chunk_size: tokens a chunk of the parallel form; changes speed only.
         use_decay, use_beta, use_alpha, use_gate: the forget gate g, the write strength, the blend of solution and
@@ -63,7 +65,7 @@ class GKAOptions(MixerOptions):
     inference_options: ClassVar[tuple[str, ...]] = ("num_iterations", "refinement", "chunk_size")
 
     num_iterations: int = 30
-    refinement: list[int] | None = None
+    refinement: list[int] | None = field(default_factory=lambda: [12, 10])
     ridge: float = 0.02
     chunk_size: int = 64
     use_decay: bool = True
@@ -81,6 +83,12 @@ class GKAOptions(MixerOptions):
     qkv_bias: bool = False
     o_bias: bool = False
     norm_eps: float = 1e-6
+
+    @classmethod
+    def from_dict(cls, options: dict) -> "GKAOptions":
+        if "num_iterations" in options:
+            options = {"refinement": None, **options}
+        return super().from_dict(options)
 
     def validate(self):
         if self.refinement is not None:

@@ -70,11 +70,15 @@ def main():
     parser.add_argument("--commit", default="unknown", help="commit of the tree, where the machine has no git")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--long", type=int, default=2**20, help="the long context of the memory model")
+    parser.add_argument("--only", nargs="*", choices=("llama", "gka"), help="leave the other model out")
     args = parser.parse_args()
 
+    only = set(args.only or ("llama", "gka"))
     cases = {None: [(1, 1024), (32, 1024)], "gka": [(1, 1024), (32, 1024), (1, args.long)]}
     rows = []
     for mixer, shapes in cases.items():
+        if (mixer or "llama") not in only:
+            continue
         model = build(mixer)
         for batch, context in shapes:
             row = {

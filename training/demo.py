@@ -31,6 +31,11 @@ from hf_memmix.training.train import align, distill
 
 CONTEXTS = (1024, 4096, 32768, 131072)
 PROMPT_TOKENS = 24
+# short schedules want higher rates than the recipes'
+LEARNING_RATES = {
+    "align": {"learning_rate": 5e-3, "warmup_steps": 5},
+    "distill": {"learning_rate": 5e-4, "rest_learning_rate": 5e-5, "warmup_steps": 5},
+}
 NEW_TOKENS = 80
 # what the new process runs: it knows the folder and the prompt, nothing else
 LOAD_AND_GENERATE = """
@@ -68,9 +73,9 @@ def run_demo(
     progress: Progress,
     *,
     keep="none",
-    align_steps: int = 150,
-    distill_steps: int = 150,
-    batch_size: int = 8,
+    align_steps: int = 60,
+    distill_steps: int = 60,
+    batch_size: int = 4,
     block_size: int = 256,
     heldout_tokens: int = 20_000,
     contexts: tuple[int, ...] = CONTEXTS,
@@ -83,14 +88,18 @@ def run_demo(
 
     teacher = AutoModelForCausalLM.from_pretrained(asset_path("tiny_teacher"), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
-    student = convert_model(teacher, mixer="gka", keep=keep)
+    student = convert_model(teacher, mixer="gka", keep=keep, chunk_size=32)  # the fastest chunk on a CPU
 
     data = TokenBlocks.from_files(asset_path("train.txt"), tokenizer, block_size)
     stages = []
     for stage, steps in ((align, align_steps), (distill, distill_steps)):
         name = stage.__name__
-        options = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "save_every": 0}
-        stages.append(stage(student, teacher, data, output / name, callbacks=[ProgressBar(progress, name)], **options))
+        options = LEARNING_RATES[name] | {"steps": steps, "batch_size": batch_size, "block_size": block_size}
+        stages.append(
+            stage(
+                student, teacher, data, output / name, save_every=0, callbacks=[ProgressBar(progress, name)], **options
+            )
+        )
         seconds[name] = stages[-1]["seconds"]
 
     # from here on the student is what the folder holds: weights rounded to bf16, computed in fp32
@@ -217,13 +226,14 @@ def main(
         "runs/demo"
     ),
     keep: Annotated[str, typer.Option(help='layers that stay attention: "none" or e.g. "1,4"')] = "none",
-    align_steps: Annotated[int, typer.Option(help="steps of layer-wise alignment")] = 150,
-    distill_steps: Annotated[int, typer.Option(help="steps of distillation")] = 150,
+    align_steps: Annotated[int, typer.Option(help="steps of layer-wise alignment")] = 60,
+    distill_steps: Annotated[int, typer.Option(help="steps of distillation")] = 60,
 ) -> None:
     """Convert, align, distil and measure the bundled transformer."""
     console = Console()
     columns = (TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     kept = keep if keep == "none" else [int(layer) for layer in keep.split(",")]
     with Progress(*columns, console=console) as progress:
         results = run_demo(output, progress, keep=kept, align_steps=align_steps, distill_steps=distill_steps)

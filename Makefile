@@ -1,7 +1,10 @@
 # Every target sets up its own virtual environment in the checkout; Python >= 3.11 is all it needs.
 #   make demo                       convert, align and distil the bundled transformer; table, plot, checkpoint in runs/demo
 #   make test                       all tests that run on a CPU; TRANSFORMERS=5.17.0 tests another version in its own venv
-#   make lint | bench | card | clean
+#   make lint                       ruff check and ruff format --check
+#   make bench                      the kernels on this machine's NVIDIA GPU
+#   make card                       figures of README.md and of the model cards against the committed measurements
+#   make clean                      remove everything that make made
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
@@ -19,7 +22,7 @@ test demo: export TOKENIZERS_PARALLELISM = false
 .PHONY: help demo test lint bench card clean
 
 help:
-	@sed -n '2,5s/^# *//p' Makefile
+	@sed -n '2,8s/^# *//p' Makefile
 
 $(STAMP): pyproject.toml setup.py constraints.txt .ci/venv
 	@.ci/venv $(VENV) $(TRANSFORMERS)
@@ -38,7 +41,8 @@ bench: $(STAMP)
 	$(BIN)/python kernels/benchmarks/benchmark.py
 
 card: $(STAMP)
-	$(BIN)/python model_cards/build.py
+	$(BIN)/python -m hf_memmix.training.readme_tables
+	$(BIN)/python -m pytest tests/test_cards.py tests/test_readme.py
 
 clean:
 	rm -rf .venv* build dist runs *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -57,7 +57,39 @@ def demo_table(root: Path) -> str:
     )
 
 
-TABLES = {"demo": demo_table}
+def kernel_table(root: Path) -> str:
+    """Milliseconds of the ops on the GPU, with torch's attention from the same run."""
+    rows = json.loads((root / KERNELS).read_text())
+    ops: dict[str, dict] = {}
+    for row in rows:
+        schedule = row.get("iterations")
+        note = (
+            ""
+            if schedule is None
+            else f", {'+'.join(map(str, schedule if isinstance(schedule, list) else [schedule]))}"
+        )
+        ops.setdefault(f"`{row['op']}`{note}", {})[row["pass"], row["B"], row["T"]] = row["ms"]
+    columns = {
+        "fwd, 8k": ("fwd", 4, 8192),
+        "fwd+bwd, 8k": ("fwd+bwd", 4, 8192),
+        "fwd, 32k": ("fwd", 4, 32768),
+        "fwd+bwd, 32k": ("fwd+bwd", 4, 32768),
+        "decode, B=8": ("decode_graph", 8, 1),
+    }
+    lines = [[name, *(f"{ms[key]:.3g}" if key in ms else "" for key in columns.values())] for name, ms in ops.items()]
+    (first, *others) = ({name: row[name] for name in ("gpu", "torch", "triton")} for row in rows)
+    if any(other != first for other in others):
+        raise ValueError(f"{KERNELS} mixes machines or versions; run the benchmark again as a whole")
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    return (
+        markdown(["ms", *columns], lines)
+        + "\n\nbf16; B=4, H=8, D=128; decode: one step of 32 heads inside a CUDA graph. The numbers after `gka` are "
+        f"solver iterations, by refinement phase. {first['gpu']}, torch {first['torch']}, Triton {first['triton']}, "
+        f"commit {commits}."
+    )
+
+
+TABLES = {"demo": demo_table, "kernels": kernel_table}
 
 
 def render(text: str, root: Path) -> str:

@@ -29,6 +29,7 @@ def run_teacher_forced(
     layers = converted_layers(student)
     _check_same_shape(teacher, student)
     training = torch.is_grad_enabled()
+    dtype = student.get_input_embeddings().weight.dtype  # a bf16 teacher may guide an fp32 student
     handles = []
 
     def hook_for(layer: int):
@@ -37,7 +38,7 @@ def run_teacher_forced(
         def hook(module, args, kwargs, output):
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
             with torch.set_grad_enabled(training):
-                mixed = mixer(hidden_states=hidden, position_embeddings=kwargs.get("position_embeddings"))[0]
+                mixed = mixer(hidden_states=hidden.to(dtype), position_embeddings=kwargs.get("position_embeddings"))[0]
                 visit(layer, mixed, output[0])
 
         return hook

@@ -80,7 +80,7 @@ def convert(
 
     check_target(out_dir, overwrite)
     with err.status("converting"):
-        model = _load(teacher, "cpu")
+        model = _load(teacher, "cpu", "auto")
         student = convert_model(model, mixer, _parse_keep(keep), seed=seed, **_parse_options(option or []))
         save_student(student, out_dir, _tokenizer(teacher, required=False), overwrite=overwrite)
     report = student.conversion_report
@@ -221,6 +221,8 @@ def report(
 def _train(stage, student, teacher, text, out_dir, recipe, numbers, resume, overwrite, as_json) -> None:
     import shutil
 
+    import torch
+
     from hf_memmix.conversion import save_student
     from hf_memmix.conversion.saving import check_target
     from hf_memmix.training.data import TokenBlocks
@@ -230,7 +232,7 @@ def _train(stage, student, teacher, text, out_dir, recipe, numbers, resume, over
     plan = load_recipe(recipe, **numbers, stage=stage)
     tokenizer = _tokenizer(teacher)
     data = TokenBlocks.from_files(text, tokenizer, plan.block_size)
-    model, guide = _load(student, "cpu"), _load(teacher, "cpu")
+    model, guide = _load(student, "cpu", "auto"), _load(teacher, "cpu", "auto" if torch.cuda.is_available() else None)
     dtype = model.dtype
     # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
     run_dir = out_dir.with_name(f".{out_dir.name}.run")
@@ -274,7 +276,8 @@ def _bar(title: str):
         yield lambda done, total, note="": progress.update(task, completed=done, total=total, note=note)
 
 
-def _load(folder: Path, device: str | None):
+def _load(folder: Path, device: str | None, dtype=None):
+    """A model on a device; `dtype` None: as stored on a GPU, fp32 on a CPU, which is slow in bf16."""
     import torch
     from transformers.utils import logging
 
@@ -284,7 +287,7 @@ def _load(folder: Path, device: str | None):
     logging.set_verbosity_error()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return load_model(folder).to(device)
+        return load_model(folder, dtype or ("float32" if device == "cpu" else "auto")).to(device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"cannot load {folder} on {device}: {error}") from None
 

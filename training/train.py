@@ -197,4 +197,7 @@ def _training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgum
         "dataloader_drop_last": True,
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
-    return TrainingArguments(**(values | recipe.trainer))
+    arguments = TrainingArguments(**(values | recipe.trainer))
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # several GPUs need a launcher (accelerate launch); nn.DataParallel cannot split a pair
+    return arguments

@@ -70,6 +70,14 @@ def test_distill_lowers_the_kl_and_respects_both_learning_rates(tmp_path, data, 
 
 
 @pytest.mark.parametrize("stage", [align, distill])
+def test_bf16_teacher_guides_an_fp32_student(tmp_path, data, teacher, stage):
+    student = convert_model(teacher, keep=[1])
+    result = stage(student, teacher.bfloat16(), data, tmp_path, steps=2, **SMALL)
+    assert student.dtype == torch.float32 and teacher.dtype == torch.bfloat16
+    assert torch.tensor(result["last_loss"]).isfinite()
+
+
+@pytest.mark.parametrize("stage", [align, distill])
 def test_interrupted_run_ends_like_a_whole_one(tmp_path, data, teacher, stage):
     options = {"steps": 6, "save_every": 3, "learning_rate": 1e-3, **SMALL}
     first = convert_model(teacher, keep=[1])

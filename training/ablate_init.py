@@ -23,6 +23,7 @@ from hf_memmix.training.train import align
 
 RELEASE = {"conv_activation": "silu", "use_rope": False, "use_o_norm": True, "gate_bias": False}
 GATES = ("a_proj", "A_log", "dt_bias", "b_proj", "alpha_proj", "g_proj")
+OPEN = {"logit": 2.0}  # sigmoid 0.88
 
 # name: (options over the defaults of conversion, parameters with the values of a model from scratch, other starts)
 VARIANTS = {
@@ -31,19 +32,18 @@ VARIANTS = {
     "+ rotary": (RELEASE | {"use_rope": True}, GATES, {}),
     "+ no activation": (RELEASE | {"use_rope": True, "conv_activation": None}, GATES, {}),
     "+ no output norm": ({"gate_bias": False}, GATES, {}),
-    "+ constant gates (default)": ({}, (), {}),
-    "default, but silu": ({"conv_activation": "silu"}, (), {}),
-    "default, but no rotary": ({"use_rope": False}, (), {}),
-    "default, but output norm": ({"use_o_norm": True}, (), {}),
-    "default, but random convolutions": ({}, ("conv1d",), {}),
-    "default, but no output gate": ({"use_gate": False}, (), {}),
-    "default, but gate starts at 1": ({}, (), {"gate": 1.2785}),
-    "default, but half-lives 4-256": ({}, (), {"half_lives": (4, 256)}),
-    "default, but half-lives 16-1024": ({}, (), {"half_lives": (16, 1024)}),
-    "default, but alpha = beta = 0.5": ({}, (), {"logit": 0.0}),
-    "default, but alpha = beta = 0.98": ({}, (), {"logit": 4.0}),
-    "default, but ridge 0.005": ({"ridge": 0.005}, (), {}),
-    "default, but ridge 0.1": ({"ridge": 0.1}, (), {}),
+    "+ constant gates, alpha = beta = 0.5 (default)": ({}, (), {}),
+    "alpha = beta = 0.88": ({}, (), OPEN),
+    "alpha = beta = 0.88, silu": ({"conv_activation": "silu"}, (), OPEN),
+    "alpha = beta = 0.88, no rotary": ({"use_rope": False}, (), OPEN),
+    "alpha = beta = 0.88, output norm": ({"use_o_norm": True}, (), OPEN),
+    "alpha = beta = 0.88, random convolutions": ({}, ("conv1d",), OPEN),
+    "alpha = beta = 0.88, gate starts at 1": ({}, (), OPEN | {"gate": 1.2785}),
+    "alpha = beta = 0.88, half-lives 4-256": ({}, (), OPEN | {"half_lives": (4, 256)}),
+    "alpha = beta = 0.88, half-lives 16-1024": ({}, (), OPEN | {"half_lives": (16, 1024)}),
+    "no output gate": ({"use_gate": False}, (), {}),
+    "ridge 0.005": ({"ridge": 0.005}, (), {}),
+    "ridge 0.1": ({"ridge": 0.1}, (), {}),
 }
 
 

@@ -31,7 +31,7 @@ MAX_HEAD_DIM = 256
 ROPE_LAYOUTS = ("half", "pairs", "single")
 
 # where a layer starts that takes over an attention: measured, see conversion/results/gka_init.json
-START_LOGIT = 2.0  # of alpha and beta
+START_LOGIT = 0.0  # of alpha and beta: both start at one half
 START_GATE_BIAS = 0.485  # silu of it is 0.3
 START_HALF_LIVES = (1.0, 64.0)  # tokens, log-spaced over the heads
 

@@ -228,7 +228,7 @@ OPS = [
     Op(
         name="gka",
         **_GKA,
-        options={"num_iterations": 60},
+        options={"num_iterations": 48},
         # plain iterations lose accuracy in 16 bits, that is what refinement is for
         low_precision=False,
         bad=[*_bad_heads("gka"), ("ridge", _with(ridge=lambda _: 0.0))],
@@ -236,7 +236,7 @@ OPS = [
     Op(
         name="gka_refined",
         **_GKA,
-        options={"refinement": (20, 20, 20)},
+        options={"refinement": (16, 16, 16)},
         bad=[("refinement", _with(refinement=lambda _: (7, 0))), ("refinement", _with(refinement=lambda _: ()))],
     ),
 ]

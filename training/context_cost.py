@@ -57,7 +57,7 @@ def milliseconds_per_token(model: nn.Module, cache: Cache, context: int, steps: 
     return 1e3 * statistics.median(times[WARMUP:])
 
 
-def context_cost(model: nn.Module, context: int, steps: int = 8) -> dict:
+def context_cost(model: nn.Module, context: int, steps: int = 16) -> dict:
     """`{"context", "cache_bytes", "ms_per_token", "cache"}` of `model` after `context` tokens of one sequence.
 
     The bytes are those of the growing cache, which holds exactly `context` tokens. The time is that of the faster of

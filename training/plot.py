@@ -15,7 +15,7 @@ def plot_context_cost(results: dict, path: str | Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, (memory, speed) = pyplot.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
     for role, rows in results["context_cost"].items():
@@ -29,6 +29,9 @@ def plot_context_cost(results: dict, path: str | Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 1024 else str(tick) for tick in ticks])
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if axes is speed else (1,)))
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
         axes.set_xlabel("context, tokens")
         axes.set_title(title, fontsize=11)
         axes.grid(alpha=0.3)

@@ -41,7 +41,7 @@ VARIANTS = {
     "alpha = beta = 0.88, gate starts at 1": ({}, (), OPEN | {"gate": 1.2785}),
     "alpha = beta = 0.88, half-lives 4-256": ({}, (), OPEN | {"half_lives": (4, 256)}),
     "alpha = beta = 0.88, half-lives 16-1024": ({}, (), OPEN | {"half_lives": (16, 1024)}),
-    "no output gate": ({"use_gate": False}, (), {}),
+    "alpha = beta = 0.88, no output gate": ({"use_gate": False}, (), OPEN),
     "ridge 0.005": ({"ridge": 0.005}, (), {}),
     "ridge 0.1": ({"ridge": 0.1}, (), {}),
 }

@@ -203,7 +203,7 @@ def gka_bwd_kernel_dkv(
     E_k += dot((DT * key_dot(b_k, b_x)).to(dtype), b_z)
     E_k += dot((DT * dot(b_k, tl.trans(b_z))).to(dtype), b_x.to(dtype))
     # sum_t D[t, i] ridge_t D[t, j]: how much of k_j k_j^T token i's sum of ridge_t H_t holds
-    shared = tl.dot(DT * b_ridge[None, :], decay_from(G, C), input_precision="tf32")
+    shared = dot(DT * b_ridge[None, :], decay_from(G, C))
     E_k += dot((shared * dot(b_k, tl.trans(b_k)) * write[None, :]).to(dtype), b_k)
     dw = -0.5 * tl.sum(keys * E_k, 1)
 

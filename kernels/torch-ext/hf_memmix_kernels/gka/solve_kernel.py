@@ -27,7 +27,7 @@ def state_norm(k, H0, G, weight, C: tl.constexpr):
     start_state = H0.to(tl.float32)
     start = zeta * zeta * tl.sum(tl.sum(start_state * start_state, 1), 0)
     cross = 2.0 * zeta * tl.sum(DW * key_energy[None, :], 1)
-    own = tl.sum(tl.dot(DW, gram * gram, input_precision="tf32") * DW, 1)
+    own = tl.sum(dot(DW, gram * gram) * DW, 1)
     return tl.sqrt(tl.maximum(start + cross + own, 0.0))
 
 

@@ -1,4 +1,4 @@
-"""Kernels of fixed-size memories: one folder an op, each with a naive float64 truth, a torch path and Triton kernels."""
+"""Kernels of fixed-size memories: one folder an op, each with a float64 truth, a torch path and Triton kernels."""
 
 from .gka import chunk_gka, gka_step, naive_gka
 from .gla import chunk_gla, gla_step, naive_gla

@@ -14,8 +14,8 @@ def chunk_table(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Tenso
     """Chunks of all packed sequences in order.
 
     Returns:
-        first [N+1] int32, the global index of each sequence's first chunk; sequence [bound] int32, the sequence of each
-        chunk, N for the unused tail; bound, an upper limit of the number of chunks known without reading the device.
+        first [N+1] int32, the global index of each sequence's first chunk; sequence [bound] int32, each chunk's
+        sequence, N for the unused tail; bound, an upper limit of the number of chunks known without a device read.
     """
     sequences = cu_seqlens.shape[0] - 1
     counts = (cu_seqlens.diff() + chunk_size - 1) // chunk_size

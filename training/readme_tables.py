@@ -13,6 +13,7 @@ from pathlib import Path
 
 DEMO = "training/results/demo.json"
 PLOT = "training/results/demo.png"
+CARDS = "model_cards"
 KERNELS = "kernels/benchmarks/results/h200.json"
 
 
@@ -57,6 +58,35 @@ def demo_table(root: Path) -> str:
     )
 
 
+def student_table(root: Path) -> str:
+    """Every student whose measurements are among the model cards."""
+    lines, devices = [], set()
+    for path in sorted((root / CARDS).glob("*/metrics*.json")):
+        metrics = json.loads(path.read_text())
+        heldout = metrics["heldout"]
+        if "student_ppl" not in heldout:
+            continue
+        kept = metrics["keep"] if isinstance(metrics["keep"], list) else []
+        name = f"`assets/{path.parent.name}`"
+        if path.stem != "metrics":
+            name = f"{path.parent.name}, {path.stem.removeprefix('metrics_')} (not bundled)"
+        line = [name, ", ".join(metrics["mixer_options"]), str(len(kept)), str(len(heldout["layer_error"]))]
+        line += [f"{heldout[key]:.2f}" for key in ("teacher_ppl", "student_ppl")]
+        lines.append([*line, f"{heldout['ppl_ratio']:.3f}", f"{100 * heldout['top1_agreement']:.1f} %"])
+        devices.add(f"{metrics['device']} in {metrics['seconds'] / 60:.0f} minutes")
+    head = [
+        "student",
+        "mixer",
+        "attention layers",
+        "mixer layers",
+        "teacher ppl",
+        "student ppl",
+        "ratio",
+        "same token",
+    ]
+    return markdown(head, lines) + f"\n\nHeld-out text; distilled on one {', '.join(sorted(devices))} each."
+
+
 def kernel_table(root: Path) -> str:
     """Milliseconds of the ops on the GPU, with torch's attention from the same run."""
     rows = json.loads((root / KERNELS).read_text())
@@ -89,7 +119,7 @@ def kernel_table(root: Path) -> str:
     )
 
 
-TABLES = {"demo": demo_table, "kernels": kernel_table}
+TABLES = {"demo": demo_table, "students": student_table, "kernels": kernel_table}
 
 
 def render(text: str, root: Path) -> str:

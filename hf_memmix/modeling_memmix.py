@@ -26,7 +26,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from . import configuration_memmix
 from .cache import RecurrentStateCache, adopt_cache, static_length_of
 from .mixers import MemoryMixer
-from .padding import none_if_full, packing_of, padding_of, positions_in
+from .padding import check_finite, none_if_full, packing_of, padding_of, positions_in
 from .swap import fp32_parameters, memory_mixers, swap_attention
 
 
@@ -120,6 +120,8 @@ class MemMixModel(_MemMixPreTrained):
         use_cache=None,
         **kwargs,
     ):
+        if inputs_embeds is not None:
+            check_finite(inputs_embeds)
         batch, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
         given = past_key_values
         adopt_cache(given, self.config)

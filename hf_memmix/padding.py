@@ -84,6 +84,17 @@ def padding_of(attention_mask, batch: int, length: int, seen, max_length: int | 
     return none_if_full(mask)
 
 
+def check_finite(inputs_embeds: Tensor):
+    """Raise ValueError if an embedding [B, T, hidden] is NaN or infinite. Not decided inside a compiled graph."""
+    if is_torchdynamo_compiling() or bool(torch.isfinite(inputs_embeds).all()):
+        return
+    row, token = torch.isfinite(inputs_embeds).all(-1).logical_not().nonzero()[0].tolist()
+    raise ValueError(
+        f"inputs_embeds has NaN or infinite entries, the first in row {row} at token {token}: a memory would carry"
+        " them to every later token. Check what made the embeddings"
+    )
+
+
 def none_if_full(mask: Tensor | None) -> Tensor | None:
     """None for a mask without pads, as the common case has a shorter path. Not decided inside a compiled graph."""
     if mask is None or (not is_torchdynamo_compiling() and bool(mask.all())):

@@ -228,3 +228,13 @@ def test_wrong_boundaries(kwargs, match):
 def test_empty_input():
     with pytest.raises(ValueError, match="(?i)token"):
         tiny_model("llama", "all")(torch.zeros(1, 0, dtype=torch.long))
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+def test_input_that_is_not_finite(value):
+    """A memory would carry it to the end of the text, and a saved state beyond."""
+    model = tiny_model("llama", "first")
+    embeds = model.get_input_embeddings()(random_ids(2, 6)).detach()
+    embeds[1, 4, 3] = value
+    with pytest.raises(ValueError, match=r"inputs_embeds.*row 1.*token 4"):
+        model(inputs_embeds=embeds)

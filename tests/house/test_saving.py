@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import hub
 
 import testing
@@ -132,6 +132,21 @@ def test_half_precision(family, layout, tmp_path):
         again = AutoModelForCausalLM.from_pretrained(tmp_path / str(dtype))
         assert_same(again(IDS).logits, out.logits, tolerance=0)
         assert mixers_of(again)[min(mixers)].A_log.dtype == torch.float32
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ("llama", "gpt2"))
+def test_sequence_classification(family, tmp_path):
+    """The head that reads the last real token: of a padded row the same as of the row alone, saved and loaded."""
+    config = tiny_config(family, "odd", num_labels=3)
+    model = randomize(AutoModelForSequenceClassification.from_config(config)).eval()
+    ids = random_ids(2, 9)
+    ids[0, 6:] = 0
+    scores = model(ids, attention_mask=(ids != 0).long()).logits
+    assert_same(scores[:1], model(ids[:1, :6]).logits)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert_same(again(ids, attention_mask=(ids != 0).long()).logits, scores, tolerance=0)
 
 
 def test_resized_embeddings(tmp_path):

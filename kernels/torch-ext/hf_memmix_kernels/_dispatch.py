@@ -34,7 +34,7 @@ def use_triton(x: torch.Tensor) -> bool:
             raise ValueError("HF_MEMMIX_BACKEND=triton, but triton is not installed; unset it or `pip install triton`")
         if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
-                f"HF_MEMMIX_BACKEND=triton needs a GPU, the input is on {x.device}; unset it, or set TRITON_INTERPRET=1"
-                " before the first import to run the kernels in Triton's interpreter"
+                f"HF_MEMMIX_BACKEND=triton needs a GPU, the input is on {x.device}; unset it, or set"
+                " TRITON_INTERPRET=1 before the first import to run the kernels in Triton's interpreter"
             )
     return forced == "triton"

@@ -14,6 +14,7 @@ from .tiles import (
     decay_from,
     decay_until,
     dot,
+    gate_dot,
     load_gate,
     load_rows,
     load_state,
@@ -33,7 +34,7 @@ def gka_bwd_kernel_read(
 ):  # fmt: skip
     """The gradient of m, scale * U_t^T do_t, as high + low, with dalpha and `local` = <m, its gradient>."""
     i_h, i_chunk = tl.program_id(0), tl.program_id(1)
-    token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    i_n, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
     if rows <= 0:
         return
     head, kv_head = token * H + i_h, token * HK + i_h // (H // HK)
@@ -43,7 +44,7 @@ def gka_bwd_kernel_read(
     G = tl.cumsum(load_gate(log_decay + head, rows, H, C), 0)
     b = load_gate(beta + head, rows, H, C)
     scores = dot(b_do, tl.trans(b_v)) * decay_from(G, C) * (b * b)[None, :]
-    b_UT0 = load_state(UT0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DV, DK, DV)
+    b_UT0 = load_state(UT0 + ((i_chunk + i_n).to(tl.int64) * H + i_h) * DK * DV, DK, DV)
     d_mixed = dot(b_do, tl.trans(b_UT0)) * tl.exp(G)[:, None]
     d_mixed = scale * (d_mixed + dot(scores.to(b_k.dtype), b_k))
 
@@ -67,7 +68,7 @@ def gka_bwd_kernel_ridge(
 ):  # fmt: skip
     """dq; ridge_t = 2 a (x . z) / |H| and its decayed sum `from_start`; x and m decayed since the chunk's start."""
     i_h, i_chunk = tl.program_id(0), tl.program_id(1)
-    token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    _, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
     if rows <= 0:
         return
     head = token * H + i_h
@@ -96,11 +97,15 @@ def gka_bwd_kernel_ridge(
 @triton.jit(do_not_specialize=["length", "per_sequence"])
 def gka_bwd_kernel_scan(
     k, log_decay, beta, H0, UT0, z, decayed_x, decayed_m, do, ridge_t, from_start,
-    dh_final, du_final, h_final, u_final, E, RT, carried, dh0, du0, cu, first, length, per_sequence,
+    dh_final, du_final, h_final, u_final, E, carried, dh0, du0, cu, first, length, per_sequence,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     C: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, TILES_J: tl.constexpr,
 ):  # fmt: skip
-    """E and R^T at every chunk's end, tile by tile, last chunk first; `carried` gets each tile's share of <dS, S>."""
+    """E and R^T at every chunk's end, tile by tile, last chunk first.
+
+    R^T at a chunk's end takes the place of U^T before the next chunk, which the sum `share` has consumed by then.
+    `carried` gets each tile's share of <dS, S> at every chunk's end.
+    """
     i_tile, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     i_0, j_0 = (i_tile // TILES_J) * BI, (i_tile % TILES_J) * BJ
@@ -124,9 +129,10 @@ def gka_bwd_kernel_scan(
     for _ in range(chunks):
         dtype: tl.constexpr = k.dtype.element_ty
         tl.store(carried + state * tiles + i_tile, share)
-        at_E, at_R = state * DK * DK + i[:, None] * DK + j[None, :], state * DK * DV + i[:, None] * DV + j[None, :]
+        at_E = state * DK * DK + i[:, None] * DK + j[None, :]
+        at_R = (state + i_n * H) * DK * DV + i[:, None] * DV + j[None, :]
         tl.store(E + at_E, b_E.to(dtype), mask=(j < DK)[None, :])
-        tl.store(RT + at_R, b_R.to(dtype), mask=(j < DV)[None, :])
+        tl.store(UT0 + at_R + H * DK * DV, b_R.to(dtype), mask=(j < DV)[None, :])
 
         g = load_gate(log_decay + head, rows, H, C)
         b = load_gate(beta + head, rows, H, C)
@@ -177,7 +183,7 @@ def gka_bwd_kernel_dkv(
 ):  # fmt: skip
     """dk, dv (per query head), dlog_decay and dbeta of one chunk and head."""
     i_h, i_chunk = tl.program_id(0), tl.program_id(1)
-    token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    i_n, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
     if rows <= 0:
         return
     head, kv_head = token * H + i_h, token * HK + i_h // (H // HK)
@@ -203,7 +209,7 @@ def gka_bwd_kernel_dkv(
     E_k += dot((DT * key_dot(b_k, b_x)).to(dtype), b_z)
     E_k += dot((DT * dot(b_k, tl.trans(b_z))).to(dtype), b_x.to(dtype))
     # sum_t D[t, i] ridge_t D[t, j]: how much of k_j k_j^T token i's sum of ridge_t H_t holds
-    shared = dot(DT * b_ridge[None, :], decay_from(G, C))
+    shared = gate_dot(DT * b_ridge[None, :], decay_from(G, C), b_k)
     E_k += dot((shared * dot(b_k, tl.trans(b_k)) * write[None, :]).to(dtype), b_k)
     dw = -0.5 * tl.sum(keys * E_k, 1)
 
@@ -212,7 +218,7 @@ def gka_bwd_kernel_dkv(
     mixed = b_q + load_gate(alpha + head, rows, H, C)[:, None] * (b_x - b_q)
     b_v = load_rows(v + kv_head * DVR, rows, HK * DVR, DVR, C, DV)
     b_do = load_rows(do + head * DVR, rows, H * DVR, DVR, C, DV)
-    b_RT = load_state(RT + state * DK * DV, DK, DV)
+    b_RT = load_state(RT + (state + (i_n + 1) * H) * DK * DV, DK, DV)
     b_dk = -E_k
     b_dk += dot((b_v.to(tl.float32) * to_end).to(dtype), tl.trans(b_RT))
     b_dk += dot((scale * DT * dot(b_v, tl.trans(b_do))).to(dtype), mixed.to(dtype))

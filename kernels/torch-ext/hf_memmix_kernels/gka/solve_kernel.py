@@ -8,7 +8,18 @@ in Richardson steps over Chebyshev roots, with iterative refinement between phas
 import triton
 import triton.language as tl
 
-from .tiles import decay_from, dot, load_gate, load_rows, load_state, locate_chunk, split_dot, store_gate, store_rows
+from .tiles import (
+    decay_from,
+    dot,
+    gate_dot,
+    load_gate,
+    load_rows,
+    load_state,
+    locate_chunk,
+    split_dot,
+    store_gate,
+    store_rows,
+)
 
 
 @triton.jit
@@ -27,7 +38,7 @@ def state_norm(k, H0, G, weight, C: tl.constexpr):
     start_state = H0.to(tl.float32)
     start = zeta * zeta * tl.sum(tl.sum(start_state * start_state, 1), 0)
     cross = 2.0 * zeta * tl.sum(DW * key_energy[None, :], 1)
-    own = tl.sum(dot(DW, gram * gram) * DW, 1)
+    own = tl.sum(gate_dot(DW, gram * gram, k) * DW, 1)
     return tl.sqrt(tl.maximum(start + cross + own, 0.0))
 
 
@@ -51,7 +62,7 @@ def gka_kernel_solve(
     the iteration count of every phase, then all steps.
     """
     i_h, i_chunk = tl.program_id(0), tl.program_id(1)
-    token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    _, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
     if rows <= 0:
         return
     head = token * H + i_h

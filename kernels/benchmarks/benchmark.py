@@ -106,6 +106,7 @@ BENCHES = [
         lambda x, state: K.gla_step(**x, state=state[0]),
     ),
     gka(num_iterations=30),
+    gka(refinement=(10, 10, 10)),
     gka(refinement=(12, 10)),
 ]
 

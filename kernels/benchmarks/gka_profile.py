@@ -1,0 +1,73 @@
+"""Milliseconds of every GKA kernel in one forward and backward, for several launch configurations, on one GPU.
+
+    PYTHONPATH=kernels/torch-ext python kernels/benchmarks/gka_profile.py --out kernels/benchmarks/results/gka_profile_h200.json
+
+B=4, T=8192, H=8, D=128, bf16, refinement (12, 10). A kernel that runs in both passes counts twice. Rows that --out
+already holds from other commits are kept: they are the history behind gka/README.md, "Attempts".
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from hf_memmix_kernels import chunk_gka
+from hf_memmix_kernels.gka import chunk_triton
+
+CONFIGURATIONS = [(4, 1, 64), (4, 2, 64), (4, 3, 64), (8, 1, 64), (8, 3, 64), (4, 3, 32)]  # warps, stages, scan tile
+REPEATS = 3
+
+
+def draw() -> list[torch.Tensor]:
+    """q, k, v, log-decay, alpha, beta, all leaves."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(4, 8192, 8, 128, device="cuda") for _ in range(3))
+    q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
+    gates = torch.rand(3, 4, 8192, 8, device="cuda")
+    return [
+        t.requires_grad_() for t in (q.bfloat16(), k.bfloat16(), v.bfloat16(), -0.2 * gates[0], gates[1], gates[2])
+    ]
+
+
+def profile(inputs: list[torch.Tensor]) -> dict[str, float]:
+    """Milliseconds by kernel name."""
+
+    def both():
+        o, _ = chunk_gka(*inputs, refinement=(12, 10))
+        torch.autograd.grad(o, inputs, torch.ones_like(o))
+
+    both()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(REPEATS):
+            both()
+        torch.cuda.synchronize()
+    return {
+        event.key: round(event.self_device_time_total / 1e3 / REPEATS, 4)
+        for event in profiler.key_averages()
+        if event.key.startswith("gka")
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="unknown", help="commit of the tree, where the machine has no git")
+    args = parser.parse_args()
+    rows = json.loads(args.out.read_text()) if args.out.exists() else []
+    rows = [row for row in rows if row["commit"] != args.commit]
+    inputs = draw()
+    for warps, stages, tile in CONFIGURATIONS:
+        chunk_triton.LAUNCH = {name: ((warps, stages),) * 2 for name in chunk_triton.LAUNCH}
+        chunk_triton.SCAN_TILE = tile
+        rows.append(
+            {"commit": args.commit, "gpu": torch.cuda.get_device_name(), "refinement": [12, 10], "warps": warps}
+            | {"stages": stages, "tile": tile, "ms": profile(inputs)}
+        )
+        print(rows[-1], flush=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Milliseconds of every GKA kernel in one forward and backward, for several launch configurations, on one GPU.
 
-    PYTHONPATH=kernels/torch-ext python kernels/benchmarks/gka_profile.py --out kernels/benchmarks/results/gka_profile_h200.json
+    python kernels/benchmarks/gka_profile.py --out kernels/benchmarks/results/gka_profile_h200.json
 
 B=4, T=8192, H=8, D=128, bf16, refinement (12, 10). A kernel that runs in both passes counts twice. Rows that --out
 already holds from other commits are kept: they are the history behind gka/README.md, "Attempts".
@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 import torch
+
 from hf_memmix_kernels import chunk_gka
 from hf_memmix_kernels.gka import chunk_triton
 
@@ -58,7 +59,7 @@ def main():
     rows = [row for row in rows if row["commit"] != args.commit]
     inputs = draw()
     for warps, stages, tile in CONFIGURATIONS:
-        chunk_triton.LAUNCH = {name: ((warps, stages),) * 2 for name in chunk_triton.LAUNCH}
+        chunk_triton.LAUNCH = dict.fromkeys(chunk_triton.LAUNCH, ((warps, stages),) * 2)
         chunk_triton.SCAN_TILE = tile
         rows.append(
             {"commit": args.commit, "gpu": torch.cuda.get_device_name(), "refinement": [12, 10], "warps": warps}

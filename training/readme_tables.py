@@ -15,6 +15,7 @@ DEMO = "training/results/demo.json"
 PLOT = "training/results/demo.png"
 CARDS = "model_cards"
 KERNELS = "kernels/benchmarks/results/h200.json"
+GENERATE = "kernels/benchmarks/results/generate_h200.json"
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -119,7 +120,31 @@ def kernel_table(root: Path) -> str:
     )
 
 
-TABLES = {"demo": demo_table, "students": student_table, "kernels": kernel_table}
+def generate_table(root: Path) -> str:
+    """Milliseconds per token of `generate()` with a static cache; of several runs the last one counts."""
+    rows = json.loads((root / GENERATE).read_text())
+    names = {"llama": "Llama, 1.1 B shape", "gka": "the same with every layer `gka`"}
+    last: dict[tuple, dict] = {}
+    for row in rows:
+        last[row["model"], row["context"], row["B"]] = row
+    lines = []
+    for model, context in dict.fromkeys(key[:2] for key in last):
+        tokens = f"{context // 2**20} M" if context >= 2**20 else f"{context // 1024}k"
+        pair = [last.get((model, context, batch)) for batch in (1, 32)]
+        lines.append([names[model], tokens, *("" if row is None else f"{row['ms']:.2f}" for row in pair)])
+    machines = {(row["gpu"], row["torch"]) for row in rows}
+    if len(machines) != 1:
+        raise ValueError(f"{GENERATE} mixes machines or versions; run the benchmark again as a whole")
+    ((gpu, torch),) = machines
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in last.values()))
+    return (
+        markdown(["ms per token", "context", "B=1", "B=32"], lines)
+        + "\n\n`generate()` with the static cache, the step in one CUDA graph; random bf16 weights. "
+        f"{gpu}, torch {torch}, commits {commits}."
+    )
+
+
+TABLES = {"demo": demo_table, "students": student_table, "kernels": kernel_table, "generate": generate_table}
 
 
 def render(text: str, root: Path) -> str:

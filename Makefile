@@ -42,6 +42,7 @@ bench: $(STAMP)
 
 card: $(STAMP)
 	$(BIN)/python -m hf_memmix.training.readme_tables
+	$(BIN)/python model_cards/build.py
 	$(BIN)/python -m pytest tests/test_cards.py tests/test_readme.py
 
 clean:

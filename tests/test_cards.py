@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from huggingface_hub import ModelCard
 from hf_memmix.assets import asset_path
 
 CARDS = Path(__file__).parents[1] / "model_cards"
-LIMIT = {"tiny_teacher": 12_000_000, "heldout.txt": 1_000_000, "train.txt": 1_000_000}
+LIMIT = {"tiny_teacher": 12_000_000, "tiny_gka": 12_000_000, "heldout.txt": 1_000_000, "train.txt": 1_000_000}
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +62,15 @@ def test_heldout_text_is_not_in_the_training_sample():
 
     assert len(documents("heldout.txt")) == 79
     assert not documents("heldout.txt") & documents("train.txt")
+
+
+def test_cards_of_students_are_their_measurements():
+    check = subprocess.run([sys.executable, CARDS / "build.py", "--check"], capture_output=True, text=True)
+    assert check.returncode == 0, check.stderr
+
+
+def test_bundled_student_is_within_the_promised_ratio():
+    runs = [json.loads((CARDS / "tiny_gka" / name).read_text()) for name in ("metrics.json", "metrics_pure.json")]
+    assert [len(run["heldout"]["layer_error"]) for run in runs] == [5, 6]
+    assert runs[0]["heldout"]["ppl_ratio"] <= 1.05
+    assert runs[1]["heldout"]["ppl_ratio"] <= 1.15

@@ -73,8 +73,8 @@ def run_demo(
     progress: Progress,
     *,
     keep="none",
-    align_steps: int = 60,
-    distill_steps: int = 60,
+    align_steps: int = 100,
+    distill_steps: int = 100,
     batch_size: int = 4,
     block_size: int = 256,
     heldout_tokens: int = 20_000,
@@ -226,8 +226,8 @@ def main(
         "runs/demo"
     ),
     keep: Annotated[str, typer.Option(help='layers that stay attention: "none" or e.g. "1,4"')] = "none",
-    align_steps: Annotated[int, typer.Option(help="steps of layer-wise alignment")] = 60,
-    distill_steps: Annotated[int, typer.Option(help="steps of distillation")] = 60,
+    align_steps: Annotated[int, typer.Option(help="steps of layer-wise alignment")] = 100,
+    distill_steps: Annotated[int, typer.Option(help="steps of distillation")] = 100,
 ) -> None:
     """Convert, align, distil and measure the bundled transformer."""
     console = Console()

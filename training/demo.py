@@ -37,6 +37,7 @@ LEARNING_RATES = {
     "distill": {"learning_rate": 5e-4, "rest_learning_rate": 5e-5, "warmup_steps": 5},
 }
 NEW_TOKENS = 80
+STAGE_SECONDS = 100  # a slow or busy machine stops training here, so that the whole takes less than five minutes
 # what the new process runs: it knows the folder and the prompt, nothing else
 LOAD_AND_GENERATE = """
 import sys, torch, hf_memmix
@@ -52,16 +53,18 @@ print(out[0, ids.shape[1]:].tolist())
 
 
 class ProgressBar(TrainerCallback):
-    """One rich bar for a run of the Trainer, with its current loss."""
+    """One rich bar for a run of the Trainer, with its current loss; ends the run after `STAGE_SECONDS`."""
 
     def __init__(self, progress: Progress, name: str):
         self.progress, self.name = progress, name
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.end = time.perf_counter() + STAGE_SECONDS
         self.task = self.progress.add_task(self.name, total=state.max_steps, completed=state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.progress.update(self.task, completed=state.global_step)
+        control.should_training_stop |= time.perf_counter() > self.end
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and "loss" in logs:

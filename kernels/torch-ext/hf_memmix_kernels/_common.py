@@ -1,4 +1,4 @@
-"""What the ops share: sequence layout (batched or packed) and input checks.
+"""What the ops share: input checks, sequence layout (batched or packed), and chunks with decay on the torch path.
 
 Shape letters: N sequences, B batch, T tokens, H heads, D head size. A packed input is [1, sum of lengths, ...] with
 `cu_seqlens` [N+1], the sequences' boundaries.
@@ -6,21 +6,52 @@ Shape letters: N sequences, B batch, T tokens, H heads, D head size. A packed in
 
 import torch
 
+MAX_HEAD_DIM = 256
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of states and accumulations: float64 for float64 inputs, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, name: str = "cu_seqlens") -> None:
-    """Raise ValueError unless `cu_seqlens` is a 1-D integer tensor that belongs to a packed batch of one row."""
+def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **gates: torch.Tensor | None) -> None:
+    """Raise ValueError unless q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, Dv] and gates [B, T, H] fit together.
+
+    Values are not looked at: that would wait for the device.
+    """
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or k.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            f"{op} needs q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, Dv], got"
+            f" {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    dim, largest = q.shape[-1], max(q.shape[-1], v.shape[-1])
+    if k.shape[-1] != dim:
+        raise ValueError(f"{op}: k has head size {k.shape[-1]}, q has {dim}; they must be equal")
+    if largest > MAX_HEAD_DIM:
+        raise ValueError(f"{op}: head size {largest} is over the limit of {MAX_HEAD_DIM}; use more, smaller heads")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{op}: {q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads")
+    if q.shape[1] == 0:
+        raise ValueError(f"{op}: the sequence is empty (T = 0); pass at least one token")
+    for name, gate in gates.items():
+        if gate is not None and gate.shape != q.shape[:3]:
+            raise ValueError(f"{op}: {name} must be [B, T, H] = {tuple(q.shape[:3])}, got {tuple(gate.shape)}")
+
+
+def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int) -> None:
+    """Raise ValueError unless `cu_seqlens` is a 1-D integer tensor that belongs to a packed batch of one row.
+
+    Its values are not looked at: boundaries that do not rise from 0 to T give wrong results.
+    """
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.numel() < 2:
         raise ValueError(
-            f"{name} must be a 1-D int32 or int64 tensor [N+1] of boundaries 0 .. T, got {cu_seqlens.dtype} of shape"
-            f" {tuple(cu_seqlens.shape)}"
+            "cu_seqlens must be a 1-D int32 or int64 tensor [N+1] of boundaries 0 .. T, got"
+            f" {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
         )
     if batch != 1:
-        raise ValueError(f"{name} describes one packed row, the batch is {batch}; flatten it to [1, B*T, ...] first")
+        raise ValueError(
+            f"cu_seqlens describes one packed row, the batch is {batch}; flatten it to [1, B*T, ...] first"
+        )
 
 
 def num_sequences(batch: int, cu_seqlens: torch.Tensor | None) -> int:
@@ -65,3 +96,31 @@ class SequenceLayout:
         out = x.new_zeros(1, self.length, *x.shape[2:])
         out[0, self.index[self.valid]] = x[self.valid]
         return out
+
+
+def decay_matrix(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """G = cumsum(g) [..., C] and D [..., C, C] with D[t, j] = e^(G_t - G_j) for j <= t, else 0."""
+    G = g.cumsum(-1)
+    causal = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).tril()
+    return G, (G[..., :, None] - G[..., None, :]).masked_fill(~causal, float("-inf")).exp()
+
+
+def scan_chunks(
+    additions: torch.Tensor, chunk_decay: torch.Tensor, initial: torch.Tensor, reverse: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S' = decay * S + addition over the chunks, from the last to the first if `reverse`.
+
+    Args:
+        additions: [..., chunks, I, J].
+        chunk_decay: [..., chunks].
+        initial: [..., I, J].
+
+    Returns:
+        S as every chunk found it [..., chunks, I, J], in the chunks' order, and S after all of them.
+    """
+    states, state = [], initial
+    steps = list(zip(additions.unbind(-3), chunk_decay[..., None, None].unbind(-3), strict=True))
+    for addition, decay in reversed(steps) if reverse else steps:
+        states.append(state)
+        state = decay * state + addition
+    return torch.stack(states[::-1] if reverse else states, -3), state

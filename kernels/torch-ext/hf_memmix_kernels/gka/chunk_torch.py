@@ -4,31 +4,15 @@ Within a chunk of C tokens that starts from (H_0, U_0), with G = cumsum(g) and D
 
     H_t x = e^(G_t) H_0 x + sum_j D[t, j] w_j k_j (k_j . x),    w = beta^2
 
-so a solver iteration for all C tokens is four matrix products. The backward differentiates the solution, not the
+so a solver iteration for all C tokens is three matrix products. The backward differentiates the solution, not the
 iteration (Gated KalmaNet, Lemmas 1 and 2): z = A^-1 dx comes from the same solver. gka/README.md derives it.
 Inside this file tensors are [N, H, chunks, C, D]: `split` and `merge` convert.
 """
 
 import torch
 
-from .._common import SequenceLayout, compute_dtype
+from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks
 from .schedule import richardson_steps
-
-
-def decay_matrix(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """G = cumsum(g) [..., C] and D [..., C, C] with D[t, j] = e^(G_t - G_j) for j <= t, else 0."""
-    G = g.cumsum(-1)
-    causal = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).tril()
-    return G, (G[..., :, None] - G[..., None, :]).masked_fill(~causal, float("-inf")).exp()
-
-
-def scan_states(additions: torch.Tensor, chunk_decay: torch.Tensor, initial: torch.Tensor):
-    """State before each chunk [N, H, chunks, ...] and after the last, for S' = decay * S + addition."""
-    states, state = [], initial
-    for i in range(additions.shape[2]):
-        states.append(state)
-        state = chunk_decay[:, :, i, None, None] * state + additions[:, :, i]
-    return torch.stack(states, 2), state
 
 
 class _Chunks:
@@ -43,8 +27,8 @@ class _Chunks:
         self.chunk_decay = self.zeta[..., -1]
         self.DW = self.D * self.w[..., None, :]
         weighted = (self.to_end * self.w)[..., None] * k
-        self.H0, self.h_final = scan_states(k.mT @ weighted, self.chunk_decay, h0)
-        self.U0, self.u_final = scan_states(v.mT @ weighted, self.chunk_decay, u0)
+        self.H0, self.h_final = scan_chunks(k.mT @ weighted, self.chunk_decay, h0)
+        self.U0, self.u_final = scan_chunks(v.mT @ weighted, self.chunk_decay, u0)
         self.norm = self._norm()
 
     def _norm(self):
@@ -144,9 +128,8 @@ def gka_backward(
     H0_part = (zeta_ridge * c.zeta).sum(-1)[..., None, None] * c.H0
     E_add = zx + zx.mT + H0_part + c.k.mT @ (from_start * w * c.k)
     R_add = (by_zeta * dy).mT @ mixed
-    E_end, E_0 = scan_states(E_add.flip(2), c.chunk_decay.flip(2), -(dh_final + dh_final.mT))
-    R_end, R_0 = scan_states(R_add.flip(2), c.chunk_decay.flip(2), du_final)
-    E_end, R_end = E_end.flip(2), R_end.flip(2)
+    E_end, E_0 = scan_chunks(E_add, c.chunk_decay, -(dh_final + dh_final.mT), reverse=True)
+    R_end, R_0 = scan_chunks(R_add, c.chunk_decay, du_final, reverse=True)
 
     to_end = c.to_end[..., None]
     M_ridge = (DT * ridge_t[..., None, :]) @ c.D * c.w[..., None, :]
@@ -168,8 +151,10 @@ def gka_backward(
     H_end = torch.cat([c.H0[:, :, 1:], c.h_final[:, :, None]], 2)
     U_end = torch.cat([c.U0[:, :, 1:], c.u_final[:, :, None]], 2)
     carried = (R_end * U_end).sum((-1, -2)) - 0.5 * (E_end * H_end).sum((-1, -2))
-    # at a solution A x = q: <gradient of H_t from its own output, H_t> = -z . (A x) = -z . q
-    local = (mixed * d_mixed).sum(-1) - (z * queries).sum(-1)
+    # <gradient of H_t from its own output, H_t> = -z . (A x), not -z . q: the solver leaves a residual, and only with
+    # this term is a token's sum the same wherever a chunk or a sequence ends
+    image = c.apply_H(x) + c.ridge * c.norm[..., None] * x
+    local = (mixed * d_mixed).sum(-1) - (z * image).sum(-1)
     dg = carried[..., None] + (local - c.w * dw).flip(-1).cumsum(-1).flip(-1)
 
     merged = (rows.merge(dq), rows.merge_grouped(dk), rows.merge_grouped(dv))

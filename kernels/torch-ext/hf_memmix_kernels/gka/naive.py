@@ -56,7 +56,7 @@ def naive_gka(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """The recurrence as written, in float64, by autograd differentiable in every tensor.
 
-    Shapes and meaning of the arguments as in `gka`. Everything, the result too, is float64.
+    Shapes and meaning of the arguments as in `chunk_gka`. Everything, the result too, is float64.
     """
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()

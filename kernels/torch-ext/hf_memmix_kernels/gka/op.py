@@ -2,12 +2,10 @@
 
 import torch
 
-from .._common import check_cu_seqlens, compute_dtype, num_sequences
+from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
 from . import chunk_torch
 from .schedule import as_phases
-
-MAX_HEAD_DIM = 256
 
 
 def _chunk_path(q: torch.Tensor, v: torch.Tensor):
@@ -116,37 +114,19 @@ def _backward(ctx, do, _dx, dh_final, du_final):
 _gka_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _check(q, k, v, log_decay, alpha, beta, initial_state, cu_seqlens, ridge):
-    """Raise ValueError unless the shapes fit together; the values are not looked at (no device sync)."""
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or k.shape[:2] != q.shape[:2]:
-        raise ValueError(
-            "gka needs q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, Dv], got"
-            f" {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    batch, length, heads, dim = q.shape
-    if k.shape[-1] != dim:
-        raise ValueError(f"gka: k has head size {k.shape[-1]}, q has {dim}; they must be equal")
-    if max(dim, v.shape[-1]) > MAX_HEAD_DIM:
-        raise ValueError(
-            f"gka: head size {max(dim, v.shape[-1])} is over the limit of {MAX_HEAD_DIM}; use more, smaller heads"
-        )
-    if heads % k.shape[2]:
-        raise ValueError(f"gka: {heads} query heads are not a multiple of {k.shape[2]} key/value heads")
-    if length == 0:
-        raise ValueError("gka: the sequence is empty (T = 0); pass at least one token")
-    for name, gate in (("log_decay", log_decay), ("alpha", alpha), ("beta", beta)):
-        if gate is not None and gate.shape != (batch, length, heads):
-            raise ValueError(f"gka: {name} must be [B, T, H] = {(batch, length, heads)}, got {tuple(gate.shape)}")
+def check(q, k, v, log_decay, alpha, beta, state, cu_seqlens, ridge):
+    """Raise ValueError unless the arguments of `chunk_gka` or `gka_step` fit together."""
+    check_heads("gka", q, k, v, log_decay=log_decay, alpha=alpha, beta=beta)
     if not ridge > 0:
         raise ValueError(f"gka: ridge={ridge} must be positive; the paper's is 0.02")
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, batch)
-    if initial_state is not None:
-        states = num_sequences(batch, cu_seqlens)
+        check_cu_seqlens(cu_seqlens, q.shape[0])
+    if state is not None:
+        states, heads, dim = num_sequences(q.shape[0], cu_seqlens), *q.shape[2:]
         expected = ((states, heads, dim, dim), (states, heads, v.shape[-1], dim))
-        got = tuple(tuple(s.shape) for s in initial_state)
+        got = tuple(tuple(s.shape) for s in state)
         if got != expected:
-            raise ValueError(f"gka: initial_state (H, U) must have the shapes {expected}, got {got}")
+            raise ValueError(f"gka: the state (H, U) must have the shapes {expected}, got {got}")
 
 
 def chunk_gka(
@@ -165,7 +145,7 @@ def chunk_gka(
     initial_state: tuple[torch.Tensor, torch.Tensor] | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Gated KalmaNet's memory over a sequence, in chunks.
+    """Gated KalmaNet's memory over a sequence, in chunks (Peng et al., "Gated KalmaNet").
 
         H_t = e^g H + beta^2 k k^T;  U_t = e^g U + beta^2 v k^T;  x_t = CH(H_t + ridge |H_t| I, q_t)
         o_t = scale * U_t (q_t + alpha_t (x_t - q_t))
@@ -175,7 +155,7 @@ def chunk_gka(
     Args:
         q: queries [B, T, H, D], D <= 256; unit norm in the GKA layer.
         k: keys [B, T, Hk, D] with Hk dividing H; query head h reads key head h // (H / Hk).
-        v: values [B, T, Hk, Dv].
+        v: values [B, T, Hk, Dv], Dv <= 256.
         log_decay: g <= 0 [B, T, H].
         alpha: blend of solution and query in [0, 1] [B, T, H]; None is 1, the pure solution.
         beta: write strength [B, T, H]; None is 1.
@@ -183,7 +163,7 @@ def chunk_gka(
         refinement: iteration counts of the phases of iterative refinement; replaces `num_iterations`.
         ridge: a in lambda = a |H|_F.
         scale: factor of the output; None is D^-1/2.
-        chunk_size: tokens a chunk.
+        chunk_size: tokens a chunk on the torch path; Triton chooses its own. It changes no result.
         initial_state: (H [N, H, D, D] symmetric, U [N, H, Dv, D]) before the first token; None is zero.
         cu_seqlens: boundaries [N + 1] of packed sequences; B is 1 then. Without it N = B.
 
@@ -193,9 +173,11 @@ def chunk_gka(
         train with num_iterations >= 21, and the gradient of an initial H is its symmetric part.
 
     Raises:
-        ValueError: shapes, head sizes, iteration counts or the ridge do not fit.
+        ValueError: shapes, head sizes, iteration counts, the ridge or the chunk size do not fit.
     """
-    _check(q, k, v, log_decay, alpha, beta, initial_state, cu_seqlens, ridge)
+    check(q, k, v, log_decay, alpha, beta, initial_state, cu_seqlens, ridge)
+    if chunk_size < 1:
+        raise ValueError(f"gka: chunk_size={chunk_size} must be at least 1; the default is 64")
     phases = as_phases(num_iterations, refinement)
     dtype = compute_dtype(q.dtype)
     batch, _, heads, dim = q.shape

@@ -7,6 +7,7 @@ import torch
 
 from .._dispatch import use_triton
 from .naive import naive_solve
+from .op import check
 from .schedule import as_phases
 
 
@@ -69,8 +70,9 @@ def gka_step(
         o [B, 1, H, Dv] in q's dtype.
 
     Raises:
-        ValueError: more than one token, or a state that is not contiguous.
+        ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
     """
+    check(q, k, v, log_decay, alpha, beta, state, None, ridge)
     if q.shape[1] != 1:
         raise ValueError(f"gka_step advances by one token, got {q.shape[1]}; use chunk_gka for several")
     h, u = state

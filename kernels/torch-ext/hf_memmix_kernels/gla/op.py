@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from .._common import check_cu_seqlens, compute_dtype, num_sequences
+from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
 from .torch import gla_bwd_torch, gla_fwd_torch, gla_step_torch
 
-MAX_HEAD_DIM = 256
 CHUNK_SIZES = (16, 32, 64, 128)
 
 
@@ -86,26 +85,6 @@ def _(q, k, v, log_decay, state, scale):
     return q.new_empty(*q.shape[:3], v.shape[-1])
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> None:
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or k.shape[:2] != q.shape[:2]:
-        raise ValueError(
-            "gla needs q [B, T, H, K], k [B, T, Hk, K], v [B, T, Hk, V], got"
-            f" {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"gla: k has head size {k.shape[-1]}, q has {q.shape[-1]}; they must be equal")
-    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
-        raise ValueError(
-            f"gla: head size {max(q.shape[-1], v.shape[-1])} is over the limit of {MAX_HEAD_DIM}; use more heads"
-        )
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"gla: {q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads")
-    if log_decay.shape != q.shape[:3]:
-        raise ValueError(f"gla: log_decay must be [B, T, H] = {tuple(q.shape[:3])}, got {tuple(log_decay.shape)}")
-    if q.shape[1] == 0:
-        raise ValueError("gla: the sequence is empty (T = 0); pass at least one token")
-
-
 def chunk_gla(
     q: Tensor,
     k: Tensor,
@@ -123,7 +102,7 @@ def chunk_gla(
 
     Args:
         q: [B, T, H, K], K <= 256.
-        k, v: [B, T, Hk, K], [B, T, Hk, V]; query head h reads head h // (H / Hk).
+        k, v: [B, T, Hk, K], [B, T, Hk, V], V <= 256; query head h reads head h // (H / Hk).
         log_decay: g <= 0, finite, [B, T, H].
         scale: factor of the output; None is K^-1/2.
         initial_state: [N, H, K, V]; zeros when None.
@@ -137,7 +116,7 @@ def chunk_gla(
     Raises:
         ValueError: shapes, head sizes or the chunk size do not fit.
     """
-    _check(q, k, v, log_decay)
+    check_heads("gla", q, k, v, log_decay=log_decay)
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(f"gla: chunk_size={chunk_size} is not one of {CHUNK_SIZES}")
     if cu_seqlens is not None:
@@ -160,9 +139,9 @@ def gla_step(
     Returns o [B, 1, H, V] in q.dtype; no autograd.
 
     Raises:
-        ValueError: more than one token, or a state of another shape or not contiguous.
+        ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
     """
-    _check(q, k, v, log_decay)
+    check_heads("gla", q, k, v, log_decay=log_decay)
     if q.shape[1] != 1:
         raise ValueError(f"gla_step advances by one token, got {q.shape[1]}; use chunk_gla for several")
     expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])

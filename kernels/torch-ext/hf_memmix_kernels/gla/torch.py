@@ -5,10 +5,9 @@ With G = cumsum(g) inside a chunk and D[t, j] = e^(G_t - G_j) for j <= t:
 Inside this file tensors are [N, Hk, G, chunks, C, D]: a key/value head is broadcast to its G query heads.
 """
 
-import torch
 from torch import Tensor
 
-from .._common import SequenceLayout, compute_dtype
+from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks
 
 
 class _Chunks:
@@ -20,19 +19,12 @@ class _Chunks:
         self.kv_heads, self.groups = k.shape[2], q.shape[2] // k.shape[2]
         self.q, self.k, self.v = (self.split(t) for t in (q, k, v))
         g = self.split(log_decay[..., None])[..., 0]
-        G = g.cumsum(-1)
-        causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=q.device).tril()
-        self.D = (G[..., :, None] - G[..., None, :]).masked_fill(~causal, float("-inf")).exp()
+        G, self.D = decay_matrix(g)
         self.from_start = G.exp()[..., None]
         self.to_end = (G[..., -1:] - G).exp()[..., None]
-        self.decay = G[..., -1].exp()[..., None, None]
+        self.decay = G[..., -1].exp()
         state = initial_state.to(self.dtype).unflatten(1, (self.kv_heads, self.groups))
-        additions = (self.to_end * self.k).mT @ self.v
-        states = []
-        for i in range(additions.shape[3]):
-            states.append(state)
-            state = self.decay[:, :, :, i] * state + additions[:, :, :, i]
-        self.states, self.final = torch.stack(states, 3), state
+        self.states, self.final = scan_chunks((self.to_end * self.k).mT @ self.v, self.decay, state)
 
     def split(self, x: Tensor) -> Tensor:
         """[B, T, heads, D] -> [N, Hk, heads / Hk, chunks, C, D]."""
@@ -76,12 +68,8 @@ def gla_bwd_torch(
     c = _Chunks(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
     do = scale * c.split(do)
     dstate = dfinal.to(c.dtype).unflatten(1, (c.kv_heads, c.groups))
-    additions = (c.from_start * c.q).mT @ do
-    dstates = []  # gradient of the state after each chunk
-    for i in reversed(range(additions.shape[3])):
-        dstates.append(dstate)
-        dstate = c.decay[:, :, :, i] * dstate + additions[:, :, :, i]
-    dstates = torch.stack(dstates[::-1], 3)
+    # gradients of the state after each chunk, and of the initial one
+    dstates, dinitial = scan_chunks((c.from_start * c.q).mT @ do, c.decay, dstate, reverse=True)
 
     scores, dscores = (c.q @ c.k.mT) * c.D, (do @ c.v.mT) * c.D
     dq_start = c.from_start * (do @ c.states.mT)
@@ -95,10 +83,10 @@ def gla_bwd_torch(
     reads = (dq_start * c.q).sum(-1, keepdim=True) + pairs.cumsum(-1) - pairs
     writes = (dk_end * c.k).sum(-1, keepdim=True)
     dg = (reads.tril() + writes.expand_as(pairs).triu(1)).sum(-2)
-    dg = dg + (dstates * c.states * c.decay).sum((-1, -2))[..., None]
+    dg = dg + ((dstates * c.states).sum((-1, -2)) * c.decay)[..., None]
     dk, dv = (t.sum(2, keepdim=True) for t in (dk, dv))
     dq, dk, dv = (c.merge(t).to(x.dtype) for t, x in ((dq, q), (dk, k), (dv, v)))
-    return dq, dk, dv, c.merge(dg[..., None])[..., 0].to(log_decay.dtype), dstate.flatten(1, 2)
+    return dq, dk, dv, c.merge(dg[..., None])[..., 0].to(log_decay.dtype), dinitial.flatten(1, 2)
 
 
 def gla_step_torch(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> Tensor:

@@ -50,13 +50,14 @@ class Op:
     Attributes:
         fast, naive: the op and its float64 truth, called as fn(**inputs, **options, <state argument>, cu_seqlens=).
         step: fn(op, inputs of one token, state) -> o; advances the state in place.
+        converged: the options with which an iterative op equals its truth in float64 too.
         draw: (shape, dtype) -> inputs. Names in `parameters` have no token axis.
         draw_state: (shape, number of sequences, dtype) -> tuple of states.
         silence: inputs, mask [B, T] of padded tokens -> inputs whose padded tokens write and decay nothing.
         rounding: how many times more than its inputs' rounding the op may err.
         tf32: whether float32 inputs meet tensor cores in TF32 on a GPU.
         low_precision: whether the op keeps the table's promise for float16 and bfloat16.
-        bad: what must raise ValueError: (part of the message, changed arguments given (inputs, state)).
+        bad: what must raise ValueError: (part of the message, the changed arguments given the inputs).
     """
 
     name: str
@@ -68,6 +69,7 @@ class Op:
     silence: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]] | None
     bad: list[tuple[str, Callable]]
     options: dict = field(default_factory=dict)
+    converged: dict = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
     rounding: float = 1.0
     tf32: bool = False
@@ -170,7 +172,8 @@ def _bad_heads(prefix: str) -> list[tuple[str, Callable]]:
         ("multiple", _with(**dict.fromkeys("kv", lambda t: t[:, :, :1].expand(-1, -1, 3, -1)))),
         ("log_decay", _with(log_decay=lambda g: g[..., :1])),
         ("limit of 256", _with(v=lambda v: v[..., :1].expand(-1, -1, -1, 257))),
-        ("initial_state", _with(initial_state=lambda _: None)),
+        ("state", _with(initial_state=lambda _: None)),
+        ("empty", lambda inputs: {name: t[:, :0] for name, t in inputs.items()}),
         ("packed row", _with(cu_seqlens=lambda _: torch.tensor([0, 3]))),
         ("1-D", _with(cu_seqlens=lambda _: torch.tensor([[0.0, 3.0]]))),
     ]
@@ -229,14 +232,27 @@ OPS = [
         name="gka",
         **_GKA,
         options={"num_iterations": 48},
+        converged={"num_iterations": 120},
         # plain iterations lose accuracy in 16 bits, that is what refinement is for
         low_precision=False,
-        bad=[*_bad_heads("gka"), ("ridge", _with(ridge=lambda _: 0.0))],
+        bad=[
+            *_bad_heads("gka"),
+            ("alpha", _with(alpha=lambda a: a[:, :1])),
+            ("beta", _with(beta=lambda b: b[..., :1])),
+            ("ridge", _with(ridge=lambda _: 0.0)),
+            ("chunk_size", _with(chunk_size=lambda _: 0)),
+            ("num_iterations", _with(num_iterations=lambda _: 0)),
+        ],
     ),
     Op(
         name="gka_refined",
         **_GKA,
         options={"refinement": (16, 16, 16)},
-        bad=[("refinement", _with(refinement=lambda _: (7, 0))), ("refinement", _with(refinement=lambda _: ()))],
+        converged={"refinement": (40, 40, 40)},
+        bad=[
+            ("refinement", _with(refinement=lambda _: (7, 0))),
+            ("refinement", _with(refinement=lambda _: ())),
+            ("refinement", _with(refinement=lambda _: (1,) * 9)),
+        ],
     ),
 ]

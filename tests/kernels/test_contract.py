@@ -1,5 +1,7 @@
 """The contract every op keeps, forward and backward, on both of its paths (ops_table.py: one row an op)."""
 
+import dataclasses
+
 import pytest
 import torch
 from checks import assert_close, error, outputs_and_gradients
@@ -50,22 +52,40 @@ def test_equals_naive(op, shape, carried, backend, poisoned_empty):
 
 @every_op
 def test_float64(op, monkeypatch):
+    """The formulas without rounding: outputs, states and every gradient."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    op = dataclasses.replace(op, options=op.converged)
     inputs, state = op.draw(SMALL, torch.float64), op.draw_state(SMALL, 1, torch.float64)
-    (got, got_state), (want, want_state) = (op.run(fn, inputs, state) for fn in (op.fast, op.naive))
-    assert got.dtype == got_state[0].dtype == torch.float64
-    assert max(error(a, b) for a, b in zip((got, *got_state), (want, *want_state), strict=True)) <= op.tolerance(
-        torch.float64
-    )
+    weights = []
+    want = outputs_and_gradients(op, op.naive, inputs, state, weights=weights)
+    got = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
+    assert {t.dtype for t in got.values()} == {torch.float64}
+    assert_close(got, want, within(op, torch.float64))
 
 
 @every_op
-def test_split_with_carried_state_equals_whole(op, backend):
-    """Outputs, final state, and the gradients that reach the first part through the state."""
-    inputs = op.draw(SMALL, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_low_precision(op, dtype, backend):
+    """Inputs of 16 bits: o and gradients in the inputs' dtype, memories in float32."""
+    if backend == "triton" and DEVICE == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter multiplies no bfloat16")
+    if backend == "triton" and not op.low_precision:
+        pytest.skip("this row makes no promise in 16 bits")
+    shape = SHAPES[2]
+    inputs, state, weights = op.draw(shape, dtype), op.draw_state(shape, shape.B, dtype), []
+    want = outputs_and_gradients(op, op.naive, inputs, state, weights=weights)
+    got = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
+    assert got["o"].dtype == dtype
+    assert all(got[f"state{i}"].dtype == s.dtype for i, s in enumerate(state))
+    assert all(got[f"d {name}"].dtype == t.dtype for name, t in inputs.items())
+    assert_close(got, want, within(op, dtype))
+
+
+def in_parts(op, cuts):
+    """`op.fast` called once a part, each part starting from the state of the one before it."""
 
     def split(**leaves):
-        cuts, parts, state = (0, 1, 30, SMALL.T), [], leaves.pop("initial_state")
+        parts, state = [], leaves.pop("initial_state")
         leaves.pop("cu_seqlens")
         options = {name: leaves.pop(name) for name in op.options}
         for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
@@ -73,9 +93,31 @@ def test_split_with_carried_state_equals_whole(op, backend):
             parts.append(o)
         return torch.cat(parts, 1), state
 
-    weights = []
-    want = outputs_and_gradients(op, op.fast, inputs, None, weights=weights)
-    assert_close(outputs_and_gradients(op, split, inputs, None, weights=weights), want, within(op))
+    return split
+
+
+@every_op
+def test_split_with_carried_state_equals_whole(op, backend):
+    """Outputs, final state, and the gradients that reach the first part and its state through the states between."""
+    inputs, state, weights = op.draw(SMALL, torch.float32), op.draw_state(SMALL, 1, torch.float32), []
+    want = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
+    got = outputs_and_gradients(op, in_parts(op, (0, 1, 30, SMALL.T)), inputs, state, weights=weights)
+    assert_close(got, want, within(op))
+
+
+@pytest.mark.parametrize("options", [{"num_iterations": 8}, {"refinement": (3, 4)}], ids=str)
+def test_gka_gradients_of_few_iterations_know_no_cuts(options, monkeypatch):
+    """Far from convergence, where the solver leaves a residual, neither a split nor the chunk size shows."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    op = next(op for op in OPS if op.name == "gka")
+    op = dataclasses.replace(op, options=options)
+    shape = SMALL._replace(T=150)
+    inputs, state, weights = op.draw(shape, torch.float64), op.draw_state(shape, 1, torch.float64), []
+    want = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
+    ways = {"split": in_parts(op, (0, 1, 50, shape.T)), "chunks of 16": lambda **x: op.fast(**x, chunk_size=16)}
+    for fn in ways.values():
+        got = outputs_and_gradients(op, fn, inputs, state, weights=weights)
+        assert_close(got, want, lambda name: 1e-12)
 
 
 @every_op
@@ -117,15 +159,11 @@ def test_packed_equals_separate(op, backend):
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op.silence], ids=str)
-@pytest.mark.parametrize("side", ["left", "right", "mixed"])
-def test_padding_writes_nothing(op, side, backend):
-    """Padded rows equal the rows alone; no gradient of a padded key or value, none that is not finite."""
+def test_padding_writes_nothing(op, backend):
+    """A row padded on the left and one padded on both sides equal the rows alone; no gradient reaches a pad."""
     shape = SMALL._replace(B=2)
     mask = torch.zeros(2, shape.T, dtype=torch.bool, device=DEVICE)
-    if side != "right":
-        mask[0, :21] = True
-    if side != "left":
-        mask[1, 33:] = True
+    mask[0, :21] = mask[1, :5] = mask[1, 33:] = True
     leaves = {name: t.requires_grad_() for name, t in op.draw(shape, torch.float32).items()}
     o, final = op.run(op.fast, op.silence(leaves, mask))
     assert torch.isfinite(o).all()
@@ -143,9 +181,7 @@ def test_padding_writes_nothing(op, side, backend):
         alone_grads = dict(zip(alone, torch.autograd.grad(loss, list(alone.values())), strict=True))
         for name, grad in grads.items():
             assert error(grad[b : b + 1, ~mask[b]], alone_grads[name]) <= op.tolerance(torch.float32, grad=True), name
-            assert torch.isfinite(grad).all(), name
-            if name in ("q", "v", "beta", "log_decay") and name in op.silence(leaves, mask) and name != "log_decay":
-                assert not grad[b, mask[b]].any(), name
+            assert not grad[b, mask[b]].any(), name  # NaN counts as true
 
 
 @every_op
@@ -164,6 +200,8 @@ def test_gradcheck_of_naive(op):
     """The truth itself: its autograd gradient against finite differences in float64."""
     if "refinement" in op.options:
         pytest.skip("the same recurrence as the row without refinement")
+    # autograd differentiates the iterations that ran, however few
+    op = dataclasses.replace(op, options={"num_iterations": 6} if op.options else {})
     shape = Shape(1, 4, 2, 1, 3, 2)
     inputs, state = op.draw(shape, torch.float64), op.draw_state(shape, 1, torch.float64)
     names = list(inputs)
@@ -181,6 +219,8 @@ def test_gradient_of_log_decay_stays_local(op, backend):
     """Its sums run inside chunks: the error does not grow with the length of the sequence."""
     if "log_decay" not in op.draw(SMALL, torch.float32):
         pytest.skip("no decay")
+    if "refinement" in op.options:
+        pytest.skip("the same sums as the row without refinement")
     if backend == "triton" and DEVICE == "cpu":
         pytest.skip("too long for the interpreter")
     shape = Shape(1, 320, 1, 1, 32, 32)
@@ -201,6 +241,8 @@ def test_extreme_decay(op, decay, backend):
     weights = []
     want = outputs_and_gradients(op, op.naive, inputs, None, weights=weights)
     got = outputs_and_gradients(op, op.fast, inputs, None, weights=weights)
-    # a gradient that is zero in exact arithmetic has no relative error
-    got.pop("d log_decay"), want.pop("d log_decay")
+    if decay < 0:
+        # zero in exact arithmetic, here what is left over from sums of order ten
+        assert got.pop("d log_decay").abs().max() <= 1e-4
+        want.pop("d log_decay")
     assert_close(got, want, within(op))

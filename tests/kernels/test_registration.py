@@ -3,7 +3,7 @@
 import pytest
 import torch
 from checks import error
-from ops_table import OPS, Shape
+from ops_table import DEVICE, OPS, Shape
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPE = Shape(1, 20, 2, 1, 32, 32)
@@ -26,12 +26,16 @@ class Recorder(TorchDispatchMode):
 
 
 @once_per_function
-def test_compiles_to_one_graph(op, backend):
+@pytest.mark.parametrize("bounds", [None, [0, 7, 20]], ids=["batched", "packed"])
+def test_compiles_to_one_graph(op, bounds, backend):
+    if bounds and backend == "triton":
+        pytest.skip("what torch.compile sees is the same on both paths")
     inputs = {name: t.requires_grad_() for name, t in op.draw(SHAPE, torch.float32).items()}
-    state = op.draw_state(SHAPE, 1, torch.float32)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, device=DEVICE)
+    state = op.draw_state(SHAPE, 1 if bounds is None else len(bounds) - 1, torch.float32)
 
     def loss(inputs, state):
-        o, final = op.run(op.fast, inputs, state)
+        o, final = op.run(op.fast, inputs, state, cu_seqlens)
         return o.square().sum() + sum(s.square().sum() for s in final)
 
     eager = torch.autograd.grad(loss(inputs, state), list(inputs.values()))
@@ -87,6 +91,22 @@ def test_step_refuses_two_tokens(op):
     inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 2))
     with pytest.raises(ValueError, match="token"):
         op.step(op, inputs, op.draw_state(SHAPE, 1, torch.float32))
+
+
+@every_op
+def test_step_refuses_the_state_of_another_batch(op):
+    """It would be written out of bounds."""
+    inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 1))
+    with pytest.raises(ValueError, match="state"):
+        op.step(op, inputs, op.draw_state(SHAPE, 3, torch.float32))
+
+
+def test_triton_without_a_gpu_raises(monkeypatch):
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    op = OPS[0]
+    with pytest.raises(ValueError, match="needs a GPU"):
+        op.run(op.fast, {name: t.cpu() for name, t in op.draw(SHAPE, torch.float32).items()})
 
 
 @pytest.mark.parametrize("value", ["cuda", ""])

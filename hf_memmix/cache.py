@@ -163,6 +163,19 @@ class RecurrentStateCache(Cache):
         return load_cache(cls, directory, config, device)
 
 
+def check_rows(cache: Cache | None, batch: int):
+    """Raise ValueError if a cache holds another number of sequences than the `batch` that is to continue them."""
+    if cache is None:
+        return
+    memories = (layer for layer in cache.layers if isinstance(layer, RecurrentLayer) and layer.states)
+    rows = next((layer.batch_size for layer in memories), batch)
+    if rows != batch:
+        raise ValueError(
+            f"the cache holds {rows} sequences, the input {batch}; copy one with cache.expand(batch), or keep some"
+            " with cache.batch_select_indices(indices)"
+        )
+
+
 def static_length_of(cache: Cache | None) -> int | None:
     """The number of tokens a static cache was made for, None for a dynamic one."""
     if isinstance(cache, RecurrentStateCache):
@@ -200,12 +213,13 @@ def adopt_cache(cache: Cache | None, config) -> Cache | None:
     """
     if cache is None:
         return None
-    if isinstance(cache, RecurrentStateCache):
-        if cache.config is not config:
-            from .cache_file import check_same_model
+    owner = cache.config if isinstance(cache, RecurrentStateCache) else getattr(cache, "memmix_config", None)
+    if owner is not None and owner is not config:
+        from .cache_file import check_same_model
 
-            check_same_model(cache.config, config)
-            cache.config = config
+        check_same_model(owner, config)
+    if isinstance(cache, RecurrentStateCache):
+        cache.config = config
         return cache
     if type(cache) not in (DynamicCache, StaticCache):
         raise ValueError(
@@ -221,4 +235,5 @@ def adopt_cache(cache: Cache | None, config) -> Cache | None:
         replace_layers(cache.layers, config, static=isinstance(cache, StaticCache))
     elif any(kind == ATTENTION and done for kind, done in zip(kinds, recurrent, strict=False)):
         raise ValueError("this cache holds recurrent states at an attention layer: it is of another model")
+    cache.memmix_config = config
     return cache

@@ -1,7 +1,7 @@
 """A cache as one safetensors file: the state of a long document, to resume from later.
 
 Tensors are named `<layer>.<state>`. The header holds what is needed to rebuild the layers, what the states mean (the
-fields of the configuration that decide it), and a checksum over the tensors.
+fields of the configuration that decide it), and a checksum over all of it.
 """
 
 import hashlib
@@ -87,8 +87,8 @@ def save_cache(cache, directory: str | os.PathLike) -> Path:
         "fingerprint": json.dumps(fingerprint(cache.config)),
         "layers": json.dumps(layers),
         "static_length": json.dumps(cache.static_length),
-        "checksum": _checksum(tensors),
     }
+    header["checksum"] = _checksum(tensors, header)
     return _write_atomically(Path(directory), tensors, header)
 
 
@@ -109,8 +109,9 @@ def _describe(layer) -> tuple[dict[str, Tensor], dict]:
     return {"keys": keys, "values": values}, description
 
 
-def _checksum(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def _checksum(tensors: dict[str, Tensor], header: dict[str, str]) -> str:
+    fields = {name: value for name, value in header.items() if name != "checksum"}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(name.encode())
         digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
@@ -168,7 +169,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise ValueError(f"{path} is truncated or corrupt ({error}); write it anew with save_pretrained") from error
     if header.get("format") != FORMAT:
         raise ValueError(f"{path} has format {header.get('format')!r}, expected {FORMAT!r}: it is no saved cache")
-    if header.get("checksum") != _checksum(tensors):
+    if header.get("checksum") != _checksum(tensors, header):
         raise ValueError(f"{path} is corrupt: its checksum does not fit; write it anew with save_pretrained")
     return tensors, header
 

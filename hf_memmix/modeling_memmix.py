@@ -24,9 +24,9 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from . import configuration_memmix
-from .cache import RecurrentStateCache, adopt_cache, static_length_of
+from .cache import RecurrentStateCache, adopt_cache, check_rows, static_length_of
 from .mixers import MemoryMixer
-from .padding import check_finite, none_if_full, packing_of, padding_of, positions_in
+from .padding import check_finite, check_new_mask, packing_of, padding_of, positions_in
 from .swap import fp32_parameters, memory_mixers, swap_attention
 
 
@@ -122,13 +122,18 @@ class MemMixModel(_MemMixPreTrained):
     ):
         if inputs_embeds is not None:
             check_finite(inputs_embeds)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
         batch, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        if length == 0:
+            raise ValueError("the input holds no token; a forward needs at least one")
         given = past_key_values
         adopt_cache(given, self.config)
+        check_rows(given, batch)
 
         # always both keys, even None: a key that comes and goes would recompile
         if "memmix_mask" in kwargs:
-            mask = none_if_full(kwargs["memmix_mask"])
+            mask = check_new_mask(kwargs["memmix_mask"], batch, length)
         else:
             seen = 0 if given is None else given.get_seq_length()
             mask = padding_of(attention_mask, batch, length, seen, static_length_of(given))
@@ -220,12 +225,14 @@ class MemMixForCausalLM(_WithHead):
         )
         # a compileable cache has turned the 2D mask into a 4D one or a dict: the mixers need the padding itself
         tokens = inputs.get("input_ids")
-        length = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[1]
+        batch, length = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[:2]
         mask = None
         # a single new token is real, unless it is a chunk of the prompt
         may_pad = length > 1 or kwargs.get("is_first_iteration")
         if may_pad and attention_mask is not None and attention_mask.ndim == 2:
-            mask = none_if_full(attention_mask[:, -length:])
+            cache = inputs.get("past_key_values")
+            seen = 0 if cache is None else cache.get_seq_length()
+            mask = padding_of(attention_mask, batch, length, seen, static_length_of(cache))
         inputs["memmix_mask"] = None if mask is None else mask.contiguous()
         return inputs
 

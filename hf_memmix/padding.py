@@ -57,10 +57,13 @@ def padding_of(attention_mask, batch: int, length: int, seen, max_length: int | 
         max_length: length of a static cache, whose users may pass a mask of that width.
 
     Raises:
-        ValueError: the mask has another shape.
+        ValueError: the mask has another shape, or is additive.
     """
     if attention_mask is None:
         return None
+    additive = isinstance(attention_mask, Tensor) and attention_mask.is_floating_point()
+    if additive and not is_torchdynamo_compiling() and bool((attention_mask < 0).any()):
+        raise ValueError("attention_mask has negative entries: give the padding mask, 1 at tokens and 0 at pads")
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ValueError(
@@ -81,6 +84,16 @@ def padding_of(attention_mask, batch: int, length: int, seen, max_length: int | 
         mask = attention_mask.index_select(1, columns)
     else:
         mask = attention_mask[:, width - length :]
+    return none_if_full(mask)
+
+
+def check_new_mask(mask: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """A mask [B, T] of this forward's tokens, None if it is full. Raises ValueError if it has another shape."""
+    if mask is not None and mask.shape != (batch, length):
+        raise ValueError(
+            f"memmix_mask has shape {list(mask.shape)}, expected [{batch}, {length}]: one entry for each new token,"
+            " none for the cached ones"
+        )
     return none_if_full(mask)
 
 
@@ -112,16 +125,19 @@ def packing_of(cu_seq_lens_q, seq_idx, position_ids, batch: int, length: int) ->
             they say nothing about packing (with a cache or a padding mask).
 
     Raises:
-        ValueError: `cu_seq_lens_q` does not rise from 0 to B * T, or `seq_idx` has another shape.
+        ValueError: `cu_seq_lens_q` does not rise from 0 to B * T over the starts of all rows, or `seq_idx` has another
+            shape.
     """
     if cu_seq_lens_q is not None:
         if not is_torchdynamo_compiling():
-            bounds = cu_seq_lens_q.tolist()
-            if bounds[0] != 0 or bounds[-1] != batch * length or bounds != sorted(bounds):
+            bounds, tokens = cu_seq_lens_q.flatten().tolist(), batch * length
+            rows = range(0, tokens + 1, max(length, 1))
+            if cu_seq_lens_q.ndim != 1 or bounds != sorted(bounds) or bounds[-1:] != [tokens] or {*rows} - {*bounds}:
                 shown = bounds if len(bounds) < 10 else [*bounds[:3], "...", *bounds[-3:]]
                 raise ValueError(
-                    f"cu_seq_lens_q is {shown}, but there are {batch} x {length} tokens; it must start at 0, hold the"
-                    " start of every packed sequence in order, and end at the number of tokens"
+                    f"cu_seq_lens_q is {shown}, but there are {batch} x {length} tokens; it must be one-dimensional,"
+                    " start at 0, hold the start of every row and packed sequence in order, and end at the number of"
+                    " tokens"
                 )
         return cu_seq_lens_q
     if seq_idx is not None:

@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from .layout_hooks import carry_layout, demand_packed_mask
 from .mixers import ATTENTION, MIXERS, MemoryMixer
-from .mixers.base import carry_layout
 
 # the names under which transformers' decoders keep their layers and, in a layer, the attention
 LAYER_NAMES = ("layers", "h")
@@ -34,6 +34,8 @@ def swap_attention(base: nn.Module, config):
         if kind != ATTENTION:
             setattr(layers[i], attention_name(layers[i]), MIXERS[kind](config, i))
             layers[i].register_forward_pre_hook(carry_layout, with_kwargs=True)
+        else:
+            layers[i].register_forward_pre_hook(demand_packed_mask, with_kwargs=True)
 
 
 def memory_mixers(model: nn.Module) -> dict[int, MemoryMixer]:

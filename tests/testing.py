@@ -92,7 +92,7 @@ FAMILIES = {
 }
 # in float64 the native model's own masks overflow in its fp32 softmax
 FP32_ONLY = {"gemma2"}
-# the native model does not tell packed sequences apart, so its kept attention layers cannot
+# the native model does not tell packed sequences apart: with attention kept, packed input is refused
 NO_NATIVE_PACKING = {"gpt_oss"}
 
 

@@ -68,6 +68,8 @@ class MixerOptions:
     @classmethod
     def from_dict(cls, options: dict) -> "MixerOptions":
         """Options from a config's dict. Raises ValueError naming unknown keys and the known ones."""
+        if not isinstance(options, dict):
+            raise ValueError(f"options are {options!r}; give a dictionary of option names and values")
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(set(options) - set(known)):
             raise ValueError(f"unknown options {unknown}; known: {known}")
@@ -192,8 +194,8 @@ class MemoryMixer(nn.Module):
         Args:
             hidden_states: the layer's normed input [B, T, hidden].
             position_embeddings: cos and sin [B or 1, T, d].
-            attention_mask: ignored, unless it is the pair (memmix_mask, memmix_cu_seqlens) that `carry_layout` puts
-                there for families whose decoder layer drops further keyword arguments.
+            attention_mask: ignored, unless it is the pair (memmix_mask, memmix_cu_seqlens) that `layout_hooks`
+                puts there for families whose decoder layer drops further keyword arguments.
             past_key_values, layer_past: the cache, under the name that the family uses.
             memmix_mask: True or 1 at real tokens [B, T]; None if all are.
             memmix_cu_seqlens: boundaries [N + 1] of sequences packed along the flattened batch.
@@ -246,15 +248,3 @@ def _rotary_rows(position_embeddings, batch: int) -> tuple[Tensor, ...]:
 
 def _pair(rotary) -> tuple[Tensor, Tensor] | None:
     return tuple(rotary) or None
-
-
-def carry_layout(module: nn.Module, args, kwargs):
-    """Forward pre-hook of a swapped decoder layer: the padding and packing travel in `attention_mask` too.
-
-    Some families (StableLM, Nemotron) hand their attention module no further keyword arguments. The mask that the
-    library made is of no use to a mixer, so its place is free; an argument survives gradient checkpointing, which an
-    attribute of the module would not.
-    """
-    if "attention_mask" in kwargs:
-        kwargs = {**kwargs, "attention_mask": (kwargs.get("memmix_mask"), kwargs.get("memmix_cu_seqlens"))}
-    return args, kwargs

@@ -86,12 +86,14 @@ class GKAOptions(MixerOptions):
 
     @classmethod
     def from_dict(cls, options: dict) -> "GKAOptions":
-        if "num_iterations" in options:
+        if isinstance(options, dict) and "num_iterations" in options:
             options = {"refinement": None, **options}
         return super().from_dict(options)
 
     def validate(self):
         if self.refinement is not None:
+            if not isinstance(self.refinement, (list, tuple)):
+                raise ValueError(f"refinement={self.refinement!r} must be a list of iterations, one a phase, or None")
             self.refinement = list(self.refinement)
         as_phases(self.num_iterations, self.refinement)
         if self.chunk_size < 1:

@@ -241,7 +241,7 @@ def test_saved_state_is_small_and_free_of_pickle(tmp_path):
     assert all(path.suffix in {".safetensors", ".json"} for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("damage", ("truncated", "header", "body", "missing", "other file"))
+@pytest.mark.parametrize("damage", ("truncated", "header", "count", "body", "missing", "other file"))
 def test_damaged_state_file(damage, tmp_path):
     file = saved_file(tiny_model("llama", "odd"), tmp_path)
     content = bytearray(file.read_bytes())
@@ -249,6 +249,12 @@ def test_damaged_state_file(damage, tmp_path):
         file.write_bytes(content[: len(content) // 2])
     elif damage == "header":
         file.write_bytes(b"\xff" * 16 + content[16:])
+    elif damage == "count":
+        at = content.index(b"seen")
+        assert content[at:].split(b",")[0].split(b"}")[0].endswith(b"7")
+        at = content.index(b"7", at)
+        content[at : at + 1] = b"6"
+        file.write_bytes(content)
     elif damage == "body":
         content[-100] ^= 0xFF
         file.write_bytes(content)
@@ -320,6 +326,15 @@ def test_library_caches_are_adopted_in_place(kind):
     with torch.no_grad():
         model(random_ids(1, 5), past_key_values=cache, use_cache=True)
     assert int(cache.get_seq_length()) == 5
+
+
+def test_adopted_cache_of_another_model():
+    """Its layers are of the right kinds, and only their sizes are not."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        tiny_model("llama", "odd")(random_ids(1, 5), past_key_values=cache)
+        with pytest.raises(ValueError, match="another model.*head_dim"):
+            tiny_model("qwen3", "odd")(random_ids(1, 3), past_key_values=cache)
 
 
 def test_wrong_batch_size():

@@ -143,11 +143,16 @@ def test_unknown_option():
         ({"conv_activation": "tanh"}, "conv_activation.*tanh"),
         ({"refinement": []}, "refinement"),
         ({"refinement": [8, 0]}, "refinement"),
+        ({"refinement": 8}, "refinement=8 must be a list"),
         ({"use_beta": "yes"}, "use_beta.*yes"),
     ],
 )
 def test_option_values(options, match):
     refuses(match, mixers={"gka": options})
+
+
+def test_options_that_are_no_dictionary():
+    refuses("options are 5", mixers={"gka": 5})
 
 
 def test_head_size_over_the_limit():
@@ -200,6 +205,21 @@ def test_mask_of_the_wrong_shape(layout):
             model(ids, attention_mask=torch.ones(shape, dtype=torch.long).triu())
 
 
+@pytest.mark.parametrize("shape", ((2, 1), (2, 5), (1, 6)))
+def test_memmix_mask_of_the_wrong_shape(shape):
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[0, 0] = 0
+    with pytest.raises(ValueError, match=r"memmix_mask.*expected \[2, 6\]"):
+        tiny_model("llama", "all")(random_ids(2, 6), memmix_mask=mask)
+
+
+def test_additive_mask():
+    mask = torch.zeros(2, 6)
+    mask[0, :2] = float("-inf")
+    with pytest.raises(ValueError, match="negative entries"):
+        tiny_model("llama", "all")(random_ids(2, 6), attention_mask=mask)
+
+
 def test_mask_that_forgets_the_past():
     """With a cache the mask covers what is cached too."""
     model, ids = tiny_model("llama", "all"), random_ids(2, 6)
@@ -217,12 +237,46 @@ def test_mask_that_forgets_the_past():
         ({"cu_seq_lens_q": torch.tensor([0, 2, 5], dtype=torch.int32)}, "cu_seq_lens_q.*5"),
         ({"cu_seq_lens_q": torch.tensor([1, 2, 6], dtype=torch.int32)}, "cu_seq_lens_q.*1"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 2, 6], dtype=torch.int32)}, "cu_seq_lens_q"),
+        ({"cu_seq_lens_q": torch.tensor([], dtype=torch.int32)}, "cu_seq_lens_q"),
         ({"seq_idx": torch.zeros(1, 5, dtype=torch.int32)}, "seq_idx.*5.*6"),
     ],
 )
 def test_wrong_boundaries(kwargs, match):
     with pytest.raises(ValueError, match=match):
         tiny_model("llama", "all")(random_ids(1, 6), use_cache=False, **kwargs)
+
+
+def test_packed_sequence_over_two_rows():
+    with pytest.raises(ValueError, match="start of every row"):
+        tiny_model("llama", "all")(random_ids(2, 6), cu_seq_lens_q=torch.tensor([0, 12], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("attention", ("eager", "sdpa"))
+def test_positions_that_contradict_the_boundaries(attention):
+    """The mixers would follow `cu_seq_lens_q`, the attention that was kept the positions."""
+    model = tiny_model("llama", "odd", fresh=True)
+    model.set_attn_implementation(attention)
+    packed = {"use_cache": False, "cu_seq_lens_q": torch.tensor([0, 2, 6], dtype=torch.int32)}
+    model(random_ids(1, 6), **packed)
+    with pytest.raises(ValueError, match="across packed sequences"):
+        model(random_ids(1, 6), position_ids=torch.arange(6)[None], **packed)
+
+
+def test_no_input():
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        tiny_model("llama", "all")()
+
+
+def test_decoder_that_drops_keyword_arguments(monkeypatch):
+    """Its mixers would silently take pads for tokens."""
+    model = tiny_model("llama", "all", fresh=True)
+    layer = type(model.model.layers[0])
+    forward = layer.__call__
+    monkeypatch.setattr(
+        layer, "__call__", lambda self, x, memmix_mask, memmix_cu_seqlens, **kwargs: forward(self, x, **kwargs)
+    )
+    with pytest.raises(ValueError, match="drops further keyword arguments"):
+        model(random_ids(1, 6))
 
 
 def test_empty_input():

@@ -3,7 +3,7 @@
     python kernels/benchmarks/gka_profile.py --out kernels/benchmarks/results/gka_profile_h200.json
 
 B=4, T=8192, H=8, D=128, bf16, refinement (12, 10). A kernel that runs in both passes counts twice. Rows that --out
-already holds from other commits are kept: they are the history behind gka/README.md, "Attempts".
+already holds from other commits are kept: they are the history behind gka/README.md, "Floor, and attempts".
 """
 
 import argparse

@@ -9,8 +9,11 @@ from .schedule import as_phases
 
 
 def _chunk_path(q: torch.Tensor, v: torch.Tensor):
-    """The module whose gka_forward and gka_backward run; torch where a state does not fit a GPU's shared memory."""
-    if use_triton(q):
+    """The module whose gka_forward and gka_backward run.
+
+    Torch in float64, which the Triton kernels would round to float32, and where a state does not fit shared memory.
+    """
+    if use_triton(q) and q.dtype != torch.float64:
         from . import chunk_triton
 
         if chunk_triton.chunk_length(max(q.shape[-1], v.shape[-1]), q.dtype) is not None:

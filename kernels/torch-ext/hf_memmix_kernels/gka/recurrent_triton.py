@@ -46,6 +46,7 @@ def gka_step_kernel(
     D: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr, PHASES: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
+    """One token of one (sequence, head): h [D, D] and u [V, D] advanced in place, o [V]."""
     i_s = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_s // heads, i_s % heads
     i_k = i_b * (heads // GROUPS) + i_h // GROUPS

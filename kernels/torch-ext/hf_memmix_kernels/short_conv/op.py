@@ -155,7 +155,11 @@ def short_conv(
 def short_conv_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None = "silu"
 ) -> Tensor:
-    """One token of `short_conv`: x [B, 1, C] -> y [B, 1, C]; `state` [B, C, K-1] is shifted in place. No autograd."""
+    """One token of `short_conv`: x [B, 1, C] -> y [B, 1, C]; `state` [B, C, K-1] is shifted in place. No autograd.
+
+    Raises:
+        ValueError: more than one token, or shapes or an activation that `short_conv` refuses.
+    """
     silu = _check(x, weight, bias, activation)
     if x.shape[1] != 1:
         raise ValueError(f"short_conv_step takes one token, got T={x.shape[1]}; use short_conv for more.")

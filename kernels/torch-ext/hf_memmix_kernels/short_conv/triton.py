@@ -60,6 +60,7 @@ def short_conv_fwd_kernel(
     K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, ACC: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
+    """y of one tile of rows and one block of channels; the tile of the last token writes the final state."""
     i_t, i_c = tl.program_id(0), tl.program_id(1)
     if PACKED:  # noqa: SIM102
         # the grid is an upper bound: programs beyond the last chunk have nothing to do
@@ -105,6 +106,7 @@ def short_conv_bwd_kernel(
     K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, ACC: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
+    """dx of one tile and its share of dw and db [K + 1, C]; a sequence's first tile writes the state's gradient."""
     i_t, i_c = tl.program_id(0), tl.program_id(1)
     if PACKED:  # noqa: SIM102
         if tl.load(sequence + i_t) >= N:
@@ -168,6 +170,7 @@ def short_conv_step_kernel(
     x, weight, bias, state, y, C,
     K: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, ACC: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
+    """One token of one sequence and block of channels: y, and the state shifted by one."""
     i_b, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_c = i_c * BC + tl.arange(0, BC)
     m_c = o_c < C

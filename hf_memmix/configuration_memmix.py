@@ -118,6 +118,10 @@ class MemMixConfig(PreTrainedConfig):
             fields.pop(name, None)
         return self._backbone_class.from_dict(fields)
 
+    def to_dict(self) -> dict[str, Any]:
+        _name_lora_targets(self.model_type)  # PEFT, whenever it was imported, reads the configuration this way first
+        return super().to_dict()
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         if cls is MemMixConfig:
@@ -143,6 +147,14 @@ class MemMixConfig(PreTrainedConfig):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "modeling_memmix.py").write_text(REMOTE_STUB)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+
+def _name_lora_targets(model_type: str):
+    """Default LoRA targets, for users who give none; does not load PEFT."""
+    constants = sys.modules.get("peft.utils.constants")
+    if constants is not None:
+        targets = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        targets.setdefault(model_type, ["q_proj", "v_proj"])
 
 
 _OWN_FIELDS = ("backbone_model_type", "mixer_types", "mixers")

@@ -82,7 +82,6 @@ class _MemMixPreTrained:
         # filled per class by the constructor: without it, a change of class silently ends output_hidden_states
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(self)), self._can_record_outputs)
         self.post_init()
-        _name_lora_targets()
 
     @classmethod
     def _native(cls):
@@ -295,15 +294,6 @@ def register_model(auto_class, config_class, model_class, native):
         mapping = get_checkpoint_conversion_mapping(config_class._backbone_class.model_type)
     if mapping:
         register_checkpoint_conversion_mapping(model_class.__name__, mapping, overwrite=True)
-
-
-def _name_lora_targets():
-    """Default LoRA targets, for users who give none; PEFT is not loaded for it."""
-    constants = sys.modules.get("peft.utils.constants")
-    if constants is not None:
-        targets = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        for model_type in ("memmix", "memmix_gka"):
-            targets.setdefault(model_type, ["q_proj", "v_proj"])
 
 
 def __getattr__(name: str):

@@ -23,17 +23,12 @@ from hf_memmix_kernels.gka.schedule import as_phases
 from hf_memmix_kernels.short_conv import short_conv, short_conv_step
 
 from ..padding import before_the_end
-from .attention_weights import AttentionWeights, TensorFate
+from . import gka_start
 from .base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
 
 EPS = 1e-6  # of the unit norm of q and k, and added to beta, as released
 MAX_HEAD_DIM = 256
 ROPE_LAYOUTS = ("half", "pairs", "single")
-
-# where a layer starts that takes over an attention: measured, see conversion/results/gka_init.json
-START_LOGIT = 0.0  # of alpha and beta: both start at one half
-START_GATE_BIAS = 0.485  # silu of it is 0.3
-START_HALF_LIVES = (1.0, 64.0)  # tokens, log-spaced over the heads
 
 
 @dataclass
@@ -187,7 +182,10 @@ class GKAMixer(MemoryMixer):
             shape.head_dim,
         )
         if self.head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"head size {self.head_dim} of layer {layer_idx} is over GKA's limit of {MAX_HEAD_DIM}")
+            raise ValueError(
+                f"head size {self.head_dim} of layer {layer_idx} is over GKA's limit of {MAX_HEAD_DIM}; keep this"
+                " layer as attention"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads are not a multiple of {self.kv_heads} key/value heads")
         q_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -314,92 +312,11 @@ class GKAMixer(MemoryMixer):
 
     @classmethod
     def options_for(cls, attention):
-        # measured: signs, positions and output size as attention has them halve the error after a short alignment
-        options = {"conv_activation": None, "use_o_norm": False, "gate_bias": True}
-        if attention.rotary is not None:
-            options |= {"use_rope": True, "rope_layout": attention.rotary}
-        if attention.q_bias is not None:
-            options["qkv_bias"] = True
-        if attention.o_bias is not None:
-            options["o_bias"] = True
-        if attention.q_norm is not None:
-            options["qk_norm"] = "head" if attention.q_norm.numel() == attention.head_dim else "full"
-        return options
+        return gka_start.options_for(attention)
 
-    @torch.no_grad()
-    def init_from_attention(self, attention: AttentionWeights) -> list[TensorFate]:
-        """q, k, v, o and their biases and norms are copied; the convolutions start as the identity.
-
-        Decay, alpha, beta and the output gate start as constants (`START_*`), whatever the token. Raises ValueError if
-        the sizes differ or if a tensor has no place under the present options.
-        """
-        shape = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
-        if shape != (self.heads, self.kv_heads, self.head_dim):
-            raise ValueError(
-                f"layer {self.layer_idx}: attention has (heads, kv heads, head size) {shape}, the mixer"
-                f" {(self.heads, self.kv_heads, self.head_dim)}; they must be equal"
-            )
-        tensors = attention.tensors()
-        fates = []
-        for role in "qkvo":
-            for kind, option in (("weight", None), ("bias", "o_bias" if role == "o" else "qkv_bias")):
-                name = f"{role}_{kind}"
-                if name in tensors:
-                    fates.append(self._take(name, tensors.pop(name), f"{role}_proj.{kind}", f"{option}=True"))
-        for role in "qk":
-            name = f"{role}_norm"
-            if name in tensors:
-                tensor = tensors.pop(name)
-                wanted = "head" if tensor.numel() == self.head_dim else "full"
-                fates.append(self._take(name, tensor, f"{name}.weight", f"qk_norm={wanted!r}"))
-        for name in tensors:
-            fates.append(TensorFate(name, "dropped", reason=self._why_dropped(name)))
-        # a projection without a bias or norm in the attention, where the options make one: neutral
-        taken = {target for fate in fates for target in fate.targets}
-        for name, parameter in self.named_parameters():
-            if name not in taken and name.split(".")[0] in ("q_proj", "k_proj", "v_proj", "o_proj"):
-                parameter.zero_()
-        for conv in (module for module in self.modules() if isinstance(module, ShortConvolution)):
-            conv.weight.zero_()
-            conv.weight[:, :, -1] = 1
-        self._start_gates()
-        return fates
-
-    def _start_gates(self):
-        options = self.options
-        if options.use_decay:
-            low, high = (math.log(x) for x in START_HALF_LIVES)
-            rate = math.log(2) / torch.linspace(low, high, self.heads).exp()
-            self.a_proj.weight.zero_()
-            self.A_log.zero_()
-            self.dt_bias.copy_(torch.log(torch.expm1(rate)))  # softplus of it is the rate
-        for used, name in ((options.use_alpha, "alpha_proj"), (options.use_beta, "b_proj")):
-            if used:
-                getattr(self, name).weight.zero_()
-                getattr(self, name).bias.fill_(START_LOGIT)
-        if options.use_gate and options.gate_bias:
-            self.g_proj.weight.zero_()
-            self.g_proj.bias.fill_(START_GATE_BIAS)
-
-    def _take(self, field, tensor, target, option):
-        parameter = dict(self.named_parameters()).get(target)
-        if parameter is None:
-            raise ValueError(
-                f"layer {self.layer_idx}: the attention's {field} would be lost; convert with the option {option}"
-            )
-        if parameter.shape != tensor.shape:
-            raise ValueError(
-                f"layer {self.layer_idx}: {field} has shape {tuple(tensor.shape)}, {target} needs"
-                f" {tuple(parameter.shape)}"
-            )
-        parameter.copy_(tensor)
-        return TensorFate(field, "used", (target,))
-
-    @staticmethod
-    def _why_dropped(name: str) -> str:
-        if name == "extra.sinks":
-            return "attention sinks are logits of a softmax, which GKA does not have"
-        raise ValueError(f"the attention's {name} has no place in a GKA layer; keep this layer as attention")
+    def init_from_attention(self, attention):
+        """See `gka_start.take_over`."""
+        return gka_start.take_over(self, attention)
 
     def _heads(self, x):
         return x.unflatten(-1, (-1, self.head_dim))

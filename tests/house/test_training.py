@@ -1,5 +1,10 @@
 """Training with the tools that users have: loss, Trainer, PEFT, gradient checkpointing, truncated backpropagation."""
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -121,6 +126,23 @@ def test_lora(family, targets, tmp_path):
     changed = {name for name, p in merged.named_parameters() if not torch.equal(p, base[name])}
     assert changed
     assert all("_proj" in name or "dense" in name or "_fc" in name or "query" in name for name in changed)
+
+
+LATE_PEFT = """
+    import sys
+    from testing import build, tiny_config
+    model = build(tiny_config("llama", "all"))
+    assert "peft" not in sys.modules
+    from peft import LoraConfig, get_peft_model
+    adapted = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
+    print(sorted({name.split(".")[-4] for name, p in adapted.named_parameters() if p.requires_grad}))
+"""
+
+
+def test_lora_default_targets_when_peft_is_imported_last():
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(LATE_PEFT)], env=env, capture_output=True, text=True)
+    assert run.stdout.strip() == "['q_proj', 'v_proj']", run.stderr
 
 
 # ---- Trainer

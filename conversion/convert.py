@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_memmix
@@ -107,11 +108,22 @@ def convert_model(
 
 
 def load_model(folder: str | Path, dtype="auto") -> PreTrainedModel:
-    """A causal LM from a local folder, native or converted. Raises ValueError when there is none."""
+    """A causal LM from a local folder, native or converted.
+
+    Raises:
+        ValueError: there is none, its weights are corrupt or truncated, or it lacks some of the model's tensors.
+    """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{str(folder)!r} is not a model folder: it has no config.json")
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    except SafetensorError as error:
+        raise ValueError(f"{str(folder)!r} has corrupt or truncated weights ({error}); copy it anew") from error
+    if missing := sorted(loading["missing_keys"]):
+        some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+        raise ValueError(f"{str(folder)!r} lacks {len(missing)} tensors, which would be random: {some}. Copy it anew")
+    return model.eval()
 
 
 def save_student(

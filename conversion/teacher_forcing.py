@@ -13,7 +13,11 @@ from hf_memmix.conversion.families import attention_module, decoder_layers
 
 
 def converted_layers(student: nn.Module) -> list[int]:
-    """Indices of the student's layers whose attention was replaced."""
+    """Indices of the student's layers whose attention was replaced. Raises ValueError for a plain transformer."""
+    if not hasattr(student.config, "mixer_types"):
+        raise ValueError(
+            f"the student is a plain {student.config.model_type!r} model without memory layers; convert it first"
+        )
     return [i for i, kind in enumerate(student.config.mixer_types) if kind != "attention"]
 
 

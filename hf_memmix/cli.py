@@ -1,7 +1,7 @@
 """`memmix convert | align | distill | generate | report`: the Python API from a shell.
 
 Results go to stdout (with `--json` as one JSON object), progress and messages to stderr. A user's mistake is one line
-and exit code 1, a wrong option is exit code 2. Imports are lazy: `memmix --help` must not wait for torch.
+and exit code 1, a wrong option is exit code 2. A command imports what it needs when it runs.
 """
 
 import contextlib
@@ -49,12 +49,8 @@ def friendly(command):
             message = f"{error}; pip install 'hf-memmix[train]' brings what training needs"
         except (ValueError, OSError) as error:
             message = str(error)
-        except Exception as error:
-            if type(error).__name__ != "SafetensorError":
-                raise
-            message = f"corrupt or truncated weights: {error}"
         err.print("error:", style="bold red", end=" ")
-        err.print(message, markup=False, highlight=False)
+        err.print(message, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1)
 
     return run
@@ -236,6 +232,8 @@ def _train(stage, student, teacher, text, out_dir, recipe, numbers, resume, over
     dtype = model.dtype
     # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
     run_dir = out_dir.with_name(f".{out_dir.name}.run")
+    if not resume:
+        shutil.rmtree(run_dir, ignore_errors=True)
     with _bar(stage) as advance:
         result = train(
             model, guide, data, run_dir, recipe=plan, resume=resume, callbacks=[_progress_callback(advance)]
@@ -316,10 +314,19 @@ def _parse_options(pairs: list[str]) -> dict:
 
     options = {}
     for pair in pairs:
-        name, sign, value = pair.partition("=")
-        if not sign:
-            raise ValueError(f"--option {pair!r} is not NAME=VALUE")
-        options[name] = yaml.safe_load(value)
+        name, sign, text = pair.partition("=")
+        if not sign or name in ("teacher", "mixer", "keep", "seed"):
+            raise ValueError(f"--option {pair!r} is not NAME=VALUE with an option of the mixer")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ValueError(
+                f"--option {pair!r}: {text!r} is no value; give e.g. 21, 0.02, true, null or [12,10]"
+            ) from None
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = float(value)  # YAML takes 1e-3 for a text
+        options[name] = value
     return options
 
 

@@ -68,6 +68,10 @@ def test_tables_for_people(workspace):
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep", "9"], "layers 0 to 1"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep", "x"], "--keep is 'x'"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "x"], "is not NAME=VALUE"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "seed=3"], "with an option of the mixer"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "ridge=[1"], "'[1' is no value"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "refinement=5"], "must be a list"),
+        (["report", "--student", "{}/teacher", "--teacher", "{}/teacher", "--text", "{}/text.txt"], "convert it"),
         (["generate", "--model", "{}/nowhere", "--prompt", "a"], "not a model folder"),
         (["report", "--student", "{}/teacher", "--teacher", "{}/teacher", "--text", "{}/no.txt"], "does not exist"),
         (["align", "--student", "{}/teacher", "--teacher", "{}/teacher", "--text", "{}/text.txt", "--out", "{}/s",
@@ -77,7 +81,8 @@ def test_tables_for_people(workspace):
 def test_mistakes_are_one_clear_line(workspace, command, message):
     run = memmix(*(part.format(workspace) for part in command))
     assert run.exit_code == 1
-    assert message in " ".join(run.output.split()) and "Traceback" not in run.output
+    last = run.output.splitlines()[-1]
+    assert last.startswith("error:") and message in last and "Traceback" not in run.output
     assert not (workspace / "s").exists()
 
 
@@ -85,7 +90,13 @@ def test_truncated_weights_are_one_clear_line(workspace):
     file = workspace / "teacher" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     run = memmix("convert", "--teacher", workspace / "teacher", "--out", workspace / "s")
-    assert run.exit_code == 1 and "error:" in run.output and "Traceback" not in run.output
+    assert run.exit_code == 1 and run.output.splitlines()[-1].startswith("error:") and "truncated" in run.output
+
+
+def test_numbers_that_yaml_takes_for_text(workspace):
+    result_of(memmix("convert", "--teacher", workspace / "teacher", "--out", workspace / "s", "--json",
+                     "--option", "ridge=1e-2"))  # fmt: skip
+    assert json.loads((workspace / "s" / "config.json").read_text())["mixers"]["gka"]["ridge"] == 0.01
 
 
 def test_wrong_options_are_usage_errors():

@@ -50,6 +50,11 @@ class Recipe:
     def __post_init__(self):
         if self.stage not in STAGES:
             raise ValueError(f"stage is {self.stage!r}; it must be one of {', '.join(STAGES)}")
+        for item in fields(self):
+            value, kind = getattr(self, item.name), (float, int) if item.type is float else item.type
+            if not isinstance(value, kind) or isinstance(value, bool):
+                hint = "; in YAML write 1.0e-3, as 1e-3 is a text" if item.type is float else ""
+                raise ValueError(f"{item.name} is {value!r}, not of type {item.type.__name__}{hint}")
         for name in ("steps", "batch_size", "gradient_accumulation"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -106,6 +111,10 @@ def train(
     autocast over fp32 weights. `callbacks` take the place of the library's progress bar. `overrides`: fields of
     `Recipe`. Returns
     `{"stage", "steps", "tokens", "first_loss", "last_loss", "seconds", "log": [{"step", "loss", "learning_rate"}]}`.
+
+    Raises:
+        ValueError: data, teacher, recipe and student do not fit, a checkpoint in `output_dir` is broken or of another
+            run (with `resume` off: there is one), or training diverges; checkpoints are intact then.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, **overrides)
@@ -126,6 +135,8 @@ def train(
         "mixer_types": list(student.config.mixer_types),
     }
     checkpoint = find_checkpoint(output_dir, identity) if resume else None
+    if not resume and Path(output_dir).is_dir() and (last := get_last_checkpoint(str(output_dir))):
+        raise ValueError(f"{last} is of an earlier run, which resume=False would mix with this one; remove it first")
 
     pair = STAGES[recipe.stage](student.float().train(), teacher)
     trainer = PairTrainer(
@@ -139,8 +150,11 @@ def train(
     if callbacks:
         for default in (ProgressCallback, PrinterCallback):
             trainer.remove_callback(default)
-    result = trainer.train(resume_from_checkpoint=checkpoint)
-    student.eval().requires_grad_(True)
+    try:
+        result = trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.check_weights()
+    finally:
+        student.eval().requires_grad_(True)
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     log = [{name: entry[name] for name in ("step", "loss", "learning_rate")} for entry in log]
     return {
@@ -197,6 +211,8 @@ def _training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgum
         "dataloader_drop_last": True,
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
+    if unknown := sorted(recipe.trainer.keys() - {f.name for f in fields(TrainingArguments)}):
+        raise ValueError(f"trainer names {', '.join(unknown)}, which transformers.TrainingArguments does not have")
     arguments = TrainingArguments(**(values | recipe.trainer))
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # several GPUs need a launcher (accelerate launch); nn.DataParallel cannot split a pair

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from hf_memmix.conversion.convert import load_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.heads import logits_head
 from hf_memmix.conversion.saving import replace_folder
@@ -86,7 +87,7 @@ class PairTrainer(Trainer):
     """Trainer over a `Pair`: two learning rates, student-only checkpoints that are complete or absent.
 
     `rest_learning_rate`: of everything that is not a mixer. `identity`: what a run must share with the checkpoint it
-    resumes from; it is written beside it.
+    resumes from; it is written beside it. A run that diverges raises ValueError before it writes anything.
     """
 
     def __init__(self, *args, rest_learning_rate: float, identity: dict, **kwargs):
@@ -109,11 +110,31 @@ class PairTrainer(Trainer):
             self.optimizer = kind([group for group in groups if group["params"]], **options)
         return self.optimizer
 
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        if not torch.isfinite(loss):
+            raise ValueError(self._diverged(f"the loss is {loss.item()}"))
+        return loss
+
+    def check_weights(self) -> None:
+        """Raise ValueError if a trained weight is not finite: a finite loss may have an infinite gradient."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and not torch.isfinite(parameter).all():
+                raise ValueError(self._diverged(f"{name} has NaN or infinite entries"))
+
+    def _diverged(self, what: str) -> str:
+        return (
+            f"{what} after {self.state.global_step} steps: training diverged and was stopped. Checkpoints in"
+            f" {self.args.output_dir} are intact; lower learning_rate (now {self.args.learning_rate:g}) and start in"
+            " another folder, from one of them or from the student"
+        )
+
     def _get_output_dir(self, trial=None) -> str:
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
     def _save_checkpoint(self, model, trial=None):
         """Write to a hidden folder, flush, rename: a kill at any moment leaves the last checkpoint whole."""
+        self.check_weights()
         home = Path(self.args.output_dir)
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._staging = home / ".saving"
@@ -138,5 +159,5 @@ class PairTrainer(Trainer):
         self.model.student.save_pretrained(output_dir or self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        saved = AutoModelForCausalLM.from_pretrained(resume_from_checkpoint, dtype=torch.float32)
+        saved = load_model(resume_from_checkpoint, torch.float32)
         self.model.student.load_state_dict(saved.state_dict())

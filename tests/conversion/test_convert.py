@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_memmix.conversion import convert_model, layers_to_keep, load_model, save_student
@@ -154,6 +155,16 @@ def test_save_and_load_give_the_same_model(tmp_path):
     tiny_teacher("qwen2").save_pretrained(from_folder)
     again = convert_model(from_folder, keep=[1])
     torch.testing.assert_close(again(input_ids=IDS).logits, student(input_ids=IDS).logits)
+
+
+def test_folder_that_lacks_tensors_is_refused(tmp_path):
+    """The library would fill them with random numbers and go on."""
+    convert_model(tiny_teacher()).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 1 tensors.*layers.1.self_attn.q_proj.weight"):
+        load_model(tmp_path)
 
 
 def test_failed_save_leaves_nothing_behind(tmp_path, monkeypatch):

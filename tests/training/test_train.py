@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import torch
 
-from hf_memmix.conversion import convert_model, report
+from hf_memmix.conversion import convert_model, load_model, report
 from hf_memmix.conversion.families import attention_prefix
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.train import Recipe, align, distill, load_recipe
@@ -174,6 +174,65 @@ def test_recipes_load_and_bad_ones_are_refused(tmp_path):
         Recipe(steps=0)
     with pytest.raises(ValueError, match="stage is 'sft'"):
         Recipe(stage="sft")
+    (tmp_path / "r.yaml").write_text("stage: align\nlearning_rate: 1e-3\n")
+    with pytest.raises(ValueError, match="learning_rate is '1e-3', not of type float; in YAML write 1.0e-3"):
+        load_recipe(tmp_path / "r.yaml")
+    with pytest.raises(ValueError, match="steps is 2.5, not of type int"):
+        Recipe(steps=2.5)
+
+
+def test_unknown_trainer_argument_is_refused(tmp_path, data, teacher):
+    with pytest.raises(ValueError, match="trainer names nosuch"):
+        align(convert_model(teacher), teacher, data, tmp_path, trainer={"nosuch": 1}, **SMALL)
+
+
+def test_plain_student_is_refused(tmp_path, data, teacher):
+    with pytest.raises(ValueError, match="plain 'llama' model without memory layers; convert it first"):
+        align(tiny_teacher("llama", layers=2), teacher, data, tmp_path, **SMALL)
+    with pytest.raises(ValueError, match="convert it first"):
+        report(tiny_teacher("llama", layers=2), teacher, data.blocks.flatten())
+
+
+def test_no_resume_does_not_mix_two_runs(tmp_path, data, teacher):
+    options = {"steps": 2, "save_every": 1, **SMALL}
+    align(convert_model(teacher), teacher, data, tmp_path, **options)
+    with pytest.raises(ValueError, match="checkpoint-2 is of an earlier run"):
+        align(convert_model(teacher), teacher, data, tmp_path, resume=False, **options)
+
+
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+@pytest.mark.parametrize("stage", [align, distill])
+def test_divergence_stops_the_run_and_spares_the_last_checkpoint(tmp_path, data, teacher, stage, broken):
+    """In step 3 the loss is NaN, or it is finite and its gradient is not."""
+    student = convert_model(teacher)
+    weight = student.model.layers[0].self_attn.o_proj.weight
+    steps = iter(range(1, 10))
+
+    def spoil(gradient):
+        return gradient * float("nan") if next(steps) == 3 else gradient
+
+    def poison(mixer, args):
+        if mixer.training and next(steps) == 3:
+            weight.data[0, 0] = float("nan")
+
+    if broken == "gradient":
+        weight.register_hook(spoil)
+    else:
+        student.model.layers[0].self_attn.register_forward_pre_hook(poison)
+    with pytest.raises(ValueError, match=r"after \d steps: training diverged.*lower learning_rate \(now 0.01\)"):
+        stage(student, teacher, data, tmp_path, steps=6, save_every=1, learning_rate=0.01, **SMALL)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
+    saved = load_model(tmp_path / "checkpoint-2")
+    assert all(torch.isfinite(tensor).all() for tensor in saved.state_dict().values())
+
+
+def test_truncated_checkpoint_is_named(tmp_path, data, teacher):
+    options = {"steps": 2, "save_every": 1, **SMALL}
+    align(convert_model(teacher), teacher, data, tmp_path, **options)
+    file = tmp_path / "checkpoint-2" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="checkpoint-2' has corrupt or truncated weights"):
+        align(convert_model(teacher), teacher, data, tmp_path, **options)
 
 
 def test_data_that_does_not_fit_is_refused(tmp_path, data, teacher):

@@ -1,8 +1,8 @@
 """How each decoder family of transformers stores its attention, and the way from there to plain projections.
 
-`FAMILIES` is all this package knows about families: one row says where the layers and the attention module are and how
-q, k, v and o lie in its tensors. `extract_attention` reads a row and returns `AttentionWeights`; a tensor that no
-column of the row names is an error, never a silent loss.
+`FAMILIES` is all this package knows about families: one row says how q, k, v and o lie in the tensors of an attention
+module. `extract_attention` reads a row and returns `AttentionWeights`; a tensor that no column of the row names is an
+error, never a silent loss.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hf_memmix import swap
 from hf_memmix.mixers.attention_weights import AttentionWeights
 
 
 @dataclass(frozen=True)
 class Family:
-    """One row: attribute names below the base model, and the layout of the fused projection if there is one.
+    """One row: attribute names below the attention module, and the layout of the fused projection if there is one.
 
     `qkv`: three projections (separate) or one (fused). `layout` of a fused one: "stacked" = all query rows, then all
     key rows, then all value rows (Phi-3, GPT-2); "per_head" = q, k, v of head 0, then of head 1, ... (GPT-NeoX).
@@ -24,8 +25,6 @@ class Family:
     `extra`: tensors without a counterpart in `AttentionWeights`, passed on by name.
     """
 
-    layers: str = "layers"
-    attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out: str = "o_proj"
     layout: str = "separate"
@@ -71,15 +70,13 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("ernie4_5", "glm", "glm4", "helium"), Family(interleaved=True)),
     "gemma3_text": Family(norm_offset=1.0),
     "gpt2": Family(
-        layers="h",
-        attention="attn",
         qkv=("c_attn",),
         out="c_proj",
         layout="stacked",
         transposed=True,
         rotary=None,
     ),
-    "gpt_neox": Family(attention="attention", qkv=("query_key_value",), out="dense", layout="per_head"),
+    "gpt_neox": Family(qkv=("query_key_value",), out="dense", layout="per_head"),
     "gpt_oss": Family(extra=("sinks",), rotary="single"),
     "hunyuan_v1_dense": Family(q_norm="query_layernorm", k_norm="key_layernorm"),
     "phi": Family(out="dense"),
@@ -100,19 +97,20 @@ def family_of(config) -> Family:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The decoder layers of a causal LM or of its base model."""
-    return getattr(model.base_model, family_of(model.config).layers)
+    return swap.decoder_layers(model.base_model)
 
 
 def attention_module(model: nn.Module, layer_idx: int) -> nn.Module:
     """The attention module (or the mixer that took its place) of one layer."""
-    return getattr(decoder_layers(model)[layer_idx], family_of(model.config).attention)
+    layer = decoder_layers(model)[layer_idx]
+    return getattr(layer, swap.attention_name(layer))
 
 
 def attention_prefix(model: nn.Module, layer_idx: int) -> str:
     """State-dict prefix of that module, without the final dot, e.g. `model.layers.3.self_attn`."""
-    family = family_of(model.config)
     base = model.base_model_prefix + "." if model.base_model is not model else ""
-    return f"{base}{family.layers}.{layer_idx}.{family.attention}"
+    name = swap.attention_name(decoder_layers(model)[layer_idx])
+    return f"{base}{swap.layers_name(model.base_model)}.{layer_idx}.{name}"
 
 
 def extract_attention(model: nn.Module, layer_idx: int) -> AttentionWeights:

@@ -10,12 +10,17 @@ LAYER_NAMES = ("layers", "h")
 ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
 
 
-def decoder_layers(base: nn.Module) -> nn.ModuleList:
-    """The decoder layers of a base model. Raises ValueError if it keeps them under an unknown name."""
+def layers_name(base: nn.Module) -> str:
+    """The attribute of a base model that holds its decoder layers. Raises ValueError if it has an unknown name."""
     for name in LAYER_NAMES:
         if isinstance(getattr(base, name, None), nn.ModuleList):
-            return getattr(base, name)
+            return name
     raise ValueError(f"{type(base).__name__} is not supported: none of {LAYER_NAMES} are its decoder layers")
+
+
+def decoder_layers(base: nn.Module) -> nn.ModuleList:
+    """The decoder layers of a base model."""
+    return getattr(base, layers_name(base))
 
 
 def attention_name(layer: nn.Module) -> str:

@@ -16,7 +16,7 @@ JOBS ?= 2
 
 # small models: more than one thread a process only makes the two processes wait for each other
 test: export OMP_NUM_THREADS = 1
-# a thread that waits for another gives its core away soon: many times faster beside other work, no slower alone
+# a thread that waits for another gives its core away soon: less time lost beside other work, a few percent alone
 demo: export GOMP_SPINCOUNT = 1000
 test demo: export HF_HUB_OFFLINE = 1
 test demo: export TOKENIZERS_PARALLELISM = false

@@ -55,8 +55,8 @@ def demo_table(root: Path) -> str:
         markdown(["", "transformer", f"GKA, {layers}"], rows)
         + f"\n\n{results['hardware']}; torch {results['torch']}, transformers {results['transformers']}; "
         f"{minutes:.1f} minutes in all, of which {results['seconds']['align'] + results['seconds']['distill']:.0f} s "
-        "are training. The demo's learning rates and steps were chosen while watching this part of the held-out text, so "
-        "its perplexity is optimistic; the students below were not tuned on it."
+        "are training. The demo's learning rates and steps were chosen while watching this part of the held-out "
+        "text, so its perplexity is optimistic."
     )
 
 

@@ -34,7 +34,7 @@ def gka_bwd_kernel_read(
 ):  # fmt: skip
     """The gradient of m, scale * U_t^T do_t, as high + low, with dalpha and `local` = <m, its gradient>."""
     i_h, i_chunk = tl.program_id(0), tl.program_id(1)
-    token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    i_n, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
     if rows <= 0:
         return
     head, kv_head = token * H + i_h, token * HK + i_h // (H // HK)
@@ -44,7 +44,7 @@ def gka_bwd_kernel_read(
     G = tl.cumsum(load_gate(log_decay + head, rows, H, C), 0)
     b = load_gate(beta + head, rows, H, C)
     scores = dot(b_do, tl.trans(b_v)) * decay_from(G, C) * (b * b)[None, :]
-    b_UT0 = load_state(UT0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DV, DK, DV)
+    b_UT0 = load_state(UT0 + ((i_chunk + i_n).to(tl.int64) * H + i_h) * DK * DV, DK, DV)
     d_mixed = dot(b_do, tl.trans(b_UT0)) * tl.exp(G)[:, None]
     d_mixed = scale * (d_mixed + dot(scores.to(b_k.dtype), b_k))
 
@@ -62,46 +62,59 @@ def gka_bwd_kernel_read(
 
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_bwd_kernel_ridge(
-    q, log_decay, alpha, x, z, d_mixed, norms, dq, decayed_x, decayed_m, ridge_t, from_start, local,
+    q, k, log_decay, alpha, beta, H0, x, z, d_mixed, norms, dq, decayed_x, decayed_m, ridge_t, from_start, local,
     cu, first, sequence, N, length, per_sequence, ridge, scale,
-    H: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """dq; ridge_t = 2 a (x . z) / |H| and its decayed sum `from_start`; x and m decayed since the chunk's start."""
+    """dq; ridge_t = 2 a (x . z) / |H| and its decayed sum `from_start`; the rest of `local`; x and m decayed since the
+    chunk's start.
+    """
     i_h, i_chunk = tl.program_id(0), tl.program_id(1)
-    token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    _, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
     if rows <= 0:
         return
     head = token * H + i_h
-    b_q = load_rows(q + head * D, rows, H * D, D, C, DK).to(tl.float32)
-    b_x = load_rows(x + head * D, rows, H * D, D, C, DK)
-    b_z = load_rows(z + head * D, rows, H * D, D, C, DK).to(tl.float32)
-    b_dm = load_rows(d_mixed + head * D, rows, H * D, D, C, DK).to(tl.float32)
     mix = load_gate(alpha + head, rows, H, C)
     norm = load_gate(norms + head, rows, H, C)
+    weight = load_gate(beta + head, rows, H, C)
     G = tl.cumsum(load_gate(log_decay + head, rows, H, C), 0)
     zeta = tl.exp(G)
+    b_x = load_rows(x + head * D, rows, H * D, D, C, DK)
+    b_z = load_rows(z + head * D, rows, H * D, D, C, DK)
 
-    tl.debug_barrier()  # dq may be the memory of d_mixed: all have read before any overwrites
-    store_rows(dq + head * D, (1.0 - mix)[:, None] * b_dm + b_z, rows, H * D, D, C, DK)
-    store_rows(decayed_x + head * D, zeta[:, None] * b_x, rows, H * D, D, C, DK)
-    mixed = b_q + mix[:, None] * (b_x - b_q)
-    store_rows(decayed_m + head * D, (scale * zeta)[:, None] * mixed, rows, H * D, D, C, DK)
-    b_ridge = tl.where(norm > 0, 2.0 * ridge * tl.sum(b_x * b_z, 1) / tl.where(norm > 0, norm, 1.0), 0.0)
+    # z . A x = e^G z . H_0 x + sum_i D[t, i] w_i (k_i . x)(k_i . z) + a |H| x . z; not z . q, which drops the residual
+    b_k = load_rows(k + (token * HK + i_h // (H // HK)) * D, rows, HK * D, D, C, DK)
+    b_H0 = load_state(H0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DK, DK, DK)
+    image = zeta * tl.sum(dot(b_x.to(b_k.dtype), b_H0) * b_z.to(tl.float32), 1)
+    scores = dot(b_x.to(b_k.dtype), tl.trans(b_k)) * dot(b_z, tl.trans(b_k))
+    image += tl.sum(scores * decay_from(G, C) * (weight * weight)[None, :], 1)
+    along = ridge * tl.sum(b_x * b_z.to(tl.float32), 1)
+    store_gate(local + head, load_gate(local + head, rows, H, C) - image - norm * along, rows, H, C)
+    b_ridge = tl.where(norm > 0, 2.0 * along / tl.where(norm > 0, norm, 1.0), 0.0)
     store_gate(ridge_t + head, b_ridge, rows, H, C)
     store_gate(from_start + head, tl.sum(decay_until(G, C) * (zeta * b_ridge)[None, :], 1), rows, H, C)
-    # A x = q at the solution, so <gradient of H_t from its own output, H_t> = -z . q
-    b_local = load_gate(local + head, rows, H, C) - tl.sum(b_z * b_q, 1)
-    store_gate(local + head, b_local, rows, H, C)
+
+    store_rows(decayed_x + head * D, zeta[:, None] * b_x, rows, H * D, D, C, DK)
+    b_q = load_rows(q + head * D, rows, H * D, D, C, DK).to(tl.float32)
+    mixed = b_q + mix[:, None] * (b_x - b_q)
+    store_rows(decayed_m + head * D, (scale * zeta)[:, None] * mixed, rows, H * D, D, C, DK)
+    b_dm = load_rows(d_mixed + head * D, rows, H * D, D, C, DK).to(tl.float32)
+    tl.debug_barrier()  # dq may be the memory of d_mixed: all have read before any overwrites
+    store_rows(dq + head * D, (1.0 - mix)[:, None] * b_dm + b_z.to(tl.float32), rows, H * D, D, C, DK)
 
 
 @triton.jit(do_not_specialize=["length", "per_sequence"])
 def gka_bwd_kernel_scan(
     k, log_decay, beta, H0, UT0, z, decayed_x, decayed_m, do, ridge_t, from_start,
-    dh_final, du_final, h_final, u_final, E, RT, carried, dh0, du0, cu, first, length, per_sequence,
+    dh_final, du_final, h_final, u_final, E, carried, dh0, du0, cu, first, length, per_sequence,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     C: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, TILES_J: tl.constexpr,
 ):  # fmt: skip
-    """E and R^T at every chunk's end, tile by tile, last chunk first; `carried` gets each tile's share of <dS, S>."""
+    """E and R^T at every chunk's end, tile by tile, last chunk first.
+
+    R^T at a chunk's end takes the place of U^T before the next chunk, which the sum `share` has consumed by then.
+    `carried` gets each tile's share of <dS, S> at every chunk's end.
+    """
     i_tile, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     i_0, j_0 = (i_tile // TILES_J) * BI, (i_tile % TILES_J) * BJ
@@ -125,9 +138,10 @@ def gka_bwd_kernel_scan(
     for _ in range(chunks):
         dtype: tl.constexpr = k.dtype.element_ty
         tl.store(carried + state * tiles + i_tile, share)
-        at_E, at_R = state * DK * DK + i[:, None] * DK + j[None, :], state * DK * DV + i[:, None] * DV + j[None, :]
+        at_E = state * DK * DK + i[:, None] * DK + j[None, :]
+        at_R = (state + i_n * H) * DK * DV + i[:, None] * DV + j[None, :]
         tl.store(E + at_E, b_E.to(dtype), mask=(j < DK)[None, :])
-        tl.store(RT + at_R, b_R.to(dtype), mask=(j < DV)[None, :])
+        tl.store(UT0 + at_R + H * DK * DV, b_R.to(dtype), mask=(j < DV)[None, :])
 
         g = load_gate(log_decay + head, rows, H, C)
         b = load_gate(beta + head, rows, H, C)
@@ -178,7 +192,7 @@ def gka_bwd_kernel_dkv(
 ):  # fmt: skip
     """dk, dv (per query head), dlog_decay and dbeta of one chunk and head."""
     i_h, i_chunk = tl.program_id(0), tl.program_id(1)
-    token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    i_n, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
     if rows <= 0:
         return
     head, kv_head = token * H + i_h, token * HK + i_h // (H // HK)
@@ -213,7 +227,7 @@ def gka_bwd_kernel_dkv(
     mixed = b_q + load_gate(alpha + head, rows, H, C)[:, None] * (b_x - b_q)
     b_v = load_rows(v + kv_head * DVR, rows, HK * DVR, DVR, C, DV)
     b_do = load_rows(do + head * DVR, rows, H * DVR, DVR, C, DV)
-    b_RT = load_state(RT + state * DK * DV, DK, DV)
+    b_RT = load_state(RT + (state + (i_n + 1) * H) * DK * DV, DK, DV)
     b_dk = -E_k
     b_dk += dot((b_v.to(tl.float32) * to_end).to(dtype), tl.trans(b_RT))
     b_dk += dot((scale * DT * dot(b_v, tl.trans(b_do))).to(dtype), mixed.to(dtype))

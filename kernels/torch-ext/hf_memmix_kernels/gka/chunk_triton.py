@@ -22,7 +22,7 @@ LAUNCH = {
     "fwd_read": ((4, 1), (4, 1)),
     "bwd_read": ((4, 1), (4, 1)),
     "ridge": ((4, 1), (4, 1)),
-    "bwd_scan": ((4, 2), (4, 2)),
+    "bwd_scan": ((4, 3), (4, 3)),
     "bwd_dkv": ((4, 1), (4, 1)),
 }
 
@@ -65,15 +65,15 @@ class _Launch:
         warps, stages = LAUNCH[kernel][self.D > 64]
         return {"num_warps": warps, "num_stages": stages}
 
-    def scratch(self, width: int) -> torch.Tensor:
-        return self.q.new_empty(self.chunks, self.H, self.DK, width)
+    def scratch(self, width: int, more: int = 0) -> torch.Tensor:
+        return self.q.new_empty(self.chunks + more, self.H, self.DK, width)
 
     def gates(self, count: int) -> list[torch.Tensor]:
         return [self.q.new_empty(self.q.shape[:3], dtype=torch.float32) for _ in range(count)]
 
     def scan_states(self, k, v, log_decay, beta, h0, u0):
-        """Scratch H0 [chunks, H, DK, DK], U0^T [chunks, H, DK, DV], and the final states."""
-        H0, UT0 = self.scratch(self.DK), self.scratch(self.DV)
+        """Scratch H0 [chunks, H, DK, DK], U0^T [chunks + N, H, DK, DV], and the final states."""
+        H0, UT0 = self.scratch(self.DK), self.scratch(self.DV, more=self.N)
         h_final, u_final = torch.empty_like(h0), torch.empty_like(u0)
         gka_fwd_kernel_scan[self.scan_grid](
             k, v, log_decay, beta, h0, u0, H0, UT0, h_final, u_final,
@@ -130,19 +130,20 @@ def gka_backward(
     norms = launch.solve(dq, low, alpha, k, log_decay, beta, H0, z)
     decayed_x, decayed_m = torch.empty_like(q), torch.empty_like(q)
     gka_bwd_kernel_ridge[launch.chunk_grid](
-        q, log_decay, alpha, x, z, dq, norms, dq, decayed_x, decayed_m, ridge_t, from_start, local,
-        **launch.by_chunk, ridge=ridge, scale=scale, **launch.heads, **launch.options("ridge"),
+        q, k, log_decay, alpha, beta, H0, x, z, dq, norms, dq, decayed_x, decayed_m, ridge_t, from_start, local,
+        **launch.by_chunk, ridge=ridge, scale=scale, **launch.heads, HK=launch.HK, **launch.options("ridge"),
     )  # fmt: skip
 
-    E, RT = launch.scratch(launch.DK), launch.scratch(launch.DV)
+    E = launch.scratch(launch.DK)
     carried = log_decay.new_empty(launch.chunks, launch.H, launch.scan_grid[0])
     dh0, du0 = torch.empty_like(h0), torch.empty_like(u0)
     gka_bwd_kernel_scan[launch.scan_grid](
         k, log_decay, beta, H0, UT0, z, decayed_x, decayed_m, do, ridge_t, from_start,
-        dh_final, du_final, h_final, u_final, E, RT, carried, dh0, du0,
+        dh_final, du_final, h_final, u_final, E, carried, dh0, du0,
         **launch.by_sequence, **launch.sizes, **launch.tiles, **launch.options("bwd_scan"),
     )  # fmt: skip
-    del UT0, decayed_x, decayed_m  # before dk and dv: peak memory
+    RT = UT0  # its new content
+    del decayed_x, decayed_m  # before dk and dv: peak memory
 
     dk, dv = torch.empty_like(q), q.new_empty(*q.shape[:3], launch.DVR)
     dg, dbeta = launch.gates(2)

@@ -22,7 +22,10 @@ def gka_fwd_kernel_scan(
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     C: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, TILES_J: tl.constexpr,
 ):  # fmt: skip
-    """States before every chunk, one [BI, BJ] tile of H and of U^T a program, sequential over a sequence's chunks."""
+    """States before every chunk, one [BI, BJ] tile of H and of U^T a program, sequential over a sequence's chunks.
+
+    Each sequence has one place more for U^T than it has chunks: see `gka_bwd_kernel_scan`.
+    """
     i_tile, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     i_0, j_0 = (i_tile // TILES_J) * BI, (i_tile % TILES_J) * BJ
@@ -42,7 +45,7 @@ def gka_fwd_kernel_scan(
     for _ in range(chunks):
         dtype: tl.constexpr = k.dtype.element_ty
         p_h = H0 + state * DK * DK + i[:, None] * DK + j[None, :]
-        p_u = UT0 + state * DK * DV + i[:, None] * DV + j[None, :]
+        p_u = UT0 + (state + i_n * H) * DK * DV + i[:, None] * DV + j[None, :]
         tl.store(p_h, b_h.to(dtype), mask=(j < DK)[None, :])
         tl.store(p_u, b_u.to(dtype), mask=(j < DV)[None, :])
         g = load_gate(log_decay + gate, rows, H, C)
@@ -71,7 +74,7 @@ def gka_fwd_kernel_read(
 ):  # fmt: skip
     """o = scale * U_t (q + alpha (x - q)) of one chunk and head."""
     i_h, i_chunk = tl.program_id(0), tl.program_id(1)
-    token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    i_n, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
     if rows <= 0:
         return
     head, kv_head = token * H + i_h, token * HK + i_h // (H // HK)
@@ -84,6 +87,6 @@ def gka_fwd_kernel_read(
     G = tl.cumsum(load_gate(log_decay + head, rows, H, C), 0)
     b = load_gate(beta + head, rows, H, C)
     scores = split_dot(mixed, tl.trans(b_k)) * decay_from(G, C) * (b * b)[None, :]
-    b_UT0 = load_state(UT0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DV, DK, DV)
+    b_UT0 = load_state(UT0 + ((i_chunk + i_n).to(tl.int64) * H + i_h) * DK * DV, DK, DV)
     b_o = split_dot(mixed, b_UT0) * tl.exp(G)[:, None] + dot(scores.to(b_v.dtype), b_v)
     store_rows(o + head * DVR, scale * b_o, rows, H * DVR, DVR, C, DV)

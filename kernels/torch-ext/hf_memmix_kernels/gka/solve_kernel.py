@@ -62,7 +62,7 @@ def gka_kernel_solve(
     the iteration count of every phase, then all steps.
     """
     i_h, i_chunk = tl.program_id(0), tl.program_id(1)
-    token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    _, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
     if rows <= 0:
         return
     head = token * H + i_h

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C: tl.constexpr):
-    """(first token, number of tokens) of a global chunk; no token for the unused tail of a packed input's chunks.
+    """(sequence, first token, number of tokens) of a global chunk; no token for the unused tail of a packed input.
 
     Packed: boundaries `cu`, each sequence's `first` chunk and each chunk's `sequence`. Batched: these are None, and
     every sequence has `length` tokens in `per_sequence` chunks.
@@ -25,7 +25,7 @@ def locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C: tl.co
         i_n = tl.minimum(i_n, N - 1)
         start = tl.load(cu + i_n) + (i_chunk - tl.load(first + i_n)) * C
         rows = tl.where(used, tl.load(cu + i_n + 1) - start, 0)
-    return start.to(tl.int64), tl.minimum(rows, C)
+    return i_n, start.to(tl.int64), tl.minimum(rows, C)
 
 
 @triton.jit

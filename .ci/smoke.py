@@ -37,7 +37,7 @@ for folder, wanted in (("student", expected), (asset_path("tiny_gka"), None)):
     print(printed.strip())
     assert wanted is None or str(wanted) in printed
 
-for name in ("tiny_teacher", "tiny_gka", "heldout.txt", "train.txt"):
+for name in ("tiny_teacher", "tiny_gka", "heldout.txt", "dev.txt", "train.txt"):
     assert Path(asset_path(name)).exists(), name
 memmix = Path(sys.executable).with_name("memmix")
 assert "convert" in subprocess.run([memmix, "--help"], check=True, capture_output=True, text=True).stdout

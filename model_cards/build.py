@@ -66,6 +66,8 @@ def card(folder: Path) -> str:
         kept=f" Layer {', '.join(map(str, kept))} keeps its attention and a growing cache." if kept else "",
         tokens=f"{heldout['tokens']:,}",
         block_size=main["arguments"]["block_size"],
+        arithmetic=heldout["arithmetic"],
+        measured_on={"cpu": "CPU", "cuda": "GPU"}[heldout["device"]],
         untrained=f"{main['untrained']['ppl_ratio']:.2f}",
         evaluation=table(["model", "attention layers", "perplexity", "ratio", "same token", "KL"], evaluation),
         training=table(["model", "stage", "steps", "tokens", "last loss", "time"], training),

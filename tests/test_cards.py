@@ -12,7 +12,8 @@ from huggingface_hub import ModelCard
 from hf_memmix.assets import asset_path
 
 CARDS = Path(__file__).parents[1] / "model_cards"
-LIMIT = {"tiny_teacher": 12_000_000, "tiny_gka": 12_000_000, "heldout.txt": 1_000_000, "train.txt": 1_000_000}
+TEXTS = ("train.txt", "dev.txt", "heldout.txt")
+LIMIT = {"tiny_teacher": 12_000_000, "tiny_gka": 12_000_000} | dict.fromkeys(TEXTS, 1_000_000)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +57,30 @@ def test_shipped_files_are_the_recorded_ones_and_within_their_limits(metrics):
         assert sum(f.stat().st_size for f in files) <= limit
 
 
-def test_heldout_text_is_not_in_the_training_sample():
-    def documents(name: str) -> set[str]:
-        return {d.strip() for d in asset_path(name).read_text(encoding="utf-8").split("<|endoftext|>") if d.strip()}
+def test_texts_share_no_document():
+    texts = [asset_path(name).read_text(encoding="utf-8").split("\n<|endoftext|>\n") for name in TEXTS]
+    documents = [{document.strip() for document in text if document.strip()} for text in texts]
+    assert [len(text) for text in documents] == [200, 109, 65]
+    assert len(set.union(*documents)) == 374
 
-    assert len(documents("heldout.txt")) == 79
-    assert not documents("heldout.txt") & documents("train.txt")
+
+def figures_and_their_text():
+    """(file, key of the figures in it or None, text): what reports reads held-out text, what chooses the dev text."""
+    for path in sorted(CARDS.glob("*/metrics*.json")):
+        yield path, "heldout", "heldout.txt"
+        if "untrained" in json.loads(path.read_text()):
+            yield path, "untrained", "dev.txt"
+    yield CARDS.parent / "training/results/demo.json", None, "heldout.txt"
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "text"), list(figures_and_their_text()), ids=lambda value: getattr(value, "stem", value)
+)
+def test_figures_are_of_the_shipped_text(path, key, text):
+    record = json.loads(path.read_text())
+    record = record if key is None else record[key]
+    expected = {"file": text, "sha256": hashlib.sha256(asset_path(text).read_bytes()).hexdigest()}
+    assert {name: record["text"][name] for name in expected} == expected
 
 
 def test_cards_of_students_are_their_measurements():

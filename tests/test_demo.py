@@ -1,5 +1,6 @@
 """`make demo` on a shorter schedule: what it writes, and that its figures are measurements."""
 
+import hashlib
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model
 from hf_memmix.training import context_cost, demo
 
@@ -55,7 +57,7 @@ def test_demo_end_to_end(tmp_path):
             distill_steps=1,
             batch_size=1,
             block_size=64,
-            heldout_tokens=200,
+            text_tokens=200,
             contexts=(512, 4096),
             new_tokens=6,
         )
@@ -63,6 +65,9 @@ def test_demo_end_to_end(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "student" / "model.safetensors").exists()
     assert results["new_process_agrees"]
+    content = asset_path("heldout.txt").read_bytes()
+    assert results["text"]["sha256"] == hashlib.sha256(content).hexdigest()
+    assert results["quality"]["tokens"] == 196  # 200 in blocks of 64, whose first tokens nothing predicts
     assert results["quality"]["student_ppl"] > 1
     ours, theirs = results["context_cost"]["student"], results["context_cost"]["teacher"]
     assert ours[0]["cache_bytes"] == ours[1]["cache_bytes"] < theirs[1]["cache_bytes"]

@@ -2,8 +2,8 @@
 
     python training/ablate_init.py --out conversion/results/gka_init.json
 
-Every variant is converted, its relative error per layer measured on held-out text, aligned for a few steps (all with
-the same data and learning rate), and measured again. The winner is what `GKAMixer` does by default.
+Every variant is converted, its relative error per layer measured on the development text, aligned for a few steps (all
+with the same data and learning rate), and measured again. The winner is what `GKAMixer` does by default.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model, report
 from hf_memmix.conversion.families import attention_module
-from hf_memmix.training.data import TokenBlocks, tokenize_files
+from hf_memmix.training.data import TokenBlocks, text_record, tokenize_files
 from hf_memmix.training.train import align
 
 RELEASE = {"conv_activation": "silu", "use_rope": False, "use_o_norm": True, "gate_bias": False}
@@ -76,7 +76,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--block-size", type=int, default=128)
-    parser.add_argument("--heldout-tokens", type=int, default=2048)
+    parser.add_argument("--text", type=Path, default=asset_path("dev.txt"), help="text of the measurement")
+    parser.add_argument("--text-tokens", type=int, default=8192)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--only", nargs="*", default=list(VARIANTS), help="names of variants")
     args = parser.parse_args()
@@ -85,29 +86,30 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
     teacher = load_model(asset_path("tiny_teacher"), dtype=torch.float32).to(device)
     data = TokenBlocks.from_files(asset_path("train.txt"), tokenizer, args.block_size)
-    heldout = tokenize_files(asset_path("heldout.txt"), tokenizer)[: args.heldout_tokens]
+    tokens = tokenize_files(args.text, tokenizer)[: args.text_tokens]
     rows = []
     for name in args.only:
         student = build(teacher, *VARIANTS[name])
-        row = {"variant": name, "untrained": measure(student, teacher, heldout, args)}
+        row = {"variant": name, "untrained": measure(student, teacher, tokens, args)}
         with tempfile.TemporaryDirectory() as scratch:
             options = {"steps": args.steps, "batch_size": args.batch_size, "block_size": args.block_size}
             options |= {"learning_rate": args.learning_rate, "warmup_steps": 5, "save_every": 0}
             align(student, teacher, data, scratch, trainer={"disable_tqdm": True}, **options)
-        row["aligned"] = measure(student, teacher, heldout, args)
+        row["aligned"] = measure(student, teacher, tokens, args)
         rows.append(row)
         print(
             f"{name:36} relative error {row['untrained']['mean_error']:.3f} -> {row['aligned']['mean_error']:.3f}, "
             f"perplexity ratio {row['untrained']['ppl_ratio']:.2f} -> {row['aligned']['ppl_ratio']:.2f}",
             flush=True,
         )
-        settings = {k: v for k, v in vars(args).items() if k not in ("out", "only")}
-        result = {"settings": settings | {"device": device, "torch": torch.__version__}, "rows": rows}
+        settings = {k: v for k, v in vars(args).items() if k not in ("out", "only", "text")}
+        settings |= {"text": text_record(args.text), "device": device, "torch": torch.__version__}
+        result = {"settings": settings, "rows": rows}
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure(student, teacher, heldout, args) -> dict:
-    result = report(student, teacher, heldout, block_size=args.block_size)
+def measure(student, teacher, tokens, args) -> dict:
+    result = report(student, teacher, tokens, block_size=args.block_size)
     errors = [round(value, 4) for value in result["layer_error"].values()]
     return {
         "mean_error": round(sum(errors) / len(errors), 4),

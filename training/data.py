@@ -31,6 +31,12 @@ def read_text(path: str | Path) -> str:
     return text
 
 
+def text_record(path: str | Path) -> dict:
+    """Which text was read: name, size and sha256 of the file, for the record of a measurement."""
+    content = Path(path).read_bytes()
+    return {"file": Path(path).name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
 def tokenize_files(files: str | Path | Iterable[str | Path], tokenizer) -> Tensor:
     """All tokens of the files in order, [N] int64; the tokenizer's end-of-sequence token, if any, closes each file."""
     files = [files] if isinstance(files, (str, Path)) else list(files)

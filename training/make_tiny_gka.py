@@ -5,7 +5,8 @@
 
 Meant for one GPU. The number of steps follows from `--minutes` and a few measured steps, so the run ends in time on
 any machine. Part of the data is text that the teacher writes itself. `--keep auto` aligns all layers, then keeps the
-one whose replacement alone costs most. `--out` receives the model in bf16 and `metrics.json`.
+one whose replacement alone costs most. `--out` receives the model in bf16 and `metrics.json`. The held-out text is
+read once, at the end; what is shown on the way is measured on the development text.
 """
 
 import argparse
@@ -23,11 +24,12 @@ from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model, report, save_student
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.saving import check_target
-from hf_memmix.training.data import TokenBlocks, tokenize_files
+from hf_memmix.training.data import TokenBlocks, text_record, tokenize_files
 from hf_memmix.training.sampling import sample_blocks
 from hf_memmix.training.train import Recipe, train
 
 OFFSETS = 4  # real text is cut into blocks at this many offsets
+DEV_TOKENS = 20_000
 
 
 def parse_args() -> argparse.Namespace:
@@ -36,6 +38,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--teacher", type=Path, default=asset_path("tiny_teacher"))
     parser.add_argument("--text", type=Path, nargs="+", default=[asset_path("train.txt")])
+    parser.add_argument("--dev", type=Path, default=asset_path("dev.txt"))
     parser.add_argument("--heldout", type=Path, default=asset_path("heldout.txt"))
     parser.add_argument("--minutes", type=float, default=7.0, help="for sampling, align and distill together")
     parser.add_argument("--align-share", type=float, default=0.15, help="share of the training time")
@@ -65,8 +68,8 @@ def main() -> None:
     options = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in args.option)}
     student = convert_model(teacher, "gka", keep, seed=args.seed, **options)
     stream = tokenize_files(args.text, tokenizer)
-    heldout = tokenize_files(args.heldout, tokenizer)
-    before = report(student, teacher, heldout[:20_000], block_size=args.block_size)
+    dev = tokenize_files(args.dev, tokenizer)[:DEV_TOKENS]
+    before = measure(student, teacher, tokenizer, args.dev, args.block_size, DEV_TOKENS)
     say(f"converted {student.conversion_report.converted}: perplexity ratio {before['ppl_ratio']:.2f} untrained")
 
     data = make_data(teacher, stream, args, say)
@@ -84,7 +87,7 @@ def main() -> None:
             steps = max(2, int(share * left / step_seconds[stage]))
             recipe = stage_recipe(stage, steps, args)
             runs.append(train(student, teacher, data, Path(scratch) / stage, recipe=recipe, resume=False))
-            middle = report(student, teacher, heldout[:20_000], block_size=args.block_size)
+            middle = report(student, teacher, dev, block_size=args.block_size)
             say(f"{stage}: {steps} steps, perplexity ratio {middle['ppl_ratio']:.4f}")
             if stage == "align" and args.keep == "auto":
                 keep, scores = most_needed_layer(student, teacher, stream[:20_000], options)
@@ -92,17 +95,18 @@ def main() -> None:
                 student = with_kept(student, teacher, keep, options)
 
     save_student(student.cpu(), args.out, tokenizer, overwrite=True, dtype=torch.bfloat16)
-    exported = load_model(args.out).to(device)
-    final = report(exported, load_model(args.teacher).to(device), heldout, block_size=args.block_size)
+    final = measure_export(args.out, args.teacher, args.heldout, args.block_size, device)
     metrics = {
         "keep": keep,
         "layer_kl": scores,
-        "mixer_options": exported.config.mixers,
+        "mixer_options": student.config.mixers,
         "untrained": before,
         "heldout": final,
         "stages": [{k: v for k, v in run.items() if k != "log"} for run in runs],
         "curves": {run["stage"]: [[e["step"], e["loss"]] for e in run["log"]] for run in runs},
-        "arguments": {k: str(v) for k, v in vars(args).items() if k not in ("out", "text", "teacher", "heldout")},
+        "arguments": {
+            k: str(v) for k, v in vars(args).items() if k not in ("out", "text", "teacher", "dev", "heldout")
+        },
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -114,6 +118,19 @@ def main() -> None:
         f"perplexity {final['student_ppl']:.3f} against {final['teacher_ppl']:.3f}, ratio {final['ppl_ratio']:.4f}, "
         f"top-1 agreement {final['top1_agreement']:.3f}; {size:.1f} MiB in {args.out}"
     )
+
+
+def measure(student, teacher, tokenizer, text: Path, block_size: int, max_tokens: int | None = None) -> dict:
+    """The report on the first `max_tokens` tokens of a file, and which file it was."""
+    tokens = tokenize_files(text, tokenizer)
+    return {"text": text_record(text)} | report(student, teacher, tokens[:max_tokens], block_size=block_size)
+
+
+def measure_export(folder: Path, teacher: Path, heldout: Path, block_size: int, device: str = "cpu") -> dict:
+    """What is reported of a student: its folder against the teacher's on the held-out text, both in float32."""
+    student, target = (load_model(path, dtype=torch.float32).to(device) for path in (folder, teacher))
+    result = measure(student, target, AutoTokenizer.from_pretrained(folder), heldout, block_size)
+    return result | {"arithmetic": "float32 on the saved bfloat16 weights", "device": device}
 
 
 def with_kept(aligned, teacher, keep: list[int], options: dict):

@@ -26,11 +26,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     get_cosine_schedule_with_warmup,
 )
+
+from hf_memmix.training.data import text_record
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 
@@ -217,19 +220,27 @@ def train(args: argparse.Namespace) -> dict:
                 save(plain_model, tokenizer, args.out)
 
     accelerator.wait_for_everyone()
-    saved = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).to(accelerator.device)
-    loss = mean_loss(saved, ids["heldout"], args.context)
-    predicted = len(ids["heldout"]) - math.ceil(len(ids["heldout"]) / args.context)
     record["best_epoch"], record["wall_seconds"] = best_epoch, round(time.time() - began, 1)
     record["tokens_seen"] = step * args.batch_size * args.context * accelerator.num_processes
-    record["heldout"] = {
+    record["heldout"] = measure_export(args.out, args.heldout, args.context, accelerator.device)
+    return record
+
+
+def measure_export(folder: Path, heldout: Path, context: int, device="cpu") -> dict:
+    """What is reported of a teacher: loss of its folder on the held-out text, in windows of `context` tokens."""
+    text = read_text(heldout)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    ids = encode(AutoTokenizer.from_pretrained(folder), text)
+    loss = mean_loss(model, ids, context)
+    predicted = len(ids) - math.ceil(len(ids) / context)
+    return {
+        "text": text_record(heldout),
         "loss": round(loss, 4),
         "perplexity": round(math.exp(loss), 3),
-        "bits_per_byte": round(loss * predicted / math.log(2) / len(texts["heldout"].encode()), 4),
-        "window": args.context,
+        "bits_per_byte": round(loss * predicted / math.log(2) / len(text.encode()), 4),
+        "window": context,
         "arithmetic": "float32 on the saved bfloat16 weights",
     }
-    return record
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

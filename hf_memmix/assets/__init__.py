@@ -6,7 +6,7 @@ _FOLDER = Path(__file__).parent
 
 
 def asset_path(name: str) -> Path:
-    """The path of a shipped file or folder: "tiny_teacher", "tiny_gka", "train.txt" or "heldout.txt".
+    """The path of a shipped file or folder: "tiny_teacher", "tiny_gka", "train.txt", "dev.txt" or "heldout.txt".
 
     Raises:
         ValueError: there is no such asset.

@@ -10,8 +10,9 @@ from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 def test_recipe_in_miniature(tmp_path, monkeypatch):
     tiny_teacher("llama", layers=2).save_pretrained(tmp_path / "teacher")
     tiny_tokenizer().save_pretrained(tmp_path / "teacher")
-    (tmp_path / "text.txt").write_text(tiny_text(600))
-    arguments = {"teacher": "teacher", "text": "text.txt", "heldout": "text.txt", "out": "out"}
+    for name, words in (("text", 600), ("dev", 100), ("heldout", 120)):
+        (tmp_path / f"{name}.txt").write_text(tiny_text(words))
+    arguments = {"teacher": "teacher", "text": "text.txt", "dev": "dev.txt", "heldout": "heldout.txt", "out": "out"}
     command = ["make_tiny_gka.py", "--keep", "auto", "--minutes", "0.01", "--block-size", "16", "--batch-size", "2"]
     command += ["--sampled-blocks", "3", *(s for k, v in arguments.items() for s in (f"--{k}", str(tmp_path / v)))]
     monkeypatch.setattr("sys.argv", command)
@@ -21,4 +22,5 @@ def test_recipe_in_miniature(tmp_path, monkeypatch):
     assert student.config.mixer_types.count("attention") == len(metrics["keep"]) == 1
     assert metrics["keep"] == [max(range(2), key=metrics["layer_kl"].__getitem__)]
     assert {"ppl_ratio", "top1_agreement", "layer_error"} <= metrics["heldout"].keys()
+    assert [metrics[key]["text"]["file"] for key in ("untrained", "heldout")] == ["dev.txt", "heldout.txt"]
     assert [stage["stage"] for stage in metrics["stages"]] == ["align", "distill"]

@@ -1,5 +1,6 @@
 """The teacher's training script: a few steps on a small text leave a loadable model; unusable text is refused."""
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -62,6 +63,7 @@ def test_recorded_heldout_perplexity_is_that_of_the_saved_files(trained, text):
         if len(window) > 1:
             total += model(input_ids=window[None], labels=window[None]).loss.item() * (len(window) - 1)
             count += len(window) - 1
+    assert record["heldout"]["text"]["sha256"] == hashlib.sha256(text.read_bytes()).hexdigest()
     assert math.exp(total / count) == pytest.approx(record["heldout"]["perplexity"], rel=1e-3)
 
 

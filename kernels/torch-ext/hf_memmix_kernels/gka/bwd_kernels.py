@@ -20,6 +20,7 @@ from .tiles import (
     load_state,
     locate_chunk,
     locate_sequence,
+    split_dot,
     store_gate,
     store_rows,
 )
@@ -46,7 +47,7 @@ def gka_bwd_kernel_read(
     scores = dot(b_do, tl.trans(b_v)) * decay_from(G, C) * (b * b)[None, :]
     b_UT0 = load_state(UT0 + ((i_chunk + i_n).to(tl.int64) * H + i_h) * DK * DV, DK, DV)
     d_mixed = dot(b_do, tl.trans(b_UT0)) * tl.exp(G)[:, None]
-    d_mixed = scale * (d_mixed + dot(scores.to(b_k.dtype), b_k))
+    d_mixed = scale * (d_mixed + split_dot(scores, b_k))
 
     b_high = d_mixed.to(high.dtype.element_ty)
     store_rows(high + head * D, b_high, rows, H * D, D, C, DK)
@@ -203,41 +204,46 @@ def gka_bwd_kernel_dkv(
     G = tl.cumsum(g, 0)
     b = load_gate(beta + head, rows, H, C)
     write = b * b
-    to_end = tl.exp(tl.sum(g, 0) - G)[:, None]
-    DT = decay_until(G, C)
+    mix = load_gate(alpha + head, rows, H, C)[None, :]
     b_k = load_rows(k + kv_head * D, rows, HK * D, D, C, DK)
-    keys = b_k.to(tl.float32)
-    b_x = load_rows(x + head * D, rows, H * D, D, C, DK)
-
-    # E_i k_i, all products in one accumulator
-    b_z = load_rows(z + head * D, rows, H * D, D, C, DK)
-    b_ridge = load_gate(ridge_t + head, rows, H, C)
-    b_start = load_gate(from_start + head, rows, H, C)[:, None]
-    E_k = dot((keys * to_end).to(dtype), load_state(E + state * DK * DK, DK, DK))
-    E_k += dot((keys * b_start).to(dtype), load_state(H0 + state * DK * DK, DK, DK))
-    E_k += dot((DT * key_dot(b_k, b_x)).to(dtype), b_z)
-    E_k += dot((DT * dot(b_k, tl.trans(b_z))).to(dtype), b_x.to(dtype))
-    # sum_t D[t, i] ridge_t D[t, j]: how much of k_j k_j^T token i's sum of ridge_t H_t holds
-    shared = gate_dot(DT * b_ridge[None, :], decay_from(G, C), b_k)
-    E_k += dot((shared * dot(b_k, tl.trans(b_k)) * write[None, :]).to(dtype), b_k)
-    dw = -0.5 * tl.sum(keys * E_k, 1)
-
-    # R_i^T v_i, on top of it
-    b_q = load_rows(q + head * D, rows, H * D, D, C, DK).to(tl.float32)
-    mixed = b_q + load_gate(alpha + head, rows, H, C)[:, None] * (b_x - b_q)
     b_v = load_rows(v + kv_head * DVR, rows, HK * DVR, DVR, C, DV)
-    b_do = load_rows(do + head * DVR, rows, H * DVR, DVR, C, DV)
-    b_RT = load_state(RT + (state + (i_n + 1) * H) * DK * DV, DK, DV)
-    b_dk = -E_k
-    b_dk += dot((b_v.to(tl.float32) * to_end).to(dtype), tl.trans(b_RT))
-    b_dk += dot((scale * DT * dot(b_v, tl.trans(b_do))).to(dtype), mixed.to(dtype))
-    store_rows(dk + head * D, write[:, None] * b_dk, rows, H * D, D, C, DK)
+    to_end = tl.exp(tl.sum(g, 0) - G)[:, None]
+    late_keys = (b_k.to(tl.float32) * to_end).to(dtype)
 
-    # R_i k_i
-    R_k = dot((keys * to_end).to(dtype), b_RT)
-    R_k += dot((scale * DT * key_dot(b_k, mixed)).to(dtype), b_do)
+    # what reaches tokens beyond the chunk, or comes from before it
+    b_RT = load_state(RT + (state + (i_n + 1) * H) * DK * DV, DK, DV)
+    R_k = dot(late_keys, b_RT)
+    dw = tl.sum(b_v.to(tl.float32) * R_k, 1)
+    from_H0 = (b_k.to(tl.float32) * load_gate(from_start + head, rows, H, C)[:, None]).to(dtype)
+    E_k = dot(late_keys, load_state(E + state * DK * DK, DK, DK))
+    E_k += dot(from_H0, load_state(H0 + state * DK * DK, DK, DK))
+    dw -= 0.5 * tl.sum(b_k.to(tl.float32) * E_k, 1)
+    b_dk = dot((b_v.to(tl.float32) * to_end).to(dtype), tl.trans(b_RT)) - E_k
+
+    # within the chunk, by scores [key, token]: R v and E k cancel, by a factor of 15 where few keys fill the state, so
+    # that the scores of x are added before they are rounded, and dw takes no rounded ones
+    DT = decay_until(G, C)
+    b_do = load_rows(do + head * DVR, rows, H * DVR, DVR, C, DV)
+    b_q = load_rows(q + head * D, rows, H * D, D, C, DK)
+    b_x = load_rows(x + head * D, rows, H * D, D, C, DK)
+    b_z = load_rows(z + head * D, rows, H * D, D, C, DK)
+    k_x = DT * key_dot(b_k, b_x)
+    k_m = DT * (1.0 - mix) * dot(b_k, tl.trans(b_q)) + mix * k_x
+    R_k += dot((scale * k_m).to(dtype), b_do)
     store_rows(dv + head * DVR, write[:, None] * R_k, rows, H * DVR, DVR, C, DV)
-    dw += tl.sum(b_v.to(tl.float32) * R_k, 1)
+    k_z = dot(b_k, tl.trans(b_z))
+    v_do = scale * dot(b_v, tl.trans(b_do))
+    dw += tl.sum(k_m * v_do - k_x * k_z, 1)
+    b_dk -= dot(k_x.to(dtype), b_z)
+    b_dk += dot((DT * (mix * v_do - k_z)).to(dtype), b_x.to(dtype))
+    b_dk += dot((DT * (1.0 - mix) * v_do).to(dtype), b_q)
+    # sum_t D[t, i] ridge_t D[t, j]: how much of k_j k_j^T token i's sum of ridge_t H_t holds
+    shared = gate_dot(DT * load_gate(ridge_t + head, rows, H, C)[None, :], decay_from(G, C), b_k)
+    gram = dot(b_k, tl.trans(b_k))
+    shared *= gram * write[None, :]
+    dw -= 0.5 * tl.sum(shared * gram, 1)
+    b_dk -= dot(shared.to(dtype), b_k)
+    store_rows(dk + head * D, write[:, None] * b_dk, rows, H * D, D, C, DK)
     store_gate(dbeta + head, 2.0 * b * dw, rows, H, C)
 
     difference = load_gate(local + head, rows, H, C) - write * dw

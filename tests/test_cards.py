@@ -71,6 +71,7 @@ def figures_and_their_text():
         if "untrained" in json.loads(path.read_text()):
             yield path, "untrained", "dev.txt"
     yield CARDS.parent / "training/results/demo.json", None, "heldout.txt"
+    yield CARDS.parent / "conversion/results/gka_init.json", "settings", "dev.txt"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
     python training/ablate_init.py --out conversion/results/gka_init.json
 
 Every variant is converted, its relative error per layer measured on the development text, aligned for a few steps (all
-with the same data and learning rate), and measured again. The winner is what `GKAMixer` does by default.
+with the same data and learning rate), and measured again. At the paper's ridge of 0.02 the lowest error, KL and
+perplexity after alignment are those of what `GKAMixer` does by default; ridge 0.1 does as well, the paper's is kept.
 """
 
 import argparse

@@ -86,8 +86,9 @@ def gka_bwd_kernel_ridge(
     # z . A x = e^G z . H_0 x + sum_i D[t, i] w_i (k_i . x)(k_i . z) + a |H| x . z; not z . q, which drops the residual
     b_k = load_rows(k + (token * HK + i_h // (H // HK)) * D, rows, HK * D, D, C, DK)
     b_H0 = load_state(H0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DK, DK, DK)
-    image = zeta * tl.sum(dot(b_x.to(b_k.dtype), b_H0) * b_z.to(tl.float32), 1)
-    scores = dot(b_x.to(b_k.dtype), tl.trans(b_k)) * dot(b_z, tl.trans(b_k))
+    # x in two parts, as in gka_bwd_kernel_dkv: their difference is what counts
+    image = zeta * tl.sum(split_dot(b_x, b_H0) * b_z.to(tl.float32), 1)
+    scores = split_dot(b_x, tl.trans(b_k)) * dot(b_z, tl.trans(b_k))
     image += tl.sum(scores * decay_from(G, C) * (weight * weight)[None, :], 1)
     along = ridge * tl.sum(b_x * b_z.to(tl.float32), 1)
     store_gate(local + head, load_gate(local + head, rows, H, C) - image - norm * along, rows, H, C)

@@ -13,6 +13,7 @@ SHAPES = [
     # the decay's gradient holds <state, its gradient>, a sum of random signs per head: enough heads for a steady rms
     Shape(1, 200, 8, 4, 128, 128),
     Shape(1, 130, 2, 1, 96, 48),
+    Shape(2, 130, 2, 1, 64, 32),
     Shape(1, 70, 1, 1, 256, 256),
 ]
 

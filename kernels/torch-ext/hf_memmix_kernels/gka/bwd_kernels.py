@@ -30,7 +30,7 @@ from .tiles import (
 def gka_bwd_kernel_read(
     q, k, v, log_decay, alpha, beta, UT0, x, do, high, low, dalpha, local,
     cu, first, sequence, N, length, per_sequence, scale,
-    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """The gradient of m, scale * U_t^T do_t, as high + low, with dalpha and `local` = <m, its gradient>."""
@@ -40,12 +40,12 @@ def gka_bwd_kernel_read(
         return
     head, kv_head = token * H + i_h, token * HK + i_h // (H // HK)
     b_k = load_rows(k + kv_head * D, rows, HK * D, D, C, DK)
-    b_v = load_rows(v + kv_head * DVR, rows, HK * DVR, DVR, C, DV)
-    b_do = load_rows(do + head * DVR, rows, H * DVR, DVR, C, DV)
+    b_v = load_rows(v + kv_head * DVR, rows, HK * DVR, DVR, C, DK)
+    b_do = load_rows(do + head * DVR, rows, H * DVR, DVR, C, DK)
     G = tl.cumsum(load_gate(log_decay + head, rows, H, C), 0)
     b = load_gate(beta + head, rows, H, C)
     scores = dot(b_do, tl.trans(b_v)) * decay_from(G, C) * (b * b)[None, :]
-    b_UT0 = load_state(UT0 + ((i_chunk + i_n).to(tl.int64) * H + i_h) * DK * DV, DK, DV)
+    b_UT0 = load_state(UT0 + ((i_chunk + i_n).to(tl.int64) * H + i_h) * DK * DK, DK, DK)
     d_mixed = dot(b_do, tl.trans(b_UT0)) * tl.exp(G)[:, None]
     d_mixed = scale * (d_mixed + split_dot(scores, b_k))
 
@@ -109,8 +109,8 @@ def gka_bwd_kernel_ridge(
 def gka_bwd_kernel_scan(
     k, log_decay, beta, H0, UT0, z, decayed_x, decayed_m, do, ridge_t, from_start,
     dh_final, du_final, h_final, u_final, E, carried, dh0, du0, cu, first, length, per_sequence,
-    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    C: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, TILES_J: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
+    C: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """E and R^T at every chunk's end, tile by tile, last chunk first.
 
@@ -119,8 +119,8 @@ def gka_bwd_kernel_scan(
     """
     i_tile, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
-    i_0, j_0 = (i_tile // TILES_J) * BI, (i_tile % TILES_J) * BJ
-    i, j = i_0 + tl.arange(0, BI), j_0 + tl.arange(0, BJ)
+    i_0, j_0 = (i_tile // (DK // TILE)) * TILE, (i_tile % (DK // TILE)) * TILE
+    i, j = i_0 + tl.arange(0, TILE), j_0 + tl.arange(0, TILE)
     tiles = tl.num_programs(0)
     token, rows, chunk, chunks = locate_sequence(i_n, cu, first, length, per_sequence)
 
@@ -141,25 +141,25 @@ def gka_bwd_kernel_scan(
         dtype: tl.constexpr = k.dtype.element_ty
         tl.store(carried + state * tiles + i_tile, share)
         at_E = state * DK * DK + i[:, None] * DK + j[None, :]
-        at_R = (state + i_n * H) * DK * DV + i[:, None] * DV + j[None, :]
-        tl.store(E + at_E, b_E.to(dtype), mask=(j < DK)[None, :])
-        tl.store(UT0 + at_R + H * DK * DV, b_R.to(dtype), mask=(j < DV)[None, :])
+        at_R = (state + i_n * H) * DK * DK + i[:, None] * DK + j[None, :]
+        tl.store(E + at_E, b_E.to(dtype))
+        tl.store(UT0 + at_R + H * DK * DK, b_R.to(dtype))
 
         g = load_gate(log_decay + head, rows, H, C)
         b = load_gate(beta + head, rows, H, C)
         b_ridge = load_gate(ridge_t + head, rows, H, C)
         key_weight = load_gate(from_start + head, rows, H, C) * b * b
         zeta = tl.exp(tl.cumsum(g, 0))
-        b_zi = load_rows(z + head * D + i_0, rows, H * D, D - i_0, C, BI)
-        b_zj = load_rows(z + head * D + j_0, rows, H * D, D - j_0, C, BJ)
-        b_xi = load_rows(decayed_x + head * D + i_0, rows, H * D, D - i_0, C, BI)
-        b_xj = load_rows(decayed_x + head * D + j_0, rows, H * D, D - j_0, C, BJ)
-        b_ki = load_rows(k + kv_head * D + i_0, rows, HK * D, D - i_0, C, BI).to(tl.float32) * key_weight[:, None]
-        b_kj = load_rows(k + kv_head * D + j_0, rows, HK * D, D - j_0, C, BJ)
-        b_mi = load_rows(decayed_m + head * D + i_0, rows, H * D, D - i_0, C, BI)
-        b_do = load_rows(do + head * DVR + j_0, rows, H * DVR, DVR - j_0, C, BJ)
-        b_H = tl.load(H0 + at_E, mask=(j < DK)[None, :], other=0.0).to(tl.float32)
-        b_U = tl.load(UT0 + at_R, mask=(j < DV)[None, :], other=0.0).to(tl.float32)
+        b_zi = load_rows(z + head * D + i_0, rows, H * D, D - i_0, C, TILE)
+        b_zj = load_rows(z + head * D + j_0, rows, H * D, D - j_0, C, TILE)
+        b_xi = load_rows(decayed_x + head * D + i_0, rows, H * D, D - i_0, C, TILE)
+        b_xj = load_rows(decayed_x + head * D + j_0, rows, H * D, D - j_0, C, TILE)
+        b_ki = load_rows(k + kv_head * D + i_0, rows, HK * D, D - i_0, C, TILE).to(tl.float32) * key_weight[:, None]
+        b_kj = load_rows(k + kv_head * D + j_0, rows, HK * D, D - j_0, C, TILE)
+        b_mi = load_rows(decayed_m + head * D + i_0, rows, H * D, D - i_0, C, TILE)
+        b_do = load_rows(do + head * DVR + j_0, rows, H * DVR, DVR - j_0, C, TILE)
+        b_H = tl.load(H0 + at_E).to(tl.float32)
+        b_U = tl.load(UT0 + at_R).to(tl.float32)
 
         decay = tl.exp(tl.sum(g, 0))
         b_E = decay * b_E + tl.sum(zeta * zeta * b_ridge, 0) * b_H
@@ -189,8 +189,8 @@ def key_dot(k, a):
 def gka_bwd_kernel_dkv(
     q, k, v, log_decay, alpha, beta, H0, x, do, z, ridge_t, from_start, local, E, RT, carried,
     dk, dv, dg, dbeta, cu, first, sequence, N, length, per_sequence, scale,
-    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    C: tl.constexpr, TILES: tl.constexpr, TILES_2: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
+    C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """dk, dv (per query head), dlog_decay and dbeta of one chunk and head."""
     i_h, i_chunk = tl.program_id(0), tl.program_id(1)
@@ -207,12 +207,12 @@ def gka_bwd_kernel_dkv(
     write = b * b
     mix = load_gate(alpha + head, rows, H, C)[None, :]
     b_k = load_rows(k + kv_head * D, rows, HK * D, D, C, DK)
-    b_v = load_rows(v + kv_head * DVR, rows, HK * DVR, DVR, C, DV)
+    b_v = load_rows(v + kv_head * DVR, rows, HK * DVR, DVR, C, DK)
     to_end = tl.exp(tl.sum(g, 0) - G)[:, None]
     late_keys = (b_k.to(tl.float32) * to_end).to(dtype)
 
     # what reaches tokens beyond the chunk, or comes from before it
-    b_RT = load_state(RT + (state + (i_n + 1) * H) * DK * DV, DK, DV)
+    b_RT = load_state(RT + (state + (i_n + 1) * H) * DK * DK, DK, DK)
     R_k = dot(late_keys, b_RT)
     dw = tl.sum(b_v.to(tl.float32) * R_k, 1)
     from_H0 = (b_k.to(tl.float32) * load_gate(from_start + head, rows, H, C)[:, None]).to(dtype)
@@ -224,14 +224,14 @@ def gka_bwd_kernel_dkv(
     # within the chunk, by scores [key, token]: R v and E k cancel, by a factor of 15 where few keys fill the state, so
     # that the scores of x are added before they are rounded, and dw takes no rounded ones
     DT = decay_until(G, C)
-    b_do = load_rows(do + head * DVR, rows, H * DVR, DVR, C, DV)
+    b_do = load_rows(do + head * DVR, rows, H * DVR, DVR, C, DK)
     b_q = load_rows(q + head * D, rows, H * D, D, C, DK)
     b_x = load_rows(x + head * D, rows, H * D, D, C, DK)
     b_z = load_rows(z + head * D, rows, H * D, D, C, DK)
     k_x = DT * key_dot(b_k, b_x)
     k_m = DT * (1.0 - mix) * dot(b_k, tl.trans(b_q)) + mix * k_x
     R_k += dot((scale * k_m).to(dtype), b_do)
-    store_rows(dv + head * DVR, write[:, None] * R_k, rows, H * DVR, DVR, C, DV)
+    store_rows(dv + head * DVR, write[:, None] * R_k, rows, H * DVR, DVR, C, DK)
     k_z = dot(b_k, tl.trans(b_z))
     v_do = scale * dot(b_v, tl.trans(b_do))
     dw += tl.sum(k_m * v_do - k_x * k_z, 1)
@@ -249,6 +249,5 @@ def gka_bwd_kernel_dkv(
 
     difference = load_gate(local + head, rows, H, C) - write * dw
     suffix = tl.sum(difference, 0) - tl.cumsum(difference, 0) + difference
-    i_tile = tl.arange(0, TILES_2)
-    end = tl.sum(tl.load(carried + state * TILES + i_tile, mask=i_tile < TILES, other=0.0), 0)
+    end = tl.sum(tl.load(carried + state * TILES + tl.arange(0, TILES)), 0)
     store_gate(dg + head, suffix + end, rows, H, C)

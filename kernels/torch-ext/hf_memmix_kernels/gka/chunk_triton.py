@@ -1,6 +1,6 @@
 """GKA in chunks on Triton: host side. One layout for batched and packed input.
 
-Tokens are seen as [total, H, ...]; chunk states live in scratch [chunks, H, DK, ...] in the inputs' dtype, recurrent
+Tokens are seen as [total, H, ...]; chunk states live in scratch [chunks, H, DK, DK] in the inputs' dtype, recurrent
 states and all accumulators are float32. Nothing is kept on the device between calls, so a CUDA graph may capture any.
 """
 
@@ -40,7 +40,8 @@ class _Launch:
         batch, length, self.H, self.D = q.shape
         self.q, self.HK, self.DVR = q, k.shape[2], v.shape[-1]
         self.C = chunk_length(max(self.D, self.DVR), q.dtype)
-        self.DK, self.DV = (max(16, triton.next_power_of_2(d)) for d in (self.D, self.DVR))
+        # square states: at some unequal sizes ptxas 12.8 takes operands from a register that it never wrote
+        self.DK = max(16, triton.next_power_of_2(max(self.D, self.DVR)))
         self.phases, self.ridge = tuple(phases), ridge
         per_sequence = triton.cdiv(length, self.C)
         if cu_seqlens is None:
@@ -52,12 +53,11 @@ class _Launch:
         self.by_sequence = {"cu": cu, "first": first, "length": length, "per_sequence": per_sequence}
         self.by_chunk = {**self.by_sequence, "sequence": sequence, "N": self.N}
         self.heads = {"H": self.H, "D": self.D, "DK": self.DK, "C": self.C}
-        self.sizes = {**self.heads, "HK": self.HK, "DVR": self.DVR, "DV": self.DV}
+        self.sizes = {**self.heads, "HK": self.HK, "DVR": self.DVR}
         # few sequences: smaller tiles, so that the sequential scans still fill the GPU
-        tile = min(SCAN_TILE if self.N * self.H >= 32 else 32, self.DK, self.DV)
-        self.tiles_i, self.tiles_j = triton.cdiv(self.DK, tile), triton.cdiv(max(self.DK, self.DV), tile)
-        self.tiles = {"BI": tile, "BJ": tile, "TILES_J": self.tiles_j}
-        self.scan_grid = (self.tiles_i * self.tiles_j, self.N * self.H)
+        tile = min(SCAN_TILE if self.N * self.H >= 32 else 32, self.DK)
+        self.tiles = {"TILE": tile}
+        self.scan_grid = ((self.DK // tile) ** 2, self.N * self.H)
         self.chunk_grid = (self.H, self.chunks)
 
     def options(self, kernel: str) -> dict[str, int]:
@@ -65,15 +65,15 @@ class _Launch:
         warps, stages = LAUNCH[kernel][self.D > 64]
         return {"num_warps": warps, "num_stages": stages}
 
-    def scratch(self, width: int, more: int = 0) -> torch.Tensor:
-        return self.q.new_empty(self.chunks + more, self.H, self.DK, width)
+    def scratch(self, more: int = 0) -> torch.Tensor:
+        return self.q.new_empty(self.chunks + more, self.H, self.DK, self.DK)
 
     def gates(self, count: int) -> list[torch.Tensor]:
         return [self.q.new_empty(self.q.shape[:3], dtype=torch.float32) for _ in range(count)]
 
     def scan_states(self, k, v, log_decay, beta, h0, u0):
-        """Scratch H0 [chunks, H, DK, DK], U0^T [chunks + N, H, DK, DV], and the final states."""
-        H0, UT0 = self.scratch(self.DK), self.scratch(self.DV, more=self.N)
+        """Scratch H0 [chunks, H, DK, DK], U0^T [chunks + N, H, DK, DK], and the final states."""
+        H0, UT0 = self.scratch(), self.scratch(more=self.N)
         h_final, u_final = torch.empty_like(h0), torch.empty_like(u0)
         gka_fwd_kernel_scan[self.scan_grid](
             k, v, log_decay, beta, h0, u0, H0, UT0, h_final, u_final,
@@ -134,7 +134,7 @@ def gka_backward(
         **launch.by_chunk, ridge=ridge, scale=scale, **launch.heads, HK=launch.HK, **launch.options("ridge"),
     )  # fmt: skip
 
-    E = launch.scratch(launch.DK)
+    E = launch.scratch()
     carried = log_decay.new_empty(launch.chunks, launch.H, launch.scan_grid[0])
     dh0, du0 = torch.empty_like(h0), torch.empty_like(u0)
     gka_bwd_kernel_scan[launch.scan_grid](
@@ -150,7 +150,7 @@ def gka_backward(
     gka_bwd_kernel_dkv[launch.chunk_grid](
         q, k, v, log_decay, alpha, beta, H0, x, do, z, ridge_t, from_start, local, E, RT, carried,
         dk, dv, dg, dbeta, **launch.by_chunk, scale=scale, **launch.sizes, TILES=launch.scan_grid[0],
-        TILES_2=triton.next_power_of_2(launch.scan_grid[0]), **launch.options("bwd_dkv"),
+        **launch.options("bwd_dkv"),
     )  # fmt: skip
     if launch.HK != launch.H:
         dk, dv = (t.unflatten(2, (launch.HK, -1)).sum(3) for t in (dk, dv))

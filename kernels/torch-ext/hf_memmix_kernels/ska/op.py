@@ -1,0 +1,282 @@
+"""The SKA op: input checks, the choice of a path, and its registration with torch (fake, autograd, compile)."""
+
+import torch
+from torch import Tensor
+
+from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
+from .._dispatch import use_triton
+from . import chunk_torch
+
+MAX_RANK = 128
+NORMALIZATIONS = ("running_max", "sequence_max")
+State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _chunk_path(q: Tensor):
+    """The module whose ska_forward and ska_backward run: torch in float64 and above the kernels' rank."""
+    if use_triton(q) and q.dtype != torch.float64:
+        from . import chunk_triton
+
+        if q.shape[-1] <= chunk_triton.MAX_TRITON_RANK:
+            return chunk_triton
+    return chunk_torch
+
+
+@torch.library.custom_op("hf_memmix::ska_fwd", mutates_args=())
+def _ska_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor,
+    statistics: Tensor,
+    operator: Tensor,
+    previous: Tensor,
+    nu: Tensor,
+    position: Tensor,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    chunk_size: int,
+    power: int,
+    eps: float,
+    spectral_norm: bool,
+    sigma_floor: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs = _chunk_path(q).ska_forward(
+        q, k, v, gain, statistics, operator, previous, nu, position, cu_seqlens, lengths,
+        chunk_size, power, eps, spectral_norm, sigma_floor,
+    )  # fmt: skip
+    return tuple(t.contiguous() for t in outputs)
+
+
+@_ska_fwd.register_fake
+def _(q, k, v, gain, statistics, operator, previous, nu, position, cu_seqlens, lengths, *options):
+    state = (statistics, operator, previous, nu, position)
+    return q.new_empty(*q.shape[:3], v.shape[-1]), *(t.new_empty(t.shape) for t in state)
+
+
+@torch.library.custom_op("hf_memmix::ska_bwd", mutates_args=())
+def _ska_bwd(
+    do: Tensor,
+    d_statistics: Tensor,
+    d_operator: Tensor,
+    d_previous: Tensor,
+    d_nu: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor,
+    statistics: Tensor,
+    operator: Tensor,
+    previous: Tensor,
+    nu: Tensor,
+    position: Tensor,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    chunk_size: int,
+    power: int,
+    eps: float,
+    spectral_norm: bool,
+    sigma_floor: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grads = _chunk_path(q).ska_backward(
+        do, d_statistics, d_operator, d_previous, d_nu,
+        q, k, v, gain, statistics, operator, previous, nu, position, cu_seqlens, lengths,
+        chunk_size, power, eps, spectral_norm, sigma_floor,
+    )  # fmt: skip
+    return tuple(t.contiguous() for t in grads)
+
+
+@_ska_bwd.register_fake
+def _(do, dS, dW, dp, dnu, q, k, v, gain, statistics, operator, previous, nu, position, *rest):
+    return tuple(t.new_empty(t.shape) for t in (q, k, v, gain, statistics, operator, previous, nu))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.chunk_size, ctx.power, ctx.eps, ctx.spectral_norm, ctx.sigma_floor = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do, *d_state):
+    tensors = ctx.saved_tensors
+    q, _, v, _, *state = tensors[:9]
+    do = q.new_zeros(*q.shape[:3], v.shape[-1]) if do is None else do
+    d_state = [torch.zeros_like(s) if d is None else d for s, d in zip(state[:4], d_state[:4], strict=True)]
+    grads = _ska_bwd(do, *d_state, *tensors, ctx.chunk_size, ctx.power, ctx.eps, ctx.spectral_norm, ctx.sigma_floor)
+    return *grads, torch.zeros_like(state[4]), *[None] * 7
+
+
+_ska_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def state_shapes(batch: int, kv_heads: int, rank: int, values: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the five tensors of a state; see `chunk_ska`. The empty state is all zeros."""
+    heads = (batch, kv_heads)
+    return ((*heads, rank, 2 * rank + values), (*heads, rank, values), (*heads, rank), heads, heads)
+
+
+def check(q, k, v, mask, gamma, eta, state, power, eps, chunk_size, sigma_floor, normalization):
+    """Raise ValueError unless the arguments of an SKA function fit together; values of tensors are not looked at."""
+    check_heads("ska", q, k, v)
+    batch, tokens, heads, rank = q.shape
+    if rank > MAX_RANK:
+        raise ValueError(
+            f"ska: rank {rank} is over the limit of {MAX_RANK}; take a smaller rank, the paper's are 24 and 32"
+        )
+    if mask is not None and mask.shape != (batch, tokens):
+        raise ValueError(f"ska: the action mask must be [B, T] = {(batch, tokens)}, got {tuple(mask.shape)}")
+    for name, factor in (("gamma", gamma), ("eta", eta)):
+        if factor is not None and factor.shape not in ((), (heads,)):
+            raise ValueError(f"ska: {name} must be a scalar or one factor a head [{heads}], got {tuple(factor.shape)}")
+    if not (isinstance(power, int) and 0 <= power <= 8):
+        raise ValueError(f"ska: power={power} must be an integer of 0 .. 8; the paper's K is 2")
+    if not eps > 0:
+        raise ValueError(f"ska: eps={eps} must be positive; the paper's is 1e-3")
+    if not 0 < sigma_floor <= 1:
+        raise ValueError(f"ska: sigma_floor={sigma_floor} must be in (0, 1]; the default is 0.1")
+    if chunk_size < 1:
+        raise ValueError(f"ska: chunk_size={chunk_size} must be at least 1; the default is 64")
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"ska: normalization={normalization!r} is not one of {NORMALIZATIONS}")
+
+
+def check_state(state: State, expected: tuple[tuple[int, ...], ...]) -> None:
+    """Raise ValueError unless the five tensors of a state have the expected shapes."""
+    got = tuple(tuple(s.shape) for s in state) if isinstance(state, (tuple, list)) else type(state).__name__
+    if got != expected:
+        raise ValueError(
+            "ska: the state (statistics, operator, previous key, key norm, position) must have the shapes"
+            f" {expected}, got {got}"
+        )
+
+
+def check_statistics(state: State, chunk_size: int | None = None) -> None:
+    """Look at the values of a state, e.g. of one read from a file; waits for the device.
+
+    Raises:
+        ValueError: the Gram matrix is not finite, not symmetric or not positive semidefinite, or `position` does not
+            lie in a chunk of `chunk_size` tokens, because the state was made with larger chunks.
+    """
+    statistics, _, _, _, position = state
+    G = statistics[..., : statistics.shape[-2]].double()
+    if not torch.isfinite(statistics).all():
+        raise ValueError("ska: the statistics of the state are not finite; start from an empty (zero) state")
+    size = G.abs().amax((-1, -2)).clamp_min(1e-30)
+    skewed = (G - G.mT).abs().amax((-1, -2)) > 1e-4 * size
+    negative = torch.linalg.eigvalsh(G)[..., 0] < -1e-4 * size
+    for bad, what in ((skewed, "symmetric"), (negative, "positive semidefinite")):
+        if bad.any():
+            place = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"ska: the Gram matrix of sequence {place[0]}, head {place[1]} is not {what}; the first rank columns"
+                " of the statistics must be a sum of k k^T"
+            )
+    if chunk_size is not None and position.max() >= chunk_size:
+        raise ValueError(
+            f"ska: the state is {int(position.max())} tokens into a chunk, chunk_size={chunk_size} has fewer; continue"
+            " with the chunk size that the state was made with"
+        )
+
+
+def masked(k: Tensor, mask: Tensor | None) -> Tensor:
+    """z = m k: a token outside of the action mask leaves the statistics alone. A bool mask also stops NaN."""
+    if mask is None:
+        return k
+    mask = mask[:, :, None, None]
+    return k.masked_fill(~mask, 0) if mask.dtype == torch.bool else k * mask.to(k.dtype)
+
+
+def gain_of(q: Tensor, gamma: Tensor | None, eta: Tensor | None, power: int) -> Tensor:
+    """eta gamma^K per head [H]: y is linear in it."""
+    gain = torch.ones(q.shape[2], dtype=compute_dtype(q.dtype), device=q.device)
+    gain = gain if gamma is None else gain * gamma.to(gain.dtype) ** power
+    return gain if eta is None else gain * eta.to(gain.dtype)
+
+
+def sequence_max(k: Tensor, nu: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """The largest key norm of every whole sequence [N, Hk], at least `nu`."""
+    norms = torch.linalg.vector_norm(k.to(nu.dtype), dim=-1)
+    if cu_seqlens is not None:
+        steps = torch.arange(norms.shape[1], device=k.device)
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), steps, right=True)
+        return nu.scatter_reduce(0, sequence[:, None].expand_as(norms[0]), norms[0], "amax")
+    if lengths is not None:
+        beyond = torch.arange(norms.shape[1], device=k.device) >= lengths[:, None]
+        norms = norms.masked_fill(beyond[..., None], 0)
+    return torch.maximum(nu, norms.amax(1))
+
+
+def chunk_ska(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    gamma: Tensor | None = None,
+    eta: Tensor | None = None,
+    *,
+    power: int = 2,
+    eps: float = 1e-3,
+    chunk_size: int = 64,
+    spectral_norm: bool = True,
+    sigma_floor: float = 0.1,
+    normalization: str = "running_max",
+    initial_state: State | None = None,
+    cu_seqlens: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, State]:
+    """Spectral Koopman Attention, chunk-causal ("Echo", equations (7) to (13)).
+
+    With z = mask k, G = sum z_t z_t^T, M = sum z_t z_{t-1}^T, C = sum v_t z_t^T over all chunks before the token's,
+    nu the largest |z| among them and P = (G + eps nu^2 I)^-1:
+
+        o_t = eta (gamma / max(sigma, sigma_floor))^K C P (M P)^K q_t,    sigma = |L^-1 M L^-T|_2,  P = (L L^T)^-1
+
+    sigma is detached and estimated by 6 power iterations. The first chunk of a fresh sequence reads zero.
+
+    Args:
+        q: queries [B, T, H, r], r <= 128; Triton runs r <= 64, the torch path larger ranks.
+        k: keys [B, T, Hk, r] with Hk dividing H; query head h reads key head h // (H / Hk).
+        v: values [B, T, Hk, P], P <= 256.
+        mask: action mask [B, T], bool or a factor: tokens at 0 are not stored, and pair with no neighbour.
+        gamma, eta: scalars or [H]; None is 1. The paper initialises them with 1 and 1.5.
+        power: K >= 0; 0 is ridge regression.
+        eps: ridge, in units of nu^2.
+        chunk_size: tokens between two estimates of the operator; part of the model. 1 re-estimates at every token.
+        spectral_norm: divide by sigma.
+        sigma_floor: smallest divisor; A_w has norm <= 1, so a small sigma would only amplify noise.
+        normalization: "running_max" is causal; "sequence_max", the paper's, takes nu over the whole sequence.
+        initial_state: (statistics [N, Hk, r, 2r + P] = [G | M^T | C^T], operator [N, Hk, r, P], previous key
+            [N, Hk, r], nu [N, Hk], position in the chunk [N, Hk]) before the first token; None is zeros. Their values
+            are not looked at, see `check_ska_state`.
+        cu_seqlens: boundaries [N + 1] of packed sequences; B is 1 then. Without it N = B.
+        lengths: [B]; tokens of row b from lengths[b] on are padding: they read zero and leave the state alone.
+
+    Returns:
+        o [B, T, H, P] in q's dtype and the final state, float32 (float64 for float64 inputs). Differentiable in every
+        tensor and through both results, `position` excepted.
+
+    Raises:
+        ValueError: shapes or options do not fit; on a CPU also statistics that are not positive definite.
+    """
+    check(q, k, v, mask, gamma, eta, initial_state, power, eps, chunk_size, sigma_floor, normalization)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q.shape[0])
+        if lengths is not None:
+            raise ValueError("ska: pass cu_seqlens (packed) or lengths (padded), not both")
+    if lengths is not None and lengths.shape != q.shape[:1]:
+        raise ValueError(f"ska: lengths must be [B] = {tuple(q.shape[:1])}, got {tuple(lengths.shape)}")
+    dtype = compute_dtype(q.dtype)
+    shapes = state_shapes(num_sequences(q.shape[0], cu_seqlens), k.shape[2], q.shape[3], v.shape[3])
+    if initial_state is None:
+        state = tuple(q.new_zeros(shape, dtype=dtype) for shape in shapes)
+    else:
+        check_state(initial_state, shapes)
+        state = tuple(s.to(dtype) for s in initial_state)
+    z = masked(k, mask)
+    if normalization == "sequence_max":
+        state = (*state[:3], sequence_max(z, state[3], cu_seqlens, lengths), state[4])
+    o, *final = _ska_fwd(
+        q, z, v, gain_of(q, gamma, eta, power), *state, cu_seqlens, lengths,
+        chunk_size, power, float(eps), spectral_norm, float(sigma_floor),
+    )  # fmt: skip
+    return o, tuple(final)

@@ -15,13 +15,13 @@ def carry_layout(layer: nn.Module, args, kwargs):
     library made is of no use to a mixer, so its place is free; an argument survives gradient checkpointing, which an
     attribute of the module would not.
     """
-    if "memmix_mask" not in kwargs:
+    if "memmix_rows" not in kwargs:
         raise ValueError(
             f"{type(layer).__name__} is not handed the padding and packing of its tokens: this family's decoder drops"
             " further keyword arguments, so its layers cannot become memories"
         )
     if "attention_mask" in kwargs:
-        kwargs = {**kwargs, "attention_mask": (kwargs.get("memmix_mask"), kwargs.get("memmix_cu_seqlens"))}
+        kwargs = {**kwargs, "attention_mask": (kwargs.get("memmix_rows"), kwargs.get("memmix_cu_seqlens"))}
     return args, kwargs
 
 

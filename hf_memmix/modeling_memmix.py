@@ -26,7 +26,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from . import configuration_memmix
 from .cache import RecurrentStateCache, adopt_cache, check_rows, static_length_of
 from .mixers import MemoryMixer
-from .padding import check_finite, check_new_mask, packing_of, padding_of, positions_in
+from .padding import PaddedRows, check_finite, check_new_mask, packing_of, padding_of, positions_in
 from .swap import fp32_parameters, memory_mixers, swap_attention
 
 
@@ -130,9 +130,8 @@ class MemMixModel(_MemMixPreTrained):
         adopt_cache(given, self.config)
         check_rows(given, batch)
 
-        # always both keys, even None: a key that comes and goes would recompile
         if "memmix_mask" in kwargs:
-            mask = check_new_mask(kwargs["memmix_mask"], batch, length)
+            mask = check_new_mask(kwargs.pop("memmix_mask"), batch, length)
         else:
             seen = 0 if given is None else given.get_seq_length()
             mask = padding_of(attention_mask, batch, length, seen, static_length_of(given))
@@ -145,7 +144,9 @@ class MemMixModel(_MemMixPreTrained):
             # attention layers that are kept see the packing through the positions
             position_ids = positions_in(boundaries, batch, length) if position_ids is None else position_ids
             attention_mask, use_cache = None, False
-        kwargs |= {"memmix_mask": mask, "memmix_cu_seqlens": boundaries}
+        # sorted once for all layers; always both keys, even None: a key that comes and goes would recompile
+        rows = None if mask is None else PaddedRows.of(mask)
+        kwargs |= {"memmix_rows": rows, "memmix_cu_seqlens": boundaries}
 
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if self.training and getattr(self, "gradient_checkpointing", False):

@@ -6,16 +6,18 @@ A padding mask of any pattern (left, right, holes) becomes rows whose valid toke
 Shapes: B batch, T tokens of this forward, N packed sequences.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.utils import is_torchdynamo_compiling
 
 
-@dataclass(frozen=True)
-class PaddedRows:
-    """A stable reordering of each row that puts its valid tokens first; shapes stay static."""
+class PaddedRows(NamedTuple):
+    """A stable reordering of each row that puts its valid tokens first; shapes stay static.
+
+    One is made for all layers of a forward. A tuple, so that whoever moves arguments between devices moves it too.
+    """
 
     mask: Tensor  # [B, T], True at valid tokens
     order: Tensor  # [B, T]: position in the row of the i-th token of the reordered row
@@ -24,6 +26,7 @@ class PaddedRows:
 
     @classmethod
     def of(cls, mask: Tensor) -> "PaddedRows":
+        """The reordering by a mask [B, T], True or 1 at valid tokens."""
         mask = mask.to(torch.bool)
         order = torch.argsort(mask.logical_not().to(torch.int8), dim=1, stable=True)
         return cls(mask, order, torch.argsort(order, dim=1), mask.sum(1))

@@ -185,7 +185,7 @@ class MemoryMixer(nn.Module):
         attention_mask=None,
         past_key_values=None,
         layer_past=None,
-        memmix_mask: Tensor | None = None,
+        memmix_rows: PaddedRows | None = None,
         memmix_cu_seqlens: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
@@ -194,14 +194,14 @@ class MemoryMixer(nn.Module):
         Args:
             hidden_states: the layer's normed input [B, T, hidden].
             position_embeddings: cos and sin [B or 1, T, d].
-            attention_mask: ignored, unless it is the pair (memmix_mask, memmix_cu_seqlens) that `layout_hooks`
+            attention_mask: ignored, unless it is the pair (memmix_rows, memmix_cu_seqlens) that `layout_hooks`
                 puts there for families whose decoder layer drops further keyword arguments.
             past_key_values, layer_past: the cache, under the name that the family uses.
-            memmix_mask: True or 1 at real tokens [B, T]; None if all are.
+            memmix_rows: `PaddedRows.of(mask)` of the padding mask [B, T]; None if all tokens are real.
             memmix_cu_seqlens: boundaries [N + 1] of sequences packed along the flattened batch.
         """
         if isinstance(attention_mask, tuple):
-            memmix_mask, memmix_cu_seqlens = attention_mask
+            memmix_rows, memmix_cu_seqlens = attention_mask
         cache = past_key_values if past_key_values is not None else layer_past
         layer = cache.layers[self.layer_idx] if cache is not None else None
         states = layer.get() if layer is not None else None
@@ -215,15 +215,14 @@ class MemoryMixer(nn.Module):
             y, _ = self.scan(self.project(x, _pair(rotary)), None, cu_seqlens=memmix_cu_seqlens)
             return self.readout(y, x).view(batch, length, -1), None
 
-        in_place = length == 1 and memmix_mask is None and states is not None
+        in_place = length == 1 and memmix_rows is None and states is not None
         if in_place and not (layer.record_past or torch.is_grad_enabled()):
             y = self.step(self.project(x, _pair(rotary)), states)
             layer.advance(length)
             return self.readout(y, x), None
 
-        rows = None
-        if memmix_mask is not None:
-            rows = PaddedRows.of(memmix_mask)
+        rows = memmix_rows
+        if rows is not None:
             x, *rotary = (rows.valid_first(t) for t in (x, *rotary))
         tokens = self.project(x, _pair(rotary))
         y, new = self.scan(tokens, states, lengths=None if rows is None else rows.lengths)

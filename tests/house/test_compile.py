@@ -102,6 +102,19 @@ def test_training_graph(family):
     assert counter.frame_count == 2
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ("llama", "stablelm"))
+def test_padded_rows_are_sorted_once(family):
+    """In a graph too; `test_padding.py` has the same without."""
+    model, graphs = small(family, "all"), Graphs()
+    ids, mask = left_padded([random_ids(1, 9), random_ids(1, 5)])
+    compiled = torch.compile(model, backend=graphs.backend(), fullgraph=True, dynamic=False)
+    compiled(input_ids=ids, attention_mask=mask, use_cache=False)
+    assert len(graphs) == 1
+    sorts = [node for node in graphs[0].graph.nodes if "argsort" in str(node.target)]
+    assert len(sorts) == 2, "the order and its inverse"
+
+
 def test_training_on_other_lengths():
     """Lengths that vary compile to one more graph with a symbolic length, and not to one a length."""
     model = small("llama", "mixed").train()

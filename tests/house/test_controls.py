@@ -42,7 +42,7 @@ def patch_mixers(model, monkeypatch, wrap):
 
 
 def test_mask_withheld(model, monkeypatch):
-    patch_mixers(model, monkeypatch, without("memmix_mask", "attention_mask"))
+    patch_mixers(model, monkeypatch, without("memmix_rows", "attention_mask"))
     must_fail(model, "padding", "padded_generation", "static_cache")
 
 

@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from . import configuration_memmix
 from .cache import RecurrentStateCache, adopt_cache, check_rows, static_length_of
-from .mixers import MemoryMixer
+from .mixers import ATTENTION, MemoryMixer
 from .padding import PaddedRows, check_finite, check_new_mask, packing_of, padding_of, positions_in
 from .swap import fp32_parameters, memory_mixers, swap_attention
 
@@ -197,6 +197,18 @@ class MemMixForCausalLM(_WithHead):
                 self._allocate_states(cache, rows)
         if getattr(generation_config, "is_assistant", False):
             cache.activate_past_recording()  # the layers that were replaced had been told before
+
+    def _get_static_cache_init_shape(self):
+        """The library's, which allocates a static cache before a chunked prefill; without keys and values where there
+        are memories, whose cache layers are replaced right after.
+        """
+        shape = super()._get_static_cache_init_shape()
+        if shape is None:
+            return None
+        heads, head_dim = shape
+        kinds = self.config.mixer_types
+        heads = [heads] * len(kinds) if isinstance(heads, int) else heads
+        return [n if kind == ATTENTION else 0 for n, kind in zip(heads, kinds, strict=True)], head_dim
 
     def _allocate_states(self, cache, batch: int):
         """Empty states at fixed addresses, before a compiled forward could be the first to make them."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import DynamicCache, pipeline
+from transformers.cache_utils import StaticLayer
 
 from hf_memmix import RecurrentStateCache
 from house.checks import assert_same_generation, greedy, left_padded, uncached_greedy
@@ -119,6 +120,24 @@ def test_static_multi_turn(model):
         out = greedy(model, ids, 4, past_key_values=cache)
         assert_same_generation(out, uncached_greedy(model, ids, 4), f"turn {turn}")
         ids = torch.cat([out.sequences, random_ids(1, 3, seed=turn)], 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ("first", "all"))
+def test_chunked_prefill_of_a_static_cache(layout, monkeypatch):
+    """No keys and values are allocated, not even in passing, for layers that are memories: they would be gigabytes."""
+    model, ids, made = tiny_model("llama", layout), random_ids(1, 12), []
+    initialize = StaticLayer.lazy_initialization
+
+    def recorded(self, *args, **kwargs):
+        initialize(self, *args, **kwargs)
+        made.append(self.keys.nbytes)
+
+    monkeypatch.setattr(StaticLayer, "lazy_initialization", recorded)
+    options = {"cache_implementation": "static", "prefill_chunk_size": 5}
+    assert_same_generation(greedy(model, ids, **options), uncached_greedy(model, ids), "chunks")
+    kept = model.config.mixer_types.count("attention")
+    assert len([size for size in made if size]) == kept
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, H query heads, Hk key/value heads, D head size.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -28,6 +28,7 @@ from .base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
 
 EPS = 1e-6  # of the unit norm of q and k, and added to beta, as released
 MAX_HEAD_DIM = 256
+REFINEMENT = (12, 10)  # the solver's default schedule
 ROPE_LAYOUTS = ("half", "pairs", "single")
 
 
@@ -36,10 +37,11 @@ class GKAOptions(MixerOptions):
     """Options of the GKA layer; the defaults are the official release's, the solver's schedule aside.
 
     Args:
-        num_iterations: Chebyshev iterations r of one plain phase, the paper's solver; used if `refinement` is None,
-            which is what options that name `num_iterations` alone mean. May be changed at inference.
-        refinement: iterations of each phase of iterative refinement. The default is faster and more accurate in bf16
-            than 30 plain iterations: kernels/benchmarks/results/gka_accuracy_h200.json.
+        num_iterations: Chebyshev iterations r of one plain phase, the paper's solver; used if `refinement` is None.
+            May be changed at inference.
+        refinement: iterations of each phase of iterative refinement; `REFINEMENT` where neither of the two is named,
+            as it is faster and more accurate in bf16 than 30 plain iterations:
+            kernels/benchmarks/results/gka_accuracy_h200.json.
         ridge: a in lambda = a |H|.
         chunk_size: tokens a chunk of the parallel form; changes speed only.
         use_decay, use_beta, use_alpha, use_gate: the forget gate g, the write strength, the blend of solution and
@@ -59,8 +61,8 @@ class GKAOptions(MixerOptions):
 
     inference_options: ClassVar[tuple[str, ...]] = ("num_iterations", "refinement", "chunk_size")
 
-    num_iterations: int = 30
-    refinement: list[int] | None = field(default_factory=lambda: [12, 10])
+    num_iterations: int | None = None
+    refinement: list[int] | None = None
     ridge: float = 0.02
     chunk_size: int = 64
     use_decay: bool = True
@@ -79,13 +81,9 @@ class GKAOptions(MixerOptions):
     o_bias: bool = False
     norm_eps: float = 1e-6
 
-    @classmethod
-    def from_dict(cls, options: dict) -> "GKAOptions":
-        if isinstance(options, dict) and "num_iterations" in options:
-            options = {"refinement": None, **options}
-        return super().from_dict(options)
-
     def validate(self):
+        if self.refinement is None and self.num_iterations is None:
+            self.refinement = list(REFINEMENT)
         if self.refinement is not None:
             if not isinstance(self.refinement, (list, tuple)):
                 raise ValueError(f"refinement={self.refinement!r} must be a list of iterations, one a phase, or None")
@@ -330,7 +328,5 @@ class GKAMixer(MemoryMixer):
 
     def _solver(self) -> dict:
         options = self.options
-        refinement = None if options.refinement is None else tuple(options.refinement)
-        scale = None if options.use_o_norm else 1.0
-        solver = {"num_iterations": options.num_iterations, "refinement": refinement, "ridge": options.ridge}
-        return solver | {"scale": scale}
+        phases = as_phases(options.num_iterations, options.refinement)
+        return {"refinement": phases, "ridge": options.ridge, "scale": None if options.use_o_norm else 1.0}

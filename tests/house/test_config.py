@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 
 import hf_memmix
 from hf_memmix import MemMixConfig, MemMixForCausalLM, MemMixModel, memmix_config
+from hf_memmix.mixers import GKAOptions
 from testing import (
     FAMILIES,
     LAYERS,
@@ -85,9 +86,28 @@ def test_defaults_of_the_mixer_are_saved():
     """A later version's other defaults must not change a checkpoint: all options are written out."""
     config = memmix_config(backbone_config("llama"), mixer_types=mixer_types("first"))
     options = config.mixers["gka"]
-    assert options["num_iterations"] == 30
+    assert options["refinement"] == [12, 10]
     assert options["ridge"] == 0.02
     assert options["conv_size"] == 4
+
+
+@pytest.mark.parametrize(
+    ("named", "phases"),
+    [
+        ({}, (12, 10)),
+        ({"num_iterations": 21}, (21,)),
+        ({"refinement": [5, 4]}, (5, 4)),
+        ({"num_iterations": 21, "refinement": [5, 4]}, (5, 4)),
+    ],
+)
+def test_schedule_of_the_solver(named, phases):
+    """The number of iterations counts where it is the one that is named: as a dictionary, directly and read again."""
+    config = memmix_config(backbone_config("llama"), mixer_types=mixer_types("first"), mixers={"gka": dict(named)})
+    again = memmix_config(config, mixer_types=mixer_types("first"), mixers=json.loads(json.dumps(config.mixers)))
+    for options in (GKAOptions(**named), GKAOptions(**config.mixers["gka"])):
+        assert options == GKAOptions(**again.mixers["gka"])
+    for options in (config, again):
+        assert mixers_of(build(options))[0]._solver()["refinement"] == phases
 
 
 def test_importing_does_not_load_the_modelling_code_of_all_families():

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from coffee_rows import ROWS as COFFEE
+from draw import DEVICE, randn
 from torch import Tensor
 
 import hf_memmix_kernels as K
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # RMS ratio against float64, for the outputs; gradients may err by twice as much. Nothing is loosened to pass: an op
@@ -39,10 +40,6 @@ class Shape(NamedTuple):
         return "x".join(map(str, self))
 
 
-def randn(*size: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*size, dtype=torch.float64).to(DEVICE, dtype)
-
-
 @dataclass(frozen=True)
 class Op:
     """One op of the contract.
@@ -51,6 +48,7 @@ class Op:
         fast, naive: the op and its float64 truth, called as fn(**inputs, **options, <state argument>, cu_seqlens=).
         step: fn(op, inputs of one token, state) -> o; advances the state in place.
         converged: the options with which an iterative op equals its truth in float64 too.
+        smooth: the options with which the truth's own gradient is compared with finite differences.
         draw: (shape, dtype) -> inputs. Names in `parameters` have no token axis.
         draw_state: (shape, number of sequences, dtype) -> tuple of states.
         silence: inputs, mask [B, T] of padded tokens -> inputs whose padded tokens write and decay nothing.
@@ -70,6 +68,7 @@ class Op:
     bad: list[tuple[str, Callable]]
     options: dict = field(default_factory=dict)
     converged: dict = field(default_factory=dict)
+    smooth: dict = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
     rounding: float = 1.0
     tf32: bool = False
@@ -81,7 +80,7 @@ class Op:
     def run(self, fn: Callable, inputs: dict, state: tuple | None = None, cu_seqlens: Tensor | None = None):
         """o and the tuple of final states."""
         if state is not None:
-            state = state if self.name.startswith("gka") else state[0]
+            state = state if len(state) > 1 else state[0]
         o, final = fn(**inputs, **self.options, initial_state=state, cu_seqlens=cu_seqlens)
         return o, final if isinstance(final, tuple) else (final,)
 
@@ -199,6 +198,8 @@ _GKA = {
     "step": _step_gka,
     "draw": _draw_gka,
     "draw_state": _draw_gka_state,
+    # autograd differentiates the iterations that ran, however few
+    "smooth": {"num_iterations": 6},
     "silence": lambda inputs, mask: _zeroed(inputs, mask, ("log_decay", "beta")),
     # y = U x reads x where the keys do not reach: rounding grows with the condition number, 51 at ridge 0.02
     "rounding": 4.0,
@@ -255,4 +256,5 @@ OPS = [
             ("refinement", _with(refinement=lambda _: (1,) * 9)),
         ],
     ),
+    *(Op(**row) for row in COFFEE),
 ]

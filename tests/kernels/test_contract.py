@@ -173,10 +173,13 @@ def test_padding_writes_nothing(op, backend):
     o, final = op.run(op.fast, op.silence(leaves, mask))
     assert torch.isfinite(o).all()
     # what comes out at padding is thrown away
-    loss = o.masked_fill(mask[:, :, None, None], 0).square().sum() + sum(s.square().sum() for s in final)
+    loss = o.masked_fill(mask.view(*mask.shape, *[1] * (o.dim() - 2)), 0).square().sum()
+    loss = loss + sum(s.square().sum() for s in final)
     grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    shared = dict.fromkeys(op.parameters, 0)
     for b in range(2):
-        alone = {name: t.detach()[b : b + 1, ~mask[b]].requires_grad_() for name, t in leaves.items()}
+        own = {name: t.detach() if name in shared else t.detach()[b : b + 1, ~mask[b]] for name, t in leaves.items()}
+        alone = {name: t.requires_grad_() for name, t in own.items()}
         o_alone, final_alone = op.run(op.fast, alone)
         assert error(o[b : b + 1, ~mask[b]], o_alone) <= op.tolerance(torch.float32)
         assert all(
@@ -184,9 +187,14 @@ def test_padding_writes_nothing(op, backend):
         )
         loss = o_alone.square().sum() + sum(s.square().sum() for s in final_alone)
         alone_grads = dict(zip(alone, torch.autograd.grad(loss, list(alone.values())), strict=True))
+        shared = {name: total + alone_grads[name] for name, total in shared.items()}
         for name, grad in grads.items():
+            if name in shared:
+                continue
             assert error(grad[b : b + 1, ~mask[b]], alone_grads[name]) <= op.tolerance(torch.float32, grad=True), name
             assert not grad[b, mask[b]].any(), name  # NaN counts as true
+    for name, total in shared.items():
+        assert error(grads[name], total) <= op.tolerance(torch.float32, grad=True), name
 
 
 @every_op
@@ -205,8 +213,7 @@ def test_gradcheck_of_naive(op):
     """The truth itself: its autograd gradient against finite differences in float64."""
     if "refinement" in op.options:
         pytest.skip("the same recurrence as the row without refinement")
-    # autograd differentiates the iterations that ran, however few
-    op = dataclasses.replace(op, options={"num_iterations": 6} if op.options else {})
+    op = dataclasses.replace(op, options=op.smooth)
     shape = Shape(1, 4, 2, 1, 3, 2)
     inputs, state = op.draw(shape, torch.float64), op.draw_state(shape, 1, torch.float64)
     names = list(inputs)

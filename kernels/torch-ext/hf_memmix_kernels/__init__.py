@@ -1,17 +1,51 @@
 """Kernels of fixed-size memories: one folder an op, each with a float64 truth, a torch path and Triton kernels."""
 
+from .coffee import (
+    check_coffee,
+    coffee,
+    coffee_method,
+    coffee_step,
+    deer_coffee,
+    naive_coffee,
+    scan_coffee,
+)
 from .gka import chunk_gka, gka_step, naive_gka
 from .gla import chunk_gla, gla_step, naive_gla
 from .short_conv import naive_short_conv, short_conv, short_conv_step
+from .ska import (
+    cg_lift,
+    check_ska_state,
+    chunk_ska,
+    naive_ska,
+    prefix_ska,
+    ska_per_token_state,
+    ska_state_shapes,
+    ska_step,
+)
 
 __all__ = [
+    "cg_lift",
+    "check_coffee",
+    "check_ska_state",
     "chunk_gka",
     "chunk_gla",
+    "chunk_ska",
+    "coffee",
+    "coffee_method",
+    "coffee_step",
+    "deer_coffee",
     "gka_step",
     "gla_step",
+    "naive_coffee",
     "naive_gka",
     "naive_gla",
     "naive_short_conv",
+    "naive_ska",
+    "prefix_ska",
+    "scan_coffee",
     "short_conv",
     "short_conv_step",
+    "ska_per_token_state",
+    "ska_state_shapes",
+    "ska_step",
 ]

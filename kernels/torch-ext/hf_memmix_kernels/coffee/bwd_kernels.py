@@ -1,0 +1,268 @@
+"""COFFEE backward: states found again from the checkpoints in groups of P tokens, gradients in reverse.
+
+carry is dL/dx as a token hands it to the one before, g = C dy + carry, carry' = J g. A program walks one segment of a
+sequence; with SUMMARY it only finds the segment's map carry' = A carry + b, so that segments can run in parallel:
+summaries, `affine_scan_kernel` over the segments, then the walk itself from the right carries.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import (
+    INPUT,
+    LOG2E,
+    advance,
+    dot,
+    exp2,
+    load_gates,
+    load_rows,
+    load_states,
+    over_states,
+    reciprocal,
+    scaled,
+    store_states,
+)
+
+
+@triton.jit
+def _reverse_group(
+    x, carry, prod, grads, us, dys, factors, lam, w, w2, C, F, p_du, p_dg, D, m_y, left,
+    P: tl.constexpr, NS: tl.constexpr, L: tl.constexpr, S: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr,
+    SCALED: tl.constexpr, DGATE: tl.constexpr, SUMMARY: tl.constexpr, SHARE: tl.constexpr, ASM: tl.constexpr,
+    CUT: tl.constexpr,
+):  # fmt: skip
+    """P tokens from the states x before them; grads holds dlam, dw, dC and dw_filter, NS of each, in one tuple."""
+    # forward: the states and gates of the group, flat [P * NS]
+    xs, phis, dvalue, dfilter = x, (), (), ()
+    for k in tl.static_range(P):
+        x, phi = advance(x, us[k], factors[k], lam, w2, NS, FORM, SCALED, SHARE, ASM)
+        xs = xs + x
+        phis = phis + phi
+        if FILTER:
+            gain = reciprocal(1 + exp2(dot(x, F, NS, L, S) * -LOG2E, ASM), ASM)
+            dvalue = dvalue + (dys[k] * gain,)
+            dfilter = dfilter + (dys[k] * dot(x, C, NS, L, S) * gain * (1 - gain),)
+        else:
+            dvalue = dvalue + (dys[k],)
+    for k in tl.static_range(P - 1, -1, -1):
+        u = us[k]
+        du = u * 0
+        dg = du
+        after_carry, after_prod = (), ()
+        dlams, dws, dCs, dFs = (), (), (), ()
+        for i in tl.static_range(NS):
+            x_i = xs[k * NS + i]
+            x_after = xs[(k + 1) * NS + i]
+            phi = phis[k * NS + i]
+            g = C[i] * dvalue[k] + carry[i]
+            if FILTER:
+                g += F[i] * dfilter[k]
+            v = lam[i] * x_i + u
+            if DGATE and not SUMMARY:
+                dg += g * phi * v
+            # the gate's derivative by its argument, times its factor
+            slope = v
+            if FORM <= INPUT:
+                slope = (phi - phi * phi) * v
+            s = phi
+            if SCALED:
+                s = phi * factors[k]
+                slope = slope * factors[k]
+            if SUMMARY:
+                J = 1 + lam[i] * s
+                if FORM % 2 == 0:
+                    J += w[i] * slope
+                after_carry = after_carry + (J * g,)
+                after_prod = after_prod + (J * prod[i],)
+            else:
+                gs = g * s
+                du += gs
+                below = g + lam[i] * gs
+                dlams = dlams + (grads[i] + gs * x_i,)
+                inner = g * slope
+                if FORM % 2 == 0:
+                    below += w[i] * inner
+                    dws = dws + (grads[NS + i] + inner * x_i,)
+                elif FORM == INPUT:
+                    du += w[i] * inner
+                    dws = dws + (grads[NS + i] + inner * u,)
+                else:
+                    dws = dws + (grads[NS + i],)
+                dCs = dCs + (grads[2 * NS + i] + dvalue[k] * x_after,)
+                if FILTER:
+                    dFs = dFs + (grads[3 * NS + i] + dfilter[k] * x_after,)
+                after_carry = after_carry + (below,)
+        carry = after_carry
+        if SUMMARY:
+            prod = after_prod
+        else:
+            grads = dlams + dws + dCs + dFs
+            du = over_states(du, L, S).to(p_du.dtype.element_ty)
+            if CUT:
+                tl.store(p_du + k * D, du, mask=m_y & (k < left))
+            else:
+                tl.store(p_du + k * D, du, mask=m_y)
+            if DGATE:
+                dg = over_states(dg, L, S).to(p_dg.dtype.element_ty)
+                if CUT:
+                    tl.store(p_dg + k * D, dg, mask=m_y & (k < left))
+                else:
+                    tl.store(p_dg + k * D, dg, mask=m_y)
+    return carry, prod, grads
+
+
+@triton.jit
+def coffee_bwd_kernel(
+    dy, dfinal, u, lam, w, C, F, gate, checkpoints, scratch, du, dgate, dparams, dx0, A, b, cu_seqlens,
+    T, gate_t, gate_d, segment, segments,
+    D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr,
+    P: tl.constexpr, R: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
+    DGATE: tl.constexpr, PACKED: tl.constexpr, PARALLEL: tl.constexpr, SUMMARY: tl.constexpr, SHARE: tl.constexpr,
+    ASM: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One segment of `segment` groups of one sequence, L lanes; a checkpoint every R groups.
+
+    dparams is [programs' rows, 4, D, N]: each program's share of dlam, dw, dC, dw_filter. In PARALLEL `b` holds the
+    carries that enter the segments, with SUMMARY it receives their maps together with A.
+    """
+    BLOCKS: tl.constexpr = (D * S + L - 1) // L
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    i_n = row // segments
+    i_s = (row % segments).to(tl.int32)
+    lane = tl.program_id(0) % BLOCKS * L + tl.arange(0, L)
+    f, split = lane // S, lane % S
+    m_f = f < D
+    m_y = m_f & (split == 0)
+    if PACKED:
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
+        slot = bos // (P * R) + i_n
+    else:
+        bos = i_n * T
+        length = T
+        slot = i_n * ((T + P * R - 1) // (P * R))
+    o_p = f * N + split
+    b_lam = load_states(lam, o_p, m_f, S, NS, ACC, N - split)
+    b_w = load_states(w, o_p, m_f, S, NS, ACC, N - split)
+    b_w2 = scaled(b_w, NS, FORM)
+    b_C = load_states(C, o_p, m_f, S, NS, ACC, N - split)
+    b_F = b_C
+    if FILTER:
+        b_F = load_states(F, o_p, m_f, S, NS, ACC, N - split)
+    o_x = (i_n * D + f) * N + split
+    o_s = (row * D + f) * NP + split
+    zero = tl.zeros([L], ACC)
+    one = zero + 1
+    grads, prod, carry = (), (), ()
+    for _i in tl.static_range(NS):
+        prod = prod + (one,)
+        carry = carry + (zero,)
+    for _i in tl.static_range(4 * NS if FILTER else 3 * NS):
+        grads = grads + (zero,)
+    if not SUMMARY:
+        if PARALLEL:
+            carry = load_states(b, o_s, m_f, S, NS, ACC, NP)
+        else:
+            carry = load_states(dfinal, o_x, m_f, S, NS, ACC, N - split)
+    p_u, p_dy, p_du, p_dg = u + bos * D + f, dy + bos * D + f, du + bos * D + f, dgate + bos * D + f
+    p_g = gate + bos * gate_t + f * gate_d if GATE else gate
+    p_k = checkpoints + (slot * D + f) * NP + split
+    p_x = scratch + (row * R * D + f) * NP + split
+    first = i_s * segment
+    stop = tl.minimum((length + P - 1) // P, first + segment)
+    if first < stop:
+        # the segment's last group, which may be cut: its states by walking from the checkpoint
+        q = stop - 1
+        x = load_states(p_k, (q // R).to(tl.int64) * D * NP, m_f, S, NS, ACC, NP)
+        if R > 1:
+            for r in range(q % R):
+                store_states(p_x, r * D * NP, m_f, S, x, NS, NP)
+                t = ((q // R) * R + r).to(tl.int64) * P
+                us = load_rows(p_u, t * D, D, m_f, P, P, ACC, False)
+                scales = load_gates(p_g, t * gate_t, gate_t, m_f, P, P, ACC, False, GATE)
+                for k in tl.static_range(P):
+                    x, phi = advance(x, us[k], scales[k], b_lam, b_w2, NS, FORM, GATE, SHARE, ASM)
+        t = q.to(tl.int64) * P
+        left = length - q * P
+        us = load_rows(p_u, t * D, D, m_f, left, P, ACC, True)
+        dys = load_rows(p_dy, t * D, D, m_f, left, P, ACC, True)
+        factors = load_gates(p_g, t * gate_t, gate_t, m_f, left, P, ACC, True, GATE)
+        carry, prod, grads = _reverse_group(
+            x, carry, prod, grads, us, dys, factors, b_lam, b_w, b_w2, b_C, b_F, p_du + t * D, p_dg + t * D, D, m_y,
+            left, P, NS, L, S, FORM, FILTER, True, DGATE, SUMMARY, SHARE, ASM, True,
+        )  # fmt: skip
+        # all groups before it are whole; rows are loaded one group ahead
+        t = (tl.maximum(q - 1, 0)).to(tl.int64) * P
+        us = load_rows(p_u, t * D, D, m_f, left + P, P, ACC, True)
+        dys = load_rows(p_dy, t * D, D, m_f, left + P, P, ACC, True)
+        for back in range(q - first):
+            g = q - 1 - back
+            t = g.to(tl.int64) * P
+            if R > 1:
+                if g % R == R - 1:
+                    x = load_states(p_k, (g // R).to(tl.int64) * D * NP, m_f, S, NS, ACC, NP)
+                    for j in range(R):
+                        store_states(p_x, j * D * NP, m_f, S, x, NS, NP)
+                        o_t = ((g // R) * R + j).to(tl.int64) * P
+                        rows = load_rows(p_u, o_t * D, D, m_f, P, P, ACC, False)
+                        scales = load_gates(p_g, o_t * gate_t, gate_t, m_f, P, P, ACC, False, GATE)
+                        for k in tl.static_range(P):
+                            x, phi = advance(x, rows[k], scales[k], b_lam, b_w2, NS, FORM, GATE, SHARE, ASM)
+                x = load_states(p_x, (g % R) * D * NP, m_f, S, NS, ACC, NP)
+            else:
+                x = load_states(p_k, g.to(tl.int64) * D * NP, m_f, S, NS, ACC, NP)
+            t_next = (tl.maximum(g - 1, first)).to(tl.int64) * P
+            us_next = load_rows(p_u, t_next * D, D, m_f, P, P, ACC, False)
+            dys_next = load_rows(p_dy, t_next * D, D, m_f, P, P, ACC, False)
+            scales = load_gates(p_g, t * gate_t, gate_t, m_f, P, P, ACC, False, GATE)
+            carry, prod, grads = _reverse_group(
+                x, carry, prod, grads, us, dys, scales, b_lam, b_w, b_w2, b_C, b_F, p_du + t * D, p_dg + t * D, D,
+                m_y, P, P, NS, L, S, FORM, FILTER, GATE, DGATE, SUMMARY, SHARE, ASM, False,
+            )  # fmt: skip
+            us = us_next
+            dys = dys_next
+    if SUMMARY:
+        store_states(A, o_s, m_f, S, prod, NS, NP)
+        store_states(b, o_s, m_f, S, carry, NS, NP)
+    else:
+        if i_s == 0:
+            store_states(dx0, o_x, m_f, S, carry, NS, N - split)
+        p_p = dparams + row * (4 * D * N) + o_p
+        for j in tl.static_range(4 if FILTER else 3):
+            store_states(p_p + j * D * N, 0, m_f, S, grads[j * NS : j * NS + NS], NS, N - split)
+
+
+@triton.jit
+def affine_scan_kernel(
+    A, b, start, base, shift, out, chunks, lanes,
+    L: tl.constexpr, P: tl.constexpr, REVERSE: tl.constexpr, NEWTON: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """out[c] = the carry that enters chunk c of one sequence, L lanes: h' = A h + b from h = start; [chunks, lanes].
+
+    With NEWTON the maps are of the update: h' = base + (b + A (h - shift)), with the trajectory's present end of the
+    chunk in `base` and what it entered with in `shift`.
+    """
+    blocks = (lanes + L - 1) // L
+    i_n = (tl.program_id(0) // blocks).to(tl.int64)
+    lane = tl.program_id(0) % blocks * L + tl.arange(0, L)
+    m = lane < lanes
+    h = tl.load(start + i_n * lanes + lane, mask=m, other=0).to(ACC)
+    o_n = i_n * chunks * lanes + lane
+    for c in range(0, chunks, P):
+        rows_A, rows_b, rows_base, rows_shift = (), (), (), ()
+        for k in tl.static_range(P):
+            i_c = tl.cast(chunks - 1 - (c + k) if REVERSE else c + k, tl.int64)
+            m_c = m & (c + k < chunks)
+            rows_A = rows_A + (tl.load(A + o_n + i_c * lanes, mask=m_c, other=1).to(ACC),)
+            rows_b = rows_b + (tl.load(b + o_n + i_c * lanes, mask=m_c, other=0).to(ACC),)
+            if NEWTON:
+                rows_base = rows_base + (tl.load(base + o_n + i_c * lanes, mask=m_c, other=0).to(ACC),)
+                rows_shift = rows_shift + (tl.load(shift + o_n + i_c * lanes, mask=m_c, other=0).to(ACC),)
+        for k in tl.static_range(P):
+            i_c = tl.cast(chunks - 1 - (c + k) if REVERSE else c + k, tl.int64)
+            tl.store(out + o_n + i_c * lanes, h, mask=m & (c + k < chunks))
+            if NEWTON:
+                h -= rows_shift[k]
+            h = rows_A[k] * h + rows_b[k]
+            if NEWTON:
+                h += rows_base[k]

@@ -1,0 +1,150 @@
+"""COFFEE forward: the fused sequential scan and one decode step (layout of lanes: tiles.py)."""
+
+import triton
+import triton.language as tl
+
+from .tiles import (
+    LOG2E,
+    advance,
+    advance_short,
+    dot,
+    exp2,
+    load_gates,
+    load_rows,
+    load_states,
+    reciprocal,
+    scaled,
+    store_states,
+)
+
+
+@triton.jit
+def filtered(x, C, F, NS: tl.constexpr, L: tl.constexpr, S: tl.constexpr, FILTER: tl.constexpr, ASM: tl.constexpr):
+    """y = C . x, through the output filter if there is one."""
+    y = dot(x, C, NS, L, S)
+    if FILTER:
+        y = y * reciprocal(1 + exp2(dot(x, F, NS, L, S) * -LOG2E, ASM), ASM)
+    return y
+
+
+@triton.jit
+def _group(
+    x, z, us, factors, lam, w, C, F, p_y, p_k, t, m_f, m_y, left,
+    D: tl.constexpr, NP: tl.constexpr, CK: tl.constexpr, SAVE: tl.constexpr, P: tl.constexpr, NS: tl.constexpr,
+    L: tl.constexpr, S: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, SCALED: tl.constexpr,
+    SHARE: tl.constexpr, CHAIN: tl.constexpr, ASM: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """P tokens: their outputs stored, the states after them (and with CHAIN what their next gates take, z = w x)."""
+    for k in tl.static_range(P):
+        if SAVE and k % CK == 0:
+            m_k = m_f
+            if CUT and k > 0:
+                m_k = m_f & (k < left)
+            # where CK > P only every CK // P th group keeps its state
+            if CK <= P or t % CK == 0:
+                store_states(p_k + tl.cast((t + k) // CK, tl.int64) * (D * NP), 0, m_k, S, x, NS, NP)
+        if CHAIN:
+            x, z = advance_short(x, z, us[k], lam, w, NS, SHARE, ASM)
+        else:
+            x, phi = advance(x, us[k], factors[k], lam, w, NS, FORM, SCALED, SHARE, ASM)
+        y = filtered(x, C, F, NS, L, S, FILTER, ASM)
+        if CUT:
+            tl.store(p_y + k * D, y.to(p_y.dtype.element_ty), mask=m_y & (k < left))
+        else:
+            tl.store(p_y + k * D, y.to(p_y.dtype.element_ty), mask=m_y)
+    return x, z
+
+
+@triton.jit
+def coffee_fwd_kernel(
+    u, lam, w, C, F, gate, x0, y, final, checkpoints, cu_seqlens, T, gate_t, gate_d,
+    D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr,
+    P: tl.constexpr, CK: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
+    PACKED: tl.constexpr, SAVE: tl.constexpr, SHARE: tl.constexpr, CHAIN: tl.constexpr, ASM: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """One sequence, L lanes: y of every token, the final state, and the state before every CK-th token."""
+    BLOCKS: tl.constexpr = (D * S + L - 1) // L
+    i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    lane = tl.program_id(0) % BLOCKS * L + tl.arange(0, L)
+    f, split = lane // S, lane % S
+    m_f = f < D
+    m_y = m_f & (split == 0)
+    if PACKED:
+        bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+        length = (tl.load(cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
+        slot = bos // CK + i_n
+    else:
+        bos = i_n * T
+        length = T
+        slot = i_n * ((T + CK - 1) // CK)
+    b_lam = load_states(lam, f * N + split, m_f, S, NS, ACC, N - split)
+    b_w = scaled(load_states(w, f * N + split, m_f, S, NS, ACC, N - split), NS, FORM)
+    b_C = load_states(C, f * N + split, m_f, S, NS, ACC, N - split)
+    b_F = b_C
+    if FILTER:
+        b_F = load_states(F, f * N + split, m_f, S, NS, ACC, N - split)
+    x = load_states(x0, (i_n * D + f) * N + split, m_f, S, NS, ACC, N - split)
+    z = ()
+    for i in tl.static_range(NS):
+        z = z + (b_w[i] * x[i],)
+    p_u = u + bos * D + f
+    p_y = y + bos * D + f
+    p_g = gate + bos * gate_t + f * gate_d if GATE else gate
+    p_k = checkpoints + (slot * D + f) * NP + split
+    # rows of the next group are loaded while this one is worked on
+    us = load_rows(p_u, 0, D, m_f, length, P, ACC, True)
+    factors = load_gates(p_g, 0, gate_t, m_f, length, P, ACC, True, GATE)
+    full = length // P * P
+    for t in range(0, full, P):
+        left = length - t - P
+        us_next = load_rows(p_u, P * D, D, m_f, left, P, ACC, True)
+        if GATE:
+            factors_next = load_gates(p_g, P * gate_t, gate_t, m_f, left, P, ACC, True, GATE)
+        x, z = _group(
+            x, z, us, factors, b_lam, b_w, b_C, b_F, p_y, p_k, t, m_f, m_y, 0, D, NP, CK, SAVE,
+            P, NS, L, S, FORM, FILTER, GATE, SHARE, CHAIN, ASM, False,
+        )  # fmt: skip
+        us = us_next
+        if GATE:
+            factors = factors_next
+            p_g += P * gate_t
+        p_u += P * D
+        p_y += P * D
+    if full < length:
+        factors = load_gates(p_g, 0, gate_t, m_f, length - full, P, ACC, True, GATE)
+        x, z = _group(
+            x, z, us, factors, b_lam, b_w, b_C, b_F, p_y, p_k, full, m_f, m_y, length - full, D, NP, CK, SAVE,
+            P, NS, L, S, FORM, FILTER, True, SHARE, False, ASM, True,
+        )  # fmt: skip
+    store_states(final, (i_n * D + f) * N + split, m_f, S, x, NS, N - split)
+
+
+@triton.jit
+def coffee_step_kernel(
+    u, lam, w, C, F, gate, state, y, gate_b, gate_d,
+    D: tl.constexpr, N: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr, FORM: tl.constexpr,
+    FILTER: tl.constexpr, GATE: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One token of one sequence, L lanes; the state is read once and written once."""
+    BLOCKS: tl.constexpr = (D * S + L - 1) // L
+    i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    lane = tl.program_id(0) % BLOCKS * L + tl.arange(0, L)
+    f, split = lane // S, lane % S
+    m_f = f < D
+    b_lam = load_states(lam, f * N + split, m_f, S, NS, ACC, N - split)
+    b_w = scaled(load_states(w, f * N + split, m_f, S, NS, ACC, N - split), NS, FORM)
+    b_C = load_states(C, f * N + split, m_f, S, NS, ACC, N - split)
+    b_F = b_C
+    if FILTER:
+        b_F = load_states(F, f * N + split, m_f, S, NS, ACC, N - split)
+    o_x = (i_n * D + f) * N + split
+    x = load_states(state, o_x, m_f, S, NS, ACC, N - split)
+    b_u = tl.load(u + i_n * D + f, mask=m_f, other=0).to(ACC)
+    factor = b_u
+    if GATE:
+        factor = tl.load(gate + i_n * gate_b + f * gate_d, mask=m_f, other=0).to(ACC)
+    x, phi = advance(x, b_u, factor, b_lam, b_w, NS, FORM, GATE, False, ASM)
+    store_states(state, o_x, m_f, S, x, NS, N - split)
+    b_y = filtered(x, b_C, b_F, NS, L, S, FILTER, ASM)
+    tl.store(y + i_n * D + f, b_y.to(y.dtype.element_ty), mask=m_f & (split == 0))

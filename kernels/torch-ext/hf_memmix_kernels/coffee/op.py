@@ -1,0 +1,420 @@
+"""The COFFEE op: validation, dispatch by device and method, and registration as torch.library custom ops."""
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+
+from .._common import check_cu_seqlens, compute_dtype, num_sequences
+from .._dispatch import use_triton
+from .deer_torch import deer_fwd_torch
+from .plan import CHECKPOINT, checkpoint_slots, coffee_method, padded_states
+from .torch import checkpoint_interval, coffee_bwd_torch, coffee_fwd_torch, coffee_step_torch
+
+FEEDBACKS = ("sigmoid", "linear", "input", "token")
+MAX_STATES = 64
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-7}
+MAX_ITERATIONS = 32
+
+
+def _checkpoint_shape(u: Tensor, initial_state: Tensor, cu_seqlens: Tensor | None, save: bool) -> tuple[int, ...]:
+    """Shape of what forward keeps for backward, which each backend lays out for itself."""
+    B, T, D = u.shape
+    n = initial_state.shape[2]
+    if use_triton(u):
+        return (checkpoint_slots(B, T, cu_seqlens) if save else 0, D, padded_states(n))
+    # the longest packed sequence is known on the device only: backward runs forward again
+    interval = checkpoint_interval(T, B * D * n)
+    return (-(-T // interval) if save and cu_seqlens is None else 0, n, B, D)
+
+
+@functools.cache
+def _warn_not_converged() -> None:
+    warnings.warn(
+        "deer_coffee: Newton's iterations did not converge, the sequential scan ran instead (said once). Trained gates"
+        " with |w| or |u| of 3 and more often do not: use scan_coffee, or pass damping > 0",
+        stacklevel=2,
+    )
+
+
+def _kept_by_deer(states: Tensor, start: Tensor, u: Tensor) -> Tensor:
+    """The checkpoints of the backend in use, from the states [T, n, B, D] after every token."""
+    T = len(states)
+    if not use_triton(u):
+        interval = checkpoint_interval(T, states[0].numel())
+        if interval == 1:
+            return states
+        return torch.cat([start.permute(2, 0, 1)[None].to(states), states[interval - 1 : T - 1 : interval]])
+    kept = torch.cat([start[:, None], states[CHECKPOINT - 1 : T - 1 : CHECKPOINT].permute(2, 0, 3, 1)], 1)
+    return torch.nn.functional.pad(kept.flatten(0, 1), (0, padded_states(start.shape[2]) - start.shape[2]))
+
+
+def _deer(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping):
+    """y, final states and checkpoints by Newton's iterations; None where they do not converge."""
+    if use_triton(u) and not damping:
+        from .triton import deer_fwd_triton
+
+        found = deer_fwd_triton(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations)
+        return found and found[:3]
+    y, states, _ = deer_fwd_torch(
+        u, lam, w, C, w_filter, gate, initial_state, feedback, tolerance, max_iterations, damping
+    )
+    if states is None:
+        return None
+    kept = (
+        _kept_by_deer(states, initial_state, u)
+        if save
+        else states.new_empty(_checkpoint_shape(u, initial_state, None, False))
+    )
+    return y, states[-1].permute(1, 2, 0).clone(memory_format=torch.contiguous_format), kept.clone()
+
+
+@torch.library.custom_op("hf_memmix::coffee_fwd", mutates_args=())
+def _fwd(
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_filter: Tensor | None,
+    gate: Tensor | None,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    feedback: str,
+    save: bool,
+    method: str,
+    tolerance: float,
+    max_iterations: int,
+    damping: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # DEER reads its convergence back, which a stream being captured cannot
+    if method == "deer" and cu_seqlens is None and not (u.is_cuda and torch.cuda.is_current_stream_capturing()):
+        found = _deer(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping)
+        if found is not None:
+            return found
+        _warn_not_converged()
+    if use_triton(u):
+        from .triton import coffee_fwd_triton as fwd
+    else:
+        fwd, save = coffee_fwd_torch, save and cu_seqlens is None
+    return fwd(u, lam, w, C, w_filter, gate, initial_state, cu_seqlens, feedback, save)
+
+
+@_fwd.register_fake
+def _(u, lam, w, C, w_filter, gate, initial_state, cu_seqlens, feedback, save, method, tolerance, iterations, damping):
+    return (
+        u.new_empty(u.shape),
+        initial_state.new_empty(initial_state.shape),
+        initial_state.new_empty(_checkpoint_shape(u, initial_state, cu_seqlens, save)),
+    )
+
+
+@torch.library.custom_op("hf_memmix::coffee_bwd", mutates_args=())
+def _bwd(
+    dy: Tensor,
+    dfinal: Tensor,
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_filter: Tensor | None,
+    gate: Tensor | None,
+    initial_state: Tensor,
+    checkpoints: Tensor,
+    cu_seqlens: Tensor | None,
+    feedback: str,
+    gate_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = (u, lam, w, C, w_filter, gate, initial_state)
+    triton = use_triton(u)
+    if triton:
+        from .triton import coffee_bwd_triton, coffee_fwd_triton
+
+        fwd, bwd = coffee_fwd_triton, functools.partial(coffee_bwd_triton, gate_grad=gate_grad)
+    else:
+        fwd, bwd = coffee_fwd_torch, coffee_bwd_torch
+    if not checkpoints.numel():
+        checkpoints = fwd(*inputs, cu_seqlens, feedback, True)[2]
+    du, dlam, dw, dC, dfilter, dgate, dinitial = bwd(dy, dfinal, *inputs, checkpoints, cu_seqlens, feedback)
+    if gate is None or not gate_grad:
+        dgate = u.new_empty(0)
+    else:
+        dgate = (dgate.sum(-1) if gate.dim() == 2 else dgate).to(gate.dtype, memory_format=torch.contiguous_format)
+    pairs = ((du, u), (dlam, lam), (dw, w), (dC, C), (dfilter, C if w_filter is None else w_filter))
+    grads = (t.to(like.dtype, memory_format=torch.contiguous_format, copy=True) for t, like in pairs)
+    return *grads, dgate, dinitial
+
+
+@_bwd.register_fake
+def _(dy, dfinal, u, lam, w, C, w_filter, gate, initial_state, checkpoints, cu_seqlens, feedback, gate_grad):
+    likes = (u, lam, w, C, C if w_filter is None else w_filter)
+    dgate = u.new_empty(0) if gate is None or not gate_grad else gate.new_empty(gate.shape)
+    return *(t.new_empty(t.shape) for t in likes), dgate, initial_state.new_empty(initial_state.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.feedback, _, _, _, _, _ = inputs
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.mark_non_differentiable(output[2])
+
+
+def _backward(ctx, dy, dfinal, _):
+    *inputs, cu_seqlens, checkpoints = ctx.saved_tensors
+    gate_grad = ctx.needs_input_grad[5]
+    grads = _bwd(dy, dfinal, *inputs, checkpoints, cu_seqlens, ctx.feedback, gate_grad)
+    du, dlam, dw, dC, dfilter, dgate, dinitial = grads
+    dfilter = None if inputs[4] is None else dfilter
+    return du, dlam, dw, dC, dfilter, dgate if gate_grad else None, dinitial, *[None] * 7
+
+
+_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("hf_memmix::coffee_step", mutates_args=("state",))
+def _step(
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_filter: Tensor | None,
+    gate: Tensor | None,
+    state: Tensor,
+    feedback: str,
+) -> Tensor:
+    if use_triton(u):
+        from .triton import coffee_step_triton as step
+    else:
+        step = coffee_step_torch
+    return step(u, lam, w, C, w_filter, gate, state, feedback)
+
+
+@_step.register_fake
+def _(u, lam, w, C, w_filter, gate, state, feedback):
+    return u.new_empty(u.shape)
+
+
+def _check(
+    op: str,
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor | None,
+    C: Tensor,
+    w_filter: Tensor | None,
+    gate: Tensor | None,
+    feedback: str,
+) -> Tensor:
+    """Raise ValueError for shapes and options that do not fit; returns w, or what stands for it where it is unused."""
+    if u.dim() != 3:
+        raise ValueError(f"{op}: u must be [B, T, D], got shape {tuple(u.shape)}")
+    if u.shape[1] == 0:
+        raise ValueError(f"{op}: the sequence is empty (T = 0); pass at least one token")
+    if lam.dim() != 2 or lam.shape[0] != u.shape[2] or not 1 <= lam.shape[1] <= MAX_STATES:
+        raise ValueError(
+            f"{op}: lam must be [D={u.shape[2]}, n] with 1 <= n <= {MAX_STATES} states, got {tuple(lam.shape)}"
+        )
+    if feedback not in FEEDBACKS:
+        raise ValueError(f"{op}: feedback={feedback!r} is not one of {FEEDBACKS}")
+    if feedback == "token":
+        if w is not None or gate is None:
+            raise ValueError(f"{op}: with feedback='token' (equation 4) the gate is an input: pass gate, and w=None")
+        w = torch.zeros_like(lam)
+    for name, p in (("w", w), ("C", C), ("w_filter", w_filter)):
+        if name == "w_filter" and p is None:
+            continue
+        if p is None or p.shape != lam.shape:
+            got = None if p is None else tuple(p.shape)
+            raise ValueError(f"{op}: {name} must be [D, n] = {tuple(lam.shape)} like lam, got {got}")
+    if gate is not None and gate.shape not in (u.shape[:2], u.shape):
+        raise ValueError(
+            f"{op}: gate must be [B, T] = {tuple(u.shape[:2])} or [B, T, D] = {tuple(u.shape)}, got"
+            f" {tuple(gate.shape)}"
+        )
+    return w
+
+
+def check_coffee(lam: Tensor, state: Tensor | None = None) -> None:
+    """What the op does not look at, since that waits for the device: call it when parameters or states are loaded.
+
+    Raises:
+        ValueError: lam outside [-2, 0], where 1 + lam leaves the unit circle and states grow without bound, or a
+            state that is not finite.
+    """
+    if not ((lam >= -2) & (lam <= 0)).all():
+        low, high = lam.min().item(), lam.max().item()
+        raise ValueError(
+            f"coffee: lambda lies in [{low:.4g}, {high:.4g}], it must in [-2, 0]: outside of it states grow without"
+            " bound; clamp it, `lam.clamp_(-2, 0)`, after every optimizer step"
+        )
+    if state is not None and not torch.isfinite(state).all():
+        bad = int((~torch.isfinite(state)).sum())
+        raise ValueError(
+            f"coffee: the state holds {bad} values that are not finite; start from zeros (initial_state=None) or load"
+            " a state saved before it diverged"
+        )
+
+
+def _run(
+    op: str,
+    method: str,
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor | None,
+    C: Tensor,
+    w_filter: Tensor | None,
+    gate: Tensor | None,
+    feedback: str,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    tolerance: float | None = None,
+    max_iterations: int = MAX_ITERATIONS,
+    damping: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    w = _check(op, u, lam, w, C, w_filter, gate, feedback)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, u.shape[0])
+    dtype = compute_dtype(u.dtype)
+    expected = (num_sequences(u.shape[0], cu_seqlens), *lam.shape)
+    if initial_state is None:
+        initial_state = u.new_zeros(expected, dtype=dtype)
+    elif tuple(initial_state.shape) != expected:
+        raise ValueError(f"{op}: initial_state must be {expected}, got {tuple(initial_state.shape)}")
+    if method == "auto":
+        method = coffee_method(*u.shape, lam.shape[1], cuda=u.is_cuda) if cu_seqlens is None else "scan"
+    differentiable = (u, lam, w, C, w_filter, gate, initial_state)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
+    tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
+    y, final, _ = _fwd(
+        *differentiable[:-1], initial_state.to(dtype), cu_seqlens, feedback, save, method, float(tolerance),
+        max_iterations, float(damping),
+    )  # fmt: skip
+    return y, final
+
+
+def coffee(
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor | None,
+    C: Tensor,
+    w_filter: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    feedback: str = "sigmoid",
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    method: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """COFFEE: s_k = gate_k phi_k, x_k = (1 + lam s_k) x_{k-1} + s_k u_k, y_k = sum_j C_j x_{k,j} (equations 5, 7).
+
+    A padded token has gate = 0: it leaves the state as it is. The step bias B of equations 4 and 6 is not an argument:
+    where the gate does not depend on the state, B in front of u is the same as C * B in place of C.
+
+    Args:
+        u: [B, T, D], one input a feature.
+        lam: [D, n] in [-2, 0] (not looked at here: `check_coffee`), 1 <= n <= 64 states a feature.
+        w: [D, n], the feedback; None for "token".
+        C: [D, n].
+        w_filter: [D, n] of the output filter y_k <- sigmoid(w_filter . x_k) y_k (Remark 2), or None.
+        gate: [B, T] or [B, T, D], a factor of the gate; 1 when None.
+        feedback: phi: "sigmoid" is sigmoid(w x_{k-1}); the ablation's others are "linear" w x_{k-1}, "input"
+            sigmoid(w u_k), no feedback, and "token" 1, equation 4, where `gate` is the whole gate.
+        initial_state: [N, D, n]; zeros when None.
+        cu_seqlens: boundaries [N + 1] of packed sequences; B must be 1. N = B without it.
+        method: "scan", "deer" (which packed inputs do not take: they are scanned), or "auto", see `coffee_method`.
+
+    Returns:
+        y [B, T, D] in u.dtype and the final state [N, D, n] in float32 (float64 for float64 inputs), both
+        differentiable in every tensor.
+
+    Raises:
+        ValueError: shapes or options outside the above.
+    """
+    if method not in ("auto", "scan", "deer"):
+        raise ValueError(f"coffee: method={method!r} is not one of ('auto', 'scan', 'deer')")
+    return _run("coffee", method, u, lam, w, C, w_filter, gate, feedback, initial_state, cu_seqlens)
+
+
+def scan_coffee(
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor | None,
+    C: Tensor,
+    w_filter: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    feedback: str = "sigmoid",
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`coffee` token by token: one fused kernel on a GPU, which never waits for the host."""
+    return _run("scan_coffee", "scan", u, lam, w, C, w_filter, gate, feedback, initial_state, cu_seqlens)
+
+
+def deer_coffee(
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor | None,
+    C: Tensor,
+    w_filter: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    feedback: str = "sigmoid",
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    tolerance: float | None = None,
+    max_iterations: int = MAX_ITERATIONS,
+    damping: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """`coffee` by Newton's iterations on the whole trajectory, each a linear scan that is parallel over time (DEER).
+
+    Exact, the Jacobian being diagonal, and so is its gradient: that of the scan at the trajectory found. Where the
+    iterations do not converge the scan runs instead and a warning says so once. Packed inputs and CUDA graph capture
+    always run the scan.
+
+    Args:
+        tolerance: largest last update, relative to 1 + |x|; None is 1e-4, in float64 1e-7. Newton's iterations being
+            quadratic, the error left is far below it.
+        max_iterations: after so many the scan takes over.
+        damping: mu >= 0 of ELK, the paper's Levenberg-Marquardt variant: updates are kept small where the plain ones
+            overflow. Runs as torch operations on any device, at more iterations.
+
+    Raises:
+        ValueError: as `coffee`, or options that are not positive.
+    """
+    if max_iterations < 1 or damping < 0 or (tolerance is not None and not tolerance > 0):
+        raise ValueError(
+            "deer_coffee: tolerance must be > 0, max_iterations >= 1 and damping >= 0, got"
+            f" {tolerance}, {max_iterations}, {damping}"
+        )
+    return _run(
+        "deer_coffee", "deer", u, lam, w, C, w_filter, gate, feedback, initial_state, cu_seqlens, tolerance,
+        max_iterations, damping,
+    )  # fmt: skip
+
+
+def coffee_step(
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor | None,
+    C: Tensor,
+    w_filter: Tensor | None = None,
+    *,
+    state: Tensor,
+    gate: Tensor | None = None,
+    feedback: str = "sigmoid",
+) -> Tensor:
+    """One token of `coffee`: u [B, 1, D]; the contiguous `state` [B, D, n] is advanced in place. No autograd.
+
+    Returns y [B, 1, D] in u.dtype.
+
+    Raises:
+        ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
+    """
+    w = _check("coffee_step", u, lam, w, C, w_filter, gate, feedback)
+    if u.shape[1] != 1:
+        raise ValueError(f"coffee_step advances by one token, got {u.shape[1]}; use coffee for several")
+    expected = (u.shape[0], *lam.shape)
+    if tuple(state.shape) != expected or not state.is_contiguous():
+        raise ValueError(
+            f"coffee_step updates its state in place: pass a contiguous {expected}, got {tuple(state.shape)}"
+        )
+    return _step(u, lam, w, C, w_filter, gate, state, feedback)

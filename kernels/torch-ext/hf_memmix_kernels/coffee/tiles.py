@@ -1,0 +1,180 @@
+"""What the COFFEE kernels share: lanes, gates and their derivatives, a group of steps forward.
+
+A lane is one (feature, split) of a sequence: it holds NS of the feature's states in registers, state j = i * S + split
+in element i of a tuple, and S adjacent lanes hold them all. Everything is one-dimensional over lanes, so no layout is
+ever converted; C x is NS products in the lane and log2(S) shuffles.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+# forms of the gate, s = gate * phi: phi = sigmoid(w x), sigmoid(w u), w x, 1; the even ones feed the state back
+FORMS = {"sigmoid": 0, "input": 1, "linear": 2, "token": 3}
+SIGMOID = tl.constexpr(0)
+INPUT = tl.constexpr(1)
+LINEAR = tl.constexpr(2)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# 1 / (a b) serves two gates: 2^60 each keeps the product finite, and a gate of 2^-60 is zero to every dtype used
+LARGEST = tl.constexpr(60.0)
+
+
+@triton.jit
+def exp2(x, ASM: tl.constexpr):
+    """2^x in one instruction of the special function unit."""
+    if ASM:
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        y = tl.exp2(x)
+    return y
+
+
+@triton.jit
+def reciprocal(x, ASM: tl.constexpr):
+    """1 / x in one instruction, to one unit in the last place."""
+    if ASM:  # noqa: SIM108
+        x = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        x = 1 / x
+    return x
+
+
+@triton.jit
+def sigmoids(z, NS: tl.constexpr, SHARE: tl.constexpr, ASM: tl.constexpr):
+    """1 / (1 + 2^z) of NS values; with SHARE two of them share one reciprocal: 1.5 special functions each, not 2."""
+    s = ()
+    if SHARE:
+        for i in tl.static_range(NS // 2):
+            a = 1 + exp2(tl.minimum(z[2 * i], LARGEST), ASM)
+            b = 1 + exp2(tl.minimum(z[2 * i + 1], LARGEST), ASM)
+            r = reciprocal(a * b, ASM)
+            s = s + (r * b, r * a)
+    else:
+        for i in tl.static_range(NS):
+            s = s + (reciprocal(1 + exp2(z[i], ASM), ASM),)
+    return s
+
+
+@triton.jit
+def gates(x, u, w, NS: tl.constexpr, FORM: tl.constexpr, SHARE: tl.constexpr, ASM: tl.constexpr):
+    """phi of NS states; for the two sigmoids w holds -w log2(e)."""
+    z = ()
+    for i in tl.static_range(NS):
+        if FORM % 2 == 0:
+            z = z + (w[i] * x[i],)
+        elif FORM == INPUT:
+            z = z + (w[i] * u,)
+        else:
+            z = z + (x[i] * 0 + 1,)
+    if FORM <= INPUT:
+        z = sigmoids(z, NS, SHARE, ASM)
+    return z
+
+
+@triton.jit
+def over_states(x, L: tl.constexpr, S: tl.constexpr):
+    """Sum over the S lanes of every feature, known to all of them."""
+    if S > 1:
+        y = tl.sum(tl.reshape(x, [L // S, S]), 1)
+        y = tl.reshape(tl.broadcast_to(y[:, None], [L // S, S]), [L])
+    else:
+        y = x
+    return y
+
+
+@triton.jit
+def dot(x, c, NS: tl.constexpr, L: tl.constexpr, S: tl.constexpr):
+    """c . x over all states of every feature."""
+    y = x[0] * c[0]
+    for i in tl.static_range(1, NS):
+        y += x[i] * c[i]
+    return over_states(y, L, S)
+
+
+@triton.jit
+def load_states(p, offset, mask, stride, NS: tl.constexpr, ACC: tl.constexpr, limit):
+    """Elements `offset + i * stride` for i < NS, zero from `limit` on: one state tensor or parameter of a lane."""
+    x = ()
+    for i in tl.static_range(NS):
+        x = x + (tl.load(p + offset + i * stride, mask=mask & (i * stride < limit), other=0).to(ACC),)
+    return x
+
+
+@triton.jit
+def store_states(p, offset, mask, stride, x, NS: tl.constexpr, limit):
+    for i in tl.static_range(NS):
+        tl.store(p + offset + i * stride, x[i].to(p.dtype.element_ty), mask=mask & (i * stride < limit))
+
+
+@triton.jit
+def scaled(w, NS: tl.constexpr, FORM: tl.constexpr):
+    """-w log2(e) where phi is a sigmoid, w elsewhere."""
+    z = w
+    if FORM <= INPUT:
+        z = ()
+        for i in tl.static_range(NS):
+            z = z + (w[i] * -LOG2E,)
+    return z
+
+
+@triton.jit
+def load_rows(p, offset, stride, mask, left, P: tl.constexpr, ACC: tl.constexpr, CUT: tl.constexpr):
+    """P rows of a per-token tensor; with CUT zeros from row `left` on."""
+    rows = ()
+    for k in tl.static_range(P):
+        if CUT:
+            rows = rows + (tl.load(p + offset + k * stride, mask=mask & (k < left), other=0).to(ACC),)
+        else:
+            rows = rows + (tl.load(p + offset + k * stride, mask=mask, other=0).to(ACC),)
+    return rows
+
+
+@triton.jit
+def load_gates(
+    gate, offset, stride, mask, left, P: tl.constexpr, ACC: tl.constexpr, CUT: tl.constexpr, GATE: tl.constexpr
+):
+    """The gate's factors of P tokens: what the caller gave, 1 without, 0 from row `left` on; unused without both."""
+    rows = ()
+    if GATE:
+        rows = load_rows(gate, offset, stride, mask, left, P, ACC, CUT)
+    else:
+        for k in tl.static_range(P):
+            row = 1
+            if CUT:
+                row = tl.where(k < left, 1.0, 0.0).to(ACC)
+            rows = rows + (row,)
+    return rows
+
+
+@triton.jit
+def advance(
+    x, u, factor, lam, w,
+    NS: tl.constexpr, FORM: tl.constexpr, SCALED: tl.constexpr, SHARE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One token: the states after it and phi; SCALED says whether there is a gate factor."""
+    phi = gates(x, u, w, NS, FORM, SHARE, ASM)
+    y = ()
+    for i in tl.static_range(NS):
+        v = lam[i] * x[i] + u
+        s = phi[i]
+        if SCALED:
+            s = s * factor
+        y = y + (x[i] + s * v,)
+    return y, phi
+
+
+@triton.jit
+def advance_short(x, z, u, lam, w, NS: tl.constexpr, SHARE: tl.constexpr, ASM: tl.constexpr):
+    """`advance` of phi = sigmoid(w x) given z = w x; also the next z, without waiting for the next x."""
+    phi = sigmoids(z, NS, SHARE, ASM)
+    y, after = (), ()
+    for i in tl.static_range(NS):
+        v = lam[i] * x[i] + u
+        y = y + (x[i] + phi[i] * v,)
+        after = after + (w[i] * x[i] + phi[i] * (w[i] * v),)
+    return y, after
+
+
+def accumulator(dtype: torch.dtype):
+    return tl.float64 if dtype == torch.float64 else tl.float32

@@ -1,0 +1,90 @@
+"""The COFFEE rows of OPS: eq. 7 as it is, and with every option that adds a tensor."""
+
+import torch
+from draw import rand, randn
+from torch import Tensor
+
+import hf_memmix_kernels as K
+
+
+def _sizes(shape) -> tuple[int, int]:
+    """Features and states of a Shape: 3 and 6 states come up too, and features that fill no warp."""
+    return max(1, shape.H * shape.D // 12), max(1, shape.Dv // 16)
+
+
+def _draw(shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    D, n = _sizes(shape)
+    return {
+        "u": randn(shape.B, shape.T, D, dtype=dtype),
+        "lam": -rand(D, n, dtype=dtype),
+        # half the paper's w ~ N(0, 1): |1 + lam s + w s' v| stays near 1, beyond it any path amplifies rounding
+        "w": 0.5 * randn(D, n, dtype=dtype),
+        "C": randn(D, n, dtype=dtype),
+    }
+
+
+def _draw_filtered(shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    inputs = _draw(shape, dtype)
+    return {
+        **inputs,
+        "w_filter": randn(*inputs["lam"].shape, dtype=dtype),
+        "gate": 0.2 + 0.8 * rand(*inputs["u"].shape, dtype=dtype),
+    }
+
+
+def _draw_state(shape, sequences: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    D, n = _sizes(shape)
+    return (randn(sequences, D, n, dtype=torch.float64 if dtype == torch.float64 else torch.float32),)
+
+
+def _step(op, inputs: dict, state: tuple) -> Tensor:
+    return K.coffee_step(**inputs, state=state[0])
+
+
+def _with(**changes) -> object:
+    return lambda inputs: {**inputs, **{name: change(inputs.get(name)) for name, change in changes.items()}}
+
+
+_BAD = [
+    ("must be \\[B, T, D\\]", _with(u=lambda u: u[0])),
+    ("empty", _with(u=lambda u: u[:, :0])),
+    ("lam must be", _with(lam=lambda p: p[:-1])),
+    ("n <= 64", _with(lam=lambda p: p[:, :1].expand(-1, 65))),
+    ("w must be", _with(w=lambda p: p[:, :1].expand(-1, 3))),
+    ("w must be", _with(w=lambda _: None)),
+    ("C must be", _with(C=lambda p: p[:-1])),
+    ("w_filter must be", _with(w_filter=lambda _: torch.zeros(1))),
+    ("gate must be", _with(gate=lambda _: torch.zeros(2, 3))),
+    ("pass gate", _with(feedback=lambda _: "token")),
+    ("feedback='tanh'", _with(feedback=lambda _: "tanh")),
+    ("method='newton'", _with(method=lambda _: "newton")),
+    ("initial_state must be", _with(initial_state=lambda _: None)),
+    ("packed row", _with(cu_seqlens=lambda _: torch.tensor([0, 3]))),
+    ("1-D", _with(cu_seqlens=lambda _: torch.tensor([[0.0, 3.0]]))),
+]
+
+_COMMON = {
+    "fast": K.coffee,
+    "naive": K.naive_coffee,
+    "step": _step,
+    "draw_state": _draw_state,
+}
+
+ROWS = [
+    {
+        **_COMMON,
+        "name": "coffee",
+        "draw": _draw,
+        "silence": None,
+        "bad": _BAD,
+        "parameters": ("lam", "w", "C"),
+    },
+    {
+        **_COMMON,
+        "name": "coffee_filtered",
+        "draw": _draw_filtered,
+        "silence": lambda inputs, mask: {**inputs, "gate": inputs["gate"].masked_fill(mask[..., None], 0)},
+        "bad": [],
+        "parameters": ("lam", "w", "C", "w_filter"),
+    },
+]

@@ -1,0 +1,215 @@
+"""What the contract's rows of COFFEE leave open: the ablation's gates, launch plans, DEER, bad values, stability."""
+
+import warnings
+
+import pytest
+import torch
+from checks import assert_close, error
+from draw import DEVICE, rand, randn
+from torch import Tensor
+
+import hf_memmix_kernels as K
+from hf_memmix_kernels.coffee import op as coffee_op
+
+
+def draw(B: int, T: int, D: int, n: int, *, dtype=torch.float32, feedback="sigmoid", gate=0, filtered=False) -> dict:
+    """Inputs of one call; `gate` is its number of axes, 0 for none."""
+    inputs = {"u": randn(B, T, D, dtype=dtype), "lam": -rand(D, n, dtype=dtype), "C": randn(D, n, dtype=dtype)}
+    # a linear gate grows without bound where its feedback is strong
+    scale = 0.02 if feedback == "linear" else 1.0
+    inputs["w"] = None if feedback == "token" else scale * randn(D, n, dtype=dtype)
+    if gate:
+        inputs["gate"] = 0.2 + 0.8 * rand(*(B, T, D)[:gate], dtype=dtype)
+    if filtered:
+        inputs["w_filter"] = randn(D, n, dtype=dtype)
+    inputs["initial_state"] = randn(B, D, n, dtype=dtype)
+    return inputs
+
+
+def results(fn, inputs: dict, weights: list, **options) -> dict[str, Tensor]:
+    """Outputs and the gradients of every tensor, under one random linear function of the outputs."""
+    leaves = {name: None if t is None else t.detach().requires_grad_() for name, t in inputs.items()}
+    y, final = fn(**leaves, **options)
+    if not weights:
+        weights.extend(torch.randn_like(t, dtype=torch.float64) for t in (y, final))
+    loss = sum((t.double() * w).sum() for t, w in zip((y, final), weights, strict=True))
+    sources = {f"d {name}": t for name, t in leaves.items() if t is not None}
+    grads = torch.autograd.grad(loss, list(sources.values()))
+    return {"y": y.detach(), "state": final.detach(), **dict(zip(sources, grads, strict=True))}
+
+
+def agrees(fn, inputs: dict, tolerance: float = 1e-5, **options) -> None:
+    """`fn` equals the float64 truth; gradients may err twice as much."""
+    weights, common = [], {name: options[name] for name in ("feedback", "cu_seqlens") if name in options}
+    want = results(K.naive_coffee, inputs, weights, **common)
+    got = results(fn, inputs, weights, **options)
+    assert_close(got, want, lambda name: tolerance * (1 + name.startswith("d ")))
+
+
+@pytest.mark.parametrize("feedback", ["sigmoid", "linear", "input", "token"])
+@pytest.mark.parametrize(("gate", "filtered"), [(0, True), (2, False), (3, True)], ids=["filter", "row", "both"])
+def test_every_gate(feedback, gate, filtered, backend, poisoned_empty):
+    """Table 6's forms, with gates a token or a feature, with and without the output filter."""
+    gate = gate or 2 * (feedback == "token")
+    agrees(K.scan_coffee, draw(2, 19, 5, 3, feedback=feedback, gate=gate, filtered=filtered), feedback=feedback)
+
+
+def test_equation_4_with_its_bias():
+    """x = (1 + lam d) x + d B u of equation 4 is the token gate with C * B for C."""
+    inputs = draw(2, 12, 4, 3, dtype=torch.float64, feedback="token", gate=3)
+    B, delta, lam, C = randn(4, 3, dtype=torch.float64), inputs["gate"][..., None], inputs["lam"], inputs["C"]
+    x, outputs = torch.zeros_like(inputs["initial_state"]), []
+    for k in range(12):
+        x = (1 + lam * delta[:, k]) * x + delta[:, k] * B * inputs["u"][:, k, :, None]
+        outputs.append((C * x).sum(-1))
+    y, _ = K.coffee(inputs["u"], lam, None, C * B, gate=inputs["gate"], feedback="token")
+    assert error(y, torch.stack(outputs, 1)) <= 1e-12
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 33, 64])
+def test_every_number_of_states(n, backend):
+    agrees(K.scan_coffee, draw(1, 18, 3, n))
+
+
+def test_checkpoints_every_so_often(monkeypatch):
+    """The torch path beyond the size up to which it keeps all states."""
+    from hf_memmix_kernels.coffee import torch as path
+
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    monkeypatch.setattr(path, "KEEP_ALL", 0)
+    for T in (16, 64, 150):
+        agrees(K.scan_coffee, draw(2, T, 3, 2, gate=2))
+        agrees(K.deer_coffee, draw(2, T, 3, 2, gate=2))
+
+
+PLANS = [
+    # states a thread, warps, tokens a group, shared reciprocal, short chain, segment
+    ((4, 4, 8, True, False, 0), (4, 4, 8, True, False, 0)),
+    ((2, 1, 16, True, False, 0), (2, 1, 4, True, False, 0)),
+    ((1, 1, 4, False, True, 0), (1, 1, 8, False, False, 16)),
+    ((4, 1, 8, False, True, 0), (4, 1, 4, False, False, 8)),
+]
+
+
+@pytest.mark.parametrize("plans", PLANS, ids=str)
+@pytest.mark.parametrize("bounds", [None, [0, 0, 3, 27, 37]], ids=["batched", "packed"])
+def test_every_launch_plan(plans, bounds, monkeypatch):
+    """The plans that small inputs do not get, at a length that fills no group."""
+    triton_path = pytest.importorskip("hf_memmix_kernels.coffee.triton")
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
+    forward, backward = (triton_path.Plan(*plan) for plan in plans)
+    if bounds and backward.segment:
+        backward = backward._replace(segment=0)
+    monkeypatch.setattr(triton_path, "forward_plan", lambda *a: forward)
+    monkeypatch.setattr(triton_path, "backward_plan", lambda *a: backward)
+    inputs = draw(1, 37, 9, 8, filtered=bounds is not None)
+    if bounds:
+        inputs["initial_state"] = randn(len(bounds) - 1, 9, 8, dtype=torch.float32)
+    agrees(K.scan_coffee, inputs, cu_seqlens=bounds and torch.tensor(bounds, device=DEVICE))
+
+
+@pytest.mark.parametrize("T", [1, 2, 17, 70])
+def test_deer_equals_the_scan(T, backend, recwarn):
+    """Outputs, states and every gradient; it did converge, or a warning would say otherwise."""
+    coffee_op._warn_not_converged.cache_clear()
+    agrees(K.deer_coffee, draw(2, T, 3, 4, gate=2))
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("feedback", ["sigmoid", "linear", "input", "token"])
+def test_deer_takes_every_gate(feedback, backend, recwarn):
+    coffee_op._warn_not_converged.cache_clear()
+    agrees(K.deer_coffee, draw(1, 21, 3, 3, feedback=feedback, gate=3, filtered=True), feedback=feedback)
+    assert not recwarn.list
+
+
+def wild(T: int) -> dict:
+    """Weights and inputs as large as trained ones: Newton's first products overflow."""
+    inputs = draw(1, T, 4, 4)
+    return {**inputs, "w": 3 * inputs["w"], "u": 8 * inputs["u"], "lam": 0 * inputs["lam"]}
+
+
+def test_deer_falls_back_to_the_scan_and_says_so_once(backend):
+    inputs = wild(64)
+    coffee_op._warn_not_converged.cache_clear()
+    want, want_state = K.scan_coffee(**inputs)
+    with pytest.warns(UserWarning, match="did not converge"):
+        y, state = K.deer_coffee(**inputs, max_iterations=6)
+    assert torch.equal(y, want) and torch.equal(state, want_state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        K.deer_coffee(**inputs, max_iterations=6)
+
+
+def test_damped_newton_equals_the_scan(recwarn):
+    """ELK with a fixed trust region: where the state forgets it converges, at more iterations than without."""
+    coffee_op._warn_not_converged.cache_clear()
+    inputs = draw(2, 64, 3, 4, dtype=torch.float64, gate=2)
+    inputs["lam"] = inputs["lam"] - 1
+    agrees(lambda **kw: K.deer_coffee(**kw, damping=1e-3, max_iterations=200), inputs)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("T", [*range(1, 10), 31, 32, 33])
+def test_parallel_scans_equal_loops(T):
+    from hf_memmix_kernels.coffee.deer_torch import linear_scan, tridiagonal_solve
+
+    a, b = randn(T, 3, dtype=torch.float64), randn(T, 3, dtype=torch.float64)
+    h, want = torch.zeros(3, dtype=torch.float64, device=DEVICE), []
+    for k in range(T):
+        h = a[k] * h + b[k]
+        want.append(h)
+    assert error(linear_scan(a, b), torch.stack(want)) <= 1e-12
+    below = a.clone()
+    below[0] = 0
+    matrix = torch.diag_embed((below.square() + 1).T)
+    for column in range(3):
+        lower = torch.diag(below[1:, column], -1)
+        matrix[column] += lower + lower.T
+        matrix[column] += torch.diag(torch.cat([below[1:, column].square(), below.new_zeros(1)]))
+    solved = tridiagonal_solve(matrix.diagonal(dim1=1, dim2=2).T, below, b)
+    assert error(solved, torch.linalg.solve(matrix, b.T[..., None])[..., 0].T) <= 1e-9
+
+
+def test_deer_is_checked():
+    inputs = draw(1, 4, 2, 2)
+    for options in ({"tolerance": 0.0}, {"max_iterations": 0}, {"damping": -1.0}):
+        with pytest.raises(ValueError, match="tolerance must be > 0"):
+            K.deer_coffee(**inputs, **options)
+
+
+def test_dispatch_rule():
+    assert K.coffee_method(1, 1024, 16, 8) == "scan"
+    assert K.coffee_method(8, 65536, 1536, 16) == "scan"
+    assert K.coffee_method(1, 65536, 16, 8) == "deer"
+    assert K.coffee_method(1, 65536, 16, 8, cuda=False) == "scan"
+
+
+def test_bad_values_are_named():
+    lam = torch.tensor([[0.0, -2.0], [-1.0, -0.5]])
+    K.check_coffee(lam, torch.zeros(1, 2, 2))
+    for bad in (lam + 0.25, lam - 0.25, lam * float("nan")):
+        with pytest.raises(ValueError, match="must in \\[-2, 0\\]"):
+            K.check_coffee(bad)
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="2 values that are not finite"):
+            K.check_coffee(lam, torch.tensor([[[0.0, value], [1.0, value]]]))
+
+
+def test_stays_bounded_over_a_million_steps(monkeypatch):
+    """2^20 tokens of +-1 in pieces with a carried state, lambda from one end of [-2, 0] to the other.
+
+    |x'| <= |1 + lam s| |x| + s: a state is bounded by the sum of all inputs, and by 1 / |lam| for lam in [-1, 0).
+    """
+    if DEVICE == "cpu":
+        monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    lam, w = torch.meshgrid(torch.tensor([0.0, -1e-3, -1.0, -2.0]), torch.tensor([3.0, -3.0, 0.0]), indexing="ij")
+    lam, w = lam.reshape(1, -1).to(DEVICE), w.reshape(1, -1).to(DEVICE)
+    state = torch.zeros(1, *lam.shape, device=DEVICE)
+    for _ in range(64):
+        u = torch.where(rand(1, 2**14, 1, dtype=torch.float32) < 0.5, -1.0, 1.0)
+        y, state = K.scan_coffee(u, lam, w, torch.ones_like(lam), initial_state=state)
+        assert torch.isfinite(y).all()
+    assert state.abs().max() <= 2**20
+    inside = (lam >= -1) & (lam < 0)
+    assert (state[0][inside] * lam[inside]).abs().max() <= 1 + 1e-4

@@ -29,12 +29,15 @@ def _sequence(i_n, cu_seqlens, T, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _chunk(i_c, cu_seqlens, first, sequence, T, NT, BT: tl.constexpr, PACKED: tl.constexpr):
-    """First row of chunk i_c and the number of its tokens; none for a program beyond the last chunk."""
+def _chunk(i_c, cu_seqlens, first, sequence, T, NT, N, BT: tl.constexpr, PACKED: tl.constexpr):
+    """First row of chunk i_c and the number of its tokens, 0 or less in a program beyond the last chunk."""
     if PACKED:  # noqa: SIM102
+        # the grid is an upper bound: of programs beyond the last chunk `sequence` is N
         i_n = tl.load(sequence + i_c)
-        bos, length = _sequence(i_n, cu_seqlens, T, PACKED)
-        start = (i_c - tl.load(first + i_n)) * BT
+        last = tl.minimum(i_n, N - 1)
+        bos, length = _sequence(last, cu_seqlens, T, PACKED)
+        length = tl.where(i_n < N, length, 0)
+        start = (i_c - tl.load(first + last)) * BT
     else:
         bos, length = _sequence(i_c // NT, cu_seqlens, T, PACKED)
         start = (i_c % NT) * BT
@@ -48,11 +51,9 @@ def gla_cumsum_kernel(
 ):  # fmt: skip
     """G [H, rows] = cumsum of g [rows, H] inside each chunk."""
     i_c, i_h = tl.program_id(0), tl.program_id(1)
-    if PACKED:  # noqa: SIM102
-        # the grid is an upper bound: programs beyond the last chunk have nothing to do
-        if tl.load(sequence + i_c) >= N:
-            return
-    bos, length = _chunk(i_c, cu_seqlens, first, sequence, T, NT, BT, PACKED)
+    bos, length = _chunk(i_c, cu_seqlens, first, sequence, T, NT, N, BT, PACKED)
+    if PACKED and length <= 0:
+        return
     o_t, o_h = tl.arange(0, BT), i_h * BH + tl.arange(0, BH)
     mask = (o_t < length)[:, None] & (o_h < H)[None, :]
     b_g = tl.load(g + (bos + o_t)[:, None] * H + o_h[None, :], mask=mask, other=0)
@@ -105,10 +106,9 @@ def gla_fwd_kernel(
 ):  # fmt: skip
     """o = scale * (e^G * (q S_0) + (q k^T * D) v) of one chunk, one head, one block of V."""
     i_v, i_c, i_h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PACKED:  # noqa: SIM102
-        if tl.load(sequence + i_c) >= N:
-            return
-    bos, length = _chunk(i_c, cu_seqlens, first, sequence, T, NT, BT, PACKED)
+    bos, length = _chunk(i_c, cu_seqlens, first, sequence, T, NT, N, BT, PACKED)
+    if PACKED and length <= 0:
+        return
     o_t, o_v = tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
     m_t, m_v = o_t < length, o_v < V
     o_q = (bos + o_t) * H + i_h
@@ -125,7 +125,7 @@ def gla_fwd_kernel(
         b_o = tl.dot(b_q, b_h, b_o, input_precision=PRECISION, out_dtype=ACC)
         b_s = tl.dot(b_q, b_k, b_s, input_precision=PRECISION, out_dtype=ACC)
     b_G = tl.load(G + i_h.to(tl.int64) * rows + bos + o_t, mask=m_t, other=0)
-    b_D = tl.where((o_t[:, None] >= o_t[None, :]) & m_t[None, :], tl.exp(b_G[:, None] - b_G[None, :]), 0)
+    b_D = tl.where((o_t[:, None] >= o_t[None, :]) & m_t[:, None], tl.exp(b_G[:, None] - b_G[None, :]), 0)
     b_v = tl.load(v + o_kv[:, None] * V + o_v[None, :], mask=m_t[:, None] & m_v[None, :], other=0)
     b_o *= tl.exp(b_G)[:, None]
     b_o = tl.dot((b_s * b_D).to(b_v.dtype), b_v, b_o, input_precision=PRECISION, out_dtype=ACC) * scale
@@ -145,10 +145,9 @@ def gla_bwd_kernel_dqkg(
     what i >= t read of j < t, and the state that passes through: dg_t sums these four, and nothing cancels.
     """
     i_k, i_c, i_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PACKED:  # noqa: SIM102
-        if tl.load(sequence + i_c) >= N:
-            return
-    bos, length = _chunk(i_c, cu_seqlens, first, sequence, T, NT, BT, PACKED)
+    bos, length = _chunk(i_c, cu_seqlens, first, sequence, T, NT, N, BT, PACKED)
+    if PACKED and length <= 0:
+        return
     o_t, o_k = tl.arange(0, BT), i_k * BK + tl.arange(0, BK)
     m_t, m_k = o_t < length, o_k < K
     m_tk = m_t[:, None] & m_k[None, :]
@@ -210,10 +209,9 @@ def gla_bwd_kernel_dv(
 ):  # fmt: skip
     """dv of one chunk, one value head with its query heads, one block of V."""
     i_v, i_c, i_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PACKED:  # noqa: SIM102
-        if tl.load(sequence + i_c) >= N:
-            return
-    bos, length = _chunk(i_c, cu_seqlens, first, sequence, T, NT, BT, PACKED)
+    bos, length = _chunk(i_c, cu_seqlens, first, sequence, T, NT, N, BT, PACKED)
+    if PACKED and length <= 0:
+        return
     o_t, o_v = tl.arange(0, BT), i_v * BV + tl.arange(0, BV)
     m_t, m_v = o_t < length, o_v < V
     m_tv = m_t[:, None] & m_v[None, :]

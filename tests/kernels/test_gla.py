@@ -1,0 +1,20 @@
+"""What the contract's rows of gla leave open: rows of a tile beyond a sequence's end."""
+
+import numpy as np
+import pytest
+import torch
+
+import hf_memmix_kernels as K
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="reads what the interpreter computes in rows nobody stores")
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 20, 21, 40]], ids=["plain", "packed"])
+def test_nothing_infinite_is_computed_beyond_the_end(cu_seqlens, monkeypatch):
+    """A decay up to the end, seen from a row after it, is a growth without bound; times a score of zero it is NaN."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
+    q, k, v = (torch.randn(1, 40, 1, 16, requires_grad=True) for _ in range(3))
+    log_decay = torch.full((1, 40, 1), -100.0, requires_grad=True)
+    boundaries = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32)
+    with np.errstate(invalid="raise"):
+        o, state = K.chunk_gla(q, k, v, log_decay, cu_seqlens=boundaries, chunk_size=64)
+        (o.sum() + state.sum()).backward()

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from coffee_rows import ROWS as COFFEE
 from draw import DEVICE, randn
+from ska_rows import ROWS as SKA
 from torch import Tensor
 
 import hf_memmix_kernels as K
@@ -257,4 +258,5 @@ OPS = [
         ],
     ),
     *(Op(**row) for row in COFFEE),
+    *(Op(**row) for row in SKA),
 ]

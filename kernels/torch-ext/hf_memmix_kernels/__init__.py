@@ -12,11 +12,24 @@ from .coffee import (
 from .gka import chunk_gka, gka_step, naive_gka
 from .gla import chunk_gla, gla_step, naive_gla
 from .short_conv import naive_short_conv, short_conv, short_conv_step
+from .ska import (
+    cg_lift,
+    check_ska_state,
+    chunk_ska,
+    naive_ska,
+    prefix_ska,
+    ska_per_token_state,
+    ska_state_shapes,
+    ska_step,
+)
 
 __all__ = [
+    "cg_lift",
     "check_coffee",
+    "check_ska_state",
     "chunk_gka",
     "chunk_gla",
+    "chunk_ska",
     "coffee",
     "coffee_method",
     "coffee_step",
@@ -27,7 +40,12 @@ __all__ = [
     "naive_gka",
     "naive_gla",
     "naive_short_conv",
+    "naive_ska",
+    "prefix_ska",
     "scan_coffee",
     "short_conv",
     "short_conv_step",
+    "ska_per_token_state",
+    "ska_state_shapes",
+    "ska_step",
 ]

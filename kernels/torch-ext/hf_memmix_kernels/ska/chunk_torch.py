@@ -76,8 +76,9 @@ class _Slots:
 
 def _exclusive(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
     """first + the sums of x [N, Hk, chunks, ...] before every chunk, and after all of them."""
-    sums = torch.cat([torch.zeros_like(x[:, :, :1]), x.cumsum(2)], 2) + first[:, :, None]
-    return sums[:, :, :-1], sums[:, :, -1]
+    first = first[:, :, None]
+    sums = torch.cat([first, first + x.cumsum(2)], 2)
+    return sums[:, :, :-1], sums[:, :, -1].clone()
 
 
 class _Forward:
@@ -97,7 +98,7 @@ class _Forward:
         self.S, self.S_final = _exclusive(sums, S0)
         self.norms = torch.linalg.vector_norm(self.k, dim=-1)
         running = torch.cat([nu0[:, :, None], self.norms.amax(-1)], 2).cummax(2).values
-        self.nu, self.nu_final = running[:, :, :-1], running[:, :, -1]
+        self.nu, self.nu_final = running[:, :, :-1], running[:, :, -1].clone()
         # looking at the factorisation's result would wait for a GPU
         check = q.device.type == "cpu"
         self.operator = Operator(self.S[:, :, 1:], self.nu[:, :, 1:], power, eps, spectral_norm, sigma_floor, check)
@@ -167,5 +168,5 @@ def ska_backward(
     dk = dk + weight[..., None] * f.k
     return (
         slots.merge_queries(f.gain * dq, q), slots.merge(dk, k), slots.merge(dv, v), dgain,
-        dS[:, :, 0], dWT[:, :, 0], dprevious, carried,
+        dS[:, :, 0].clone(), dWT[:, :, 0].clone(), dprevious, carried,
     )  # fmt: skip

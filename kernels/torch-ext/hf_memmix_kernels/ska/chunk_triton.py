@@ -13,13 +13,12 @@ from .fwd_kernels import ska_fwd_kernel_read, ska_fwd_kernel_scan
 
 MAX_TRITON_RANK = 64
 
-# (num_warps, num_stages) of each kernel at rank <= 32, and above
+# (num_warps, num_stages, most tokens a tile) of each kernel at rank <= 32, and above
 LAUNCH = {
-    "fwd_scan": ((2, 3), (4, 3)),
-    "fwd_read": ((2, 1), (4, 1)),
-    "bwd_operator": ((4, 1), (8, 1)),
-    "bwd_scan": ((4, 1), (4, 1)),
-    "bwd_dkv": ((4, 1), (4, 1)),
+    "fwd_scan": ((2, 3, 64), (4, 3, 64)),
+    "fwd_read": ((2, 1, 64), (4, 1, 64)),
+    "bwd_operator": ((2, 1, 16), (8, 1, 16)),
+    "bwd_dkv": ((4, 1, 64), (8, 1, 64)),
 }
 SCAN_BLOCK = 512
 
@@ -47,16 +46,16 @@ class _Launch:
         self.by_sequence = {**where, "per_sequence": per_sequence}
         self.by_chunk = {**self.by_sequence, "sequence": sequence, "N": self.N}
         BR, BV = (max(16, triton.next_power_of_2(size)) for size in (R, min(V, 64)))
-        BC = max(16, min(64, triton.next_power_of_2(chunk_size)))
-        self.sizes = {"HK": self.HK, "R": R, "V": V, "C": chunk_size, "BR": BR, "BC": BC}
+        self.sizes = {"HK": self.HK, "R": R, "V": V, "C": chunk_size, "BR": BR}
         self.values = {"BV": BV}
         self.options = {"eps": eps, "sigma_floor": sigma_floor, "POWER": power, "SPECTRAL": spectral_norm}
         self.chunk_grid = (self.HK, self.chunks)
         self.large = R > 32
 
     def launch(self, kernel: str) -> dict[str, int]:
-        warps, stages = LAUNCH[kernel][self.large]
-        return {"num_warps": warps, "num_stages": stages}
+        warps, stages, tokens = LAUNCH[kernel][self.large]
+        BC = max(16, min(tokens, triton.next_power_of_2(self.sizes["C"])))
+        return {"BC": BC, "num_warps": warps, "num_stages": stages}
 
     def statistics(self, k, v, S0, previous, nu0, position):
         """Scratch (S, nu) before every chunk and the final states, the operator's not filled yet."""
@@ -116,7 +115,7 @@ def ska_backward(
     size = S0[0, 0].numel()
     ska_bwd_kernel_scan[(triton.cdiv(size, SCAN_BLOCK), launch.N * launch.HK)](
         dS, nu, dnu, dS_final, nu_final, dnu_final, dS0, dnu0, **launch.by_sequence,
-        HK=launch.HK, SIZE=size, C=chunk_size, BLOCK=SCAN_BLOCK, **launch.launch("bwd_scan"),
+        HK=launch.HK, SIZE=size, C=chunk_size, BLOCK=SCAN_BLOCK,
     )  # fmt: skip
     ska_bwd_kernel_dkv[launch.chunk_grid](
         k, v, dS, dnu, previous, dprevious_final, dk, dv, dprevious, **launch.by_chunk,

@@ -119,7 +119,7 @@ def naive_ska(
     else:
         S, WT, previous, nu, position = (s[0].double() for s in initial_state)
     G, M, C, W = S[..., :r], S[..., r : 2 * r].mT, S[..., 2 * r :].mT, WT.mT
-    position, filled = 0 * position, int(position[0])
+    filled = start = round(position[0].item())
     norms = torch.linalg.vector_norm(z, dim=-1)
     ahead = norms.amax(0) if normalization == "sequence_max" and T else nu
 
@@ -137,10 +137,10 @@ def naive_ska(
         if filled == chunk_size:
             W, filled = refreshed(), 0
     if chunk_size is None:
-        W = refreshed()
+        W, filled = refreshed(), 0
         outputs = list(W.repeat_interleave(heads // kv_heads, 0) @ q[..., None])
     o = torch.stack(outputs)[..., 0] * gain[:, None] if outputs else v.new_zeros(0, heads, P)
-    state = (torch.cat([G, M.mT, C.mT], -1), W.mT, previous, nu, position + filled)
+    state = (torch.cat([G, M.mT, C.mT], -1), W.mT, previous, nu, position + (filled - start))
     return o[None], tuple(s[None] for s in state)
 
 

@@ -101,9 +101,11 @@ def _backward(ctx, do, *d_state):
     tensors = ctx.saved_tensors
     q, _, v, _, *state = tensors[:9]
     do = q.new_zeros(*q.shape[:3], v.shape[-1]) if do is None else do
-    d_state = [torch.zeros_like(s) if d is None else d for s, d in zip(state[:4], d_state[:4], strict=True)]
-    grads = _ska_bwd(do, *d_state, *tensors, ctx.chunk_size, ctx.power, ctx.eps, ctx.spectral_norm, ctx.sigma_floor)
-    return *grads, torch.zeros_like(state[4]), *[None] * 7
+    d_state = [torch.zeros_like(s) if d is None else d for s, d in zip(state, d_state, strict=True)]
+    options = ctx.chunk_size, ctx.power, ctx.eps, ctx.spectral_norm, ctx.sigma_floor
+    grads = _ska_bwd(do, *d_state[:4], *tensors, *options)
+    # position counts tokens: its derivative is 1, and nothing else depends on it smoothly
+    return *grads, d_state[4], *[None] * 7
 
 
 _ska_fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -98,6 +98,16 @@ class AttentionShape:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         )
 
+    def check(self, mixer: "MemoryMixer", max_head_dim: int):
+        """Raise ValueError if heads are larger than a mixer's kernels can do, or query heads have uneven groups."""
+        if self.head_dim > max_head_dim:
+            raise ValueError(
+                f"head size {self.head_dim} of layer {mixer.layer_idx} is over the limit of {mixer.name},"
+                f" {max_head_dim}; keep this layer as attention"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads are not a multiple of {self.kv_heads} key/value heads")
+
 
 class MemoryMixer(nn.Module):
     """Takes the place of a decoder layer's attention module.
@@ -167,7 +177,7 @@ class MemoryMixer(nn.Module):
 
     def init_from_attention(self, attention: AttentionWeights) -> list[TensorFate]:
         """Take over a softmax attention's weights; one fate for every entry of `attention.tensors()`."""
-        raise NotImplementedError(f"{type(self).__name__} has no conversion from attention")
+        raise ValueError(f"{self.name!r} layers cannot start from attention: train a model with them from scratch")
 
     # ---- the same for all
 

@@ -10,26 +10,25 @@ Shapes: B batch, T tokens, H query heads, Hk key/value heads, D head size.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import initialization as init
 
 from hf_memmix_kernels import chunk_gka, gka_step
 from hf_memmix_kernels.gka.schedule import as_phases
-from hf_memmix_kernels.short_conv import short_conv, short_conv_step
 
 from ..padding import before_the_end
 from . import gka_start
 from .base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
+from .layers import ROPE_LAYOUTS, RMSNorm, ShortConvolution, init_layers, one_angle_a_pair, rotate, unit, wide
 
 EPS = 1e-6  # of the unit norm of q and k, and added to beta, as released
 MAX_HEAD_DIM = 256
 REFINEMENT = (12, 10)  # the solver's default schedule
-ROPE_LAYOUTS = ("half", "pairs", "single")
 
 
 @dataclass
@@ -103,66 +102,6 @@ class GKAOptions(MixerOptions):
             raise ValueError(f"qk_norm={self.qk_norm!r} must be None, 'head' or 'full'")
 
 
-def wide(x: Tensor) -> Tensor:
-    """x in fp32, or in fp64 if it is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-class ShortConvolution(nn.Module):
-    """Depthwise causal convolution over the last `taps` tokens; weight [C, 1, taps] as in nn.Conv1d."""
-
-    def __init__(self, channels: int, taps: int, activation: str | None):
-        super().__init__()
-        self.activation = activation
-        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
-
-    def forward(
-        self, x: Tensor, state=None, lengths=None, cu_seqlens=None, in_place: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """[B, T, C] and the state after it; `in_place` is for one token and shifts `state` itself."""
-        weight = self.weight.squeeze(1)
-        if in_place:
-            return short_conv_step(x, weight, None, state, self.activation), state
-        state = None if state is None else state.to(x.dtype)
-        return short_conv(
-            x, weight, activation=self.activation, initial_state=state, lengths=lengths, cu_seqlens=cu_seqlens
-        )
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, in fp32."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = wide(x)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight).to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, T, H, D] by cos, sin [B, T, d/2], d <= D: channels i and i + d/2 are a pair."""
-    half = cos.shape[-1]
-    cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
-
-
-def one_angle_a_pair(x: Tensor, layout: str) -> Tensor:
-    """cos or sin [B, T, d] in a layout of `AttentionWeights.rotary` -> [B, T, d/2]; "single" is so already."""
-    if layout == "pairs":
-        return x[..., ::2]
-    return x if layout == "single" else x[..., : x.shape[-1] // 2]
-
-
-def unit(x: Tensor) -> Tensor:
-    """x / (|x| + eps) over the last dimension."""
-    return x / (torch.linalg.vector_norm(wide(x), dim=-1, keepdim=True) + EPS).to(x.dtype)
-
-
 @register_mixer("gka")
 class GKAMixer(MemoryMixer):
     """The GKA layer. States: H [B, H, D, D] and U [B, H, D, D] in fp32, conv_q, conv_k, conv_v [B, C, taps - 1]."""
@@ -173,19 +112,8 @@ class GKAMixer(MemoryMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         options, shape = self.options, AttentionShape.of(config)
-        hidden, self.heads, self.kv_heads, self.head_dim = (
-            shape.hidden_size,
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-        )
-        if self.head_dim > MAX_HEAD_DIM:
-            raise ValueError(
-                f"head size {self.head_dim} of layer {layer_idx} is over GKA's limit of {MAX_HEAD_DIM}; keep this"
-                " layer as attention"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} query heads are not a multiple of {self.kv_heads} key/value heads")
+        shape.check(self, MAX_HEAD_DIM)
+        hidden, self.heads, self.kv_heads, self.head_dim = astuple(shape)
         q_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden, q_dim, bias=options.qkv_bias)
         self.k_proj = nn.Linear(hidden, kv_dim, bias=options.qkv_bias)
@@ -296,13 +224,7 @@ class GKAMixer(MemoryMixer):
 
     def init_weights(self):
         """N(0, 0.02) matrices and taps, zero biases, unit norms; decay A ~ U(0, 16), dt log-uniform in [1e-3, 0.1]."""
-        for module in self.modules():
-            if isinstance(module, (nn.Linear, ShortConvolution)):
-                init.normal_(module.weight, std=0.02)
-                if getattr(module, "bias", None) is not None:
-                    init.zeros_(module.bias)
-            elif isinstance(module, RMSNorm):
-                init.ones_(module.weight)
+        init_layers(self)
         if self.options.use_decay:
             dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp_min(1e-4)
             init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(0, 16).clamp_min(1e-4).log())
@@ -324,7 +246,7 @@ class GKAMixer(MemoryMixer):
         q, k, v = self._heads(q), self._heads(k), self._heads(v)
         if self.options.use_rope:
             q, k = (rotate(x, tokens["cos"], tokens["sin"]) for x in (q, k))
-        return unit(q), unit(k), v
+        return unit(q, EPS), unit(k, EPS), v
 
     def _solver(self) -> dict:
         options = self.options

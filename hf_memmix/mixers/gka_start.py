@@ -8,8 +8,9 @@ measured: conversion/results/gka_init.json.
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from .attention_start import projection_options, take_projections
 from .attention_weights import AttentionWeights, TensorFate
 
 LOGIT = 0.0  # of alpha and beta: both start at one half
@@ -20,72 +21,19 @@ HALF_LIVES = (1.0, 64.0)  # tokens, log-spaced over the heads
 def options_for(attention: AttentionWeights) -> dict:
     """Options with which a GKA layer has a place for all of an attention."""
     # signs, positions and output size as attention has them halve the error after a short alignment
-    options = {"conv_activation": None, "use_o_norm": False, "gate_bias": True}
-    if attention.rotary is not None:
-        options |= {"use_rope": True, "rope_layout": attention.rotary}
-    if attention.q_bias is not None:
-        options["qkv_bias"] = True
-    if attention.o_bias is not None:
-        options["o_bias"] = True
-    if attention.q_norm is not None:
-        options["qk_norm"] = _kind_of_norm(attention.q_norm, attention.head_dim)
-    return options
+    return {"conv_activation": None, "use_o_norm": False, "gate_bias": True} | projection_options(attention)
 
 
 @torch.no_grad()
 def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
-    """Fill a `GKAMixer` from an attention, in place; one fate for each of its tensors.
-
-    Raises:
-        ValueError: the sizes differ, or a tensor has no place under the mixer's options.
-    """
-    shape = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
-    own = (mixer.heads, mixer.kv_heads, mixer.head_dim)
-    if shape != own:
-        raise ValueError(
-            f"layer {mixer.layer_idx}: attention has (heads, kv heads, head size) {shape}, the mixer {own}; they must"
-            " be equal"
-        )
-    fates = [_take(mixer, name, tensor) for name, tensor in attention.tensors().items()]
-    # a projection without a bias in the attention, where the options make one: neutral
-    taken = {target for fate in fates for target in fate.targets}
-    for name, parameter in mixer.named_parameters():
-        if name not in taken and name.split(".")[0] in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            parameter.zero_()
+    """Fill a `GKAMixer` from an attention, in place; errors and result are those of `take_projections`."""
+    fates = take_projections(mixer, attention)
     for name, parameter in mixer.named_parameters():
         if name.endswith("conv1d.weight"):
             parameter.zero_()
             parameter[:, :, -1] = 1
     _start_gates(mixer)
     return fates
-
-
-def _kind_of_norm(weight: Tensor, head_dim: int) -> str:
-    return "head" if weight.numel() == head_dim else "full"
-
-
-def _take(mixer: nn.Module, field: str, tensor: Tensor) -> TensorFate:
-    """Copy one tensor, a field of `AttentionWeights.tensors()`, to its place in the mixer."""
-    if field == "extra.sinks":
-        return TensorFate(field, "dropped", reason="attention sinks are logits of a softmax, which GKA does not have")
-    role, _, kind = field.partition("_")
-    if role not in ("q", "k", "v", "o") or kind not in ("weight", "bias", "norm"):
-        raise ValueError(f"the attention's {field} has no place in a GKA layer; keep this layer as attention")
-    target = f"{field}.weight" if kind == "norm" else f"{role}_proj.{kind}"
-    parameter = dict(mixer.named_parameters()).get(target)
-    if parameter is None:
-        bias = "o_bias=True" if role == "o" else "qkv_bias=True"
-        option = bias if kind == "bias" else f"qk_norm={_kind_of_norm(tensor, mixer.head_dim)!r}"
-        raise ValueError(
-            f"layer {mixer.layer_idx}: the attention's {field} would be lost; convert with the option {option}"
-        )
-    if parameter.shape != tensor.shape:
-        raise ValueError(
-            f"layer {mixer.layer_idx}: {field} has shape {tuple(tensor.shape)}, {target} needs"
-            f" {tuple(parameter.shape)}"
-        )
-    parameter.copy_(tensor)
-    return TensorFate(field, "used", (target,))
 
 
 def _start_gates(mixer: nn.Module):

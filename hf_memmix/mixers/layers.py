@@ -1,0 +1,83 @@
+"""Small layers that mixers share: short convolution, RMSNorm, rotary embedding, unit norm, and how they start.
+
+Parameter names are those of nn.Conv1d, nn.Linear and transformers' norms, so that released weights load by name.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from hf_memmix_kernels.short_conv import short_conv, short_conv_step
+
+ROPE_LAYOUTS = ("half", "pairs", "single")
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in fp32, or in fp64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class ShortConvolution(nn.Module):
+    """Depthwise causal convolution over the last `taps` tokens; weight [C, 1, taps] as in nn.Conv1d."""
+
+    def __init__(self, channels: int, taps: int, activation: str | None):
+        super().__init__()
+        self.activation = activation
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+
+    def forward(
+        self, x: Tensor, state=None, lengths=None, cu_seqlens=None, in_place: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """[B, T, C] and the state after it; `in_place` is for one token and shifts `state` itself."""
+        weight = self.weight.squeeze(1)
+        if in_place:
+            return short_conv_step(x, weight, None, state, self.activation), state
+        state = None if state is None else state.to(x.dtype)
+        return short_conv(
+            x, weight, activation=self.activation, initial_state=state, lengths=lengths, cu_seqlens=cu_seqlens
+        )
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in fp32."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = wide(x)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * self.weight).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [B, T, H, D] by cos, sin [B, T, d/2], d <= D: channels i and i + d/2 are a pair."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def one_angle_a_pair(x: Tensor, layout: str) -> Tensor:
+    """cos or sin [B, T, d] in a layout of `AttentionWeights.rotary` -> [B, T, d/2]; "single" is so already."""
+    if layout == "pairs":
+        return x[..., ::2]
+    return x if layout == "single" else x[..., : x.shape[-1] // 2]
+
+
+def unit(x: Tensor, eps: float) -> Tensor:
+    """x / (|x| + eps) over the last dimension."""
+    return x / (torch.linalg.vector_norm(wide(x), dim=-1, keepdim=True) + eps).to(x.dtype)
+
+
+def init_layers(mixer: nn.Module):
+    """N(0, 0.02) matrices and taps, zero biases, unit norms, in all layers of a mixer."""
+    for module in mixer.modules():
+        if isinstance(module, (nn.Linear, ShortConvolution)):
+            init.normal_(module.weight, std=0.02)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, RMSNorm):
+            init.ones_(module.weight)

@@ -41,6 +41,8 @@ class Bench:
     state: Callable[[int, int, int], tuple[Tensor, ...]] | None = None
     step: Callable[[dict[str, Tensor], tuple[Tensor, ...]], Tensor] | None = None
     fields: dict = field(default_factory=dict)
+    chunk_shapes: list[tuple[int, int, int, int]] = field(default_factory=lambda: CHUNK_SHAPES)
+    decode_shapes: list[tuple[int, int, int, int]] = field(default_factory=lambda: DECODE_SHAPES)
 
 
 def randn(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -63,6 +65,12 @@ def draw_gka(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
 
 def draw_conv(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
     return {"x": randn(B, T, H * D), "weight": randn(H * D, 4)}
+
+
+def draw_coffee(B: int, T: int, D: int, n: int) -> dict[str, Tensor]:
+    parameters = {"lam": -torch.rand(D, n, device="cuda")}
+    parameters |= {name: randn(D, n, dtype=torch.float32) for name in ("w", "C")}
+    return {"u": randn(B, T, D), **parameters}
 
 
 def gka_state(B: int, H: int, D: int) -> tuple[Tensor, ...]:
@@ -104,6 +112,16 @@ BENCHES = [
         lambda x: flat(K.chunk_gla(**x)),
         lambda B, H, D: (randn(B, H, D, D, dtype=torch.float32),),
         lambda x, state: K.gla_step(**x, state=state[0]),
+    ),
+    # H and D of a row are COFFEE's features and states
+    Bench(
+        "coffee",
+        draw_coffee,
+        lambda x: flat(K.coffee(**x)),
+        lambda B, D, n: (randn(B, D, n, dtype=torch.float32),),
+        lambda x, state: K.coffee_step(**x, state=state[0]),
+        chunk_shapes=[(8, 4096, 1536, 16), (8, 4096, 768, 2), (1, 65536, 16, 8)],
+        decode_shapes=[(1, 1, 1536, 16), (8, 1, 1536, 16), (64, 1, 1536, 16)],
     ),
     gka(num_iterations=30),
     gka(refinement=(10, 10, 10)),
@@ -210,8 +228,8 @@ def main() -> None:
     }
     rows = []
     for bench in (bench for bench in BENCHES if bench.op in args.ops):
-        jobs = [(time_chunks, shape) for shape in CHUNK_SHAPES]
-        jobs += [(time_decode, shape) for shape in DECODE_SHAPES] if bench.step else []
+        jobs = [(time_chunks, shape) for shape in bench.chunk_shapes]
+        jobs += [(time_decode, shape) for shape in bench.decode_shapes] if bench.step else []
         for job, shape in jobs:
             sizes = dict(zip("BTHD", shape, strict=True))
             for result in job(bench, shape):

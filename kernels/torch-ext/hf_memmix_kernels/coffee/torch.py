@@ -10,19 +10,19 @@ from torch import Tensor
 
 from .._common import SequenceLayout, compute_dtype
 
-# elements of all states up to which they are kept instead of found again, and of the states of one chunk
+# elements of all states up to which they are kept instead of found again, and of a chunk's states: what fits a cache
 KEEP_ALL = 2**24
-CHUNK_ELEMENTS = 2**20
+CHUNK_ELEMENTS = 2**18
 
 
 def checkpoint_interval(tokens: int, lanes: int) -> int:
     """Tokens between two states that forward keeps for backward; 1 keeps them all."""
-    return 1 if tokens * lanes <= KEEP_ALL else chunk_length(lanes)
+    return 1 if tokens * lanes <= KEEP_ALL else chunk_length(tokens, lanes)
 
 
-def chunk_length(lanes: int) -> int:
-    """Tokens worked on together."""
-    return max(16, min(64, CHUNK_ELEMENTS // max(1, lanes)))
+def chunk_length(tokens: int, lanes: int) -> int:
+    """Tokens worked on together; where only their first state is kept, enough to be worth it."""
+    return max(1 if tokens * lanes <= KEEP_ALL else 16, min(64, CHUNK_ELEMENTS // max(1, lanes)))
 
 
 class Lanes:
@@ -135,7 +135,7 @@ def coffee_fwd_torch(
     lanes = Lanes(u, lam, w, C, w_filter, gate, feedback)
     x = lanes.state(initial_state)
     interval = checkpoint_interval(lanes.tokens, x.numel())
-    step = chunk_length(x.numel())
+    step = chunk_length(lanes.tokens, x.numel())
     y = u.new_empty(lanes.tokens, lanes.batch, lanes.features)
     whole = x.new_empty(lanes.tokens, *x.shape) if save and interval == 1 else None
     buffer = None if whole is not None else x.new_empty(min(step, lanes.tokens), *x.shape)
@@ -177,7 +177,7 @@ def coffee_bwd_torch(
     dy = lanes.rows(dy)
     start_state, carry = lanes.state(initial_state), lanes.state(dfinal)
     keeps_all = checkpoint_interval(lanes.tokens, carry.numel()) == 1
-    step = chunk_length(carry.numel())
+    step = chunk_length(lanes.tokens, carry.numel())
     du, dgate = (torch.empty(lanes.tokens, lanes.batch, lanes.features).to(carry) for _ in range(2))
     dlam, dw, dC, dfilter = (carry.new_zeros(lanes.states, lanes.features) for _ in range(4))
     for start in reversed(range(0, lanes.tokens, step)):

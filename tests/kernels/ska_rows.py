@@ -1,4 +1,7 @@
-"""The SKA row of OPS: chunk-causal, carried states that stand within a chunk, one key head for several queries."""
+"""The SKA row of OPS: chunk-causal, carried states that stand within a chunk, one key head for several queries.
+
+The factors gamma and eta are in test_ska.py: a gradient that is one sum of random signs may come out near zero.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +32,6 @@ def draw(shape, dtype: torch.dtype) -> dict[str, Tensor]:
         "q": _features(B, T, H, _rank(shape), dtype=dtype),
         "k": _features(B, T, Hk, _rank(shape), dtype=dtype),
         "v": randn(B, T, Hk, Dv, dtype=dtype),
-        "gamma": 0.5 + rand(H, dtype=dtype),
-        "eta": 1 + rand(1, dtype=dtype)[0],
     }
 
 
@@ -52,7 +53,7 @@ def draw_state(shape, sequences: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 def _step(op, inputs: dict, state: tuple) -> Tensor:
     tokens = {name: t for name, t in inputs.items() if name in "qkv"}
-    return K.ska_step(**tokens, mask=None, gamma=inputs["gamma"], eta=inputs["eta"], state=state, **op.options)
+    return K.ska_step(**tokens, mask=None, gamma=None, eta=None, state=state, **op.options)
 
 
 def _with(**changes) -> object:
@@ -115,7 +116,6 @@ ROWS = [
         "converged": {"chunk_size": CHUNK, "eps": 0.05},
         # sigma is detached; chunks of 13 refresh the operator from the second token on
         "smooth": {"chunk_size": POSITION + 2, "eps": 0.05, "spectral_norm": False},
-        "parameters": ("gamma", "eta"),
         # o = C P (M P)^2 q, and nu's gradient is a trace of products with P: rounding grows with the condition number
         "rounding": 4.0,
     }

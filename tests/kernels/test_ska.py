@@ -3,9 +3,10 @@
 import pytest
 import torch
 from checks import assert_close, error, outputs_and_gradients
-from draw import DEVICE, randn
+from draw import DEVICE, rand, randn
 from ops_table import OPS, Shape
-from ska_rows import POSITION, draw, draw_state
+from ska_rows import POSITION, draw_state
+from ska_rows import draw as draw_tokens
 
 import hf_memmix_kernels as K
 from hf_memmix_kernels.ska.naive import naive_cholesky, naive_operator, naive_spectral_norm
@@ -14,6 +15,12 @@ from hf_memmix_kernels.ska.operator import Operator
 SKA = next(op for op in OPS if op.name == "ska")
 F64 = torch.float64
 SHAPE = Shape(2, 40, 4, 2, 8, 6)
+
+
+def draw(shape: Shape, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tokens, a factor gamma for every head and one eta for all."""
+    factors = {"gamma": 0.5 + rand(shape.H, dtype=dtype), "eta": 1 + rand(1, dtype=dtype)[0]}
+    return draw_tokens(shape, dtype) | factors
 
 
 def statistics(r: int, P: int, tokens: int) -> tuple[torch.Tensor, ...]:
@@ -27,7 +34,10 @@ def statistics(r: int, P: int, tokens: int) -> tuple[torch.Tensor, ...]:
 def test_every_power(power, spectral_norm, backend):
     options = {"power": power, "spectral_norm": spectral_norm, "chunk_size": 12, "eps": 0.05}
     dtype = F64 if backend == "torch" else torch.float32
-    inputs, state, weights = draw(SHAPE, dtype), draw_state(SHAPE, 2, dtype), []
+    inputs, state = draw(SHAPE, dtype), draw_state(SHAPE, 2, dtype)
+    o, final = K.naive_ska(**inputs, **options, initial_state=state)
+    # with o for the weights of o nothing cancels in the factors' gradients
+    weights = [o, *(randn(*s.shape, dtype=F64) for s in final)]
     if power == 0:
         inputs.pop("gamma")  # its power is 1
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import triton
+from ska_benches import BENCHES as SKA
 from torch import Tensor
 
 import hf_memmix_kernels as K
@@ -126,6 +127,7 @@ BENCHES = [
     gka(num_iterations=30),
     gka(refinement=(10, 10, 10)),
     gka(refinement=(12, 10)),
+    *(Bench(**row) for row in SKA),
 ]
 
 

@@ -1,0 +1,81 @@
+"""Rows of `benchmark.py`: SKA, the same by batched torch.linalg, and Mamba-2's SSD as our `gla` and as FLA's.
+
+D of a row is the size P of a value; the Koopman rank r is a field. FLA's row is there where FLA is installed.
+"""
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from ska_linalg import linalg_ska
+from torch import Tensor
+
+import hf_memmix_kernels as K
+
+CHUNK_SIZE = 64
+SHAPES = [(8, 4096, 12, 64), (1, 32768, 12, 64)]
+DECODE = [(1, 1, 12, 64), (8, 1, 12, 64), (64, 1, 12, 64)]
+
+
+def draw(rank: int):
+    def tokens(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
+        sizes = {"q": rank, "k": rank, "v": D}
+        return {name: torch.randn(B, T, H, size, device="cuda").bfloat16() for name, size in sizes.items()}
+
+    return tokens
+
+
+def state(rank: int):
+    """Of rows that stand anywhere in their chunks, so that the steps that refresh an operator are among those timed."""
+
+    def drawn(B: int, H: int, D: int) -> tuple[Tensor, ...]:
+        *tensors, position = (torch.zeros(shape, device="cuda") for shape in K.ska_state_shapes(B, H, rank, D))
+        return *tensors, position + torch.randint(CHUNK_SIZE, (B, 1), device="cuda")
+
+    return drawn
+
+
+def ska(rank: int) -> dict:
+    return {
+        "op": "ska",
+        "draw": draw(rank),
+        "forward": lambda x: (lambda o, final: (o, *final))(*K.chunk_ska(**x, chunk_size=CHUNK_SIZE)),
+        "state": state(rank),
+        "step": lambda x, s: K.ska_step(**x, mask=None, gamma=None, eta=None, state=s, chunk_size=CHUNK_SIZE),
+        "fields": {"rank": rank, "chunk_size": CHUNK_SIZE},
+        "chunk_shapes": SHAPES,
+        "decode_shapes": DECODE,
+    }
+
+
+def linalg(rank: int) -> dict:
+    return {
+        "op": "ska_linalg",
+        "draw": draw(rank),
+        "forward": lambda x: linalg_ska(**x, chunk_size=CHUNK_SIZE),
+        "fields": {"rank": rank, "chunk_size": CHUNK_SIZE},
+        "chunk_shapes": SHAPES,
+    }
+
+
+def draw_ssd(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
+    q, k = (F.normalize(torch.randn(B, T, H, D, device="cuda"), dim=-1).bfloat16() for _ in range(2))
+    v = torch.randn(B, T, H, D, device="cuda").bfloat16()
+    return {"q": q, "k": k, "v": v, "log_decay": -0.1 * torch.rand(B, T, H, device="cuda")}
+
+
+def fla_ssd(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return chunk_simple_gla(x["q"], x["k"], x["v"], g=x["log_decay"], output_final_state=True)
+
+
+SSD = {"op": "ssd", "draw": draw_ssd, "chunk_shapes": [(8, 4096, 12, 64), (4, 8192, 8, 128)]}
+
+BENCHES = [
+    *(ska(rank) for rank in (24, 32, 64)),
+    *(linalg(rank) for rank in (24, 32, 64)),
+    {**SSD, "forward": lambda x: K.chunk_gla(**x), "fields": {"by": "gla"}},
+]
+if importlib.util.find_spec("fla"):
+    BENCHES.append({**SSD, "forward": fla_ssd, "fields": {"by": "fla chunk_simple_gla"}})

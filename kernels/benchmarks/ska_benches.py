@@ -26,7 +26,7 @@ def draw(rank: int):
 
 
 def state(rank: int):
-    """Of rows that stand anywhere in their chunks, so that the steps that refresh an operator are among those timed."""
+    """Rows stand anywhere in their chunks, so that steps that refresh an operator are among those timed."""
 
     def drawn(B: int, H: int, D: int) -> tuple[Tensor, ...]:
         *tensors, position = (torch.zeros(shape, device="cuda") for shape in K.ska_state_shapes(B, H, rank, D))

@@ -32,6 +32,8 @@ def statistics(r: int, P: int, tokens: int) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("power", range(5))
 @pytest.mark.parametrize("spectral_norm", [False, True], ids=["raw", "normalised"])
 def test_every_power(power, spectral_norm, backend):
+    if backend == "triton" and DEVICE == "cpu" and (power, spectral_norm) not in ((0, True), (1, False), (4, True)):
+        pytest.skip("the interpreter is slow: the contract's row has power 2")
     options = {"power": power, "spectral_norm": spectral_norm, "chunk_size": 12, "eps": 0.05}
     dtype = F64 if backend == "torch" else torch.float32
     inputs, state = draw(SHAPE, dtype), draw_state(SHAPE, 2, dtype)

@@ -95,7 +95,8 @@ def save_cache(cache, directory: str | os.PathLike) -> Path:
 def _describe(layer) -> tuple[dict[str, Tensor], dict]:
     """The tensors of a cache layer, and what rebuilds it around them."""
     if isinstance(layer, RecurrentLayer):
-        return layer.states, {"kind": "recurrent", "static": layer.static, "seen": int(layer.seen)}
+        states = layer.states if layer.is_initialized else {}
+        return states, {"kind": "recurrent", "static": layer.static, "seen": int(layer.seen)}
     if not isinstance(layer, (DynamicLayer, StaticLayer)):
         raise ValueError(f"a cache with a {type(layer).__name__} cannot be saved; use a dynamic or static cache")
     if not layer.is_initialized:

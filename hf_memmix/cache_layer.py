@@ -49,8 +49,11 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     # ---- for mixers
 
     def get(self) -> States | None:
-        """The states by name, which a one-token step may change in place; None before the first token."""
-        if not self.states:
+        """The states by name, which a one-token step may change in place.
+
+        None before the first token, also where a static cache has allocated them: an empty state need not be zero.
+        """
+        if not self.is_initialized:
             return None
         self.prefetch()
         if not self.static and not is_torchdynamo_compiling() and self._left_inference_mode():
@@ -83,13 +86,13 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         else:
             self.seen += tokens
 
-    def allocate(self, empty: States):
-        """Start from these empty states; in a static cache their addresses stay."""
-        self.states = empty
-        self.device = next(iter(empty.values())).device
+    def allocate(self, states: States):
+        """Hold these states, or write the first ones to their place; in a static cache their addresses stay."""
+        self.states = states
+        self.device = next(iter(states.values())).device
         if self.static:
             self.seen = self.seen.to(self.device)
-            fix_addresses(*empty.values(), self.seen)
+            fix_addresses(*states.values(), self.seen)
 
     # ---- for the library: size and masks
 
@@ -142,9 +145,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     # ---- for the library: time
 
     def reset(self):
-        """Empty states at the same addresses."""
-        for state in self.states.values():
-            state.zero_()
+        """Forget all tokens; in a static cache the addresses of the states stay."""
         if self.static:
             self.seen.zero_()
         else:

@@ -142,8 +142,9 @@ class MemoryMixer(nn.Module):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Outputs [B, T, ...] and the states after the tokens; `states` None means empty ones.
+        """Outputs [B, T, ...] and the states after the tokens.
 
+        `states`: None before the first token, where a mixer starts from zero or from what it has learned.
         `lengths` [B]: row b ends after lengths[b] tokens (0 is possible), what follows must leave the states alone.
         `cu_seqlens` [N + 1]: boundaries of packed sequences, B is 1 then.
         """
@@ -154,7 +155,7 @@ class MemoryMixer(nn.Module):
         raise NotImplementedError
 
     def state_shapes(self, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, tuple[tuple, torch.dtype]]:
-        """Shape and dtype of each state of `batch` sequences, with activations of `dtype`; the empty state is zero."""
+        """Shape and dtype of each state of `batch` sequences, with activations of `dtype`."""
         raise NotImplementedError
 
     def init_weights(self):
@@ -181,8 +182,8 @@ class MemoryMixer(nn.Module):
 
     # ---- the same for all
 
-    def empty_states(self, batch: int, device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Zero states of `batch` sequences."""
+    def allocate_states(self, batch: int, device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Zeros in the place of the states of `batch` sequences."""
         return {
             name: torch.zeros(shape, dtype=state_dtype, device=device)
             for name, (shape, state_dtype) in self.state_shapes(batch, dtype).items()

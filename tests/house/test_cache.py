@@ -283,6 +283,15 @@ def test_empty_cache_is_not_saved(tmp_path):
         RecurrentStateCache(tiny_model("llama", "odd").config).save_pretrained(tmp_path)
 
 
+def test_forgotten_cache_is_not_saved(tmp_path):
+    """A static cache keeps the place of its states, but they are no longer any."""
+    model = tiny_model("llama", "all")
+    cache = read(model, random_ids(1, 5), max_cache_len=20)
+    cache.reset()
+    with pytest.raises(ValueError, match="empty"):
+        cache.save_pretrained(tmp_path)
+
+
 # ---- the wrong model
 
 

@@ -8,11 +8,9 @@ import importlib
 
 from .configuration_memmix import MemMixConfig, memmix_config
 from .mixers import MIXERS, register_mixer
-from .models.configuration_gka import GKAConfig
+from .models import GKAConfig
 
 _LAZY = {
-    "GKAForCausalLM": ".models.gka",
-    "GKAModel": ".models.gka",
     "MemMixForCausalLM": ".modeling_memmix",
     "MemMixForSequenceClassification": ".modeling_memmix",
     "MemMixModel": ".modeling_memmix",
@@ -38,9 +36,9 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    if name not in _LAZY:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(_LAZY[name], __name__)
+    module = importlib.import_module(_LAZY.get(name, ".models"), __name__)  # the models of families are made there
     value = module if name == "ops" else getattr(module, name)
     globals()[name] = value
     return value

@@ -57,6 +57,7 @@ class MemMixConfig(PreTrainedConfig):
 
     model_type: ClassVar[str] = "memmix"
     _generic: ClassVar[bool] = True
+    _models_module: ClassVar[str] = f"{__package__}.modeling_memmix"
 
     backbone_model_type: str | None = None
     mixer_types: list[str] | None = None
@@ -85,6 +86,15 @@ class MemMixConfig(PreTrainedConfig):
         from .modeling_memmix import register_generated_models
 
         register_generated_models(cls)
+
+    @classmethod
+    def _model_name(cls, native_name: str) -> str:
+        """The name of the model class made from a native one."""
+        return f"MemMix{native_name}".replace("LMHeadModel", "ForCausalLM")
+
+    def make_feed_forward(self, layer_idx: int):
+        """A `FeedForward` in place of a layer's MLP, None for the backbone's own; a family may override it."""
+        return None
 
     def validate_mixers(self):
         """Complete and check `mixer_types` and `mixers`; called on creation, before saving and by every model."""

@@ -23,11 +23,11 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from . import configuration_memmix
 from .cache import RecurrentStateCache, adopt_cache, check_rows, static_length_of
-from .mixers import ATTENTION, MemoryMixer
+from .configuration_memmix import MemMixConfig, config_class_for
+from .mixers import ATTENTION, FeedForward, MemoryMixer
 from .padding import PaddedRows, check_finite, check_new_mask, packing_of, padding_of, positions_in
-from .swap import fp32_parameters, memory_mixers, swap_attention
+from .swap import fp32_parameters, memory_mixers, swap_attention, swap_feed_forward
 
 
 class _MemMixPreTrained:
@@ -71,12 +71,13 @@ class _MemMixPreTrained:
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
-        if isinstance(module, MemoryMixer):
+        if isinstance(module, (FeedForward, MemoryMixer)):
             module.init_weights()
 
     def _insert_mixers(self):
-        """Swap the attention of a base model and finish its construction anew."""
+        """Swap the attention (and feed-forward) of a base model and finish its construction anew."""
         swap_attention(self, self.config)
+        swap_feed_forward(self, self.config)
         strict = set(self._keep_in_fp32_modules_strict or ()) | fp32_parameters(self.config)
         self._keep_in_fp32_modules_strict = strict
         # filled per class by the constructor: without it, a change of class silently ends output_hidden_states
@@ -211,10 +212,10 @@ class MemMixForCausalLM(_WithHead):
         return [n if kind == ATTENTION else 0 for n, kind in zip(heads, kinds, strict=True)], head_dim
 
     def _allocate_states(self, cache, batch: int):
-        """Empty states at fixed addresses, before a compiled forward could be the first to make them."""
+        """A place for the states at fixed addresses, before a compiled forward could be the first to make them."""
         for i, mixer in memory_mixers(self).items():
             device = next(mixer.parameters()).device
-            cache.layers[i].allocate(mixer.empty_states(batch, device, self.dtype))
+            cache.layers[i].allocate(mixer.allocate_states(batch, device, self.dtype))
 
     def _assisted_decoding(self, *args, **kwargs):
         cache = kwargs.get("past_key_values")
@@ -275,31 +276,27 @@ _HEADS = (
 )
 
 
-def _generated_name(native_name: str) -> str:
-    return f"MemMix{native_name}".replace("LMHeadModel", "ForCausalLM")
-
-
 def register_generated_models(config_class):
-    """Make the model classes of a generated configuration class and register them with the Auto classes, once."""
-    backbone = config_class._backbone_class
+    """Make the model classes of a configuration class and register them with the Auto classes, once."""
+    backbone, module = config_class._backbone_class, sys.modules[config_class._models_module]
     for auto_class, mapping, _, mixin in _HEADS:
         if backbone not in mapping:
             continue
         native = mapping[backbone]
-        name = _generated_name(native.__name__)
-        if name in globals():
+        name = config_class._model_name(native.__name__)
+        if name in vars(module):
             continue
         namespace = {
-            "__module__": __name__,
+            "__module__": module.__name__,
             "__doc__": f"`{native.__name__}` with memory mixers; see `{mixin.__name__}`.",
             "config_class": config_class,
         }
         model_class = type(name, (mixin, native), namespace)
-        setattr(sys.modules[__name__], name, model_class)
-        register_model(auto_class, config_class, model_class, native)
+        setattr(module, name, model_class)
+        _register_model(auto_class, config_class, model_class, native)
 
 
-def register_model(auto_class, config_class, model_class, native):
+def _register_model(auto_class, config_class, model_class, native):
     """Register a model class, with the renames and merges of checkpoint tensors that the native class has."""
     auto_class.register(config_class, model_class)
     mapping = get_checkpoint_conversion_mapping(native.__name__)
@@ -313,7 +310,7 @@ def __getattr__(name: str):
     """Make a generated class from its name again: pickles are loaded in processes that have not made it yet."""
     for _, _, names, _ in _HEADS:
         for model_type, native_name in names.items():
-            if isinstance(native_name, str) and name == _generated_name(native_name):
-                register_generated_models(configuration_memmix.config_class_for(model_type))
+            if isinstance(native_name, str) and name == MemMixConfig._model_name(native_name):
+                register_generated_models(config_class_for(model_type))
                 return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

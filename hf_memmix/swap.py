@@ -1,4 +1,4 @@
-"""The swap itself: finding a decoder layer's attention module and putting a mixer in its place."""
+"""The swap itself: finding a decoder layer's attention module, or its MLP, and putting another in its place."""
 
 from torch import nn
 
@@ -8,6 +8,7 @@ from .mixers import ATTENTION, MIXERS, MemoryMixer
 # the names under which transformers' decoders keep their layers and, in a layer, the attention
 LAYER_NAMES = ("layers", "h")
 ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
+FEED_FORWARD_NAMES = ("mlp", "feed_forward")
 
 
 def layers_name(base: nn.Module) -> str:
@@ -25,10 +26,14 @@ def decoder_layers(base: nn.Module) -> nn.ModuleList:
 
 def attention_name(layer: nn.Module) -> str:
     """The attribute of a decoder layer that holds its attention. Raises ValueError if there is none."""
-    for name in ATTENTION_NAMES:
+    return _name_of("attention", layer, ATTENTION_NAMES)
+
+
+def _name_of(what: str, layer: nn.Module, names: tuple[str, ...]) -> str:
+    for name in names:
         if hasattr(layer, name):
             return name
-    raise ValueError(f"{type(layer).__name__} is not supported: it has no attention under {ATTENTION_NAMES}")
+    raise ValueError(f"{type(layer).__name__} is not supported: it has no {what} under {names}")
 
 
 def swap_attention(base: nn.Module, config):
@@ -41,6 +46,14 @@ def swap_attention(base: nn.Module, config):
             layers[i].register_forward_pre_hook(carry_layout, with_kwargs=True)
         else:
             layers[i].register_forward_pre_hook(demand_packed_mask, with_kwargs=True)
+
+
+def swap_feed_forward(base: nn.Module, config):
+    """Replace the MLPs for which the configuration makes another module, under the family's own name."""
+    for i, layer in enumerate(decoder_layers(base)):
+        feed_forward = config.make_feed_forward(i)
+        if feed_forward is not None:
+            setattr(layer, _name_of("feed-forward", layer, FEED_FORWARD_NAMES), feed_forward)
 
 
 def memory_mixers(model: nn.Module) -> dict[int, MemoryMixer]:

@@ -1,8 +1,9 @@
 """Tables and helpers shared by all tests: decoder families, mixers, layouts, tiny models, comparisons.
 
-A new mixer joins every test of `tests/house` by one row of MIXERS, a new decoder family by one row of FAMILIES. Models
-are tiny, random and cached per process: a test that changes one asks for `fresh=True`. Most comparisons are made in
-float64, where a wrong answer and a rounding error are ten orders of magnitude apart.
+A new mixer joins every test of `tests/house` by one row of MIXERS, a family trained from scratch by one row of MODELS,
+a decoder family of transformers by one row of FAMILIES. Models are tiny, random and cached per process: a test that
+changes one asks for `fresh=True`. Most comparisons are made in float64, where a wrong answer and a rounding error are
+ten orders of magnitude apart.
 """
 
 import copy
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import hf_memmix
+from hf_memmix.swap import memory_mixers as mixers_of  # noqa: F401, the replaced attention modules by layer index
 
 VOCAB = 99
 LAYERS = 4
@@ -21,9 +23,26 @@ LAYERS = 4
 # fall inside them
 MIXERS = {
     "gka": {"num_iterations": 8, "chunk_size": 8},
+    # fewer slots than channels
+    "lattice": {"slots": 6, "use_forget_gate": True},
 }
 # the mixer of tests that are about the house and not about one mixer
 HOUSE_MIXER = "gka"
+
+# families trained from scratch: fields that keep one tiny; layouts by further fields; presets with their layers,
+# hidden size and stated number of parameters
+MODELS = {
+    "GKA": {
+        "fields": {"num_key_value_heads": 4, "head_dim": 8, "mixers": {"gka": MIXERS["gka"]}},
+        "layouts": {"pure": {}, "hybrid": {"attention_layers": [1]}},
+        "presets": {
+            "440m": (28, 1024, 0.44e9),
+            "1b": (28, 1536, 1.0e9),
+            "2.8b": (32, 2560, 2.8e9),
+            "2.8b-hybrid": (30, 2560, 2.8e9),
+        },
+    },
+}
 
 # which of LAYERS layers the mixer replaces
 LAYOUTS = {
@@ -105,6 +124,11 @@ def backbone_config(family, **overrides):
     return AutoConfig.for_model(family, **fields)
 
 
+def family_fields(name):
+    """The fields of a tiny configuration of a family of MODELS."""
+    return {**_SIZES, "num_hidden_layers": 3, **MODELS[name]["fields"]}
+
+
 def mixer_types(layout, mixer=HOUSE_MIXER, layers=LAYERS):
     """One entry per layer; `layout` is a name of LAYOUTS or the replaced layers' indices."""
     replaced = LAYOUTS.get(layout, layout) if isinstance(layout, str) else layout
@@ -156,22 +180,6 @@ def tiny_model(family="llama", layout="first", mixer=HOUSE_MIXER, seed=0, fresh=
 def base_model(model):
     """The decoder below the head."""
     return getattr(model, model.base_model_prefix)
-
-
-def decoder_layers(model):
-    base = base_model(model)
-    return base.layers if hasattr(base, "layers") else base.h
-
-
-def mixers_of(model):
-    """The replaced attention modules by layer index."""
-    found = {}
-    for i, layer in enumerate(decoder_layers(model)):
-        for name in ("self_attn", "attention", "attn"):
-            module = getattr(layer, name, None)
-            if module is not None and type(module).__module__.startswith("hf_memmix"):
-                found[i] = module
-    return found
 
 
 @functools.cache

@@ -2,15 +2,20 @@
 
 from .attention_weights import AttentionWeights, TensorFate
 from .base import ATTENTION, MIXERS, AttentionShape, MemoryMixer, MixerOptions, register_mixer
+from .feed_forward import FeedForward
 from .gka import GKAMixer, GKAOptions
+from .lattice import LatticeMixer, LatticeOptions
 
 __all__ = [
     "ATTENTION",
     "MIXERS",
     "AttentionShape",
     "AttentionWeights",
+    "FeedForward",
     "GKAMixer",
     "GKAOptions",
+    "LatticeMixer",
+    "LatticeOptions",
     "MemoryMixer",
     "MixerOptions",
     "TensorFate",

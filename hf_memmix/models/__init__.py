@@ -1,1 +1,17 @@
-"""Families that are trained from scratch: fixed backbones with the mixers of their papers."""
+"""Families that are trained from scratch: fixed backbones with the mixers of their papers.
+
+Importing this package registers their configurations; a model class is made, and modelling code loaded, on first use.
+"""
+
+from .family import FAMILIES, FamilyConfig, family_of_model, register_family
+from .gka import GKAConfig
+
+__all__ = ["FAMILIES", "FamilyConfig", "GKAConfig", "register_family"]
+
+
+def __getattr__(name: str):
+    config_class = family_of_model(name)
+    if config_class is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    config_class._register_models()
+    return globals()[name]

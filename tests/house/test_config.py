@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -110,10 +112,24 @@ def test_schedule_of_the_solver(named, phases):
         assert mixers_of(build(options))[0]._solver()["refinement"] == phases
 
 
-def test_importing_does_not_load_the_modelling_code_of_all_families():
-    assert hf_memmix.__all__ == sorted(hf_memmix.__all__) or hf_memmix.__all__
-    missing = [name for name in hf_memmix.__all__ if not hasattr(hf_memmix, name)]
-    assert not missing
+def test_public_names():
+    assert hf_memmix.__all__ == sorted(
+        hf_memmix.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
+    )
+    assert not [name for name in hf_memmix.__all__ if not hasattr(hf_memmix, name)]
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = hf_memmix.no_such
+
+
+def test_importing_does_not_load_modelling_code():
+    """What a command line with `--help`, or a program that may not need it, would wait for."""
+    code = "import sys, hf_memmix; print(*(m for m in sys.modules if '.modeling_' in m))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    ours = [name for name in result.stdout.split() if name.startswith("hf_memmix")]
+    theirs = [
+        name for name in result.stdout.split() if name.startswith("transformers.models.") and ".auto." not in name
+    ]
+    assert not ours + theirs
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt2", "gpt_neox"))

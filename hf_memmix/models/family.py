@@ -1,0 +1,91 @@
+"""What all families trained from scratch share: presets, which layer is what, and their registration.
+
+A family is one file: its sizes and a configuration class over a backbone of transformers,
+
+    @register_family
+    class GKAConfig(FamilyConfig, Qwen3Config):
+        model_type: ClassVar[str] = "memmix_gka"
+        mixer: ClassVar[str] = "gka"
+        presets: ClassVar[dict] = {"440m": {...}, ...}
+
+from which `GKAModel`, `GKAForCausalLM` and `GKAForSequenceClassification` are made on first use. Blocks, norms and
+heads are the backbone's: x = x + mixer(norm(x)); x = x + mlp(norm(x)).
+"""
+
+from typing import ClassVar
+
+from transformers import AutoConfig
+
+from ..configuration_memmix import MemMixConfig
+from ..mixers import ATTENTION
+
+FAMILIES: dict[str, type["FamilyConfig"]] = {}
+_HEADS = ("Model", "ForCausalLM", "ForSequenceClassification")
+
+
+class FamilyConfig(MemMixConfig):
+    """Base of the configurations of families; goes before that of the backbone.
+
+    Args:
+        attention_layers: layers that keep softmax attention; ignored where `mixer_types` is given.
+        mixer_types, mixers: as in `MemMixConfig`; by default `layer_mixers()` in all other layers.
+    """
+
+    mixer: ClassVar[str]
+    presets: ClassVar[dict[str, dict]] = {}
+
+    attention_layers: list[int] | None = None
+
+    def __post_init__(self, **kwargs):
+        layers = range(self.num_hidden_layers)
+        if unknown := sorted(set(self.attention_layers or ()) - set(layers)):
+            raise ValueError(f"attention_layers {unknown} do not exist: the model has {len(layers)} layers, from 0")
+        if self.mixer_types is None:
+            kinds = self.layer_mixers()
+            self.mixer_types = [ATTENTION if i in (self.attention_layers or ()) else kinds[i] for i in layers]
+        super().__post_init__(**kwargs)
+
+    def layer_mixers(self) -> list[str]:
+        """The mixer of each layer; a family with several overrides it."""
+        return [self.mixer] * self.num_hidden_layers
+
+    @classmethod
+    def preset(cls, name: str, **overrides) -> "FamilyConfig":
+        """The configuration named `name` in `presets`, a size of the paper; `overrides` are fields.
+
+        Raises:
+            ValueError: there is no such preset.
+        """
+        if name not in cls.presets:
+            raise ValueError(f"unknown preset {name!r}; known: {sorted(cls.presets)}")
+        return cls(**{**cls.presets[name], **overrides})
+
+    @classmethod
+    def _model_name(cls, native_name: str) -> str:
+        return _prefix(cls) + native_name.removeprefix(_prefix(cls._backbone_class))
+
+
+def register_family(cls):
+    """Class decorator: make a family known to AutoConfig, and its models by name in `hf_memmix`.
+
+    Raises:
+        ValueError: the class is no `FamilyConfig` over a configuration class of transformers.
+    """
+    backbones = [base for base in cls.__mro__ if base.__module__.startswith("transformers.models.")]
+    if not (issubclass(cls, FamilyConfig) and backbones):
+        raise ValueError(
+            f"{cls.__name__} must subclass FamilyConfig and a configuration of transformers, in this order"
+        )
+    cls._backbone_class, cls._models_module = backbones[0], __package__
+    AutoConfig.register(cls.model_type, cls)
+    FAMILIES[_prefix(cls)] = cls
+    return cls
+
+
+def family_of_model(name: str) -> type[FamilyConfig] | None:
+    """The configuration class of a family by the name of one of its models, e.g. "GKAForCausalLM"."""
+    return next((FAMILIES.get(name.removesuffix(head)) for head in reversed(_HEADS) if name.endswith(head)), None)
+
+
+def _prefix(config_class: type) -> str:
+    return config_class.__name__.removesuffix("Config")

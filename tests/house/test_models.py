@@ -1,0 +1,111 @@
+"""Families trained from scratch: presets, files, and the same checks as everybody."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+import hf_memmix
+from hf_memmix.models import FAMILIES as REGISTERED
+from house.checks import CHECKS, check_assistant, check_gradient_checkpointing
+from testing import MODELS, assert_same, build, family_fields, random_ids, randomize
+
+every_family = pytest.mark.parametrize("name", MODELS)
+LAYOUTS = [(name, layout) for name, row in MODELS.items() for layout in row["layouts"]]
+PRESETS = [(name, preset) for name, row in MODELS.items() for preset in row["presets"]]
+
+
+def tiny(name, layout=None):
+    """A tiny random model of a family, of its own class."""
+    further = {} if layout is None else MODELS[name]["layouts"][layout]
+    config = REGISTERED[name](**{**family_fields(name), **further})
+    return randomize(getattr(hf_memmix, f"{name}ForCausalLM")(config)).eval()
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids="-".join)
+def model(request):
+    return tiny(*request.param).double()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_check(model, check):
+    CHECKS[check](model)
+
+
+def test_assistant(model):
+    check_assistant(model, build(model.config, seed=1, dtype=torch.float64))
+
+
+@every_family
+def test_gradient_checkpointing(name):
+    check_gradient_checkpointing(tiny(name).double())
+
+
+@pytest.mark.parametrize(("name", "preset"), PRESETS)
+def test_presets(name, preset):
+    """Sizes of the paper; the number of parameters is near the stated one."""
+    config = REGISTERED[name].preset(preset)
+    layers, hidden, stated = MODELS[name]["presets"][preset]
+    assert (config.num_hidden_layers, config.hidden_size) == (layers, hidden)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    assert 0.85 * stated < count < 1.2 * stated, f"{count / 1e9:.2f} B"
+
+
+@every_family
+def test_every_preset_has_a_row(name):
+    assert REGISTERED[name].presets.keys() == MODELS[name]["presets"].keys()
+
+
+def test_every_family_has_a_row():
+    assert REGISTERED.keys() == MODELS.keys()
+
+
+@every_family
+def test_preset_overrides(name):
+    for preset in REGISTERED[name].presets:
+        config = REGISTERED[name].preset(preset, **family_fields(name), attention_layers=[2])
+        assert config.hidden_size == 32
+        assert config.mixer_types[2] == "attention"
+
+
+@every_family
+def test_refusals(name):
+    config_class = REGISTERED[name]
+    with pytest.raises(ValueError, match="'7t'.*" + min(config_class.presets)):
+        config_class.preset("7t")
+    with pytest.raises(ValueError, match=r"9.*3 layers"):
+        config_class(**family_fields(name), attention_layers=[9])
+    with pytest.raises(ValueError, match="no_mixer"):
+        config_class(**family_fields(name), mixer_types=["no_mixer"] * 3)
+
+
+@every_family
+def test_default_initialisation(name):
+    """The loss of an untrained model is that of a uniform guess."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(REGISTERED[name](**family_fields(name)))
+    ids = random_ids(4, 20)
+    loss = model(input_ids=ids, labels=ids).loss
+    assert abs(loss.item() - torch.tensor(float(model.config.vocab_size)).log().item()) < 0.2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_files(name, layout, tmp_path):
+    """Own model type, own classes, which load through Auto too and pickle."""
+    model, ids = tiny(name, layout), random_ids(1, 7)
+    base_class, model_class = (getattr(hf_memmix, name + head) for head in ("Model", "ForCausalLM"))
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == REGISTERED[name].model_type
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), REGISTERED[name])
+    for kind in (AutoModelForCausalLM, model_class):
+        again = kind.from_pretrained(tmp_path)
+        assert type(again) is model_class
+        assert isinstance(again.config, model_class.config_class)
+        assert_same(again(ids).logits, model(ids).logits, tolerance=0)
+    for kind in (AutoModel, base_class):
+        assert type(kind.from_pretrained(tmp_path)) is base_class
+    assert pickle.loads(pickle.dumps(model_class)) is model_class

@@ -24,7 +24,6 @@ LAYERS = 4
 MIXERS = {
     "gka": {"num_iterations": 8, "chunk_size": 8},
     # fewer slots than channels
-    "lattice": {"slots": 6, "use_forget_gate": True},
 }
 # the mixer of tests that are about the house and not about one mixer
 HOUSE_MIXER = "gka"

@@ -4,7 +4,6 @@ from .attention_weights import AttentionWeights, TensorFate
 from .base import ATTENTION, MIXERS, AttentionShape, MemoryMixer, MixerOptions, register_mixer
 from .feed_forward import FeedForward
 from .gka import GKAMixer, GKAOptions
-from .lattice import LatticeMixer, LatticeOptions
 
 __all__ = [
     "ATTENTION",
@@ -14,8 +13,6 @@ __all__ = [
     "FeedForward",
     "GKAMixer",
     "GKAOptions",
-    "LatticeMixer",
-    "LatticeOptions",
     "MemoryMixer",
     "MixerOptions",
     "TensorFate",

@@ -23,7 +23,6 @@ LAYERS = 4
 # fall inside them
 MIXERS = {
     "gka": {"num_iterations": 8, "chunk_size": 8},
-    # fewer slots than channels
 }
 # the mixer of tests that are about the house and not about one mixer
 HOUSE_MIXER = "gka"

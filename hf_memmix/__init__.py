@@ -8,7 +8,7 @@ import importlib
 
 from .configuration_memmix import MemMixConfig, memmix_config
 from .mixers import MIXERS, register_mixer
-from .models import GKAConfig
+from .models import CoffeeConfig, GKAConfig
 
 _LAZY = {
     "MemMixForCausalLM": ".modeling_memmix",
@@ -20,6 +20,9 @@ _LAZY = {
 
 __all__ = [
     "MIXERS",
+    "CoffeeConfig",
+    "CoffeeForCausalLM",
+    "CoffeeModel",
     "GKAConfig",
     "GKAForCausalLM",
     "GKAModel",

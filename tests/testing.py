@@ -23,6 +23,7 @@ LAYERS = 4
 # fall inside them
 MIXERS = {
     "gka": {"num_iterations": 8, "chunk_size": 8},
+    "coffee": {"states": 3, "inner_size": 24},
 }
 # the mixer of tests that are about the house and not about one mixer
 HOUSE_MIXER = "gka"
@@ -39,6 +40,11 @@ MODELS = {
             "2.8b": (32, 2560, 2.8e9),
             "2.8b-hybrid": (30, 2560, 2.8e9),
         },
+    },
+    "Coffee": {
+        "fields": {"mixers": {"coffee": {**MIXERS["coffee"], "use_output_filter": True}}},
+        "layouts": {"pure": {}, "hybrid": {"attention_layers": [1]}},
+        "presets": {"125m": (12, 768, 0.125e9), "400m": (24, 1024, 0.4e9), "1.5b": (24, 2048, 1.5e9)},
     },
 }
 

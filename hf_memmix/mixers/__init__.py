@@ -2,6 +2,7 @@
 
 from .attention_weights import AttentionWeights, TensorFate
 from .base import ATTENTION, MIXERS, AttentionShape, MemoryMixer, MixerOptions, register_mixer
+from .coffee import CoffeeMixer, CoffeeOptions
 from .feed_forward import FeedForward
 from .gka import GKAMixer, GKAOptions
 
@@ -10,6 +11,8 @@ __all__ = [
     "MIXERS",
     "AttentionShape",
     "AttentionWeights",
+    "CoffeeMixer",
+    "CoffeeOptions",
     "FeedForward",
     "GKAMixer",
     "GKAOptions",

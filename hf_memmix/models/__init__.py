@@ -3,10 +3,11 @@
 Importing this package registers their configurations; a model class is made, and modelling code loaded, on first use.
 """
 
+from .coffee import CoffeeConfig
 from .family import FAMILIES, FamilyConfig, family_of_model, register_family
 from .gka import GKAConfig
 
-__all__ = ["FAMILIES", "FamilyConfig", "GKAConfig", "register_family"]
+__all__ = ["FAMILIES", "CoffeeConfig", "FamilyConfig", "GKAConfig", "register_family"]
 
 
 def __getattr__(name: str):

@@ -1,0 +1,174 @@
+"""COFFEE, context from feedback: n scalar states a feature, each of which gates its own update.
+
+    s_k = sigmoid(w x_{k-1});  x_k = (1 + lambda s_k) x_{k-1} + s_k u_k;  y_k = sum_j C_j x_{k,j}
+    u = silu(conv(W_u h));  out = W_o (RMSNorm(y) * silu(W_z h))
+
+Paper: Zattra et al., "Context-Selective State Space Models: Feedback is All You Need", eq. 5, 7 and Remark 2. The
+paper tests a bare layer and names a Mamba-like block as the next step: this is that block.
+
+Shapes: B batch, T tokens, D features (`inner_size`), n states.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+from hf_memmix_kernels import coffee, coffee_step
+
+from ..padding import before_the_end
+from . import coffee_start
+from .base import MemoryMixer, MixerOptions, register_mixer
+from .layers import RMSNorm, ShortConvolution, init_layers, wide
+
+MAX_STATES = 64
+TIME_SCALES = (1.0, 1000.0)  # tokens in which a state forgets to 1 / e at the start, where its gate is one half
+METHODS = ("auto", "scan", "deer")
+
+
+@dataclass
+class CoffeeOptions(MixerOptions):
+    """Options of the COFFEE layer.
+
+    Args:
+        states: n, the states of a feature, at most 64.
+        inner_size: number of features D; None is twice the hidden size, as in Mamba.
+        use_output_filter: y <- sigmoid(w_filter . x) y (Remark 2).
+        conv_size: taps of the short convolution of u.
+        conv_activation: "silu", or None to let the sign of u pass, as a conversion from attention wants it.
+        use_o_norm: RMSNorm of y over all features.
+        use_gate, gate_bias: the output gate silu(W_z h), and a bias of it, so that it can start open.
+        u_bias, o_bias: biases of the projections to u and to the output.
+        method: how the states are computed: "scan", "deer" or "auto", see `hf_memmix_kernels.coffee`. May be changed
+            at inference.
+        norm_eps: epsilon of the RMSNorm.
+    """
+
+    inference_options: ClassVar[tuple[str, ...]] = ("method",)
+
+    states: int = 16
+    inner_size: int | None = None
+    use_output_filter: bool = False
+    conv_size: int = 4
+    conv_activation: str | None = "silu"
+    use_o_norm: bool = True
+    use_gate: bool = True
+    gate_bias: bool = False
+    u_bias: bool = False
+    o_bias: bool = False
+    method: str = "auto"
+    norm_eps: float = 1e-6
+
+    def validate(self):
+        if not 1 <= self.states <= MAX_STATES:
+            raise ValueError(f"states={self.states} must be 1 to {MAX_STATES}; the paper has 1 to 16")
+        size = self.inner_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"inner_size={size!r} must be a number of features or None, twice the hidden size")
+        if not 2 <= self.conv_size <= 16:
+            raise ValueError(f"conv_size={self.conv_size} must be 2 to 16; the default is 4")
+        if self.conv_activation not in (None, "silu"):
+            raise ValueError(f"conv_activation={self.conv_activation!r} must be None or 'silu'")
+        if self.method not in METHODS:
+            raise ValueError(f"method={self.method!r} must be one of {METHODS}")
+
+
+@register_mixer("coffee")
+class CoffeeMixer(MemoryMixer):
+    """The COFFEE layer. States: x [B, D, n] in fp32 and conv_u [B, D, taps - 1].
+
+    The paper demands that I + A be stable, lambda in [-2, 0]. Here lambda = -2 sigmoid(`lam_logit`): inside for every
+    finite parameter, so that no optimizer step and no file can leave it, and smooth, so that no gradient stops at a
+    bound.
+    """
+
+    options_class = CoffeeOptions
+    fp32_parameters = ("lam_logit", "w", "C", "w_filter")
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        options, hidden = self.options, config.hidden_size
+        self.features = options.inner_size or 2 * hidden
+        self.u_proj = nn.Linear(hidden, self.features, bias=options.u_bias)
+        self.u_conv1d = ShortConvolution(self.features, options.conv_size, options.conv_activation)
+        for name in self._state_parameters():
+            setattr(self, name, nn.Parameter(torch.empty(self.features, options.states, dtype=torch.float32)))
+        if options.use_gate:
+            self.z_proj = nn.Linear(hidden, self.features, bias=options.gate_bias)
+        if options.use_o_norm:
+            self.o_norm = RMSNorm(self.features, options.norm_eps)
+        self.o_proj = nn.Linear(self.features, hidden, bias=options.o_bias)
+
+    def project(self, x, rotary):
+        return {"u": self.u_proj(x)}
+
+    def scan(self, tokens, states, lengths=None, cu_seqlens=None):
+        past, where = states or {}, {"lengths": lengths, "cu_seqlens": cu_seqlens}
+        u, conv_u = self.u_conv1d(tokens["u"], past.get("conv_u"), **where)
+        # a closed gate leaves the state as it is
+        gate = None if lengths is None else before_the_end(lengths, u.shape[1]).to(u.dtype)
+        y, x = coffee(
+            u,
+            **self._recurrence(),
+            gate=gate,
+            initial_state=past.get("x"),
+            cu_seqlens=cu_seqlens,
+            method=self.options.method,
+        )
+        return y, {"conv_u": conv_u, "x": x}
+
+    def step(self, tokens, states):
+        u, _ = self.u_conv1d(tokens["u"], states["conv_u"], in_place=True)
+        return coffee_step(u, **self._recurrence(), state=states["x"])
+
+    def readout(self, y, x):
+        y = self.o_norm(y) if self.options.use_o_norm else y
+        if self.options.use_gate:
+            y = y * F.silu(self.z_proj(x))
+        return self.o_proj(y)
+
+    def lam(self) -> torch.Tensor:
+        """lambda [D, n] in [-2, 0]."""
+        return -2 * wide(self.lam_logit).sigmoid()
+
+    def state_shapes(self, batch, dtype=torch.float32):
+        return {
+            "conv_u": ((batch, self.features, self.options.conv_size - 1), dtype),
+            "x": ((batch, self.features, self.options.states), torch.promote_types(dtype, torch.float32)),
+        }
+
+    def init_weights(self):
+        """N(0, 0.02) matrices and taps, zero biases, unit norms; time scales log-uniform in `TIME_SCALES`.
+
+        w ~ N(0, 1) as in the paper and C ~ N(0, 1 / n), both over the size that a state of that time scale has with
+        white inputs, so that slow states neither saturate their gate nor drown the others.
+        """
+        init_layers(self)
+        low, high = (math.log(t) for t in TIME_SCALES)
+        tau = torch.empty_like(self.lam_logit).uniform_(low, high).exp()
+        kept = torch.exp(-1 / tau)  # 1 + lambda / 2
+        init.copy_(self.lam_logit, torch.logit(1 - kept))
+        size = 0.5 / (1 - kept.square()).sqrt()
+        init.copy_(self.w, torch.randn_like(size) / size)
+        init.copy_(self.C, torch.randn_like(size) / size / self.options.states**0.5)
+        if self.options.use_output_filter:
+            init.zeros_(self.w_filter)
+
+    @classmethod
+    def options_for(cls, attention):
+        return coffee_start.options_for(attention)
+
+    def init_from_attention(self, attention):
+        """See `coffee_start.take_over`."""
+        return coffee_start.take_over(self, attention)
+
+    def _state_parameters(self) -> tuple[str, ...]:
+        return ("lam_logit", "w", "C", "w_filter") if self.options.use_output_filter else ("lam_logit", "w", "C")
+
+    def _recurrence(self) -> dict:
+        w_filter = wide(self.w_filter) if self.options.use_output_filter else None
+        return {"lam": self.lam(), "w": wide(self.w), "C": wide(self.C), "w_filter": w_filter}

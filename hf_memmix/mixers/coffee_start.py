@@ -1,0 +1,93 @@
+"""Where a COFFEE layer starts that takes over a softmax attention: as averages of the past at several time scales.
+
+v and o are the attention's: u is v, head by head, and the output is read through o. q and k have no place, as what a
+state takes in is decided by the state itself and there are no scores of pairs of tokens: they are reported as dropped.
+The convolution passes its last token on, and the feedback starts at zero, so that every gate is one half and a
+feature's states are averages of its past, weighted by e^(-age / tau) with tau log-spaced over the states; C reads
+their mean.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from .attention_weights import AttentionWeights, TensorFate
+
+GATE_BIAS = 1.2785  # silu of it is 1
+TIME_SCALES = (1.0, 64.0)  # tokens, log-spaced over the states
+NO_SCORES = "scores of queries and keys have no counterpart: a COFFEE state gates itself"
+
+
+def options_for(attention: AttentionWeights) -> dict:
+    """Options with which a COFFEE layer has a place for an attention's values and output."""
+    return {
+        "inner_size": attention.num_heads * attention.head_dim,
+        "conv_activation": None,
+        "use_o_norm": False,
+        "gate_bias": True,
+        "u_bias": attention.v_bias is not None,
+        "o_bias": attention.o_bias is not None,
+    }
+
+
+@torch.no_grad()
+def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
+    """Fill a `CoffeeMixer` from an attention, in place; one fate for each of the attention's tensors.
+
+    Raises:
+        ValueError: the mixer's features are not the attention's, or a bias has no place under the mixer's options.
+    """
+    features = attention.num_heads * attention.head_dim
+    if mixer.features != features:
+        raise ValueError(
+            f"layer {mixer.layer_idx}: the attention's heads have {features} channels in all, the mixer has"
+            f" {mixer.features} features; convert with inner_size={features}"
+        )
+    fates = [_take(mixer, attention, field, tensor) for field, tensor in attention.tensors().items()]
+    for name, found in (("u_proj", attention.v_bias), ("o_proj", attention.o_bias)):
+        if found is None and getattr(mixer, name).bias is not None:
+            getattr(mixer, name).bias.zero_()
+    mixer.u_conv1d.weight.zero_()
+    mixer.u_conv1d.weight[:, :, -1] = 1
+    _start_states(mixer)
+    if mixer.options.use_gate and mixer.options.gate_bias:
+        mixer.z_proj.weight.zero_()
+        mixer.z_proj.bias.fill_(GATE_BIAS)
+    return fates
+
+
+def _start_states(mixer: nn.Module):
+    n = mixer.options.states
+    low, high = (math.log(t) for t in TIME_SCALES)
+    tau = torch.linspace(low, high, n, dtype=torch.float64).exp()
+    lam = 2 * torch.expm1(-1 / tau)
+    mixer.lam_logit.copy_(torch.logit(-lam / 2))
+    mixer.w.zero_()
+    mixer.C.copy_(-lam / n)  # the state's limit for a constant u is -u / lambda
+    if mixer.options.use_output_filter:
+        mixer.w_filter.zero_()
+        mixer.C.mul_(2)  # the filter starts at one half
+
+
+def _take(mixer: nn.Module, attention: AttentionWeights, field: str, tensor: torch.Tensor) -> TensorFate:
+    role, _, kind = field.partition("_")
+    if role in ("q", "k") or field == "extra.sinks":
+        return TensorFate(field, "dropped", reason=NO_SCORES)
+    if role not in ("v", "o") or kind not in ("weight", "bias"):
+        raise ValueError(f"the attention's {field} has no place in a coffee layer; keep this layer as attention")
+    target = f"{'u' if role == 'v' else 'o'}_proj.{kind}"
+    parameter = dict(mixer.named_parameters()).get(target)
+    if parameter is None:
+        option = "u_bias" if role == "v" else "o_bias"
+        raise ValueError(
+            f"layer {mixer.layer_idx}: the attention's {field} would be lost; convert with the option {option}=True"
+        )
+    group = attention.num_heads // attention.num_kv_heads
+    if role == "o" or group == 1:
+        parameter.copy_(tensor)
+        return TensorFate(field, "used", (target,))
+    heads = tensor.unflatten(0, (attention.num_kv_heads, attention.head_dim))
+    parameter.copy_(heads.repeat_interleave(group, 0).flatten(0, 1))
+    reason = f"each value head repeated for the {group} query heads that share it"
+    return TensorFate(field, "transformed", (target,), reason)

@@ -1,0 +1,103 @@
+"""What is COFFEE's own: the range of lambda, time scales at the start, and a start from attention as averages of values."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.families import FAMILIES, attention_module
+from hf_memmix.mixers.coffee import CoffeeOptions
+from testing import mixers_of, tiny_config, tiny_model
+from tiny_teachers import tiny_teacher
+
+
+def fresh(**options):
+    """The mixer of an untrained layer."""
+    torch.manual_seed(0)
+    return mixers_of(AutoModelForCausalLM.from_config(tiny_config("llama", (0,), "coffee", options)))[0]
+
+
+def test_time_scales_start_log_uniform_and_states_at_unit_size():
+    mixer = fresh(states=16, inner_size=256)
+    tau = -1 / torch.log1p(mixer.lam() / 2)
+    quantiles = torch.quantile(tau.log() / math.log(1000), torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]))
+    torch.testing.assert_close(quantiles, torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]), rtol=0, atol=0.03)
+    y, states = mixer.scan({"u": torch.randn(2, 600, 256)}, None)
+    short = tau < 100
+    reach = (mixer.w * states["x"])[:, short]
+    assert 0.2 < reach.std() / mixer.u_conv1d.weight.square().sum(-1).mean().sqrt() < 5 and y.isfinite().all()
+
+
+@pytest.mark.parametrize("logit", [-1e30, -20.0, 0.0, 20.0, 1e30])
+def test_no_parameter_leaves_the_stable_range(logit):
+    mixer = fresh()
+    with torch.no_grad():
+        mixer.lam_logit.fill_(logit)
+    assert ((mixer.lam() >= -2) & (mixer.lam() <= 0)).all()
+    x = mixer.scan({"u": torch.ones(1, 400, 24)}, None)[1]["x"]
+    assert x.isfinite().all() and x.abs().max() <= 400
+
+
+def test_methods_agree():
+    model = tiny_model("llama", "all", "coffee", fresh=True)
+    ids = torch.randint(3, 99, (2, 40), generator=torch.Generator().manual_seed(1))
+    scanned = model(ids).logits
+    for mixer in mixers_of(model).values():
+        mixer.options.method = "deer"
+    torch.testing.assert_close(model(ids).logits, scanned, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"states": 0}, "states=0 must be 1 to 64"),
+        ({"states": 65}, "states=65"),
+        ({"inner_size": 0}, "inner_size=0"),
+        ({"inner_size": 2.5}, "inner_size=2.5"),
+        ({"conv_size": 1}, "conv_size=1"),
+        ({"conv_activation": "gelu"}, "conv_activation='gelu'"),
+        ({"method": "fast"}, "method='fast'"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        CoffeeOptions(**options)
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_every_family_converts_and_says_what_became_of_each_tensor(model_type):
+    teacher = tiny_teacher(model_type)
+    student = convert_model(teacher, "coffee", keep=[1], states=4)
+    dropped = [row for row in student.conversion_report.tensors if row["fate"] == "dropped"]
+    assert dropped and all("no counterpart" in row["reason"] for row in dropped)
+    assert {"u_proj.weight", "o_proj.weight"} <= {
+        t for row in student.conversion_report.tensors for t in row["targets"]
+    }
+    logits = student(input_ids=torch.arange(3, 15)[None]).logits
+    assert logits.isfinite().all()
+
+
+def test_start_is_the_mean_of_averages_of_values():
+    """y = o(mean_j of averages of v with weights e^(-age / tau_j)), as if attention looked back that far."""
+    teacher = tiny_teacher("llama").double()
+    student = convert_model(teacher, "coffee", keep=[1], states=3)
+    x = torch.randn(1, 50, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    attention, mixer = attention_module(teacher, 0), attention_module(student, 0)
+    v = attention.v_proj(x).unflatten(-1, (-1, attention.head_dim))
+    v = v.repeat_interleave(attention.num_key_value_groups, 2).flatten(2)
+    ages = torch.arange(50)[:, None] - torch.arange(50)
+    expected = 0
+    for tau in (1.0, 8.0, 64.0):
+        kept = math.exp(-1 / tau)
+        weights = torch.where(ages >= 0, (1 - kept) * kept ** ages.clamp_min(0).double(), 0)
+        expected = expected + weights @ v / 3
+    torch.testing.assert_close(mixer(x)[0], attention.o_proj(expected), rtol=1e-3, atol=1e-5)
+
+
+def test_attention_that_has_no_place_is_refused():
+    with pytest.raises(ValueError, match="inner_size=32"):
+        convert_model(tiny_teacher("llama"), "coffee", inner_size=48)
+    with pytest.raises(ValueError, match="v_bias would be lost.*u_bias=True"):
+        convert_model(tiny_teacher("qwen2"), "coffee", u_bias=False)

@@ -129,8 +129,16 @@ class MemMixConfig(PreTrainedConfig):
         return self._backbone_class.from_dict(fields)
 
     def to_dict(self) -> dict[str, Any]:
-        _name_lora_targets(self.model_type)  # PEFT, whenever it was imported, reads the configuration this way first
+        self._name_lora_targets()  # PEFT, whenever it was imported, reads the configuration this way first
         return super().to_dict()
+
+    def _name_lora_targets(self):
+        """Default LoRA targets, for users who give none; does not load PEFT."""
+        constants = sys.modules.get("peft.utils.constants")
+        if constants is not None:
+            mixers = [MIXERS[kind] for kind in self.mixer_types or () if kind in MIXERS]
+            targets = {"q_proj", "v_proj"}.union(*(mixer.lora_targets for mixer in mixers))
+            constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[self.model_type] = sorted(targets)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -157,14 +165,6 @@ class MemMixConfig(PreTrainedConfig):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "modeling_memmix.py").write_text(REMOTE_STUB)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-
-
-def _name_lora_targets(model_type: str):
-    """Default LoRA targets, for users who give none; does not load PEFT."""
-    constants = sys.modules.get("peft.utils.constants")
-    if constants is not None:
-        targets = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        targets.setdefault(model_type, ["q_proj", "v_proj"])
 
 
 _OWN_FIELDS = ("backbone_model_type", "mixer_types", "mixers")

@@ -120,6 +120,7 @@ class MemoryMixer(nn.Module):
     name: ClassVar[str]
     options_class: ClassVar[type[MixerOptions]] = MixerOptions
     fp32_parameters: ClassVar[tuple[str, ...]] = ()  # kept in fp32 when the model is loaded in fp16 or bf16
+    lora_targets: ClassVar[tuple[str, ...]] = ("q_proj", "v_proj")  # where PEFT puts LoRA by default
 
     def __init__(self, config, layer_idx: int):
         super().__init__()

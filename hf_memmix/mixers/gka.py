@@ -24,7 +24,7 @@ from hf_memmix_kernels.gka.schedule import as_phases
 from ..padding import before_the_end
 from . import gka_start
 from .base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
-from .layers import ROPE_LAYOUTS, RMSNorm, ShortConvolution, init_layers, one_angle_a_pair, rotate, unit, wide
+from .layers import RMSNorm, ShortConvolution, check_layer_options, init_layers, one_angle_a_pair, rotate, unit, wide
 
 EPS = 1e-6  # of the unit norm of q and k, and added to beta, as released
 MAX_HEAD_DIM = 256
@@ -92,14 +92,7 @@ class GKAOptions(MixerOptions):
             raise ValueError(f"chunk_size={self.chunk_size} must be at least 1; the default is 64")
         if not self.ridge > 0:
             raise ValueError(f"ridge={self.ridge} must be positive; the paper's is 0.02")
-        if not 2 <= self.conv_size <= 16:
-            raise ValueError(f"conv_size={self.conv_size} must be 2 to 16; the release has 4")
-        if self.conv_activation not in (None, "silu"):
-            raise ValueError(f"conv_activation={self.conv_activation!r} must be None or 'silu'")
-        if self.rope_layout not in ROPE_LAYOUTS:
-            raise ValueError(f"rope_layout={self.rope_layout!r} must be one of {ROPE_LAYOUTS}")
-        if self.qk_norm not in (None, "head", "full"):
-            raise ValueError(f"qk_norm={self.qk_norm!r} must be None, 'head' or 'full'")
+        check_layer_options(self)
 
 
 @register_mixer("gka")

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_memmix.conversion import convert_model, layers_to_keep, load_model, save_student
 from hf_memmix.conversion.families import FAMILIES, attention_module, attention_prefix
-from hf_memmix.mixers import MIXERS
+from hf_memmix.mixers import MIXERS, MemoryMixer
+from testing import MIXERS as ROWS
 from tiny_teachers import tiny_teacher
 
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -19,11 +20,15 @@ def snapshot(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+CONVERTIBLE = [name for name in ROWS if MIXERS[name].init_from_attention is not MemoryMixer.init_from_attention]
+
+
+@pytest.mark.parametrize("mixer", CONVERTIBLE)
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
-def test_converts_every_family_of_the_table(model_type):
+def test_converts_every_family_of_the_table(model_type, mixer):
     teacher = tiny_teacher(model_type)
     before = snapshot(teacher)
-    student = convert_model(teacher, keep=[1])
+    student = convert_model(teacher, mixer, keep=[1])
     converted = tuple(attention_prefix(student, i) + "." for i in (0, 2))
     after = student.state_dict()
     for name, tensor in teacher.state_dict().items():

@@ -6,15 +6,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig
 
 from house.checks import assert_same_generation, greedy, left_padded, uncached_greedy
-from testing import assert_same, build, random_ids, tiny_config
+from testing import HOUSE_MIXER, MIXERS, assert_same, build, random_ids, tiny_config
 
 # two layers are enough to meet a mixer and an attention layer in one graph
 LAYERS = {"mixed": (1,), "all": (0, 1)}
 
 
-def small(family, layout, dtype=torch.float64):
+def small(family, layout, dtype=torch.float64, mixer=HOUSE_MIXER):
     types = {"layer_types": ["full_attention"] * 2} if family == "gemma3_text" else {}
-    return build(tiny_config(family, LAYERS[layout], num_hidden_layers=2, **types), dtype=dtype)
+    return build(tiny_config(family, LAYERS[layout], mixer, num_hidden_layers=2, **types), dtype=dtype)
 
 
 class Graphs(list):
@@ -43,12 +43,15 @@ def compiled_generation(model, ids, backend, **kwargs):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("family", "layout"),
-    [("llama", "all"), ("llama", "mixed"), ("gpt_neox", "mixed"), ("gemma3_text", "mixed"), ("stablelm", "mixed")],
+    ("family", "layout", "mixer"),
+    [
+        *(("llama", layout, mixer) for layout in LAYERS for mixer in MIXERS),
+        *((family, "mixed", HOUSE_MIXER) for family in ("gpt_neox", "gemma3_text", "stablelm")),
+    ],
 )
-def test_static_decode_is_one_graph(family, layout):
+def test_static_decode_is_one_graph(family, layout, mixer):
     """generate() with a compiled static cache: the tokens of the plain one, from one graph for all steps."""
-    model = small(family, layout)
+    model = small(family, layout, mixer=mixer)
     ids, graphs = random_ids(1, 7), Graphs()
     out = compiled_generation(model, ids, graphs.backend(), new_tokens=8)
     assert_same_generation(out, uncached_greedy(model, ids, 8), "compiled")
@@ -72,18 +75,19 @@ def test_second_call_compiles_nothing():
 
 
 @torch.no_grad()
-def test_decode_through_aot_autograd():
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_decode_through_aot_autograd(mixer):
     """The fake implementations of the ops agree with the real ones in shape, dtype and mutation."""
-    model = small("llama", "mixed")
+    model = small("llama", "mixed", mixer=mixer)
     ids = random_ids(2, 7)
     out = compiled_generation(model, ids, "aot_eager")
     assert_same_generation(out, uncached_greedy(model, ids), "aot_eager")
 
 
-@pytest.mark.parametrize("family", ("llama", "stablelm"))
-def test_training_graph(family):
+@pytest.mark.parametrize(("family", "mixer"), [*(("llama", mixer) for mixer in MIXERS), ("stablelm", HOUSE_MIXER)])
+def test_training_graph(family, mixer):
     """Forward and backward of a whole model in one graph each, with and without padding."""
-    model = small(family, "mixed").train()
+    model = small(family, "mixed", mixer=mixer).train()
     model.config.use_cache = False
     ids = random_ids(2, 9)
     mask = torch.ones_like(ids)

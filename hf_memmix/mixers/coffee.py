@@ -23,7 +23,7 @@ from hf_memmix_kernels import coffee, coffee_step
 from ..padding import before_the_end
 from . import coffee_start
 from .base import MemoryMixer, MixerOptions, register_mixer
-from .layers import RMSNorm, ShortConvolution, init_layers, wide
+from .layers import RMSNorm, ShortConvolution, check_layer_options, init_layers, wide
 
 MAX_STATES = 64
 TIME_SCALES = (1.0, 1000.0)  # tokens in which a state forgets to 1 / e at the start, where its gate is one half
@@ -69,10 +69,7 @@ class CoffeeOptions(MixerOptions):
         size = self.inner_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"inner_size={size!r} must be a number of features or None, twice the hidden size")
-        if not 2 <= self.conv_size <= 16:
-            raise ValueError(f"conv_size={self.conv_size} must be 2 to 16; the default is 4")
-        if self.conv_activation not in (None, "silu"):
-            raise ValueError(f"conv_activation={self.conv_activation!r} must be None or 'silu'")
+        check_layer_options(self)
         if self.method not in METHODS:
             raise ValueError(f"method={self.method!r} must be one of {METHODS}")
 
@@ -88,6 +85,7 @@ class CoffeeMixer(MemoryMixer):
 
     options_class = CoffeeOptions
     fp32_parameters = ("lam_logit", "w", "C", "w_filter")
+    lora_targets = ("u_proj", "o_proj")
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)

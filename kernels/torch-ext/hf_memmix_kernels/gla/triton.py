@@ -364,7 +364,8 @@ def gla_bwd_triton(
     dstates, dinitial = launch.scan(q, do, dfinal, scale, reverse=True)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     groups = launch.H // launch.kv_heads
-    tiles = _tiles(q, chunk_size, launch.K, launch.V, 64, 64, 2)
+    # at least 64 wide: ptxas 12.8 takes descriptors of narrower tiles from the wrong registers ("Compiler traps")
+    tiles = _tiles(q, chunk_size, max(launch.K, 64), launch.V, 64, 64, 2)
     blocks = triton.cdiv(launch.K, tiles["BK"])
     dg = log_decay.new_empty(blocks, *log_decay.shape)
     gla_bwd_kernel_dqkg[(blocks, launch.chunks, launch.kv_heads)](

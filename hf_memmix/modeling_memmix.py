@@ -74,6 +74,13 @@ class _MemMixPreTrained:
         if isinstance(module, (FeedForward, MemoryMixer)):
             module.init_weights()
 
+    def _initialize_weights(self, module, *args, **kwargs):
+        # the library passes over a module that has parameters in its children alone
+        if isinstance(module, (FeedForward, MemoryMixer)) and not getattr(module, "_is_hf_initialized", False):
+            self._init_weights(module)
+            module._is_hf_initialized = True
+        super()._initialize_weights(module, *args, **kwargs)
+
     def _insert_mixers(self):
         """Swap the attention (and feed-forward) of a base model and finish its construction anew."""
         swap_attention(self, self.config)

@@ -121,6 +121,18 @@ def test_public_names():
         _ = hf_memmix.no_such
 
 
+def test_a_mixer_without_parameters_of_its_own_is_initialised():
+    """The library takes it for initialised; deterministic mode fills fresh memory with NaN."""
+    config = tiny_config("llama", "all", options={"use_decay": False})
+    torch.use_deterministic_algorithms(True)
+    try:
+        model = AutoModelForCausalLM.from_config(config)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, parameter in model.named_parameters():
+        assert torch.isfinite(parameter).all(), name
+
+
 def test_importing_does_not_load_modelling_code():
     """What a command line with `--help`, or a program that may not need it, would wait for."""
     code = "import sys, hf_memmix; print(*(m for m in sys.modules if '.modeling_' in m))"

@@ -1,4 +1,4 @@
-"""What is COFFEE's own: the range of lambda, time scales at the start, and a start from attention as averages of values."""
+"""What is COFFEE's own: the range of lambda, its time scales at the start, and a start from attention as averages."""
 
 import math
 

@@ -1,0 +1,1 @@
+"""Experiments on small models trained from scratch: one harness, equal parameters and tokens for all mixers."""

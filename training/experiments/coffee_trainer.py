@@ -1,0 +1,200 @@
+"""Trains many tiny models at once: all seeds of a setting are one model, a step is one CUDA graph, settings overlap.
+
+A `Run` has a model of S copies, what draws a batch for each, and how long to train. `train(runs)` takes them in turn
+on streams of their own, which fills a GPU that none of them could fill alone. As the copies' losses are summed and
+Adam works elementwise, each copy trains as if it were alone.
+"""
+
+import functools
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+SLICE = 50  # steps of one run before the next has its turn
+
+
+@dataclass
+class Run:
+    """One setting, trained for all seeds at once.
+
+    Args:
+        name: key of its results.
+        model: maps the inputs that `draw` gives to logits [S, B, ..., classes].
+        draw: (batch, generator) -> (inputs, labels [S, B, ...]), without waiting for the device.
+        test: generator -> pairs of inputs and labels; what accuracy is measured on.
+        seed: of the training data; the test's is another. The model's start is whoever made it.
+        learning_rate: of Adam.
+        iterations: at most so many steps.
+        evaluate_every: steps from one evaluation to the next.
+        enough: stop when every copy has this accuracy.
+        lower_rate: (loss, rate): the rate once the copies' mean training loss is below that loss.
+        info: goes into the results.
+    """
+
+    name: str
+    model: nn.Module
+    draw: Callable
+    test: Callable[[torch.Generator], Iterable]
+    seed: int = 0
+    batch: int = 512
+    learning_rate: float = 0.01
+    iterations: int = 10_000
+    evaluate_every: int = 1000
+    enough: float = 2.0
+    lower_rate: tuple[float, float] | None = None
+    info: dict = field(default_factory=dict)
+
+    def prepare(self, device: torch.device):
+        """Move to the device and make the step: a CUDA graph on a GPU."""
+        cuda = device.type == "cuda"
+        self.model.to(device)
+        self.generator = torch.Generator(device).manual_seed(2 * self.seed)
+        self.test_generator = torch.Generator(device).manual_seed(2 * self.seed + 1)
+        self.done, self.seconds, self.curve, self.device = 0, 0.0, [], device
+        rate = torch.tensor(self.learning_rate, device=device) if cuda else self.learning_rate
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=rate, capturable=cuda, fused=cuda or None)
+        self.train_loss = torch.zeros((), device=device)
+        self.stream = torch.cuda.Stream() if cuda else None
+        if cuda:
+            torch.cuda.synchronize()  # the stream of its own starts from what the default one has made
+        self.step = self._capture() if cuda else self._step
+
+    def advance(self):
+        """Train until the next evaluation, by `SLICE` steps at most, on a GPU without waiting for them."""
+        steps = min(SLICE, self.iterations - self.done, self.evaluate_every - self.done % self.evaluate_every)
+        with torch.cuda.stream(self.stream):
+            for _ in range(steps):
+                self.step()
+        self.done += steps
+        if self.done % self.evaluate_every == 0 or self.done >= self.iterations:
+            self.evaluate()
+
+    @torch.no_grad()
+    def evaluate(self):
+        """Append accuracy and loss of every copy on the test to the curve; lower the rate if it is time."""
+        right, loss, count = 0, 0, 0
+        with torch.cuda.stream(self.stream):
+            for inputs, labels in self.test(self.test_generator):
+                logits = self.model(*inputs)
+                right = right + (logits.argmax(-1) == labels).flatten(1).sum(1)
+                loss = loss + _losses(logits, labels).sum(1)
+                count += labels[0].numel()
+            accuracy, loss = (right / count).tolist(), (loss / count).tolist()
+            if self.lower_rate is not None and self.train_loss.item() < self.lower_rate[0]:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = group["lr"].fill_(self.lower_rate[1]) if self.stream else self.lower_rate[1]
+        self.curve.append({"iteration": self.done, "accuracy": accuracy, "loss": loss})
+
+    def stop(self):
+        """Measure what has been trained since the last evaluation."""
+        if not self.curve or self.curve[-1]["iteration"] != self.done:
+            self.evaluate()
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= self.iterations or bool(self.curve and min(self.curve[-1]["accuracy"]) >= self.enough)
+
+    def results(self) -> dict:
+        """What is known so far: per seed, the best evaluation (the paper keeps the best model) and the last."""
+        best = [max(row["accuracy"][s] for row in self.curve) for s in range(len(self.curve[0]["accuracy"]))]
+        ranked = sorted(best)
+        return {
+            **self.info,
+            "parameters": sum(p.numel() for p in self.model.parameters()) // len(best),
+            "learning_rate": self.learning_rate,
+            "batch": self.batch,
+            "seeds": len(best),
+            "iterations": self.done,
+            "planned_iterations": self.iterations,
+            "best_accuracy": {"median": ranked[len(ranked) // 2], "min": ranked[0], "max": ranked[-1]},
+            "seeds_at_0.99": sum(a >= 0.99 for a in best),
+            "best_accuracy_of_seeds": best,
+            "last": self.curve[-1],
+            "curve": [
+                {
+                    "iteration": row["iteration"],
+                    "accuracy": [round(a, 4) for a in row["accuracy"]],
+                }
+                for row in self.curve
+            ],
+        }
+
+    def _step(self):
+        self.optimizer.zero_grad()
+        inputs, labels = self.draw(self.batch, self.generator)
+        loss = _losses(self.model(*inputs), labels).mean(1)
+        loss.sum().backward()
+        self.optimizer.step()
+        if hasattr(self.model, "project_"):
+            self.model.project_()
+        self.train_loss.copy_(loss.detach().mean())
+
+    def _capture(self):
+        start = {name: t.clone() for name, t in self.model.state_dict().items()}
+        with torch.cuda.stream(self.stream):
+            for _ in range(3):
+                self._step()
+        torch.cuda.synchronize()
+        self.optimizer.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.generator)
+        with torch.cuda.graph(graph, stream=self.stream):
+            self._step()
+        # the warm-up is no part of the training
+        with torch.no_grad():
+            self.model.load_state_dict(start)
+            for state in self.optimizer.state.values():
+                for tensor in state.values():
+                    tensor.zero_()
+        self.generator.manual_seed(2 * self.seed)
+        torch.cuda.synchronize()
+        self.graph = graph
+        return graph.replay
+
+
+def train(runs: list[Run], device: torch.device, seconds: float = float("inf"), report=print) -> dict[str, dict]:
+    """Train all, side by side, for at most so many seconds; their results by name.
+
+    One that fails has {"error": ...} as its result and leaves the others alone.
+    """
+    start, found, active = time.perf_counter(), {}, []
+    for run in runs:
+        _guarded(run, found, functools.partial(run.prepare, device), active.append)
+    while active and time.perf_counter() - start < seconds:
+        for run in list(active):
+            active.remove(run)
+            _guarded(run, found, run.advance, active.append)
+            if run.name in found:
+                continue
+            if run.finished:
+                active.remove(run)
+            if run.done % run.evaluate_every == 0 or run.finished:
+                row = run.curve[-1]["accuracy"]
+                report(
+                    f"{time.perf_counter() - start:6.1f} s  {run.name:24} {run.done:7}  {min(row):.3f}..{max(row):.3f}"
+                )
+    for run in runs:
+        if run.name not in found:
+            _guarded(run, found, run.stop, lambda run: found.update({run.name: run.results()}))
+    return found
+
+
+def _losses(logits, labels):
+    """Cross-entropy [S, predictions of a copy]."""
+    classes = logits.shape[-1]
+    losses = F.cross_entropy(logits.reshape(-1, classes), labels.reshape(-1), reduction="none")
+    return losses.view(logits.shape[0], -1)
+
+
+def _guarded(run, found, action, then):
+    try:
+        action()
+        then(run)
+    except Exception as error:
+        traceback.print_exc()
+        found[run.name] = {**run.info, "error": f"{type(error).__name__}: {error}"}

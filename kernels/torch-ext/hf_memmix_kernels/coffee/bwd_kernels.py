@@ -26,16 +26,15 @@ from .tiles import (
 
 @triton.jit
 def _reverse_group(
-    x, carry, prod, grads, us, dys, factors, lam, w, w2, C, F, p_du, p_dg, D, m_y, left,
+    x, carry, prod, grads, us, dys, factors, lam, w, w2, C, F, p_du, p_dg, D, m_y,
     P: tl.constexpr, NS: tl.constexpr, L: tl.constexpr, S: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr,
-    SCALED: tl.constexpr, DGATE: tl.constexpr, SUMMARY: tl.constexpr, SHARE: tl.constexpr, ASM: tl.constexpr,
-    CUT: tl.constexpr,
+    GATE: tl.constexpr, DGATE: tl.constexpr, SUMMARY: tl.constexpr, SHARE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """P tokens from the states x before them; grads holds dlam, dw, dC and dw_filter, NS of each, in one tuple."""
     # forward: the states and gates of the group, flat [P * NS]
     xs, phis, dvalue, dfilter = x, (), (), ()
     for k in tl.static_range(P):
-        x, phi = advance(x, us[k], factors[k], lam, w2, NS, FORM, SCALED, SHARE, ASM)
+        x, phi = advance(x, us[k], factors[k], lam, w2, NS, FORM, GATE, SHARE, ASM)
         xs = xs + x
         phis = phis + phi
         if FILTER:
@@ -65,7 +64,7 @@ def _reverse_group(
             if FORM <= INPUT:
                 slope = (phi - phi * phi) * v
             s = phi
-            if SCALED:
+            if GATE:
                 s = phi * factors[k]
                 slope = slope * factors[k]
             if SUMMARY:
@@ -98,20 +97,27 @@ def _reverse_group(
         else:
             grads = dlams + dws + dCs + dFs
             du = over_states(du, L, S).to(p_du.dtype.element_ty)
-            if CUT:
-                tl.store(p_du + k * D, du, mask=m_y & (k < left))
-            else:
-                tl.store(p_du + k * D, du, mask=m_y)
+            tl.store(p_du + k * D, du, mask=m_y)
             if DGATE:
                 dg = over_states(dg, L, S).to(p_dg.dtype.element_ty)
-                if CUT:
-                    tl.store(p_dg + k * D, dg, mask=m_y & (k < left))
-                else:
-                    tl.store(p_dg + k * D, dg, mask=m_y)
+                tl.store(p_dg + k * D, dg, mask=m_y)
     return carry, prod, grads
 
 
 @triton.jit
+def _walk(
+    x, p_u, p_g, t, tokens, gate_t, m_f, lam, w2, D, NS: tl.constexpr, FORM: tl.constexpr, GATE: tl.constexpr,
+    SHARE: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The states `tokens` tokens after x, which is the one before token t."""
+    for k in range(tokens):
+        us = load_rows(p_u, (t + k) * D, D, m_f, 1, 1, ACC, False)
+        factors = load_gates(p_g, (t + k) * gate_t, gate_t, m_f, 1, 1, ACC, GATE)
+        x, phi = advance(x, us[0], factors[0], lam, w2, NS, FORM, GATE, SHARE, ASM)
+    return x
+
+
+@triton.jit(do_not_specialize=("T", "gate_t", "gate_d", "segment", "segments"))
 def coffee_bwd_kernel(
     dy, dfinal, u, lam, w, C, F, gate, checkpoints, scratch, du, dgate, dparams, dx0, A, b, cu_seqlens,
     T, gate_t, gate_d, segment, segments,
@@ -171,56 +177,48 @@ def coffee_bwd_kernel(
     first = i_s * segment
     stop = tl.minimum((length + P - 1) // P, first + segment)
     if first < stop:
-        # the segment's last group, which may be cut: its states by walking from the checkpoint
-        q = stop - 1
-        x = load_states(p_k, (q // R).to(tl.int64) * D * NP, m_f, S, NS, ACC, NP)
-        if R > 1:
-            for r in range(q % R):
-                store_states(p_x, r * D * NP, m_f, S, x, NS, NP)
-                t = ((q // R) * R + r).to(tl.int64) * P
-                us = load_rows(p_u, t * D, D, m_f, P, P, ACC, False)
-                scales = load_gates(p_g, t * gate_t, gate_t, m_f, P, P, ACC, False, GATE)
-                for k in tl.static_range(P):
-                    x, phi = advance(x, us[k], scales[k], b_lam, b_w2, NS, FORM, GATE, SHARE, ASM)
-        t = q.to(tl.int64) * P
-        left = length - q * P
-        us = load_rows(p_u, t * D, D, m_f, left, P, ACC, True)
-        dys = load_rows(p_dy, t * D, D, m_f, left, P, ACC, True)
-        factors = load_gates(p_g, t * gate_t, gate_t, m_f, left, P, ACC, True, GATE)
-        carry, prod, grads = _reverse_group(
-            x, carry, prod, grads, us, dys, factors, b_lam, b_w, b_w2, b_C, b_F, p_du + t * D, p_dg + t * D, D, m_y,
-            left, P, NS, L, S, FORM, FILTER, True, DGATE, SUMMARY, SHARE, ASM, True,
-        )  # fmt: skip
-        # all groups before it are whole; rows are loaded one group ahead
-        t = (tl.maximum(q - 1, 0)).to(tl.int64) * P
-        us = load_rows(p_u, t * D, D, m_f, left + P, P, ACC, True)
-        dys = load_rows(p_dy, t * D, D, m_f, left + P, P, ACC, True)
-        for back in range(q - first):
-            g = q - 1 - back
+        whole = tl.minimum(length // P, stop)
+        if whole < stop:
+            # the sequence's last group fills no group: token by token, each from the group's start again; a second
+            # unrolled copy would double the time to compile, and more
+            x = load_states(p_k, (whole // R).to(tl.int64) * D * NP, m_f, S, NS, ACC, NP)
+            if R > 1:
+                for r in range(whole % R):
+                    store_states(p_x, r * D * NP, m_f, S, x, NS, NP)
+                    t = ((whole // R) * R + r).to(tl.int64) * P
+                    x = _walk(x, p_u, p_g, t, P, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, SHARE, ASM, ACC)
+            t = whole.to(tl.int64) * P
+            for back in range(length - whole * P):
+                k = length - whole * P - 1 - back
+                before = _walk(x, p_u, p_g, t, k, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, SHARE, ASM, ACC)
+                us_one = load_rows(p_u, (t + k) * D, D, m_f, 1, 1, ACC, False)
+                dys_one = load_rows(p_dy, (t + k) * D, D, m_f, 1, 1, ACC, False)
+                factors = load_gates(p_g, (t + k) * gate_t, gate_t, m_f, 1, 1, ACC, GATE)
+                carry, prod, grads = _reverse_group(
+                    before, carry, prod, grads, us_one, dys_one, factors, b_lam, b_w, b_w2, b_C, b_F,
+                    p_du + (t + k) * D, p_dg + (t + k) * D, D, m_y, 1, NS, L, S, FORM, FILTER, GATE, DGATE, SUMMARY,
+                    SHARE, ASM,
+                )  # fmt: skip
+        for back in range(whole - first):
+            g = whole - 1 - back
             t = g.to(tl.int64) * P
             if R > 1:
-                if g % R == R - 1:
+                if g % R == R - 1 or back == 0 and whole == stop:
                     x = load_states(p_k, (g // R).to(tl.int64) * D * NP, m_f, S, NS, ACC, NP)
-                    for j in range(R):
+                    for j in range(g % R + 1):
                         store_states(p_x, j * D * NP, m_f, S, x, NS, NP)
                         o_t = ((g // R) * R + j).to(tl.int64) * P
-                        rows = load_rows(p_u, o_t * D, D, m_f, P, P, ACC, False)
-                        scales = load_gates(p_g, o_t * gate_t, gate_t, m_f, P, P, ACC, False, GATE)
-                        for k in tl.static_range(P):
-                            x, phi = advance(x, rows[k], scales[k], b_lam, b_w2, NS, FORM, GATE, SHARE, ASM)
+                        x = _walk(x, p_u, p_g, o_t, P, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, SHARE, ASM, ACC)
                 x = load_states(p_x, (g % R) * D * NP, m_f, S, NS, ACC, NP)
             else:
                 x = load_states(p_k, g.to(tl.int64) * D * NP, m_f, S, NS, ACC, NP)
-            t_next = (tl.maximum(g - 1, first)).to(tl.int64) * P
-            us_next = load_rows(p_u, t_next * D, D, m_f, P, P, ACC, False)
-            dys_next = load_rows(p_dy, t_next * D, D, m_f, P, P, ACC, False)
-            scales = load_gates(p_g, t * gate_t, gate_t, m_f, P, P, ACC, False, GATE)
+            us = load_rows(p_u, t * D, D, m_f, P, P, ACC, False)
+            dys = load_rows(p_dy, t * D, D, m_f, P, P, ACC, False)
+            factors = load_gates(p_g, t * gate_t, gate_t, m_f, P, P, ACC, GATE)
             carry, prod, grads = _reverse_group(
-                x, carry, prod, grads, us, dys, scales, b_lam, b_w, b_w2, b_C, b_F, p_du + t * D, p_dg + t * D, D,
-                m_y, P, P, NS, L, S, FORM, FILTER, GATE, DGATE, SUMMARY, SHARE, ASM, False,
+                x, carry, prod, grads, us, dys, factors, b_lam, b_w, b_w2, b_C, b_F, p_du + t * D, p_dg + t * D, D,
+                m_y, P, NS, L, S, FORM, FILTER, GATE, DGATE, SUMMARY, SHARE, ASM,
             )  # fmt: skip
-            us = us_next
-            dys = dys_next
     if SUMMARY:
         store_states(A, o_s, m_f, S, prod, NS, NP)
         store_states(b, o_s, m_f, S, carry, NS, NP)
@@ -232,7 +230,7 @@ def coffee_bwd_kernel(
             store_states(p_p + j * D * N, 0, m_f, S, grads[j * NS : j * NS + NS], NS, N - split)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("chunks", "lanes"))
 def affine_scan_kernel(
     A, b, start, base, shift, out, chunks, lanes,
     L: tl.constexpr, P: tl.constexpr, REVERSE: tl.constexpr, NEWTON: tl.constexpr, ACC: tl.constexpr,

@@ -24,7 +24,7 @@ def _local(x, u, factor, lam, w, w2, FORM: tl.constexpr, ASM: tl.constexpr):
     return x + s * v, J
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("T", "chunks", "gate_t", "gate_d"))
 def coffee_deer_kernel(
     u, lam, w, gate, trajectory, entered, entering, A, R, ends, worst, T, chunks, gate_t, gate_d,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, P: tl.constexpr, LC: tl.constexpr,
@@ -60,7 +60,7 @@ def coffee_deer_kernel(
     for t in range(0, LC, P):
         left = T - start - t
         us = load_rows(p_u, 0, D, m_f, left, P, ACC, True)
-        factors = load_gates(p_g, 0, gate_t, m_f, left, P, ACC, True, GATE)
+        factors = load_gates(p_g, 0, gate_t, m_f, left, P, ACC, GATE)
         if not INIT:
             olds = load_rows(p_x, 0, D * NP, m_f, P, P, ACC, False)
         for k in tl.static_range(P):

@@ -29,33 +29,27 @@ def filtered(x, C, F, NS: tl.constexpr, L: tl.constexpr, S: tl.constexpr, FILTER
 
 @triton.jit
 def _group(
-    x, z, us, factors, lam, w, C, F, p_y, p_k, t, m_f, m_y, left,
+    x, z, us, factors, lam, w, C, F, p_y, p_k, t, m_f, m_y,
     D: tl.constexpr, NP: tl.constexpr, CK: tl.constexpr, SAVE: tl.constexpr, P: tl.constexpr, NS: tl.constexpr,
-    L: tl.constexpr, S: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, SCALED: tl.constexpr,
-    SHARE: tl.constexpr, CHAIN: tl.constexpr, ASM: tl.constexpr, CUT: tl.constexpr,
+    L: tl.constexpr, S: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
+    SHARE: tl.constexpr, CHAIN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """P tokens: their outputs stored, the states after them (and with CHAIN what their next gates take, z = w x)."""
     for k in tl.static_range(P):
+        # where CK > P only every CK // P th group keeps its state
         if SAVE and k % CK == 0:
-            m_k = m_f
-            if CUT and k > 0:
-                m_k = m_f & (k < left)
-            # where CK > P only every CK // P th group keeps its state
             if CK <= P or t % CK == 0:
-                store_states(p_k + tl.cast((t + k) // CK, tl.int64) * (D * NP), 0, m_k, S, x, NS, NP)
+                store_states(p_k + tl.cast((t + k) // CK, tl.int64) * (D * NP), 0, m_f, S, x, NS, NP)
         if CHAIN:
             x, z = advance_short(x, z, us[k], lam, w, NS, SHARE, ASM)
         else:
-            x, phi = advance(x, us[k], factors[k], lam, w, NS, FORM, SCALED, SHARE, ASM)
+            x, phi = advance(x, us[k], factors[k], lam, w, NS, FORM, GATE, SHARE, ASM)
         y = filtered(x, C, F, NS, L, S, FILTER, ASM)
-        if CUT:
-            tl.store(p_y + k * D, y.to(p_y.dtype.element_ty), mask=m_y & (k < left))
-        else:
-            tl.store(p_y + k * D, y.to(p_y.dtype.element_ty), mask=m_y)
+        tl.store(p_y + k * D, y.to(p_y.dtype.element_ty), mask=m_y)
     return x, z
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("T", "gate_t", "gate_d"))
 def coffee_fwd_kernel(
     u, lam, w, C, F, gate, x0, y, final, checkpoints, cu_seqlens, T, gate_t, gate_d,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr,
@@ -94,16 +88,16 @@ def coffee_fwd_kernel(
     p_k = checkpoints + (slot * D + f) * NP + split
     # rows of the next group are loaded while this one is worked on
     us = load_rows(p_u, 0, D, m_f, length, P, ACC, True)
-    factors = load_gates(p_g, 0, gate_t, m_f, length, P, ACC, True, GATE)
+    factors = load_gates(p_g, 0, gate_t, m_f, length, P, ACC, GATE)
     full = length // P * P
     for t in range(0, full, P):
         left = length - t - P
         us_next = load_rows(p_u, P * D, D, m_f, left, P, ACC, True)
         if GATE:
-            factors_next = load_gates(p_g, P * gate_t, gate_t, m_f, left, P, ACC, True, GATE)
+            factors_next = load_gates(p_g, P * gate_t, gate_t, m_f, left, P, ACC, GATE)
         x, z = _group(
-            x, z, us, factors, b_lam, b_w, b_C, b_F, p_y, p_k, t, m_f, m_y, 0, D, NP, CK, SAVE,
-            P, NS, L, S, FORM, FILTER, GATE, SHARE, CHAIN, ASM, False,
+            x, z, us, factors, b_lam, b_w, b_C, b_F, p_y, p_k, t, m_f, m_y, D, NP, CK, SAVE,
+            P, NS, L, S, FORM, FILTER, GATE, SHARE, CHAIN, ASM,
         )  # fmt: skip
         us = us_next
         if GATE:
@@ -111,16 +105,22 @@ def coffee_fwd_kernel(
             p_g += P * gate_t
         p_u += P * D
         p_y += P * D
-    if full < length:
-        factors = load_gates(p_g, 0, gate_t, m_f, length - full, P, ACC, True, GATE)
+    # what fills no group, token by token: a second unrolled copy would double the time to compile, and more
+    for t in range(full, length):
+        us_one = load_rows(p_u, 0, D, m_f, 1, 1, ACC, False)
+        factors_one = load_gates(p_g, 0, gate_t, m_f, 1, 1, ACC, GATE)
         x, z = _group(
-            x, z, us, factors, b_lam, b_w, b_C, b_F, p_y, p_k, full, m_f, m_y, length - full, D, NP, CK, SAVE,
-            P, NS, L, S, FORM, FILTER, True, SHARE, False, ASM, True,
+            x, z, us_one, factors_one, b_lam, b_w, b_C, b_F, p_y, p_k, t, m_f, m_y, D, NP, CK, SAVE,
+            1, NS, L, S, FORM, FILTER, GATE, SHARE, CHAIN, ASM,
         )  # fmt: skip
+        if GATE:
+            p_g += gate_t
+        p_u += D
+        p_y += D
     store_states(final, (i_n * D + f) * N + split, m_f, S, x, NS, N - split)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("gate_b", "gate_d"))
 def coffee_step_kernel(
     u, lam, w, C, F, gate, state, y, gate_b, gate_d,
     D: tl.constexpr, N: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr, FORM: tl.constexpr,

@@ -131,34 +131,29 @@ def load_rows(p, offset, stride, mask, left, P: tl.constexpr, ACC: tl.constexpr,
 
 
 @triton.jit
-def load_gates(
-    gate, offset, stride, mask, left, P: tl.constexpr, ACC: tl.constexpr, CUT: tl.constexpr, GATE: tl.constexpr
-):
-    """The gate's factors of P tokens: what the caller gave, 1 without, 0 from row `left` on; unused without both."""
+def load_gates(gate, offset, stride, mask, left, P: tl.constexpr, ACC: tl.constexpr, GATE: tl.constexpr):
+    """The gate's factors of P tokens, 0 from row `left` on; without a gate P values that nothing reads."""
     rows = ()
     if GATE:
-        rows = load_rows(gate, offset, stride, mask, left, P, ACC, CUT)
+        rows = load_rows(gate, offset, stride, mask, left, P, ACC, True)
     else:
-        for k in tl.static_range(P):
-            row = 1
-            if CUT:
-                row = tl.where(k < left, 1.0, 0.0).to(ACC)
-            rows = rows + (row,)
+        for _k in tl.static_range(P):
+            rows = rows + (1,)
     return rows
 
 
 @triton.jit
 def advance(
     x, u, factor, lam, w,
-    NS: tl.constexpr, FORM: tl.constexpr, SCALED: tl.constexpr, SHARE: tl.constexpr, ASM: tl.constexpr,
+    NS: tl.constexpr, FORM: tl.constexpr, GATE: tl.constexpr, SHARE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One token: the states after it and phi; SCALED says whether there is a gate factor."""
+    """One token: the states after it and phi; GATE says whether there is a gate factor."""
     phi = gates(x, u, w, NS, FORM, SHARE, ASM)
     y = ()
     for i in tl.static_range(NS):
         v = lam[i] * x[i] + u
         s = phi[i]
-        if SCALED:
+        if GATE:
             s = s * factor
         y = y + (x[i] + s * v,)
     return y, phi

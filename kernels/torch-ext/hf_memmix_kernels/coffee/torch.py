@@ -41,8 +41,8 @@ class Lanes:
         self.filter = None if w_filter is None else self.parameter(w_filter)
 
     def rows(self, t: Tensor) -> Tensor:
-        """[B, T, D] -> [T, 1, B, D]."""
-        return t.transpose(0, 1).to(self.dtype).unsqueeze(1)
+        """[B, T, D] -> [T, 1, B, D], dense: inner axes of D elements would keep torch from vectorising."""
+        return t.transpose(0, 1).to(self.dtype).contiguous().unsqueeze(1)
 
     def parameter(self, p: Tensor) -> Tensor:
         """[D, n] -> [n, B, D], dense: a broadcast inner axis would keep torch from vectorising."""

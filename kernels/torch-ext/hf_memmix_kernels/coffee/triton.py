@@ -60,11 +60,12 @@ def forward_plan(sequences: int, features: int, n: int) -> Plan:
 
 
 @functools.lru_cache(maxsize=256)
-def backward_plan(sequences: int, tokens: int, features: int, n: int, packed: bool) -> Plan:
+def backward_plan(sequences: int, tokens: int, features: int, n: int, packed: bool, filtered: bool) -> Plan:
     NP = padded_states(n)
     lanes = sequences * features * NP
     many = lanes >= MANY_LANES
-    per_thread = _per_thread(NP, 4 if many else 1)
+    # four states a thread and the filter's gradients take every register there is, and twice as long to compile
+    per_thread = _per_thread(NP, (2 if filtered else 4) if many else 1)
     segment = SEGMENT if lanes <= FEW_LANES and tokens > 2 * SEGMENT and not packed else 0
     return Plan(per_thread, 4 if many else 1, GROUP, many and per_thread > 1, segment=segment)
 
@@ -161,7 +162,7 @@ def coffee_bwd_triton(
     dy, dfinal, u, lam, w, C, w_filter, gate = _contiguous(dy, dfinal, u, lam, w, C, w_filter, gate)
     (B, T, D), n = u.shape, lam.shape[1]
     N, NP = num_sequences(B, cu_seqlens), padded_states(n)
-    plan = plan or backward_plan(N, T, D, n, cu_seqlens is not None)
+    plan = plan or backward_plan(N, T, D, n, cu_seqlens is not None, w_filter is not None)
     P, R = plan.group, CHECKPOINT // plan.group
     segment = plan.segment // CHECKPOINT * R
     segments = triton.cdiv(triton.cdiv(T, P), segment) if segment else 1

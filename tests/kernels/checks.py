@@ -47,9 +47,13 @@ def outputs_and_gradients(
     skipped = {"log_decay"} if state is None and inputs.get("q", o).shape[1] == 1 else set()
     sources = {f"d {name}": t for name, t in leaves.items() if name not in skipped}
     sources |= {} if state is None else {f"d state{i}": s for i, s in enumerate(state)}
-    grads = torch.autograd.grad(loss, list(sources.values()))
+    grads = list(torch.autograd.grad(loss, list(sources.values())))
     named = {"o": o} | {f"state{i}": s for i, s in enumerate(final)}
     if op.name.startswith("gka") and state is not None:
         # H is symmetric, so only the symmetric part of its gradient means anything
         grads = [(g + g.mT) / 2 if name == "d state0" else g for name, g in zip(sources, grads, strict=True)]
+    if op.name.startswith("lattice") and state is not None and op.options.get("project", True):
+        # slots are unit vectors, so only what is orthogonal to them means anything
+        slots = torch.nn.functional.normalize(state[0].double(), dim=-2)
+        grads[-1] = (grads[-1] - slots * (slots * grads[-1]).sum(-2, keepdim=True)).to(grads[-1])
     return {name: t.detach() for name, t in named.items()} | dict(zip(sources, grads, strict=True))

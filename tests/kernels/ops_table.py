@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from coffee_rows import ROWS as COFFEE
 from draw import DEVICE, randn
+from lattice_rows import ROWS as LATTICE
 from ska_rows import ROWS as SKA
 from torch import Tensor
 
@@ -55,6 +56,8 @@ class Op:
         silence: inputs, mask [B, T] of padded tokens -> inputs whose padded tokens write and decay nothing.
         rounding: how many times more than its inputs' rounding the op may err.
         tf32: whether float32 inputs meet tensor cores in TF32 on a GPU.
+        sequential: whether its kernels go token by token, slowly in the interpreter.
+        brief: whether it differs from another row by an option: the interpreter runs one comparison.
         low_precision: whether the op keeps the table's promise for float16 and bfloat16.
         bad: what must raise ValueError: (part of the message, the changed arguments given the inputs).
     """
@@ -73,6 +76,8 @@ class Op:
     parameters: tuple[str, ...] = ()
     rounding: float = 1.0
     tf32: bool = False
+    sequential: bool = False
+    brief: bool = False
     low_precision: bool = True
 
     def __str__(self):
@@ -259,4 +264,5 @@ OPS = [
     ),
     *(Op(**row) for row in COFFEE),
     *(Op(**row) for row in SKA),
+    *(Op(**row) for row in LATTICE),
 ]

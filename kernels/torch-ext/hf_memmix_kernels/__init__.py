@@ -11,6 +11,7 @@ from .coffee import (
 )
 from .gka import chunk_gka, gka_step, naive_gka
 from .gla import chunk_gla, gla_step, naive_gla
+from .lattice import check_lattice, chunk_lattice, fused_recurrent_lattice, lattice_step, naive_lattice
 from .short_conv import naive_short_conv, short_conv, short_conv_step
 from .ska import (
     cg_lift,
@@ -26,19 +27,24 @@ from .ska import (
 __all__ = [
     "cg_lift",
     "check_coffee",
+    "check_lattice",
     "check_ska_state",
     "chunk_gka",
     "chunk_gla",
+    "chunk_lattice",
     "chunk_ska",
     "coffee",
     "coffee_method",
     "coffee_step",
     "deer_coffee",
+    "fused_recurrent_lattice",
     "gka_step",
     "gla_step",
+    "lattice_step",
     "naive_coffee",
     "naive_gka",
     "naive_gla",
+    "naive_lattice",
     "naive_short_conv",
     "naive_ska",
     "prefix_ska",

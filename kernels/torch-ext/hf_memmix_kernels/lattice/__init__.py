@@ -1,0 +1,6 @@
+"""Lattice: orthogonal state recurrence, a memory of slots that only ever take in what is new to them."""
+
+from .naive import naive_lattice
+from .op import check_lattice, chunk_lattice, fused_recurrent_lattice, lattice_step
+
+__all__ = ["check_lattice", "chunk_lattice", "fused_recurrent_lattice", "lattice_step", "naive_lattice"]

@@ -1,0 +1,316 @@
+"""The Lattice op: validation, dispatch by device and variant, and registration as torch.library custom ops."""
+
+import torch
+from torch import Tensor
+
+from .._common import check_cu_seqlens, compute_dtype, num_sequences
+from .._dispatch import use_triton
+from .naive import BASELINES, VARIANTS
+from .plan import CHECKPOINT, MAX_DIM, checkpoint_slots, padded
+from .torch import lattice_bwd_torch, lattice_fwd_torch, lattice_step_torch
+
+# e^-20 is the strongest decay that float32 can tell from none of the old direction
+STRONGEST_DECAY = -20.0
+
+
+def _path(x: Tensor):
+    """The functions forward, backward and step of the backend that runs `x`."""
+    if not use_triton(x):
+        return lattice_fwd_torch, lattice_bwd_torch, lattice_step_torch
+    from .triton import lattice_bwd_triton, lattice_fwd_triton, lattice_step_triton
+
+    return lattice_fwd_triton, lattice_bwd_triton, lattice_step_triton
+
+
+def _kept_shape(v: Tensor, state: Tensor, cu_seqlens: Tensor | None, save: bool) -> tuple[int, ...]:
+    """Shape of what forward keeps for backward, which each backend lays out for itself."""
+    N, H, d, m = state.shape
+    if use_triton(v):
+        return (checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens) if save else 0, H, padded(m) * padded(d))
+    # the longest packed sequence is known on the device only: backward runs forward again
+    return (-(-v.shape[1] // CHECKPOINT) if save and cu_seqlens is None else 0, N * H, m, d)
+
+
+@torch.library.custom_op("hf_memmix::lattice_fwd", mutates_args=())
+def _fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    variant: str,
+    project: bool,
+    l1: float,
+    chunked: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    save = save and (use_triton(v) or cu_seqlens is None)
+    outputs = _path(v)[0](q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save)
+    return tuple(t.contiguous() for t in outputs)
+
+
+@_fwd.register_fake
+def _(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, chunked, save):
+    return (
+        v.new_empty(v.shape),
+        initial_state.new_empty(initial_state.shape),
+        initial_state.new_empty(_kept_shape(v, initial_state, cu_seqlens, save)),
+    )
+
+
+@torch.library.custom_op("hf_memmix::lattice_bwd", mutates_args=())
+def _bwd(
+    do: Tensor,
+    dfinal: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor,
+    kept: Tensor,
+    cu_seqlens: Tensor | None,
+    variant: str,
+    project: bool,
+    l1: float,
+    chunked: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs, rule = (q, k, v, gamma, log_decay, initial_state), (variant, project, l1)
+    forward, backward, _ = _path(v)
+    if not kept.numel():
+        kept = forward(*inputs, cu_seqlens, *rule, True)[2]
+    *grads, dinitial = backward(do, dfinal, *inputs, kept, cu_seqlens, *rule)
+    grads = (v.new_empty(0) if x is None else x.contiguous() for x in grads)
+    return *grads, dinitial.contiguous()
+
+
+@_bwd.register_fake
+def _(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, *rule):
+    grads = [v.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, gamma, log_decay)]
+    return *grads, initial_state.new_empty(initial_state.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.variant, ctx.project, ctx.l1, ctx.chunked, _ = inputs
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.mark_non_differentiable(output[2])
+
+
+def _backward(ctx, do, dfinal, _):
+    *inputs, cu_seqlens, kept = ctx.saved_tensors
+    rule = (ctx.variant, ctx.project, ctx.l1, ctx.chunked)
+    dq, dk, dv, dgamma, dlog, dinitial = _bwd(do, dfinal, *inputs, kept, cu_seqlens, *rule)
+    return dq, dk, dv, dgamma, None if inputs[4] is None else dlog, dinitial, *[None] * 6
+
+
+_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("hf_memmix::lattice_step", mutates_args=("state",))
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    variant: str,
+    project: bool,
+    l1: float,
+) -> Tensor:
+    return _path(v)[2](q, k, v, gamma, log_decay, state, variant, project, l1)
+
+
+@_step.register_fake
+def _(q, k, v, gamma, log_decay, state, variant, project, l1):
+    return v.new_empty(v.shape)
+
+
+def _check(q, k, v, gamma, log_decay, state, cu_seqlens, variant, project, l1) -> None:
+    """Raise ValueError unless the arguments fit together; values are looked at by `check_lattice` only."""
+    if q.dim() != 4 or v.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3]:
+        raise ValueError(
+            "lattice needs q and k [B, T, H, m], v [B, T, H, d], got"
+            f" {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    B, T, H, m = q.shape
+    d = v.shape[-1]
+    if m > d:
+        raise ValueError(f"lattice: {m} slots of size {d} cannot be orthonormal; take m <= d slots")
+    if d > MAX_DIM:
+        raise ValueError(f"lattice: slots of size {d} are over the limit of {MAX_DIM}; use more, smaller heads")
+    if T == 0:
+        raise ValueError("lattice: the sequence is empty (T = 0); pass at least one token")
+    for name, gate in (("gamma", gamma), ("log_decay", log_decay)):
+        if gate is not None and gate.shape != q.shape[:3]:
+            raise ValueError(f"lattice: {name} must be [B, T, H] = {(B, T, H)}, got {tuple(gate.shape)}")
+    if variant not in VARIANTS:
+        raise ValueError(f"lattice: variant={variant!r} is not one of {VARIANTS}")
+    if variant in BASELINES and project:
+        raise ValueError(f"lattice: the baseline variant={variant!r} has no unit slots; pass project=False")
+    if not l1 >= 0:
+        raise ValueError(f"lattice: l1={l1} must be >= 0; 0 is no shrinkage")
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, B)
+    sizes = (num_sequences(B, cu_seqlens), H, d, m)
+    if state is not None and state.shape != sizes:
+        raise ValueError(f"lattice: the state must be [N, H, d, m] = {sizes}, got {tuple(state.shape)}")
+
+
+def check_lattice(
+    gamma: Tensor | None = None, state: Tensor | None = None, tolerance: float = 1e-3, **tensors: Tensor
+) -> None:
+    """Look at values, which the ops do not because that waits for the device: call it on data from outside.
+
+    Args:
+        gamma: step sizes, any shape; 0 only at padding.
+        state: [..., d, m], e.g. loaded from disk; None skips it.
+        tolerance: how far from 1 a slot's norm may be.
+        tensors: more tensors that must be finite, by name.
+
+    Raises:
+        ValueError: a value that is not finite, gamma < 0, or a state whose columns are not of unit norm.
+    """
+    for name, x in {"gamma": gamma, "state": state, **tensors}.items():
+        if x is not None and not torch.isfinite(x).all():
+            raise ValueError(f"lattice: {name} holds {int((~torch.isfinite(x)).sum())} values that are not finite")
+    if gamma is not None and (gamma < 0).any():
+        raise ValueError(f"lattice: gamma={gamma.min().item():.3g} is negative; step sizes are > 0, 0 at padding only")
+    if state is not None:
+        norms = torch.linalg.vector_norm(state.double(), dim=-2)
+        worst = norms.flatten()[(norms - 1).abs().argmax()].item()
+        if abs(worst - 1) > tolerance:
+            raise ValueError(
+                f"lattice: a slot (column of the state) has norm {worst:.6g}, not 1 +- {tolerance}; normalise the"
+                " columns, or pass project=False if the state comes from a model without projection"
+            )
+
+
+def _run(q, k, v, gamma, log_decay, variant, project, l1, initial_state, cu_seqlens, chunked):
+    _check(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1)
+    dtype = compute_dtype(v.dtype)
+    N, H, d, m = num_sequences(q.shape[0], cu_seqlens), q.shape[2], v.shape[-1], q.shape[-1]
+    if initial_state is None:
+        state = torch.eye(d, m, dtype=dtype, device=v.device).repeat(N, H, 1, 1)
+    else:
+        state = initial_state.to(dtype)
+        if project:
+            state = state / torch.linalg.vector_norm(state, dim=-2, keepdim=True)
+    if project and log_decay is not None:
+        gamma, log_decay = _fold(gamma, log_decay)
+    save = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, gamma, log_decay, state)
+    )
+    o, final, _ = _fwd(q, k, v, gamma, log_decay, state, cu_seqlens, variant, project, float(l1), chunked, save)
+    return o, final
+
+
+def _fold(gamma: Tensor, log_decay: Tensor) -> tuple[Tensor, None]:
+    """P_C(mu s + Delta) = P_C(s + Delta / mu): under projection a forget gate is a larger step."""
+    dtype = torch.promote_types(gamma.dtype, torch.float32)
+    return gamma.to(dtype) * (-log_decay.to(dtype).clamp_min(STRONGEST_DECAY)).exp(), None
+
+
+def fused_recurrent_lattice(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    variant: str = "dec",
+    project: bool = True,
+    l1: float = 0.0,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`chunk_lattice` token by token whatever the variant: the same arguments, results and errors."""
+    return _run(q, k, v, gamma, log_decay, variant, project, l1, initial_state, cu_seqlens, False)
+
+
+def chunk_lattice(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    variant: str = "dec",
+    project: bool = True,
+    l1: float = 0.0,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Orthogonal state recurrence (Lattice, eq. 13 and 14), exact for every variant.
+
+    m slots s_i of unit norm, the columns of S, are written with what a token adds to them, and read by q:
+
+        s_i <- P_C(mu s_i - gamma c_i P(s_i) h),   y = S q,   P(s) = I - s s^T,   P_C(s) = s / |s|
+
+    On a GPU "enc" and "sim" run chunkwise on tensor cores: their h is known before the state is. "dec", the options
+    and the baselines run token by token. All of them are exact.
+
+    Args:
+        q, k: [B, T, H, m], m <= d <= 128.
+        v: [B, T, H, d].
+        gamma: step sizes >= 0 [B, T, H], best in float32. A token at gamma = 0 (and log_decay = 0) is padding: it
+            neither writes nor decays.
+        log_decay: log of the forget gate mu (eq. 16) <= 0 [B, T, H]; None is mu = 1. With `project` it is the same as
+            a step gamma / mu, and felt down to mu = e^-20.
+        variant: "dec": h = S k - v, c = k (eq. 7); "enc": h = v, c = S^T v - k (eq. 10); "sim": h = -v, c = k
+            (eq. 12). "enc" is a least mean squares step: it needs gamma |v|^2 < 2, or errors grow. Baselines, which
+            need project=False: "ttt", the output normalised instead of the slots (eq. 19), and "delta", the delta
+            rule (eq. 20).
+        project: whether slots stay on the unit sphere (eq. 14). False is eq. 13 alone: gradients are taken at the
+            normalised slots and divided by their norms, which grow.
+        l1: weight lambda of the L1 penalty: slots are shrunk by gamma * lambda after every update (eq. 18), before the
+            projection. A slot that would vanish is not shrunk.
+        initial_state: S_0 [N, H, d, m]; with `project` its columns are normalised first. None is the first m unit
+            vectors.
+        cu_seqlens: boundaries [N + 1] of packed sequences; B is 1 then. Without it N = B.
+
+    Returns:
+        y [B, T, H, d] in v's dtype and the final state [N, H, d, m], float32 (float64 for float64 inputs).
+        Differentiable in every tensor and through both results.
+
+    Raises:
+        ValueError: shapes or options do not fit. Values are not looked at, see `check_lattice`.
+    """
+    return _run(q, k, v, gamma, log_decay, variant, project, l1, initial_state, cu_seqlens, True)
+
+
+def lattice_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    state: Tensor,
+    variant: str = "dec",
+    project: bool = True,
+    l1: float = 0.0,
+) -> Tensor:
+    """One decoding step of `chunk_lattice`, without autograd.
+
+    Args:
+        q, k, v, gamma, log_decay: one token, as in `chunk_lattice`.
+        state: contiguous [B, H, d, m], float32 or float64, updated IN PLACE. With `project` its columns
+            have unit norm.
+
+    Returns:
+        y [B, 1, H, d] in v's dtype.
+
+    Raises:
+        ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
+    """
+    _check(q, k, v, gamma, log_decay, state, None, variant, project, l1)
+    if q.shape[1] != 1:
+        raise ValueError(f"lattice_step advances by one token, got {q.shape[1]}; use chunk_lattice for several")
+    if not state.is_contiguous():
+        raise ValueError("lattice_step updates its state in place: pass a contiguous one, e.g. by .contiguous()")
+    if project and log_decay is not None:
+        gamma, log_decay = _fold(gamma, log_decay)
+    return _step(q, k, v, gamma, log_decay, state, variant, project, float(l1))

@@ -1,0 +1,98 @@
+"""Launches of the Lattice kernels: states in and out of their tiles, grids, scratch memory."""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from .._common import compute_dtype
+from .bwd_kernels import lattice_bwd_kernel
+from .fwd_kernels import lattice_fwd_kernel, lattice_step_kernel
+from .plan import CHECKPOINT, checkpoint_slots, padded
+
+# tokens between two measured norms, and between two states that backward keeps in scratch memory
+BLOCK = 16
+# lanes that share a slot, and warps a head of 64 x 64
+LANES_FWD = LANES_BWD = 8
+WARPS_FWD = WARPS_BWD = 4
+
+
+def _sizes(state: Tensor, lanes: int) -> dict:
+    N, H, D, M = state.shape
+    BD = padded(D)
+    D2 = min(BD, 4 * lanes)
+    acc = tl.float64 if compute_dtype(state.dtype) == torch.float64 else tl.float32
+    return {"M": M, "D": D, "BM": padded(M), "D1": BD // D2, "D2": D2, "ACC": acc}
+
+
+def _warps(warps: int, state: Tensor) -> int:
+    """More of them for larger states, whose registers they hold."""
+    tile = padded(state.shape[2]) * padded(state.shape[3])
+    return max(1, min(8, warps * tile // 4096))
+
+
+def _to_tiles(state: Tensor, sizes: dict) -> Tensor:
+    """[N, H, d, m] -> [N * H, BM, BD], slots as rows, zero-padded."""
+    rows = state.flatten(0, 1).mT
+    return torch.nn.functional.pad(
+        rows, (0, sizes["D1"] * sizes["D2"] - sizes["D"], 0, sizes["BM"] - sizes["M"])
+    ).contiguous()
+
+
+def _from_tiles(tiles: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_to_tiles`."""
+    return tiles[:, : like.shape[3], : like.shape[2]].mT.reshape(like.shape)
+
+
+def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
+    """o, the final state [N, H, d, m] and the tiles before every 64th token [slots, H, BM * BD]."""
+    N, H, _, _ = initial_state.shape
+    sizes = _sizes(initial_state, LANES_FWD)
+    q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
+    log_decay = None if log_decay is None else log_decay.contiguous()
+    start = _to_tiles(initial_state, sizes)
+    final, o = torch.empty_like(start), torch.empty_like(v)
+    slots = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens) if save else 0
+    kept = start.new_empty(slots, H, start[0].numel())
+    lattice_fwd_kernel[(N * H,)](
+        q, k, v, gamma, log_decay, start, o, final, kept, cu_seqlens, v.shape[1], float(l1),
+        H=H, **sizes, VARIANT=variant, PROJECT=project, L1=l1 > 0, SAVE=save,
+        CHECKPOINT=CHECKPOINT, BLOCK=BLOCK, num_warps=_warps(WARPS_FWD, initial_state),
+    )  # fmt: skip
+    return o, _from_tiles(final, initial_state), kept
+
+
+def lattice_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, variant, project, l1):
+    """Gradients of q, k, v, gamma, log_decay (or None) and the initial state."""
+    N, H, _, _ = initial_state.shape
+    sizes = _sizes(initial_state, LANES_BWD)
+    do, q, k, v, gamma = (x.contiguous() for x in (do, q, k, v, gamma))
+    log_decay = None if log_decay is None else log_decay.contiguous()
+    end = _to_tiles(dfinal, sizes)
+    dstart, (dq, dk, dv) = torch.empty_like(end), (torch.empty_like(x) for x in (q, k, v))
+    shares = [None if x is None else end.new_empty(q.shape) for x in (gamma, log_decay)]
+    tile, note = end[0].numel(), sizes["BM"] + sizes["D1"] * sizes["D2"]
+    states = end.new_empty(N * H, BLOCK + CHECKPOINT // BLOCK, tile)
+    notes = end.new_empty(N * H, CHECKPOINT, note)
+    lattice_bwd_kernel[(N * H,)](
+        do, end, q, k, v, gamma, log_decay, kept, dq, dk, dv, *shares, dstart, states, notes, cu_seqlens,
+        v.shape[1], float(l1),
+        H=H, **sizes, VARIANT=variant, PROJECT=project, L1=l1 > 0,
+        CHECKPOINT=CHECKPOINT, BLOCK=BLOCK, AHEAD=tile <= 4096, num_warps=_warps(WARPS_BWD, initial_state),
+    )  # fmt: skip
+    gates = (
+        None if x is None else x.sum(-1).to(like.dtype) for x, like in zip(shares, (gamma, log_decay), strict=True)
+    )
+    return dq, dk, dv, *gates, _from_tiles(dstart, initial_state)
+
+
+def lattice_step_triton(q, k, v, gamma, log_decay, state, variant, project, l1):
+    """Advance the state [B, H, d, m] in place by one token; o [B, 1, H, d] in v's dtype."""
+    sizes = _sizes(state, LANES_FWD)
+    q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
+    log_decay = None if log_decay is None else log_decay.contiguous()
+    o = torch.empty_like(v)
+    lattice_step_kernel[(state.shape[0] * state.shape[1],)](
+        q, k, v, gamma, log_decay, state, o, float(l1),
+        **sizes, VARIANT=variant, PROJECT=project, L1=l1 > 0, num_warps=_warps(WARPS_FWD, state),
+    )  # fmt: skip
+    return o

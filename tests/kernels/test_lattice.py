@@ -1,0 +1,122 @@
+"""What the contract does not ask of Lattice: every option, unit norms over 100k steps, and what values are refused."""
+
+import itertools
+
+import pytest
+import torch
+from checks import assert_close, error, outputs_and_gradients
+from draw import DEVICE, rand
+from lattice_rows import draw, draw_state
+from ops_table import OPS, TOLERANCE, Shape
+
+import hf_memmix_kernels as K
+
+LATTICE = next(op for op in OPS if op.name == "lattice")
+SHAPE = Shape(1, 18, 1, 1, 24, 20)
+RULES = [
+    *itertools.product(("dec", "enc", "sim"), (True, False), (0.0, 0.05)),
+    *itertools.product(("ttt", "delta"), (False,), (0.0, 0.05)),
+]
+
+
+def compare(options, shape, dtype, tolerance, bounds=None, **scales):
+    """`fused_recurrent_lattice` against the truth: outputs, state and every gradient."""
+    inputs = draw(shape, dtype)
+    inputs["log_decay"] = -0.05 * rand(*inputs["gamma"].shape, dtype=inputs["gamma"].dtype)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, device=DEVICE)
+    state = draw_state(shape, shape.B if bounds is None else len(bounds) - 1, dtype)
+    weights, found = [], []
+    for fn in (K.naive_lattice, K.fused_recurrent_lattice):
+        found.append(
+            outputs_and_gradients(
+                LATTICE, lambda fn=fn, **x: fn(**x, **options), inputs, state, cu_seqlens, weights=weights
+            )
+        )
+    assert_close(found[1], found[0], lambda name: tolerance)
+
+
+@pytest.mark.parametrize(("variant", "project", "l1"), RULES)
+def test_every_rule_in_float64(variant, project, l1, backend):
+    """Formulas and kernels without rounding, packed, with a forget gate. Soft thresholds have kinks: float64 only."""
+    if backend == "triton" and DEVICE == "cuda":
+        pytest.skip("the choice by device keeps float64 off a GPU's Triton kernels")
+    bounds = [0, 0, 17, 18] if backend == "torch" else None
+    options = {"variant": variant, "project": project, "l1": l1}
+    shape = SHAPE if backend == "torch" else SHAPE._replace(T=3)
+    compare(options, shape, torch.float64, 1e-10, bounds)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("variant", "project", "l1"), [rule for rule in RULES if not rule[2]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_rule_on_a_gpu(variant, project, l1, dtype):
+    options = {"variant": variant, "project": project, "l1": l1}
+    compare(options, Shape(2, 150, 2, 2, 64, 64), dtype, 2 * TOLERANCE[dtype], None)
+
+
+def test_forget_gate_is_a_larger_step():
+    """P_C(mu s + Delta) = P_C(s + Delta / mu), in the truth too."""
+    inputs = draw(SHAPE, torch.float64)
+    log_decay = -rand(*inputs["gamma"].shape, dtype=torch.float64)
+    (o, state) = K.naive_lattice(**inputs, log_decay=log_decay)
+    larger = {**inputs, "gamma": inputs["gamma"] * (-log_decay).exp()}
+    for got, want in zip(K.naive_lattice(**larger), (o, state), strict=True):
+        assert error(got, want) <= 1e-12
+
+
+def test_total_decay_is_finite():
+    inputs = {name: t.requires_grad_() for name, t in draw(SHAPE, torch.float32).items()}
+    log_decay = torch.full_like(inputs["gamma"], -1e4)
+    o, state = K.chunk_lattice(**inputs, log_decay=log_decay)
+    grads = torch.autograd.grad(o.sum() + state.sum(), list(inputs.values()))
+    assert all(torch.isfinite(t).all() for t in (o, state, *grads))
+
+
+@pytest.mark.parametrize("variant", ["dec", "enc", "sim"])
+def test_norms_stay_one_for_100k_steps(variant):
+    """float32, 25 rounds of 4000 steps through the state, ten heads of two slots."""
+    shape = Shape(1, 4000, 1, 1, 2, 4)
+    inputs = {name: t.to(DEVICE) for name, t in draw(shape, torch.float32).items()}
+    state, worst = None, 0.0
+    for _ in range(25):
+        _, state = K.chunk_lattice(**inputs, variant=variant, initial_state=state)
+        worst = max(worst, (torch.linalg.vector_norm(state.double(), dim=-2) - 1).abs().max().item())
+    assert worst <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "gamma"])
+def test_values_that_are_not_finite_are_named(name):
+    inputs = draw(SHAPE, torch.float32)
+    inputs[name][0, 3] = float("nan")
+    with pytest.raises(ValueError, match=f"{name} holds"):
+        K.check_lattice(**inputs)
+
+
+def test_values_of_a_state_are_checked():
+    (state,) = draw_state(SHAPE, 1, torch.float32)
+    K.check_lattice(state=state)
+    for factor, message in ((0.0, "norm 0"), (1.1, "norm 1.1"), (float("inf"), "not finite")):
+        wrong = state.clone()
+        wrong[0, 0, :, 3] *= factor
+        with pytest.raises(ValueError, match=message):
+            K.check_lattice(state=wrong)
+
+
+def test_negative_step_is_refused():
+    inputs = draw(SHAPE, torch.float32)
+    K.check_lattice(gamma=inputs["gamma"] * 0)
+    with pytest.raises(ValueError, match="gamma=-0.5"):
+        K.check_lattice(gamma=torch.tensor([0.1, -0.5]))
+
+
+def test_default_start_is_orthonormal():
+    inputs = draw(SHAPE, torch.float64)
+    eye = torch.eye(24, 20, dtype=torch.float64, device=DEVICE)[None, None]
+    for a, b in zip(K.chunk_lattice(**inputs), K.naive_lattice(**inputs, initial_state=eye), strict=True):
+        assert error(a, b) <= 1e-12
+
+
+def test_step_refuses_a_state_it_cannot_write():
+    inputs = {name: t[:, :1] for name, t in draw(SHAPE, torch.float32).items()}
+    with pytest.raises(ValueError, match="contiguous"):
+        K.lattice_step(**inputs, state=draw_state(SHAPE, 1, torch.float32)[0].mT.contiguous().mT)

@@ -249,9 +249,6 @@ def chunk_lattice(
 
         s_i <- P_C(mu s_i - gamma c_i P(s_i) h),   y = S q,   P(s) = I - s s^T,   P_C(s) = s / |s|
 
-    On a GPU "enc" and "sim" run chunkwise on tensor cores: their h is known before the state is. "dec", the options
-    and the baselines run token by token. All of them are exact.
-
     Args:
         q, k: [B, T, H, m], m <= d <= 128.
         v: [B, T, H, d].

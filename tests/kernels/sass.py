@@ -96,6 +96,11 @@ class Facts(NamedTuple):
         elif family == "UIADD3" and len(writes) == 2:
             low = writes[:1] if any(self.low >> r & 1 for r in reads[::2]) else []
             high = writes[1:] if all(self.high >> r & 1 for r in reads[1::2]) else []
+        elif (
+            family == "ULOP3" and ", 0x3c," in instruction.text and all((self.low | self.high) >> r & 1 for r in reads)
+        ):
+            # three of these exchange two registers: either word may be in either
+            low, high = writes, writes
         else:
             cut = family in _CUTS and _CUTS[family] in instruction.text
             low = writes if cut or any(self.low >> r & 1 for r in reads) else []

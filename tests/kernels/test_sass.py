@@ -70,6 +70,18 @@ def test_a_high_word_that_is_no_constant():
     assert len(found) == 1 and "UR14 and UR15 are read as a descriptor" in found[0]
 
 
+def test_words_exchanged_by_exclusive_or():
+    """ptxas exchanges two registers so: the words written to the wrong ones of UR14 and UR15 are put right."""
+    swap = "".join(
+        f"\n    /*006{i}*/                   ULOP3.LUT UR{to}, UR14, UR15, URZ, 0x3c, !UPT ;"
+        for i, to in enumerate((14, 15, 14), start=1)
+    )
+    low_last = SOUND.replace("UR15, 0x80000020", "UR14, 0x80000020").replace("UMOV UR14, UR6", "UMOV UR15, UR6")
+    exchanged = low_last.replace("UR14, 0x80000020 ;", "UR14, 0x80000020 ;" + swap)
+    assert faults(low_last) and not faults(exchanged)
+    assert faults(exchanged.replace("UMOV UR15, UR6", "S2UR UR15, SR_CTAID.X"))
+
+
 def test_every_path_has_to_write():
     """A jump past the write is a path on which it does not happen; one under a predicate is not followed further."""
     assert faults(SOUND.replace("UMOV UR5, 0x400", "@P1 BRA 0x30"))[0].startswith("UR5 is read before it is written")

@@ -37,7 +37,7 @@ def _group(
     """P tokens: their outputs stored, the states after them (and with CHAIN what their next gates take, z = w x)."""
     for k in tl.static_range(P):
         # where CK > P only every CK // P th group keeps its state
-        if SAVE and k % CK == 0:
+        if SAVE and k % CK == 0:  # noqa: SIM102
             if CK <= P or t % CK == 0:
                 store_states(p_k + tl.cast((t + k) // CK, tl.int64) * (D * NP), 0, m_f, S, x, NS, NP)
         if CHAIN:

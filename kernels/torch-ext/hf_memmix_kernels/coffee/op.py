@@ -126,16 +126,14 @@ def _bwd(
     gate_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (u, lam, w, C, w_filter, gate, initial_state)
-    triton = use_triton(u)
-    if triton:
-        from .triton import coffee_bwd_triton, coffee_fwd_triton
-
-        fwd, bwd = coffee_fwd_triton, functools.partial(coffee_bwd_triton, gate_grad=gate_grad)
+    if use_triton(u):
+        from .triton import coffee_bwd_triton as bwd
+        from .triton import coffee_fwd_triton as fwd
     else:
         fwd, bwd = coffee_fwd_torch, coffee_bwd_torch
     if not checkpoints.numel():
         checkpoints = fwd(*inputs, cu_seqlens, feedback, True)[2]
-    du, dlam, dw, dC, dfilter, dgate, dinitial = bwd(dy, dfinal, *inputs, checkpoints, cu_seqlens, feedback)
+    du, dlam, dw, dC, dfilter, dgate, dinitial = bwd(dy, dfinal, *inputs, checkpoints, cu_seqlens, feedback, gate_grad)
     if gate is None or not gate_grad:
         dgate = u.new_empty(0)
     else:

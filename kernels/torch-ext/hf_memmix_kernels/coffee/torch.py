@@ -59,24 +59,31 @@ class Lanes:
             return torch.sigmoid_(self.w * u)
         return torch.ones_like(u, memory_format=torch.contiguous_format) if self.feedback == "token" else None
 
-    def local(self, rows: slice, before: Tensor) -> tuple[Tensor, Tensor]:
-        """phi, the gate without its factor, and v = lam x + u, given the states [rows, n, B, D] before the tokens."""
-        phi = self.open_gate(rows)
-        if phi is None:
-            phi = self.w * before
-            phi = phi.sigmoid_() if self.feedback == "sigmoid" else phi
-        return phi, torch.addcmul(self.u[rows], self.lam, before)
+    def local(
+        self, rows: slice, before: Tensor, phi: Tensor | None = None, v: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """phi, the gate without its factor, and v = lam x + u, given the states [rows, n, B, D] before the tokens.
 
-    def slope(self, phi: Tensor) -> Tensor | None:
+        Buffers may be passed for what is returned, as for the two methods below.
+        """
+        fixed = self.open_gate(rows)
+        if fixed is None:
+            fixed = torch.mul(self.w, before, out=phi)
+            fixed = fixed.sigmoid_() if self.feedback == "sigmoid" else fixed
+        return fixed, torch.addcmul(self.u[rows], self.lam, before, out=v)
+
+    def slope(self, phi: Tensor, out: Tensor | None = None) -> Tensor | None:
         """The derivative of phi by its argument; None for 1."""
-        return None if self.feedback == "linear" else torch.addcmul(phi, phi, phi, value=-1)
+        return None if self.feedback == "linear" else torch.addcmul(phi, phi, phi, value=-1, out=out)
 
-    def jacobian(self, rows: slice, phi: Tensor, v: Tensor) -> Tensor:
+    def jacobian(
+        self, rows: slice, phi: Tensor, v: Tensor, J: Tensor | None = None, spare: Tensor | None = None
+    ) -> Tensor:
         """J_k = 1 + lam s_k + w s_k' v_k."""
-        J = self.lam * phi
+        J = torch.mul(self.lam, phi, out=J)
         if self.feedback in ("sigmoid", "linear"):
-            slope = self.slope(phi)
-            J += self.w * v if slope is None else slope.mul_(self.w).mul_(v)
+            slope = self.slope(phi, spare)
+            J += torch.mul(self.w, v, out=spare) if slope is None else slope.mul_(self.w).mul_(v)
         if self.gate is not None:
             J *= self.gate[rows]
         return J.add_(1)
@@ -168,8 +175,9 @@ def coffee_bwd_torch(
     checkpoints: Tensor,
     cu_seqlens: Tensor | None,
     feedback: str,
+    gate_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns du, dlam, dw, dC, dw_filter, dgate [B, T, D] and the gradient of the initial states."""
+    """Returns du, dlam, dw, dC, dw_filter, dgate [B, T, D] (nothing without `gate_grad`) and the initial states'."""
     layout = None
     if cu_seqlens is not None:
         layout, gate, (u, dy) = _unpack(cu_seqlens, gate, u, dy)
@@ -180,46 +188,51 @@ def coffee_bwd_torch(
     step = chunk_length(lanes.tokens, carry.numel())
     du, dgate = (torch.empty(lanes.tokens, lanes.batch, lanes.features).to(carry) for _ in range(2))
     dlam, dw, dC, dfilter = (carry.new_zeros(lanes.states, lanes.features) for _ in range(4))
+    # reused by all chunks: memory that is new to the process costs more than the arithmetic
+    buffers = carry.new_empty(7, min(step, lanes.tokens), *carry.shape)
     for start in reversed(range(0, lanes.tokens, step)):
         rows = slice(start, min(start + step, lanes.tokens))
+        before, phi, v, J, G, spare, found = buffers[:, : rows.stop - start].unbind()
         if keeps_all:
             first = checkpoints[start - 1] if start else start_state
             after = checkpoints[rows]
         else:
             first = checkpoints[start // step]
-            after = first.new_empty(rows.stop - start, *first.shape)
+            after = found
             lanes.advance(rows, first, after)
-        before = torch.cat([first[None], after[:-1]])
-        phi, v = lanes.local(rows, before)
-        J = lanes.jacobian(rows, phi, v)
+        torch.cat([first[None], after[:-1]], out=before)
+        phi, v = lanes.local(rows, before, phi, v)
+        J = lanes.jacobian(rows, phi, v, J, spare)
         dy_k = dy[rows]
         if lanes.filter is None:
-            G = dy_k * lanes.C
+            torch.mul(dy_k, lanes.C, out=G)
         else:
             value, gain = (t.unsqueeze(1) for t in lanes.output(after))
             through = dy_k * value * gain * (1 - gain)
             dy_k = dy_k * gain
-            G = torch.addcmul(dy_k * lanes.C, through, lanes.filter)
-            dfilter += (through * after).sum((0, 2))
-        dC += (dy_k * after).sum((0, 2))
+            torch.addcmul(torch.mul(dy_k, lanes.C, out=G), through, lanes.filter, out=G)
+            dfilter += torch.mul(through, after, out=spare).sum((0, 2))
+        dC += torch.mul(dy_k, after, out=spare).sum((0, 2))
         g, slopes = G.unbind(), J.unbind()
         g[-1].add_(carry)
         for k in range(len(g) - 2, -1, -1):
             g[k].addcmul_(slopes[k + 1], g[k + 1])
         carry = slopes[0] * g[0]
-        dgate[rows] = (G * phi * v).sum(1)
-        slope = lanes.slope(phi)
+        if gate_grad:
+            dgate[rows] = torch.mul(G, phi, out=spare).mul_(v).sum(1)
+        # the Jacobians are no longer needed
+        slope = lanes.slope(phi, J)
         if lanes.gate is not None:
             G *= lanes.gate[rows]
-        written = G * phi
-        dlam += (written * before).sum((0, 2))
+        written = torch.mul(G, phi, out=spare)
         du[rows] = written.sum(1)
+        dlam += written.mul_(before).sum((0, 2))
         if feedback != "token":
             # what reaches the argument of the gate
             inner = G.mul_(v) if slope is None else G.mul_(v).mul_(slope)
-            dw += (inner * (lanes.u[rows] if feedback == "input" else before)).sum((0, 2))
+            dw += torch.mul(inner, lanes.u[rows] if feedback == "input" else before, out=spare).sum((0, 2))
             if feedback == "input":
-                du[rows] += (inner * lanes.w).sum(1)
+                du[rows] += inner.mul_(lanes.w).sum(1)
     du, dgate = du.transpose(0, 1), dgate.transpose(0, 1)
     if layout is not None:
         du, dgate = layout.merge(du.unsqueeze(2)), layout.merge(dgate.unsqueeze(2))

@@ -8,7 +8,7 @@ import importlib
 
 from .configuration_memmix import MemMixConfig, memmix_config
 from .mixers import MIXERS, register_mixer
-from .models import CoffeeConfig, GKAConfig
+from .models import CoffeeConfig, GKAConfig, LatticeConfig
 
 _LAZY = {
     "MemMixForCausalLM": ".modeling_memmix",
@@ -26,6 +26,9 @@ __all__ = [
     "GKAConfig",
     "GKAForCausalLM",
     "GKAModel",
+    "LatticeConfig",
+    "LatticeForCausalLM",
+    "LatticeModel",
     "MemMixConfig",
     "MemMixForCausalLM",
     "MemMixForSequenceClassification",

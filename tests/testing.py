@@ -23,6 +23,8 @@ LAYERS = 4
 # fall inside them
 MIXERS = {
     "gka": {"num_iterations": 8, "chunk_size": 8},
+    # fewer slots than channels
+    "lattice": {"slots": 6, "use_forget_gate": True},
     "coffee": {"states": 3, "inner_size": 24},
 }
 # the mixer of tests that are about the house and not about one mixer
@@ -40,6 +42,11 @@ MODELS = {
             "2.8b": (32, 2560, 2.8e9),
             "2.8b-hybrid": (30, 2560, 2.8e9),
         },
+    },
+    "Lattice": {
+        "fields": {"mixers": {"lattice": MIXERS["lattice"]}},
+        "layouts": {"pure": {}, "hybrid": {"attention_layers": [1]}},
+        "presets": {"110m": (12, 768, 0.11e9), "340m": (24, 1024, 0.34e9)},
     },
     "Coffee": {
         "fields": {"mixers": {"coffee": {**MIXERS["coffee"], "use_output_filter": True}}},

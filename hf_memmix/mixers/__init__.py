@@ -5,6 +5,7 @@ from .base import ATTENTION, MIXERS, AttentionShape, MemoryMixer, MixerOptions, 
 from .coffee import CoffeeMixer, CoffeeOptions
 from .feed_forward import FeedForward
 from .gka import GKAMixer, GKAOptions
+from .lattice import LatticeMixer, LatticeOptions
 
 __all__ = [
     "ATTENTION",
@@ -16,6 +17,8 @@ __all__ = [
     "FeedForward",
     "GKAMixer",
     "GKAOptions",
+    "LatticeMixer",
+    "LatticeOptions",
     "MemoryMixer",
     "MixerOptions",
     "TensorFate",

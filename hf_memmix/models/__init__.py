@@ -6,8 +6,9 @@ Importing this package registers their configurations; a model class is made, an
 from .coffee import CoffeeConfig
 from .family import FAMILIES, FamilyConfig, family_of_model, register_family
 from .gka import GKAConfig
+from .lattice import LatticeConfig
 
-__all__ = ["FAMILIES", "CoffeeConfig", "FamilyConfig", "GKAConfig", "register_family"]
+__all__ = ["FAMILIES", "CoffeeConfig", "FamilyConfig", "GKAConfig", "LatticeConfig", "register_family"]
 
 
 def __getattr__(name: str):

@@ -1,0 +1,285 @@
+"""Lattice: m memory slots of unit norm a head; a token writes only what is orthogonal to a slot.
+
+    s_i <- normalise(mu_t s_i - gamma_t c_i (h - s_i (s_i . h))),  y_t = S_t q_t,  out = W_o (RMSNorm(y) * GELU(W_g x))
+    DEC: h = S k - v, c = k;   ENC: h = v, c = S^T v - k;   SIM: h = -v, c = k
+
+Paper: Karami and Mirrokni, "Lattice: Learning to Efficiently Compress the Memory", arXiv:2504.05646, eq. 7, 10, 12 to
+16. The block is its Figure 2: one projection for q and k, a short convolution for each, a GELU gate after the memory.
+
+Shapes: B batch, T tokens, H heads, Hk key/value heads, d head size, m slots.
+"""
+
+from dataclasses import astuple, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+from hf_memmix_kernels.lattice import chunk_lattice, lattice_step
+
+from ..padding import before_the_end
+from . import lattice_start
+from .base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
+from .layers import (
+    RMSNorm,
+    ShortConvolution,
+    check_layer_options,
+    init_layers,
+    one_angle_a_pair,
+    rotate,
+    unit,
+    wide,
+)
+
+EPS = 1e-6  # of the unit norm of q and k
+MAX_HEAD_DIM = 128
+VARIANTS = ("dec", "enc", "sim", "ttt", "delta")
+STEP_SIZES = ("sigmoid", "softplus", "constant")
+KEPT = 4.0  # logit of the forget gate at the start: 0.98
+
+
+@dataclass
+class LatticeOptions(MixerOptions):
+    """Options of the Lattice layer.
+
+    Args:
+        variant: "dec", "enc" or "sim", the objective whose gradient step is the write; or one of the paper's
+            baselines in the same block: "delta" (eq. 20) and "ttt" (eq. 19), whose slots have any norm.
+        slots: number of slots m of a head, at most its size d; None is d.
+        project: bring the slots back to unit norm after each write (eq. 14); without it eq. 13 alone. The baselines
+            have no projection, whatever this says.
+        step_size: gamma_t = gamma_max sigmoid(W x + b) per head, softplus(W x + b), or "constant": gamma_max
+            sigmoid(b), whatever the token. The paper leaves it open.
+        gamma_max: the largest step of "sigmoid" and "constant".
+        use_forget_gate: mu_t = sigmoid(W x + b) per head (eq. 16).
+        l1: threshold of the proximal step after each write (eq. 18), times gamma_t.
+        share_qk: one projection for q and k, as in the paper; each then has H heads.
+        use_unit_qk: q and k of unit norm.
+        conv_size: taps of the short convolutions of q and k.
+        conv_activation: "silu", or None to let the sign of q and k pass, as a conversion from attention wants it.
+        use_o_norm: RMSNorm of each head's output.
+        use_gate, gate_bias: the output gate, and a bias of it, so that it can start open.
+        use_rope, rope_layout: rotate q and k with the backbone's rotary embeddings, after the convolution; layouts
+            are those of `AttentionWeights.rotary`.
+        qk_norm: None, "head" (an RMSNorm over each head) or "full" (over all heads) of q and k before the
+            convolution.
+        qkv_bias, o_bias: biases of the projections.
+        norm_eps: epsilon of all RMSNorms.
+    """
+
+    variant: str = "dec"
+    slots: int | None = None
+    project: bool = True
+    step_size: str = "sigmoid"
+    gamma_max: float = 1.0
+    use_forget_gate: bool = False
+    l1: float = 0.0
+    share_qk: bool = True
+    use_unit_qk: bool = True
+    conv_size: int = 4
+    conv_activation: str | None = "silu"
+    use_o_norm: bool = True
+    use_gate: bool = True
+    gate_bias: bool = False
+    use_rope: bool = False
+    rope_layout: str = "half"
+    qk_norm: str | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    norm_eps: float = 1e-6
+
+    def validate(self):
+        for name, known in (
+            ("variant", VARIANTS),
+            ("step_size", STEP_SIZES),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {known}")
+        check_layer_options(self)
+        if self.slots is not None and (isinstance(self.slots, bool) or not isinstance(self.slots, int)):
+            raise ValueError(f"slots={self.slots!r} must be a number of slots or None, which is the head size")
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"slots={self.slots} must be at least 1")
+        if not 0 < self.gamma_max < float("inf"):
+            raise ValueError(f"gamma_max={self.gamma_max} must be positive and finite; the default is 1")
+        if not 0 <= self.l1 < float("inf"):
+            raise ValueError(f"l1={self.l1} must be zero or positive; the default is 0")
+        if self.qk_norm is not None and self.share_qk:
+            raise ValueError(f"qk_norm={self.qk_norm!r} is for q and k of their own; set share_qk to False")
+
+
+@register_mixer("lattice")
+class LatticeMixer(MemoryMixer):
+    """The Lattice layer. States: S [B, H, d, m] in fp32, conv_q, conv_k [B, C, taps - 1].
+
+    S starts at the learned `S0`, whose columns are orthonormal before training and of unit norm whenever it is used.
+    """
+
+    options_class = LatticeOptions
+    fp32_parameters = ("S0",)
+    lora_targets = ("qk_proj", "q_proj", "v_proj")
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        options, shape = self.options, AttentionShape.of(config)
+        shape.check(self, MAX_HEAD_DIM)
+        hidden, self.heads, self.kv_heads, self.head_dim = astuple(shape)
+        self.slots = options.slots or self.head_dim
+        if self.slots > self.head_dim:
+            raise ValueError(
+                f"layer {layer_idx}: {self.slots} slots of size {self.head_dim} cannot start orthogonal; set slots to"
+                f" at most {self.head_dim}"
+            )
+        self.key_heads = self.heads if options.share_qk else self.kv_heads
+        q_dim, k_dim, out_dim = self.heads * self.slots, self.key_heads * self.slots, self.heads * self.head_dim
+        if options.share_qk:
+            self.qk_proj = nn.Linear(hidden, q_dim, bias=options.qkv_bias)
+        else:
+            self.q_proj = nn.Linear(hidden, q_dim, bias=options.qkv_bias)
+            self.k_proj = nn.Linear(hidden, k_dim, bias=options.qkv_bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=options.qkv_bias)
+        self.o_proj = nn.Linear(out_dim, hidden, bias=options.o_bias)
+        self.q_conv1d = ShortConvolution(q_dim, options.conv_size, options.conv_activation)
+        self.k_conv1d = ShortConvolution(k_dim, options.conv_size, options.conv_activation)
+        self.S0 = nn.Parameter(torch.empty(self.heads, self.head_dim, self.slots, dtype=torch.float32))
+        if options.step_size == "constant":
+            self.gamma_bias = nn.Parameter(torch.empty(self.heads))
+        else:
+            self.gamma_proj = nn.Linear(hidden, self.heads, bias=True)
+        if options.use_forget_gate:
+            self.f_proj = nn.Linear(hidden, self.heads, bias=True)
+        if options.use_gate:
+            self.g_proj = nn.Linear(hidden, out_dim, bias=options.gate_bias)
+        if options.qk_norm is not None:
+            full = options.qk_norm == "full"
+            self.q_norm = RMSNorm(q_dim if full else self.slots, options.norm_eps)
+            self.k_norm = RMSNorm(k_dim if full else self.slots, options.norm_eps)
+        if options.use_o_norm:
+            self.o_norm = RMSNorm(self.head_dim, options.norm_eps)
+
+    def project(self, x, rotary):
+        options = self.options
+        if options.share_qk:
+            q = k = self.qk_proj(x)
+        else:
+            q, k = self.q_proj(x), self.k_proj(x)
+        if options.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        elif options.qk_norm == "head":
+            q, k = (norm(self._slots(t)).flatten(2) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
+        tokens = {"q": q, "k": k, "v": self.v_proj(x), "gamma": self._step_size(x)}
+        if options.use_rope:
+            tokens["cos"], tokens["sin"] = self._angles(rotary)
+        if options.use_forget_gate:
+            tokens["log_decay"] = F.logsigmoid(wide(self.f_proj(x)))
+        return tokens
+
+    def scan(self, tokens, states, lengths=None, cu_seqlens=None):
+        past, where = states or {}, {"lengths": lengths, "cu_seqlens": cu_seqlens}
+        q, conv_q = self.q_conv1d(tokens["q"], past.get("conv_q"), **where)
+        k, conv_k = self.k_conv1d(tokens["k"], past.get("conv_k"), **where)
+        q, k, v = self._heads_for_memory(q, k, tokens)
+        gamma, log_decay = tokens["gamma"], tokens.get("log_decay")
+        if lengths is not None:
+            # a step of size zero leaves every slot where it is
+            valid = before_the_end(lengths, q.shape[1])[..., None].to(gamma.dtype)
+            gamma = gamma * valid
+            log_decay = None if log_decay is None else log_decay * valid
+        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+        y, S = chunk_lattice(
+            q,
+            k,
+            v,
+            gamma,
+            log_decay,
+            initial_state=past["S"] if past else self.start().expand(sequences, -1, -1, -1),
+            cu_seqlens=cu_seqlens,
+            **self._recurrence(),
+        )
+        return y, {"conv_q": conv_q, "conv_k": conv_k, "S": S}
+
+    def step(self, tokens, states):
+        q, _ = self.q_conv1d(tokens["q"], states["conv_q"], in_place=True)
+        k, _ = self.k_conv1d(tokens["k"], states["conv_k"], in_place=True)
+        q, k, v = self._heads_for_memory(q, k, tokens)
+        return lattice_step(q, k, v, tokens["gamma"], tokens.get("log_decay"), state=states["S"], **self._recurrence())
+
+    def readout(self, y, x):
+        y = (self.o_norm(y) if self.options.use_o_norm else y).flatten(2)
+        if self.options.use_gate:
+            y = y * F.gelu(self.g_proj(x))
+        return self.o_proj(y)
+
+    def start(self):
+        """S_0 [H, d, m] with columns of unit norm."""
+        return F.normalize(wide(self.S0), dim=1)
+
+    def state_shapes(self, batch, dtype=torch.float32):
+        taps = self.options.conv_size - 1
+        return {
+            "conv_q": ((batch, self.heads * self.slots, taps), dtype),
+            "conv_k": ((batch, self.key_heads * self.slots, taps), dtype),
+            "S": ((batch, self.heads, self.head_dim, self.slots), torch.promote_types(dtype, torch.float32)),
+        }
+
+    def init_weights(self):
+        """N(0, 0.02) matrices and taps, zero biases, unit norms; orthonormal S_0, gamma_max / 2, a forget gate near 1.
+
+        "softplus" starts at log 2.
+        """
+        init_layers(self)
+        init.copy_(self.S0, torch.linalg.qr(torch.randn_like(self.S0, dtype=torch.float32)).Q)
+        if self.options.step_size == "constant":
+            init.zeros_(self.gamma_bias)
+        if self.options.use_forget_gate:
+            init.constant_(self.f_proj.bias, KEPT)
+
+    @classmethod
+    def options_for(cls, attention):
+        return lattice_start.options_for(attention)
+
+    def init_from_attention(self, attention):
+        """See `lattice_start.take_over`."""
+        return lattice_start.take_over(self, attention)
+
+    def _slots(self, x):
+        return x.unflatten(-1, (-1, self.slots))
+
+    def _step_size(self, x):
+        """gamma [B, T, H] in fp32."""
+        options = self.options
+        if options.step_size == "constant":
+            return (options.gamma_max * wide(self.gamma_bias).sigmoid()).expand(*x.shape[:2], -1)
+        logits = wide(self.gamma_proj(x))
+        return F.softplus(logits) if options.step_size == "softplus" else options.gamma_max * logits.sigmoid()
+
+    def _angles(self, rotary):
+        """cos, sin [B, T, r], one angle for each of r pairs of channels."""
+        if rotary is None:
+            raise ValueError(
+                "use_rope=True, but this backbone has no rotary embeddings; set mixers['lattice']['use_rope'] to False"
+            )
+        cos, sin = (one_angle_a_pair(t, self.options.rope_layout) for t in rotary)
+        if 2 * cos.shape[-1] > self.slots:
+            raise ValueError(
+                f"layer {self.layer_idx}: rotary embeddings turn {2 * cos.shape[-1]} channels, q and k have"
+                f" {self.slots}, one a slot; set slots to at least that, or use_rope to False"
+            )
+        return cos, sin
+
+    def _heads_for_memory(self, q, k, tokens):
+        """[B, T, C] after the convolutions -> q, k [B, T, H, m] and v [B, T, H, d]."""
+        q, k, v = self._slots(q), self._slots(k), tokens["v"].unflatten(-1, (-1, self.head_dim))
+        if self.options.use_rope:
+            q, k = (rotate(x, tokens["cos"], tokens["sin"]) for x in (q, k))
+        if self.options.use_unit_qk:
+            q, k = unit(q, EPS), unit(k, EPS)
+        # every query head has a memory of its own
+        k, v = (x.repeat_interleave(self.heads // x.shape[2], 2) for x in (k, v))
+        return q, k, v
+
+    def _recurrence(self) -> dict:
+        options = self.options
+        baseline = options.variant in ("ttt", "delta")
+        return {"variant": options.variant, "project": options.project and not baseline, "l1": options.l1}

@@ -1,0 +1,148 @@
+"""What is Lattice's own: slots of unit norm, their learned start, the step size, and a start from attention."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.families import attention_module
+from hf_memmix.mixers.lattice import LatticeOptions
+from hf_memmix_kernels import naive_lattice
+from testing import mixers_of, random_ids, randomize, tiny_config, tiny_model
+from tiny_teachers import tiny_teacher
+
+X = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(5))
+
+
+def fresh(**options):
+    """The mixer of an untrained layer: 4 query heads of 8 channels, 2 value heads."""
+    torch.manual_seed(0)
+    return mixers_of(AutoModelForCausalLM.from_config(tiny_config("llama", (0,), "lattice", options)))[0]
+
+
+@pytest.mark.parametrize("slots", (1, 6, None))
+def test_slots_start_orthonormal_and_heads_apart(slots):
+    mixer = fresh(slots=slots)
+    S0 = mixer.S0.detach()
+    assert S0.shape == (4, 8, slots or 8) and S0.dtype == torch.float32
+    torch.testing.assert_close(S0.mT @ S0, torch.eye(S0.shape[-1]).expand(4, -1, -1), rtol=0, atol=1e-5)
+    assert (S0[0] - S0[1]).abs().max() > 0.1
+
+
+def test_norm_of_the_start_does_not_matter():
+    mixer = fresh()
+    y, states = mixer.scan(mixer.project(X, None), None)
+    with torch.no_grad():
+        mixer.S0.mul_(torch.linspace(0.1, 9, 6))
+    scaled, again = mixer.scan(mixer.project(X, None), None)
+    torch.testing.assert_close(scaled, y)
+    torch.testing.assert_close(again["S"], states["S"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ("dec", "enc", "sim"))
+def test_slots_keep_unit_norm(variant):
+    model = tiny_model("llama", "all", "lattice", fresh=True)
+    for mixer in mixers_of(model).values():
+        mixer.options.variant = variant
+    cache = model(random_ids(2, 40), use_cache=True).past_key_values
+    for layer in cache.layers:
+        norms = torch.linalg.vector_norm(layer.states["S"], dim=-2)
+        torch.testing.assert_close(norms, torch.ones_like(norms), rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", ({}, {"use_forget_gate": True}, {"project": False}, {"variant": "delta"}), ids=str)
+def test_layer_is_the_recurrence_on_its_projections(options):
+    """Shared projection, separate convolutions, a step size a head and token, values repeated for their queries."""
+    mixer = randomize(fresh(**{"use_forget_gate": False, **options})).double()
+    x = X.double()
+    tokens = mixer.project(x, None)
+    assert tokens["q"] is tokens["k"]
+
+    def heads(conv):
+        padded = torch.nn.functional.pad(tokens["q"], (0, 0, 3, 0)).unfold(1, 4, 1)
+        y = torch.nn.functional.silu((padded * conv.weight.squeeze(1)).sum(-1)).unflatten(-1, (4, 6))
+        return torch.nn.functional.normalize(y, dim=-1)
+
+    gamma = torch.sigmoid(mixer.gamma_proj(x))
+    decay = torch.sigmoid(mixer.f_proj(x)).log() if options.get("use_forget_gate") else None
+    v = tokens["v"].unflatten(-1, (2, 8))[:, :, [0, 0, 1, 1]]
+    expected, S = naive_lattice(
+        heads(mixer.q_conv1d),
+        heads(mixer.k_conv1d),
+        v,
+        gamma,
+        decay,
+        variant=options.get("variant", "dec"),
+        project=options.get("project", True) and options.get("variant") != "delta",
+        initial_state=mixer.start().expand(2, -1, -1, -1),
+    )
+    y, states = mixer.scan(tokens, None)
+    # the unit norm of q and k adds 1e-6 to the length
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states["S"], S, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("step_size", "low", "high"), [("sigmoid", 0, 1.5), ("constant", 0, 1.5), ("softplus", 0, float("inf"))]
+)
+def test_step_sizes(step_size, low, high):
+    mixer = fresh(step_size=step_size, gamma_max=1.5)
+    with torch.no_grad():
+        for name, parameter in mixer.named_parameters():
+            if name.startswith("gamma"):
+                parameter.normal_()
+    gamma = mixer.project(X, None)["gamma"]
+    assert gamma.shape == (2, 11, 4) and gamma.dtype == torch.float32
+    assert ((gamma > low) & (gamma < high)).all()
+    assert (gamma.std((0, 1)) > 0.1).all() == (step_size != "constant")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"variant": "encoder"}, "variant='encoder' must be one of"),
+        ({"step_size": "tanh"}, "step_size='tanh'"),
+        ({"slots": 0}, "slots=0"),
+        ({"slots": 4.0}, "slots=4.0"),
+        ({"gamma_max": 0.0}, "gamma_max=0.0 must be positive"),
+        ({"gamma_max": float("nan")}, "gamma_max=nan"),
+        ({"l1": -1.0}, "l1=-1.0"),
+        ({"conv_size": 1}, "conv_size=1"),
+        ({"qk_norm": "head"}, "set share_qk to False"),
+    ],
+)
+def test_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        LatticeOptions(**options)
+
+
+def test_more_slots_than_channels():
+    with pytest.raises(ValueError, match="9 slots of size 8 cannot start orthogonal"):
+        fresh(slots=9)
+
+
+def test_rotary_embeddings_wider_than_the_slots():
+    mixer = fresh(slots=6, use_rope=True)
+    with pytest.raises(ValueError, match="rotary embeddings turn 8 channels, q and k have 6"):
+        mixer.project(X, (torch.ones(2, 11, 8), torch.zeros(2, 11, 8)))
+    with pytest.raises(ValueError, match="no rotary embeddings"):
+        mixer.project(X, None)
+
+
+def test_start_from_attention():
+    """Projections bit for bit, convolutions that pass on, an open gate and a step that look at no token."""
+    teacher = tiny_teacher("llama")
+    student = convert_model(teacher, "lattice", keep=[0])
+    attention, mixer = attention_module(teacher, 1), attention_module(student, 1)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        assert torch.equal(getattr(mixer, name).weight, getattr(attention, name).weight)
+    x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(1))
+    tokens = mixer.project(x, teacher.model.rotary_emb(x, torch.arange(9)[None]))
+    torch.testing.assert_close(mixer.q_conv1d(tokens["q"])[0], attention.q_proj(x))
+    assert (tokens["gamma"] == 0.5).all()
+    y = mixer.scan(tokens, None)[0]
+    torch.testing.assert_close(mixer.readout(y, x), attention.o_proj(y.flatten(2)), rtol=1e-3, atol=1e-5)
+    with pytest.raises(ValueError, match="convert with share_qk=False"):
+        convert_model(teacher, "lattice", share_qk=True)

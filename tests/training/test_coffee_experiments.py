@@ -8,7 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_memmix.training.experiments import coffee_glyphs, coffee_ih0, coffee_images, coffee_plots, coffee_tables
+from hf_memmix.training.experiments import (
+    coffee_glyphs,
+    coffee_ih0,
+    coffee_images,
+    coffee_plots,
+    coffee_report,
+    coffee_tables,
+)
 from hf_memmix.training.experiments.coffee_baselines import S6Layer, TokenGateCore
 from hf_memmix.training.experiments.coffee_tasks import LAST_SYMBOL, InductionHead
 from hf_memmix.training.experiments.coffee_trainer import Run, train
@@ -143,6 +150,13 @@ def test_tables_command_and_plot(tmp_path, monkeypatch):
     coffee_tables.main()
     report = json.loads(out.read_text())
     assert len(report["runs"]) == 4 and not [run for run in report["runs"].values() if "error" in run]
+    found = next(iter(report["runs"].values()))
+    model, (ids, target) = coffee_tables.restore(found), InductionHead().draw(1, 2500, generator(1))
+    accuracy = (model(ids, last=1).argmax(-1) == target).float().mean().item()
+    assert (
+        abs(accuracy - max(found["last"]["accuracy"])) < 0.05
+    )  # the same sequences but for their place in the stream
+    assert "0.99" in coffee_report.report([report])
     coffee_plots.plot_tables([report], plot)
     assert plot.stat().st_size > 10_000
 

@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="of MNIST's idx files")
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     arguments = parser.parse_args()
     if arguments.data == "mnist" and arguments.folder is None:
@@ -146,7 +147,7 @@ def main() -> None:
     data = tuple(t.to(device) for t in loaders[arguments.data]())
     start = time.perf_counter()
     models = [key for key in PAPER if key != ("S6", 16)]
-    runs = [make_run(*key, data, arguments.epochs, arguments.seeds) for key in models]
+    runs = [make_run(*key, data, arguments.epochs, arguments.seeds, batch=arguments.batch) for key in models]
     found = train(runs, device, arguments.seconds)
     report = {
         "environment": environment(device),

@@ -107,6 +107,22 @@ def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512) -> Run:
     )
 
 
+def best_weights(run: Run) -> dict:
+    """The parameters, as lists, of the copy whose last evaluation was the best."""
+    accuracy = run.curve[-1]["accuracy"]
+    best = accuracy.index(max(accuracy))
+    return {name: p[best].tolist() for name, p in run.model.named_parameters()}
+
+
+def restore(found: dict) -> CoffeeCore:
+    """The model of the best seed in the results of a run, on the CPU."""
+    weights = {name: torch.tensor(values)[None] for name, values in found["weights"].items()}
+    fixed = TRIGGER if weights["embedding"].shape[1] < SYMBOLS else None
+    model = CoffeeCore(SYMBOLS, found["dim"], found["states"], fixed=fixed)
+    model.load_state_dict(weights)
+    return model
+
+
 def environment(device: torch.device) -> dict:
     """Where and with what figures were measured."""
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
@@ -128,7 +144,11 @@ def main() -> None:
     if arguments.seeds:
         rows = [{**row, "seeds": arguments.seeds} for row in rows]
     start = time.perf_counter()
-    found = train([make_run(row, arguments.seed) for row in rows], device, arguments.seconds)
+    runs = [make_run(row, arguments.seed) for row in rows]
+    found = train(runs, device, arguments.seconds)
+    for run in runs:
+        if run.info["model"] == "coffee" and "last" in found[run.name]:
+            found[run.name]["weights"] = best_weights(run)
     seconds = round(time.perf_counter() - start, 1)
     report = {"environment": environment(device), "seed": arguments.seed, "seconds": seconds, "runs": found}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,138 @@
+"""Equal parameters, equal data, and a harness that resumes, survives a row that fails, and stops in time."""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from hf_memmix.training.experiments import fit, harness, lattice_ablation, lattice_language, recall
+from hf_memmix.training.experiments.fit import MODELS, build, parameters
+from hf_memmix.training.experiments.text import Windows, measured_tokens, train_tokens
+
+SIZES = {"hidden_size": 64, "layers": 2, "heads": 2, "batch_tokens": 64, "tokens": 128, "deadline": math.inf}
+
+
+def arguments(tmp_path, **values):
+    return argparse.Namespace(**{**SIZES, "out": tmp_path / "out.json", "seconds": 600, "workers": 1, **values})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_equal_parameters(name, tmp_path):
+    args = arguments(tmp_path)
+    sizes = [build(args, *MODELS[n], vocab=128, context=32, seed=0).num_parameters() for n in ("transformer", name)]
+    assert abs(sizes[1] / sizes[0] - 1) < 0.005
+    model = build(args, *MODELS[name], vocab=128, context=32, seed=0)
+    assert parameters(model.config) == sizes[1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_causal_and_learn(name, tmp_path):
+    args = arguments(tmp_path)
+    model = build(args, *MODELS[name], vocab=32, context=24, seed=0)
+    ids = torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(0))
+    other = ids.clone()
+    other[:, 12:] = (other[:, 12:] + 1) % 32
+    with torch.no_grad():
+        a, b = model(ids).logits, model(other).logits
+    torch.testing.assert_close(a[:, :12], b[:, :12], rtol=1e-4, atol=1e-4)
+    result = fit.fit(model, lambda step: fit.next_token_loss(model, ids), 60, 1e-2, args)
+    losses = [loss for _, loss in result["curve"]]
+    assert result["finite"] and losses[-1] < 0.5 * math.log(32) and result["steps"] == 60
+
+
+def test_windows_are_the_same_for_all_and_cover_the_text_once_an_epoch():
+    tokens = torch.arange(1000, dtype=torch.int32)
+    windows, again = (Windows(tokens, 16, 4, seed=3) for _ in range(2))
+    epoch = torch.cat([windows(step) for step in range(windows.per_epoch)])
+    assert len(epoch.unique()) == epoch.numel() == windows.per_epoch * 64
+    assert (epoch.diff(dim=1) == 1).all()
+    for step in (0, 40, 7):
+        assert torch.equal(windows(step), again(step))
+    assert not torch.equal(windows(0), windows(windows.per_epoch))
+    with pytest.raises(ValueError, match="give more text"):
+        Windows(tokens, 300, 4, seed=0)
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    """A stream that is short and easy, as an array; dev and held-out text are its continuation."""
+    path = tmp_path / "text.npy"
+    numpy.save(path, (numpy.arange(2000) % 50).astype(numpy.uint16))
+    monkeypatch.setattr(fit, "measured_tokens", lambda name: torch.arange(200) % 50)
+    train_tokens.cache_clear()
+    return path
+
+
+def test_language_row(tmp_path, text):
+    args = arguments(tmp_path, text=text, tokens=64 * 60)
+    row = {"model": "dec", "context": 16, "lr": 1e-2, "seed": 0}
+    result = lattice_language.run(row, args)
+    assert result["perplexity"] == math.exp(result["heldout_loss"]) and result["heldout_loss"] < 5
+    assert result["trained_tokens"] == 64 * 60 and "paper_perplexity_on_books" not in result
+    assert json.loads(json.dumps(result)) == result
+    with pytest.raises(harness.OutOfTime):
+        lattice_language.run(row, argparse.Namespace(**{**vars(args), "deadline": time.time() - 1}))
+
+
+def test_ablation_rows_differ_by_their_options(tmp_path, text):
+    args = arguments(tmp_path, text=text, heads=1)  # 64 channels, more than any number of slots
+    rungs = [*lattice_ablation.LADDER, *lattice_ablation.OPEN]
+    rows = [{"rung": rung, "context": 16, "lr": 1e-2, "seed": 0} for rung in rungs]
+    losses = [lattice_ablation.run(row, args)["heldout_loss"] for row in rows]
+    assert len(set(losses)) == len(rungs)
+
+
+def test_recall_row(tmp_path):
+    args = arguments(tmp_path, tokens=16 * 32 * 2, batch_tokens=16 * 32)
+    result = recall.run({"model": "delta", "length": 32, "pairs": 4, "lr": 1e-2, "seed": 0}, args)
+    assert 0 <= result["accuracy"] <= 1 and result["sequences"] == 32
+
+
+def test_longer_contexts_take_the_rate_that_was_best_on_dev_text():
+    args = argparse.Namespace(contexts=[8, 16], lrs=[1e-3, 1e-2], models=["dec", "enc"])
+    first = lattice_language.plan([], args)
+    assert {row["context"] for row in first} == {8} and len(first) == 4
+    done = [
+        {"model": "dec", "context": 8, "lr": lr, "seed": 0, "finite": True, "dev_loss": loss, "heldout_loss": -loss}
+        for lr, loss in ((1e-3, 2.0), (1e-2, 3.0))
+    ]
+    rows = [row for row in lattice_language.plan(done, args) if row not in first]
+    assert rows and all(row["model"] == "dec" and row["lr"] == 1e-3 for row in rows)
+    assert {(row["context"], row["seed"]) for row in rows} == {(16, 0), (8, 1), (16, 1)}
+
+
+# ---- the harness, with rows that run in processes of their own
+
+
+def rows_of_recall(done, args):
+    return [
+        {"model": name, "length": 16, "pairs": 2, "lr": lr, "seed": 0} for lr in (1e-2, 1e-3) for name in args.models
+    ]
+
+
+def test_resumes_and_survives_a_failing_row(tmp_path):
+    args = arguments(tmp_path, models=["transformer", "nothing"])
+    results = harness.execute("recall", args, rows_of_recall)
+    errors = [row["model"] for row in results["rows"] if "error" in row]
+    assert errors == ["nothing", "nothing"] and len(results["rows"]) == 4
+    assert json.loads(args.out.read_text()) == results
+    kept = [row for row in results["rows"] if "accuracy" in row]
+    again = harness.execute("recall", arguments(tmp_path, models=["transformer", "nothing"]), rows_of_recall)
+    assert [row for row in again["rows"] if "accuracy" in row] == kept, "finished rows are not run again"
+    with pytest.raises(ValueError, match="another tokens; choose another --out"):
+        harness.execute("recall", arguments(tmp_path, models=["transformer", "nothing"], tokens=64), rows_of_recall)
+
+
+def test_stops_in_time(tmp_path):
+    results = harness.execute("recall", arguments(tmp_path, models=["transformer"], seconds=0), rows_of_recall)
+    assert results["rows"] == []
+
+
+def test_bundled_text_is_what_is_measured():
+    assert len(measured_tokens("dev")) > 100_000 and int(measured_tokens("heldout").max()) < 4096
+    assert Path(harness.__file__).parent.name == "experiments"

@@ -1,0 +1,147 @@
+"""Models of equal size over one small Llama, and the loop that trains all of them alike.
+
+AdamW(0.9, 0.95), weight decay 0.1 on matrices, clip 1, linear warm-up, cosine to a tenth; bf16 autocast on a GPU.
+"""
+
+import argparse
+import contextlib
+import math
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hf_memmix import memmix_config
+from hf_memmix.mixers import ATTENTION
+from hf_memmix.training.experiments import baselines  # noqa: F401, registers "linear"
+from hf_memmix.training.experiments.harness import check_time, device
+from hf_memmix.training.experiments.text import VOCAB, Windows, measured_tokens, train_tokens
+from hf_memmix.training.pretrain_teacher import mean_loss, next_token_loss, optimizer_groups
+
+# name: mixer of all layers and its options
+MODELS = {
+    "transformer": (ATTENTION, {}),
+    "linear": ("linear", {}),
+    "linear-decay": ("linear", {"decay": True}),
+    "delta": ("lattice", {"variant": "delta"}),
+    "ttt": ("lattice", {"variant": "ttt"}),
+    "gka": ("gka", {}),
+    "dec": ("lattice", {"variant": "dec"}),
+    "enc": ("lattice", {"variant": "enc"}),
+    "sim": ("lattice", {"variant": "sim"}),
+}
+
+
+def add_sizes(parser: argparse.ArgumentParser, **defaults) -> None:
+    """Arguments for the size of the models and the length of the training; `defaults` by name."""
+    for name, help_text in (
+        ("hidden_size", "of the Llama backbone; its MLP is 2.5 times as wide in the transformer"),
+        ("layers", "decoder layers"),
+        ("heads", "heads, of hidden_size / heads channels"),
+        ("batch_tokens", "tokens of an optimizer step"),
+        ("tokens", "tokens of a training, the same for all models"),
+    ):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=defaults[name], help=help_text)
+
+
+def parameters(config) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def build(args: argparse.Namespace, mixer: str, options: dict, *, vocab: int, context: int, seed: int):
+    """A model with `mixer` in all layers, as large as the transformer of the same sizes: its MLP makes up for it."""
+
+    def config(kind, options, intermediate):
+        backbone = LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=args.hidden_size,
+            intermediate_size=intermediate,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.heads,
+            num_key_value_heads=args.heads,
+            max_position_embeddings=context,
+            tie_word_embeddings=True,
+        )
+        mixers = None if kind == ATTENTION else {kind: options}
+        return memmix_config(backbone, mixer_types=[kind] * args.layers, mixers=mixers)
+
+    width = args.hidden_size * 5 // 2
+    surplus = parameters(config(mixer, options, width)) - parameters(config(ATTENTION, {}, width))
+    narrower = round(surplus / (3 * args.hidden_size * args.layers))
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config(mixer, options, width - narrower)).to(device())
+
+
+def autocast():
+    return torch.autocast("cuda", torch.bfloat16) if device().type == "cuda" else contextlib.nullcontext()
+
+
+def fit(model, loss_of: Callable[[int], Tensor], steps: int, lr: float, args: argparse.Namespace) -> dict:
+    """Train on `loss_of(step)`; the losses on the way, and whether they stayed finite.
+
+    Raises:
+        OutOfTime: the command's deadline came first.
+    """
+    model.train()
+    groups = optimizer_groups(model, 0.1)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=device().type == "cuda")
+    warmup = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / steps)),
+    )
+    every, curve, began, finite = max(1, steps // 20), [], time.time(), True
+    for step in range(steps):
+        with autocast():
+            loss = loss_of(step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if (step + 1) % every == 0 or step + 1 == steps:
+            check_time(args)
+            curve.append([step + 1, round(loss.item(), 4)])
+            if not math.isfinite(curve[-1][1]):
+                finite = False
+                break
+    took = time.time() - began
+    return {"curve": curve, "steps": steps, "finite": finite, "ms_per_step": round(1000 * took / (step + 1), 2)}
+
+
+def learn_text(row: dict, args: argparse.Namespace, mixer: str, options: dict) -> dict:
+    """A language model of `row["context"]` on the training text: losses on dev and held-out text, perplexity."""
+    context, seed = row["context"], row["seed"]
+    model = build(args, mixer, options, vocab=VOCAB, context=context, seed=seed)
+    batch = max(1, args.batch_tokens // context)
+    windows = Windows(train_tokens(args.text).to(device()), context, batch, seed)
+    steps = max(1, args.tokens // (batch * context))
+    result = fit(model, lambda step: next_token_loss(model, windows(step)), steps, row["lr"], args)
+    result |= {"parameters": model.num_parameters(), "trained_tokens": steps * batch * context}
+    if not result["finite"]:
+        return result
+    with autocast():
+        for name in ("dev", "heldout"):
+            result[f"{name}_loss"] = mean_loss(model, measured_tokens(name), context, batch)
+    return result | {"perplexity": math.exp(result["heldout_loss"])}
+
+
+def answer(model, recall) -> Tensor:
+    """Logits [B, n, V] at the queries alone."""
+    hidden = model.model(input_ids=recall.ids, use_cache=False).last_hidden_state
+    index = recall.positions[..., None].expand(-1, -1, hidden.shape[-1])
+    return model.lm_head(hidden.gather(1, index)).float()
+
+
+def recall_loss(model, recall) -> Tensor:
+    return F.cross_entropy(answer(model, recall).flatten(0, 1), recall.values.flatten())
+
+
+def best(done: list[dict], **wanted) -> dict | None:
+    """The finished row with these values that has the lowest dev loss."""
+    rows = [row for row in done if row.get("finite") and all(row.get(k) == v for k, v in wanted.items())]
+    return min(rows, key=lambda row: row["dev_loss"], default=None)

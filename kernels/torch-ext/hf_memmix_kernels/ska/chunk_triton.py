@@ -15,12 +15,14 @@ MAX_TRITON_RANK = 64
 
 # (num_warps, num_stages, most tokens a tile) of each kernel at rank <= 32, and above
 LAUNCH = {
-    "fwd_scan": ((2, 3, 64), (4, 3, 64)),
-    "fwd_read": ((2, 1, 64), (4, 1, 64)),
-    "bwd_operator": ((2, 1, 16), (8, 1, 16)),
+    "fwd_scan": ((1, 3, 64), (4, 3, 64)),
+    "fwd_read": ((1, 1, 64), (4, 1, 64)),
+    "bwd_operator": ((2, 1, 64), (8, 1, 16)),
     "bwd_dkv": ((4, 1, 64), (8, 1, 64)),
 }
 SCAN_BLOCK = 512
+# above this rank bfloat16 tokens enter as float32: the kernels fault on them at rank 64, P = 128 (README)
+MAX_LOW_PRECISION_RANK = 32
 
 
 class _Launch:
@@ -75,15 +77,20 @@ def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.contiguous() for t in tensors)
 
 
+def _tokens(like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tokens as the kernels read them, in the dtype of `like` up to `MAX_LOW_PRECISION_RANK`."""
+    dtype = like.dtype if like.shape[-1] <= MAX_LOW_PRECISION_RANK else torch.float32
+    return tuple(t.to(dtype).contiguous() for t in tensors)
+
+
 def ska_forward(q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, lengths, chunk_size, *options):
     """o [B, T, H, P] in q's dtype and the five final states."""
-    q, k, v, gain, S0, W0, previous, nu0, position = _contiguous(
-        q, k.to(q.dtype), v.to(q.dtype), gain, S0, W0, previous, nu0, position
-    )
+    shape, dtype = (*q.shape[:3], v.shape[-1]), q.dtype
+    q, k, v = _tokens(q, q, k, v)
+    gain, S0, W0, previous, nu0, position = _contiguous(gain, S0, W0, previous, nu0, position)
     launch = _Launch(q, k, v, position, cu_seqlens, lengths, chunk_size, *options)
     S, nu, (S_final, previous_final, nu_final, position_final) = launch.statistics(k, v, S0, previous, nu0, position)
-    shape = (*q.shape[:3], v.shape[-1])
-    o = q.new_empty(shape) if lengths is None else q.new_zeros(shape)
+    o = (q.new_empty if lengths is None else q.new_zeros)(shape, dtype=dtype)
     W_final = torch.empty_like(W0)
     ska_fwd_kernel_read[launch.chunk_grid](
         q, gain, S, nu, W0, o, W_final, **launch.by_chunk, H=launch.H,
@@ -97,14 +104,14 @@ def ska_backward(
     q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, lengths, chunk_size, *options,
 ):  # fmt: skip
     """Gradients of q, k, v, gain and of the first four states; the statistics are summed again."""
-    do, dS_final, dW_final, dprevious_final, dnu_final, q, k, v, gain, S0, W0, previous, nu0, position = _contiguous(
-        do, dS_final, dW_final, dprevious_final, dnu_final,
-        q, k.to(q.dtype), v.to(q.dtype), gain, S0, W0, previous, nu0, position,
-    )  # fmt: skip
+    fresh = torch.empty if lengths is None else torch.zeros
+    dq, dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    do, q, k, v = _tokens(q, do, q, k, v)
+    dS_final, dW_final, dprevious_final, dnu_final, gain, S0, W0, previous, nu0, position = _contiguous(
+        dS_final, dW_final, dprevious_final, dnu_final, gain, S0, W0, previous, nu0, position
+    )
     launch = _Launch(q, k, v, position, cu_seqlens, lengths, chunk_size, *options)
     S, nu, (_, _, nu_final, _) = launch.statistics(k, v, S0, previous, nu0, position)
-    fresh = torch.empty_like if lengths is None else torch.zeros_like
-    dq, dk, dv = fresh(q), fresh(k), fresh(v)
     dS, dnu = torch.empty_like(S), torch.empty_like(nu)
     dgain = nu.new_zeros(launch.chunks, launch.H)
     dS0, dW0, dprevious, dnu0 = (torch.empty_like(t) for t in (S0, W0, previous, nu0))

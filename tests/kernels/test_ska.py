@@ -36,7 +36,8 @@ def test_every_power(power, spectral_norm, backend):
         pytest.skip("the interpreter is slow: the contract's row has power 2")
     options = {"power": power, "spectral_norm": spectral_norm, "chunk_size": 12, "eps": 0.05}
     dtype = F64 if backend == "torch" else torch.float32
-    inputs, state = draw(SHAPE, dtype), draw_state(SHAPE, 2, dtype)
+    shape = SHAPE._replace(B=1, T=26)
+    inputs, state = draw(shape, dtype), draw_state(shape, 1, dtype)
     o, final = K.naive_ska(**inputs, **options, initial_state=state)
     # with o for the weights of o nothing cancels in the factors' gradients
     weights = [o, *(randn(*s.shape, dtype=F64) for s in final)]
@@ -89,7 +90,7 @@ def test_whitened_operator_never_expands():
 
 def test_nu_cancels(backend):
     """Keys and queries of another size give the same output: the ridge is in units of nu^2."""
-    inputs = draw(SHAPE, torch.float32)
+    inputs = draw(SHAPE._replace(B=1), torch.float32)
     options = {"chunk_size": 12, "eps": 0.05}
     o, _ = K.chunk_ska(**inputs, **options)
     for scale in (2.0**-10, 2.0**15):
@@ -139,8 +140,9 @@ def test_prefix_mode_of_several_sequences(layout):
 def test_action_mask(normalization, backend):
     """A token outside of the mask is read but not stored, and is nobody's neighbour; its key gets no gradient."""
     dtype = F64 if backend == "torch" else torch.float32
-    inputs = {name: t.requires_grad_() for name, t in draw(SHAPE, dtype).items()}
-    mask = torch.rand(2, SHAPE.T, device=DEVICE) < 0.6
+    shape = SHAPE._replace(B=1)
+    inputs = {name: t.requires_grad_() for name, t in draw(shape, dtype).items()}
+    mask = torch.rand(1, shape.T, device=DEVICE) < 0.6
     options = {"chunk_size": 12, "eps": 0.05, "normalization": normalization}
     want, want_state = K.naive_ska(**inputs, mask=mask, **options)
     got, state = K.chunk_ska(**inputs, mask=mask, **options)
@@ -206,7 +208,7 @@ def test_step_at_every_token(backend):
 @pytest.mark.parametrize("case", ["zero", "constant", "one direction", "huge", "tiny", "growing"])
 def test_extreme_inputs_stay_finite(case, backend):
     """Outputs, states and gradients at the paper's ridge."""
-    shape = SHAPE._replace(B=1)
+    shape = SHAPE._replace(B=1, T=20, H=2, Hk=1)
     inputs = draw(shape, torch.float32)
     steps = torch.arange(shape.T, device=DEVICE)[:, None, None]
     change = {
@@ -215,7 +217,7 @@ def test_extreme_inputs_stay_finite(case, backend):
         "one direction": lambda t: t[:, :1].expand_as(t) * (-1.0) ** steps,
         "huge": lambda t: t * 1e12,
         "tiny": lambda t: t * 1e-12,
-        "growing": lambda t: t * 10.0 ** (steps // 8),
+        "growing": lambda t: t * 10.0 ** (steps // 4),
     }[case]
     leaves = {name: (change(t) if name in "qkv" else t).clone().requires_grad_() for name, t in inputs.items()}
     o, final = K.chunk_ska(**leaves, chunk_size=8)

@@ -8,7 +8,7 @@ import importlib
 
 from .configuration_memmix import MemMixConfig, memmix_config
 from .mixers import MIXERS, register_mixer
-from .models import CoffeeConfig, GKAConfig, LatticeConfig
+from .models import CoffeeConfig, EchoConfig, GKAConfig, LatticeConfig
 
 _LAZY = {
     "MemMixForCausalLM": ".modeling_memmix",
@@ -23,6 +23,9 @@ __all__ = [
     "CoffeeConfig",
     "CoffeeForCausalLM",
     "CoffeeModel",
+    "EchoConfig",
+    "EchoForCausalLM",
+    "EchoModel",
     "GKAConfig",
     "GKAForCausalLM",
     "GKAModel",

@@ -41,6 +41,7 @@ _FIELDS = (
     "sliding_window",
     "rope_parameters",
     "mixer_types",
+    "feed_forward",
 )
 
 

@@ -26,6 +26,10 @@ MIXERS = {
     # fewer slots than channels
     "lattice": {"slots": 6, "use_forget_gate": True},
     "coffee": {"states": 3, "inner_size": 24},
+    # a rank below the head size, a chunk shorter than the prompts; a ridge at which fp32 gradients keep three digits
+    "ska": {"rank": 6, "chunk_size": 4, "eps": 0.1},
+    # two groups; few heads, as head h forgets at a rate of h, and states large enough to be heard beside D x
+    "mamba2": {"state_size": 24, "head_dim": 32, "n_groups": 2, "chunk_size": 16},
 }
 # the mixer of tests that are about the house and not about one mixer
 HOUSE_MIXER = "gka"
@@ -52,6 +56,16 @@ MODELS = {
         "fields": {"mixers": {"coffee": {**MIXERS["coffee"], "use_output_filter": True}}},
         "layouts": {"pure": {}, "hybrid": {"attention_layers": [1]}},
         "presets": {"125m": (12, 768, 0.125e9), "400m": (24, 1024, 0.4e9), "1.5b": (24, 2048, 1.5e9)},
+    },
+    "Echo": {
+        "fields": {"num_ska_layers": 1, "mixers": {name: MIXERS[name] for name in ("ska", "mamba2")}},
+        "layouts": {
+            "pure": {},
+            "gated": {"feed_forward": "koopman_gated"},
+            "ssm": {"num_ska_layers": 0, "feed_forward": "swiglu"},
+            "hybrid": {"attention_layers": [1], "num_ska_layers": 0},
+        },
+        "presets": {"1m": (4, 128, 0.982e6), "50m": (12, 512, 0.05e9), "180m": (24, 768, 0.18e9)},
     },
 }
 

@@ -5,7 +5,10 @@ from .base import ATTENTION, MIXERS, AttentionShape, MemoryMixer, MixerOptions, 
 from .coffee import CoffeeMixer, CoffeeOptions
 from .feed_forward import FeedForward
 from .gka import GKAMixer, GKAOptions
+from .koopman_mlp import KoopmanMLP
 from .lattice import LatticeMixer, LatticeOptions
+from .mamba2 import Mamba2Mixer, Mamba2Options
+from .ska import SKAMixer, SKAOptions
 
 __all__ = [
     "ATTENTION",
@@ -17,10 +20,15 @@ __all__ = [
     "FeedForward",
     "GKAMixer",
     "GKAOptions",
+    "KoopmanMLP",
     "LatticeMixer",
     "LatticeOptions",
+    "Mamba2Mixer",
+    "Mamba2Options",
     "MemoryMixer",
     "MixerOptions",
+    "SKAMixer",
+    "SKAOptions",
     "TensorFate",
     "register_mixer",
 ]

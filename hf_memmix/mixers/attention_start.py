@@ -40,7 +40,7 @@ def take_projections(mixer: nn.Module, attention: AttentionWeights) -> list[Tens
             f"layer {mixer.layer_idx}: attention has (heads, kv heads, head size) {shape}, the mixer {own}; they must"
             " be equal"
         )
-    fates = [_take(mixer, name, tensor) for name, tensor in attention.tensors().items()]
+    fates = [take_tensor(mixer, name, tensor) for name, tensor in attention.tensors().items()]
     taken = {target for fate in fates for target in fate.targets}
     for name, parameter in mixer.named_parameters():
         if name not in taken and name.split(".")[0] in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -48,11 +48,23 @@ def take_projections(mixer: nn.Module, attention: AttentionWeights) -> list[Tens
     return fates
 
 
+FOLDED = "the norm's scale is multiplied into the projection; its division by the rms has no counterpart"
+
+
+def with_norm_scale(attention: AttentionWeights, role: str, tensor: Tensor) -> Tensor:
+    """Rows of `q_weight`, `q_bias`, ... times the scale of the norm that follows, for mixers without such a norm."""
+    scale = getattr(attention, f"{role}_norm", None)
+    if scale is None:
+        return tensor
+    scale = scale.repeat(tensor.shape[0] // scale.numel()).to(tensor.dtype)
+    return tensor * scale.view(-1, *[1] * (tensor.ndim - 1))
+
+
 def _kind_of_norm(weight: Tensor, head_dim: int) -> str:
     return "head" if weight.numel() == head_dim else "full"
 
 
-def _take(mixer: nn.Module, field: str, tensor: Tensor) -> TensorFate:
+def take_tensor(mixer: nn.Module, field: str, tensor: Tensor) -> TensorFate:
     """Copy one tensor, a field of `AttentionWeights.tensors()`, to its place in the mixer."""
     if field == "extra.sinks":
         reason = f"attention sinks are logits of a softmax, which {mixer.name} does not have"

@@ -121,6 +121,7 @@ class MemoryMixer(nn.Module):
     options_class: ClassVar[type[MixerOptions]] = MixerOptions
     fp32_parameters: ClassVar[tuple[str, ...]] = ()  # kept in fp32 when the model is loaded in fp16 or bf16
     lora_targets: ClassVar[tuple[str, ...]] = ("q_proj", "v_proj")  # where PEFT puts LoRA by default
+    token_arguments: ClassVar[tuple[str, ...]] = ()  # arguments [B, T] of the model that `scan` gets among its tokens
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -211,6 +212,10 @@ class MemoryMixer(nn.Module):
             past_key_values, layer_past: the cache, under the name that the family uses.
             memmix_rows: `PaddedRows.of(mask)` of the padding mask [B, T]; None if all tokens are real.
             memmix_cu_seqlens: boundaries [N + 1] of sequences packed along the flattened batch.
+            kwargs: `token_arguments` of the mixer, for the tokens of this forward; all others are ignored.
+
+        Raises:
+            ValueError: a token argument has another shape, or packed sequences meet a cache.
         """
         if isinstance(attention_mask, tuple):
             memmix_rows, memmix_cu_seqlens = attention_mask
@@ -219,24 +224,27 @@ class MemoryMixer(nn.Module):
         states = layer.get() if layer is not None else None
         batch, length, _ = hidden_states.shape
         x, rotary = hidden_states, _rotary_rows(position_embeddings, batch)
+        extra = self._token_arguments(kwargs, batch, length)
 
         if memmix_cu_seqlens is not None:
             if layer is not None:
                 raise ValueError("packed sequences cannot be written to a cache; pass use_cache=False")
             x, *rotary = (t.reshape(1, batch * length, -1) for t in (x, *rotary))
-            y, _ = self.scan(self.project(x, _pair(rotary)), None, cu_seqlens=memmix_cu_seqlens)
+            extra = {name: t.reshape(1, -1) for name, t in extra.items()}
+            y, _ = self.scan(self.project(x, _pair(rotary)) | extra, None, cu_seqlens=memmix_cu_seqlens)
             return self.readout(y, x).view(batch, length, -1), None
 
         in_place = length == 1 and memmix_rows is None and states is not None
         if in_place and not (layer.record_past or torch.is_grad_enabled()):
-            y = self.step(self.project(x, _pair(rotary)), states)
+            y = self.step(self.project(x, _pair(rotary)) | extra, states)
             layer.advance(length)
             return self.readout(y, x), None
 
         rows = memmix_rows
         if rows is not None:
             x, *rotary = (rows.valid_first(t) for t in (x, *rotary))
-        tokens = self.project(x, _pair(rotary))
+            extra = {name: t.gather(1, rows.order) for name, t in extra.items()}
+        tokens = self.project(x, _pair(rotary)) | extra
         y, new = self.scan(tokens, states, lengths=None if rows is None else rows.lengths)
         if layer is not None:
 
@@ -248,6 +256,17 @@ class MemoryMixer(nn.Module):
             layer.put(new, length, replay)
         out = self.readout(y, x)
         return (out if rows is None else rows.restore(out)), None
+
+    def _token_arguments(self, given: dict, batch: int, length: int) -> dict[str, Tensor]:
+        found = {name: given[name] for name in self.token_arguments if given.get(name) is not None}
+        for name, tensor in found.items():
+            if not isinstance(tensor, Tensor) or tensor.shape != (batch, length):
+                shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise ValueError(
+                    f"{name} of layer {self.layer_idx} is {shape}, expected [{batch}, {length}]: one entry for each"
+                    " token of this forward; to generate, run the prompt into a cache first"
+                )
+        return found
 
 
 def _rotary_rows(position_embeddings, batch: int) -> tuple[Tensor, ...]:

@@ -23,12 +23,13 @@ def wide(x: Tensor) -> Tensor:
 
 
 class ShortConvolution(nn.Module):
-    """Depthwise causal convolution over the last `taps` tokens; weight [C, 1, taps] as in nn.Conv1d."""
+    """Depthwise causal convolution over the last `taps` tokens; weight [C, 1, taps] and bias [C] as in nn.Conv1d."""
 
-    def __init__(self, channels: int, taps: int, activation: str | None):
+    def __init__(self, channels: int, taps: int, activation: str | None, bias: bool = False):
         super().__init__()
         self.activation = activation
         self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def forward(
         self, x: Tensor, state=None, lengths=None, cu_seqlens=None, in_place: bool = False
@@ -36,11 +37,12 @@ class ShortConvolution(nn.Module):
         """[B, T, C] and the state after it; `in_place` is for one token and shifts `state` itself."""
         weight = self.weight.squeeze(1)
         if in_place:
-            return short_conv_step(x, weight, None, state, self.activation), state
+            return short_conv_step(x, weight, self.bias, state, self.activation), state
         state = None if state is None else state.to(x.dtype)
         return short_conv(
-            x, weight, activation=self.activation, initial_state=state, lengths=lengths, cu_seqlens=cu_seqlens
-        )
+            x, weight, self.bias, activation=self.activation, initial_state=state, lengths=lengths,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
 
 
 class RMSNorm(nn.Module):

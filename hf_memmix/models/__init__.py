@@ -4,11 +4,12 @@ Importing this package registers their configurations; a model class is made, an
 """
 
 from .coffee import CoffeeConfig
+from .echo import EchoConfig
 from .family import FAMILIES, FamilyConfig, family_of_model, register_family
 from .gka import GKAConfig
 from .lattice import LatticeConfig
 
-__all__ = ["FAMILIES", "CoffeeConfig", "FamilyConfig", "GKAConfig", "LatticeConfig", "register_family"]
+__all__ = ["FAMILIES", "CoffeeConfig", "EchoConfig", "FamilyConfig", "GKAConfig", "LatticeConfig", "register_family"]
 
 
 def __getattr__(name: str):

@@ -1,0 +1,197 @@
+"""Mamba-2: a linear recurrence with one decay a head, after a short convolution and before a gated norm.
+
+    x, B, C = silu(conv(W_xBC h));  dt = softplus(W_dt h + bias);  S_t = e^(-e^A_log dt) S + dt x B^T;  y = S C + D x
+    out = W_o RMSNorm(y * silu(W_z h))
+
+Paper: Dao and Gu, "Transformers are SSMs" (arXiv:2405.21060). Parameter names and maths are those of transformers'
+Mamba-2, so that a layer of a `state-spaces` checkpoint loads by name. Its recurrence is gated linear attention with
+queries C, keys B and values dt x.
+
+Shapes: B batch, T tokens, H heads, P head size, N state size, G groups.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+from hf_memmix_kernels import chunk_gla, gla_step
+from hf_memmix_kernels.gla.op import CHUNK_SIZES
+
+from ..padding import before_the_end
+from . import mamba2_start
+from .base import MemoryMixer, MixerOptions, register_mixer
+from .layers import ShortConvolution, check_layer_options, init_layers, wide
+
+MAX_DIM = 256  # of heads and states, the kernels' limit
+TIME_STEPS = (1e-3, 0.1)  # dt at the start, log-uniform
+
+
+@dataclass
+class Mamba2Options(MixerOptions):
+    """Options of the Mamba-2 layer; the defaults are those of the released models.
+
+    Args:
+        state_size: N, the columns of a head's state.
+        head_dim: P, features a head.
+        expand: number of features over the hidden size.
+        n_groups: G, how many sets of B and C there are; heads h of a group share one.
+        conv_size: taps of the short convolution.
+        use_conv_bias: a bias of the convolution.
+        use_bias: biases of the projections.
+        time_step_limit: smallest and largest dt, or None.
+        chunk_size: tokens a chunk of the parallel form; changes speed only.
+        norm_eps: epsilon of the gated RMSNorm.
+    """
+
+    inference_options: ClassVar[tuple[str, ...]] = ("chunk_size",)
+
+    state_size: int = 128
+    head_dim: int = 64
+    expand: float = 2.0
+    n_groups: int = 1
+    conv_size: int = 4
+    use_conv_bias: bool = True
+    use_bias: bool = False
+    time_step_limit: list[float] | None = None
+    chunk_size: int = 64
+    norm_eps: float = 1e-5
+
+    def validate(self):
+        for name in ("state_size", "head_dim"):
+            value = getattr(self, name)
+            if not 1 <= value <= MAX_DIM:
+                raise ValueError(f"{name}={value} must be 1 to {MAX_DIM}, the limit of the kernels")
+        if not self.expand > 0:
+            raise ValueError(f"expand={self.expand} must be positive; the released models have 2")
+        if self.n_groups < 1:
+            raise ValueError(f"n_groups={self.n_groups} must be at least 1")
+        if self.chunk_size not in CHUNK_SIZES:
+            raise ValueError(f"chunk_size={self.chunk_size} must be one of {CHUNK_SIZES}")
+        limit = self.time_step_limit
+        if limit is not None:
+            if not isinstance(limit, (list, tuple)) or len(limit) != 2 or not 0 <= limit[0] < limit[1] < math.inf:
+                raise ValueError(f"time_step_limit={limit} must be two finite times, 0 <= smallest < largest, or None")
+            self.time_step_limit = list(limit)
+        check_layer_options(self)
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm(y * silu(z)) over groups of features, in fp32."""
+
+    def __init__(self, features: int, groups: int, eps: float):
+        super().__init__()
+        self.groups, self.eps = groups, eps
+        self.weight = nn.Parameter(torch.ones(features))
+
+    def forward(self, y, z):
+        """y and z [B, T, features]."""
+        x = (wide(y) * F.silu(wide(z))).unflatten(-1, (self.groups, -1))
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * x.flatten(-2).to(y.dtype)
+
+
+@register_mixer("mamba2")
+class Mamba2Mixer(MemoryMixer):
+    """The Mamba-2 layer. States: ssm [B, H, N, P] in fp32 and conv [B, H P + 2 G N, taps - 1]."""
+
+    options_class = Mamba2Options
+    fp32_parameters = ("A_log", "D", "dt_bias")
+    lora_targets = ("in_proj", "out_proj")
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        options, hidden = self.options, config.hidden_size
+        self.features = round(options.expand * hidden)
+        self.heads, rest = divmod(self.features, options.head_dim)
+        if rest or not self.heads or self.heads % options.n_groups:
+            raise ValueError(
+                f"layer {layer_idx}: expand={options.expand} times the hidden size {hidden} gives {self.features}"
+                f" features; they must be heads of head_dim={options.head_dim}, in n_groups={options.n_groups} groups"
+            )
+        self.conv_dim = self.features + 2 * options.n_groups * options.state_size
+        self.in_proj = nn.Linear(hidden, self.features + self.conv_dim + self.heads, bias=options.use_bias)
+        self.conv1d = ShortConvolution(self.conv_dim, options.conv_size, "silu", bias=options.use_conv_bias)
+        for name in self.fp32_parameters:
+            setattr(self, name, nn.Parameter(torch.empty(self.heads, dtype=torch.float32)))
+        self.norm = GatedRMSNorm(self.features, options.n_groups, options.norm_eps)
+        self.out_proj = nn.Linear(self.features, hidden, bias=options.use_bias)
+
+    def project(self, x, rotary):
+        z, xBC, dt = self.in_proj(x).split([self.features, self.conv_dim, self.heads], -1)
+        dt = F.softplus(wide(dt) + wide(self.dt_bias))
+        if self.options.time_step_limit is not None:
+            dt = dt.clamp(*self.options.time_step_limit)
+        return {"z": z, "xBC": xBC, "dt": dt}
+
+    def scan(self, tokens, states, lengths=None, cu_seqlens=None):
+        past = states or {}
+        xBC, conv = self.conv1d(tokens["xBC"], past.get("conv"), lengths=lengths, cu_seqlens=cu_seqlens)
+        dt = tokens["dt"]
+        if lengths is not None:
+            # a pad has no time: it neither decays nor writes
+            dt = torch.where(before_the_end(lengths, dt.shape[1])[..., None], dt, 0)
+        x, memory = self._recurrence(xBC, dt)
+        y, ssm = chunk_gla(
+            *memory,
+            scale=1.0,
+            initial_state=past.get("ssm"),
+            cu_seqlens=cu_seqlens,
+            chunk_size=self.options.chunk_size,
+        )
+        return self._skip_and_norm(y, x, tokens["z"]), {"conv": conv, "ssm": ssm}
+
+    def step(self, tokens, states):
+        xBC, _ = self.conv1d(tokens["xBC"], states["conv"], in_place=True)
+        x, memory = self._recurrence(xBC, tokens["dt"])
+        return self._skip_and_norm(gla_step(*memory, states["ssm"], scale=1.0), x, tokens["z"])
+
+    def readout(self, y, x):
+        return self.out_proj(y)
+
+    def state_shapes(self, batch, dtype=torch.float32):
+        options = self.options
+        return {
+            "conv": ((batch, self.conv_dim, options.conv_size - 1), dtype),
+            "ssm": (
+                (batch, self.heads, options.state_size, options.head_dim),
+                torch.promote_types(dtype, torch.float32),
+            ),
+        }
+
+    def init_weights(self):
+        """N(0, 0.02) matrices, nn.Conv1d's taps, A = 1 .. H, D = 1, dt log-uniform in `TIME_STEPS`."""
+        init_layers(self)
+        bound = self.options.conv_size**-0.5
+        init.uniform_(self.conv1d.weight, -bound, bound)
+        init.ones_(self.norm.weight)
+        init.ones_(self.D)
+        init.copy_(self.A_log, torch.arange(1, self.heads + 1, device=self.A_log.device).to(self.A_log.dtype).log())
+        low, high = (math.log(t) for t in TIME_STEPS)
+        dt = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
+        init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
+
+    @classmethod
+    def options_for(cls, attention):
+        return mamba2_start.options_for(attention)
+
+    def init_from_attention(self, attention):
+        """See `mamba2_start.take_over`."""
+        return mamba2_start.take_over(self, attention)
+
+    def _recurrence(self, xBC, dt):
+        """x [B, T, H, P] and the arguments q, k, v, log_decay of gated linear attention."""
+        options = self.options
+        bc = options.n_groups * options.state_size
+        x, B, C = xBC.split([self.features, bc, bc], -1)
+        x = x.unflatten(-1, (self.heads, options.head_dim))
+        share = self.heads // options.n_groups
+        B, C = (t.unflatten(-1, (options.n_groups, -1)).repeat_interleave(share, 2) for t in (B, C))
+        return x, (C, B, x * dt[..., None].to(x.dtype), -wide(self.A_log).exp() * dt)
+
+    def _skip_and_norm(self, y, x, z):
+        return self.norm((y + x * self.D[:, None].to(x.dtype)).flatten(2), z)

@@ -1,0 +1,84 @@
+"""Where a Mamba-2 layer starts that takes over a softmax attention: as linear attention with decay.
+
+C is the attention's query, B its key, x its value, head by head, as in Wang et al., "The Mamba in the Llama"
+(arXiv:2408.15237); a norm of q or k leaves its scale in the rows. The convolution passes its last token on, D = 0, the
+gate and the time step do not depend on the token, and the half-lives of the memory are spread over the heads.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from .attention_start import FOLDED, with_norm_scale
+from .attention_weights import AttentionWeights, TensorFate
+
+GATE_BIAS = 1.2785  # silu of it is 1
+HALF_LIVES = (1.0, 64.0)  # tokens, log-spaced over the heads
+_ROLES = {"v": "x, its values", "k": "B, its keys", "q": "C, its queries"}
+
+
+def options_for(attention: AttentionWeights) -> dict:
+    """Options with which a Mamba-2 layer has a place for an attention's projections."""
+    return {
+        "state_size": attention.head_dim,
+        "head_dim": attention.head_dim,
+        "expand": attention.num_heads * attention.head_dim / attention.q_weight.shape[1],
+        "n_groups": attention.num_heads,
+        "use_bias": True,
+    }
+
+
+@torch.no_grad()
+def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
+    """Fill a `Mamba2Mixer` from an attention, in place; one fate for each of the attention's tensors.
+
+    Raises:
+        ValueError: the mixer's heads and states are not those of `options_for`.
+    """
+    D, heads = attention.head_dim, attention.num_heads
+    wanted = options_for(attention)
+    found = {name: getattr(mixer.options, name) for name in wanted}
+    if any(found[name] != value for name, value in wanted.items() if name != "expand") or mixer.features != D * heads:
+        raise ValueError(
+            f"layer {mixer.layer_idx}: the attention's {heads} heads of size {D} need the options {wanted}, the mixer"
+            f" has {found}"
+        )
+    for parameter in (mixer.in_proj.weight, mixer.in_proj.bias, mixer.out_proj.bias, mixer.D, mixer.conv1d.weight):
+        parameter.zero_()
+    if mixer.conv1d.bias is not None:
+        mixer.conv1d.bias.zero_()
+    mixer.conv1d.weight[:, :, -1] = 1
+    mixer.norm.weight.fill_(1)
+    size = mixer.features
+    mixer.in_proj.bias[:size] = GATE_BIAS
+    fates = [_take(mixer, attention, field, tensor) for field, tensor in attention.tensors().items()]
+    _start_decay(mixer)
+    return fates
+
+
+def _start_decay(mixer: nn.Module):
+    """dt = 1 whatever the token; each head forgets half in its half-life."""
+    low, high = (math.log(t) for t in HALF_LIVES)
+    half_lives = torch.linspace(low, high, mixer.heads).exp()
+    mixer.A_log.copy_(torch.log(math.log(2) / half_lives))
+    mixer.dt_bias.fill_(math.log(math.expm1(1.0)))
+
+
+def _take(mixer: nn.Module, attention: AttentionWeights, field: str, tensor: torch.Tensor) -> TensorFate:
+    if field == "extra.sinks":
+        return TensorFate(field, "dropped", reason="attention sinks are logits of a softmax, which mamba2 has not")
+    role, _, kind = field.partition("_")
+    if role not in ("q", "k", "v", "o") or kind not in ("weight", "bias", "norm"):
+        raise ValueError(f"the attention's {field} has no place in a mamba2 layer; keep this layer as attention")
+    if role == "o":
+        getattr(mixer.out_proj, kind).copy_(tensor)
+        return TensorFate(field, "used", (f"out_proj.{kind}",))
+    rows = slice(*((1 + "vkq".index(role) + i) * mixer.features for i in (0, 1)))
+    target = "in_proj.bias" if kind == "bias" else "in_proj.weight"
+    if kind == "norm":
+        return TensorFate(field, "transformed", (target,), FOLDED)
+    heads = with_norm_scale(attention, role, tensor).unflatten(0, (-1, attention.head_dim))
+    heads = heads.repeat_interleave(attention.num_heads // heads.shape[0], 0)
+    dict(mixer.named_parameters())[target][rows] = heads.flatten(0, 1)
+    return TensorFate(field, "transformed", (target,), f"rows of {_ROLES[role]}, one head for each query head")

@@ -1,0 +1,190 @@
+"""SKA, Spectral Koopman Attention: ridge regression on the past, filtered by powers of the keys' own dynamics.
+
+    G = sum k_t k_t^T;  M = sum k_t k_{t-1}^T;  C = sum v_t k_t^T;  P = (G + eps nu^2 I)^-1;  nu = max |k_t|
+    y_t = eta (gamma / |M|)^K C P (M P)^K q_t,  sums over all chunks before the token's;  out = W_o y
+
+Paper: "Echo: Spectral Koopman Attention", section 3.2. |M| is the spectral norm of the whitened M, see
+`hf_memmix_kernels.ska`. Keys and queries have rank r, values the head size P. No rotary embedding: order is in M.
+
+Shapes: B batch, T tokens, H query heads, Hk key/value heads, r rank, P head size.
+"""
+
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from hf_memmix_kernels import cg_lift, chunk_ska, ska_per_token_state, ska_state_shapes, ska_step
+from hf_memmix_kernels.ska.op import MAX_RANK, NORMALIZATIONS
+from hf_memmix_kernels.ska.operator import Operator
+
+from . import ska_start
+from .base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
+from .layers import init_layers, wide
+
+MAX_HEAD_DIM = 256
+MAX_POWER = 8
+ETA = 1.5  # of the readout at the start, the paper's
+STATES = ("statistics", "operator", "previous", "nu", "position")
+
+
+@dataclass
+class SKAOptions(MixerOptions):
+    """Options of the SKA layer; the defaults are the paper's where it names them.
+
+    Args:
+        rank: r of keys and queries, at most 128; the paper's are 24 and 32, above 64 no Triton kernel runs.
+        power: K; 0 is ridge regression.
+        chunk_size: tokens between two estimates of the operator: part of the model, and of a saved state.
+        eps: ridge, in units of nu^2. Where a matrix is not positive definite it grows tenfold, three times.
+        spectral_norm: divide by the spectral norm.
+        sigma_floor: smallest such divisor.
+        normalization: "running_max" is causal; "sequence_max", the paper's, takes nu over the tokens of a forward, so
+            that a sequence cut into several forwards is not quite the same.
+        refresh_every: None is `chunk_size`; 1 is the paper's estimate at every token: a model that is trained in
+            chunks reads fresher statistics, at O(r^2) a decoded token and O(r^3) a token of a prompt.
+        use_cg_lift: keys and queries pass the appendix' lift of complex pairs and a shared linear map back to r.
+        qkv_bias, o_bias: biases of the projections.
+    """
+
+    rank: int = 32
+    power: int = 2
+    chunk_size: int = 64
+    eps: float = 1e-3
+    spectral_norm: bool = True
+    sigma_floor: float = 0.1
+    normalization: str = "running_max"
+    refresh_every: int | None = None
+    use_cg_lift: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+    def validate(self):
+        if not 1 <= self.rank <= MAX_RANK:
+            raise ValueError(f"rank={self.rank} must be 1 to {MAX_RANK}; the paper's are 24 and 32")
+        if not 0 <= self.power <= MAX_POWER:
+            raise ValueError(f"power={self.power} must be 0 to {MAX_POWER}; the paper's K is 2")
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size={self.chunk_size} must be at least 1; the default is 64")
+        if not self.eps > 0:
+            raise ValueError(f"eps={self.eps} must be positive; the paper's is 1e-3")
+        if not 0 < self.sigma_floor <= 1:
+            raise ValueError(f"sigma_floor={self.sigma_floor} must be in (0, 1]; the default is 0.1")
+        if self.normalization not in NORMALIZATIONS:
+            raise ValueError(f"normalization={self.normalization!r} must be one of {NORMALIZATIONS}")
+        if self.refresh_every not in (None, 1, self.chunk_size):
+            raise ValueError(
+                f"refresh_every={self.refresh_every!r} must be None, 1 or chunk_size={self.chunk_size}: within a chunk"
+                " the operator is refreshed at every token or not at all"
+            )
+        if self.refresh_every == 1 and self.normalization != "running_max":
+            raise ValueError("refresh_every=1 needs normalization='running_max'; the whole sequence is not known")
+        if self.use_cg_lift and self.rank % 2:
+            raise ValueError(f"use_cg_lift=True pairs the features of a key: rank={self.rank} must be even")
+
+
+@register_mixer("ska")
+class SKAMixer(MemoryMixer):
+    """The SKA layer. States, in fp32: statistics [G | M^T | C^T] [B, Hk, r, 2 r + P], operator [B, Hk, r, P] (the
+    inverse [B, Hk, r, r] with refresh_every=1), previous key [B, Hk, r], nu [B, Hk], position in the chunk [B, Hk].
+    """
+
+    options_class = SKAOptions
+    fp32_parameters = ("gamma", "eta")
+    token_arguments = ("action_mask",)
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        options, shape = self.options, AttentionShape.of(config)
+        shape.check(self, MAX_HEAD_DIM)
+        hidden, self.heads, self.kv_heads, self.head_dim = astuple(shape)
+        rank = options.rank
+        self.q_proj = nn.Linear(hidden, self.heads * rank, bias=options.qkv_bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * rank, bias=options.qkv_bias)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=options.qkv_bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=options.o_bias)
+        if options.use_cg_lift:
+            self.lift_proj = nn.Linear(3 * rank // 2, rank, bias=False)
+        for name in self.fp32_parameters:
+            setattr(self, name, nn.Parameter(torch.empty(self.heads, dtype=torch.float32)))
+
+    def project(self, x, rotary):
+        q, k = (f(x).unflatten(-1, (-1, self.options.rank)) for f in (self.q_proj, self.k_proj))
+        if self.options.use_cg_lift:
+            q, k = (self.lift_proj(cg_lift(t)) for t in (q, k))
+        return {"q": q, "k": k, "v": self.v_proj(x).unflatten(-1, (-1, self.head_dim))}
+
+    def scan(self, tokens, states, lengths=None, cu_seqlens=None):
+        options = self.options
+        state = None if states is None else tuple(states[name] for name in STATES)
+        if self._per_token and state is not None:
+            state = self._after_chunks_of_one(state)
+        y, state = chunk_ska(
+            *self._arguments(tokens),
+            **self._model(),
+            chunk_size=1 if self._per_token else options.chunk_size,
+            normalization=options.normalization,
+            initial_state=state,
+            cu_seqlens=cu_seqlens,
+            lengths=lengths,
+        )
+        if self._per_token:
+            state = ska_per_token_state(state, eps=options.eps)
+        return y, dict(zip(STATES, state, strict=True))
+
+    def step(self, tokens, states):
+        options = self.options
+        state = tuple(states[name] for name in STATES)
+        return ska_step(
+            *self._arguments(tokens),
+            state,
+            **self._model(),
+            chunk_size=options.chunk_size,
+            refresh_every=options.refresh_every,
+        )
+
+    def readout(self, y, x):
+        return self.o_proj(y.flatten(2))
+
+    def state_shapes(self, batch, dtype=torch.float32):
+        rank, dtype = self.options.rank, torch.promote_types(dtype, torch.float32)
+        shapes = dict(zip(STATES, ska_state_shapes(batch, self.kv_heads, rank, self.head_dim), strict=True))
+        if self._per_token:
+            shapes["operator"] = (batch, self.kv_heads, rank, rank)
+        return {name: (shape, dtype) for name, shape in shapes.items()}
+
+    def init_weights(self):
+        """Orthogonal q and k, N(0, 0.02) values, zero output, gamma = 1, eta = `ETA`: the paper's."""
+        init_layers(self)
+        for projection in (self.q_proj, self.k_proj):
+            init.orthogonal_(projection.weight)
+        init.zeros_(self.o_proj.weight)
+        init.ones_(self.gamma)
+        init.constant_(self.eta, ETA)
+
+    @classmethod
+    def options_for(cls, attention):
+        return ska_start.options_for(attention)
+
+    def init_from_attention(self, attention):
+        """See `ska_start.take_over`."""
+        return ska_start.take_over(self, attention)
+
+    @property
+    def _per_token(self) -> bool:
+        return self.options.refresh_every == 1 and self.options.chunk_size > 1
+
+    def _arguments(self, tokens) -> tuple:
+        """q, k, v, action mask, gamma and eta of the op."""
+        return (*(tokens[n] for n in "qkv"), tokens.get("action_mask"), wide(self.gamma), wide(self.eta))
+
+    def _model(self) -> dict:
+        options = self.options
+        return {name: getattr(options, name) for name in ("power", "eps", "spectral_norm", "sigma_floor")}
+
+    def _after_chunks_of_one(self, state):
+        """The state of `chunk_ska(chunk_size=1)` from that of `ska_step(refresh_every=1)`."""
+        S, _, previous, nu, position = state
+        operator = Operator(S, nu, **self._model(), check=S.device.type == "cpu").WT
+        return S, operator.contiguous(), previous, nu, torch.zeros_like(position)

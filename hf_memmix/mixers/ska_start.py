@@ -1,0 +1,93 @@
+"""Where an SKA layer starts that takes over a softmax attention: values, output, and scores of a lower rank.
+
+v and o are the attention's. Keys and queries become those of rank r whose scores are closest to the attention's before
+the softmax, and before rotary embeddings: with q_h = A_h x and k = B x, the best sum_h |A_h^T B - U_h^T V|^2 over the
+query heads h that share a key head is the truncated SVD of their stacked A_h^T B. A bias is one more column of A or B;
+a norm of q or k leaves its scale in the rows.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .attention_start import FOLDED, take_tensor, with_norm_scale
+from .attention_weights import AttentionWeights, TensorFate
+
+RANK = 32  # at most, the paper's
+REDUCED = "with {other} reduced to rank {rank} by the truncated SVD of the scores of a key head"
+
+
+def options_for(attention: AttentionWeights) -> dict:
+    """Options with which an SKA layer has a place for an attention's values and output."""
+    return {
+        "rank": min(attention.head_dim, RANK),
+        "qkv_bias": any(bias is not None for bias in (attention.q_bias, attention.k_bias, attention.v_bias)),
+        "o_bias": attention.o_bias is not None,
+    }
+
+
+@torch.no_grad()
+def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
+    """Fill an `SKAMixer` from an attention, in place; one fate for each of the attention's tensors.
+
+    Raises:
+        ValueError: the heads differ, or a bias has no place under the mixer's options.
+    """
+    shape = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+    own = (mixer.heads, mixer.kv_heads, mixer.head_dim)
+    if shape != own:
+        raise ValueError(
+            f"layer {mixer.layer_idx}: attention has (heads, kv heads, head size) {shape}, the mixer {own}; they must"
+            " be equal"
+        )
+    for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj):
+        if projection.bias is not None:
+            projection.bias.zero_()
+    fates = [_take(mixer, field, tensor) for field, tensor in attention.tensors().items()]
+    queries, keys = low_rank_scores(_augmented(attention, "q"), _augmented(attention, "k"), mixer.options.rank)
+    for projection, rows in ((mixer.q_proj, queries), (mixer.k_proj, keys)):
+        rows = rows.flatten(0, 1)
+        projection.weight.copy_(rows[:, :-1])
+        if projection.bias is not None:
+            projection.bias.copy_(rows[:, -1])
+    return fates
+
+
+def low_rank_scores(A: Tensor, B: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """U [H, rank, n], V [Hk, rank, n] of the best U_h^T V_g for A [H, D, n], B [Hk, D, n]; V as large as all its U_h.
+
+    Rows beyond the rank of the scores are zero.
+    """
+    heads, D, n = A.shape
+    groups = A.view(B.shape[0], -1, D, n).mT.flatten(1, 2)  # [Hk, group n, D]: the A_h^T one below another
+    Q, R = torch.linalg.qr(groups)
+    Qk, Rk = torch.linalg.qr(B.mT)
+    left, S, right = torch.linalg.svd(R @ Rk.mT)
+    kept = min(rank, S.shape[-1])
+    root = S[:, None, :kept].sqrt()
+    U = (Q @ left[..., :kept] * root).unflatten(1, (-1, n)).flatten(0, 1).mT
+    V = (Qk @ right.mT[..., :kept] * root).mT
+    return tuple(torch.nn.functional.pad(t, (0, 0, 0, rank - kept)) for t in (U, V))
+
+
+def _augmented(attention: AttentionWeights, role: str) -> Tensor:
+    """[heads, D, hidden + 1] in float64: the projection of q or k with its bias as the last column."""
+    weight = getattr(attention, f"{role}_weight")
+    bias = getattr(attention, f"{role}_bias")
+    bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
+    whole = torch.cat([weight.double(), bias.double()[:, None]], 1)
+    return with_norm_scale(attention, role, whole).unflatten(0, (-1, attention.head_dim))
+
+
+def _take(mixer: nn.Module, field: str, tensor: Tensor) -> TensorFate:
+    role, _, kind = field.partition("_")
+    if role not in ("q", "k"):
+        return take_tensor(mixer, field, tensor)
+    target = f"{role}_proj.{'bias' if kind == 'bias' else 'weight'}"
+    if kind == "norm":
+        return TensorFate(field, "transformed", (target,), FOLDED)
+    if kind == "bias" and getattr(mixer, f"{role}_proj").bias is None:
+        raise ValueError(
+            f"layer {mixer.layer_idx}: the attention's {field} would be lost; convert with the option qkv_bias=True"
+        )
+    other = "the queries" if role == "k" else "the keys"
+    return TensorFate(field, "transformed", (target,), REDUCED.format(other=other, rank=mixer.options.rank))

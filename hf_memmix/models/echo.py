@@ -1,0 +1,87 @@
+"""The language models of the Echo paper: Mamba-2 layers, a few SKA layers between them, Koopman MLPs.
+
+    model = EchoForCausalLM(EchoConfig.preset("180m"))
+
+Embeddings, norms, residuals and head are Llama's; rotary embeddings reach kept attention only.
+"""
+
+from typing import ClassVar
+
+from transformers import LlamaConfig
+
+from ..mixers import KoopmanMLP
+from .family import FamilyConfig, register_family
+
+FEED_FORWARDS = ("koopman", "koopman_gated", "swiglu")
+
+
+def _size(hidden: int, layers: int, heads: int, intermediate: int, ska: int, **fields) -> dict:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": intermediate,
+        "num_ska_layers": ska,
+        "max_position_embeddings": 4096,
+        "vocab_size": 32000,
+        "tie_word_embeddings": True,
+        **fields,
+    }
+
+
+@register_family
+class EchoConfig(FamilyConfig, LlamaConfig):
+    """A decoder of Mamba-2 and SKA layers with Koopman MLPs; all other fields are Llama's.
+
+        EchoConfig.preset("180m")
+        EchoConfig.preset("1m", num_ska_layers=0)                              # baseline: state space layers only
+        EchoConfig.preset("1m", num_ska_layers=0, attention_layers=[1, 2])     # baseline: with attention
+
+    Args:
+        num_ska_layers: SKA layers, evenly spaced; the first and the last layer are always Mamba-2.
+        feed_forward: "koopman", "koopman_gated" or "swiglu", Llama's own.
+
+    Presets: "180m", "50m" and "1m", the paper's three sizes. It states the hidden size, depth and heads of the first,
+    the SKA layers of the first two, and the parameters of all; what is left open here fits those.
+    """
+
+    model_type: ClassVar[str] = "memmix_echo"
+    mixer: ClassVar[str] = "mamba2"
+    presets: ClassVar[dict] = {
+        "1m": _size(
+            128, 4, 4, 384, 2, vocab_size=256, feed_forward="swiglu",
+            mixers={"ska": {"rank": 24, "chunk_size": 8}, "mamba2": {"state_size": 64, "head_dim": 32}},
+        ),
+        "50m": _size(512, 12, 8, 1368, 4),
+        "180m": _size(768, 24, 12, 2048, 2),
+    }  # fmt: skip
+
+    num_ska_layers: int = 2
+    feed_forward: str = "koopman"
+
+    def __post_init__(self, **kwargs):
+        if self.feed_forward not in FEED_FORWARDS:
+            raise ValueError(f"feed_forward={self.feed_forward!r} must be one of {FEED_FORWARDS}")
+        super().__post_init__(**kwargs)
+
+    def layer_mixers(self) -> list[str]:
+        """Mamba-2, and SKA at `num_ska_layers` evenly spaced places inside.
+
+        Raises:
+            ValueError: there are fewer inner layers than that.
+        """
+        count, last = self.num_ska_layers, self.num_hidden_layers - 1
+        if not 0 <= count <= max(last - 1, 0):
+            raise ValueError(
+                f"num_ska_layers={count} must be 0 to {max(last - 1, 0)}: the model has {last + 1} layers, of which"
+                " the first and the last are Mamba-2"
+            )
+        ska = {round((i + 1) * last / (count + 1)) for i in range(count)}
+        return ["ska" if i in ska else self.mixer for i in range(last + 1)]
+
+    def make_feed_forward(self, layer_idx: int):
+        """A `KoopmanMLP`, or None for Llama's."""
+        if self.feed_forward == "swiglu":
+            return None
+        return KoopmanMLP(self.hidden_size, self.intermediate_size, gated=self.feed_forward == "koopman_gated")

@@ -3,7 +3,8 @@
 v and o are the attention's. Keys and queries become those of rank r whose scores are closest to the attention's before
 the softmax, and before rotary embeddings: with q_h = A_h x and k = B x, the best sum_h |A_h^T B - U_h^T V|^2 over the
 query heads h that share a key head is the truncated SVD of their stacked A_h^T B. A bias is one more column of A or B;
-a norm of q or k leaves its scale in the rows.
+a norm of q or k leaves its scale in the rows. eta starts small, as solutions of a regression are larger than averages:
+conversion/results/ska_init.json.
 """
 
 import torch
@@ -13,6 +14,7 @@ from .attention_start import FOLDED, take_tensor, with_norm_scale
 from .attention_weights import AttentionWeights, TensorFate
 
 RANK = 32  # at most, the paper's
+ETA = 0.1
 REDUCED = "with {other} reduced to rank {rank} by the truncated SVD of the scores of a key head"
 
 
@@ -49,6 +51,8 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
         projection.weight.copy_(rows[:, :-1])
         if projection.bias is not None:
             projection.bias.copy_(rows[:, -1])
+    mixer.gamma.fill_(1)
+    mixer.eta.fill_(ETA)
     return fates
 
 

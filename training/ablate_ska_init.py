@@ -2,8 +2,8 @@
 
     python training/ablate_ska_init.py --out conversion/results/ska_init.json
 
-Truncated SVD of the scores against random directions of the heads, powers K, sizes eta of the readout. Every variant is
-converted and measured on the development text, aligned for a few steps (all with the same data and learning rate),
+Truncated SVD of the scores against random directions of the heads, powers K, sizes eta of the readout. Every variant
+is converted and measured on the development text, aligned for a few steps (all with the same data and learning rate),
 and measured again. A ridge solution is not bounded by the values as attention is: at the paper's eta of 1.5 its error
 is ten times the attention's size. At K = 2 eta = 0.1 has the lowest error after alignment, which is what a conversion
 starts with; K = 0 is better still.

@@ -15,6 +15,7 @@ DEMO = "training/results/demo.json"
 PLOT = "training/results/demo.png"
 CARDS = "model_cards"
 KERNELS = "kernels/benchmarks/results/h200.json"
+ATTENTION_SHAPED = ("sdpa", "short_conv", "gla", "gka")  # the others have shapes of their own: kernels/README.md
 GENERATE = "kernels/benchmarks/results/generate_h200.json"
 
 
@@ -94,8 +95,8 @@ def student_table(root: Path) -> str:
 
 
 def kernel_table(root: Path) -> str:
-    """Milliseconds of the ops on the GPU, with torch's attention from the same run."""
-    rows = json.loads((root / KERNELS).read_text())
+    """Milliseconds of the ops that share attention's shape, on the GPU, with torch's attention from the same run."""
+    rows = [row for row in json.loads((root / KERNELS).read_text()) if row["op"] in ATTENTION_SHAPED]
     ops: dict[str, dict] = {}
     for row in rows:
         schedule = row.get("iterations")

@@ -36,7 +36,7 @@ def test_no_parameter_leaves_the_stable_range(logit):
     with torch.no_grad():
         mixer.lam_logit.fill_(logit)
     assert ((mixer.lam() >= -2) & (mixer.lam() <= 0)).all()
-    x = mixer.scan({"u": torch.ones(1, 400, 24)}, None)[1]["x"]
+    x = mixer.scan({"u": torch.ones(1, 400, mixer.features)}, None)[1]["x"]
     assert x.isfinite().all() and x.abs().max() <= 400
 
 

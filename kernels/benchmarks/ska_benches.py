@@ -78,4 +78,6 @@ BENCHES = [
     {**SSD, "forward": lambda x: K.chunk_gla(**x), "fields": {"by": "gla"}},
 ]
 if importlib.util.find_spec("fla"):
-    BENCHES.append({**SSD, "forward": fla_ssd, "fields": {"by": "fla chunk_simple_gla"}})
+    # FLA 0.6 refuses its gated backward on Hopper below Triton 3.7.1, whose results would be wrong
+    refusal = "Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results"
+    BENCHES.append({**SSD, "forward": fla_ssd, "fields": {"by": "fla chunk_simple_gla"}, "refusal": refusal})

@@ -1,0 +1,53 @@
+"""No interpreted kernel reads or writes outside the tensors of its launch (memcheck.py)."""
+
+import os
+
+import pytest
+import torch
+from checks import outputs_and_gradients
+from memcheck import bounds_checked
+from ops_table import OPS, Shape
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="checks interpreted kernels")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batched", "packed"])
+@pytest.mark.parametrize("op", [op for op in OPS if not op.brief], ids=str)
+def test_every_access_is_inside(op, packed):
+    """A size that is no power of two and a last chunk of one token; sequences of none, one and several tokens."""
+    shape = Shape(1, 17, 4, 2, 48, 32)
+    bounds = [0, 0, 1, 17]
+    inputs, state = (
+        op.draw(shape, torch.float32),
+        op.draw_state(shape, len(bounds) - 1 if packed else 1, torch.float32),
+    )
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32) if packed else None
+    with bounds_checked() as seen:
+        outputs_and_gradients(op, op.fast, inputs, state, cu_seqlens, weights=[])
+        if not packed:
+            with torch.no_grad():
+                op.step(op, op.tokens(inputs, slice(0, 1)), op.draw_state(shape, 1, torch.float32))
+    assert seen["accesses"]
+
+
+def test_finds_an_access_outside():
+    """One element beyond a tensor that another's memory surrounds; under a mask it is no access."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def copy(source, target, length, SIZE: tl.constexpr):
+        o = tl.arange(0, SIZE)
+        tl.store(target + o, tl.load(source + o, mask=o < length, other=0.0))
+
+    memory, target = torch.ones(16), torch.empty(8)
+    with bounds_checked():
+        copy[(1,)](memory[4:11], target, 7, SIZE=8)
+        for source, out, length in ((memory[4:11], target, 8), (memory[4:12], target[:7], 8)):
+            with pytest.raises(Exception, match="outside every argument"):
+                copy[(1,)](source, out, length, SIZE=8)

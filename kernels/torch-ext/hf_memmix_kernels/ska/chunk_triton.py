@@ -13,15 +13,15 @@ from .fwd_kernels import ska_fwd_kernel_read, ska_fwd_kernel_scan
 
 MAX_TRITON_RANK = 64
 
-# (num_warps, num_stages, most tokens a tile) of each kernel at rank <= 32, and above
+# (num_warps, num_stages, most tokens a tile) of each kernel at rank <= 32, and above; 8 warps fault there (README)
 LAUNCH = {
     "fwd_scan": ((1, 3, 64), (4, 3, 64)),
     "fwd_read": ((1, 1, 64), (4, 1, 64)),
-    "bwd_operator": ((2, 1, 64), (8, 1, 16)),
-    "bwd_dkv": ((4, 1, 64), (8, 1, 64)),
+    "bwd_operator": ((2, 1, 64), (4, 1, 16)),
+    "bwd_dkv": ((4, 1, 64), (4, 1, 64)),
 }
 SCAN_BLOCK = 512
-# above this rank bfloat16 tokens enter as float32: the kernels fault on them at rank 64, P = 128 (README)
+# above this rank tokens of 16 bits enter as float32 (README)
 MAX_LOW_PRECISION_RANK = 32
 
 

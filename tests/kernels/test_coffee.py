@@ -180,9 +180,10 @@ def test_deer_is_checked():
 
 def test_dispatch_rule():
     assert K.coffee_method(1, 1024, 16, 8) == "scan"
-    assert K.coffee_method(8, 65536, 1536, 16) == "scan"
-    assert K.coffee_method(1, 65536, 16, 8) == "deer"
-    assert K.coffee_method(1, 65536, 16, 8, cuda=False) == "scan"
+    assert K.coffee_method(8, 2**18, 1536, 16) == "scan"
+    assert K.coffee_method(1, 65536, 16, 8) == "scan"
+    assert K.coffee_method(1, 2**18, 16, 8) == "deer"
+    assert K.coffee_method(1, 2**18, 16, 8, cuda=False) == "scan"
 
 
 def test_bad_values_are_named():

@@ -162,6 +162,23 @@ class GKAMixer(MemoryMixer):
         return tokens
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
+        q, k, v, log_decay, beta, new = self.memory_inputs(tokens, states, lengths, cu_seqlens)
+        y, (new["H"], new["U"]) = chunk_gka(
+            q,
+            k,
+            v,
+            log_decay,
+            tokens.get("alpha"),
+            beta,
+            initial_state=(states["H"], states["U"]) if states else None,
+            cu_seqlens=cu_seqlens,
+            chunk_size=self.options.chunk_size,
+            **self._solver(),
+        )
+        return y, new
+
+    def memory_inputs(self, tokens, states, lengths, cu_seqlens):
+        """q, k, v as the memory sees them, log_decay and beta without effect at padding, new states of the taps."""
         past, where = states or {}, {"lengths": lengths, "cu_seqlens": cu_seqlens}
         q, conv_q = self.q_conv1d(tokens["q"], past.get("conv_q"), **where)
         k, conv_k = self.k_conv1d(tokens["k"], past.get("conv_k"), **where)
@@ -174,19 +191,7 @@ class GKAMixer(MemoryMixer):
             valid = before_the_end(lengths, q.shape[1])[..., None].to(log_decay.dtype)
             log_decay = log_decay * valid
             beta = valid.expand_as(log_decay) if beta is None else beta * valid
-        y, (new["H"], new["U"]) = chunk_gka(
-            q,
-            k,
-            v,
-            log_decay,
-            tokens.get("alpha"),
-            beta,
-            initial_state=(past["H"], past["U"]) if past else None,
-            cu_seqlens=cu_seqlens,
-            chunk_size=self.options.chunk_size,
-            **self._solver(),
-        )
-        return y, new
+        return q, k, v, log_decay, beta, new
 
     def step(self, tokens, states):
         q, _ = self.q_conv1d(tokens["q"], states["conv_q"], in_place=True)

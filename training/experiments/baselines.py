@@ -1,7 +1,8 @@
-"""Linear attention in the block of the Lattice paper, for comparison: S_t = e^g S_{t-1} + k_t v_t^T, y_t = S_t^T q_t.
+"""Linear attention for comparison, S_t = e^g S_{t-1} + k_t v_t^T, y_t = S_t^T q_t, in the blocks of two of the mixers.
 
-Katharopoulos et al., arXiv:2006.16236, without its normaliser (g = 0), or with a decay per head and token, the
-recurrence of Mamba-2 (Dao and Gu, arXiv:2405.21060). The delta rule and TTT are variants of `LatticeMixer`.
+"linear" in the Lattice paper's block: Katharopoulos et al., arXiv:2006.16236, without its normaliser (g = 0), or
+with a decay per head and token, the recurrence of Mamba-2 (Dao and Gu, arXiv:2405.21060). "gla" in GKA's block, whose
+start from attention it shares. The delta rule and TTT are variants of `LatticeMixer`.
 """
 
 from dataclasses import astuple, dataclass
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
+from hf_memmix.mixers import GKAMixer, GKAOptions
 from hf_memmix.mixers.base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
 from hf_memmix.mixers.layers import RMSNorm, ShortConvolution, init_layers, unit, wide
 from hf_memmix.padding import before_the_end
@@ -82,3 +84,31 @@ class LinearMixer(MemoryMixer):
         if self.options.decay:
             keep = 0.5 ** (1 / torch.linspace(1, 9, self.heads, device=self.f_proj.bias.device).exp2())
             init.copy_(self.f_proj.bias, keep.logit())
+
+
+@dataclass
+class GLAOptions(GKAOptions):
+    """`GKAOptions` without the blend of solution and query: there is no solution."""
+
+    use_alpha: bool = False
+
+
+@register_mixer("gla")
+class GLAMixer(GKAMixer):
+    """`GKAMixer` without the ridge: y = U q, gated linear attention with the same parameters, start and block."""
+
+    options_class = GLAOptions
+    step = MemoryMixer.step
+
+    def scan(self, tokens, states, lengths=None, cu_seqlens=None):
+        q, k, v, log_decay, beta, new = self.memory_inputs(tokens, states, lengths, cu_seqlens)
+        # beta belongs to the query heads
+        k, v = (x.repeat_interleave(self.heads // self.kv_heads, 2) for x in (k, v))
+        if beta is not None:
+            v = v * beta.square().to(v.dtype)[..., None]
+        initial = states["U"] if states else None
+        y, new["U"] = chunk_gla(q, k, v, log_decay, initial_state=initial, cu_seqlens=cu_seqlens, scale=1.0)
+        return y, new
+
+    def state_shapes(self, batch, dtype=torch.float32):
+        return {name: shape for name, shape in super().state_shapes(batch, dtype).items() if name != "H"}

@@ -13,7 +13,9 @@ from torch import Tensor
 
 SYMBOLS = 9  # the sizes of the paper's tables are those of nine embeddings: 0 to 7 and one that never occurs
 LAST_SYMBOL = 7
+PADDING = 0
 TRIGGER = 1
+UNUSED = 8  # the one that never occurs
 DRAWS = 12  # of sequences with a trigger of two symbols, of which 25 % hold a third one: one in 10^7 is left
 
 

@@ -52,7 +52,11 @@ def test_slots_keep_unit_norm(variant):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", ({}, {"use_forget_gate": True}, {"project": False}, {"variant": "delta"}), ids=str)
+@pytest.mark.parametrize(
+    "options",
+    ({}, {"use_forget_gate": True}, {"project": False}, {"variant": "delta"}, {"variant": "enc"}),
+    ids=str,
+)
 def test_layer_is_the_recurrence_on_its_projections(options):
     """Shared projection, separate convolutions, a step size a head and token, values repeated for their queries."""
     mixer = randomize(fresh(**{"use_forget_gate": False, **options})).double()
@@ -68,6 +72,8 @@ def test_layer_is_the_recurrence_on_its_projections(options):
     gamma = torch.sigmoid(mixer.gamma_proj(x))
     decay = torch.sigmoid(mixer.f_proj(x)).log() if options.get("use_forget_gate") else None
     v = tokens["v"].unflatten(-1, (2, 8))[:, :, [0, 0, 1, 1]]
+    if options.get("variant") == "enc":
+        v = torch.nn.functional.normalize(v, dim=-1)
     expected, S = naive_lattice(
         heads(mixer.q_conv1d),
         heads(mixer.k_conv1d),
@@ -82,6 +88,32 @@ def test_layer_is_the_recurrence_on_its_projections(options):
     # the unit norm of q and k adds 1e-6 to the length
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(states["S"], S, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    ({"use_forget_gate": True}, {}, {"gamma_max": 9.0}, {"step_size": "softplus"}),
+    ids=str,
+)
+def test_enc_learns_a_repeated_token_however_large(options):
+    """S^T v = k in the end, and the gradient reaching the start has shrunk; both diverge where gamma |v|^2 > 2."""
+    mixer = randomize(fresh(**{"variant": "enc", "use_forget_gate": False, **options})).double()
+    with torch.no_grad():
+        mixer.v_proj.weight.mul_(1000)
+        for name, bias in (("gamma_proj", 4.0), ("f_proj", -4.0)):
+            if hasattr(mixer, name):
+                getattr(mixer, name).weight.zero_()
+                getattr(mixer, name).bias.fill_(bias)
+    tokens = mixer.project(X.double()[:, :1].expand(-1, 200, -1), None)
+    S = mixer.start().double().expand(2, -1, -1, -1).detach().requires_grad_()
+    taps = {name: torch.zeros(shape).double() for name, (shape, _) in mixer.state_shapes(2).items()}
+    y, states = mixer.scan(tokens, {**taps, "S": S})
+    _, k, v = mixer._heads_for_memory(*(mixer.k_conv1d(tokens["k"])[0] for _ in range(2)), tokens)
+    found = torch.einsum("bhdm,bhd->bhm", states["S"], v[:, -1])
+    # not geometric where k_i is near 1: there a slot meets v itself, and what may be written shrinks
+    torch.testing.assert_close(found, k[:, -1], rtol=0, atol=1e-2)
+    (grad,) = torch.autograd.grad(y[:, -1].square().sum(), S)
+    assert grad.abs().max() < 10
 
 
 @pytest.mark.parametrize(

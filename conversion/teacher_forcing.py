@@ -4,12 +4,15 @@ Layer errors do not accumulate this way, so every layer can be trained and judge
 arXiv:2408.10189). One forward of the teacher serves all layers.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_memmix.conversion.families import attention_module, decoder_layers
+from hf_memmix.padding import packing_of
 
 
 def converted_layers(student: nn.Module) -> list[int]:
@@ -21,19 +24,38 @@ def converted_layers(student: nn.Module) -> list[int]:
     return [i for i, kind in enumerate(student.config.mixer_types) if kind != "attention"]
 
 
+class _Enough(Exception):
+    """Ends the teacher's forward after the last layer that is asked for."""
+
+
 def run_teacher_forced(
-    teacher: nn.Module, student: nn.Module, input_ids: Tensor, visit: Callable[[int, Tensor, Tensor], None]
-) -> Tensor:
+    teacher: nn.Module,
+    student: nn.Module,
+    input_ids: Tensor,
+    visit: Callable[[int, Tensor, Tensor], None],
+    *,
+    position_ids: Tensor | None = None,
+    layers: list[int] | None = None,
+    checkpointing: bool = False,
+) -> Tensor | None:
     """Run the teacher on `input_ids` [B, T] without gradients and call `visit(layer, mixer_output, attention_output)`.
 
     Both outputs are [B, T, hidden]; the mixer's carries gradients if they are enabled where this function is called,
-    and is computed as soon as its layer is reached, so only what `visit` keeps stays alive. Returns the last hidden
-    states.
+    and is computed as soon as its layer is reached, so only what `visit` keeps stays alive.
+
+    Args:
+        position_ids: [B, T], starting again at every packed document, which no mixer and no attention then crosses.
+        layers: some of the converted layers; the teacher then stops at the last of them.
+        checkpointing: compute each mixer again in the backward, so that its activations are not kept.
+
+    Returns the last hidden states, or None if the teacher was stopped.
     """
-    layers = converted_layers(student)
+    every = converted_layers(student)
     _check_same_shape(teacher, student)
     training = torch.is_grad_enabled()
     dtype = student.get_input_embeddings().weight.dtype  # a bf16 teacher may guide an fp32 student
+    boundaries = packing_of(None, None, position_ids, *input_ids.shape)
+    last = None if layers is None or layers == every else max(layers)
     handles = []
 
     def hook_for(layer: int):
@@ -41,18 +63,28 @@ def run_teacher_forced(
 
         def hook(module, args, kwargs, output):
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            inputs = {
+                "hidden_states": hidden.to(dtype),
+                "position_embeddings": kwargs.get("position_embeddings"),
+                "memmix_cu_seqlens": boundaries,
+            }
             with torch.set_grad_enabled(training):
-                mixed = mixer(hidden_states=hidden.to(dtype), position_embeddings=kwargs.get("position_embeddings"))[0]
-                visit(layer, mixed, output[0])
+                run = functools.partial(checkpoint, mixer, use_reentrant=False) if checkpointing else mixer
+                visit(layer, run(**inputs)[0], output[0])
+            if layer == last:
+                raise _Enough
 
         return hook
 
     try:
-        for layer in layers:
+        for layer in every if layers is None else layers:
             module = attention_module(teacher, layer)
             handles.append(module.register_forward_hook(hook_for(layer), with_kwargs=True))
         with torch.no_grad():
-            return teacher.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+            inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+            return teacher.base_model(**inputs).last_hidden_state
+    except _Enough:
+        return None
     finally:
         for handle in handles:
             handle.remove()

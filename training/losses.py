@@ -3,6 +3,7 @@
     relative_mse = ||s - t||^2 / ||t||^2            forward_kl = sum_v p_t(v) (log p_t(v) - log p_s(v)), T = 1
 
 RADLADS (arXiv:2505.03005) is the source of the two stages; the ratio makes layers of any magnitude weigh the same.
+A teacher of which only the top k probabilities were kept is compared over k + 1 classes: those tokens and the rest.
 """
 
 from collections.abc import Callable
@@ -43,10 +44,9 @@ def chunked_forward_kl(
     """Mean forward KL per token from the last hidden states [B, T, d] and the heads d -> V, as a scalar.
 
     Logits exist for `chunk_tokens` tokens at a time: forward frees them and backward computes them again, so memory is
-    `chunk_tokens * V` instead of `B * T * V`, and the gradients are exactly those of the dense loss.
+    a few fp32 tensors of `chunk_tokens * V` instead of `B * T * V`, and the gradients are exactly those of the dense
+    loss.
     """
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     student_hidden = student_hidden.flatten(0, -2)
     teacher_hidden = teacher_hidden.detach().flatten(0, -2)
     weight = None if mask is None else mask.flatten().to(torch.float32)
@@ -57,10 +57,71 @@ def chunked_forward_kl(
         kl = forward_kl(student_head(student_chunk), teacher_logits)
         return kl.sum() if weight_chunk is None else (kl * weight_chunk).sum()
 
-    loss = 0.0
-    for start in range(0, student_hidden.shape[0], chunk_tokens):
-        part = slice(start, start + chunk_tokens)
-        weights = None if weight is None else weight[part]
-        loss = loss + checkpoint(total, student_hidden[part], teacher_hidden[part], weights, use_reentrant=False)
+    loss = _sum_over_chunks(total, chunk_tokens, student_hidden, teacher_hidden, weight)
     count = student_hidden.shape[0] if weight is None else weight.sum().clamp_min(1.0)
     return loss / count
+
+
+def top_k_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities [..., k] of the k likeliest tokens, their ids [..., k], log-probability [...] of the rest.
+
+    All fp32; the rest of k = V is minus infinity. Raises ValueError for k outside 1 to V.
+    """
+    if not 1 <= k <= logits.shape[-1]:
+        raise ValueError(f"k is {k}; it must be 1 to the vocabulary's {logits.shape[-1]}")
+    log_p = logits.float().log_softmax(-1)
+    top, ids = log_p.topk(k, dim=-1)
+    return top, ids, _log_rest(log_p, ids)
+
+
+def top_k_kl(student_logits: Tensor, log_probs: Tensor, ids: Tensor, log_rest: Tensor) -> Tensor:
+    """KL(teacher || student) of every token over the teacher's top k [..., k] and the rest [...], fp32: [...].
+
+    Merging tokens into one class loses information, so this is at most `forward_kl`, and equal to it for k = V.
+    """
+    log_s = student_logits.to(torch.promote_types(student_logits.dtype, torch.float32)).log_softmax(-1)
+    ids, log_probs, log_rest = ids.long(), log_probs.to(log_s.dtype), log_rest.to(log_s.dtype)
+    kl = (log_probs.exp() * (log_probs - log_s.gather(-1, ids))).sum(-1)
+    if ids.shape[-1] == student_logits.shape[-1]:
+        return kl
+    rest = log_rest.exp()
+    # 0 log 0 = 0, also in the gradient
+    log_ratio = torch.where(rest > 0, log_rest, 0.0) - _log_rest(log_s, ids)
+    return kl + rest * log_ratio
+
+
+def chunked_top_k_kl(
+    student_hidden: Tensor,
+    student_head: Callable[[Tensor], Tensor],
+    teacher_log_probs: Tensor,
+    teacher_ids: Tensor,
+    teacher_log_rest: Tensor,
+    chunk_tokens: int = 2048,
+) -> Tensor:
+    """Mean `top_k_kl` per token of hidden states [B, T, d], without full logits, see `chunked_forward_kl`.
+
+    `teacher_log_probs` and `teacher_ids` [B, T, k] and `teacher_log_rest` [B, T] are what `top_k_of` gives.
+    """
+
+    def total(hidden: Tensor, *targets: Tensor) -> Tensor:
+        return top_k_kl(student_head(hidden), *targets).sum()
+
+    tensors = (student_hidden, teacher_log_probs, teacher_ids)
+    flat = [tensor.flatten(0, -2) for tensor in tensors]
+    return _sum_over_chunks(total, chunk_tokens, *flat, teacher_log_rest.flatten()) / flat[0].shape[0]
+
+
+def _log_rest(log_p: Tensor, ids: Tensor) -> Tensor:
+    """The log of the probability of all tokens but `ids` [..., k], from log-probabilities [..., V]."""
+    return log_p.scatter(-1, ids, float("-inf")).logsumexp(-1)
+
+
+def _sum_over_chunks(total: Callable[..., Tensor], chunk_tokens: int, *tensors: Tensor | None) -> Tensor:
+    """The sum of `total` of `chunk_tokens` rows of the tensors (or None) at a time; backward computes each anew."""
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
+    loss = 0.0
+    for start in range(0, tensors[0].shape[0], chunk_tokens):
+        part = [None if tensor is None else tensor[start : start + chunk_tokens] for tensor in tensors]
+        loss = loss + checkpoint(total, *part, use_reentrant=False)
+    return loss

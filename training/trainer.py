@@ -1,113 +1,55 @@
-"""Student and teacher as one module for the Hugging Face Trainer, and a Trainer whose checkpoints are atomic.
-
-The loss is computed inside `forward`, so one backward serves every parallel wrapper. The teacher is not a registered
-child: it is in no state dict, no checkpoint and no optimizer.
-"""
+"""The Hugging Face Trainer over a `Pair`: rates by group, tokens counted, and checkpoints that are whole or absent."""
 
 import json
 import shutil
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from safetensors.torch import load_file, save_file
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_memmix.conversion.convert import load_model
-from hf_memmix.conversion.families import attention_module
-from hf_memmix.conversion.heads import logits_head
 from hf_memmix.conversion.saving import replace_folder
-from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
-from hf_memmix.training.losses import chunked_forward_kl, relative_mse
+from hf_memmix.training import sharded
+from hf_memmix.training.groups import optimizer_groups
+from hf_memmix.training.teachers import lora_layers
 
 RUN_FILE = "memmix_run.json"
-
-
-class Pair(nn.Module):
-    """A student that trains and a frozen teacher; `forward(input_ids [B, T])` gives `{"loss": scalar}`."""
-
-    def __init__(self, student: nn.Module, teacher: nn.Module):
-        super().__init__()
-        self.student = student
-        self.config = student.config
-        self._teacher = (teacher.eval().requires_grad_(False),)  # a tuple hides it from nn.Module
-
-    @property
-    def teacher(self) -> nn.Module:
-        return self._teacher[0]
-
-    def _apply(self, fn, *args, **kwargs):
-        """Follow `.to(device)`."""
-        self.teacher._apply(fn, *args, **kwargs)
-        return super()._apply(fn, *args, **kwargs)
-
-    def mixer_parameters(self) -> list[nn.Parameter]:
-        """The parameters of all converted layers' mixers."""
-        modules = (attention_module(self.student, layer) for layer in converted_layers(self.student))
-        return [parameter for module in modules for parameter in module.parameters()]
-
-
-class AlignPair(Pair):
-    """Mean over layers of the relative error of each mixer on the teacher's layer inputs; only mixers train."""
-
-    def __init__(self, student: nn.Module, teacher: nn.Module):
-        super().__init__(student, teacher)
-        student.requires_grad_(False)
-        for parameter in self.mixer_parameters():
-            parameter.requires_grad_(True)
-
-    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        errors: list[Tensor] = []
-        run_teacher_forced(
-            self.teacher,
-            self.student,
-            input_ids,
-            lambda layer, ours, theirs: errors.append(relative_mse(ours, theirs)),
-        )
-        return {"loss": torch.stack(errors).mean()}
-
-
-class DistillPair(Pair):
-    """Forward KL of the student's next-token distribution from the teacher's; everything trains."""
-
-    def __init__(self, student: nn.Module, teacher: nn.Module, chunk_tokens: int = 2048):
-        super().__init__(student, teacher)
-        student.requires_grad_(True)
-        self.chunk_tokens = chunk_tokens
-        self.heads = (logits_head(student), logits_head(teacher))
-
-    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        ours = self.student.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        with torch.no_grad():
-            theirs = self.teacher.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        return {"loss": chunked_forward_kl(ours, theirs, *self.heads, chunk_tokens=self.chunk_tokens)}
+LORA_FILE = "memmix_lora.safetensors"
 
 
 class PairTrainer(Trainer):
-    """Trainer over a `Pair`: two learning rates, student-only checkpoints that are complete or absent.
+    """Trainer over a `Pair`, under `accelerate launch` on one process, DDP, FSDP2 or ZeRO-3.
 
-    `rest_learning_rate`: of everything that is not a mixer. `identity`: what a run must share with the checkpoint it
-    resumes from; it is written beside it. A run that diverges raises ValueError before it writes anything.
+    Args:
+        rates: learning rate and weight decay by the student's parameter names, see `groups.rates`.
+        identity: what a run must share with the checkpoint it resumes from; it is written beside it.
+        tokens_per_step: tokens of one optimizer step over all processes, for the log and the trainer's state.
+
+    A run that diverges raises ValueError before it writes anything.
     """
 
-    def __init__(self, *args, rest_learning_rate: float, identity: dict, **kwargs):
+    def __init__(self, *args, rates: dict, identity: dict, tokens_per_step: int, **kwargs):
         self._staging: Path | None = None
-        self.rest_learning_rate = rest_learning_rate
-        self.identity = identity
+        self.rates, self.identity, self.tokens_per_step = rates, identity, tokens_per_step
         super().__init__(*args, **kwargs)
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch: divide it when accumulating
+        if self.is_fsdp_enabled:
+            plugin = self.accelerator.state.fsdp_plugin
+            if getattr(plugin, "fsdp_version", 1) != 2:
+                raise ValueError("FSDP1 is not supported; use fsdp_version: 2, as training/accelerate/fsdp2.yaml does")
+            # the forward is autocast by the pair: a cast of all parameters would take the fp32 of the decays as well
+            plugin.mixed_precision_policy = None
+            plugin.cpu_ram_efficient_loading = False  # every process has loaded the weights
+        self.model.place_teacher(self.args.device)
 
     def create_optimizer(self, model=None):
         if self.optimizer is None:
             pair = self.model
-            mixers = {id(parameter) for parameter in pair.mixer_parameters()}
-            trainable = [parameter for parameter in pair.parameters() if parameter.requires_grad]
-            groups = [
-                {"params": [p for p in trainable if id(p) in mixers], "lr": self.args.learning_rate},
-                {"params": [p for p in trainable if id(p) not in mixers], "lr": self.rest_learning_rate},
-            ]
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, pair)
-            self.optimizer = kind([group for group in groups if group["params"]], **options)
+            groups = optimizer_groups(pair.plain_student, list(pair.parameters()), self.rates)
+            self.optimizer = kind(groups, **options)
         return self.optimizer
 
     def training_step(self, *args, **kwargs):
@@ -119,7 +61,7 @@ class PairTrainer(Trainer):
     def check_weights(self) -> None:
         """Raise ValueError if a trained weight is not finite: a finite loss may have an infinite gradient."""
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and not torch.isfinite(parameter).all():
+            if parameter.requires_grad and not torch.isfinite(sharded.local(parameter)).all():
                 raise ValueError(self._diverged(f"{name} has NaN or infinite entries"))
 
     def _diverged(self, what: str) -> str:
@@ -129,12 +71,22 @@ class PairTrainer(Trainer):
             " another folder, from one of them or from the student"
         )
 
+    def log(self, logs: dict, *args, **kwargs) -> None:
+        """With the tokens seen so far, which also stand in the trainer's state."""
+        self.state.num_input_tokens_seen = self.state.global_step * self.tokens_per_step
+        if "loss" in logs:
+            logs["tokens"] = self.state.num_input_tokens_seen
+        super().log(logs, *args, **kwargs)
+
+    # ---- checkpoints
+
     def _get_output_dir(self, trial=None) -> str:
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
     def _save_checkpoint(self, model, trial=None):
         """Write to a hidden folder, flush, rename: a kill at any moment leaves the last checkpoint whole."""
         self.check_weights()
+        self.state.num_input_tokens_seen = self.state.global_step * self.tokens_per_step
         home = Path(self.args.output_dir)
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._staging = home / ".saving"
@@ -149,15 +101,51 @@ class PairTrainer(Trainer):
                 (staged / RUN_FILE).write_text(json.dumps(self.identity, indent=1))
                 replace_folder(staged, home / name)
                 rotate_checkpoints(str(home), self.args.save_total_limit)
+        except OSError as error:
+            raise ValueError(
+                f"cannot save step {self.state.global_step} to {home}: {error}. The checkpoints there are whole; make"
+                " room, then run the same command again to continue from the last of them"
+            ) from error
         finally:
             if self.is_world_process_zero():
                 shutil.rmtree(self._staging, ignore_errors=True)
             self._staging = None
 
-    def _save(self, output_dir=None, state_dict=None):
-        """The student alone, as a folder that `from_pretrained` loads; its fp32 training weights."""
-        self.model.student.save_pretrained(output_dir or self.args.output_dir)
+    def save_model(self, output_dir=None, _internal_call=False) -> None:
+        """The plain student as a folder that `from_pretrained` loads, in its fp32 training weights."""
+        pair, writes = self.model, self.args.should_save
+        if self.is_deepspeed_enabled:
+            state = self.accelerator.get_state_dict(self.deepspeed)  # all processes take part
+        elif sharded.is_sharded(pair):
+            state = dict(sharded.gather(pair, keep=writes))
+        else:
+            state = pair.state_dict()
+        if not writes:
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        student = pair.plain_student
+        student.save_pretrained(folder, state_dict=sharded.student_state(pair, state))
+        if lora_layers(student):
+            names = pair.student_names()
+            own = {names[name]: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+            save_file({name: tensor for name, tensor in own.items() if ".lora_" in name}, folder / LORA_FILE)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        from accelerate.utils import save_fsdp_optimizer
+
+        # the weights are in the student's own files: only the optimizer is left to write
+        plugin = self.accelerator.state.fsdp_plugin
+        save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        saved = load_model(resume_from_checkpoint, torch.float32)
-        self.model.student.load_state_dict(saved.state_dict())
+        folder = Path(resume_from_checkpoint)
+        state = load_model(folder, torch.float32).state_dict()
+        if lora_layers(self.model.plain_student):
+            # what the file holds is merged; frozen weights are those that the run began with
+            own = self.model.plain_student.state_dict()
+            state = {name: state.get(name, tensor) for name, tensor in own.items()} | load_file(folder / LORA_FILE)
+        sharded.load(self.model, state)

@@ -1,10 +1,18 @@
-"""Losses: the chunked KL against the dense one, and what the relative error means."""
+"""Losses: the chunked KL and the top-k KL against the dense one, and what the relative error means."""
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memmix.training.losses import chunked_forward_kl, forward_kl, relative_mse
+from hf_memmix.training.losses import (
+    chunked_forward_kl,
+    chunked_top_k_kl,
+    forward_kl,
+    relative_mse,
+    top_k_kl,
+    top_k_of,
+)
 
 
 @pytest.fixture
@@ -69,3 +77,60 @@ def test_relative_error_ignores_scale_and_masked_tokens():
 def test_bad_chunk_is_refused(pair):
     with pytest.raises(ValueError, match="chunk_tokens is 0"):
         chunked_forward_kl(*pair, chunk_tokens=0)
+
+
+@pytest.mark.parametrize("chunk", [5, 100])
+def test_top_k_kl_of_the_whole_vocabulary_is_the_full_kl(pair, chunk):
+    student, teacher, student_head, teacher_head = pair
+    inputs = [student, *student_head.parameters()]
+    top = top_k_of(teacher_head(teacher).detach(), 17)
+    loss = chunked_top_k_kl(student, student_head, *top, chunk_tokens=chunk)
+    full = chunked_forward_kl(student, teacher, student_head, teacher_head)
+    torch.testing.assert_close(loss, full, rtol=1e-6, atol=1e-7)
+    wanted = torch.autograd.grad(full, inputs)
+    for got, want in zip(torch.autograd.grad(loss, inputs), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+def test_top_k_kl_merges_the_rest_into_one_class():
+    """Against the definition: probabilities of k tokens and of all others together; never above the full KL."""
+    student, teacher = torch.randn(5, 11, dtype=torch.float64), torch.randn(5, 11, dtype=torch.float64)
+    log_p, ids, log_rest = top_k_of(teacher, 3)
+    got = top_k_kl(student, log_p, ids, log_rest)
+    p, q = teacher.softmax(-1), student.softmax(-1)
+    for row in range(5):
+        kept = teacher[row].argsort(descending=True)[:3]
+        others = torch.ones(11, dtype=torch.bool).index_fill(0, kept, False)
+        classes = [torch.cat([x[row][kept], x[row][others].sum()[None]]) for x in (p, q)]
+        want = (classes[0] * (classes[0] / classes[1]).log()).sum()
+        torch.testing.assert_close(got[row], want, rtol=1e-5, atol=1e-6)
+    assert (got <= forward_kl(student, teacher) + 1e-6).all()
+
+
+def test_top_k_kl_has_a_finite_gradient_where_the_teacher_is_certain():
+    student = torch.zeros(1, 11, requires_grad=True)
+    log_p, ids, log_rest = top_k_of(torch.tensor([[200.0] + 10 * [0.0]]), 2)
+    assert log_rest.exp() == 0
+    top_k_kl(student, log_p, ids, log_rest).sum().backward()
+    assert student.grad.isfinite().all() and student.grad[0, 0] < 0
+    with pytest.raises(ValueError, match="k is 12; it must be 1 to the vocabulary's 11"):
+        top_k_of(torch.zeros(1, 11), 12)
+
+
+def test_full_logits_are_never_alive():
+    """The largest tensor that forward and backward make is a chunk of logits, or one of hidden size or the weights."""
+    tokens, hidden_size, vocabulary, chunk = 64, 8, 512, 4
+    hidden = torch.randn(1, tokens, hidden_size, requires_grad=True)
+    heads = nn.Linear(hidden_size, vocabulary), nn.Linear(hidden_size, vocabulary)
+    seen = []
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            seen.extend(t.numel() for t in (out if isinstance(out, (tuple, list)) else [out]) if torch.is_tensor(t))
+            return out
+
+    with Largest():
+        chunked_forward_kl(hidden, hidden.detach() + 1, *heads, chunk_tokens=chunk).backward()
+    assert hidden.grad is not None
+    assert max(seen) == max(vocabulary * hidden_size, chunk * vocabulary) < tokens * vocabulary

@@ -1,0 +1,129 @@
+"""What a recipe says is what the optimizer does: rates by pattern, slices of layers, teachers."""
+
+import pytest
+import torch
+
+from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.families import attention_prefix
+from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.groups import freeze_by_rate, optimizer_groups, rates
+from hf_memmix.training.recipe import Recipe
+from hf_memmix.training.teachers import share_weights
+from hf_memmix.training.train import distill, train
+from tiny_teachers import tiny_teacher
+
+GROUPS = [
+    {"match": r"\.q_proj\.", "learning_rate": 2e-3, "weight_decay": 0.1},
+    {"match": "embed_tokens", "learning_rate": 0.0},
+    {"match": "norm", "weight_decay": 0.2},
+]
+
+
+@pytest.fixture
+def student():
+    return convert_model(tiny_teacher("llama", layers=2), keep=[1])
+
+
+def test_first_matching_group_decides_and_zero_freezes(student):
+    recipe = Recipe(stage="distill", learning_rate=1e-3, rest_learning_rate=1e-4, weight_decay=0.01, groups=GROUPS)
+    by_name = freeze_by_rate(student, recipe)
+    assert by_name["model.layers.0.self_attn.q_proj.weight"] == (2e-3, 0.1)
+    assert by_name["model.layers.0.self_attn.o_proj.weight"] == (1e-3, 0.01)
+    assert by_name["model.layers.0.mlp.up_proj.weight"] == (1e-4, 0.01)
+    assert by_name["model.layers.1.input_layernorm.weight"] == (1e-4, 0.2)
+    frozen = {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"model.embed_tokens.weight"}
+    groups = optimizer_groups(student, list(student.parameters()), by_name)
+    assert [group["lr"] for group in groups] == sorted((group["lr"] for group in groups), reverse=True)
+    found = {id(p): (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+    for name, parameter in student.named_parameters():
+        assert found.get(id(parameter)) == (None if name in frozen else by_name[name])
+
+
+def test_groups_reach_the_weights(student, tmp_path):
+    before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    data = TokenBlocks(torch.randint(3, 64, (320,)), 16)
+    groups = [{"match": r"layers\.1\.mlp", "learning_rate": 1e-2}, {"match": ".", "learning_rate": 0.0}]
+    teacher = tiny_teacher("llama", layers=2)
+    distill(student, teacher, data, tmp_path, steps=2, batch_size=4, block_size=16, warmup_steps=1, groups=groups)
+    changed = {name for name, tensor in student.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if "layers.1.mlp" in name}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"groups": [{"learning_rate": 1e-3}]}, "needs a regular expression"),
+        ({"groups": [{"match": "(", "learning_rate": 1e-3}]}, "is no regular expression"),
+        ({"groups": [{"match": "x", "lr": 1e-3}]}, "it takes learning_rate and weight_decay"),
+        ({"groups": [{"match": "x", "learning_rate": "1e-3"}]}, "in YAML write 1.0e-3"),
+        ({"learning_rate": 1.5}, r"learning_rate is 1.5 in the recipe; it must lie in \[0, 1\)"),
+        ({"bf16": "yes"}, "bf16 is 'yes'"),
+        ({"steps": True}, "steps is True, not of type int"),
+        ({"stage": "distill", "teacher": "cache:"}, "copy, shared, lora or cache:DIR"),
+        ({"stage": "align", "teacher": "lora"}, "align reads the teacher's attention"),
+        ({"stage": "distill", "teacher": "shared"}, "set it to 0.0, or use lora or copy"),
+        ({"stage": "distill", "layers": "0-1"}, "only align trains a part"),
+    ],
+)
+def test_a_recipe_that_contradicts_itself_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe(**fields)
+
+
+def test_a_pattern_without_a_parameter_is_refused(student):
+    with pytest.raises(ValueError, match="group 'nosuch' matches no parameter"):
+        rates(student, Recipe(groups=[{"match": "nosuch", "learning_rate": 1e-3}]))
+    with pytest.raises(ValueError, match="every learning rate of the recipe is 0"):
+        freeze_by_rate(student, Recipe(learning_rate=0.0, rest_learning_rate=0.0))
+
+
+def test_slices_of_layers():
+    def chosen(layers):
+        return Recipe(layers=layers).layer_slice([0, 1, 2, 4, 5])
+
+    assert chosen("all") == chosen("") == [0, 1, 2, 4, 5]
+    assert chosen("1-4") == [1, 2, 4] and chosen("0, 5") == [0, 5] and chosen("2-9") == [2, 4, 5]
+    for layers in ("3", "x", "1-", "-1"):
+        with pytest.raises(ValueError, match="layers is "):
+            chosen(layers)
+
+
+@pytest.mark.parametrize("kind", ["shared", "lora"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_teacher_of_shared_weights_teaches_like_a_copy(tmp_path, kind, family):
+    """The first loss is the copy's; the teacher ends as it began; mixers train, the rest stays or is corrected."""
+    teacher = tiny_teacher(family, layers=2)
+    before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
+    data = TokenBlocks(torch.randint(3, 64, (640,)), 16)
+    options = {"stage": "distill", "steps": 3, "batch_size": 4, "block_size": 16, "learning_rate": 1e-3}
+    students = [convert_model(teacher, keep=[1]) for _ in range(2)]
+    start = {name: tensor.clone() for name, tensor in students[0].state_dict().items()}
+    rest = 0.0 if kind == "shared" else 1e-2
+    losses = []
+    for student, name, rate in zip(students, ("copy", kind), (0.0, rest), strict=True):
+        recipe = Recipe(**options, teacher=name, rest_learning_rate=rate)
+        losses.append(train(student, teacher, data, tmp_path / name, recipe=recipe)["log"])
+    assert losses[0][0]["loss"] == losses[1][0]["loss"]
+    after = teacher.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert not {id(p) for p in teacher.parameters()} & {id(p) for p in students[1].parameters()}
+    trained = students[1].state_dict()
+    assert trained.keys() == start.keys()
+    changed = {name for name in start if not torch.equal(start[name], trained[name])}
+    mixer = attention_prefix(students[1], 0)
+    assert any(name.startswith(mixer) for name in changed)
+    assert any(".mlp." in name for name in changed) == (kind == "lora")
+    if kind == "shared":
+        assert all(torch.equal(trained[name], tensor) for name, tensor in students[0].state_dict().items())
+
+
+def test_shared_weights_are_one_copy_in_memory(tmp_path):
+    teacher, student = tiny_teacher("llama", layers=2), convert_model(tiny_teacher("llama", layers=2), keep=[1])
+    shared = share_weights(student, teacher)
+    own = {name for name, p in teacher.named_parameters() if all(p is not q for q in student.parameters())}
+    assert shared and own == {n for n, _ in teacher.named_parameters() if n.startswith("model.layers.0.self_attn")}
+    trained = convert_model(tiny_teacher("llama", layers=2), keep=[1])
+    trained.model.layers[0].mlp.up_proj.weight.data += 1
+    with pytest.raises(ValueError, match="up_proj.weight differs between student and teacher"):
+        share_weights(trained, tiny_teacher("llama", layers=2))

@@ -1,0 +1,64 @@
+"""Learning rate and weight decay of every parameter, by the recipe's patterns over the student's names."""
+
+import re
+
+from torch import nn
+
+from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.training.recipe import Recipe
+
+
+def rates(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float, float]]:
+    """`{parameter name: (learning rate, weight decay)}`. Raises ValueError for a pattern that matches nothing."""
+    mixers = {id(p) for layer in converted_layers(student) for p in attention_module(student, layer).parameters()}
+    used, result = set(), {}
+    for name, parameter in student.named_parameters():
+        values = {
+            "learning_rate": recipe.learning_rate if id(parameter) in mixers else recipe.rest_learning_rate,
+            "weight_decay": recipe.weight_decay,
+        }
+        for row in recipe.groups:
+            if re.search(row["match"], name):
+                used.add(row["match"])
+                values |= {key: value for key, value in row.items() if key != "match"}
+                break
+        result[name] = values["learning_rate"], values["weight_decay"]
+    if idle := [row["match"] for row in recipe.groups if row["match"] not in used]:
+        raise ValueError(
+            f"group {idle[0]!r} matches no parameter, or rows before it take them all; names look like"
+            f" {', '.join(list(result)[:3])}"
+        )
+    return result
+
+
+def freeze_by_rate(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float, float]]:
+    """`rates`, with every parameter of rate 0 frozen. Raises ValueError if none is left to train."""
+    result = rates(student, recipe)
+    for name, parameter in student.named_parameters():
+        if result[name][0] == 0:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in student.parameters()):
+        raise ValueError("every learning rate of the recipe is 0; nothing would be trained")
+    return result
+
+
+def refuse_shared(student: nn.Module, teacher: nn.Module) -> None:
+    """Raise ValueError if a tensor trains that the teacher uses too."""
+    theirs = {id(parameter) for parameter in teacher.parameters()}
+    for name, parameter in student.named_parameters():
+        if parameter.requires_grad and id(parameter) in theirs:
+            raise ValueError(f"a group trains {name}, which the teacher shares; give it the rate 0.0, or use lora")
+
+
+def optimizer_groups(student: nn.Module, parameters: list[nn.Parameter], by_name: dict) -> list[dict]:
+    """Groups for an optimizer of the trainable ones of `parameters`, the largest rate first."""
+    names = {id(parameter): name for name, parameter in student.named_parameters()}
+    groups: dict[tuple[float, float], list] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            groups.setdefault(by_name[names[id(parameter)]], []).append(parameter)
+    return [
+        {"params": params, "lr": rate, "weight_decay": decay}
+        for (rate, decay), params in sorted(groups.items(), reverse=True, key=lambda item: item[0])
+    ]

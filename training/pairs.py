@@ -1,0 +1,133 @@
+"""Student and teacher as one module for the Hugging Face Trainer: the loss is computed inside `forward`.
+
+One forward and one backward of one module serve every parallel wrapper (DDP, FSDP2, ZeRO-3). Only what trains or is
+needed for it is a registered child: the teacher is in no state dict, no checkpoint and no optimizer, and is not
+sharded.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hf_memmix.conversion.families import attention_module, attention_prefix, decoder_layers
+from hf_memmix.conversion.heads import logits_head
+from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
+from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, relative_mse
+
+
+class Pair(nn.Module):
+    """A student that trains and a frozen teacher (or None); `forward` gives `{"loss": scalar}`, a mean over tokens.
+
+    All rows of a batch are full, so the mean over processes is the mean over all their tokens.
+    """
+
+    main_input_name = "input_ids"
+
+    def __init__(self, student: nn.Module, teacher: nn.Module | None, bf16: bool = False):
+        super().__init__()
+        self.config = student.config
+        self.bf16 = bf16
+        if teacher is not None:
+            teacher.eval().requires_grad_(False)
+        self._unregistered = (student, teacher)  # a tuple hides them from nn.Module
+
+    @property
+    def plain_student(self) -> nn.Module:
+        return self._unregistered[0]
+
+    @property
+    def teacher(self) -> nn.Module | None:
+        return self._unregistered[1]
+
+    def place_teacher(self, device: torch.device) -> None:
+        """Move what no wrapper moves."""
+        if self.teacher is not None:
+            self.teacher.to(device)
+
+    def student_names(self) -> dict[str, str]:
+        """From the names of this module's tensors to the student's."""
+        raise NotImplementedError
+
+    def units(self) -> Iterator[nn.Module]:
+        """Modules that are gathered and freed as a whole when parameters are sharded."""
+        raise NotImplementedError
+
+    @property
+    def _no_split_modules(self) -> list[str]:
+        """What accelerate wraps one by one under FSDP2."""
+        return sorted({type(module).__name__ for module in self.units()})
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **targets: Tensor) -> dict[str, Tensor]:
+        """`input_ids` [B, T]; `position_ids` [B, T] start again at every packed document."""
+        with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=self.bf16):
+            return {"loss": self.loss(input_ids, position_ids, **targets).float()}
+
+
+class AlignPair(Pair):
+    """Mean over layers of the relative error of each mixer on the teacher's layer inputs; only mixers train.
+
+    The mixers of `layers` (default: all converted ones) are the only children; the rest of the student stays where it
+    is. The teacher runs no further than the last of them.
+    """
+
+    def __init__(self, student, teacher, layers: list[int] | None = None, bf16=False, checkpointing=False):
+        super().__init__(student, teacher, bf16)
+        self.layers = converted_layers(student) if layers is None else layers
+        student.requires_grad_(False)
+        self.mixers = nn.ModuleDict({str(i): attention_module(student, i) for i in self.layers})
+        self.mixers.requires_grad_(True)
+        self.checkpointing = checkpointing
+
+    def student_names(self) -> dict[str, str]:
+        prefixes = {str(i): attention_prefix(self.plain_student, i) for i in self.layers}
+        return {
+            f"mixers.{i}.{name}": f"{prefixes[i]}.{name}"
+            for i, mixer in self.mixers.items()
+            for name in mixer.state_dict()
+        }
+
+    def units(self):
+        return iter(self.mixers.values())
+
+    def loss(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        errors: list[Tensor] = []
+        run_teacher_forced(
+            self.teacher,
+            self.plain_student,
+            input_ids,
+            lambda layer, ours, theirs: errors.append(relative_mse(ours, theirs)),
+            position_ids=position_ids,
+            layers=self.layers,
+            checkpointing=self.checkpointing,
+        )
+        return torch.stack(errors).mean()
+
+
+class DistillPair(Pair):
+    """Forward KL of the student's next-token distribution from the teacher's; all of the student is a child.
+
+    With `teacher` None, `forward` takes the top-k of the teacher's distribution, see `chunked_top_k_kl`.
+    """
+
+    def __init__(self, student, teacher, chunk_tokens: int = 2048, bf16: bool = False):
+        super().__init__(student, teacher, bf16)
+        self.student = student
+        self.chunk_tokens = chunk_tokens
+        self.student_head = logits_head(student)
+        self.teacher_head = None if teacher is None else logits_head(teacher)
+
+    def student_names(self) -> dict[str, str]:
+        return {f"student.{name}": name for name in self.student.state_dict()}
+
+    def units(self):
+        return iter(decoder_layers(self.student))
+
+    def loss(self, input_ids: Tensor, position_ids: Tensor | None, **targets: Tensor) -> Tensor:
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        ours = self.student.base_model(**inputs).last_hidden_state
+        if self.teacher is None:
+            return chunked_top_k_kl(ours, self.student_head, **targets, chunk_tokens=self.chunk_tokens)
+        with torch.no_grad():
+            theirs = self.teacher.base_model(**inputs).last_hidden_state
+        return chunked_forward_kl(ours, theirs, self.student_head, self.teacher_head, chunk_tokens=self.chunk_tokens)

@@ -1,0 +1,148 @@
+"""A recipe: every number of one training stage, read from YAML. `training/recipes` holds the bundled ones."""
+
+import re
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+
+import yaml
+
+STAGES = ("align", "distill")
+TEACHERS = ("copy", "shared", "lora")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The numbers of one stage. `trainer` takes further TrainingArguments of transformers by name.
+
+    One step reads `batch_size * gradient_accumulation * block_size` tokens, however many processes share them. The
+    learning rate rises over `warmup_steps` and falls as a cosine to `min_lr_ratio` of its peak.
+
+    groups: rows `{"match": regular expression, "learning_rate": ..., "weight_decay": ...}` over the student's
+        parameter names; the first that matches decides, both rates are optional in it. A rate of 0 freezes. What no
+        row matches has `learning_rate` in mixers and `rest_learning_rate` elsewhere.
+    layers: converted layers that `align` trains, e.g. "0-3,8"; "all" or "" for all of them. Several machines may each
+        train a part, to be merged by `memmix merge`.
+    teacher: where the teacher's distribution comes from. "copy": a second model; "shared": one whose tensors outside
+        the converted attention are the student's own, which stay frozen; "lora": the same, and the student learns low
+        rank corrections of them, of rank `lora_rank`; "cache:DIR": the top-k probabilities that
+        `memmix cache-teacher` wrote, without a teacher in memory.
+    chunk_tokens: tokens whose logits exist at a time.
+    bf16: autocast over fp32 weights; "auto": on a GPU.
+    """
+
+    stage: str = "align"
+    steps: int = 200
+    batch_size: int = 8
+    gradient_accumulation: int = 1
+    block_size: int = 512
+    learning_rate: float = 1e-3
+    rest_learning_rate: float = 1e-5
+    weight_decay: float = 0.0
+    groups: list = field(default_factory=list)
+    warmup_steps: int = 20
+    min_lr_ratio: float = 0.01
+    layers: str = "all"
+    teacher: str = "copy"
+    lora_rank: int = 16
+    chunk_tokens: int = 2048
+    bf16: str | bool = "auto"
+    gradient_checkpointing: bool = False
+    pack: bool = False
+    save_every: int = 0
+    seed: int = 0
+    trainer: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.stage not in STAGES:
+            raise ValueError(f"stage is {self.stage!r}; it must be one of {', '.join(STAGES)}")
+        for item in fields(self):
+            value, kind = getattr(self, item.name), (float, int) if item.type is float else item.type
+            if not isinstance(value, kind) or (isinstance(value, bool) and item.type in (int, float)):
+                hint = "; in YAML write 1.0e-3, as 1e-3 is a text" if item.type is float else ""
+                name = getattr(item.type, "__name__", str(item.type))
+                raise ValueError(f"{item.name} is {value!r}, not of type {name}{hint}")
+        for name in ("steps", "batch_size", "gradient_accumulation", "chunk_tokens", "lora_rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        _check_rates("the recipe", {name: getattr(self, name) for name in ("learning_rate", "rest_learning_rate")})
+        if self.bf16 not in ("auto", True, False):
+            raise ValueError(f'bf16 is {self.bf16!r}; it must be "auto", true or false')
+        if self.teacher not in TEACHERS and not self.cache_dir:
+            raise ValueError(f"teacher is {self.teacher!r}; it must be {', '.join(TEACHERS)} or cache:DIR")
+        if self.teacher != "copy" and self.stage == "align":
+            raise ValueError(f"teacher is {self.teacher!r}, but align reads the teacher's attention; use copy")
+        if self.teacher == "shared" and self.rest_learning_rate:
+            raise ValueError(
+                f"teacher is 'shared', so its tensors cannot be trained at rest_learning_rate"
+                f" {self.rest_learning_rate:g}; set it to 0.0, or use lora or copy"
+            )
+        if self.layers not in ("", "all") and self.stage != "align":
+            raise ValueError(f"layers is {self.layers!r}, but only align trains a part of the layers")
+        for row in self.groups:
+            _check_group(row)
+
+    @property
+    def cache_dir(self) -> str | None:
+        """The folder of "cache:DIR", or None."""
+        return self.teacher.removeprefix("cache:") if self.teacher.startswith("cache:") else None
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step reads, over all processes."""
+        return self.batch_size * self.gradient_accumulation * self.block_size
+
+    def layer_slice(self, converted: list[int]) -> list[int]:
+        """Those of the `converted` layers that `layers` names. Raises ValueError if it names none or another."""
+        if self.layers in ("", "all"):
+            return converted
+        named: set[int] = set()
+        for part in self.layers.split(","):
+            match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+            if not match:
+                raise ValueError(f'layers is {self.layers!r}; give indices and ranges, e.g. "0-3,8"')
+            named |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+        chosen = [layer for layer in converted if layer in named]
+        if not chosen:
+            raise ValueError(f"layers is {self.layers!r}, which names no converted layer; those are {converted}")
+        return chosen
+
+
+def _check_group(row) -> None:
+    if not isinstance(row, dict) or not isinstance(row.get("match"), str):
+        raise ValueError(f"group {row!r} needs a regular expression under match")
+    if unknown := sorted(row.keys() - {"match", "learning_rate", "weight_decay"}):
+        raise ValueError(f"group {row['match']!r} has {', '.join(unknown)}; it takes learning_rate and weight_decay")
+    try:
+        re.compile(row["match"])
+    except re.error as error:
+        raise ValueError(f"group {row['match']!r} is no regular expression: {error}") from None
+    _check_rates(f"group {row['match']!r}", {key: value for key, value in row.items() if key != "match"})
+
+
+def _check_rates(where: str, rates: dict) -> None:
+    for name, value in rates.items():
+        if isinstance(value, str):
+            raise ValueError(f"{name} of {where} is {value!r}, not a number; in YAML write 1.0e-3, as 1e-3 is a text")
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} is {value} in {where}; it must lie in [0, 1)")
+
+
+def load_recipe(recipe: str | Path, **overrides) -> Recipe:
+    """A recipe by name ("align", "distill", ...) or YAML path, with `overrides` on top (None means: leave it)."""
+    bundled = resources.files("hf_memmix.training") / "recipes" / f"{recipe}.yaml"
+    source = bundled if bundled.is_file() else Path(recipe)
+    if not source.is_file():
+        names = sorted(p.name.removesuffix(".yaml") for p in bundled.parent.iterdir() if p.name.endswith(".yaml"))
+        raise ValueError(f"no recipe {str(recipe)!r}; give a YAML file or one of {', '.join(names)}")
+    try:
+        values = yaml.safe_load(source.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"recipe {str(recipe)!r} is not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"recipe {str(recipe)!r} must be a YAML mapping of Recipe fields")
+    known = {f.name for f in fields(Recipe)}
+    values |= {name: value for name, value in overrides.items() if value is not None}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"recipe {str(recipe)!r}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    return Recipe(**values)

@@ -1,0 +1,73 @@
+"""Weights of a `Pair` under every launcher: gathered into a plain state dict of the student, and put back.
+
+Plain, DDP: the parameters themselves. FSDP2: every tensor is a DTensor, gathered one at a time on all processes.
+ZeRO-3: DeepSpeed's own consolidation, in the precision it trains in.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hf_memmix.training.pairs import Pair
+from hf_memmix.training.teachers import merged
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered (all processes must ask); any other tensor itself."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def is_sharded(pair: Pair) -> bool:
+    """Whether a part of the tensors is elsewhere (FSDP2)."""
+    return any(hasattr(parameter, "full_tensor") for parameter in pair.parameters())
+
+
+def gather(pair: Pair, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The pair's own tensors, whole, on the CPU, by name. Every process must iterate; without `keep` for nothing."""
+    for name, tensor in pair.state_dict().items():
+        full = whole(tensor)
+        if keep:
+            yield name, full.detach().cpu()
+
+
+def student_state(pair: Pair, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The plain student's state dict from the pair's own `state` and whatever of the student is not in it."""
+    names = pair.student_names()
+    ours = {names[name]: tensor for name, tensor in state.items()}
+    own = {name: ours.get(name, tensor) for name, tensor in pair.plain_student.state_dict().items()}
+    plain = merged(pair.plain_student, own)
+    tied = getattr(pair.plain_student, "all_tied_weights_keys", None) or {}
+    return {name: tensor for name, tensor in plain.items() if name not in tied}
+
+
+@torch.no_grad()
+def load(pair: Pair, state: dict[str, Tensor]) -> None:
+    """Copy the student's tensors `state` into the pair. Raises ValueError if one of the pair's is missing."""
+    names = pair.student_names()
+    tied = getattr(pair.plain_student, "all_tied_weights_keys", None) or {}
+    for name, tensor in pair.state_dict().items():
+        source = names[name] if names[name] in state else tied.get(names[name])
+        if source not in state:
+            raise ValueError(f"the checkpoint lacks {names[name]}; it is of another student, start in another folder")
+        value = state[source].to(local(tensor).device, tensor.dtype)
+        if hasattr(tensor, "full_tensor"):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
+        tensor.copy_(value)
+
+
+def unshard_student(pair: Pair) -> None:
+    """Make `pair.plain_student` a plain model on the CPU again, on every process, in place."""
+    student = pair.plain_student
+    fresh = type(student)(student.config).float()
+    fresh.load_state_dict(student_state(pair, dict(gather(pair))), strict=False)  # lacks tied names only
+    fresh.tie_weights()
+    extra = {name: value for name, value in student.__dict__.items() if name not in fresh.__dict__}
+    student.__dict__ = fresh.__dict__ | extra | {"generation_config": student.generation_config}

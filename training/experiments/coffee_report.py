@@ -35,7 +35,7 @@ def _table(table: int, runs: list[tuple[str, dict]]) -> str:
         figures = (f"{best['max']:.3f}", f"{best['median']:.3f}", f"{best['min']:.3f}")
         solved = f"{run['seeds_at_0.99']} of {run['seeds']}"
         rows.append((name, run["parameters"], run["paper"], *figures, solved, f"{run['iterations'] / 10_000:.1f}"))
-    return f"**{TITLES[table]}**\n\n" + _markdown(HEAD, rows)
+    return f"**{TITLES[table]}**\n\n" + markdown(HEAD, rows)
 
 
 def _images(found: dict) -> str:
@@ -49,10 +49,11 @@ def _images(found: dict) -> str:
         epochs = run["iterations"] / -(-data["train"] // run["batch"])
         rows.append((name, run["parameters"], run["paper_on_mnist"], *figures, run["seeds"], f"{epochs:.0f}"))
     title = f"**Table 7, on {data['name']}** ({data['train']} training images of {data['size']} x {data['size']})"
-    return title + "\n\n" + _markdown(IMAGES_HEAD, rows)
+    return title + "\n\n" + markdown(IMAGES_HEAD, rows)
 
 
-def _markdown(head, rows) -> str:
+def markdown(head, rows) -> str:
+    """A table of a head and rows of anything that `str` writes."""
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in (head, ["---"] * len(head), *rows))
 
 

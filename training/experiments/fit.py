@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_memmix import memmix_config
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.training.experiments import baselines  # noqa: F401, registers "linear"
+from hf_memmix.training.experiments.graphs import Graphed
 from hf_memmix.training.experiments.harness import check_time, device
 from hf_memmix.training.experiments.text import VOCAB, Windows, measured_tokens, train_tokens
 from hf_memmix.training.pretrain_teacher import mean_loss, next_token_loss, optimizer_groups
@@ -80,37 +81,60 @@ def autocast():
     return torch.autocast("cuda", torch.bfloat16) if device().type == "cuda" else contextlib.nullcontext()
 
 
-def fit(model, loss_of: Callable[[int], Tensor], steps: int, lr: float, args: argparse.Namespace) -> dict:
+def fit(
+    model,
+    loss_of: Callable[..., Tensor],
+    steps: int,
+    lr: float,
+    args: argparse.Namespace,
+    batch_of: Callable[[int], tuple[Tensor, ...]] | None = None,
+    enough: float = 0.0,
+) -> dict:
     """Train on `loss_of(step)`; the losses on the way, and whether they stayed finite.
+
+    Args:
+        batch_of: gives tensors of the same shapes at every step; training is then on `loss_of(*batch_of(step))`, and a
+            step is one CUDA graph on a GPU, for models so small that they wait for their kernels' launches.
+        enough: a loss, looked at 20 times, below which training ends before `steps`.
 
     Raises:
         OutOfTime: the command's deadline came first.
     """
     model.train()
     groups = optimizer_groups(model, 0.1)
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=device().type == "cuda")
+    on_gpu = device().type == "cuda"
+    graphed = batch_of is not None and on_gpu
+    rate = torch.tensor(lr, device=device()) if graphed else lr  # a graph reads it from memory
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=graphed)
     warmup = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / steps)),
     )
-    every, curve, began, finite = max(1, steps // 20), [], time.time(), True
-    for step in range(steps):
+
+    def update(*batch) -> Tensor:
+        optimizer.zero_grad()
         with autocast():
-            loss = loss_of(step)
+            loss = loss_of(*batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        return loss.detach()
+
+    update = Graphed(update) if graphed else update
+    every, curve, began, finite = max(1, steps // 20), [], time.time(), True
+    for step in range(steps):
+        loss = update(*((step,) if batch_of is None else batch_of(step)))
         schedule.step()
-        optimizer.zero_grad()
         if (step + 1) % every == 0 or step + 1 == steps:
             check_time(args)
             curve.append([step + 1, round(loss.item(), 4)])
-            if not math.isfinite(curve[-1][1]):
-                finite = False
+            finite = math.isfinite(curve[-1][1])
+            if not finite or curve[-1][1] < enough:
                 break
     took = time.time() - began
-    return {"curve": curve, "steps": steps, "finite": finite, "ms_per_step": round(1000 * took / (step + 1), 2)}
+    optimizer.zero_grad()
+    return {"curve": curve, "steps": step + 1, "finite": finite, "ms_per_step": round(1000 * took / (step + 1), 2)}
 
 
 def learn_text(row: dict, args: argparse.Namespace, mixer: str, options: dict) -> dict:

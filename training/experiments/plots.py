@@ -12,7 +12,8 @@ from hf_memmix.training.experiments.fit import best
 MARKERS = "osD^vP*Xh<>"
 
 
-def _figure(panels: int, results: dict):
+def figure_of(panels: int, caption: str):
+    """A figure with so many panels beside each other and a caption below, and its panels."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -22,18 +23,22 @@ def _figure(panels: int, results: dict):
     for panel in axes[0]:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    settings, where = results["settings"], results["environment"]
-    size = f"{settings['layers']} layers of {settings['hidden_size']}, {settings['tokens'] / 1e6:.0f}M tokens"
-    figure.supxlabel(f"{size}; {where['hardware']}, {where['commit']}", fontsize=8, color="#555555")
+    figure.supxlabel(caption, fontsize=8, color="#555555")
     return figure, axes[0]
 
 
-def _save(figure, path: str | Path) -> None:
+def save(figure, path: str | Path) -> None:
     from matplotlib import pyplot
 
     # no timestamp or version inside: the same numbers give the same file
     figure.savefig(path, dpi=150, metadata={"Software": None})
     pyplot.close(figure)
+
+
+def _figure(panels: int, results: dict):
+    settings, where = results["settings"], results["environment"]
+    size = f"{settings['layers']} layers of {settings['hidden_size']}, {settings['tokens'] / 1e6:.0f}M tokens"
+    return figure_of(panels, f"{size}; {where['hardware']}, {where['commit']}")
 
 
 def plot_language(results: dict, path: str | Path) -> None:
@@ -50,7 +55,7 @@ def plot_language(results: dict, path: str | Path) -> None:
         panel.set_xscale("log", base=2)
         panel.set_xlabel("context, tokens")
     ours.legend(frameon=False, fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_ablation(results: dict, path: str | Path) -> None:
@@ -64,7 +69,7 @@ def plot_ablation(results: dict, path: str | Path) -> None:
     panel.set_yticks(range(len(names)), names, fontsize=8)
     panel.set_title("held-out perplexity", fontsize=11)
     panel.legend(frameon=False, fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_recall(results: dict, path: str | Path) -> None:
@@ -81,7 +86,7 @@ def plot_recall(results: dict, path: str | Path) -> None:
     panel.set_xticks(range(len(cells)), [f"{length}, {pairs} pairs" for length, pairs in cells])
     panel.set_title("accuracy of recall", fontsize=11)
     panel.legend(frameon=False, fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 PLOTS = {"lattice_language": plot_language, "lattice_ablation": plot_ablation, "recall": plot_recall}

@@ -1,0 +1,158 @@
+"""Echo's experiments in two steps each: rows, tables, plots, and that questions are answered alike token by token."""
+
+import argparse
+import copy
+import json
+import math
+
+import pytest
+import torch
+
+from hf_memmix.training.experiments import echo_ablation, echo_mqar, echo_suite, echo_transfer
+from hf_memmix.training.experiments.echo_plots import plot_ablation, plot_grid, plot_transfer
+from hf_memmix.training.experiments.echo_report import TASKS_PAPER, chosen, mean_of, report
+from hf_memmix.training.experiments.echo_tasks import TASKS, draw_examples
+from hf_memmix.training.experiments.fit import fit
+
+SMALL = {
+    "steps": 2,
+    "batch": 4,
+    "batch_tokens": 512,
+    "length": 64,
+    "pairs": [2, 4],
+    "lengths": [64],
+    "sequences": 2,
+    "enough": 0.0,
+    "cells": [[4, 8]],
+    "lrs": [1e-3],
+    "lr": 1e-3,
+    "seeds": 2,
+    "models": list(echo_suite.MODELS),
+    "variants": list(echo_ablation.VARIANTS),
+    "deadline": math.inf,
+}
+ENVIRONMENT = {"hardware": "CPU", "commit": "0000000"}
+
+
+@pytest.fixture
+def args(monkeypatch):
+    monkeypatch.setattr(echo_suite, "AHEAD", 2)
+    monkeypatch.setattr(echo_suite, "PAIRS", (2, 4))
+    return argparse.Namespace(**SMALL)
+
+
+def results_of(name, rows):
+    return {"experiment": name, "environment": ENVIRONMENT, "settings": {**SMALL, "deadline": None}, "rows": rows}
+
+
+def test_transfer(args, tmp_path):
+    rows = [{**row, **echo_transfer.run(row, args)} for row in echo_transfer.plan([], args)]
+    assert [row["model"] for row in rows] == ["ssm", "attention", "ska"]
+    for row in rows:
+        assert row["finite"] and {cell[0] for cell in row["cells"]} == set(TASKS) == set(TASKS_PAPER)
+        assert row["decode_agreement"] == 1
+    assert ["refreshed" in row for row in rows] == [False, False, True]
+    assert json.loads(json.dumps(rows)) == rows
+    more = [row for row in echo_transfer.plan(rows, args) if row["seed"] == 1]
+    assert len(more) == 3 and {row["lr"] for row in more} == {1e-3}
+    results = results_of("echo_transfer", rows)
+    assert "(82.2)" in report(results) and "mean of tasks" in report(results)
+    plot_transfer(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_ablation(args, tmp_path):
+    wanted = ("K = 2, chunks of 8", "no action mask", "chunks of 1", "sequence maximum")
+    assert len(echo_ablation.plan([], args)) == 2 * len(echo_ablation.VARIANTS)
+    rows = [
+        {**row, **echo_ablation.run(row, args)} for row in echo_ablation.plan([], args) if row["variant"] in wanted
+    ]
+    assert [row["variant"] for row in rows] == [*wanted, *wanted] and all(row["finite"] for row in rows)
+    assert ["refreshed" in row for row in rows[:4]] == [True, True, False, False]
+    results = results_of("echo_ablation", rows)
+    assert all(name in report(results) for name in wanted)
+    plot_ablation(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists()
+
+
+def test_grid(args, tmp_path):
+    rows = [{**row, **echo_mqar.run(row, args)} for row in echo_mqar.plan([], args)]
+    assert len(rows) == 3 and all(0 <= row["accuracy"] <= 1 for row in rows)
+    results = results_of("echo_mqar", rows)
+    assert "| 4 | 8 |" in report(results)
+    plot_grid(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists()
+
+
+def test_variants_change_what_the_model_computes():
+    """Every variant of the ablation gives other answers with the same weights."""
+    examples = draw_examples("system_prompt", 2, 96, 8, torch.Generator().manual_seed(0))
+    found = []
+    for options, masked in echo_ablation.VARIANTS.values():
+        model = echo_suite.build("ska", 0, **options)
+        open_outputs(model)
+        with torch.no_grad():
+            found.append(echo_suite.logits(model, examples, masked))
+    for i, a in enumerate(found):
+        assert all((a - b).abs().max() > 1e-5 for b in found[:i])
+
+
+def open_outputs(model):
+    """SKA layers start with a zero output; the last token of noise before the question is all they would need."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("o_proj.weight") and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.05)
+
+
+def test_refreshing_changes_a_model_and_decoding_does_not():
+    model = echo_suite.build("ska", 0)
+    open_outputs(model)
+    assert echo_suite.decode_agreement(model, True, 48, 4, 4) == 1
+    examples = draw_examples("system_prompt", 2, 64, 4, torch.Generator().manual_seed(0))
+    refreshed = copy.deepcopy(model)
+    echo_suite.set_ska(refreshed, refresh_every=1)
+    with torch.no_grad():
+        a, b = (echo_suite.logits(m, examples, True) for m in (model, refreshed))
+    assert (a - b).abs().max() > 1e-4
+
+
+def test_means_and_choice_of_the_learning_rate():
+    row = {"cells": [["niah", 64, 1, 0.5], ["niah", 128, 1, 1.0], ["mqar", 64, 2, 0.0]]}
+    assert mean_of(row) == 50 and mean_of(row, tasks="niah") == 75 and mean_of(row, tasks="niah", length=128) == 100
+    assert mean_of(row, tasks="multi_hop") is None
+    rows = [
+        {"model": "ska", "lr": lr, "seed": seed, "finite": True, "dev_loss": loss, "cells": []}
+        for lr, seed, loss in ((1e-3, 0, 2.0), (3e-3, 0, 1.0), (3e-3, 1, 5.0), (1e-3, 1, 0.1))
+    ]
+    assert [(r["lr"], r["seed"]) for r in chosen(rows)["ska"]] == [(3e-3, 0), (3e-3, 1)]
+
+
+def test_training_ends_when_the_loss_is_small():
+    args = argparse.Namespace(deadline=math.inf)
+    model = torch.nn.Linear(4, 1)
+    x = torch.ones(2, 4)
+    result = fit(model, lambda x: model(x).square().mean(), 400, 1e-1, args, lambda step: (x,), enough=1e-3)
+    assert result["steps"] < 400 and result["curve"][-1][1] < 1e-3 and result["steps"] == result["curve"][-1][0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_trains_as_single_launches_do():
+    """The same batches by a CUDA graph and by `loss_of(step)`: the same losses up to rounding in bf16."""
+    args, losses = argparse.Namespace(deadline=math.inf), []
+    batches = [draw_examples("mqar", 8, 64, 4, echo_suite.stream(i)) for i in range(20)]
+    tensors = [(b.ids, b.positions, b.values, b.action_mask) for b in batches]
+
+    def loss(model, ids, positions, values, mask):
+        examples = echo_suite.Examples(ids, positions, values, mask)
+        found = echo_suite.logits(model, examples, True)
+        return torch.nn.functional.cross_entropy(found.flatten(0, 1), values.flatten())
+
+    for graphed in (True, False):
+        model = echo_suite.build("ska", 0)
+        if graphed:
+            result = fit(model, lambda *b, m=model: loss(m, *b), 20, 1e-3, args, lambda step: tensors[step])
+        else:
+            result = fit(model, lambda step, m=model: loss(m, *tensors[step]), 20, 1e-3, args)
+        losses.append([value for _, value in result["curve"]])
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.02, atol=0.02)
+    assert losses[0][-1] < losses[0][0] - 0.5

@@ -156,7 +156,7 @@ class RecurrentStateCache(Cache):
 
         Raises:
             ValueError: the file is missing, truncated, corrupt, of another model, or holds states that are not
-                finite.
+                finite or that no layer leaves (`MemoryMixer.check_states`).
         """
         from .cache_file import load_cache
 

@@ -158,6 +158,13 @@ def load_cache(cls, directory: str | os.PathLike, config=None, device=None):
         for name, tensor in named.items():
             if not torch.isfinite(tensor).all():
                 raise ValueError(f"{path}: layer {i}: {name} has NaN or infinite entries; write the file anew")
+        if named and isinstance(layer, RecurrentLayer):
+            mixer = MIXERS[config.mixer_types[i]]
+            options = mixer.options_class.from_dict(config.mixers.get(mixer.name, {}))
+            try:
+                mixer.check_states(options, named)
+            except ValueError as error:
+                raise ValueError(f"{path}: layer {i}: {error}") from error
         _restore(layer, named, description)
     return cache
 

@@ -48,7 +48,8 @@ class _MemMixPreTrained:
         """As in transformers; the bare classes load the class that the checkpoint names.
 
         Raises:
-            ValueError: tensor parallelism is asked for, whose plans do not know the mixers.
+            ValueError: tensor parallelism is asked for, whose plans do not know the mixers; or a mixer cannot use
+                its parameters (`MemoryMixer.check_weights`).
         """
         distributed = kwargs.get("distributed_config")
         sharded = [kwargs.get("tp_plan"), kwargs.get("tp_size"), getattr(distributed, "tp_size", None)]
@@ -56,7 +57,10 @@ class _MemMixPreTrained:
             raise ValueError("memory mixers have no tensor-parallel plan; use device_map, FSDP or data parallelism")
         if "config_class" not in cls.__dict__:
             return cls._auto_class_for.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        for mixer in memory_mixers(loaded[0] if isinstance(loaded, tuple) else loaded).values():
+            mixer.check_weights()
+        return loaded
 
     @classmethod
     def _from_config(cls, config, **kwargs):

@@ -182,6 +182,13 @@ class MemoryMixer(nn.Module):
         """Take over a softmax attention's weights; one fate for every entry of `attention.tensors()`."""
         raise ValueError(f"{self.name!r} layers cannot start from attention: train a model with them from scratch")
 
+    @classmethod
+    def check_states(cls, options: MixerOptions, states: dict[str, Tensor]):
+        """Raise ValueError if no layer with these options leaves such states; called on what a file holds."""
+
+    def check_weights(self):
+        """Raise ValueError if the layer cannot use its parameters; called on a loaded checkpoint."""
+
     # ---- the same for all
 
     def allocate_states(self, batch: int, device, dtype: torch.dtype) -> dict[str, Tensor]:

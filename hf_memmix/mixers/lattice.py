@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from hf_memmix_kernels.lattice import chunk_lattice, lattice_step
+from hf_memmix_kernels.lattice import check_lattice, chunk_lattice, lattice_step
 
 from ..padding import before_the_end
 from . import lattice_start
@@ -248,6 +248,22 @@ class LatticeMixer(MemoryMixer):
             init.constant_(self.f_proj.bias, KEPT)
 
     @classmethod
+    def check_states(cls, options, states):
+        """Slots of unit norm, where the write brings them back to it."""
+        if _projects(options):
+            check_lattice(state=states["S"])
+
+    def check_weights(self):
+        """S_0 may have columns of any norm but zero, as it is normalised when used."""
+        sizes = torch.linalg.vector_norm(wide(self.S0.detach()), dim=1)
+        if self.S0.device.type != "meta" and not ((sizes > 0) & sizes.isfinite()).all():
+            wrong = sizes[~((sizes > 0) & sizes.isfinite())]
+            raise ValueError(
+                f"layer {self.layer_idx}: {wrong.numel()} columns of S0 have norm {wrong[0].item()} and so no"
+                " direction; give them any other value, or take another checkpoint"
+            )
+
+    @classmethod
     def options_for(cls, attention):
         return lattice_start.options_for(attention)
 
@@ -295,5 +311,9 @@ class LatticeMixer(MemoryMixer):
 
     def _recurrence(self) -> dict:
         options = self.options
-        baseline = options.variant in ("ttt", "delta")
-        return {"variant": options.variant, "project": options.project and not baseline, "l1": options.l1}
+        return {"variant": options.variant, "project": _projects(options), "l1": options.l1}
+
+
+def _projects(options: LatticeOptions) -> bool:
+    """Whether slots are of unit norm."""
+    return options.project and options.variant not in ("ttt", "delta")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_memmix import RecurrentStateCache
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.mixers.lattice import LatticeOptions
@@ -114,6 +115,36 @@ def test_enc_learns_a_repeated_token_however_large(options):
     torch.testing.assert_close(found, k[:, -1], rtol=0, atol=1e-2)
     (grad,) = torch.autograd.grad(y[:, -1].square().sum(), S)
     assert grad.abs().max() < 10
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", ({}, {"project": False}, {"variant": "delta"}), ids=str)
+def test_saved_state_with_columns_of_another_norm(options, tmp_path):
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", (0,), "lattice", options))
+    cache = RecurrentStateCache(model.config)
+    model(random_ids(1, 5), past_key_values=cache)
+    cache.layers[0].states["S"][0, 1, :, 2] *= 1.01
+    cache.save_pretrained(tmp_path)
+    if options:
+        RecurrentStateCache.from_pretrained(tmp_path)
+    else:
+        with pytest.raises(ValueError, match=r"layer 0: .*slot.* has norm 1\.01"):
+            RecurrentStateCache.from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("value", (0.0, float("nan")))
+def test_saved_start_without_direction(value, tmp_path):
+    """Any other norm is a checkpoint as training leaves it: S_0 is normalised when used."""
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", (0,), "lattice"))
+    S0 = mixers_of(model)[0].S0
+    S0[1, :, 2] = 7.0
+    model.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    S0[1, :, 2] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="layer 0: 1 columns of S0 have norm"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

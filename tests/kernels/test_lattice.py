@@ -74,7 +74,7 @@ def test_total_decay_is_finite():
 
 @pytest.mark.parametrize("variant", ["dec", "enc", "sim"])
 def test_norms_stay_one_for_100k_steps(variant):
-    """float32, 25 rounds of 4000 steps through the state, ten heads of two slots."""
+    """float32, 25 rounds of 4000 steps through the state, two slots of size four."""
     shape = Shape(1, 4000, 1, 1, 2, 4)
     inputs = {name: t.to(DEVICE) for name, t in draw(shape, torch.float32).items()}
     state, worst = None, 0.0

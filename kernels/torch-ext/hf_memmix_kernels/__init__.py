@@ -11,7 +11,14 @@ from .coffee import (
 )
 from .gka import chunk_gka, gka_step, naive_gka
 from .gla import chunk_gla, gla_step, naive_gla
-from .lattice import check_lattice, chunk_lattice, fused_recurrent_lattice, lattice_step, naive_lattice
+from .lattice import (
+    check_lattice,
+    chunk_lattice,
+    frozen_lattice,
+    fused_recurrent_lattice,
+    lattice_step,
+    naive_lattice,
+)
 from .short_conv import naive_short_conv, short_conv, short_conv_step
 from .ska import (
     cg_lift,
@@ -37,6 +44,7 @@ __all__ = [
     "coffee_method",
     "coffee_step",
     "deer_coffee",
+    "frozen_lattice",
     "fused_recurrent_lattice",
     "gka_step",
     "gla_step",

@@ -1,6 +1,14 @@
 """Lattice: orthogonal state recurrence, a memory of slots that only ever take in what is new to them."""
 
+from .frozen import frozen_lattice
 from .naive import naive_lattice
 from .op import check_lattice, chunk_lattice, fused_recurrent_lattice, lattice_step
 
-__all__ = ["check_lattice", "chunk_lattice", "fused_recurrent_lattice", "lattice_step", "naive_lattice"]
+__all__ = [
+    "check_lattice",
+    "chunk_lattice",
+    "frozen_lattice",
+    "fused_recurrent_lattice",
+    "lattice_step",
+    "naive_lattice",
+]

@@ -9,6 +9,7 @@ A teacher of which only the top k probabilities were kept is compared over k + 1
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -18,11 +19,26 @@ def relative_mse(student: Tensor, target: Tensor, mask: Tensor | None = None) ->
 
     `mask` [B, T] selects the tokens that count. The target is a constant; a target of zeros gives a finite value.
     """
+    error, size = squares(student, target, mask)
+    return error / size.clamp_min(1e-12)
+
+
+def squares(student: Tensor, target: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Numerator and denominator of `relative_mse`."""
     error = (student.float() - target.detach().float()).square().sum(-1)
     size = target.detach().float().square().sum(-1)
     if mask is not None:
         error, size = error * mask, size * mask
-    return error.sum() / size.sum().clamp_min(1e-12)
+    return error.sum(), size.sum()
+
+
+def mean_over_processes(tensor: Tensor) -> Tensor:
+    """The mean of a tensor without gradient over the processes of a distributed run; the tensor itself in others."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return tensor
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
 
 
 def forward_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:

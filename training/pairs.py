@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_memmix.conversion.families import attention_module, attention_prefix, decoder_layers
 from hf_memmix.conversion.heads import logits_head
 from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
-from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, relative_mse
+from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, mean_over_processes, squares
 
 
 class Pair(nn.Module):
@@ -91,17 +91,19 @@ class AlignPair(Pair):
         return iter(self.mixers.values())
 
     def loss(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        errors: list[Tensor] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         run_teacher_forced(
             self.teacher,
             self.plain_student,
             input_ids,
-            lambda layer, ours, theirs: errors.append(relative_mse(ours, theirs)),
+            lambda layer, ours, theirs: pairs.append(squares(ours, theirs)),
             position_ids=position_ids,
             layers=self.layers,
             checkpointing=self.checkpointing,
         )
-        return torch.stack(errors).mean()
+        errors, sizes = (torch.stack(column) for column in zip(*pairs, strict=True))
+        # one size for all processes, so that the mean of their losses is the relative error over all their tokens
+        return (errors / mean_over_processes(sizes).clamp_min(1e-12)).mean()
 
 
 class DistillPair(Pair):

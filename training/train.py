@@ -99,8 +99,7 @@ def train(
         if callbacks:
             for default in (ProgressCallback, PrinterCallback):
                 trainer.remove_callback(default)
-        result = trainer.train(resume_from_checkpoint=checkpoint)
-        trainer.check_weights()
+        seconds = trainer.run(checkpoint)
         if trainer.is_deepspeed_enabled or sharded.is_sharded(pair):
             sharded.unshard_student(pair)
         else:
@@ -118,9 +117,9 @@ def train(
         "stage": recipe.stage,
         "steps": trainer.state.global_step,
         "tokens": trainer.state.global_step * recipe.tokens_per_step,
-        "first_loss": log[0]["loss"] if log else result.training_loss,
-        "last_loss": log[-1]["loss"] if log else result.training_loss,
-        "seconds": round(result.metrics["train_runtime"], 2),
+        "first_loss": log[0]["loss"],
+        "last_loss": log[-1]["loss"],
+        "seconds": round(seconds, 2),
         "log": log,
     }
 
@@ -199,7 +198,9 @@ def _training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgum
         "save_total_limit": 2,
         "logging_steps": max(1, recipe.steps // 50),
         "seed": recipe.seed,
+        "logging_first_step": True,
         "report_to": "none",
+        "ddp_find_unused_parameters": False,
         "remove_unused_columns": False,
         "dataloader_drop_last": True,
         "dataloader_pin_memory": torch.cuda.is_available(),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_memmix.conversion.convert import load_model
@@ -43,6 +43,18 @@ class PairTrainer(Trainer):
             plugin.mixed_precision_policy = None
             plugin.cpu_ram_efficient_loading = False  # every process has loaded the weights
         self.model.place_teacher(self.args.device)
+
+    def run(self, checkpoint: str | None) -> float:
+        """Train from the start or from a checkpoint to the last step; returns the seconds of this call's training."""
+        if checkpoint is not None:
+            state = TrainerState.load_from_json(Path(checkpoint) / "trainer_state.json")
+            if state.global_step >= self.args.max_steps:
+                self.state = state  # complete but for its export: the library would train one step more
+                self._load_from_checkpoint(checkpoint)
+                return 0.0
+        result = super().train(resume_from_checkpoint=checkpoint)
+        self.check_weights()
+        return result.metrics["train_runtime"]
 
     def create_optimizer(self, model=None):
         if self.optimizer is None:

@@ -101,6 +101,16 @@ def test_interrupted_run_ends_like_a_whole_one(tmp_path, data, teacher, stage):
     assert same(weights(whole), weights(resumed))
 
 
+def test_a_complete_run_is_not_trained_further_when_it_is_asked_for_again(tmp_path, data, teacher):
+    """As after a kill between the last checkpoint and the export."""
+    options = {"steps": 4, "save_every": 2, "learning_rate": 1e-3, **SMALL}
+    first, second = convert_model(teacher), convert_model(teacher)
+    before = align(first, teacher, data, tmp_path, **options)
+    again = align(second, teacher, data, tmp_path, **options)
+    assert same(weights(first), weights(second))
+    assert again["log"] == before["log"] and again["tokens"] == before["tokens"] == 4 * 4 * 16
+
+
 def test_checkpoint_of_another_run_is_refused(tmp_path, data, teacher):
     options = {"steps": 2, "save_every": 1, **SMALL}
     align(convert_model(teacher), teacher, data, tmp_path, **options)

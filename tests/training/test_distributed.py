@@ -1,0 +1,119 @@
+"""Two processes on gloo, as DDP and as FSDP2: the losses and the student of one process, also after a break.
+
+The settings of FSDP2 are those of the file that ships. DeepSpeed is not installed here: its file is only read.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from hf_memmix.conversion import load_model
+
+CONFIGS = Path(__file__).parents[2] / "training" / "accelerate"
+RUN = """
+    import json, os, sys
+    import torch
+    from tiny_teachers import tiny_teacher
+    from transformers import TrainerCallback
+    from hf_memmix.conversion import convert_model, save_student
+    from hf_memmix.training.data import TokenBlocks
+    from hf_memmix.training.train import Recipe, train
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                raise KeyboardInterrupt
+
+    torch.set_num_threads(1)
+    out, broken = sys.argv[1], sys.argv[2] == "broken"
+    teacher = tiny_teacher("llama", layers=2, tie_word_embeddings=True)
+    student = convert_model(teacher, keep=[1])
+    data = TokenBlocks(torch.randint(3, 64, (640,), generator=torch.Generator().manual_seed(0)), 16)
+    results = {}
+    for stage in ("align", "distill"):
+        recipe = Recipe(stage=stage, steps=6, batch_size=4, block_size=16, learning_rate=3e-3, rest_learning_rate=1e-3,
+                        warmup_steps=1, save_every=3, gradient_checkpointing=stage == "distill",
+                        trainer={"logging_steps": 1, "use_cpu": True, "disable_tqdm": True})
+        if broken:
+            try:
+                train(student, teacher, data, f"{out}/{stage}", recipe=recipe, callbacks=[Stop()])
+            except KeyboardInterrupt:
+                student = convert_model(teacher, keep=[1])
+                if stage == "distill":
+                    student.load_state_dict(aligned)
+        results[stage] = train(student, teacher, data, f"{out}/{stage}", recipe=recipe)
+        aligned = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    logits = student(torch.arange(3, 19)[None]).logits  # every process has a whole, working student
+    if int(os.environ.get("RANK", 0)) == 0:
+        save_student(student, f"{out}/student")
+        losses = {stage: [entry["loss"] for entry in result["log"]] for stage, result in results.items()}
+        tokens = results["distill"]["log"][-1]["tokens"]
+        json.dump({"losses": losses, "tokens": tokens, "logits": logits.flatten()[:8].tolist()},
+                  open(f"{out}/result.json", "w"))
+"""
+
+
+def launch(folder: Path, processes: int, broken: bool, **env) -> dict:
+    folder.mkdir()
+    script = folder / "run.py"
+    script.write_text(textwrap.dedent(RUN))
+    paths = os.pathsep.join([os.path.dirname(__import__("tiny_teachers").__file__), *filter(None, sys.path)])
+    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"} | env
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += [str(script), str(folder), "broken" if broken else "whole"]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads((folder / "result.json").read_text())
+
+
+def fsdp_environment() -> dict:
+    config = yaml.safe_load((CONFIGS / "fsdp2.yaml").read_text())
+    return {"ACCELERATE_USE_FSDP": "true"} | {key.upper(): str(value) for key, value in config["fsdp_config"].items()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    return launch(folder, 1, broken=False), load_model(folder / "student")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_train_what_one_does(tmp_path, alone, kind):
+    result = launch(tmp_path / kind, 2, broken=True, **(fsdp_environment() if kind == "fsdp2" else {}))
+    expected, student = alone
+    assert result["tokens"] == expected["tokens"] == 6 * 4 * 16
+    for stage, losses in expected["losses"].items():
+        assert len(losses) == 6
+        torch.testing.assert_close(torch.tensor(result["losses"][stage]), torch.tensor(losses), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(result["logits"]), torch.tensor(expected["logits"]), rtol=1e-3, atol=1e-3)
+    saved, wanted = load_model(tmp_path / kind / "student").state_dict(), student.state_dict()
+    assert saved.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(saved[name], wanted[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp2", "zero3"])
+def test_shipped_configurations_load(name):
+    """`accelerate launch --config_file` takes each file, up to the start of the processes."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / f"{name}.yaml"), "script.py"])
+    args, _, _ = _validate_launch_command(args)
+    assert args.num_processes == (1 if name == "single" else 2)
+    chosen = {"ddp": args.multi_gpu, "fsdp2": args.use_fsdp, "zero3": args.use_deepspeed}
+    assert [kind for kind, is_chosen in chosen.items() if is_chosen] == [name] * (name != "single")
+    # a cast of all weights would take the fp32 of the decays too: the precision is the recipe's
+    assert args.mixed_precision == "no"
+    if name == "fsdp2":
+        assert args.fsdp_version == 2 and str(args.fsdp_cpu_ram_efficient_loading).lower() != "true"
+    if name == "zero3":
+        assert args.zero_stage == 3 and args.zero3_save_16bit_model

@@ -1,0 +1,220 @@
+"""`python training/multi_gpu.py`: one recipe on one GPU, on two with DDP and on two with FSDP2.
+
+Per launch and stage: the loss curve, tokens/s, peak memory and the scaling efficiency, tokens/s on two GPUs over twice
+those on one. The global batch is the same everywhere, so the curves should differ by rounding alone; how much that is
+shows a run on one GPU that splits each batch in two by accumulation. Twice: the bundled teacher, and a randomly
+initialised Llama of 1.2 billion parameters, whose every layer becomes GKA.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, TrainerCallback
+
+from hf_memmix.assets import asset_path
+from hf_memmix.conversion import convert_model
+from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.recipe import Recipe
+from hf_memmix.training.train import train
+
+CONFIGS = Path(__file__).parent / "accelerate"
+MODELS = {
+    "bundled": {"batch_size": 64, "block_size": 512, "steps": {"align": 60, "distill": 60}},
+    "1b": {"batch_size": 8, "block_size": 2048, "steps": {"align": 20, "distill": 20}},
+    "cpu": {"batch_size": 4, "block_size": 32, "steps": {"align": 6, "distill": 6}},
+}
+ONE_B = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+WARM_UP = 5  # steps that are not timed
+
+
+class Clock(TrainerCallback):
+    """Seconds of every step."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._start = self._now()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seconds.append(self._now() - self._start)
+
+    @staticmethod
+    def _now() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def models(name: str, device: torch.device):
+    """Teacher, student and data, the same on every process."""
+    size = MODELS[name]
+    if name == "1b":
+        torch.manual_seed(0)
+        with torch.device(device):
+            teacher = AutoModelForCausalLM.from_config(LlamaConfig(**ONE_B), dtype=torch.bfloat16).eval()
+            student = convert_model(teacher, mixer="gka")
+        rows = size["batch_size"] * max(size["steps"].values())
+        tokens = torch.randint(
+            0, ONE_B["vocab_size"], (rows * size["block_size"],), generator=torch.Generator().manual_seed(0)
+        )
+        return teacher, student, TokenBlocks(tokens, size["block_size"])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    teacher = AutoModelForCausalLM.from_pretrained(asset_path("tiny_teacher"), dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
+    data = TokenBlocks.from_files(asset_path("train.txt"), tokenizer, size["block_size"])
+    return teacher, convert_model(teacher, mixer="gka"), data
+
+
+def work(name: str, accumulation: int, steps: int | None, folder: Path) -> dict:
+    """Both stages of one model in this process (one of a launch); the record of rank 0."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    teacher, student, data = models(name, device)
+    record = {"parameters": student.num_parameters(), "stages": {}}
+    for stage, count in MODELS[name]["steps"].items():
+        clock = Clock()
+        recipe = Recipe(
+            stage=stage,
+            steps=steps or count,
+            batch_size=MODELS[name]["batch_size"] // accumulation,
+            gradient_accumulation=accumulation,
+            block_size=MODELS[name]["block_size"],
+            learning_rate=1e-3 if stage == "align" else 5e-4,
+            rest_learning_rate=5e-5,
+            warmup_steps=5,
+            trainer={"disable_tqdm": True, "logging_steps": 1, "use_cpu": not cuda},
+        )
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        result = train(student, teacher, data, folder / stage, recipe=recipe, callbacks=[clock])
+        step = statistics.median(clock.seconds[min(WARM_UP, len(clock.seconds) - 1) :])
+        record["stages"][stage] = {
+            "steps": result["steps"],
+            "tokens_per_step": recipe.tokens_per_step,
+            "seconds_per_step": round(step, 5),
+            "tokens_per_second": round(recipe.tokens_per_step / step),
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+            "loss": [round(entry["loss"], 6) for entry in result["log"]],
+        }
+    return record
+
+
+def command(kind: str, cpu: bool) -> list[str]:
+    """The start of a launch: accelerate with the file that ships, or the same on two CPU processes for a try."""
+    if kind == "single":
+        return [sys.executable]
+    if cpu:
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{kind}.yaml")]
+    return [*launcher, "--main_process_port", "0"]
+
+
+def start(
+    kind: str, model: str, folder: Path, gpu: int | None = None, accumulation: int = 1, steps: int | None = None
+):
+    """Start one launch; its record will be at `folder/<name>.json`."""
+    name = f"{model}_{kind}" + ("_accumulated" if accumulation > 1 else "") + ("_warm" if steps else "")
+    env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"), "TOKENIZERS_PARALLELISM": "false"}
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    if model == "cpu" and kind == "fsdp2":
+        env |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+        env |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    script = [str(Path(__file__).resolve()), "--worker", model, "--accumulation", str(accumulation)]
+    script += ["--out", str(folder / f"{name}.json")] + (["--steps", str(steps)] if steps else [])
+    log = (folder / f"{name}.log").open("w")
+    began = time.perf_counter()
+    process = subprocess.Popen([*command(kind, model == "cpu"), *script], env=env, stdout=log, stderr=log)
+    return name, process, began
+
+
+def finish(*launches) -> None:
+    """Wait for launches that run at the same time. Raises RuntimeError with the end of the log of one that fails."""
+    for name, process, began in launches:
+        code = process.wait()
+        print(f"{name}: {time.perf_counter() - began:.0f} s, exit {code}", flush=True)
+        if code:
+            raise RuntimeError(f"{name} ended with {code}, see its log")
+
+
+def compare(results: dict) -> dict:
+    """Scaling efficiency, and the largest relative difference of each loss curve from one GPU's."""
+    summary = {}
+    for model in {name.split("_")[0] for name in results}:
+        one = results[f"{model}_single"]["stages"]
+        for name, result in results.items():
+            if not name.startswith(f"{model}_") or name == f"{model}_single":
+                continue
+            for stage, row in result["stages"].items():
+                pairs = zip(row["loss"], one[stage]["loss"], strict=True)
+                entry = {"loss_difference": max(abs(a - b) / abs(b) for a, b in pairs)}
+                if not name.endswith("accumulated"):
+                    entry["scaling_efficiency"] = row["tokens_per_second"] / (2 * one[stage]["tokens_per_second"])
+                summary[f"{name}_{stage}"] = {key: round(value, 6) for key, value in entry.items()}
+    return summary
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="the JSON file to write")] = Path("training/results/multi_gpu.json"),
+    logs: Annotated[Path, typer.Option(help="folder of the records and logs of the launches")] = Path(
+        "runs/multi_gpu"
+    ),
+    cpu: Annotated[bool, typer.Option(help="try the launches on two CPU processes with a few steps")] = False,
+    worker: Annotated[str | None, typer.Option(hidden=True)] = None,
+    accumulation: Annotated[int, typer.Option(hidden=True)] = 1,
+    steps: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure every launch and write one JSON."""
+    if worker:
+        record = work(worker, accumulation, steps, out.with_suffix(""))
+        if not int(os.environ.get("RANK", "0")):
+            out.write_text(json.dumps(record))
+        return
+    logs.mkdir(parents=True, exist_ok=True)
+    logs = logs.resolve()
+    if cpu:
+        names = ["cpu"]
+        finish(start("single", "cpu", logs))
+        finish(start("single", "cpu", logs, accumulation=2))
+    else:
+        names = ["bundled", "1b"]
+        # compiles the kernels
+        finish(*(start("single", name, logs, gpu=i, steps=2) for i, name in enumerate(names)))
+        other = start("single", "1b", logs, gpu=1)
+        finish(start("single", "bundled", logs, gpu=0))
+        finish(start("single", "bundled", logs, gpu=0, accumulation=2), other)
+    for kind in ("ddp", "fsdp2"):
+        for name in names:
+            finish(start(kind, name, logs))
+    found = {p.stem: json.loads(p.read_text()) for p in sorted(logs.glob("*.json")) if not p.stem.endswith("_warm")}
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    table = {"hardware": hardware, "gpus": torch.cuda.device_count(), "torch": torch.__version__}
+    table |= {"summary": compare(found), "launches": found}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(table, indent=1) + "\n")
+    print(json.dumps(table["summary"], indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)

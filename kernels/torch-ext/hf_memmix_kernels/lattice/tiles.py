@@ -36,17 +36,24 @@ def entries(x):
 
 
 @triton.jit
+def rsqrt(x):
+    """1 / sqrt(x) to the last place: a GPU's own is biased, and the bias adds up over tokens."""
+    r = tl.rsqrt(x)
+    return r + 0.5 * r * (1 - x * r * r)
+
+
+@triton.jit
 def inverse_norm(S):
     """1 / |s_i|, 0 for the empty slots that fill up a tile."""
     squared = over_entries(S * S)
-    return tl.where(squared > 0, tl.rsqrt(tl.where(squared > 0, squared, 1)), 0)
+    return tl.where(squared > 0, rsqrt(tl.where(squared > 0, squared, 1)), 0)
 
 
 @triton.jit
 def inverse_size(z):
     """1 / |z| of a vector [D1, D2], 0 where z = 0."""
     squared = total(z * z)
-    return tl.where(squared > 0, tl.rsqrt(tl.where(squared > 0, squared, 1)), 0)
+    return tl.where(squared > 0, rsqrt(tl.where(squared > 0, squared, 1)), 0)
 
 
 @triton.jit
@@ -84,7 +91,7 @@ def coefficients(k, p, inverse, gamma, mu, VARIANT: tl.constexpr, PROJECT: tl.co
 @triton.jit
 def rescale(alpha, p, hh):
     """1 / |s_i + Delta_i| of a unit slot: Delta_i is orthogonal to it."""
-    return tl.rsqrt(1 + alpha * alpha * tl.maximum(hh - p * p, 0))
+    return rsqrt(1 + alpha * alpha * tl.maximum(hh - p * p, 0))
 
 
 @triton.jit

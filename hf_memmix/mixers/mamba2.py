@@ -29,6 +29,8 @@ from .layers import ShortConvolution, check_layer_options, init_layers, wide
 
 MAX_DIM = 256  # of heads and states, the kernels' limit
 TIME_STEPS = (1e-3, 0.1)  # dt at the start, log-uniform
+# a layer multiplies five features and squares that: within these sizes of a feature and of a readout float32 suffices
+LARGEST_FEATURE, LARGEST_READOUT = 1e6, 1e11
 
 
 @dataclass
@@ -90,7 +92,7 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, y, z):
         """y and z [B, T, features]."""
-        x = (wide(y) * F.silu(wide(z))).unflatten(-1, (self.groups, -1))
+        x = (wide(y).clamp(-LARGEST_READOUT, LARGEST_READOUT) * F.silu(wide(z))).unflatten(-1, (self.groups, -1))
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * x.flatten(-2).to(y.dtype)
 
@@ -122,7 +124,9 @@ class Mamba2Mixer(MemoryMixer):
         self.out_proj = nn.Linear(self.features, hidden, bias=options.use_bias)
 
     def project(self, x, rotary):
-        z, xBC, dt = self.in_proj(x).split([self.features, self.conv_dim, self.heads], -1)
+        features = self.in_proj(x)
+        limit = min(LARGEST_FEATURE, torch.finfo(features.dtype).max)
+        z, xBC, dt = features.clamp(-limit, limit).split([self.features, self.conv_dim, self.heads], -1)
         dt = F.softplus(wide(dt) + wide(self.dt_bias))
         if self.options.time_step_limit is not None:
             dt = dt.clamp(*self.options.time_step_limit)

@@ -97,11 +97,18 @@ def test_heads_must_divide_the_features(sizes):
         MIXERS["mamba2"](tiny_config("llama", (0,), "mamba2", sizes), 0)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.0, 1e3], ids=["zero", "constant", "large"])
-def test_no_nan(scale):
+@pytest.mark.parametrize("constant", [True, False], ids=["constant", "random"])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e3, 1e15, 1e30])
+def test_no_nan(scale, constant):
     """The layer is of fifth order in its input, which a norm precedes in every model."""
     _, ours = pair()
-    x = torch.full((1, 40, 32), scale, requires_grad=True)
+    x = scale * (torch.ones(1, 40, 32) if constant else torch.randn(1, 40, 32))
+    x.requires_grad_()
     y = ours(x)[0]
     y.sum().backward()
     assert y.isfinite().all() and x.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in ours.parameters())
+    with torch.no_grad():
+        states = ours.allocate_states(1, "cpu", torch.float32)
+        steps = [ours.readout(ours.step(ours.project(x[:, t : t + 1], None), states), x) for t in range(40)]
+    assert all(t.isfinite().all() for t in [*steps, *states.values()])

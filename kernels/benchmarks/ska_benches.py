@@ -3,6 +3,7 @@
 D of a row is the size P of a value; the Koopman rank r is a field. FLA's row is there where FLA is installed.
 """
 
+import functools
 import importlib.util
 
 import torch
@@ -64,13 +65,48 @@ def draw_ssd(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
     return {"q": q, "k": k, "v": v, "log_decay": -0.1 * torch.rand(B, T, H, device="cuda")}
 
 
-def fla_ssd(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+SSD = {"op": "ssd", "draw": draw_ssd, "chunk_shapes": [(8, 4096, 12, 64), (4, 8192, 8, 128)]}
+
+
+def fla_ssd(refuses: bool):
+    """FLA's op, gated by token.
+
+    FLA 0.6 refuses its backward on Hopper between Triton 3.4 and 3.7.1, under which its gradients would be wrong.
+    `refuses=False` lifts that: the time is that of the same work, the gradients are not looked at.
+    """
+
+    def forward(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        from fla.ops.common import chunk_o
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        chunk_o.TRITON_ABOVE_3_7_1 = not refuses
+        return chunk_simple_gla(x["q"], x["k"], x["v"], g=x["log_decay"], output_final_state=True)
+
+    return forward
+
+
+def draw_constant(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
+    return {name: t for name, t in draw_ssd(B, T, H, D).items() if name != "log_decay"}
+
+
+@functools.cache
+def constant_decay(heads: int) -> Tensor:
+    return -0.1 * torch.rand(heads, device="cuda")
+
+
+def fla_constant(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """FLA's op with one decay a head, whose backward it does not refuse: less work, no gradient of a gate."""
     from fla.ops.simple_gla import chunk_simple_gla
 
-    return chunk_simple_gla(x["q"], x["k"], x["v"], g=x["log_decay"], output_final_state=True)
+    decay = constant_decay(x["q"].shape[2])
+    return chunk_simple_gla(x["q"], x["k"], x["v"], g_gamma=decay, output_final_state=True)
 
 
-SSD = {"op": "ssd", "draw": draw_ssd, "chunk_shapes": [(8, 4096, 12, 64), (4, 8192, 8, 128)]}
+def fla_fused(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    from fla.ops.simple_gla import fused_chunk_simple_gla
+
+    return fused_chunk_simple_gla(x["q"], x["k"], x["v"], g=x["log_decay"], output_final_state=True)
+
 
 BENCHES = [
     *(ska(rank) for rank in (24, 32, 64)),
@@ -78,6 +114,11 @@ BENCHES = [
     {**SSD, "forward": lambda x: K.chunk_gla(**x), "fields": {"by": "gla"}},
 ]
 if importlib.util.find_spec("fla"):
-    # FLA 0.6 refuses its gated backward on Hopper below Triton 3.7.1, whose results would be wrong
     refusal = "Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results"
-    BENCHES.append({**SSD, "forward": fla_ssd, "fields": {"by": "fla chunk_simple_gla"}, "refusal": refusal})
+    name = "fla chunk_simple_gla"
+    BENCHES += [
+        {**SSD, "forward": fla_ssd(True), "fields": {"by": name}, "refusal": refusal},
+        {**SSD, "forward": fla_ssd(False), "fields": {"by": f"{name}, refusal lifted"}},
+        {**SSD, "forward": fla_constant, "draw": draw_constant, "fields": {"by": f"{name}, constant decay"}},
+        {**SSD, "forward": fla_fused, "fields": {"by": "fla fused_chunk_simple_gla"}},
+    ]

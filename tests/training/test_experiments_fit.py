@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from hf_memmix.training.experiments import fit, harness, lattice_ablation, lattice_language, recall
+from hf_memmix.training.experiments import fit, harness, lattice_ablation, lattice_language, plots, recall
 from hf_memmix.training.experiments.fit import MODELS, build, parameters
 from hf_memmix.training.experiments.text import Windows, measured_tokens, train_tokens
 
@@ -90,20 +90,68 @@ def test_ablation_rows_differ_by_their_options(tmp_path, text):
 def test_recall_row(tmp_path):
     args = arguments(tmp_path, tokens=16 * 32 * 2, batch_tokens=16 * 32)
     result = recall.run({"model": "delta", "length": 32, "pairs": 4, "lr": 1e-2, "seed": 0}, args)
-    assert 0 <= result["accuracy"] <= 1 and result["sequences"] == 32
+    assert 0 <= result["accuracy"] <= 1 and result["sequences"] == 32 and 0 < result["dev_loss"] < 10
+
+
+def finished(lr, loss, **row):
+    return {**row, "lr": lr, "finite": True, "dev_loss": loss, "heldout_loss": -loss}
+
+
+def test_rates_go_one_step_beyond_the_best():
+    """The same rule for all; the choice waits for all rates and looks at dev text alone."""
+    assert fit.rates([], [2.0, 4.0, 8.0], model="a") == ([2.0, 4.0, 8.0], None)
+    inside = [finished(lr, loss, model="a") for lr, loss in ((2.0, 3), (4.0, 1), (8.0, 2))]
+    assert fit.rates(inside, [2.0, 4.0, 8.0], model="a") == ([2.0, 4.0, 8.0], 4.0)
+    assert fit.rates(inside[:2], [2.0, 4.0, 8.0], model="a")[1] is None
+    assert fit.rates(inside, [2.0, 4.0, 8.0], model="b") == ([2.0, 4.0, 8.0], None)
+    edge = inside[:2] + [finished(8.0, 0.5, model="a")]
+    assert fit.rates(edge, [2.0, 4.0, 8.0], model="a") == ([2.0, 4.0, 8.0, 16.0], None)
+    assert fit.rates([*edge, finished(16.0, 0.4, model="a")], [2.0, 4.0, 8.0], model="a")[1] == 16.0
+    assert fit.rates([*edge, finished(16.0, 0.6, model="a")], [2.0, 4.0, 8.0], model="a")[1] == 8.0
+    lost = [*edge, {"model": "a", "lr": 16.0, "finite": False}]
+    assert fit.rates(lost, [2.0, 4.0, 8.0], model="a")[1] == 8.0
 
 
 def test_longer_contexts_take_the_rate_that_was_best_on_dev_text():
     args = argparse.Namespace(contexts=[8, 16], lrs=[1e-3, 1e-2], models=["dec", "enc"])
     first = lattice_language.plan([], args)
     assert {row["context"] for row in first} == {8} and len(first) == 4
-    done = [
-        {"model": "dec", "context": 8, "lr": lr, "seed": 0, "finite": True, "dev_loss": loss, "heldout_loss": -loss}
-        for lr, loss in ((1e-3, 2.0), (1e-2, 3.0))
-    ]
-    rows = [row for row in lattice_language.plan(done, args) if row not in first]
+    assert [row["lr"] for row in first] == [1e-3, 1e-3, 1e-2, 1e-2], "a rate of all models before the next"
+    dec = {"model": "dec", "context": 8, "seed": 0}
+    done = [finished(lr, loss, **dec) for lr, loss in ((1e-3, 2.0), (1e-2, 3.0), (5e-4, 4.0))]
+    rows = [row for row in lattice_language.plan(done, args) if row not in first and row["lr"] != 5e-4]
     assert rows and all(row["model"] == "dec" and row["lr"] == 1e-3 for row in rows)
     assert {(row["context"], row["seed"]) for row in rows} == {(16, 0), (8, 1), (16, 1)}
+
+
+def test_ablation_plan_repeats_the_ladder_with_a_second_seed():
+    args = argparse.Namespace(context=8, lrs=[1e-2])
+    assert len(lattice_ablation.plan([], args)) == len(lattice_ablation.LADDER)
+    dec = finished(1e-2, 1.0, rung="+ projection", context=8, seed=0)
+    rows = [row for row in lattice_ablation.plan([dec], args) if row["rung"] == "+ projection" or row["seed"]]
+    assert {(row["rung"], row["seed"]) for row in rows} == {
+        ("+ projection", 0), ("+ projection", 1), *((rung, 1) for rung in lattice_ablation.OPEN)
+    }  # fmt: skip
+
+
+def test_recall_plan_tries_rates_in_each_cell():
+    args = argparse.Namespace(cells=[[16, 2], [32, 4]], lrs=[1e-2], models=["dec", "gka"])
+    assert len(recall.plan([], args)) == 4
+    done = [finished(1e-2, 1.0, model="gka", length=32, pairs=4, seed=0)]
+    (second,) = (row for row in recall.plan(done, args) if row["seed"] == 1)
+    assert second == {"model": "gka", "length": 32, "pairs": 4, "lr": 1e-2, "seed": 1}
+
+
+def test_what_is_drawn():
+    """The seeds of the chosen rate; what learnt nothing is named instead."""
+    rows = [
+        finished(lr, loss, model="a", seed=seed) for lr, loss, seed in ((1.0, 2.0, 0), (2.0, 1.0, 0), (2.0, 3.0, 1))
+    ]
+    lost = [finished(4.0, 9.0, model="a", seed=0), {"model": "a", "lr": 8.0, "seed": 0, "finite": False}]
+    results = {"rows": [*rows, *lost, {"model": "a", "lr": 3.0, "seed": 0, "error": "killed"}], "chance_loss": 8.0}
+    assert plots.diverged(results) == (rows, lost)
+    assert plots.chosen_rows(rows, model="a") == rows[1:]
+    assert plots.chosen_rows(rows, model="b") == []
 
 
 # ---- the harness, with rows that run in processes of their own

@@ -18,7 +18,7 @@ from hf_memmix import memmix_config
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.training.experiments import baselines  # noqa: F401, registers "linear"
 from hf_memmix.training.experiments.graphs import Graphed
-from hf_memmix.training.experiments.harness import check_time, device
+from hf_memmix.training.experiments.harness import check_time, device, matches
 from hf_memmix.training.experiments.text import VOCAB, Windows, measured_tokens, train_tokens
 from hf_memmix.training.pretrain_teacher import mean_loss, next_token_loss, optimizer_groups
 
@@ -167,5 +167,21 @@ def recall_loss(model, recall) -> Tensor:
 
 def best(done: list[dict], **wanted) -> dict | None:
     """The finished row with these values that has the lowest dev loss."""
-    rows = [row for row in done if row.get("finite") and all(row.get(k) == v for k, v in wanted.items())]
+    rows = [row for row in done if row.get("finite") and matches(row, wanted)]
     return min(rows, key=lambda row: row["dev_loss"], default=None)
+
+
+def rates(done: list[dict], lrs: list[float], **wanted) -> tuple[list[float], float | None]:
+    """Learning rates to try for what is `wanted`, and the one with the lowest dev loss once all have been.
+
+    Beside `lrs` that is the next one, twice or half as large, where the best of `lrs` is their largest or smallest:
+    one rule for all, so that nothing loses only because the rates did not suit it.
+    """
+    rows = [row for row in done if matches(row, wanted)]
+    first = best([row for row in rows if row["lr"] in lrs])
+    tried, lrs = {row["lr"] for row in rows}, list(lrs)
+    if first is not None and len(lrs) > 1 and tried >= set(lrs):
+        beyond = {max(lrs): 2 * max(lrs), min(lrs): min(lrs) / 2}.get(first["lr"])
+        lrs += [] if beyond is None else [beyond]
+    chosen = best([row for row in rows if row["lr"] in lrs]) if tried >= set(lrs) else None
+    return lrs, None if chosen is None else chosen["lr"]

@@ -8,6 +8,7 @@ error and tried again by the next command; it does not stop the others.
 
 import argparse
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -51,7 +52,7 @@ def parser_of(doc: str) -> argparse.ArgumentParser:
 
 
 def environment() -> dict:
-    """Hardware, versions and commit of a measurement."""
+    """Hardware, versions and commit of a measurement, whose rows may have shared the hardware."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     known = os.environ.get("HF_MEMMIX_COMMIT") or subprocess.run(git, capture_output=True, text=True).stdout.strip()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -96,7 +97,7 @@ def execute(name: str, args: argparse.Namespace, plan: Callable, **about) -> dic
     args.deadline = time.time() + args.seconds
     args.out.parent.mkdir(parents=True, exist_ok=True)
     results = load_results(args, name) | about
-    context = multiprocessing.get_context("spawn")
+    context, places = multiprocessing.get_context("spawn"), itertools.cycle(_places())
     idle, busy, limit = [], {}, max(1, args.workers)
     try:
         while True:
@@ -105,7 +106,7 @@ def execute(name: str, args: argparse.Namespace, plan: Callable, **about) -> dic
             if time.time() > args.deadline:
                 waiting = []
             while waiting and len(busy) < limit:
-                pipe, process = idle.pop() if idle else _start(context, name, args)
+                pipe, process = idle.pop() if idle else _start(context, name, args, next(places))
                 pipe.send(waiting[0])
                 busy[pipe] = (waiting.pop(0), process)
             if not busy:
@@ -125,7 +126,7 @@ def execute(name: str, args: argparse.Namespace, plan: Callable, **about) -> dic
                     outcome = {"error": f"its process ended with exit code {process.exitcode}"}
                 if outcome is None:
                     continue
-                results["rows"].append({**row, **outcome})
+                results["rows"].append({**row, **outcome, "commit": results["environment"]["commit"]})
                 write_json(args.out, results)
                 shown = {k: round(v, 4) for k, v in outcome.items() if isinstance(v, float)}
                 print(name, row, outcome.get("error", shown), flush=True)
@@ -135,16 +136,23 @@ def execute(name: str, args: argparse.Namespace, plan: Callable, **about) -> dic
     return results
 
 
-def _start(context, name: str, args: argparse.Namespace):
+def _places() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES is for one worker and the next: a GPU each, in turn."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(i) for i in range(max(1, torch.cuda.device_count()))] if visible is None else visible.split(",")
+
+
+def _start(context, name: str, args: argparse.Namespace, place: str):
     here, there = context.Pipe()
-    process = context.Process(target=work, args=(there, name, args), daemon=True)
+    process = context.Process(target=work, args=(there, name, args, place), daemon=True)
     process.start()
     there.close()
     return here, process
 
 
-def work(pipe, name: str, args: argparse.Namespace) -> None:
+def work(pipe, name: str, args: argparse.Namespace, place: str) -> None:
     """Body of a worker: rows in, results out; None for a row that time did not suffice for."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = place  # read when CUDA is first used, so not too late
     module = importlib.import_module(f"{PACKAGE}.{name}")
     while True:
         try:

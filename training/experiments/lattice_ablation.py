@@ -2,14 +2,15 @@
 
     python training/experiments/lattice_ablation.py --text text.npy --out training/results/lattice_ablation.json
 
-Language models of equal size and with equal data. Each rung of the ladder is trained with every learning rate, and
-once more with another seed at the one of lowest dev loss; slots and step sizes take the rate that was best for DEC.
+Language models of equal size and with equal data. Each rung of the ladder is trained with every learning rate
+(`fit.rates`), and once more with another seed at the one of lowest dev loss; slots and step sizes take the rate that
+was best for DEC, with both seeds.
 The ladder is Table 4 of Karami and Mirrokni; the other two are what the paper leaves open.
 """
 
 from pathlib import Path
 
-from hf_memmix.training.experiments.fit import add_sizes, best, learn_text
+from hf_memmix.training.experiments.fit import add_sizes, learn_text, rates
 from hf_memmix.training.experiments.harness import execute, parser_of
 from hf_memmix.training.experiments.text import text_record
 
@@ -34,16 +35,22 @@ OPEN = {
 }
 
 
+SEEDS = (0, 1)
+
+
 def plan(done: list[dict], args) -> list[dict]:
-    context = {"context": args.context}
-    rows = [{"rung": rung, **context, "lr": lr, "seed": 0} for lr in args.lrs for rung in LADDER]
-    dec = [row for row in done if row["rung"] == "+ projection" and row["seed"] == 0]
-    if len(dec) >= len(args.lrs) and (row := best(dec)) is not None:
-        rows += [{"rung": name, **context, "lr": row["lr"], "seed": 0} for name in OPEN]
+    rows, chosen = [], {}
     for rung in LADDER:
-        tried = [row for row in done if row["rung"] == rung and row["seed"] == 0]
-        if len(tried) >= len(args.lrs) and (row := best(tried)) is not None:
-            rows.append({"rung": rung, **context, "lr": row["lr"], "seed": 1})
+        lrs, chosen[rung] = rates(done, args.lrs, rung=rung, seed=0)
+        rows += [(lrs.index(lr), {"rung": rung, "context": args.context, "lr": lr, "seed": 0}) for lr in lrs]
+    rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    others = dict.fromkeys(OPEN, chosen["+ projection"])
+    for seed, rungs in ((1, chosen), *((seed, others) for seed in SEEDS)):
+        rows += [
+            {"rung": rung, "context": args.context, "lr": lr, "seed": seed}
+            for rung, lr in rungs.items()
+            if lr is not None
+        ]
     return rows
 
 
@@ -60,7 +67,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--lrs", type=float, nargs="+", default=[4e-3, 2e-3, 8e-3])
     args = parser.parse_args()
-    results = execute(Path(__file__).stem, args, plan, text=text_record(args.text))
+    results = execute(Path(__file__).stem, args, plan, **text_record(args.text))
     if args.plot:
         from hf_memmix.training.experiments.plots import plot_ablation
 

@@ -2,14 +2,14 @@
 
     python training/experiments/lattice_language.py --text text.npy --out training/results/lattice_language.json
 
-At the shortest context each model is trained with every learning rate; the one with the lowest dev loss is used for
-the longer contexts and for a second seed. Reported is the perplexity on held-out text. Karami and Mirrokni, Table 2,
-has the same comparison at 110M parameters and 2.4B tokens.
+At the shortest context each model is trained with every learning rate (`fit.rates`); the one with the lowest dev loss
+is used for the longer contexts and for a second seed. Reported is the perplexity on held-out text. Karami and
+Mirrokni, Table 2, has the same comparison at 110M parameters and 2.4B tokens.
 """
 
 from pathlib import Path
 
-from hf_memmix.training.experiments.fit import MODELS, add_sizes, best, learn_text
+from hf_memmix.training.experiments.fit import MODELS, add_sizes, learn_text, rates
 from hf_memmix.training.experiments.harness import execute, parser_of
 from hf_memmix.training.experiments.text import text_record
 
@@ -28,21 +28,19 @@ SEEDS = (0, 1)
 
 
 def plan(done: list[dict], args) -> list[dict]:
-    first, *longer = args.contexts
-    chosen, rows = {}, []
-    for lr in args.lrs:
-        rows += [{"model": name, "context": first, "lr": lr, "seed": 0} for name in args.models]
+    first, rows, chosen = args.contexts[0], [], {}
     for name in args.models:
-        tried = [row for row in done if row["model"] == name and row["context"] == first and row["seed"] == 0]
-        row = best(tried)
-        if row is not None and len(tried) >= len(args.lrs):
-            chosen[name] = row["lr"]
-    for context in longer:
-        rows += [{"model": n, "context": context, "lr": lr, "seed": 0} for n, lr in chosen.items()]
-    for context in args.contexts:
-        rows += [
-            {"model": n, "context": context, "lr": lr, "seed": seed} for seed in SEEDS for n, lr in chosen.items()
-        ]
+        lrs, chosen[name] = rates(done, args.lrs, model=name, context=first, seed=0)
+        rows += [(lrs.index(lr), {"model": name, "context": first, "lr": lr, "seed": 0}) for lr in lrs]
+    # one rate of all models before the next: what a time limit leaves out is the same for all
+    rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    for seed in SEEDS:
+        for context in args.contexts:
+            rows += [
+                {"model": name, "context": context, "lr": lr, "seed": seed}
+                for name, lr in chosen.items()
+                if lr is not None
+            ]
     return rows
 
 
@@ -60,7 +58,7 @@ def main() -> None:
     parser.add_argument("--lrs", type=float, nargs="+", default=[4e-3, 2e-3, 8e-3])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     args = parser.parse_args()
-    results = execute(Path(__file__).stem, args, plan, text=text_record(args.text))
+    results = execute(Path(__file__).stem, args, plan, **text_record(args.text))
     if args.plot:
         from hf_memmix.training.experiments.plots import plot_language
 

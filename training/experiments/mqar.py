@@ -12,7 +12,7 @@ from torch import Tensor
 
 VOCAB = 8192
 POWER = 0.01
-TEST_SEED = 10**6  # training seeds are smaller
+TEST_SEED, DEV_SEED = 10**6, 10**6 // 2  # training seeds are smaller
 
 
 @dataclass(frozen=True)

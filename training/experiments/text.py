@@ -42,9 +42,16 @@ def measured_tokens(name: str) -> Tensor:
 
 
 def text_record(path: Path) -> dict:
-    """Which text was read: number and sha256 of its tokens."""
+    """What a result has to say of the text it is from.
+
+    "text": number and sha256 of the training tokens; "chance_loss": the loss on dev text of the tokens' frequencies
+    alone, above which a model has learnt nothing.
+    """
     tokens = train_tokens(path)
-    return {"tokens": len(tokens), "sha256": hashlib.sha256(tokens.numpy().astype("<u2").tobytes()).hexdigest()}
+    counts = torch.bincount(tokens.long(), minlength=VOCAB) + 1
+    digest = hashlib.sha256(tokens.numpy().astype("<u2").tobytes()).hexdigest()
+    chance = -(counts / counts.sum()).log()[measured_tokens("dev")].mean().item()
+    return {"text": {"tokens": len(tokens), "sha256": digest}, "chance_loss": chance}
 
 
 class Windows:

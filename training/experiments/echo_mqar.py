@@ -48,14 +48,14 @@ def run(row: dict, args) -> dict:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=2000, help="at most; a cell whose loss is small ends before")
+    parser.add_argument("--steps", type=int, default=3000, help="at most; a cell whose loss is small ends before")
     parser.add_argument("--batch", type=int, default=16, help="sequences of a step, at most")
     parser.add_argument("--batch-tokens", type=int, default=32768, help="tokens of a step, at most")
     parser.add_argument("--enough", type=float, default=0.002, help="the loss at which training ends")
     parser.add_argument("--sequences", type=int, default=128, help="measured, at least")
     cells = [[pairs, gap] for gap in (64, 512, 4096) for pairs in (4, 16, 64)]
     parser.add_argument("--cells", type=json.loads, default=cells, help="[[pairs, gap]]")
-    parser.add_argument("--lrs", type=float, nargs="+", default=[3e-3])
+    parser.add_argument("--lrs", type=float, nargs="+", default=[3e-3, 1e-3])
     parser.add_argument("--models", nargs="+", choices=list(suite.MODELS), default=list(suite.MODELS))
     args = parser.parse_args()
     results = execute(Path(__file__).stem, args, plan)

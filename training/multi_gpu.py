@@ -6,6 +6,7 @@ shows a run on one GPU that splits each batch in two by accumulation. Twice: the
 initialised Llama of 1.2 billion parameters, whose every layer becomes GKA.
 """
 
+import gc
 import json
 import os
 import statistics
@@ -27,7 +28,7 @@ from hf_memmix.training.train import train
 
 CONFIGS = Path(__file__).parent / "accelerate"
 MODELS = {
-    "bundled": {"batch_size": 64, "block_size": 512, "steps": {"align": 60, "distill": 60}},
+    "bundled": {"batch_size": 64, "block_size": 512, "steps": {"align": 40, "distill": 40}},
     "1b": {"batch_size": 8, "block_size": 2048, "steps": {"align": 20, "distill": 20}},
     "cpu": {"batch_size": 4, "block_size": 32, "steps": {"align": 6, "distill": 6}},
 }
@@ -84,7 +85,7 @@ def models(name: str, device: torch.device):
     return teacher, convert_model(teacher, mixer="gka"), data
 
 
-def work(name: str, accumulation: int, steps: int | None, folder: Path) -> dict:
+def work(name: str, accumulation: int, folder: Path) -> dict:
     """Both stages of one model in this process (one of a launch); the record of rank 0."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
@@ -96,7 +97,7 @@ def work(name: str, accumulation: int, steps: int | None, folder: Path) -> dict:
         clock = Clock()
         recipe = Recipe(
             stage=stage,
-            steps=steps or count,
+            steps=count,
             batch_size=MODELS[name]["batch_size"] // accumulation,
             gradient_accumulation=accumulation,
             block_size=MODELS[name]["block_size"],
@@ -105,7 +106,9 @@ def work(name: str, accumulation: int, steps: int | None, folder: Path) -> dict:
             warmup_steps=5,
             trainer={"disable_tqdm": True, "logging_steps": 1, "use_cpu": not cuda},
         )
+        gc.collect()
         if cuda:
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         result = train(student, teacher, data, folder / stage, recipe=recipe, callbacks=[clock])
         step = statistics.median(clock.seconds[min(WARM_UP, len(clock.seconds) - 1) :])
@@ -130,38 +133,39 @@ def command(kind: str, cpu: bool) -> list[str]:
     return [*launcher, "--main_process_port", "0"]
 
 
-def start(
-    kind: str, model: str, folder: Path, gpu: int | None = None, accumulation: int = 1, steps: int | None = None
-):
-    """Start one launch; its record will be at `folder/<name>.json`."""
-    name = f"{model}_{kind}" + ("_accumulated" if accumulation > 1 else "") + ("_warm" if steps else "")
+def start(kind: str, names: list[str], folder: Path, gpu: int | None = None, accumulation: int = 1):
+    """Start one launch that trains these models one after the other; their records go to `folder/<name>.json`."""
+    title = "_".join([*names, kind]) + ("_accumulated" if accumulation > 1 else "")
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"), "TOKENIZERS_PARALLELISM": "false"}
     if gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    if model == "cpu" and kind == "fsdp2":
+    cpu = names == ["cpu"]
+    if cpu and kind == "fsdp2":
         env |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         env |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
-    script = [str(Path(__file__).resolve()), "--worker", model, "--accumulation", str(accumulation)]
-    script += ["--out", str(folder / f"{name}.json")] + (["--steps", str(steps)] if steps else [])
-    log = (folder / f"{name}.log").open("w")
+    script = [str(Path(__file__).resolve()), "--worker", kind, "--accumulation", str(accumulation)]
+    script += ["--folder", str(folder), *(part for name in names for part in ("--model", name))]
+    log = (folder / f"{title}.log").open("w")
     began = time.perf_counter()
-    process = subprocess.Popen([*command(kind, model == "cpu"), *script], env=env, stdout=log, stderr=log)
-    return name, process, began
+    process = subprocess.Popen([*command(kind, cpu), *script], env=env, stdout=log, stderr=log)
+    return title, process, began
 
 
-def finish(*launches) -> None:
-    """Wait for launches that run at the same time. Raises RuntimeError with the end of the log of one that fails."""
-    for name, process, began in launches:
-        code = process.wait()
-        print(f"{name}: {time.perf_counter() - began:.0f} s, exit {code}", flush=True)
-        if code:
-            raise RuntimeError(f"{name} ended with {code}, see its log")
+def finish(*launches) -> bool:
+    """Wait for launches that run at the same time; whether all went well."""
+    codes = []
+    for title, process, began in launches:
+        codes.append(process.wait())
+        print(f"{title}: {time.perf_counter() - began:.0f} s, exit {codes[-1]}", flush=True)
+    return not any(codes)
 
 
 def compare(results: dict) -> dict:
     """Scaling efficiency, and the largest relative difference of each loss curve from one GPU's."""
     summary = {}
     for model in {name.split("_")[0] for name in results}:
+        if f"{model}_single" not in results:
+            continue
         one = results[f"{model}_single"]["stages"]
         for name, result in results.items():
             if not name.startswith(f"{model}_") or name == f"{model}_single":
@@ -177,43 +181,42 @@ def compare(results: dict) -> dict:
 
 def main(
     out: Annotated[Path, typer.Option(help="the JSON file to write")] = Path("training/results/multi_gpu.json"),
-    logs: Annotated[Path, typer.Option(help="folder of the records and logs of the launches")] = Path(
+    logs: Annotated[Path, typer.Option("--folder", help="folder of the records and logs of the launches")] = Path(
         "runs/multi_gpu"
     ),
     cpu: Annotated[bool, typer.Option(help="try the launches on two CPU processes with a few steps")] = False,
+    model: Annotated[list[str] | None, typer.Option(help="bundled or 1b; both by default")] = None,
     worker: Annotated[str | None, typer.Option(hidden=True)] = None,
     accumulation: Annotated[int, typer.Option(hidden=True)] = 1,
-    steps: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measure every launch and write one JSON."""
-    if worker:
-        record = work(worker, accumulation, steps, out.with_suffix(""))
-        if not int(os.environ.get("RANK", "0")):
-            out.write_text(json.dumps(record))
-        return
     logs.mkdir(parents=True, exist_ok=True)
     logs = logs.resolve()
-    if cpu:
-        names = ["cpu"]
-        finish(start("single", "cpu", logs))
-        finish(start("single", "cpu", logs, accumulation=2))
-    else:
-        names = ["bundled", "1b"]
-        # compiles the kernels
-        finish(*(start("single", name, logs, gpu=i, steps=2) for i, name in enumerate(names)))
-        other = start("single", "1b", logs, gpu=1)
-        finish(start("single", "bundled", logs, gpu=0))
-        finish(start("single", "bundled", logs, gpu=0, accumulation=2), other)
-    for kind in ("ddp", "fsdp2"):
+    names = model or (["cpu"] if cpu else ["bundled", "1b"])
+    if worker:
         for name in names:
-            finish(start(kind, name, logs))
-    found = {p.stem: json.loads(p.read_text()) for p in sorted(logs.glob("*.json")) if not p.stem.endswith("_warm")}
+            title = f"{name}_{worker}" + ("_accumulated" if accumulation > 1 else "")
+            record = work(name, accumulation, logs / title)
+            if not int(os.environ.get("RANK", "0")):
+                (logs / f"{title}.json").write_text(json.dumps(record))
+        return
+    whole = True
+    if cpu:
+        whole &= finish(start("single", names, logs))
+    else:
+        whole &= finish(*(start("single", [name], logs, gpu=i) for i, name in enumerate(names)))
+    whole &= finish(start("single", names[:1], logs, accumulation=2, gpu=None if cpu else 0))
+    for kind in ("ddp", "fsdp2"):
+        whole &= finish(start(kind, names, logs))
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(logs.glob("*.json"))}
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     table = {"hardware": hardware, "gpus": torch.cuda.device_count(), "torch": torch.__version__}
     table |= {"summary": compare(found), "launches": found}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(table, indent=1) + "\n")
     print(json.dumps(table["summary"], indent=1))
+    if not whole:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from transformers.initialization import no_init_weights
 
 from hf_memmix.training.pairs import Pair
 from hf_memmix.training.teachers import merged
@@ -66,7 +67,8 @@ def load(pair: Pair, state: dict[str, Tensor]) -> None:
 def unshard_student(pair: Pair) -> None:
     """Make `pair.plain_student` a plain model on the CPU again, on every process, in place."""
     student = pair.plain_student
-    fresh = type(student)(student.config).float()
+    with no_init_weights():
+        fresh = type(student)(student.config).float()
     fresh.load_state_dict(student_state(pair, dict(gather(pair))), strict=False)  # lacks tied names only
     fresh.tie_weights()
     extra = {name: value for name, value in student.__dict__.items() if name not in fresh.__dict__}

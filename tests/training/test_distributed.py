@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
+from packaging.version import parse
 
 from hf_memmix.conversion import load_model
 
@@ -88,7 +90,9 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_train_what_one_does(tmp_path, alone, kind):
-    result = launch(tmp_path / kind, 2, broken=True, **(fsdp_environment() if kind == "fsdp2" else {}))
+    # before 5.23 the library cannot resume a CPU run of several processes: it maps tensors to "cpu:0"
+    broken = parse(transformers.__version__) >= parse("5.23")
+    result = launch(tmp_path / kind, 2, broken, **(fsdp_environment() if kind == "fsdp2" else {}))
     expected, student = alone
     assert result["tokens"] == expected["tokens"] == 6 * 4 * 16
     for stage, losses in expected["losses"].items():

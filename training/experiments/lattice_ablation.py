@@ -65,7 +65,7 @@ def main() -> None:
     add_sizes(parser, hidden_size=256, layers=4, heads=4, batch_tokens=32768, tokens=8_000_000)
     parser.add_argument("--text", type=Path, required=True, help="training text, .txt or .npy of text.py")
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--lrs", type=float, nargs="+", default=[4e-3, 2e-3, 8e-3])
+    parser.add_argument("--lrs", type=float, nargs="+", default=[4e-3, 2e-3])
     args = parser.parse_args()
     results = execute(Path(__file__).stem, args, plan, **text_record(args.text))
     if args.plot:

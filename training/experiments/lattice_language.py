@@ -55,8 +55,8 @@ def main() -> None:
     add_sizes(parser, hidden_size=256, layers=4, heads=4, batch_tokens=32768, tokens=8_000_000)
     parser.add_argument("--text", type=Path, required=True, help="training text, .txt or .npy of text.py")
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192])
-    parser.add_argument("--lrs", type=float, nargs="+", default=[4e-3, 2e-3, 8e-3])
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--lrs", type=float, nargs="+", default=[4e-3, 2e-3])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(PAPER))
     args = parser.parse_args()
     results = execute(Path(__file__).stem, args, plan, **text_record(args.text))
     if args.plot:

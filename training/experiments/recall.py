@@ -22,6 +22,7 @@ TEST_BATCHES = 8
 SOLVED = 0.01
 CELLS = [[256, 32], [256, 64], [512, 128]]
 SEEDS = (0, 1)
+COMPARED = ("dec", "enc", "sim", "gka", "linear", "delta")
 
 
 def generator(seed: int) -> torch.Generator:
@@ -76,10 +77,10 @@ def run(row: dict, args) -> dict:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    add_sizes(parser, hidden_size=64, layers=2, heads=2, batch_tokens=65536, tokens=60_000_000)
+    add_sizes(parser, hidden_size=64, layers=2, heads=2, batch_tokens=32768, tokens=30_000_000)
     parser.add_argument("--cells", type=json.loads, default=CELLS, help="[[length, pairs]]")
     parser.add_argument("--lrs", type=float, nargs="+", default=[3e-3, 1e-2])
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(COMPARED))
     args = parser.parse_args()
     for cell in args.cells:
         check_cell(*cell)

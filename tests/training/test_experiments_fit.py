@@ -10,7 +10,15 @@ import numpy
 import pytest
 import torch
 
-from hf_memmix.training.experiments import fit, harness, lattice_ablation, lattice_language, plots, recall
+from hf_memmix.training.experiments import (
+    fit,
+    harness,
+    lattice_ablation,
+    lattice_language,
+    lattice_report,
+    plots,
+    recall,
+)
 from hf_memmix.training.experiments.fit import MODELS, build, parameters
 from hf_memmix.training.experiments.text import Windows, measured_tokens, train_tokens
 
@@ -75,6 +83,7 @@ def test_language_row(tmp_path, text):
     assert result["perplexity"] == math.exp(result["heldout_loss"]) and result["heldout_loss"] < 5
     assert result["trained_tokens"] == 64 * 60 and "paper_perplexity_on_books" not in result
     assert json.loads(json.dumps(result)) == result
+    assert len(result["gamma"]) == 2 and all(0 < low <= mid <= high < 1 for low, mid, high in result["gamma"])
     with pytest.raises(harness.OutOfTime):
         lattice_language.run(row, argparse.Namespace(**{**vars(args), "deadline": time.time() - 1}))
 
@@ -152,6 +161,21 @@ def test_what_is_drawn():
     assert plots.diverged(results) == (rows, lost)
     assert plots.chosen_rows(rows, model="a") == rows[1:]
     assert plots.chosen_rows(rows, model="b") == []
+
+
+def test_report_has_means_over_seeds_and_gaps_beside_the_papers():
+    settings = {"contexts": [512, 2048], "layers": 1, "hidden_size": 2, "tokens": 3_000_000}
+    rows = [
+        finished(1e-2, 1.0, model="dec", context=512, seed=0, perplexity=10.0),
+        finished(1e-2, 1.0, model="dec", context=512, seed=1, perplexity=12.0),
+        finished(1e-2, 1.0, model="delta", context=512, seed=0, perplexity=22.0),
+        finished(2e-2, 9.0, model="enc", context=512, seed=0, perplexity=8000.0),
+    ]
+    results = {"experiment": "lattice_language", "settings": settings, "rows": rows, "chance_loss": 6.5}
+    text = lattice_report.section(results | {"environment": {"hardware": "CPU", "commit": "abc"}})
+    assert "| dec | 0.01 | 11.00 ± 1.00 | +0.0 % | +0.0 % |" in text
+    assert "| delta | 0.01 | 22.00 (1 seed) | +100.0 % | +6.4 % |" in text
+    assert "Order at 512, paper: dec < delta." in text and "Learnt nothing: enc at 0.02." in text
 
 
 # ---- the harness, with rows that run in processes of their own

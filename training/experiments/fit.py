@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_memmix import memmix_config
 from hf_memmix.mixers import ATTENTION
+from hf_memmix.swap import memory_mixers
 from hf_memmix.training.experiments import baselines  # noqa: F401, registers "linear"
 from hf_memmix.training.experiments.graphs import Graphed
 from hf_memmix.training.experiments.harness import check_time, device, matches
@@ -151,7 +152,34 @@ def learn_text(row: dict, args: argparse.Namespace, mixer: str, options: dict) -
     with autocast():
         for name in ("dev", "heldout"):
             result[f"{name}_loss"] = mean_loss(model, measured_tokens(name), context, batch)
+        result |= gates(model, windows(0)[:1])
     return result | {"perplexity": math.exp(result["heldout_loss"])}
+
+
+@torch.no_grad()
+def gates(model, ids: Tensor) -> dict[str, list]:
+    """What a trained model does with its gates on one window: by layer the 5, 50 and 95 % quantiles of each."""
+    found, mixers = {}, memory_mixers(model).values()
+
+    def noting(project):
+        def wrapped(x, rotary):
+            tokens = project(x, rotary)
+            for name in tokens.keys() & {"gamma", "log_decay"}:
+                points = torch.tensor([0.05, 0.5, 0.95], device=x.device)
+                spread = tokens[name].float().flatten().quantile(points)
+                found.setdefault(name, []).append([round(value, 4) for value in spread.tolist()])
+            return tokens
+
+        return wrapped
+
+    for mixer in mixers:
+        mixer.project = noting(mixer.project)
+    try:
+        model(input_ids=ids, use_cache=False)
+    finally:
+        for mixer in mixers:
+            del mixer.project
+    return found
 
 
 def answer(model, recall) -> Tensor:

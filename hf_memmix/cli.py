@@ -30,7 +30,9 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder once the new one is whole.")]
 Teacher = Annotated[Path, typer.Option(help="Folder of the transformer that was converted.")]
 Student = Annotated[Path, typer.Option(help="Folder of a converted model.")]
-Texts = Annotated[list[Path], typer.Option(help="UTF-8 text file; give it several times for several files.")]
+Texts = Annotated[
+    list[Path], typer.Option(help="Text, .jsonl or .parquet file, or hub:NAME with a streaming recipe; repeatable.")
+]
 Recipe = Annotated[str | None, typer.Option(help="Name of a bundled recipe or a YAML file.")]
 Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run of this output.")]
 
@@ -221,18 +223,19 @@ def _train(stage, student, teacher, text, out_dir, recipe, numbers, resume, over
 
     from hf_memmix.conversion import save_student
     from hf_memmix.conversion.saving import check_target
-    from hf_memmix.training.data import TokenBlocks
+    from hf_memmix.training.data import StreamedBlocks, TokenBlocks
     from hf_memmix.training.train import load_recipe, train
 
     check_target(out_dir, overwrite)
     plan = load_recipe(recipe, **numbers, stage=stage)
     tokenizer = _tokenizer(teacher)
-    data = TokenBlocks.from_files(text, tokenizer, plan.block_size)
+    read = StreamedBlocks if plan.stream else TokenBlocks.from_files
+    data = read(text, tokenizer, plan.block_size, plan.pack)
     model, guide = _load(student, "cpu", "auto"), _load(teacher, "cpu", "auto" if torch.cuda.is_available() else None)
     dtype = model.dtype
     # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
     run_dir = out_dir.with_name(f".{out_dir.name}.run")
-    if not resume:
+    if not resume and "WORLD_SIZE" not in os.environ:  # of several processes none may find what another removes
         shutil.rmtree(run_dir, ignore_errors=True)
     with _bar(stage) as advance:
         result = train(

@@ -1,81 +1,158 @@
-"""Local text files -> one stream of tokens -> fixed blocks that every step reads whole.
+"""Documents -> tokens -> rows of a fixed length that every step reads whole.
 
-Blocks are computed once and kept in memory, so a resumed run skips forward without reading anything again, and the
-fingerprint of the tokens tells whether it is still the same data.
+Rows are cut from the stream of all documents, so none is padded and every token counts. Packed rows also say where
+each document starts: position ids that begin again at 0, across which neither attention nor a memory looks; a document
+that does not fit continues in the next row as one of its own.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
+
+from hf_memmix.training.documents import documents, list_of, read_text, text_record
+
+__all__ = ["StreamedBlocks", "TokenBlocks", "read_text", "text_record", "tokenize_files", "tokenizer_hash"]
+
+Sources = str | Path | Iterable[str | Path]
 
 
-def read_text(path: str | Path) -> str:
-    """One UTF-8 text file. Raises ValueError for a missing, empty or binary file, naming it."""
-    path = Path(path)
-    if not path.is_file():
-        problem = "is a folder; give text files" if path.is_dir() else "does not exist"
-        raise ValueError(f"text file {str(path)!r} {problem}")
-    raw = path.read_bytes()
-    if b"\0" in raw:
-        raise ValueError(f"{str(path)!r} is binary (it holds NUL bytes); give plain UTF-8 text")
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is not UTF-8 (byte {error.start}); convert it, e.g. with iconv") from None
-    if not text.strip():
-        raise ValueError(f"{str(path)!r} holds no text")
-    return text
+def tokenize_documents(sources: Sources, tokenizer) -> Iterator[list[int]]:
+    """The tokens of each document in order, closed by the tokenizer's end-of-sequence token, if it has one."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for source in list_of(sources):
+        for text in documents(source):
+            # verbose=False: the length warning is about feeding all of it to a model at once
+            yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end
 
 
-def text_record(path: str | Path) -> dict:
-    """Which text was read: name, size and sha256 of the file, for the record of a measurement."""
-    content = Path(path).read_bytes()
-    return {"file": Path(path).name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+def tokenize_files(files: Sources, tokenizer) -> Tensor:
+    """All tokens of the files in order, [N] int64; an end-of-sequence token, if there is one, closes each document."""
+    return torch.tensor([token for tokens in tokenize_documents(files, tokenizer) for token in tokens])
 
 
-def tokenize_files(files: str | Path | Iterable[str | Path], tokenizer) -> Tensor:
-    """All tokens of the files in order, [N] int64; the tokenizer's end-of-sequence token, if any, closes each file."""
-    files = [files] if isinstance(files, (str, Path)) else list(files)
-    if not files:
-        raise ValueError("no text files given")
-    tokens: list[int] = []
-    for file in files:
-        # verbose=False: the length warning is about feeding all of it to a model at once
-        tokens += tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"]
-        if tokenizer.eos_token_id is not None:
-            tokens.append(tokenizer.eos_token_id)
-    return torch.tensor(tokens, dtype=torch.long)
+def tokenizer_hash(tokenizer) -> str:
+    """A hash of the vocabulary, the same on every machine."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(repr(vocabulary).encode()).hexdigest()[:16]
+
+
+def positions_of(lengths: list[int], block_size: int) -> Tensor:
+    """Position ids [rows, block_size] of documents of these lengths laid one after the other; the rest is left out."""
+    stream = torch.cat([torch.arange(length) for length in lengths])
+    rows = stream[: len(stream) // block_size * block_size].view(-1, block_size).clone()
+    # the document that goes on from the row before starts at 0 again, up to the next start
+    carried = (rows == 0).cumsum(1) == 0
+    return torch.where(carried, torch.arange(block_size), rows)
 
 
 class TokenBlocks(Dataset):
-    """Consecutive blocks of a token stream [N]: item i is `{"input_ids": [block_size]}`; the rest is left out."""
+    """Consecutive rows of a token stream [N]: item i is `{"input_ids": [block_size]}`; the rest is left out.
 
-    def __init__(self, tokens: Tensor, block_size: int):
-        if block_size < 2:
-            raise ValueError(f"block_size is {block_size}; it must be at least 2")
+    With `positions` [rows, block_size] (packed documents) an item also has `"position_ids"`.
+    """
+
+    def __init__(self, tokens: Tensor, block_size: int, positions: Tensor | None = None, tokenizer: str = ""):
+        _check_block_size(block_size)
         if len(tokens) < block_size:
             raise ValueError(
                 f"{len(tokens)} tokens do not fill one block of {block_size}; give more text or a smaller block"
             )
         count = len(tokens) // block_size
         self.blocks = tokens[: count * block_size].view(count, block_size)
+        self.positions, self.tokenizer = positions, tokenizer
 
     @classmethod
-    def from_files(cls, files: str | Path | Iterable[str | Path], tokenizer, block_size: int) -> "TokenBlocks":
-        """Blocks of local text files."""
-        return cls(tokenize_files(files, tokenizer), block_size)
+    def from_files(cls, files: Sources, tokenizer, block_size: int, pack: bool = False) -> "TokenBlocks":
+        """Rows of local files; `pack`: with the boundaries of their documents."""
+        if not pack:
+            return cls(tokenize_files(files, tokenizer), block_size, tokenizer=tokenizer_hash(tokenizer))
+        parts = list(tokenize_documents(files, tokenizer))
+        tokens = torch.tensor([token for part in parts for token in part])
+        positions = positions_of([len(part) for part in parts], block_size) if len(tokens) >= block_size > 1 else None
+        return cls(tokens, block_size, positions, tokenizer_hash(tokenizer))
+
+    @property
+    def block_size(self) -> int:
+        return self.blocks.shape[1]
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raise ValueError if a token is outside a vocabulary of this size."""
+        _check_vocabulary(self.blocks, size)
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.blocks[index]}
+        row = {"input_ids": self.blocks[index]}
+        return row if self.positions is None else row | {"position_ids": self.positions[index]}
 
     def fingerprint(self) -> str:
-        """A hash of block size and tokens, the same on every machine."""
+        """A hash of block size, tokens and boundaries, the same on every machine."""
         data = self.blocks.numpy().astype("<i8").tobytes()
-        return hashlib.sha256(data + str(self.blocks.shape[1]).encode()).hexdigest()[:16]
+        if self.positions is not None:
+            data += self.positions.numpy().astype("<i8").tobytes()
+        return hashlib.sha256(data + str(self.block_size).encode()).hexdigest()[:16]
+
+
+class StreamedBlocks(IterableDataset):
+    """The same rows without holding them: read, tokenized and cut as training goes, from the start again at the end.
+
+    A resumed run reads again what it has seen, to skip it. The order is that of the files: shuffle them before.
+    """
+
+    def __init__(self, sources: Sources, tokenizer, block_size: int, pack: bool = False):
+        _check_block_size(block_size)
+        self.sources, self._tokenizer, self.pack = list_of(sources), tokenizer, pack
+        self.block_size, self.tokenizer, self.vocabulary = block_size, tokenizer_hash(tokenizer), None
+
+    def check_vocabulary(self, size: int) -> None:
+        """Have every row checked when it is read."""
+        self.vocabulary = size
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while True:
+            count = 0
+            for row in self._pass():
+                count += 1
+                yield row
+            if not count:
+                raise ValueError(f"all sources together do not fill one block of {self.block_size}; give more text")
+
+    def _pass(self) -> Iterator[dict[str, Tensor]]:
+        tokens, positions = [], []
+        for part in tokenize_documents(self.sources, self._tokenizer):
+            while part:
+                room = self.block_size - len(tokens)
+                piece, part = part[:room], part[room:]
+                tokens += piece
+                positions += range(len(piece))
+                if len(tokens) == self.block_size:
+                    row = {"input_ids": torch.tensor(tokens)}
+                    if self.vocabulary is not None:
+                        _check_vocabulary(row["input_ids"], self.vocabulary)
+                    yield row | ({"position_ids": torch.tensor(positions)} if self.pack else {})
+                    tokens, positions = [], []
+
+    def fingerprint(self) -> str:
+        """A hash of block size, tokenizer, names and sizes of the sources and their first 64 documents."""
+        sizes = [(str(s), Path(s).stat().st_size if Path(s).is_file() else None) for s in self.sources]
+        first = list(islice(tokenize_documents(self.sources, self._tokenizer), 64))
+        content = repr((self.block_size, self.pack, self.tokenizer, sizes, first))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _check_block_size(block_size: int) -> None:
+    if block_size < 2:
+        raise ValueError(f"block_size is {block_size}; it must be at least 2")
+
+
+def _check_vocabulary(tokens: Tensor, size: int) -> None:
+    if int(tokens.max()) >= size:
+        raise ValueError(
+            f"token {int(tokens.max())} is outside the vocabulary of {size}; use the teacher's own tokenizer"
+        )

@@ -29,6 +29,8 @@ class Recipe:
         `memmix cache-teacher` wrote, without a teacher in memory.
     chunk_tokens: tokens whose logits exist at a time.
     bf16: autocast over fp32 weights; "auto": on a GPU.
+    pack: no token sees across the boundary of two documents.
+    stream: read the data as training goes instead of holding all tokens.
     """
 
     stage: str = "align"
@@ -49,6 +51,7 @@ class Recipe:
     bf16: str | bool = "auto"
     gradient_checkpointing: bool = False
     pack: bool = False
+    stream: bool = False
     save_every: int = 0
     seed: int = 0
     trainer: dict = field(default_factory=dict)

@@ -21,7 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.training import sharded, teachers
-from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.groups import freeze_by_rate, refuse_shared
 from hf_memmix.training.pairs import AlignPair, DistillPair, Pair
 from hf_memmix.training.recipe import Recipe, load_recipe
@@ -46,7 +46,7 @@ def distill(student: nn.Module, teacher: nn.Module, data: TokenBlocks, output_di
 def train(
     student: nn.Module,
     teacher: nn.Module | None,
-    data: TokenBlocks,
+    data: TokenBlocks | StreamedBlocks,
     output_dir: str | Path,
     *,
     recipe: str | Path | Recipe,
@@ -145,15 +145,23 @@ def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> 
     return DistillPair(student, teacher, recipe.chunk_tokens, bf16)
 
 
-def _check_fit(student: nn.Module, teacher: nn.Module | None, data: TokenBlocks, recipe: Recipe) -> None:
-    if data.blocks.shape[1] != recipe.block_size:
-        raise ValueError(f"data has blocks of {data.blocks.shape[1]} tokens, the recipe asks for {recipe.block_size}")
+def _check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recipe) -> None:
+    if data.block_size != recipe.block_size:
+        raise ValueError(f"data has blocks of {data.block_size} tokens, the recipe asks for {recipe.block_size}")
     if not converted_layers(student):
         raise ValueError("the student has no converted layer to train; convert it with fewer kept layers")
-    if int(data.blocks.max()) >= student.config.vocab_size:
+    data.check_vocabulary(student.config.vocab_size)
+    if teacher is None:
+        return
+    if teacher.config.vocab_size != student.config.vocab_size:
         raise ValueError(
-            f"token {int(data.blocks.max())} is outside the vocabulary of {student.config.vocab_size}; "
-            "use the teacher's own tokenizer"
+            f"the teacher's vocabulary has {teacher.config.vocab_size} tokens, the student's"
+            f" {student.config.vocab_size}; give the teacher the student came from"
+        )
+    limit = getattr(teacher.config, "max_position_embeddings", None)
+    if limit is not None and recipe.block_size > limit:
+        raise ValueError(
+            f"block_size is {recipe.block_size}, but the teacher was made for {limit} tokens; give a smaller block"
         )
 
 

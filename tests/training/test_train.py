@@ -250,3 +250,43 @@ def test_data_that_does_not_fit_is_refused(tmp_path, data, teacher):
         align(convert_model(teacher), teacher, data, tmp_path, block_size=32)
     with pytest.raises(ValueError, match="outside the vocabulary of 64"):
         align(convert_model(teacher), teacher, TokenBlocks(torch.full((64,), 99), 16), tmp_path, **SMALL)
+
+
+def test_teachers_that_do_not_fit_are_refused(tmp_path, data):
+    student = convert_model(tiny_teacher("llama", layers=2))
+    with pytest.raises(ValueError, match="the teacher was made for 8 tokens; give a smaller block"):
+        align(student, tiny_teacher("llama", layers=2, max_position_embeddings=8), data, tmp_path, **SMALL)
+    with pytest.raises(ValueError, match="the teacher's vocabulary has 80 tokens, the student's 64"):
+        distill(student, tiny_teacher("llama", layers=2, vocab_size=80), data, tmp_path, **SMALL)
+
+
+@pytest.mark.parametrize("stage", [align, distill])
+def test_recomputed_activations_change_nothing(tmp_path, data, teacher, stage):
+    students = [convert_model(teacher, keep=[1]) for _ in range(2)]
+    for student, on in zip(students, (False, True), strict=True):
+        stage(student, teacher, data, tmp_path / str(on), steps=3, gradient_checkpointing=on, **SMALL)
+    assert same(weights(students[0]), weights(students[1]))
+    assert not students[1].is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("stage", [align, distill])
+def test_bf16_trains_fp32_weights(tmp_path, data, teacher, stage):
+    plain, half = convert_model(teacher), convert_model(teacher)
+    options = {"steps": 6, "learning_rate": 1e-3, **SMALL}
+    wanted = stage(plain, teacher, data, tmp_path / "a", **options)["log"]
+    found = stage(half, teacher, data, tmp_path / "b", bf16=True, **options)["log"]
+    assert all(parameter.dtype == torch.float32 for parameter in half.parameters())
+    losses = [torch.tensor([entry["loss"] for entry in log]) for log in (wanted, found)]
+    assert not torch.equal(*losses)
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.05, atol=0)
+
+
+def test_tokens_are_counted_in_log_and_state(tmp_path, data, teacher):
+    import json
+
+    options = {"steps": 4, "save_every": 2, "gradient_accumulation": 2, "trainer": {"logging_steps": 1}, **SMALL}
+    log = align(convert_model(teacher), teacher, data, tmp_path, **options)["log"]
+    assert [entry["tokens"] for entry in log] == [step * 2 * 4 * 16 for step in (1, 2, 3, 4)]
+    for step in (2, 4):
+        state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
+        assert state["num_input_tokens_seen"] == step * 2 * 4 * 16

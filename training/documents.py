@@ -1,0 +1,111 @@
+"""Documents from local text, JSON lines and Parquet files, and from the Hub as a stream.
+
+A text file is one document, a JSON line or a Parquet row is one, of its field `text`. `hub:NAME` and `hub:NAME:SPLIT`
+stream a data set through `datasets`, which only they need.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+FIELD = "text"
+
+
+def read_text(path: str | Path) -> str:
+    """One UTF-8 text file. Raises ValueError for a missing, empty or binary file, naming it."""
+    raw = _existing(path).read_bytes()
+    if b"\0" in raw:
+        raise ValueError(f"{str(path)!r} is binary (it holds NUL bytes); give plain UTF-8 text")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not UTF-8 (byte {error.start}); convert it, e.g. with iconv") from None
+    if not text.strip():
+        raise ValueError(f"{str(path)!r} holds no text")
+    return text
+
+
+def text_record(path: str | Path) -> dict:
+    """Which text was read: name, size and sha256 of the file, for the record of a measurement."""
+    content = Path(path).read_bytes()
+    return {"file": Path(path).name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def list_of(sources: str | Path | Iterable[str | Path]) -> list[str | Path]:
+    """The sources as a list. Raises ValueError if there is none."""
+    sources = [sources] if isinstance(sources, (str, Path)) else list(sources)
+    if not sources:
+        raise ValueError("no text files given")
+    return sources
+
+
+def documents(source: str | Path) -> Iterator[str]:
+    """The documents of one source, in order; nothing but the current one is kept in memory, but of a text file.
+
+    Raises ValueError, naming the place, for a missing, empty or binary file, a broken line and a row without text.
+    """
+    name, found = str(source), False
+    reader = _hub if name.startswith("hub:") else _READERS.get(Path(name).suffix.lower())
+    if reader is None:
+        yield read_text(source)
+        return
+    for place, text in reader(source):
+        if not isinstance(text, str):
+            raise ValueError(f"{place} of {name!r} has no text in its field {FIELD!r}; rename the field that holds it")
+        if text.strip():
+            found = True
+            yield text
+    if not found:
+        raise ValueError(f"{name!r} holds no text")
+
+
+def _json_lines(path: str | Path) -> Iterator[tuple[str, object]]:
+    with _existing(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+                raise ValueError(
+                    f"line {number} of {str(path)!r} is not JSON ({error}); give one object a line"
+                ) from None
+            yield f"line {number}", row.get(FIELD) if isinstance(row, dict) else None
+
+
+def _parquet(path: str | Path) -> Iterator[tuple[str, object]]:
+    from pyarrow import ArrowInvalid, parquet
+
+    try:
+        file = parquet.ParquetFile(_existing(path))
+    except ArrowInvalid as error:
+        raise ValueError(f"{str(path)!r} is not a Parquet file ({error}); copy it anew") from None
+    if FIELD not in file.schema_arrow.names:
+        raise ValueError(
+            f"{str(path)!r} has no column {FIELD!r}, only {', '.join(file.schema_arrow.names)}; rename one"
+        )
+    number = 0
+    for batch in file.iter_batches(batch_size=256, columns=[FIELD]):
+        for text in batch.column(0).to_pylist():
+            number += 1
+            yield f"row {number}", text
+
+
+def _hub(source: str | Path) -> Iterator[tuple[str, object]]:
+    from datasets import load_dataset
+
+    _, name, *split = str(source).split(":")
+    for number, row in enumerate(load_dataset(name, split=split[0] if split else "train", streaming=True), 1):
+        yield f"row {number}", row.get(FIELD)
+
+
+_READERS = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet}
+
+
+def _existing(path: str | Path) -> Path:
+    path = Path(path)
+    if not path.is_file():
+        problem = "is a folder; give text files" if path.is_dir() else "does not exist"
+        raise ValueError(f"text file {str(path)!r} {problem}")
+    return path

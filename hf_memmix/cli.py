@@ -5,16 +5,18 @@ and exit code 1, a wrong option is exit code 2. A command imports what it needs 
 """
 
 import contextlib
-import json
 import os
-from functools import wraps
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from hf_memmix.shell import Device, Json, Overwrite, err, friendly, out
+from hf_memmix.shell import bar as _bar
+from hf_memmix.shell import load as _load
+from hf_memmix.shell import print_json as _print_json
+from hf_memmix.shell import tokenizer_of as _tokenizer
 
 app = typer.Typer(
     help="Give a pretrained transformer a memory of fixed size.",
@@ -22,12 +24,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-out = Console()
-err = Console(stderr=True)
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder once the new one is whole.")]
 Teacher = Annotated[Path, typer.Option(help="Folder of the transformer that was converted.")]
 Student = Annotated[Path, typer.Option(help="Folder of a converted model.")]
 Texts = Annotated[
@@ -35,27 +31,6 @@ Texts = Annotated[
 ]
 Recipe = Annotated[str | None, typer.Option(help="Name of a bundled recipe or a YAML file.")]
 Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run of this output.")]
-
-
-def friendly(command):
-    """One clear line instead of a traceback for mistakes of the user and for broken files."""
-
-    @wraps(command)
-    def run(*args, **kwargs):
-        try:
-            return command(*args, **kwargs)
-        except KeyboardInterrupt:
-            err.print("[yellow]interrupted[/]")
-            raise typer.Exit(130) from None
-        except ImportError as error:
-            message = f"{error}; pip install 'hf-memmix[train]' brings what training needs"
-        except (ValueError, OSError) as error:
-            message = str(error)
-        err.print("error:", style="bold red", end=" ")
-        err.print(message, markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1)
-
-    return run
 
 
 @app.command()
@@ -268,41 +243,6 @@ def _progress_callback(advance):
     return Report()
 
 
-@contextlib.contextmanager
-def _bar(title: str):
-    """A progress bar on stderr; yields `advance(done, total, note="")`."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=err) as progress:
-        task = progress.add_task(title, total=None, note="")
-        yield lambda done, total, note="": progress.update(task, completed=done, total=total, note=note)
-
-
-def _load(folder: Path, device: str | None, dtype=None):
-    """A model on a device; `dtype` None: as stored on a GPU, fp32 on a CPU, which is slow in bf16."""
-    import torch
-    from transformers.utils import logging
-
-    from hf_memmix.conversion import load_model
-
-    logging.disable_progress_bar()  # one bar a command is enough
-    logging.set_verbosity_error()
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return load_model(folder, dtype or ("float32" if device == "cpu" else "auto")).to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"cannot load {folder} on {device}: {error}") from None
-
-
-def _tokenizer(folder: Path, required: bool = True):
-    from transformers import AutoTokenizer
-
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
-        if required:
-            raise ValueError(f"{folder} has no tokenizer; save the teacher's tokenizer there")
-        return None
-    return AutoTokenizer.from_pretrained(folder)
-
-
 def _parse_keep(text: str):
     """ "none", "0.25" or "1,5"."""
     with contextlib.suppress(ValueError):
@@ -331,10 +271,6 @@ def _parse_options(pairs: list[str]) -> dict:
                 value = float(value)  # YAML takes 1e-3 for a text
         options[name] = value
     return options
-
-
-def _print_json(value: dict) -> None:
-    typer.echo(json.dumps(value))
 
 
 def main() -> None:

@@ -1,0 +1,81 @@
+"""What the commands of `memmix` share: consoles, options, one clear line for a mistake, a bar, loading from a folder.
+
+Results go to stdout, everything else to stderr; nothing heavy is imported before a command runs.
+"""
+
+import contextlib
+import json
+from functools import wraps
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+out = Console()
+err = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder once the new one is whole.")]
+
+
+def friendly(command):
+    """One clear line instead of a traceback for mistakes of the user and for broken files."""
+
+    @wraps(command)
+    def run(*args, **kwargs):
+        try:
+            return command(*args, **kwargs)
+        except KeyboardInterrupt:
+            err.print("[yellow]interrupted[/]")
+            raise typer.Exit(130) from None
+        except ImportError as error:
+            message = f"{error}; pip install 'hf-memmix[train]' brings what training needs"
+        except (ValueError, OSError) as error:
+            message = str(error)
+        err.print("error:", style="bold red", end=" ")
+        err.print(message, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
+
+    return run
+
+
+@contextlib.contextmanager
+def bar(title: str):
+    """A progress bar on stderr; yields `advance(done, total, note="")`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=err) as progress:
+        task = progress.add_task(title, total=None, note="")
+        yield lambda done, total, note="": progress.update(task, completed=done, total=total, note=note)
+
+
+def load(folder: Path, device: str | None, dtype=None):
+    """A model on a device; `dtype` None: as stored on a GPU, fp32 on a CPU, which is slow in bf16."""
+    import torch
+    from transformers.utils import logging
+
+    from hf_memmix.conversion import load_model
+
+    logging.disable_progress_bar()  # one bar a command is enough
+    logging.set_verbosity_error()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return load_model(folder, dtype or ("float32" if device == "cpu" else "auto")).to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"cannot load {folder} on {device}: {error}") from None
+
+
+def tokenizer_of(folder: Path, required: bool = True):
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        if required:
+            raise ValueError(f"{folder} has no tokenizer; save the teacher's tokenizer there")
+        return None
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def print_json(value: dict) -> None:
+    typer.echo(json.dumps(value))

@@ -84,13 +84,14 @@ def align(
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of the mixers.")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the order of the data.")] = None,
+    layers: Annotated[str | None, typer.Option(help='Train these layers only, e.g. "0-3,8"; see merge.')] = None,
     resume: Resume = True,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Train the mixers alone: each learns the output of the attention it replaced, on the teacher's inputs."""
     numbers = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
-    numbers |= {"save_every": save_every, "seed": seed}
+    numbers |= {"save_every": save_every, "seed": seed, "layers": layers}
     _train("align", student, teacher, text, out_dir, recipe, numbers, resume, overwrite, as_json)
 
 
@@ -117,6 +118,63 @@ def distill(
     numbers = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
     numbers |= {"rest_learning_rate": rest_learning_rate, "save_every": save_every, "seed": seed}
     _train("distill", student, teacher, text, out_dir, recipe, numbers, resume, overwrite, as_json)
+
+
+@app.command()
+@friendly
+def merge(
+    parts: Annotated[list[Path], typer.Argument(help="Outputs of align, each for other layers of one student.")],
+    student: Annotated[Path, typer.Option(help="Folder of the student that all of them began from.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the merged student.")],
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Join the layers that several align runs (--layers) trained, on one machine or many."""
+    from hf_memmix.conversion import save_student
+    from hf_memmix.conversion.saving import check_target
+    from hf_memmix.training.merge import merge_students
+
+    check_target(out_dir, overwrite)
+    with err.status("merging"):
+        model, origin = merge_students(student, parts)
+        save_student(model, out_dir, _tokenizer(student, required=False), overwrite=overwrite)
+    if as_json:
+        _print_json({"out": str(out_dir), "layers": origin})
+    else:
+        out.print(f"{len(origin)} trained layers of {len(parts)} runs; written to {out_dir}")
+
+
+@app.command("cache-teacher")
+@friendly
+def cache_teacher(
+    teacher: Teacher,
+    text: Texts,
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the cache.")],
+    top_k: Annotated[int, typer.Option(min=1, help="Probabilities kept per token; 6 bytes each.")] = 32,
+    recipe: Recipe = "distill",
+    block_size: Annotated[int | None, typer.Option(help="Tokens per block, as in the run that reads it.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Blocks at a time.")] = 8,
+    device: Device = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Write the teacher's most likely tokens to disk, for distill with `teacher: cache:DIR` in the recipe."""
+    from hf_memmix.conversion.saving import check_target
+    from hf_memmix.training.data import TokenBlocks
+    from hf_memmix.training.recipe import load_recipe
+    from hf_memmix.training.teacher_cache import teacher_hash, write_cache
+
+    check_target(out_dir, overwrite)
+    plan = load_recipe(recipe, block_size=block_size)
+    data = TokenBlocks.from_files(text, _tokenizer(teacher), plan.block_size, plan.pack)
+    options = {"teacher_id": teacher_hash(teacher), "batch_size": batch_size, "overwrite": overwrite}
+    with _bar("reading the teacher") as advance:
+        meta = write_cache(_load(teacher, device), data, out_dir, top_k, progress=advance, **options)
+    if as_json:
+        _print_json(meta | {"out": str(out_dir)})
+    else:
+        tokens = meta["rows"] * meta["block_size"]
+        out.print(f"{tokens} tokens, {top_k} probabilities each; written to {out_dir}: teacher: cache:{out_dir}")
 
 
 @app.command()
@@ -206,7 +264,8 @@ def _train(stage, student, teacher, text, out_dir, recipe, numbers, resume, over
     tokenizer = _tokenizer(teacher)
     read = StreamedBlocks if plan.stream else TokenBlocks.from_files
     data = read(text, tokenizer, plan.block_size, plan.pack)
-    model, guide = _load(student, "cpu", "auto"), _load(teacher, "cpu", "auto" if torch.cuda.is_available() else None)
+    model = _load(student, "cpu", "auto")
+    guide = teacher if plan.cache_dir else _load(teacher, "cpu", "auto" if torch.cuda.is_available() else None)
     dtype = model.dtype
     # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
     run_dir = out_dir.with_name(f".{out_dir.name}.run")

@@ -51,6 +51,26 @@ def test_from_teacher_to_generated_text(workspace):
     assert sorted(p.name for p in workspace.iterdir()) == ["s0", "s1", "s2", "teacher", "text.txt"]
 
 
+def test_slices_are_merged_and_distilled_from_a_cache(workspace):
+    """Two machines' worth of align, their merge, and a distillation that never loads the teacher."""
+    at = {name: workspace / name for name in ("teacher", "s0", "a", "b", "merged", "cache", "done", "text.txt")}
+    pair = ["--teacher", at["teacher"], "--text", at["text.txt"], "--json"]
+    assert memmix("convert", "--teacher", at["teacher"], "--out", at["s0"]).exit_code == 0
+    for name, layers in (("a", "0"), ("b", "1")):
+        result_of(memmix("align", "--student", at["s0"], "--out", at[name], "--layers", layers, *pair, *SMALL))
+    merged = result_of(memmix("merge", at["a"], at["b"], "--student", at["s0"], "--out", at["merged"], "--json"))
+    assert merged["layers"] == {"0": str(at["a"]), "1": str(at["b"])}
+    cache = result_of(memmix("cache-teacher", "--out", at["cache"], *pair, "--block-size", "16", "--top-k", "8"))
+    assert cache["k"] == 8 and cache["rows"] > 10
+    recipe = workspace / "recipe.yaml"
+    recipe.write_text(f"stage: distill\nteacher: cache:{at['cache']}\n")
+    run = ["distill", "--student", at["merged"], "--out", at["done"], "--recipe", recipe, *pair, *SMALL]
+    assert result_of(memmix(*run))["steps"] == 3
+    (at["teacher"] / "model.safetensors").write_bytes((at["done"] / "model.safetensors").read_bytes())
+    again = memmix(*run, "--overwrite")
+    assert again.exit_code == 1 and "is of other teacher" in again.stderr
+
+
 def test_tables_for_people(workspace):
     run = memmix("convert", "--teacher", workspace / "teacher", "--out", workspace / "s")
     assert run.exit_code == 0 and "bit-equal" in run.stdout and "q_proj" in run.stdout

@@ -25,6 +25,7 @@ from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.groups import freeze_by_rate, refuse_shared
 from hf_memmix.training.pairs import AlignPair, DistillPair, Pair
 from hf_memmix.training.recipe import Recipe, load_recipe
+from hf_memmix.training.teacher_cache import CachedBlocks
 from hf_memmix.training.trainer import RUN_FILE, PairTrainer
 
 __all__ = ["Recipe", "align", "distill", "find_checkpoint", "load_recipe", "train"]
@@ -45,7 +46,7 @@ def distill(student: nn.Module, teacher: nn.Module, data: TokenBlocks, output_di
 
 def train(
     student: nn.Module,
-    teacher: nn.Module | None,
+    teacher: nn.Module | str | Path | None,
     data: TokenBlocks | StreamedBlocks,
     output_dir: str | Path,
     *,
@@ -62,6 +63,9 @@ def train(
     the same arguments, and every process has the whole student afterwards. Returns `{"stage", "steps", "tokens",
     "first_loss", "last_loss", "seconds", "log": [{"step", "loss", "learning_rate", "tokens"}]}`.
 
+    With `teacher: cache:DIR` in the recipe, `teacher` is only compared with the cache's: its folder, or None for no
+    comparison.
+
     Raises:
         ValueError: data, teacher, recipe and student do not fit, a checkpoint in `output_dir` is broken or of another
             run (with `resume` off: there is one), it cannot be written, or training diverges; checkpoints are intact
@@ -71,6 +75,8 @@ def train(
         recipe = load_recipe(recipe, **overrides)
     elif overrides:
         recipe = replace(recipe, **overrides)
+    if recipe.cache_dir:
+        data, teacher = CachedBlocks(data, recipe.cache_dir, teacher), None
     _check_fit(student, teacher, data, recipe)
     identity = {
         "recipe": {k: v for k, v in asdict(recipe).items() if k not in FREE},

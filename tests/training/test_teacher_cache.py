@@ -1,0 +1,107 @@
+"""The teacher on disk: the same loss as the teacher in memory for k = V, and refused where it does not fit."""
+
+import pytest
+import torch
+
+from hf_memmix.conversion import convert_model
+from hf_memmix.training.data import TokenBlocks, positions_of
+from hf_memmix.training.losses import top_k_of
+from hf_memmix.training.recipe import Recipe
+from hf_memmix.training.teacher_cache import CachedBlocks, teacher_hash, write_cache
+from hf_memmix.training.train import train
+from tiny_teachers import tiny_teacher
+
+OPTIONS = {"stage": "distill", "steps": 4, "batch_size": 4, "block_size": 16, "warmup_steps": 1, "learning_rate": 1e-3}
+
+
+@pytest.fixture
+def teacher():
+    return tiny_teacher("llama", layers=2)
+
+
+@pytest.fixture
+def data():
+    tokens = torch.randint(3, 64, (176,), generator=torch.Generator().manual_seed(0))
+    return TokenBlocks(tokens, 16, positions_of([20, 50, 7, 99], 16), "tokenizer")
+
+
+@pytest.mark.parametrize("k", [5, 64])
+def test_rows_hold_the_teachers_top_k(tmp_path, teacher, data, k):
+    seen = []
+    meta = write_cache(
+        teacher,
+        data,
+        tmp_path / "c",
+        k,
+        batch_size=3,
+        shard_rows=4,
+        chunk_tokens=7,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert meta["rows"] == 11 and seen[-1] == (11, 11)
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 3
+    cached = CachedBlocks(data, tmp_path / "c", teacher)
+    for i in range(11):
+        row = cached[i]
+        inputs = {name: row[name][None] for name in ("input_ids", "position_ids")}
+        logits = teacher(**inputs, use_cache=False).logits[0]
+        log_p, ids, rest = top_k_of(logits, k)
+        torch.testing.assert_close(row["teacher_log_probs"].float(), log_p, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(row["teacher_log_rest"], rest, rtol=1e-4, atol=1e-4)
+        if k == 5:
+            assert torch.equal(row["teacher_ids"].long(), ids)
+
+
+def test_a_run_on_the_cache_is_a_run_on_the_teacher(tmp_path, teacher, data):
+    """k = V: the same losses up to the fp16 of the file; nothing but the cache is read."""
+    write_cache(teacher, data, tmp_path / "c", 64)
+    students = [convert_model(teacher, keep=[1]) for _ in range(2)]
+    whole = train(students[0], teacher, data, tmp_path / "a", recipe=Recipe(**OPTIONS))
+    recipe = Recipe(**OPTIONS, teacher=f"cache:{tmp_path / 'c'}")
+    cached = train(students[1], None, data, tmp_path / "b", recipe=recipe)
+    losses = [torch.tensor([entry["loss"] for entry in result["log"]]) for result in (whole, cached)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-3, atol=0)
+
+
+def test_a_small_k_still_teaches(tmp_path, teacher, data):
+    write_cache(teacher, data, tmp_path / "c", 4)
+    recipe = Recipe(**OPTIONS | {"steps": 12}, teacher=f"cache:{tmp_path / 'c'}", rest_learning_rate=1e-3)
+    result = train(convert_model(teacher, keep=[1]), None, data, tmp_path / "run", recipe=recipe)
+    assert result["last_loss"] < 0.8 * result["first_loss"]
+
+
+def test_a_cache_of_something_else_is_refused(tmp_path, teacher, data):
+    write_cache(teacher, data, tmp_path / "c", 4)
+    CachedBlocks(data, tmp_path / "c", teacher)
+    for other, message in [
+        (TokenBlocks(data.blocks.flatten().flip(0), 16, data.positions, "tokenizer"), "of other data"),
+        (TokenBlocks(data.blocks.flatten(), 16, None, "tokenizer"), "of other data"),
+        (TokenBlocks(data.blocks.flatten(), 8, None, "tokenizer"), "of other data"),
+        (TokenBlocks(data.blocks.flatten(), 16, data.positions, "another"), "of other tokenizer"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            CachedBlocks(other, tmp_path / "c")
+    with pytest.raises(ValueError, match="of other teacher"):
+        CachedBlocks(data, tmp_path / "c", tiny_teacher("llama", layers=2, seed=1))
+    with pytest.raises(ValueError, match="is no teacher cache"):
+        CachedBlocks(data, tmp_path / "nothing")
+    shard = tmp_path / "c" / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(ValueError, match="is missing or broken"):
+        CachedBlocks(data, tmp_path / "c")[0]
+
+
+def test_a_failure_leaves_no_cache(tmp_path, teacher, data):
+    with pytest.raises(ValueError, match="k is 65; it must be 1 to the vocabulary's 64"):
+        write_cache(teacher, data, tmp_path / "c", 65)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_teachers_hash_is_of_its_weights(tmp_path, teacher):
+    teacher.save_pretrained(tmp_path / "a")
+    tiny_teacher("llama", layers=2).save_pretrained(tmp_path / "b")
+    tiny_teacher("llama", layers=2, seed=1).save_pretrained(tmp_path / "c")
+    a, b, c = (teacher_hash(tmp_path / name) for name in "abc")
+    assert a == b != c and teacher_hash(teacher) == teacher_hash(tiny_teacher("llama", layers=2)) != a
+    with pytest.raises(ValueError, match="has no .*safetensors files"):
+        teacher_hash(tmp_path)

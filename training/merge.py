@@ -1,0 +1,52 @@
+"""`merge_students`: one student from several, each of which trained some of its layers with `align --layers`.
+
+Alignment is teacher-forced, so no layer needs another: slices train on separate machines that never talk.
+A layer is taken from the student that changed it, compared with the student that all of them began from. The result is
+that of one run, up to the norm by which gradients are clipped: it is over the layers that train together.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_memmix.conversion.convert import load_model
+from hf_memmix.conversion.families import attention_prefix
+from hf_memmix.conversion.teacher_forcing import converted_layers
+
+
+@torch.no_grad()
+def merge_students(start: str | Path, folders: list[str | Path]) -> tuple[PreTrainedModel, dict[int, str]]:
+    """The student of the folder `start` with the layers that the others trained, and which layer came from where.
+
+    Raises:
+        ValueError: a folder holds another model, two of them trained the same layer, or one changed more than mixers.
+    """
+    merged = load_model(start)
+    state = merged.state_dict()
+    prefixes = {layer: attention_prefix(merged, layer) + "." for layer in converted_layers(merged)}
+    origin: dict[int, str] = {}
+    first = {name: tensor.clone() for name, tensor in state.items()}
+    for folder in folders:
+        part = load_model(folder)
+        tensors = part.state_dict()
+        if getattr(part.config, "mixer_types", None) != merged.config.mixer_types or tensors.keys() != first.keys():
+            raise ValueError(f"{str(folder)!r} is another model than {str(start)!r}; give the outputs of align on it")
+        changed = {name for name, tensor in tensors.items() if not torch.equal(tensor, first[name])}
+        for layer, prefix in prefixes.items():
+            names = {name for name in changed if name.startswith(prefix)}
+            if names and layer in origin:
+                raise ValueError(
+                    f"{origin[layer]!r} and {str(folder)!r} both trained layer {layer}; give every layer to one run"
+                )
+            if names:
+                origin[layer] = str(folder)
+                for name in names:
+                    state[name].copy_(tensors[name])
+            changed -= names
+        if changed:
+            raise ValueError(
+                f"{str(folder)!r} changed {sorted(changed)[0]}, which is no mixer, so slices of it cannot be merged;"
+                " merge after align, before distill"
+            )
+    return merged, origin

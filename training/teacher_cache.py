@@ -1,0 +1,162 @@
+"""The teacher's distribution on disk: the top k log-probabilities of every token and that of all others together.
+
+    6 k + 4 bytes per token: fp16 log-probabilities and int32 ids [rows, T, k], fp32 rest [rows, T]
+
+One pass of the teacher over the rows writes it (`memmix cache-teacher`); a `distill` run with `teacher: cache:DIR`
+then has no teacher in memory. Rows are read from memory-mapped safetensors files. The folder knows the hashes of data,
+tokenizer and teacher, and is refused with others.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from hf_memmix.conversion.heads import logits_head
+from hf_memmix.conversion.saving import atomic_folder
+from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.losses import top_k_of
+
+META_FILE = "teacher_cache.json"
+TENSORS = ("log_probs", "ids", "log_rest")
+
+
+def teacher_hash(teacher: nn.Module | str | Path) -> str:
+    """A hash of a teacher's weights: of the files of a folder, or of the tensors of a model. The two differ."""
+    digest = hashlib.sha256()
+    if isinstance(teacher, nn.Module):
+        for name, tensor in teacher.state_dict().items():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return "tensors:" + digest.hexdigest()[:16]
+    files = sorted(Path(teacher).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{str(teacher)!r} has no *.safetensors files; give the folder of the teacher")
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return "files:" + digest.hexdigest()[:16]
+
+
+@torch.no_grad()
+def write_cache(
+    teacher: nn.Module,
+    data: TokenBlocks,
+    folder: str | Path,
+    k: int = 32,
+    *,
+    teacher_id: str | None = None,
+    batch_size: int = 8,
+    chunk_tokens: int = 2048,
+    shard_rows: int = 1024,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict:
+    """Run the teacher over all rows and write its top k into `folder`, whole or not at all; returns what it is of.
+
+    teacher_id: `teacher_hash` of the teacher's folder; of the model's tensors by default.
+    Raises ValueError for data that cannot be addressed by row (streams), tokens outside the vocabulary, or a bad k.
+    """
+    if not isinstance(data, TokenBlocks):
+        raise ValueError("a teacher's cache needs rows in memory; set stream: false")
+    data.check_vocabulary(teacher.config.vocab_size)
+    meta = {
+        "format": 1,
+        "k": k,
+        "rows": len(data),
+        "block_size": data.block_size,
+        "shard_rows": shard_rows,
+        "data": data.fingerprint(),
+        "tokenizer": data.tokenizer,
+        "teacher": teacher_id or teacher_hash(teacher),
+    }
+    teacher.eval()
+    head, device = logits_head(teacher), teacher.get_input_embeddings().weight.device
+    with atomic_folder(folder, overwrite) as staged:
+        for first in range(0, len(data), shard_rows):
+            last = min(first + shard_rows, len(data))
+            parts = []
+            for start in range(first, last, batch_size):
+                rows = [data[i] for i in range(start, min(start + batch_size, last))]
+                inputs = {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
+                hidden = teacher.base_model(**inputs, use_cache=False).last_hidden_state
+                parts.append(_top_k(head, hidden, k, chunk_tokens))
+                if progress is not None:
+                    progress(start + len(rows), len(data))
+            tensors = {name: torch.cat(column) for name, column in zip(TENSORS, zip(*parts, strict=True), strict=True)}
+            save_file(tensors, staged / _shard_name(first // shard_rows))
+        (staged / META_FILE).write_text(json.dumps(meta, indent=1))
+    return meta
+
+
+def _top_k(head, hidden: Tensor, k: int, chunk_tokens: int) -> tuple[Tensor, ...]:
+    """`top_k_of` of hidden states [B, T, d], in the dtypes of the file."""
+    parts = [top_k_of(head(chunk), k) for chunk in hidden.flatten(0, 1).split(chunk_tokens)]
+    columns = (torch.cat(column).unflatten(0, hidden.shape[:2]).cpu() for column in zip(*parts, strict=True))
+    return tuple(x.to(dtype) for x, dtype in zip(columns, (torch.float16, torch.int32, torch.float32), strict=True))
+
+
+def _shard_name(index: int) -> str:
+    return f"shard-{index:05d}.safetensors"
+
+
+class CachedBlocks(Dataset):
+    """Rows of `data` with the teacher's `teacher_log_probs`, `teacher_ids` [T, k] and `teacher_log_rest` [T].
+
+    teacher: folder, model or `teacher_hash`, to be compared with the cache's; None: not compared.
+    Raises ValueError if the cache is of other data, another tokenizer or another teacher, or broken.
+    """
+
+    def __init__(self, data: TokenBlocks, folder: str | Path, teacher=None):
+        self.data, self.folder = data, Path(folder)
+        try:
+            self.meta = json.loads((self.folder / META_FILE).read_text())
+        except (OSError, ValueError):
+            raise ValueError(
+                f"{str(folder)!r} is no teacher cache (no readable {META_FILE}); write one with memmix cache-teacher"
+            ) from None
+        if not isinstance(data, TokenBlocks):
+            raise ValueError("a teacher's cache needs rows in memory; set stream: false")
+        found = {"data": data.fingerprint(), "tokenizer": data.tokenizer}
+        if teacher is not None:
+            found["teacher"] = teacher if isinstance(teacher, str) and ":" in teacher else teacher_hash(teacher)
+        for name, value in found.items():
+            known = self.meta.get(name)
+            if known != value and not (name == "tokenizer" and "" in (known, value)):
+                raise ValueError(
+                    f"the teacher cache {str(folder)!r} is of other {name} ({known}, not {value}); write it anew for"
+                    " these files, block size, packing, tokenizer and teacher"
+                )
+        self._shards: dict[int, object] = {}
+
+    @property
+    def block_size(self) -> int:
+        return self.data.block_size
+
+    def check_vocabulary(self, size: int) -> None:
+        """As `TokenBlocks.check_vocabulary`."""
+        self.data.check_vocabulary(size)
+
+    def fingerprint(self) -> str:
+        """That of the rows, with teacher and k."""
+        return f"{self.data.fingerprint()} {self.meta['teacher']} {self.meta['k']}"
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        shard, row = divmod(index, self.meta["shard_rows"])
+        if shard not in self._shards:
+            path = self.folder / _shard_name(shard)
+            try:
+                self._shards[shard] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{str(path)!r} is missing or broken ({error}); write the cache anew") from None
+        file = self._shards[shard]
+        return self.data[index] | {f"teacher_{name}": file.get_slice(name)[row] for name in TENSORS}

@@ -1,4 +1,4 @@
-"""`memmix convert | align | distill | generate | report`: the Python API from a shell.
+"""`memmix convert | align | distill | generate | report | eval ...`: the Python API from a shell.
 
 Results go to stdout (with `--json` as one JSON object), progress and messages to stderr. A user's mistake is one line
 and exit code 1, a wrong option is exit code 2. A command imports what it needs when it runs.
@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from hf_memmix import cli_measure
 from hf_memmix.shell import Device, Json, Overwrite, err, friendly, out
 from hf_memmix.shell import bar as _bar
 from hf_memmix.shell import load as _load
@@ -300,6 +301,9 @@ def _progress_callback(advance):
             advance(state.global_step, state.max_steps, "" if self.loss is None else f"loss {float(self.loss):.4f}")
 
     return Report()
+
+
+app.command("eval")(cli_measure.evaluate)
 
 
 def _parse_keep(text: str):

@@ -32,7 +32,7 @@ def friendly(command):
             err.print("[yellow]interrupted[/]")
             raise typer.Exit(130) from None
         except ImportError as error:
-            message = f"{error}; pip install 'hf-memmix[train]' brings what training needs"
+            message = f"{error}; pip install 'hf-memmix[train,eval]' brings what training and measuring need"
         except (ValueError, OSError) as error:
             message = str(error)
         err.print("error:", style="bold red", end=" ")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_memmix
 from hf_memmix.conversion.families import attention_module, attention_prefix, extract_attention, family_of
-from hf_memmix.conversion.saving import atomic_folder
+from hf_memmix.conversion.saving import atomic_folder, clear_write_errors
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import MIXERS, AttentionWeights
 
@@ -133,7 +133,8 @@ def save_student(
 
     `dtype`: cast the student to it first, in place.
     """
-    with atomic_folder(path, overwrite) as folder:
+    remedy = "Nothing was left there, an earlier folder is untouched; make room and save again"
+    with clear_write_errors(path, remedy), atomic_folder(path, overwrite) as folder:
         if dtype is not None:
             cast_student(student, dtype)
         student.save_pretrained(folder)

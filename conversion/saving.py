@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+# what torch.save raises for a failed write is a RuntimeError like any other
+_TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "iostream error")
+
 
 def check_target(path: str | Path, overwrite: bool = False) -> Path:
     """The absolute path of a folder that may be written to; to be asked before hours of work, not after."""
@@ -16,6 +21,20 @@ def check_target(path: str | Path, overwrite: bool = False) -> Path:
     if path.exists() and any(path.iterdir()) and not overwrite:
         raise ValueError(f"{str(path)!r} exists and is not empty; remove it, choose another folder, or overwrite")
     return path
+
+
+@contextmanager
+def clear_write_errors(path: str | Path, remedy: str) -> Iterator[None]:
+    """Raise ValueError, naming `path` and the way out, where a file cannot be written: a full disk, a quota, a limit.
+
+    safetensors and torch report these by exceptions of their own.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(part in str(error) for part in _TORCH_WRITE_ERRORS):
+            raise
+        raise ValueError(f"cannot write {str(path)!r}: {str(error).splitlines()[0]}. {remedy}") from error
 
 
 @contextmanager

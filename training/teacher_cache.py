@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hf_memmix.conversion.heads import logits_head
-from hf_memmix.conversion.saving import atomic_folder
+from hf_memmix.conversion.saving import atomic_folder, clear_write_errors
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.losses import top_k_of
 
@@ -78,7 +78,8 @@ def write_cache(
     }
     teacher.eval()
     head, device = logits_head(teacher), teacher.get_input_embeddings().weight.device
-    with atomic_folder(folder, overwrite) as staged:
+    remedy = f"Nothing was left there; it needs {len(data) * data.block_size * (6 * k + 4):,} bytes"
+    with clear_write_errors(folder, remedy), atomic_folder(folder, overwrite) as staged:
         for first in range(0, len(data), shard_rows):
             last = min(first + shard_rows, len(data))
             parts = []

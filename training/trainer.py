@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_memmix.conversion.convert import load_model
-from hf_memmix.conversion.saving import replace_folder
+from hf_memmix.conversion.saving import clear_write_errors, replace_folder
 from hf_memmix.training import sharded
 from hf_memmix.training.groups import optimizer_groups
 from hf_memmix.training.teachers import lora_layers
@@ -105,19 +105,16 @@ class PairTrainer(Trainer):
         if self.is_world_process_zero():
             shutil.rmtree(self._staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
+        remedy = "The checkpoints before it are whole: make room and run the same command again to continue from there"
         try:
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if self.is_world_process_zero():
-                staged = self._staging / name
-                (staged / RUN_FILE).write_text(json.dumps(self.identity, indent=1))
-                replace_folder(staged, home / name)
-                rotate_checkpoints(str(home), self.args.save_total_limit)
-        except OSError as error:
-            raise ValueError(
-                f"cannot save step {self.state.global_step} to {home}: {error}. The checkpoints there are whole; make"
-                " room, then run the same command again to continue from the last of them"
-            ) from error
+            with clear_write_errors(home / name, remedy):
+                super()._save_checkpoint(model, trial)
+                self.accelerator.wait_for_everyone()
+                if self.is_world_process_zero():
+                    staged = self._staging / name
+                    (staged / RUN_FILE).write_text(json.dumps(self.identity, indent=1))
+                    replace_folder(staged, home / name)
+                    rotate_checkpoints(str(home), self.args.save_total_limit)
         finally:
             if self.is_world_process_zero():
                 shutil.rmtree(self._staging, ignore_errors=True)

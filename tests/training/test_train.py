@@ -1,10 +1,6 @@
 """align and distill: they learn, only what should train does, and an interrupted run ends like a whole one."""
 
 import copy
-import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -124,49 +120,6 @@ def test_checkpoint_of_another_run_is_refused(tmp_path, data, teacher):
     (tmp_path / "checkpoint-2" / "memmix_run.json").unlink()
     with pytest.raises(ValueError, match="no readable memmix_run.json"):
         align(convert_model(teacher), teacher, data, tmp_path, **options)
-
-
-KILLED = """
-    import os, sys
-    from tiny_teachers import tiny_teacher
-    import torch
-    from hf_memmix.conversion import convert_model
-    from hf_memmix.training.data import TokenBlocks
-    from hf_memmix.training import trainer
-    from hf_memmix.training.train import align
-
-    calls = []
-    save = trainer.PairTrainer._save_optimizer_and_scheduler
-
-    def die_in_the_second_save(self, folder):
-        calls.append(folder)
-        if len(calls) == 2:
-            os._exit(9)
-        save(self, folder)
-
-    trainer.PairTrainer._save_optimizer_and_scheduler = die_in_the_second_save
-    teacher = tiny_teacher("llama", layers=2)
-    data = TokenBlocks(torch.randint(3, 64, (640,), generator=torch.Generator().manual_seed(0)), 16)
-    align(convert_model(teacher), teacher, data, sys.argv[1], steps=4, save_every=1, batch_size=4, block_size=16,
-          warmup_steps=1)
-"""
-
-
-def test_kill_in_the_middle_of_a_save_leaves_the_last_good_checkpoint(tmp_path, teacher):
-    script = tmp_path / "killed.py"
-    script.write_text(textwrap.dedent(KILLED))
-    paths = os.pathsep.join([os.path.dirname(__import__("tiny_teachers").__file__), *filter(None, sys.path)])
-    env = os.environ | {"PYTHONPATH": paths}
-    run = subprocess.run([sys.executable, script, tmp_path / "run"], env=env, capture_output=True, text=True)
-    assert run.returncode == 9, run.stderr
-    assert [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith("checkpoint")] == ["checkpoint-1"]
-
-    data = TokenBlocks(torch.randint(3, 64, (640,), generator=torch.Generator().manual_seed(0)), 16)
-    options = {"steps": 4, "save_every": 1, **SMALL}
-    resumed, whole = convert_model(teacher), convert_model(teacher)
-    align(resumed, teacher, data, tmp_path / "run", **options)
-    align(whole, teacher, data, tmp_path / "whole", **options)
-    assert same(weights(resumed), weights(whole))
 
 
 def test_recipes_load_and_bad_ones_are_refused(tmp_path):

@@ -1,0 +1,43 @@
+"""`trl sft` fine-tunes a saved student as it is: padded batches, packed ones, and LoRA."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_memmix.conversion import convert_model, load_model, save_student
+from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+
+SFT = """
+    --trust_remote_code --dataset_name data --output_dir out --max_steps 3 --learning_rate 1e-2 --use_cpu --bf16 false
+    --per_device_train_batch_size 4 --max_length 16 --report_to none --logging_steps 1 --gradient_checkpointing false
+"""
+
+
+@pytest.mark.parametrize("options", ["", "--packing", "--use_peft --lora_r 4 --lora_target_modules q_proj v_proj"])
+def test_trl_sft_trains_a_saved_student(tmp_path, options):
+    pytest.importorskip("trl")
+    student = convert_model(tiny_teacher("llama", layers=2), keep=[1])
+    save_student(student, tmp_path / "student", tiny_tokenizer())
+    (tmp_path / "data").mkdir()
+    rows = [json.dumps({"text": tiny_text(5 + i % 4, seed=i)}) for i in range(24)]
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
+    start_trl = [sys.executable, "-c", "from trl.cli import main; main()"]  # what the console script `trl` holds
+    command = [*start_trl, "sft", "--model_name_or_path", "student", *SFT.split(), *options.split()]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")}
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
+    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    assert len(losses) == 3 and all(0 < loss < 10 for loss in losses)
+    if options.startswith("--use_peft"):
+        adapter = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+        assert adapter["r"] == 4
+        return
+    tuned, start = load_model(tmp_path / "out").state_dict(), student.state_dict()
+    assert tuned.keys() == start.keys()
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"):
+        assert not torch.equal(tuned[name], start[name])

@@ -28,7 +28,7 @@ from hf_memmix.training.train import train
 
 CONFIGS = Path(__file__).parent / "accelerate"
 MODELS = {
-    "bundled": {"batch_size": 64, "block_size": 512, "steps": {"align": 40, "distill": 40}},
+    "bundled": {"batch_size": 64, "block_size": 512, "steps": {"align": 30, "distill": 30}},
     "1b": {"batch_size": 8, "block_size": 2048, "steps": {"align": 20, "distill": 20}},
     "cpu": {"batch_size": 4, "block_size": 32, "steps": {"align": 6, "distill": 6}},
 }
@@ -200,12 +200,10 @@ def main(
             if not int(os.environ.get("RANK", "0")):
                 (logs / f"{title}.json").write_text(json.dumps(record))
         return
-    whole = True
-    if cpu:
-        whole &= finish(start("single", names, logs))
-    else:
-        whole &= finish(*(start("single", [name], logs, gpu=i) for i, name in enumerate(names)))
-    whole &= finish(start("single", names[:1], logs, accumulation=2, gpu=None if cpu else 0))
+    # on one GPU each, at the same time
+    first, *others = (start("single", [name], logs, gpu=None if cpu else i) for i, name in enumerate(names))
+    whole = finish(first)
+    whole &= finish(start("single", names[:1], logs, gpu=None if cpu else 0, accumulation=2), *others)
     for kind in ("ddp", "fsdp2"):
         whole &= finish(start(kind, names, logs))
     found = {path.stem: json.loads(path.read_text()) for path in sorted(logs.glob("*.json"))}

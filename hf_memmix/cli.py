@@ -43,6 +43,10 @@ def convert(
     keep: Annotated[
         str, typer.Option(help='Layers that stay attention: "1,5", a fraction "0.25", or "none".')
     ] = "none",
+    plan: Annotated[Path | None, typer.Option(help="Mixer and layers by a plan of memmix select.")] = None,
+    trained: Annotated[
+        Path | None, typer.Option(help="An aligned student whose mixers are taken instead of fresh ones.")
+    ] = None,
     option: Annotated[list[str] | None, typer.Option(help="Mixer option, e.g. num_iterations=21; repeatable.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the fresh parameters.")] = 0,
     overwrite: Overwrite = False,
@@ -50,12 +54,25 @@ def convert(
 ) -> None:
     """Replace attention layers of a transformer by a recurrent mixer, initialised from the attention."""
     from hf_memmix.conversion import convert_model, save_student
+    from hf_memmix.conversion.plan import read_plan, take_mixers
     from hf_memmix.conversion.saving import check_target
 
     check_target(out_dir, overwrite)
     with err.status("converting"):
         model = _load(teacher, "cpu", "auto")
-        student = convert_model(model, mixer, _parse_keep(keep), seed=seed, **_parse_options(option or []))
+        chosen = _parse_keep(keep)
+        if plan is not None:
+            if keep != "none":
+                raise ValueError(f"--keep {keep} and --plan both say which layers stay attention; give one of them")
+            told = read_plan(plan, model.config.num_hidden_layers)
+            mixer, chosen = told["mixer"], told["keep"]
+        options, source = _parse_options(option or []), None
+        if trained is not None:
+            source = _load(trained, "cpu", "auto")
+            options = getattr(source.config, "mixers", {}).get(mixer, {}) | options
+        student = convert_model(model, mixer, chosen, seed=seed, **options)
+        if source is not None:
+            take_mixers(student, source)
         save_student(student, out_dir, _tokenizer(teacher, required=False), overwrite=overwrite)
     report = student.conversion_report
     if as_json:
@@ -304,6 +321,7 @@ def _progress_callback(advance):
 
 
 app.command("eval")(cli_measure.evaluate)
+app.command()(cli_measure.select)
 
 
 def _parse_keep(text: str):

@@ -1,4 +1,4 @@
-"""`memmix eval`: probes of recall, a teacher beside its student, as JSON and heat maps."""
+"""`memmix eval`: probes of recall, a teacher beside its student. `memmix select`: which layers stay attention."""
 
 import json
 import os
@@ -68,6 +68,97 @@ def evaluate(
         table.add_row(row["task"], "" if row["chance"] is None else f"{row['chance']:.1%}", *shares, *gains)
     out.print(table)
     out.print(f"gain: nats an answer token owes to what the context says of it; written to {out_dir}")
+
+
+@friendly
+def select(
+    teacher: Annotated[Path, typer.Option(help="Folder of the transformer to convert.")],
+    out_file: Annotated[Path, typer.Option("--out", help="The plan, a JSON file; its plot is laid beside it.")],
+    keep: Annotated[str, typer.Option(help='How many layers stay attention: "2", or a fraction "0.25".')] = "0.25",
+    student: Annotated[
+        Path | None, typer.Option(help="A student with aligned mixers in all layers; default: a fresh conversion.")
+    ] = None,
+    mixer: Annotated[str, typer.Option(help="Mixer of the fresh conversion.")] = "gka",
+    tasks: Annotated[str, typer.Option(help='Probes whose answers count, with commas, or "none".')] = "niah,mentions",
+    length: Annotated[int, typer.Option(min=16, help="Tokens of a sequence.")] = 256,
+    samples: Annotated[int, typer.Option(min=1, help="Sequences for each depth of a task.")] = 16,
+    weight: Annotated[float, typer.Option(min=0.0, help="Of the answers' nll beside the KL.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=32, help="Tokens of text for the KL.")] = 32768,
+    text: Text = None,
+    seed: Seed = 0,
+    batch_size: BatchSize = 8,
+    device: Device = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Rank layers by what handing each to its mixer costs, forward only, and write a plan for `memmix convert`."""
+    from hf_memmix.assets import asset_path
+    from hf_memmix.conversion import convert_model
+    from hf_memmix.conversion.plan import write_plan
+    from hf_memmix.training.data import tokenize_files
+    from hf_memmix.training.documents import read_text, text_record
+    from hf_memmix.training.layer_selection import choose, plot_ranking, rank_layers
+    from hf_memmix.training.probes import TASKS, Material, draw
+    from hf_memmix.training.probes.grid import DEPTHS
+
+    if out_file.exists() and not overwrite:
+        raise ValueError(f"{out_file} exists; choose another name, or overwrite")
+    count = _count(keep)
+    # what chooses reads the development text, what reports the held-out one
+    text = asset_path("dev.txt") if text is None else text
+    tokenizer = tokenizer_of(teacher)
+    guide = load(teacher, device)
+    mixers = convert_model(guide, mixer) if student is None else load(student, device)
+    if mixers.config.num_hidden_layers != guide.config.num_hidden_layers:
+        raise ValueError(f"{student} and {teacher} have different numbers of layers; give the teacher it came from")
+    kind = mixer if student is None else _only_mixer(mixers, student)
+    blocks = tokenize_files(text, tokenizer)[:max_tokens]
+    blocks = blocks[: len(blocks) // length * length].view(-1, length)
+    if not len(blocks):
+        raise ValueError(f"{text} has less than the {length} tokens of one sequence; give a longer text")
+    names = [] if tasks == "none" else [part.strip() for part in tasks.split(",")]
+    material = Material(tokenizer, read_text(text)) if names else None
+    drawn = {}
+    for task in names:
+        depths = DEPTHS if task in TASKS and TASKS[task].depths else (None,)
+        drawn[task] = [s for depth in depths for s in draw(task, material, length, depth, seed, samples)]
+    with bar("swapping layers") as advance:
+        ranking = rank_layers(guide, mixers, blocks, drawn, weight=weight, batch_size=batch_size, progress=advance)
+    settings = {"tasks": names, "length": length, "samples": samples, "weight": weight, "seed": seed}
+    plan = {
+        "mixer": kind,
+        "keep": choose(ranking, count, guide.config.num_hidden_layers),
+        "num_layers": guide.config.num_hidden_layers,
+        "mixers_of": "a fresh conversion" if student is None else student.name,
+        "settings": settings | {"tokens": blocks.numel()},
+        "text": text_record(text),
+        "environment": _environment({"teacher": guide}),
+    } | ranking
+    write_plan(plan, out_file)
+    plot_ranking(plan, out_file.with_suffix(".png"))
+    if as_json:
+        print_json(plan | {"out": str(out_file)})
+        return
+    table = Table("rank", "layer", "KL a token", "nll of answers", "stays")
+    for row in sorted(plan["layers"], key=lambda row: row["rank"]):
+        stays = "attention" if row["layer"] in plan["keep"] else ""
+        table.add_row(str(row["rank"]), str(row["layer"]), f"{row['kl']:.4f}", f"{row['nll']:+.4f}", stays)
+    out.print(table)
+    out.print(f"memmix convert --plan {out_file} keeps layers {plan['keep']}")
+
+
+def _only_mixer(student, folder: Path) -> str:
+    kinds = sorted({kind for kind in getattr(student.config, "mixer_types", []) if kind != "attention"})
+    if len(kinds) != 1:
+        raise ValueError(f"{folder} has the mixers {kinds}; a plan is for one: convert with one mixer in all layers")
+    return kinds[0]
+
+
+def _count(keep: str) -> int | float:
+    try:
+        return float(keep) if "." in keep else int(keep)
+    except ValueError:
+        raise ValueError(f'--keep is {keep!r}; give a number of layers "2" or a fraction "0.25"') from None
 
 
 def _numbers(option: str, text: str, kind) -> tuple:

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from test_cli import memmix, result_of
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
@@ -62,3 +64,64 @@ def test_another_vocabulary_is_refused(workspace):
     tokenizer.save_pretrained(workspace / "other")
     run = memmix("eval", workspace / "student", "--teacher", workspace / "other", "--out", workspace / "e", *SMALL)
     assert run.exit_code == 1 and "another vocabulary" in run.output
+
+
+def test_select_convert_and_take_the_mixers_over(workspace):
+    teacher, plan = ["--teacher", workspace / "teacher"], workspace / "plans" / "plan.json"
+    options = [
+        "--text",
+        workspace / "text.txt",
+        "--keep",
+        "1",
+        "--length",
+        "48",
+        "--samples",
+        "2",
+        "--max-tokens",
+        "96",
+    ]
+    options += ["--tasks", "niah,common_words", "--json"]
+    result = result_of(memmix("select", *teacher, "--student", workspace / "student", "--out", plan, *options))
+    saved = json.loads(plan.read_text())
+    assert saved == {name: value for name, value in result.items() if name != "out"}
+    assert sorted(p.name for p in plan.parent.iterdir()) == ["plan.json", "plan.png"]
+    first = min(saved["layers"], key=lambda row: row["rank"])
+    assert saved["keep"] == [first["layer"]] and first["score"] == max(row["score"] for row in saved["layers"])
+    assert saved["mixer"] == "gka" and saved["mixers_of"] == "student" and saved["text"]["file"] == "text.txt"
+
+    converted = memmix("convert", *teacher, "--plan", plan, "--trained", workspace / "student", "--seed", "7",
+                       "--out", workspace / "s", "--json")  # fmt: skip
+    assert result_of(converted)["kept"] == saved["keep"]
+    tensors, source = (load_file(workspace / name / "model.safetensors") for name in ("s", "student"))
+    (layer,) = {0, 1} - set(saved["keep"])
+    mixers = [name for name in tensors if f"layers.{layer}.self_attn" in name]
+    assert mixers and all(torch.equal(tensors[name], source[name]) for name in mixers)
+
+
+def test_mistakes_of_plans_are_one_clear_line(workspace):
+    (workspace / "broken.json").write_text("{")
+    (workspace / "empty.json").write_text("{}")
+    (workspace / "long.json").write_text(json.dumps({"mixer": "gka", "keep": [0], "num_layers": 9}))
+    base = ["convert", "--teacher", workspace / "teacher", "--out", workspace / "s"]
+    kept = result_of(memmix(*base[:-1], workspace / "kept", "--keep", "1", "--json"))
+    assert kept["kept"] == [1]
+    select = ["select", "--teacher", workspace / "teacher", "--out", workspace / "p.json", "--text"]
+    select += [workspace / "text.txt", "--max-tokens", "64", "--length", "32", "--tasks", "none"]
+    for command, message in (
+        ([*base, "--plan", workspace / "none.json"], "there is no plan"),
+        ([*base, "--plan", workspace / "broken.json"], "is no JSON"),
+        ([*base, "--plan", workspace / "empty.json"], "is no plan"),
+        ([*base, "--plan", workspace / "long.json"], "is for 9 layers"),
+        ([*base, "--plan", workspace / "long.json", "--keep", "1"], "give one of them"),
+        ([*base, "--trained", workspace / "kept"], "layer 1 of the trained student is attention"),
+        ([*base, "--trained", workspace / "student", "--option", "use_gate=false"], "differ"),
+        ([*select, "--keep", "2"], "keep is 2"),
+        ([*select, "--keep", "x"], "--keep is 'x'"),
+        ([*select, "--student", workspace / "teacher"], "has the mixers []"),
+        ([*select, "--student", workspace / "other"], "different numbers of layers"),
+        ([*select, "--length", "9999"], "less than the 9999 tokens"),
+    ):
+        run = memmix(*command)
+        assert run.exit_code == 1 and "Traceback" not in run.output, run.output
+        assert run.output.splitlines()[-1].startswith("error:") and message in run.output.splitlines()[-1]
+        assert not (workspace / "s").exists() and not (workspace / "p.json").exists()

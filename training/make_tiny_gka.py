@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model, report, save_student
-from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.conversion.saving import check_target
 from hf_memmix.training.data import TokenBlocks, text_record, tokenize_files
 from hf_memmix.training.sampling import sample_blocks
@@ -136,9 +136,7 @@ def measure_export(folder: Path, teacher: Path, heldout: Path, block_size: int, 
 def with_kept(aligned, teacher, keep: list[int], options: dict):
     """A student with `keep` as attention and the mixers of `aligned` elsewhere."""
     student = convert_model(teacher, "gka", keep, **options).float()
-    for layer in student.conversion_report.converted:
-        mixer = attention_module(aligned, layer).state_dict()
-        attention_module(student, layer).load_state_dict(mixer)
+    take_mixers(student, aligned)
     return student
 
 

@@ -14,19 +14,19 @@ CHUNK = 256  # answer tokens whose logits exist at a time
 @dataclass(frozen=True)
 class Scores:
     """One number an answer: `nll`, nats per token; `exact`, whether every token is the likeliest; `choice`, whether
-    its first token is the likeliest of the candidates'; `gain`, how much higher the nll is in the control. Choice is
-    None without candidates."""
+    its first token is the likeliest of the candidates', None without any; `gain`, how much higher the nll is in the
+    control, None where that was not read."""
 
     answer: Answer
     nll: float
     exact: bool
     choice: bool | None
-    gain: float
+    gain: float | None
 
 
 @torch.no_grad()
-def score(model: nn.Module, samples: list[Sample], batch_size: int = 8) -> list[Scores]:
-    """Scores of all answers of `samples`, which have one length, in their order.
+def score(model: nn.Module, samples: list[Sample], batch_size: int = 8, control: bool = True) -> list[Scores]:
+    """Scores of all answers of `samples`, which have one length, in their order; `control`: whether to read theirs.
 
     Raises:
         ValueError: the samples have tokens that the model's vocabulary lacks.
@@ -43,16 +43,21 @@ def score(model: nn.Module, samples: list[Sample], batch_size: int = 8) -> list[
         for begin in range(0, len(samples), batch_size):
             batch = samples[begin : begin + batch_size]
             said = _look(model, head, [sample.ids for sample in batch], batch, device)
-            told = _look(model, head, [sample.control for sample in batch], batch, device)
+            told = _look(model, head, [sample.control for sample in batch], batch, device) if control else None
             at = 0
             for answer in (answer for sample in batch for answer in sample.answers):
-                mine, control = (look[at : at + answer.stop - answer.start] for look in (said, told))
-                at += len(mine)
-                nll, without = (-sum(row[0] for row in rows) / len(rows) for rows in (mine, control))
-                scores.append(Scores(answer, nll, all(row[1] for row in mine), mine[0][2], without - nll))
+                span = slice(at, at + answer.stop - answer.start)
+                at = span.stop
+                rows, nll = said[span], _nll(said[span])
+                gain = _nll(told[span]) - nll if control else None
+                scores.append(Scores(answer, nll, all(row[1] for row in rows), rows[0][2], gain))
     finally:
         model.train(training)
     return scores
+
+
+def _nll(rows: list[tuple]) -> float:
+    return -sum(row[0] for row in rows) / len(rows)
 
 
 def _look(model: nn.Module, head, rows: list[list[int]], batch: list[Sample], device) -> list[tuple]:

@@ -3,14 +3,27 @@
     z = S k, h from z and v;  p_i = s_i . h;  s_i <- a_i s_i + b_i h;  y = S q
 
 The chain of a token is two dependent reductions for "dec", over the slots (across warps) and over their entries (in a
-warp), and one for "enc" and "sim". y is not on it: it is read together with the next token's z. Inputs are loaded one
-token ahead. The states before every CHECKPOINT-th token are kept for backward.
+warp), and one for "enc" and "sim". y is not on it: threads keep their shares of it, and add them up once a GROUP of
+tokens. Inputs are loaded a group ahead. The states before every CHECKPOINT-th token are kept for backward, and h and
+p of every token where backward asks for them.
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import advance, coefficients, direction, entries, inverse_norm, known, over_entries, slots
+from .tiles import (
+    advance,
+    coefficients,
+    direction,
+    entries,
+    inverse_norm,
+    known,
+    over_entries,
+    over_shares,
+    over_slots,
+    share_over_slots,
+    slots,
+)
 
 
 @triton.jit
@@ -39,57 +52,80 @@ def load_write(k, v, gamma, log_decay, at, mask, o_m, o_d, M: tl.constexpr, D: t
 
 
 @triton.jit
+def load_group(p, offsets, mask, stride, left, GROUP: tl.constexpr):
+    """The next GROUP tokens as they are stored; zeros beyond the `left` ones, at which nothing is written."""
+    rows = ()
+    for i in tl.static_range(GROUP):
+        rows = rows + (tl.load(p + i * stride + offsets, mask=mask & (i < left), other=0),)
+    return rows
+
+
+@triton.jit
 def lattice_fwd_kernel(
-    q, k, v, gamma, log_decay, start_state, o, final_state, kept, cu_seqlens, T, l1,
+    q, k, v, gamma, log_decay, start_state, o, final_state, kept, h, p, cu_seqlens, T, l1,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+    WARPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
     VARIANT: tl.constexpr, PROJECT: tl.constexpr, L1: tl.constexpr, SAVE: tl.constexpr,
     CHECKPOINT: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """All tokens of one (sequence, head); start_state, final_state and kept are tiles."""
-    READS: tl.constexpr = VARIANT != "enc" and VARIANT != "sim"
+    """All tokens of one (sequence, head); start_state, final_state and kept are tiles, h and p float32 or None."""
     i_s = tl.program_id(0).to(tl.int64)
     i_h = i_s % H
     start, length, row = sequence(i_s // H, cu_seqlens, T, CHECKPOINT)
     o_m, o_d = tl.arange(0, BM), tl.arange(0, D1)[:, None] * D2 + tl.arange(0, D2)[None, :]
     o_s = slots(o_m) * (D1 * D2) + entries(o_d)
-    m_d = o_d < D
+    o_t, o_y = tl.arange(0, GROUP)[:, None], tl.arange(0, D1 * D2)[None, :]
+    m_m, m_d = o_m < M, o_d < D
     S = tl.load(start_state + i_s * (BM * D1 * D2) + o_s)
     at = start * H + i_h
-    b_k, b_v, b_gamma, b_mu = load_write(k, v, gamma, log_decay, at, length > 0, o_m, o_d, M, D, ACC)
-    b_q = tl.zeros([BM], ACC)
-    q_next = tl.load(q + at * M + o_m, mask=(length > 0) & (o_m < M), other=0).to(ACC)
-    for t in range(0, length):
-        at = (start + t) * H + i_h
-        more = t + 1 < length
-        k_next, v_next, gamma_next, mu_next = load_write(k, v, gamma, log_decay, at + H, more, o_m, o_d, M, D, ACC)
-        q_after = tl.load(q + (at + H) * M + o_m, mask=more & (o_m < M), other=0).to(ACC)
+    q, k, v, gamma, o = q + at * M, k + at * M, v + at * D, gamma + at, o + at * D
+    kept += (row * H + i_h) * (BM * D1 * D2) + o_s
+    if log_decay is not None:
+        log_decay += at
+    if h is not None:
+        h, p = h + at * D, p + at * M
+    qs, ks = load_group(q, o_m, m_m, H * M, length, GROUP), load_group(k, o_m, m_m, H * M, length, GROUP)
+    vs, gammas = load_group(v, o_d, m_d, H * D, length, GROUP), load_group(gamma, 0, True, H, length, GROUP)
+    decays = gammas if log_decay is None else load_group(log_decay, 0, True, H, length, GROUP)
+    for t in range(0, length, GROUP):
+        left = length - t - GROUP
+        q, k, v, gamma = q + GROUP * H * M, k + GROUP * H * M, v + GROUP * H * D, gamma + GROUP * H
+        qs_next, ks_next = load_group(q, o_m, m_m, H * M, left, GROUP), load_group(k, o_m, m_m, H * M, left, GROUP)
+        vs_next, gammas_next = load_group(v, o_d, m_d, H * D, left, GROUP), load_group(gamma, 0, True, H, left, GROUP)
+        decays_next = gammas_next
+        if log_decay is not None:
+            log_decay += GROUP * H
+            decays_next = load_group(log_decay, 0, True, H, left, GROUP)
         if t % BLOCK == 0:
-            if SAVE:  # noqa: SIM102 (a constant, then a value)
-                if t % CHECKPOINT == 0:
-                    tl.store(kept + ((row + t // CHECKPOINT) * H + i_h) * (BM * D1 * D2) + o_s, S)
             if PROJECT and not L1:
                 S *= slots(inverse_norm(S))  # the closed form of the norm drifts
-        inverse = b_k if PROJECT else inverse_norm(S)
-        if READS:
-            b_read = b_k if PROJECT or VARIANT == "ttt" or VARIANT == "delta" else b_k * inverse
-            b_zy = tl.sum(tl.join(S * slots(b_read), S * slots(b_q)), 0)
-            b_z, b_y = tl.split(b_zy)
-            tl.store(o + (at - H) * D + o_d, b_y.to(o.dtype.element_ty), mask=m_d & (t > 0))
-            b_h = direction(b_z, b_v, VARIANT)
-        else:
-            b_h = known(b_v, VARIANT)
-        b_p = b_k if VARIANT == "ttt" or VARIANT == "delta" else over_entries(S * entries(b_h))
-        _, b_alpha, b_keep = coefficients(b_k, b_p, inverse, b_gamma, b_mu, VARIANT, PROJECT)
-        S = advance(S, b_h, b_p, b_alpha, b_keep, b_gamma * l1, PROJECT, L1)
-        b_q = q_next
-        if not READS:
-            b_y = tl.sum(S * slots(b_q), 0)
-            tl.store(o + at * D + o_d, b_y.to(o.dtype.element_ty), mask=m_d)
-        b_k, b_v, b_gamma, b_mu, q_next = k_next, v_next, gamma_next, mu_next, q_after
-    if READS:
-        b_y = tl.sum(S * slots(b_q), 0)
-        last = (start + length - 1) * H + i_h
-        tl.store(o + last * D + o_d, b_y.to(o.dtype.element_ty), mask=m_d & (length > 0))
+            if SAVE:  # noqa: SIM102 (a constant, then a value)
+                if t % CHECKPOINT == 0:
+                    tl.store(kept, S)
+                    kept += H * BM * D1 * D2
+        shares = ()
+        for i in tl.static_range(GROUP):
+            b_k, b_v, b_gamma = ks[i].to(ACC), vs[i].to(ACC), gammas[i].to(ACC)
+            b_mu = tl.full([], 1, ACC) if log_decay is None else tl.exp(decays[i].to(ACC))
+            inverse = b_k if PROJECT else inverse_norm(S)
+            if VARIANT == "enc" or VARIANT == "sim":
+                b_h = known(b_v, VARIANT)
+            else:
+                b_read = b_k if PROJECT or VARIANT == "ttt" or VARIANT == "delta" else b_k * inverse
+                b_h = direction(over_slots(S * slots(b_read), WARPS, LANES), b_v, VARIANT)
+            b_p = b_k if VARIANT == "ttt" or VARIANT == "delta" else over_entries(S * entries(b_h))
+            _, b_alpha, b_keep = coefficients(b_k, b_p, inverse, b_gamma, b_mu, VARIANT, PROJECT)
+            S = advance(S, b_h, b_p, b_alpha, b_keep, b_gamma * l1, PROJECT, L1)
+            shares = shares + (share_over_slots(S * slots(qs[i].to(ACC)), WARPS, LANES),)
+            if h is not None:
+                tl.store(h + i * (H * D) + o_d, b_h, mask=m_d & (t + i < length))
+                tl.store(p + i * (H * M) + o_m, b_p, mask=m_m & (t + i < length))
+        b_o = over_shares(shares, GROUP)
+        tl.store(o + o_t * (H * D) + o_y, b_o.to(o.dtype.element_ty), mask=(t + o_t < length) & (o_y < D))
+        o += GROUP * H * D
+        if h is not None:
+            h, p = h + GROUP * H * D, p + GROUP * H * M
+        qs, ks, vs, gammas, decays = qs_next, ks_next, vs_next, gammas_next, decays_next
     if PROJECT and not L1:
         S *= slots(inverse_norm(S))
     tl.store(final_state + i_s * (BM * D1 * D2) + o_s, S)

@@ -18,6 +18,58 @@ def over_entries(x):
 
 
 @triton.jit
+def fold(x):
+    """Sum over the last axis, which every thread fetches whole: one trip through shared memory."""
+    A: tl.constexpr = x.shape[0]
+    B: tl.constexpr = x.shape[1]
+    N: tl.constexpr = x.shape[2]
+    if N == 1:
+        return tl.reshape(x, [A, B])
+    else:
+        one, other = tl.split(tl.reshape(x, [A, B, N // 2, 2]))
+        return fold(one + other)
+
+
+@triton.jit
+def over_slots(x, WARPS: tl.constexpr, LANES: tl.constexpr):
+    """Sum a tile over its slots: [D1, D2]. LANES lanes and WARPS warps hold different slots (README, "One trip")."""
+    D1: tl.constexpr = x.shape[1]
+    D2: tl.constexpr = x.shape[2]
+    x = tl.reshape(x, [x.shape[0] // (WARPS * LANES), WARPS, LANES, D1, D2])
+    return fold(tl.permute(tl.sum(tl.sum(x, 0), 1), 1, 2, 0))
+
+
+@triton.jit
+def share_over_slots(x, WARPS: tl.constexpr, LANES: tl.constexpr):
+    """What every thread can sum on its own: [WARPS * LANES, D1 * D2]."""
+    D1: tl.constexpr = x.shape[1]
+    D2: tl.constexpr = x.shape[2]
+    x = tl.reshape(x, [x.shape[0] // (WARPS * LANES), WARPS, LANES, D1, D2])
+    return tl.reshape(tl.sum(x, 0), [WARPS * LANES, D1 * D2])
+
+
+@triton.jit
+def over_shares(shares, GROUP: tl.constexpr):
+    """Sums [GROUP, D] of the shares of GROUP tokens, in one trip."""
+    N: tl.constexpr = shares[0].shape[0]
+    D: tl.constexpr = shares[0].shape[1]
+    if GROUP == 1:
+        x = tl.reshape(shares[0], [N, D, 1])
+    elif GROUP == 2:
+        x = tl.join(shares[0], shares[1])
+    else:
+        x = tl.join(tl.join(shares[0], shares[2]), tl.join(shares[1], shares[3]))
+    return fold(tl.permute(tl.reshape(x, [N, D, GROUP]), 2, 1, 0))
+
+
+@triton.jit
+def squared(h, M: tl.constexpr):
+    """|h|^2 [M], found by every slot for itself, beside its h . s_i."""
+    wide = tl.broadcast_to(entries(h), [M, h.shape[0], h.shape[1]])
+    return over_entries(wide * wide)
+
+
+@triton.jit
 def total(x):
     """Sum a vector [D1, D2] of entries."""
     return tl.sum(tl.sum(x, 0), 0)
@@ -26,7 +78,7 @@ def total(x):
 @triton.jit
 def slots(x):
     """[M] against a tile."""
-    return x[:, None, None]
+    return tl.expand_dims(tl.expand_dims(x, 1), 1)
 
 
 @triton.jit
@@ -112,7 +164,7 @@ def advance(S, h, p, alpha, keep, threshold, PROJECT: tl.constexpr, L1: tl.const
             new *= slots(inverse_norm(new))
         return new
     elif PROJECT:
-        scale = rescale(alpha, p, total(h * h))
+        scale = rescale(alpha, p, squared(h, S.shape[0]))
         return slots(scale * keep) * S + slots(scale * alpha) * entries(h)
     else:
         return slots(keep) * S + slots(alpha) * entries(h)

@@ -24,6 +24,12 @@ def _sizes(state: Tensor, lanes: int) -> dict:
     return {"M": M, "D": D, "BM": padded(M), "D1": BD // D2, "D2": D2, "ACC": acc}
 
 
+def _split(warps: int, sizes: dict) -> dict:
+    """How a tile's slots are dealt to warps and lanes, and how many tokens registers hold: see tiles.py."""
+    group = 4 if sizes["BM"] * sizes["D1"] * sizes["D2"] <= 4096 else 1
+    return {"WARPS": warps, "LANES": 32 // (sizes["D2"] // 4), "GROUP": group, "num_warps": warps}
+
+
 def _warps(warps: int, state: Tensor) -> int:
     """More of them for larger states, whose registers they hold."""
     tile = padded(state.shape[2]) * padded(state.shape[3])
@@ -54,9 +60,9 @@ def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, var
     slots = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens) if save else 0
     kept = start.new_empty(slots, H, start[0].numel())
     lattice_fwd_kernel[(N * H,)](
-        q, k, v, gamma, log_decay, start, o, final, kept, cu_seqlens, v.shape[1], float(l1),
-        H=H, **sizes, VARIANT=variant, PROJECT=project, L1=l1 > 0, SAVE=save,
-        CHECKPOINT=CHECKPOINT, BLOCK=BLOCK, num_warps=_warps(WARPS_FWD, initial_state),
+        q, k, v, gamma, log_decay, start, o, final, kept, None, None, cu_seqlens, v.shape[1], float(l1),
+        H=H, **sizes, **_split(_warps(WARPS_FWD, initial_state), sizes), VARIANT=variant, PROJECT=project, L1=l1 > 0,
+        SAVE=save, CHECKPOINT=CHECKPOINT, BLOCK=BLOCK,
     )  # fmt: skip
     return o, _from_tiles(final, initial_state), kept
 

@@ -54,6 +54,31 @@ def test_every_rule_on_a_gpu(variant, project, l1, dtype):
     compare(options, Shape(2, 150, 2, 2, 64, 64), dtype, 2 * TOLERANCE[dtype], None)
 
 
+@pytest.mark.parametrize("variant", ["enc", "sim"])
+def test_a_slot_that_keeps_nothing(variant, backend):
+    """keep = 1 + gamma c p = 0 in a token of the second window: nothing may be divided by it. Packed."""
+    if backend == "triton" and DEVICE == "cuda":
+        pytest.skip("the choice by device keeps float64 off a GPU's Triton kernels")
+    options, shape = {"variant": variant}, Shape(1, 70, 1, 1, 4, 5)
+    inputs, state = draw(shape, torch.float64), draw_state(shape, 3, torch.float64)
+    cu_seqlens = torch.tensor([0, 0, 3, 70], device=DEVICE)
+    for t in (1, 69):
+        rows = slice(3 if t == 69 else 0, t)
+        sequence = 2 if t == 69 else 1
+        before = {name: x[:, rows] for name, x in inputs.items()}
+        _, slots = K.naive_lattice(**before, **options, initial_state=state[0][sequence, None])
+        inputs["v"][0, t, 0], inputs["gamma"][0, t, 0] = slots[0, 0, :, 2], 1
+        inputs["k"][0, t, 0, 2] = 2 if variant == "enc" else 1
+    weights = []
+    want, got = (
+        outputs_and_gradients(
+            LATTICE, lambda fn=fn, **x: fn(**x, **options), inputs, state, cu_seqlens, weights=weights
+        )
+        for fn in (K.naive_lattice, K.chunk_lattice)
+    )
+    assert_close(got, want, lambda name: 1e-10)
+
+
 def test_forget_gate_is_a_larger_step():
     """P_C(mu s + Delta) = P_C(s + Delta / mu), in the truth too."""
     inputs = draw(SHAPE, torch.float64)

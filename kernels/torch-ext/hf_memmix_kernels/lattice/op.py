@@ -6,25 +6,32 @@ from torch import Tensor
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import use_triton
 from .naive import BASELINES, VARIANTS
-from .plan import CHECKPOINT, MAX_DIM, checkpoint_slots, padded
+from .plan import CHECKPOINT, MAX_DIM, checkpoint_slots, dual_size, padded, runs_dual
 from .torch import lattice_bwd_torch, lattice_fwd_torch, lattice_step_torch
 
 # e^-20 is the strongest decay that float32 can tell from none of the old direction
 STRONGEST_DECAY = -20.0
 
 
-def _path(x: Tensor):
-    """The functions forward, backward and step of the backend that runs `x`."""
+def _path(x: Tensor, dual: bool = False):
+    """The functions forward, backward and step of the backend that runs `x`; the dual form is Triton's alone."""
     if not use_triton(x):
         return lattice_fwd_torch, lattice_bwd_torch, lattice_step_torch
     from .triton import lattice_bwd_triton, lattice_fwd_triton, lattice_step_triton
 
+    if dual:
+        from .dual import dual_bwd_triton, dual_fwd_triton
+
+        return dual_fwd_triton, dual_bwd_triton, lattice_step_triton
+
     return lattice_fwd_triton, lattice_bwd_triton, lattice_step_triton
 
 
-def _kept_shape(v: Tensor, state: Tensor, cu_seqlens: Tensor | None, save: bool) -> tuple[int, ...]:
+def _kept_shape(v: Tensor, state: Tensor, cu_seqlens: Tensor | None, dual: bool, save: bool) -> tuple[int, ...]:
     """Shape of what forward keeps for backward, which each backend lays out for itself."""
     N, H, d, m = state.shape
+    if use_triton(v) and dual:
+        return (dual_size(v, state, cu_seqlens) if save else 0,)
     if use_triton(v):
         return (checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens) if save else 0, H, padded(m) * padded(d))
     # the longest packed sequence is known on the device only: backward runs forward again
@@ -47,7 +54,8 @@ def _fwd(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     save = save and (use_triton(v) or cu_seqlens is None)
-    outputs = _path(v)[0](q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save)
+    forward = _path(v, chunked and runs_dual(variant, project, l1))[0]
+    outputs = forward(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save)
     return tuple(t.contiguous() for t in outputs)
 
 
@@ -56,7 +64,9 @@ def _(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1
     return (
         v.new_empty(v.shape),
         initial_state.new_empty(initial_state.shape),
-        initial_state.new_empty(_kept_shape(v, initial_state, cu_seqlens, save)),
+        initial_state.new_empty(
+            _kept_shape(v, initial_state, cu_seqlens, chunked and runs_dual(variant, project, l1), save)
+        ),
     )
 
 
@@ -78,7 +88,7 @@ def _bwd(
     chunked: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs, rule = (q, k, v, gamma, log_decay, initial_state), (variant, project, l1)
-    forward, backward, _ = _path(v)
+    forward, backward, _ = _path(v, chunked and runs_dual(*rule))
     if not kept.numel():
         kept = forward(*inputs, cu_seqlens, *rule, True)[2]
     *grads, dinitial = backward(do, dfinal, *inputs, kept, cu_seqlens, *rule)

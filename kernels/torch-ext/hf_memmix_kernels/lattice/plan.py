@@ -17,3 +17,20 @@ def checkpoint_slots(batch: int, tokens: int, cu_seqlens: Tensor | None) -> int:
     if cu_seqlens is None:
         return batch * -(-tokens // CHECKPOINT)
     return tokens // CHECKPOINT + cu_seqlens.shape[0]
+
+
+def runs_dual(variant: str, project: bool, l1: float) -> bool:
+    """Whether h is known before the state, and an update is linear in it given p = S^T h: what the dual form needs."""
+    return variant in ("enc", "sim") and project and not l1
+
+
+def dual_padded(n: int) -> int:
+    """As `padded`, in tiles of at least 32: rows of 128 bytes (README, "Compiler traps")."""
+    return max(32, padded(n))
+
+
+def dual_size(v: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Numbers that the dual form keeps for backward: tiles of states, and p of every token."""
+    N, H, d, m = state.shape
+    tiles = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens) + N
+    return (tiles * dual_padded(m) * dual_padded(d) + v.shape[0] * v.shape[1] * m) * H

@@ -1,0 +1,102 @@
+"""Launches of Lattice's dual form, for "enc" and "sim" with projection: same arguments and results as triton.py's."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._chunks import chunk_table
+from .._common import compute_dtype
+from .dual_bwd_kernels import (
+    lattice_read_adjoint_kernel,
+    lattice_walk_adjoint_kernel,
+    lattice_write_adjoint_kernel,
+)
+from .dual_fwd_kernels import lattice_norm_kernel, lattice_read_kernel, lattice_walk_kernel
+from .plan import CHECKPOINT, checkpoint_slots, dual_padded, dual_size
+
+# lanes that share a slot, and tokens loaded ahead, where tokens are walked one by one; warps of a window of 64 x 64
+LANES, GROUP = 4, 4
+WARPS = 4
+
+
+class _Plan:
+    """Sizes and grids, tiles of states, and what forward keeps: states before every window and at the end, then p."""
+
+    def __init__(self, v: Tensor, state: Tensor, cu_seqlens: Tensor | None, variant: str):
+        self.shape, self.dtype = state.shape, compute_dtype(v.dtype)
+        N, H, D, M = state.shape
+        B, T = v.shape[:2]
+        self.BM, self.BD = dual_padded(M), dual_padded(D)
+        self.tokens, self.slots = B * T, checkpoint_slots(B, T, cu_seqlens)
+        first = sequence = None
+        windows = self.slots
+        if cu_seqlens is not None:
+            first, sequence, windows = chunk_table(cu_seqlens, T, CHECKPOINT)
+        self.along, self.across = (cu_seqlens, first, T), (cu_seqlens, first, sequence, T, N)
+        acc = tl.float64 if self.dtype == torch.float64 else tl.float32
+        shared = {"H": H, "M": M, "D": D, "BM": self.BM, "VARIANT": variant, "C": CHECKPOINT, "ACC": acc}
+        D2 = min(self.BD, 4 * LANES)
+        self.walk = {**shared, "MB": 32 // LANES, "D1": self.BD // D2, "D2": D2, "P": GROUP, "num_warps": 1}
+        precision = {torch.float64: "ieee", torch.float32: "tf32x3"}.get(v.dtype, "tf32")
+        warps = min(8, max(2, WARPS * self.BM * self.BD // 4096))
+        self.read = {
+            **shared, "BD": self.BD, "LEVELS": CHECKPOINT.bit_length() - 1, "PRECISION": precision, "num_warps": warps,
+        }  # fmt: skip
+        self.walks, self.reads = (N * H * self.BM * LANES // 32,), (windows * H,)
+
+    def views(self, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """States before every window and final states, as tiles, and p."""
+        N, H, _, M = self.shape
+        return kept.split([self.slots * H * self.BM * self.BD, N * H * self.BM * self.BD, self.tokens * H * M])
+
+    def to_tiles(self, state: Tensor) -> Tensor:
+        """[N, H, d, m] -> [N, H, BM, BD], slots as rows, zero-padded."""
+        _, _, D, M = self.shape
+        return torch.nn.functional.pad(state.to(self.dtype).mT, (0, self.BD - D, 0, self.BM - M)).contiguous()
+
+    def from_tiles(self, tiles: Tensor) -> Tensor:
+        """The inverse of `to_tiles`."""
+        N, H, D, M = self.shape
+        return tiles.view(N, H, self.BM, self.BD)[:, :, :M, :D].mT
+
+    def norms(self, v: Tensor) -> Tensor:
+        """|v|^2 of every token and head."""
+        hh = v.new_empty(v.shape[:3], dtype=self.dtype)
+        grid = (triton.cdiv(hh.numel(), 64),)
+        lattice_norm_kernel[grid](v, hh, hh.numel(), D=v.shape[3], BD=self.BD, R=64)
+        return hh
+
+
+def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
+    """o, the final state [N, H, d, m], and what backward needs in one buffer."""
+    q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
+    plan = _Plan(v, initial_state, cu_seqlens, variant)
+    start = plan.to_tiles(initial_state)
+    kept = start.new_empty(dual_size(v, initial_state, cu_seqlens))
+    states, final, p = plan.views(kept)
+    hh, o = plan.norms(v), torch.empty_like(v)
+    lattice_walk_kernel[plan.walks](k, v, hh, gamma, start, final, states, p, *plan.along, **plan.walk)
+    lattice_read_kernel[plan.reads](q, k, v, hh, gamma, states, p, o, *plan.across, **plan.read)
+    return o, plan.from_tiles(final), kept if save else kept.new_empty(0)
+
+
+def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, variant, project, l1):
+    """Gradients of q, k, v, gamma, log_decay (None: folded into gamma) and the initial state."""
+    do, q, k, v, gamma = (x.contiguous() for x in (do, q, k, v, gamma))
+    plan = _Plan(v, initial_state, cu_seqlens, variant)
+    states, final, p = plan.views(kept)
+    hh, dq, dk, dv, dgamma = plan.norms(v), *(torch.empty_like(x) for x in (q, k, v, gamma))
+    end = plan.to_tiles(dfinal)
+    reads, dalpha, z, ends, dstart = (torch.empty_like(x) for x in (p, p, p, states, end))
+    flags = torch.empty(plan.reads, dtype=torch.int32, device=v.device)
+    lattice_read_adjoint_kernel[plan.reads](
+        do, k, v, hh, gamma, states, p, dq, reads, flags, *plan.across, **plan.read
+    )
+    lattice_walk_adjoint_kernel[plan.walks](
+        do, end, q, k, v, hh, gamma, states, final, p, reads, flags, dalpha, z, ends, dstart, *plan.along, **plan.walk
+    )
+    lattice_write_adjoint_kernel[plan.reads](
+        do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma, *plan.across, **plan.read
+    )
+    return dq, dk, dv, dgamma, None, plan.from_tiles(dstart)

@@ -1,0 +1,252 @@
+"""Lattice "enc" and "sim" backward, in three kernels: as forward, only scalars a slot are found token by token.
+
+With dS_t the gradient of s_t from its reads and all later tokens, u = h . dS_t, z = s_t . dS_t and x = s_{t-1} . dS_t,
+
+    dalpha = beta (u - p x - beta alpha n z),  g = alpha^2 dalpha - a b z (+ dc for "enc"),  dc = -gamma dalpha
+    dS_{t-1} = a dS_t + g h_t + q_{t-1} dy_{t-1},  dh_t = sum_i b dS_t + g s_{t-1} - b^2 z h_t
+
+where x = (z - b u) / a, and s_{t-1} . (a dS_t + g h_t) = a x + g p: no state is needed. Multiples of s in its own
+gradient mean nothing, and are taken out before every window. The readouts, dq_t = S_t^T dy_t too, are again linear.
+"""
+
+import triton
+import triton.language as tl
+
+from .dual_fwd_kernels import span
+from .dual_tiles import (
+    cast,
+    combine,
+    inner,
+    join,
+    load_group,
+    load_parts,
+    load_rows,
+    load_slots,
+    locate,
+    pairs,
+    store_slots,
+    write_rule,
+)
+from .tiles import known
+
+
+@triton.jit
+def lattice_read_adjoint_kernel(
+    do, k, v, hh, gamma, states, p, dq, reads, flags, cu_seqlens, first, sequence, T, N,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dq of one window of one head, also as `reads`; its flag is set where a is so small that x loses digits."""
+    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
+    at, o_t = start * H + i_h, tl.arange(0, C)
+    o_m, o_d = tl.arange(0, BM), tl.arange(0, BD)
+    b_p, b_k = (
+        load_rows(p + at * M, o_t, M, H * M, tokens, BM, ACC),
+        load_rows(k + at * M, o_t, M, H * M, tokens, BM, ACC),
+    )
+    b_hh, b_gamma = load_rows(hh + at, o_t, 1, H, tokens, 1, ACC), load_rows(gamma + at, o_t, 1, H, tokens, 1, ACC)
+    _, alpha, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
+    nearest = tl.min(tl.min(tl.abs(1 - alpha * b_p), 1), 0)
+    tl.store(flags + i_c * H + i_h, (nearest < 0.25).to(tl.int32))
+    b_h = known(load_rows(v + at * D, o_t, D, H * D, tokens, BD, ACC), VARIANT)
+    b_do = load_rows(do + at * D, o_t, D, H * D, tokens, BD, ACC)
+    score = tl.dot(b_do, tl.trans(b_h), input_precision=PRECISION, out_dtype=ACC)
+    prefix, suffix, product = tl.full([C, BM], 1, ACC), tl.full([C, BM], 1, ACC), a
+    b_dq = tl.zeros([C, BM], ACC)
+    for level in tl.static_range(LEVELS):
+        second, mask = pairs(o_t, 1 << level)
+        b_dq += prefix * tl.dot(tl.where(mask, score, 0), b * suffix, input_precision=PRECISION, out_dtype=ACC)
+        prefix, suffix, product = join(prefix, suffix, product, second, 1 << level)
+    S = tl.load(states + (i_c.to(tl.int64) * H + i_h) * (BM * BD) + o_m[None, :] * BD + o_d[:, None])
+    b_dq += prefix * tl.dot(b_do, S, input_precision=PRECISION, out_dtype=ACC)
+    b_dq = a * b_dq + b * tl.sum(b_do * b_h, 1)[:, None]
+    mask = (o_t < tokens)[:, None] & (o_m < M)[None, :]
+    o_q = at * M + o_t[:, None] * (H * M) + o_m[None, :]
+    tl.store(dq + o_q, b_dq.to(dq.dtype.element_ty), mask=mask)
+    tl.store(reads + o_q, b_dq, mask=mask)
+
+
+@triton.jit
+def replay(
+    S, k, v, hh, gamma, p, o_m, steps, H: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The slots after `steps` more tokens, whose p is known."""
+    for t in range(0, steps):
+        b_p = tl.load(p + t * (H * M) + o_m, mask=o_m < M, other=0)
+        b_k = tl.load(k + t * (H * M) + o_m, mask=o_m < M, other=0).to(ACC)
+        b_v = cast(load_parts(v + t * (H * D), 0, 1, 1, D, D1, D2)[0], ACC)
+        b_gamma, b_hh = tl.load(gamma + t * H).to(ACC), tl.load(hh + t * H)
+        _, _, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
+        S = combine(a, S, b if VARIANT == "enc" else -b, b_v)
+    return S
+
+
+@triton.jit
+def tangent(E, S):
+    """E_i minus its part along the unit slot s_i, in parts."""
+    along = inner_slots(S, E)
+    parts = ()
+    for j in tl.static_range(len(S)):
+        parts = parts + (E[j] - along[:, None] * S[j],)
+    return parts
+
+
+@triton.jit
+def inner_slots(S, E):
+    """s_i . e_i, in parts."""
+    x = S[0] * E[0]
+    for j in tl.static_range(1, len(S)):
+        x += S[j] * E[j]
+    return tl.sum(x, 1)
+
+
+@triton.jit
+def add(E, q, y):
+    """e_i + q_i y, in parts."""
+    parts = ()
+    for j in tl.static_range(len(E)):
+        parts = parts + (E[j] + q[:, None] * y[j][None, :],)
+    return parts
+
+
+@triton.jit
+def load_tokens(
+    q, k, p, reads, v, do, hh, gamma, t, length, o_m,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Of P tokens from t on: q, k, p, reads, v, do, hh and gamma. None is before the first."""
+    left = tl.where(t >= 0, length - t, 0)
+    o_k, o_v, o_g, m_m = t * (H * M), t * (H * D), t * H, o_m < M
+    qs, ks = load_group(q + o_k, o_m, m_m, H * M, left, P), load_group(k + o_k, o_m, m_m, H * M, left, P)
+    ps, rs = load_group(p + o_k, o_m, m_m, H * M, left, P), load_group(reads + o_k, o_m, m_m, H * M, left, P)
+    vs = load_parts(v + o_v, H * D, left, P, D, D1, D2)
+    dos = load_parts(do + o_v, H * D, left, P, D, D1, D2)
+    hhs, gammas = load_group(hh + o_g, 0, True, H, left, P), load_group(gamma + o_g, 0, True, H, left, P)
+    return qs, ks, ps, rs, vs, dos, hhs, gammas
+
+
+@triton.jit
+def lattice_walk_adjoint_kernel(
+    do, dfinal, q, k, v, hh, gamma, states, final, p, reads, flags, dalpha, z, ends, dstart, cu_seqlens, first, T,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, MB: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, VARIANT: tl.constexpr, C: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dalpha and z of all tokens and the gradients of the states after every window, for MB slots of one head."""
+    SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1
+    TILE: tl.constexpr = BM * D1 * D2
+    i_s = (tl.program_id(0) // (BM // MB)).to(tl.int64)
+    i_n, i_h = i_s // H, i_s % H
+    start, length, window = span(i_n, cu_seqlens, first, T, C)
+    o_m = tl.program_id(0) % (BM // MB) * MB + tl.arange(0, MB)
+    o_s = o_m[:, None] * (D1 * D2) + tl.arange(0, D2)[None, :]
+    m_m = o_m < M
+    at = start * H + i_h
+    q, k, p, reads, dalpha, z = q + at * M, k + at * M, p + at * M, reads + at * M, dalpha + at * M, z + at * M
+    do, v, hh, gamma = do + at * D, v + at * D, hh + at, gamma + at
+    flags += window * H + i_h
+    states += (window * H + i_h) * TILE + o_s
+    ends += (window * H + i_h) * TILE + o_s
+    E = tangent(load_slots(dfinal + i_s * TILE + o_s, D1, D2), load_slots(final + i_s * TILE + o_s, D1, D2))
+    if length > 0:
+        store_slots(ends + (length - 1) // C * (H * TILE), E, D2)
+    along = tl.zeros([MB], ACC)  # s_t . E_t
+
+    groups = tl.cdiv(length, P)
+    t = (groups - 1) * P
+    now = load_tokens(q, k, p, reads, v, do, hh, gamma, t, length, o_m, H, M, D, D1, D2, P)
+    near = tl.load(flags + t // C * H, mask=t >= 0, other=0)
+    for group in range(0, groups):
+        t = (groups - 1 - group) * P
+        nearer = tl.load(flags + (t - P) // C * H, mask=t > 0, other=0)
+        before = load_tokens(q, k, p, reads, v, do, hh, gamma, t - P, length, o_m, H, M, D, D1, D2, P)
+        qs, ks, ps, rs, vs, dos, hhs, gammas = now
+        for i in tl.static_range(P - 1, -1, -1):
+            b_p, b_q, b_v, b_do = ps[i], qs[i].to(ACC), cast(vs[i], ACC), cast(dos[i], ACC)
+            b_gamma = gammas[i].to(ACC)
+            _, alpha, beta, n, a, b = write_rule(b_p, ks[i].to(ACC), b_gamma, hhs[i], VARIANT)
+            dS = add(E, b_q, b_do)
+            u = inner(dS, b_v) * SIGN
+            b_z = along + b_q * rs[i]
+            if near:
+                here = tl.abs(1 - alpha * b_p) < 0.25
+                first_t = t // C * C
+                S = load_slots(states + first_t // C * (H * TILE), D1, D2)
+                o_k, o_v, o_g = first_t * (H * M), first_t * (H * D), first_t * H
+                S = replay(
+                    S, k + o_k, v + o_v, hh + o_g, gamma + o_g, p + o_k, o_m, t + i - first_t,
+                    H, M, D, D1, D2, VARIANT, ACC,
+                )  # fmt: skip
+                x = tl.where(here, inner_slots(S, dS), (b_z - b * u) / tl.where(here, 1, a))
+            else:
+                x = (b_z - b * u) / a
+            b_dalpha = beta * (u - b_p * x - beta * alpha * n * b_z)
+            g = alpha * alpha * b_dalpha - a * b * b_z
+            if VARIANT == "enc":
+                g -= b_gamma * b_dalpha
+            E = combine(a, dS, g * SIGN, b_v)
+            along = b_z - b * u + g * b_p
+            o_t = (t + i) * (H * M) + o_m
+            tl.store(dalpha + o_t, b_dalpha, mask=m_m & (t + i < length))
+            tl.store(z + o_t, b_z, mask=m_m & (t + i < length))
+        if t % C == 0:
+            E = tangent(E, load_slots(states + t // C * (H * TILE), D1, D2))
+            along = tl.zeros([MB], ACC)
+            if t > 0:
+                store_slots(ends + (t // C - 1) * (H * TILE), E, D2)
+        now, near = before, nearer
+    store_slots(dstart + i_s * TILE + o_s, E, D2)
+
+
+@triton.jit
+def lattice_write_adjoint_kernel(
+    do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma, cu_seqlens, first, sequence, T, N,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dk, dv and dgamma of one window of one head."""
+    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
+    at, o_t = start * H + i_h, tl.arange(0, C)
+    o_m, o_d = tl.arange(0, BM), tl.arange(0, BD)
+    m_m, m_d = (o_t < tokens)[:, None] & (o_m < M)[None, :], (o_t < tokens)[:, None] & (o_d < D)[None, :]
+    o_k, o_v = at * M + o_t[:, None] * (H * M) + o_m[None, :], at * D + o_t[:, None] * (H * D) + o_d[None, :]
+    b_p, b_k = (
+        load_rows(p + at * M, o_t, M, H * M, tokens, BM, ACC),
+        load_rows(k + at * M, o_t, M, H * M, tokens, BM, ACC),
+    )
+    b_hh, b_gamma = load_rows(hh + at, o_t, 1, H, tokens, 1, ACC), load_rows(gamma + at, o_t, 1, H, tokens, 1, ACC)
+    c, alpha, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
+    b_dalpha = load_rows(dalpha + at * M, o_t, M, H * M, tokens, BM, ACC)
+    b_z = load_rows(z + at * M, o_t, M, H * M, tokens, BM, ACC)
+    dc = -b_gamma * b_dalpha
+    tl.store(dk + o_k, (-dc if VARIANT == "enc" else dc).to(dk.dtype.element_ty), mask=m_m)
+    tl.store(dgamma + at + o_t * H, -tl.sum(c * b_dalpha, 1).to(dgamma.dtype.element_ty), mask=o_t < tokens)
+    g = alpha * alpha * b_dalpha - a * b * b_z
+    if VARIANT == "enc":
+        g += dc
+    own_h = -tl.sum(b * b * b_z, 1)
+    b_q = load_rows(q + at * M, o_t, M, H * M, tokens, BM, ACC)
+    own_do = tl.sum(b_q * b, 1)
+    read = b_q * a
+    prefix, suffix, product = tl.full([C, BM], 1, ACC), tl.full([C, BM], 1, ACC), a
+    score_h, score_do = tl.zeros([C, C], ACC), tl.zeros([C, C], ACC)
+    for level in tl.static_range(LEVELS):
+        second, mask = pairs(o_t, 1 << level)
+        _, transposed = pairs(C - 1 - o_t, 1 << level)
+        # a pair of g and b in either order: each row has one of them
+        both = tl.where(second, g * prefix, b * suffix)
+        found = tl.dot(both, tl.trans(both), input_precision=PRECISION, out_dtype=ACC)
+        score_h += tl.where(mask | transposed, found, 0)
+        found = tl.dot(b * suffix, tl.trans(read * prefix), input_precision=PRECISION, out_dtype=ACC)
+        score_do += tl.where(transposed, found, 0)
+        prefix, suffix, product = join(prefix, suffix, product, second, 1 << level)
+    o_s = (i_c.to(tl.int64) * H + i_h) * (BM * BD) + o_m[:, None] * BD + o_d[None, :]
+    b_dh = tl.dot(g * prefix, tl.load(states + o_s), input_precision=PRECISION, out_dtype=ACC)
+    b_dh = tl.dot(b * suffix, tl.load(ends + o_s), b_dh, input_precision=PRECISION, out_dtype=ACC)
+    b_h = known(load_rows(v + at * D, o_t, D, H * D, tokens, BD, ACC), VARIANT)
+    b_dh = tl.dot(score_h, b_h, b_dh, input_precision=PRECISION, out_dtype=ACC) + own_h[:, None] * b_h
+    b_do = load_rows(do + at * D, o_t, D, H * D, tokens, BD, ACC)
+    b_dh = tl.dot(score_do, b_do, b_dh, input_precision=PRECISION, out_dtype=ACC) + own_do[:, None] * b_do
+    tl.store(dv + o_v, known(b_dh, VARIANT).to(dv.dtype.element_ty), mask=m_d)

@@ -1,0 +1,150 @@
+"""What the kernels of Lattice's dual form share: coefficients from what is saved, windows, and products of decays.
+
+Within a window of 64 tokens s_t = (a_t ... a_1) s_0 + sum_j (a_t ... a_{j+1}) b_j h_j. The products between two tokens
+j < t split at the end of the segment that holds j: its suffix times a prefix of the next one. Segments of 1, 2, 4, ...
+tokens find every pair once, and nothing is divided by an a, which may be zero.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import rsqrt
+
+
+@triton.jit
+def write_rule(p, k, gamma, hh, VARIANT: tl.constexpr):
+    """c, alpha, beta, n, a and b of s' = a s + b h, s a unit slot: alpha the step, beta = 1 / |s + alpha P(s) h|."""
+    c = p - k if VARIANT == "enc" else k
+    alpha = -gamma * c
+    n = tl.maximum(hh - p * p, 0)
+    beta = rsqrt(1 + alpha * alpha * n)
+    return c, alpha, beta, n, beta * (1 - alpha * p), beta * alpha
+
+
+@triton.jit
+def inner(S, h):
+    """s_i . h for slots in parts, a tuple of [M, D2], and a vector in parts, a tuple of [D2]: [M]."""
+    x = S[0] * h[0][None, :]
+    for j in tl.static_range(1, len(S)):
+        x += S[j] * h[j][None, :]
+    return tl.sum(x, 1)
+
+
+@triton.jit
+def combine(a, S, b, h):
+    """a_i s_i + b_i h, in parts."""
+    parts = ()
+    for j in tl.static_range(len(S)):
+        parts = parts + (a[:, None] * S[j] + b[:, None] * h[j][None, :],)
+    return parts
+
+
+@triton.jit
+def normalise(S):
+    """s_i / |s_i|, in parts; the empty slots that fill up a tile stay empty."""
+    x = S[0] * S[0]
+    for j in tl.static_range(1, len(S)):
+        x += S[j] * S[j]
+    x = tl.sum(x, 1)
+    scale = tl.where(x > 0, rsqrt(tl.where(x > 0, x, 1)), 0)
+    parts = ()
+    for j in tl.static_range(len(S)):
+        parts = parts + (S[j] * scale[:, None],)
+    return parts
+
+
+@triton.jit
+def cast(x, ACC: tl.constexpr):
+    parts = ()
+    for j in tl.static_range(len(x)):
+        parts = parts + (x[j].to(ACC),)
+    return parts
+
+
+@triton.jit
+def load_slots(p, D1: tl.constexpr, D2: tl.constexpr):
+    """Slots at the pointers p [M, D2] to their first part."""
+    parts = ()
+    for j in tl.static_range(D1):
+        parts = parts + (tl.load(p + j * D2),)
+    return parts
+
+
+@triton.jit
+def store_slots(p, S, D2: tl.constexpr):
+    for j in tl.static_range(len(S)):
+        tl.store(p + j * D2, S[j])
+
+
+@triton.jit
+def load_group(p, offsets, mask, stride, left, P: tl.constexpr):
+    """The next P tokens, as they are stored; zeros beyond the `left` ones, at which nothing is written."""
+    rows = ()
+    for i in tl.static_range(P):
+        rows = rows + (tl.load(p + i * stride + offsets, mask=mask & (i < left), other=0),)
+    return rows
+
+
+@triton.jit
+def load_parts(p, stride, left, P: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """`load_group` of vectors [D] in parts.
+
+    Fewer than 32 numbers a load: Triton then gives it the layout of its use, without a detour through shared memory.
+    """
+    rows = ()
+    for i in tl.static_range(P):
+        parts = ()
+        for j in tl.static_range(D1):
+            o_d = j * D2 + tl.arange(0, D2)
+            parts = parts + (tl.load(p + i * stride + o_d, mask=(o_d < D) & (i < left), other=0),)
+        rows = rows + (parts,)
+    return rows
+
+
+@triton.jit
+def locate(i_c, cu_seqlens, first, sequence, T, N, C: tl.constexpr):
+    """First token of window i_c, and how many of its tokens there are: none of a window beyond the last."""
+    if cu_seqlens is None:
+        windows = tl.cdiv(T, C)
+        i_w = i_c % windows
+        return (i_c // windows).to(tl.int64) * T + i_w * C, tl.minimum(T - i_w * C, C)
+    else:
+        i_n = tl.load(sequence + i_c)
+        last = tl.minimum(i_n, N - 1)
+        begin = tl.load(cu_seqlens + last).to(tl.int64) + (i_c - tl.load(first + last)).to(tl.int64) * C
+        left = (tl.load(cu_seqlens + last + 1) - begin).to(tl.int32)
+        return begin, tl.where(i_n < N, tl.minimum(left, C), 0)
+
+
+@triton.jit
+def load_rows(p, o_t, width: tl.constexpr, stride, tokens, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    """Rows `o_t` of [tokens, width], `stride` apart, as [C, BLOCK] with zeros around."""
+    o_w = tl.arange(0, BLOCK)
+    mask = (o_t < tokens)[:, None] & (o_w < width)[None, :]
+    return tl.load(p + o_t[:, None] * stride + o_w[None, :], mask=mask, other=0).to(ACC)
+
+
+@triton.jit
+def swap(x, SIZE: tl.constexpr):
+    """Exchange neighbouring segments of SIZE rows of [C, M]."""
+    C: tl.constexpr = x.shape[0]
+    M: tl.constexpr = x.shape[1]
+    bits = x.to(tl.int64 if x.dtype == tl.float64 else tl.int32, bitcast=True)
+    bits = tl.reshape(bits, [C // (2 * SIZE), 2, SIZE, M])
+    bits = bits ^ tl.xor_sum(bits, 1, keep_dims=True)
+    return tl.reshape(bits, [C, M]).to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def pairs(o_t, SIZE: tl.constexpr):
+    """Whether a row lies in the second of two segments, and the pairs (t, j) of a second and its first segment."""
+    second = (o_t // SIZE) % 2 == 1
+    same = (o_t // (2 * SIZE))[:, None] == (o_t // (2 * SIZE))[None, :]
+    return second[:, None], same & second[:, None] & ~second[None, :]
+
+
+@triton.jit
+def join(prefix, suffix, product, second, SIZE: tl.constexpr):
+    """From segments of SIZE to twice that: products before a token, after it, and of its segment."""
+    other = swap(product, SIZE)
+    return tl.where(second, prefix * other, prefix), tl.where(second, suffix, suffix * other), product * other

@@ -39,9 +39,9 @@ class _Plan:
         D2 = min(self.BD, 4 * LANES)
         self.walk = {**shared, "MB": 32 // LANES, "D1": self.BD // D2, "D2": D2, "P": GROUP, "num_warps": 1}
         precision = {torch.float64: "ieee", torch.float32: "tf32x3"}.get(v.dtype, "tf32")
-        warps = min(8, max(2, WARPS * self.BM * self.BD // 4096))
         self.read = {
-            **shared, "BD": self.BD, "LEVELS": CHECKPOINT.bit_length() - 1, "PRECISION": precision, "num_warps": warps,
+            **shared, "MB": 32, "BD": self.BD, "LEVELS": CHECKPOINT.bit_length() - 1, "PRECISION": precision,
+            "num_warps": WARPS,
         }  # fmt: skip
         self.walks, self.reads = (N * H * self.BM * LANES // 32,), (windows * H,)
 

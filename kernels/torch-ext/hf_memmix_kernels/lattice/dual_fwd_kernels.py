@@ -14,6 +14,7 @@ from .dual_tiles import (
     combine,
     inner,
     join,
+    load_column,
     load_group,
     load_parts,
     load_rows,
@@ -91,33 +92,34 @@ def lattice_walk_kernel(
 @triton.jit
 def lattice_read_kernel(
     q, k, v, hh, gamma, states, p, o, cu_seqlens, first, sequence, T, N,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """o of one window of one head."""
+    """o of one window of one head, from MB slots at a time."""
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
-    at, o_t = start * H + i_h, tl.arange(0, C)
-    b_p, b_k = (
-        load_rows(p + at * M, o_t, M, H * M, tokens, BM, ACC),
-        load_rows(k + at * M, o_t, M, H * M, tokens, BM, ACC),
-    )
-    b_hh, b_gamma = load_rows(hh + at, o_t, 1, H, tokens, 1, ACC), load_rows(gamma + at, o_t, 1, H, tokens, 1, ACC)
-    b_q = load_rows(q + at * M, o_t, M, H * M, tokens, BM, ACC)
-    _, _, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
-    own = tl.sum(b_q * b, 1)
-    read = b_q * a
-    prefix, suffix, product = tl.full([C, BM], 1, ACC), tl.full([C, BM], 1, ACC), a
-    score = tl.zeros([C, C], ACC)
-    for level in tl.static_range(LEVELS):
-        second, mask = pairs(o_t, 1 << level)
-        found = tl.dot(read * prefix, tl.trans(b * suffix), input_precision=PRECISION, out_dtype=ACC)
-        score += tl.where(mask, found, 0)
-        prefix, suffix, product = join(prefix, suffix, product, second, 1 << level)
-    o_m, o_d = tl.arange(0, BM), tl.arange(0, BD)
-    S = tl.load(states + (i_c.to(tl.int64) * H + i_h) * (BM * BD) + o_m[:, None] * BD + o_d[None, :])
-    b_h = known(load_rows(v + at * D, o_t, D, H * D, tokens, BD, ACC), VARIANT)
-    b_o = tl.dot(read * prefix, S, input_precision=PRECISION, out_dtype=ACC)
+    at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
+    q, k, p = q + at * M, k + at * M, p + at * M
+    states += (i_c.to(tl.int64) * H + i_h) * (BM * BD)
+    b_hh, b_gamma = load_column(hh + at, o_t, H, tokens, ACC), load_column(gamma + at, o_t, H, tokens, ACC)
+    b_o, score, own = tl.zeros([C, BD], ACC), tl.zeros([C, C], ACC), tl.zeros([C], ACC)
+    for i_m in tl.range(0, BM, MB, num_stages=1):
+        o_m = i_m + tl.arange(0, MB)
+        b_p, b_k = load_rows(p, o_t, o_m, M, H * M, tokens, ACC), load_rows(k, o_t, o_m, M, H * M, tokens, ACC)
+        b_q = load_rows(q, o_t, o_m, M, H * M, tokens, ACC)
+        _, _, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
+        own += tl.sum(b_q * b, 1)
+        read = b_q * a
+        prefix, suffix, product = tl.full([C, MB], 1, ACC), tl.full([C, MB], 1, ACC), a
+        for level in tl.static_range(LEVELS):
+            second, mask, _ = pairs(o_t, 1 << level)
+            both = tl.where(second, read, b) * tl.where(second, prefix, suffix)
+            found = tl.dot(both, tl.trans(both), input_precision=PRECISION, out_dtype=ACC)
+            score += tl.where(mask, found, 0)
+            prefix, suffix, product = join(prefix, suffix, product, second, 1 << level)
+        S = tl.load(states + o_m[:, None] * BD + o_d[None, :])
+        b_o = tl.dot(read * prefix, S, b_o, input_precision=PRECISION, out_dtype=ACC)
+    b_h = known(load_rows(v + at * D, o_t, o_d, D, H * D, tokens, ACC), VARIANT)
     b_o = tl.dot(score, b_h, b_o, input_precision=PRECISION, out_dtype=ACC) + own[:, None] * b_h
     mask = (o_t < tokens)[:, None] & (o_d < D)[None, :]
     tl.store(o + at * D + o_t[:, None] * (H * D) + o_d[None, :], b_o.to(o.dtype.element_ty), mask=mask)

@@ -117,11 +117,16 @@ def locate(i_c, cu_seqlens, first, sequence, T, N, C: tl.constexpr):
 
 
 @triton.jit
-def load_rows(p, o_t, width: tl.constexpr, stride, tokens, BLOCK: tl.constexpr, ACC: tl.constexpr):
-    """Rows `o_t` of [tokens, width], `stride` apart, as [C, BLOCK] with zeros around."""
-    o_w = tl.arange(0, BLOCK)
+def load_rows(p, o_t, o_w, width: tl.constexpr, stride, tokens, ACC: tl.constexpr):
+    """Columns `o_w` of rows `o_t` of [tokens, width], `stride` apart, as [C, columns] with zeros around."""
     mask = (o_t < tokens)[:, None] & (o_w < width)[None, :]
     return tl.load(p + o_t[:, None] * stride + o_w[None, :], mask=mask, other=0).to(ACC)
+
+
+@triton.jit
+def load_column(p, o_t, stride, tokens, ACC: tl.constexpr):
+    """A number a row, as [C, 1]."""
+    return tl.load(p + o_t * stride, mask=o_t < tokens, other=0).to(ACC)[:, None]
 
 
 @triton.jit
@@ -137,10 +142,10 @@ def swap(x, SIZE: tl.constexpr):
 
 @triton.jit
 def pairs(o_t, SIZE: tl.constexpr):
-    """Whether a row lies in the second of two segments, and the pairs (t, j) of a second and its first segment."""
+    """Whether a row lies in the second of two segments [C, 1], and the pairs (t, j) of a second and its first one."""
     second = (o_t // SIZE) % 2 == 1
     same = (o_t // (2 * SIZE))[:, None] == (o_t // (2 * SIZE))[None, :]
-    return second[:, None], same & second[:, None] & ~second[None, :]
+    return second[:, None], same & second[:, None] & ~second[None, :], same & ~second[:, None] & second[None, :]
 
 
 @triton.jit

@@ -34,6 +34,9 @@ MODELS = {
     "dec": ("lattice", {"variant": "dec"}),
     "enc": ("lattice", {"variant": "enc"}),
     "sim": ("lattice", {"variant": "sim"}),
+    "coffee": ("coffee", {}),
+    "coffee-filter": ("coffee", {"use_output_filter": True}),
+    "mamba2": ("mamba2", {}),
 }
 
 

@@ -6,6 +6,7 @@ Figures are means over seeds, with the largest distance from the mean where ther
 are left out and named.
 """
 
+import functools
 import json
 import statistics
 import sys
@@ -32,8 +33,8 @@ def gap(of: dict[str, float], name: str, to: str) -> str:
     return f"{100 * (of[name] / of[to] - 1):+.1f} %" if name in of and to in of else ""
 
 
-def language(results: dict, rows: list[dict]) -> str:
-    """Perplexity by context, its distance from DEC's beside the paper's, and both orders."""
+def language(results: dict, rows: list[dict], reference: str = "dec") -> str:
+    """Perplexity by context, its distance from the reference's beside the paper's, and both orders."""
     names, lines, orders = dict.fromkeys(row["model"] for row in rows), {}, []
     for context in results["settings"]["contexts"]:
         chosen = {name: chosen_rows(rows, model=name, context=context) for name in names}
@@ -41,13 +42,14 @@ def language(results: dict, rows: list[dict]) -> str:
         ours = {name: statistics.fmean(row["perplexity"] for row in found) for name, found in chosen.items()}
         paper = {name: PAPER[name][context] for name in ours if context in PAPER.get(name, {})}
         for name, found in chosen.items():
-            cells = (figure(found, "perplexity", 2), gap(ours, name, "dec"), gap(paper, name, "dec"))
+            cells = (figure(found, "perplexity", 2), gap(ours, name, reference), gap(paper, name, reference))
             lines.setdefault(name, {})[context] = (*cells, f"{found[0]['lr']:g}")
         for whose, figures in (("here", ours), ("paper", paper)):
-            orders.append(f"Order at {context}, {whose}: {' < '.join(sorted(figures, key=figures.get))}.")
+            if figures:
+                orders.append(f"Order at {context}, {whose}: {' < '.join(sorted(figures, key=figures.get))}.")
     head = ["model", "rate"]
     for context in results["settings"]["contexts"]:
-        head += [str(context), "above DEC", "paper"]
+        head += [str(context), f"above {reference}", "paper"]
     table = []
     for name, cells in lines.items():
         rate = next(iter(cells.values()))[3]
@@ -82,7 +84,12 @@ def recall(results: dict, rows: list[dict]) -> str:
     return markdown(["model", *(f"{length} tokens, {pairs} pairs" for length, pairs in cells)], table)
 
 
-SECTIONS = {"lattice_language": language, "lattice_ablation": ablation, "recall": recall}
+SECTIONS = {
+    "lattice_language": language,
+    "coffee_language": functools.partial(language, reference="coffee"),
+    "lattice_ablation": ablation,
+    "recall": recall,
+}
 
 
 def section(results: dict) -> str:

@@ -98,16 +98,18 @@ def _name(panel, lost: list[dict], keys: tuple[str, ...]) -> None:
 
 
 def plot_language(results: dict, path: str | Path) -> None:
-    """Held-out perplexity of `lattice_language` against context, ours and the paper's."""
-    figure, (ours, paper) = _figure(2, results)
+    """Held-out perplexity against context, ours and the paper's, if it has such."""
     rows, lost = diverged(results)
+    key = "paper_perplexity_on_books"
+    figure, panels = _figure(1 + any(key in row for row in rows), results)
+    ours = panels[0]
     for name, style in _styles(rows).items():
         found = {c: chosen_rows(rows, model=name, context=c) for c in results["settings"]["contexts"]}
         found = {context: rows for context, rows in found.items() if rows}
         _bars(ours, [(c, [row["perplexity"] for row in rows]) for c, rows in found.items()], name, style)
-        key = "paper_perplexity_on_books"
-        _bars(paper, [(c, [rows[0][key]]) for c, rows in found.items() if key in rows[0]], name, style)
-    for panel, title in ((ours, "held-out perplexity"), (paper, "Books perplexity at 110M (paper)")):
+        for paper in panels[1:]:
+            _bars(paper, [(c, [rows[0][key]]) for c, rows in found.items() if key in rows[0]], name, style)
+    for panel, title in zip(panels, ("held-out perplexity", "Books perplexity at 110M (paper)"), strict=False):
         panel.set_title(title, fontsize=11)
         panel.set_xscale("log", base=2)
         panel.set_xlabel("context, tokens")
@@ -157,7 +159,12 @@ def plot_recall(results: dict, path: str | Path) -> None:
     save(figure, path)
 
 
-PLOTS = {"lattice_language": plot_language, "lattice_ablation": plot_ablation, "recall": plot_recall}
+PLOTS = {
+    "lattice_language": plot_language,
+    "coffee_language": plot_language,
+    "lattice_ablation": plot_ablation,
+    "recall": plot_recall,
+}
 
 
 if __name__ == "__main__":

@@ -127,11 +127,17 @@ def load_model(folder: str | Path, dtype="auto") -> PreTrainedModel:
 
 
 def save_student(
-    student: PreTrainedModel, path: str | Path, tokenizer=None, *, overwrite: bool = False, dtype=None
+    student: PreTrainedModel,
+    path: str | Path,
+    tokenizer=None,
+    *,
+    overwrite: bool = False,
+    dtype=None,
+    files: dict[str, str | bytes] | None = None,
 ) -> None:
     """Write a model folder, whole or not at all; an existing one is replaced only with `overwrite`.
 
-    `dtype`: cast the student to it first, in place.
+    `dtype`: cast the student to it first, in place. `files`: contents of further files by name.
     """
     remedy = "Nothing was left there, an earlier folder is untouched; make room and save again"
     with clear_write_errors(path, remedy), atomic_folder(path, overwrite) as folder:
@@ -140,6 +146,8 @@ def save_student(
         student.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        for name, content in (files or {}).items():
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def cast_student(student: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hf_memmix import cli_measure
+from hf_memmix import cli_convert, cli_measure
 from hf_memmix.shell import Device, Json, Overwrite, err, friendly, out
 from hf_memmix.shell import bar as _bar
 from hf_memmix.shell import load as _load
@@ -320,6 +320,7 @@ def _progress_callback(advance):
     return Report()
 
 
+app.command("import-hmf")(cli_convert.import_hmf)
 app.command("eval")(cli_measure.evaluate)
 app.command()(cli_measure.select)
 

@@ -1,0 +1,243 @@
+"""Checkpoints of the official GKA release (awslabs/hybrid-model-factory, "HMF") as models of this package.
+
+    model = import_hmf("primed-qwen3-8b-gka");  save_student(model, "imported")
+
+The release's layers are `GKAMixer`'s with its defaults and plain Chebyshev iterations; parameter names agree below
+`layers.i.gka`, which becomes `layers.i.self_attn`. Its own package runs with older versions of transformers only, on a
+GPU, without padding and without continuing a cache by several tokens.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+import hf_memmix
+from hf_memmix.mixers import ATTENTION
+
+BACKBONES = ("llama", "qwen2", "qwen3")
+LAYER_KINDS = {"*": ATTENTION, "full_attention": ATTENTION, "GKA": "gka"}
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json",
+    "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
+# the constructor's defaults of the release's layer, for fields that a config.json leaves out
+GKA_DEFAULTS = {
+    "use_beta_gate": True,
+    "use_alpha_connection": True,
+    "use_v_conv": True,
+    "use_forgetting_gate": True,
+    "use_forgetting_gate_kk": True,
+    "gla_rescale": True,
+    "solver_type": "chebyshev",
+    "num_iter": 30,
+    "ridge_strength": 0.02,
+    "use_gate": True,
+    "conv_size": 4,
+    "norm_eps": 1e-6,
+    "chunk_size": 64,
+    "kv_proj_rank": None,
+}
+_SIZES = {
+    "hidden_size": "hidden_size",
+    "head_dim": "head_dim",
+    "num_q_heads": "num_attention_heads",
+    "num_k_heads": "num_key_value_heads",
+    "num_v_heads": "num_key_value_heads",
+}
+_WITHOUT_MEANING = ("bp_lambda", "kv_learnable_residual", "layer_idx")  # training only; only with kv_proj_rank; unused
+_OWN_KEYS = ("model_type", "hybrid_override_pattern", "layer_types", "gka_config", "architectures", "auto_map")
+_UNUSED_DECAY = ("a_proj.weight", "A_log", "dt_bias")
+
+
+@dataclass
+class ImportReport:
+    """`layers`: the kind of each layer; `copied`: number of tensors; `dropped`: `{"source", "reason"}` of the rest."""
+
+    backbone: str
+    layers: list[str]
+    copied: int = 0
+    dropped: list[dict] = field(default_factory=list)
+
+
+def import_hmf(folder: str | Path) -> PreTrainedModel:
+    """The model of a folder in the release's format, in eval mode and its own dtype, with `import_report`.
+
+    Raises:
+        ValueError: a file is missing or broken, a layer is neither attention nor GKA, a setting has no counterpart,
+            or tensors are missing, unknown or of another shape.
+    """
+    folder = Path(folder)
+    raw = _read_config(folder)
+    config = hmf_config(raw)
+    report = ImportReport(config.backbone_model_type, list(config.mixer_types))
+    with torch.device("meta"):
+        own = AutoModelForCausalLM.from_config(config).state_dict()
+    ours = {_release_name(name, config.mixer_types): name for name in own}
+    found = dict(_tensors(folder))
+    _drop_unused(found, config, report)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    _check_names(folder, {name: own[ours[name]].shape for name in ours.keys() - tied}, found)
+    report.copied = len(found)
+    state = {ours[name]: tensor for name, tensor in found.items()}
+    dtype = state["model.embed_tokens.weight"].dtype
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.import_report = report
+    return model.eval()
+
+
+def hmf_config(raw: dict) -> hf_memmix.MemMixConfig:
+    """Our configuration from the contents of the release's config.json. Raises ValueError for what it cannot say."""
+    kind = str(raw.get("model_type"))
+    backbone = kind.removeprefix("hybrid_")
+    if backbone == kind or backbone not in BACKBONES:
+        raise ValueError(
+            f"model_type {kind!r} is not of the GKA release; supported: "
+            + ", ".join(f"hybrid_{name}" for name in BACKBONES)
+        )
+    if not isinstance(raw.get("gka_config"), dict):
+        raise ValueError("config.json has no gka_config, so no layer is GKA; nothing is left to import")
+    if raw.get("quantization_config"):
+        raise ValueError("the checkpoint is quantized; import the original weights")
+    # the settings of the release's other layers come along even where no layer is of their kind
+    other = {name for name, value in raw.items() if name.endswith("_config") and isinstance(value, dict)}
+    fields = {name: value for name, value in raw.items() if name not in other and name not in _OWN_KEYS}
+    config = AutoConfig.for_model(backbone, **fields)
+    types = _layer_kinds(raw, config.num_hidden_layers)
+    return hf_memmix.memmix_config(config, types, {"gka": _gka_options(raw["gka_config"], config)})
+
+
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """The tokenizer's files as they are, by name: AutoTokenizer may stumble over the config beside them."""
+    return {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+
+
+def _read_config(folder: Path) -> dict:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{str(folder)!r} is not a model folder: it has no config.json")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is no JSON ({error}); copy it anew") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{str(file)!r} holds no JSON object; copy it anew")
+    return raw
+
+
+def _layer_kinds(raw: dict, layers: int) -> list[str]:
+    """One entry a layer from `hybrid_override_pattern` "*-GKA-...", or else from `layer_types` ["*", "GKA", ...]."""
+    pattern = raw.get("hybrid_override_pattern") or raw.get("layer_types") or []
+    kinds = pattern.split("-") if isinstance(pattern, str) else list(pattern)
+    for i, kind in enumerate(kinds):
+        if kind not in LAYER_KINDS:
+            remedy = "unfuse the checkpoint with the release's prime-unfuse" if "GKA" in str(kind) else "none is known"
+            raise ValueError(
+                f"layer {i} is of the kind {kind!r}; only attention ('*') and GKA layers can be imported. Remedy: "
+                f"{remedy}"
+            )
+    if len(kinds) != layers:
+        raise ValueError(f"the layer pattern has {len(kinds)} entries, num_hidden_layers is {layers}; they must agree")
+    return [LAYER_KINDS[kind] for kind in kinds]
+
+
+def _gka_options(given: dict, config) -> dict:
+    """`GKAOptions` of the release's settings. With an output norm o / sqrt(D) and o differ in its epsilon alone."""
+    known = {*GKA_DEFAULTS, *_SIZES, *_WITHOUT_MEANING}
+    if unknown := sorted(set(given) - known):
+        raise ValueError(f"gka_config has unknown settings {unknown}; known: {sorted(known)}")
+    settings = GKA_DEFAULTS | given
+    sizes = {name: getattr(config, own) for name, own in _SIZES.items()}
+    wrong = [
+        f"{name}={given[name]} (the model has {size})" for name, size in sizes.items() if given.get(name, size) != size
+    ]
+    if wrong:
+        raise ValueError(f"gka_config has {', '.join(wrong)}; a GKA layer here has the sizes of the attention")
+    if settings["solver_type"] != "chebyshev":
+        raise ValueError(f"solver_type={settings['solver_type']!r} is unknown; the release knows 'chebyshev'")
+    if settings["kv_proj_rank"] is not None:
+        raise ValueError(f"kv_proj_rank={settings['kv_proj_rank']} (learned key/value heads) is not supported")
+    if settings["use_forgetting_gate"] and not settings["use_forgetting_gate_kk"]:
+        raise ValueError(
+            "use_forgetting_gate_kk=False with use_forgetting_gate=True (H never forgets) is not supported"
+        )
+    scale = 1 if settings["gla_rescale"] else sizes["head_dim"]
+    return {
+        "num_iterations": settings["num_iter"],
+        "ridge": settings["ridge_strength"],
+        "chunk_size": settings["chunk_size"],
+        "use_decay": settings["use_forgetting_gate"],
+        "use_beta": settings["use_beta_gate"],
+        "use_alpha": settings["use_alpha_connection"],
+        "use_gate": settings["use_gate"],
+        "use_v_conv": settings["use_v_conv"],
+        "conv_size": settings["conv_size"],
+        "norm_eps": settings["norm_eps"] / scale,
+    }
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of everything in the folder's safetensors files."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    if missing := [name for name in files if not (folder / name).is_file()]:
+        raise ValueError(f"{str(folder)!r} lacks the weight files {', '.join(missing)}; copy it anew")
+    for name in files:
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118, safe_open is no dict
+                    yield key, file.get_tensor(key)
+        except SafetensorError as error:
+            raise ValueError(f"{str(folder / name)!r} is corrupt or truncated ({error}); copy it anew") from error
+
+
+def _release_name(name: str, kinds: list[str]) -> str:
+    """The release's name of one of our tensors: a GKA layer lies below `gka`."""
+    head, _, rest = name.partition("model.layers.")
+    layer = rest.partition(".")[0]
+    in_gka = not head and layer.isdigit() and kinds[int(layer)] == "gka"
+    return name.replace(".self_attn.", ".gka.", 1) if in_gka else name
+
+
+def _drop_unused(found: dict[str, Tensor], config, report: ImportReport) -> None:
+    """Take what the release stores and never reads out of `found`, and say so."""
+    for name in list(found):
+        if not config.mixers["gka"]["use_decay"] and name.partition(".gka.")[2] in _UNUSED_DECAY:
+            reason = "the release stores a forget gate also where use_forgetting_gate is false, and never reads it"
+        elif name == "lm_head.weight" and config.tie_word_embeddings:
+            if not torch.equal(found[name], found.get("model.embed_tokens.weight", found[name])):
+                raise ValueError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")
+            reason = "equal to the embeddings, to which config.json ties it"
+        else:
+            continue
+        del found[name]
+        report.dropped.append({"source": name, "reason": reason})
+
+
+def _check_names(folder: Path, expected: dict[str, torch.Size], found: dict[str, Tensor]) -> None:
+    """Raise ValueError unless `found` holds exactly the tensors of `expected`."""
+
+    def some(names) -> str:
+        return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+    if missing := expected.keys() - found.keys():
+        raise ValueError(f"{str(folder)!r} lacks {len(missing)} tensors: {some(missing)}; copy it anew")
+    if unknown := found.keys() - expected.keys():
+        raise ValueError(
+            f"{str(folder)!r} has {len(unknown)} tensors without a place: {some(unknown)}; they would be lost. A "
+            "fused checkpoint must be unfused with the release's prime-unfuse first"
+        )
+    for name, shape in sorted(expected.items()):
+        if found[name].shape != shape:
+            raise ValueError(f"{name} has shape {list(found[name].shape)}, config.json makes it {list(shape)}")

@@ -6,7 +6,7 @@ from torch import Tensor
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import use_triton
 from .naive import BASELINES, VARIANTS
-from .plan import CHECKPOINT, MAX_DIM, checkpoint_slots, dual_size, padded, runs_dual
+from .plan import CHECKPOINT, MAX_DIM, dual_size, kept_sizes, runs_dual
 from .torch import lattice_bwd_torch, lattice_fwd_torch, lattice_step_torch
 
 # e^-20 is the strongest decay that float32 can tell from none of the old direction
@@ -27,13 +27,14 @@ def _path(x: Tensor, dual: bool = False):
     return lattice_fwd_triton, lattice_bwd_triton, lattice_step_triton
 
 
-def _kept_shape(v: Tensor, state: Tensor, cu_seqlens: Tensor | None, dual: bool, save: bool) -> tuple[int, ...]:
+def _kept_shape(
+    v: Tensor, state: Tensor, cu_seqlens: Tensor | None, rule: tuple[str, bool, float], dual: bool, save: bool
+) -> tuple[int, ...]:
     """Shape of what forward keeps for backward, which each backend lays out for itself."""
     N, H, d, m = state.shape
-    if use_triton(v) and dual:
-        return (dual_size(v, state, cu_seqlens) if save else 0,)
     if use_triton(v):
-        return (checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens) if save else 0, H, padded(m) * padded(d))
+        size = dual_size(v, state, cu_seqlens) if dual else sum(kept_sizes(v, state, cu_seqlens, rule))
+        return (size if save else 0,)
     # the longest packed sequence is known on the device only: backward runs forward again
     return (-(-v.shape[1] // CHECKPOINT) if save and cu_seqlens is None else 0, N * H, m, d)
 
@@ -61,12 +62,11 @@ def _fwd(
 
 @_fwd.register_fake
 def _(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, chunked, save):
+    rule = variant, project, l1
     return (
         v.new_empty(v.shape),
         initial_state.new_empty(initial_state.shape),
-        initial_state.new_empty(
-            _kept_shape(v, initial_state, cu_seqlens, chunked and runs_dual(variant, project, l1), save)
-        ),
+        initial_state.new_empty(_kept_shape(v, initial_state, cu_seqlens, rule, chunked and runs_dual(*rule), save)),
     )
 
 

@@ -24,6 +24,18 @@ def runs_dual(variant: str, project: bool, l1: float) -> bool:
     return variant in ("enc", "sim") and project and not l1
 
 
+def keeps_h(variant: str, project: bool, l1: float) -> bool:
+    """Whether forward keeps h beside the states, from which backward finds all else (read_bwd_kernels.py)."""
+    return variant == "dec" and project and not l1
+
+
+def kept_sizes(v: Tensor, state: Tensor, cu_seqlens: Tensor | None, rule: tuple[str, bool, float]) -> list[int]:
+    """Numbers that forward keeps for backward: tiles of states, and h of every token where `keeps_h`."""
+    _, H, d, m = state.shape
+    slots = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens)
+    return [slots * H * padded(m) * padded(d), v.numel() if keeps_h(*rule) else 0]
+
+
 def dual_padded(n: int) -> int:
     """As `padded`, in tiles of at least 32: rows of 128 bytes (README, "Compiler traps")."""
     return max(32, padded(n))

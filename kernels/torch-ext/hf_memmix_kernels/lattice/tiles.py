@@ -31,12 +31,45 @@ def fold(x):
 
 
 @triton.jit
+def over_lanes(x):
+    """Sum [W, L, D1, D2] over L, the lanes that share entries: [W, D1, D2].
+
+    Of every pair of lanes each adds up one half of the rows D1: half the shuffles, and half the words to exchange.
+    """
+    W: tl.constexpr = x.shape[0]
+    L: tl.constexpr = x.shape[1]
+    D1: tl.constexpr = x.shape[2]
+    D2: tl.constexpr = x.shape[3]
+    if L == 1 or D1 == 1:
+        return tl.sum(x, 1)
+    else:
+        even, odd = tl.split(tl.permute(tl.reshape(x, [W, L // 2, 2, D1 // 2, 2, D2]), 0, 1, 2, 3, 5, 4))
+        first = tl.arange(0, 2)[None, None, :, None, None] == 0
+        sent = tl.where(first, odd, even)
+        bits = sent.to(tl.int64 if sent.dtype == tl.float64 else tl.int32, bitcast=True)
+        received = (bits ^ tl.xor_sum(bits, 2, keep_dims=True)).to(sent.dtype, bitcast=True)
+        x = tl.sum(tl.where(first, even, odd) + received, 1)
+        return tl.reshape(tl.permute(x, 0, 2, 1, 3), [W, D1, D2])
+
+
+@triton.jit
 def over_slots(x, WARPS: tl.constexpr, LANES: tl.constexpr):
     """Sum a tile over its slots: [D1, D2]. LANES lanes and WARPS warps hold different slots (README, "One trip")."""
     D1: tl.constexpr = x.shape[1]
     D2: tl.constexpr = x.shape[2]
     x = tl.reshape(x, [x.shape[0] // (WARPS * LANES), WARPS, LANES, D1, D2])
-    return fold(tl.permute(tl.sum(tl.sum(x, 0), 1), 1, 2, 0))
+    return fold(tl.permute(over_lanes(tl.sum(x, 0)), 1, 2, 0))
+
+
+@triton.jit
+def over_slots_but(x, weights, h, WARPS: tl.constexpr, LANES: tl.constexpr):
+    """`over_slots` of x - weights h, for weights [M]: [D1, D2]."""
+    D1: tl.constexpr = x.shape[1]
+    D2: tl.constexpr = x.shape[2]
+    R: tl.constexpr = x.shape[0] // (WARPS * LANES)
+    x = tl.sum(tl.reshape(x, [R, WARPS, LANES, D1, D2]), 0)
+    weight = tl.sum(tl.reshape(weights, [R, WARPS, LANES]), 0)
+    return fold(tl.permute(over_lanes(x - weight[:, :, None, None] * h[None, None, :, :]), 1, 2, 0))
 
 
 @triton.jit

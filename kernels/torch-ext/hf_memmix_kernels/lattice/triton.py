@@ -1,16 +1,22 @@
 """Launches of the Lattice kernels: states in and out of their tiles, grids, scratch memory."""
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._chunks import chunk_table
 from .._common import compute_dtype
 from .bwd_kernels import lattice_bwd_kernel
+from .dual_fwd_kernels import lattice_norm_kernel
 from .fwd_kernels import lattice_fwd_kernel, lattice_step_kernel
-from .plan import CHECKPOINT, checkpoint_slots, padded
+from .plan import CHECKPOINT, checkpoint_slots, keeps_h, kept_sizes, padded
+from .read_bwd_kernels import lattice_adjoint_kernel, lattice_key_kernel, lattice_replay_kernel
 
 # tokens between two measured norms, and between two states that backward keeps in scratch memory
 BLOCK = 16
+# tokens between two states that backward without l1 finds for all windows at once
+STRIDE = 32
 # lanes that share a slot, and warps a head of 64 x 64
 LANES_FWD = LANES_BWD = 8
 WARPS_FWD = WARPS_BWD = 4
@@ -50,17 +56,17 @@ def _from_tiles(tiles: Tensor, like: Tensor) -> Tensor:
 
 
 def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
-    """o, the final state [N, H, d, m] and the tiles before every 64th token [slots, H, BM * BD]."""
+    """o, the final state [N, H, d, m] and, in one buffer, what `kept_sizes` says."""
     N, H, _, _ = initial_state.shape
-    sizes = _sizes(initial_state, LANES_FWD)
+    sizes, rule = _sizes(initial_state, LANES_FWD), (variant, project, l1)
     q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
     log_decay = None if log_decay is None else log_decay.contiguous()
     start = _to_tiles(initial_state, sizes)
     final, o = torch.empty_like(start), torch.empty_like(v)
-    slots = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens) if save else 0
-    kept = start.new_empty(slots, H, start[0].numel())
+    kept = start.new_empty(sum(kept_sizes(v, initial_state, cu_seqlens, rule)) if save else 0)
+    h = kept[-v.numel() :] if save and keeps_h(*rule) else None
     lattice_fwd_kernel[(N * H,)](
-        q, k, v, gamma, log_decay, start, o, final, kept, None, None, cu_seqlens, v.shape[1], float(l1),
+        q, k, v, gamma, log_decay, start, o, final, kept, h, cu_seqlens, v.shape[1], float(l1),
         H=H, **sizes, **_split(_warps(WARPS_FWD, initial_state), sizes), VARIANT=variant, PROJECT=project, L1=l1 > 0,
         SAVE=save, CHECKPOINT=CHECKPOINT, BLOCK=BLOCK,
     )  # fmt: skip
@@ -69,9 +75,13 @@ def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, var
 
 def lattice_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, variant, project, l1):
     """Gradients of q, k, v, gamma, log_decay (or None) and the initial state."""
+    do, q, k, v, gamma = (x.contiguous() for x in (do, q, k, v, gamma))
+    rule = (variant, project, l1)
+    if keeps_h(*rule):
+        kept, h = kept.split(kept_sizes(v, initial_state, cu_seqlens, rule))
+        return _read_bwd(do, dfinal, q, k, v, gamma, h, kept, cu_seqlens)
     N, H, _, _ = initial_state.shape
     sizes = _sizes(initial_state, LANES_BWD)
-    do, q, k, v, gamma = (x.contiguous() for x in (do, q, k, v, gamma))
     log_decay = None if log_decay is None else log_decay.contiguous()
     end = _to_tiles(dfinal, sizes)
     dstart, (dq, dk, dv) = torch.empty_like(end), (torch.empty_like(x) for x in (q, k, v))
@@ -89,6 +99,38 @@ def lattice_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kep
         None if x is None else x.sum(-1).to(like.dtype) for x, like in zip(shares, (gamma, log_decay), strict=True)
     )
     return dq, dk, dv, *gates, _from_tiles(dstart, initial_state)
+
+
+def _read_bwd(do, dfinal, q, k, v, gamma, h, kept, cu_seqlens):
+    """`lattice_bwd_triton` from the h [B, T, H, d] that forward kept."""
+    N, H, _, _ = dfinal.shape
+    sizes = _sizes(dfinal, LANES_BWD)
+    split = _split(_warps(WARPS_BWD, dfinal), sizes)
+    windows, table = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens), (None, None)
+    if cu_seqlens is not None:
+        *table, windows = chunk_table(cu_seqlens, v.shape[1], CHECKPOINT)
+    where = (cu_seqlens, *table, v.shape[1], N)
+    end = _to_tiles(dfinal, sizes)
+    dstart, tile = torch.empty_like(end), end[0].numel()
+    hh, p, dalpha, dz = (end.new_empty(x.shape) for x in (gamma, q, q, v))
+    dq, dk, dv, dgamma = (torch.empty_like(x) for x in (q, k, v, gamma))
+    states = end.new_empty(kept.numel() * (CHECKPOINT // STRIDE))
+    scratch = end.new_empty(N * H, STRIDE // 2, tile)
+    lattice_norm_kernel[(triton.cdiv(hh.numel(), 64),)](h, hh, hh.numel(), D=v.shape[3], BD=padded(v.shape[3]), R=64)
+    shared = {"H": H, **sizes, "CHECKPOINT": CHECKPOINT}
+    lattice_replay_kernel[(windows * H,)](
+        do, k, gamma, h, hh, kept, states, p, dq, *where,
+        **shared, STRIDE=STRIDE, BLOCK=BLOCK, num_warps=split["num_warps"],
+    )  # fmt: skip
+    lattice_adjoint_kernel[(N * H,)](
+        end, do, q, k, gamma, h, p, hh, states, dz, dalpha, dstart, scratch, cu_seqlens, v.shape[1],
+        **shared, STRIDE=STRIDE, WARPS=split["WARPS"], LANES=split["LANES"], num_warps=split["num_warps"],
+    )  # fmt: skip
+    lattice_key_kernel[(windows * H,)](
+        k, gamma, h, p, hh, kept, dz, dalpha, dk, dv, dgamma, *where,
+        **shared, BLOCK=BLOCK, num_warps=split["num_warps"],
+    )  # fmt: skip
+    return dq, dk, dv, dgamma, None, _from_tiles(dstart, dfinal)
 
 
 def lattice_step_triton(q, k, v, gamma, log_decay, state, variant, project, l1):

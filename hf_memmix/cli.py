@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hf_memmix import cli_convert, cli_measure
+from hf_memmix import cli_convert, cli_measure, cli_publish
 from hf_memmix.shell import Device, Json, Overwrite, err, friendly, out
 from hf_memmix.shell import bar as _bar
 from hf_memmix.shell import load as _load
@@ -257,7 +257,7 @@ def report(
             *models, tokens, block_size=block_size, batch_size=batch_size, max_tokens=max_tokens, progress=advance
         )
     if as_json:
-        _print_json(result)
+        _print_json(result | cli_measure.report_record(student, text, block_size, models[0]))
         return
     table = Table("measure", "value")
     for name in ("tokens", "teacher_ppl", "student_ppl", "ppl_ratio", "top1_agreement", "kl"):
@@ -323,6 +323,8 @@ def _progress_callback(advance):
 app.command("import-hmf")(cli_convert.import_hmf)
 app.command("eval")(cli_measure.evaluate)
 app.command()(cli_measure.select)
+app.command()(cli_publish.card)
+app.command()(cli_publish.push)
 
 
 def _parse_keep(text: str):

@@ -176,10 +176,21 @@ def _check_tokenizers(ours, theirs, teacher: Path) -> None:
         raise ValueError(f"{teacher} has another vocabulary than the model, so both cannot read the same tokens")
 
 
+def report_record(student: Path, texts: list[Path], block_size: int, model) -> dict:
+    """What a report is of: the student and its weights, the texts, where it was measured."""
+    from hf_memmix.training.documents import text_record
+
+    local = [text_record(text) if text.is_file() else {"file": str(text), "sha256": ""} for text in texts]
+    where = {"environment": _environment({"student": model})}
+    return _described(student, model) | {"text": local, "block_size": block_size} | where
+
+
 def _described(folder: Path, model) -> dict:
+    from hf_memmix.training.card import weights_of
+
     kinds = getattr(model.config, "mixer_types", None)
     described = {"folder": folder.name, "parameters": model.num_parameters(), "dtype": str(model.dtype).split(".")[-1]}
-    return described | ({} if kinds is None else {"mixer_types": list(kinds)})
+    return described | ({} if kinds is None else {"mixer_types": list(kinds), "weights": weights_of(folder)})
 
 
 def _environment(models: dict) -> dict:

@@ -10,13 +10,10 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_memmix.training.card import table
+
 CARDS = Path(__file__).parent
 VARIANTS = {"metrics": "bundled", "metrics_pure": "pure"}
-
-
-def table(head: list[str], rows: list[list]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def card(folder: Path) -> str:

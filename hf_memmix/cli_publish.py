@@ -1,0 +1,91 @@
+"""`memmix card` writes a model's card from measured JSON, `memmix push` uploads folder and card to the Hub."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_memmix.shell import Json, err, friendly, out, print_json
+
+Folder = Annotated[Path, typer.Argument(help="Folder of a converted model.")]
+# what lies in a folder of a run but is no part of a model
+LEFT_OUT = [".*", "**/.*", "checkpoint-*/**", "*.tmp", "optimizer*", "runs/**"]
+
+
+@friendly
+def card(
+    model: Folder,
+    report: Annotated[Path, typer.Option(help="JSON of memmix report --json on this model.")],
+    base_model: Annotated[str, typer.Option(help="Hub name of the teacher.")],
+    license_name: Annotated[str, typer.Option("--license", help="Licence, by the Hub's identifier; the teacher's.")],
+    repo: Annotated[str | None, typer.Option(help="Hub name that the model will have.")] = None,
+    language: Annotated[str, typer.Option(help="Language of the model.")] = "en",
+    probes: Annotated[Path | None, typer.Option(help="probes.json of memmix eval on this model.")] = None,
+    stage: Annotated[list[Path] | None, typer.Option(help="JSON of align or distill --json; repeatable.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Plan of memmix select that it was converted by.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a card that is there.")] = False,
+) -> None:
+    """Write README.md of a converted model; every figure comes from the JSON files, none from the command line."""
+    from hf_memmix.training.card import read_measurement, student_card
+
+    target = model / "README.md"
+    if target.exists() and not overwrite:
+        raise ValueError(f"{target} exists; keep it, or overwrite")
+    figures = ("teacher_ppl", "student_ppl", "ppl_ratio", "top1_agreement", "kl", "tokens")
+    content = student_card(
+        model,
+        read_measurement(report, *figures, "weights", "text", "block_size", "environment"),
+        base_model=base_model,
+        license=license_name,
+        repo=repo,
+        language=language,
+        probes=None if probes is None else read_measurement(probes, "models", "settings", "summary"),
+        stages=[read_measurement(path, "stage", "steps", "tokens", "last_loss", "seconds") for path in stage or []],
+        plan=None if plan is None else read_measurement(plan, "layers", "keep"),
+    )
+    part = target.with_name(".README.md.part")
+    part.write_text(content, encoding="utf-8")
+    os.replace(part, target)
+    out.print(f"wrote {target}")
+
+
+@friendly
+def push(
+    model: Folder,
+    repo: Annotated[str, typer.Argument(help="NAME/MODEL on the Hub; made if it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; default: main.")] = None,
+    message: Annotated[str, typer.Option(help="Of the commit.")] = "Upload by memmix push",
+    as_json: Json = False,
+) -> None:
+    """Upload a model with its card to the Hub (HF_ENDPOINT names another one) in one commit."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    from hf_memmix.training.card import check_card, read_measurement
+
+    read_measurement(model / "config.json", "mixer_types")
+    check_card(model)
+    token = huggingface_hub.get_token()
+    if token is None:
+        raise ValueError("there is no token for the Hub; run `hf auth login`, or set HF_TOKEN to one that may write")
+    api = huggingface_hub.HfApi(token=token)
+    try:
+        with err.status(f"uploading to {api.endpoint}"):
+            url = api.create_repo(repo, private=private or None, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=url.repo_id, folder_path=model, revision=revision, commit_message=message,
+                ignore_patterns=LEFT_OUT,
+            )  # fmt: skip
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        remedy = {401: "; the token is not valid there", 403: "; the token may not write there"}.get(status, "")
+        told = error.server_message or str(error).splitlines()[0]
+        raise ValueError(f"{api.endpoint} refused {repo!r} ({status}): {told}{remedy}") from None
+    except HTTPError as error:  # of the transport
+        raise ValueError(f"{api.endpoint} cannot be reached ({error}); nothing was committed") from None
+    if as_json:
+        print_json({"repo": url.repo_id, "url": str(url), "commit": commit.oid})
+    else:
+        out.print(f"{url} is at commit {commit.oid}")

@@ -1,0 +1,155 @@
+"""`memmix card` and `memmix push`: figures come from measurements of these weights, an upload is one whole commit."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+
+from hub_stand_in import TOKEN, hub
+from test_cli import memmix, result_of
+from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+
+ABOUT = ["--base-model", "me/teacher", "--license", "apache-2.0"]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A converted model with everything that is measured of it."""
+    folder = tmp_path_factory.mktemp("publish")
+    tiny_teacher("llama", layers=2).save_pretrained(folder / "teacher")
+    tiny_tokenizer().save_pretrained(folder / "teacher")
+    (folder / "text.txt").write_text(tiny_text(300))
+    teacher, text = ["--teacher", folder / "teacher"], ["--text", folder / "text.txt"]
+    result_of(memmix("convert", *teacher, "--out", folder / "s0", "--keep", "1", "--json"))
+    steps = ["--steps", "2", "--batch-size", "2", "--block-size", "16", "--json"]
+    model = folder / "student"
+    stage = result_of(memmix("align", "--student", folder / "s0", *teacher, *text, "--out", model, *steps))
+    (folder / "align.json").write_text(json.dumps(stage))
+    report = result_of(memmix("report", "--student", model, *teacher, *text, "--block-size", "32", "--json"))
+    (folder / "report.json").write_text(json.dumps(report))
+    few = ["--tasks", "niah,common_words", "--lengths", "64", "--samples", "2", "--depths", "0,1", "--json"]
+    result_of(memmix("eval", model, *teacher, *text, "--out", folder / "eval", *few))
+    return folder
+
+
+@pytest.fixture
+def folder(measured, tmp_path):
+    """The measured folder with a model of its own, which a test may change."""
+    for path in measured.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "student").unlink()
+    (tmp_path / "student").mkdir()
+    for path in (measured / "student").iterdir():
+        (tmp_path / "student" / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def write_card(folder, *more):
+    return memmix("card", folder / "student", "--report", folder / "report.json", *ABOUT, *more)
+
+
+def push(folder, endpoint, *more, token=TOKEN):
+    """In a process of its own: huggingface_hub reads its settings when it is imported."""
+    env = {k: v for k, v in os.environ.items() if k not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
+    env |= {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "home")}
+    env |= {} if token is None else {"HF_TOKEN": token}
+    command = [sys.executable, "-m", "hf_memmix.cli", "push", str(folder / "student"), "me/small", *more]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_the_card_holds_the_measurements(folder):
+    measurements = ["--probes", folder / "eval" / "probes.json", "--stage", folder / "align.json"]
+    run = write_card(folder, *measurements, "--repo", "me/small")
+    assert run.exit_code == 0, run.output
+    card = ModelCard.load(folder / "student" / "README.md")
+    report = json.loads((folder / "report.json").read_text())
+    stage = json.loads((folder / "align.json").read_text())
+    probes = json.loads((folder / "eval" / "probes.json").read_text())
+    assert card.data.base_model == "me/teacher" and card.data.license == "apache-2.0" and "gka" in card.data.tags
+    assert card.data.eval_results[0].metric_value == round(report["student_ppl"], 3)
+    expected = [
+        f"| teacher | 2 of 2 | {report['teacher_ppl']:.2f} |",
+        f"| this model | 1 of 2 | {report['student_ppl']:.2f} |",
+    ]
+    expected += [f"{report['ppl_ratio']:.4f}", report["text"][0]["sha256"][:12], report["weights"], "Gated KalmaNet"]
+    expected += [f"| align | 2 | {stage['tokens']:,} | {stage['last_loss']:.4f} |", 'from_pretrained("me/small"']
+    expected += [f"{row['student']['gain']:.2f} ±" for row in probes["summary"]]
+    assert [figure for figure in expected if figure not in card.content] == []
+    assert "{{" not in card.content and "[More Information Needed]" not in card.content
+    run = write_card(folder)
+    assert run.exit_code == 1 and "exists" in run.output
+    assert write_card(folder, "--overwrite").exit_code == 0
+    assert "probe" not in (folder / "student" / "README.md").read_text()
+
+
+def change_weights(model):
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values()))[0] += 1
+    save_file(tensors, file, {"format": "pt"})
+
+
+def test_measurements_of_other_weights_are_refused(folder):
+    change_weights(folder / "student")
+    run = write_card(folder)
+    assert run.exit_code == 1 and "is of other weights" in run.output.splitlines()[-1]
+    (folder / "broken.json").write_text("[]")
+    for report, message in (("none.json", "there is no measurement"), ("broken.json", "lacks teacher_ppl")):
+        run = memmix("card", folder / "student", "--report", folder / report, *ABOUT)
+        assert run.exit_code == 1 and message in run.output.splitlines()[-1]
+    run = memmix("card", folder / "teacher", "--report", folder / "report.json", *ABOUT)
+    assert run.exit_code == 1 and "no converted model" in run.output
+    assert not (folder / "student" / "README.md").exists()
+
+
+def test_push_is_one_commit_of_model_and_card(folder):
+    assert write_card(folder, "--repo", "me/small").exit_code == 0
+    (folder / "student" / "checkpoint-3").mkdir()
+    (folder / "student" / "checkpoint-3" / "optimizer.pt").write_bytes(b"large")
+    (folder / "student" / ".secret").write_text("not for others")
+    with hub() as server:
+        run = push(folder, server.url, "--private", "--json")
+        assert run.returncode == 0, run.stderr
+        assert json.loads(run.stdout)["repo"] == "me/small" and server.private == {"me/small": True}
+        uploaded = server.repos["me/small"]
+        mine = {p.name: p.read_bytes() for p in (folder / "student").iterdir() if p.is_file() and p.name[0] != "."}
+        assert uploaded == mine and {"README.md", "config.json", "model.safetensors"} <= uploaded.keys()
+        assert [(name, revision) for name, revision, _, _ in server.commits] == [("me/small", "main")]
+        assert len(server.objects) == 1, "the weights go through LFS, the rest with the commit"
+        run = push(folder, server.url, "--message", "again")  # the repository exists already
+        assert run.returncode == 0 and server.commits[-1][2] == "again"
+        assert sum(line.startswith("PUT") for line in server.log) == 1, "weights that are there are not sent again"
+
+
+def test_a_model_without_its_card_is_not_uploaded(folder):
+    def refused(message):
+        run = memmix("push", folder / "student", "me/small")
+        assert run.exit_code == 1 and message in run.output.splitlines()[-1]
+
+    refused("has no card")
+    (folder / "student" / "README.md").write_text("# by hand\n")
+    refused("is not a card of memmix card")
+    assert write_card(folder, "--overwrite").exit_code == 0
+    change_weights(folder / "student")
+    refused("of other weights")
+
+
+def test_what_the_hub_refuses_is_one_clear_line(folder):
+    def mistake(run, message):
+        last = run.stderr.splitlines()[-1]
+        assert run.returncode == 1 and last.startswith("error:") and message in last, run.stderr
+        assert "Traceback" not in run.stderr
+
+    assert write_card(folder).exit_code == 0
+    with hub() as server:
+        mistake(push(folder, server.url, token=None), "there is no token")
+        assert server.log == [], "nothing was asked of the Hub"
+        mistake(push(folder, server.url, token="hf_wrong"), "the token is not valid there")
+        server.refuse["/api/models/me/small/commit"] = (403, "You need write access")
+        mistake(push(folder, server.url), "You need write access; the token may not write there")
+        assert server.repos == {"me/small": {}}
+    mistake(push(folder, server.url), "cannot be reached")

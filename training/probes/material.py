@@ -51,7 +51,7 @@ class Material:
     """
 
     def __init__(self, tokenizer, text: str):
-        self.tokenizer, self._words = tokenizer, {}
+        self.tokenizer, self._words, self._pieces = tokenizer, {}, {}
         self.filler = self.encode(text.replace(DOCUMENT_MARK, "\n"))
         plain, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
         self.start = whole[: len(whole) - len(plain)] if whole[-len(plain) :] == plain else []
@@ -92,8 +92,10 @@ class Material:
 
     def piece(self, text: str) -> list[int]:
         """The tokens of `text` in the middle of a text: some tokenizers put a space before the first word."""
-        head, whole = self.encode("a"), self.encode("a" + text)
-        return whole[len(head) :] if whole[: len(head)] == head else self.encode(text)
+        if text not in self._pieces:
+            head, whole = self.encode("a"), self.encode("a" + text)
+            self._pieces[text] = whole[len(head) :] if whole[: len(head)] == head else self.encode(text)
+        return self._pieces[text]
 
     def window(self, length: int, draw: random.Random) -> list[int]:
         """`length` tokens of filler from a random place; the text starts anew where it is too short."""

@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE_DIRS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
 # lower to upper: a layer may import itself and what stands before it
-COMMANDS = ["hf_memmix.cli", "hf_memmix.shell", *(f"hf_memmix.cli_{name}" for name in ("convert", "measure", "publish"))]
+_COMMAND_FILES = ("cli", "shell", "cli_convert", "cli_measure", "cli_publish")
+COMMANDS = [f"hf_memmix.{name}" for name in _COMMAND_FILES]  # stand on top
 LAYERS = ["hf_memmix_kernels", "hf_memmix", "hf_memmix.conversion", "hf_memmix.training"]
 
 

@@ -13,7 +13,7 @@ from .dual_bwd_kernels import (
     lattice_write_adjoint_kernel,
 )
 from .dual_fwd_kernels import lattice_norm_kernel, lattice_read_kernel, lattice_walk_kernel
-from .plan import CHECKPOINT, checkpoint_slots, dual_padded, dual_size
+from .plan import CHECKPOINT, checkpoint_slots, dual_size, padded
 
 # lanes that share a slot, and tokens loaded ahead, where tokens are walked one by one; warps of a window of 64 x 64
 LANES, GROUP = 4, 4
@@ -21,50 +21,39 @@ WARPS = 4
 
 
 class _Plan:
-    """Sizes and grids, tiles of states, and what forward keeps: states before every window and at the end, then p."""
+    """Sizes and grids. What forward keeps: states before every window and at the end, rows of slots, and p."""
 
     def __init__(self, v: Tensor, state: Tensor, cu_seqlens: Tensor | None, variant: str):
-        self.shape, self.dtype = state.shape, compute_dtype(v.dtype)
         N, H, D, M = state.shape
         B, T = v.shape[:2]
-        self.BM, self.BD = dual_padded(M), dual_padded(D)
-        self.tokens, self.slots = B * T, checkpoint_slots(B, T, cu_seqlens)
+        self.dtype = compute_dtype(v.dtype)
+        slots = checkpoint_slots(B, T, cu_seqlens)
+        self.sizes = [slots * H * M * D, N * H * M * D, B * T * H * M]
         first = sequence = None
-        windows = self.slots
+        windows = slots
         if cu_seqlens is not None:
             first, sequence, windows = chunk_table(cu_seqlens, T, CHECKPOINT)
         self.along, self.across = (cu_seqlens, first, T), (cu_seqlens, first, sequence, T, N)
         acc = tl.float64 if self.dtype == torch.float64 else tl.float32
-        shared = {"H": H, "M": M, "D": D, "BM": self.BM, "VARIANT": variant, "C": CHECKPOINT, "ACC": acc}
-        D2 = min(self.BD, 4 * LANES)
-        self.walk = {**shared, "MB": 32 // LANES, "D1": self.BD // D2, "D2": D2, "P": GROUP, "num_warps": 1}
+        shared = {"H": H, "M": M, "D": D, "VARIANT": variant, "C": CHECKPOINT, "ACC": acc}
+        MB, D2 = 32 // LANES, 4 * LANES
+        self.walk = {**shared, "MB": MB, "D1": triton.cdiv(D, D2), "D2": D2, "P": GROUP, "num_warps": 1}
         precision = {torch.float64: "ieee", torch.float32: "tf32x3"}.get(v.dtype, "tf32")
+        # rows of 128 bytes at least (README, "Compiler traps")
         self.read = {
-            **shared, "MB": 32, "BD": self.BD, "LEVELS": CHECKPOINT.bit_length() - 1, "PRECISION": precision,
-            "num_warps": WARPS,
+            **shared, "MB": 32, "BD": max(32, padded(D)), "LEVELS": CHECKPOINT.bit_length() - 1,
+            "PRECISION": precision, "num_warps": WARPS,
         }  # fmt: skip
-        self.walks, self.reads = (N * H * self.BM * LANES // 32,), (windows * H,)
+        self.walks, self.reads = (N * H * triton.cdiv(M, MB),), (windows * H,)
 
-    def views(self, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """States before every window and final states, as tiles, and p."""
-        N, H, _, M = self.shape
-        return kept.split([self.slots * H * self.BM * self.BD, N * H * self.BM * self.BD, self.tokens * H * M])
-
-    def to_tiles(self, state: Tensor) -> Tensor:
-        """[N, H, d, m] -> [N, H, BM, BD], slots as rows, zero-padded."""
-        _, _, D, M = self.shape
-        return torch.nn.functional.pad(state.to(self.dtype).mT, (0, self.BD - D, 0, self.BM - M)).contiguous()
-
-    def from_tiles(self, tiles: Tensor) -> Tensor:
-        """The inverse of `to_tiles`."""
-        N, H, D, M = self.shape
-        return tiles.view(N, H, self.BM, self.BD)[:, :, :M, :D].mT
+    def rows(self, state: Tensor) -> Tensor:
+        return state.to(self.dtype).mT.contiguous()
 
     def norms(self, v: Tensor) -> Tensor:
         """|v|^2 of every token and head."""
         hh = v.new_empty(v.shape[:3], dtype=self.dtype)
         grid = (triton.cdiv(hh.numel(), 64),)
-        lattice_norm_kernel[grid](v, hh, hh.numel(), D=v.shape[3], BD=self.BD, R=64)
+        lattice_norm_kernel[grid](v, hh, hh.numel(), D=v.shape[3], BD=self.read["BD"], R=64)
         return hh
 
 
@@ -72,22 +61,22 @@ def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, varian
     """o, the final state [N, H, d, m], and what backward needs in one buffer."""
     q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
     plan = _Plan(v, initial_state, cu_seqlens, variant)
-    start = plan.to_tiles(initial_state)
+    start = plan.rows(initial_state)
     kept = start.new_empty(dual_size(v, initial_state, cu_seqlens))
-    states, final, p = plan.views(kept)
+    states, final, p = kept.split(plan.sizes)
     hh, o = plan.norms(v), torch.empty_like(v)
     lattice_walk_kernel[plan.walks](k, v, hh, gamma, start, final, states, p, *plan.along, **plan.walk)
     lattice_read_kernel[plan.reads](q, k, v, hh, gamma, states, p, o, *plan.across, **plan.read)
-    return o, plan.from_tiles(final), kept if save else kept.new_empty(0)
+    return o, final.view(start.shape).mT, kept if save else kept.new_empty(0)
 
 
 def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, variant, project, l1):
     """Gradients of q, k, v, gamma, log_decay (None: folded into gamma) and the initial state."""
     do, q, k, v, gamma = (x.contiguous() for x in (do, q, k, v, gamma))
     plan = _Plan(v, initial_state, cu_seqlens, variant)
-    states, final, p = plan.views(kept)
+    states, final, p = kept.split(plan.sizes)
     hh, dq, dk, dv, dgamma = plan.norms(v), *(torch.empty_like(x) for x in (q, k, v, gamma))
-    end = plan.to_tiles(dfinal)
+    end = plan.rows(dfinal)
     reads, dalpha, z, ends, dstart = (torch.empty_like(x) for x in (p, p, p, states, end))
     flags = torch.empty(plan.reads, dtype=torch.int32, device=v.device)
     lattice_read_adjoint_kernel[plan.reads](
@@ -99,4 +88,4 @@ def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, 
     lattice_write_adjoint_kernel[plan.reads](
         do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma, *plan.across, **plan.read
     )
-    return dq, dk, dv, dgamma, None, plan.from_tiles(dstart)
+    return dq, dk, dv, dgamma, None, dstart.mT

@@ -34,21 +34,21 @@ from .tiles import known
 @triton.jit
 def lattice_read_adjoint_kernel(
     do, k, v, hh, gamma, states, p, dq, reads, flags, cu_seqlens, first, sequence, T, N,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dq of one window of one head, also as `reads`; its flag is set where a is so small that x loses digits."""
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
     at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
-    states += (i_c.to(tl.int64) * H + i_h) * (BM * BD)
+    states += (i_c.to(tl.int64) * H + i_h) * (M * D)
     b_hh, b_gamma = load_column(hh + at, o_t, H, tokens, ACC), load_column(gamma + at, o_t, H, tokens, ACC)
     b_h = known(load_rows(v + at * D, o_t, o_d, D, H * D, tokens, ACC), VARIANT)
     b_do = load_rows(do + at * D, o_t, o_d, D, H * D, tokens, ACC)
     own = tl.sum(b_do * b_h, 1)[:, None]
     score = tl.dot(b_do, tl.trans(b_h), input_precision=PRECISION, out_dtype=ACC)
     nearest = tl.full([C], 1, ACC)
-    for i_m in tl.range(0, BM, MB, num_stages=1):
+    for i_m in tl.range(0, M, MB, num_stages=1):
         o_m = i_m + tl.arange(0, MB)
         o_q = at * M + o_t[:, None] * (H * M) + o_m[None, :]
         mask_q = (o_t < tokens)[:, None] & (o_m < M)[None, :]
@@ -62,8 +62,8 @@ def lattice_read_adjoint_kernel(
             second, mask, _ = pairs(o_t, 1 << level)
             b_dq += prefix * tl.dot(tl.where(mask, score, 0), b * suffix, input_precision=PRECISION, out_dtype=ACC)
             prefix, suffix, product = join(prefix, suffix, product, second, 1 << level)
-        S = tl.load(states + o_m[None, :] * BD + o_d[:, None])
-        b_dq += prefix * tl.dot(b_do, S, input_precision=PRECISION, out_dtype=ACC)
+        S = load_rows(states, o_m, o_d, D, D, M, ACC)
+        b_dq += prefix * tl.dot(b_do, tl.trans(S), input_precision=PRECISION, out_dtype=ACC)
         b_dq = a * b_dq + b * own
         tl.store(dq + o_q, b_dq.to(dq.dtype.element_ty), mask=mask_q)
         tl.store(reads + o_q, b_dq, mask=mask_q)
@@ -133,27 +133,26 @@ def load_tokens(
 @triton.jit
 def lattice_walk_adjoint_kernel(
     do, dfinal, q, k, v, hh, gamma, states, final, p, reads, flags, dalpha, z, ends, dstart, cu_seqlens, first, T,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, MB: tl.constexpr,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, VARIANT: tl.constexpr, C: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dalpha and z of all tokens and the gradients of the states after every window, for MB slots of one head."""
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1
-    TILE: tl.constexpr = BM * D1 * D2
-    i_s = (tl.program_id(0) // (BM // MB)).to(tl.int64)
+    i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
     i_n, i_h = i_s // H, i_s % H
     start, length, window = span(i_n, cu_seqlens, first, T, C)
-    o_m = tl.program_id(0) % (BM // MB) * MB + tl.arange(0, MB)
-    o_s = o_m[:, None] * (D1 * D2) + tl.arange(0, D2)[None, :]
+    o_m = tl.program_id(0) % tl.cdiv(M, MB) * MB + tl.arange(0, MB)
     m_m = o_m < M
     at = start * H + i_h
     q, k, p, reads, dalpha, z = q + at * M, k + at * M, p + at * M, reads + at * M, dalpha + at * M, z + at * M
     do, v, hh, gamma = do + at * D, v + at * D, hh + at, gamma + at
     flags += window * H + i_h
-    states += (window * H + i_h) * TILE + o_s
-    ends += (window * H + i_h) * TILE + o_s
-    E = tangent(load_slots(dfinal + i_s * TILE + o_s, D1, D2), load_slots(final + i_s * TILE + o_s, D1, D2))
+    states += (window * H + i_h) * (M * D)
+    ends += (window * H + i_h) * (M * D)
+    E = load_slots(dfinal + i_s * (M * D), o_m, M, D, D1, D2)
+    E = tangent(E, load_slots(final + i_s * (M * D), o_m, M, D, D1, D2))
     if length > 0:
-        store_slots(ends + (length - 1) // C * (H * TILE), E, D2)
+        store_slots(ends + (length - 1) // C * (H * M * D), E, o_m, M, D, D2)
     along = tl.zeros([MB], ACC)  # s_t . E_t
 
     groups = tl.cdiv(length, P)
@@ -175,7 +174,7 @@ def lattice_walk_adjoint_kernel(
             if near:
                 here = tl.abs(1 - alpha * b_p) < 0.25
                 first_t = t // C * C
-                S = load_slots(states + first_t // C * (H * TILE), D1, D2)
+                S = load_slots(states + first_t // C * (H * M * D), o_m, M, D, D1, D2)
                 o_k, o_v, o_g = first_t * (H * M), first_t * (H * D), first_t * H
                 S = replay(
                     S, k + o_k, v + o_v, hh + o_g, gamma + o_g, p + o_k, o_m, t + i - first_t,
@@ -194,29 +193,29 @@ def lattice_walk_adjoint_kernel(
             tl.store(dalpha + o_t, b_dalpha, mask=m_m & (t + i < length))
             tl.store(z + o_t, b_z, mask=m_m & (t + i < length))
         if t % C == 0:
-            E = tangent(E, load_slots(states + t // C * (H * TILE), D1, D2))
+            E = tangent(E, load_slots(states + t // C * (H * M * D), o_m, M, D, D1, D2))
             along = tl.zeros([MB], ACC)
             if t > 0:
-                store_slots(ends + (t // C - 1) * (H * TILE), E, D2)
+                store_slots(ends + (t // C - 1) * (H * M * D), E, o_m, M, D, D2)
         now, near = before, nearer
-    store_slots(dstart + i_s * TILE + o_s, E, D2)
+    store_slots(dstart + i_s * (M * D), E, o_m, M, D, D2)
 
 
 @triton.jit
 def lattice_write_adjoint_kernel(
     do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma, cu_seqlens, first, sequence, T, N,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and dgamma of one window of one head."""
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
     at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
-    o_w = (i_c.to(tl.int64) * H + i_h) * (BM * BD)
+    o_w = (i_c.to(tl.int64) * H + i_h) * (M * D)
     b_hh, b_gamma = load_column(hh + at, o_t, H, tokens, ACC), load_column(gamma + at, o_t, H, tokens, ACC)
     b_dgamma, own_h, own_do = tl.zeros([C], ACC), tl.zeros([C], ACC), tl.zeros([C], ACC)
     b_dh, score_h, score_do = tl.zeros([C, BD], ACC), tl.zeros([C, C], ACC), tl.zeros([C, C], ACC)
-    for i_m in tl.range(0, BM, MB, num_stages=1):
+    for i_m in tl.range(0, M, MB, num_stages=1):
         o_m = i_m + tl.arange(0, MB)
         o_k = at * M + o_t[:, None] * (H * M) + o_m[None, :]
         mask_k = (o_t < tokens)[:, None] & (o_m < M)[None, :]
@@ -245,9 +244,9 @@ def lattice_write_adjoint_kernel(
             found = tl.dot(both, tl.trans(both), input_precision=PRECISION, out_dtype=ACC)
             score_do += tl.where(transposed, found, 0)
             prefix, suffix, product = join(prefix, suffix, product, second, 1 << level)
-        o_s = o_w + o_m[:, None] * BD + o_d[None, :]
-        b_dh = tl.dot(g * prefix, tl.load(states + o_s), b_dh, input_precision=PRECISION, out_dtype=ACC)
-        b_dh = tl.dot(b * suffix, tl.load(ends + o_s), b_dh, input_precision=PRECISION, out_dtype=ACC)
+        S, E = load_rows(states + o_w, o_m, o_d, D, D, M, ACC), load_rows(ends + o_w, o_m, o_d, D, D, M, ACC)
+        b_dh = tl.dot(g * prefix, S, b_dh, input_precision=PRECISION, out_dtype=ACC)
+        b_dh = tl.dot(b * suffix, E, b_dh, input_precision=PRECISION, out_dtype=ACC)
     tl.store(dgamma + at + o_t * H, b_dgamma.to(dgamma.dtype.element_ty), mask=o_t < tokens)
     b_h = known(load_rows(v + at * D, o_t, o_d, D, H * D, tokens, ACC), VARIANT)
     b_dh = tl.dot(score_h, b_h, b_dh, input_precision=PRECISION, out_dtype=ACC) + own_h[:, None] * b_h

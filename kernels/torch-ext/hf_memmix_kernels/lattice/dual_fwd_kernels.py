@@ -51,22 +51,20 @@ def span(i_n, cu_seqlens, first, T, C: tl.constexpr):
 @triton.jit
 def lattice_walk_kernel(
     k, v, hh, gamma, start_state, final_state, states, p, cu_seqlens, first, T,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, MB: tl.constexpr,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, VARIANT: tl.constexpr, C: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """p of all tokens and the states before every C-th one, for MB slots of one (sequence, head)."""
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1  # h = v or -v
-    i_s = (tl.program_id(0) // (BM // MB)).to(tl.int64)
-    i_m = tl.program_id(0) % (BM // MB) * MB
+    i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
     i_n, i_h = i_s // H, i_s % H
     start, length, window = span(i_n, cu_seqlens, first, T, C)
-    o_m = i_m + tl.arange(0, MB)
-    o_s = o_m[:, None] * (D1 * D2) + tl.arange(0, D2)[None, :]
+    o_m = tl.program_id(0) % tl.cdiv(M, MB) * MB + tl.arange(0, MB)
     m_m = o_m < M
-    S = load_slots(start_state + i_s * (BM * D1 * D2) + o_s, D1, D2)
+    S = load_slots(start_state + i_s * (M * D), o_m, M, D, D1, D2)
     at = start * H + i_h
     k, p, v, hh, gamma = k + at * M, p + at * M, v + at * D, hh + at, gamma + at
-    states += (window * H + i_h) * (BM * D1 * D2) + o_s
+    states += (window * H + i_h) * (M * D)
     ks, vs = load_group(k, o_m, m_m, H * M, length, P), load_parts(v, H * D, length, P, D, D1, D2)
     hhs, gammas = load_group(hh, 0, True, H, length, P), load_group(gamma, 0, True, H, length, P)
     for t in range(0, length, P):
@@ -76,8 +74,8 @@ def lattice_walk_kernel(
         hhs_next, gammas_next = load_group(hh, 0, True, H, left, P), load_group(gamma, 0, True, H, left, P)
         if t % C == 0:
             S = normalise(S)
-            store_slots(states, S, D2)
-            states += H * (BM * D1 * D2)
+            store_slots(states, S, o_m, M, D, D2)
+            states += H * (M * D)
         for i in tl.static_range(P):
             b_v = cast(vs[i], ACC)
             b_p = inner(S, b_v) * SIGN
@@ -86,13 +84,13 @@ def lattice_walk_kernel(
             tl.store(p + i * (H * M) + o_m, b_p, mask=m_m & (t + i < length))
         p += P * H * M
         ks, vs, hhs, gammas = ks_next, vs_next, hhs_next, gammas_next
-    store_slots(final_state + i_s * (BM * D1 * D2) + o_s, normalise(S), D2)
+    store_slots(final_state + i_s * (M * D), normalise(S), o_m, M, D, D2)
 
 
 @triton.jit
 def lattice_read_kernel(
     q, k, v, hh, gamma, states, p, o, cu_seqlens, first, sequence, T, N,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """o of one window of one head, from MB slots at a time."""
@@ -100,10 +98,10 @@ def lattice_read_kernel(
     start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
     at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
     q, k, p = q + at * M, k + at * M, p + at * M
-    states += (i_c.to(tl.int64) * H + i_h) * (BM * BD)
+    states += (i_c.to(tl.int64) * H + i_h) * (M * D)
     b_hh, b_gamma = load_column(hh + at, o_t, H, tokens, ACC), load_column(gamma + at, o_t, H, tokens, ACC)
     b_o, score, own = tl.zeros([C, BD], ACC), tl.zeros([C, C], ACC), tl.zeros([C], ACC)
-    for i_m in tl.range(0, BM, MB, num_stages=1):
+    for i_m in tl.range(0, M, MB, num_stages=1):
         o_m = i_m + tl.arange(0, MB)
         b_p, b_k = load_rows(p, o_t, o_m, M, H * M, tokens, ACC), load_rows(k, o_t, o_m, M, H * M, tokens, ACC)
         b_q = load_rows(q, o_t, o_m, M, H * M, tokens, ACC)
@@ -117,7 +115,7 @@ def lattice_read_kernel(
             found = tl.dot(both, tl.trans(both), input_precision=PRECISION, out_dtype=ACC)
             score += tl.where(mask, found, 0)
             prefix, suffix, product = join(prefix, suffix, product, second, 1 << level)
-        S = tl.load(states + o_m[:, None] * BD + o_d[None, :])
+        S = load_rows(states, o_m, o_d, D, D, M, ACC)
         b_o = tl.dot(read * prefix, S, b_o, input_precision=PRECISION, out_dtype=ACC)
     b_h = known(load_rows(v + at * D, o_t, o_d, D, H * D, tokens, ACC), VARIANT)
     b_o = tl.dot(score, b_h, b_o, input_precision=PRECISION, out_dtype=ACC) + own[:, None] * b_h

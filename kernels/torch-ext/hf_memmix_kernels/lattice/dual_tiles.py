@@ -41,7 +41,7 @@ def combine(a, S, b, h):
 
 @triton.jit
 def normalise(S):
-    """s_i / |s_i|, in parts; the empty slots that fill up a tile stay empty."""
+    """s_i / |s_i|, in parts; the empty ones that fill up a tile stay empty."""
     x = S[0] * S[0]
     for j in tl.static_range(1, len(S)):
         x += S[j] * S[j]
@@ -62,18 +62,21 @@ def cast(x, ACC: tl.constexpr):
 
 
 @triton.jit
-def load_slots(p, D1: tl.constexpr, D2: tl.constexpr):
-    """Slots at the pointers p [M, D2] to their first part."""
+def load_slots(p, o_m, M: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Slots `o_m` of a state [M, D] in parts, zeros around."""
     parts = ()
     for j in tl.static_range(D1):
-        parts = parts + (tl.load(p + j * D2),)
+        o_d = j * D2 + tl.arange(0, D2)
+        mask = (o_m < M)[:, None] & (o_d < D)[None, :]
+        parts = parts + (tl.load(p + o_m[:, None] * D + o_d[None, :], mask=mask, other=0),)
     return parts
 
 
 @triton.jit
-def store_slots(p, S, D2: tl.constexpr):
+def store_slots(p, S, o_m, M: tl.constexpr, D: tl.constexpr, D2: tl.constexpr):
     for j in tl.static_range(len(S)):
-        tl.store(p + j * D2, S[j])
+        o_d = j * D2 + tl.arange(0, D2)
+        tl.store(p + o_m[:, None] * D + o_d[None, :], S[j], mask=(o_m < M)[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit

@@ -4,8 +4,8 @@
 
 The chain of a token is two dependent reductions for "dec", over the slots (across warps) and over their entries (in a
 warp), and one for "enc" and "sim". y is not on it: threads keep their shares of it, and add them up once a GROUP of
-tokens. Inputs are loaded a group ahead. The states before every CHECKPOINT-th token are kept for backward, and h of
-every token where backward asks for it.
+tokens. Inputs are loaded a group ahead. The states before every CHECKPOINT-th token are kept for backward, and h and p
+of every token where backward asks for them.
 """
 
 import triton
@@ -62,13 +62,13 @@ def load_group(p, offsets, mask, stride, left, GROUP: tl.constexpr):
 
 @triton.jit
 def lattice_fwd_kernel(
-    q, k, v, gamma, log_decay, start_state, o, final_state, kept, h, cu_seqlens, T, l1,
+    q, k, v, gamma, log_decay, start_state, o, final_state, kept, h, p, cu_seqlens, T, l1,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     WARPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
     VARIANT: tl.constexpr, PROJECT: tl.constexpr, L1: tl.constexpr, SAVE: tl.constexpr,
     CHECKPOINT: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """All tokens of one (sequence, head); start_state, final_state and kept are tiles, h [B, T, H, d] or None."""
+    """All tokens of one (sequence, head); start_state, final_state and kept are tiles, h and p as v and k or None."""
     i_s = tl.program_id(0).to(tl.int64)
     i_h = i_s % H
     start, length, row = sequence(i_s // H, cu_seqlens, T, CHECKPOINT)
@@ -84,7 +84,7 @@ def lattice_fwd_kernel(
     if log_decay is not None:
         log_decay += at
     if h is not None:
-        h += at * D
+        h, p = h + at * D, p + at * M
     qs, ks = load_group(q, o_m, m_m, H * M, length, GROUP), load_group(k, o_m, m_m, H * M, length, GROUP)
     vs, gammas = load_group(v, o_d, m_d, H * D, length, GROUP), load_group(gamma, 0, True, H, length, GROUP)
     decays = gammas if log_decay is None else load_group(log_decay, 0, True, H, length, GROUP)
@@ -104,7 +104,7 @@ def lattice_fwd_kernel(
                 if t % CHECKPOINT == 0:
                     tl.store(kept, S)
                     kept += H * BM * D1 * D2
-        shares = ()
+        shares, ps = (), ()
         for i in tl.static_range(GROUP):
             b_k, b_v, b_gamma = ks[i].to(ACC), vs[i].to(ACC), gammas[i].to(ACC)
             b_mu = tl.full([], 1, ACC) if log_decay is None else tl.exp(decays[i].to(ACC))
@@ -122,11 +122,14 @@ def lattice_fwd_kernel(
                 # as a tile, of which one slot is stored: what a vector would be rearranged for
                 h_s = h + i * (H * D) + entries(o_d) + 0 * slots(o_m)
                 tl.store(h_s, tl.broadcast_to(entries(b_h), S.shape), mask=m_h & (t + i < length))
+                ps = ps + (tl.reshape(b_p, [1, BM]),)
+        if h is not None:
+            tl.store(p + o_t * (H * M) + o_m[None, :], over_shares(ps, GROUP), mask=(t + o_t < length) & m_m[None, :])
         b_o = over_shares(shares, GROUP)
         tl.store(o + o_t * (H * D) + o_y, b_o.to(o.dtype.element_ty), mask=(t + o_t < length) & (o_y < D))
         o += GROUP * H * D
         if h is not None:
-            h += GROUP * H * D
+            h, p = h + GROUP * H * D, p + GROUP * H * M
         qs, ks, vs, gammas, decays = qs_next, ks_next, vs_next, gammas_next, decays_next
     if PROJECT and not L1:
         S *= slots(inverse_norm(S))

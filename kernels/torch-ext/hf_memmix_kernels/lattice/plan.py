@@ -25,24 +25,19 @@ def runs_dual(variant: str, project: bool, l1: float) -> bool:
 
 
 def keeps_h(variant: str, project: bool, l1: float) -> bool:
-    """Whether forward keeps h beside the states, from which backward finds all else (read_bwd_kernels.py)."""
+    """Whether forward keeps h and p beside the states, from which backward finds all else (read_bwd_kernels.py)."""
     return variant == "dec" and project and not l1
 
 
 def kept_sizes(v: Tensor, state: Tensor, cu_seqlens: Tensor | None, rule: tuple[str, bool, float]) -> list[int]:
-    """Numbers that forward keeps for backward: tiles of states, and h of every token where `keeps_h`."""
+    """Numbers that forward keeps for backward: tiles of states, then h and p of all tokens where `keeps_h`."""
     _, H, d, m = state.shape
     slots = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens)
-    return [slots * H * padded(m) * padded(d), v.numel() if keeps_h(*rule) else 0]
-
-
-def dual_padded(n: int) -> int:
-    """As `padded`, in tiles of at least 32: rows of 128 bytes (README, "Compiler traps")."""
-    return max(32, padded(n))
+    tokens = v.shape[0] * v.shape[1] * H if keeps_h(*rule) else 0
+    return [slots * H * padded(m) * padded(d), tokens * d, tokens * m]
 
 
 def dual_size(v: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Numbers that the dual form keeps for backward: tiles of states, and p of every token."""
+    """Numbers that the dual form keeps for backward: states, and p of every token."""
     N, H, d, m = state.shape
-    tiles = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens) + N
-    return (tiles * dual_padded(m) * dual_padded(d) + v.shape[0] * v.shape[1] * m) * H
+    return ((checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens) + N) * m * d + v.shape[0] * v.shape[1] * m) * H

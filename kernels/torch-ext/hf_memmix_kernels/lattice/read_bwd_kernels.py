@@ -1,9 +1,8 @@
-"""Lattice backward for "dec" with projection, in three passes: only the adjoint g is sequential.
+"""Lattice backward for "dec" with projection: only the adjoint g is sequential.
 
-Forward keeps h, which is all that a token adds to the slots: p = S^T h, and with it the states of every window of
-CHECKPOINT tokens, are found again for all windows at once (`lattice_replay_kernel`, which also reads dq = S'^T do).
-`lattice_adjoint_kernel` then walks back with g alone, over states that it advances without reductions, and
-`lattice_key_kernel` finds dk for all windows at once.
+Forward keeps h and p = S^T h of every token, which is all that an update needs: states are found again without
+reductions, and what reads them, dq = S'^T do and dk, by matrix products of whole windows (`lattice_slots_kernel`).
+`lattice_adjoint_kernel` walks back with g.
 
 s' = a s + b h, a = beta (1 - alpha p), b = beta alpha, alpha = -gamma k, beta = 1 / |s + alpha P(s) h|. With g those
 of s', x = s . g, w = h . g (per slot), sigma = s' . g = a x + b w and D = beta (g - sigma s'):
@@ -15,6 +14,7 @@ of s', x = s . g, w = h . g (per slot), sigma = s' . g = a x + b w and D = beta 
 import triton
 import triton.language as tl
 
+from .dual_tiles import join, load_column, load_rows, pairs, write_rule
 from .fwd_kernels import load_group, sequence
 from .tiles import (
     entries,
@@ -58,36 +58,6 @@ def move(S, h, alpha, keep, beta):
 
 
 @triton.jit
-def lattice_replay_kernel(
-    do, k, gamma, h, hh, kept, states, p, dq, cu_seqlens, first, sequence_of, T, N,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    CHECKPOINT: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """p and dq of a window, and the tiles `states` before every STRIDE-th of its tokens."""
-    TILE: tl.constexpr = BM * D1 * D2
-    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    begin, tokens, row = window_of(i_c, cu_seqlens, first, sequence_of, T, N, CHECKPOINT)
-    o_m, o_d = tl.arange(0, BM), tl.arange(0, D1)[:, None] * D2 + tl.arange(0, D2)[None, :]
-    o_s = slots(o_m) * (D1 * D2) + entries(o_d)
-    m_m, m_d = o_m < M, o_d < D
-    S = tl.load(kept + (row * H + i_h) * TILE + o_s)
-    states += (row * (CHECKPOINT // STRIDE) * H + i_h) * TILE + o_s
-    for t in range(0, tokens):
-        at = (begin + t) * H + i_h
-        if t % BLOCK == 0:
-            S *= slots(inverse_norm(S))
-        if t % STRIDE == 0:
-            tl.store(states + t // STRIDE * (H * TILE), S)
-        b_k, b_gamma = tl.load(k + at * M + o_m, mask=m_m, other=0).to(ACC), tl.load(gamma + at).to(ACC)
-        b_do = tl.load(do + at * D + o_d, mask=m_d, other=0).to(ACC)
-        b_h = tl.load(h + at * D + o_d, mask=m_d, other=0)
-        b_p, b_hh = over_entries(S * entries(b_h)), tl.load(hh + at)
-        S = move(S, b_h, *rule(b_k, b_p, b_hh, b_gamma))
-        tl.store(p + at * M + o_m, b_p, mask=m_m)
-        tl.store(dq + at * M + o_m, over_entries(S * entries(b_do)).to(dq.dtype.element_ty), mask=m_m)
-
-
-@triton.jit
 def load_pair(
     k, p, h, hh, gamma, at, left, o_m, o_d, H: tl.constexpr, M: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
@@ -99,6 +69,33 @@ def load_pair(
         load_group(hh + at * H, 0, True, H, left, 2),
         load_group(gamma + at * H, 0, True, H, left, 2),
     )
+
+
+@triton.jit
+def lattice_middle_kernel(
+    k, gamma, h, hh, p, kept, middle, cu_seqlens, first, sequence_of, T, N,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+    CHECKPOINT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The tile in the middle of a window of one head, if tokens follow it."""
+    HALF: tl.constexpr = CHECKPOINT // 2
+    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    begin, tokens, row = window_of(i_c, cu_seqlens, first, sequence_of, T, N, CHECKPOINT)
+    o_m, o_d = tl.arange(0, BM), tl.arange(0, D1)[:, None] * D2 + tl.arange(0, D2)[None, :]
+    o_s = (row * H + i_h) * (BM * D1 * D2) + slots(o_m) * (D1 * D2) + entries(o_d)
+    at = begin * H + i_h
+    k, p, h, gamma, hh = k + at * M, p + at * M, h + at * D, gamma + at, hh + at
+    if tokens > HALF:
+        S = tl.load(kept + o_s)
+        ks, ps, hs, hhs, gammas = load_pair(k, p, h, hh, gamma, 0, HALF, o_m, o_d, H, M, D)
+        for t in range(0, HALF, 2):
+            ks_next, ps_next, hs_next, hhs_next, gammas_next = load_pair(
+                k, p, h, hh, gamma, t + 2, HALF - t - 2, o_m, o_d, H, M, D
+            )
+            for j in tl.static_range(2):
+                S = move(S, hs[j], *rule(ks[j].to(ACC), ps[j], hhs[j], gammas[j].to(ACC)))
+            ks, ps, hs, hhs, gammas = ks_next, ps_next, hs_next, hhs_next, gammas_next
+        tl.store(middle + o_s, S * slots(inverse_norm(S)))
 
 
 @triton.jit
@@ -120,17 +117,18 @@ def token_adjoint(g, S, h, q, do, p, hh, alpha, keep, beta, WARPS: tl.constexpr,
 
 @triton.jit
 def lattice_adjoint_kernel(
-    dfinal, do, q, k, gamma, h, p, hh, states, dz, dalpha, dstart, scratch, cu_seqlens, T,
+    dfinal, do, q, k, gamma, h, p, hh, kept, middle, dz, dalpha, dstart, scratch, cu_seqlens, T,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     WARPS: tl.constexpr, LANES: tl.constexpr,
-    CHECKPOINT: tl.constexpr, STRIDE: tl.constexpr, ACC: tl.constexpr,
+    CHECKPOINT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dz and dalpha of all tokens of one (sequence, head), and dstart.
 
-    Tokens go in pairs: `scratch` [STRIDE / 2 tiles a program] holds the state before each pair of a block, and the
-    state between its tokens is found from it. A token that fills up the last pair writes nothing (gamma = 0).
+    Tokens go in pairs: `scratch` [CHECKPOINT / 4 tiles a program] holds the state before each pair of half a window,
+    and the state between its tokens is found from it. A token that fills up the last pair writes nothing (gamma = 0).
     """
     TILE: tl.constexpr = BM * D1 * D2
+    HALF: tl.constexpr = CHECKPOINT // 2
     i_s = tl.program_id(0).to(tl.int64)
     i_h = i_s % H
     start, length, row = sequence(i_s // H, cu_seqlens, T, CHECKPOINT)
@@ -139,18 +137,22 @@ def lattice_adjoint_kernel(
     o_one, o_t = entries(o_d) + 0 * slots(o_m), tl.arange(0, 2)[:, None]
     m_m, m_d = o_m < M, o_d < D
     m_one = entries(m_d) & slots(o_m == 0)
-    scratch += i_s * (STRIDE // 2 * TILE) + o_s
-    states += (row * (CHECKPOINT // STRIDE) * H + i_h) * TILE + o_s
+    scratch += i_s * (HALF // 2 * TILE) + o_s
+    kept, middle = kept + (row * H + i_h) * TILE + o_s, middle + (row * H + i_h) * TILE + o_s
     at = start * H + i_h
     q, k, p, dalpha = q + at * M, k + at * M, p + at * M, dalpha + at * M
     do, h, dz, gamma, hh = do + at * D, h + at * D, dz + at * D, gamma + at, hh + at
     g = tl.load(dfinal + i_s * TILE + o_s)
-    blocks = tl.cdiv(length, STRIDE)
-    for i in range(0, blocks):
-        first = (blocks - 1 - i).to(tl.int64) * STRIDE
-        tokens = tl.minimum(length - first, STRIDE).to(tl.int32)
-        S = tl.load(states + first // STRIDE * (H * TILE))
-        # forward over the block
+    halves = tl.cdiv(length, HALF)
+    for i in range(0, halves):
+        half = halves - 1 - i
+        first = half.to(tl.int64) * HALF
+        tokens = tl.minimum(length - half * HALF, HALF)
+        if half % 2 == 0:
+            S = tl.load(kept + first // CHECKPOINT * (H * TILE))
+        else:
+            S = tl.load(middle + first // CHECKPOINT * (H * TILE))
+        # forward over the half
         ks, ps, hs, hhs, gammas = load_pair(k, p, h, hh, gamma, first, tokens, o_m, o_d, H, M, D)
         for t in range(0, tokens, 2):
             ks_next, ps_next, hs_next, hhs_next, gammas_next = load_pair(
@@ -178,9 +180,9 @@ def lattice_adjoint_kernel(
             k_0, k_1 = ks[0].to(ACC), ks[1].to(ACC)
             alpha_0, keep_0, beta_0 = rule(k_0, ps[0], hhs[0], gammas[0].to(ACC))
             alpha_1, keep_1, beta_1 = rule(k_1, ps[1], hhs[1], gammas[1].to(ACC))
-            middle = move(S, hs[0], alpha_0, keep_0, beta_0)
+            between = move(S, hs[0], alpha_0, keep_0, beta_0)
             g, dalpha_1, dz_1 = token_adjoint(
-                g, middle, hs[1], qs[1].to(ACC), dos[1].to(ACC), ps[1], hhs[1], alpha_1, keep_1, beta_1, WARPS, LANES
+                g, between, hs[1], qs[1].to(ACC), dos[1].to(ACC), ps[1], hhs[1], alpha_1, keep_1, beta_1, WARPS, LANES
             )
             g += slots(k_1) * entries(dz_1)
             g, dalpha_0, dz_0 = token_adjoint(
@@ -200,28 +202,48 @@ def lattice_adjoint_kernel(
 
 
 @triton.jit
-def lattice_key_kernel(
-    k, gamma, h, p, hh, kept, dz, dalpha, dk, dv, dgamma, cu_seqlens, first, sequence_of, T, N,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    CHECKPOINT: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+def lattice_slots_kernel(
+    x, k, gamma, h, hh, p, kept, dalpha, dx, dv, dgamma, cu_seqlens, first, sequence_of, T, N,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, MB: tl.constexpr,
+    WIDE: tl.constexpr, CHECKPOINT: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv and dgamma of a window."""
+    """x = do: dq = S'^T x of one window of one head. x = dz, where there is dalpha: dk, dv and dgamma.
+
+    Within a window s_t = (a_t ... a_1) s_0 + sum_j (a_t ... a_{j+1}) b_j h_j: see dual_tiles.py.
+    """
+    C: tl.constexpr = CHECKPOINT
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    begin, tokens, row = window_of(i_c, cu_seqlens, first, sequence_of, T, N, CHECKPOINT)
-    o_m, o_d = tl.arange(0, BM), tl.arange(0, D1)[:, None] * D2 + tl.arange(0, D2)[None, :]
-    m_m, m_d = o_m < M, o_d < D
-    S = tl.load(kept + (row * H + i_h) * (BM * D1 * D2) + slots(o_m) * (D1 * D2) + entries(o_d))
-    for t in range(0, tokens):
-        at = (begin + t) * H + i_h
-        if t % BLOCK == 0:
-            S *= slots(inverse_norm(S))
-        b_k, b_gamma = tl.load(k + at * M + o_m, mask=m_m, other=0).to(ACC), tl.load(gamma + at).to(ACC)
-        b_dz = tl.load(dz + at * D + o_d, mask=m_d, other=0)
-        b_h = tl.load(h + at * D + o_d, mask=m_d, other=0)
-        b_p, b_hh = tl.load(p + at * M + o_m, mask=m_m, other=0), tl.load(hh + at)
-        b_dalpha = tl.load(dalpha + at * M + o_m, mask=m_m, other=0)
-        b_dk = over_entries(S * entries(b_dz)) - b_gamma * b_dalpha
-        tl.store(dk + at * M + o_m, b_dk.to(dk.dtype.element_ty), mask=m_m)
-        tl.store(dv + at * D + o_d, (-b_dz).to(dv.dtype.element_ty), mask=m_d)
-        tl.store(dgamma + at, -tl.sum(b_k * b_dalpha, 0).to(dgamma.dtype.element_ty))
-        S = move(S, b_h, *rule(b_k, b_p, b_hh, b_gamma))
+    begin, tokens, row = window_of(i_c, cu_seqlens, first, sequence_of, T, N, C)
+    at, o_t, o_d = begin * H + i_h, tl.arange(0, C), tl.arange(0, WIDE)
+    kept += (row * H + i_h) * (BM * BD)
+    b_hh, b_gamma = load_column(hh + at, o_t, H, tokens, ACC), load_column(gamma + at, o_t, H, tokens, ACC)
+    b_h = load_rows(h + at * D, o_t, o_d, D, H * D, tokens, ACC)
+    b_x = load_rows(x + at * D, o_t, o_d, D, H * D, tokens, ACC)
+    score = tl.dot(b_x, tl.trans(b_h), input_precision=PRECISION, out_dtype=ACC)
+    own, b_dgamma = tl.sum(b_x * b_h, 1)[:, None], tl.zeros([C], ACC)
+    for i_m in tl.range(0, BM, MB, num_stages=1):
+        o_m = i_m + tl.arange(0, MB)
+        o_k = at * M + o_t[:, None] * (H * M) + o_m[None, :]
+        m_k = (o_t < tokens)[:, None] & (o_m < M)[None, :]
+        b_p, b_k = tl.load(p + o_k, mask=m_k, other=0), tl.load(k + o_k, mask=m_k, other=0).to(ACC)
+        _, _, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, "sim")
+        prefix, suffix, product = tl.full([C, MB], 1, ACC), tl.full([C, MB], 1, ACC), a
+        found = tl.zeros([C, MB], ACC)
+        for level in tl.static_range(LEVELS):
+            second, mask, _ = pairs(o_t, 1 << level)
+            found += prefix * tl.dot(tl.where(mask, score, 0), b * suffix, input_precision=PRECISION, out_dtype=ACC)
+            prefix, suffix, product = join(prefix, suffix, product, second, 1 << level)
+        m_s = (o_d < BD)[:, None] & (o_m < BM)[None, :]
+        S = tl.load(kept + o_m[None, :] * BD + o_d[:, None], mask=m_s, other=0)
+        found += prefix * tl.dot(b_x, S, input_precision=PRECISION, out_dtype=ACC)
+        if dalpha is None:
+            found = a * found + b * own
+        else:
+            b_dalpha = tl.load(dalpha + o_k, mask=m_k, other=0)
+            found -= b_gamma * b_dalpha
+            b_dgamma -= tl.sum(b_k * b_dalpha, 1)
+        tl.store(dx + o_k, found.to(dx.dtype.element_ty), mask=m_k)
+    if dalpha is not None:
+        tl.store(dgamma + at + o_t * H, b_dgamma.to(dgamma.dtype.element_ty), mask=o_t < tokens)
+        o_v = at * D + o_t[:, None] * (H * D) + o_d[None, :]
+        tl.store(dv + o_v, (-b_x).to(dv.dtype.element_ty), mask=(o_t < tokens)[:, None] & (o_d < D)[None, :])

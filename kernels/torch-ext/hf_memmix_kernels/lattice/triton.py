@@ -11,12 +11,10 @@ from .bwd_kernels import lattice_bwd_kernel
 from .dual_fwd_kernels import lattice_norm_kernel
 from .fwd_kernels import lattice_fwd_kernel, lattice_step_kernel
 from .plan import CHECKPOINT, checkpoint_slots, keeps_h, kept_sizes, padded
-from .read_bwd_kernels import lattice_adjoint_kernel, lattice_key_kernel, lattice_replay_kernel
+from .read_bwd_kernels import lattice_adjoint_kernel, lattice_middle_kernel, lattice_slots_kernel
 
 # tokens between two measured norms, and between two states that backward keeps in scratch memory
 BLOCK = 16
-# tokens between two states that backward without l1 finds for all windows at once
-STRIDE = 32
 # lanes that share a slot, and warps a head of 64 x 64
 LANES_FWD = LANES_BWD = 8
 WARPS_FWD = WARPS_BWD = 4
@@ -64,9 +62,11 @@ def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, var
     start = _to_tiles(initial_state, sizes)
     final, o = torch.empty_like(start), torch.empty_like(v)
     kept = start.new_empty(sum(kept_sizes(v, initial_state, cu_seqlens, rule)) if save else 0)
-    h = kept[-v.numel() :] if save and keeps_h(*rule) else None
+    h = p = None
+    if save and keeps_h(*rule):
+        _, h, p = kept.split(kept_sizes(v, initial_state, cu_seqlens, rule))
     lattice_fwd_kernel[(N * H,)](
-        q, k, v, gamma, log_decay, start, o, final, kept, h, cu_seqlens, v.shape[1], float(l1),
+        q, k, v, gamma, log_decay, start, o, final, kept, h, p, cu_seqlens, v.shape[1], float(l1),
         H=H, **sizes, **_split(_warps(WARPS_FWD, initial_state), sizes), VARIANT=variant, PROJECT=project, L1=l1 > 0,
         SAVE=save, CHECKPOINT=CHECKPOINT, BLOCK=BLOCK,
     )  # fmt: skip
@@ -78,8 +78,8 @@ def lattice_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kep
     do, q, k, v, gamma = (x.contiguous() for x in (do, q, k, v, gamma))
     rule = (variant, project, l1)
     if keeps_h(*rule):
-        kept, h = kept.split(kept_sizes(v, initial_state, cu_seqlens, rule))
-        return _read_bwd(do, dfinal, q, k, v, gamma, h, kept, cu_seqlens)
+        notes = kept.split(kept_sizes(v, initial_state, cu_seqlens, rule))
+        return _read_bwd(do, dfinal, q, k, v, gamma, *notes, cu_seqlens)
     N, H, _, _ = initial_state.shape
     sizes = _sizes(initial_state, LANES_BWD)
     log_decay = None if log_decay is None else log_decay.contiguous()
@@ -101,9 +101,9 @@ def lattice_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kep
     return dq, dk, dv, *gates, _from_tiles(dstart, initial_state)
 
 
-def _read_bwd(do, dfinal, q, k, v, gamma, h, kept, cu_seqlens):
-    """`lattice_bwd_triton` from the h [B, T, H, d] that forward kept."""
-    N, H, _, _ = dfinal.shape
+def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
+    """`lattice_bwd_triton` from the tiles, h and p that forward kept."""
+    N, H, D, M = dfinal.shape
     sizes = _sizes(dfinal, LANES_BWD)
     split = _split(_warps(WARPS_BWD, dfinal), sizes)
     windows, table = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens), (None, None)
@@ -111,25 +111,26 @@ def _read_bwd(do, dfinal, q, k, v, gamma, h, kept, cu_seqlens):
         *table, windows = chunk_table(cu_seqlens, v.shape[1], CHECKPOINT)
     where = (cu_seqlens, *table, v.shape[1], N)
     end = _to_tiles(dfinal, sizes)
-    dstart, tile = torch.empty_like(end), end[0].numel()
-    hh, p, dalpha, dz = (end.new_empty(x.shape) for x in (gamma, q, q, v))
+    dstart, BD = torch.empty_like(end), end.shape[2]
+    hh, dalpha, dz = (end.new_empty(x.shape) for x in (gamma, q, v))
     dq, dk, dv, dgamma = (torch.empty_like(x) for x in (q, k, v, gamma))
-    states = end.new_empty(kept.numel() * (CHECKPOINT // STRIDE))
-    scratch = end.new_empty(N * H, STRIDE // 2, tile)
-    lattice_norm_kernel[(triton.cdiv(hh.numel(), 64),)](h, hh, hh.numel(), D=v.shape[3], BD=padded(v.shape[3]), R=64)
+    middle, scratch = torch.empty_like(kept), end.new_empty(N * H, CHECKPOINT // 4, end[0].numel())
+    lattice_norm_kernel[(triton.cdiv(hh.numel(), 64),)](h, hh, hh.numel(), D=D, BD=BD, R=64)
     shared = {"H": H, **sizes, "CHECKPOINT": CHECKPOINT}
-    lattice_replay_kernel[(windows * H,)](
-        do, k, gamma, h, hh, kept, states, p, dq, *where,
-        **shared, STRIDE=STRIDE, BLOCK=BLOCK, num_warps=split["num_warps"],
-    )  # fmt: skip
+    read = {
+        "H": H, "M": M, "D": D, "BM": sizes["BM"], "BD": BD, "MB": 32, "WIDE": max(32, BD), "CHECKPOINT": CHECKPOINT,
+        "LEVELS": CHECKPOINT.bit_length() - 1, "ACC": sizes["ACC"], "num_warps": 4,
+        "PRECISION": {torch.float64: "ieee", torch.float32: "tf32x3"}.get(v.dtype, "tf32"),
+    }  # fmt: skip
+    lattice_slots_kernel[(windows * H,)](do, k, gamma, h, hh, p, kept, None, dq, None, None, *where, **read)
+    lattice_middle_kernel[(windows * H,)](
+        k, gamma, h, hh, p, kept, middle, *where, **shared, num_warps=split["num_warps"]
+    )
     lattice_adjoint_kernel[(N * H,)](
-        end, do, q, k, gamma, h, p, hh, states, dz, dalpha, dstart, scratch, cu_seqlens, v.shape[1],
-        **shared, STRIDE=STRIDE, WARPS=split["WARPS"], LANES=split["LANES"], num_warps=split["num_warps"],
+        end, do, q, k, gamma, h, p, hh, kept, middle, dz, dalpha, dstart, scratch, cu_seqlens, v.shape[1],
+        **shared, WARPS=split["WARPS"], LANES=split["LANES"], num_warps=split["num_warps"],
     )  # fmt: skip
-    lattice_key_kernel[(windows * H,)](
-        k, gamma, h, p, hh, kept, dz, dalpha, dk, dv, dgamma, *where,
-        **shared, BLOCK=BLOCK, num_warps=split["num_warps"],
-    )  # fmt: skip
+    lattice_slots_kernel[(windows * H,)](dz, k, gamma, h, hh, p, kept, dalpha, dk, dv, dgamma, *where, **read)
     return dq, dk, dv, dgamma, None, _from_tiles(dstart, dfinal)
 
 

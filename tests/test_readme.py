@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_memmix.training.readme_tables import TABLES, render
+from hf_memmix.training.readme_tables import documents, render
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -63,14 +63,20 @@ def test_every_block_is_tested():
             assert {line.split()[0] for line in text.splitlines() if line.strip()} <= {"make", "memmix"}
 
 
-def test_figures_are_those_of_the_measurements():
-    assert render(README, ROOT) == README, "run python -m hf_memmix.training.readme_tables"
+@pytest.mark.parametrize("path", documents(ROOT), ids=lambda path: str(path.relative_to(ROOT)))
+def test_figures_are_those_of_the_measurements(path):
+    text = path.read_text(encoding="utf-8")
+    assert render(text, ROOT) == text, "run python -m hf_memmix.training.readme_tables"
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_every_table_is_filled(name):
-    table = README.split(f"<!-- begin {name} -->")[1].split(f"<!-- end {name} -->")[0]
-    assert "|" in table
+def test_tables_are_refused_without_their_end_or_by_an_unknown_name():
+    assert "<!-- begin kernels -->" in README
+    with pytest.raises(ValueError, match="must hold <!-- begin kernels --> and after it"):
+        render(README.replace("<!-- end kernels -->", ""), ROOT)
+    with pytest.raises(ValueError, match="no table 'tea'; choose from demo"):
+        render("<!-- begin tea -->\n<!-- end tea -->", ROOT)
+    with pytest.raises(ValueError, match="has no row of tea"):
+        render("<!-- begin op tea -->\n<!-- end op tea -->", ROOT)
 
 
 def test_links_lead_somewhere():

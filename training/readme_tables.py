@@ -1,9 +1,10 @@
-"""Write every figure of README.md from the committed measurements, and its plot.
+"""Write every figure of the documents from the committed measurements, and the plot of README.md.
 
-    python -m hf_memmix.training.readme_tables            # after a new training/results/demo.json or h200.json
-    python -m hf_memmix.training.readme_tables --check    # exit code 1 if README.md says anything else
+    python -m hf_memmix.training.readme_tables            # after new measurements
+    python -m hf_memmix.training.readme_tables --check    # exit code 1 if a document says anything else
 
-A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; NAME is a key of TABLES.
+A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. NAME is a key of `tables.TABLES` and the words
+after it: `op lattice` are the measurements of an op, `results recall` is the report of training/results/recall.json.
 """
 
 import json
@@ -11,167 +12,50 @@ import re
 import sys
 from pathlib import Path
 
-DEMO = "training/results/demo.json"
+from hf_memmix.training.tables import DEMO, TABLES
+
 PLOT = "training/results/demo.png"
-CARDS = "model_cards"
-KERNELS = "kernels/benchmarks/results/h200.json"
-ATTENTION_SHAPED = ("sdpa", "short_conv", "gla", "gka")  # the others have shapes of their own: kernels/README.md
-GENERATE = "kernels/benchmarks/results/generate_h200.json"
+DOCUMENTS = ("README.md", "training/README.md", "kernels/README.md", "model_cards/*/README.md")
+MARK = re.compile(r"(<!-- begin ([^>]+?) -->\n)(.*?)(<!-- end \2 -->)", re.DOTALL)
 
 
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; the first column is text, the others are figures."""
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def size(count: int) -> str:
-    """Bytes in the binary unit that keeps the number short."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
-def demo_table(root: Path) -> str:
-    """Both models of `make demo`, side by side."""
-    results = json.loads((root / DEMO).read_text())
-    quality = results["quality"]
-    pairs = list(zip(results["context_cost"]["teacher"], results["context_cost"]["student"], strict=True))
-    layers = f"{results['student']['converted_layers']} of {results['student']['layers']} layers"
-    rows = [
-        ["held-out perplexity", f"{quality['teacher_ppl']:.2f}", f"{quality['student_ppl']:.2f}"],
-        ["same most likely token", "", f"{100 * quality['top1_agreement']:.1f} %"],
-    ]
-    for theirs, ours in pairs:
-        if theirs["context"] >= 4096:
-            name = f"cache at {theirs['context'] // 1024}k tokens of context"
-            rows.append([name, size(theirs["cache_bytes"]), size(ours["cache_bytes"])])
-    for theirs, ours in pairs:
-        name = f"decode after {theirs['context'] // 1024}k tokens, tokens/s"
-        rows.append([name, *(f"{1e3 / row['ms_per_token']:.0f}" for row in (theirs, ours))])
-    minutes = results["seconds"]["total"] / 60
-    return (
-        markdown(["", "transformer", f"GKA, {layers}"], rows)
-        + f"\n\n{results['hardware']}; torch {results['torch']}, transformers {results['transformers']}; "
-        f"{minutes:.1f} minutes in all, of which {results['seconds']['align'] + results['seconds']['distill']:.0f} s "
-        f"are training. Perplexity over {quality['tokens']:,} tokens of the held-out text; the demo's learning "
-        "rates and steps were chosen on another text."
-    )
-
-
-def student_table(root: Path) -> str:
-    """Every student whose measurements are among the model cards."""
-    lines, devices, tokens = [], set(), set()
-    for path in sorted((root / CARDS).glob("*/metrics*.json")):
-        metrics = json.loads(path.read_text())
-        heldout = metrics["heldout"]
-        if "student_ppl" not in heldout:
-            continue
-        kept = metrics["keep"] if isinstance(metrics["keep"], list) else []
-        name = f"`assets/{path.parent.name}`"
-        if path.stem != "metrics":
-            name = f"{path.parent.name}, {path.stem.removeprefix('metrics_')} (not bundled)"
-        line = [name, ", ".join(metrics["mixer_options"]), str(len(kept)), str(len(heldout["layer_error"]))]
-        line += [f"{heldout[key]:.2f}" for key in ("teacher_ppl", "student_ppl")]
-        lines.append([*line, f"{heldout['ppl_ratio']:.3f}", f"{100 * heldout['top1_agreement']:.1f} %"])
-        tokens.add(f"{heldout['tokens']:,}")
-        devices.add(f"{metrics['device']} in {metrics['seconds'] / 60:.0f} minutes")
-    head = [
-        "student",
-        "mixer",
-        "attention layers",
-        "mixer layers",
-        "teacher ppl",
-        "student ppl",
-        "ratio",
-        "same token",
-    ]
-    return markdown(head, lines) + (
-        f"\n\n{', '.join(sorted(tokens))} tokens of the held-out text, on which no choice rests; "
-        f"distilled on one {', '.join(sorted(devices))} each."
-    )
-
-
-def kernel_table(root: Path) -> str:
-    """Milliseconds of the ops that share attention's shape, on the GPU, with torch's attention from the same run."""
-    rows = [row for row in json.loads((root / KERNELS).read_text()) if row["op"] in ATTENTION_SHAPED]
-    ops: dict[str, dict] = {}
-    for row in rows:
-        schedule = row.get("iterations")
-        note = (
-            ""
-            if schedule is None
-            else f", {'+'.join(map(str, schedule if isinstance(schedule, list) else [schedule]))}"
-        )
-        ops.setdefault(f"`{row['op']}`{note}", {})[row["pass"], row["B"], row["T"]] = row["ms"]
-    columns = {
-        "fwd, 8k": ("fwd", 4, 8192),
-        "fwd+bwd, 8k": ("fwd+bwd", 4, 8192),
-        "fwd, 32k": ("fwd", 4, 32768),
-        "fwd+bwd, 32k": ("fwd+bwd", 4, 32768),
-        "decode, B=8": ("decode_graph", 8, 1),
-    }
-    lines = [[name, *(f"{ms[key]:.3g}" if key in ms else "" for key in columns.values())] for name, ms in ops.items()]
-    (first, *others) = ({name: row[name] for name in ("gpu", "torch", "triton")} for row in rows)
-    if any(other != first for other in others):
-        raise ValueError(f"{KERNELS} mixes machines or versions; run the benchmark again as a whole")
-    commits = ", ".join(sorted({row["commit"] for row in rows}))
-    return (
-        markdown(["ms", *columns], lines)
-        + "\n\nbf16; B=4, H=8, D=128; decode: one step of 32 heads inside a CUDA graph. The numbers after `gka` are "
-        f"solver iterations, by refinement phase. {first['gpu']}, torch {first['torch']}, Triton {first['triton']}, "
-        f"commit {commits}."
-    )
-
-
-def generate_table(root: Path) -> str:
-    """Milliseconds per token of `generate()` with a static cache; of several runs the last one counts."""
-    rows = json.loads((root / GENERATE).read_text())
-    names = {"llama": "Llama, 1.1 B shape", "gka": "the same with every layer `gka`"}
-    last: dict[tuple, dict] = {}
-    for row in rows:
-        last[row["model"], row["context"], row["B"]] = row
-    lines = []
-    for model, context in dict.fromkeys(key[:2] for key in last):
-        tokens = f"{context // 2**20} M" if context >= 2**20 else f"{context // 1024}k"
-        pair = [last.get((model, context, batch)) for batch in (1, 32)]
-        lines.append([names[model], tokens, *("" if row is None else f"{row['ms']:.2f}" for row in pair)])
-    machines = {(row["gpu"], row["torch"]) for row in rows}
-    if len(machines) != 1:
-        raise ValueError(f"{GENERATE} mixes machines or versions; run the benchmark again as a whole")
-    ((gpu, torch),) = machines
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in last.values()))
-    return (
-        markdown(["ms per token", "context", "B=1", "B=32"], lines)
-        + "\n\n`generate()` with the static cache, the step in one CUDA graph; random bf16 weights. "
-        f"{gpu}, torch {torch}, commits {commits}."
-    )
-
-
-TABLES = {"demo": demo_table, "students": student_table, "kernels": kernel_table, "generate": generate_table}
+def documents(root: Path) -> list[Path]:
+    """The files that have tables."""
+    found = [path for pattern in DOCUMENTS for path in sorted(root.glob(pattern))]
+    return [path for path in found if "<!-- begin " in path.read_text(encoding="utf-8")]
 
 
 def render(text: str, root: Path) -> str:
-    """`text` of README.md with every table written anew."""
-    for name, table in TABLES.items():
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise ValueError(f"README.md must hold {begin} and {end} once each")
-        pattern = re.compile(f"({re.escape(begin)}\n).*?({re.escape(end)})", re.DOTALL)
-        text = pattern.sub(lambda m, table=table: f"{m[1]}{table(root)}\n{m[2]}", text)
-    return text
+    """`text` of a document with every table written anew.
+
+    Raises:
+        ValueError: a begin lacks its end, or there is no such table.
+    """
+    for name in re.findall(r"<!-- (?:begin|end) ([^>]+?) -->", text):
+        if not MARK.search(text[text.find(f"<!-- begin {name} -->") :]) or f"<!-- end {name} -->" not in text:
+            raise ValueError(f"a document must hold <!-- begin {name} --> and after it <!-- end {name} -->")
+        if name.split()[0] not in TABLES:
+            raise ValueError(f"there is no table {name.split()[0]!r}; choose from {', '.join(TABLES)}")
+
+    def table(match: re.Match) -> str:
+        kind, *words = match[2].split()
+        return f"{match[1]}{TABLES[kind](root, *words)}\n{match[4]}"
+
+    return MARK.sub(table, text)
 
 
 def main(root: Path, check: bool) -> int:
-    readme = root / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    rendered = render(text, root)
+    stale = []
+    for path in documents(root):
+        text = path.read_text(encoding="utf-8")
+        rendered = render(text, root)
+        if text != rendered:
+            stale.append(path.relative_to(root))
+            if not check:
+                path.write_text(rendered, encoding="utf-8")
+    print(f"{'out of date' if check else 'written'}: {', '.join(map(str, stale)) or 'nothing'}")
     if check:
-        return int(text != rendered)
-    readme.write_text(rendered, encoding="utf-8")
-    # imported here: --check needs nothing but the standard library
+        return int(bool(stale))
     from hf_memmix.training.plot import plot_context_cost
 
     plot_context_cost(json.loads((root / DEMO).read_text()), root / PLOT)

@@ -63,6 +63,16 @@ def table(results: dict) -> str:
     return markdown(HEAD, lines)
 
 
+def section(results: dict) -> str:
+    """The table and, below it, what it is from."""
+    where, settings = results["environment"], results["settings"]
+    tokens = max((row.get("trained_tokens", 0) for row in results["rows"]), default=0)
+    return (
+        f"{table(results)}\n\n{tokens / 1e6:.1f}M tokens a student, {settings['align_steps']} steps of align and "
+        f"{settings['distill_steps']} of distill; {where['hardware']}, commit {where['commit']}."
+    )
+
+
 def plot(results: dict, path: str | Path) -> None:
     """Perplexity ratio and the gain of every probe against the share of layers kept."""
     where = results["environment"]
@@ -94,7 +104,7 @@ def main() -> None:
     if len(sys.argv) not in (2, 3):
         sys.exit(__doc__)
     results = json.loads(Path(sys.argv[1]).read_text())
-    print(table(results))
+    print(section(results))
     if len(sys.argv) == 3:
         plot(results, sys.argv[2])
 

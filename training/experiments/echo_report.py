@@ -155,8 +155,8 @@ REPORTS = {"echo_transfer": transfer_tables, "echo_ablation": ablation_table, "e
 
 def report(results: dict) -> str:
     where = results["environment"]
-    title = f"## {results['experiment']}: {results['settings']['steps']} steps, {where['hardware']}, {where['commit']}"
-    return f"{title}\n\n{REPORTS[results['experiment']](results)}\n"
+    text = REPORTS[results["experiment"]](results)
+    return f"{text}\n\n{results['settings']['steps']} steps; {where['hardware']}, commit {where['commit']}.\n"
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import triton
+from lattice_benches import BENCHES as LATTICE
 from ska_benches import BENCHES as SKA
 from torch import Tensor
 
@@ -130,7 +131,7 @@ BENCHES = [
     gka(num_iterations=30),
     gka(refinement=(10, 10, 10)),
     gka(refinement=(12, 10)),
-    *(Bench(**row) for row in SKA),
+    *(Bench(**row) for row in (*LATTICE, *SKA)),
 ]
 
 

@@ -27,7 +27,7 @@ from .layers import RMSNorm, ShortConvolution, check_layer_options, init_layers,
 
 MAX_STATES = 64
 TIME_SCALES = (1.0, 1000.0)  # tokens in which a state forgets to 1 / e at the start, where its gate is one half
-METHODS = ("auto", "scan", "deer")
+METHODS = ("auto", "scan", "shooting", "deer")
 
 
 @dataclass
@@ -43,7 +43,7 @@ class CoffeeOptions(MixerOptions):
         use_o_norm: RMSNorm of y over all features.
         use_gate, gate_bias: the output gate silu(W_z h), and a bias of it, so that it can start open.
         u_bias, o_bias: biases of the projections to u and to the output.
-        method: how the states are computed: "scan", "deer" or "auto", see `hf_memmix_kernels.coffee`. May be changed
+        method: how the states are computed: "scan", "shooting", "deer" or "auto", see `hf_memmix_kernels.coffee`. May be changed
             at inference.
         norm_eps: epsilon of the RMSNorm.
     """

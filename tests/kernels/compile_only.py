@@ -59,6 +59,7 @@ class Kernels:
     def install(self) -> None:
         triton.runtime.driver.set_active(Driver())
         torch.Tensor.is_cuda = property(lambda tensor: True)
+        torch.cuda.is_current_stream_capturing = lambda: False
         run = JITFunction.run
 
         def compile_only(function, *args, grid, warmup, **options):

@@ -123,6 +123,29 @@ def test_deer_takes_every_gate(feedback, backend, recwarn):
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("T", [1, 15, 16, 70])
+def test_shooting_equals_the_scan(T, backend, monkeypatch, recwarn):
+    """Chunks of 16: fewer tokens than one, one, and four with a rest; gradients from checkpoints in every chunk."""
+    if backend == "triton":
+        from hf_memmix_kernels.coffee import shooting
+
+        monkeypatch.setattr(shooting, "shooting_chunk", lambda T: 16)
+    coffee_op._warn_not_converged.cache_clear()
+    agrees(K.coffee, draw(2, T, 3, 4, gate=2, filtered=True), method="shooting")
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("feedback", ["sigmoid", "linear", "input", "token"])
+def test_shooting_takes_every_gate(feedback, backend, monkeypatch, recwarn):
+    if backend == "triton":
+        from hf_memmix_kernels.coffee import shooting
+
+        monkeypatch.setattr(shooting, "shooting_chunk", lambda T: 8)
+    coffee_op._warn_not_converged.cache_clear()
+    agrees(K.coffee, draw(1, 21, 3, 3, feedback=feedback, gate=3), feedback=feedback, method="shooting")
+    assert not recwarn.list
+
+
 def wild(T: int) -> dict:
     """Weights and inputs as large as trained ones: Newton's first products overflow."""
     inputs = draw(1, T, 4, 4)
@@ -181,8 +204,7 @@ def test_deer_is_checked():
 def test_dispatch_rule():
     assert K.coffee_method(1, 1024, 16, 8) == "scan"
     assert K.coffee_method(8, 2**18, 1536, 16) == "scan"
-    assert K.coffee_method(1, 65536, 16, 8) == "scan"
-    assert K.coffee_method(1, 2**18, 16, 8) == "deer"
+    assert K.coffee_method(1, 65536, 16, 8) == "shooting"
     assert K.coffee_method(1, 2**18, 16, 8, cuda=False) == "scan"
 
 
@@ -190,7 +212,7 @@ def test_bad_values_are_named():
     lam = torch.tensor([[0.0, -2.0], [-1.0, -0.5]])
     K.check_coffee(lam, torch.zeros(1, 2, 2))
     for bad in (lam + 0.25, lam - 0.25, lam * float("nan")):
-        with pytest.raises(ValueError, match="must in \\[-2, 0\\]"):
+        with pytest.raises(ValueError, match="must be in \\[-2, 0\\]"):
             K.check_coffee(bad)
     for value in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="2 values that are not finite"):

@@ -15,7 +15,10 @@ from ops_table import OPS
 
 SIZES = ["16x16", "32x32", "64x64", "128x128", "256x256", "64x32", "32x64", "96x48", "128x64", "40x72"]
 # what a caller may choose and what then compiles to other kernels
-OPTIONS = {"gla": ['{"chunk_size": 32}', '{"chunk_size": 128}']}
+OPTIONS = {
+    "gla": ['{"chunk_size": 32}', '{"chunk_size": 128}'],
+    "coffee": ['{"method": "shooting"}', '{"method": "deer"}'],
+}
 CASES = [(op.name, options) for op in OPS for options in ["{}", *OPTIONS.get(op.name, [])]]
 
 # how ptxas builds descriptors: UR6 is the address; UR12 .. UR15 the first one, of b in UR14 and UR15; then one 64

@@ -13,13 +13,12 @@ from .tiles import (
     LOG2E,
     advance,
     dot,
-    exp2,
     load_gates,
     load_rows,
     load_states,
     over_states,
-    reciprocal,
     scaled,
+    sigmoid,
     store_states,
 )
 
@@ -28,17 +27,17 @@ from .tiles import (
 def _reverse_group(
     x, carry, prod, grads, us, dys, factors, lam, w, w2, C, F, p_du, p_dg, D, m_y,
     P: tl.constexpr, NS: tl.constexpr, L: tl.constexpr, S: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr,
-    GATE: tl.constexpr, DGATE: tl.constexpr, SUMMARY: tl.constexpr, SHARE: tl.constexpr, ASM: tl.constexpr,
+    GATE: tl.constexpr, DGATE: tl.constexpr, SUMMARY: tl.constexpr, SHARE: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """P tokens from the states x before them; grads holds dlam, dw, dC and dw_filter, NS of each, in one tuple."""
     # forward: the states and gates of the group, flat [P * NS]
     xs, phis, dvalue, dfilter = x, (), (), ()
     for k in tl.static_range(P):
-        x, phi = advance(x, us[k], factors[k], lam, w2, NS, FORM, GATE, SHARE, ASM)
+        x, phi = advance(x, us[k], factors[k], lam, w2, NS, FORM, GATE, SHARE, MATH)
         xs = xs + x
         phis = phis + phi
         if FILTER:
-            gain = reciprocal(1 + exp2(dot(x, F, NS, L, S) * -LOG2E, ASM), ASM)
+            gain = sigmoid(dot(x, F, NS, L, S) * -LOG2E, MATH)
             dvalue = dvalue + (dys[k] * gain,)
             dfilter = dfilter + (dys[k] * dot(x, C, NS, L, S) * gain * (1 - gain),)
         else:
@@ -107,13 +106,13 @@ def _reverse_group(
 @triton.jit
 def _walk(
     x, p_u, p_g, t, tokens, gate_t, m_f, lam, w2, D, NS: tl.constexpr, FORM: tl.constexpr, GATE: tl.constexpr,
-    SHARE: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
+    SHARE: tl.constexpr, MATH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The states `tokens` tokens after x, which is the one before token t."""
     for k in range(tokens):
         us = load_rows(p_u, (t + k) * D, D, m_f, 1, 1, ACC, False)
         factors = load_gates(p_g, (t + k) * gate_t, gate_t, m_f, 1, 1, ACC, GATE)
-        x, phi = advance(x, us[0], factors[0], lam, w2, NS, FORM, GATE, SHARE, ASM)
+        x, phi = advance(x, us[0], factors[0], lam, w2, NS, FORM, GATE, SHARE, MATH)
     return x
 
 
@@ -124,7 +123,7 @@ def coffee_bwd_kernel(
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr,
     P: tl.constexpr, R: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
     DGATE: tl.constexpr, PACKED: tl.constexpr, PARALLEL: tl.constexpr, SUMMARY: tl.constexpr, SHARE: tl.constexpr,
-    ASM: tl.constexpr, ACC: tl.constexpr,
+    MATH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One segment of `segment` groups of one sequence, L lanes; a checkpoint every R groups.
 
@@ -150,7 +149,7 @@ def coffee_bwd_kernel(
     o_p = f * N + split
     b_lam = load_states(lam, o_p, m_f, S, NS, ACC, N - split)
     b_w = load_states(w, o_p, m_f, S, NS, ACC, N - split)
-    b_w2 = scaled(b_w, NS, FORM)
+    b_w2 = scaled(b_w, NS, FORM, MATH)
     b_C = load_states(C, o_p, m_f, S, NS, ACC, N - split)
     b_F = b_C
     if FILTER:
@@ -186,18 +185,18 @@ def coffee_bwd_kernel(
                 for r in range(whole % R):
                     store_states(p_x, r * D * NP, m_f, S, x, NS, NP)
                     t = ((whole // R) * R + r).to(tl.int64) * P
-                    x = _walk(x, p_u, p_g, t, P, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, SHARE, ASM, ACC)
+                    x = _walk(x, p_u, p_g, t, P, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, SHARE, MATH, ACC)
             t = whole.to(tl.int64) * P
             for back in range(length - whole * P):
                 k = length - whole * P - 1 - back
-                before = _walk(x, p_u, p_g, t, k, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, SHARE, ASM, ACC)
+                before = _walk(x, p_u, p_g, t, k, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, SHARE, MATH, ACC)
                 us_one = load_rows(p_u, (t + k) * D, D, m_f, 1, 1, ACC, False)
                 dys_one = load_rows(p_dy, (t + k) * D, D, m_f, 1, 1, ACC, False)
                 factors = load_gates(p_g, (t + k) * gate_t, gate_t, m_f, 1, 1, ACC, GATE)
                 carry, prod, grads = _reverse_group(
                     before, carry, prod, grads, us_one, dys_one, factors, b_lam, b_w, b_w2, b_C, b_F,
                     p_du + (t + k) * D, p_dg + (t + k) * D, D, m_y, 1, NS, L, S, FORM, FILTER, GATE, DGATE, SUMMARY,
-                    SHARE, ASM,
+                    SHARE, MATH,
                 )  # fmt: skip
         for back in range(whole - first):
             g = whole - 1 - back
@@ -208,7 +207,7 @@ def coffee_bwd_kernel(
                     for j in range(g % R + 1):
                         store_states(p_x, j * D * NP, m_f, S, x, NS, NP)
                         o_t = ((g // R) * R + j).to(tl.int64) * P
-                        x = _walk(x, p_u, p_g, o_t, P, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, SHARE, ASM, ACC)
+                        x = _walk(x, p_u, p_g, o_t, P, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, SHARE, MATH, ACC)
                 x = load_states(p_x, (g % R) * D * NP, m_f, S, NS, ACC, NP)
             else:
                 x = load_states(p_k, g.to(tl.int64) * D * NP, m_f, S, NS, ACC, NP)
@@ -217,7 +216,7 @@ def coffee_bwd_kernel(
             factors = load_gates(p_g, t * gate_t, gate_t, m_f, P, P, ACC, GATE)
             carry, prod, grads = _reverse_group(
                 x, carry, prod, grads, us, dys, factors, b_lam, b_w, b_w2, b_C, b_F, p_du + t * D, p_dg + t * D, D,
-                m_y, P, NS, L, S, FORM, FILTER, GATE, DGATE, SUMMARY, SHARE, ASM,
+                m_y, P, NS, L, S, FORM, FILTER, GATE, DGATE, SUMMARY, SHARE, MATH,
             )  # fmt: skip
     if SUMMARY:
         store_states(A, o_s, m_f, S, prod, NS, NP)

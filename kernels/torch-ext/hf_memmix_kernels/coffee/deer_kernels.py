@@ -11,9 +11,9 @@ from .tiles import LINEAR, SIGMOID, gates, load_gates, load_rows, scaled
 
 
 @triton.jit
-def _local(x, u, factor, lam, w, w2, FORM: tl.constexpr, ASM: tl.constexpr):
+def local(x, u, factor, lam, w, w2, FORM: tl.constexpr, MATH: tl.constexpr):
     """f(x) and its slope."""
-    phi = gates((x,), u, (w2,), 1, FORM, False, ASM)[0]
+    phi = gates((x,), u, w2, 1, FORM, False, MATH)[0]
     v = lam * x + u
     s = phi * factor
     J = 1 + lam * s
@@ -28,7 +28,7 @@ def _local(x, u, factor, lam, w, w2, FORM: tl.constexpr, ASM: tl.constexpr):
 def coffee_deer_kernel(
     u, lam, w, gate, trajectory, entered, entering, A, R, ends, worst, T, chunks, gate_t, gate_d,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, P: tl.constexpr, LC: tl.constexpr,
-    FORM: tl.constexpr, GATE: tl.constexpr, INIT: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
+    FORM: tl.constexpr, GATE: tl.constexpr, INIT: tl.constexpr, MATH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of LC tokens, L lanes; trajectory [B, chunks * LC, D, NP], the state constant beyond T.
 
@@ -44,7 +44,7 @@ def coffee_deer_kernel(
     m_p = m_f & (j < N)
     b_lam = tl.load(lam + f * N + j, mask=m_p, other=0).to(ACC)
     b_w = tl.load(w + f * N + j, mask=m_p, other=0).to(ACC)
-    b_w2 = scaled((b_w,), 1, FORM)[0]
+    b_w2 = scaled((b_w,), 1, FORM, MATH)
     o_c = row * (D * NP) + lane
     x = tl.load(entering + o_c, mask=m_f, other=0)
     x_old = x
@@ -66,13 +66,13 @@ def coffee_deer_kernel(
         for k in tl.static_range(P):
             x_next = x
             if not INIT:
-                value, J = _local(x_old, us[k], factors[k], b_lam, b_w, b_w2, FORM, ASM)
+                value, J = local(x_old, us[k], factors[k], b_lam, b_w, b_w2, FORM, MATH)
                 x_next = value + J * (x - x_old)
                 x_old = olds[k]
                 moved = tl.abs(x_next - x_old) / (1 + tl.abs(x_next))
                 # what is not finite stays so
                 change = tl.where(moved <= 1e30, tl.maximum(change, moved), float("inf"))
-            value, J = _local(x, us[k], factors[k], b_lam, b_w, b_w2, FORM, ASM)
+            value, J = local(x, us[k], factors[k], b_lam, b_w, b_w2, FORM, MATH)
             r = J * r + (value - x_next)
             a = a * J
             x = x_next

@@ -8,22 +8,21 @@ from .tiles import (
     advance,
     advance_short,
     dot,
-    exp2,
     load_gates,
     load_rows,
     load_states,
-    reciprocal,
     scaled,
+    sigmoid,
     store_states,
 )
 
 
 @triton.jit
-def filtered(x, C, F, NS: tl.constexpr, L: tl.constexpr, S: tl.constexpr, FILTER: tl.constexpr, ASM: tl.constexpr):
+def filtered(x, C, F, NS: tl.constexpr, L: tl.constexpr, S: tl.constexpr, FILTER: tl.constexpr, MATH: tl.constexpr):
     """y = C . x, through the output filter if there is one."""
     y = dot(x, C, NS, L, S)
     if FILTER:
-        y = y * reciprocal(1 + exp2(dot(x, F, NS, L, S) * -LOG2E, ASM), ASM)
+        y = y * sigmoid(dot(x, F, NS, L, S) * -LOG2E, MATH)
     return y
 
 
@@ -32,7 +31,7 @@ def _group(
     x, z, us, factors, lam, w, C, F, p_y, p_k, t, m_f, m_y,
     D: tl.constexpr, NP: tl.constexpr, CK: tl.constexpr, SAVE: tl.constexpr, P: tl.constexpr, NS: tl.constexpr,
     L: tl.constexpr, S: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
-    SHARE: tl.constexpr, CHAIN: tl.constexpr, ASM: tl.constexpr,
+    SHARE: tl.constexpr, CHAIN: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """P tokens: their outputs stored, the states after them (and with CHAIN what their next gates take, z = w x)."""
     for k in tl.static_range(P):
@@ -41,10 +40,10 @@ def _group(
             if CK <= P or t % CK == 0:
                 store_states(p_k + tl.cast((t + k) // CK, tl.int64) * (D * NP), 0, m_f, S, x, NS, NP)
         if CHAIN:
-            x, z = advance_short(x, z, us[k], lam, w, NS, SHARE, ASM)
+            x, z = advance_short(x, z, us[k], lam, w, NS, SHARE, MATH)
         else:
-            x, phi = advance(x, us[k], factors[k], lam, w, NS, FORM, GATE, SHARE, ASM)
-        y = filtered(x, C, F, NS, L, S, FILTER, ASM)
+            x, phi = advance(x, us[k], factors[k], lam, w, NS, FORM, GATE, SHARE, MATH)
+        y = filtered(x, C, F, NS, L, S, FILTER, MATH)
         tl.store(p_y + k * D, y.to(p_y.dtype.element_ty), mask=m_y)
     return x, z
 
@@ -54,7 +53,7 @@ def coffee_fwd_kernel(
     u, lam, w, C, F, gate, x0, y, final, checkpoints, cu_seqlens, T, gate_t, gate_d,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr,
     P: tl.constexpr, CK: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
-    PACKED: tl.constexpr, SAVE: tl.constexpr, SHARE: tl.constexpr, CHAIN: tl.constexpr, ASM: tl.constexpr,
+    PACKED: tl.constexpr, SAVE: tl.constexpr, SHARE: tl.constexpr, CHAIN: tl.constexpr, MATH: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
     """One sequence, L lanes: y of every token, the final state, and the state before every CK-th token."""
@@ -73,7 +72,7 @@ def coffee_fwd_kernel(
         length = T
         slot = i_n * ((T + CK - 1) // CK)
     b_lam = load_states(lam, f * N + split, m_f, S, NS, ACC, N - split)
-    b_w = scaled(load_states(w, f * N + split, m_f, S, NS, ACC, N - split), NS, FORM)
+    b_w = scaled(load_states(w, f * N + split, m_f, S, NS, ACC, N - split), NS, FORM, MATH)
     b_C = load_states(C, f * N + split, m_f, S, NS, ACC, N - split)
     b_F = b_C
     if FILTER:
@@ -97,7 +96,7 @@ def coffee_fwd_kernel(
             factors_next = load_gates(p_g, P * gate_t, gate_t, m_f, left, P, ACC, GATE)
         x, z = _group(
             x, z, us, factors, b_lam, b_w, b_C, b_F, p_y, p_k, t, m_f, m_y, D, NP, CK, SAVE,
-            P, NS, L, S, FORM, FILTER, GATE, SHARE, CHAIN, ASM,
+            P, NS, L, S, FORM, FILTER, GATE, SHARE, CHAIN, MATH,
         )  # fmt: skip
         us = us_next
         if GATE:
@@ -111,7 +110,7 @@ def coffee_fwd_kernel(
         factors_one = load_gates(p_g, 0, gate_t, m_f, 1, 1, ACC, GATE)
         x, z = _group(
             x, z, us_one, factors_one, b_lam, b_w, b_C, b_F, p_y, p_k, t, m_f, m_y, D, NP, CK, SAVE,
-            1, NS, L, S, FORM, FILTER, GATE, SHARE, CHAIN, ASM,
+            1, NS, L, S, FORM, FILTER, GATE, SHARE, CHAIN, MATH,
         )  # fmt: skip
         if GATE:
             p_g += gate_t
@@ -124,7 +123,7 @@ def coffee_fwd_kernel(
 def coffee_step_kernel(
     u, lam, w, C, F, gate, state, y, gate_b, gate_d,
     D: tl.constexpr, N: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr, FORM: tl.constexpr,
-    FILTER: tl.constexpr, GATE: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
+    FILTER: tl.constexpr, GATE: tl.constexpr, MATH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One token of one sequence, L lanes; the state is read once and written once."""
     BLOCKS: tl.constexpr = (D * S + L - 1) // L
@@ -133,7 +132,7 @@ def coffee_step_kernel(
     f, split = lane // S, lane % S
     m_f = f < D
     b_lam = load_states(lam, f * N + split, m_f, S, NS, ACC, N - split)
-    b_w = scaled(load_states(w, f * N + split, m_f, S, NS, ACC, N - split), NS, FORM)
+    b_w = scaled(load_states(w, f * N + split, m_f, S, NS, ACC, N - split), NS, FORM, MATH)
     b_C = load_states(C, f * N + split, m_f, S, NS, ACC, N - split)
     b_F = b_C
     if FILTER:
@@ -144,7 +143,7 @@ def coffee_step_kernel(
     factor = b_u
     if GATE:
         factor = tl.load(gate + i_n * gate_b + f * gate_d, mask=m_f, other=0).to(ACC)
-    x, phi = advance(x, b_u, factor, b_lam, b_w, NS, FORM, GATE, False, ASM)
+    x, phi = advance(x, b_u, factor, b_lam, b_w, NS, FORM, GATE, False, MATH)
     store_states(state, o_x, m_f, S, x, NS, N - split)
-    b_y = filtered(x, b_C, b_F, NS, L, S, FILTER, ASM)
+    b_y = filtered(x, b_C, b_F, NS, L, S, FILTER, MATH)
     tl.store(y + i_n * D + f, b_y.to(y.dtype.element_ty), mask=m_f & (split == 0))

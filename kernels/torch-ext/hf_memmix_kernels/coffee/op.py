@@ -13,6 +13,7 @@ from .plan import CHECKPOINT, checkpoint_slots, coffee_method, padded_states
 from .torch import checkpoint_interval, coffee_bwd_torch, coffee_fwd_torch, coffee_step_torch
 
 FEEDBACKS = ("sigmoid", "linear", "input", "token")
+METHODS = ("auto", "scan", "shooting", "deer")
 MAX_STATES = 64
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-7}
 MAX_ITERATIONS = 32
@@ -30,10 +31,10 @@ def _checkpoint_shape(u: Tensor, initial_state: Tensor, cu_seqlens: Tensor | Non
 
 
 @functools.cache
-def _warn_not_converged() -> None:
+def _warn_not_converged(method: str) -> None:
     warnings.warn(
-        "deer_coffee: Newton's iterations did not converge, the sequential scan ran instead (said once). Trained gates"
-        " with |w| or |u| of 3 and more often do not: use scan_coffee, or pass damping > 0",
+        f"coffee, method {method!r}: Newton's iterations did not converge, the sequential scan ran instead (said"
+        " once). Trained gates with |w| or |u| of 3 and more often do not: pass method='scan', or use scan_coffee",
         stacklevel=2,
     )
 
@@ -70,6 +71,16 @@ def _deer(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance
     return y, states[-1].permute(1, 2, 0).clone(memory_format=torch.contiguous_format), kept.clone()
 
 
+def _shooting(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping):
+    """The same by multiple shooting, which only GPUs gain by: the torch path scans."""
+    if not use_triton(u):
+        return coffee_fwd_torch(u, lam, w, C, w_filter, gate, initial_state, None, feedback, save)
+    from .shooting import shooting_fwd
+
+    found = shooting_fwd(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations)
+    return found and found[:3]
+
+
 @torch.library.custom_op("hf_memmix::coffee_fwd", mutates_args=())
 def _fwd(
     u: Tensor,
@@ -87,12 +98,15 @@ def _fwd(
     max_iterations: int,
     damping: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # DEER reads its convergence back, which a stream being captured cannot
-    if method == "deer" and cu_seqlens is None and not (u.is_cuda and torch.cuda.is_current_stream_capturing()):
-        found = _deer(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping)
+    # iterations read their convergence back, which a stream being captured cannot
+    if method != "scan" and cu_seqlens is None and not (u.is_cuda and torch.cuda.is_current_stream_capturing()):
+        iterate = _deer if method == "deer" else _shooting
+        found = iterate(
+            u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping
+        )
         if found is not None:
             return found
-        _warn_not_converged()
+        _warn_not_converged(method)
     if use_triton(u):
         from .triton import coffee_fwd_triton as fwd
     else:
@@ -240,7 +254,7 @@ def check_coffee(lam: Tensor, state: Tensor | None = None) -> None:
     if not ((lam >= -2) & (lam <= 0)).all():
         low, high = lam.min().item(), lam.max().item()
         raise ValueError(
-            f"coffee: lambda lies in [{low:.4g}, {high:.4g}], it must in [-2, 0]: outside of it states grow without"
+            f"coffee: lambda lies in [{low:.4g}, {high:.4g}], it must be in [-2, 0]: outside of it states grow without"
             " bound; clamp it, `lam.clamp_(-2, 0)`, after every optimizer step"
         )
     if state is not None and not torch.isfinite(state).all():
@@ -317,7 +331,8 @@ def coffee(
             sigmoid(w u_k), no feedback, and "token" 1, equation 4, where `gate` is the whole gate.
         initial_state: [N, D, n]; zeros when None.
         cu_seqlens: boundaries [N + 1] of packed sequences; B must be 1. N = B without it.
-        method: "scan", "deer" (which packed inputs do not take: they are scanned), or "auto", see `coffee_method`.
+        method: "scan"; "shooting" or "deer", Newton's iterations in parallel over time (packed inputs are scanned
+            instead, and so are all without a GPU that ask for shooting); or "auto", see `coffee_method`.
 
     Returns:
         y [B, T, D] in u.dtype and the final state [N, D, n] in float32 (float64 for float64 inputs), both
@@ -326,8 +341,8 @@ def coffee(
     Raises:
         ValueError: shapes or options outside the above.
     """
-    if method not in ("auto", "scan", "deer"):
-        raise ValueError(f"coffee: method={method!r} is not one of ('auto', 'scan', 'deer')")
+    if method not in METHODS:
+        raise ValueError(f"coffee: method={method!r} is not one of {METHODS}")
     return _run("coffee", method, u, lam, w, C, w_filter, gate, feedback, initial_state, cu_seqlens)
 
 

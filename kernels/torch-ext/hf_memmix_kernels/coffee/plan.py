@@ -5,10 +5,10 @@ from torch import Tensor
 # tokens between two states kept for backward, and tokens whose states backward holds in registers
 CHECKPOINT = 8
 GROUP = 8
-# where DEER is expected to beat the scan on a GPU, by the floors of the README: not measured. At 65,536 tokens in 128
-# lanes, w, u ~ N(0, 1), Newton did not converge on an H200, and the attempt cost 40 % on top of the scan
-DEER_TOKENS = 262_144
-DEER_LANES = 1024
+# where multiple shooting takes the place of the scan on a GPU, by the grid of the README: with more lanes or fewer
+# tokens the scan alone keeps the GPU busy, or is over before the iterations are
+SHOOTING_TOKENS = 16_384
+SHOOTING_LANES = 4096
 
 
 def padded_states(n: int) -> int:
@@ -23,11 +23,16 @@ def checkpoint_slots(batch: int, tokens: int, cu_seqlens: Tensor | None) -> int:
     return tokens // CHECKPOINT + cu_seqlens.shape[0]
 
 
-def coffee_method(batch: int, tokens: int, features: int, states: int, cuda: bool = True) -> str:
-    """Whether `coffee(method="auto")` scans token by token or runs DEER.
+def shooting_chunk(tokens: int) -> int:
+    """Tokens of a chunk of multiple shooting: more make an iteration longer, and iterations fewer."""
+    return min(4096, max(256, 4 << ((tokens - 1).bit_length() // 2)))
 
-    The scan takes as long as one lane needs for all tokens while lanes (batch * features * states) are few, and DEER
-    spends iterations * lanes * tokens: it should win on a GPU for long inputs with few lanes.
+
+def coffee_method(batch: int, tokens: int, features: int, states: int, cuda: bool = True) -> str:
+    """Whether `coffee(method="auto")` scans token by token or shoots: "scan" or "shooting".
+
+    The scan takes as long as one lane needs for all tokens while lanes (batch * features * states) are few; shooting
+    fills the GPU with chunks of time instead. DEER is never the fastest.
     """
     lanes = batch * features * states
-    return "deer" if cuda and tokens >= DEER_TOKENS and lanes <= DEER_LANES else "scan"
+    return "shooting" if cuda and tokens >= SHOOTING_TOKENS and lanes <= SHOOTING_LANES else "scan"

@@ -18,12 +18,20 @@ LINEAR = tl.constexpr(2)
 LOG2E = tl.constexpr(1.4426950408889634)
 # 1 / (a b) serves two gates: 2^60 each keeps the product finite, and a gate of 2^-60 is zero to every dtype used
 LARGEST = tl.constexpr(60.0)
+# the same where each has its own
+LARGEST_FINITE = tl.constexpr(126.0)
+
+# MATH: special functions as instructions of the GPU (odd) or portable (even), and from REFINED on, for float32 inputs,
+# -w log2(e) in two parts and exact reciprocals: an error of the one is the same in every token and adds up over them
+PORTABLE = 0
+INSTRUCTIONS = 1
+REFINED = tl.constexpr(2)
 
 
 @triton.jit
-def exp2(x, ASM: tl.constexpr):
-    """2^x in one instruction of the special function unit."""
-    if ASM:
+def exp2(x, MATH: tl.constexpr):
+    """2^x, on a GPU in one instruction of the special function unit."""
+    if MATH % 2 == 1:
         y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     else:
         y = tl.exp2(x)
@@ -31,44 +39,60 @@ def exp2(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def reciprocal(x, ASM: tl.constexpr):
-    """1 / x in one instruction, to one unit in the last place."""
-    if ASM:  # noqa: SIM108
-        x = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+def reciprocal(x, MATH: tl.constexpr):
+    """1 / x, on a GPU in one instruction, to one unit in the last place; REFINED by a Newton step, for finite x."""
+    if MATH % 2 == 1:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        if MATH >= REFINED:
+            y += y * (1 - x * y)
     else:
-        x = 1 / x
-    return x
+        y = 1 / x
+    return y
 
 
 @triton.jit
-def sigmoids(z, NS: tl.constexpr, SHARE: tl.constexpr, ASM: tl.constexpr):
+def sigmoid(z, MATH: tl.constexpr):
+    """1 / (1 + 2^z)."""
+    if MATH >= REFINED:
+        z = tl.minimum(z, LARGEST_FINITE)
+    return reciprocal(1 + exp2(z, MATH), MATH)
+
+
+@triton.jit
+def sigmoids(z, NS: tl.constexpr, SHARE: tl.constexpr, MATH: tl.constexpr):
     """1 / (1 + 2^z) of NS values; with SHARE two of them share one reciprocal: 1.5 special functions each, not 2."""
     s = ()
     if SHARE:
         for i in tl.static_range(NS // 2):
-            a = 1 + exp2(tl.minimum(z[2 * i], LARGEST), ASM)
-            b = 1 + exp2(tl.minimum(z[2 * i + 1], LARGEST), ASM)
-            r = reciprocal(a * b, ASM)
+            a = 1 + exp2(tl.minimum(z[2 * i], LARGEST), MATH)
+            b = 1 + exp2(tl.minimum(z[2 * i + 1], LARGEST), MATH)
+            r = reciprocal(a * b, MATH)
             s = s + (r * b, r * a)
     else:
         for i in tl.static_range(NS):
-            s = s + (reciprocal(1 + exp2(z[i], ASM), ASM),)
+            s = s + (sigmoid(z[i], MATH),)
     return s
 
 
 @triton.jit
-def gates(x, u, w, NS: tl.constexpr, FORM: tl.constexpr, SHARE: tl.constexpr, ASM: tl.constexpr):
-    """phi of NS states; for the two sigmoids w holds -w log2(e)."""
+def gates(x, u, w, NS: tl.constexpr, FORM: tl.constexpr, SHARE: tl.constexpr, MATH: tl.constexpr):
+    """phi of NS states; for the two sigmoids w is `scaled`."""
     z = ()
     for i in tl.static_range(NS):
         if FORM % 2 == 0:
-            z = z + (w[i] * x[i],)
+            of = x[i]
         elif FORM == INPUT:
-            z = z + (w[i] * u,)
+            of = u
         else:
-            z = z + (x[i] * 0 + 1,)
+            of = x[i] * 0 + 1
+        if FORM > LINEAR:
+            z = z + (of,)
+        elif FORM <= INPUT and MATH >= REFINED:
+            z = z + (w[i] * of + w[NS + i] * of,)
+        else:
+            z = z + (w[i] * of,)
     if FORM <= INPUT:
-        z = sigmoids(z, NS, SHARE, ASM)
+        z = sigmoids(z, NS, SHARE, MATH)
     return z
 
 
@@ -108,13 +132,19 @@ def store_states(p, offset, mask, stride, x, NS: tl.constexpr, limit):
 
 
 @triton.jit
-def scaled(w, NS: tl.constexpr, FORM: tl.constexpr):
-    """-w log2(e) where phi is a sigmoid, w elsewhere."""
+def scaled(w, NS: tl.constexpr, FORM: tl.constexpr, MATH: tl.constexpr):
+    """-w log2(e) where phi is a sigmoid, REFINED as NS rounded values and NS remainders; w elsewhere."""
     z = w
     if FORM <= INPUT:
-        z = ()
+        z, rest = (), ()
         for i in tl.static_range(NS):
-            z = z + (w[i] * -LOG2E,)
+            if MATH >= REFINED:
+                exact = w[i].to(tl.float64) * -LOG2E
+                z = z + (exact.to(tl.float32),)
+                rest = rest + ((exact - z[i].to(tl.float64)).to(tl.float32),)
+            else:
+                z = z + (w[i] * -LOG2E,)
+        z = z + rest
     return z
 
 
@@ -145,10 +175,10 @@ def load_gates(gate, offset, stride, mask, left, P: tl.constexpr, ACC: tl.conste
 @triton.jit
 def advance(
     x, u, factor, lam, w,
-    NS: tl.constexpr, FORM: tl.constexpr, GATE: tl.constexpr, SHARE: tl.constexpr, ASM: tl.constexpr,
+    NS: tl.constexpr, FORM: tl.constexpr, GATE: tl.constexpr, SHARE: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """One token: the states after it and phi; GATE says whether there is a gate factor."""
-    phi = gates(x, u, w, NS, FORM, SHARE, ASM)
+    phi = gates(x, u, w, NS, FORM, SHARE, MATH)
     y = ()
     for i in tl.static_range(NS):
         v = lam[i] * x[i] + u
@@ -160,9 +190,9 @@ def advance(
 
 
 @triton.jit
-def advance_short(x, z, u, lam, w, NS: tl.constexpr, SHARE: tl.constexpr, ASM: tl.constexpr):
+def advance_short(x, z, u, lam, w, NS: tl.constexpr, SHARE: tl.constexpr, MATH: tl.constexpr):
     """`advance` of phi = sigmoid(w x) given z = w x; also the next z, without waiting for the next x."""
-    phi = sigmoids(z, NS, SHARE, ASM)
+    phi = sigmoids(z, NS, SHARE, MATH)
     y, after = (), ()
     for i in tl.static_range(NS):
         v = lam[i] * x[i] + u

@@ -13,7 +13,7 @@ from .bwd_kernels import affine_scan_kernel, coffee_bwd_kernel
 from .deer_kernels import coffee_deer_kernel
 from .fwd_kernels import coffee_fwd_kernel, coffee_step_kernel
 from .plan import CHECKPOINT, GROUP, checkpoint_slots, padded_states
-from .tiles import FORMS, accumulator
+from .tiles import FORMS, PORTABLE, REFINED, accumulator
 
 # lanes from which four states share a thread: fewer leave special function units idle
 MANY_LANES = 50_000
@@ -50,29 +50,32 @@ def _per_thread(n: int, wanted: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def forward_plan(sequences: int, features: int, n: int) -> Plan:
+def forward_plan(sequences: int, features: int, n: int, refined: bool) -> Plan:
     NP = padded_states(n)
     if sequences * features * NP >= MANY_LANES:
         per_thread = _per_thread(NP, 4)
-        return Plan(per_thread, 4, 8, per_thread > 1)
+        return Plan(per_thread, 4, 8, per_thread > 1 and not refined)
     per_thread = _per_thread(NP, 1)
-    return Plan(per_thread, 1, 16, False, chain=True)
+    return Plan(per_thread, 1, 16, False, chain=not refined)
 
 
 @functools.lru_cache(maxsize=256)
-def backward_plan(sequences: int, tokens: int, features: int, n: int, packed: bool, filtered: bool) -> Plan:
+def backward_plan(
+    sequences: int, tokens: int, features: int, n: int, packed: bool, filtered: bool, refined: bool
+) -> Plan:
     NP = padded_states(n)
     lanes = sequences * features * NP
     many = lanes >= MANY_LANES
     # four states a thread and the filter's gradients take every register there is, and twice as long to compile
     per_thread = _per_thread(NP, (2 if filtered else 4) if many else 1)
     segment = SEGMENT if lanes <= FEW_LANES and tokens > 2 * SEGMENT and not packed else 0
-    return Plan(per_thread, 4 if many else 1, GROUP, many and per_thread > 1, segment=segment)
+    return Plan(per_thread, 4 if many else 1, GROUP, many and per_thread > 1 and not refined, segment=segment)
 
 
-def _asm(x: Tensor) -> bool:
-    """Inline assembly is not for the interpreter, nor for float64, which only runs there."""
-    return x.is_cuda and x.dtype != torch.float64 and os.environ.get("TRITON_INTERPRET") != "1"
+def _math(x: Tensor) -> int:
+    """MATH of tiles.py: no instructions in the interpreter, nor for float64, which only runs there."""
+    instructions = x.is_cuda and x.dtype != torch.float64 and os.environ.get("TRITON_INTERPRET") != "1"
+    return instructions + (REFINED.value if x.dtype == torch.float32 else PORTABLE)
 
 
 def _gate_strides(gate: Tensor | None, features: int) -> tuple[int, int]:
@@ -102,7 +105,7 @@ def coffee_fwd_triton(
     u, lam, w, C, w_filter, gate, x0 = _contiguous(u, lam, w, C, w_filter, gate, initial_state)
     (B, T, D), n = u.shape, lam.shape[1]
     N, NP = num_sequences(B, cu_seqlens), padded_states(n)
-    plan = plan or forward_plan(N, D, n)
+    plan = plan or forward_plan(N, D, n, _math(u) >= REFINED.value)
     y, final = torch.empty_like(u), torch.empty_like(x0)
     slots = checkpoint_slots(B, T, cu_seqlens) if save else 0
     checkpoints = x0.new_empty(slots, D, NP)
@@ -112,7 +115,7 @@ def coffee_fwd_triton(
         u, lam, w, C, w_filter, gate, x0, y, final, checkpoints, cu_seqlens, T, *_gate_strides(gate, D),
         D=D, N=n, NP=NP, S=S, NS=plan.per_thread, L=L, P=plan.group, CK=CHECKPOINT, FORM=FORMS[feedback],
         FILTER=w_filter is not None, GATE=gate is not None, PACKED=cu_seqlens is not None, SAVE=save,
-        SHARE=plan.share, CHAIN=plan.chain and gate is None and feedback == "sigmoid", ASM=_asm(u),
+        SHARE=plan.share, CHAIN=plan.chain and gate is None and feedback == "sigmoid", MATH=_math(u),
         ACC=accumulator(u.dtype), num_warps=plan.warps,
     )  # fmt: skip
     return y, final, checkpoints
@@ -162,7 +165,7 @@ def coffee_bwd_triton(
     dy, dfinal, u, lam, w, C, w_filter, gate = _contiguous(dy, dfinal, u, lam, w, C, w_filter, gate)
     (B, T, D), n = u.shape, lam.shape[1]
     N, NP = num_sequences(B, cu_seqlens), padded_states(n)
-    plan = plan or backward_plan(N, T, D, n, cu_seqlens is not None, w_filter is not None)
+    plan = plan or backward_plan(N, T, D, n, cu_seqlens is not None, w_filter is not None, _math(u) >= REFINED.value)
     P, R = plan.group, CHECKPOINT // plan.group
     segment = plan.segment // CHECKPOINT * R
     segments = triton.cdiv(triton.cdiv(T, P), segment) if segment else 1
@@ -174,7 +177,7 @@ def coffee_bwd_triton(
     options = {
         "D": D, "N": n, "NP": NP, "S": S, "NS": plan.per_thread, "L": L, "P": P, "R": R, "FORM": FORMS[feedback],
         "FILTER": w_filter is not None, "GATE": gate is not None, "PACKED": cu_seqlens is not None,
-        "SHARE": plan.share, "ASM": _asm(u), "ACC": accumulator(u.dtype), "num_warps": plan.warps,
+        "SHARE": plan.share, "MATH": _math(u), "ACC": accumulator(u.dtype), "num_warps": plan.warps,
     }  # fmt: skip
     grid = (N * segments * triton.cdiv(D * S, L),)
     carries = A = None
@@ -215,7 +218,7 @@ def coffee_step_triton(
     coffee_step_kernel[(B * triton.cdiv(D * S, L),)](
         u, lam, w, C, w_filter, gate, state, y, *_gate_strides(gate, D),
         D=D, N=n, S=S, NS=NS, L=L, FORM=FORMS[feedback], FILTER=w_filter is not None, GATE=gate is not None,
-        ASM=_asm(u), ACC=accumulator(u.dtype), num_warps=4,
+        MATH=_math(u), ACC=accumulator(u.dtype), num_warps=4,
     )  # fmt: skip
     return y
 
@@ -254,7 +257,7 @@ def deer_fwd_triton(
     def iterate(old: Tensor, new: Tensor, init: bool) -> None:
         coffee_deer_kernel[(programs,)](
             u, lam, w, gate, trajectory, old, new, A, R, ends, worst, T, chunks, *_gate_strides(gate, D),
-            D=D, N=n, NP=NP, L=L, P=8, LC=LC, FORM=FORMS[feedback], GATE=gate is not None, INIT=init, ASM=_asm(u),
+            D=D, N=n, NP=NP, L=L, P=8, LC=LC, FORM=FORMS[feedback], GATE=gate is not None, INIT=init, MATH=_math(u),
             ACC=accumulator(u.dtype), num_warps=max(1, L // 32),
         )  # fmt: skip
 

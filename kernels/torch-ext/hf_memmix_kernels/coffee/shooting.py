@@ -1,0 +1,72 @@
+"""Multiple shooting for COFFEE on a GPU: Newton on the states between chunks of time, all chunks walked in parallel.
+
+With F_c(s) the end of chunk c from the state s, the unknowns solve s_{c+1} = F_c(s_c). An iteration walks every chunk
+exactly and forms its slope A_c = F_c'(s_c), then s'_{c+1} = F_c(s_c) + A_c (s'_c - s_c), a scan over the chunks. After
+iteration k the first k chunks are exact whatever the slopes are. Where states forget, slopes vanish and a few
+iterations do; converged, one forward pass of the chunks side by side gives outputs and what backward needs.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from .plan import CHECKPOINT, padded_states, shooting_chunk
+from .shooting_kernels import coffee_chunk_kernel
+from .tiles import FORMS, accumulator
+from .triton import _contiguous, _gate_strides, _math, _pad_states, affine_scan, coffee_fwd_triton
+
+# iterations between two looks at the convergence: each look waits for the GPU
+CHECK_EVERY = 2
+
+
+def shooting_fwd(
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_filter: Tensor | None,
+    gate: Tensor | None,
+    initial_state: Tensor,
+    feedback: str,
+    save: bool,
+    tolerance: float,
+    max_iterations: int,
+) -> tuple[Tensor, Tensor, Tensor, int] | None:
+    """`coffee_fwd_triton` chunk by chunk in parallel, and after how many iterations; None without convergence."""
+    u, lam, w, C, w_filter, gate = _contiguous(u, lam, w, C, w_filter, gate)
+    (B, T, D), n = u.shape, lam.shape[1]
+    NP, length = padded_states(n), shooting_chunk(T)
+    chunks = triton.cdiv(T, length)
+    lanes = D * NP
+    L = min(32, triton.next_power_of_2(lanes))
+    programs = B * chunks * triton.cdiv(lanes, L)
+    start = _pad_states(initial_state)
+    entered = entering = start[:, None].expand(B, chunks, lanes).contiguous()
+    zeros = torch.zeros_like(entered)
+    A, ends = torch.empty_like(entered), torch.empty_like(entered)
+    worst = start.new_empty(programs)
+    for iteration in range(max_iterations + 1):
+        coffee_chunk_kernel[(programs,)](
+            u, lam, w, gate, entered, entering, A, ends, worst, T, chunks, length, *_gate_strides(gate, D),
+            D=D, N=n, NP=NP, L=L, P=16, FORM=FORMS[feedback], GATE=gate is not None, MATH=_math(u),
+            ACC=accumulator(u.dtype), num_warps=1,
+        )  # fmt: skip
+        entered, entering = entering, affine_scan(A, zeros, start, base=ends, shift=entering)
+        # the first walk has nothing to compare with
+        due = iteration and (iteration % CHECK_EVERY == 0 or iteration == max_iterations)
+        if due and worst.max().item() <= tolerance:
+            break
+    else:
+        return None
+    first = torch.arange(chunks, device=u.device) * length
+    bounds = torch.cat([(torch.arange(B, device=u.device)[:, None] * T + first).flatten(), first.new_tensor([B * T])])
+    y, final, kept = coffee_fwd_triton(
+        u.view(1, B * T, D), lam, w, C, w_filter, None if gate is None else gate.view(1, B * T, *gate.shape[2:]),
+        entering.view(B * chunks, D, NP)[..., :n], bounds, feedback, save,
+    )  # fmt: skip
+    if save:
+        # from the rows of packed sequences to those of whole ones
+        token = torch.arange(0, T, CHECKPOINT, device=u.device)
+        sequence = torch.arange(B, device=u.device)[:, None] * chunks + token // length
+        kept = kept[(bounds[sequence] // CHECKPOINT + sequence + token % length // CHECKPOINT).flatten()]
+    return y.view(B, T, D), final.view(B, chunks, D, n)[:, -1].contiguous(), kept, iteration

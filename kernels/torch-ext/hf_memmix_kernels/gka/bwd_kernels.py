@@ -34,7 +34,7 @@ def gka_bwd_kernel_read(
     C: tl.constexpr,
 ):  # fmt: skip
     """The gradient of m, scale * U_t^T do_t, as high + low, with dalpha and `local` = <m, its gradient>."""
-    i_h, i_chunk = tl.program_id(0), tl.program_id(1)
+    i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
     i_n, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
     if rows <= 0:
         return
@@ -70,7 +70,7 @@ def gka_bwd_kernel_ridge(
     """dq; ridge_t = 2 a (x . z) / |H| and its decayed sum `from_start`; the rest of `local`; x and m decayed since the
     chunk's start.
     """
-    i_h, i_chunk = tl.program_id(0), tl.program_id(1)
+    i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
     _, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
     if rows <= 0:
         return
@@ -117,11 +117,11 @@ def gka_bwd_kernel_scan(
     R^T at a chunk's end takes the place of U^T before the next chunk, which the sum `share` has consumed by then.
     `carried` gets each tile's share of <dS, S> at every chunk's end.
     """
-    i_tile, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tiles: tl.constexpr = (DK // TILE) * (DK // TILE)
+    i_tile, i_nh = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     i_0, j_0 = (i_tile // (DK // TILE)) * TILE, (i_tile % (DK // TILE)) * TILE
     i, j = i_0 + tl.arange(0, TILE), j_0 + tl.arange(0, TILE)
-    tiles = tl.num_programs(0)
     token, rows, chunk, chunks = locate_sequence(i_n, cu, first, length, per_sequence)
 
     in_h, in_u = (i < D)[:, None] & (j < D)[None, :], (i < D)[:, None] & (j < DVR)[None, :]
@@ -193,7 +193,7 @@ def gka_bwd_kernel_dkv(
     C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """dk, dv (per query head), dlog_decay and dbeta of one chunk and head."""
-    i_h, i_chunk = tl.program_id(0), tl.program_id(1)
+    i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
     i_n, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
     if rows <= 0:
         return

@@ -57,8 +57,10 @@ class _Launch:
         # few sequences: smaller tiles, so that the sequential scans still fill the GPU
         tile = min(SCAN_TILE if self.N * self.H >= 32 else 32, self.DK)
         self.tiles = {"TILE": tile}
-        self.scan_grid = ((self.DK // tile) ** 2, self.N * self.H)
-        self.chunk_grid = (self.H, self.chunks)
+        self.tile_count = (self.DK // tile) ** 2
+        # all grids have one dimension: the others end at 65535, which sequences and chunks may pass
+        self.scan_grid = (self.tile_count * self.N * self.H,)
+        self.chunk_grid = (self.chunks * self.H,)
 
     def options(self, kernel: str) -> dict[str, int]:
         """num_warps and num_stages of a kernel."""
@@ -135,7 +137,7 @@ def gka_backward(
     )  # fmt: skip
 
     E = launch.scratch()
-    carried = log_decay.new_empty(launch.chunks, launch.H, launch.scan_grid[0])
+    carried = log_decay.new_empty(launch.chunks, launch.H, launch.tile_count)
     dh0, du0 = torch.empty_like(h0), torch.empty_like(u0)
     gka_bwd_kernel_scan[launch.scan_grid](
         k, log_decay, beta, H0, UT0, z, decayed_x, decayed_m, do, ridge_t, from_start,
@@ -149,7 +151,7 @@ def gka_backward(
     dg, dbeta = launch.gates(2)
     gka_bwd_kernel_dkv[launch.chunk_grid](
         q, k, v, log_decay, alpha, beta, H0, x, do, z, ridge_t, from_start, local, E, RT, carried,
-        dk, dv, dg, dbeta, **launch.by_chunk, scale=scale, **launch.sizes, TILES=launch.scan_grid[0],
+        dk, dv, dg, dbeta, **launch.by_chunk, scale=scale, **launch.sizes, TILES=launch.tile_count,
         **launch.options("bwd_dkv"),
     )  # fmt: skip
     if launch.HK != launch.H:

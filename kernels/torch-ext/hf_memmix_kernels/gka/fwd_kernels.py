@@ -26,7 +26,8 @@ def gka_fwd_kernel_scan(
 
     Each sequence has one place more for U^T than it has chunks: see `gka_bwd_kernel_scan`.
     """
-    i_tile, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tiles: tl.constexpr = (DK // TILE) * (DK // TILE)
+    i_tile, i_nh = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     i_0, j_0 = (i_tile // (DK // TILE)) * TILE, (i_tile % (DK // TILE)) * TILE
     i, j = i_0 + tl.arange(0, TILE), j_0 + tl.arange(0, TILE)
@@ -73,7 +74,7 @@ def gka_fwd_kernel_read(
     C: tl.constexpr,
 ):  # fmt: skip
     """o = scale * U_t (q + alpha (x - q)) of one chunk and head."""
-    i_h, i_chunk = tl.program_id(0), tl.program_id(1)
+    i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
     i_n, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
     if rows <= 0:
         return

@@ -61,7 +61,7 @@ def gka_kernel_solve(
     `low` and `factor` may be None. `x` may be the memory of `low`: it is written after the last read. `table` holds
     the iteration count of every phase, then all steps.
     """
-    i_h, i_chunk = tl.program_id(0), tl.program_id(1)
+    i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
     _, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
     if rows <= 0:
         return

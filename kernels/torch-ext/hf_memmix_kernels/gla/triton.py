@@ -67,7 +67,8 @@ def gla_scan_kernel(
     PRECISION: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """S <- e^(G_C) S + a^T (w * b) over the chunks: a, b = k, v forward and q, do in reverse."""
-    i_k, i_v, i_nh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_k, i_v = tl.program_id(0) % tl.cdiv(K, BK), tl.program_id(0) // tl.cdiv(K, BK) % tl.cdiv(V, BV)
+    i_nh = tl.program_id(0) // (tl.cdiv(K, BK) * tl.cdiv(V, BV))
     i_n, i_h = i_nh // H, i_nh % H
     bos, length = _sequence(i_n, cu_seqlens, T, PACKED)
     i_c = tl.load(first + i_n) if PACKED else i_n * NT
@@ -105,7 +106,7 @@ def gla_fwd_kernel(
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """o = scale * (e^G * (q S_0) + (q k^T * D) v) of one chunk, one head, one block of V."""
-    i_v, i_c, i_h = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_v, i_c, i_h = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV), tl.program_id(1)
     bos, length = _chunk(i_c, cu_seqlens, first, sequence, T, NT, N, BT, PACKED)
     if PACKED and length <= 0:
         return
@@ -144,7 +145,7 @@ def gla_bwd_kernel_dqkg(
     g_t decays what tokens i >= t read of the state before the chunk, what tokens j < t leave in the state after it,
     what i >= t read of j < t, and the state that passes through: dg_t sums these four, and nothing cancels.
     """
-    i_k, i_c, i_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_k, i_c, i_kv = tl.program_id(0) % tl.cdiv(K, BK), tl.program_id(0) // tl.cdiv(K, BK), tl.program_id(1)
     bos, length = _chunk(i_c, cu_seqlens, first, sequence, T, NT, N, BT, PACKED)
     if PACKED and length <= 0:
         return
@@ -208,7 +209,7 @@ def gla_bwd_kernel_dv(
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dv of one chunk, one value head with its query heads, one block of V."""
-    i_v, i_c, i_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_v, i_c, i_kv = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV), tl.program_id(1)
     bos, length = _chunk(i_c, cu_seqlens, first, sequence, T, NT, N, BT, PACKED)
     if PACKED and length <= 0:
         return
@@ -278,7 +279,10 @@ def _tiles(x: Tensor, chunk_size: int, K: int, V: int, limit_k: int, limit_v: in
 
 
 class _Launch:
-    """Grids, tables and constants that the kernels of one call share."""
+    """Grids, tables and constants that the kernels of one call share.
+
+    Chunks and sequences are on a grid's first dimension: the others end at 65535.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None, chunk_size: int):
         B, T, H, K = q.shape
@@ -313,7 +317,7 @@ class _Launch:
         states = a.new_empty(self.chunks, self.H, self.K, self.V)
         final = torch.empty_like(initial, memory_format=torch.contiguous_format)
         tiles = _tiles(a, self.chunk_size, self.K, self.V, 64, 64, 3)
-        grid = (triton.cdiv(self.K, tiles["BK"]), triton.cdiv(self.V, tiles["BV"]), self.N * self.H)
+        grid = (triton.cdiv(self.K, tiles["BK"]) * triton.cdiv(self.V, tiles["BV"]) * self.N * self.H,)
         T, NT, _, *sizes = self.sizes
         gla_scan_kernel[grid](
             a, b, self.G, initial.contiguous(), states, final, self.cu_seqlens, self.first, scale, T, NT, *sizes,
@@ -338,7 +342,7 @@ def gla_fwd_triton(
     states, final = launch.scan(k, v, initial_state, scale, reverse=False)
     o = q.new_empty(*q.shape[:3], v.shape[-1])
     tiles = _tiles(q, chunk_size, launch.K, launch.V, 64, 128, 1)
-    gla_fwd_kernel[(triton.cdiv(launch.V, tiles["BV"]), launch.chunks, launch.H)](
+    gla_fwd_kernel[(triton.cdiv(launch.V, tiles["BV"]) * launch.chunks, launch.H)](
         q, k, v, launch.G, states, o, *launch.tables, scale, *launch.sizes,
         GROUPS=launch.H // launch.kv_heads, **tiles, **launch.options, **launch.dots,
     )  # fmt: skip
@@ -368,12 +372,12 @@ def gla_bwd_triton(
     tiles = _tiles(q, chunk_size, max(launch.K, 64), launch.V, 64, 64, 2)
     blocks = triton.cdiv(launch.K, tiles["BK"])
     dg = log_decay.new_empty(blocks, *log_decay.shape)
-    gla_bwd_kernel_dqkg[(blocks, launch.chunks, launch.kv_heads)](
+    gla_bwd_kernel_dqkg[(blocks * launch.chunks, launch.kv_heads)](
         do, q, k, v, launch.G, states, dstates, dq, dk, dg, *launch.tables, scale, *launch.sizes,
         GROUPS=groups, **tiles, **launch.options, **launch.dots,
     )  # fmt: skip
     tiles = _tiles(q, chunk_size, launch.K, launch.V, 64, 128, 2)
-    gla_bwd_kernel_dv[(triton.cdiv(launch.V, tiles["BV"]), launch.chunks, launch.kv_heads)](
+    gla_bwd_kernel_dv[(triton.cdiv(launch.V, tiles["BV"]) * launch.chunks, launch.kv_heads)](
         do, q, k, launch.G, dstates, dv, *launch.tables, scale, *launch.sizes,
         GROUPS=groups, **tiles, **launch.options, **launch.dots,
     )  # fmt: skip

@@ -37,7 +37,7 @@ def ska_bwd_kernel_operator(
 
     In chunk 0, which reads the carried operator, Q = I and C = W.
     """
-    i_h, i_chunk = tl.program_id(0), tl.program_id(1)
+    i_h, i_chunk = tl.program_id(0) % HK, tl.program_id(0) // HK
     i_n = sequence_of(i_chunk, sequence, per_sequence, N)
     token, length, offset, chunk, last = locate_sequence(
         i_n, i_h, position, cu, lengths, first, T, per_sequence, HK, C
@@ -127,7 +127,8 @@ def ska_bwd_kernel_scan(
     HK: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """In place of a chunk's dS the sum over all later chunks, and of its dnu what its keys receive from nu."""
-    i_block, i_nh = tl.program_id(0), tl.program_id(1)
+    blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    i_block, i_nh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_n, i_h = i_nh // HK, i_nh % HK
     _, _, _, chunk, last = locate_sequence(i_n, i_h, position, cu, lengths, first, T, per_sequence, HK, C)
     o = i_block * BLOCK + tl.arange(0, BLOCK)
@@ -163,7 +164,7 @@ def ska_bwd_kernel_dkv(
     BR: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one chunk and key head from the gradients of all later statistics."""
-    i_h, i_chunk = tl.program_id(0), tl.program_id(1)
+    i_h, i_chunk = tl.program_id(0) % HK, tl.program_id(0) // HK
     i_n = sequence_of(i_chunk, sequence, per_sequence, N)
     token, length, offset, chunk, last = locate_sequence(
         i_n, i_h, position, cu, lengths, first, T, per_sequence, HK, C

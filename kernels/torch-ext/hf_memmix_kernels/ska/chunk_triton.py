@@ -51,7 +51,8 @@ class _Launch:
         self.sizes = {"HK": self.HK, "R": R, "V": V, "C": chunk_size, "BR": BR}
         self.values = {"BV": BV}
         self.options = {"eps": eps, "sigma_floor": sigma_floor, "POWER": power, "SPECTRAL": spectral_norm}
-        self.chunk_grid = (self.HK, self.chunks)
+        # all grids have one dimension: the others end at 65535, which sequences and chunks may pass
+        self.chunk_grid = (self.chunks * self.HK,)
         self.large = R > 32
 
     def launch(self, kernel: str) -> dict[str, int]:
@@ -65,7 +66,7 @@ class _Launch:
         S = S0.new_empty(self.chunks, self.HK, R, 2 * R + V)
         nu = nu0.new_empty(self.chunks, self.HK)
         final = [torch.empty_like(t) for t in (S0, previous, nu0, position)]
-        ska_fwd_kernel_scan[(2 + triton.cdiv(V, BR), self.N * self.HK)](
+        ska_fwd_kernel_scan[((2 + triton.cdiv(V, BR)) * self.N * self.HK,)](
             k, v, S0, previous, nu0, S=S, nu=nu,
             S_final=final[0], previous_final=final[1], nu_final=final[2], position_final=final[3],
             **self.by_sequence, **self.sizes, **self.launch("fwd_scan"),
@@ -120,7 +121,7 @@ def ska_backward(
         **launch.sizes, **launch.values, **launch.options, **launch.launch("bwd_operator"),
     )  # fmt: skip
     size = S0[0, 0].numel()
-    ska_bwd_kernel_scan[(triton.cdiv(size, SCAN_BLOCK), launch.N * launch.HK)](
+    ska_bwd_kernel_scan[(triton.cdiv(size, SCAN_BLOCK) * launch.N * launch.HK,)](
         dS, nu, dnu, dS_final, nu_final, dnu_final, dS0, dnu0, **launch.by_sequence,
         HK=launch.HK, SIZE=size, C=chunk_size, BLOCK=SCAN_BLOCK,
     )  # fmt: skip

@@ -57,7 +57,8 @@ def ska_fwd_kernel_scan(
     HK: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """[G | M^T | C^T] before every chunk but the first, BR columns a program, and the final state but its operator."""
-    i_tile, i_nh = tl.program_id(0), tl.program_id(1)
+    tiles: tl.constexpr = 2 + (V + BR - 1) // BR
+    i_tile, i_nh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     i_n, i_h = i_nh // HK, i_nh % HK
     token, length, offset, chunk, last = locate_sequence(
         i_n, i_h, position, cu, lengths, first, T, per_sequence, HK, C
@@ -111,7 +112,7 @@ def ska_fwd_kernel_read(
     POWER: tl.constexpr, SPECTRAL: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """W^T = Q^T C^T of one chunk and key head, and o = gain q W^T of its tokens."""
-    i_h, i_chunk = tl.program_id(0), tl.program_id(1)
+    i_h, i_chunk = tl.program_id(0) % HK, tl.program_id(0) // HK
     i_n = sequence_of(i_chunk, sequence, per_sequence, N)
     token, length, offset, chunk, last = locate_sequence(
         i_n, i_h, position, cu, lengths, first, T, per_sequence, HK, C

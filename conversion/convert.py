@@ -4,39 +4,20 @@ Every tensor of the teacher is accounted for in `student.conversion_report`; wha
 layer is bit-equal in the student, and the teacher is never modified.
 """
 
+import json
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import hf_memmix
 from hf_memmix.conversion.families import attention_module, attention_prefix, extract_attention, family_of
+from hf_memmix.conversion.report import ConversionReport
 from hf_memmix.conversion.saving import atomic_folder, clear_write_errors
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import MIXERS, AttentionWeights
-
-
-@dataclass
-class ConversionReport:
-    """What became of every tensor. `tensors`: rows `{"layer", "source", "fate", "targets", "reason"}` of the converted
-    attention layers; `fresh`: mixer parameters that no teacher tensor filled; `copied`: names that are bit-equal.
-    """
-
-    mixer: str
-    converted: list[int]
-    kept: list[int]
-    tensors: list[dict] = field(default_factory=list)
-    fresh: list[str] = field(default_factory=list)
-    copied: list[str] = field(default_factory=list)
-
-    def counts(self) -> dict[str, int]:
-        """Number of tensors used, transformed, dropped, fresh and copied."""
-        fates = Counter(row["fate"] for row in self.tensors)
-        counts = {fate: fates[fate] for fate in ("used", "transformed", "dropped")}
-        return counts | {"fresh": len(self.fresh), "copied": len(self.copied)}
 
 
 def layers_to_keep(keep, num_layers: int) -> list[int]:
@@ -95,7 +76,8 @@ def convert_model(
     # what the attention needs (biases, norms) first, the user's word last
     options = MIXERS[mixer].options_for(attentions[converted[0]]) | mixer_options
     student_config = hf_memmix.memmix_config(config, mixer_types=types, mixers={mixer: options})
-    with torch.random.fork_rng(devices=[]):
+    place = "meta" if teacher.device.type == "meta" else "cpu"
+    with torch.random.fork_rng(devices=[]), torch.device(place):
         torch.manual_seed(seed)
         student = AutoModelForCausalLM.from_config(student_config, dtype=torch.float32)
     cast_student(student, teacher.dtype)
@@ -107,15 +89,27 @@ def convert_model(
     return student.to(teacher.device).eval()
 
 
+def read_config(folder: str | Path) -> PreTrainedConfig:
+    """The configuration of a causal LM in a local folder. Raises ValueError if there is none, or another model's."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{str(folder)!r} is not a model folder: it has no config.json")
+    config = AutoConfig.from_pretrained(folder)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"{str(folder)!r} holds a {config.model_type!r} model, which is no causal language model; give a decoder"
+        )
+    return config
+
+
 def load_model(folder: str | Path, dtype="auto") -> PreTrainedModel:
     """A causal LM from a local folder, native or converted.
 
     Raises:
         ValueError: there is none, its weights are corrupt or truncated, or it lacks some of the model's tensors.
     """
+    read_config(folder)
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{str(folder)!r} is not a model folder: it has no config.json")
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     except SafetensorError as error:
@@ -137,6 +131,8 @@ def save_student(
 ) -> None:
     """Write a model folder, whole or not at all; an existing one is replaced only with `overwrite`.
 
+    A converted model's report goes along as conversion.json.
+
     `dtype`: cast the student to it first, in place. `files`: contents of further files by name.
     """
     remedy = "Nothing was left there, an earlier folder is untouched; make room and save again"
@@ -146,6 +142,8 @@ def save_student(
         student.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        if (report := getattr(student, "conversion_report", None)) is not None:
+            files = {"conversion.json": json.dumps(report.record(), indent=1) + "\n"} | (files or {})
         for name, content in (files or {}).items():
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -188,6 +186,7 @@ def _initialise(student: PreTrainedModel, layer: int, attention: AttentionWeight
     with torch.no_grad():
         fates = mixer.init_from_attention(attention)
     parameters = dict(mixer.named_parameters())
+    mixer_is_meta = next(iter(parameters.values())).is_meta  # shapes without values: see estimate.py
     told = Counter(fate.field for fate in fates)
     if told != Counter(attention.tensors().keys()):
         silent = sorted(attention.tensors().keys() - told.keys()) or sorted(told - Counter(attention.tensors().keys()))
@@ -198,6 +197,10 @@ def _initialise(student: PreTrainedModel, layer: int, attention: AttentionWeight
     for fate in fates:
         if unknown := set(fate.targets) - parameters.keys():
             raise ValueError(f"{type(mixer).__name__} says {fate.field} went to {sorted(unknown)}, which it lacks")
+        for name in fate.targets if fate.fate == "used" and not mixer_is_meta else ():
+            tensor = attention.tensors()[fate.field]
+            if not torch.equal(parameters[name], tensor.to(parameters[name])):
+                raise ValueError(f"{type(mixer).__name__} says {fate.field} is used in {name}, which differs from it")
         row = {"layer": layer, "source": ", ".join(attention.sources[fate.field]), "fate": fate.fate}
         report.tensors.append(row | {"targets": list(fate.targets), "reason": fate.reason})
     filled = {target for fate in fates for target in fate.targets}

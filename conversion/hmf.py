@@ -9,7 +9,7 @@ GPU, without padding and without continuing a cache by several tokens.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -64,9 +64,12 @@ class ImportReport:
     copied: int = 0
     dropped: list[dict] = field(default_factory=list)
 
+    def record(self) -> dict:
+        return asdict(self)
+
 
 def import_hmf(folder: str | Path) -> PreTrainedModel:
-    """The model of a folder in the release's format, in eval mode and its own dtype, with `import_report`.
+    """The model of a folder in the release's format, in eval mode and its own dtype, with `conversion_report`.
 
     Raises:
         ValueError: a file is missing or broken, a layer is neither attention nor GKA, a setting has no counterpart,
@@ -90,7 +93,7 @@ def import_hmf(folder: str | Path) -> PreTrainedModel:
     model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.import_report = report
+    model.conversion_report = report
     return model.eval()
 
 

@@ -4,7 +4,6 @@ Results go to stdout (with `--json` as one JSON object), progress and messages t
 and exit code 1, a wrong option is exit code 2. A command imports what it needs when it runs.
 """
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Annotated
@@ -34,58 +33,8 @@ Recipe = Annotated[str | None, typer.Option(help="Name of a bundled recipe or a 
 Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run of this output.")]
 
 
-@app.command()
-@friendly
-def convert(
-    teacher: Teacher,
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the student.")],
-    mixer: Annotated[str, typer.Option(help="Mixer that replaces attention.")] = "gka",
-    keep: Annotated[
-        str, typer.Option(help='Layers that stay attention: "1,5", a fraction "0.25", or "none".')
-    ] = "none",
-    plan: Annotated[Path | None, typer.Option(help="Mixer and layers by a plan of memmix select.")] = None,
-    trained: Annotated[
-        Path | None, typer.Option(help="An aligned student whose mixers are taken instead of fresh ones.")
-    ] = None,
-    option: Annotated[list[str] | None, typer.Option(help="Mixer option, e.g. num_iterations=21; repeatable.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the fresh parameters.")] = 0,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-) -> None:
-    """Replace attention layers of a transformer by a recurrent mixer, initialised from the attention."""
-    from hf_memmix.conversion import convert_model, save_student
-    from hf_memmix.conversion.plan import read_plan, take_mixers
-    from hf_memmix.conversion.saving import check_target
-
-    check_target(out_dir, overwrite)
-    with err.status("converting"):
-        model = _load(teacher, "cpu", "auto")
-        chosen = _parse_keep(keep)
-        if plan is not None:
-            if keep != "none":
-                raise ValueError(f"--keep {keep} and --plan both say which layers stay attention; give one of them")
-            told = read_plan(plan, model.config.num_hidden_layers)
-            mixer, chosen = told["mixer"], told["keep"]
-        options, source = _parse_options(option or []), None
-        if trained is not None:
-            source = _load(trained, "cpu", "auto")
-            options = getattr(source.config, "mixers", {}).get(mixer, {}) | options
-        student = convert_model(model, mixer, chosen, seed=seed, **options)
-        if source is not None:
-            take_mixers(student, source)
-        save_student(student, out_dir, _tokenizer(teacher, required=False), overwrite=overwrite)
-    report = student.conversion_report
-    if as_json:
-        _print_json({"out": str(out_dir), "converted": report.converted, "kept": report.kept} | report.counts())
-        return
-    table = Table("tensor of the attention", "fate", "goes to", "why")
-    for row in report.tensors:
-        if row["layer"] == report.converted[0]:
-            table.add_row(row["source"], row["fate"], ", ".join(row["targets"]), row["reason"])
-    out.print(table)
-    fresh = [name for name in report.fresh if f".{report.converted[0]}." in name]
-    out.print(f"the same for layers {report.converted}; kept {report.kept}; fresh per layer: {', '.join(fresh)}")
-    out.print(f"{len(report.copied)} other tensors are bit-equal to the teacher's; student written to {out_dir}")
+app.command()(cli_convert.convert)
+app.command("import-hmf")(cli_convert.import_hmf)
 
 
 @app.command()
@@ -320,41 +269,10 @@ def _progress_callback(advance):
     return Report()
 
 
-app.command("import-hmf")(cli_convert.import_hmf)
 app.command("eval")(cli_measure.evaluate)
 app.command()(cli_measure.select)
 app.command()(cli_publish.card)
 app.command()(cli_publish.push)
-
-
-def _parse_keep(text: str):
-    """ "none", "0.25" or "1,5"."""
-    with contextlib.suppress(ValueError):
-        if "." in text:
-            return float(text)
-        return [int(part) for part in text.split(",")] if text != "none" else text
-    raise ValueError(f'--keep is {text!r}; give layer indices "1,5", a fraction "0.25", or "none"')
-
-
-def _parse_options(pairs: list[str]) -> dict:
-    import yaml
-
-    options = {}
-    for pair in pairs:
-        name, sign, text = pair.partition("=")
-        if not sign or name in ("teacher", "mixer", "keep", "seed"):
-            raise ValueError(f"--option {pair!r} is not NAME=VALUE with an option of the mixer")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise ValueError(
-                f"--option {pair!r}: {text!r} is no value; give e.g. 21, 0.02, true, null or [12,10]"
-            ) from None
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                value = float(value)  # YAML takes 1e-3 for a text
-        options[name] = value
-    return options
 
 
 def main() -> None:

@@ -1,12 +1,70 @@
 """The commands that make a student: `memmix convert` from a transformer, `memmix import-hmf` from a GKA release."""
 
-import json
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from hf_memmix.shell import Json, Overwrite, err, friendly, out, print_json
+from hf_memmix.shell import Json, Overwrite, err, friendly, load, out, print_json, tokenizer_of
+
+
+@friendly
+def convert(
+    teacher: Annotated[Path, typer.Option(help="Folder of the transformer that is converted.")],
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for the student.")] = None,
+    mixer: Annotated[str, typer.Option(help="Mixer that replaces attention.")] = "gka",
+    keep: Annotated[
+        str, typer.Option(help='Layers that stay attention: "1,5", a fraction "0.25", or "none".')
+    ] = "none",
+    plan: Annotated[Path | None, typer.Option(help="Mixer and layers by a plan of memmix select.")] = None,
+    trained: Annotated[
+        Path | None, typer.Option(help="An aligned student whose mixers are taken instead of fresh ones.")
+    ] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Mixer option, e.g. num_iterations=21; repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the fresh parameters.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen, from config.json alone.")] = False,
+    context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens, for the dry run; repeatable.")] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Replace attention layers of a transformer by a recurrent mixer, initialised from the attention."""
+    from hf_memmix.conversion import convert_model, save_student
+    from hf_memmix.conversion.convert import read_config
+    from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher
+    from hf_memmix.conversion.plan import read_plan, take_mixers
+    from hf_memmix.conversion.saving import check_target
+
+    if out_dir is None and not dry_run:
+        raise ValueError("give a folder for the student with --out, or ask for a --dry-run")
+    if out_dir is not None:
+        check_target(out_dir, overwrite)
+    chosen = _parse_keep(keep)
+    if plan is not None:
+        if keep != "none":
+            raise ValueError(f"--keep {keep} and --plan both say which layers stay attention; give one of them")
+        told = read_plan(plan, read_config(teacher).num_hidden_layers)
+        mixer, chosen = told["mixer"], told["keep"]
+    options = _parse_options(option or [])
+    if trained is not None:
+        options = (getattr(read_config(trained), "mixers", None) or {}).get(mixer, {}) | options
+    if dry_run:
+        result = estimate(meta_teacher(teacher), mixer, chosen, tuple(context or CONTEXTS), **options)
+        print_json(result) if as_json else _print_estimate(result)
+        return
+    with err.status("converting"):
+        tokenizer = tokenizer_of(teacher, required=False)
+        student = convert_model(load(teacher, "cpu", "auto"), mixer, chosen, seed=seed, **options)
+        if trained is not None:
+            take_mixers(student, load(trained, "cpu", "auto"))
+        save_student(student, out_dir, tokenizer, overwrite=overwrite)
+    report = student.conversion_report
+    if as_json:
+        print_json({"out": str(out_dir), "converted": report.converted, "kept": report.kept} | report.counts())
+        return
+    _print_kinds(report.kinds(), report.counts())
+    out.print(f"layers {report.converted} converted, {report.kept} kept; student written to {out_dir}")
 
 
 @friendly
@@ -17,17 +75,14 @@ def import_hmf(
     as_json: Json = False,
 ) -> None:
     """Load a checkpoint of the official GKA release (Hybrid Model Factory) and save it as a model of this package."""
-    from dataclasses import asdict
-
     from hf_memmix.conversion import hmf, save_student
     from hf_memmix.conversion.saving import check_target
 
     check_target(out_dir, overwrite)
     with err.status("importing"):
         model = hmf.import_hmf(folder)
-        record = asdict(model.import_report)
-        files = {"conversion.json": json.dumps(record, indent=1) + "\n"} | hmf.tokenizer_files(folder)
-        save_student(model, out_dir, overwrite=overwrite, files=files)
+        save_student(model, out_dir, overwrite=overwrite, files=hmf.tokenizer_files(folder))
+    record = model.conversion_report.record()
     if as_json:
         print_json(record | {"out": str(out_dir)})
         return
@@ -37,3 +92,68 @@ def import_hmf(
     for row in record["dropped"]:
         out.print(f"  {row['source']}: {row['reason']}", highlight=False)
     out.print(f"written to {out_dir}")
+
+
+def _print_kinds(kinds: list[dict], counts: dict[str, int]) -> None:
+    """A row a kind of tensor, and how many there are of each fate."""
+    table = Table("tensor of the teacher", "fate", "goes to", "layers", "why")
+    for row in kinds:
+        targets = ", ".join(row["targets"])
+        table.add_row(row["source"], row["fate"], targets, str(len(row["layers"])), row["reason"])
+    table.add_row("all others", "copied", "the same name", "", "bit-equal to the teacher's")
+    out.print(table)
+    out.print(", ".join(f"{count} {fate}" for fate, count in counts.items()), highlight=False)
+
+
+def _print_estimate(result: dict) -> None:
+    kinds = result["layers"]
+    kept = [i for i, kind in enumerate(kinds) if kind == "attention"]
+    _print_kinds(result["kinds"], result["counts"])
+    out.print(f"{len(kinds)} layers: {len(kinds) - len(kept)} become {result['mixer']}, attention stays in {kept}")
+    out.print(", ".join(f"{name}={value}" for name, value in result["options"].items()), style="dim", highlight=False)
+    sizes = Table("", "teacher", "student")
+    sizes.add_row("parameters", *(f"{result['parameters'][name]:,}" for name in ("teacher", "student")))
+    for row in result["state"]:
+        name = f"memory of one sequence of {row['context']:,} tokens"
+        sizes.add_row(name, *(_size(row[model]) for model in ("teacher", "student")))
+    out.print(sizes)
+    weights = ", ".join(f"{stage} {_size(count)}" for stage, count in result["weights"].items())
+    out.print(f"weights, gradients and optimizer states, activations not counted: {weights}", highlight=False)
+
+
+def _size(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"
+
+
+def _parse_keep(text: str):
+    """ "none", "0.25" or "1,5"."""
+    with contextlib.suppress(ValueError):
+        if "." in text:
+            return float(text)
+        return [int(part) for part in text.split(",")] if text != "none" else text
+    raise ValueError(f'--keep is {text!r}; give layer indices "1,5", a fraction "0.25", or "none"')
+
+
+def _parse_options(pairs: list[str]) -> dict:
+    import yaml
+
+    options = {}
+    for pair in pairs:
+        name, sign, text = pair.partition("=")
+        if not sign or name in ("teacher", "mixer", "keep", "seed"):
+            raise ValueError(f"--option {pair!r} is not NAME=VALUE with an option of the mixer")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ValueError(
+                f"--option {pair!r}: {text!r} is no value; give e.g. 21, 0.02, true, null or [12,10]"
+            ) from None
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = float(value)  # YAML takes 1e-3 for a text
+        options[name] = value
+    return options

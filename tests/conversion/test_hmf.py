@@ -242,7 +242,7 @@ def test_bf16_shards_tied_embeddings_and_unread_decays(tmp_path):
     model = import_hmf(folder)
     assert model.dtype == torch.bfloat16 and model.lm_head.weight is model.model.embed_tokens.weight
     unread = {f"model.layers.{i}.gka.{name}" for i in (1, 2) for name in ("A_log", "dt_bias", "a_proj.weight")}
-    assert {row["source"] for row in model.import_report.dropped} == unread | {"lm_head.weight"}
+    assert {row["source"] for row in model.conversion_report.dropped} == unread | {"lm_head.weight"}
     assert model(IDS).logits.isfinite().all()
     (folder / "model-1.safetensors").unlink()
     with pytest.raises(ValueError, match="lacks the weight files model-1.safetensors"):

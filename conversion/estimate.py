@@ -1,0 +1,90 @@
+"""What a conversion will do and cost, from the teacher's config.json alone: nothing is loaded or written.
+
+Teacher and student are built and converted on torch's meta device, which knows shapes and no values, so the fates of
+tensors and the number of parameters are those of the real conversion.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from hf_memmix.conversion.convert import convert_model, read_config
+from hf_memmix.conversion.families import attention_module
+from hf_memmix.mixers.base import AttentionShape
+from hf_memmix.swap import memory_mixers
+
+CONTEXTS = (4096, 32768, 131072)
+# bytes a trained fp32 parameter needs beside itself: its gradient and AdamW's two moments
+TRAINED = 12
+
+
+def meta_teacher(folder: str | Path) -> PreTrainedModel:
+    """The model that a folder's config.json describes, without weights. Raises ValueError if it has none."""
+    config = read_config(folder)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+
+
+def estimate(
+    teacher: PreTrainedModel, mixer: str, keep="none", contexts: tuple[int, ...] = CONTEXTS, **mixer_options
+) -> dict:
+    """What `convert_model` would make of this teacher, and its cost.
+
+    Returns `layers` (the kind of each), `options`, `counts` and `kinds` of the tensors (`ConversionReport`),
+    `parameters` (teacher, student, mixers), `dtype`, `state` (a row a context length: bytes of one sequence in the
+    teacher's cache and in the student's) and `weights` (bytes of parameters, gradients and optimizer states, without
+    activations: converting; aligning; distilling with a second copy of the teacher).
+
+    Raises ValueError as `convert_model`.
+    """
+    student = convert_model(teacher.to("meta"), mixer, keep, **mixer_options)
+    report = student.conversion_report
+    mixers = memory_mixers(student)
+    parameters = {"teacher": teacher.num_parameters(), "student": student.num_parameters()}
+    parameters["mixers"] = sum(p.numel() for m in mixers.values() for p in m.parameters())
+    attention = sum(p.numel() for i in report.converted for p in attention_module(teacher, i).parameters())
+    stored, own = parameter_bytes(teacher), parameters["student"] * 4
+    weights = {
+        # the student begins in fp32 beside the teacher and plain copies of its attention
+        "convert": stored + own + attention * teacher.dtype.itemsize,
+        "align": stored + own + TRAINED * parameters["mixers"],
+        "distill": stored + own + TRAINED * parameters["student"],
+    }
+    memory = sum(state_bytes(m, teacher.dtype) for m in mixers.values())
+    state = []
+    for length in contexts:
+        kv = [layer_kv_bytes(teacher.config, i, length, teacher.dtype) for i in range(len(student.config.mixer_types))]
+        state.append({"context": length, "teacher": sum(kv), "student": memory + sum(kv[i] for i in report.kept)})
+    return {
+        "mixer": mixer,
+        "layers": list(student.config.mixer_types),
+        "options": student.config.mixers[mixer],
+        "counts": report.counts(),
+        "kinds": report.kinds(),
+        "parameters": parameters,
+        "dtype": str(teacher.dtype).removeprefix("torch."),
+        "state": state,
+        "weights": weights,
+    }
+
+
+def parameter_bytes(model: PreTrainedModel) -> int:
+    """Bytes of a model's parameters, tied ones once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def state_bytes(mixer, dtype: torch.dtype) -> int:
+    """Bytes of the states that one sequence has in a mixer."""
+    shapes = mixer.state_shapes(1, dtype).values()
+    return sum(torch.Size(shape).numel() * state_dtype.itemsize for shape, state_dtype in shapes)
+
+
+def layer_kv_bytes(config: PreTrainedConfig, layer: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of `length` tokens in one attention layer; a sliding window bounds them."""
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    slides = kinds[layer] == "sliding_attention" if kinds else window is not None
+    if slides and window:
+        length = min(length, window - 1)  # the newest token needs one less behind it
+    shape = AttentionShape.of(config)
+    return 2 * length * shape.kv_heads * shape.head_dim * dtype.itemsize

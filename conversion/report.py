@@ -1,0 +1,48 @@
+"""What became of every tensor in a conversion: used, transformed, fresh, dropped or copied."""
+
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass
+class ConversionReport:
+    """What became of every tensor. `tensors`: rows `{"layer", "source", "fate", "targets", "reason"}` of the converted
+    attention layers; `fresh`: mixer parameters that no teacher tensor filled; `copied`: names that are bit-equal.
+    """
+
+    mixer: str
+    converted: list[int]
+    kept: list[int]
+    tensors: list[dict] = field(default_factory=list)
+    fresh: list[str] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list)
+
+    def counts(self) -> dict[str, int]:
+        """Number of tensors used, transformed, dropped, fresh and copied."""
+        fates = Counter(row["fate"] for row in self.tensors)
+        counts = {fate: fates[fate] for fate in ("used", "transformed", "dropped")}
+        return counts | {"fresh": len(self.fresh), "copied": len(self.copied)}
+
+    def kinds(self) -> list[dict]:
+        """The tensors of all converted layers, those of equal name and fate in one row: `{"source", "fate", "targets",
+        "reason", "layers"}`; fresh parameters have no source. "{i}" stands for the layer.
+        """
+        rows: dict[tuple, list[int]] = {}
+        for row in self.tensors:
+            own = (_of_any_layer(row["source"], row["layer"]), row["fate"], tuple(row["targets"]), row["reason"])
+            rows.setdefault(own, []).append(row["layer"])
+        for name in self.fresh:
+            layer = next(i for i in self.converted if _of_any_layer(name, i) != name)
+            target = _of_any_layer(name, layer)
+            rows.setdefault(("", "fresh", (target,), "starts by the mixer's own rule"), []).append(layer)
+        names = ("source", "fate", "targets", "reason", "layers")
+        return [dict(zip(names, (*own, layers), strict=True)) for own, layers in rows.items()]
+
+    def record(self) -> dict:
+        """All of it as JSON values, with the counts."""
+        return asdict(self) | {"counts": self.counts()}
+
+
+def _of_any_layer(names: str, layer: int) -> str:
+    return re.sub(rf"\.{layer}\.", ".{i}.", names)

@@ -1,0 +1,123 @@
+"""What a dry run says, against what a conversion does and what the caches then hold."""
+
+import json
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_memmix.cache import RecurrentStateCache
+from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.convert import save_student
+from hf_memmix.conversion.estimate import estimate, meta_teacher
+from hf_memmix.conversion.families import FAMILIES
+from hf_memmix.mixers import MIXERS
+from hf_memmix.swap import memory_mixers
+from test_cli import memmix, result_of
+from tiny_teachers import tiny_teacher
+
+LENGTH = 11
+
+
+def on_meta(folder, teacher):
+    """The teacher as the config.json of a saved model describes it."""
+    teacher.config.dtype = teacher.dtype  # save_pretrained of a model notes it
+    teacher.config.save_pretrained(folder)
+    return meta_teacher(folder)
+
+
+def bytes_of(cache):
+    if isinstance(cache, RecurrentStateCache):
+        return cache.nbytes
+    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@pytest.mark.parametrize("mixer", ["gka", "ska", "lattice", "coffee", "mamba2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_estimate_is_what_the_conversion_makes(tmp_path, mixer, dtype):
+    teacher = tiny_teacher("qwen3").to(dtype)
+    found = estimate(on_meta(tmp_path, teacher), mixer, [1], (LENGTH,))
+    student = convert_model(teacher, mixer, [1])
+    report = student.conversion_report
+    assert found["counts"] == report.counts() and found["kinds"] == report.kinds()
+    assert found["options"] == student.config.mixers[mixer] and found["layers"] == student.config.mixer_types
+    mixers = sum(p.numel() for m in memory_mixers(student).values() for p in m.parameters())
+    sizes = {"teacher": teacher.num_parameters(), "student": student.num_parameters(), "mixers": mixers}
+    assert found["parameters"] == sizes and found["dtype"] == str(dtype).removeprefix("torch.")
+    stored = sum(p.numel() * p.element_size() for p in teacher.parameters())
+    assert found["weights"]["distill"] == stored + 16 * sizes["student"]
+    assert found["weights"]["align"] == stored + 4 * sizes["student"] + 12 * mixers
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "mistral", "gpt_neox", "gpt2"])
+def test_memory_of_a_sequence_is_what_the_caches_hold(tmp_path, model_type):
+    """Sliding windows, grouped keys and fused projections included."""
+    windows = {} if model_type in ("llama", "gpt_neox", "gpt2") else {"sliding_window": 6}
+    teacher = tiny_teacher(model_type, **windows)
+    (row,) = estimate(on_meta(tmp_path, teacher), "gka", [1], (LENGTH,))["state"]
+    ids = torch.randint(3, 64, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    held = {}
+    for name, model in (("teacher", teacher), ("student", convert_model(teacher, "gka", [1]))):
+        cache = DynamicCache(config=teacher.config) if name == "teacher" else RecurrentStateCache(model.config)
+        with torch.no_grad():
+            model(ids, past_key_values=cache, use_cache=True)
+        held[name] = bytes_of(cache)
+    assert row == {"context": LENGTH, **held}
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_every_family_is_planned_without_weights(tmp_path, model_type):
+    teacher = tiny_teacher(model_type)
+    found = estimate(on_meta(tmp_path, teacher), "gka", [1])
+    assert found["counts"] == convert_model(teacher, "gka", [1]).conversion_report.counts()
+
+
+def test_command_needs_config_alone_and_writes_nothing(tmp_path):
+    tiny_teacher("llama", layers=4).config.save_pretrained(tmp_path / "teacher")
+    command = ["convert", "--teacher", tmp_path / "teacher", "--keep", "0.25", "--dry-run", "--option", "ridge=0.1"]
+    result = result_of(memmix(*command, "--context", "100", "--context", "1000", "--json"))
+    assert result["layers"] == ["gka", "gka", "attention", "gka"] and result["options"]["ridge"] == 0.1
+    assert [row["context"] for row in result["state"]] == [100, 1000]
+    # four layers of K and V, two heads of eight channels; one of them stays
+    assert [row["teacher"] for row in result["state"]] == [4 * 2 * 2 * 8 * 4 * n for n in (100, 1000)]
+    assert result["state"][1]["student"] - result["state"][0]["student"] == 2 * 2 * 8 * 4 * 900
+    run = memmix(*command)
+    assert run.exit_code == 0 and "3 become gka" in run.stdout and "131,072" in run.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["teacher"]
+    run = memmix("convert", "--teacher", tmp_path / "teacher")
+    assert run.exit_code == 1 and "--out" in run.output
+
+
+def test_report_is_saved_beside_the_student_and_printed_by_kind(tmp_path):
+    teacher = tiny_teacher("gpt_oss")
+    student = convert_model(teacher, "gka", [1])
+    save_student(student, tmp_path / "student")
+    record = json.loads((tmp_path / "student" / "conversion.json").read_text())
+    assert record == student.conversion_report.record() and record["counts"]["dropped"] == 2
+    kinds = {row["source"]: row for row in student.conversion_report.kinds() if row["fate"] != "fresh"}
+    sinks = kinds["model.layers.{i}.self_attn.sinks"]
+    assert sinks["layers"] == [0, 2] and sinks["fate"] == "dropped" and "softmax" in sinks["reason"]
+    assert kinds["model.layers.{i}.self_attn.q_proj.weight"]["fate"] == "used"
+    fresh = [row for row in student.conversion_report.kinds() if row["fate"] == "fresh"]
+    assert sum(len(row["layers"]) for row in fresh) == record["counts"]["fresh"]
+    teacher.save_pretrained(tmp_path / "teacher")
+    run = memmix("convert", "--teacher", tmp_path / "teacher", "--out", tmp_path / "again")
+    assert run.exit_code == 0
+    for word in ("used", "fresh", "dropped", "copied", "sinks", "3 dropped"):
+        assert word in run.stdout, word
+
+
+def test_a_false_use_is_an_error(monkeypatch):
+    """A mixer that says it copied a tensor, and changed it."""
+    honest = MIXERS["gka"].init_from_attention
+
+    def false(self, attention):
+        fates = honest(self, attention)
+        with torch.no_grad():
+            self.v_proj.weight.mul_(2)
+        return fates
+
+    monkeypatch.setattr(MIXERS["gka"], "init_from_attention", false)
+    with pytest.raises(ValueError, match="says v_weight is used in v_proj.weight, which differs"):
+        convert_model(tiny_teacher())

@@ -75,9 +75,10 @@ def _shooting(u, lam, w, C, w_filter, gate, initial_state, feedback, save, toler
     """The same by multiple shooting, which only GPUs gain by: the torch path scans."""
     if not use_triton(u):
         return coffee_fwd_torch(u, lam, w, C, w_filter, gate, initial_state, None, feedback, save)
-    from .shooting import shooting_fwd
+    from .shooting import MAX_ITERATIONS, shooting_fwd
 
-    found = shooting_fwd(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations)
+    iterations = min(max_iterations, MAX_ITERATIONS)
+    found = shooting_fwd(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, iterations)
     return found and found[:3]
 
 

@@ -17,6 +17,8 @@ from .triton import _contiguous, _gate_strides, _math, _pad_states, affine_scan,
 
 # iterations between two looks at the convergence: each look waits for the GPU
 CHECK_EVERY = 2
+# where more would be needed too many chunks amplify what enters them, and more would rarely do
+MAX_ITERATIONS = 20
 
 
 def shooting_fwd(

@@ -1,12 +1,13 @@
-"""Lattice "enc" and "sim" backward, in three kernels and a fourth for rare inputs: as forward, only scalars a slot are found token by token.
+"""Lattice "enc" and "sim" backward: as forward, only scalars a slot are found token by token.
 
 With dS_t the gradient of s_t from its reads and all later tokens, u = h . dS_t, z = s_t . dS_t and x = s_{t-1} . dS_t,
 
     dalpha = beta (u - p x - beta alpha n z),  g = alpha^2 dalpha - a b z (+ dc for "enc"),  dc = -gamma dalpha
     dS_{t-1} = a dS_t + g h_t + q_{t-1} dy_{t-1},  dh_t = sum_i b dS_t + g s_{t-1} - b^2 z h_t
 
-where x = (z - b u) / a, and s_{t-1} . (a dS_t + g h_t) = a x + g p: no state is needed but where a is near 0. Multiples of s in its own
-gradient mean nothing, and are taken out before every window. The readouts, dq_t = S_t^T dy_t too, are again linear.
+where x = (z - b u) / a, and s_{t-1} . (a dS_t + g h_t) = a x + g p: no state is needed. Where a is near 0, the slots
+are found again (`lattice_careful_adjoint_kernel`). Multiples of s in its own gradient mean nothing, and are taken out
+before every window. The readouts, dq_t = S_t^T dy_t too, are again linear.
 """
 
 import triton

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_memmix.training.experiments import (
+    echo_mqar,
     fit,
     harness,
     lattice_ablation,
@@ -198,6 +199,33 @@ def test_resumes_and_survives_a_failing_row(tmp_path):
     assert [row for row in again["rows"] if "accuracy" in row] == kept, "finished rows are not run again"
     with pytest.raises(ValueError, match="another tokens; choose another --out"):
         harness.execute("recall", arguments(tmp_path, models=["transformer", "nothing"], tokens=64), rows_of_recall)
+
+
+def test_what_was_trained_is_kept_when_measuring_fails(tmp_path):
+    """No sequences to measure: the training stands in the file, with what failed; the row does not run again."""
+    values = {"steps": 2, "batch": 2, "batch_tokens": 512, "sequences": 0, "enough": 0.0}
+    args = arguments(tmp_path, **values, models=["ssm"], cells=[[4, 8]], lrs=[1e-3], seeds=1)
+    results = harness.execute("echo_mqar", args, echo_mqar.plan)
+    (row,) = results["rows"]
+    assert row["finite"] and row["curve"] and row["errors"].keys() == {"dev_loss", "accuracy"}
+    assert not row.keys() & {"error", "unfinished"} and json.loads(args.out.read_text()) == results
+    args.deadline = None
+    assert harness.execute("echo_mqar", args, echo_mqar.plan)["rows"] == [row]
+
+
+def test_parts_of_a_row(tmp_path):
+    """A later part replaces the earlier; an error stands beside what came before it; neither counts as finished."""
+    args, row = arguments(tmp_path), {"model": "a", "lr": 1.0}
+    results = harness.load_results(args, "recall")
+    for outcome in ({"curve": [1], "unfinished": True}, {"curve": [1], "loss": 2, "unfinished": True}):
+        harness._record(results, row, outcome)
+    (record,) = results["rows"]
+    assert record == {**row, **outcome, "commit": results["environment"]["commit"]}
+    harness.write_json(args.out, results)
+    assert harness.load_results(args, "recall")["rows"] == []
+    harness._record(results, row, {"error": "killed"})
+    (record,) = results["rows"]
+    assert record["loss"] == 2 and record["error"] == "killed" and "unfinished" not in record
 
 
 def test_stops_in_time(tmp_path):

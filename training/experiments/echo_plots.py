@@ -6,6 +6,7 @@ from hf_memmix.training.experiments.echo_report import (
     LENGTHS_PAPER,
     TASKS_PAPER,
     chosen,
+    grid_accuracies,
     mean_and_spread,
     mean_of,
 )
@@ -63,12 +64,8 @@ def plot_grid(results: dict, path: str | Path) -> None:
     figure, (panel,) = _figure(1, results)
     cells = [tuple(cell) for cell in results["settings"]["cells"]]
     for model in results["settings"]["models"]:
-        found = {
-            (row["pairs"], row["gap"]): row["accuracy"]
-            for row in results["rows"]
-            if row["model"] == model and "accuracy" in row
-        }
-        points = [(i, 100 * found[cell]) for i, cell in enumerate(cells) if cell in found]
+        found = {i: grid_accuracies(results, model, *cell) for i, cell in enumerate(cells)}
+        points = [(i, mean_and_spread(accuracies)[0]) for i, accuracies in found.items() if accuracies]
         panel.plot(*zip(*points, strict=True), "o-", color=COLORS[model], label=model) if points else None
     panel.set_xticks(range(len(cells)), [f"{n} pairs,\ngap {gap}" for n, gap in cells], fontsize=7, rotation=45)
     panel.set_title("accuracy of recall, %", fontsize=11)

@@ -7,13 +7,14 @@ over the cells of the two trained tasks.
 """
 
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
 
 from hf_memmix.training.experiments.coffee_report import markdown
 from hf_memmix.training.experiments.echo_suite import MODELS, TRAINED
-from hf_memmix.training.experiments.fit import best
+from hf_memmix.training.experiments.harness import matches
 
 TASKS_PAPER = {
     "mqar": {"ssm": 55.1, "attention": 76.0, "ska": 82.2},
@@ -37,14 +38,30 @@ LENGTHS_PAPER = {
 }
 
 
+def at_best_rate(rows: list[dict], **wanted) -> list[dict]:
+    """Trained rows with these values, of all seeds, at the learning rate of lowest mean dev loss.
+
+    The mean is over the seeds that every rate has finished; a training that diverged rules its rate out.
+    """
+    by_rate = {}
+    for row in rows:
+        if matches(row, wanted) and ("dev_loss" in row or row.get("finite") is False):
+            by_rate.setdefault(row["lr"], {})[row["seed"]] = row
+    if not by_rate:
+        return []
+    seeds = set.intersection(*map(set, by_rate.values())) or {min(min(found) for found in by_rate.values())}
+
+    def loss(rate: float) -> float:
+        losses = [row.get("dev_loss", math.inf) for seed, row in by_rate[rate].items() if seed in seeds]
+        return statistics.fmean(losses) if losses else math.inf
+
+    return list(by_rate[min(by_rate, key=loss)].values())
+
+
 def chosen(rows: list[dict]) -> dict[str, list[dict]]:
-    """For each model the finished rows of all seeds at its best learning rate."""
-    found = {}
-    for model in MODELS:
-        if (row := best([row for row in rows if row["seed"] == 0], model=model)) is not None:
-            same = [r for r in rows if (r["model"], r["lr"]) == (model, row["lr"])]
-            found[model] = [r for r in same if "cells" in r]
-    return found
+    """For each model its measured rows of all seeds at its best learning rate."""
+    found = {model: [row for row in at_best_rate(rows, model=model) if "cells" in row] for model in MODELS}
+    return {model: rows for model, rows in found.items() if rows}
 
 
 def mean_of(row: dict, kind: str = "cells", tasks=tuple(TASKS_PAPER), length: int | None = None) -> float | None:
@@ -54,24 +71,28 @@ def mean_of(row: dict, kind: str = "cells", tasks=tuple(TASKS_PAPER), length: in
     return 100 * statistics.fmean(accuracies) if accuracies else None
 
 
-def mean_and_spread(values: list[float]) -> tuple[float, float]:
-    """Mean and standard deviation, 0 for one value."""
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+def mean_and_spread(values: list[float | None]) -> tuple[float, float]:
+    """Mean and standard deviation of what was measured: 0 for one value, NaN and 0 for none."""
+    values = [value for value in values if value is not None]
+    mean = statistics.fmean(values) if values else math.nan
+    return mean, statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def _figures(values: list[float | None], paper: float | None = None) -> str:
-    values = [value for value in values if value is not None]
-    if not values:
-        return ""
     mean, spread = mean_and_spread(values)
-    text = f"{mean:.1f}" + (f" ± {spread:.1f}" if len(values) > 1 else "")
+    if math.isnan(mean):
+        return ""
+    text = f"{mean:.1f}" + (f" ± {spread:.1f}" if len(values) - values.count(None) > 1 else "")
     return text + (f" ({paper})" if paper is not None else "")
 
 
 def transfer_tables(results: dict) -> str:
     """Tables 3 and 2."""
     models, lengths = chosen(results["rows"]), results["settings"]["lengths"]
-    head = [f"{name}, {rows[0]['parameters'] / 1e6:.2f}M, {len(rows)} seeds" for name, rows in models.items()]
+    head = [
+        f"{name}, {rows[0]['parameters'] / 1e6:.2f}M, rate {rows[0]['lr']:g}, {len(rows)} seeds"
+        for name, rows in models.items()
+    ]
     tasks = [
         (task, *(_figures([mean_of(r, tasks=task) for r in rows], paper[name]) for name, rows in models.items()))
         for task, paper in TASKS_PAPER.items()
@@ -114,8 +135,10 @@ def transfer_tables(results: dict) -> str:
     )  # fmt: skip
 
 
-def _task_mean(row: dict) -> float:
-    return statistics.fmean(mean_of(row, tasks=task) for task in TASKS_PAPER)
+def _task_mean(row: dict) -> float | None:
+    """Mean of the tasks' means; None if a task was not measured."""
+    means = [mean_of(row, tasks=task) for task in TASKS_PAPER]
+    return None if None in means else statistics.fmean(means)
 
 
 def ablation_table(results: dict) -> str:
@@ -140,13 +163,19 @@ def ablation_table(results: dict) -> str:
     return markdown(head, lines)
 
 
+def grid_accuracies(results: dict, model: str, pairs: int, gap: int) -> list[float]:
+    """A model's accuracies in percent in a cell, of all seeds at the learning rate of lowest dev loss."""
+    rows = at_best_rate(results["rows"], model=model, pairs=pairs, gap=gap)
+    return [100 * row["accuracy"] for row in rows if "accuracy" in row]
+
+
 def grid_table(results: dict) -> str:
-    """Accuracy of every model in every cell, at the learning rate of lowest dev loss."""
+    """Accuracy of every model in every cell."""
     models, cells = results["settings"]["models"], results["settings"]["cells"]
-    lines = []
-    for pairs, gap in cells:
-        found = [best(results["rows"], model=name, pairs=pairs, gap=gap) for name in models]
-        lines.append((pairs, gap, *("" if row is None else f"{100 * row['accuracy']:.1f}" for row in found)))
+    lines = [
+        (pairs, gap, *(_figures(grid_accuracies(results, name, pairs, gap)) for name in models))
+        for pairs, gap in cells
+    ]
     return markdown(("pairs", "gap", *models), lines)
 
 
@@ -156,6 +185,8 @@ REPORTS = {"echo_transfer": transfer_tables, "echo_ablation": ablation_table, "e
 def report(results: dict) -> str:
     where = results["environment"]
     text = REPORTS[results["experiment"]](results)
+    failed = sum(len(row.get("errors", ())) + ("error" in row) for row in results["rows"])
+    text += f"\n\n{failed} measurements failed." if failed else ""
     return f"{text}\n\n{results['settings']['steps']} steps; {where['hardware']}, commit {where['commit']}.\n"
 
 

@@ -30,6 +30,8 @@ PAIRS = (2, 4, 8, 16)
 AHEAD = 64  # batches drawn at a time
 FORWARD_TOKENS = 2**16  # of a forward when measuring
 DEV_SEED = TEST_SEED // 2  # dev and test sequences are those of no training
+# losses stay on a plateau for thousands of steps before recall is learned: a rate that fell then would keep them there
+HOLD = 0.6
 
 
 def build(model: str, seed: int, **ska) -> EchoForCausalLM:
@@ -80,7 +82,7 @@ def learn(
         examples = Examples(*tensors)
         return F.cross_entropy(logits(model, examples, masked).flatten(0, 1), examples.values.flatten())
 
-    return fit(model, loss_of, args.steps, row["lr"], args, batch_of, **fit_options)
+    return fit(model, loss_of, args.steps, row["lr"], args, batch_of, hold=HOLD, **fit_options)
 
 
 def training_batches(seed: int, batch: int, length: int, pairs: Iterable[int]) -> Iterator[Examples]:

@@ -93,6 +93,7 @@ def fit(
     args: argparse.Namespace,
     batch_of: Callable[[int], tuple[Tensor, ...]] | None = None,
     enough: float = 0.0,
+    hold: float = 0.0,
 ) -> dict:
     """Train on `loss_of(step)`; the losses on the way, and whether they stayed finite.
 
@@ -100,6 +101,7 @@ def fit(
         batch_of: gives tensors of the same shapes at every step; training is then on `loss_of(*batch_of(step))`, and a
             step is one CUDA graph on a GPU, for models so small that they wait for their kernels' launches.
         enough: a loss, looked at 20 times, below which training ends before `steps`.
+        hold: the share of the steps at the full rate, before the cosine.
 
     Raises:
         OutOfTime: the command's deadline came first.
@@ -111,10 +113,12 @@ def fit(
     rate = torch.tensor(lr, device=device()) if graphed else lr  # a graph reads it from memory
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=graphed)
     warmup = max(1, steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / steps)),
-    )
+
+    def share_of_rate(step: int) -> float:
+        falling = max(0.0, step / steps - hold) / (1 - hold)
+        return min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * falling))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
 
     def update(*batch) -> Tensor:
         optimizer.zero_grad()

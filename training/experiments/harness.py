@@ -4,6 +4,10 @@ An experiment is a module with `plan(done, args)`, the rows that can run now, mo
 the results of one row; rows and results are dictionaries of JSON values. Finished rows are skipped when the command is
 given again, so a run that a time limit cut short is resumed by the same command. A row that fails is recorded with its
 error and tried again by the next command; it does not stop the others.
+
+`run` may be a generator of parts of the results: each is written as soon as it comes, so that how a row learned stands
+in the file before it is measured. A row is "unfinished" until its last part; cut short, it runs again in the next
+command. A measurement that fails (`attempt`) is noted among the row's "errors", and the row is finished without it.
 """
 
 import argparse
@@ -15,7 +19,7 @@ import os
 import subprocess
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -39,6 +43,21 @@ def check_time(args: argparse.Namespace) -> None:
     """Raise OutOfTime after the command's deadline; called now and then by a row."""
     if time.time() > args.deadline:
         raise OutOfTime
+
+
+def attempt(errors: dict[str, str], name: str, function: Callable, *args, **kwargs):
+    """What the function returns; None if it fails, and `errors[name]` then says why."""
+    try:
+        return function(*args, **kwargs)
+    except OutOfTime:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        errors[name] = _message(error)
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
 
 
 def parser_of(doc: str) -> argparse.ArgumentParser:
@@ -84,7 +103,7 @@ def load_results(args: argparse.Namespace, name: str) -> dict:
         if old["settings"] != settings:
             differ = sorted(k for k in {*settings, *old["settings"]} if settings.get(k) != old["settings"].get(k))
             raise ValueError(f"{args.out} was measured with another {', '.join(differ)}; choose another --out")
-        results["rows"] = [row for row in old["rows"] if "error" not in row]
+        results["rows"] = [row for row in old["rows"] if not row.keys() & {"error", "unfinished"}]
     return results
 
 
@@ -102,7 +121,8 @@ def execute(name: str, args: argparse.Namespace, plan: Callable, **about) -> dic
     try:
         while True:
             tried = [*results["rows"], *(row for row, _ in busy.values())]
-            waiting = [row for row in plan(results["rows"], args) if not any(matches(t, row) for t in tried)]
+            done = [row for row in results["rows"] if "unfinished" not in row]
+            waiting = [row for row in plan(done, args) if not any(matches(t, row) for t in tried)]
             if time.time() > args.deadline:
                 waiting = []
             while waiting and len(busy) < limit:
@@ -120,20 +140,34 @@ def execute(name: str, args: argparse.Namespace, plan: Callable, **about) -> dic
                 row, process = busy.pop(pipe)
                 try:
                     outcome = pipe.recv()
-                    idle.append((pipe, process))
                 except EOFError:
                     process.join()
                     outcome = {"error": f"its process ended with exit code {process.exitcode}"}
+                if outcome is not None and "unfinished" in outcome:
+                    busy[pipe] = (row, process)
+                elif outcome is not None and outcome.keys() & {"error", "errors"}:
+                    process.terminate()  # what failed may have left its device unusable
+                else:
+                    idle.append((pipe, process))
                 if outcome is None:
                     continue
-                results["rows"].append({**row, **outcome, "commit": results["environment"]["commit"]})
+                _record(results, row, outcome)
                 write_json(args.out, results)
-                shown = {k: round(v, 4) for k, v in outcome.items() if isinstance(v, float)}
-                print(name, row, outcome.get("error", shown), flush=True)
+                if "unfinished" not in outcome:
+                    shown = {k: round(v, 4) for k, v in outcome.items() if isinstance(v, float)}
+                    print(name, row, outcome.get("error", shown), outcome.get("errors", ""), flush=True)
     finally:
         for process in [p for _, p in idle] + [p for _, p in busy.values()]:
             process.terminate()
     return results
+
+
+def _record(results: dict, row: dict, outcome: dict) -> None:
+    """Put the outcome in place of what is known of the row; an error stands beside the parts that came before it."""
+    known = [record for record in results["rows"] if matches(record, row)]
+    results["rows"] = [record for record in results["rows"] if not matches(record, row)]
+    parts = {k: v for k, v in known[0].items() if k != "unfinished"} if known and "error" in outcome else row
+    results["rows"].append({**parts, **outcome, "commit": results["environment"]["commit"]})
 
 
 def _places() -> list[str]:
@@ -162,12 +196,17 @@ def work(pipe, name: str, args: argparse.Namespace, place: str) -> None:
         began = time.time()
         try:
             outcome = module.run(row, args)
+            if isinstance(outcome, Iterator):
+                parts, outcome = outcome, {}
+                for part in parts:
+                    outcome |= part
+                    pipe.send({**outcome, "unfinished": True})
             outcome["seconds"] = round(time.time() - began, 1)
         except OutOfTime:
             outcome = None
         except Exception as error:
             traceback.print_exc()
-            outcome = {"error": f"{type(error).__name__}: {error}"[:500]}
+            outcome = {"error": _message(error)}
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         pipe.send(outcome)

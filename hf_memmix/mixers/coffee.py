@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from hf_memmix_kernels import coffee, coffee_step
+from hf_memmix_kernels import check_coffee, coffee, coffee_step
 
 from ..padding import before_the_end
 from . import coffee_start
@@ -155,6 +155,22 @@ class CoffeeMixer(MemoryMixer):
         init.copy_(self.C, torch.randn_like(size) / size / self.options.states**0.5)
         if self.options.use_output_filter:
             init.zeros_(self.w_filter)
+
+    @classmethod
+    def check_states(cls, options, states):
+        """Finite states: one that is not stays so for good."""
+        check_coffee(state=states["x"])
+
+    def check_weights(self):
+        """lambda is in [-2, 0] for every `lam_logit` but NaN; w, C and w_filter must be finite."""
+        for name in self._state_parameters():
+            parameter = getattr(self, name).detach()
+            bad = parameter.isnan() if name == "lam_logit" else ~parameter.isfinite()
+            if parameter.device.type != "meta" and bad.any():
+                raise ValueError(
+                    f"layer {self.layer_idx}: {int(bad.sum())} values of {name} are not finite, {parameter[bad][0]} is"
+                    " one; load a checkpoint from before training diverged"
+                )
 
     @classmethod
     def options_for(cls, attention):

@@ -40,6 +40,26 @@ def test_no_parameter_leaves_the_stable_range(logit):
     assert x.isfinite().all() and x.abs().max() <= 400
 
 
+@pytest.mark.parametrize(("name", "value"), [("lam_logit", math.nan), ("w", math.inf), ("C", math.nan)])
+def test_a_checkpoint_that_diverged_is_refused(name, value, tmp_path):
+    """What is left of lambda outside [-2, 0]: a logit that is not a number."""
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", (0,), "coffee", {}))
+    with torch.no_grad():
+        getattr(mixers_of(model)[0], name)[1, 0] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"layer 0: 1 values of {name} are not finite"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_states_that_diverged_are_refused():
+    mixer = fresh()
+    states = mixer.allocate_states(1, "cpu", torch.float32)
+    mixer.check_states(mixer.options, states)
+    states["x"][0, 0, 0] = math.inf
+    with pytest.raises(ValueError, match="1 values that are not finite"):
+        mixer.check_states(mixer.options, states)
+
+
 def test_methods_agree():
     model = tiny_model("llama", "all", "coffee", fresh=True)
     ids = torch.randint(3, 99, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -245,14 +245,14 @@ def _check(
     return w
 
 
-def check_coffee(lam: Tensor, state: Tensor | None = None) -> None:
+def check_coffee(lam: Tensor | None = None, state: Tensor | None = None) -> None:
     """What the op does not look at, since that waits for the device: call it when parameters or states are loaded.
 
     Raises:
         ValueError: lam outside [-2, 0], where 1 + lam leaves the unit circle and states grow without bound, or a
             state that is not finite.
     """
-    if not ((lam >= -2) & (lam <= 0)).all():
+    if lam is not None and not ((lam >= -2) & (lam <= 0)).all():
         low, high = lam.min().item(), lam.max().item()
         raise ValueError(
             f"coffee: lambda lies in [{low:.4g}, {high:.4g}], it must be in [-2, 0]: outside of it states grow without"

@@ -39,6 +39,7 @@ def plot_transfer(results: dict, path: str | Path) -> None:
     tasks.set_xticks(range(len(TASKS_PAPER)), list(TASKS_PAPER), rotation=20, fontsize=8)
     tasks.set_title("accuracy by task, % (crosses: paper)", fontsize=11)
     lengths.set_xscale("log", base=2)
+    lengths.set_xticks(results["settings"]["lengths"], results["settings"]["lengths"])
     lengths.set_title("trained tasks by length, % (dotted: paper)", fontsize=11)
     lengths.legend(frameon=False, fontsize=8)
     save(figure, path)

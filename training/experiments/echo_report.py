@@ -126,13 +126,13 @@ def transfer_tables(results: dict) -> str:
         )
         for length in lengths
     ]
-    return "\n\n".join(
-        [
-            "**Tasks** (paper)", markdown(("task", *head), tasks),
-            "**Length, tokens** (paper)", markdown(("length", *head), by_length),
-            "**SKA refreshed at every token**", markdown(("length", "ska"), refreshed),
-        ]
-    )  # fmt: skip
+    tables = [
+        "**Tasks** (paper)", markdown(("task", *head), tasks),
+        "**Length, tokens** (paper)", markdown(("length", *head), by_length),
+    ]  # fmt: skip
+    if any(text for _, text in refreshed):
+        tables += ["**SKA refreshed at every token**", markdown(("length", "ska"), refreshed)]
+    return "\n\n".join(tables)
 
 
 def _task_mean(row: dict) -> float | None:

@@ -8,17 +8,15 @@ from torch import Tensor
 from .._chunks import chunk_table
 from .._common import compute_dtype
 from .dual_bwd_kernels import (
-    lattice_careful_adjoint_kernel,
     lattice_read_adjoint_kernel,
     lattice_walk_adjoint_kernel,
     lattice_write_adjoint_kernel,
 )
-from .dual_fwd_kernels import lattice_gram_kernel, lattice_norm_kernel, lattice_read_kernel, lattice_walk_kernel
+from .dual_fwd_kernels import lattice_norm_kernel, lattice_read_kernel, lattice_walk_kernel
 from .plan import CHECKPOINT, checkpoint_slots, dual_size, padded
 
-# slots of a program, a lane each, where tokens are walked one by one, and tokens between two products with all of the
-# slots' entries, forward and backward; warps of a window of 64 x 64
-SLOTS, CHUNK, CHUNK_BWD = 32, 16, 8
+# lanes that share a slot, and tokens loaded ahead, where tokens are walked one by one; warps of a window of 64 x 64
+LANES, GROUP = 4, 4
 WARPS = 4
 
 
@@ -38,19 +36,15 @@ class _Plan:
         self.along, self.across = (cu_seqlens, first, T), (cu_seqlens, first, sequence, T, N)
         acc = tl.float64 if self.dtype == torch.float64 else tl.float32
         shared = {"H": H, "M": M, "D": D, "VARIANT": variant, "C": CHECKPOINT, "ACC": acc}
+        MB, D2 = 32 // LANES, 4 * LANES
+        self.walk = {**shared, "MB": MB, "D1": triton.cdiv(D, D2), "D2": D2, "P": GROUP, "num_warps": 1}
         precision = {torch.float64: "ieee", torch.float32: "tf32x3"}.get(v.dtype, "tf32")
-        exact = "ieee" if v.dtype == torch.float64 else "tf32x3"
-        self.gram = {"H": H, "D": D, "BD": max(32, padded(D)), "C": CHECKPOINT, "PRECISION": exact}
-        self.gram |= {"ACC": acc, "num_warps": WARPS}
-        self.careful = {**shared, "MB": SLOTS, "BD": max(32, padded(D)), "num_warps": WARPS}
-        self.walk = {**self.careful, "num_warps": 1}
-        self.walk["PRECISION"] = "split" if v.dtype in (torch.float16, torch.bfloat16) else exact
         # rows of 128 bytes at least (README, "Compiler traps")
         self.read = {
             **shared, "MB": 32, "BD": max(32, padded(D)), "LEVELS": CHECKPOINT.bit_length() - 1,
             "PRECISION": precision, "num_warps": WARPS,
         }  # fmt: skip
-        self.walks, self.reads = (N * H * triton.cdiv(M, SLOTS),), (windows * H,)
+        self.walks, self.reads = (N * H * triton.cdiv(M, MB),), (windows * H,)
 
     def rows(self, state: Tensor) -> Tensor:
         return state.to(self.dtype).mT.contiguous()
@@ -62,12 +56,6 @@ class _Plan:
         lattice_norm_kernel[grid](v, hh, hh.numel(), D=v.shape[3], BD=self.read["BD"], R=64)
         return hh
 
-    def products(self, x: Tensor, v: Tensor, chunk: int, variant: str) -> Tensor:
-        """x_t . h_j of all pairs in every chunk."""
-        found = x.new_empty(*self.reads, CHECKPOINT, chunk, dtype=self.dtype)
-        lattice_gram_kernel[self.reads](x, v, found, *self.across, **self.gram, VARIANT=variant, P=chunk)
-        return found
-
 
 def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
     """o, the final state [N, H, d, m], and what backward needs in one buffer."""
@@ -77,8 +65,7 @@ def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, varian
     kept = start.new_empty(dual_size(v, initial_state, cu_seqlens))
     states, final, p = kept.split(plan.sizes)
     hh, o = plan.norms(v), torch.empty_like(v)
-    gram = plan.products(v, v, CHUNK, "enc")
-    lattice_walk_kernel[plan.walks](k, v, gamma, gram, start, final, states, p, *plan.along, **plan.walk, P=CHUNK)
+    lattice_walk_kernel[plan.walks](k, v, hh, gamma, start, final, states, p, *plan.along, **plan.walk)
     lattice_read_kernel[plan.reads](q, k, v, hh, gamma, states, p, o, *plan.across, **plan.read)
     return o, final.view(start.shape).mT, kept if save else kept.new_empty(0)
 
@@ -95,15 +82,9 @@ def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, 
     lattice_read_adjoint_kernel[plan.reads](
         do, k, v, hh, gamma, states, p, dq, reads, flags, *plan.across, **plan.read
     )
-    gram, cross = plan.products(v, v, CHUNK_BWD, "enc"), plan.products(do, v, CHUNK_BWD, variant)
     lattice_walk_adjoint_kernel[plan.walks](
-        do, end, q, k, v, gamma, gram, cross, states, final, p, reads, flags, dalpha, z, ends, dstart,
-        *plan.along, **plan.walk, P=CHUNK_BWD,
-    )  # fmt: skip
-    lattice_careful_adjoint_kernel[plan.walks](
-        do, end, q, k, v, hh, gamma, states, final, p, reads, flags, dalpha, z, ends, dstart,
-        *plan.along, **plan.careful,
-    )  # fmt: skip
+        do, end, q, k, v, hh, gamma, states, final, p, reads, flags, dalpha, z, ends, dstart, *plan.along, **plan.walk
+    )
     lattice_write_adjoint_kernel[plan.reads](
         do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma, *plan.across, **plan.read
     )

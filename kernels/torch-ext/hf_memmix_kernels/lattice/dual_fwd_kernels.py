@@ -1,6 +1,6 @@
 """Lattice "enc" and "sim" forward, in two kernels: h does not depend on the state, only p_i = s_i . h is sequential.
 
-`lattice_walk_kernel` finds p token by token; a lane has a slot's numbers, and slots never meet. Given p, the
+`lattice_walk_kernel` finds p token by token; a warp holds a few slots of a head, and columns never meet. Given p, the
 recurrence s_t = a_t s_{t-1} + b_t h_t is linear, and `lattice_read_kernel` reads y_t = S_t q_t of all windows at once:
 
     y_t = S_0 (q_t A_t) + sum_{j <= t} h_j (q_t . b_j A_t / A_j),  A_t = a_t ... a_1
@@ -10,18 +10,19 @@ import triton
 import triton.language as tl
 
 from .dual_tiles import (
-    columns,
-    exact_dot,
-    from_columns,
+    cast,
+    combine,
+    inner,
     join,
-    later,
     load_column,
     load_group,
-    load_row,
+    load_parts,
     load_rows,
+    load_slots,
     locate,
-    normalise_rows,
+    normalise,
     pairs,
+    store_slots,
     write_rule,
 )
 from .tiles import known
@@ -48,74 +49,42 @@ def span(i_n, cu_seqlens, first, T, C: tl.constexpr):
 
 
 @triton.jit
-def lattice_gram_kernel(
-    x, v, gram, cu_seqlens, first, sequence, T, N,
-    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, VARIANT: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
-    PRECISION: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """x_t . h_j of all pairs in every chunk of P tokens [windows, H, C, P]."""
-    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
-    at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
-    b_x = load_rows(x + at * D, o_t, o_d, D, H * D, tokens, ACC)
-    b_h = known(load_rows(v + at * D, o_t, o_d, D, H * D, tokens, ACC), VARIANT)
-    found = tl.dot(b_x, tl.trans(b_h), input_precision=PRECISION, out_dtype=ACC)
-    at = (i_c.to(tl.int64) * H + i_h) * C + o_t[:, None]
-    tl.store(gram + at * P + o_t[None, :] % P, found, mask=o_t[:, None] // P == o_t[None, :] // P)
-
-
-@triton.jit
 def lattice_walk_kernel(
-    k, v, gamma, gram, start_state, final_state, states, p, cu_seqlens, first, T,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
-    VARIANT: tl.constexpr, C: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    k, v, hh, gamma, start_state, final_state, states, p, cu_seqlens, first, T,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, VARIANT: tl.constexpr, C: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """p of all tokens and the states before every C-th one, for MB slots of one (sequence, head).
-
-    A chunk of P tokens asks the slots once, u_j = s . h_j, and takes them on once; between, a token changes u alone.
-    """
+    """p of all tokens and the states before every C-th one, for MB slots of one (sequence, head)."""
+    SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1  # h = v or -v
     i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
     i_n, i_h = i_s // H, i_s % H
     start, length, window = span(i_n, cu_seqlens, first, T, C)
     o_m = tl.program_id(0) % tl.cdiv(M, MB) * MB + tl.arange(0, MB)
-    o_t, o_d, m_m = tl.arange(0, P), tl.arange(0, BD), o_m < M
-    S = load_rows(start_state + i_s * (M * D), o_m, o_d, D, D, M, ACC)
-    o_s = o_m[:, None] * D + o_d[None, :]
-    m_s = m_m[:, None] & (o_d < D)[None, :]
+    m_m = o_m < M
+    S = load_slots(start_state + i_s * (M * D), o_m, M, D, D1, D2)
     at = start * H + i_h
-    k, p, v, gamma = k + at * M, p + at * M, v + at * D, gamma + at
+    k, p, v, hh, gamma = k + at * M, p + at * M, v + at * D, hh + at, gamma + at
     states += (window * H + i_h) * (M * D)
-    gram += (window * H + i_h) * (C * P)
-    b_v, ks = load_rows(v, o_t, o_d, D, H * D, length, v.dtype.element_ty), load_group(k, o_m, m_m, H * M, length, P)
-    hhs, gammas = load_group(gram, 0, True, P + 1, length, P), load_group(gamma, 0, True, H, length, P)
-    for t in tl.range(0, length, P, num_stages=1):
+    ks, vs = load_group(k, o_m, m_m, H * M, length, P), load_parts(v, H * D, length, P, D, D1, D2)
+    hhs, gammas = load_group(hh, 0, True, H, length, P), load_group(gamma, 0, True, H, length, P)
+    for t in range(0, length, P):
         left = length - t - P
-        k, v, gamma = k + P * H * M, v + P * H * D, gamma + P * H
-        gram_next = gram + tl.where((t + P) % C == 0, H * (C * P) - (C - P) * P, P * P)
-        v_next = load_rows(v, o_t, o_d, D, H * D, left, v.dtype.element_ty)
-        ks_next, gammas_next = load_group(k, o_m, m_m, H * M, left, P), load_group(gamma, 0, True, H, left, P)
-        hhs_next = load_group(gram_next, 0, True, P + 1, left, P)  # a number of every cache line of the next chunk's
+        k, v, hh, gamma = k + P * H * M, v + P * H * D, hh + P * H, gamma + P * H
+        ks_next, vs_next = load_group(k, o_m, m_m, H * M, left, P), load_parts(v, H * D, left, P, D, D1, D2)
+        hhs_next, gammas_next = load_group(hh, 0, True, H, left, P), load_group(gamma, 0, True, H, left, P)
         if t % C == 0:
-            S = normalise_rows(S)
-            tl.store(states + o_s, S, mask=m_s)
+            S = normalise(S)
+            store_slots(states, S, o_m, M, D, D2)
             states += H * (M * D)
-        b_h = known(b_v.to(ACC), VARIANT)
-        u, scales, writes = columns(exact_dot(S, tl.trans(b_h), PRECISION, ACC)), (), ()
-        row = load_row(gram, 1, P)
         for i in tl.static_range(P):
-            row_next = load_row(gram + (i + 1) * P, i + 2, P)
-            tl.store(p + i * (H * M) + o_m, u[i], mask=m_m & (i < left + P))
-            _, _, _, _, a, b = write_rule(u[i], ks[i].to(ACC), gammas[i].to(ACC), hhs[i], VARIANT)
-            u = later(u, a, b, row, i)
-            scales, writes, row = scales + (a,), writes + (b,), row_next
-        kept, weights = tl.full([MB], 1, ACC), ()
-        for i in tl.static_range(P - 1, -1, -1):
-            weights = (writes[i] * kept,) + weights
-            kept *= scales[i]
-        S = kept[:, None] * S + exact_dot(from_columns(weights), b_h, PRECISION, ACC)
+            b_v = cast(vs[i], ACC)
+            b_p = inner(S, b_v) * SIGN
+            _, _, _, _, a, b = write_rule(b_p, ks[i].to(ACC), gammas[i].to(ACC), hhs[i], VARIANT)
+            S = combine(a, S, b * SIGN, b_v)
+            tl.store(p + i * (H * M) + o_m, b_p, mask=m_m & (t + i < length))
         p += P * H * M
-        b_v, ks, hhs, gammas, gram = v_next, ks_next, hhs_next, gammas_next, gram_next
-    tl.store(final_state + i_s * (M * D) + o_s, normalise_rows(S), mask=m_s)
+        ks, vs, hhs, gammas = ks_next, vs_next, hhs_next, gammas_next
+    store_slots(final_state + i_s * (M * D), normalise(S), o_m, M, D, D2)
 
 
 @triton.jit

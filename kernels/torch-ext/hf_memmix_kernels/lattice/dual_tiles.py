@@ -22,11 +22,85 @@ def write_rule(p, k, gamma, hh, VARIANT: tl.constexpr):
 
 
 @triton.jit
+def inner(S, h):
+    """s_i . h for slots in parts, a tuple of [M, D2], and a vector in parts, a tuple of [D2]: [M]."""
+    x = S[0] * h[0][None, :]
+    for j in tl.static_range(1, len(S)):
+        x += S[j] * h[j][None, :]
+    return tl.sum(x, 1)
+
+
+@triton.jit
+def combine(a, S, b, h):
+    """a_i s_i + b_i h, in parts."""
+    parts = ()
+    for j in tl.static_range(len(S)):
+        parts = parts + (a[:, None] * S[j] + b[:, None] * h[j][None, :],)
+    return parts
+
+
+@triton.jit
+def normalise(S):
+    """s_i / |s_i|, in parts; the empty ones that fill up a tile stay empty."""
+    x = S[0] * S[0]
+    for j in tl.static_range(1, len(S)):
+        x += S[j] * S[j]
+    x = tl.sum(x, 1)
+    scale = tl.where(x > 0, rsqrt(tl.where(x > 0, x, 1)), 0)
+    parts = ()
+    for j in tl.static_range(len(S)):
+        parts = parts + (S[j] * scale[:, None],)
+    return parts
+
+
+@triton.jit
+def cast(x, ACC: tl.constexpr):
+    parts = ()
+    for j in tl.static_range(len(x)):
+        parts = parts + (x[j].to(ACC),)
+    return parts
+
+
+@triton.jit
+def load_slots(p, o_m, M: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Slots `o_m` of a state [M, D] in parts, zeros around."""
+    parts = ()
+    for j in tl.static_range(D1):
+        o_d = j * D2 + tl.arange(0, D2)
+        mask = (o_m < M)[:, None] & (o_d < D)[None, :]
+        parts = parts + (tl.load(p + o_m[:, None] * D + o_d[None, :], mask=mask, other=0),)
+    return parts
+
+
+@triton.jit
+def store_slots(p, S, o_m, M: tl.constexpr, D: tl.constexpr, D2: tl.constexpr):
+    for j in tl.static_range(len(S)):
+        o_d = j * D2 + tl.arange(0, D2)
+        tl.store(p + o_m[:, None] * D + o_d[None, :], S[j], mask=(o_m < M)[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
 def load_group(p, offsets, mask, stride, left, P: tl.constexpr):
     """The next P tokens, as they are stored; zeros beyond the `left` ones, at which nothing is written."""
     rows = ()
     for i in tl.static_range(P):
         rows = rows + (tl.load(p + i * stride + offsets, mask=mask & (i < left), other=0),)
+    return rows
+
+
+@triton.jit
+def load_parts(p, stride, left, P: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """`load_group` of vectors [D] in parts.
+
+    Fewer than 32 numbers a load: Triton then gives it the layout of its use, without a detour through shared memory.
+    """
+    rows = ()
+    for i in tl.static_range(P):
+        parts = ()
+        for j in tl.static_range(D1):
+            o_d = j * D2 + tl.arange(0, D2)
+            parts = parts + (tl.load(p + i * stride + o_d, mask=(o_d < D) & (i < left), other=0),)
+        rows = rows + (parts,)
     return rows
 
 
@@ -82,70 +156,3 @@ def join(prefix, suffix, product, second, SIZE: tl.constexpr):
     """From segments of SIZE to twice that: products before a token, after it, and of its segment."""
     other = swap(product, SIZE)
     return tl.where(second, prefix * other, prefix), tl.where(second, suffix, suffix * other), product * other
-
-
-@triton.jit
-def columns(x):
-    """[N, P] -> its P columns [N], a tuple: every thread fetches whole rows."""
-    N: tl.constexpr = x.shape[0]
-    P: tl.constexpr = x.shape[1]
-    if P == 1:
-        return (tl.reshape(x, [N]),)
-    else:
-        even, odd = tl.split(tl.reshape(x, [N, P // 2, 2]))
-        evens, odds = columns(even), columns(odd)
-        parts = ()
-        for i in tl.static_range(P // 2):
-            parts = parts + (evens[i], odds[i])
-        return parts
-
-
-@triton.jit
-def from_columns(parts):
-    """The inverse of `columns`."""
-    N: tl.constexpr = parts[0].shape[0]
-    P: tl.constexpr = len(parts)
-    if P == 1:
-        return tl.reshape(parts[0], [N, 1])
-    else:
-        evens, odds = (), ()
-        for i in tl.static_range(P // 2):
-            evens = evens + (parts[2 * i],)
-            odds = odds + (parts[2 * i + 1],)
-        return tl.reshape(tl.join(from_columns(evens), from_columns(odds)), [N, P])
-
-
-@triton.jit
-def normalise_rows(S):
-    """s_i / |s_i| for slots as rows; the empty ones that fill up a tile stay empty."""
-    x = tl.sum(S * S, 1)
-    return S * tl.where(x > 0, rsqrt(tl.where(x > 0, x, 1)), 0)[:, None]
-
-
-@triton.jit
-def exact_dot(x, y, PRECISION: tl.constexpr, ACC: tl.constexpr):
-    """x y to float32's precision. "split": y has no more digits than TF32, and x is split into two parts that fit."""
-    if PRECISION == "split":
-        high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        low = tl.dot(x - high, y, input_precision="tf32", out_dtype=ACC)
-        return tl.dot(high, y, input_precision="tf32", out_dtype=ACC) + low
-    else:
-        return tl.dot(x, y, input_precision=PRECISION, out_dtype=ACC)
-
-
-@triton.jit
-def load_row(p, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """Numbers FIRST to LAST, which is not one of them."""
-    parts = ()
-    for j in tl.static_range(FIRST, LAST):
-        parts = parts + (tl.load(p + j),)
-    return parts
-
-
-@triton.jit
-def later(u, a, b, row, t: tl.constexpr):
-    """a u_j + b row_j for tokens j > t, which `row` starts from."""
-    parts = ()
-    for j in tl.static_range(len(u)):
-        parts = parts + (a * u[j] + b * row[j - t - 1] if j > t else u[j],)
-    return parts

@@ -12,8 +12,22 @@ MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
 }
-MULTI_HEAD = {"gpt2", "gpt_neox"}  # families without grouped keys
+MIXTURES = {
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoeshared",
+}
+MIXTURES |= {"hunyuan_v1_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open"}
+MULTI_HEAD = {"biogpt", "gpt2", "gpt_neox"}  # families without grouped keys
 
 
 def tiny_teacher(model_type="llama", layers=3, seed=0, vocab_size=64, **overrides):
@@ -34,7 +48,7 @@ def tiny_teacher(model_type="llama", layers=3, seed=0, vocab_size=64, **override
     if model_type == "gpt2":
         fields = {"vocab_size": vocab_size, "n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 256}
         fields |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    if model_type in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe"):
+    if model_type in MIXTURES:
         fields |= MOE
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(fields | overrides)))

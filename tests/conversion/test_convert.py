@@ -46,6 +46,23 @@ def test_converts_every_family_of_the_table(model_type, mixer):
     assert logits.isfinite().all() and not torch.equal(logits, teacher(input_ids=IDS).logits)
 
 
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_student_of_every_family_ignores_padding_and_is_saved(model_type, tmp_path):
+    student = convert_model(tiny_teacher(model_type), keep=[1])
+    save_student(student, tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.state_dict().keys() == student.state_dict().keys()
+    for name, tensor in student.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=0, atol=0)
+    mask = torch.ones_like(IDS)
+    mask[0, :5] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = loaded(input_ids=IDS, attention_mask=mask, position_ids=positions).logits
+        alone = student(input_ids=IDS[:1, 5:], position_ids=positions[:1, 5:]).logits
+    torch.testing.assert_close(logits[:1, 5:], alone, rtol=1e-3, atol=1e-4)
+
+
 def test_fused_and_separate_projections_convert_alike():
     """A Phi-3 and a Llama with the same attention become the same mixer."""
     llama, phi = tiny_teacher("llama"), tiny_teacher("phi3")

@@ -44,9 +44,27 @@ def rotate(x, cos, sin, layout):
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
-def test_extracted_projections_are_what_the_attention_computes(model_type, recorder):
-    teacher = tiny_teacher(model_type)
+# what a family's configuration can turn on or off; each family's own defaults are tested as they are
+OPTIONS = [
+    ("llama", {"attention_bias": True}),
+    ("llama", {"num_key_value_heads": 1}),
+    ("llama", {"head_dim": 16}),
+    ("phi3", {"num_key_value_heads": 1}),
+    ("gpt_neox", {"attention_bias": False}),
+    ("stablelm", {"use_qkv_bias": True}),
+    ("starcoder2", {"use_bias": False}),
+    ("cohere", {"attention_bias": True}),
+    ("ernie4_5", {"use_bias": True}),
+    ("gemma3_text", {"attention_bias": True}),
+    ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
+    ("phimoe", {"attention_bias": True}),
+]
+TEACHERS = [(model_type, {}) for model_type in sorted(FAMILIES)] + OPTIONS
+
+
+@pytest.mark.parametrize(("model_type", "options"), TEACHERS, ids=str)
+def test_extracted_projections_are_what_the_attention_computes(model_type, options, recorder):
+    teacher = tiny_teacher(model_type, **options)
     teacher.config._attn_implementation = "memmix_record"
     layer = 1
     seen = {}
@@ -78,7 +96,7 @@ def test_extracted_projections_are_what_the_attention_computes(model_type, recor
     if weights.rotary is not None:
         q, k = (rotate(x, *seen["rotary"], weights.rotary) for x in (q, k))
     q, k = q.transpose(1, 2), k.transpose(1, 2)
-    if model_type == "hunyuan_v1_dense":  # norms after the rotation, which only position 0 commutes with
+    if model_type.startswith("hunyuan_v1"):  # norms after the rotation, which only position 0 commutes with
         q, k, query, key = (x[:, :, :1] for x in (q, k, query, key))
     # scores, not q and k: they do not depend on the order of a head's channels
     groups = weights.num_heads // weights.num_kv_heads

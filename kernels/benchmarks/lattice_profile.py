@@ -1,0 +1,70 @@
+"""Milliseconds of every Lattice kernel in one forward and backward of each variant, on one GPU.
+
+    python kernels/benchmarks/lattice_profile.py --out kernels/benchmarks/results/lattice_profile_h200.json
+
+B=8, T=4096, 12 heads of 64 channels and slots, bf16. `ns_per_token` is of the kernels that walk through time, whose
+programs, one or more a (sequence, head), all run at once: it is how long a token takes, however many run beside it.
+Rows that --out already holds from other commits are kept: they are the history behind lattice/README.md.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from lattice_benches import SHAPES, draw, state
+
+from hf_memmix_kernels import chunk_lattice
+
+REPEATS = 3
+SEQUENTIAL = ("lattice_fwd_kernel", "lattice_adjoint_kernel", "lattice_walk_kernel", "lattice_walk_adjoint_kernel")
+
+
+def profile(variant: str, backward: bool) -> dict[str, float]:
+    """Milliseconds by kernel name of one pass."""
+    B, T, H, D = SHAPES[0]
+    torch.manual_seed(0)
+    inputs = {name: x.requires_grad_(backward) for name, x in draw(B, T, H, D).items()}
+    (start,) = state(B, H, D)
+    do = torch.randn_like(inputs["v"])
+
+    def call():
+        o, _ = chunk_lattice(**inputs, variant=variant, initial_state=start)
+        if backward:
+            torch.autograd.grad(o, list(inputs.values()), do)
+
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(REPEATS):
+            call()
+        torch.cuda.synchronize()
+    return {
+        event.key: round(event.self_device_time_total / 1e3 / REPEATS, 4)
+        for event in profiler.key_averages()
+        if event.key.startswith("lattice")
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="unknown", help="commit of the tree, where the machine has no git")
+    args = parser.parse_args()
+    rows = json.loads(args.out.read_text()) if args.out.exists() else []
+    rows = [row for row in rows if row["commit"] != args.commit]
+    T = SHAPES[0][1]
+    for variant in ("dec", "enc", "sim"):
+        for backward in (False, True):
+            ms = profile(variant, backward)
+            walks = {name: round(1e6 * ms[name] / T, 1) for name in SEQUENTIAL if name in ms}
+            row = {"commit": args.commit, "gpu": torch.cuda.get_device_name(), "variant": variant}
+            row |= {"pass": "fwd+bwd" if backward else "fwd", "ms": ms, "ns_per_token": walks}
+            rows.append(row)
+            print(row, flush=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """How far a student is from its teacher: perplexity, agreement of the most likely token, error of every mixer."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import torch
@@ -48,18 +49,12 @@ def _compare(student: nn.Module, teacher: nn.Module, batches: list[Tensor], prog
     heads = {"student": logits_head(student), "teacher": logits_head(teacher)}
     nll = {"student": 0.0, "teacher": 0.0}
     agree, kl, count = 0, 0.0, 0
-    error: dict[int, float] = {}
-    size: dict[int, float] = {}
-
-    def visit(layer: int, ours: Tensor, theirs: Tensor) -> None:
-        difference = (ours.float() - theirs.float()).square().sum().item()
-        error[layer] = error.get(layer, 0.0) + difference
-        size[layer] = size.get(layer, 0.0) + theirs.float().square().sum().item()
+    errors = LayerErrors()
 
     for done, batch in enumerate(batches, 1):
         batch = batch.to(device)
         hidden = {
-            "teacher": run_teacher_forced(teacher, student, batch, visit),
+            "teacher": run_teacher_forced(teacher, student, batch, errors.add),
             "student": student.base_model(input_ids=batch, use_cache=False).last_hidden_state,
         }
         for row in range(len(batch)):  # logits of one row at a time
@@ -80,8 +75,31 @@ def _compare(student: nn.Module, teacher: nn.Module, batches: list[Tensor], prog
         "ppl_ratio": ppl["student"] / ppl["teacher"],
         "top1_agreement": agree / count,
         "kl": kl / count,
-        "layer_error": {layer: error[layer] / max(size[layer], 1e-12) for layer in sorted(error)},
+        "layer_error": errors.of_layers(),
     }
+
+
+class LayerErrors:
+    """||mixer - attention||^2 / ||attention||^2 of each layer, over all outputs [B, T, hidden] added to it."""
+
+    def __init__(self):
+        self.error, self.size = Counter(), Counter()
+
+    def add(self, layer: int, ours: Tensor, theirs: Tensor) -> None:
+        self.error[layer] += (ours.float() - theirs.float()).square().sum().item()
+        self.size[layer] += theirs.float().square().sum().item()
+
+    def of_layers(self) -> dict[int, float]:
+        return {layer: self.error[layer] / max(self.size[layer], 1e-12) for layer in sorted(self.error)}
+
+
+@torch.no_grad()
+def layer_errors(student: nn.Module, teacher: nn.Module, tokens: Tensor, *, block_size=512, batch_size=8) -> dict:
+    """`report`'s "layer_error" alone, on the teacher's inputs of a token stream [N]: no forward of the student."""
+    errors, device = LayerErrors(), student.get_input_embeddings().weight.device
+    for batch in _batches(tokens, block_size, batch_size):
+        run_teacher_forced(teacher, student, batch.to(device), errors.add)
+    return errors.of_layers()
 
 
 def _tokens(text: str | Tensor, tokenizer) -> Tensor:

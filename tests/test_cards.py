@@ -71,7 +71,8 @@ def figures_and_their_text():
         if "untrained" in json.loads(path.read_text()):
             yield path, "untrained", "dev.txt"
     yield CARDS.parent / "training/results/demo.json", None, "heldout.txt"
-    yield CARDS.parent / "conversion/results/gka_init.json", "settings", "dev.txt"
+    for name in ("dev", "heldout"):
+        yield CARDS.parent / "training/results/init_table.json", name, f"{name}.txt"
 
 
 @pytest.mark.parametrize(

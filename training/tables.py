@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from hf_memmix.conversion.teachers_table import teachers_table
+
 DEMO = "training/results/demo.json"
 CARDS = "model_cards"
 KERNELS = "kernels/benchmarks/results/h200.json"
@@ -170,7 +172,13 @@ def op_table(root: Path, *ops: str) -> str:
 def experiment_tables(root: Path, *names: str) -> str:
     """What the experiments' own reports say of `training/results/NAME.json`."""
     # here: the reports import the experiments and with them torch
-    from hf_memmix.training.experiments import coffee_report, conversion_report, echo_report, lattice_report
+    from hf_memmix.training.experiments import (
+        coffee_report,
+        conversion_report,
+        echo_report,
+        init_report,
+        lattice_report,
+    )
 
     results = [json.loads((root / "training/results" / f"{name}.json").read_text()) for name in names]
     kinds = {found.get("experiment", "coffee") for found in results}
@@ -182,7 +190,8 @@ def experiment_tables(root: Path, *names: str) -> str:
         if kind in echo_report.REPORTS:
             sections.append(echo_report.report(found).rstrip())
         else:
-            sections.append((conversion_report if kind == "conversion_table" else lattice_report).section(found))
+            report = {"conversion_table": conversion_report, "init_table": init_report}.get(kind, lattice_report)
+            sections.append(report.section(found))
     return "\n\n".join(sections)
 
 
@@ -194,4 +203,5 @@ TABLES = {
     "generate": generate_table,
     "op": op_table,
     "results": experiment_tables,
+    "teachers": lambda root: teachers_table(),
 }

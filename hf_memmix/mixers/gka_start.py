@@ -1,8 +1,8 @@
 """Where a GKA layer starts that takes over a softmax attention: as close to it as its parameters allow.
 
 q, k, v and o are the attention's, the convolutions pass their last token on, and the gates are constants, whatever the
-token: y = U (q + (x - q) / 2) with half-lives of the memory spread over the heads. All constants and options are
-measured: conversion/results/gka_init.json.
+token: y = U (q + (x - q) / 2) with half-lives of the memory spread over the heads, and writes that sum to one. All
+constants and options are measured: training/results/init_table.json.
 """
 
 import math
@@ -13,15 +13,16 @@ from torch import nn
 from .attention_start import projection_options, take_projections
 from .attention_weights import AttentionWeights, TensorFate
 
-LOGIT = 0.0  # of alpha and beta: both start at one half
-GATE_BIAS = 0.485  # silu of it is 0.3
-HALF_LIVES = (1.0, 64.0)  # tokens, log-spaced over the heads
+GATE_BIAS = 0.7388  # silu of it is 0.5
+HALF_LIVES = (1.0, 16.0)  # tokens, log-spaced over the heads
+RIDGE = 0.05  # the paper's is 0.02
 
 
 def options_for(attention: AttentionWeights) -> dict:
     """Options with which a GKA layer has a place for all of an attention."""
-    # signs, positions and output size as attention has them halve the error after a short alignment
-    return {"conv_activation": None, "use_o_norm": False, "gate_bias": True} | projection_options(attention)
+    # signs, positions and output size as attention has them
+    own = {"conv_activation": None, "use_o_norm": False, "gate_bias": True, "ridge": RIDGE}
+    return own | projection_options(attention)
 
 
 @torch.no_grad()
@@ -32,23 +33,34 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
         if name.endswith("conv1d.weight"):
             parameter.zero_()
             parameter[:, :, -1] = 1
-    _start_gates(mixer)
+    if mixer.options.use_decay:
+        start_decay(mixer)
+    if mixer.options.use_beta:
+        mixer.b_proj.weight.zero_()
+        mixer.b_proj.bias.zero_()
+        if mixer.options.use_decay:
+            start_writes(mixer)
+    if mixer.options.use_alpha:
+        mixer.alpha_proj.weight.zero_()
+        mixer.alpha_proj.bias.zero_()
+    if mixer.options.use_gate and mixer.options.gate_bias:
+        mixer.g_proj.weight.zero_()
+        mixer.g_proj.bias.fill_(GATE_BIAS)
     return fates
 
 
-def _start_gates(mixer: nn.Module):
-    options = mixer.options
-    if options.use_decay:
-        low, high = (math.log(x) for x in HALF_LIVES)
-        rate = math.log(2) / torch.linspace(low, high, mixer.heads).exp()
-        mixer.a_proj.weight.zero_()
-        mixer.A_log.zero_()
-        mixer.dt_bias.copy_(torch.log(torch.expm1(rate)))  # softplus of it is the rate
-    for used, name in ((options.use_alpha, "alpha_proj"), (options.use_beta, "b_proj")):
-        if used:
-            projection = getattr(mixer, name)
-            projection.weight.zero_()
-            projection.bias.fill_(LOGIT)
-    if options.use_gate and options.gate_bias:
-        mixer.g_proj.weight.zero_()
-        mixer.g_proj.bias.fill_(GATE_BIAS)
+@torch.no_grad()
+def start_decay(mixer: nn.Module, half_lives: tuple[float, float] = HALF_LIVES) -> None:
+    """Let the heads of a `GKAMixer` forget half in so many tokens, log-spaced, whatever the token."""
+    low, high = (math.log(x) for x in half_lives)
+    rate = math.log(2) / torch.linspace(low, high, mixer.heads).exp()
+    mixer.a_proj.weight.zero_()
+    mixer.A_log.zero_()
+    mixer.dt_bias.copy_(torch.log(torch.expm1(rate)))  # softplus of it is the rate
+
+
+@torch.no_grad()
+def start_writes(mixer: nn.Module) -> None:
+    """Write strengths with which the weights beta^2 e^(g age) of a head's memory sum to one, as attention's do."""
+    rate = nn.functional.softplus(mixer.dt_bias.double())
+    mixer.b_proj.bias.copy_((-torch.expm1(-rate)).sqrt().logit())

@@ -2,8 +2,12 @@
 
 q, k, v and o are the attention's: k says which slots a value is written to, q which are read, so a projection of its
 own for each, without the SiLU that would lose their signs. The convolutions pass their last token on, the step size
-and the gate are constants, whatever the token: all weights of both start at zero. S_0 stays orthonormal.
+and the gate are constants, whatever the token: all weights of both start at zero. S_0 stays orthonormal. Slots are of
+unit norm, whatever the values, so these are scaled, and the output back: large ones soon replace what S_0 answers,
+which is not the attention's. How large is measured: training/results/init_table.json.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,7 +15,9 @@ from torch import nn
 from .attention_start import projection_options, take_projections
 from .attention_weights import AttentionWeights, TensorFate
 
-GATE_BIAS = 0.46  # gelu of it is 0.31: slots of unit norm answer louder than the attention they replace
+GATE_BIAS = 0.46  # gelu of it is 0.31
+VALUE_SIZE = 10.0  # root mean square norm of a head's values, for inputs of unit variance
+SCALED = "each head's values scaled to root mean square norm {size:g}, what is read from them scaled back"
 
 
 def options_for(attention: AttentionWeights) -> dict:
@@ -40,4 +46,24 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
             parameter.zero_()
     if mixer.options.use_gate and mixer.options.gate_bias:
         mixer.g_proj.bias.fill_(GATE_BIAS)
-    return fates
+    if mixer.options.variant == "enc":  # its values are of unit norm
+        return fates
+    scale_values(mixer)
+    scaled = ("v_weight", "v_bias", "o_weight")
+    reason = SCALED.format(size=VALUE_SIZE)
+    return [replace(fate, fate="transformed", reason=reason) if fate.field in scaled else fate for fate in fates]
+
+
+@torch.no_grad()
+def scale_values(mixer: nn.Module, size: float = VALUE_SIZE) -> None:
+    """Scale each head's values in `v_proj` to a root mean square norm for white inputs, and `o_proj` back."""
+    v, o = mixer.v_proj, mixer.o_proj
+    rows = v.weight.unflatten(0, (mixer.kv_heads, -1))
+    # a head of zeros stays one
+    scale = (size / torch.linalg.vector_norm(rows.float(), dim=(1, 2))).nan_to_num(posinf=1.0)
+    per_row = scale.repeat_interleave(mixer.head_dim)
+    v.weight.mul_(per_row[:, None])
+    if v.bias is not None:
+        v.bias.mul_(per_row)
+    per_column = scale.repeat_interleave(mixer.heads // mixer.kv_heads).repeat_interleave(mixer.head_dim)
+    o.weight.div_(per_column)

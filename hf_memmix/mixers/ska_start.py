@@ -3,8 +3,9 @@
 v and o are the attention's. Keys and queries become those of rank r whose scores are closest to the attention's before
 the softmax, and before rotary embeddings: with q_h = A_h x and k = B x, the best sum_h |A_h^T B - U_h^T V|^2 over the
 query heads h that share a key head is the truncated SVD of their stacked A_h^T B. A bias is one more column of A or B;
-a norm of q or k leaves its scale in the rows. eta starts small, as solutions of a regression are larger than averages:
-conversion/results/ska_init.json.
+a norm of q or k leaves its scale in the rows. eta starts small and the ridge eps large, as solutions of a regression
+are larger than averages: training/results/init_table.json. A ridge as large as the keys starts closer still, but is
+behind after a short alignment.
 """
 
 import torch
@@ -14,7 +15,8 @@ from .attention_start import FOLDED, take_tensor, with_norm_scale
 from .attention_weights import AttentionWeights, TensorFate
 
 RANK = 32  # at most, the paper's
-ETA = 0.1
+ETA = 0.3
+EPS = 0.1  # the paper's is 1e-3
 REDUCED = "with {other} reduced to rank {rank} by the truncated SVD of the scores of a key head"
 
 
@@ -22,6 +24,7 @@ def options_for(attention: AttentionWeights) -> dict:
     """Options with which an SKA layer has a place for an attention's values and output."""
     return {
         "rank": min(attention.head_dim, RANK),
+        "eps": EPS,
         "qkv_bias": any(bias is not None for bias in (attention.q_bias, attention.k_bias, attention.v_bias)),
         "o_bias": attention.o_bias is not None,
     }

@@ -195,19 +195,27 @@ def test_rotary_embeddings_wider_than_the_slots():
 
 
 def test_start_from_attention():
-    """Projections bit for bit, convolutions that pass on, an open gate and a step that look at no token."""
+    """Queries and keys bit for bit, large values; convolutions pass on, gate and step size look at no token."""
     teacher = tiny_teacher("llama")
     student = convert_model(teacher, "lattice", keep=[0])
     attention, mixer = attention_module(teacher, 1), attention_module(student, 1)
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+    for name in ("q_proj", "k_proj"):
         assert torch.equal(getattr(mixer, name).weight, getattr(attention, name).weight)
+    values = mixer.v_proj.weight.unflatten(0, (mixer.kv_heads, -1))
+    torch.testing.assert_close(values.square().sum((1, 2)), torch.full((mixer.kv_heads,), 100.0))
     x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(1))
     tokens = mixer.project(x, teacher.model.rotary_emb(x, torch.arange(9)[None]))
     torch.testing.assert_close(mixer.q_conv1d(tokens["q"])[0], attention.q_proj(x))
     assert (tokens["gamma"] == 0.5).all()
     y = mixer.scan(tokens, None)[0]
     gate = torch.nn.functional.gelu(mixer.g_proj.bias)
-    torch.testing.assert_close(mixer.readout(y, x), attention.o_proj(y.flatten(2) * gate))
+    # read through the output, values are what the attention makes of them
+    ours, theirs = (
+        layer.v_proj(x).unflatten(-1, (mixer.kv_heads, -1)).repeat_interleave(mixer.heads // mixer.kv_heads, 2)
+        for layer in (mixer, attention)
+    )
+    torch.testing.assert_close(mixer.readout(ours, x), attention.o_proj(theirs.flatten(2) * gate))
+    assert mixer.readout(y, x).isfinite().all()
     assert len(gate.unique()) == 1 and abs(gate[0] - 0.31) < 0.005
     with pytest.raises(ValueError, match="convert with share_qk=False"):
         convert_model(teacher, "lattice", share_qk=True)

@@ -1,8 +1,8 @@
 """Linear attention for comparison, S_t = e^g S_{t-1} + k_t v_t^T, y_t = S_t^T q_t, in the blocks of two of the mixers.
 
 "linear" in the Lattice paper's block: Katharopoulos et al., arXiv:2006.16236, without its normaliser (g = 0), or
-with a decay per head and token, the recurrence of Mamba-2 (Dao and Gu, arXiv:2405.21060). "gla" in GKA's block, whose
-start from attention it shares. The delta rule and TTT are variants of `LatticeMixer`.
+with a decay per head and token, the recurrence of Mamba-2 (Dao and Gu, arXiv:2405.21060). "gla" in GKA's block. The
+delta rule and TTT are variants of `LatticeMixer`.
 """
 
 from dataclasses import astuple, dataclass
@@ -19,6 +19,7 @@ from hf_memmix.padding import before_the_end
 from hf_memmix_kernels import chunk_gla
 
 EPS = 1e-6
+GLA_GATE_BIAS = 2.2177  # silu of it is 2: measured in training/results/init_table.json
 
 
 @dataclass
@@ -95,7 +96,10 @@ class GLAOptions(GKAOptions):
 
 @register_mixer("gla")
 class GLAMixer(GKAMixer):
-    """`GKAMixer` without the ridge: y = U q, gated linear attention with the same parameters, start and block."""
+    """`GKAMixer` without the ridge: y = U q, gated linear attention with the same parameters and block.
+
+    From attention it starts as GKA does, with an output gate that is `GLA_GATE_BIAS`.
+    """
 
     options_class = GLAOptions
     step = MemoryMixer.step
@@ -109,6 +113,13 @@ class GLAMixer(GKAMixer):
         initial = states["U"] if states else None
         y, new["U"] = chunk_gla(q, k, v, log_decay, initial_state=initial, cu_seqlens=cu_seqlens, scale=1.0)
         return y, new
+
+    @torch.no_grad()
+    def init_from_attention(self, attention):
+        fates = super().init_from_attention(attention)
+        if self.options.use_gate and self.options.gate_bias:
+            self.g_proj.bias.fill_(GLA_GATE_BIAS)
+        return fates
 
     def state_shapes(self, batch, dtype=torch.float32):
         return {name: shape for name, shape in super().state_shapes(batch, dtype).items() if name != "H"}

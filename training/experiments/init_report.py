@@ -1,0 +1,59 @@
+"""The rows of `init_table` as a Markdown table: the starts of each mixer, closest first.
+
+python -m hf_memmix.training.experiments.init_report RESULTS.json
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from hf_memmix.training.experiments.coffee_report import markdown
+
+HEAD = ("mixer", "start", "dev", "held-out, by layer", "held-out", "aligned")
+
+
+def mean(rows: list[dict], text: str) -> float:
+    return statistics.fmean(statistics.fmean(row[text]) for row in rows)
+
+
+def table(rows: list[dict]) -> str:
+    """Means over seeds and, but for the third column, over layers; the last one is held-out text after training."""
+    rows = [row for row in rows if "error" not in row]
+    lines = []
+    for mixer in dict.fromkeys(row["mixer"] for row in rows):
+        own: dict[str, list[dict]] = {}
+        for row in rows:
+            if row["mixer"] == mixer and row["steps"] == 0:
+                own.setdefault(row["start"], []).append(row)
+        for start in sorted(own, key=lambda name: mean(own[name], "dev")):
+            found = own[start]
+            layers = " ".join(
+                f"{statistics.fmean(layer):.3f}" for layer in zip(*(row["heldout"] for row in found), strict=True)
+            )
+            aligned = [row for row in rows if (row["mixer"], row["start"]) == (mixer, start) and row["steps"]]
+            name = f"**{start}**" if start == "default" else start
+            after = f"{mean(aligned, 'heldout'):.3f}" if aligned else ""
+            figures = (f"{mean(found, 'dev'):.3f}", layers, f"{mean(found, 'heldout'):.3f}", after)
+            lines.append((mixer, name, *figures))
+    return markdown(HEAD, lines)
+
+
+def section(results: dict) -> str:
+    """The table and, below it, what it is from."""
+    where, settings = results["environment"], results["settings"]
+    return (
+        f"{table(results['rows'])}\n\n{settings['measured_tokens']} tokens of each text in blocks of "
+        f"{settings['block_size']}; aligned: {settings['steps']} steps of 4 rows of {settings['block_size'] // 2}. "
+        f"{where['hardware']}, torch {where['torch']}, commit {where['commit']}."
+    )
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    print(section(json.loads(Path(sys.argv[1]).read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""How close to the attention it replaces does each mixer start? Several starts of each, before any training.
+
+    python training/experiments/init_table.py --out training/results/init_table.json
+
+Every layer of the bundled transformer is converted, and each mixer gets its attention's own inputs. The figure is
+|mixer - attention|^2 / |attention|^2 of a layer: an output of zero has 1. Development text chooses, held-out text
+reports. "default" is what `convert_model` gives; the other starts differ from it in what their names say. So that a
+start is of use to a training, none has an output gate below 0.1, which keeps gradients away from what it gates, and
+some head or state of each remembers half of a token for 16 tokens.
+
+The closest starts of each mixer on development text and the default are then aligned for a few steps, all alike.
+"""
+
+import math
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_memmix.assets import asset_path
+from hf_memmix.conversion import convert_model, load_model
+from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.conversion.verify import layer_errors
+from hf_memmix.mixers.coffee_start import start_states
+from hf_memmix.mixers.gka_start import start_decay, start_writes
+from hf_memmix.mixers.lattice_start import scale_values
+from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.documents import text_record
+from hf_memmix.training.experiments import baselines  # noqa: F401, registers "gla"
+from hf_memmix.training.experiments.harness import device, execute, parser_of
+from hf_memmix.training.experiments.text import measured_tokens
+from hf_memmix.training.train import align
+
+DEFAULT = "default"
+Change = Callable[[nn.Module], object]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A student of `options`, over those of a conversion, whose parameters are then changed.
+
+    fresh: parameters or modules of a mixer that get the values of a model from scratch.
+    changes: what every mixer then passes through.
+    """
+
+    options: dict = field(default_factory=dict)
+    fresh: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+
+def options(**values) -> Start:
+    return Start(options=values)
+
+
+def changed(*changes: Change, **values) -> Start:
+    return Start(values, changes=changes)
+
+
+def chance(value: float, name: str) -> Change:
+    """A projection whose sigmoid is `value`, whatever the token."""
+    return lambda mixer: getattr(mixer, name).bias.fill_(math.log(value / (1 - value)))
+
+
+def gate(value: float) -> Change:
+    """An output gate of `value`, whatever the token."""
+
+    def fill(mixer):
+        activation = F.gelu if mixer.name == "lattice" else F.silu
+        biases = torch.linspace(0, 10, 100_001)
+        projection = mixer.z_proj if mixer.name == "coffee" else mixer.g_proj
+        projection.bias.fill_(biases[(activation(biases) - value).abs().argmin()].item())
+
+    return fill
+
+
+def half_lives(low: float, high: float) -> Change:
+    def fill(mixer):
+        start_decay(mixer, (low, high))
+        start_writes(mixer)
+
+    return fill
+
+
+def time_scales(low: float, high: float) -> Change:
+    return partial(start_states, time_scales=(low, high))
+
+
+def values_of_size(size: float) -> Change:
+    return partial(scale_values, size=size)
+
+
+def eta(value: float) -> Change:
+    return lambda mixer: mixer.eta.fill_(value)
+
+
+# as a model from scratch has them
+CONVOLUTIONS = Start(fresh=("q_conv1d", "k_conv1d", "v_conv1d", "u_conv1d"))
+GATES = Start(fresh=("a_proj", "A_log", "dt_bias", "b_proj", "alpha_proj", "g_proj"))
+
+GATED_MEMORY = {
+    DEFAULT: Start(),
+    "random convolutions": CONVOLUTIONS,
+    "random gates": GATES,
+    "SiLU after the convolutions": options(conv_activation="silu"),
+    "no rotary embedding": options(use_rope=False),
+    "half-lives 1 to 64": changed(half_lives(1, 64)),
+    "half-lives 1 to 256": changed(half_lives(1, 256)),
+    "half-lives 4 to 64": changed(half_lives(4, 64)),
+    "beta 0.5": changed(chance(0.5, "b_proj")),
+}
+
+STARTS: dict[str, dict[str, Start]] = {
+    "gka": GATED_MEMORY
+    | {f"alpha {value:g}": changed(chance(value, "alpha_proj")) for value in (0.25, 0.75, 0.9)}
+    | {f"ridge {value:g}": options(ridge=value) for value in (0.005, 0.02, 0.1)}
+    | {f"gate {value:g}": changed(gate(value)) for value in (0.2, 0.3, 1.0)}
+    | {
+        "half-lives 1 to 64, beta 0.5, ridge 0.02, gate 0.3": changed(
+            half_lives(1, 64), chance(0.5, "b_proj"), gate(0.3), ridge=0.02
+        )
+    },
+    "ska": {
+        DEFAULT: Start(),
+        "orthogonal queries and keys": Start(fresh=("q_proj", "k_proj")),
+        "rank 16": options(rank=16),
+        "K = 0": options(power=0),
+        "K = 1": options(power=1),
+        "chunks of 16": options(chunk_size=16),
+    }
+    | {
+        f"eps {eps:g}, eta {value:g}": changed(eta(value), eps=eps)
+        for eps in (1e-3, 0.1, 1.0)
+        for value in (0.1, 0.3, 0.5, 1.5)
+        if (eps, value) != (0.1, 0.3)  # the default
+    },
+    "lattice": {
+        DEFAULT: Start(),
+        "random convolutions": CONVOLUTIONS,
+        "random step and gate": Start(fresh=("gamma_proj", "g_proj")),
+        "SiLU after the convolutions": options(conv_activation="silu"),
+        "no rotary embedding": options(use_rope=False),
+        "forget gate": options(use_forget_gate=True),
+    }
+    | {f"step {value:g}": changed(chance(value, "gamma_proj")) for value in (0.1, 0.25, 0.75, 0.9)}
+    | {f"gate {value:g}": changed(gate(value)) for value in (0.1, 0.2, 0.5)}
+    | {f"values of size {value:g}": changed(values_of_size(value)) for value in (2, 5, 20, 50)},
+    "coffee": {
+        DEFAULT: Start(),
+        "random convolutions": CONVOLUTIONS,
+        "random feedback": Start(fresh=("w",)),
+        "random states": Start(fresh=("lam_logit", "w", "C")),
+        "SiLU after the convolutions": options(conv_activation="silu"),
+    }
+    | {f"gate {value:g}": changed(gate(value)) for value in (0.25, 0.5, 1.0)}
+    | {"time scales 1 to 64, gate 1": changed(time_scales(1, 64), gate(1.0))}
+    | {
+        f"time scales {low} to {high}": changed(time_scales(low, high))
+        for low, high in ((1, 16), (1, 64), (1, 256), (4, 64), (4, 256), (16, 256))
+    },
+    "gla": GATED_MEMORY | {f"gate {value:g}": changed(gate(value)) for value in (0.3, 0.5, 1.0, 4.0)},
+}
+
+
+@torch.no_grad()
+def build(teacher: nn.Module, mixer: str, start: Start, seed: int) -> nn.Module:
+    """A student in which every layer of the teacher is converted."""
+    student = convert_model(teacher, mixer, "none", seed=seed, **start.options)
+    if start.fresh:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            scratch = dict(AutoModelForCausalLM.from_config(student.config).named_parameters())
+    for layer in converted_layers(student):
+        module = attention_module(student, layer)
+        for change in start.changes:
+            change(module)
+    for name, parameter in student.named_parameters():
+        if set(start.fresh) & set(name.split(".")):
+            parameter.copy_(scratch[name])
+    return student
+
+
+def is_random(mixer: str, start: Start) -> bool:
+    """Whether seeds differ: in parameters from scratch, and in where Lattice's slots start."""
+    return mixer == "lattice" or bool(start.fresh)
+
+
+def figure(rows: list[dict], mixer: str, start: str, key: str = "dev") -> float:
+    """Mean over layers and seeds of one of the errors."""
+    found = [row for row in rows if (row["mixer"], row["start"]) == (mixer, start) and key in row]
+    return statistics.fmean(statistics.fmean(row[key]) for row in found)
+
+
+def plan(done: list[dict], args) -> list[dict]:
+    """Every start; the contenders of a mixer are aligned when all its starts are measured."""
+    rows = []
+    for mixer in args.mixers:
+        starts = STARTS[mixer]
+        own = [
+            {"mixer": mixer, "start": name, "seed": seed, "steps": 0}
+            for name, start in starts.items()
+            for seed in range(args.seeds if is_random(mixer, start) else 1)
+        ]
+        rows += own
+        measured = [row for row in done if row["mixer"] == mixer and row["steps"] == 0]
+        if args.steps and len(measured) == len(own):
+            closest = sorted(starts, key=lambda name: figure(measured, mixer, name))[: args.contenders]
+            rows += [
+                {"mixer": mixer, "start": name, "seed": 0, "steps": args.steps}
+                for name in dict.fromkeys((DEFAULT, *closest))
+            ]
+    return rows
+
+
+@cache
+def teacher() -> nn.Module:
+    return load_model(asset_path("tiny_teacher"), dtype=torch.float32).to(device())
+
+
+def run(row: dict, args) -> dict:
+    student = build(teacher(), row["mixer"], STARTS[row["mixer"]][row["start"]], row["seed"])
+    if row["steps"]:
+        data = TokenBlocks(measured_tokens("train"), args.block_size // 2)
+        with tempfile.TemporaryDirectory() as scratch:
+            recipe = {"steps": row["steps"], "batch_size": 4, "block_size": args.block_size // 2}
+            recipe |= {"learning_rate": 3e-3, "warmup_steps": 1 + row["steps"] // 6, "save_every": 0}
+            align(student, teacher(), data, scratch, trainer={"disable_tqdm": True}, **recipe)
+    return {
+        name: [round(error, 4) for error in errors_on(name, student, args).values()] for name in ("dev", "heldout")
+    }
+
+
+def errors_on(text: str, student: nn.Module, args) -> dict[int, float]:
+    tokens = measured_tokens(text)[: args.measured_tokens]
+    return layer_errors(student, teacher(), tokens, block_size=args.block_size)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--mixers", nargs="+", choices=list(STARTS), default=list(STARTS))
+    parser.add_argument("--seeds", type=int, default=3, help="of starts that are random")
+    parser.add_argument("--measured-tokens", type=int, default=4096, help="of each text")
+    parser.add_argument("--block-size", type=int, default=512)
+    parser.add_argument("--contenders", type=int, default=2, help="starts of a mixer that are aligned, too")
+    parser.add_argument("--steps", type=int, default=24, help="of that, 4 rows of half a block each")
+    args = parser.parse_args()
+    texts = {name: {"text": text_record(asset_path(f"{name}.txt"))} for name in ("dev", "heldout")}
+    execute(Path(__file__).stem, args, plan, **texts)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,6 +22,7 @@ class Family:
     key rows, then all value rows (Phi-3, GPT-2); "per_head" = q, k, v of head 0, then of head 1, ... (GPT-NeoX).
     `rotary`: see `AttentionWeights`; `interleaved`: the family rotates channels (2i, 2i + 1) together.
     `transposed`: weights are `[in, out]` (GPT-2's Conv1D). `norm_offset`: added to q/k norm weights (Gemma's 1 + w).
+    `norm_last`: q and k are rotated and then normalised; mixers do it in the usual order.
     `extra`: tensors without a counterpart in `AttentionWeights`, passed on by name.
     """
 
@@ -32,6 +33,7 @@ class Family:
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
     norm_offset: float = 0.0
+    norm_last: bool = False
     rotary: str | None = "half"
     interleaved: bool = False
     extra: tuple[str, ...] = ()
@@ -93,15 +95,40 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_neox": Family(qkv=("query_key_value",), out="dense", layout="per_head"),
     "gpt_oss": Family(extra=("sinks",), rotary="single"),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), Family(q_norm="query_layernorm", k_norm="key_layernorm")),
+    **dict.fromkeys(
+        ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+        Family(q_norm="query_layernorm", k_norm="key_layernorm", norm_last=True),
+    ),
     "phi": Family(out="dense"),
     "phi3": Family(qkv=("qkv_proj",), layout="stacked"),
+}
+
+# families that no row can describe, and why
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("bloom", "codegen", "gptj"), "its decoder tells its layers neither padding nor packing"),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "minicpm3", "youtu"), "latent attention: k and v have no projections of x"
+    ),
+    **dict.fromkeys(("afmoe", "laguna"), "its attention has an output gate that depends on the token"),
+    **dict.fromkeys(("gemma3n_text", "gemma4_text"), "its layers share keys and values"),
+    **dict.fromkeys(("jamba", "olmo_hybrid", "qwen3_next"), "some of its layers are recurrent already"),
+    **dict.fromkeys(("mpt", "opt"), "its layers or their attention lie under names that the swap does not know"),
+    "bitnet": "a norm stands between its attention and the output projection",
+    "diffllama": "its attention is a difference of two softmaxes",
+    "doge": "its attention mask is computed from the values",
+    "nanochat": "its q and k norms have no weights and follow the rotation",
+    "persimmon": "its q and k norms are LayerNorms",
 }
 
 
 def family_of(config) -> Family:
     """The row of a backbone config's `model_type`. Raises ValueError for a family that is not in the table."""
     model_type = getattr(config, "backbone_model_type", None) or config.model_type
+    if model_type in REFUSED:
+        raise ValueError(
+            f"teacher family {model_type!r} cannot be converted: {REFUSED[model_type]}. Use a decoder such as llama, "
+            "qwen3 or gemma3_text"
+        )
     if model_type not in FAMILIES:
         raise ValueError(
             f"teacher family {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}. "

@@ -127,7 +127,7 @@ def test_bad_keep_is_refused(keep, message):
 
 
 def test_wrong_teachers_and_mixers_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="'bloom' is not supported"):
+    with pytest.raises(ValueError, match="'bloom' cannot be converted"):
         convert_model(tiny_teacher("bloom"))
     with pytest.raises(ValueError, match="nosuch"):
         convert_model(tiny_teacher(), mixer="nosuch")

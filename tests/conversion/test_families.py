@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_memmix.conversion.families import FAMILIES, attention_module, attention_prefix, extract_attention
+from hf_memmix.conversion.families import FAMILIES, REFUSED, attention_module, attention_prefix, extract_attention
 from tiny_teachers import tiny_teacher
 
 
@@ -96,7 +96,7 @@ def test_extracted_projections_are_what_the_attention_computes(model_type, optio
     if weights.rotary is not None:
         q, k = (rotate(x, *seen["rotary"], weights.rotary) for x in (q, k))
     q, k = q.transpose(1, 2), k.transpose(1, 2)
-    if model_type.startswith("hunyuan_v1"):  # norms after the rotation, which only position 0 commutes with
+    if FAMILIES[model_type].norm_last:  # only position 0 commutes
         q, k, query, key = (x[:, :, :1] for x in (q, k, query, key))
     # scores, not q and k: they do not depend on the order of a head's channels
     groups = weights.num_heads // weights.num_kv_heads
@@ -118,8 +118,11 @@ def test_every_attention_tensor_has_a_source():
 
 
 def test_unknown_family_and_unknown_tensor_are_refused():
-    with pytest.raises(ValueError, match="'bloom' is not supported; supported: .*llama"):
+    with pytest.raises(ValueError, match="'xglm' is not supported; supported: .*llama"):
+        extract_attention(tiny_teacher("xglm"), 0)
+    with pytest.raises(ValueError, match="'bloom' cannot be converted: its decoder tells its layers neither"):
         extract_attention(tiny_teacher("bloom", num_key_value_heads=None), 0)
+    assert not REFUSED.keys() & FAMILIES.keys()
     teacher = tiny_teacher("stablelm", qk_layernorm=True)
     with pytest.raises(ValueError, match="q_layernorm.*would be lost"):
         extract_attention(teacher, 0)

@@ -1,0 +1,114 @@
+"""The table of teachers in README.md, read from `FAMILIES` and from transformers' own default configurations.
+
+python -m hf_memmix.conversion.teachers_table    # prints it
+python -m hf_memmix.training.readme_tables       # puts it in place
+"""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_memmix.conversion.families import FAMILIES, REFUSED, Family, extract_attention
+from hf_memmix.mixers import MIXERS, AttentionWeights, MemoryMixer
+
+HEAD = ("teachers", "projections", "biases", "q and k norm", "heads of k and v", "positions", "not carried over")
+LAYOUTS = {"separate": "q, k, v", "stacked": "fused: all q, k, v rows", "per_head": "fused, head by head"}
+BIAS_OPTIONS = ("attention_bias", "use_bias", "use_qkv_bias")
+NORM_OPTIONS = ("use_qk_norm", "qk_layernorm")
+
+
+def teachers_table() -> str:
+    """Markdown: a row for all families that agree in everything, what mixers do with positions, what is refused."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for model_type in sorted(FAMILIES):
+        rows.setdefault(traits(model_type), []).append(f"`{model_type}`")
+    lines = [", ".join(names) + " | " + " | ".join(row) for row, names in rows.items()]
+    table = "\n".join(f"| {line} |" for line in (" | ".join(HEAD), " | ".join(["---"] * len(HEAD)), *lines))
+    reasons: dict[str, list[str]] = {}
+    for model_type, reason in REFUSED.items():
+        reasons.setdefault(reason, []).append(f"`{model_type}`")
+    refused = "\n".join(f"- {', '.join(names)}: {reason}." for reason, names in reasons.items())
+    parts = [f"{len(FAMILIES)} families:", table, positions_of_mixers(), "Refused by name, with the reason:", refused]
+    return "\n\n".join(parts)
+
+
+def traits(model_type: str) -> tuple[str, ...]:
+    """All columns but the first, of a family as its default configuration has it."""
+    family, (config, attention) = FAMILIES[model_type], _default(model_type)
+    layout = LAYOUTS[family.layout] + (", Conv1D" if family.transposed else "")
+    kv_heads = "grouped" if "num_key_value_heads" in config.to_dict() else "as many as of q"
+    biases, norms = _biases(config, attention), _norms(model_type)
+    return layout, biases, norms, kv_heads, _positions(family, config), _lost(family, config)
+
+
+def positions_of_mixers() -> str:
+    """Which mixers rotate q and k as their teacher did: those whose options for a rotating attention say so."""
+    attention = _default("llama")[1]
+    able = {name: m for name, m in MIXERS.items() if m.init_from_attention is not MemoryMixer.init_from_attention}
+    keep = [name for name, mixer in able.items() if mixer.options_for(attention).get("use_rope")]
+    drop = [name for name in able if name not in keep]
+    names = [", ".join(f"`{name}`" for name in part) for part in (keep, drop)]
+    return f"Rotary embeddings stay in {names[0]}; {names[1]} have positions of their own and drop them."
+
+
+def _default(model_type: str, **options) -> tuple[AutoConfig, AttentionWeights]:
+    """Configuration and attention of a model of the default sizes, on the meta device."""
+    config = AutoConfig.for_model(model_type, **options)
+    with torch.device("meta"):
+        return config, extract_attention(AutoModelForCausalLM.from_config(_shallow(config)), 1)
+
+
+def _shallow(config):
+    """The same with two layers, which are as good as all; without experts where the first layers have none."""
+    for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+        if getattr(config, name, None):
+            setattr(config, name, getattr(config, name)[:2])
+    if hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = 2
+    if getattr(config, "head_dim", 0) is None:
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    if getattr(config, "num_key_value_heads", 0) is None:
+        config.num_key_value_heads = config.num_attention_heads
+    config.num_hidden_layers = 2
+    return config
+
+
+def _biases(config, attention: AttentionWeights) -> str:
+    present = [role for role in "qkvo" if getattr(attention, f"{role}_bias") is not None]
+    by_config = any(name in config.to_dict() for name in BIAS_OPTIONS)
+    return (", ".join(present) or "none") + ("; by config" if by_config else "")
+
+
+def _norms(model_type: str) -> str:
+    config, attention = _default(model_type)
+    options = [name for name in NORM_OPTIONS if name in config.to_dict()]
+    if not options:
+        return _norm(attention)
+    try:
+        return f"{_norm(attention)}; by config {_norm(_default(model_type, **{options[0]: True})[1])}"
+    except ValueError:
+        return f"{_norm(attention)}; `{options[0]}` refused: a LayerNorm"
+
+
+def _norm(attention: AttentionWeights) -> str:
+    if attention.q_norm is None:
+        return "none"
+    return "of a head" if attention.q_norm.numel() == attention.head_dim else "of all heads"
+
+
+def _positions(family: Family, config) -> str:
+    if family.rotary is None:
+        return "learned"
+    part = (config.rope_parameters or {}).get("partial_rotary_factor") or 1.0
+    rotary = "rotary, neighbours paired" if family.interleaved else "rotary, halves paired"
+    return rotary + (f", {part:.0%} of a head" if part < 1 else "")
+
+
+def _lost(family: Family, config) -> str:
+    names = {"attn_logit_softcapping": "soft-cap of scores", "sliding_window": "window", "clip_qkv": "clipping"}
+    lost = [text for name, text in names.items() if name in config.to_dict()]
+    lost += ["norm after rotation"] if family.norm_last else []
+    return ", ".join(lost + list(family.extra))
+
+
+if __name__ == "__main__":
+    print(teachers_table())

@@ -8,6 +8,7 @@ small teacher has something of. Each mixer is trained with every learning rate w
 of lowest development loss serves it at every number of kept layers. "gla" is gated linear attention in GKA's block.
 """
 
+import itertools
 import math
 import tempfile
 import time
@@ -37,12 +38,14 @@ PROBES = {"tasks": ("niah", "mqar", "mentions"), "lengths": (256, 512, 1024)}
 def plan(done: list[dict], args) -> list[dict]:
     rows = [{"mixer": "attention", "kept": 1.0, "scale": 0.0, "seed": 0}]
     rows += [{"mixer": m, "kept": 0.0, "scale": s, "seed": 0} for s in args.scales for m in args.mixers]
-    for kept in KEPT:
-        for mixer in args.mixers:
-            tried = [row for row in done if row["mixer"] == mixer and row["kept"] == 0 and row["seed"] == 0]
-            if len(tried) >= len(args.scales) and (row := best(tried)) is not None:
-                rows += [{"mixer": mixer, "kept": kept, "scale": row["scale"], "seed": s} for s in range(args.seeds)]
-    return rows
+    chosen = {}
+    for mixer in args.mixers:
+        tried = [row for row in done if row["mixer"] == mixer and row["kept"] == 0 and row["seed"] == 0]
+        if len(tried) >= len(args.scales) and (row := best(tried)) is not None:
+            chosen[mixer] = row["scale"]
+    # the whole table of one seed before the next, in case time is short
+    cells = itertools.product(range(args.seeds), KEPT, chosen)
+    return rows + [{"mixer": m, "kept": kept, "scale": chosen[m], "seed": seed} for seed, kept, m in cells]
 
 
 class Deadline(TrainerCallback):
@@ -107,9 +110,9 @@ def main() -> None:
     parser.add_argument("--mixers", nargs="+", default=list(MIXERS))
     parser.add_argument("--scales", type=float, nargs="+", default=[1.0, 0.5, 2.0], help="of the learning rates")
     parser.add_argument("--seeds", type=int, default=2, help="at the chosen rate")
-    parser.add_argument("--align-steps", type=int, default=150)
-    parser.add_argument("--distill-steps", type=int, default=600)
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--align-steps", type=int, default=100)
+    parser.add_argument("--distill-steps", type=int, default=500)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--block-size", type=int, default=512)
     parser.add_argument("--measured-tokens", type=int, default=60_000, help="of each text")
     parser.add_argument("--samples", type=int, default=32, help="probes a cell")

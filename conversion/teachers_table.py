@@ -43,7 +43,8 @@ def traits(model_type: str) -> tuple[str, ...]:
 def positions_of_mixers() -> str:
     """Which mixers rotate q and k as their teacher did: those whose options for a rotating attention say so."""
     attention = _default("llama")[1]
-    able = {name: m for name, m in MIXERS.items() if m.init_from_attention is not MemoryMixer.init_from_attention}
+    own = {name: m for name, m in MIXERS.items() if m.__module__.startswith("hf_memmix.mixers.")}  # none of a user's
+    able = {name: m for name, m in own.items() if m.init_from_attention is not MemoryMixer.init_from_attention}
     keep = [name for name, mixer in able.items() if mixer.options_for(attention).get("use_rope")]
     drop = [name for name in able if name not in keep]
     names = [", ".join(f"`{name}`" for name in part) for part in (keep, drop)]

@@ -1,8 +1,8 @@
 """Where a GKA layer starts that takes over a softmax attention: as close to it as its parameters allow.
 
 q, k, v and o are the attention's, the convolutions pass their last token on, and the gates are constants, whatever the
-token: y = U (q + (x - q) / 2) with half-lives of the memory spread over the heads, and writes that sum to one. All
-constants and options are measured: training/results/init_table.json.
+token: y = U (q + (x - q) / 2) with half-lives of the memory spread over the heads. All constants and options are
+measured: training/results/init_table.json.
 """
 
 import math
@@ -35,14 +35,10 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
             parameter[:, :, -1] = 1
     if mixer.options.use_decay:
         start_decay(mixer)
-    if mixer.options.use_beta:
-        mixer.b_proj.weight.zero_()
-        mixer.b_proj.bias.zero_()
-        if mixer.options.use_decay:
-            start_writes(mixer)
-    if mixer.options.use_alpha:
-        mixer.alpha_proj.weight.zero_()
-        mixer.alpha_proj.bias.zero_()
+    for used, name in ((mixer.options.use_alpha, "alpha_proj"), (mixer.options.use_beta, "b_proj")):
+        if used:
+            getattr(mixer, name).weight.zero_()
+            getattr(mixer, name).bias.zero_()  # alpha and beta are one half
     if mixer.options.use_gate and mixer.options.gate_bias:
         mixer.g_proj.weight.zero_()
         mixer.g_proj.bias.fill_(GATE_BIAS)
@@ -57,10 +53,3 @@ def start_decay(mixer: nn.Module, half_lives: tuple[float, float] = HALF_LIVES) 
     mixer.a_proj.weight.zero_()
     mixer.A_log.zero_()
     mixer.dt_bias.copy_(torch.log(torch.expm1(rate)))  # softplus of it is the rate
-
-
-@torch.no_grad()
-def start_writes(mixer: nn.Module) -> None:
-    """Write strengths with which the weights beta^2 e^(g age) of a head's memory sum to one, as attention's do."""
-    rate = nn.functional.softplus(mixer.dt_bias.double())
-    mixer.b_proj.bias.copy_((-torch.expm1(-rate)).sqrt().logit())

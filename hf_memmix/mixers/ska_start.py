@@ -4,8 +4,7 @@ v and o are the attention's. Keys and queries become those of rank r whose score
 the softmax, and before rotary embeddings: with q_h = A_h x and k = B x, the best sum_h |A_h^T B - U_h^T V|^2 over the
 query heads h that share a key head is the truncated SVD of their stacked A_h^T B. A bias is one more column of A or B;
 a norm of q or k leaves its scale in the rows. eta starts small and the ridge eps large, as solutions of a regression
-are larger than averages: training/results/init_table.json. A ridge as large as the keys starts closer still, but is
-behind after a short alignment.
+are larger than averages: training/results/init_table.json.
 """
 
 import torch
@@ -15,8 +14,8 @@ from .attention_start import FOLDED, take_tensor, with_norm_scale
 from .attention_weights import AttentionWeights, TensorFate
 
 RANK = 32  # at most, the paper's
-ETA = 0.3
-EPS = 0.1  # the paper's is 1e-3
+ETA = 0.5
+EPS = 1.0  # the paper's is 1e-3
 REDUCED = "with {other} reduced to rank {rank} by the truncated SVD of the scores of a key head"
 
 

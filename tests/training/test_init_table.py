@@ -35,7 +35,15 @@ def test_errors_are_those_of_the_report():
 
 
 def row(start, errors, steps=0, seed=0):
-    return {"mixer": "gla", "start": start, "seed": seed, "steps": steps, "dev": errors, "heldout": errors}
+    return {
+        "mixer": "gla",
+        "start": start,
+        "seed": seed,
+        "steps": steps,
+        "dev": errors,
+        "heldout": errors,
+        "commit": "none",
+    }
 
 
 def test_the_closest_starts_and_the_default_are_aligned():
@@ -43,9 +51,9 @@ def test_the_closest_starts_and_the_default_are_aligned():
     first = init_table.plan([], args)
     assert {entry["steps"] for entry in first} == {0}
     assert [entry["seed"] for entry in first if entry["start"] == "random gates"] == [0, 1]
-    done = [entry | {"dev": [0.5 if entry["start"] == "gate 1" else 0.9] * 2} for entry in first]
+    done = [entry | {"dev": [0.5 if entry["start"] == "gate 2" else 0.9] * 2} for entry in first]
     later = [entry for entry in init_table.plan(done, args) if entry not in first]
-    assert later == [{"mixer": "gla", "start": name, "seed": 0, "steps": 5} for name in (DEFAULT, "gate 1")]
+    assert later == [{"mixer": "gla", "start": name, "seed": 0, "steps": 5} for name in (DEFAULT, "gate 2")]
 
 
 def test_a_row_runs_before_and_after_training():
@@ -56,13 +64,13 @@ def test_a_row_runs_before_and_after_training():
 
 
 def test_the_table_is_in_the_order_of_the_development_text():
-    rows = [row(DEFAULT, [1.0, 0.8]), row("gate 1", [0.5, 0.7]), row("gate 1", [0.7, 0.7], seed=1)]
-    rows.append(row("gate 1", [0.2, 0.2], steps=5))
+    rows = [row(DEFAULT, [1.0, 0.8]), row("gate 2", [0.5, 0.7]), row("gate 2", [0.7, 0.7], seed=1)]
+    rows.append(row("gate 2", [0.2, 0.2], steps=5))
     results = {
         "rows": rows,
         "settings": {"measured_tokens": 70, "block_size": 32, "steps": 5},
-        "environment": {"hardware": "none", "torch": "none", "commit": "none"},
+        "environment": {"hardware": "none", "torch": "none"},
     }
     lines = init_report.section(results).splitlines()
-    assert lines[2] == "| gla | gate 1 | 0.650 | 0.600 0.700 | 0.650 | 0.200 |"
+    assert lines[2] == "| gla | gate 2 | 0.650 | 0.600 0.700 | 0.650 | 0.200 |"
     assert lines[3] == "| gla | **default** | 0.900 | 1.000 0.800 | 0.900 |  |"

@@ -30,7 +30,7 @@ from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.conversion.verify import layer_errors
 from hf_memmix.mixers.coffee_start import start_states
-from hf_memmix.mixers.gka_start import start_decay, start_writes
+from hf_memmix.mixers.gka_start import start_decay
 from hf_memmix.mixers.lattice_start import scale_values
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.documents import text_record
@@ -82,11 +82,7 @@ def gate(value: float) -> Change:
 
 
 def half_lives(low: float, high: float) -> Change:
-    def fill(mixer):
-        start_decay(mixer, (low, high))
-        start_writes(mixer)
-
-    return fill
+    return partial(start_decay, half_lives=(low, high))
 
 
 def time_scales(low: float, high: float) -> Change:
@@ -114,19 +110,14 @@ GATED_MEMORY = {
     "half-lives 1 to 64": changed(half_lives(1, 64)),
     "half-lives 1 to 256": changed(half_lives(1, 256)),
     "half-lives 4 to 64": changed(half_lives(4, 64)),
-    "beta 0.5": changed(chance(0.5, "b_proj")),
-}
+} | {f"beta {value:g}": changed(chance(value, "b_proj")) for value in (0.25, 0.75)}
 
 STARTS: dict[str, dict[str, Start]] = {
     "gka": GATED_MEMORY
     | {f"alpha {value:g}": changed(chance(value, "alpha_proj")) for value in (0.25, 0.75, 0.9)}
     | {f"ridge {value:g}": options(ridge=value) for value in (0.005, 0.02, 0.1)}
     | {f"gate {value:g}": changed(gate(value)) for value in (0.2, 0.3, 1.0)}
-    | {
-        "half-lives 1 to 64, beta 0.5, ridge 0.02, gate 0.3": changed(
-            half_lives(1, 64), chance(0.5, "b_proj"), gate(0.3), ridge=0.02
-        )
-    },
+    | {"half-lives 1 to 64, ridge 0.02, gate 0.3": changed(half_lives(1, 64), gate(0.3), ridge=0.02)},
     "ska": {
         DEFAULT: Start(),
         "orthogonal queries and keys": Start(fresh=("q_proj", "k_proj")),
@@ -139,7 +130,7 @@ STARTS: dict[str, dict[str, Start]] = {
         f"eps {eps:g}, eta {value:g}": changed(eta(value), eps=eps)
         for eps in (1e-3, 0.1, 1.0)
         for value in (0.1, 0.3, 0.5, 1.5)
-        if (eps, value) != (0.1, 0.3)  # the default
+        if (eps, value) != (1.0, 0.5)  # the default
     },
     "lattice": {
         DEFAULT: Start(),
@@ -165,7 +156,7 @@ STARTS: dict[str, dict[str, Start]] = {
         f"time scales {low} to {high}": changed(time_scales(low, high))
         for low, high in ((1, 16), (1, 64), (1, 256), (4, 64), (4, 256), (16, 256))
     },
-    "gla": GATED_MEMORY | {f"gate {value:g}": changed(gate(value)) for value in (0.3, 0.5, 1.0, 4.0)},
+    "gla": GATED_MEMORY | {f"gate {value:g}": changed(gate(value)) for value in (0.3, 0.5, 2.0)},
 }
 
 

@@ -164,6 +164,22 @@ def test_deer_falls_back_to_the_scan_and_says_so_once(backend):
         K.deer_coffee(**inputs, max_iterations=6)
 
 
+def test_shooting_gives_up_early_where_chunks_do_not_settle(monkeypatch):
+    """Of 24 chunks of such inputs most move at every iteration: the scan's results after PATIENCE of them."""
+    shooting = pytest.importorskip("hf_memmix_kernels.coffee.shooting")
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
+    monkeypatch.setattr(shooting, "shooting_chunk", lambda T: 16)
+    walks, scan = [], shooting.affine_scan
+    monkeypatch.setattr(shooting, "affine_scan", lambda *a, **kw: walks.append(1) or scan(*a, **kw))
+    coffee_op._warn_not_converged.cache_clear()
+    inputs = wild(24 * 16)
+    with pytest.warns(UserWarning, match="did not converge"):
+        y, state = K.coffee(**inputs, method="shooting")
+    want, want_state = K.scan_coffee(**inputs)
+    assert len(walks) == shooting.PATIENCE + 1
+    assert torch.equal(y, want) and torch.equal(state, want_state)
+
+
 def test_damped_newton_equals_the_scan(recwarn):
     """ELK with a fixed trust region: where the state forgets it converges, at more iterations than without."""
     coffee_op._warn_not_converged.cache_clear()
@@ -205,6 +221,8 @@ def test_dispatch_rule():
     assert K.coffee_method(1, 1024, 16, 8) == "scan"
     assert K.coffee_method(8, 2**18, 1536, 16) == "scan"
     assert K.coffee_method(1, 65536, 16, 8) == "shooting"
+    assert K.coffee_method(1, 2**16 - 1, 16, 8) == "scan"
+    assert K.coffee_method(4, 65536, 16, 8) == "scan"
     assert K.coffee_method(1, 2**18, 16, 8, cuda=False) == "scan"
 
 

@@ -5,10 +5,10 @@ from torch import Tensor
 # tokens between two states kept for backward, and tokens whose states backward holds in registers
 CHECKPOINT = 8
 GROUP = 8
-# where multiple shooting takes the place of the scan on a GPU, by the grid of the README: with more lanes or fewer
-# tokens the scan alone keeps the GPU busy, or is over before the iterations are
-SHOOTING_TOKENS = 16_384
-SHOOTING_LANES = 4096
+# where multiple shooting takes the place of the scan on a GPU, by the grid of the README: the scan of fewer tokens is
+# over before the iterations are; of more lanes some do not settle, and one is enough for the scan to run after all
+SHOOTING_TOKENS = 65_536
+SHOOTING_LANES = 256
 
 
 def padded_states(n: int) -> int:

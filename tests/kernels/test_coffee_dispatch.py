@@ -1,0 +1,53 @@
+"""`coffee_method` against the grid that kernels/benchmarks/coffee_dispatch.py measured."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+import hf_memmix_kernels as K
+from hf_memmix_kernels.coffee.plan import SHOOTING_TOKENS, shooting_chunk
+
+GRID = Path(__file__).parents[2] / "kernels/benchmarks/results/coffee_dispatch_h200.json"
+SLOWER = 1.25  # than the best measured method
+FALLBACK = 0.3  # of the scan's tokens, which shooting may walk before it gives up
+
+
+def cells() -> dict[tuple[int, int, int, int], dict[str, float]]:
+    """(B, T, D, n): milliseconds of every method that converged; sizes of which none was timed are left out."""
+    found = {}
+    for size, rows in groupby(
+        json.loads(GRID.read_text())["rows"], lambda row: (row["B"], row["T"], row["D"], row["n"])
+    ):
+        times = {row["method"]: row["ms"] for row in rows if row["ms"] is not None}
+        if times:
+            found[size] = times
+    return found
+
+
+@pytest.mark.parametrize(("size", "times"), cells().items(), ids=str)
+def test_the_rule_picks_a_method_near_the_best(size, times):
+    """One that converged, at most SLOWER times as slow as the fastest that did."""
+    picked = K.coffee_method(*size)
+    assert picked in times, f"{picked} did not converge"
+    assert times[picked] <= SLOWER * min(times.values())
+
+
+def test_both_methods_and_both_sides_of_the_rule_were_measured():
+    found, grid = cells(), json.loads(GRID.read_text())
+    assert grid["commit"] and "H200" in grid["gpu"]
+    assert len(found) >= 35
+    assert {K.coffee_method(*size) for size in found} == {"scan", "shooting"}
+
+
+def test_what_was_not_measured_says_why():
+    for row in json.loads(GRID.read_text())["rows"]:
+        assert (row["ms"] is None) == bool(row["note"]), row
+
+
+@pytest.mark.parametrize("tokens", [SHOOTING_TOKENS * k for k in (1, 2, 3, 4, 16, 64)])
+def test_shooting_that_fails_has_walked_few_tokens(tokens):
+    """Whether it converges depends on the data, what it may cost does not: of so many chunks it walks so few."""
+    shooting = pytest.importorskip("hf_memmix_kernels.coffee.shooting")
+    assert (shooting.MAX_ITERATIONS + 1) * shooting_chunk(tokens) <= FALLBACK * tokens

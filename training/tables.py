@@ -8,6 +8,9 @@ CARDS = "model_cards"
 KERNELS = "kernels/benchmarks/results/h200.json"
 ATTENTION_SHAPED = ("sdpa", "short_conv", "gla", "gka")  # the others have shapes of their own: `op_table`
 GENERATE = "kernels/benchmarks/results/generate_h200.json"
+LATTICE_PROFILE = "kernels/benchmarks/results/lattice_profile_h200.json"
+LATTICE_ISSUE = "kernels/benchmarks/results/lattice_issue_sm90.json"
+LATTICE_FROZEN = "kernels/benchmarks/results/lattice_frozen_cpu.json"
 # what every row of the kernels' JSON has; further fields tell variants of an op apart
 ROW = ("op", "B", "T", "H", "D", "dtype", "pass", "ms", "peak_mib", "gpu", "torch", "triton", "commit", "note")
 
@@ -167,6 +170,41 @@ def op_table(root: Path, *ops: str) -> str:
     )
 
 
+def lattice_profile_table(root: Path) -> str:
+    """Milliseconds of every Lattice kernel at the last commit measured, and what a token takes where it walks."""
+    rows = json.loads((root / LATTICE_PROFILE).read_text())
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    issued = {
+        (row["variant"], row["kernel"]): row["instructions_per_token"]
+        for row in json.loads((root / LATTICE_ISSUE).read_text())["rows"]
+        if "instructions_per_token" in row
+    }
+    passes = ("fwd", "fwd+bwd")
+    lines: dict[tuple, dict] = {}
+    for row in rows:
+        for kernel, ms in row["ms"].items():
+            walks = row["ns_per_token"].get(kernel)
+            cell = f"{ms:.3g}" + ("" if walks is None else f" ({walks:.0f} ns)")
+            lines.setdefault((row["variant"], kernel), {})[row["pass"]] = cell
+    table = [
+        [variant, f"`{kernel}`", *(cells.get(name, "") for name in passes), f"{issued.get((variant, kernel), '')}"]
+        for (variant, kernel), cells in lines.items()
+    ]
+    return (
+        markdown(["variant", "kernel", *(f"ms of {name}" for name in passes), "instructions"], table)
+        + "\n\nAll launches of a kernel together; in brackets the time of a token, and last the instructions that a "
+        f"warp issues for it. {rows[-1]['gpu']}, commit {rows[-1]['commit']}."
+    )
+
+
+def lattice_frozen_table(root: Path) -> str:
+    """Error of Lattice's frozen-state mode, by step and chunk size."""
+    rows = json.loads((root / LATTICE_FROZEN).read_text())["rows"]
+    head = ["variant", "gamma", *(f"C = {chunk}" for chunk in rows[0]["error"])]
+    lines = [[row["variant"], f"{row['gamma']}", *(f"{100 * x:.2g} %" for x in row["error"].values())] for row in rows]
+    return markdown(head, lines)
+
+
 def experiment_tables(root: Path, *names: str) -> str:
     """What the experiments' own reports say of `training/results/NAME.json`."""
     # here: the reports import the experiments and with them torch
@@ -207,6 +245,8 @@ TABLES = {
     "kernels": kernel_table,
     "generate": generate_table,
     "op": op_table,
+    "lattice_profile": lattice_profile_table,
+    "lattice_frozen": lattice_frozen_table,
     "results": experiment_tables,
     "teachers": teacher_table,
 }

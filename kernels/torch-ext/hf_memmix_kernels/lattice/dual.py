@@ -39,7 +39,7 @@ class _Plan:
         MB, D2 = 32 // LANES, 4 * LANES
         self.walk = {**shared, "MB": MB, "D1": triton.cdiv(D, D2), "D2": D2, "P": GROUP, "num_warps": 1}
         precision = {torch.float64: "ieee", torch.float32: "tf32x3"}.get(v.dtype, "tf32")
-        # rows of 128 bytes at least (README, "Compiler traps")
+        # rows of 128 bytes at least (kernels/README.md, "Compiler traps")
         self.read = {
             **shared, "MB": 32, "BD": max(32, padded(D)), "LEVELS": CHECKPOINT.bit_length() - 1,
             "PRECISION": precision, "num_warps": WARPS,

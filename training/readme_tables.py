@@ -15,7 +15,13 @@ from pathlib import Path
 from hf_memmix.training.tables import DEMO, TABLES
 
 PLOT = "training/results/demo.png"
-DOCUMENTS = ("README.md", "training/README.md", "kernels/README.md", "model_cards/*/README.md")
+DOCUMENTS = (
+    "README.md",
+    "training/README.md",
+    "kernels/README.md",
+    "kernels/torch-ext/hf_memmix_kernels/*/README.md",
+    "model_cards/*/README.md",
+)
 MARK = re.compile(r"(<!-- begin ([^>]+?) -->\n)(.*?)(<!-- end \2 -->)", re.DOTALL)
 
 

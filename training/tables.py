@@ -8,6 +8,8 @@ CARDS = "model_cards"
 KERNELS = "kernels/benchmarks/results/h200.json"
 ATTENTION_SHAPED = ("sdpa", "short_conv", "gla", "gka")  # the others have shapes of their own: `op_table`
 GENERATE = "kernels/benchmarks/results/generate_h200.json"
+COFFEE_GRID = "kernels/benchmarks/results/coffee_dispatch_h200.json"
+COFFEE_DRAWS = "kernels/benchmarks/results/coffee_convergence.json"
 LATTICE_PROFILE = "kernels/benchmarks/results/lattice_profile_h200.json"
 LATTICE_ISSUE = "kernels/benchmarks/results/lattice_issue_sm90.json"
 LATTICE_FROZEN = "kernels/benchmarks/results/lattice_frozen_cpu.json"
@@ -170,6 +172,46 @@ def op_table(root: Path, *ops: str) -> str:
     )
 
 
+def coffee_grid_table(root: Path) -> str:
+    """Milliseconds of COFFEE's methods, a line a width and method, a column a length; bold is what "auto" picks."""
+    # here: the rule is the op's own, and imports torch
+    from hf_memmix_kernels.coffee.plan import coffee_method
+
+    grid = json.loads((root / COFFEE_GRID).read_text())
+    tokens = list(dict.fromkeys(row["T"] for row in grid["rows"]))
+    converged = {(row["D"], row["B"], row["method"]) for row in grid["rows"] if row["ms"] is not None}
+    lines: dict[tuple, list[str]] = {}
+    for B, T, D, n, method, ms, note in (row.values() for row in grid["rows"]):
+        if (D, B, method) in converged:
+            cell = "" if note is None or "converge" not in note else "n. c."
+            cell = cell if ms is None else f"{ms:.3g}"
+            bold = "**" if cell and coffee_method(B, T, D, n) == method else ""
+            lines.setdefault((f"{B} x {D} x {n} = {B * D * n:,}", method), []).append(bold + cell + bold)
+    return (
+        markdown(["B x D x n", "ms", *(f"T = {T:,}" for T in tokens)], [[*key, *line] for key, line in lines.items()])
+        + f"\n\n{grid['dtype']}, forward. **Bold**: what `auto` runs. n. c.: the iterations did not converge on this"
+        " draw and the scan ran as well; a method that never converged has no line. Empty: above 100 ms or 100 GB. "
+        f"{grid['gpu']}, torch {grid['torch']}, Triton {grid['triton']}, commit {grid['commit']}."
+    )
+
+
+def coffee_draws_table(root: Path) -> str:
+    """On how many random draws multiple shooting converges."""
+    found = json.loads((root / COFFEE_DRAWS).read_text())
+    lines = [
+        [
+            f"{row['T']:,}",
+            f"{row['D'] * row['n']:,}",
+            f"{row['scale']:g}",
+            f"{row['converged']} of {row['draws']}",
+            "" if row["iterations"] is None else f"{row['iterations']:g}",
+            f"{row['given_up']}",
+        ]
+        for row in found["rows"]
+    ]
+    return markdown(["T", "lanes", "scale", "converged", "iterations, median", "given up early"], lines)
+
+
 def lattice_profile_table(root: Path) -> str:
     """Milliseconds of every Lattice kernel at the last commit measured, and what a token takes where it walks."""
     rows = json.loads((root / LATTICE_PROFILE).read_text())
@@ -245,6 +287,8 @@ TABLES = {
     "kernels": kernel_table,
     "generate": generate_table,
     "op": op_table,
+    "coffee_grid": coffee_grid_table,
+    "coffee_draws": coffee_draws_table,
     "lattice_profile": lattice_profile_table,
     "lattice_frozen": lattice_frozen_table,
     "results": experiment_tables,

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_memmix.conversion.heads import logits_head
-from hf_memmix.conversion.teacher_forcing import run_teacher_forced
+from hf_memmix.conversion.limits import check_length, check_vocabularies, limit_of
+from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
 
 
 def report(
@@ -30,6 +31,10 @@ def report(
     tokens = _tokens(text, tokenizer)[:max_tokens]
     if len(tokens) < 2:
         raise ValueError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
+    converted_layers(student)  # an error for a plain model
+    check_vocabularies(student, teacher)
+    if len(tokens) > limit_of(teacher):
+        check_length(teacher, "teacher", block_size, "block_size", "give a smaller block")
     if int(tokens.max()) >= student.config.vocab_size:
         raise ValueError(
             f"token {int(tokens.max())} is outside the vocabulary of {student.config.vocab_size}; "

@@ -16,6 +16,7 @@ from hf_memmix.shell import Device, Json, Overwrite, err, friendly, out
 from hf_memmix.shell import bar as _bar
 from hf_memmix.shell import load as _load
 from hf_memmix.shell import print_json as _print_json
+from hf_memmix.shell import shared_tokenizer as _shared_tokenizer
 from hf_memmix.shell import tokenizer_of as _tokenizer
 
 app = typer.Typer(
@@ -163,12 +164,15 @@ def generate(
     from transformers import TextStreamer
 
     from hf_memmix.assets import asset_path
+    from hf_memmix.conversion.limits import check_length
 
     folder = model or asset_path("tiny_gka")
     network, tokenizer = _load(folder, device), _tokenizer(folder)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(network.device)
     if inputs["input_ids"].shape[1] == 0:
         raise ValueError("the prompt is empty; give at least one word")
+    total = inputs["input_ids"].shape[1] + max_new_tokens
+    check_length(network, "model", total, "prompt with --max-new-tokens", "ask for fewer")
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
     streamer = None if as_json else TextStreamer(tokenizer, skip_special_tokens=True)
@@ -199,7 +203,7 @@ def report(
     from hf_memmix.conversion.verify import report as compare
     from hf_memmix.training.data import tokenize_files
 
-    tokens = tokenize_files(text, _tokenizer(teacher))
+    tokens = tokenize_files(text, _shared_tokenizer(teacher, student))
     models = _load(student, device), _load(teacher, device)
     with _bar("comparing") as advance:
         result = compare(
@@ -228,7 +232,7 @@ def _train(stage, student, teacher, text, out_dir, recipe, numbers, resume, over
 
     check_target(out_dir, overwrite)
     plan = load_recipe(recipe, **numbers, stage=stage)
-    tokenizer = _tokenizer(teacher)
+    tokenizer = _shared_tokenizer(teacher, student)
     read = StreamedBlocks if plan.stream else TokenBlocks.from_files
     data = read(text, tokenizer, plan.block_size, plan.pack)
     model = _load(student, "cpu", "auto")

@@ -1,11 +1,12 @@
 """The commands that make a student: `memmix convert` from a transformer, `memmix import-hmf` from a GKA release."""
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from hf_memmix.shell import Json, Overwrite, err, friendly, load, out, print_json, tokenizer_of
 
@@ -95,12 +96,14 @@ def import_hmf(
 
 
 def _print_kinds(kinds: list[dict], counts: dict[str, int]) -> None:
-    """A row a kind of tensor, and how many there are of each fate."""
-    table = Table("tensor of the teacher", "fate", "goes to", "layers", "why")
+    """A row a kind of tensor, and how many there are of each fate. What all names begin with stands above."""
+    prefix = os.path.commonprefix([row["source"] or row["targets"][0] for row in kinds]).rpartition(".")[0] + "."
+    table = Table(*(Column(name, overflow="fold") for name in ("tensor", "fate", "goes to", "layers", "why")))
     for row in kinds:
-        targets = ", ".join(row["targets"])
-        table.add_row(row["source"], row["fate"], targets, str(len(row["layers"])), row["reason"])
+        source, targets = (names.replace(prefix, "") for names in (row["source"], ", ".join(row["targets"])))
+        table.add_row(source, row["fate"], targets, str(len(row["layers"])), row["reason"])
     table.add_row("all others", "copied", "the same name", "", "bit-equal to the teacher's")
+    out.print(f"in {prefix.rstrip('.')}:", highlight=False)
     out.print(table)
     out.print(", ".join(f"{count} {fate}" for fate, count in counts.items()), highlight=False)
 

@@ -8,7 +8,18 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hf_memmix.shell import Device, Json, Overwrite, bar, friendly, load, out, print_json, tokenizer_of
+from hf_memmix.shell import (
+    Device,
+    Json,
+    Overwrite,
+    bar,
+    friendly,
+    load,
+    out,
+    print_json,
+    shared_tokenizer,
+    tokenizer_of,
+)
 
 Seed = Annotated[int, typer.Option(help="Seed of what is drawn.")]
 Text = Annotated[Path | None, typer.Option(help="Text that fillers and words come from; default: a bundled one.")]
@@ -33,6 +44,7 @@ def evaluate(
 ) -> None:
     """Measure what a model recalls: needles, dictionaries, variables, MQAR, common words, second mentions."""
     from hf_memmix.assets import asset_path
+    from hf_memmix.conversion.limits import limit_of
     from hf_memmix.conversion.saving import atomic_folder, check_target
     from hf_memmix.training.documents import read_text, text_record
     from hf_memmix.training.probes import TASKS, Material, plot_probes, run_probes
@@ -41,12 +53,13 @@ def evaluate(
     chosen = tuple(TASKS) if tasks == "all" else tuple(part.strip() for part in tasks.split(","))
     grid = {"lengths": _numbers("--lengths", lengths, int), "depths": _numbers("--depths", depths, float)}
     text = asset_path("heldout.txt") if text is None else text
-    tokenizer = tokenizer_of(model)
+    tokenizer = tokenizer_of(model) if teacher is None else shared_tokenizer(model, teacher)
     folders = {"student": model} if teacher is None else {"teacher": teacher, "student": model}
-    if teacher is not None:
-        _check_tokenizers(tokenizer, tokenizer_of(teacher, required=False), teacher)
     material = Material(tokenizer, read_text(text))
     models = {role: load(folder, device) for role, folder in folders.items()}
+    longest = max(limit_of(model) for model in models.values())
+    if too_long := [length for length in grid["lengths"] if length > longest]:
+        raise ValueError(f"--lengths has {too_long}, but no model here was made for more than {longest} tokens")
     with bar("probing") as advance:
         results = run_probes(
             models, material, tasks=chosen, samples=samples, seed=seed, batch_size=batch_size, progress=advance, **grid
@@ -94,6 +107,7 @@ def select(
     """Rank layers by what handing each to its mixer costs, forward only, and write a plan for `memmix convert`."""
     from hf_memmix.assets import asset_path
     from hf_memmix.conversion import convert_model
+    from hf_memmix.conversion.limits import check_length, check_vocabularies
     from hf_memmix.conversion.plan import write_plan
     from hf_memmix.training.data import tokenize_files
     from hf_memmix.training.documents import read_text, text_record
@@ -106,11 +120,13 @@ def select(
     count = _count(keep)
     # what chooses reads the development text, what reports the held-out one
     text = asset_path("dev.txt") if text is None else text
-    tokenizer = tokenizer_of(teacher)
+    tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
     guide = load(teacher, device)
+    check_length(guide, "teacher", length, "--length", "give a shorter one")
     mixers = convert_model(guide, mixer) if student is None else load(student, device)
     if mixers.config.num_hidden_layers != guide.config.num_hidden_layers:
         raise ValueError(f"{student} and {teacher} have different numbers of layers; give the teacher it came from")
+    check_vocabularies(mixers, guide)
     kind = mixer if student is None else _only_mixer(mixers, student)
     blocks = tokenize_files(text, tokenizer)[:max_tokens]
     blocks = blocks[: len(blocks) // length * length].view(-1, length)
@@ -169,11 +185,6 @@ def _numbers(option: str, text: str, kind) -> tuple:
     if kind is int and min(values) < 1:
         raise ValueError(f"{option} is {text!r}; lengths are at least 1")
     return values
-
-
-def _check_tokenizers(ours, theirs, teacher: Path) -> None:
-    if theirs is not None and theirs.get_vocab() != ours.get_vocab():
-        raise ValueError(f"{teacher} has another vocabulary than the model, so both cannot read the same tokens")
 
 
 def report_record(student: Path, texts: list[Path], block_size: int, model) -> dict:

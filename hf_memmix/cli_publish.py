@@ -63,9 +63,9 @@ def push(
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-    from hf_memmix.training.card import check_card, read_measurement
+    from hf_memmix.training.card import check_card, student_config
 
-    read_measurement(model / "config.json", "mixer_types")
+    student_config(model)
     check_card(model)
     token = huggingface_hub.get_token()
     if token is None:

@@ -77,5 +77,13 @@ def tokenizer_of(folder: Path, required: bool = True):
     return AutoTokenizer.from_pretrained(folder)
 
 
+def shared_tokenizer(folder: Path, other: Path):
+    """The tokenizer of a folder. Raises ValueError if another folder has one of another vocabulary."""
+    ours, theirs = tokenizer_of(folder), tokenizer_of(other, required=False)
+    if theirs is not None and theirs.get_vocab() != ours.get_vocab():
+        raise ValueError(f"{other} has another vocabulary than {folder}, so both cannot read the same tokens")
+    return ours
+
+
 def print_json(value: dict) -> None:
     typer.echo(json.dumps(value))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_memmix.conversion import convert_model, save_student
 from test_cli import memmix, result_of
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -64,6 +65,30 @@ def test_another_vocabulary_is_refused(workspace):
     tokenizer.save_pretrained(workspace / "other")
     run = memmix("eval", workspace / "student", "--teacher", workspace / "other", "--out", workspace / "e", *SMALL)
     assert run.exit_code == 1 and "another vocabulary" in run.output
+    tokenizer.save_pretrained(workspace / "student")
+    for command in (["report"], ["align", "--out", workspace / "e"]):
+        run = memmix(*command, "--student", workspace / "student", "--teacher", workspace / "teacher",
+                     "--text", workspace / "text.txt")  # fmt: skip
+        assert run.exit_code == 1 and "another vocabulary" in run.output
+
+
+def test_more_tokens_than_a_model_was_made_for_are_refused(workspace):
+    """Both are of 256 tokens: a student whose positions are rotary reads on, its teacher does not."""
+    student, teacher, text = (workspace / name for name in ("student", "teacher", "text.txt"))
+    text.write_text(tiny_text(400))
+    for arguments, message in (
+        (["report", "--student", student, "--teacher", teacher, "--text", text], "block_size is 512, but the teacher"),
+        (["select", "--teacher", teacher, "--text", text, "--length", "300", "--out", workspace / "p.json"],
+         "--length is 300, but the teacher was made for 256"),
+        (["eval", teacher, "--text", text, "--lengths", "300", "--out", workspace / "e"], "--lengths has [300]"),
+        (["generate", "--model", teacher, "--prompt", "the cat", "--max-new-tokens", "300"], "is 302, but the model"),
+    ):  # fmt: skip
+        run = memmix(*arguments)
+        assert run.exit_code == 1 and message in run.output.splitlines()[-1], run.output
+    learned = tiny_teacher("gpt2", layers=2, n_positions=16)
+    save_student(convert_model(learned), workspace / "learned", tiny_tokenizer())
+    run = memmix("generate", "--model", workspace / "learned", "--prompt", "the cat", "--max-new-tokens", "30")
+    assert run.exit_code == 1 and "made for 16 tokens" in run.output
 
 
 def test_select_convert_and_take_the_mixers_over(workspace):
@@ -119,7 +144,7 @@ def test_mistakes_of_plans_are_one_clear_line(workspace):
         ([*select, "--keep", "x"], "--keep is 'x'"),
         ([*select, "--student", workspace / "teacher"], "has the mixers []"),
         ([*select, "--student", workspace / "other"], "different numbers of layers"),
-        ([*select, "--length", "9999"], "less than the 9999 tokens"),
+        ([*select, "--length", "250"], "less than the 250 tokens"),
     ):
         run = memmix(*command)
         assert run.exit_code == 1 and "Traceback" not in run.output, run.output

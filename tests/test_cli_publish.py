@@ -130,6 +130,8 @@ def test_a_model_without_its_card_is_not_uploaded(folder):
         run = memmix("push", folder / "student", "me/small")
         assert run.exit_code == 1 and message in run.output.splitlines()[-1]
 
+    run = memmix("push", folder / "nowhere", "me/small")
+    assert run.exit_code == 1 and "is not a model folder" in run.output
     refused("has no card")
     (folder / "student" / "README.md").write_text("# by hand\n")
     refused("is not a card of memmix card")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_memmix.conversion.convert import read_config
+
 TEMPLATE = Path(__file__).with_name("card_template.md")
 MIXERS = {
     "coffee": "COFFEE: a few scalar states a feature, each of which opens and closes its own input gate "
@@ -44,6 +46,14 @@ def table(head: list[str], rows: list[list]) -> str:
     """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def student_config(folder: Path) -> dict:
+    """config.json of a converted model. Raises ValueError if the folder holds none, or another model."""
+    config = read_config(folder).to_dict()
+    if "mixer_types" not in config:
+        raise ValueError(f"{str(folder)!r} is no converted model; memmix convert makes one")
+    return config
 
 
 def read_measurement(path: str | Path, *needs: str) -> dict:
@@ -84,9 +94,7 @@ def student_card(
         ValueError: the folder is no converted model, or a measurement is of other weights.
     """
     folder = Path(folder)
-    config = read_measurement(folder / "config.json")
-    if "mixer_types" not in config:
-        raise ValueError(f"{str(folder)!r} is no converted model; memmix convert makes one")
+    config = student_config(folder)
     weights = weights_of(folder)
     for what, measured in (("report", report.get("weights")), ("probes", _probed(probes))):
         if measured is not None and measured != weights:

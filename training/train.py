@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_memmix.conversion.limits import check_length, check_vocabularies
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.training import sharded, teachers
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
@@ -156,19 +157,10 @@ def _check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Reci
         raise ValueError(f"data has blocks of {data.block_size} tokens, the recipe asks for {recipe.block_size}")
     if not converted_layers(student):
         raise ValueError("the student has no converted layer to train; convert it with fewer kept layers")
+    if teacher is not None:
+        check_vocabularies(student, teacher)
+        check_length(teacher, "teacher", recipe.block_size, "block_size", "give a smaller block")
     data.check_vocabulary(student.config.vocab_size)
-    if teacher is None:
-        return
-    if teacher.config.vocab_size != student.config.vocab_size:
-        raise ValueError(
-            f"the teacher's vocabulary has {teacher.config.vocab_size} tokens, the student's"
-            f" {student.config.vocab_size}; give the teacher the student came from"
-        )
-    limit = getattr(teacher.config, "max_position_embeddings", None)
-    if limit is not None and recipe.block_size > limit:
-        raise ValueError(
-            f"block_size is {recipe.block_size}, but the teacher was made for {limit} tokens; give a smaller block"
-        )
 
 
 def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:

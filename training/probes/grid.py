@@ -1,10 +1,10 @@
 """Models side by side on every task, length and depth: what `memmix eval` writes as JSON."""
 
-import math
 from collections.abc import Callable
 
 from torch import nn
 
+from hf_memmix.conversion.limits import limit_of
 from hf_memmix.training.probes.material import Material
 from hf_memmix.training.probes.score import Scores, score
 from hf_memmix.training.probes.tasks import TASKS, draw
@@ -59,13 +59,6 @@ def run_probes(
         "cells": cells,
         "summary": [_summary(task, models, [raw[task, length] for length in lengths]) for task in tasks],
     }  # fmt: skip
-
-
-def limit_of(model: nn.Module) -> float:
-    """The longest sequence a model may read: a transformer's positions; a model with recurrent layers has none."""
-    if hasattr(model.config, "mixer_types"):
-        return math.inf
-    return getattr(model.config, "max_position_embeddings", None) or math.inf
 
 
 def means(scores: list[Scores]) -> dict:

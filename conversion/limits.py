@@ -1,0 +1,35 @@
+"""What a model was made for: its vocabulary and its longest sequence."""
+
+import math
+
+from torch import nn
+
+from hf_memmix.conversion.families import FAMILIES
+
+
+def limit_of(model: nn.Module) -> float:
+    """The longest sequence a model may read: a transformer's positions.
+
+    A model with recurrent layers has no limit, unless its backbone looks positions up in a table.
+    """
+    config = model.config
+    if hasattr(config, "mixer_types"):
+        family = FAMILIES.get(getattr(config, "backbone_model_type", None))
+        if family is None or family.rotary is not None:
+            return math.inf
+    return getattr(config, "max_position_embeddings", None) or math.inf
+
+
+def check_length(model: nn.Module, role: str, length: int, name: str, remedy: str) -> None:
+    """Raise ValueError if a model cannot read `length` tokens; `name` is what the user calls that length."""
+    if length > (limit := limit_of(model)):
+        raise ValueError(f"{name} is {length}, but the {role} was made for {limit} tokens; {remedy}")
+
+
+def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
+    """Raise ValueError if two models read different tokens."""
+    if teacher.config.vocab_size != student.config.vocab_size:
+        raise ValueError(
+            f"the teacher's vocabulary has {teacher.config.vocab_size} tokens, the student's"
+            f" {student.config.vocab_size}; give the teacher the student came from"
+        )

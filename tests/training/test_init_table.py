@@ -72,5 +72,5 @@ def test_the_table_is_in_the_order_of_the_development_text():
         "environment": {"hardware": "none", "torch": "none"},
     }
     lines = init_report.section(results).splitlines()
-    assert lines[2] == "| gla | gate 2 | 0.650 | 0.600 0.700 | 0.650 | 0.200 |"
-    assert lines[3] == "| gla | **default** | 0.900 | 1.000 0.800 | 0.900 |  |"
+    assert lines[2] == "| gla | gate 2 | 0.650 | 0.200 | 0.650 | 0.600 0.700 |"
+    assert lines[3] == "| gla | **default** | 0.900 |  | 0.900 | 1.000 0.800 |"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_memmix.training.experiments.coffee_report import markdown
 
-HEAD = ("mixer", "start", "dev", "held-out, by layer", "held-out", "aligned")
+HEAD = ("mixer", "start", "dev", "aligned, dev", "held-out", "held-out, by layer")
 
 
 def mean(rows: list[dict], text: str) -> float:
@@ -18,7 +18,7 @@ def mean(rows: list[dict], text: str) -> float:
 
 
 def table(rows: list[dict]) -> str:
-    """Means over seeds and, but for the third column, over layers; the last one is held-out text after training."""
+    """Means over seeds and, but in the last column, over layers."""
     rows = [row for row in rows if "error" not in row]
     lines = []
     for mixer in dict.fromkeys(row["mixer"] for row in rows):
@@ -33,8 +33,8 @@ def table(rows: list[dict]) -> str:
             )
             aligned = [row for row in rows if (row["mixer"], row["start"]) == (mixer, start) and row["steps"]]
             name = f"**{start}**" if start == "default" else start
-            after = f"{mean(aligned, 'heldout'):.3f}" if aligned else ""
-            figures = (f"{mean(found, 'dev'):.3f}", layers, f"{mean(found, 'heldout'):.3f}", after)
+            after = f"{mean(aligned, 'dev'):.3f}" if aligned else ""
+            figures = (f"{mean(found, 'dev'):.3f}", after, f"{mean(found, 'heldout'):.3f}", layers)
             lines.append((mixer, name, *figures))
     return markdown(HEAD, lines)
 

@@ -80,6 +80,8 @@ def evaluate(
         gains = ["-" if s is None else f"{s['gain']:.2f} ± {s['gain_error']:.2f}" for s in scored]
         table.add_row(row["task"], "" if row["chance"] is None else f"{row['chance']:.1%}", *shares, *gains)
     out.print(table)
+    if alone := [length for length in grid["lengths"] if length > min(limit_of(model) for model in models.values())]:
+        out.print(f"the table leaves out {alone} tokens, too long for one of the models; probes.json has the other's")
     out.print(f"gain: nats an answer token owes to what the context says of it; written to {out_dir}")
 
 
@@ -111,7 +113,7 @@ def select(
     from hf_memmix.conversion.plan import write_plan
     from hf_memmix.training.data import tokenize_files
     from hf_memmix.training.documents import read_text, text_record
-    from hf_memmix.training.layer_selection import choose, plot_ranking, rank_layers
+    from hf_memmix.training.layer_selection import choose, count_of, plot_ranking, rank_layers
     from hf_memmix.training.probes import TASKS, Material, draw
     from hf_memmix.training.probes.grid import DEPTHS
 
@@ -122,6 +124,7 @@ def select(
     text = asset_path("dev.txt") if text is None else text
     tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
     guide = load(teacher, device)
+    count_of(count, guide.config.num_hidden_layers, guide.config.num_hidden_layers)  # before minutes of work
     check_length(guide, "teacher", length, "--length", "give a shorter one")
     mixers = convert_model(guide, mixer) if student is None else load(student, device)
     if mixers.config.num_hidden_layers != guide.config.num_hidden_layers:

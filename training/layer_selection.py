@@ -164,11 +164,16 @@ def choose(ranking: dict, keep: float | int, num_layers: int) -> list[int]:
     Raises:
         ValueError: as many as, or more than, there are to convert.
     """
-    count = keep if isinstance(keep, int) else max(1, round(keep * num_layers))
     rows = sorted(ranking["layers"], key=lambda row: row["rank"])
-    if not 1 <= count < len(rows) or (isinstance(keep, float) and not 0 < keep < 1):
-        raise ValueError(f"keep is {keep}; give a number from 1 to {len(rows) - 1}, or a fraction between 0 and 1")
-    return sorted(row["layer"] for row in rows[:count])
+    return sorted(row["layer"] for row in rows[: count_of(keep, num_layers, len(rows))])
+
+
+def count_of(keep: float | int, num_layers: int, ranked: int) -> int:
+    """How many layers stay; arguments and errors as in `choose`, `ranked` of `num_layers` can be converted."""
+    count = keep if isinstance(keep, int) else max(1, round(keep * num_layers))
+    if not 1 <= count < ranked or (isinstance(keep, float) and not 0 < keep < 1):
+        raise ValueError(f"keep is {keep}; give a number from 1 to {ranked - 1}, or a fraction between 0 and 1")
+    return count
 
 
 def plot_ranking(plan: dict, path) -> None:

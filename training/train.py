@@ -11,6 +11,7 @@ resumes from its last checkpoint and ends with exactly the weights of an uninter
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -174,12 +175,22 @@ def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:
         saved = json.loads((Path(last) / RUN_FILE).read_text())
     except (OSError, ValueError):
         raise ValueError(f"{last} has no readable {RUN_FILE}; remove it, or start with resume off elsewhere") from None
-    different = [
-        f"{key} was {saved.get(key)}, is {value}" for key, value in identity.items() if saved.get(key) != value
-    ]
+    different = "; ".join(_differences(saved, identity))
     if different:
-        raise ValueError(f"{last} is of another run ({'; '.join(different)}); use another folder or remove it")
+        raise ValueError(
+            f"{last} is of another run ({different}); begin anew with resume off, or give another output folder"
+        )
     return last
+
+
+def _differences(saved: dict, now: dict, within: str = "") -> Iterator[str]:
+    """What two runs' identities differ in, field by field of the recipe."""
+    for key, value in now.items():
+        old = saved.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            yield from _differences(old, value, f"{key}.")
+        elif old != value:
+            yield f"{within}{key} was {old}, is {value}"
 
 
 def _training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArguments:

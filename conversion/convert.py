@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -94,7 +95,10 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{str(folder)!r} is not a model folder: it has no config.json")
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except StrictDataclassError as error:
+        raise ValueError(f"{str(folder)!r} has a config.json with impossible values: {error}") from None
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(
             f"{str(folder)!r} holds a {config.model_type!r} model, which is no causal language model; give a decoder"

@@ -34,6 +34,7 @@ def convert(
     from hf_memmix.conversion import convert_model, save_student
     from hf_memmix.conversion.convert import read_config
     from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher
+    from hf_memmix.conversion.families import family_of
     from hf_memmix.conversion.plan import read_plan, take_mixers
     from hf_memmix.conversion.saving import check_target
 
@@ -41,6 +42,7 @@ def convert(
         raise ValueError("give a folder for the student with --out, or ask for a --dry-run")
     if out_dir is not None:
         check_target(out_dir, overwrite)
+    family_of(read_config(teacher))  # a family that cannot be converted is not loaded first
     chosen = _parse_keep(keep)
     if plan is not None:
         if keep != "none":

@@ -74,7 +74,10 @@ def tokenizer_of(folder: Path, required: bool = True):
         if required:
             raise ValueError(f"{folder} has no tokenizer; save the teacher's tokenizer there")
         return None
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises bare ones
+        raise ValueError(f"{folder} has a tokenizer that cannot be read ({error}); copy it anew") from None
 
 
 def shared_tokenizer(folder: Path, other: Path):

@@ -113,6 +113,22 @@ def test_truncated_weights_are_one_clear_line(workspace):
     assert run.exit_code == 1 and run.output.splitlines()[-1].startswith("error:") and "truncated" in run.output
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", '{"model_type": "llama", "hidden_size": 30}', "impossible values"),
+        ("config.json", '{"model_type": "deepseek_v3"}', "latent attention"),
+        ("config.json", "{", "not a valid JSON"),
+        ("tokenizer.json", '{"version": "1.0", ', "tokenizer that cannot be read"),
+    ],
+)
+def test_broken_folders_are_one_clear_line(workspace, file, content, message):
+    (workspace / "teacher" / file).write_text(content)
+    run = memmix("convert", "--teacher", workspace / "teacher", "--out", workspace / "s")
+    assert run.exit_code == 1 and "Traceback" not in run.output
+    assert "error:" in run.output and message in run.output and not (workspace / "s").exists()
+
+
 def test_numbers_that_yaml_takes_for_text(workspace):
     result_of(memmix("convert", "--teacher", workspace / "teacher", "--out", workspace / "s", "--json",
                      "--option", "ridge=1e-2"))  # fmt: skip

@@ -23,7 +23,7 @@ from hf_memmix_kernels.gka.schedule import as_phases
 
 from ..padding import before_the_end
 from . import gka_start
-from .base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
+from .base import AttentionShape, MemoryMixer, MixerOptions, layer_rotates, register_mixer
 from .layers import RMSNorm, ShortConvolution, check_layer_options, init_layers, one_angle_a_pair, rotate, unit, wide
 
 EPS = 1e-6  # of the unit norm of q and k, and added to beta, as released
@@ -106,6 +106,7 @@ class GKAMixer(MemoryMixer):
         super().__init__(config, layer_idx)
         options, shape = self.options, AttentionShape.of(config)
         shape.check(self, MAX_HEAD_DIM)
+        self.use_rope = options.use_rope and layer_rotates(config, layer_idx)
         hidden, self.heads, self.kv_heads, self.head_dim = astuple(shape)
         q_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden, q_dim, bias=options.qkv_bias)
@@ -143,7 +144,7 @@ class GKAMixer(MemoryMixer):
                 "q": self.q_norm(self._heads(tokens["q"])).flatten(2),
                 "k": self.k_norm(self._heads(tokens["k"])).flatten(2),
             }
-        if options.use_rope:
+        if self.use_rope:
             if rotary is None:
                 raise ValueError(
                     "use_rope=True, but this backbone has no rotary embeddings; set mixers['gka']['use_rope'] to False"
@@ -242,7 +243,7 @@ class GKAMixer(MemoryMixer):
     def _heads_for_memory(self, q, k, v, tokens):
         """[B, T, C] after the convolutions -> q, k of unit norm and v, [B, T, H or Hk, D]."""
         q, k, v = self._heads(q), self._heads(k), self._heads(v)
-        if self.options.use_rope:
+        if self.use_rope:
             q, k = (rotate(x, tokens["cos"], tokens["sin"]) for x in (q, k))
         return unit(q, EPS), unit(k, EPS), v
 

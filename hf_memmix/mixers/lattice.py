@@ -25,7 +25,7 @@ from hf_memmix_kernels.lattice import check_lattice, chunk_lattice, lattice_step
 
 from ..padding import before_the_end
 from . import lattice_start
-from .base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
+from .base import AttentionShape, MemoryMixer, MixerOptions, layer_rotates, register_mixer
 from .layers import (
     RMSNorm,
     ShortConvolution,
@@ -131,6 +131,7 @@ class LatticeMixer(MemoryMixer):
         super().__init__(config, layer_idx)
         options, shape = self.options, AttentionShape.of(config)
         shape.check(self, MAX_HEAD_DIM)
+        self.use_rope = options.use_rope and layer_rotates(config, layer_idx)
         hidden, self.heads, self.kv_heads, self.head_dim = astuple(shape)
         self.slots = options.slots or self.head_dim
         if self.slots > self.head_dim:
@@ -176,7 +177,7 @@ class LatticeMixer(MemoryMixer):
         elif options.qk_norm == "head":
             q, k = (norm(self._slots(t)).flatten(2) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
         tokens = {"q": q, "k": k, "v": self.v_proj(x), "gamma": self._step_size(x)}
-        if options.use_rope:
+        if self.use_rope:
             tokens["cos"], tokens["sin"] = self._angles(rotary)
         if options.use_forget_gate:
             tokens["log_decay"] = F.logsigmoid(wide(self.f_proj(x)))
@@ -299,7 +300,7 @@ class LatticeMixer(MemoryMixer):
     def _heads_for_memory(self, q, k, tokens):
         """[B, T, C] after the convolutions -> q, k [B, T, H, m] and v [B, T, H, d]."""
         q, k, v = self._slots(q), self._slots(k), tokens["v"].unflatten(-1, (-1, self.head_dim))
-        if self.options.use_rope:
+        if self.use_rope:
             q, k = (rotate(x, tokens["cos"], tokens["sin"]) for x in (q, k))
         if self.options.use_unit_qk:
             q, k = unit(q, EPS), unit(k, EPS)

@@ -63,6 +63,16 @@ def test_student_of_every_family_ignores_padding_and_is_saved(model_type, tmp_pa
     torch.testing.assert_close(logits[:1, 5:], alone, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("mixer", ["gka", "lattice"])
+def test_layers_without_rotary_embeddings_stay_without(mixer, tmp_path):
+    convert_model(tiny_teacher("smollm3", layers=5), mixer).save_pretrained(tmp_path)
+    student = load_model(tmp_path)
+    assert [attention_module(student, i).use_rope for i in range(5)] == [True, True, True, False, True]
+    for model_type, rotates in (("llama", True), ("gpt2", False)):
+        student = convert_model(tiny_teacher(model_type), mixer)
+        assert [attention_module(student, i).use_rope for i in range(3)] == [rotates] * 3
+
+
 def test_fused_and_separate_projections_convert_alike():
     """A Phi-3 and a Llama with the same attention become the same mixer."""
     llama, phi = tiny_teacher("llama"), tiny_teacher("phi3")

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_memmix.conversion.families import FAMILIES, REFUSED, Family, extract_attention
 from hf_memmix.mixers import MIXERS, AttentionWeights, MemoryMixer
+from hf_memmix.mixers.base import layer_rotates
 
 HEAD = ("teachers", "projections", "biases", "q and k norm", "heads of k and v", "positions", "not carried over")
 LAYOUTS = {"separate": "q, k, v", "stacked": "fused: all q, k, v rows", "per_head": "fused, head by head"}
@@ -52,10 +53,10 @@ def positions_of_mixers() -> str:
 
 
 def _default(model_type: str, **options) -> tuple[AutoConfig, AttentionWeights]:
-    """Configuration and attention of a model of the default sizes, on the meta device."""
-    config = AutoConfig.for_model(model_type, **options)
+    """Default configuration of a family, and the attention of a model of these sizes on the meta device."""
+    config, shallow = (AutoConfig.for_model(model_type, **options) for _ in range(2))
     with torch.device("meta"):
-        return config, extract_attention(AutoModelForCausalLM.from_config(_shallow(config)), 1)
+        return config, extract_attention(AutoModelForCausalLM.from_config(_shallow(shallow)), 1)
 
 
 def _shallow(config):
@@ -101,7 +102,9 @@ def _positions(family: Family, config) -> str:
         return "learned"
     part = (config.rope_parameters or {}).get("partial_rotary_factor") or 1.0
     rotary = "rotary, neighbours paired" if family.interleaved else "rotary, halves paired"
-    return rotary + (f", {part:.0%} of a head" if part < 1 else "")
+    rotary += f", {part:.0%} of a head" if part < 1 else ""
+    everywhere = all(layer_rotates(config, i) for i in range(config.num_hidden_layers))
+    return rotary + ("" if everywhere else ", not in all layers")
 
 
 def _lost(family: Family, config) -> str:

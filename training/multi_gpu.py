@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Train
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model
 from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.experiments.harness import environment
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.train import train
 
@@ -207,8 +208,7 @@ def main(
     for kind in ("ddp", "fsdp2"):
         whole &= finish(start(kind, names, logs))
     found = {path.stem: json.loads(path.read_text()) for path in sorted(logs.glob("*.json"))}
-    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    table = {"hardware": hardware, "gpus": torch.cuda.device_count(), "torch": torch.__version__}
+    table = environment() | {"gpus": torch.cuda.device_count()}
     table |= {"summary": compare(found), "launches": found}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(table, indent=1) + "\n")

@@ -273,6 +273,57 @@ def experiment_tables(root: Path, *names: str) -> str:
     return "\n\n".join(sections)
 
 
+def gpus_table(root: Path) -> str:
+    """Speed, memory and loss of every launch of `training/multi_gpu.py`."""
+    results = json.loads((root / "training/results/multi_gpu.json").read_text())
+    sizes = {"bundled": "bundled, 5M", "1b": "Llama shape, 1.3B"}
+    launches = {
+        "single": "1 GPU",
+        "single_accumulated": "1 GPU, halves",
+        "ddp": "2 GPUs, DDP",
+        "fsdp2": "2 GPUs, FSDP2",
+    }
+    lines = []
+    for model, size_name in sizes.items():
+        for launch, title in launches.items():
+            found = results["launches"].get(f"{model}_{launch}")
+            for stage, row in (found or {"stages": {}})["stages"].items():
+                compared = results["summary"].get(f"{model}_{launch}_{stage}", {})
+                share, off = compared.get("scaling_efficiency"), compared.get("loss_difference")
+                figures = (f"{row['tokens_per_second']:,}", size(row["peak_memory_bytes"]))
+                figures += (
+                    "" if share is None else f"{100 * share:.0f} %",
+                    "" if off is None else f"{100 * off:.4f} %",
+                )
+                lines.append([size_name, stage, title, f"{row['tokens_per_step']:,}", *figures])
+    head = ["model", "stage", "launch", "tokens a step", "tokens/s", "peak memory a GPU", "efficiency", "loss off by"]
+    return (
+        markdown(head, lines) + f"\n\n{results['gpus']} x {results['hardware']}, torch {results['torch']}, commit "
+        f"{results['commit']}. Off by: the largest relative difference from the loss on one GPU, of all steps. "
+        "Halves: gradient accumulation, in which the last rows of an epoch, fewer than a batch, weigh more."
+    )
+
+
+def plans_table(root: Path) -> str:
+    """Students by which layers kept their attention: chosen by `memmix select`, uniform, the mean of all sets."""
+    from hf_memmix.training.experiments.compare_plans import summary  # here: it imports torch
+
+    results = json.loads((root / "training/results/compare_plans.json").read_text())
+    lines = []
+    for found in summary(results):
+        if not found["named"]:
+            continue  # not all sets of this size are trained yet
+        for name, plan in found["named"].items():
+            kept = ", ".join(map(str, plan["keep"]))
+            lines.append([str(found["kept"]), name, kept, f"{plan['kl']:.4f}", f"{plan['ppl_ratio']:.4f}"])
+        random = (found["kl"], found["ppl_ratio"])
+        lines.append([str(found["kept"]), f"mean of all {found['plans']}", "", *(f"{f['mean']:.4f}" for f in random)])
+        lines.append([str(found["kept"]), "worst of them", "", *(f"{f['worst']:.4f}" for f in random)])
+    where = results["environment"]
+    head = ["layers kept", "plan", "which", "KL to the teacher", "perplexity ratio"]
+    return markdown(head, lines) + f"\n\nHeld-out text; {where['hardware']}, commit {where['commit']}."
+
+
 # by the first word of a name; what follows are arguments
 def teacher_table(root: Path) -> str:
     """The families that can be converted, and those that cannot."""
@@ -293,4 +344,6 @@ TABLES = {
     "lattice_frozen": lattice_frozen_table,
     "results": experiment_tables,
     "teachers": teacher_table,
+    "gpus": gpus_table,
+    "plans": plans_table,
 }

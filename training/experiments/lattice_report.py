@@ -33,14 +33,14 @@ def gap(of: dict[str, float], name: str, to: str) -> str:
     return f"{100 * (of[name] / of[to] - 1):+.1f} %" if name in of and to in of else ""
 
 
-def language(results: dict, rows: list[dict], reference: str = "dec") -> str:
-    """Perplexity by context, its distance from the reference's beside the paper's, and both orders."""
+def language(results: dict, rows: list[dict], reference: str = "dec", in_paper: dict = PAPER) -> str:
+    """Perplexity by context, its distance from the reference's beside the paper's if it has any, and the orders."""
     names, lines, orders = dict.fromkeys(row["model"] for row in rows), {}, []
     for context in results["settings"]["contexts"]:
         chosen = {name: chosen_rows(rows, model=name, context=context) for name in names}
         chosen = {name: found for name, found in chosen.items() if found}
         ours = {name: statistics.fmean(row["perplexity"] for row in found) for name, found in chosen.items()}
-        paper = {name: PAPER[name][context] for name in ours if context in PAPER.get(name, {})}
+        paper = {name: in_paper[name][context] for name in ours if context in in_paper.get(name, {})}
         for name, found in chosen.items():
             cells = (figure(found, "perplexity", 2), gap(ours, name, reference), gap(paper, name, reference))
             lines.setdefault(name, {})[context] = (*cells, f"{found[0]['lr']:g}")
@@ -49,13 +49,13 @@ def language(results: dict, rows: list[dict], reference: str = "dec") -> str:
                 orders.append(f"Order at {context}, {whose}: {' < '.join(sorted(figures, key=figures.get))}.")
     head = ["model", "rate"]
     for context in results["settings"]["contexts"]:
-        head += [str(context), f"above {reference}", "paper"]
+        head += [str(context), f"above {reference}", *(["paper"] if in_paper else [])]
     table = []
     for name, cells in lines.items():
         rate = next(iter(cells.values()))[3]
         row = [name, rate]
         for context in results["settings"]["contexts"]:
-            row += cells.get(context, ("", "", ""))[:3]
+            row += cells.get(context, ("", "", ""))[: 3 if in_paper else 2]
         table.append(row)
     return f"{markdown(head, table)}\n\n" + "\n".join(orders)
 
@@ -86,7 +86,7 @@ def recall(results: dict, rows: list[dict]) -> str:
 
 SECTIONS = {
     "lattice_language": language,
-    "coffee_language": functools.partial(language, reference="coffee"),
+    "coffee_language": functools.partial(language, reference="coffee", in_paper={}),
     "lattice_ablation": ablation,
     "recall": recall,
 }

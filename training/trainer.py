@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.data import RandomSampler
 from transformers import Trainer, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
@@ -55,6 +56,14 @@ class PairTrainer(Trainer):
         result = super().train(resume_from_checkpoint=checkpoint)
         self.check_weights()
         return result.metrics["train_runtime"]
+
+    def _get_train_sampler(self, train_dataset=None):
+        """Rows of whole optimizer steps: accumulation would end an epoch with a step of fewer."""
+        sampler = super()._get_train_sampler(train_dataset)
+        step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        if not isinstance(sampler, RandomSampler) or len(sampler.data_source) < step:
+            return sampler
+        return RandomSampler(sampler.data_source, num_samples=len(sampler.data_source) // step * step)
 
     def create_optimizer(self, model=None):
         if self.optimizer is None:

@@ -243,3 +243,14 @@ def test_tokens_are_counted_in_log_and_state(tmp_path, data, teacher):
     for step in (2, 4):
         state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
         assert state["num_input_tokens_seen"] == step * 2 * 4 * 16
+
+
+def test_accumulation_reads_the_rows_of_a_step_also_at_the_end_of_an_epoch(tmp_path, data, teacher):
+    """Ten rows: two steps of four an epoch, whether each is read at once or in halves."""
+    ten, losses = TokenBlocks(data.blocks[:10].flatten(), 16), []
+    for accumulation in (1, 2):
+        options = {"steps": 5, "batch_size": 4 // accumulation, "gradient_accumulation": accumulation}
+        options |= {"block_size": 16, "warmup_steps": 1, "trainer": {"logging_steps": 1}}
+        result = distill(convert_model(teacher), teacher, ten, tmp_path / str(accumulation), **options)
+        losses.append([entry["loss"] for entry in result["log"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

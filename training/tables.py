@@ -300,7 +300,7 @@ def gpus_table(root: Path) -> str:
     return (
         markdown(head, lines) + f"\n\n{results['gpus']} x {results['hardware']}, torch {results['torch']}, commit "
         f"{results['commit']}. Off by: the largest relative difference from the loss on one GPU, of all steps. "
-        "Halves: gradient accumulation, in which the last rows of an epoch, fewer than a batch, weighed more (since mended)."
+        "Halves: gradient accumulation, in which the last rows of an epoch, fewer than a batch, weighed more."
     )
 
 

@@ -90,7 +90,7 @@ def main() -> None:
             middle = report(student, teacher, dev, block_size=args.block_size)
             say(f"{stage}: {steps} steps, perplexity ratio {middle['ppl_ratio']:.4f}")
             if stage == "align" and args.keep == "auto":
-                keep, scores = most_needed_layer(student, teacher, stream[:20_000], options)
+                keep, scores = most_needed_layer(student, teacher, stream[:20_000], args.block_size, options)
                 say(f"KL when only this layer is replaced: {scores}; keeping {keep}")
                 student = with_kept(student, teacher, keep, options)
 
@@ -140,13 +140,15 @@ def with_kept(aligned, teacher, keep: list[int], options: dict):
     return student
 
 
-def most_needed_layer(aligned, teacher, tokens: torch.Tensor, options: dict) -> tuple[list[int], list[float]]:
+def most_needed_layer(
+    aligned, teacher, tokens: torch.Tensor, block_size: int, options: dict
+) -> tuple[list[int], list[float]]:
     """The layer whose replacement alone moves the teacher's predictions most, and that KL for every layer."""
     layers = range(teacher.config.num_hidden_layers)
     scores = []
     for layer in layers:
         single = with_kept(aligned, teacher, [i for i in layers if i != layer], options)
-        scores.append(round(report(single, teacher, tokens)["kl"], 5))
+        scores.append(round(report(single, teacher, tokens, block_size=block_size)["kl"], 5))
     return [max(layers, key=scores.__getitem__)], scores
 
 

@@ -11,12 +11,12 @@ import json
 from pathlib import Path
 
 import torch
+from profiling import kernel_ms
 
 from hf_memmix_kernels import chunk_gka
 from hf_memmix_kernels.gka import chunk_triton
 
 CONFIGURATIONS = [(4, 1, 64), (4, 2, 64), (4, 3, 64), (8, 1, 64), (8, 3, 64), (4, 3, 32)]  # warps, stages, scan tile
-REPEATS = 3
 
 
 def draw() -> list[torch.Tensor]:
@@ -37,17 +37,7 @@ def profile(inputs: list[torch.Tensor]) -> dict[str, float]:
         o, _ = chunk_gka(*inputs, refinement=(12, 10))
         torch.autograd.grad(o, inputs, torch.ones_like(o))
 
-    both()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(REPEATS):
-            both()
-        torch.cuda.synchronize()
-    return {
-        event.key: round(event.self_device_time_total / 1e3 / REPEATS, 4)
-        for event in profiler.key_averages()
-        if event.key.startswith("gka")
-    }
+    return kernel_ms(both, "gka")
 
 
 def main():

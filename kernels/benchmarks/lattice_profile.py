@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 from lattice_benches import SHAPES, draw, state
+from profiling import kernel_ms
 
 from hf_memmix_kernels import chunk_lattice
 
-REPEATS = 3
 SEQUENTIAL = ("lattice_fwd_kernel", "lattice_adjoint_kernel", "lattice_walk_kernel", "lattice_walk_adjoint_kernel")
 
 
@@ -33,17 +33,7 @@ def profile(variant: str, backward: bool) -> dict[str, float]:
         if backward:
             torch.autograd.grad(o, list(inputs.values()), do)
 
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(REPEATS):
-            call()
-        torch.cuda.synchronize()
-    return {
-        event.key: round(event.self_device_time_total / 1e3 / REPEATS, 4)
-        for event in profiler.key_averages()
-        if event.key.startswith("lattice")
-    }
+    return kernel_ms(call, "lattice")
 
 
 def main():

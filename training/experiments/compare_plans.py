@@ -13,14 +13,15 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model, report, save_student
 from hf_memmix.conversion.convert import layers_to_keep
 from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.training.data import TokenBlocks
-from hf_memmix.training.experiments.harness import check_time, device, execute, parser_of, write_json
+from hf_memmix.training.experiments.fit import Deadline
+from hf_memmix.training.experiments.harness import device, execute, parser_of, write_json
 from hf_memmix.training.experiments.text import measured_tokens, text_record, train_tokens
 from hf_memmix.training.layer_selection import cost_of_swaps, rank_layers
 from hf_memmix.training.probes import Material, draw
@@ -40,16 +41,6 @@ def plan(done: list[dict], args) -> list[dict]:
     layers = load_model(asset_path("tiny_teacher")).config.num_hidden_layers
     sets = [list(keep) for size in args.sizes for keep in itertools.combinations(range(layers), size)]
     return [{"stage": "distill", "keep": keep} for keep in sets]
-
-
-class Deadline(TrainerCallback):
-    """Ends a row that the command has no time for."""
-
-    def __init__(self, args):
-        self.args = args
-
-    def on_step_end(self, *args, **kwargs):
-        check_time(self.args)
 
 
 def run(row: dict, args) -> dict:

@@ -15,15 +15,15 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model, report
 from hf_memmix.conversion.convert import layers_to_keep
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments import baselines  # noqa: F401, registers "gla"
-from hf_memmix.training.experiments.fit import best
-from hf_memmix.training.experiments.harness import check_time, device, execute, parser_of
+from hf_memmix.training.experiments.fit import Deadline, best
+from hf_memmix.training.experiments.harness import device, execute, parser_of
 from hf_memmix.training.experiments.text import measured_tokens, text_record, train_tokens
 from hf_memmix.training.probes import Material, run_probes
 from hf_memmix.training.train import Recipe, train
@@ -46,16 +46,6 @@ def plan(done: list[dict], args) -> list[dict]:
     # the whole table of one seed before the next, in case time is short
     cells = itertools.product(range(args.seeds), KEPT, chosen)
     return rows + [{"mixer": m, "kept": kept, "scale": chosen[m], "seed": seed} for seed, kept, m in cells]
-
-
-class Deadline(TrainerCallback):
-    """Ends a row that the command has no time for."""
-
-    def __init__(self, args):
-        self.args = args
-
-    def on_step_end(self, *args, **kwargs):
-        check_time(self.args)
 
 
 def run(row: dict, args) -> dict:

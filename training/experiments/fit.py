@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
 
 from hf_memmix import memmix_config
 from hf_memmix.mixers import ATTENTION
@@ -79,6 +79,16 @@ def build(args: argparse.Namespace, mixer: str, options: dict, *, vocab: int, co
     narrower = round(surplus / (3 * args.hidden_size * args.layers))
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config(mixer, options, width - narrower)).to(device())
+
+
+class Deadline(TrainerCallback):
+    """Ends a row that the command has no time for."""
+
+    def __init__(self, args):
+        self.args = args
+
+    def on_step_end(self, *args, **kwargs):
+        check_time(self.args)
 
 
 def autocast():

@@ -7,12 +7,9 @@ from torch import Tensor
 
 from .._chunks import chunk_table
 from .._common import compute_dtype
-from .dual_bwd_kernels import (
-    lattice_read_adjoint_kernel,
-    lattice_walk_adjoint_kernel,
-    lattice_write_adjoint_kernel,
-)
-from .dual_fwd_kernels import lattice_norm_kernel, lattice_read_kernel, lattice_walk_kernel
+from .dual_bwd_kernels import lattice_walk_adjoint_kernel
+from .dual_fwd_kernels import lattice_norm_kernel, lattice_walk_kernel
+from .dual_read_kernels import lattice_read_adjoint_kernel, lattice_read_kernel, lattice_write_adjoint_kernel
 from .plan import CHECKPOINT, checkpoint_slots, dual_size, padded
 
 # lanes that share a slot, and tokens loaded ahead, where tokens are walked one by one; warps of a window of 64 x 64

@@ -13,19 +13,13 @@ from .dual_tiles import (
     cast,
     combine,
     inner,
-    join,
-    load_column,
     load_group,
     load_parts,
-    load_rows,
     load_slots,
-    locate,
     normalise,
-    pairs,
     store_slots,
     write_rule,
 )
-from .tiles import known
 
 
 @triton.jit
@@ -85,39 +79,3 @@ def lattice_walk_kernel(
         p += P * H * M
         ks, vs, hhs, gammas = ks_next, vs_next, hhs_next, gammas_next
     store_slots(final_state + i_s * (M * D), normalise(S), o_m, M, D, D2)
-
-
-@triton.jit
-def lattice_read_kernel(
-    q, k, v, hh, gamma, states, p, o, cu_seqlens, first, sequence, T, N,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
-    VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """o of one window of one head, from MB slots at a time."""
-    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
-    at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
-    q, k, p = q + at * M, k + at * M, p + at * M
-    states += (i_c.to(tl.int64) * H + i_h) * (M * D)
-    b_hh, b_gamma = load_column(hh + at, o_t, H, tokens, ACC), load_column(gamma + at, o_t, H, tokens, ACC)
-    b_o, score, own = tl.zeros([C, BD], ACC), tl.zeros([C, C], ACC), tl.zeros([C], ACC)
-    for i_m in tl.range(0, M, MB, num_stages=1):
-        o_m = i_m + tl.arange(0, MB)
-        b_p, b_k = load_rows(p, o_t, o_m, M, H * M, tokens, ACC), load_rows(k, o_t, o_m, M, H * M, tokens, ACC)
-        b_q = load_rows(q, o_t, o_m, M, H * M, tokens, ACC)
-        _, _, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
-        own += tl.sum(b_q * b, 1)
-        read = b_q * a
-        prefix, suffix, product = tl.full([C, MB], 1, ACC), tl.full([C, MB], 1, ACC), a
-        for level in tl.static_range(LEVELS):
-            second, mask, _ = pairs(o_t, 1 << level)
-            both = tl.where(second, read, b) * tl.where(second, prefix, suffix)
-            found = tl.dot(both, tl.trans(both), input_precision=PRECISION, out_dtype=ACC)
-            score += tl.where(mask, found, 0)
-            prefix, suffix, product = join(prefix, suffix, product, second, 1 << level)
-        S = load_rows(states, o_m, o_d, D, D, M, ACC)
-        b_o = tl.dot(read * prefix, S, b_o, input_precision=PRECISION, out_dtype=ACC)
-    b_h = known(load_rows(v + at * D, o_t, o_d, D, H * D, tokens, ACC), VARIANT)
-    b_o = tl.dot(score, b_h, b_o, input_precision=PRECISION, out_dtype=ACC) + own[:, None] * b_h
-    mask = (o_t < tokens)[:, None] & (o_d < D)[None, :]
-    tl.store(o + at * D + o_t[:, None] * (H * D) + o_d[None, :], b_o.to(o.dtype.element_ty), mask=mask)

@@ -1,6 +1,7 @@
 """Equal parameters, equal data, and a harness that resumes, survives a row that fails, and stops in time."""
 
 import argparse
+import functools
 import json
 import math
 import time
@@ -49,9 +50,25 @@ def test_models_are_causal_and_learn(name, tmp_path):
     with torch.no_grad():
         a, b = model(ids).logits, model(other).logits
     torch.testing.assert_close(a[:, :12], b[:, :12], rtol=1e-4, atol=1e-4)
-    result = fit.fit(model, lambda step: fit.next_token_loss(model, ids), 60, 1e-2, args)
+    result = fit.fit(model, lambda ids: fit.next_token_loss(model, ids), 60, 1e-2, args, lambda step: (ids,))
     losses = [loss for _, loss in result["curve"]]
     assert result["finite"] and losses[-1] < 0.5 * math.log(32) and result["steps"] == 60
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", [*MODELS.values(), ("ska", {})], ids=[*MODELS, "ska"])
+def test_a_graph_trains_as_single_launches_do(mixer, tmp_path, monkeypatch):
+    """The same batches by a CUDA graph and launch by launch: the same losses up to rounding in bf16."""
+    args, losses = arguments(tmp_path), []
+    batches = torch.randint(32, (20, 4, 128), generator=torch.Generator().manual_seed(0)).cuda() // 2
+    for graphed in (fit.Graphed, lambda function: function):
+        monkeypatch.setattr(fit, "Graphed", graphed)
+        model = build(args, *mixer, vocab=32, context=128, seed=0)
+        loss = functools.partial(fit.next_token_loss, model)
+        result = fit.fit(model, loss, 20, 3e-3, args, lambda step: (batches[step],))
+        losses.append([value for _, value in result["curve"]])
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.02, atol=0.02)
+    assert losses[0][-1] < losses[0][0] - 0.3
 
 
 def test_windows_are_the_same_for_all_and_cover_the_text_once_an_epoch():

@@ -22,7 +22,7 @@ def run(row: dict, args) -> dict:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    add_sizes(parser, hidden_size=256, layers=4, heads=4, batch_tokens=32768, tokens=8_000_000)
+    add_sizes(parser, hidden_size=256, layers=4, heads=4, batch_tokens=32768, tokens=16_000_000)
     parser.add_argument("--text", type=Path, required=True, help="training text, .txt or .npy of text.py")
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--lrs", type=float, nargs="+", default=[4e-3, 2e-3])

@@ -5,6 +5,7 @@ AdamW(0.9, 0.95), weight decay 0.1 on matrices, clip 1, linear warm-up, cosine t
 
 import argparse
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -34,6 +35,9 @@ MODELS = {
     "dec": ("lattice", {"variant": "dec"}),
     "enc": ("lattice", {"variant": "enc"}),
     "sim": ("lattice", {"variant": "sim"}),
+    "dec-small": ("lattice", {"variant": "dec", "gamma_max": 0.25}),
+    "enc-small": ("lattice", {"variant": "enc", "gamma_max": 0.25}),
+    "sim-small": ("lattice", {"variant": "sim", "gamma_max": 0.25}),
     "coffee": ("coffee", {}),
     "coffee-filter": ("coffee", {"use_output_filter": True}),
     "mamba2": ("mamba2", {}),
@@ -101,15 +105,16 @@ def fit(
     steps: int,
     lr: float,
     args: argparse.Namespace,
-    batch_of: Callable[[int], tuple[Tensor, ...]] | None = None,
+    batch_of: Callable[[int], tuple[Tensor, ...]],
     enough: float = 0.0,
     hold: float = 0.0,
 ) -> dict:
-    """Train on `loss_of(step)`; the losses on the way, and whether they stayed finite.
+    """Train on `loss_of(*batch_of(step))`; the losses on the way, and whether they stayed finite.
+
+    On a GPU a step is one CUDA graph: models so small would wait for their kernels' launches.
 
     Args:
-        batch_of: gives tensors of the same shapes at every step; training is then on `loss_of(*batch_of(step))`, and a
-            step is one CUDA graph on a GPU, for models so small that they wait for their kernels' launches.
+        batch_of: gives tensors of the same shapes at every step.
         enough: a loss, looked at 20 times, below which training ends before `steps`.
         hold: the share of the steps at the full rate, before the cosine.
 
@@ -119,9 +124,8 @@ def fit(
     model.train()
     groups = optimizer_groups(model, 0.1)
     on_gpu = device().type == "cuda"
-    graphed = batch_of is not None and on_gpu
-    rate = torch.tensor(lr, device=device()) if graphed else lr  # a graph reads it from memory
-    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=graphed)
+    rate = torch.tensor(lr, device=device()) if on_gpu else lr  # a graph reads it from memory
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
     warmup = max(1, steps // 20)
 
     def share_of_rate(step: int) -> float:
@@ -139,10 +143,10 @@ def fit(
         optimizer.step()
         return loss.detach()
 
-    update = Graphed(update) if graphed else update
+    update = Graphed(update) if on_gpu else update
     every, curve, began, finite = max(1, steps // 20), [], time.time(), True
     for step in range(steps):
-        loss = update(*((step,) if batch_of is None else batch_of(step)))
+        loss = update(*batch_of(step))
         schedule.step()
         if (step + 1) % every == 0 or step + 1 == steps:
             check_time(args)
@@ -162,7 +166,8 @@ def learn_text(row: dict, args: argparse.Namespace, mixer: str, options: dict) -
     batch = max(1, args.batch_tokens // context)
     windows = Windows(train_tokens(args.text).to(device()), context, batch, seed)
     steps = max(1, args.tokens // (batch * context))
-    result = fit(model, lambda step: next_token_loss(model, windows(step)), steps, row["lr"], args)
+    loss_of = functools.partial(next_token_loss, model)
+    result = fit(model, loss_of, steps, row["lr"], args, lambda step: (windows(step),))
     result |= {"parameters": model.num_parameters(), "trained_tokens": steps * batch * context}
     if not result["finite"]:
         return result
@@ -199,15 +204,15 @@ def gates(model, ids: Tensor) -> dict[str, list]:
     return found
 
 
-def answer(model, recall) -> Tensor:
+def answer(model, ids: Tensor, positions: Tensor) -> Tensor:
     """Logits [B, n, V] at the queries alone."""
-    hidden = model.model(input_ids=recall.ids, use_cache=False).last_hidden_state
-    index = recall.positions[..., None].expand(-1, -1, hidden.shape[-1])
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    index = positions[..., None].expand(-1, -1, hidden.shape[-1])
     return model.lm_head(hidden.gather(1, index)).float()
 
 
-def recall_loss(model, recall) -> Tensor:
-    return F.cross_entropy(answer(model, recall).flatten(0, 1), recall.values.flatten())
+def recall_loss(model, ids: Tensor, positions: Tensor, values: Tensor) -> Tensor:
+    return F.cross_entropy(answer(model, ids, positions).flatten(0, 1), values.flatten())
 
 
 def best(done: list[dict], **wanted) -> dict | None:

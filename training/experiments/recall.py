@@ -7,6 +7,7 @@ the loss is below 0.01 or all tokens are used up. The rate is chosen by the loss
 the accuracy on others, and that of a second seed at this rate.
 """
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -49,7 +50,7 @@ def measure(model, batch: int, length: int, pairs: int, seed: int) -> tuple[floa
     with autocast():
         for _ in range(TEST_BATCHES):
             recall = draw_recall(batch, length, pairs, draws)
-            logits = answer(model, recall)
+            logits = answer(model, recall.ids, recall.positions)
             loss = F.cross_entropy(logits.flatten(0, 1), recall.values.flatten())
             found.append(torch.stack([loss, (logits.argmax(-1) == recall.values).float().mean()]))
     loss, accuracy = torch.stack(found).mean(0).tolist()
@@ -63,10 +64,12 @@ def run(row: dict, args) -> dict:
     steps = max(1, args.tokens // (batch * length))
     stream = generator(seed)
 
-    def loss_of(step):
-        return recall_loss(model, draw_recall(batch, length, pairs, stream))
+    def batch_of(step):
+        recall = draw_recall(batch, length, pairs, stream)
+        return recall.ids, recall.positions, recall.values
 
-    result = fit(model, loss_of, steps, row["lr"], args, enough=SOLVED)
+    loss_of = functools.partial(recall_loss, model)
+    result = fit(model, loss_of, steps, row["lr"], args, batch_of, enough=SOLVED)
     result |= {"parameters": model.num_parameters(), "sequences": result["steps"] * batch}
     if not result["finite"]:
         return result
@@ -77,7 +80,7 @@ def run(row: dict, args) -> dict:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    add_sizes(parser, hidden_size=64, layers=2, heads=2, batch_tokens=32768, tokens=30_000_000)
+    add_sizes(parser, hidden_size=64, layers=2, heads=2, batch_tokens=32768, tokens=100_000_000)
     parser.add_argument("--cells", type=json.loads, default=CELLS, help="[[length, pairs]]")
     parser.add_argument("--lrs", type=float, nargs="+", default=[3e-3, 1e-2])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(COMPARED))

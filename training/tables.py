@@ -306,7 +306,8 @@ def gpus_table(root: Path) -> str:
 
 def plans_table(root: Path) -> str:
     """Students by which layers kept their attention: chosen by `memmix select`, uniform, the mean of all sets."""
-    from hf_memmix.training.experiments.compare_plans import summary  # here: it imports torch
+    from hf_memmix.training.experiments.compare_plans import summary  # here: they import torch
+    from hf_memmix.training.experiments.harness import measured_at
 
     results = json.loads((root / "training/results/compare_plans.json").read_text())
     lines = []
@@ -319,9 +320,8 @@ def plans_table(root: Path) -> str:
         random = (found["kl"], found["ppl_ratio"])
         lines.append([str(found["kept"]), f"mean of all {found['plans']}", "", *(f"{f['mean']:.4f}" for f in random)])
         lines.append([str(found["kept"]), "worst of them", "", *(f"{f['worst']:.4f}" for f in random)])
-    where = results["environment"]
     head = ["layers kept", "plan", "which", "KL to the teacher", "perplexity ratio"]
-    return markdown(head, lines) + f"\n\nHeld-out text; {where['hardware']}, commit {where['commit']}."
+    return markdown(head, lines) + f"\n\nHeld-out text; {measured_at(results)}."
 
 
 # by the first word of a name; what follows are arguments

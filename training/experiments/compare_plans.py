@@ -21,7 +21,7 @@ from hf_memmix.conversion.convert import layers_to_keep
 from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.fit import Deadline
-from hf_memmix.training.experiments.harness import device, execute, parser_of, write_json
+from hf_memmix.training.experiments.harness import device, execute, measured_at, parser_of, write_json
 from hf_memmix.training.experiments.text import measured_tokens, text_record, train_tokens
 from hf_memmix.training.layer_selection import cost_of_swaps, rank_layers
 from hf_memmix.training.probes import Material, draw
@@ -141,8 +141,7 @@ def plot(results: dict, path: Path) -> None:
     from hf_memmix.training.experiments.plots import figure_of, save
 
     rows, trained = summary(results), [row for row in results["rows"] if row["stage"] == "distill"]
-    where = results["environment"]
-    caption = f"{results['settings']['distill_steps']} steps of distillation; {where['hardware']}, {where['commit']}"
+    caption = f"{results['settings']['distill_steps']} steps of distillation; {measured_at(results)}"
     figure, (panel,) = figure_of(1, caption)
     panel.plot([len(r["keep"]) for r in trained], [r["trained"]["kl"] for r in trained], ".", color="#999999")
     for marker, name in zip("*sDo", [*SCORES, "uniform"], strict=True):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hf_memmix.training.experiments.coffee_report import markdown
 from hf_memmix.training.experiments.fit import best
+from hf_memmix.training.experiments.harness import measured_at
 from hf_memmix.training.experiments.plots import MARKERS, figure_of, save
 
 TEACHER = "attention"
@@ -65,21 +66,20 @@ def table(results: dict) -> str:
 
 def section(results: dict) -> str:
     """The table and, below it, what it is from."""
-    where, settings = results["environment"], results["settings"]
+    settings = results["settings"]
     tokens = max((row.get("trained_tokens", 0) for row in results["rows"]), default=0)
     return (
         f"{table(results)}\n\n{tokens / 1e6:.1f}M tokens a student, {settings['align_steps']} steps of align and "
-        f"{settings['distill_steps']} of distill; {where['hardware']}, commit {where['commit']}."
+        f"{settings['distill_steps']} of distill; {measured_at(results)}."
     )
 
 
 def plot(results: dict, path: str | Path) -> None:
     """Perplexity ratio and the gain of every probe against the share of layers kept."""
-    where = results["environment"]
     teacher = [row for row in results["rows"] if row["mixer"] == TEACHER and "error" not in row]
     tasks = list(teacher[0]["probes"]) if teacher else []
     tokens = max((row.get("trained_tokens", 0) for row in results["rows"]), default=0)
-    caption = f"{tokens / 1e6:.0f}M tokens a student; {where['hardware']}, {where['commit']}"
+    caption = f"{tokens / 1e6:.0f}M tokens a student; {measured_at(results)}"
     figure, panels = figure_of(1 + len(tasks), caption)
     mixers = dict.fromkeys(row["mixer"] for row in results["rows"] if row["mixer"] != TEACHER)
     for mixer, mark in zip(mixers, MARKERS, strict=False):

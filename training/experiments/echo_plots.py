@@ -11,14 +11,14 @@ from hf_memmix.training.experiments.echo_report import (
     mean_of,
 )
 from hf_memmix.training.experiments.echo_suite import TRAINED
+from hf_memmix.training.experiments.harness import measured_at
 from hf_memmix.training.experiments.plots import figure_of, save
 
 COLORS = {"ssm": "#8a8a8a", "attention": "#c96f2f", "ska": "#2f6fa7"}
 
 
 def _figure(panels: int, results: dict):
-    where, settings = results["environment"], results["settings"]
-    return figure_of(panels, f"{settings['steps']} steps; {where['hardware']}, {where['commit']}")
+    return figure_of(panels, f"{results['settings']['steps']} steps; {measured_at(results)}")
 
 
 def plot_transfer(results: dict, path: str | Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hf_memmix.training.experiments.coffee_report import markdown
 from hf_memmix.training.experiments.echo_suite import MODELS, TRAINED
-from hf_memmix.training.experiments.harness import matches
+from hf_memmix.training.experiments.harness import matches, measured_at
 
 TASKS_PAPER = {
     "mqar": {"ssm": 55.1, "attention": 76.0, "ska": 82.2},
@@ -183,11 +183,10 @@ REPORTS = {"echo_transfer": transfer_tables, "echo_ablation": ablation_table, "e
 
 
 def report(results: dict) -> str:
-    where = results["environment"]
     text = REPORTS[results["experiment"]](results)
     failed = sum(len(row.get("errors", ())) + ("error" in row) for row in results["rows"])
     text += f"\n\n{failed} measurements failed." if failed else ""
-    return f"{text}\n\n{results['settings']['steps']} steps; {where['hardware']}, commit {where['commit']}.\n"
+    return f"{text}\n\n{results['settings']['steps']} steps; {measured_at(results)}.\n"
 
 
 if __name__ == "__main__":

@@ -78,6 +78,13 @@ def environment() -> dict:
     return {"hardware": name, "torch": torch.__version__, "commit": known or "unknown"}
 
 
+def measured_at(results: dict) -> str:
+    """Hardware of the results and commits of their rows, which differ where a run was resumed at a later one."""
+    where = results["environment"]
+    commits = dict.fromkeys(row.get("commit", where["commit"]) for row in results["rows"])
+    return f"{where['hardware']}, commit {', '.join(commits)}"
+
+
 def matches(record: dict, row: dict) -> bool:
     """Whether a record of the results is of this row."""
     return all(record.get(key) == value for key, value in row.items())

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from hf_memmix.training.experiments.coffee_report import markdown
+from hf_memmix.training.experiments.harness import measured_at
 
 HEAD = ("mixer", "start", "dev", "aligned, dev", "held-out", "held-out, by layer")
 
@@ -41,12 +42,11 @@ def table(rows: list[dict]) -> str:
 
 def section(results: dict) -> str:
     """The table and, below it, what it is from."""
-    where, settings = results["environment"], results["settings"]
-    commits = ", ".join(sorted({row["commit"] for row in results["rows"]}))
+    settings = results["settings"]
     return (
         f"{table(results['rows'])}\n\n{settings['measured_tokens']} tokens of each text in blocks of "
         f"{settings['block_size']}; aligned: {settings['steps']} steps of 4 rows of {settings['block_size'] // 2}. "
-        f"{where['hardware']}, torch {where['torch']}, commit {commits}."
+        f"torch {results['environment']['torch']}, {measured_at(results)}."
     )
 
 

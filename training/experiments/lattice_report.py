@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from hf_memmix.training.experiments.coffee_report import markdown
+from hf_memmix.training.experiments.harness import measured_at
 from hf_memmix.training.experiments.lattice_ablation import LADDER
 from hf_memmix.training.experiments.lattice_language import PAPER
 from hf_memmix.training.experiments.plots import chosen_rows, diverged
@@ -95,11 +96,10 @@ SECTIONS = {
 def section(results: dict) -> str:
     """The table of one file and, below it, what it is from."""
     rows, lost = diverged(results)
-    settings, where = results["settings"], results["environment"]
-    commits = sorted({row.get("commit", where["commit"]) for row in rows})
+    settings = results["settings"]
     text = SECTIONS[results["experiment"]](results, rows)
     text += f"\n\n{settings['layers']} layers of {settings['hidden_size']}, {settings['tokens'] / 1e6:.0f}M tokens;"
-    text += f" {where['hardware']}, commit {', '.join(commits)}."
+    text += f" {measured_at(results)}."
     names = [f"{row.get('model') or row['rung']} at {row['lr']:g}" for row in lost]
     return text + (f" Learnt nothing: {', '.join(dict.fromkeys(names))}." if names else "")
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from hf_memmix.training.experiments.fit import best
+from hf_memmix.training.experiments.harness import measured_at
 
 MARKERS = "osD^vP*Xh<>"
 FEWEST = 1e-4  # wrong answers that a log scale shows
@@ -38,9 +39,9 @@ def save(figure, path: str | Path) -> None:
 
 
 def _figure(panels: int, results: dict):
-    settings, where = results["settings"], results["environment"]
+    settings = results["settings"]
     size = f"{settings['layers']} layers of {settings['hidden_size']}, {settings['tokens'] / 1e6:.0f}M tokens"
-    return figure_of(panels, f"{size}; {where['hardware']}, {where['commit']}")
+    return figure_of(panels, f"{size}; {measured_at(results)}")
 
 
 def chosen_rows(rows: list[dict], **wanted) -> list[dict]:

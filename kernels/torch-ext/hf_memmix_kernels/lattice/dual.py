@@ -1,5 +1,7 @@
 """Launches of Lattice's dual form, for "enc" and "sim" with projection: same arguments and results as triton.py's."""
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -9,12 +11,26 @@ from .._chunks import chunk_table
 from .._common import compute_dtype
 from .dual_bwd_kernels import lattice_walk_adjoint_kernel
 from .dual_fwd_kernels import lattice_norm_kernel, lattice_walk_kernel
+from .dual_level_kernels import (
+    lattice_read_adjoint_levels_kernel,
+    lattice_read_levels_kernel,
+    lattice_write_adjoint_levels_kernel,
+)
 from .dual_read_kernels import lattice_read_adjoint_kernel, lattice_read_kernel, lattice_write_adjoint_kernel
 from .plan import CHECKPOINT, checkpoint_slots, dual_size, padded
 
 # lanes that share a slot, and tokens loaded ahead, where tokens are walked one by one; warps of a window of 64 x 64
 LANES, GROUP = 4, 4
 WARPS = 4
+# programs that look for windows which may not be divided in, and at how many a program looks at once
+PROGRAMS, AHEAD = 256, 32
+
+
+def _precision(v: Tensor) -> str:
+    """Of products over a whole window; the interpreter multiplies no bfloat16."""
+    if v.dtype in (torch.float64, torch.float32):
+        return "ieee" if v.dtype == torch.float64 else "tf32x3"
+    return "pairs" if v.is_cuda and os.environ.get("TRITON_INTERPRET") != "1" else "ieee"
 
 
 class _Plan:
@@ -35,13 +51,17 @@ class _Plan:
         shared = {"H": H, "M": M, "D": D, "VARIANT": variant, "C": CHECKPOINT, "ACC": acc}
         MB, D2 = 32 // LANES, 4 * LANES
         self.walk = {**shared, "MB": MB, "D1": triton.cdiv(D, D2), "D2": D2, "P": GROUP, "num_warps": 1}
-        precision = {torch.float64: "ieee", torch.float32: "tf32x3"}.get(v.dtype, "tf32")
         # rows of 128 bytes at least (kernels/README.md, "Compiler traps")
         self.read = {
+            **shared, "MB": 64, "BD": max(64, padded(D)), "PRECISION": _precision(v), "num_warps": WARPS,
+        }  # fmt: skip
+        precision = {torch.float64: "ieee", torch.float32: "tf32x3"}.get(v.dtype, "tf32")
+        self.levels = {
             **shared, "MB": 32, "BD": max(32, padded(D)), "LEVELS": CHECKPOINT.bit_length() - 1,
-            "PRECISION": precision, "num_warps": WARPS,
+            "PRECISION": precision, "PROGRAMS": PROGRAMS, "AHEAD": AHEAD, "num_warps": WARPS,
         }  # fmt: skip
         self.walks, self.reads = (N * H * triton.cdiv(M, MB),), (windows * H,)
+        self.seekers = (min(windows * H, PROGRAMS),)
 
     def rows(self, state: Tensor) -> Tensor:
         return state.to(self.dtype).mT.contiguous()
@@ -63,7 +83,10 @@ def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, varian
     states, final, p = kept.split(plan.sizes)
     hh, o = plan.norms(v), torch.empty_like(v)
     lattice_walk_kernel[plan.walks](k, v, hh, gamma, start, final, states, p, *plan.along, **plan.walk)
-    lattice_read_kernel[plan.reads](q, k, v, hh, gamma, states, p, o, *plan.across, **plan.read)
+    far = torch.empty(plan.reads, dtype=torch.int32, device=v.device)
+    read = q, k, v, hh, gamma, states, p, o
+    lattice_read_kernel[plan.reads](*read, far, *plan.across, **plan.read)
+    lattice_read_levels_kernel[plan.seekers](far, far.numel(), *read, *plan.across, **plan.levels)
     return o, final.view(start.shape).mT, kept if save else kept.new_empty(0)
 
 
@@ -75,14 +98,14 @@ def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, 
     hh, dq, dk, dv, dgamma = plan.norms(v), *(torch.empty_like(x) for x in (q, k, v, gamma))
     end = plan.rows(dfinal)
     reads, dalpha, z, ends, dstart = (torch.empty_like(x) for x in (p, p, p, states, end))
-    flags = torch.empty(plan.reads, dtype=torch.int32, device=v.device)
-    lattice_read_adjoint_kernel[plan.reads](
-        do, k, v, hh, gamma, states, p, dq, reads, flags, *plan.across, **plan.read
-    )
+    flags, far = torch.empty(2, *plan.reads, dtype=torch.int32, device=v.device)
+    read = do, k, v, hh, gamma, states, p, dq, reads
+    lattice_read_adjoint_kernel[plan.reads](*read, flags, far, *plan.across, **plan.read)
+    lattice_read_adjoint_levels_kernel[plan.seekers](far, far.numel(), *read, *plan.across, **plan.levels)
     lattice_walk_adjoint_kernel[plan.walks](
         do, end, q, k, v, hh, gamma, states, final, p, reads, flags, dalpha, z, ends, dstart, *plan.along, **plan.walk
     )
-    lattice_write_adjoint_kernel[plan.reads](
-        do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma, *plan.across, **plan.read
-    )
+    write = do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma
+    lattice_write_adjoint_kernel[plan.reads](*write, *plan.across, **plan.read)
+    lattice_write_adjoint_levels_kernel[plan.seekers](far, far.numel(), *write, *plan.across, **plan.levels)
     return dq, dk, dv, dgamma, None, dstart.mT

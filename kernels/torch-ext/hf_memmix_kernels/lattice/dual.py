@@ -22,6 +22,8 @@ from .plan import CHECKPOINT, checkpoint_slots, dual_size, padded
 # lanes that share a slot, and tokens loaded ahead, where tokens are walked one by one; warps of a window of 64 x 64
 LANES, GROUP = 4, 4
 WARPS = 4
+# registers a thread that let three programs of such windows, of 16-bit inputs, share an SM
+REGISTERS = 168
 # programs that look for windows which may not be divided in, and at how many a program looks at once
 PROGRAMS, AHEAD = 256, 32
 
@@ -55,6 +57,10 @@ class _Plan:
         self.read = {
             **shared, "MB": 64, "BD": max(64, padded(D)), "PRECISION": _precision(v), "num_warps": WARPS,
         }  # fmt: skip
+        # writes go without the limit: under it they spill
+        self.write = self.read
+        if self.read["PRECISION"] == "pairs" and self.read["BD"] == self.read["MB"]:
+            self.read = {**self.read, "maxnreg": REGISTERS}
         precision = {torch.float64: "ieee", torch.float32: "tf32x3"}.get(v.dtype, "tf32")
         self.levels = {
             **shared, "MB": 32, "BD": max(32, padded(D)), "LEVELS": CHECKPOINT.bit_length() - 1,
@@ -106,6 +112,6 @@ def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, 
         do, end, q, k, v, hh, gamma, states, final, p, reads, flags, dalpha, z, ends, dstart, *plan.along, **plan.walk
     )
     write = do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma
-    lattice_write_adjoint_kernel[plan.reads](*write, *plan.across, **plan.read)
+    lattice_write_adjoint_kernel[plan.reads](*write, *plan.across, **plan.write)
     lattice_write_adjoint_levels_kernel[plan.seekers](far, far.numel(), *write, *plan.across, **plan.levels)
     return dq, dk, dv, dgamma, None, dstart.mT

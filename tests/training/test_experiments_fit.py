@@ -170,19 +170,22 @@ def test_recall_plan_tries_rates_in_each_cell():
 
 
 def test_what_is_drawn():
-    """The seeds of the chosen rate; what learnt nothing is named instead."""
+    """The seeds of the chosen rate, models in the order they are listed; what learnt nothing is named instead."""
     rows = [
         finished(lr, loss, model="a", seed=seed) for lr, loss, seed in ((1.0, 2.0, 0), (2.0, 1.0, 0), (2.0, 3.0, 1))
     ]
     lost = [finished(4.0, 9.0, model="a", seed=0), {"model": "a", "lr": 8.0, "seed": 0, "finite": False}]
-    results = {"rows": [*rows, *lost, {"model": "a", "lr": 3.0, "seed": 0, "error": "killed"}], "chance_loss": 8.0}
-    assert plots.diverged(results) == (rows, lost)
+    other = finished(1.0, 1.0, model="b", seed=0)
+    found = [other, *rows, *lost, {"model": "a", "lr": 3.0, "seed": 0, "error": "killed"}]
+    results = {"rows": found, "chance_loss": 8.0, "settings": {"models": ["a", "b"]}}
+    assert plots.diverged(results) == ([*rows, other], lost)
     assert plots.chosen_rows(rows, model="a") == rows[1:]
     assert plots.chosen_rows(rows, model="b") == []
 
 
 def test_report_has_means_over_seeds_and_gaps_beside_the_papers():
     settings = {"contexts": [512, 2048], "layers": 1, "hidden_size": 2, "tokens": 3_000_000}
+    settings["models"] = ["delta", "dec", "enc"]
     rows = [
         finished(1e-2, 1.0, model="dec", context=512, seed=0, perplexity=10.0),
         finished(1e-2, 1.0, model="dec", context=512, seed=1, perplexity=12.0),

@@ -1,6 +1,6 @@
 """Tables 1 to 6 of the COFFEE paper: the induction head task, all seeds of all settings trained side by side.
 
-    python -m hf_memmix.training.experiments.coffee_tables OUT.json --tables 1 3 4 5 6 --seconds 270
+    python -m hf_memmix.training.experiments.coffee_tables training/results/coffee_table3.json --tables 3 --seconds 450
 
 One epoch is the paper's, 10,000 batches of 512 new sequences. Where it trains up to 100, the time limit decides how
 many: the JSON says so. It also keeps the paper's figure beside each setting.
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--tables", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6])
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), help="only these")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit of all training together")
-    parser.add_argument("--seeds", type=int, help="instead of 8, or 64 in Table 2")
+    parser.add_argument("--seeds", type=int, help="instead of each row's own")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

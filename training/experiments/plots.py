@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hf_memmix.training.experiments.fit import best
 from hf_memmix.training.experiments.harness import measured_at
+from hf_memmix.training.experiments.lattice_ablation import LADDER, OPEN
 
 MARKERS = "osD^vP*Xh<>"
 FEWEST = 1e-4  # wrong answers that a log scale shows
@@ -54,8 +55,13 @@ def chosen_rows(rows: list[dict], **wanted) -> list[dict]:
 
 
 def diverged(results: dict) -> tuple[list[dict], list[dict]]:
-    """Finished rows that learnt something, and those that did not: not finite, or no better than chance."""
+    """Finished rows that learnt something, and those that did not: not finite, or no better than chance.
+
+    They are in the order of the models or rungs as the experiment lists them, whenever they were finished.
+    """
+    names = results["settings"].get("models", [*LADDER, *OPEN])
     rows = [row for row in results["rows"] if "finite" in row]
+    rows.sort(key=lambda row: names.index(row.get("model") or row["rung"]))
     limit = results.get("chance_loss", math.inf)
     kept = [row for row in rows if row["finite"] and row["dev_loss"] < limit]
     return kept, [row for row in rows if row not in kept]
@@ -74,11 +80,13 @@ def _bars(panel, points: list[tuple[float, list[float]]], label: str, style: dic
 
 
 def _styles(rows: list[dict]) -> dict[str, dict]:
-    """Marker and colour of each model, the same in all panels."""
-    names = dict.fromkeys(row["model"] for row in rows)
-    return {
+    """Marker and colour of each model, the same in all panels; a "-small" one is its model with open markers."""
+    names = dict.fromkeys(row["model"].removesuffix("-small") for row in rows)
+    styles = {
         name: {"marker": mark, "color": f"C{i}"} for i, (name, mark) in enumerate(zip(names, MARKERS, strict=False))
     }
+    small = [name for name in dict.fromkeys(row["model"] for row in rows) if name not in styles]
+    return styles | {name: {**styles[name.removesuffix("-small")], "markerfacecolor": "white"} for name in small}
 
 
 def _log(axis) -> None:
@@ -117,7 +125,7 @@ def plot_language(results: dict, path: str | Path) -> None:
         panel.set_xticks(results["settings"]["contexts"], results["settings"]["contexts"])
         _log(panel.yaxis)
     _name(ours, lost, ("model", "context"))
-    ours.legend(frameon=False, fontsize=8)
+    figure.legend(*ours.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     save(figure, path)
 
 

@@ -1,7 +1,9 @@
 """Folders that appear whole or not at all: written beside their place, flushed to disk, then renamed."""
 
+import ctypes
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from safetensors import SafetensorError
 
 # what torch.save raises for a failed write is a RuntimeError like any other
 _TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "iostream error")
+_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and a flag of renameat2
 
 
 def check_target(path: str | Path, overwrite: bool = False) -> Path:
@@ -60,6 +63,10 @@ def replace_folder(source: Path, path: Path) -> None:
     for folder, _, files in os.walk(source):
         for entry in [folder, *(os.path.join(folder, name) for name in files)]:
             _sync(entry)
+    if path.exists() and _exchange(source, path):
+        _sync(path.parent)
+        shutil.rmtree(source, ignore_errors=True)
+        return
     old = path.with_name(f".{path.name}.{os.getpid()}.old")
     if path.exists():
         os.replace(path, old)
@@ -71,6 +78,17 @@ def replace_folder(source: Path, path: Path) -> None:
         raise
     _sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Whether two folders have swapped their names, in one step: a kill leaves one or the other, not neither.
+
+    Linux can on most file systems; elsewhere one is renamed after the other.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not hasattr(libc, "renameat2"):
+        return False
+    return libc.renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
 def _sync(path: str | Path) -> None:

@@ -10,16 +10,18 @@ from torch import Tensor
 from .._chunks import chunk_table
 from .._common import compute_dtype
 from .dual_bwd_kernels import lattice_walk_adjoint_kernel
-from .dual_fwd_kernels import lattice_norm_kernel, lattice_walk_kernel
 from .dual_level_kernels import (
     lattice_read_adjoint_levels_kernel,
     lattice_read_levels_kernel,
     lattice_write_adjoint_levels_kernel,
 )
 from .dual_read_kernels import lattice_read_adjoint_kernel, lattice_read_kernel, lattice_write_adjoint_kernel
+from .dual_walk_kernels import lattice_gram_kernel, lattice_norm_kernel, lattice_walk_kernel
 from .plan import CHECKPOINT, checkpoint_slots, dual_size, padded
 
-# lanes that share a slot, and tokens loaded ahead, where tokens are walked one by one; warps of a window of 64 x 64
+# slots of a program and tokens of a chunk of the walk forward, half as many where the registers hold no more
+SLOTS, CHUNK = 16, 16
+# lanes that share a slot, and tokens loaded ahead, of the walk back; warps of a window of 64 x 64
 LANES, GROUP = 4, 4
 WARPS = 4
 # registers a thread that let three programs of such windows, of 16-bit inputs, share an SM
@@ -51,8 +53,18 @@ class _Plan:
         self.along, self.across = (cu_seqlens, first, T), (cu_seqlens, first, sequence, T, N)
         acc = tl.float64 if self.dtype == torch.float64 else tl.float32
         shared = {"H": H, "M": M, "D": D, "VARIANT": variant, "C": CHECKPOINT, "ACC": acc}
+        precision = {torch.float64: "ieee", torch.float32: "tf32x3"}.get(v.dtype, "tf32")
+        chunk = CHUNK if precision == "tf32" and D <= 64 else CHUNK // 2
+        self.gram = {
+            "H": H, "D": D, "BD": max(32, padded(D)), "C": CHECKPOINT, "P": chunk,
+            "PRECISION": precision, "ACC": acc, "num_warps": WARPS,
+        }  # fmt: skip
+        self.walk = {
+            **shared, "MB": SLOTS, "BD": padded(D), "P": chunk,
+            "PRECISION": "split" if precision == "tf32" else precision, "num_warps": 1,
+        }  # fmt: skip
         MB, D2 = 32 // LANES, 4 * LANES
-        self.walk = {**shared, "MB": MB, "D1": triton.cdiv(D, D2), "D2": D2, "P": GROUP, "num_warps": 1}
+        self.back = {**shared, "MB": MB, "D1": triton.cdiv(D, D2), "D2": D2, "P": GROUP, "num_warps": 1}
         # rows of 128 bytes at least (kernels/README.md, "Compiler traps")
         self.read = {
             **shared, "MB": 64, "BD": max(64, padded(D)), "PRECISION": _precision(v), "num_warps": WARPS,
@@ -61,16 +73,23 @@ class _Plan:
         self.write = self.read
         if self.read["PRECISION"] == "pairs" and self.read["BD"] == self.read["MB"]:
             self.read = {**self.read, "maxnreg": REGISTERS}
-        precision = {torch.float64: "ieee", torch.float32: "tf32x3"}.get(v.dtype, "tf32")
         self.levels = {
             **shared, "MB": 32, "BD": max(32, padded(D)), "LEVELS": CHECKPOINT.bit_length() - 1,
             "PRECISION": precision, "PROGRAMS": PROGRAMS, "AHEAD": AHEAD, "num_warps": WARPS,
         }  # fmt: skip
-        self.walks, self.reads = (N * H * triton.cdiv(M, MB),), (windows * H,)
+        self.walks, self.walks_back = (N * H * triton.cdiv(M, SLOTS),), (N * H * triton.cdiv(M, MB),)
+        self.reads = (windows * H,)
         self.seekers = (min(windows * H, PROGRAMS),)
 
     def rows(self, state: Tensor) -> Tensor:
         return state.to(self.dtype).mT.contiguous()
+
+    def products(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """|v|^2 of every token and head, and v_t . v_j of all pairs in every chunk."""
+        hh = v.new_empty(v.shape[:3], dtype=self.dtype)
+        gram = hh.new_empty(*self.reads, CHECKPOINT, self.gram["P"])
+        lattice_gram_kernel[self.reads](v, hh, gram, *self.across, **self.gram)
+        return hh, gram
 
     def norms(self, v: Tensor) -> Tensor:
         """|v|^2 of every token and head."""
@@ -87,8 +106,8 @@ def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, varian
     start = plan.rows(initial_state)
     kept = start.new_empty(dual_size(v, initial_state, cu_seqlens))
     states, final, p = kept.split(plan.sizes)
-    hh, o = plan.norms(v), torch.empty_like(v)
-    lattice_walk_kernel[plan.walks](k, v, hh, gamma, start, final, states, p, *plan.along, **plan.walk)
+    (hh, gram), o = plan.products(v), torch.empty_like(v)
+    lattice_walk_kernel[plan.walks](k, v, gamma, gram, start, final, states, p, *plan.along, **plan.walk)
     far = torch.empty(plan.reads, dtype=torch.int32, device=v.device)
     read = q, k, v, hh, gamma, states, p, o
     lattice_read_kernel[plan.reads](*read, far, *plan.across, **plan.read)
@@ -108,8 +127,8 @@ def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, 
     read = do, k, v, hh, gamma, states, p, dq, reads
     lattice_read_adjoint_kernel[plan.reads](*read, flags, far, *plan.across, **plan.read)
     lattice_read_adjoint_levels_kernel[plan.seekers](far, far.numel(), *read, *plan.across, **plan.levels)
-    lattice_walk_adjoint_kernel[plan.walks](
-        do, end, q, k, v, hh, gamma, states, final, p, reads, flags, dalpha, z, ends, dstart, *plan.along, **plan.walk
+    lattice_walk_adjoint_kernel[plan.walks_back](
+        do, end, q, k, v, hh, gamma, states, final, p, reads, flags, dalpha, z, ends, dstart, *plan.along, **plan.back
     )
     write = do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma
     lattice_write_adjoint_kernel[plan.reads](*write, *plan.across, **plan.write)

@@ -12,7 +12,6 @@ gradient mean nothing, and are taken out before every window. The readouts, dq_t
 import triton
 import triton.language as tl
 
-from .dual_fwd_kernels import span
 from .dual_tiles import (
     cast,
     combine,
@@ -20,6 +19,7 @@ from .dual_tiles import (
     load_group,
     load_parts,
     load_slots,
+    span,
     store_slots,
     write_rule,
 )

@@ -40,20 +40,6 @@ def combine(a, S, b, h):
 
 
 @triton.jit
-def normalise(S):
-    """s_i / |s_i|, in parts; the empty ones that fill up a tile stay empty."""
-    x = S[0] * S[0]
-    for j in tl.static_range(1, len(S)):
-        x += S[j] * S[j]
-    x = tl.sum(x, 1)
-    scale = tl.where(x > 0, rsqrt(tl.where(x > 0, x, 1)), 0)
-    parts = ()
-    for j in tl.static_range(len(S)):
-        parts = parts + (S[j] * scale[:, None],)
-    return parts
-
-
-@triton.jit
 def cast(x, ACC: tl.constexpr):
     parts = ()
     for j in tl.static_range(len(x)):
@@ -102,6 +88,16 @@ def load_parts(p, stride, left, P: tl.constexpr, D: tl.constexpr, D1: tl.constex
             parts = parts + (tl.load(p + i * stride + o_d, mask=(o_d < D) & (i < left), other=0),)
         rows = rows + (parts,)
     return rows
+
+
+@triton.jit
+def span(i_n, cu_seqlens, first, T, C: tl.constexpr):
+    """First token, length and first window of a sequence."""
+    if cu_seqlens is None:
+        return i_n * T, T, i_n * tl.cdiv(T, C)
+    else:
+        start = tl.load(cu_seqlens + i_n).to(tl.int64)
+        return start, (tl.load(cu_seqlens + i_n + 1) - start).to(tl.int32), tl.load(first + i_n).to(tl.int64)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._chunks import chunk_table
 from .._common import compute_dtype
 from .bwd_kernels import lattice_bwd_kernel
-from .dual_fwd_kernels import lattice_norm_kernel
+from .dual_walk_kernels import lattice_norm_kernel
 from .fwd_kernels import lattice_fwd_kernel, lattice_step_kernel
 from .plan import CHECKPOINT, checkpoint_slots, keeps_h, kept_sizes, padded
 from .read_bwd_kernels import lattice_adjoint_kernel, lattice_middle_kernel, lattice_slots_kernel

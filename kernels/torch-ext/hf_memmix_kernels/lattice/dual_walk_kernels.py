@@ -1,0 +1,210 @@
+"""Lattice "enc" and "sim" forward, in two parts: h does not depend on the state, only p_i = s_i . h is sequential.
+
+`lattice_walk_kernel` finds p in chunks of P tokens; a warp holds some slots of a head, and columns never meet. Tensor
+cores ask the slots once, U = S_0 H^T. Within the chunk a lane has a slot's numbers and nothing else: with the products
+of its tokens, u_j <- a_t u_j + b_t h_t . h_j for j > t. Then they write once, S <- A S + W H.
+
+Given p, the recurrence s_t = a_t s_{t-1} + b_t h_t is linear, and dual_read_kernels.py reads all windows at once.
+
+Tiles of v and of slots lie in registers as the tensor cores want them, which costs an order of entries: column n of
+such a tile is entry n % 8 * (BD / 8) + n // 8. A lane then loads its 16 bytes at once, and what a product leaves of
+the slots is an operand of the next one without an exchange between lanes.
+"""
+
+import triton
+import triton.language as tl
+
+from .dual_tiles import load_rows, locate, span
+from .tiles import rsqrt
+
+
+@triton.jit
+def lattice_norm_kernel(v, hh, rows, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr):
+    """|v|^2 of every row."""
+    o_r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    o_d = tl.arange(0, BD)
+    mask = (o_r < rows)[:, None] & (o_d < D)[None, :]
+    b_v = tl.load(v + o_r[:, None] * D + o_d[None, :], mask=mask, other=0).to(hh.dtype.element_ty)
+    tl.store(hh + o_r, tl.sum(b_v * b_v, 1), mask=o_r < rows)
+
+
+@triton.jit
+def lattice_gram_kernel(
+    v, hh, gram, cu_seqlens, first, sequence, T, N,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """|v_t|^2 of all tokens, and v_t . v_j of all pairs in every chunk of P tokens [windows, H, C, P]."""
+    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
+    at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
+    b_v = load_rows(v + at * D, o_t, o_d, D, H * D, tokens, ACC)
+    tl.store(hh + at + o_t * H, tl.sum(b_v * b_v, 1), mask=o_t < tokens)
+    found = tl.dot(b_v, tl.trans(b_v), input_precision=PRECISION, out_dtype=ACC)
+    at = (i_c.to(tl.int64) * H + i_h) * C + o_t[:, None]
+    tl.store(gram + at * P + o_t[None, :] % P, found, mask=o_t[:, None] // P == o_t[None, :] // P)
+
+
+@triton.jit
+def asked_offsets(P: tl.constexpr, BD: tl.constexpr):
+    """Token and entry of what a lane loads in a row for `as_asked`: [P / 8, 2, 8, 4, BD / 8] in a row."""
+    E: tl.constexpr = BD // 8
+    o = tl.arange(0, P * BD)
+    return o // (64 * E) * 8 + o // (4 * E) % 8, (o // E % 4 * 2 + o // (32 * E) % 2) * E + o % E
+
+
+@triton.jit
+def as_asked(x, P: tl.constexpr, BD: tl.constexpr):
+    """H^T [BD, P] of S H^T."""
+    return tl.reshape(tl.permute(tl.reshape(x, [P // 8, 2, 8, 4, BD // 8]), 4, 1, 3, 0, 2), [BD, P])
+
+
+@triton.jit
+def asking(S):
+    """The slots [M, BD] with their columns in the order of `as_asked`."""
+    M: tl.constexpr = S.shape[0]
+    BD: tl.constexpr = S.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(S, [M, BD // 8, 4, 2]), 0, 1, 3, 2), [M, BD])
+
+
+@triton.jit
+def written_offsets(P: tl.constexpr, BD: tl.constexpr, W: tl.constexpr):
+    """As `asked_offsets`, for `as_written`: [P / 4 W, W, 8, 4, BD / 8], W numbers of the inputs in 32 bits."""
+    E: tl.constexpr = BD // 8
+    o = tl.arange(0, P * BD)
+    return o // (32 * E * W) * 4 * W + o // E % 4 * W + o // (32 * E) % W, o // (4 * E) % 8 * E + o % E
+
+
+@triton.jit
+def as_written(x, P: tl.constexpr, BD: tl.constexpr, W: tl.constexpr):
+    """H [P, BD] of W H."""
+    return tl.reshape(tl.permute(tl.reshape(x, [P // (4 * W), W, 8, 4, BD // 8]), 0, 3, 1, 4, 2), [P, BD])
+
+
+@triton.jit
+def load_tile(p, offsets, stride, left, D: tl.constexpr):
+    """A chunk of vectors [D], zeros from token `left` on."""
+    o_t, o_d = offsets
+    return tl.load(p + o_t * stride + o_d, mask=(o_d < D) & (o_t < left), other=0)
+
+
+@triton.jit
+def pick(x, column, i):
+    """Column i of a tile with a row a lane: no instruction, as all but that one are added as integers 0."""
+    bits = x.to(tl.int64 if x.dtype == tl.float64 else tl.int32, bitcast=True)
+    return tl.sum(tl.where(column == i, bits, 0), 1).to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def high_part(x):
+    """What TF32 keeps of x."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def normalise_rows(S):
+    """s_i / |s_i| of slots as rows; the empty ones that fill up a tile stay empty."""
+    x = tl.sum(S * S, 1)
+    return S * tl.where(x > 0, rsqrt(tl.where(x > 0, x, 1)), 0)[:, None]
+
+
+@triton.jit
+def ask(S, h, PRECISION: tl.constexpr, ACC: tl.constexpr):
+    """S H^T to float32's precision. "split": H has no more digits than TF32, and of S there are two parts that fit."""
+    if PRECISION == "split":
+        high = high_part(S)
+        rest = tl.dot(high - S, h, input_precision="tf32", out_dtype=ACC)
+        return tl.dot(high, h, input_precision="tf32", out_dtype=ACC) - rest
+    else:
+        return tl.dot(S, h, input_precision=PRECISION, out_dtype=ACC)
+
+
+@triton.jit
+def write(weights, h, PRECISION: tl.constexpr, ACC: tl.constexpr):
+    """W H [M, BD] for weights [2 M, P], two lanes a slot: the second one gives what TF32 leaves out."""
+    P: tl.constexpr = h.shape[0]
+    BD: tl.constexpr = h.shape[1]
+    M: tl.constexpr = weights.shape[0] // 2
+    FORM: tl.constexpr = "tf32" if PRECISION == "split" else PRECISION
+    high = high_part(weights) if PRECISION == "split" else weights
+    weights = tl.where(tl.arange(0, 2 * M)[:, None] < M, high, weights - high)
+    weights = tl.reshape(tl.permute(tl.reshape(weights, [2, M, P]), 1, 0, 2), [M, 2 * P])
+    h = tl.reshape(tl.broadcast_to(h[None, :, :], [2, P, BD]), [2 * P, BD])
+    return tl.dot(weights, h, input_precision=FORM, out_dtype=ACC)
+
+
+@triton.jit
+def walk_chunk(U, k, gamma, gram, VARIANT: tl.constexpr):
+    """p, A and W of a chunk, S <- A S + W H, from U = S_0 H^T: rows of [lanes, P], and none needs another."""
+    P: tl.constexpr = U.shape[1]
+    token = tl.arange(0, P)[None, :]
+    step = gamma * k if VARIANT == "enc" else -gamma * k
+    scales, writes = (), ()
+    for i in tl.static_range(P):
+        g = tl.load(gram + i * P + token)
+        b_p, alpha, hh = pick(U, token, i), pick(step, token, i), pick(tl.broadcast_to(g, U.shape), token, i)
+        if VARIANT == "enc":
+            alpha -= pick(gamma, token, i) * b_p
+        beta = rsqrt(1 + alpha * alpha * tl.maximum(hh - b_p * b_p, 0))[:, None]
+        keep, alpha = (1 - alpha * b_p)[:, None], alpha[:, None]
+        a, b = beta * keep, beta * alpha
+        # the next token waits for beta alone
+        U = tl.where(token > i, tl.where(token == i + 1, beta * (keep * U + alpha * g), a * U + b * g), U)
+        scales, writes = scales + (a,), writes + (b,)
+    A, W = scales[P - 1], tl.where(token == P - 1, writes[P - 1], 0)
+    for i in tl.static_range(P - 2, -1, -1):
+        W = tl.where(token == i, writes[i] * A, W)
+        A *= scales[i]
+    return U, A, W
+
+
+@triton.jit
+def lattice_walk_kernel(
+    k, v, gamma, gram, start_state, final_state, states, p, cu_seqlens, first, T,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, VARIANT: tl.constexpr,
+    C: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """p of all tokens and the states before every C-th one, for MB slots of one (sequence, head)."""
+    SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1  # h = v or -v
+    LANES: tl.constexpr = 2 * MB  # a warp, two of them for a slot
+    KW: tl.constexpr = 2 if v.dtype.element_ty.primitive_bitwidth == 16 else 1
+    i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
+    i_n, i_h = i_s // H, i_s % H
+    start, length, window = span(i_n, cu_seqlens, first, T, C)
+    i_m = tl.program_id(0) % tl.cdiv(M, MB) * MB
+    o_m, o_n, o_l = i_m + tl.arange(0, MB), tl.arange(0, BD), tl.arange(0, LANES)
+    # "and" hides from Triton that neighbours lie side by side: a lane shall hold all tokens of its slot
+    o_t, o_k, o_d = (tl.arange(0, P) & (P - 1))[None, :], i_m + (o_l & (MB - 1)), o_n % 8 * (BD // 8) + o_n // 8
+    o_p, m_k, o_s = o_t * (H * M) + o_k[:, None], (o_k < M)[:, None], o_m[:, None] * D + o_d[None, :]
+    o_g = tl.broadcast_to(o_t * H, [LANES, P])
+    m_s = (o_m < M)[:, None] & (o_d < D)[None, :]
+    o_a, o_w = asked_offsets(P, BD), written_offsets(P, BD, KW)
+    at = start * H + i_h
+    k, p, v, gamma = k + at * M, p + at * M, v + at * D, gamma + at
+    states += (window * H + i_h) * (M * D)
+    gram += (window * H + i_h) * (C * P)
+    S = tl.load(start_state + i_s * (M * D) + o_s, mask=m_s, other=0)
+    b_v, b_k = load_tile(v, o_a, H * D, length, D), tl.load(k + o_p, mask=m_k & (o_t < length), other=0)
+    b_gamma = tl.load(gamma + o_g, mask=o_t < length, other=0)
+    for t in tl.range(0, length, P, num_stages=1):
+        left = length - t
+        written = load_tile(v, o_w, H * D, left, D)
+        v, k, gamma = v + P * H * D, k + P * H * M, gamma + P * H
+        v_next, k_next = load_tile(v, o_a, H * D, left - P, D), tl.load(k + o_p, mask=m_k & (o_t < left - P), other=0)
+        gamma_next = tl.load(gamma + o_g, mask=o_t < left - P, other=0)
+        gram_next = gram + tl.where((t + P) % C == 0, H * (C * P) - (C - P) * P, P * P)
+        ahead = tl.load(gram_next + o_l * 8 % (P * P), mask=left > P, other=0)
+        if t % C == 0:
+            S = normalise_rows(S)
+            tl.store(states + o_s, S, mask=m_s)
+            states += H * (M * D)
+        U = ask(asking(S), as_asked(b_v.to(ACC), P, BD), PRECISION, ACC) * SIGN
+        U = tl.reshape(tl.broadcast_to(U[None, :, :], [2, MB, P]), [LANES, P])
+        U, A, W = walk_chunk(U, b_k.to(ACC), b_gamma.to(ACC), gram, VARIANT)
+        tl.store(p + o_p, U, mask=m_k & (o_t < left))
+        # nothing is added: a number of every 32 bytes brings the next chunk's products close by the time it needs them
+        A = pick(tl.trans(tl.reshape(A + 0 * ahead[:, None], [2, MB])), tl.arange(0, 2)[None, :], 0)
+        S = A[:, None] * S + write(W * SIGN, as_written(written.to(ACC), P, BD, KW), PRECISION, ACC)
+        p += P * H * M
+        gram, b_v, b_k, b_gamma = gram_next, v_next, k_next, gamma_next
+    tl.store(final_state + i_s * (M * D) + o_s, normalise_rows(S), mask=m_s)

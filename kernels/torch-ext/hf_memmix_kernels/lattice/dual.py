@@ -9,13 +9,13 @@ from torch import Tensor
 
 from .._chunks import chunk_table
 from .._common import compute_dtype
-from .dual_bwd_kernels import lattice_walk_adjoint_kernel
 from .dual_level_kernels import (
     lattice_read_adjoint_levels_kernel,
     lattice_read_levels_kernel,
     lattice_write_adjoint_levels_kernel,
 )
 from .dual_read_kernels import lattice_read_adjoint_kernel, lattice_read_kernel, lattice_write_adjoint_kernel
+from .dual_walk_bwd_kernels import lattice_walk_adjoint_kernel
 from .dual_walk_kernels import lattice_gram_kernel, lattice_norm_kernel, lattice_walk_kernel
 from .plan import CHECKPOINT, checkpoint_slots, dual_size, padded
 

@@ -1,7 +1,7 @@
 """Kernels over windows of Lattice's dual form: given p, and in backward dalpha and z, they read and write linearly.
 
 Every program holds the 64 tokens of one window of one head; the states before the window, and the gradients after it,
-are those that the walks of dual_walk_kernels.py and dual_bwd_kernels.py kept. The product of the decays between two
+are those that the walks kept (dual_walk_kernels.py, dual_walk_bwd_kernels.py). The product of the decays between two
 tokens is A_t / A_j, A_t = a_t ... a_1, so that every sum over pairs of tokens is one matrix product of rows scaled by
 A_t and rows divided by A_j. Where an A is too small or too large for that, the window is flagged as `far`, what is
 written of it has no meaning, and dual_level_kernels.py writes it again.

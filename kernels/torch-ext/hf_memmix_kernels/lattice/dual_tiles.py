@@ -1,4 +1,4 @@
-"""What the kernels of Lattice's dual form share: coefficients from what is saved, windows, and products of decays.
+"""What kernels of Lattice's dual form share: coefficients from what is saved, windows, products of decays by levels.
 
 Within a window of 64 tokens s_t = (a_t ... a_1) s_0 + sum_j (a_t ... a_{j+1}) b_j h_j. The products between two tokens
 j < t split at the end of the segment that holds j: its suffix times a prefix of the next one. Segments of 1, 2, 4, ...
@@ -19,75 +19,6 @@ def write_rule(p, k, gamma, hh, VARIANT: tl.constexpr):
     n = tl.maximum(hh - p * p, 0)
     beta = rsqrt(1 + alpha * alpha * n)
     return c, alpha, beta, n, beta * (1 - alpha * p), beta * alpha
-
-
-@triton.jit
-def inner(S, h):
-    """s_i . h for slots in parts, a tuple of [M, D2], and a vector in parts, a tuple of [D2]: [M]."""
-    x = S[0] * h[0][None, :]
-    for j in tl.static_range(1, len(S)):
-        x += S[j] * h[j][None, :]
-    return tl.sum(x, 1)
-
-
-@triton.jit
-def combine(a, S, b, h):
-    """a_i s_i + b_i h, in parts."""
-    parts = ()
-    for j in tl.static_range(len(S)):
-        parts = parts + (a[:, None] * S[j] + b[:, None] * h[j][None, :],)
-    return parts
-
-
-@triton.jit
-def cast(x, ACC: tl.constexpr):
-    parts = ()
-    for j in tl.static_range(len(x)):
-        parts = parts + (x[j].to(ACC),)
-    return parts
-
-
-@triton.jit
-def load_slots(p, o_m, M: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """Slots `o_m` of a state [M, D] in parts, zeros around."""
-    parts = ()
-    for j in tl.static_range(D1):
-        o_d = j * D2 + tl.arange(0, D2)
-        mask = (o_m < M)[:, None] & (o_d < D)[None, :]
-        parts = parts + (tl.load(p + o_m[:, None] * D + o_d[None, :], mask=mask, other=0),)
-    return parts
-
-
-@triton.jit
-def store_slots(p, S, o_m, M: tl.constexpr, D: tl.constexpr, D2: tl.constexpr):
-    for j in tl.static_range(len(S)):
-        o_d = j * D2 + tl.arange(0, D2)
-        tl.store(p + o_m[:, None] * D + o_d[None, :], S[j], mask=(o_m < M)[:, None] & (o_d < D)[None, :])
-
-
-@triton.jit
-def load_group(p, offsets, mask, stride, left, P: tl.constexpr):
-    """The next P tokens, as they are stored; zeros beyond the `left` ones, at which nothing is written."""
-    rows = ()
-    for i in tl.static_range(P):
-        rows = rows + (tl.load(p + i * stride + offsets, mask=mask & (i < left), other=0),)
-    return rows
-
-
-@triton.jit
-def load_parts(p, stride, left, P: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """`load_group` of vectors [D] in parts.
-
-    Fewer than 32 numbers a load: Triton then gives it the layout of its use, without a detour through shared memory.
-    """
-    rows = ()
-    for i in tl.static_range(P):
-        parts = ()
-        for j in tl.static_range(D1):
-            o_d = j * D2 + tl.arange(0, D2)
-            parts = parts + (tl.load(p + i * stride + o_d, mask=(o_d < D) & (i < left), other=0),)
-        rows = rows + (parts,)
-    return rows
 
 
 @triton.jit

@@ -81,7 +81,7 @@ def environment() -> dict:
 def measured_at(results: dict) -> str:
     """Hardware of the results and commits of their rows, which differ where a run was resumed at a later one."""
     where = results["environment"]
-    commits = dict.fromkeys(row.get("commit", where["commit"]) for row in results["rows"])
+    commits = dict.fromkeys(row.get("commit") or where["commit"] for row in results["rows"])
     return f"{where['hardware']}, commit {', '.join(commits)}"
 
 

@@ -144,14 +144,17 @@ def plot(results: dict, path: Path) -> None:
     caption = f"{results['settings']['distill_steps']} steps of distillation; {measured_at(results)}"
     figure, (panel,) = figure_of(1, caption)
     panel.plot([len(r["keep"]) for r in trained], [r["trained"]["kl"] for r in trained], ".", color="#999999")
-    for marker, name in zip("*sDo", [*SCORES, "uniform"], strict=True):
+    # open and of several sizes: plans may coincide
+    for marker, size, name in zip("*sDo", (16, 12, 8, 8), [*SCORES, "uniform"], strict=True):
         points = [(row["kept"], row["named"][name]["kl"]) for row in rows if name in row["named"]]
-        panel.plot(*zip(*points, strict=True), marker, label=name, alpha=0.8) if points else None
+        style = {"markersize": size, "markerfacecolor": "none", "label": name}
+        panel.plot(*zip(*points, strict=True), marker, **style) if points else None
     panel.plot([row["kept"] for row in rows], [row["kl"]["mean"] for row in rows], "_", markersize=18, label="mean")
     panel.set_xticks([row["kept"] for row in rows])
     panel.set_xlabel("layers that stay attention")
     panel.set_ylabel("KL to the teacher, held-out text")
-    panel.legend(frameon=False, fontsize=8)
+    panel.margins(x=0.3)
+    figure.legend(loc="outside right center", frameon=False, fontsize=8)
     save(figure, path)
 
 

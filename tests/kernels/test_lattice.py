@@ -110,7 +110,7 @@ def test_a_slot_that_decays_all_along(variant, a, backend, monkeypatch):
         for fn in (K.naive_lattice, K.chunk_lattice)
     )
     assert_close(got, want, lambda name: 1e-10)
-    assert not far or far[0].tolist() == [abs(a) < 0.6, False]
+    assert backend != "triton" or far[0].tolist() == [abs(a) < 0.6, False]
 
 
 def test_forget_gate_is_a_larger_step():

@@ -50,7 +50,7 @@ def test_models_are_causal_and_learn(name, tmp_path):
     with torch.no_grad():
         a, b = model(ids).logits, model(other).logits
     torch.testing.assert_close(a[:, :12], b[:, :12], rtol=1e-4, atol=1e-4)
-    result = fit.fit(model, lambda ids: fit.next_token_loss(model, ids), 60, 1e-2, args, lambda step: (ids,))
+    result = fit.fit(model, functools.partial(fit.next_token_loss, model), 60, 1e-2, args, lambda step: (ids,))
     losses = [loss for _, loss in result["curve"]]
     assert result["finite"] and losses[-1] < 0.5 * math.log(32) and result["steps"] == 60
 

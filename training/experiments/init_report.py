@@ -46,7 +46,7 @@ def section(results: dict) -> str:
     return (
         f"{table(results['rows'])}\n\n{settings['measured_tokens']} tokens of each text in blocks of "
         f"{settings['block_size']}; aligned: {settings['steps']} steps of 4 rows of {settings['block_size'] // 2}. "
-        f"torch {results['environment']['torch']}, {measured_at(results)}."
+        f"{measured_at(results)}, torch {results['environment']['torch']}."
     )
 
 

@@ -17,7 +17,7 @@ from .dual_level_kernels import (
 from .dual_read_kernels import lattice_read_adjoint_kernel, lattice_read_kernel, lattice_write_adjoint_kernel
 from .dual_walk_bwd_kernels import lattice_walk_adjoint_kernel
 from .dual_walk_kernels import lattice_gram_kernel, lattice_norm_kernel, lattice_walk_kernel
-from .plan import CHECKPOINT, checkpoint_slots, dual_size, padded
+from .plan import CHECKPOINT, checkpoint_slots, dual_size, padded, precision
 
 # slots of a program and tokens of a chunk of the walk forward, half as many where the registers hold no more
 SLOTS, CHUNK = 16, 16
@@ -28,13 +28,6 @@ WARPS = 4
 REGISTERS = 168
 # programs that look for windows which may not be divided in, and at how many a program looks at once
 PROGRAMS, AHEAD = 256, 32
-
-
-def _precision(v: Tensor) -> str:
-    """Of products over a whole window; the interpreter multiplies no bfloat16."""
-    if v.dtype in (torch.float64, torch.float32):
-        return "ieee" if v.dtype == torch.float64 else "tf32x3"
-    return "pairs" if v.is_cuda and os.environ.get("TRITON_INTERPRET") != "1" else "ieee"
 
 
 class _Plan:
@@ -53,29 +46,31 @@ class _Plan:
         self.along, self.across = (cu_seqlens, first, T), (cu_seqlens, first, sequence, T, N)
         acc = tl.float64 if self.dtype == torch.float64 else tl.float32
         shared = {"H": H, "M": M, "D": D, "VARIANT": variant, "C": CHECKPOINT, "ACC": acc}
-        precision = {torch.float64: "ieee", torch.float32: "tf32x3"}.get(v.dtype, "tf32")
-        chunk = CHUNK if precision == "tf32" and D <= 64 else CHUNK // 2
+        form = precision(v.dtype)
+        half = form == "tf32"
+        chunk = CHUNK if half and D <= 64 else CHUNK // 2
         self.gram = {
             "H": H, "D": D, "BD": max(32, padded(D)), "C": CHECKPOINT, "P": chunk,
-            "PRECISION": precision, "ACC": acc, "num_warps": WARPS,
+            "PRECISION": form, "ACC": acc, "num_warps": WARPS,
         }  # fmt: skip
         self.walk = {
             **shared, "MB": SLOTS, "BD": padded(D), "P": chunk,
-            "PRECISION": "split" if precision == "tf32" else precision, "num_warps": 1,
+            "PRECISION": "split" if half else form, "num_warps": 1,
         }  # fmt: skip
         MB, D2 = 32 // LANES, 4 * LANES
         self.back = {**shared, "MB": MB, "D1": triton.cdiv(D, D2), "D2": D2, "P": GROUP, "num_warps": 1}
+        # the interpreter multiplies no bfloat16
+        pairs = "pairs" if v.is_cuda and os.environ.get("TRITON_INTERPRET") != "1" else "ieee"
         # rows of 128 bytes at least (kernels/README.md, "Compiler traps")
-        self.read = {
-            **shared, "MB": 64, "BD": max(64, padded(D)), "PRECISION": _precision(v), "num_warps": WARPS,
+        self.write = {
+            **shared, "MB": 64, "BD": max(64, padded(D)), "PRECISION": pairs if half else form, "num_warps": WARPS,
         }  # fmt: skip
-        # writes go without the limit: under it they spill
-        self.write = self.read
-        if self.read["PRECISION"] == "pairs" and self.read["BD"] == self.read["MB"]:
-            self.read = {**self.read, "maxnreg": REGISTERS}
+        # reads alone have the limit: under it writes spill
+        capped = self.write["PRECISION"] == "pairs" and D <= 64
+        self.read = {**self.write, "maxnreg": REGISTERS} if capped else self.write
         self.levels = {
             **shared, "MB": 32, "BD": max(32, padded(D)), "LEVELS": CHECKPOINT.bit_length() - 1,
-            "PRECISION": precision, "PROGRAMS": PROGRAMS, "AHEAD": AHEAD, "num_warps": WARPS,
+            "PRECISION": form, "PROGRAMS": PROGRAMS, "AHEAD": AHEAD, "num_warps": WARPS,
         }  # fmt: skip
         self.walks, self.walks_back = (N * H * triton.cdiv(M, SLOTS),), (N * H * triton.cdiv(M, MB),)
         self.reads = (windows * H,)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .dual_tiles import span, write_rule
+from .fwd_kernels import load_group
 
 
 @triton.jit
@@ -57,15 +58,6 @@ def store_slots(p, S, o_m, M: tl.constexpr, D: tl.constexpr, D2: tl.constexpr):
     for j in tl.static_range(len(S)):
         o_d = j * D2 + tl.arange(0, D2)
         tl.store(p + o_m[:, None] * D + o_d[None, :], S[j], mask=(o_m < M)[:, None] & (o_d < D)[None, :])
-
-
-@triton.jit
-def load_group(p, offsets, mask, stride, left, P: tl.constexpr):
-    """The next P tokens, as they are stored; zeros beyond the `left` ones, at which nothing is written."""
-    rows = ()
-    for i in tl.static_range(P):
-        rows = rows + (tl.load(p + i * stride + offsets, mask=mask & (i < left), other=0),)
-    return rows
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """Sizes that the fake kernels, the torch path and the Triton launches of Lattice must agree on; no Triton import."""
 
+import torch
 from torch import Tensor
 
 # tokens between two states kept for backward
@@ -10,6 +11,11 @@ MAX_DIM = 128
 def padded(n: int) -> int:
     """The next power of two, at least 16."""
     return max(16, 1 << (n - 1).bit_length())
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Of a product over a window, for inputs of a dtype, as `tl.dot` calls it."""
+    return {torch.float64: "ieee", torch.float32: "tf32x3"}.get(dtype, "tf32")
 
 
 def checkpoint_slots(batch: int, tokens: int, cu_seqlens: Tensor | None) -> int:

@@ -10,7 +10,7 @@ from .._common import compute_dtype
 from .bwd_kernels import lattice_bwd_kernel
 from .dual_walk_kernels import lattice_norm_kernel
 from .fwd_kernels import lattice_fwd_kernel, lattice_step_kernel
-from .plan import CHECKPOINT, checkpoint_slots, keeps_h, kept_sizes, padded
+from .plan import CHECKPOINT, checkpoint_slots, keeps_h, kept_sizes, padded, precision
 from .read_bwd_kernels import lattice_adjoint_kernel, lattice_middle_kernel, lattice_slots_kernel
 
 # tokens between two measured norms, and between two states that backward keeps in scratch memory
@@ -120,7 +120,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     read = {
         "H": H, "M": M, "D": D, "BM": sizes["BM"], "BD": BD, "MB": 32, "WIDE": max(32, BD), "CHECKPOINT": CHECKPOINT,
         "LEVELS": CHECKPOINT.bit_length() - 1, "ACC": sizes["ACC"], "num_warps": 4,
-        "PRECISION": {torch.float64: "ieee", torch.float32: "tf32x3"}.get(v.dtype, "tf32"),
+        "PRECISION": precision(v.dtype),
     }  # fmt: skip
     lattice_slots_kernel[(windows * H,)](do, k, gamma, h, hh, p, kept, None, dq, None, None, *where, **read)
     lattice_middle_kernel[(windows * H,)](

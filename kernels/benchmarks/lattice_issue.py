@@ -23,7 +23,7 @@ TOKENS = {
     "lattice_fwd_kernel": (4,),
     "lattice_adjoint_kernel": (2, 2, 32),
     "lattice_walk_kernel": (16,),
-    "lattice_walk_adjoint_kernel": (None, None, None, None, 4),
+    "lattice_walk_adjoint_kernel": (None, 8),
 }
 
 

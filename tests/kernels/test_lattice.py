@@ -57,11 +57,15 @@ def test_every_rule_on_a_gpu(variant, project, l1, dtype):
 
 @pytest.mark.parametrize("variant", ["enc", "sim"])
 def test_a_slot_that_keeps_nothing(variant, backend):
-    """keep = 1 + gamma c p = 0 in a token of the second window: nothing may be divided by it. Packed."""
+    """keep = 1 + gamma c p = 0 in a token of the second window: nothing may be divided by it. Packed.
+
+    Only in the first of two heads: another kernel walks back the second one.
+    """
     if backend == "triton" and DEVICE == "cuda":
         pytest.skip("the choice by device keeps float64 off a GPU's Triton kernels")
     options, shape = {"variant": variant}, Shape(1, 70, 1, 1, 4, 5)
     inputs, state = draw(shape, torch.float64), draw_state(shape, 3, torch.float64)
+    inputs, state = {name: torch.cat([x, x], 2) for name, x in inputs.items()}, (torch.cat([state[0]] * 2, 1),)
     cu_seqlens = torch.tensor([0, 0, 3, 70], device=DEVICE)
     for t in (1, 69):
         rows = slice(3 if t == 69 else 0, t)

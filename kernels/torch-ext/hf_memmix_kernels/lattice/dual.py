@@ -9,20 +9,22 @@ from torch import Tensor
 
 from .._chunks import chunk_table
 from .._common import compute_dtype
+from .dual_careful_kernels import lattice_careful_adjoint_kernel
 from .dual_level_kernels import (
     lattice_read_adjoint_levels_kernel,
     lattice_read_levels_kernel,
     lattice_write_adjoint_levels_kernel,
 )
 from .dual_read_kernels import lattice_read_adjoint_kernel, lattice_read_kernel, lattice_write_adjoint_kernel
-from .dual_walk_bwd_kernels import lattice_walk_adjoint_kernel
+from .dual_walk_bwd_kernels import lattice_gram_adjoint_kernel, lattice_walk_adjoint_kernel
 from .dual_walk_kernels import lattice_gram_kernel, lattice_norm_kernel, lattice_walk_kernel
 from .plan import CHECKPOINT, checkpoint_slots, dual_size, padded, precision
 
-# slots of a program and tokens of a chunk of the walk forward, half as many where the registers hold no more
-SLOTS, CHUNK = 16, 16
-# lanes that share a slot, and tokens loaded ahead, of the walk back; warps of a window of 64 x 64
-LANES, GROUP = 4, 4
+# slots of a program and tokens of a chunk of the walk forward, half as many where the registers hold no more; of a
+# chunk of the walk back
+SLOTS, CHUNK, CHUNK_BACK = 16, 16, 8
+# lanes that share a slot, and tokens loaded ahead, of the careful walk back; warps of a window of 64 x 64
+LANES, GROUP = 4, 1
 WARPS = 4
 # registers a thread that let three programs of such windows, of 16-bit inputs, share an SM
 REGISTERS = 168
@@ -57,8 +59,12 @@ class _Plan:
             **shared, "MB": SLOTS, "BD": padded(D), "P": chunk,
             "PRECISION": "split" if half else form, "num_warps": 1,
         }  # fmt: skip
+        self.gram_back = {**self.gram, "P": CHUNK_BACK, "VARIANT": variant}
+        self.back = {**self.walk, "P": CHUNK_BACK}
         MB, D2 = 32 // LANES, 4 * LANES
-        self.back = {**shared, "MB": MB, "D1": triton.cdiv(D, D2), "D2": D2, "P": GROUP, "num_warps": 1}
+        self.careful = {
+            **shared, "MB": MB, "D1": triton.cdiv(D, D2), "D2": D2, "P": GROUP, "CHUNK": CHUNK_BACK, "num_warps": 1,
+        }  # fmt: skip
         # the interpreter multiplies no bfloat16
         pairs = "pairs" if v.is_cuda and os.environ.get("TRITON_INTERPRET") != "1" else "ieee"
         # rows of 128 bytes at least (kernels/README.md, "Compiler traps")
@@ -72,7 +78,7 @@ class _Plan:
             **shared, "MB": 32, "BD": max(32, padded(D)), "LEVELS": CHECKPOINT.bit_length() - 1,
             "PRECISION": form, "PROGRAMS": PROGRAMS, "AHEAD": AHEAD, "num_warps": WARPS,
         }  # fmt: skip
-        self.walks, self.walks_back = (N * H * triton.cdiv(M, SLOTS),), (N * H * triton.cdiv(M, MB),)
+        self.walks, self.careful_walks = (N * H * triton.cdiv(M, SLOTS),), (N * H * triton.cdiv(M, MB),)
         self.reads = (windows * H,)
         self.seekers = (min(windows * H, PROGRAMS),)
 
@@ -92,6 +98,12 @@ class _Plan:
         grid = (triton.cdiv(hh.numel(), 64),)
         lattice_norm_kernel[grid](v, hh, hh.numel(), D=v.shape[3], BD=self.read["BD"], R=64)
         return hh
+
+    def products_back(self, do: Tensor, v: Tensor) -> Tensor:
+        """h_t . h_j and dy_t . h_j of all pairs in every chunk."""
+        gram = v.new_empty(*self.reads, CHECKPOINT, 2, self.gram_back["P"], dtype=self.dtype)
+        lattice_gram_adjoint_kernel[self.reads](do, v, gram, *self.across, **self.gram_back)
+        return gram
 
 
 def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
@@ -115,15 +127,18 @@ def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, 
     do, q, k, v, gamma = (x.contiguous() for x in (do, q, k, v, gamma))
     plan = _Plan(v, initial_state, cu_seqlens, variant)
     states, final, p = kept.split(plan.sizes)
-    hh, dq, dk, dv, dgamma = plan.norms(v), *(torch.empty_like(x) for x in (q, k, v, gamma))
+    hh, gram = plan.norms(v), plan.products_back(do, v)
+    dq, dk, dv, dgamma = (torch.empty_like(x) for x in (q, k, v, gamma))
     end = plan.rows(dfinal)
     reads, dalpha, z, ends, dstart = (torch.empty_like(x) for x in (p, p, p, states, end))
     flags, far = torch.empty(2, *plan.reads, dtype=torch.int32, device=v.device)
     read = do, k, v, hh, gamma, states, p, dq, reads
     lattice_read_adjoint_kernel[plan.reads](*read, flags, far, *plan.across, **plan.read)
     lattice_read_adjoint_levels_kernel[plan.seekers](far, far.numel(), *read, *plan.across, **plan.levels)
-    lattice_walk_adjoint_kernel[plan.walks_back](
-        do, end, q, k, v, hh, gamma, states, final, p, reads, flags, dalpha, z, ends, dstart, *plan.along, **plan.back
+    found = states, final, p, reads, flags, dalpha, z, ends, dstart
+    lattice_walk_adjoint_kernel[plan.walks](do, end, q, k, v, gamma, gram, *found, *plan.along, **plan.back)
+    lattice_careful_adjoint_kernel[plan.careful_walks](
+        do, end, q, k, v, hh, gamma, *found, *plan.along, **plan.careful
     )
     write = do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma
     lattice_write_adjoint_kernel[plan.reads](*write, *plan.across, **plan.write)

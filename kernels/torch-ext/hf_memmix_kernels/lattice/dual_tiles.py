@@ -32,6 +32,15 @@ def span(i_n, cu_seqlens, first, T, C: tl.constexpr):
 
 
 @triton.jit
+def needs_care(flags, length, H: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr):
+    """Whether a (sequence, head) is walked back token by token: a window is flagged, or no chunk is whole."""
+    found, windows, o_w = tl.zeros([32], tl.int32), tl.cdiv(length, C), tl.arange(0, 32)
+    for i_w in range(0, windows, 32):
+        found |= tl.load(flags + (i_w + o_w) * H, mask=i_w + o_w < windows, other=0)
+    return (tl.max(found, 0) > 0) | (length < CHUNK)
+
+
+@triton.jit
 def locate(i_c, cu_seqlens, first, sequence, T, N, C: tl.constexpr):
     """First token of window i_c, and how many of its tokens there are: none of a window beyond the last."""
     if cu_seqlens is None:

@@ -7,201 +7,183 @@ With dS_t the gradient of s_t from its reads and all later tokens, u = h . dS_t,
 
 where x = (z - b u) / a, and s_{t-1} . (a dS_t + g h_t) = a x + g p: no state is needed. Multiples of s in its own
 gradient mean nothing, and are taken out before every window. The readouts, dq_t = S_t^T dy_t too, are again linear.
+
+Chunks of P tokens as in dual_walk_kernels.py: with E the gradient after a chunk, tensor cores ask U = E H^T, and for
+every token t from the last one, whose coefficients are known before, U_j <- a (U_j + q_t dy_t . h_j) + g h_t . h_j for
+j < t. Then E <- A E + G H + Q dY. Heads with an a near zero are left to dual_careful_kernels.py.
 """
 
 import triton
 import triton.language as tl
 
-from .dual_tiles import span, write_rule
-from .fwd_kernels import load_group
+from .dual_tiles import load_rows, locate, needs_care, span, write_rule
+from .dual_walk_kernels import (
+    as_asked,
+    as_written,
+    ask,
+    asked_offsets,
+    asking,
+    load_tile,
+    pick,
+    write,
+    written_offsets,
+)
 
 
 @triton.jit
-def inner(S, h):
-    """s_i . h for slots in parts, a tuple of [M, D2], and a vector in parts, a tuple of [D2]: [M]."""
-    x = S[0] * h[0][None, :]
-    for j in tl.static_range(1, len(S)):
-        x += S[j] * h[j][None, :]
-    return tl.sum(x, 1)
-
-
-@triton.jit
-def combine(a, S, b, h):
-    """a_i s_i + b_i h, in parts."""
-    parts = ()
-    for j in tl.static_range(len(S)):
-        parts = parts + (a[:, None] * S[j] + b[:, None] * h[j][None, :],)
-    return parts
-
-
-@triton.jit
-def cast(x, ACC: tl.constexpr):
-    parts = ()
-    for j in tl.static_range(len(x)):
-        parts = parts + (x[j].to(ACC),)
-    return parts
-
-
-@triton.jit
-def load_slots(p, o_m, M: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """Slots `o_m` of a state [M, D] in parts, zeros around."""
-    parts = ()
-    for j in tl.static_range(D1):
-        o_d = j * D2 + tl.arange(0, D2)
-        mask = (o_m < M)[:, None] & (o_d < D)[None, :]
-        parts = parts + (tl.load(p + o_m[:, None] * D + o_d[None, :], mask=mask, other=0),)
-    return parts
-
-
-@triton.jit
-def store_slots(p, S, o_m, M: tl.constexpr, D: tl.constexpr, D2: tl.constexpr):
-    for j in tl.static_range(len(S)):
-        o_d = j * D2 + tl.arange(0, D2)
-        tl.store(p + o_m[:, None] * D + o_d[None, :], S[j], mask=(o_m < M)[:, None] & (o_d < D)[None, :])
-
-
-@triton.jit
-def load_parts(p, stride, left, P: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """`load_group` of vectors [D] in parts.
-
-    Fewer than 32 numbers a load: Triton then gives it the layout of its use, without a detour through shared memory.
-    """
-    rows = ()
-    for i in tl.static_range(P):
-        parts = ()
-        for j in tl.static_range(D1):
-            o_d = j * D2 + tl.arange(0, D2)
-            parts = parts + (tl.load(p + i * stride + o_d, mask=(o_d < D) & (i < left), other=0),)
-        rows = rows + (parts,)
-    return rows
-
-
-@triton.jit
-def replay(
-    S, k, v, hh, gamma, p, o_m, steps, H: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-    D1: tl.constexpr, D2: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr,
+def lattice_gram_adjoint_kernel(
+    do, v, gram, cu_seqlens, first, sequence, T, N,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, P: tl.constexpr, VARIANT: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The slots after `steps` more tokens, whose p is known."""
-    for t in range(0, steps):
-        b_p = tl.load(p + t * (H * M) + o_m, mask=o_m < M, other=0)
-        b_k = tl.load(k + t * (H * M) + o_m, mask=o_m < M, other=0).to(ACC)
-        b_v = cast(load_parts(v + t * (H * D), 0, 1, 1, D, D1, D2)[0], ACC)
-        b_gamma, b_hh = tl.load(gamma + t * H).to(ACC), tl.load(hh + t * H)
-        _, _, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
-        S = combine(a, S, b if VARIANT == "enc" else -b, b_v)
-    return S
+    """h_t . h_j and dy_t . h_j of all pairs in every chunk [windows, H, C, 2, P].
+
+    Nobody asks for h_t . h_j of the chunk's first t, and |h_j|^2 takes their place.
+    """
+    SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1
+    i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
+    at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
+    b_v = load_rows(v + at * D, o_t, o_d, D, H * D, tokens, ACC)
+    b_do = load_rows(do + at * D, o_t, o_d, D, H * D, tokens, ACC)
+    gram += (i_c.to(tl.int64) * H + i_h) * (2 * C * P) + o_t[:, None] * (2 * P) + o_t[None, :] % P
+    same = o_t[:, None] // P == o_t[None, :] // P
+    found = tl.dot(b_v, tl.trans(b_v), input_precision=PRECISION, out_dtype=ACC)
+    tl.store(gram, tl.where(o_t[:, None] % P == 0, tl.sum(b_v * b_v, 1)[None, :], found), mask=same)
+    found = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION, out_dtype=ACC)
+    tl.store(gram + P, SIGN * found, mask=same)
+
+
+@triton.jit
+def decays_before(a):
+    """Of rows of [lanes, P] the product of all a before a token, and of all of them."""
+    token = tl.arange(0, a.shape[1])[None, :]
+    before, A = tl.full(a.shape, 1, a.dtype), pick(a, token, 0)[:, None]
+    for i in tl.static_range(1, a.shape[1]):
+        before = tl.where(token == i, A, before)
+        A *= pick(a, token, i)[:, None]
+    return before, A
+
+
+@triton.jit
+def walk_chunk_back(U, along, a, b, p, q, r, from_u, from_z, gram):
+    """u, z and g of a chunk, rows of [lanes, P], and s . E before it, from U = E H^T and `along` = s . E after it.
+
+    r = q_t s_t . dy_t, and g = from_u u + from_z z.
+    """
+    P: tl.constexpr = U.shape[1]
+    token = tl.arange(0, P)[None, :]
+    Z, G = tl.zeros_like(U), tl.zeros_like(U)
+    for i in tl.static_range(P - 1, -1, -1):
+        h, y = tl.load(gram + 2 * i * P + token), tl.load(gram + (2 * i + 1) * P + token)
+        U = tl.where(token <= i, U + pick(q, token, i)[:, None] * y, U)
+        u, z = pick(U, token, i), along + pick(r, token, i)
+        g = pick(from_u, token, i) * u + pick(from_z, token, i) * z
+        along = z - pick(b, token, i) * u + g * pick(p, token, i)
+        U = tl.where(token < i, pick(a, token, i)[:, None] * U + g[:, None] * h, U)
+        Z, G = tl.where(token == i, z[:, None], Z), tl.where(token == i, g[:, None], G)
+    return U, Z, G, along
+
+
+@triton.jit
+def inverse(x):
+    """1 / x of no extreme size: a division takes six more instructions."""
+    r = tl.rsqrt(x * x)
+    return x * r * r
+
+
+@triton.jit
+def load_tokens(q, k, p, reads, gamma, o_p, o_g, m_p, m_g):
+    b_q, b_k = tl.load(q + o_p, mask=m_p, other=0), tl.load(k + o_p, mask=m_p, other=0)
+    b_p, b_r = tl.load(p + o_p, mask=m_p, other=0), tl.load(reads + o_p, mask=m_p, other=0)
+    return b_q, b_k, b_p, b_r, tl.load(gamma + o_g, mask=m_g, other=0)
 
 
 @triton.jit
 def tangent(E, S):
-    """E_i minus its part along the unit slot s_i, in parts."""
-    along = inner_slots(S, E)
-    parts = ()
-    for j in tl.static_range(len(S)):
-        parts = parts + (E[j] - along[:, None] * S[j],)
-    return parts
-
-
-@triton.jit
-def inner_slots(S, E):
-    """s_i . e_i, in parts."""
-    x = S[0] * E[0]
-    for j in tl.static_range(1, len(S)):
-        x += S[j] * E[j]
-    return tl.sum(x, 1)
-
-
-@triton.jit
-def add(E, q, y):
-    """e_i + q_i y, in parts."""
-    parts = ()
-    for j in tl.static_range(len(E)):
-        parts = parts + (E[j] + q[:, None] * y[j][None, :],)
-    return parts
-
-
-@triton.jit
-def load_tokens(
-    q, k, p, reads, v, do, hh, gamma, t, length, o_m,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """Of P tokens from t on: q, k, p, reads, v, do, hh and gamma. None is before the first."""
-    left = tl.where(t >= 0, length - t, 0)
-    o_k, o_v, o_g, m_m = t * (H * M), t * (H * D), t * H, o_m < M
-    qs, ks = load_group(q + o_k, o_m, m_m, H * M, left, P), load_group(k + o_k, o_m, m_m, H * M, left, P)
-    ps, rs = load_group(p + o_k, o_m, m_m, H * M, left, P), load_group(reads + o_k, o_m, m_m, H * M, left, P)
-    vs = load_parts(v + o_v, H * D, left, P, D, D1, D2)
-    dos = load_parts(do + o_v, H * D, left, P, D, D1, D2)
-    hhs, gammas = load_group(hh + o_g, 0, True, H, left, P), load_group(gamma + o_g, 0, True, H, left, P)
-    return qs, ks, ps, rs, vs, dos, hhs, gammas
+    """E_i minus its part along the unit slot s_i."""
+    return E - tl.sum(S * E, 1)[:, None] * S
 
 
 @triton.jit
 def lattice_walk_adjoint_kernel(
-    do, dfinal, q, k, v, hh, gamma, states, final, p, reads, flags, dalpha, z, ends, dstart, cu_seqlens, first, T,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr,
-    D1: tl.constexpr, D2: tl.constexpr, VARIANT: tl.constexpr, C: tl.constexpr, P: tl.constexpr, ACC: tl.constexpr,
+    do, dfinal, q, k, v, gamma, gram, states, final, p, reads, flags, dalpha, z, ends, dstart, cu_seqlens, first, T,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, VARIANT: tl.constexpr,
+    C: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dalpha and z of all tokens and the gradients of the states after every window, for MB slots of one head."""
-    SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1
+    SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1  # h = v or -v
+    LANES: tl.constexpr = 2 * MB  # a warp, two of them for a slot
+    KW: tl.constexpr = 2 if v.dtype.element_ty.primitive_bitwidth == 16 else 1
     i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
     i_n, i_h = i_s // H, i_s % H
     start, length, window = span(i_n, cu_seqlens, first, T, C)
-    o_m = tl.program_id(0) % tl.cdiv(M, MB) * MB + tl.arange(0, MB)
-    m_m = o_m < M
-    at = start * H + i_h
-    q, k, p, reads, dalpha, z = q + at * M, k + at * M, p + at * M, reads + at * M, dalpha + at * M, z + at * M
-    do, v, hh, gamma = do + at * D, v + at * D, hh + at, gamma + at
-    flags += window * H + i_h
+    if needs_care(flags + window * H + i_h, length, H, C, P):
+        return
+    i_m = tl.program_id(0) % tl.cdiv(M, MB) * MB
+    o_m, o_n, o_l = i_m + tl.arange(0, MB), tl.arange(0, BD), tl.arange(0, LANES)
+    # "and" hides from Triton that neighbours lie side by side: a lane shall hold all tokens of its slot
+    o_t, o_k, o_d = (tl.arange(0, P) & (P - 1))[None, :], i_m + (o_l & (MB - 1)), o_n % 8 * (BD // 8) + o_n // 8
+    o_p, m_k, o_s = o_t * (H * M) + o_k[:, None], (o_k < M)[:, None], o_m[:, None] * D + o_d[None, :]
+    o_g = tl.broadcast_to(o_t * H, [LANES, P])
+    m_s = (o_m < M)[:, None] & (o_d < D)[None, :]
+    o_a, o_w, o_near = asked_offsets(P, BD), written_offsets(P, BD, KW), o_l * 8  # numbers of 32 bytes each
+    at, t = start * H + i_h, (tl.cdiv(length, P) - 1) * P
+    dalpha, z, at = dalpha + at * M, z + at * M, at + t * H
+    q, k, p, reads, gamma, v, do = (
+        q + at * M,
+        k + at * M,
+        p + at * M,
+        reads + at * M,
+        gamma + at,
+        v + at * D,
+        do + at * D,
+    )
     states += (window * H + i_h) * (M * D)
     ends += (window * H + i_h) * (M * D)
-    E = load_slots(dfinal + i_s * (M * D), o_m, M, D, D1, D2)
-    E = tangent(E, load_slots(final + i_s * (M * D), o_m, M, D, D1, D2))
-    if length > 0:
-        store_slots(ends + (length - 1) // C * (H * M * D), E, o_m, M, D, D2)
-    along = tl.zeros([MB], ACC)  # s_t . E_t
+    gram += (window * H + i_h) * (2 * C * P)
+    E = tl.load(dfinal + i_s * (M * D) + o_s, mask=m_s, other=0)
+    after, along, last, left = final + i_s * (M * D), tl.zeros([LANES], ACC), t, length - t
+    b_v, m_t, whole = load_tile(v, o_a, H * D, left, D), o_t < left, o_t >= 0
+    b_q, b_k, b_p, b_r, b_gamma = load_tokens(q, k, p, reads, gamma, o_p, o_g, m_k & m_t, m_t)
+    for _ in tl.range(0, length, P, num_stages=1):
+        if (t == last) | (t % C == C - P):
+            E = tangent(E, tl.load(after + o_s, mask=m_s, other=0))
+            along = tl.zeros([LANES], ACC)  # s_t . E_t
+            after = states + t // C * (H * M * D)
+            tl.store(ends + t // C * (H * M * D) + o_s, E, mask=m_s)
+        written, read = load_tile(v, o_w, H * D, left, D), load_tile(do, o_w, H * D, left, D)
+        # all chunks but the last are whole, and before the first none is needed
+        back = tl.where(t > 0, P * H, 0)
+        q, k, p, reads = q - back * M, k - back * M, p - back * M, reads - back * M
+        v, do, gamma = v - back * D, do - back * D, gamma - back
+        v_next = load_tile(v, o_a, H * D, P, D)
+        q_next, k_next, p_next, r_next, gamma_next = load_tokens(q, k, p, reads, gamma, o_p, o_g, m_k & whole, whole)
+        here = gram + (t // C * (H * C) + t % C) * (2 * P)
+        there = gram + ((t - P) // C * (H * C) + (t - P) % C) * (2 * P)
+        ahead = tl.load(there + o_near % (2 * P * P), mask=t > 0, other=0)
+        o_after = i_m * D + t % C * (MB * D // C) + o_near % (P * MB * D // C)
+        ahead += tl.load(after + o_after, mask=o_after < M * D, other=0)
 
-    groups = tl.cdiv(length, P)
-    t = (groups - 1) * P
-    now = load_tokens(q, k, p, reads, v, do, hh, gamma, t, length, o_m, H, M, D, D1, D2, P)
-    near = tl.load(flags + t // C * H, mask=t >= 0, other=0)
-    for group in range(0, groups):
-        t = (groups - 1 - group) * P
-        nearer = tl.load(flags + (t - P) // C * H, mask=t > 0, other=0)
-        before = load_tokens(q, k, p, reads, v, do, hh, gamma, t - P, length, o_m, H, M, D, D1, D2, P)
-        qs, ks, ps, rs, vs, dos, hhs, gammas = now
-        for i in tl.static_range(P - 1, -1, -1):
-            b_p, b_q, b_v, b_do = ps[i], qs[i].to(ACC), cast(vs[i], ACC), cast(dos[i], ACC)
-            b_gamma = gammas[i].to(ACC)
-            _, alpha, beta, n, a, b = write_rule(b_p, ks[i].to(ACC), b_gamma, hhs[i], VARIANT)
-            dS = add(E, b_q, b_do)
-            u = inner(dS, b_v) * SIGN
-            b_z = along + b_q * rs[i]
-            if near:
-                here = tl.abs(1 - alpha * b_p) < 0.25
-                first_t = t // C * C
-                S = load_slots(states + first_t // C * (H * M * D), o_m, M, D, D1, D2)
-                o_k, o_v, o_g = first_t * (H * M), first_t * (H * D), first_t * H
-                S = replay(
-                    S, k + o_k, v + o_v, hh + o_g, gamma + o_g, p + o_k, o_m, t + i - first_t,
-                    H, M, D, D1, D2, VARIANT, ACC,
-                )  # fmt: skip
-                x = tl.where(here, inner_slots(S, dS), (b_z - b * u) / tl.where(here, 1, a))
-            else:
-                x = (b_z - b * u) / a
-            b_dalpha = beta * (u - b_p * x - beta * alpha * n * b_z)
-            g = alpha * alpha * b_dalpha - a * b * b_z
-            if VARIANT == "enc":
-                g -= b_gamma * b_dalpha
-            E = combine(a, dS, g * SIGN, b_v)
-            along = b_z - b * u + g * b_p
-            o_t = (t + i) * (H * M) + o_m
-            tl.store(dalpha + o_t, b_dalpha, mask=m_m & (t + i < length))
-            tl.store(z + o_t, b_z, mask=m_m & (t + i < length))
-        if t % C == 0:
-            E = tangent(E, load_slots(states + t // C * (H * M * D), o_m, M, D, D1, D2))
-            along = tl.zeros([MB], ACC)
-            if t > 0:
-                store_slots(ends + (t // C - 1) * (H * M * D), E, o_m, M, D, D2)
-        now, near = before, nearer
-    store_slots(dstart + i_s * (M * D), E, o_m, M, D, D2)
+        b_q, b_k, b_gamma = b_q.to(ACC), b_k.to(ACC), b_gamma.to(ACC)
+        _, alpha, beta, n, a, b = write_rule(b_p, b_k, b_gamma, tl.load(here + tl.arange(0, P)[None, :]), VARIANT)
+        # dalpha and g with x put in
+        keep = inverse(1 - alpha * b_p)
+        alpha_u, alpha_z = beta * keep, -(b_p * keep + beta * beta * alpha * n)
+        square = alpha * alpha - b_gamma if VARIANT == "enc" else alpha * alpha
+        before, A = decays_before(a)
+        U = ask(asking(E), as_asked(b_v.to(ACC), P, BD), PRECISION, ACC) * SIGN
+        U = tl.reshape(tl.broadcast_to(U[None, :, :], [2, MB, P]), [LANES, P])
+        A = pick(tl.trans(tl.reshape(A, [2, MB])), tl.arange(0, 2)[None, :], 0)
+        E = A[:, None] * E + write(b_q * a * before, as_written(read.to(ACC), P, BD, KW), PRECISION, ACC)
+        u, b_z, g, along = walk_chunk_back(
+            U, along, a, b, b_p, b_q, b_q * b_r, square * alpha_u, square * alpha_z - a * b, here
+        )
+        m_p, o_c = m_k & (o_t < left), t * (H * M) + o_p
+        tl.store(dalpha + o_c, alpha_u * u + alpha_z * b_z, mask=m_p)
+        tl.store(z + o_c, b_z, mask=m_p)
+        E += write(g * before * SIGN, as_written(written.to(ACC), P, BD, KW), PRECISION, ACC)
+        # nothing is added: what comes next, of products and of slots, is brought close
+        t, left, along = t - P, P, along + 0 * ahead
+        b_v, b_q, b_k, b_p, b_r, b_gamma = v_next, q_next, k_next, p_next, r_next, gamma_next
+    tl.store(dstart + i_s * (M * D) + o_s, tangent(E, tl.load(states + o_s, mask=m_s, other=0)), mask=m_s)

@@ -1,0 +1,202 @@
+"""Lattice "enc" and "sim", the walk back token by token, of heads in which an a comes near zero and of few tokens.
+
+dual_walk_bwd_kernels.py finds x = s_{t-1} . dS_t as (z - b u) / a. Where |1 - alpha p| < 1/4 in a token, here it is
+taken from the state, which is replayed from the window's start: exact, and slow only there.
+"""
+
+import triton
+import triton.language as tl
+
+from .dual_tiles import needs_care, span, write_rule
+from .fwd_kernels import load_group
+
+
+@triton.jit
+def inner(S, h):
+    """s_i . h for slots in parts, a tuple of [M, D2], and a vector in parts, a tuple of [D2]: [M]."""
+    x = S[0] * h[0][None, :]
+    for j in tl.static_range(1, len(S)):
+        x += S[j] * h[j][None, :]
+    return tl.sum(x, 1)
+
+
+@triton.jit
+def combine(a, S, b, h):
+    """a_i s_i + b_i h, in parts."""
+    parts = ()
+    for j in tl.static_range(len(S)):
+        parts = parts + (a[:, None] * S[j] + b[:, None] * h[j][None, :],)
+    return parts
+
+
+@triton.jit
+def cast(x, ACC: tl.constexpr):
+    parts = ()
+    for j in tl.static_range(len(x)):
+        parts = parts + (x[j].to(ACC),)
+    return parts
+
+
+@triton.jit
+def load_slots(p, o_m, M: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """Slots `o_m` of a state [M, D] in parts, zeros around."""
+    parts = ()
+    for j in tl.static_range(D1):
+        o_d = j * D2 + tl.arange(0, D2)
+        mask = (o_m < M)[:, None] & (o_d < D)[None, :]
+        parts = parts + (tl.load(p + o_m[:, None] * D + o_d[None, :], mask=mask, other=0),)
+    return parts
+
+
+@triton.jit
+def store_slots(p, S, o_m, M: tl.constexpr, D: tl.constexpr, D2: tl.constexpr):
+    for j in tl.static_range(len(S)):
+        o_d = j * D2 + tl.arange(0, D2)
+        tl.store(p + o_m[:, None] * D + o_d[None, :], S[j], mask=(o_m < M)[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def load_parts(p, stride, left, P: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """`load_group` of vectors [D] in parts.
+
+    Fewer than 32 numbers a load: Triton then gives it the layout of its use, without a detour through shared memory.
+    """
+    rows = ()
+    for i in tl.static_range(P):
+        parts = ()
+        for j in tl.static_range(D1):
+            o_d = j * D2 + tl.arange(0, D2)
+            parts = parts + (tl.load(p + i * stride + o_d, mask=(o_d < D) & (i < left), other=0),)
+        rows = rows + (parts,)
+    return rows
+
+
+@triton.jit
+def replay(
+    S, k, v, hh, gamma, p, o_m, steps, H: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The slots after `steps` more tokens, whose p is known."""
+    for t in range(0, steps):
+        b_p = tl.load(p + t * (H * M) + o_m, mask=o_m < M, other=0)
+        b_k = tl.load(k + t * (H * M) + o_m, mask=o_m < M, other=0).to(ACC)
+        b_v = cast(load_parts(v + t * (H * D), 0, 1, 1, D, D1, D2)[0], ACC)
+        b_gamma, b_hh = tl.load(gamma + t * H).to(ACC), tl.load(hh + t * H)
+        _, _, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
+        S = combine(a, S, b if VARIANT == "enc" else -b, b_v)
+    return S
+
+
+@triton.jit
+def tangent(E, S):
+    """E_i minus its part along the unit slot s_i, in parts."""
+    along = inner_slots(S, E)
+    parts = ()
+    for j in tl.static_range(len(S)):
+        parts = parts + (E[j] - along[:, None] * S[j],)
+    return parts
+
+
+@triton.jit
+def inner_slots(S, E):
+    """s_i . e_i, in parts."""
+    x = S[0] * E[0]
+    for j in tl.static_range(1, len(S)):
+        x += S[j] * E[j]
+    return tl.sum(x, 1)
+
+
+@triton.jit
+def add(E, q, y):
+    """e_i + q_i y, in parts."""
+    parts = ()
+    for j in tl.static_range(len(E)):
+        parts = parts + (E[j] + q[:, None] * y[j][None, :],)
+    return parts
+
+
+@triton.jit
+def load_tokens(
+    q, k, p, reads, v, do, hh, gamma, t, length, o_m,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Of P tokens from t on: q, k, p, reads, v, do, hh and gamma. None is before the first."""
+    left = tl.where(t >= 0, length - t, 0)
+    o_k, o_v, o_g, m_m = t * (H * M), t * (H * D), t * H, o_m < M
+    qs, ks = load_group(q + o_k, o_m, m_m, H * M, left, P), load_group(k + o_k, o_m, m_m, H * M, left, P)
+    ps, rs = load_group(p + o_k, o_m, m_m, H * M, left, P), load_group(reads + o_k, o_m, m_m, H * M, left, P)
+    vs = load_parts(v + o_v, H * D, left, P, D, D1, D2)
+    dos = load_parts(do + o_v, H * D, left, P, D, D1, D2)
+    hhs, gammas = load_group(hh + o_g, 0, True, H, left, P), load_group(gamma + o_g, 0, True, H, left, P)
+    return qs, ks, ps, rs, vs, dos, hhs, gammas
+
+
+@triton.jit
+def lattice_careful_adjoint_kernel(
+    do, dfinal, q, k, v, hh, gamma, states, final, p, reads, flags, dalpha, z, ends, dstart, cu_seqlens, first, T,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, VARIANT: tl.constexpr, C: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """dalpha and z of all tokens and the gradients of the states after every window, for MB slots of one head."""
+    SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1
+    i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
+    i_n, i_h = i_s // H, i_s % H
+    start, length, window = span(i_n, cu_seqlens, first, T, C)
+    if not needs_care(flags + window * H + i_h, length, H, C, CHUNK):
+        return
+    o_m = tl.program_id(0) % tl.cdiv(M, MB) * MB + tl.arange(0, MB)
+    m_m = o_m < M
+    at = start * H + i_h
+    q, k, p, reads, dalpha, z = q + at * M, k + at * M, p + at * M, reads + at * M, dalpha + at * M, z + at * M
+    do, v, hh, gamma = do + at * D, v + at * D, hh + at, gamma + at
+    states += (window * H + i_h) * (M * D)
+    ends += (window * H + i_h) * (M * D)
+    E = load_slots(dfinal + i_s * (M * D), o_m, M, D, D1, D2)
+    E = tangent(E, load_slots(final + i_s * (M * D), o_m, M, D, D1, D2))
+    if length > 0:
+        store_slots(ends + (length - 1) // C * (H * M * D), E, o_m, M, D, D2)
+    along = tl.zeros([MB], ACC)  # s_t . E_t
+
+    groups = tl.cdiv(length, P)
+    t = (groups - 1) * P
+    now = load_tokens(q, k, p, reads, v, do, hh, gamma, t, length, o_m, H, M, D, D1, D2, P)
+    for group in range(0, groups):
+        t = (groups - 1 - group) * P
+        before = load_tokens(q, k, p, reads, v, do, hh, gamma, t - P, length, o_m, H, M, D, D1, D2, P)
+        qs, ks, ps, rs, vs, dos, hhs, gammas = now
+        for i in tl.static_range(P - 1, -1, -1):
+            b_p, b_q, b_v, b_do = ps[i], qs[i].to(ACC), cast(vs[i], ACC), cast(dos[i], ACC)
+            b_gamma = gammas[i].to(ACC)
+            _, alpha, beta, n, a, b = write_rule(b_p, ks[i].to(ACC), b_gamma, hhs[i], VARIANT)
+            dS = add(E, b_q, b_do)
+            u = inner(dS, b_v) * SIGN
+            b_z = along + b_q * rs[i]
+            here = tl.abs(1 - alpha * b_p) < 0.25
+            if tl.max(here.to(tl.int32), 0) > 0:
+                first_t = t // C * C
+                S = load_slots(states + first_t // C * (H * M * D), o_m, M, D, D1, D2)
+                o_k, o_v, o_g = first_t * (H * M), first_t * (H * D), first_t * H
+                S = replay(
+                    S, k + o_k, v + o_v, hh + o_g, gamma + o_g, p + o_k, o_m, t + i - first_t,
+                    H, M, D, D1, D2, VARIANT, ACC,
+                )  # fmt: skip
+                x = tl.where(here, inner_slots(S, dS), (b_z - b * u) / tl.where(here, 1, a))
+            else:
+                x = (b_z - b * u) / a
+            b_dalpha = beta * (u - b_p * x - beta * alpha * n * b_z)
+            g = alpha * alpha * b_dalpha - a * b * b_z
+            if VARIANT == "enc":
+                g -= b_gamma * b_dalpha
+            E = combine(a, dS, g * SIGN, b_v)
+            along = b_z - b * u + g * b_p
+            o_t = (t + i) * (H * M) + o_m
+            tl.store(dalpha + o_t, b_dalpha, mask=m_m & (t + i < length))
+            tl.store(z + o_t, b_z, mask=m_m & (t + i < length))
+        if t % C == 0:
+            E = tangent(E, load_slots(states + t // C * (H * M * D), o_m, M, D, D1, D2))
+            along = tl.zeros([MB], ACC)
+            if t > 0:
+                store_slots(ends + (t // C - 1) * (H * M * D), E, o_m, M, D, D2)
+        now = before
+    store_slots(dstart + i_s * (M * D), E, o_m, M, D, D2)

@@ -17,15 +17,13 @@ from .dual_level_kernels import (
 )
 from .dual_read_kernels import lattice_read_adjoint_kernel, lattice_read_kernel, lattice_write_adjoint_kernel
 from .dual_walk_bwd_kernels import lattice_gram_adjoint_kernel, lattice_walk_adjoint_kernel
-from .dual_walk_kernels import lattice_gram_kernel, lattice_norm_kernel, lattice_walk_kernel
-from .plan import CHECKPOINT, checkpoint_slots, dual_size, padded, precision
+from .dual_walk_kernels import lattice_gram_kernel, lattice_walk_kernel
+from .plan import CHECKPOINT, WALKED, checkpoint_slots, dual_sizes, padded, precision
 
-# slots of a program and tokens of a chunk of the walk forward, half as many where the registers hold no more; of a
-# chunk of the walk back
-SLOTS, CHUNK, CHUNK_BACK = 16, 16, 8
-# lanes that share a slot, and tokens loaded ahead, of the careful walk back; warps of a window of 64 x 64
-LANES, GROUP = 4, 1
-WARPS = 4
+# tokens of a chunk of the walk forward, half as many where the registers hold no more, and of the walk back
+CHUNK, CHUNK_BACK = 16, 8
+# lanes that share a slot of the careful walk back; warps of a window of 64 x 64
+LANES, WARPS = 4, 4
 # registers a thread that let three programs of such windows, of 16-bit inputs, share an SM
 REGISTERS = 168
 # programs that look for windows which may not be divided in, and at how many a program looks at once
@@ -39,16 +37,18 @@ class _Plan:
         N, H, D, M = state.shape
         B, T = v.shape[:2]
         self.dtype = compute_dtype(v.dtype)
-        slots = checkpoint_slots(B, T, cu_seqlens)
-        self.sizes = [slots * H * M * D, N * H * M * D, B * T * H * M]
+        self.sizes = dual_sizes(v, state, cu_seqlens)
         first = sequence = None
-        windows = slots
+        windows = checkpoint_slots(B, T, cu_seqlens)
         if cu_seqlens is not None:
             first, sequence, windows = chunk_table(cu_seqlens, T, CHECKPOINT)
         self.along, self.across = (cu_seqlens, first, T), (cu_seqlens, first, sequence, T, N)
         acc = tl.float64 if self.dtype == torch.float64 else tl.float32
         shared = {"H": H, "M": M, "D": D, "VARIANT": variant, "C": CHECKPOINT, "ACC": acc}
         form = precision(v.dtype)
+        # the interpreter multiplies no bfloat16 and knows no assembly
+        on_gpu = v.is_cuda and os.environ.get("TRITON_INTERPRET") != "1"
+        pairs = "pairs" if on_gpu else "ieee"
         half = form == "tf32"
         chunk = CHUNK if half and D <= 64 else CHUNK // 2
         self.gram = {
@@ -56,17 +56,15 @@ class _Plan:
             "PRECISION": form, "ACC": acc, "num_warps": WARPS,
         }  # fmt: skip
         self.walk = {
-            **shared, "MB": SLOTS, "BD": padded(D), "P": chunk,
+            **shared, "MB": WALKED, "BD": padded(D), "P": chunk,
             "PRECISION": "split" if half else form, "num_warps": 1,
         }  # fmt: skip
         self.gram_back = {**self.gram, "P": CHUNK_BACK, "VARIANT": variant}
-        self.back = {**self.walk, "P": CHUNK_BACK}
+        self.back = {**self.walk, "P": CHUNK_BACK, "FETCH": on_gpu and D <= 64}
         MB, D2 = 32 // LANES, 4 * LANES
         self.careful = {
-            **shared, "MB": MB, "D1": triton.cdiv(D, D2), "D2": D2, "P": GROUP, "CHUNK": CHUNK_BACK, "num_warps": 1,
+            **shared, "MB": MB, "D1": triton.cdiv(D, D2), "D2": D2, "CHUNK": CHUNK_BACK, "num_warps": 1,
         }  # fmt: skip
-        # the interpreter multiplies no bfloat16
-        pairs = "pairs" if v.is_cuda and os.environ.get("TRITON_INTERPRET") != "1" else "ieee"
         # rows of 128 bytes at least (kernels/README.md, "Compiler traps")
         self.write = {
             **shared, "MB": 64, "BD": max(64, padded(D)), "PRECISION": pairs if half else form, "num_warps": WARPS,
@@ -78,32 +76,26 @@ class _Plan:
             **shared, "MB": 32, "BD": max(32, padded(D)), "LEVELS": CHECKPOINT.bit_length() - 1,
             "PRECISION": form, "PROGRAMS": PROGRAMS, "AHEAD": AHEAD, "num_warps": WARPS,
         }  # fmt: skip
-        self.walks, self.careful_walks = (N * H * triton.cdiv(M, SLOTS),), (N * H * triton.cdiv(M, MB),)
+        self.walks, self.careful_walks = (N * H * triton.cdiv(M, WALKED),), (N * H * triton.cdiv(M, MB),)
         self.reads = (windows * H,)
         self.seekers = (min(windows * H, PROGRAMS),)
 
     def rows(self, state: Tensor) -> Tensor:
         return state.to(self.dtype).mT.contiguous()
 
-    def products(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """|v|^2 of every token and head, and v_t . v_j of all pairs in every chunk."""
+    def products(self, v: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """|v|^2 of every token and head, gamma by windows, and v_t . v_j of all pairs in every chunk."""
         hh = v.new_empty(v.shape[:3], dtype=self.dtype)
-        gram = hh.new_empty(*self.reads, CHECKPOINT, self.gram["P"])
-        lattice_gram_kernel[self.reads](v, hh, gram, *self.across, **self.gram)
-        return hh, gram
+        steps, gram = hh.new_empty(*self.reads, CHECKPOINT), hh.new_empty(*self.reads, CHECKPOINT, self.gram["P"])
+        lattice_gram_kernel[self.reads](v, gamma, hh, gram, steps, *self.across, **self.gram)
+        return hh, steps, gram
 
-    def norms(self, v: Tensor) -> Tensor:
-        """|v|^2 of every token and head."""
+    def products_back(self, do: Tensor, v: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `products`, with h_t . h_j and dy_t . h_j of all pairs in every chunk."""
         hh = v.new_empty(v.shape[:3], dtype=self.dtype)
-        grid = (triton.cdiv(hh.numel(), 64),)
-        lattice_norm_kernel[grid](v, hh, hh.numel(), D=v.shape[3], BD=self.read["BD"], R=64)
-        return hh
-
-    def products_back(self, do: Tensor, v: Tensor) -> Tensor:
-        """h_t . h_j and dy_t . h_j of all pairs in every chunk."""
-        gram = v.new_empty(*self.reads, CHECKPOINT, 2, self.gram_back["P"], dtype=self.dtype)
-        lattice_gram_adjoint_kernel[self.reads](do, v, gram, *self.across, **self.gram_back)
-        return gram
+        steps, gram = hh.new_empty(*self.reads, CHECKPOINT), hh.new_empty(*self.reads, CHECKPOINT, 2, CHUNK_BACK)
+        lattice_gram_adjoint_kernel[self.reads](do, v, gamma, hh, gram, steps, *self.across, **self.gram_back)
+        return hh, steps, gram
 
 
 def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
@@ -111,10 +103,10 @@ def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, varian
     q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
     plan = _Plan(v, initial_state, cu_seqlens, variant)
     start = plan.rows(initial_state)
-    kept = start.new_empty(dual_size(v, initial_state, cu_seqlens))
+    kept = start.new_empty(sum(plan.sizes))
     states, final, p = kept.split(plan.sizes)
-    (hh, gram), o = plan.products(v), torch.empty_like(v)
-    lattice_walk_kernel[plan.walks](k, v, gamma, gram, start, final, states, p, *plan.along, **plan.walk)
+    (hh, steps, gram), o = plan.products(v, gamma), torch.empty_like(v)
+    lattice_walk_kernel[plan.walks](k, v, steps, gram, start, final, states, p, *plan.along, **plan.walk)
     far = torch.empty(plan.reads, dtype=torch.int32, device=v.device)
     read = q, k, v, hh, gamma, states, p, o
     lattice_read_kernel[plan.reads](*read, far, *plan.across, **plan.read)
@@ -127,7 +119,7 @@ def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, 
     do, q, k, v, gamma = (x.contiguous() for x in (do, q, k, v, gamma))
     plan = _Plan(v, initial_state, cu_seqlens, variant)
     states, final, p = kept.split(plan.sizes)
-    hh, gram = plan.norms(v), plan.products_back(do, v)
+    hh, steps, gram = plan.products_back(do, v, gamma)
     dq, dk, dv, dgamma = (torch.empty_like(x) for x in (q, k, v, gamma))
     end = plan.rows(dfinal)
     reads, dalpha, z, ends, dstart = (torch.empty_like(x) for x in (p, p, p, states, end))
@@ -136,7 +128,7 @@ def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, 
     lattice_read_adjoint_kernel[plan.reads](*read, flags, far, *plan.across, **plan.read)
     lattice_read_adjoint_levels_kernel[plan.seekers](far, far.numel(), *read, *plan.across, **plan.levels)
     found = states, final, p, reads, flags, dalpha, z, ends, dstart
-    lattice_walk_adjoint_kernel[plan.walks](do, end, q, k, v, gamma, gram, *found, *plan.along, **plan.back)
+    lattice_walk_adjoint_kernel[plan.walks](do, end, q, k, v, steps, gram, *found, *plan.along, **plan.back)
     lattice_careful_adjoint_kernel[plan.careful_walks](
         do, end, q, k, v, hh, gamma, *found, *plan.along, **plan.careful
     )

@@ -7,8 +7,7 @@ taken from the state, which is replayed from the window's start: exact, and slow
 import triton
 import triton.language as tl
 
-from .dual_tiles import needs_care, span, write_rule
-from .fwd_kernels import load_group
+from .dual_tiles import kept_slots, needs_care, span, write_rule
 
 
 @triton.jit
@@ -56,19 +55,22 @@ def store_slots(p, S, o_m, M: tl.constexpr, D: tl.constexpr, D2: tl.constexpr):
 
 
 @triton.jit
-def load_parts(p, stride, left, P: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    """`load_group` of vectors [D] in parts.
+def load_parts(p, mask, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    """A vector [D] in parts.
 
     Fewer than 32 numbers a load: Triton then gives it the layout of its use, without a detour through shared memory.
     """
-    rows = ()
-    for i in tl.static_range(P):
-        parts = ()
-        for j in tl.static_range(D1):
-            o_d = j * D2 + tl.arange(0, D2)
-            parts = parts + (tl.load(p + i * stride + o_d, mask=(o_d < D) & (i < left), other=0),)
-        rows = rows + (parts,)
-    return rows
+    parts = ()
+    for j in tl.static_range(D1):
+        o_d = j * D2 + tl.arange(0, D2)
+        parts = parts + (tl.load(p + o_d, mask=(o_d < D) & mask, other=0),)
+    return parts
+
+
+@triton.jit
+def kept_at(t, o_m, H: tl.constexpr, M: tl.constexpr, C: tl.constexpr):
+    """Where the walks keep a number of token t of a sequence, from its first window and this head on."""
+    return (t // C * (H * C) + t % C) * kept_slots(M) + o_m
 
 
 @triton.jit
@@ -78,9 +80,9 @@ def replay(
 ):  # fmt: skip
     """The slots after `steps` more tokens, whose p is known."""
     for t in range(0, steps):
-        b_p = tl.load(p + t * (H * M) + o_m, mask=o_m < M, other=0)
+        b_p = tl.load(p + t * kept_slots(M) + o_m, mask=o_m < M, other=0)
         b_k = tl.load(k + t * (H * M) + o_m, mask=o_m < M, other=0).to(ACC)
-        b_v = cast(load_parts(v + t * (H * D), 0, 1, 1, D, D1, D2)[0], ACC)
+        b_v = cast(load_parts(v + t * (H * D), True, D, D1, D2), ACC)
         b_gamma, b_hh = tl.load(gamma + t * H).to(ACC), tl.load(hh + t * H)
         _, _, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
         S = combine(a, S, b if VARIANT == "enc" else -b, b_v)
@@ -117,26 +119,24 @@ def add(E, q, y):
 
 @triton.jit
 def load_tokens(
-    q, k, p, reads, v, do, hh, gamma, t, length, o_m,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, P: tl.constexpr,
+    q, k, p, reads, v, do, hh, gamma, t, o_m,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Of P tokens from t on: q, k, p, reads, v, do, hh and gamma. None is before the first."""
-    left = tl.where(t >= 0, length - t, 0)
-    o_k, o_v, o_g, m_m = t * (H * M), t * (H * D), t * H, o_m < M
-    qs, ks = load_group(q + o_k, o_m, m_m, H * M, left, P), load_group(k + o_k, o_m, m_m, H * M, left, P)
-    ps, rs = load_group(p + o_k, o_m, m_m, H * M, left, P), load_group(reads + o_k, o_m, m_m, H * M, left, P)
-    vs = load_parts(v + o_v, H * D, left, P, D, D1, D2)
-    dos = load_parts(do + o_v, H * D, left, P, D, D1, D2)
-    hhs, gammas = load_group(hh + o_g, 0, True, H, left, P), load_group(gamma + o_g, 0, True, H, left, P)
-    return qs, ks, ps, rs, vs, dos, hhs, gammas
+    """q, k, p, reads, v, do, hh and gamma of a token. None is before the first."""
+    o_k, o_g, m_k = t * (H * M) + o_m, t * H, (o_m < M) & (t >= 0)
+    o_p = kept_at(t, o_m, H, M, C)
+    b_q, b_k = tl.load(q + o_k, mask=m_k, other=0), tl.load(k + o_k, mask=m_k, other=0)
+    b_p, b_r = tl.load(p + o_p, mask=m_k, other=0), tl.load(reads + o_p, mask=m_k, other=0)
+    b_v, b_do = load_parts(v + t * (H * D), t >= 0, D, D1, D2), load_parts(do + t * (H * D), t >= 0, D, D1, D2)
+    b_hh, b_gamma = tl.load(hh + o_g, mask=t >= 0, other=0), tl.load(gamma + o_g, mask=t >= 0, other=0)
+    return b_q, b_k, b_p, b_r, b_v, b_do, b_hh, b_gamma
 
 
 @triton.jit
 def lattice_careful_adjoint_kernel(
     do, dfinal, q, k, v, hh, gamma, states, final, p, reads, flags, dalpha, z, ends, dstart, cu_seqlens, first, T,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr,
-    D1: tl.constexpr, D2: tl.constexpr, VARIANT: tl.constexpr, C: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
-    ACC: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, VARIANT: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dalpha and z of all tokens and the gradients of the states after every window, for MB slots of one head."""
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1
@@ -148,51 +148,47 @@ def lattice_careful_adjoint_kernel(
     o_m = tl.program_id(0) % tl.cdiv(M, MB) * MB + tl.arange(0, MB)
     m_m = o_m < M
     at = start * H + i_h
-    q, k, p, reads, dalpha, z = q + at * M, k + at * M, p + at * M, reads + at * M, dalpha + at * M, z + at * M
-    do, v, hh, gamma = do + at * D, v + at * D, hh + at, gamma + at
-    states += (window * H + i_h) * (M * D)
-    ends += (window * H + i_h) * (M * D)
+    q, k, do, v, hh, gamma = q + at * M, k + at * M, do + at * D, v + at * D, hh + at, gamma + at
+    at = window * H + i_h
+    states, ends, at = states + at * (M * D), ends + at * (M * D), at * (C * kept_slots(M))
+    p, reads, dalpha, z = p + at, reads + at, dalpha + at, z + at
     E = load_slots(dfinal + i_s * (M * D), o_m, M, D, D1, D2)
     E = tangent(E, load_slots(final + i_s * (M * D), o_m, M, D, D1, D2))
     if length > 0:
         store_slots(ends + (length - 1) // C * (H * M * D), E, o_m, M, D, D2)
     along = tl.zeros([MB], ACC)  # s_t . E_t
 
-    groups = tl.cdiv(length, P)
-    t = (groups - 1) * P
-    now = load_tokens(q, k, p, reads, v, do, hh, gamma, t, length, o_m, H, M, D, D1, D2, P)
-    for group in range(0, groups):
-        t = (groups - 1 - group) * P
-        before = load_tokens(q, k, p, reads, v, do, hh, gamma, t - P, length, o_m, H, M, D, D1, D2, P)
-        qs, ks, ps, rs, vs, dos, hhs, gammas = now
-        for i in tl.static_range(P - 1, -1, -1):
-            b_p, b_q, b_v, b_do = ps[i], qs[i].to(ACC), cast(vs[i], ACC), cast(dos[i], ACC)
-            b_gamma = gammas[i].to(ACC)
-            _, alpha, beta, n, a, b = write_rule(b_p, ks[i].to(ACC), b_gamma, hhs[i], VARIANT)
-            dS = add(E, b_q, b_do)
-            u = inner(dS, b_v) * SIGN
-            b_z = along + b_q * rs[i]
-            here = tl.abs(1 - alpha * b_p) < 0.25
-            if tl.max(here.to(tl.int32), 0) > 0:
-                first_t = t // C * C
-                S = load_slots(states + first_t // C * (H * M * D), o_m, M, D, D1, D2)
-                o_k, o_v, o_g = first_t * (H * M), first_t * (H * D), first_t * H
-                S = replay(
-                    S, k + o_k, v + o_v, hh + o_g, gamma + o_g, p + o_k, o_m, t + i - first_t,
-                    H, M, D, D1, D2, VARIANT, ACC,
-                )  # fmt: skip
-                x = tl.where(here, inner_slots(S, dS), (b_z - b * u) / tl.where(here, 1, a))
-            else:
-                x = (b_z - b * u) / a
-            b_dalpha = beta * (u - b_p * x - beta * alpha * n * b_z)
-            g = alpha * alpha * b_dalpha - a * b * b_z
-            if VARIANT == "enc":
-                g -= b_gamma * b_dalpha
-            E = combine(a, dS, g * SIGN, b_v)
-            along = b_z - b * u + g * b_p
-            o_t = (t + i) * (H * M) + o_m
-            tl.store(dalpha + o_t, b_dalpha, mask=m_m & (t + i < length))
-            tl.store(z + o_t, b_z, mask=m_m & (t + i < length))
+    now = load_tokens(q, k, p, reads, v, do, hh, gamma, length - 1, o_m, H, M, D, D1, D2, C)
+    for i in range(0, length):
+        t = length - 1 - i
+        before = load_tokens(q, k, p, reads, v, do, hh, gamma, t - 1, o_m, H, M, D, D1, D2, C)
+        b_q, b_k, b_p, b_r, b_v, b_do, b_hh, b_gamma = now
+        b_q, b_k, b_gamma, b_v, b_do = b_q.to(ACC), b_k.to(ACC), b_gamma.to(ACC), cast(b_v, ACC), cast(b_do, ACC)
+        _, alpha, beta, n, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
+        dS = add(E, b_q, b_do)
+        u = inner(dS, b_v) * SIGN
+        b_z = along + b_q * b_r
+        here = tl.abs(1 - alpha * b_p) < 0.25
+        if tl.max(here.to(tl.int32), 0) > 0:
+            first_t = t // C * C
+            S = load_slots(states + first_t // C * (H * M * D), o_m, M, D, D1, D2)
+            o_k, o_v, o_g = first_t * (H * M), first_t * (H * D), first_t * H
+            S = replay(
+                S, k + o_k, v + o_v, hh + o_g, gamma + o_g, p + kept_at(first_t, 0, H, M, C), o_m, t - first_t,
+                H, M, D, D1, D2, VARIANT, ACC,
+            )  # fmt: skip
+            x = tl.where(here, inner_slots(S, dS), (b_z - b * u) / tl.where(here, 1, a))
+        else:
+            x = (b_z - b * u) / a
+        b_dalpha = beta * (u - b_p * x - beta * alpha * n * b_z)
+        g = alpha * alpha * b_dalpha - a * b * b_z
+        if VARIANT == "enc":
+            g -= b_gamma * b_dalpha
+        E = combine(a, dS, g * SIGN, b_v)
+        along = b_z - b * u + g * b_p
+        o_p = kept_at(t, o_m, H, M, C)
+        tl.store(dalpha + o_p, b_dalpha, mask=m_m)
+        tl.store(z + o_p, b_z, mask=m_m)
         if t % C == 0:
             E = tangent(E, load_slots(states + t // C * (H * M * D), o_m, M, D, D1, D2))
             along = tl.zeros([MB], ACC)

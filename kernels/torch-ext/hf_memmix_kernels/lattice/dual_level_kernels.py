@@ -8,7 +8,7 @@ two tokens j < t split at the end of the segment that holds j, its suffix times 
 import triton
 import triton.language as tl
 
-from .dual_tiles import join, load_column, load_rows, locate, pairs, write_rule
+from .dual_tiles import join, kept_slots, load_column, load_rows, locate, pairs, write_rule
 from .tiles import known
 
 
@@ -29,13 +29,14 @@ def read_window(
     i_c, i_h = i_w // H, i_w % H
     start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
     at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
-    q, k, p = q + at * M, k + at * M, p + at * M
-    states += (i_c.to(tl.int64) * H + i_h) * (M * D)
+    q, k, i_s = q + at * M, k + at * M, i_c.to(tl.int64) * H + i_h
+    states, p = states + i_s * (M * D), p + i_s * (C * kept_slots(M))
     b_hh, b_gamma = load_column(hh + at, o_t, H, tokens, ACC), load_column(gamma + at, o_t, H, tokens, ACC)
     b_o, score, own = tl.zeros([C, BD], ACC), tl.zeros([C, C], ACC), tl.zeros([C], ACC)
     for i_m in tl.range(0, M, MB, num_stages=1):
         o_m = i_m + tl.arange(0, MB)
-        b_p, b_k = load_rows(p, o_t, o_m, M, H * M, tokens, ACC), load_rows(k, o_t, o_m, M, H * M, tokens, ACC)
+        b_p = load_rows(p, o_t, o_m, M, kept_slots(M), tokens, ACC)
+        b_k = load_rows(k, o_t, o_m, M, H * M, tokens, ACC)
         b_q = load_rows(q, o_t, o_m, M, H * M, tokens, ACC)
         _, _, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
         own += tl.sum(b_q * b, 1)
@@ -94,8 +95,9 @@ def read_adjoint_window(
     for i_m in tl.range(0, M, MB, num_stages=1):
         o_m = i_m + tl.arange(0, MB)
         o_q = at * M + o_t[:, None] * (H * M) + o_m[None, :]
+        o_p = ((i_c.to(tl.int64) * H + i_h) * C + o_t[:, None]) * kept_slots(M) + o_m[None, :]
         mask_q = (o_t < tokens)[:, None] & (o_m < M)[None, :]
-        b_p = tl.load(p + o_q, mask=mask_q, other=0)
+        b_p = tl.load(p + o_p, mask=mask_q, other=0)
         b_k = tl.load(k + o_q, mask=mask_q, other=0).to(ACC)
         _, _, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
         prefix, suffix, product = tl.full([C, MB], 1, ACC), tl.full([C, MB], 1, ACC), a
@@ -108,7 +110,7 @@ def read_adjoint_window(
         b_dq += prefix * tl.dot(b_do, tl.trans(S), input_precision=PRECISION, out_dtype=ACC)
         b_dq = a * b_dq + b * own
         tl.store(dq + o_q, b_dq.to(dq.dtype.element_ty), mask=mask_q)
-        tl.store(reads + o_q, b_dq, mask=mask_q)
+        tl.store(reads + o_p, b_dq, mask=(o_m < M)[None, :])
 
 
 @triton.jit
@@ -149,9 +151,10 @@ def write_adjoint_window(
         o_m = i_m + tl.arange(0, MB)
         o_k = at * M + o_t[:, None] * (H * M) + o_m[None, :]
         mask_k = (o_t < tokens)[:, None] & (o_m < M)[None, :]
-        b_p, b_k = tl.load(p + o_k, mask=mask_k, other=0), tl.load(k + o_k, mask=mask_k, other=0).to(ACC)
-        b_dalpha, b_z = tl.load(dalpha + o_k, mask=mask_k, other=0), tl.load(z + o_k, mask=mask_k, other=0)
-        b_q = tl.load(q + o_k, mask=mask_k, other=0).to(ACC)
+        o_p = ((i_c.to(tl.int64) * H + i_h) * C + o_t[:, None]) * kept_slots(M) + o_m[None, :]
+        b_q, b_k = tl.load(q + o_k, mask=mask_k, other=0).to(ACC), tl.load(k + o_k, mask=mask_k, other=0).to(ACC)
+        b_dalpha, b_z = tl.load(dalpha + o_p, mask=mask_k, other=0), tl.load(z + o_p, mask=mask_k, other=0)
+        b_p = tl.load(p + o_p, mask=mask_k, other=0)
         c, alpha, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
         dc = -b_gamma * b_dalpha
         tl.store(dk + o_k, (-dc if VARIANT == "enc" else dc).to(dk.dtype.element_ty), mask=mask_k)

@@ -12,7 +12,7 @@ h is v or -v: the sign goes to b and g, which multiply it everywhere, and v is u
 import triton
 import triton.language as tl
 
-from .dual_tiles import load_column, load_rows, locate, write_rule
+from .dual_tiles import kept_slots, load_column, load_rows, locate, write_rule
 
 
 @triton.jit
@@ -89,13 +89,14 @@ def lattice_read_kernel(
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
     at, o_t, o_d = start * H + i_h, token_order(C), tl.arange(0, BD)
-    q, k, p = q + at * M, k + at * M, p + at * M
-    states += (i_c.to(tl.int64) * H + i_h) * (M * D)
+    q, k, i_w = q + at * M, k + at * M, i_c.to(tl.int64) * H + i_h
+    states, p = states + i_w * (M * D), p + i_w * (C * kept_slots(M))
     b_hh, b_gamma = load_column(hh + at, o_t, H, tokens, ACC), load_column(gamma + at, o_t, H, tokens, ACC)
     b_o, score, fits = tl.zeros([C, BD], ACC), tl.zeros([C, C], ACC), 1
     for i_m in tl.static_range(0, M, MB):
         o_m = i_m + tl.arange(0, MB)
-        b_p, b_k = load_rows(p, o_t, o_m, M, H * M, tokens, ACC), load_rows(k, o_t, o_m, M, H * M, tokens, ACC)
+        b_p = load_rows(p, o_t, o_m, M, kept_slots(M), tokens, ACC)
+        b_k = load_rows(k, o_t, o_m, M, H * M, tokens, ACC)
         b_q = load_rows(q, o_t, o_m, M, H * M, tokens, ACC)
         S = parts(load_rows(states, o_m, o_d, D, D, M, ACC), PRECISION, ACC)
         _, _, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
@@ -123,7 +124,9 @@ def lattice_read_adjoint_kernel(
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
     at, o_t, o_d = start * H + i_h, token_order(C), tl.arange(0, BD)
-    states += (i_c.to(tl.int64) * H + i_h) * (M * D)
+    i_w = i_c.to(tl.int64) * H + i_h
+    o_p = i_w * (C * kept_slots(M))
+    states, p, reads = states + i_w * (M * D), p + o_p, reads + o_p
     b_hh, b_gamma = load_column(hh + at, o_t, H, tokens, ACC), load_column(gamma + at, o_t, H, tokens, ACC)
     b_do = parts(load_raw(do + at * D, o_t, o_d, D, H * D, tokens), PRECISION, ACC)
     b_v = parts(load_raw(v + at * D, o_t, o_d, D, H * D, tokens), PRECISION, ACC)
@@ -134,7 +137,7 @@ def lattice_read_adjoint_kernel(
         o_m = i_m + tl.arange(0, MB)
         o_q = at * M + o_t[:, None] * (H * M) + o_m[None, :]
         mask_q = (o_t < tokens)[:, None] & (o_m < M)[None, :]
-        b_p = tl.load(p + o_q, mask=mask_q, other=0)
+        b_p = load_rows(p, o_t, o_m, M, kept_slots(M), tokens, ACC)
         b_k = tl.load(k + o_q, mask=mask_q, other=0).to(ACC)
         S = parts(load_rows(states, o_m, o_d, D, D, M, ACC), PRECISION, ACC)
         _, alpha, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
@@ -145,7 +148,8 @@ def lattice_read_adjoint_kernel(
         b_dq = multiply(b_do, transposed(S), tl.zeros([C, MB], ACC), PRECISION)
         b_dq = multiply(score, writes, b_dq, PRECISION) * A
         tl.store(dq + o_q, b_dq.to(dq.dtype.element_ty), mask=mask_q)
-        tl.store(reads + o_q, b_dq, mask=mask_q)
+        # of all tokens of the window: the walk reads whole chunks
+        tl.store(reads + o_t[:, None] * kept_slots(M) + o_m[None, :], b_dq, mask=(o_m < M)[None, :])
     tl.store(flags + tl.program_id(0), (tl.min(nearest, 0) < 0.25).to(tl.int32))
     tl.store(far + tl.program_id(0), 1 - fits)
 
@@ -162,15 +166,18 @@ def lattice_write_adjoint_kernel(
     start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
     at, o_t, o_d = start * H + i_h, token_order(C), tl.arange(0, BD)
     row, column = o_t[:, None], o_t[None, :]
-    o_w = (i_c.to(tl.int64) * H + i_h) * (M * D)
+    i_w = i_c.to(tl.int64) * H + i_h
+    o_w, o_p = i_w * (M * D), i_w * (C * kept_slots(M))
     b_hh, b_gamma = load_column(hh + at, o_t, H, tokens, ACC), load_column(gamma + at, o_t, H, tokens, ACC)
     b_dgamma, b_dv, none = tl.zeros([C], ACC), tl.zeros([C, BD], ACC), tl.zeros([C, C], ACC)
     for i_m in tl.static_range(0, M, MB):
         o_m = i_m + tl.arange(0, MB)
         o_k = at * M + o_t[:, None] * (H * M) + o_m[None, :]
         mask_k = (o_t < tokens)[:, None] & (o_m < M)[None, :]
-        b_p, b_k = tl.load(p + o_k, mask=mask_k, other=0), tl.load(k + o_k, mask=mask_k, other=0).to(ACC)
-        b_dalpha, b_z = tl.load(dalpha + o_k, mask=mask_k, other=0), tl.load(z + o_k, mask=mask_k, other=0)
+        b_k = tl.load(k + o_k, mask=mask_k, other=0).to(ACC)
+        b_p = load_rows(p + o_p, o_t, o_m, M, kept_slots(M), tokens, ACC)
+        b_dalpha = load_rows(dalpha + o_p, o_t, o_m, M, kept_slots(M), tokens, ACC)
+        b_z = load_rows(z + o_p, o_t, o_m, M, kept_slots(M), tokens, ACC)
         c, alpha, _, _, a, b = write_rule(b_p, b_k, b_gamma, b_hh, VARIANT)
         dc = -b_gamma * b_dalpha
         tl.store(dk + o_k, (-dc if VARIANT == "enc" else dc).to(dk.dtype.element_ty), mask=mask_k)

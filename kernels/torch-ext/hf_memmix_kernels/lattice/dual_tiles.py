@@ -8,7 +8,10 @@ tokens find every pair once, and nothing is divided by an a, which may be zero.
 import triton
 import triton.language as tl
 
+from .plan import WALKED as _WALKED
 from .tiles import rsqrt
+
+WALKED = tl.constexpr(_WALKED)
 
 
 @triton.jit
@@ -53,6 +56,12 @@ def locate(i_c, cu_seqlens, first, sequence, T, N, C: tl.constexpr):
         begin = tl.load(cu_seqlens + last).to(tl.int64) + (i_c - tl.load(first + last)).to(tl.int64) * C
         left = (tl.load(cu_seqlens + last + 1) - begin).to(tl.int32)
         return begin, tl.where(i_n < N, tl.minimum(left, C), 0)
+
+
+@triton.jit
+def kept_slots(M: tl.constexpr):
+    """Slots of a token for which the walks keep numbers, in whole windows and programs: [windows, H, C, slots]."""
+    return (M + WALKED - 1) // WALKED * WALKED
 
 
 @triton.jit

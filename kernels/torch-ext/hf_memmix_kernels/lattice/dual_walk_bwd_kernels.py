@@ -23,6 +23,9 @@ from .dual_walk_kernels import (
     ask,
     asked_offsets,
     asking,
+    by_columns,
+    by_entries,
+    load_fours,
     load_tile,
     pick,
     write,
@@ -32,11 +35,11 @@ from .dual_walk_kernels import (
 
 @triton.jit
 def lattice_gram_adjoint_kernel(
-    do, v, gram, cu_seqlens, first, sequence, T, N,
+    do, v, gamma, hh, gram, steps, cu_seqlens, first, sequence, T, N,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, P: tl.constexpr, VARIANT: tl.constexpr,
     PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """h_t . h_j and dy_t . h_j of all pairs in every chunk [windows, H, C, 2, P].
+    """As forward, with h_t . h_j and dy_t . h_j of all pairs in every chunk [windows, H, C, 2, P].
 
     Nobody asks for h_t . h_j of the chunk's first t, and |h_j|^2 takes their place.
     """
@@ -46,10 +49,14 @@ def lattice_gram_adjoint_kernel(
     at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
     b_v = load_rows(v + at * D, o_t, o_d, D, H * D, tokens, ACC)
     b_do = load_rows(do + at * D, o_t, o_d, D, H * D, tokens, ACC)
-    gram += (i_c.to(tl.int64) * H + i_h) * (2 * C * P) + o_t[:, None] * (2 * P) + o_t[None, :] % P
+    row = (i_c.to(tl.int64) * H + i_h) * C + o_t
+    tl.store(steps + row, tl.load(gamma + at + o_t * H, mask=o_t < tokens, other=0))
+    gram += row[:, None] * (2 * P) + o_t[None, :] % P
     same = o_t[:, None] // P == o_t[None, :] // P
     found = tl.dot(b_v, tl.trans(b_v), input_precision=PRECISION, out_dtype=ACC)
-    tl.store(gram, tl.where(o_t[:, None] % P == 0, tl.sum(b_v * b_v, 1)[None, :], found), mask=same)
+    norm = tl.sum(b_v * b_v, 1)
+    tl.store(hh + at + o_t * H, norm, mask=o_t < tokens)
+    tl.store(gram, tl.where(o_t[:, None] % P == 0, norm[None, :], found), mask=same)
     found = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION, out_dtype=ACC)
     tl.store(gram + P, SIGN * found, mask=same)
 
@@ -66,7 +73,7 @@ def decays_before(a):
 
 
 @triton.jit
-def walk_chunk_back(U, along, a, b, p, q, r, from_u, from_z, gram):
+def walk_chunk_back(U, along, a, b, p, q, r, from_u, from_z, gram, o_z):
     """u, z and g of a chunk, rows of [lanes, P], and s . E before it, from U = E H^T and `along` = s . E after it.
 
     r = q_t s_t . dy_t, and g = from_u u + from_z z.
@@ -75,7 +82,7 @@ def walk_chunk_back(U, along, a, b, p, q, r, from_u, from_z, gram):
     token = tl.arange(0, P)[None, :]
     Z, G = tl.zeros_like(U), tl.zeros_like(U)
     for i in tl.static_range(P - 1, -1, -1):
-        h, y = tl.load(gram + 2 * i * P + token), tl.load(gram + (2 * i + 1) * P + token)
+        h, y = load_fours(gram + 2 * i * P, o_z, P), load_fours(gram + (2 * i + 1) * P, o_z, P)
         U = tl.where(token <= i, U + pick(q, token, i)[:, None] * y, U)
         u, z = pick(U, token, i), along + pick(r, token, i)
         g = pick(from_u, token, i) * u + pick(from_z, token, i) * z
@@ -93,10 +100,44 @@ def inverse(x):
 
 
 @triton.jit
-def load_tokens(q, k, p, reads, gamma, o_p, o_g, m_p, m_g):
-    b_q, b_k = tl.load(q + o_p, mask=m_p, other=0), tl.load(k + o_p, mask=m_p, other=0)
-    b_p, b_r = tl.load(p + o_p, mask=m_p, other=0), tl.load(reads + o_p, mask=m_p, other=0)
-    return b_q, b_k, b_p, b_r, tl.load(gamma + o_g, mask=m_g, other=0)
+def load_tokens(q, k, p, reads, steps, o_q, m_q, o_p, o_z, row, MP: tl.constexpr, P: tl.constexpr):
+    b_q, b_k = tl.load(q + o_q, mask=m_q, other=0), tl.load(k + o_q, mask=m_q, other=0)
+    b_p, b_r = tl.load(p + row * MP + o_p), tl.load(reads + row * MP + o_p)
+    return b_q, b_k, b_p, b_r, load_fours(steps + row, o_z, P)
+
+
+@triton.jit
+def fetch(one, o_one, other, o_other):
+    """Has L2 bring 32 bytes around each number, half of the lanes from the one tensor and half from the other."""
+    here = tl.where(
+        tl.arange(0, 32) < 16,
+        (one + o_one).to(tl.int64, bitcast=True),
+        (other + o_other).to(tl.int64, bitcast=True),
+    )
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [here], tl.int32, False, 1)
+
+
+@triton.jit
+def fetch_chunk(
+    q, k, v, do, p, reads, steps, gram, after, part, row, stride, i_m,
+    M: tl.constexpr, MP: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """`fetch` of what a chunk needs of 16 slots from `i_m` on, two lanes for each of its tokens.
+
+    All loads share six scoreboards, and who waits for a near one waits for what is far and on the same: after this
+    nothing is as far as HBM.
+    """
+    tl.static_assert(P == 8)
+    o_h = tl.arange(0, 32) % 16
+    token, second = o_h // 2, o_h % 2
+    for i in tl.static_range(0, D, D // 2):
+        o_v = token * (stride * D) + second * (D // 4) + i
+        fetch(v, o_v, do, o_v)
+    o_q, o_p = token * (stride * M) + i_m, (row + token) * MP + i_m + second * 8
+    fetch(q, o_q, k, o_q)
+    fetch(p, o_p, reads, o_p)
+    fetch(gram, row * (2 * P) + o_h * 8, steps, row + 0 * o_h)
+    fetch(after, part + o_h * 8, after, part + o_h * 8 + D // 128 * 128)
 
 
 @triton.jit
@@ -107,13 +148,14 @@ def tangent(E, S):
 
 @triton.jit
 def lattice_walk_adjoint_kernel(
-    do, dfinal, q, k, v, gamma, gram, states, final, p, reads, flags, dalpha, z, ends, dstart, cu_seqlens, first, T,
+    do, dfinal, q, k, v, steps, gram, states, final, p, reads, flags, dalpha, z, ends, dstart, cu_seqlens, first, T,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, VARIANT: tl.constexpr,
-    C: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    C: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     """dalpha and z of all tokens and the gradients of the states after every window, for MB slots of one head."""
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1  # h = v or -v
     LANES: tl.constexpr = 2 * MB  # a warp, two of them for a slot
+    MP: tl.constexpr = (M + MB - 1) // MB * MB  # `kept_slots`
     KW: tl.constexpr = 2 if v.dtype.element_ty.primitive_bitwidth == 16 else 1
     i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
     i_n, i_h = i_s // H, i_s % H
@@ -121,52 +163,49 @@ def lattice_walk_adjoint_kernel(
     if needs_care(flags + window * H + i_h, length, H, C, P):
         return
     i_m = tl.program_id(0) % tl.cdiv(M, MB) * MB
-    o_m, o_n, o_l = i_m + tl.arange(0, MB), tl.arange(0, BD), tl.arange(0, LANES)
+    o_m, o_d, o_l = i_m + tl.arange(0, MB), tl.arange(0, BD), tl.arange(0, LANES)
     # "and" hides from Triton that neighbours lie side by side: a lane shall hold all tokens of its slot
-    o_t, o_k, o_d = (tl.arange(0, P) & (P - 1))[None, :], i_m + (o_l & (MB - 1)), o_n % 8 * (BD // 8) + o_n // 8
-    o_p, m_k, o_s = o_t * (H * M) + o_k[:, None], (o_k < M)[:, None], o_m[:, None] * D + o_d[None, :]
-    o_g = tl.broadcast_to(o_t * H, [LANES, P])
-    m_s = (o_m < M)[:, None] & (o_d < D)[None, :]
+    o_t, o_k = (tl.arange(0, P) & (P - 1))[None, :], i_m + (o_l & (MB - 1))
+    o_q, m_k, o_s = o_t * (H * M) + o_k[:, None], (o_k < M)[:, None], o_m[:, None] * D + o_d[None, :]
+    o_p, o_z, m_s = o_t * MP + o_k[:, None], o_l * 0, (o_m < M)[:, None] & (o_d < D)[None, :]
     o_a, o_w, o_near = asked_offsets(P, BD), written_offsets(P, BD, KW), o_l * 8  # numbers of 32 bytes each
-    at, t = start * H + i_h, (tl.cdiv(length, P) - 1) * P
-    dalpha, z, at = dalpha + at * M, z + at * M, at + t * H
-    q, k, p, reads, gamma, v, do = (
-        q + at * M,
-        k + at * M,
-        p + at * M,
-        reads + at * M,
-        gamma + at,
-        v + at * D,
-        do + at * D,
-    )
+    t = (tl.cdiv(length, P) - 1) * P
+    at, row = (start + t) * H + i_h, ((window + t // C) * H + i_h) * C + t % C
+    q, k, v, do = q + at * M, k + at * M, v + at * D, do + at * D
     states += (window * H + i_h) * (M * D)
     ends += (window * H + i_h) * (M * D)
-    gram += (window * H + i_h) * (2 * C * P)
-    E = tl.load(dfinal + i_s * (M * D) + o_s, mask=m_s, other=0)
+    E = by_columns(tl.load(dfinal + i_s * (M * D) + o_s, mask=m_s, other=0))
     after, along, last, left = final + i_s * (M * D), tl.zeros([LANES], ACC), t, length - t
-    b_v, m_t, whole = load_tile(v, o_a, H * D, left, D), o_t < left, o_t >= 0
-    b_q, b_k, b_p, b_r, b_gamma = load_tokens(q, k, p, reads, gamma, o_p, o_g, m_k & m_t, m_t)
+    b_v, whole = load_tile(v, o_a, H * D, left, D), o_t >= 0
+    b_q, b_k, b_p, b_r, b_gamma = load_tokens(q, k, p, reads, steps, o_q, m_k & (o_t < left), o_p, o_z, row, MP, P)
     for _ in tl.range(0, length, P, num_stages=1):
         if (t == last) | (t % C == C - P):
-            E = tangent(E, tl.load(after + o_s, mask=m_s, other=0))
+            E = tangent(E, by_columns(tl.load(after + o_s, mask=m_s, other=0)))
             along = tl.zeros([LANES], ACC)  # s_t . E_t
             after = states + t // C * (H * M * D)
-            tl.store(ends + t // C * (H * M * D) + o_s, E, mask=m_s)
+            tl.store(ends + t // C * (H * M * D) + o_s, by_entries(E), mask=m_s)
         written, read = load_tile(v, o_w, H * D, left, D), load_tile(do, o_w, H * D, left, D)
         # all chunks but the last are whole, and before the first none is needed
-        back = tl.where(t > 0, P * H, 0)
-        q, k, p, reads = q - back * M, k - back * M, p - back * M, reads - back * M
-        v, do, gamma = v - back * D, do - back * D, gamma - back
+        back, here = tl.where(t > 0, P * H, 0), gram + row * (2 * P)
+        q, k, v, do = q - back * M, k - back * M, v - back * D, do - back * D
+        row_next = row - tl.where(t > 0, tl.where(t % C == 0, (H - 1) * C + P, P), 0)
         v_next = load_tile(v, o_a, H * D, P, D)
-        q_next, k_next, p_next, r_next, gamma_next = load_tokens(q, k, p, reads, gamma, o_p, o_g, m_k & whole, whole)
-        here = gram + (t // C * (H * C) + t % C) * (2 * P)
-        there = gram + ((t - P) // C * (H * C) + (t - P) % C) * (2 * P)
-        ahead = tl.load(there + o_near % (2 * P * P), mask=t > 0, other=0)
+        q_next, k_next, p_next, r_next, gamma_next = load_tokens(
+            q, k, p, reads, steps, o_q, m_k & whole, o_p, o_z, row_next, MP, P
+        )
+        if FETCH:
+            more, new = tl.where(t > P, P, 0), (t % C == 0) & (t > 0)
+            fetch_chunk(
+                q - more * (H * M), k - more * (H * M), v - more * (H * D), do - more * (H * D), p, reads, steps, gram,
+                after - tl.where(new, H * M * D, 0), i_m * D + (t + C - P) % C * (MB * D // C),
+                row_next - tl.where(t > P, tl.where((t - P) % C == 0, (H - 1) * C + P, P), 0), H, i_m, M, MP, D, P,
+            )  # fmt: skip
+        ahead = tl.load(gram + row_next * (2 * P) + o_near % (2 * P * P))
         o_after = i_m * D + t % C * (MB * D // C) + o_near % (P * MB * D // C)
         ahead += tl.load(after + o_after, mask=o_after < M * D, other=0)
 
-        b_q, b_k, b_gamma = b_q.to(ACC), b_k.to(ACC), b_gamma.to(ACC)
-        _, alpha, beta, n, a, b = write_rule(b_p, b_k, b_gamma, tl.load(here + tl.arange(0, P)[None, :]), VARIANT)
+        b_q, b_k = b_q.to(ACC), b_k.to(ACC)
+        _, alpha, beta, n, a, b = write_rule(b_p, b_k, b_gamma, load_fours(here, o_z, P), VARIANT)
         # dalpha and g with x put in
         keep = inverse(1 - alpha * b_p)
         alpha_u, alpha_z = beta * keep, -(b_p * keep + beta * beta * alpha * n)
@@ -177,13 +216,13 @@ def lattice_walk_adjoint_kernel(
         A = pick(tl.trans(tl.reshape(A, [2, MB])), tl.arange(0, 2)[None, :], 0)
         E = A[:, None] * E + write(b_q * a * before, as_written(read.to(ACC), P, BD, KW), PRECISION, ACC)
         u, b_z, g, along = walk_chunk_back(
-            U, along, a, b, b_p, b_q, b_q * b_r, square * alpha_u, square * alpha_z - a * b, here
+            U, along, a, b, b_p, b_q, b_q * b_r, square * alpha_u, square * alpha_z - a * b, here, o_z
         )
-        m_p, o_c = m_k & (o_t < left), t * (H * M) + o_p
-        tl.store(dalpha + o_c, alpha_u * u + alpha_z * b_z, mask=m_p)
-        tl.store(z + o_c, b_z, mask=m_p)
+        tl.store(dalpha + row * MP + o_p, alpha_u * u + alpha_z * b_z)
+        tl.store(z + row * MP + o_p, b_z)
         E += write(g * before * SIGN, as_written(written.to(ACC), P, BD, KW), PRECISION, ACC)
         # nothing is added: what comes next, of products and of slots, is brought close
-        t, left, along = t - P, P, along + 0 * ahead
+        t, left, row, along = t - P, P, row_next, along + 0 * ahead
         b_v, b_q, b_k, b_p, b_r, b_gamma = v_next, q_next, k_next, p_next, r_next, gamma_next
-    tl.store(dstart + i_s * (M * D) + o_s, tangent(E, tl.load(states + o_s, mask=m_s, other=0)), mask=m_s)
+    E = tangent(E, by_columns(tl.load(states + o_s, mask=m_s, other=0)))
+    tl.store(dstart + i_s * (M * D) + o_s, by_entries(E), mask=m_s)

@@ -9,6 +9,9 @@ Given p, the recurrence s_t = a_t s_{t-1} + b_t h_t is linear, and dual_read_ker
 Tiles of v and of slots lie in registers as the tensor cores want them, which costs an order of entries: column n of
 such a tile is entry n % 8 * (BD / 8) + n // 8. A lane then loads its 16 bytes at once, and what a product leaves of
 the slots is an operand of the next one without an exchange between lanes.
+
+p is kept as [windows, H, C, slots], in whole windows and programs, so that nothing of it is masked; what the walk back
+keeps, likewise.
 """
 
 import triton
@@ -19,30 +22,21 @@ from .tiles import rsqrt
 
 
 @triton.jit
-def lattice_norm_kernel(v, hh, rows, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr):
-    """|v|^2 of every row."""
-    o_r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    o_d = tl.arange(0, BD)
-    mask = (o_r < rows)[:, None] & (o_d < D)[None, :]
-    b_v = tl.load(v + o_r[:, None] * D + o_d[None, :], mask=mask, other=0).to(hh.dtype.element_ty)
-    tl.store(hh + o_r, tl.sum(b_v * b_v, 1), mask=o_r < rows)
-
-
-@triton.jit
 def lattice_gram_kernel(
-    v, hh, gram, cu_seqlens, first, sequence, T, N,
+    v, gamma, hh, gram, steps, cu_seqlens, first, sequence, T, N,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
     PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """|v_t|^2 of all tokens, and v_t . v_j of all pairs in every chunk of P tokens [windows, H, C, P]."""
+    """|v_t|^2 of all tokens, v_t . v_j of all pairs in every chunk [windows, H, C, P], gamma as [windows, H, C]."""
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
     at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
     b_v = load_rows(v + at * D, o_t, o_d, D, H * D, tokens, ACC)
     tl.store(hh + at + o_t * H, tl.sum(b_v * b_v, 1), mask=o_t < tokens)
     found = tl.dot(b_v, tl.trans(b_v), input_precision=PRECISION, out_dtype=ACC)
-    at = (i_c.to(tl.int64) * H + i_h) * C + o_t[:, None]
-    tl.store(gram + at * P + o_t[None, :] % P, found, mask=o_t[:, None] // P == o_t[None, :] // P)
+    row = (i_c.to(tl.int64) * H + i_h) * C + o_t
+    tl.store(steps + row, tl.load(gamma + at + o_t * H, mask=o_t < tokens, other=0))
+    tl.store(gram + row[:, None] * P + o_t[None, :] % P, found, mask=o_t[:, None] // P == o_t[None, :] // P)
 
 
 @triton.jit
@@ -86,6 +80,32 @@ def load_tile(p, offsets, stride, left, D: tl.constexpr):
     """A chunk of vectors [D], zeros from token `left` on."""
     o_t, o_d = offsets
     return tl.load(p + o_t * stride + o_d, mask=(o_d < D) & (o_t < left), other=0)
+
+
+@triton.jit
+def by_columns(S):
+    """Slots [M, BD] whose entries are in order, in that of the columns."""
+    M: tl.constexpr = S.shape[0]
+    BD: tl.constexpr = S.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(S, [M, 8, BD // 8]), 0, 2, 1), [M, BD])
+
+
+@triton.jit
+def by_entries(S):
+    """The inverse of `by_columns`: a slot is stored in whole rows."""
+    M: tl.constexpr = S.shape[0]
+    BD: tl.constexpr = S.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(S, [M, BD // 8, 8]), 0, 2, 1), [M, BD])
+
+
+@triton.jit
+def load_fours(p, o_r, P: tl.constexpr):
+    """Rows [lanes, P] from `o_r` on, four numbers a load."""
+    if P == 4:
+        return tl.load(p + o_r[:, None] + tl.arange(0, 4)[None, :])
+    else:
+        half = load_fours(p, o_r, P // 2), load_fours(p + P // 2, o_r, P // 2)
+        return tl.reshape(tl.permute(tl.join(half[0], half[1]), 0, 2, 1), [o_r.shape[0], P])
 
 
 @triton.jit
@@ -134,15 +154,15 @@ def write(weights, h, PRECISION: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def walk_chunk(U, k, gamma, gram, VARIANT: tl.constexpr):
+def walk_chunk(U, k, gamma, gram, o_z, VARIANT: tl.constexpr):
     """p, A and W of a chunk, S <- A S + W H, from U = S_0 H^T: rows of [lanes, P], and none needs another."""
     P: tl.constexpr = U.shape[1]
     token = tl.arange(0, P)[None, :]
     step = gamma * k if VARIANT == "enc" else -gamma * k
     scales, writes = (), ()
     for i in tl.static_range(P):
-        g = tl.load(gram + i * P + token)
-        b_p, alpha, hh = pick(U, token, i), pick(step, token, i), pick(tl.broadcast_to(g, U.shape), token, i)
+        g = load_fours(gram + i * P, o_z, P)
+        b_p, alpha, hh = pick(U, token, i), pick(step, token, i), pick(g, token, i)
         if VARIANT == "enc":
             alpha -= pick(gamma, token, i) * b_p
         beta = rsqrt(1 + alpha * alpha * tl.maximum(hh - b_p * b_p, 0))[:, None]
@@ -160,51 +180,50 @@ def walk_chunk(U, k, gamma, gram, VARIANT: tl.constexpr):
 
 @triton.jit
 def lattice_walk_kernel(
-    k, v, gamma, gram, start_state, final_state, states, p, cu_seqlens, first, T,
+    k, v, steps, gram, start_state, final_state, states, p, cu_seqlens, first, T,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, VARIANT: tl.constexpr,
     C: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """p of all tokens and the states before every C-th one, for MB slots of one (sequence, head)."""
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1  # h = v or -v
     LANES: tl.constexpr = 2 * MB  # a warp, two of them for a slot
+    MP: tl.constexpr = (M + MB - 1) // MB * MB  # `kept_slots`
     KW: tl.constexpr = 2 if v.dtype.element_ty.primitive_bitwidth == 16 else 1
     i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
     i_n, i_h = i_s // H, i_s % H
     start, length, window = span(i_n, cu_seqlens, first, T, C)
     i_m = tl.program_id(0) % tl.cdiv(M, MB) * MB
-    o_m, o_n, o_l = i_m + tl.arange(0, MB), tl.arange(0, BD), tl.arange(0, LANES)
+    o_m, o_d, o_l = i_m + tl.arange(0, MB), tl.arange(0, BD), tl.arange(0, LANES)
     # "and" hides from Triton that neighbours lie side by side: a lane shall hold all tokens of its slot
-    o_t, o_k, o_d = (tl.arange(0, P) & (P - 1))[None, :], i_m + (o_l & (MB - 1)), o_n % 8 * (BD // 8) + o_n // 8
-    o_p, m_k, o_s = o_t * (H * M) + o_k[:, None], (o_k < M)[:, None], o_m[:, None] * D + o_d[None, :]
-    o_g = tl.broadcast_to(o_t * H, [LANES, P])
-    m_s = (o_m < M)[:, None] & (o_d < D)[None, :]
+    o_t, o_k = (tl.arange(0, P) & (P - 1))[None, :], i_m + (o_l & (MB - 1))
+    o_q, m_k, o_s = o_t * (H * M) + o_k[:, None], (o_k < M)[:, None], o_m[:, None] * D + o_d[None, :]
+    o_p, o_z, m_s = o_t * MP + o_k[:, None], o_l * 0, (o_m < M)[:, None] & (o_d < D)[None, :]
     o_a, o_w = asked_offsets(P, BD), written_offsets(P, BD, KW)
-    at = start * H + i_h
-    k, p, v, gamma = k + at * M, p + at * M, v + at * D, gamma + at
+    at, row = start * H + i_h, (window * H + i_h) * C
+    k, v = k + at * M, v + at * D
     states += (window * H + i_h) * (M * D)
-    gram += (window * H + i_h) * (C * P)
-    S = tl.load(start_state + i_s * (M * D) + o_s, mask=m_s, other=0)
-    b_v, b_k = load_tile(v, o_a, H * D, length, D), tl.load(k + o_p, mask=m_k & (o_t < length), other=0)
-    b_gamma = tl.load(gamma + o_g, mask=o_t < length, other=0)
+    S = by_columns(tl.load(start_state + i_s * (M * D) + o_s, mask=m_s, other=0))
+    b_v, b_k = load_tile(v, o_a, H * D, length, D), tl.load(k + o_q, mask=m_k & (o_t < length), other=0)
+    b_gamma = load_fours(steps + row, o_z, P)
     for t in tl.range(0, length, P, num_stages=1):
         left = length - t
         written = load_tile(v, o_w, H * D, left, D)
-        v, k, gamma = v + P * H * D, k + P * H * M, gamma + P * H
-        v_next, k_next = load_tile(v, o_a, H * D, left - P, D), tl.load(k + o_p, mask=m_k & (o_t < left - P), other=0)
-        gamma_next = tl.load(gamma + o_g, mask=o_t < left - P, other=0)
-        gram_next = gram + tl.where((t + P) % C == 0, H * (C * P) - (C - P) * P, P * P)
-        ahead = tl.load(gram_next + o_l * 8 % (P * P), mask=left > P, other=0)
+        v, k = v + P * H * D, k + P * H * M
+        v_next, k_next = load_tile(v, o_a, H * D, left - P, D), tl.load(k + o_q, mask=m_k & (o_t < left - P), other=0)
+        # of the last chunk there is no next one
+        row_next = row + tl.where(left > P, tl.where((t + P) % C == 0, (H - 1) * C + P, P), 0)
+        gamma_next = load_fours(steps + row_next, o_z, P)
+        ahead = tl.load(gram + row_next * P + o_l * 8 % (P * P))
         if t % C == 0:
             S = normalise_rows(S)
-            tl.store(states + o_s, S, mask=m_s)
+            tl.store(states + o_s, by_entries(S), mask=m_s)
             states += H * (M * D)
         U = ask(asking(S), as_asked(b_v.to(ACC), P, BD), PRECISION, ACC) * SIGN
         U = tl.reshape(tl.broadcast_to(U[None, :, :], [2, MB, P]), [LANES, P])
-        U, A, W = walk_chunk(U, b_k.to(ACC), b_gamma.to(ACC), gram, VARIANT)
-        tl.store(p + o_p, U, mask=m_k & (o_t < left))
+        U, A, W = walk_chunk(U, b_k.to(ACC), b_gamma, gram + row * P, o_z, VARIANT)
+        tl.store(p + row * MP + o_p, U)
         # nothing is added: a number of every 32 bytes brings the next chunk's products close by the time it needs them
         A = pick(tl.trans(tl.reshape(A + 0 * ahead[:, None], [2, MB])), tl.arange(0, 2)[None, :], 0)
         S = A[:, None] * S + write(W * SIGN, as_written(written.to(ACC), P, BD, KW), PRECISION, ACC)
-        p += P * H * M
-        gram, b_v, b_k, b_gamma = gram_next, v_next, k_next, gamma_next
-    tl.store(final_state + i_s * (M * D) + o_s, normalise_rows(S), mask=m_s)
+        row, b_v, b_k, b_gamma = row_next, v_next, k_next, gamma_next
+    tl.store(final_state + i_s * (M * D) + o_s, by_entries(normalise_rows(S)), mask=m_s)

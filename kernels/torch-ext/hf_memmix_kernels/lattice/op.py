@@ -6,7 +6,7 @@ from torch import Tensor
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import use_triton
 from .naive import BASELINES, VARIANTS
-from .plan import CHECKPOINT, MAX_DIM, dual_size, kept_sizes, runs_dual
+from .plan import CHECKPOINT, MAX_DIM, dual_sizes, kept_sizes, runs_dual
 from .torch import lattice_bwd_torch, lattice_fwd_torch, lattice_step_torch
 
 # e^-20 is the strongest decay that float32 can tell from none of the old direction
@@ -33,7 +33,7 @@ def _kept_shape(
     """Shape of what forward keeps for backward, which each backend lays out for itself."""
     N, H, d, m = state.shape
     if use_triton(v):
-        size = dual_size(v, state, cu_seqlens) if dual else sum(kept_sizes(v, state, cu_seqlens, rule))
+        size = sum(dual_sizes(v, state, cu_seqlens) if dual else kept_sizes(v, state, cu_seqlens, rule))
         return (size if save else 0,)
     # the longest packed sequence is known on the device only: backward runs forward again
     return (-(-v.shape[1] // CHECKPOINT) if save and cu_seqlens is None else 0, N * H, m, d)

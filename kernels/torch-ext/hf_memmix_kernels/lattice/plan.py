@@ -5,6 +5,8 @@ from torch import Tensor
 
 # tokens between two states kept for backward
 CHECKPOINT = 64
+# slots of a program that walks in the dual form
+WALKED = 16
 MAX_DIM = 128
 
 
@@ -43,7 +45,8 @@ def kept_sizes(v: Tensor, state: Tensor, cu_seqlens: Tensor | None, rule: tuple[
     return [slots * H * padded(m) * padded(d), tokens * d, tokens * m]
 
 
-def dual_size(v: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Numbers that the dual form keeps for backward: states, and p of every token."""
+def dual_sizes(v: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> list[int]:
+    """Numbers that the dual form keeps for backward: states of windows, states at the end, p of whole windows."""
     N, H, d, m = state.shape
-    return ((checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens) + N) * m * d + v.shape[0] * v.shape[1] * m) * H
+    windows, slots = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens), -(-m // WALKED) * WALKED
+    return [windows * H * m * d, N * H * m * d, windows * H * CHECKPOINT * slots]

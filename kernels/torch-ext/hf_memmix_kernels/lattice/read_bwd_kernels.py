@@ -28,6 +28,16 @@ from .tiles import (
 
 
 @triton.jit
+def lattice_norm_kernel(v, hh, rows, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr):
+    """|v|^2 of every row."""
+    o_r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    o_d = tl.arange(0, BD)
+    mask = (o_r < rows)[:, None] & (o_d < D)[None, :]
+    b_v = tl.load(v + o_r[:, None] * D + o_d[None, :], mask=mask, other=0).to(hh.dtype.element_ty)
+    tl.store(hh + o_r, tl.sum(b_v * b_v, 1), mask=o_r < rows)
+
+
+@triton.jit
 def window_of(i_c, cu_seqlens, first, sequence_of, T, N, CHECKPOINT: tl.constexpr):
     """First token, length and checkpoint of window i_c; windows beyond the last are empty."""
     if cu_seqlens is None:

@@ -8,10 +8,9 @@ from torch import Tensor
 from .._chunks import chunk_table
 from .._common import compute_dtype
 from .bwd_kernels import lattice_bwd_kernel
-from .dual_walk_kernels import lattice_norm_kernel
 from .fwd_kernels import lattice_fwd_kernel, lattice_step_kernel
 from .plan import CHECKPOINT, checkpoint_slots, keeps_h, kept_sizes, padded, precision
-from .read_bwd_kernels import lattice_adjoint_kernel, lattice_middle_kernel, lattice_slots_kernel
+from .read_bwd_kernels import lattice_adjoint_kernel, lattice_middle_kernel, lattice_norm_kernel, lattice_slots_kernel
 
 # tokens between two measured norms, and between two states that backward keeps in scratch memory
 BLOCK = 16

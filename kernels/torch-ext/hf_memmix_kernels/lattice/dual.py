@@ -1,7 +1,5 @@
 """Launches of Lattice's dual form, for "enc" and "sim" with projection: same arguments and results as triton.py's."""
 
-import os
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,7 @@ from .dual_level_kernels import (
 from .dual_read_kernels import lattice_read_adjoint_kernel, lattice_read_kernel, lattice_write_adjoint_kernel
 from .dual_walk_bwd_kernels import lattice_gram_adjoint_kernel, lattice_walk_adjoint_kernel
 from .dual_walk_kernels import lattice_gram_kernel, lattice_walk_kernel
-from .plan import CHECKPOINT, WALKED, checkpoint_slots, dual_sizes, padded, precision
+from .plan import CHECKPOINT, WALKED, checkpoint_slots, dual_sizes, on_gpu, padded, precision, window_precision
 
 # tokens of a chunk of the walk forward, half as many where the registers hold no more, and of the walk back
 CHUNK, CHUNK_BACK = 16, 8
@@ -46,9 +44,6 @@ class _Plan:
         acc = tl.float64 if self.dtype == torch.float64 else tl.float32
         shared = {"H": H, "M": M, "D": D, "VARIANT": variant, "C": CHECKPOINT, "ACC": acc}
         form = precision(v.dtype)
-        # the interpreter multiplies no bfloat16 and knows no assembly
-        on_gpu = v.is_cuda and os.environ.get("TRITON_INTERPRET") != "1"
-        pairs = "pairs" if on_gpu else "ieee"
         half = form == "tf32"
         chunk = CHUNK if half and D <= 64 else CHUNK // 2
         self.gram = {
@@ -60,14 +55,14 @@ class _Plan:
             "PRECISION": "split" if half else form, "num_warps": 1,
         }  # fmt: skip
         self.gram_back = {**self.gram, "P": CHUNK_BACK, "VARIANT": variant}
-        self.back = {**self.walk, "P": CHUNK_BACK, "FETCH": on_gpu and D <= 64}
+        self.back = {**self.walk, "P": CHUNK_BACK, "FETCH": on_gpu(v) and D <= 64}
         MB, D2 = 32 // LANES, 4 * LANES
         self.careful = {
             **shared, "MB": MB, "D1": triton.cdiv(D, D2), "D2": D2, "CHUNK": CHUNK_BACK, "num_warps": 1,
         }  # fmt: skip
         # rows of 128 bytes at least (kernels/README.md, "Compiler traps")
         self.write = {
-            **shared, "MB": 64, "BD": max(64, padded(D)), "PRECISION": pairs if half else form, "num_warps": WARPS,
+            **shared, "MB": 64, "BD": max(64, padded(D)), "PRECISION": window_precision(v), "num_warps": WARPS,
         }  # fmt: skip
         # reads alone have the limit: under it writes spill
         capped = self.write["PRECISION"] == "pairs" and D <= 64

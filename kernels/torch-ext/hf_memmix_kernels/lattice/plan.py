@@ -1,5 +1,7 @@
 """Sizes that the fake kernels, the torch path and the Triton launches of Lattice must agree on; no Triton import."""
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,17 @@ def padded(n: int) -> int:
 def precision(dtype: torch.dtype) -> str:
     """Of a product over a window, for inputs of a dtype, as `tl.dot` calls it."""
     return {torch.float64: "ieee", torch.float32: "tf32x3"}.get(dtype, "tf32")
+
+
+def on_gpu(v: Tensor) -> bool:
+    """Whether kernels run compiled: the interpreter multiplies no bfloat16 and knows no assembly."""
+    return v.is_cuda and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def window_precision(v: Tensor) -> str:
+    """As `precision`, of kernels that also know "pairs" of bfloat16 (dual_read_kernels.py)."""
+    form = precision(v.dtype)
+    return ("pairs" if on_gpu(v) else "ieee") if form == "tf32" else form
 
 
 def checkpoint_slots(batch: int, tokens: int, cu_seqlens: Tensor | None) -> int:

@@ -9,14 +9,17 @@ from .._chunks import chunk_table
 from .._common import compute_dtype
 from .bwd_kernels import lattice_bwd_kernel
 from .fwd_kernels import lattice_fwd_kernel, lattice_step_kernel
-from .plan import CHECKPOINT, checkpoint_slots, keeps_h, kept_sizes, padded, precision
-from .read_bwd_kernels import lattice_adjoint_kernel, lattice_middle_kernel, lattice_norm_kernel, lattice_slots_kernel
+from .plan import CHECKPOINT, checkpoint_slots, keeps_h, kept_sizes, padded, precision, window_precision
+from .read_bwd_kernels import lattice_adjoint_kernel, lattice_middle_kernel
+from .read_bwd_window_kernels import lattice_rule_kernel, lattice_slots_kernel, lattice_slots_levels_kernel
 
 # tokens between two measured norms, and between two states that backward keeps in scratch memory
 BLOCK = 16
 # lanes that share a slot, and warps a head of 64 x 64
 LANES_FWD = LANES_BWD = 8
 WARPS_FWD = WARPS_BWD = 4
+# tokens and heads of a program that finds coefficients
+ROWS = 32
 
 
 def _sizes(state: Tensor, lanes: int) -> dict:
@@ -114,22 +117,31 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     hh, dalpha, dz = (end.new_empty(x.shape) for x in (gamma, q, v))
     dq, dk, dv, dgamma = (torch.empty_like(x) for x in (q, k, v, gamma))
     middle, scratch = torch.empty_like(kept), end.new_empty(N * H, CHECKPOINT // 4, end[0].numel())
-    lattice_norm_kernel[(triton.cdiv(hh.numel(), 64),)](h, hh, hh.numel(), D=D, BD=BD, R=64)
-    shared = {"H": H, **sizes, "CHECKPOINT": CHECKPOINT}
-    read = {
-        "H": H, "M": M, "D": D, "BM": sizes["BM"], "BD": BD, "MB": 32, "WIDE": max(32, BD), "CHECKPOINT": CHECKPOINT,
-        "LEVELS": CHECKPOINT.bit_length() - 1, "ACC": sizes["ACC"], "num_warps": 4,
-        "PRECISION": precision(v.dtype),
-    }  # fmt: skip
-    lattice_slots_kernel[(windows * H,)](do, k, gamma, h, hh, p, kept, None, dq, None, None, *where, **read)
-    lattice_middle_kernel[(windows * H,)](
-        k, gamma, h, hh, p, kept, middle, *where, **shared, num_warps=split["num_warps"]
+    a, b, far = torch.empty_like(dalpha), torch.empty_like(dalpha), dalpha.new_empty(windows * H, dtype=torch.int32)
+    lattice_rule_kernel[(triton.cdiv(hh.numel(), ROWS),)](
+        k, gamma, h, p, hh, a, b, hh.numel(), M=M, D=D, BM=sizes["BM"], BD=BD, R=ROWS
     )
+    shared = {"H": H, **sizes, "CHECKPOINT": CHECKPOINT}
+    window = {**shared, "BD": BD, "num_warps": 4}
+    del window["D1"], window["D2"]
+    # rows of 128 bytes at least (kernels/README.md, "Compiler traps")
+    by_division = {**window, "MB": 64, "WIDE": max(64, BD), "PRECISION": window_precision(v)}
+    by_levels = {
+        **window, "MB": 32, "WIDE": max(32, BD), "PRECISION": precision(v.dtype),
+        "LEVELS": CHECKPOINT.bit_length() - 1,
+    }  # fmt: skip
+
+    def read(*operands):
+        lattice_slots_kernel[(windows * H,)](*operands, far, *where, **by_division)
+        lattice_slots_levels_kernel[(windows * H,)](*operands, far, *where, **by_levels)
+
+    read(do, k, gamma, h, a, b, kept, None, dq, None, None)
+    lattice_middle_kernel[(windows * H,)](a, b, h, kept, middle, *where, **shared, num_warps=split["num_warps"])
     lattice_adjoint_kernel[(N * H,)](
-        end, do, q, k, gamma, h, p, hh, kept, middle, dz, dalpha, dstart, scratch, cu_seqlens, v.shape[1],
+        end, do, q, k, gamma, h, p, hh, a, b, kept, middle, dz, dalpha, dstart, scratch, cu_seqlens, v.shape[1],
         **shared, WARPS=split["WARPS"], LANES=split["LANES"], num_warps=split["num_warps"],
     )  # fmt: skip
-    lattice_slots_kernel[(windows * H,)](dz, k, gamma, h, hh, p, kept, dalpha, dk, dv, dgamma, *where, **read)
+    read(dz, k, gamma, h, a, b, kept, dalpha, dk, dv, dgamma)
     return dq, dk, dv, dgamma, None, _from_tiles(dstart, dfinal)
 
 

@@ -31,6 +31,7 @@ from .dual_walk_kernels import (
     write,
     written_offsets,
 )
+from .tiles import fetch
 
 
 @triton.jit
@@ -107,14 +108,10 @@ def load_tokens(q, k, p, reads, steps, o_q, m_q, o_p, o_z, row, MP: tl.constexpr
 
 
 @triton.jit
-def fetch(one, o_one, other, o_other):
-    """Has L2 bring 32 bytes around each number, half of the lanes from the one tensor and half from the other."""
-    here = tl.where(
-        tl.arange(0, 32) < 16,
-        (one + o_one).to(tl.int64, bitcast=True),
-        (other + o_other).to(tl.int64, bitcast=True),
-    )
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [here], tl.int32, False, 1)
+def fetch_both(one, o_one, other, o_other):
+    """`fetch` of numbers of two tensors, by half of the lanes each."""
+    one, other = (one + o_one).to(tl.int64, bitcast=True), (other + o_other).to(tl.int64, bitcast=True)
+    fetch(tl.where(tl.arange(0, 32) < 16, one, other))
 
 
 @triton.jit
@@ -132,12 +129,12 @@ def fetch_chunk(
     token, second = o_h // 2, o_h % 2
     for i in tl.static_range(0, D, D // 2):
         o_v = token * (stride * D) + second * (D // 4) + i
-        fetch(v, o_v, do, o_v)
+        fetch_both(v, o_v, do, o_v)
     o_q, o_p = token * (stride * M) + i_m, (row + token) * MP + i_m + second * 8
-    fetch(q, o_q, k, o_q)
-    fetch(p, o_p, reads, o_p)
-    fetch(gram, row * (2 * P) + o_h * 8, steps, row + 0 * o_h)
-    fetch(after, part + o_h * 8, after, part + o_h * 8 + D // 128 * 128)
+    fetch_both(q, o_q, k, o_q)
+    fetch_both(p, o_p, reads, o_p)
+    fetch_both(gram, row * (2 * P) + o_h * 8, steps, row + 0 * o_h)
+    fetch_both(after, part + o_h * 8, after, part + o_h * 8 + D // 128 * 128)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from .fwd_kernels import load_group, sequence
 from .read_bwd_window_kernels import window_of
 from .tiles import (
     entries,
+    fetch_rows,
     inverse_norm,
     over_entries,
     over_shares,
@@ -107,11 +108,27 @@ def token_adjoint(g, S, h, q, do, p, hh, alpha, keep, beta, WARPS: tl.constexpr,
 
 
 @triton.jit
+def fetch_tokens(
+    q, k, p, a, b, do, h, gamma, hh, at,
+    TOKENS: tl.constexpr, H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Has L2 bring what the walk reads of TOKENS tokens from `at` on."""
+    fetch_rows(q + at * (H * M), H * M, TOKENS, M, BM)
+    fetch_rows(k + at * (H * M), H * M, TOKENS, M, BM)
+    fetch_rows(p + at * (H * M), H * M, TOKENS, M, BM)
+    fetch_rows(a + at * (H * M), H * M, TOKENS, M, BM)
+    fetch_rows(b + at * (H * M), H * M, TOKENS, M, BM)
+    fetch_rows(do + at * (H * D), H * D, TOKENS, D, BD)
+    fetch_rows(h + at * (H * D), H * D, TOKENS, D, BD)
+    fetch_rows(gamma + at * H, H, TOKENS, 1, 16)
+    fetch_rows(hh + at * H, H, TOKENS, 1, 16)
+
+
+@triton.jit
 def lattice_adjoint_kernel(
     dfinal, do, q, k, gamma, h, p, hh, a, b, kept, middle, dz, dalpha, dstart, scratch, cu_seqlens, T,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    WARPS: tl.constexpr, LANES: tl.constexpr,
-    CHECKPOINT: tl.constexpr, ACC: tl.constexpr,
+    WARPS: tl.constexpr, LANES: tl.constexpr, CHECKPOINT: tl.constexpr, ACC: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     """dz and dalpha of all tokens of one (sequence, head), and dstart.
 
@@ -143,6 +160,10 @@ def lattice_adjoint_kernel(
             S = tl.load(kept + first // CHECKPOINT * (H * TILE))
         else:
             S = tl.load(middle + first // CHECKPOINT * (H * TILE))
+        if FETCH:
+            # a pair of tokens is sooner done than HBM has answered: of the next half, in time
+            earlier = tl.maximum(first - HALF, 0)
+            fetch_tokens(q, k, p, a, b, do, h, gamma, hh, earlier, HALF, H, M, D, BM, D1 * D2)
         # forward over the half
         a_s, b_s, hs = load_moves(a, b, h, first, tokens, o_m, o_d, H, M, D)
         for t in range(0, tokens, 2):

@@ -9,7 +9,7 @@ from .._chunks import chunk_table
 from .._common import compute_dtype
 from .bwd_kernels import lattice_bwd_kernel
 from .fwd_kernels import lattice_fwd_kernel, lattice_step_kernel
-from .plan import CHECKPOINT, checkpoint_slots, keeps_h, kept_sizes, padded, precision, window_precision
+from .plan import CHECKPOINT, checkpoint_slots, keeps_h, kept_sizes, on_gpu, padded, precision, window_precision
 from .read_bwd_kernels import lattice_adjoint_kernel, lattice_middle_kernel
 from .read_bwd_window_kernels import lattice_rule_kernel, lattice_slots_kernel, lattice_slots_levels_kernel
 
@@ -139,7 +139,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     lattice_middle_kernel[(windows * H,)](a, b, h, kept, middle, *where, **shared, num_warps=split["num_warps"])
     lattice_adjoint_kernel[(N * H,)](
         end, do, q, k, gamma, h, p, hh, a, b, kept, middle, dz, dalpha, dstart, scratch, cu_seqlens, v.shape[1],
-        **shared, WARPS=split["WARPS"], LANES=split["LANES"], num_warps=split["num_warps"],
+        **shared, WARPS=split["WARPS"], LANES=split["LANES"], num_warps=split["num_warps"], FETCH=on_gpu(v),
     )  # fmt: skip
     read(dz, k, gamma, h, a, b, kept, dalpha, dk, dv, dgamma)
     return dq, dk, dv, dgamma, None, _from_tiles(dstart, dfinal)

@@ -62,13 +62,16 @@ def load_group(p, offsets, mask, stride, left, GROUP: tl.constexpr):
 
 @triton.jit
 def lattice_fwd_kernel(
-    q, k, v, gamma, log_decay, start_state, o, final_state, kept, h, p, cu_seqlens, T, l1,
+    q, k, v, gamma, log_decay, start_state, o, final_state, kept, h, p, saves, cu_seqlens, T, l1,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     WARPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
-    VARIANT: tl.constexpr, PROJECT: tl.constexpr, L1: tl.constexpr, SAVE: tl.constexpr,
+    VARIANT: tl.constexpr, PROJECT: tl.constexpr, L1: tl.constexpr,
     CHECKPOINT: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """All tokens of one (sequence, head); start_state, final_state and kept are tiles, h and p as v and k or None."""
+    """All tokens of one (sequence, head); start_state, final_state and kept are tiles, h and p as v and k or None.
+
+    Whether it `saves` is no constant: compiled without the stores it takes a tenth longer, for no reason known.
+    """
     i_s = tl.program_id(0).to(tl.int64)
     i_h = i_s % H
     start, length, row = sequence(i_s // H, cu_seqlens, T, CHECKPOINT)
@@ -100,10 +103,9 @@ def lattice_fwd_kernel(
         if t % BLOCK == 0:
             if PROJECT and not L1:
                 S *= slots(inverse_norm(S))  # the closed form of the norm drifts
-            if SAVE:  # noqa: SIM102 (a constant, then a value)
-                if t % CHECKPOINT == 0:
-                    tl.store(kept, S)
-                    kept += H * BM * D1 * D2
+            if (t % CHECKPOINT == 0) & (saves != 0):
+                tl.store(kept, S)
+                kept += H * BM * D1 * D2
         shares, ps = (), ()
         for i in tl.static_range(GROUP):
             b_k, b_v, b_gamma = ks[i].to(ACC), vs[i].to(ACC), gammas[i].to(ACC)
@@ -121,10 +123,11 @@ def lattice_fwd_kernel(
             if h is not None:
                 # as a tile, of which one slot is stored: what a vector would be rearranged for
                 h_s = h + i * (H * D) + entries(o_d) + 0 * slots(o_m)
-                tl.store(h_s, tl.broadcast_to(entries(b_h), S.shape), mask=m_h & (t + i < length))
+                tl.store(h_s, tl.broadcast_to(entries(b_h), S.shape), mask=m_h & (t + i < length) & (saves != 0))
                 ps = ps + (tl.reshape(b_p, [1, BM]),)
         if h is not None:
-            tl.store(p + o_t * (H * M) + o_m[None, :], over_shares(ps, GROUP), mask=(t + o_t < length) & m_m[None, :])
+            mask = (t + o_t < length) & m_m[None, :] & (saves != 0)
+            tl.store(p + o_t * (H * M) + o_m[None, :], over_shares(ps, GROUP), mask=mask)
         b_o = over_shares(shares, GROUP)
         tl.store(o + o_t * (H * D) + o_y, b_o.to(o.dtype.element_ty), mask=(t + o_t < length) & (o_y < D))
         o += GROUP * H * D

@@ -42,12 +42,12 @@ def move(S, a, b, h):
 
 
 @triton.jit
-def load_moves(a, b, h, at, left, o_m, o_d, H: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
-    """a, b and h of tokens `at` and the next, of which there are `left`."""
+def load_moves(a, b, h, at, left, o_m, o_d, H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr):
+    """a, b and h of GROUP tokens from `at` on, of which there are `left`."""
     return (
-        load_group(a + at * (H * M), o_m, o_m < M, H * M, left, 2),
-        load_group(b + at * (H * M), o_m, o_m < M, H * M, left, 2),
-        load_group(h + at * (H * D), o_d, o_d < D, H * D, left, 2),
+        load_group(a + at * (H * M), o_m, o_m < M, H * M, left, GROUP),
+        load_group(b + at * (H * M), o_m, o_m < M, H * M, left, GROUP),
+        load_group(h + at * (H * D), o_d, o_d < D, H * D, left, GROUP),
     )
 
 
@@ -69,7 +69,7 @@ def load_pair(
 def lattice_middle_kernel(
     a, b, h, kept, middle, cu_seqlens, first, sequence_of, T, N,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    CHECKPOINT: tl.constexpr, ACC: tl.constexpr,
+    CHECKPOINT: tl.constexpr, GROUP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The tile in the middle of a window of one head, if tokens follow it."""
     HALF: tl.constexpr = CHECKPOINT // 2
@@ -81,10 +81,11 @@ def lattice_middle_kernel(
     a, b, h = a + at * M, b + at * M, h + at * D
     if tokens > HALF:
         S = tl.load(kept + o_s)
-        a_s, b_s, hs = load_moves(a, b, h, 0, HALF, o_m, o_d, H, M, D)
-        for t in range(0, HALF, 2):
-            a_next, b_next, hs_next = load_moves(a, b, h, t + 2, HALF - t - 2, o_m, o_d, H, M, D)
-            for j in tl.static_range(2):
+        a_s, b_s, hs = load_moves(a, b, h, 0, HALF, o_m, o_d, H, M, D, GROUP)
+        for t in range(0, HALF, GROUP):
+            later = t + GROUP
+            a_next, b_next, hs_next = load_moves(a, b, h, later, HALF - later, o_m, o_d, H, M, D, GROUP)
+            for j in tl.static_range(GROUP):
                 S = move(S, a_s[j], b_s[j], hs[j])
             a_s, b_s, hs = a_next, b_next, hs_next
         tl.store(middle + o_s, S * slots(inverse_norm(S)))
@@ -128,7 +129,8 @@ def fetch_tokens(
 def lattice_adjoint_kernel(
     dfinal, do, q, k, gamma, h, p, hh, a, b, kept, middle, dz, dalpha, dstart, scratch, cu_seqlens, T,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    WARPS: tl.constexpr, LANES: tl.constexpr, CHECKPOINT: tl.constexpr, ACC: tl.constexpr, FETCH: tl.constexpr,
+    WARPS: tl.constexpr, LANES: tl.constexpr, CHECKPOINT: tl.constexpr, GROUP: tl.constexpr, ACC: tl.constexpr,
+    FETCH: tl.constexpr,
 ):  # fmt: skip
     """dz and dalpha of all tokens of one (sequence, head), and dstart.
 
@@ -165,11 +167,13 @@ def lattice_adjoint_kernel(
             earlier = tl.maximum(first - HALF, 0)
             fetch_tokens(q, k, p, a, b, do, h, gamma, hh, earlier, HALF, H, M, D, BM, D1 * D2)
         # forward over the half
-        a_s, b_s, hs = load_moves(a, b, h, first, tokens, o_m, o_d, H, M, D)
-        for t in range(0, tokens, 2):
-            a_next, b_next, hs_next = load_moves(a, b, h, first + t + 2, tokens - t - 2, o_m, o_d, H, M, D)
-            tl.store(scratch + t // 2 * TILE, S)
-            for j in tl.static_range(2):
+        a_s, b_s, hs = load_moves(a, b, h, first, tokens, o_m, o_d, H, M, D, GROUP)
+        for t in range(0, tokens, GROUP):
+            later = t + GROUP
+            a_next, b_next, hs_next = load_moves(a, b, h, first + later, tokens - later, o_m, o_d, H, M, D, GROUP)
+            for j in tl.static_range(GROUP):
+                if j % 2 == 0:
+                    tl.store(scratch + (t + j) // 2 * TILE, S)
                 S = move(S, a_s[j], b_s[j], hs[j])
             a_s, b_s, hs = a_next, b_next, hs_next
         tl.debug_barrier()

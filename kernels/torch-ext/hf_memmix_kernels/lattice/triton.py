@@ -65,12 +65,12 @@ def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, var
     final, o = torch.empty_like(start), torch.empty_like(v)
     kept = start.new_empty(sum(kept_sizes(v, initial_state, cu_seqlens, rule)) if save else 0)
     h = p = None
-    if save and keeps_h(*rule):
-        _, h, p = kept.split(kept_sizes(v, initial_state, cu_seqlens, rule))
+    if keeps_h(*rule):
+        h, p = kept.split(kept_sizes(v, initial_state, cu_seqlens, rule))[1:] if save else (start, start)
     lattice_fwd_kernel[(N * H,)](
-        q, k, v, gamma, log_decay, start, o, final, kept, h, p, cu_seqlens, v.shape[1], float(l1),
+        q, k, v, gamma, log_decay, start, o, final, kept, h, p, int(save), cu_seqlens, v.shape[1], float(l1),
         H=H, **sizes, **_split(_warps(WARPS_FWD, initial_state), sizes), VARIANT=variant, PROJECT=project, L1=l1 > 0,
-        SAVE=save, CHECKPOINT=CHECKPOINT, BLOCK=BLOCK,
+        CHECKPOINT=CHECKPOINT, BLOCK=BLOCK,
     )  # fmt: skip
     return o, _from_tiles(final, initial_state), kept
 
@@ -136,10 +136,13 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
         lattice_slots_levels_kernel[(windows * H,)](*operands, far, *where, **by_levels)
 
     read(do, k, gamma, h, a, b, kept, None, dq, None, None)
-    lattice_middle_kernel[(windows * H,)](a, b, h, kept, middle, *where, **shared, num_warps=split["num_warps"])
+    lattice_middle_kernel[(windows * H,)](
+        a, b, h, kept, middle, *where, **shared, GROUP=2, num_warps=split["num_warps"]
+    )
     lattice_adjoint_kernel[(N * H,)](
         end, do, q, k, gamma, h, p, hh, a, b, kept, middle, dz, dalpha, dstart, scratch, cu_seqlens, v.shape[1],
-        **shared, WARPS=split["WARPS"], LANES=split["LANES"], num_warps=split["num_warps"], FETCH=on_gpu(v),
+        **shared, WARPS=split["WARPS"], LANES=split["LANES"], num_warps=split["num_warps"],
+        GROUP=max(2, split["GROUP"]), FETCH=on_gpu(v),
     )  # fmt: skip
     read(dz, k, gamma, h, a, b, kept, dalpha, dk, dv, dgamma)
     return dq, dk, dv, dgamma, None, _from_tiles(dstart, dfinal)

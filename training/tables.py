@@ -11,6 +11,7 @@ GENERATE = "kernels/benchmarks/results/generate_h200.json"
 COFFEE_GRID = "kernels/benchmarks/results/coffee_dispatch_h200.json"
 COFFEE_DRAWS = "kernels/benchmarks/results/coffee_convergence.json"
 LATTICE_PROFILE = "kernels/benchmarks/results/lattice_profile_h200.json"
+LATTICE_COUNTERS = "kernels/benchmarks/results/lattice_counters_h200.json"
 LATTICE_ISSUE = "kernels/benchmarks/results/lattice_issue_sm90.json"
 LATTICE_FROZEN = "kernels/benchmarks/results/lattice_frozen_cpu.json"
 # what every row of the kernels' JSON has; further fields tell variants of an op apart
@@ -239,6 +240,22 @@ def lattice_profile_table(root: Path) -> str:
     )
 
 
+def lattice_counters_table(root: Path) -> str:
+    """What the warps of every Lattice kernel wait for."""
+    found = json.loads((root / LATTICE_COUNTERS).read_text())
+    lines = []
+    for row in found["rows"]:
+        shares = {name: f"{100 * x:.0f} %" for name, x in row["warp"].items() if x >= 0.05}
+        issue = shares.pop("issue", "")
+        waits = ", ".join(f"{name} {share}" for name, share in shares.items())
+        if "levels" not in row["kernel"]:
+            lines.append([row["variant"], f"`{row['kernel']}`", issue, waits, f"{100 * row['hbm']:.0f} %"])
+    return (
+        markdown(["variant", "kernel", "a warp issues", "it waits for", "of HBM's peak"], lines)
+        + f"\n\nShares of a warp's time, from 5 % on. {found['gpu']}, commit {found['commit']}."
+    )
+
+
 def lattice_frozen_table(root: Path) -> str:
     """Error of Lattice's frozen-state mode, by step and chunk size."""
     rows = json.loads((root / LATTICE_FROZEN).read_text())["rows"]
@@ -341,6 +358,7 @@ TABLES = {
     "coffee_grid": coffee_grid_table,
     "coffee_draws": coffee_draws_table,
     "lattice_profile": lattice_profile_table,
+    "lattice_counters": lattice_counters_table,
     "lattice_frozen": lattice_frozen_table,
     "results": experiment_tables,
     "teachers": teacher_table,

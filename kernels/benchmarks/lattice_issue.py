@@ -21,7 +21,7 @@ import triton
 # tokens an iteration of each loop, in the order of their ends; None is not counted: a replay that is rarely taken
 TOKENS = {
     "lattice_fwd_kernel": (4,),
-    "lattice_adjoint_kernel": (2, 2, 32),
+    "lattice_adjoint_kernel": (4, 2, 32),
     "lattice_walk_kernel": (16,),
     "lattice_walk_adjoint_kernel": (None, 8),
 }

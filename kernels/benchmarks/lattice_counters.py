@@ -1,0 +1,97 @@
+"""What the warps of every Lattice kernel wait for, from the hardware counters of one GPU, read by Nsight Compute.
+
+    python kernels/benchmarks/lattice_counters.py --out kernels/benchmarks/results/lattice_counters_h200.json
+
+B=8, T=4096, 12 heads of 64 channels and slots, bf16, one forward and backward of each variant. `warp` are shares of a
+warp's time: `issue`, in which it issues an instruction, then what it waits for, from the most on. `hbm` is the share
+of the memory's peak. Counters are read in several runs of a kernel with cold caches: for times see lattice_profile.py.
+"""
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from lattice_benches import SHAPES, draw, state
+
+from hf_memmix_kernels import chunk_lattice
+
+WAITS = {
+    "selected": "issue",
+    "wait": "fixed latency",
+    "long_scoreboard": "global memory",
+    "short_scoreboard": "shared memory and shuffles",
+    "barrier": "barrier",
+    "not_selected": "other warps",
+    "math_pipe_throttle": "arithmetic units",
+    "mio_throttle": "queue of shared memory",
+    "lg_throttle": "queue of global memory",
+    "dispatch_stall": "dispatch",
+    "no_instruction": "instruction fetch",
+}
+STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+LATENCY = "smsp__average_warp_latency_per_inst_issued.ratio"
+HBM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+SMALLEST = 0.02  # share of what is named
+
+
+def once(variant: str) -> None:
+    """One forward and backward."""
+    B, T, H, D = SHAPES[0]
+    torch.manual_seed(0)
+    inputs = {name: x.requires_grad_() for name, x in draw(B, T, H, D).items()}
+    (start,) = state(B, H, D)
+    o, _ = chunk_lattice(**inputs, variant=variant, initial_state=start)
+    torch.autograd.grad(o, list(inputs.values()), torch.randn_like(o))
+    torch.cuda.synchronize()
+
+
+def counters(variant: str) -> list[dict[str, str]]:
+    """A row of counters a launch, in order.
+
+    Raises:
+        RuntimeError: ncu is missing or may not read the counters; its own words are in the message.
+    """
+    metrics = [HBM, LATENCY, *(STALL.format(name) for name in WAITS)]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "counters.csv"
+        command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--log-file", str(log)]
+        command += ["--metrics", ",".join(metrics), "-k", "regex:^lattice_"]
+        run = subprocess.run([*command, sys.executable, __file__, "--once", variant], capture_output=True, text=True)
+        text = log.read_text() if log.exists() else ""
+        if run.returncode or LATENCY not in text:
+            raise RuntimeError(f"ncu read no counters, exit status {run.returncode}: {(run.stderr + text)[-500:]}")
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith('"ID"'))
+    units, *rows = csv.DictReader(lines[first:])  # the first line below the names gives units
+    return rows
+
+
+def shares(row: dict[str, str]) -> dict:
+    """The row of the result of a launch."""
+    parts = {name: float(row[STALL.format(stall)]) / float(row[LATENCY]) for stall, name in WAITS.items()}
+    named = {name: round(x, 3) for name, x in sorted(parts.items(), key=lambda item: -item[1]) if x >= SMALLEST}
+    return {"kernel": row["Kernel Name"].split("(")[0], "warp": named, "hbm": round(float(row[HBM]) / 100, 3)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default="unknown", help="commit of the tree, where the machine has no git")
+    parser.add_argument("--once", help="run one forward and backward of this variant: what ncu calls")
+    args = parser.parse_args()
+    if args.once:
+        once(args.once)
+        return
+    rows = [{"variant": variant, **shares(row)} for variant in ("dec", "enc", "sim") for row in counters(variant)]
+    found = {"gpu": torch.cuda.get_device_name(), "commit": args.commit, "rows": rows}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,16 @@ COFFEE_GRID = "kernels/benchmarks/results/coffee_dispatch_h200.json"
 COFFEE_DRAWS = "kernels/benchmarks/results/coffee_convergence.json"
 LATTICE_PROFILE = "kernels/benchmarks/results/lattice_profile_h200.json"
 LATTICE_COUNTERS = "kernels/benchmarks/results/lattice_counters_h200.json"
+# variant, pass, T and milliseconds that were asked for at B=8, 12 heads of 64 channels and slots, in bf16
+LATTICE_TARGETS = (
+    ("dec", "fwd", 4096, 1.2),
+    ("dec", "fwd+bwd", 4096, 5),
+    ("enc", "fwd", 4096, 0.4),
+    ("enc", "fwd+bwd", 4096, 1.5),
+    ("sim", "fwd", 4096, 0.4),
+    ("sim", "fwd+bwd", 4096, 1.5),
+    ("dec", "decode_graph", 1, 0.02),
+)
 LATTICE_ISSUE = "kernels/benchmarks/results/lattice_issue_sm90.json"
 LATTICE_FROZEN = "kernels/benchmarks/results/lattice_frozen_cpu.json"
 # what every row of the kernels' JSON has; further fields tell variants of an op apart
@@ -240,6 +250,22 @@ def lattice_profile_table(root: Path) -> str:
     )
 
 
+def lattice_targets_table(root: Path) -> str:
+    """What was asked of Lattice's kernels, and the milliseconds measured."""
+    rows = [row for row in json.loads((root / KERNELS).read_text()) if row["op"] == "lattice"]
+    lines = []
+    for variant, name, tokens, target in LATTICE_TARGETS:
+        ms = next(
+            row["ms"]
+            for row in rows
+            if (row["variant"], row["pass"], row["B"], row["T"]) == (variant, name, 8, tokens)
+        )
+        lines.append(
+            [variant, name, f"{target:g}", f"{ms:.3g}", "met" if ms <= target else f"{ms / target:.2g} times"]
+        )
+    return markdown(["variant", "pass", "target, ms", "measured, ms", ""], lines)
+
+
 def lattice_counters_table(root: Path) -> str:
     """What the warps of every Lattice kernel wait for."""
     found = json.loads((root / LATTICE_COUNTERS).read_text())
@@ -358,6 +384,7 @@ TABLES = {
     "coffee_grid": coffee_grid_table,
     "coffee_draws": coffee_draws_table,
     "lattice_profile": lattice_profile_table,
+    "lattice_targets": lattice_targets_table,
     "lattice_counters": lattice_counters_table,
     "lattice_frozen": lattice_frozen_table,
     "results": experiment_tables,

@@ -121,8 +121,9 @@ def fetch_chunk(
 ):  # fmt: skip
     """`fetch` of what a chunk needs of 16 slots from `i_m` on, two lanes for each of its tokens.
 
-    All loads share six scoreboards, and who waits for a near one waits for what is far and on the same: after this
-    nothing is as far as HBM.
+    `row` is where it starts in what is kept by windows, `part` its share of the slots `after` its window. All loads
+    use six scoreboards, and who waits for a near one waits for what is far and on the same: after this nothing is as
+    far as HBM.
     """
     tl.static_assert(P == 8)
     o_h = tl.arange(0, 32) % 16
@@ -135,6 +136,12 @@ def fetch_chunk(
     fetch_both(p, o_p, reads, o_p)
     fetch_both(gram, row * (2 * P) + o_h * 8, steps, row + 0 * o_h)
     fetch_both(after, part + o_h * 8, after, part + o_h * 8 + D // 128 * 128)
+
+
+@triton.jit
+def row_before(row, t, BACK: tl.constexpr, H: tl.constexpr, C: tl.constexpr, P: tl.constexpr):
+    """Where the chunk before that of token t - BACK starts in what is kept by windows: `row`, if that is the first."""
+    return row - tl.where(t > BACK, tl.where((t - BACK) % C == 0, (H - 1) * C + P, P), 0)
 
 
 @triton.jit
@@ -185,17 +192,17 @@ def lattice_walk_adjoint_kernel(
         # all chunks but the last are whole, and before the first none is needed
         back, here = tl.where(t > 0, P * H, 0), gram + row * (2 * P)
         q, k, v, do = q - back * M, k - back * M, v - back * D, do - back * D
-        row_next = row - tl.where(t > 0, tl.where(t % C == 0, (H - 1) * C + P, P), 0)
+        row_next = row_before(row, t, 0, H, C, P)
         v_next = load_tile(v, o_a, H * D, P, D)
         q_next, k_next, p_next, r_next, gamma_next = load_tokens(
             q, k, p, reads, steps, o_q, m_k & whole, o_p, o_z, row_next, MP, P
         )
         if FETCH:
-            more, new = tl.where(t > P, P, 0), (t % C == 0) & (t > 0)
+            more, opens = tl.where(t > P, P, 0), (t % C == 0) & (t > 0)
             fetch_chunk(
                 q - more * (H * M), k - more * (H * M), v - more * (H * D), do - more * (H * D), p, reads, steps, gram,
-                after - tl.where(new, H * M * D, 0), i_m * D + (t + C - P) % C * (MB * D // C),
-                row_next - tl.where(t > P, tl.where((t - P) % C == 0, (H - 1) * C + P, P), 0), H, i_m, M, MP, D, P,
+                after - tl.where(opens, H * M * D, 0), i_m * D + (t + C - P) % C * (MB * D // C),
+                row_before(row_next, t, P, H, C, P), H, i_m, M, MP, D, P,
             )  # fmt: skip
         ahead = tl.load(gram + row_next * (2 * P) + o_near % (2 * P * P))
         o_after = i_m * D + t % C * (MB * D // C) + o_near % (P * MB * D // C)

@@ -122,8 +122,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
         k, gamma, h, p, hh, a, b, hh.numel(), M=M, D=D, BM=sizes["BM"], BD=BD, R=ROWS
     )
     shared = {"H": H, **sizes, "CHECKPOINT": CHECKPOINT}
-    window = {**shared, "BD": BD, "num_warps": 4}
-    del window["D1"], window["D2"]
+    window = {name: x for name, x in shared.items() if name not in ("D1", "D2")} | {"BD": BD, "num_warps": 4}
     # rows of 128 bytes at least (kernels/README.md, "Compiler traps")
     by_division = {**window, "MB": 64, "WIDE": max(64, BD), "PRECISION": window_precision(v)}
     by_levels = {

@@ -12,6 +12,8 @@ COFFEE_GRID = "kernels/benchmarks/results/coffee_dispatch_h200.json"
 COFFEE_DRAWS = "kernels/benchmarks/results/coffee_convergence.json"
 LATTICE_PROFILE = "kernels/benchmarks/results/lattice_profile_h200.json"
 LATTICE_COUNTERS = "kernels/benchmarks/results/lattice_counters_h200.json"
+LATTICE_ISSUE = "kernels/benchmarks/results/lattice_issue_sm90.json"
+LATTICE_FROZEN = "kernels/benchmarks/results/lattice_frozen_cpu.json"
 # variant, pass, T and milliseconds that were asked for at B=8, 12 heads of 64 channels and slots, in bf16
 LATTICE_TARGETS = (
     ("dec", "fwd", 4096, 1.2),
@@ -22,8 +24,6 @@ LATTICE_TARGETS = (
     ("sim", "fwd+bwd", 4096, 1.5),
     ("dec", "decode_graph", 1, 0.02),
 )
-LATTICE_ISSUE = "kernels/benchmarks/results/lattice_issue_sm90.json"
-LATTICE_FROZEN = "kernels/benchmarks/results/lattice_frozen_cpu.json"
 # what every row of the kernels' JSON has; further fields tell variants of an op apart
 ROW = ("op", "B", "T", "H", "D", "dtype", "pass", "ms", "peak_mib", "gpu", "torch", "triton", "commit", "note")
 

@@ -180,7 +180,7 @@ def lattice_walk_adjoint_kernel(
     ends += (window * H + i_h) * (M * D)
     E = by_columns(tl.load(dfinal + i_s * (M * D) + o_s, mask=m_s, other=0))
     after, along, last, left = final + i_s * (M * D), tl.zeros([LANES], ACC), t, length - t
-    b_v, whole = load_tile(v, o_a, H * D, left, D), o_t >= 0
+    b_v = load_tile(v, o_a, H * D, left, D)
     b_q, b_k, b_p, b_r, b_gamma = load_tokens(q, k, p, reads, steps, o_q, m_k & (o_t < left), o_p, o_z, row, MP, P)
     for _ in tl.range(0, length, P, num_stages=1):
         if (t == last) | (t % C == C - P):
@@ -195,7 +195,7 @@ def lattice_walk_adjoint_kernel(
         row_next = row_before(row, t, 0, H, C, P)
         v_next = load_tile(v, o_a, H * D, P, D)
         q_next, k_next, p_next, r_next, gamma_next = load_tokens(
-            q, k, p, reads, steps, o_q, m_k & whole, o_p, o_z, row_next, MP, P
+            q, k, p, reads, steps, o_q, m_k, o_p, o_z, row_next, MP, P
         )
         if FETCH:
             more, opens = tl.where(t > P, P, 0), (t % C == 0) & (t > 0)

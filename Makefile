@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt .ci/venv
 	@.ci/venv $(VENV) $(TRANSFORMERS)
 
 demo: $(STAMP)
-	$(BIN)/python -m hf_memmix.training.demo --output runs/demo
+	$(BIN)/python -m hf_memmix.training.bundled.demo --output runs/demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST)
@@ -43,7 +43,7 @@ bench: $(STAMP)
 	$(BIN)/python kernels/benchmarks/benchmark.py
 
 card: $(STAMP)
-	$(BIN)/python -m hf_memmix.training.readme_tables
+	$(BIN)/python -m hf_memmix.training.documents.readme_tables
 	$(BIN)/python model_cards/build.py
 	$(BIN)/python -m pytest tests/test_cards.py tests/test_readme.py
 

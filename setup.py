@@ -13,8 +13,13 @@ ROOTS = {
     "hf_memmix_kernels": "kernels/torch-ext/hf_memmix_kernels",
 }
 
+# the experiments of the papers run in a checkout, which holds their results
+NOT_INSTALLED = ["experiments", "experiments.*"]
+
 setup(
     packages=[
-        name for root, folder in ROOTS.items() for name in [root, *(f"{root}.{sub}" for sub in find_packages(folder))]
+        name
+        for root, folder in ROOTS.items()
+        for name in [root, *(f"{root}.{sub}" for sub in find_packages(folder, exclude=NOT_INSTALLED))]
     ]
 )

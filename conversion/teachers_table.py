@@ -1,7 +1,7 @@
 """The table of teachers in README.md, read from `FAMILIES` and from transformers' own default configurations.
 
 python -m hf_memmix.conversion.teachers_table    # prints it
-python -m hf_memmix.training.readme_tables       # puts it in place
+python -m hf_memmix.training.documents.readme_tables       # puts it in place
 """
 
 import torch

@@ -46,8 +46,8 @@ def evaluate(
     from hf_memmix.assets import asset_path
     from hf_memmix.conversion.limits import limit_of
     from hf_memmix.conversion.saving import atomic_folder, check_target
-    from hf_memmix.training.documents import read_text, text_record
-    from hf_memmix.training.probes import TASKS, Material, plot_probes, run_probes
+    from hf_memmix.training.evaluation.probes import TASKS, Material, plot_probes, run_probes
+    from hf_memmix.training.text_files import read_text, text_record
 
     check_target(out_dir, overwrite)
     chosen = tuple(TASKS) if tasks == "all" else tuple(part.strip() for part in tasks.split(","))
@@ -112,10 +112,10 @@ def select(
     from hf_memmix.conversion.limits import check_length, check_vocabularies
     from hf_memmix.conversion.plan import write_plan
     from hf_memmix.training.data import tokenize_files
-    from hf_memmix.training.documents import read_text, text_record
-    from hf_memmix.training.layer_selection import choose, count_of, plot_ranking, rank_layers
-    from hf_memmix.training.probes import TASKS, Material, draw
-    from hf_memmix.training.probes.grid import DEPTHS
+    from hf_memmix.training.evaluation.layer_selection import choose, count_of, plot_ranking, rank_layers
+    from hf_memmix.training.evaluation.probes import TASKS, Material, draw
+    from hf_memmix.training.evaluation.probes.grid import DEPTHS
+    from hf_memmix.training.text_files import read_text, text_record
 
     if out_file.exists() and not overwrite:
         raise ValueError(f"{out_file} exists; choose another name, or overwrite")
@@ -192,7 +192,7 @@ def _numbers(option: str, text: str, kind) -> tuple:
 
 def report_record(student: Path, texts: list[Path], block_size: int, model) -> dict:
     """What a report is of: the student and its weights, the texts, where it was measured."""
-    from hf_memmix.training.documents import text_record
+    from hf_memmix.training.text_files import text_record
 
     local = [text_record(text) if text.is_file() else {"file": str(text), "sha256": ""} for text in texts]
     where = {"environment": _environment({"student": model})}
@@ -200,7 +200,7 @@ def report_record(student: Path, texts: list[Path], block_size: int, model) -> d
 
 
 def _described(folder: Path, model) -> dict:
-    from hf_memmix.training.card import weights_of
+    from hf_memmix.training.documents.card import weights_of
 
     kinds = getattr(model.config, "mixer_types", None)
     described = {"folder": folder.name, "parameters": model.num_parameters(), "dtype": str(model.dtype).split(".")[-1]}

@@ -27,7 +27,7 @@ def card(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a card that is there.")] = False,
 ) -> None:
     """Write README.md of a converted model; every figure comes from the JSON files, none from the command line."""
-    from hf_memmix.training.card import read_measurement, student_card
+    from hf_memmix.training.documents.card import read_measurement, student_card
 
     target = model / "README.md"
     if target.exists() and not overwrite:
@@ -63,7 +63,7 @@ def push(
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-    from hf_memmix.training.card import check_card, student_config
+    from hf_memmix.training.documents.card import check_card, student_config
 
     student_config(model)
     check_card(model)

@@ -1,16 +1,18 @@
 """Write the card of a converted model from its measurements.
 
-python model_cards/build.py            # every folder with a metrics.json of training/make_tiny_gka.py
+python model_cards/build.py            # every folder with a metrics.json of training/bundled/make_tiny_gka.py
 python model_cards/build.py --check    # exit code 1 if a committed card says anything else
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hf_memmix.training.card import table
+from hf_memmix.conversion.records import markdown_table
 
 CARDS = Path(__file__).parent
 VARIANTS = {"metrics": "bundled", "metrics_pure": "pure"}
@@ -66,21 +68,24 @@ def card(folder: Path) -> str:
         arithmetic=heldout["arithmetic"],
         measured_on={"cpu": "CPU", "cuda": "GPU"}[heldout["device"]],
         untrained=f"{main['untrained']['ppl_ratio']:.2f}",
-        evaluation=table(["model", "attention layers", "perplexity", "ratio", "same token", "KL"], evaluation),
-        training=table(["model", "stage", "steps", "tokens", "last loss", "time"], training),
+        evaluation=markdown_table(
+            ["model", "attention layers", "perplexity", "ratio", "same token", "KL"], evaluation
+        ),
+        training=markdown_table(["model", "stage", "steps", "tokens", "last loss", "time"], training),
         layer_kl=", ".join(map(str, main["layer_kl"])),
         **{key: main[key] for key in ("device", "torch", "transformers")},
     ).content
     return content.rstrip() + "\n"
 
 
-def main() -> None:
+def main(check: Annotated[bool, typer.Option(help="change nothing; exit code 1 if a card is out of date")] = False):
+    """Write the card of every student that has measurements."""
     stale = []
     for metrics in sorted(CARDS.glob("*/metrics.json")):
         target = metrics.parent / "README.md"
         if "mixer_options" not in json.loads(metrics.read_text()):
             continue  # a model that no conversion made: its card is written by hand
-        if "--check" not in sys.argv:
+        if not check:
             target.write_text(card(metrics.parent))
         elif not target.exists() or target.read_text() != card(metrics.parent):
             stale.append(str(target))
@@ -89,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

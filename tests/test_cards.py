@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from hf_memmix.assets import asset_path
+from hf_memmix.training.documents.measurements import path_of
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 TEXTS = ("train.txt", "dev.txt", "heldout.txt")
@@ -70,9 +71,9 @@ def figures_and_their_text():
         yield path, "heldout", "heldout.txt"
         if "untrained" in json.loads(path.read_text()):
             yield path, "untrained", "dev.txt"
-    yield CARDS.parent / "training/results/demo.json", None, "heldout.txt"
+    yield path_of("demo"), None, "heldout.txt"
     for name in ("dev", "heldout"):
-        yield CARDS.parent / "training/results/init_table.json", name, f"{name}.txt"
+        yield path_of("init_table"), name, f"{name}.txt"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+EXPERIMENTS = ROOT / "training" / "experiments"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGE_DIRS = PYPROJECT["tool"]["setuptools"]["package-dir"]
 
@@ -77,12 +78,21 @@ def test_wheel_holds_every_module_and_data_file(wheel):
     missing = []
     for package, folder in PACKAGE_DIRS.items():
         for file in (ROOT / folder).rglob("*"):
+            if EXPERIMENTS in file.parents:
+                continue
             wanted = file.suffix in suffixes or (ROOT / "hf_memmix" / "assets") in file.parents
             if file.is_file() and wanted and "__pycache__" not in file.parts:
                 name = f"{package.replace('.', '/')}/{file.relative_to(ROOT / folder).as_posix()}"
                 if name not in names:
                     missing.append(name)
     assert not missing
+
+
+def test_wheel_holds_no_experiments(wheel):
+    """They run in a checkout, which holds their results."""
+    assert (EXPERIMENTS / "report.py").is_file()
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if "experiments/" in name or "/results/" in name]
 
 
 def test_wheel_holds_nothing_else(wheel):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_memmix.training.readme_tables import documents, render
+from hf_memmix.training.documents.readme_tables import documents, render
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def test_every_block_is_tested():
 @pytest.mark.parametrize("path", documents(ROOT), ids=lambda path: str(path.relative_to(ROOT)))
 def test_figures_are_those_of_the_measurements(path):
     text = path.read_text(encoding="utf-8")
-    assert render(text, ROOT) == text, "run python -m hf_memmix.training.readme_tables"
+    assert render(text, ROOT) == text, "run python -m hf_memmix.training.documents.readme_tables"
 
 
 def test_tables_are_refused_without_their_end_or_by_an_unknown_name():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from hf_memmix.training.documents import documents, list_of, read_text, text_record
+from hf_memmix.training.text_files import documents, list_of, read_text, text_record
 
 __all__ = ["StreamedBlocks", "TokenBlocks", "read_text", "text_record", "tokenize_files", "tokenizer_hash"]
 

@@ -4,7 +4,7 @@ v and o are the attention's: u is v, head by head, and the output is read throug
 state takes in is decided by the state itself and there are no scores of pairs of tokens: they are reported as dropped.
 The convolution passes its last token on, and the feedback starts at zero, so that every gate is one half and a
 feature's states are averages of its past, weighted by e^(-age / tau) with tau log-spaced over the states; C reads
-their mean. The constants are measured: training/results/init_table.json. Averages from 4 tokens on start closer
+their mean. The constants are measured: training/experiments/conversion. Averages from 4 tokens on start closer
 still, but are behind after a short alignment.
 """
 

@@ -2,7 +2,7 @@
 
 q, k, v and o are the attention's, the convolutions pass their last token on, and the gates are constants, whatever the
 token: y = U (q + (x - q) / 2) with half-lives of the memory spread over the heads. All constants and options are
-measured: training/results/init_table.json. A larger beta starts a little closer, but is behind after a short
+measured: training/experiments/conversion. A larger beta starts a little closer, but is behind after a short
 alignment.
 """
 

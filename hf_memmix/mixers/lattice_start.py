@@ -4,7 +4,7 @@ q, k, v and o are the attention's: k says which slots a value is written to, q w
 own for each, without the SiLU that would lose their signs. The convolutions pass their last token on, the step size
 and the gate are constants, whatever the token: all weights of both start at zero. S_0 stays orthonormal. Slots are of
 unit norm, whatever the values, so these are scaled, and the output back: large ones soon replace what S_0 answers,
-which is not the attention's. How large is measured: training/results/init_table.json. Step sizes above one half start
+which is not the attention's. How large is measured: training/experiments/conversion. Step sizes above one half start
 a little closer, but are behind after a short alignment.
 """
 

@@ -4,7 +4,7 @@ v and o are the attention's. Keys and queries become those of rank r whose score
 the softmax, and before rotary embeddings: with q_h = A_h x and k = B x, the best sum_h |A_h^T B - U_h^T V|^2 over the
 query heads h that share a key head is the truncated SVD of their stacked A_h^T B. A bias is one more column of A or B;
 a norm of q or k leaves its scale in the rows. eta starts small and the ridge eps large, as solutions of a regression
-are larger than averages: training/results/init_table.json. Chunks of 16 tokens instead of 64 start a little closer, at
+are larger than averages: training/experiments/conversion. Chunks of 16 tokens instead of 64 start a little closer, at
 four times as many solutions; a lower rank does too, with less to learn with.
 """
 

@@ -1,0 +1,83 @@
+"""What measurements and reports share: where a figure was measured, JSON files, Markdown tables, sizes in bytes."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def hardware(device: torch.device | str | None = None) -> str:
+    """The name of the GPU, or the name of the processor and its number of cores.
+
+    device: the device of the measurement; default: the GPU if there is one.
+    """
+    on_gpu = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
+    if on_gpu:
+        return torch.cuda.get_device_name(device)
+    return f"{processor()}, {os.cpu_count()} cores"
+
+
+def processor() -> str:
+    """The name of the processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The short hash of the checkout's commit: `$HF_MEMMIX_COMMIT` if it is set; "unknown" outside a checkout."""
+    known = os.environ.get("HF_MEMMIX_COMMIT", "")
+    # in an installed wheel there is no .git here, and git would name the commit of a repository around it
+    if not known and (CHECKOUT / ".git").exists():
+        command = ["git", "-C", str(CHECKOUT), "rev-parse", "--short", "HEAD"]
+        known = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return known or "unknown"
+
+
+def environment(device: torch.device | str | None = None) -> dict[str, str]:
+    """The record of a measurement's surroundings: `{"hardware", "torch", "transformers", "python", "commit"}`."""
+    return {
+        "hardware": hardware(device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
+
+
+def write_json(path: str | Path, content: object, indent: int | None = 1) -> None:
+    """Write `content` as JSON and flush it to disk; the file appears whole or not at all. Missing folders are made."""
+    path = Path(path).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=indent) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def markdown_table(head: Sequence, rows: Iterable[Sequence], figures: bool = False) -> str:
+    """A Markdown table of anything that `str` writes; `figures`: all columns but the first are aligned right."""
+    line = ["---"] + ["---:" if figures else "---"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (head, line, *rows))
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes in the binary unit that keeps it short, e.g. "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"

@@ -1,0 +1,33 @@
+"""The recipe of the bundled student, in miniature: it must end with a loadable folder and its metrics."""
+
+import json
+
+import typer
+from typer.testing import CliRunner
+
+from hf_memmix.conversion import load_model
+from hf_memmix.training.bundled import make_tiny_gka
+from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+
+
+def test_recipe_in_miniature(tmp_path):
+    tiny_teacher("llama", layers=2).save_pretrained(tmp_path / "teacher")
+    tiny_tokenizer().save_pretrained(tmp_path / "teacher")
+    for name, words in (("text", 600), ("dev", 100), ("heldout", 120)):
+        (tmp_path / f"{name}.txt").write_text(tiny_text(words))
+    sizes = {"keep": "auto", "minutes": 0.01, "block-size": 16, "batch-size": 2, "sampled-blocks": 3}
+    files = {name: tmp_path / f"{name}.txt" for name in ("text", "dev", "heldout")}
+    files |= {"teacher": tmp_path / "teacher", "out": tmp_path / "out"}
+    app = typer.Typer()
+    app.command()(make_tiny_gka.main)
+    command = [str(part) for name, value in (sizes | files).items() for part in (f"--{name}", value)]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    student = load_model(tmp_path / "out")
+    assert student.config.mixer_types.count("attention") == len(metrics["keep"]) == 1
+    assert metrics["arguments"]["keep"] == "auto" and metrics["arguments"]["block_size"] == "16"
+    assert metrics["keep"] == [max(range(2), key=metrics["layer_kl"].__getitem__)]
+    assert {"ppl_ratio", "top1_agreement", "layer_error"} <= metrics["heldout"].keys()
+    assert [metrics[key]["text"]["file"] for key in ("untrained", "heldout")] == ["dev.txt", "heldout.txt"]
+    assert [stage["stage"] for stage in metrics["stages"]] == ["align", "distill"]

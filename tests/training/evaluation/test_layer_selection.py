@@ -1,0 +1,89 @@
+"""Layers are ranked by what a swap costs: exact for a swap of nothing, and a planted bad mixer comes first."""
+
+import pytest
+import torch
+
+from hf_memmix.conversion import convert_model, report
+from hf_memmix.conversion.families import attention_module
+from hf_memmix.training.evaluation.layer_selection import choose, cost_of_swaps, rank_layers, swapped
+from hf_memmix.training.evaluation.probes import Material, draw
+from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def pair():
+    teacher = tiny_teacher(layers=3)
+    return teacher, convert_model(teacher, "gka")
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    return torch.randint(3, 24, (3, 20), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def samples():
+    material = Material(tiny_tokenizer(), tiny_text(200))
+    return {"niah": draw("niah", material, 48, 0.5, 0, 3), "mqar": draw("mqar", material, 48, None, 0, 1)}
+
+
+def test_a_swap_is_the_hybrid_of_these_layers(pair, blocks):
+    teacher, student = pair
+    hybrid = convert_model(teacher, "gka", [0, 2])
+    attention_module(hybrid, 1).load_state_dict(attention_module(student, 1).state_dict())
+    with torch.no_grad(), swapped(teacher, student, [1]):
+        ours = teacher(blocks).logits
+    torch.testing.assert_close(ours, hybrid(blocks).logits, rtol=1e-4, atol=1e-4)
+    base, (cost,) = cost_of_swaps(teacher, student, [[1]], blocks, {}, batch_size=2)
+    compared = report(hybrid, teacher, blocks, block_size=20)
+    assert cost["kl"] == pytest.approx(compared["kl"], rel=1e-3)
+    assert cost["loss"] == pytest.approx(torch.tensor(compared["student_ppl"]).log().item(), rel=1e-4)
+    assert base["loss"] == pytest.approx(torch.tensor(compared["teacher_ppl"]).log().item(), rel=1e-4)
+
+
+def test_nothing_swapped_costs_nothing_and_hooks_are_gone(pair, blocks, samples):
+    teacher, student = pair
+    before = teacher(blocks).logits
+    seen = []
+    base, (nothing, everything) = cost_of_swaps(
+        teacher, student, [[], [0, 1, 2]], blocks, samples, progress=lambda *at: seen.append(at)
+    )
+    assert nothing["kl"] == 0 and nothing["loss"] == base["loss"] and nothing["answers"] == base["answers"]
+    assert everything["kl"] > 0 and everything["answers"] != base["answers"]
+    assert seen[-1] == (9, 9)
+    assert torch.equal(teacher(blocks).logits, before)
+
+
+def test_the_layer_that_does_most_stays_attention(blocks, samples):
+    teacher = tiny_teacher(layers=3)
+    silent = convert_model(teacher, "gka")  # its mixers give zero, so a swap costs what the attention did
+    with torch.no_grad():
+        for layer in (0, 1, 2):
+            attention_module(silent, layer).o_proj.weight.zero_()
+            attention_module(teacher, layer).o_proj.weight.mul_(1.0 if layer == 1 else 1e-2)
+    ranking = rank_layers(teacher, silent, blocks, samples, weight=0.0)
+    assert choose(ranking, 1, 3) == [1] and ranking["layers"][1]["rank"] == 1
+    for row in rank_layers(teacher, silent, blocks, samples, weight=0.5)["layers"]:
+        rises = [row["answers"][task] - ranking["teacher"]["answers"][task] for task in samples]
+        assert row["score"] == pytest.approx(row["kl"] + 0.5 * sum(rises) / 2)
+
+
+def test_how_many_layers_stay():
+    ranking = {"layers": [{"layer": layer, "rank": rank} for layer, rank in ((0, 3), (1, 1), (3, 2), (5, 4))]}
+    assert choose(ranking, 2, 6) == [1, 3] and choose(ranking, 0.5, 6) == [0, 1, 3] and choose(ranking, 0.1, 6) == [1]
+    for keep in (0, 4, 1.5, 0.0, -1):
+        with pytest.raises(ValueError, match="keep is"):
+            choose(ranking, keep, 6)
+
+
+def test_mistakes(pair, blocks):
+    teacher, student = pair
+    with pytest.raises(ValueError, match="are no memory layers"):
+        cost_of_swaps(teacher, student, [[7]], blocks, {})
+    with pytest.raises(ValueError, match="weight"):
+        rank_layers(teacher, student, blocks, {}, weight=-1.0)
+    broken = convert_model(teacher, "gka")
+    with torch.no_grad():
+        attention_module(broken, 1).o_proj.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="layer 1 has no finite score"):
+        rank_layers(teacher, broken, blocks, {})

@@ -1,0 +1,146 @@
+"""Probes of recall: exact lengths, answers that a model which copies gets right and a deaf one does not."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+from hf_memmix.assets import asset_path
+from hf_memmix.training.evaluation.probes import TASKS, Material, draw, plot_probes, run_probes, score
+from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+
+ANSWERED_BY_COPYING = ("niah", "niah_multi", "kv", "mqar")
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
+    return Material(tokenizer, asset_path("heldout.txt").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def small():
+    return Material(tiny_tokenizer(), tiny_text(200))
+
+
+class Copier(nn.Module):
+    """Predicts what followed the longest earlier occurrence of the last tokens; `deaf`: always the same token."""
+
+    def __init__(self, vocab_size, deaf=False):
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=vocab_size, max_position_embeddings=10**6)
+        self.embedding, self.deaf = nn.Embedding(vocab_size, 1), deaf
+        self.head = nn.Linear(vocab_size, vocab_size, bias=False)
+        nn.init.eye_(self.head.weight)
+        self.head.weight.data *= 20
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def base_model(self, input_ids, use_cache=False):
+        hidden = torch.zeros(*input_ids.shape, self.config.vocab_size)
+        for row, ids in enumerate(input_ids.tolist()):
+            for t in range(len(ids)):
+                hidden[row, t, 0 if self.deaf else self.next_token(ids[: t + 1])] = 1
+        return SimpleNamespace(last_hidden_state=hidden)
+
+    def forward(self, input_ids, use_cache=False):
+        return SimpleNamespace(logits=self.head(self.base_model(input_ids).last_hidden_state))
+
+    @staticmethod
+    def next_token(ids):
+        best, length = 0, 0
+        for s in range(len(ids) - 1):
+            n = 0
+            while n <= s and ids[s - n] == ids[len(ids) - 1 - n]:
+                n += 1
+            best, length = (ids[s + 1], n) if n and n >= length else (best, length)
+        return best
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("length", [97, 256])
+def test_sequences_have_the_asked_length_and_hold_their_answers(bundled, task, length):
+    samples = draw(task, bundled, length, 0.5, seed=3, count=4)
+    assert samples == draw(task, bundled, length, 0.5, seed=3, count=4)
+    assert samples != draw(task, bundled, length, 0.5, seed=4, count=4)
+    for sample in samples:
+        assert len(sample.ids) == len(sample.control) == length and sample.answers
+        assert sample.ids != sample.control, "the control says the same"
+        for answer in sample.answers:
+            said = sample.ids[answer.start : answer.stop]
+            assert said == sample.control[answer.start : answer.stop]
+            assert any(sample.ids[i : i + len(said)] == said for i in range(answer.start - len(said) + 1))
+            assert not answer.candidates or answer.candidates.count(said[0]) == 1
+            assert answer.depth is None or 0 <= answer.depth <= 1
+
+
+@pytest.mark.parametrize("task", ["niah", "kv"])
+def test_depth_is_where_the_answer_stands(bundled, task):
+    for depth in (0.0, 0.5, 1.0):
+        (sample,) = draw(task, bundled, 512, depth, seed=0, count=1)
+        changed = [i for i, pair in enumerate(zip(sample.ids, sample.control, strict=True)) if pair[0] != pair[1]]
+        assert changed[0] / 512 == pytest.approx(depth, abs=0.08)
+
+
+def test_a_copier_answers_and_a_deaf_model_does_not(bundled):
+    models = {"copier": Copier(4096), "deaf": Copier(4096, deaf=True)}
+    results = run_probes(models, bundled, tasks=ANSWERED_BY_COPYING, lengths=(128,), depths=(0.0, 1.0), samples=2)
+    for row in results["summary"]:
+        assert row["copier"]["exact"] == row["copier"]["choice"] == 1.0
+        assert row["copier"]["gain"] > 1 and row["copier"]["nll"] < 0.1
+        assert row["deaf"]["exact"] == 0 and row["deaf"]["gain"] == pytest.approx(0, abs=1e-6)
+
+
+def test_chains_and_counting_are_more_than_copying(small):
+    results = run_probes({"copier": Copier(32)}, small, tasks=("variables", "common_words"), lengths=(96,), samples=8)
+    assert all(row["copier"]["exact"] < 0.7 for row in results["summary"])
+
+
+def test_every_model_reads_the_same_and_a_short_one_is_left_out(small, tmp_path):
+    models = {"teacher": tiny_teacher(layers=2, max_position_embeddings=64), "student": tiny_teacher(layers=1)}
+    arguments = {"tasks": ("niah", "mqar", "common_words"), "lengths": (64, 96), "depths": (0.0, 1.0), "samples": 2}
+    seen = []
+    results = run_probes(models, small, **arguments, progress=lambda *at: seen.append(at))
+    assert json.loads(json.dumps(results)) == results and seen[-1] == (12, 12)
+    assert {c["length"] for c in results["cells"] if c["teacher"] is None} == {96}
+    assert all(c["student"] is not None for c in results["cells"])
+    assert [row["depth"] for row in results["cells"] if row["task"] == "common_words"] == [None, None]
+    again = run_probes(models, small, **arguments, batch_size=1)
+    for ours, theirs in zip(results["cells"], again["cells"], strict=True):
+        assert ours["student"]["nll"] == pytest.approx(theirs["student"]["nll"], rel=1e-5)
+    for measure in ("choice", "gain"):
+        plot_probes(results, tmp_path / "plot.png", measure)
+        assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_mistakes(small, bundled):
+    model = {"model": tiny_teacher(layers=1)}
+    for arguments, message in (
+        ({"tasks": ("nosuch",)}, "'nosuch' is unknown"),
+        ({"lengths": (8,)}, "give a longer"),
+        ({"depths": (1.5,)}, "outside 0 to 1"),
+        ({"samples": 0}, "at least one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_probes(model, small, **({"lengths": (64,), "tasks": ("niah",)} | arguments))
+    with pytest.raises(ValueError, match="own tokenizer"):
+        score(model["model"], draw("niah", bundled, 128, 0.5, 0, 1))
+    with pytest.raises(ValueError, match="give a longer text"):
+        Material(tiny_tokenizer(), "the cat sat")
+
+
+def test_the_bundled_teacher_owes_answers_to_a_near_context(bundled):
+    """Five million parameters have no induction heads: what they keep is which words came a short while ago."""
+    from hf_memmix.conversion import load_model
+
+    model = {"teacher": load_model(asset_path("tiny_teacher"), torch.float32)}
+    near = run_probes(model, bundled, tasks=("niah", "common_words"), lengths=(128,), depths=(1.0,), samples=48)
+    for row in near["summary"]:
+        assert row["teacher"]["gain"] > 3 * row["teacher"]["gain_error"] > 0

@@ -1,0 +1,194 @@
+"""Echo's experiments in two steps each: rows, tables, plots, and that questions are answered alike token by token."""
+
+import argparse
+import copy
+import json
+import math
+
+import pytest
+import torch
+
+from hf_memmix.training.experiments.common.fit import fit
+from hf_memmix.training.experiments.echo import ablation as echo_ablation
+from hf_memmix.training.experiments.echo import mqar as echo_mqar
+from hf_memmix.training.experiments.echo import suite as echo_suite
+from hf_memmix.training.experiments.echo import transfer as echo_transfer
+from hf_memmix.training.experiments.echo.plots import plot_ablation, plot_grid, plot_transfer
+from hf_memmix.training.experiments.echo.report import TASKS_PAPER, chosen, mean_and_spread, mean_of, report
+from hf_memmix.training.experiments.echo.tasks import TASKS, draw_examples
+
+SMALL = {
+    "steps": 2,
+    "batch": 4,
+    "batch_tokens": 512,
+    "length": 64,
+    "pairs": [2, 4],
+    "lengths": [64],
+    "sequences": 2,
+    "enough": 0.0,
+    "cells": [[4, 8]],
+    "lrs": [1e-3],
+    "lr": 1e-3,
+    "seeds": 2,
+    "models": list(echo_suite.MODELS),
+    "variants": list(echo_ablation.VARIANTS),
+    "deadline": math.inf,
+}
+ENVIRONMENT = {"hardware": "CPU", "commit": "0000000"}
+
+
+@pytest.fixture
+def args(monkeypatch):
+    monkeypatch.setattr(echo_suite, "AHEAD", 2)
+    monkeypatch.setattr(echo_suite, "PAIRS", (2, 4))
+    return argparse.Namespace(**SMALL)
+
+
+def whole(parts):
+    """What the harness makes of the parts of a row."""
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def results_of(name, rows):
+    return {"experiment": name, "environment": ENVIRONMENT, "settings": {**SMALL, "deadline": None}, "rows": rows}
+
+
+def test_transfer(args, tmp_path):
+    plan = echo_transfer.plan([], args)
+    assert [(row["model"], row["seed"]) for row in plan] == [
+        (name, seed) for name in ("ska", "attention", "ssm") for seed in (0, 1)
+    ]
+    rows = [{**row, **whole(echo_transfer.run(row, args))} for row in plan if row["seed"] == 0]
+    for row in rows:
+        assert row["finite"] and {cell[0] for cell in row["cells"]} == set(TASKS) == set(TASKS_PAPER)
+        assert row["decode_agreement"] == 1
+    assert ["refreshed" in row for row in rows] == [True, False, False]
+    assert json.loads(json.dumps(rows)) == rows
+    results = results_of("echo_transfer", rows)
+    assert "(82.2)" in report(results) and "mean of tasks" in report(results)
+    plot_transfer(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_ablation(args, tmp_path):
+    wanted = ("K = 2, chunks of 8", "no action mask", "chunks of 1", "sequence maximum")
+    assert len(echo_ablation.plan([], args)) == 2 * len(echo_ablation.VARIANTS)
+    rows = [
+        {**row, **whole(echo_ablation.run(row, args))}
+        for row in echo_ablation.plan([], args)
+        if row["variant"] in wanted
+    ]
+    assert [row["variant"] for row in rows] == [*wanted, *wanted] and all(row["finite"] for row in rows)
+    assert ["refreshed" in row for row in rows[:4]] == [True, True, False, False]
+    results = results_of("echo_ablation", rows)
+    assert all(name in report(results) for name in wanted)
+    plot_ablation(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists()
+
+
+def test_grid(args, tmp_path):
+    rows = [{**row, **whole(echo_mqar.run(row, args))} for row in echo_mqar.plan([], args)]
+    assert len(rows) == 6 and all(0 <= row["accuracy"] <= 1 for row in rows)
+    results = results_of("echo_mqar", rows)
+    assert "| 4 | 8 |" in report(results)
+    plot_grid(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists()
+
+
+def test_variants_change_what_the_model_computes():
+    """Every variant of the ablation gives other answers with the same weights."""
+    examples = draw_examples("system_prompt", 2, 96, 8, torch.Generator().manual_seed(0))
+    found = []
+    for options, masked in echo_ablation.VARIANTS.values():
+        model = echo_suite.build("ska", 0, **options)
+        open_outputs(model)
+        with torch.no_grad():
+            found.append(echo_suite.logits(model, examples, masked))
+    for i, a in enumerate(found):
+        assert all((a - b).abs().max() > 1e-5 for b in found[:i])
+
+
+def open_outputs(model):
+    """SKA layers start with a zero output; the last token of noise before the question is all they would need."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("o_proj.weight") and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.05)
+
+
+def test_refreshing_changes_a_model_and_decoding_does_not():
+    model = echo_suite.build("ska", 0)
+    open_outputs(model)
+    assert echo_suite.decode_agreement(model, True, 48, 4, 4) == 1
+    examples = draw_examples("system_prompt", 2, 64, 4, torch.Generator().manual_seed(0))
+    refreshed = copy.deepcopy(model)
+    echo_suite.set_ska(refreshed, refresh_every=1)
+    with torch.no_grad():
+        a, b = (echo_suite.logits(m, examples, True) for m in (model, refreshed))
+    assert (a - b).abs().max() > 1e-4
+
+
+def test_a_measurement_that_fails_loses_nothing_else(args, monkeypatch):
+    """What was trained comes first; a cell that fails is named, and leaves the others and the report as they are."""
+    measure = echo_suite.measure
+
+    def fragile(model, task, *args):
+        if task == "niah":
+            raise RuntimeError("grid dimension > 65535")
+        return measure(model, task, *args)
+
+    monkeypatch.setattr(echo_suite, "measure", fragile)
+    row = {"model": "ssm", "lr": 1e-3, "seed": 0}
+    first, *rest = list(echo_transfer.run(row, args))
+    assert first["finite"] and first["curve"] and "cells" not in first
+    result = whole(rest)
+    assert result["errors"] == {"niah 64 1": "RuntimeError: grid dimension > 65535"}
+    assert {cell[0] for cell in result["cells"]} == set(TASKS) - {"niah"} and result["decode_agreement"] == 1
+    text = report(results_of("echo_transfer", [row | first | result]))
+    assert "| niah |  |" in text and "1 measurements failed." in text
+    failed = whole(echo_mqar.run({**row, "pairs": 4, "gap": 8}, args))
+    assert failed["errors"].keys() == {"dev_loss", "accuracy"} and "curve" in failed
+
+
+def test_means():
+    row = {"cells": [["niah", 64, 1, 0.5], ["niah", 128, 1, 1.0], ["mqar", 64, 2, 0.0]]}
+    assert mean_of(row) == 50 and mean_of(row, tasks="niah") == 75 and mean_of(row, tasks="niah", length=128) == 100
+    assert mean_of(row, tasks="multi_hop") is None
+    assert mean_and_spread([1.0, None, 3.0]) == (2.0, 2.0**0.5) and math.isnan(mean_and_spread([None])[0])
+
+
+def test_the_learning_rate_is_chosen_by_the_mean_over_seeds():
+    """Over those that every rate has; a rate at which one diverged is out, whatever the others say."""
+
+    def row(lr, seed, loss):
+        found = {"finite": False} if loss is None else {"finite": True, "dev_loss": loss, "cells": []}
+        return {"model": "ska", "lr": lr, "seed": seed, **found}
+
+    rows = [row(1e-3, 0, 2.0), row(3e-3, 0, 1.0), row(1e-3, 1, 0.1), row(3e-3, 1, 2.0), row(3e-3, 2, 0.0)]
+    assert [(r["lr"], r["seed"]) for r in chosen(rows)["ska"]] == [(1e-3, 0), (1e-3, 1)]
+    assert [r["lr"] for r in chosen([rows[0], rows[1]])["ska"]] == [3e-3]
+    assert [r["lr"] for r in chosen([*rows, row(1e-3, 2, None)])["ska"]] == [3e-3] * 3
+    assert [r["lr"] for r in chosen(rows[:1])["ska"]] == [1e-3] and not chosen([])
+
+
+def test_the_rate_is_held_and_then_falls():
+    """Warm-up over a twentieth, the full rate up to `hold`, at the end a tenth: by the steps of a parameter."""
+    args, x = argparse.Namespace(deadline=math.inf), torch.nn.Parameter(torch.zeros(1))
+    model = torch.nn.ParameterList([x])
+    seen = []
+
+    def loss():
+        seen.append(x.item())
+        return x.sum() + 1
+
+    fit(model, loss, 200, 1e-3, args, lambda step: (), hold=0.6)
+    steps = -torch.tensor(seen).diff() / 1e-3
+    torch.testing.assert_close(steps[10:119], torch.ones(109), rtol=1e-2, atol=0)
+    assert steps[0] < 0.2 and steps[-1] < 0.11 and (steps[121:].diff() < 0).all()
+
+
+def test_training_ends_when_the_loss_is_small():
+    args = argparse.Namespace(deadline=math.inf)
+    model = torch.nn.Linear(4, 1)
+    x = torch.ones(2, 4)
+    result = fit(model, lambda x: model(x).square().mean(), 400, 1e-1, args, lambda step: (x,), enough=1e-3)
+    assert result["steps"] < 400 and result["curve"][-1][1] < 1e-3 and result["steps"] == result["curve"][-1][0]

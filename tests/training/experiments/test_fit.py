@@ -1,0 +1,269 @@
+"""Equal parameters, equal data, and a harness that resumes, survives a row that fails, and stops in time."""
+
+import argparse
+import functools
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from hf_memmix.conversion.records import write_json
+from hf_memmix.training.experiments.common import fit, harness, language
+from hf_memmix.training.experiments.common.fit import MODELS, build, parameters
+from hf_memmix.training.experiments.common.rates import chosen_rows, learnt_and_lost, rates_to_try
+from hf_memmix.training.experiments.common.text import Windows, measured_tokens, train_tokens
+from hf_memmix.training.experiments.echo import mqar as echo_mqar
+from hf_memmix.training.experiments.gka import recall
+from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
+from hf_memmix.training.experiments.lattice import language as lattice_language
+from hf_memmix.training.experiments.lattice import report as lattice_report
+
+SIZES = {"hidden_size": 64, "layers": 2, "heads": 2, "batch_tokens": 64, "tokens": 128, "deadline": math.inf}
+
+
+def arguments(tmp_path, **values):
+    return argparse.Namespace(**{**SIZES, "out": tmp_path / "out.json", "seconds": 600, "workers": 1, **values})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_equal_parameters(name, tmp_path):
+    args = arguments(tmp_path)
+    sizes = [build(args, *MODELS[n], vocab=128, context=32, seed=0).num_parameters() for n in ("transformer", name)]
+    assert abs(sizes[1] / sizes[0] - 1) < 0.005
+    model = build(args, *MODELS[name], vocab=128, context=32, seed=0)
+    assert parameters(model.config) == sizes[1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_causal_and_learn(name, tmp_path):
+    args = arguments(tmp_path)
+    model = build(args, *MODELS[name], vocab=32, context=24, seed=0)
+    ids = torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(0))
+    other = ids.clone()
+    other[:, 12:] = (other[:, 12:] + 1) % 32
+    with torch.no_grad():
+        a, b = model(ids).logits, model(other).logits
+    torch.testing.assert_close(a[:, :12], b[:, :12], rtol=1e-4, atol=1e-4)
+    result = fit.fit(model, functools.partial(fit.next_token_loss, model), 60, 1e-2, args, lambda step: (ids,))
+    losses = [loss for _, loss in result["curve"]]
+    assert result["finite"] and losses[-1] < 0.5 * math.log(32) and result["steps"] == 60
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixer", [*MODELS.values(), ("ska", {})], ids=[*MODELS, "ska"])
+def test_a_graph_trains_as_single_launches_do(mixer, tmp_path, monkeypatch):
+    """The same batches by a CUDA graph and launch by launch: the same losses up to rounding in bf16."""
+    args, losses = arguments(tmp_path), []
+    batches = torch.randint(32, (20, 4, 128), generator=torch.Generator().manual_seed(0)).cuda() // 2
+    for graphed in (fit.Graphed, lambda function: function):
+        monkeypatch.setattr(fit, "Graphed", graphed)
+        model = build(args, *mixer, vocab=32, context=128, seed=0)
+        loss = functools.partial(fit.next_token_loss, model)
+        result = fit.fit(model, loss, 20, 3e-3, args, lambda step: (batches[step],))
+        losses.append([value for _, value in result["curve"]])
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.02, atol=0.02)
+    assert losses[0][-1] < losses[0][0] - 0.3
+
+
+def test_windows_are_the_same_for_all_and_cover_the_text_once_an_epoch():
+    tokens = torch.arange(1000, dtype=torch.int32)
+    windows, again = (Windows(tokens, 16, 4, seed=3) for _ in range(2))
+    epoch = torch.cat([windows(step) for step in range(windows.per_epoch)])
+    assert len(epoch.unique()) == epoch.numel() == windows.per_epoch * 64
+    assert (epoch.diff(dim=1) == 1).all()
+    for step in (0, 40, 7):
+        assert torch.equal(windows(step), again(step))
+    assert not torch.equal(windows(0), windows(windows.per_epoch))
+    with pytest.raises(ValueError, match="give more text"):
+        Windows(tokens, 300, 4, seed=0)
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    """A stream that is short and easy, as an array; dev and held-out text are its continuation."""
+    path = tmp_path / "text.npy"
+    numpy.save(path, (numpy.arange(2000) % 50).astype(numpy.uint16))
+    monkeypatch.setattr(fit, "measured_tokens", lambda name: torch.arange(200) % 50)
+    train_tokens.cache_clear()
+    return path
+
+
+def test_language_row(tmp_path, text):
+    args = arguments(tmp_path, text=text, tokens=64 * 60)
+    row = {"model": "dec", "context": 16, "lr": 1e-2, "seed": 0}
+    result = lattice_language.run(row, args)
+    assert result["perplexity"] == math.exp(result["heldout_loss"]) and result["heldout_loss"] < 5
+    assert result["trained_tokens"] == 64 * 60 and "paper_perplexity_on_books" not in result
+    assert json.loads(json.dumps(result)) == result
+    assert len(result["gamma"]) == 2 and all(0 < low <= mid <= high < 1 for low, mid, high in result["gamma"])
+    with pytest.raises(harness.OutOfTime):
+        lattice_language.run(row, argparse.Namespace(**{**vars(args), "deadline": time.time() - 1}))
+
+
+def test_ablation_rows_differ_by_their_options(tmp_path, text):
+    args = arguments(tmp_path, text=text, heads=1)  # 64 channels, more than any number of slots
+    rungs = [*lattice_ablation.LADDER, *lattice_ablation.OPEN]
+    rows = [{"rung": rung, "context": 16, "lr": 1e-2, "seed": 0} for rung in rungs]
+    losses = [lattice_ablation.run(row, args)["heldout_loss"] for row in rows]
+    assert len(set(losses)) == len(rungs)
+
+
+def test_recall_row(tmp_path):
+    args = arguments(tmp_path, tokens=16 * 32 * 2, batch_tokens=16 * 32)
+    result = recall.run({"model": "delta", "length": 32, "pairs": 4, "lr": 1e-2, "seed": 0}, args)
+    assert 0 <= result["accuracy"] <= 1 and result["sequences"] == 32 and 0 < result["dev_loss"] < 10
+
+
+def finished(lr, loss, **row):
+    return {**row, "lr": lr, "finite": True, "dev_loss": loss, "heldout_loss": -loss}
+
+
+def test_rates_go_one_step_beyond_the_best():
+    """The same rule for all; the choice waits for all rates and looks at dev text alone."""
+    assert rates_to_try([], [2.0, 4.0, 8.0], model="a") == ([2.0, 4.0, 8.0], None)
+    inside = [finished(lr, loss, model="a") for lr, loss in ((2.0, 3), (4.0, 1), (8.0, 2))]
+    assert rates_to_try(inside, [2.0, 4.0, 8.0], model="a") == ([2.0, 4.0, 8.0], 4.0)
+    assert rates_to_try(inside[:2], [2.0, 4.0, 8.0], model="a")[1] is None
+    assert rates_to_try(inside, [2.0, 4.0, 8.0], model="b") == ([2.0, 4.0, 8.0], None)
+    edge = inside[:2] + [finished(8.0, 0.5, model="a")]
+    assert rates_to_try(edge, [2.0, 4.0, 8.0], model="a") == ([2.0, 4.0, 8.0, 16.0], None)
+    assert rates_to_try([*edge, finished(16.0, 0.4, model="a")], [2.0, 4.0, 8.0], model="a")[1] == 16.0
+    assert rates_to_try([*edge, finished(16.0, 0.6, model="a")], [2.0, 4.0, 8.0], model="a")[1] == 8.0
+    lost = [*edge, {"model": "a", "lr": 16.0, "finite": False}]
+    assert rates_to_try(lost, [2.0, 4.0, 8.0], model="a")[1] == 8.0
+
+
+def test_longer_contexts_take_the_rate_that_was_best_on_dev_text():
+    args = argparse.Namespace(contexts=[8, 16], lrs=[1e-3, 1e-2], models=["dec", "enc"])
+    first = language.plan([], args)
+    assert {row["context"] for row in first} == {8} and len(first) == 4
+    assert [row["lr"] for row in first] == [1e-3, 1e-3, 1e-2, 1e-2], "a rate of all models before the next"
+    dec = {"model": "dec", "context": 8, "seed": 0}
+    done = [finished(lr, loss, **dec) for lr, loss in ((1e-3, 2.0), (1e-2, 3.0), (5e-4, 4.0))]
+    rows = [row for row in language.plan(done, args) if row not in first and row["lr"] != 5e-4]
+    assert rows and all(row["model"] == "dec" and row["lr"] == 1e-3 for row in rows)
+    assert {(row["context"], row["seed"]) for row in rows} == {(16, 0), (8, 1), (16, 1)}
+
+
+def test_ablation_plan_repeats_the_ladder_with_a_second_seed():
+    args = argparse.Namespace(context=8, lrs=[1e-2])
+    assert len(lattice_ablation.plan([], args)) == len(lattice_ablation.LADDER)
+    dec = finished(1e-2, 1.0, rung="+ projection", context=8, seed=0)
+    rows = [row for row in lattice_ablation.plan([dec], args) if row["rung"] == "+ projection" or row["seed"]]
+    assert {(row["rung"], row["seed"]) for row in rows} == {
+        ("+ projection", 0), ("+ projection", 1), *((rung, 1) for rung in lattice_ablation.OPEN)
+    }  # fmt: skip
+
+
+def test_recall_plan_tries_rates_in_each_cell():
+    args = argparse.Namespace(cells=[[16, 2], [32, 4]], lrs=[1e-2], models=["dec", "gka"])
+    assert len(recall.plan([], args)) == 4
+    done = [finished(1e-2, 1.0, model="gka", length=32, pairs=4, seed=0)]
+    (second,) = (row for row in recall.plan(done, args) if row["seed"] == 1)
+    assert second == {"model": "gka", "length": 32, "pairs": 4, "lr": 1e-2, "seed": 1}
+
+
+def test_what_is_drawn():
+    """The seeds of the chosen rate, models in the order they are listed; what learnt nothing is named instead."""
+    rows = [
+        finished(lr, loss, model="a", seed=seed) for lr, loss, seed in ((1.0, 2.0, 0), (2.0, 1.0, 0), (2.0, 3.0, 1))
+    ]
+    lost = [finished(4.0, 9.0, model="a", seed=0), {"model": "a", "lr": 8.0, "seed": 0, "finite": False}]
+    other = finished(1.0, 1.0, model="b", seed=0)
+    found = [other, *rows, *lost, {"model": "a", "lr": 3.0, "seed": 0, "error": "killed"}]
+    results = {"rows": found, "chance_loss": 8.0, "settings": {"models": ["a", "b"]}}
+    assert learnt_and_lost(results) == ([*rows, other], lost)
+    assert chosen_rows(rows, model="a") == rows[1:]
+    assert chosen_rows(rows, model="b") == []
+
+
+def test_report_has_means_over_seeds_and_gaps_beside_the_papers():
+    settings = {"contexts": [512, 2048], "layers": 1, "hidden_size": 2, "tokens": 3_000_000}
+    settings["models"] = ["delta", "dec", "enc"]
+    rows = [
+        finished(1e-2, 1.0, model="dec", context=512, seed=0, perplexity=10.0),
+        finished(1e-2, 1.0, model="dec", context=512, seed=1, perplexity=12.0),
+        finished(1e-2, 1.0, model="delta", context=512, seed=0, perplexity=22.0),
+        finished(2e-2, 9.0, model="enc", context=512, seed=0, perplexity=8000.0),
+    ]
+    results = {"experiment": "lattice_language", "settings": settings, "rows": rows, "chance_loss": 6.5}
+    text = lattice_report.language(results | {"environment": {"hardware": "CPU", "commit": "abc"}})
+    assert "| dec | 0.01 | 11.00 ± 1.00 | +0.0 % | +0.0 % |" in text
+    assert "| delta | 0.01 | 22.00 (1 seed) | +100.0 % | +6.4 % |" in text
+    assert "Order at 512, paper: dec < delta." in text and "Learnt nothing: enc at 0.02." in text
+
+
+# ---- the harness, with rows that run in processes of their own
+
+
+def rows_of_recall(done, args):
+    return [
+        {"model": name, "length": 16, "pairs": 2, "lr": lr, "seed": 0} for lr in (1e-2, 1e-3) for name in args.models
+    ]
+
+
+def run_recall(args, plan):
+    return harness.execute("recall", recall.__file__, args, plan)
+
+
+def test_resumes_and_survives_a_failing_row(tmp_path):
+    args = arguments(tmp_path, models=["transformer", "nothing"])
+    results = run_recall(args, rows_of_recall)
+    errors = [row["model"] for row in results["rows"] if "error" in row]
+    assert errors == ["nothing", "nothing"] and len(results["rows"]) == 4
+    assert json.loads(args.out.read_text()) == results
+    kept = [row for row in results["rows"] if "accuracy" in row]
+    again = harness.execute(
+        "recall", recall.__file__, arguments(tmp_path, models=["transformer", "nothing"]), rows_of_recall
+    )
+    assert [row for row in again["rows"] if "accuracy" in row] == kept, "finished rows are not run again"
+    with pytest.raises(ValueError, match="another tokens; choose another --out"):
+        harness.execute(
+            "recall",
+            recall.__file__,
+            arguments(tmp_path, models=["transformer", "nothing"], tokens=64),
+            rows_of_recall,
+        )
+
+
+def test_what_was_trained_is_kept_when_measuring_fails(tmp_path):
+    """No sequences to measure: the training stands in the file, with what failed; the row does not run again."""
+    values = {"steps": 2, "batch": 2, "batch_tokens": 512, "sequences": 0, "enough": 0.0}
+    args = arguments(tmp_path, **values, models=["ssm"], cells=[[4, 8]], lrs=[1e-3], seeds=1)
+    results = harness.execute("echo_mqar", echo_mqar.__file__, args, echo_mqar.plan)
+    (row,) = results["rows"]
+    assert row["finite"] and row["curve"] and row["errors"].keys() == {"dev_loss", "accuracy"}
+    assert not row.keys() & {"error", "unfinished"} and json.loads(args.out.read_text()) == results
+    args.deadline = None
+    assert harness.execute("echo_mqar", echo_mqar.__file__, args, echo_mqar.plan)["rows"] == [row]
+
+
+def test_parts_of_a_row(tmp_path):
+    """A later part replaces the earlier; an error stands beside what came before it; neither counts as finished."""
+    args, row = arguments(tmp_path), {"model": "a", "lr": 1.0}
+    results = harness.load_results(args, "recall")
+    for outcome in ({"curve": [1], "unfinished": True}, {"curve": [1], "loss": 2, "unfinished": True}):
+        harness._record(results, row, outcome)
+    (record,) = results["rows"]
+    assert record == {**row, **outcome, "commit": results["environment"]["commit"]}
+    write_json(args.out, results)
+    assert harness.load_results(args, "recall")["rows"] == []
+    harness._record(results, row, {"error": "killed"})
+    (record,) = results["rows"]
+    assert record["loss"] == 2 and record["error"] == "killed" and "unfinished" not in record
+
+
+def test_stops_in_time(tmp_path):
+    results = harness.execute(
+        "recall", recall.__file__, arguments(tmp_path, models=["transformer"], seconds=0), rows_of_recall
+    )
+    assert results["rows"] == []
+
+
+def test_bundled_text_is_what_is_measured():
+    assert len(measured_tokens("dev")) > 100_000 and int(measured_tokens("heldout").max()) < 4096
+    assert Path(harness.__file__).parents[1].name == "experiments"

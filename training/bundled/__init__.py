@@ -1,0 +1,1 @@
+"""The bundled models: the scripts that make them and their texts, and the demonstration on them."""

@@ -1,0 +1,208 @@
+"""The card of a converted model from measurements alone: `memmix report`, `memmix eval`, the stages, the plan.
+
+Every measurement names the weights it is of; a card is refused when they are not the folder's, and so is an upload.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from hf_memmix.conversion.convert import read_config
+from hf_memmix.conversion.records import markdown_table
+
+TEMPLATE = Path(__file__).with_name("card_template.md")
+MIXERS = {
+    "coffee": "COFFEE: a few scalar states a feature, each of which opens and closes its own input gate "
+    "(Zattra et al., Context-Selective State Space Models: Feedback is All You Need)",
+    "gka": "[Gated KalmaNet](https://arxiv.org/abs/2511.21016): ridge regression of the values on the keys of the "
+    "past, solved anew at every token",
+    "lattice": "[Lattice](https://arxiv.org/abs/2504.05646): slots of unit norm; a token writes to a slot only what "
+    "is orthogonal to it",
+    "mamba2": "[Mamba-2](https://arxiv.org/abs/2405.21060): a matrix a head that decays and takes in each token",
+    "ska": "Spectral Koopman Attention (Echo): ridge regression on a low-rank projection, filtered by powers of the "
+    "keys' transition operator",
+}
+
+
+def weights_of(folder: str | Path) -> str:
+    """A sum of the weights in a model folder, by which measurements say what they are of.
+
+    Raises:
+        ValueError: the folder holds no safetensors.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{str(folder)!r} holds no .safetensors file; save the model there first")
+    total = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            total.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
+    return total.hexdigest()
+
+
+def student_config(folder: Path) -> dict:
+    """config.json of a converted model. Raises ValueError if the folder holds none, or another model."""
+    config = read_config(folder).to_dict()
+    if "mixer_types" not in config:
+        raise ValueError(f"{str(folder)!r} is no converted model; memmix convert makes one")
+    return config
+
+
+def read_measurement(path: str | Path, *needs: str) -> dict:
+    """A JSON object from a file. Raises ValueError if there is none, or if it lacks one of the keys in `needs`."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"there is no measurement {str(path)!r}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is no JSON ({error}); measure anew") from None
+    missing = [key for key in needs if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise ValueError(f"{str(path)!r} lacks {', '.join(missing)}; is it the JSON of another command?")
+    return content
+
+
+def student_card(
+    folder: str | Path,
+    report: dict,
+    *,
+    base_model: str,
+    license: str,
+    repo: str | None = None,
+    language: str = "en",
+    probes: dict | None = None,
+    stages: list[dict] | None = None,
+    plan: dict | None = None,
+) -> str:
+    """The card's text.
+
+    Args:
+        report: `memmix report --json` of the folder.
+        probes, stages, plan: `memmix eval`, the `--json` of `memmix align` and `distill`, and `memmix select`.
+        repo: where the model will lie; default: the name of the folder.
+
+    Raises:
+        ValueError: the folder is no converted model, or a measurement is of other weights.
+    """
+    folder = Path(folder)
+    config = student_config(folder)
+    weights = weights_of(folder)
+    for what, measured in (("report", report.get("weights")), ("probes", _probed(probes))):
+        if measured is not None and measured != weights:
+            raise ValueError(f"the {what} is of other weights than those in {str(folder)!r}; measure these")
+    kinds = config["mixer_types"]
+    kept = [i for i, kind in enumerate(kinds) if kind == "attention"]
+    used = sorted({kind for kind in kinds if kind != "attention"})
+    name = repo or folder.name
+    data = ModelCardData(
+        license=license,
+        language=[language],
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        base_model=base_model,
+        base_model_relation="finetune",
+        tags=["hf_memmix", *used, "linear-attention", "distillation"],
+        model_name=name,
+        eval_results=[
+            EvalResult(
+                task_type="text-generation",
+                dataset_type="text",
+                dataset_name=_named(report["text"]),
+                metric_type="perplexity",
+                metric_value=round(report["student_ppl"], 3),
+            )
+        ],
+    )
+    attention = f"{len(kept)} of {len(kinds)}"
+    rows = [
+        ["teacher", f"{len(kinds)} of {len(kinds)}", f"{report['teacher_ppl']:.2f}", "1", "", ""],
+        ["this model", attention, f"{report['student_ppl']:.2f}", f"{report['ppl_ratio']:.4f}"]
+        + [f"{report['top1_agreement']:.1%}", f"{report['kl']:.4f}"],
+    ]
+    where = report["environment"]
+    content = ModelCard.from_template(
+        data,
+        template_path=str(TEMPLATE),
+        name=name.split("/")[-1],
+        repo=name,
+        base=base_model,
+        converted=len(kinds) - len(kept),
+        layers=len(kinds),
+        kept=f" Attention, with its growing cache, is left in layer {', '.join(map(str, kept))}." if kept else "",
+        mixers="\n".join(f"- {MIXERS.get(kind, kind)}." for kind in used),
+        tokens=f"{report['tokens']:,}",
+        text=_named(report["text"]),
+        block_size=report["block_size"],
+        where=f"{where['hardware']}, torch {where['torch']}, transformers {where['transformers']}",
+        evaluation=markdown_table(["model", "attention layers", "perplexity", "ratio", "same token", "KL"], rows),
+        recall=_recall(probes),
+        training=_training(stages),
+        plan=_plan(plan),
+        weights=weights,
+    ).content
+    return re.sub(r"\n{3,}", "\n\n", content).rstrip() + "\n"
+
+
+def check_card(folder: str | Path) -> ModelCard:
+    """The card in a model folder, fit to be uploaded.
+
+    Raises:
+        ValueError: there is none, `memmix card` did not write it, or it is of other weights.
+    """
+    path = Path(folder) / "README.md"
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} has no card (README.md); memmix card writes one from measurements")
+    card = ModelCard.load(path)
+    told = re.search(r"<!-- weights ([0-9a-f]{64}) -->", card.content)
+    if told is None or "hf_memmix" not in (card.data.tags or []):
+        raise ValueError(f"{str(path)!r} is not a card of memmix card, which writes one from measurements")
+    if told[1] != weights_of(folder):
+        raise ValueError(f"{str(path)!r} tells of other weights than those beside it; measure and write it anew")
+    return card
+
+
+def _probed(probes: dict | None) -> str | None:
+    return None if probes is None else probes["models"]["student"].get("weights")
+
+
+def _named(texts: list[dict]) -> str:
+    return ", ".join(f"{text['file']} (sha256 {text['sha256'][:12]})" for text in texts)
+
+
+def _recall(probes: dict | None) -> str:
+    if probes is None:
+        return ""
+    roles, settings = list(probes["models"]), probes["settings"]
+    head = ["probe", "chance", *(f"{role}{what}" for what in ("", ", nats gained") for role in roles)]
+    rows = []
+    for row in probes["summary"]:
+        shown = [row[role] for role in roles]
+        shares = ["" if s is None else f"{s['exact'] if s['choice'] is None else s['choice']:.1%}" for s in shown]
+        gains = ["" if s is None else f"{s['gain']:.2f} ± {s['gain_error']:.2f}" for s in shown]
+        rows.append([row["task"], "" if row["chance"] is None else f"{row['chance']:.1%}", *shares, *gains])
+    lengths = ", ".join(map(str, settings["lengths"]))
+    return (
+        f"\nRecall at lengths {lengths}: share of right choices among the candidates (of exact answers for mentions), "
+        f"and nats that an answer token owes to what the context says of it.\n\n{markdown_table(head, rows)}\n"
+    )
+
+
+def _training(stages: list[dict] | None) -> str:
+    if not stages:
+        return ""
+    rows = [
+        [s["stage"], s["steps"], f"{s['tokens']:,}", f"{s['last_loss']:.4f}", f"{s['seconds']:.0f} s"] for s in stages
+    ]
+    return f"\n## Training\n\n{markdown_table(['stage', 'steps', 'tokens', 'last loss', 'time'], rows)}\n"
+
+
+def _plan(plan: dict | None) -> str:
+    if plan is None:
+        return ""
+    ranked = sorted(plan["layers"], key=lambda row: row["rank"])
+    scores = ", ".join(f"{row['layer']} ({row['score']:.3f})" for row in ranked)
+    return f"\nLayers by what handing each to its mixer costs, in nats: {scores}.\n"

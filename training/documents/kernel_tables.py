@@ -1,0 +1,212 @@
+"""The tables of the kernels' speed, from the results of `kernels/benchmarks`."""
+
+from functools import partial
+from pathlib import Path
+
+from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.documents.measurements import MEASUREMENTS, read
+from hf_memmix_kernels.coffee.plan import coffee_method
+
+ATTENTION_SHAPED = ("sdpa", "short_conv", "gla", "gka")  # the others have shapes of their own: `op_table`
+# variant, pass, T and milliseconds that were asked for at B=8, 12 heads of 64 channels and slots, in bf16
+LATTICE_TARGETS = (
+    ("dec", "fwd", 4096, 1.2),
+    ("dec", "fwd+bwd", 4096, 5),
+    ("enc", "fwd", 4096, 0.4),
+    ("enc", "fwd+bwd", 4096, 1.5),
+    ("sim", "fwd", 4096, 0.4),
+    ("sim", "fwd+bwd", 4096, 1.5),
+    ("dec", "decode_graph", 1, 0.02),
+)
+# what every row of the kernels' JSON has; further fields tell variants of an op apart
+ROW = ("op", "B", "T", "H", "D", "dtype", "pass", "ms", "peak_mib", "gpu", "torch", "triton", "commit", "note")
+
+aligned_table = partial(markdown_table, figures=True)
+
+
+def kernel_table(root: Path) -> str:
+    """Milliseconds of the ops that share attention's shape, on the GPU, with torch's attention from the same run."""
+    rows = [row for row in read("kernels", root) if row["op"] in ATTENTION_SHAPED]
+    ops: dict[str, dict] = {}
+    for row in rows:
+        schedule = row.get("iterations")
+        note = (
+            ""
+            if schedule is None
+            else f", {'+'.join(map(str, schedule if isinstance(schedule, list) else [schedule]))}"
+        )
+        ops.setdefault(f"`{row['op']}`{note}", {})[row["pass"], row["B"], row["T"]] = row["ms"]
+    columns = {
+        "fwd, 8k": ("fwd", 4, 8192),
+        "fwd+bwd, 8k": ("fwd+bwd", 4, 8192),
+        "fwd, 32k": ("fwd", 4, 32768),
+        "fwd+bwd, 32k": ("fwd+bwd", 4, 32768),
+        "decode, B=8": ("decode_graph", 8, 1),
+    }
+    lines = [[name, *(f"{ms[key]:.3g}" if key in ms else "" for key in columns.values())] for name, ms in ops.items()]
+    (first, *others) = ({name: row[name] for name in ("gpu", "torch", "triton")} for row in rows)
+    if any(other != first for other in others):
+        raise ValueError(f"{MEASUREMENTS['kernels']} mixes machines or versions; run the benchmark again as a whole")
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    return (
+        aligned_table(["ms", *columns], lines)
+        + "\n\nbf16; B=4, H=8, D=128; decode: one step of 32 heads inside a CUDA graph. The numbers after `gka` are "
+        f"solver iterations, by refinement phase. {first['gpu']}, torch {first['torch']}, Triton {first['triton']}, "
+        f"commit {commits}."
+    )
+
+
+def generate_table(root: Path) -> str:
+    """Milliseconds per token of `generate()` with a static cache; of several runs the last one counts."""
+    rows = read("generate", root)
+    names = {"llama": "Llama, 1.1 B shape", "gka": "the same with every layer `gka`"}
+    last: dict[tuple, dict] = {}
+    for row in rows:
+        last[row["model"], row["context"], row["B"]] = row
+    lines = []
+    for model, context in dict.fromkeys(key[:2] for key in last):
+        tokens = f"{context // 2**20} M" if context >= 2**20 else f"{context // 1024}k"
+        pair = [last.get((model, context, batch)) for batch in (1, 32)]
+        lines.append([names[model], tokens, *("" if row is None else f"{row['ms']:.2f}" for row in pair)])
+    machines = {(row["gpu"], row["torch"]) for row in rows}
+    if len(machines) != 1:
+        raise ValueError(f"{MEASUREMENTS['generate']} mixes machines or versions; run the benchmark again as a whole")
+    ((gpu, torch),) = machines
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in last.values()))
+    return (
+        aligned_table(["ms per token", "context", "B=1", "B=32"], lines)
+        + "\n\n`generate()` with the static cache, the step in one CUDA graph; random bf16 weights. "
+        f"{gpu}, torch {torch}, commits {commits}."
+    )
+
+
+def op_table(root: Path, *ops: str) -> str:
+    """Every measurement of the ops: a line a shape and variant, a column a pass, in milliseconds."""
+    rows = [row for row in read("kernels", root) if row["op"] in ops]
+    if not rows:
+        raise ValueError(
+            f"{MEASUREMENTS['kernels']} has no row of {', '.join(ops)}; run kernels/benchmarks/benchmark.py"
+        )
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in ROW))
+    passes = [name for name in ("fwd", "fwd+bwd", "decode_graph") if any(row["pass"] == name for row in rows)]
+    lines: dict[tuple, dict] = {}
+    for row in rows:
+        key = (row["op"], *(str(row.get(name, "")) for name in names), *(row[name] for name in "BTHD"))
+        lines.setdefault(key, {})[row["pass"]] = "refused" if row["ms"] is None else f"{row['ms']:.3g}"
+    lines = {key: ms for key, ms in lines.items() if ms.keys() & set(passes)}
+    table = [[f"`{op}`", *map(str, rest), *(ms.get(name, "") for name in passes)] for (op, *rest), ms in lines.items()]
+    machine = {(row["gpu"], row["torch"], row["triton"]) for row in rows}
+    if len(machine) != 1:
+        raise ValueError(f"{MEASUREMENTS['kernels']} mixes machines or versions; run the benchmark again as a whole")
+    ((gpu, torch, triton),) = machine
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    return (
+        aligned_table(["ms", *names, *"BTHD", *passes], table)
+        + f"\n\n{rows[0]['dtype']}. {gpu}, torch {torch}, Triton {triton}, commit {commits}."
+    )
+
+
+def coffee_grid_table(root: Path) -> str:
+    """Milliseconds of COFFEE's methods, a line a width and method, a column a length; bold is what "auto" picks."""
+    grid = read("coffee_grid", root)
+    tokens = list(dict.fromkeys(row["T"] for row in grid["rows"]))
+    converged = {(row["D"], row["B"], row["method"]) for row in grid["rows"] if row["ms"] is not None}
+    lines: dict[tuple, list[str]] = {}
+    for B, T, D, n, method, ms, note in (row.values() for row in grid["rows"]):
+        if (D, B, method) in converged:
+            cell = "" if note is None or "converge" not in note else "n. c."
+            cell = cell if ms is None else f"{ms:.3g}"
+            bold = "**" if cell and coffee_method(B, T, D, n) == method else ""
+            lines.setdefault((f"{B} x {D} x {n} = {B * D * n:,}", method), []).append(bold + cell + bold)
+    return (
+        aligned_table(
+            ["B x D x n", "ms", *(f"T = {T:,}" for T in tokens)], [[*key, *line] for key, line in lines.items()]
+        )
+        + f"\n\n{grid['dtype']}, forward. **Bold**: what `auto` runs. n. c.: the iterations did not converge on this"
+        " draw and the scan ran as well; a method that never converged has no line. Empty: above 100 ms or 100 GB. "
+        f"{grid['gpu']}, torch {grid['torch']}, Triton {grid['triton']}, commit {grid['commit']}."
+    )
+
+
+def coffee_draws_table(root: Path) -> str:
+    """On how many random draws multiple shooting converges."""
+    found = read("coffee_draws", root)
+    lines = [
+        [
+            f"{row['T']:,}",
+            f"{row['D'] * row['n']:,}",
+            f"{row['scale']:g}",
+            f"{row['converged']} of {row['draws']}",
+            "" if row["iterations"] is None else f"{row['iterations']:g}",
+            f"{row['given_up']}",
+        ]
+        for row in found["rows"]
+    ]
+    return aligned_table(["T", "lanes", "scale", "converged", "iterations, median", "given up early"], lines)
+
+
+def lattice_profile_table(root: Path) -> str:
+    """Milliseconds of every Lattice kernel at the last commit measured, and what a token takes where it walks."""
+    rows = read("lattice_profile", root)
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    issued = {
+        (row["variant"], row["kernel"]): row["instructions_per_token"]
+        for row in read("lattice_issue", root)["rows"]
+        if "instructions_per_token" in row
+    }
+    passes = ("fwd", "fwd+bwd")
+    lines: dict[tuple, dict] = {}
+    for row in rows:
+        for kernel, ms in row["ms"].items():
+            walks = row["ns_per_token"].get(kernel)
+            cell = f"{ms:.3g}" + ("" if walks is None else f" ({walks:.0f} ns)")
+            lines.setdefault((row["variant"], kernel), {})[row["pass"]] = cell
+    table = [
+        [variant, f"`{kernel}`", *(cells.get(name, "") for name in passes), f"{issued.get((variant, kernel), '')}"]
+        for (variant, kernel), cells in lines.items()
+    ]
+    return (
+        aligned_table(["variant", "kernel", *(f"ms of {name}" for name in passes), "instructions"], table)
+        + "\n\nAll launches of a kernel together; in brackets the time of a token, and last the instructions that a "
+        f"warp issues for it. {rows[-1]['gpu']}, commit {rows[-1]['commit']}."
+    )
+
+
+def lattice_targets_table(root: Path) -> str:
+    """What was asked of Lattice's kernels, and the milliseconds measured."""
+    rows = [row for row in read("kernels", root) if row["op"] == "lattice"]
+    lines = []
+    for variant, name, tokens, target in LATTICE_TARGETS:
+        ms = next(
+            row["ms"]
+            for row in rows
+            if (row["variant"], row["pass"], row["B"], row["T"]) == (variant, name, 8, tokens)
+        )
+        lines.append(
+            [variant, name, f"{target:g}", f"{ms:.3g}", "met" if ms <= target else f"{ms / target:.2g} times"]
+        )
+    return aligned_table(["variant", "pass", "target, ms", "measured, ms", ""], lines)
+
+
+def lattice_counters_table(root: Path) -> str:
+    """What the warps of every Lattice kernel wait for."""
+    found = read("lattice_counters", root)
+    lines = []
+    for row in found["rows"]:
+        shares = {name: f"{100 * x:.0f} %" for name, x in row["warp"].items() if x >= 0.05}
+        issue = shares.pop("issue", "")
+        waits = ", ".join(f"{name} {share}" for name, share in shares.items())
+        if "levels" not in row["kernel"]:
+            lines.append([row["variant"], f"`{row['kernel']}`", issue, waits, f"{100 * row['hbm']:.0f} %"])
+    return (
+        aligned_table(["variant", "kernel", "a warp issues", "it waits for", "of HBM's peak"], lines)
+        + f"\n\nShares of a warp's time, from 5 % on. {found['gpu']}, commit {found['commit']}."
+    )
+
+
+def lattice_frozen_table(root: Path) -> str:
+    """Error of Lattice's frozen-state mode, by step and chunk size."""
+    rows = read("lattice_frozen", root)["rows"]
+    head = ["variant", "gamma", *(f"C = {chunk}" for chunk in rows[0]["error"])]
+    lines = [[row["variant"], f"{row['gamma']}", *(f"{100 * x:.2g} %" for x in row["error"].values())] for row in rows]
+    return aligned_table(head, lines)

@@ -1,0 +1,58 @@
+"""Where each committed measurement lies: the one table that all documents, plots and tests read.
+
+Paths are relative to the root of the checkout.
+"""
+
+import json
+from pathlib import Path
+
+from hf_memmix.conversion.records import CHECKOUT
+
+EXPERIMENTS = "training/experiments"
+KERNELS = "kernels/benchmarks/results"
+MEASUREMENTS = {
+    "demo": "training/bundled/results/demo.json",
+    "recall": f"{EXPERIMENTS}/gka/results/recall.json",
+    "lattice_ablation": f"{EXPERIMENTS}/lattice/results/lattice_ablation.json",
+    "lattice_language": f"{EXPERIMENTS}/lattice/results/lattice_language.json",
+    **{f"coffee_table{i}": f"{EXPERIMENTS}/coffee/results/coffee_table{i}.json" for i in range(1, 7)},
+    "coffee_digits": f"{EXPERIMENTS}/coffee/results/coffee_digits.json",
+    "coffee_glyphs": f"{EXPERIMENTS}/coffee/results/coffee_glyphs.json",
+    "coffee_ih0": f"{EXPERIMENTS}/coffee/results/coffee_ih0.json",
+    "coffee_language": f"{EXPERIMENTS}/coffee/results/coffee_language.json",
+    "echo_ablation": f"{EXPERIMENTS}/echo/results/echo_ablation.json",
+    "echo_mqar": f"{EXPERIMENTS}/echo/results/echo_mqar.json",
+    "echo_transfer": f"{EXPERIMENTS}/echo/results/echo_transfer.json",
+    "conversion_table": f"{EXPERIMENTS}/conversion/results/conversion_table.json",
+    "init_table": f"{EXPERIMENTS}/conversion/results/init_table.json",
+    "compare_plans": f"{EXPERIMENTS}/conversion/results/compare_plans.json",
+    "multi_gpu": f"{EXPERIMENTS}/several_gpus/results/multi_gpu.json",
+    "kernels": f"{KERNELS}/h200.json",
+    "generate": f"{KERNELS}/generate_h200.json",
+    "coffee_grid": f"{KERNELS}/coffee_dispatch_h200.json",
+    "coffee_draws": f"{KERNELS}/coffee_convergence.json",
+    "lattice_profile": f"{KERNELS}/lattice_profile_h200.json",
+    "lattice_counters": f"{KERNELS}/lattice_counters_h200.json",
+    "lattice_issue": f"{KERNELS}/lattice_issue_sm90.json",
+    "lattice_frozen": f"{KERNELS}/lattice_frozen_cpu.json",
+}
+CARDS = "model_cards"
+
+
+def path_of(name: str, root: Path = CHECKOUT) -> Path:
+    """The file of a measurement.
+
+    Raises:
+        ValueError: there is no measurement of this name, or the file is missing, as in an installed wheel.
+    """
+    if name not in MEASUREMENTS:
+        raise ValueError(f"there is no measurement {name!r}; choose from {', '.join(MEASUREMENTS)}")
+    path = root / MEASUREMENTS[name]
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; run this in a checkout of the repository, which holds all results")
+    return path
+
+
+def read(name: str, root: Path = CHECKOUT):
+    """The content of a measurement; errors as in `path_of`."""
+    return json.loads(path_of(name, root).read_text(encoding="utf-8"))

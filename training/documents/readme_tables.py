@@ -1,0 +1,77 @@
+"""Write every figure of the documents from the committed measurements, and the plot of README.md.
+
+    python -m hf_memmix.training.documents.readme_tables            # after new measurements
+    python -m hf_memmix.training.documents.readme_tables --check    # exit code 1 if a document says anything else
+
+A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. NAME is a key of `tables.TABLES` and the words
+after it: `op lattice` is the table of an op's measurements, `results recall` the report of the measurement `recall`;
+`measurements.MEASUREMENTS` says where each measurement lies.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_memmix.conversion.records import CHECKOUT
+from hf_memmix.training.documents.measurements import path_of, read
+from hf_memmix.training.documents.tables import TABLES
+from hf_memmix.training.evaluation.context_cost_plot import plot_context_cost
+
+DOCUMENTS = (
+    "README.md",
+    "training/README.md",
+    "training/experiments/*/README.md",
+    "kernels/README.md",
+    "kernels/torch-ext/hf_memmix_kernels/*/README.md",
+    "model_cards/*/README.md",
+)
+MARK = re.compile(r"(<!-- begin ([^>]+?) -->\n)(.*?)(<!-- end \2 -->)", re.DOTALL)
+
+
+def documents(root: Path) -> list[Path]:
+    """The files that have tables."""
+    found = [path for pattern in DOCUMENTS for path in sorted(root.glob(pattern))]
+    return [path for path in found if "<!-- begin " in path.read_text(encoding="utf-8")]
+
+
+def render(text: str, root: Path) -> str:
+    """`text` of a document with every table written anew.
+
+    Raises:
+        ValueError: a begin lacks its end, or there is no such table.
+    """
+    for name in re.findall(r"<!-- (?:begin|end) ([^>]+?) -->", text):
+        if not MARK.search(text[text.find(f"<!-- begin {name} -->") :]) or f"<!-- end {name} -->" not in text:
+            raise ValueError(f"a document must hold <!-- begin {name} --> and after it <!-- end {name} -->")
+        if name.split()[0] not in TABLES:
+            raise ValueError(f"there is no table {name.split()[0]!r}; choose from {', '.join(TABLES)}")
+
+    def table(match: re.Match) -> str:
+        kind, *words = match[2].split()
+        return f"{match[1]}{TABLES[kind](root, *words)}\n{match[4]}"
+
+    return MARK.sub(table, text)
+
+
+def main(
+    check: Annotated[bool, typer.Option(help="change nothing; exit code 1 if a document is out of date")] = False,
+):
+    """Write the tables of all documents anew, and the plot of README.md."""
+    stale = []
+    for path in documents(CHECKOUT):
+        text = path.read_text(encoding="utf-8")
+        rendered = render(text, CHECKOUT)
+        if text != rendered:
+            stale.append(path.relative_to(CHECKOUT))
+            if not check:
+                path.write_text(rendered, encoding="utf-8")
+    print(f"{'out of date' if check else 'written'}: {', '.join(map(str, stale)) or 'nothing'}")
+    if check:
+        raise typer.Exit(int(bool(stale)))
+    plot_context_cost(read("demo"), path_of("demo").with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,146 @@
+"""The tables of README.md and of other documents, from committed measurements; `readme_tables` puts them in place."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.conversion.teachers_table import teachers_table
+from hf_memmix.training.documents import kernel_tables as kernels
+from hf_memmix.training.documents.measurements import CARDS, read
+
+aligned_table = partial(markdown_table, figures=True)
+
+
+def demo_table(root: Path) -> str:
+    """Both models of `make demo`, side by side."""
+    results = read("demo", root)
+    quality = results["quality"]
+    pairs = list(zip(results["context_cost"]["teacher"], results["context_cost"]["student"], strict=True))
+    layers = f"{results['student']['converted_layers']} of {results['student']['layers']} layers"
+    rows = [
+        ["held-out perplexity", f"{quality['teacher_ppl']:.2f}", f"{quality['student_ppl']:.2f}"],
+        ["same most likely token", "", f"{100 * quality['top1_agreement']:.1f} %"],
+    ]
+    for theirs, ours in pairs:
+        if theirs["context"] >= 4096:
+            name = f"cache at {theirs['context'] // 1024}k tokens of context"
+            rows.append([name, bytes_text(theirs["cache_bytes"]), bytes_text(ours["cache_bytes"])])
+    for theirs, ours in pairs:
+        name = f"decode after {theirs['context'] // 1024}k tokens, tokens/s"
+        rows.append([name, *(f"{1e3 / row['ms_per_token']:.0f}" for row in (theirs, ours))])
+    minutes = results["seconds"]["total"] / 60
+    return (
+        aligned_table(["", "transformer", f"GKA, {layers}"], rows)
+        + f"\n\n{results['hardware']}; torch {results['torch']}, transformers {results['transformers']}; "
+        f"{minutes:.1f} minutes in all, of which {results['seconds']['align'] + results['seconds']['distill']:.0f} s "
+        f"are training. Perplexity over {quality['tokens']:,} tokens of the held-out text; the demo's learning "
+        "rates and steps were chosen on another text."
+    )
+
+
+def student_table(root: Path) -> str:
+    """Every student whose measurements are among the model cards."""
+    lines, devices, tokens = [], set(), set()
+    for path in sorted((root / CARDS).glob("*/metrics*.json")):
+        metrics = json.loads(path.read_text())
+        heldout = metrics["heldout"]
+        if "student_ppl" not in heldout:
+            continue
+        kept = metrics["keep"] if isinstance(metrics["keep"], list) else []
+        name = f"`assets/{path.parent.name}`"
+        if path.stem != "metrics":
+            name = f"{path.parent.name}, {path.stem.removeprefix('metrics_')} (not bundled)"
+        line = [name, ", ".join(metrics["mixer_options"]), str(len(kept)), str(len(heldout["layer_error"]))]
+        line += [f"{heldout[key]:.2f}" for key in ("teacher_ppl", "student_ppl")]
+        lines.append([*line, f"{heldout['ppl_ratio']:.3f}", f"{100 * heldout['top1_agreement']:.1f} %"])
+        tokens.add(f"{heldout['tokens']:,}")
+        devices.add(f"{metrics['device']} in {metrics['seconds'] / 60:.0f} minutes")
+    head = [
+        "student",
+        "mixer",
+        "attention layers",
+        "mixer layers",
+        "teacher ppl",
+        "student ppl",
+        "ratio",
+        "same token",
+    ]
+    return aligned_table(head, lines) + (
+        f"\n\n{', '.join(sorted(tokens))} tokens of the held-out text, on which no choice rests; "
+        f"distilled on one {', '.join(sorted(devices))} each."
+    )
+
+
+def experiment_tables(root: Path, *names: str) -> str:
+    """What the experiments' own reports say about the measurements of these names."""
+    return _report([read(name, root) for name in names])
+
+
+def gpus_table(root: Path) -> str:
+    """Speed, memory and loss of every launch of `several_gpus/compare_launches.py`."""
+    results = read("multi_gpu", root)
+    model_names = {"bundled": "bundled, 5M", "1b": "Llama shape, 1.3B"}
+    launches = {
+        "single": "1 GPU",
+        "single_accumulated": "1 GPU, halves",
+        "ddp": "2 GPUs, DDP",
+        "fsdp2": "2 GPUs, FSDP2",
+    }
+    lines = []
+    for model, model_name in model_names.items():
+        for launch, title in launches.items():
+            found = results["launches"].get(f"{model}_{launch}")
+            for stage, row in (found or {"stages": {}})["stages"].items():
+                compared = results["summary"].get(f"{model}_{launch}_{stage}", {})
+                share, off = compared.get("scaling_efficiency"), compared.get("loss_difference")
+                figures = (f"{row['tokens_per_second']:,}", bytes_text(row["peak_memory_bytes"]))
+                figures += (
+                    "" if share is None else f"{100 * share:.0f} %",
+                    "" if off is None else f"{100 * off:.4f} %",
+                )
+                lines.append([model_name, stage, title, f"{row['tokens_per_step']:,}", *figures])
+    head = ["model", "stage", "launch", "tokens a step", "tokens/s", "peak memory a GPU", "efficiency", "loss off by"]
+    return (
+        aligned_table(head, lines)
+        + f"\n\n{results['gpus']} x {results['hardware']}, torch {results['torch']}, commit "
+        f"{results['commit']}. Off by: the largest relative difference from the loss on one GPU, of all steps. "
+        "Halves: gradient accumulation, in which the last rows of an epoch, fewer than a batch, weighed more."
+    )
+
+
+def plans_table(root: Path) -> str:
+    """Students by which layers kept their attention: chosen by `memmix select`, uniform, the mean of all sets."""
+    return _report([read("compare_plans", root)])
+
+
+def teacher_table(root: Path) -> str:
+    """The families that can be converted, and those that cannot."""
+    return teachers_table()
+
+
+def _report(files: list[dict]) -> str:
+    # not at the top: `memmix card` imports this package from a wheel, which has no experiments
+    from hf_memmix.training.experiments.report import report
+
+    return report(files)
+
+
+# by the first word of a name; the words after it are arguments
+TABLES = {
+    "demo": demo_table,
+    "students": student_table,
+    "kernels": kernels.kernel_table,
+    "generate": kernels.generate_table,
+    "op": kernels.op_table,
+    "coffee_grid": kernels.coffee_grid_table,
+    "coffee_draws": kernels.coffee_draws_table,
+    "lattice_profile": kernels.lattice_profile_table,
+    "lattice_targets": kernels.lattice_targets_table,
+    "lattice_counters": kernels.lattice_counters_table,
+    "lattice_frozen": kernels.lattice_frozen_table,
+    "results": experiment_tables,
+    "teachers": teacher_table,
+    "gpus": gpus_table,
+    "plans": plans_table,
+}

@@ -1,0 +1,203 @@
+"""Which layers should stay attention: forward passes only, no training for each candidate.
+
+One layer of the teacher at a time hands over to its mixer; the score of a layer is what that costs,
+
+    score_l = KL(teacher || teacher with layer l swapped) + weight (nll_l - nll)
+
+with the mean nll of the answers of recall probes. Layers with the highest scores stay. Use mixers that were aligned:
+fresh ones rank how hard a layer is to start from, not how much is lost with it.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.heads import logits_head
+from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.training.evaluation.probes.material import Sample
+from hf_memmix.training.evaluation.probes.score import score
+
+
+@contextlib.contextmanager
+def swapped(teacher: nn.Module, student: nn.Module, layers: list[int]) -> Iterator[None]:
+    """Within it, `layers` of the teacher give what the student's mixers make of their inputs."""
+    handles = []
+
+    def hook_for(layer: int):
+        mixer = attention_module(student, layer)
+
+        def hook(module, args, kwargs, output):
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            dtype = student.get_input_embeddings().weight.dtype
+            mixed = mixer(hidden.to(dtype), position_embeddings=kwargs.get("position_embeddings"))[0]
+            return (mixed.to(hidden.dtype), *output[1:])
+
+        return hook
+
+    try:
+        for layer in layers:
+            handles.append(attention_module(teacher, layer).register_forward_hook(hook_for(layer), with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def cost_of_swaps(
+    teacher: nn.Module,
+    student: nn.Module,
+    swaps: list[list[int]],
+    blocks: Tensor,
+    samples: dict[str, list[Sample]],
+    *,
+    batch_size: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[dict, list[dict]]:
+    """What each set of swapped layers costs, all at once a set.
+
+    Args:
+        swaps: sets of the student's converted layers.
+        blocks: [N, T] token ids for the divergence.
+        samples: probes by task, of one length each, for the nll of their answers.
+
+    Returns the teacher's `{"loss", "answers"}` and, a set, `{"layers", "kl", "loss", "answers"}`: forward KL and loss
+    in nats a token, and the mean nll of the answers by task.
+    Raises ValueError if a set names a layer that the student has not converted.
+    """
+    have = converted_layers(student)
+    if bad := sorted({layer for layers in swaps for layer in layers} - set(have)):
+        raise ValueError(f"layers {bad} of the student are no memory layers; those are {have}")
+    modes = teacher.training, student.training
+    teacher.eval(), student.eval()
+    try:
+        return _costs(teacher, student, swaps, blocks, samples, batch_size, progress)
+    finally:
+        teacher.train(modes[0]), student.train(modes[1])
+
+
+def _costs(teacher, student, swaps, blocks, samples, batch_size, progress) -> tuple[dict, list[dict]]:
+    head, device = logits_head(teacher), teacher.get_input_embeddings().weight.device
+    rows = [{"layers": list(layers), "kl": 0.0, "loss": 0.0} for layers in swaps]
+    base, count = {"loss": 0.0}, blocks[:, 1:].numel()
+    batches, done = blocks.split(batch_size), 0
+    total = (len(swaps) + 1) * (len(batches) + len(samples))
+
+    def advance():
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    for batch in batches:
+        batch = batch.to(device)
+        target = _hidden(teacher, batch)
+        base["loss"] += _losses(head, target, batch) / count
+        advance()
+        for row in rows:
+            with swapped(teacher, student, row["layers"]):
+                hidden = _hidden(teacher, batch)
+            row["kl"] += _divergence(head, target, hidden) / count
+            row["loss"] += _losses(head, hidden, batch) / count
+            advance()
+    for row in [base, *rows]:
+        with swapped(teacher, student, row.get("layers", [])):
+            row["answers"] = {}
+            for task, drawn in samples.items():
+                scores = score(teacher, drawn, batch_size, control=False)
+                row["answers"][task] = sum(s.nll for s in scores) / len(scores)
+                advance()
+    return base, rows
+
+
+def _hidden(model: nn.Module, batch: Tensor) -> Tensor:
+    return model.base_model(input_ids=batch, use_cache=False).last_hidden_state
+
+
+def _losses(head, hidden: Tensor, batch: Tensor) -> float:
+    """Sum of the nll; logits of one row at a time."""
+    rows = zip(hidden, batch, strict=True)
+    return sum(
+        nn.functional.cross_entropy(head(h[:-1]).float(), ids[1:], reduction="sum").double().item() for h, ids in rows
+    )
+
+
+def _divergence(head, target: Tensor, hidden: Tensor) -> float:
+    """Sum of the forward KL over predicted tokens."""
+    total = 0.0
+    for theirs, ours in zip(target, hidden, strict=True):
+        logp, logq = (head(h[:-1]).float().log_softmax(-1) for h in (theirs, ours))
+        total += (logp.exp() * (logp - logq)).sum().double().item()
+    return total
+
+
+def rank_layers(teacher, student, blocks: Tensor, samples: dict[str, list[Sample]], *, weight=1.0, **options) -> dict:
+    """Score the student's converted layers one by one; options as in `cost_of_swaps`.
+
+    Returns `{"teacher", "layers"}`: rows `{"layer", "kl", "answers", "nll", "score", "rank"}` in the order of layers,
+    `nll` being the rise of the answers' nll, the mean over tasks; rank 1 is the layer that costs most.
+    """
+    if not weight >= 0:
+        raise ValueError(f"the weight of the answers is {weight}; it must be 0 or more")
+    layers = converted_layers(student)
+    base, costs = cost_of_swaps(teacher, student, [[layer] for layer in layers], blocks, samples, **options)
+    rows = []
+    for layer, cost in zip(layers, costs, strict=True):
+        rises = [cost["answers"][task] - base["answers"][task] for task in samples]
+        nll = sum(rises) / len(rises) if rises else 0.0
+        rows.append({"layer": layer, "kl": cost["kl"], "answers": cost["answers"], "nll": nll})
+        rows[-1]["score"] = cost["kl"] + weight * nll
+        if not math.isfinite(rows[-1]["score"]):
+            raise ValueError(f"layer {layer} has no finite score; are the mixers diverged or broken?")
+    for rank, row in enumerate(sorted(rows, key=lambda row: -row["score"]), 1):
+        row["rank"] = rank
+    return {"teacher": base, "layers": rows}
+
+
+def choose(ranking: dict, keep: float | int, num_layers: int) -> list[int]:
+    """The layers that cost most. `keep`: how many, or a fraction of `num_layers` (at least one).
+
+    Raises:
+        ValueError: as many as, or more than, there are to convert.
+    """
+    rows = sorted(ranking["layers"], key=lambda row: row["rank"])
+    return sorted(row["layer"] for row in rows[: count_of(keep, num_layers, len(rows))])
+
+
+def count_of(keep: float | int, num_layers: int, ranked: int) -> int:
+    """How many layers stay; arguments and errors as in `choose`, `ranked` of `num_layers` can be converted."""
+    count = keep if isinstance(keep, int) else max(1, round(keep * num_layers))
+    if not 1 <= count < ranked or (isinstance(keep, float) and not 0 < keep < 1):
+        raise ValueError(f"keep is {keep}; give a number from 1 to {ranked - 1}, or a fraction between 0 and 1")
+    return count
+
+
+def plot_ranking(plan: dict, path) -> None:
+    """Draw a plan as a PNG: what each layer costs, split in its two parts; bars of layers that stay are filled."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows, kept = plan["layers"], set(plan["keep"])
+    weight = plan["settings"]["weight"]
+    figure, axes = pyplot.subplots(figsize=(max(4, 0.35 * len(rows) + 2), 3.2), constrained_layout=True)
+    for part, color, shift in (("kl", "#2f6fa7", -0.2), ("nll", "#b5485d", 0.2)):
+        for row in rows:
+            value = row[part] * (weight if part == "nll" else 1)
+            axes.bar(row["layer"] + shift, value, 0.4, color=color, alpha=1 if row["layer"] in kept else 0.35)
+    axes.set_xticks([row["layer"] for row in rows])
+    axes.set_xlabel("layer handed over to the mixer")
+    axes.set_ylabel("nats")
+    names = ("KL to the teacher, a token", f"{weight:g} x rise of the nll of answers")
+    colors = ("#2f6fa7", "#b5485d")
+    axes.legend([pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors], names, frameon=False, fontsize=8)
+    axes.set_title(f"{plan['mixer']}: layers {', '.join(map(str, plan['keep']))} stay attention", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    # no timestamp or version inside: the same numbers give the same file
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    pyplot.close(figure)

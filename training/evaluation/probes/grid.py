@@ -1,0 +1,116 @@
+"""Models side by side on every task, length and depth: what `memmix eval` writes as JSON."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from hf_memmix.conversion.limits import limit_of
+from hf_memmix.training.evaluation.probes.material import Material
+from hf_memmix.training.evaluation.probes.score import Scores, score
+from hf_memmix.training.evaluation.probes.tasks import TASKS, draw
+
+LENGTHS = (128, 256, 512, 1024)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def run_probes(
+    models: dict[str, nn.Module],
+    material: Material,
+    *,
+    tasks: tuple[str, ...] = tuple(TASKS),
+    lengths: tuple[int, ...] = LENGTHS,
+    depths: tuple[float, ...] = DEPTHS,
+    samples: int = 16,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict:
+    """Score every model on the same sequences.
+
+    Args:
+        samples: sequences a cell; tasks whose answers have depths of their own draw as many for all depths together.
+
+    Returns `settings`, `cells` and `summary`. A cell is `{"task", "length", "depth", "answers", "chance"}` and for
+    every model what `means` gives of its answers, or None where the length is over the model's limit; `summary` holds
+    the same over all cells of a task that every model could read. `chance` and `choice` are None without candidates.
+    Raises ValueError for an unknown task, a bad depth, or a length that a task does not fit in.
+    """
+    _check(tasks, lengths, depths, samples)
+    drawn = {}  # everything before the first model runs, so that a length that is too short is told at once
+    for task in tasks:
+        for length in lengths:
+            asked = depths if TASKS[task].depths else (None,)
+            drawn[task, length] = [s for d in asked for s in draw(task, material, length, d, seed, samples)]
+    cells, raw, done, total = [], {}, 0, len(drawn) * len(models)
+    for (task, length), sequences in drawn.items():
+        results = {}
+        for name, model in models.items():
+            if length <= limit_of(model):
+                results[name] = score(model, sequences, batch_size)
+            done += 1
+            if progress is not None:
+                progress(done, total)
+        raw[task, length] = results
+        cells += _cells(task, length, depths, models, results)
+    return {
+        "settings": {
+            "tasks": list(tasks), "lengths": list(lengths), "depths": list(depths), "samples": samples, "seed": seed
+        },
+        "cells": cells,
+        "summary": [_summary(task, models, [raw[task, length] for length in lengths]) for task in tasks],
+    }  # fmt: skip
+
+
+def means(scores: list[Scores]) -> dict:
+    """Means over answers of what `Scores` holds, and the standard error of the gain's."""
+    told = [s.choice for s in scores if s.choice is not None]
+    count = max(1, len(scores))
+    gain = sum(s.gain for s in scores) / count
+    return {
+        "nll": sum(s.nll for s in scores) / count,
+        "exact": sum(s.exact for s in scores) / count,
+        "choice": sum(told) / len(told) if told else None,
+        "gain": gain,
+        "gain_error": (sum((s.gain - gain) ** 2 for s in scores) / max(1, count - 1) / count) ** 0.5,
+    }
+
+
+def _check(tasks, lengths, depths, samples) -> None:
+    if unknown := [task for task in tasks if task not in TASKS]:
+        raise ValueError(f"task {unknown[0]!r} is unknown; there are {', '.join(TASKS)}")
+    if bad := [depth for depth in depths if not 0 <= depth <= 1]:
+        raise ValueError(f"depth {bad[0]} is outside 0 to 1")
+    if samples < 1 or not (tasks and lengths and depths):
+        raise ValueError("give at least one task, one length, one depth and one sample")
+
+
+def _cells(task: str, length: int, depths, models, results: dict[str, list[Scores]]) -> list[dict]:
+    """One row a depth, or one with depth None if the answers have none."""
+    rows = []
+    some = next(iter(results.values()), [])
+    where = [_nearest(s.answer.depth, depths) for s in some]
+    for depth in dict.fromkeys(sorted(where, key=lambda d: (d is not None, d))):
+        chosen = [i for i, at in enumerate(where) if at == depth]
+        row = {"task": task, "length": length, "depth": depth, "answers": len(chosen)}
+        row["chance"] = _chance([some[i] for i in chosen])
+        for name in models:
+            row[name] = means([results[name][i] for i in chosen]) if name in results else None
+        rows.append(row)
+    return rows
+
+
+def _nearest(depth: float | None, depths) -> float | None:
+    return None if depth is None else min(depths, key=lambda d: abs(d - depth))
+
+
+def _chance(scores: list[Scores]) -> float | None:
+    sizes = [len(s.answer.candidates) for s in scores if s.answer.candidates]
+    return sum(1 / size for size in sizes) / len(sizes) if sizes else None
+
+
+def _summary(task: str, models, lengths: list[dict[str, list[Scores]]]) -> dict:
+    shared = [results for results in lengths if len(results) == len(models)]
+    joined = {name: [s for results in shared for s in results[name]] for name in models}
+    some = next(iter(joined.values()))
+    row = {"task": task, "answers": len(some), "chance": _chance(some)}
+    return row | {name: means(scores) if scores else None for name, scores in joined.items()}

@@ -1,0 +1,80 @@
+"""Answers of a model, teacher-forced: one forward a sequence, no generation, logits at answer tokens only."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_memmix.conversion.heads import logits_head
+from hf_memmix.training.evaluation.probes.material import Answer, Sample
+
+CHUNK = 256  # answer tokens whose logits exist at a time
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One number an answer: `nll`, nats per token; `exact`, whether every token is the likeliest; `choice`, whether
+    its first token is the likeliest of the candidates', None without any; `gain`, how much higher the nll is in the
+    control, None where that was not read."""
+
+    answer: Answer
+    nll: float
+    exact: bool
+    choice: bool | None
+    gain: float | None
+
+
+@torch.no_grad()
+def score(model: nn.Module, samples: list[Sample], batch_size: int = 8, control: bool = True) -> list[Scores]:
+    """Scores of all answers of `samples`, which have one length, in their order; `control`: whether to read theirs.
+
+    Raises:
+        ValueError: the samples have tokens that the model's vocabulary lacks.
+    """
+    highest = max((max(sample.ids) for sample in samples), default=0)
+    if highest >= model.config.vocab_size:
+        raise ValueError(
+            f"token {highest} is outside the vocabulary of {model.config.vocab_size}; use the model's own tokenizer"
+        )
+    head, device = logits_head(model), model.get_input_embeddings().weight.device
+    scores, training = [], model.training
+    model.eval()
+    try:
+        for begin in range(0, len(samples), batch_size):
+            batch = samples[begin : begin + batch_size]
+            said = _look(model, head, [sample.ids for sample in batch], batch, device)
+            told = _look(model, head, [sample.control for sample in batch], batch, device) if control else None
+            at = 0
+            for answer in (answer for sample in batch for answer in sample.answers):
+                span = slice(at, at + answer.stop - answer.start)
+                at = span.stop
+                rows, nll = said[span], _nll(said[span])
+                gain = _nll(told[span]) - nll if control else None
+                scores.append(Scores(answer, nll, all(row[1] for row in rows), rows[0][2], gain))
+    finally:
+        model.train(training)
+    return scores
+
+
+def _nll(rows: list[tuple]) -> float:
+    return -sum(row[0] for row in rows) / len(rows)
+
+
+def _look(model: nn.Module, head, rows: list[list[int]], batch: list[Sample], device) -> list[tuple]:
+    """For every answer token: its log probability, whether it is the likeliest, and that among the candidates."""
+    hidden = model.base_model(input_ids=torch.tensor(rows, device=device), use_cache=False).last_hidden_state
+    places = [(row, at, a) for row, s in enumerate(batch) for a in s.answers for at in range(a.start, a.stop)]
+    found = []
+    for begin in range(0, len(places), CHUNK):
+        chunk = places[begin : begin + CHUNK]
+        tokens = torch.tensor([batch[row].ids[at] for row, at, _ in chunk], device=device)
+        logp = head(hidden[[row for row, _, _ in chunk], [at - 1 for _, at, _ in chunk]]).float().log_softmax(-1)
+        picked = logp.gather(1, tokens[:, None])[:, 0].tolist()
+        right = (logp.argmax(-1) == tokens).tolist()
+        for i, (_, at, answer) in enumerate(chunk):
+            choice = None
+            if at == answer.start and answer.candidates:
+                best = logp[i, list(answer.candidates)].argmax().item()
+                choice = answer.candidates[best] == tokens[i].item()
+            found.append((picked[i], right[i], choice))
+    return found

@@ -1,0 +1,255 @@
+"""The tasks: needles, dictionaries, chains of variables, associative recall, the commonest word, second mentions.
+
+    niah, niah_multi   one key and value, or four of them, in filler text (RULER, arXiv:2404.06654)
+    kv                 a list of keys and values that fills the context; one key is asked for
+    variables          three chains of two assignments each; the last name of one chain is asked for
+    mqar               keys and values, then every key again in another order (Zoology, arXiv:2312.04927)
+    common_words       a list in which one word stands much more often than the others
+    mentions           real text: the second token of a rare pair that the window has had once before
+
+Every generator takes the material, a length, a depth and a random generator and gives one `Sample` of exactly that
+length. In the control of a sample the context says other values, so what a model loses there, it had recalled.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hf_memmix.training.evaluation.probes.material import MAX_WORD_TOKENS, Answer, Material, Sample
+
+NEEDLES = 4
+CHAINS, HOPS = 3, 2
+NAMES = 64  # keys that sentences are about, the first ones being names
+NEAR = 24  # a needle moves so many tokens at most to stand between sentences
+COMMON_EVERY = 4  # every fourth word of the list is the same one
+RARE_PAIR = 8  # a pair of tokens that the whole text has at most so often is recalled rather than known
+WINDOWS = 64  # tried until one has a second mention
+MENTIONS = 16  # the control breaks the first mention of each, so a window asks for a few only
+
+
+@dataclass(frozen=True)
+class Task:
+    """`depths`: whether a sample is drawn for a depth; else its answers tell their own, or None."""
+
+    make: Callable[[Material, int, float, random.Random], Sample]
+    depths: bool
+
+
+def draw(task: str, material: Material, length: int, depth: float | None, seed: int, count: int) -> list[Sample]:
+    """`count` samples of a cell; the arguments alone decide them.
+
+    Raises:
+        ValueError: there is no such task, or it does not fit in `length` tokens.
+    """
+    if task not in TASKS:
+        raise ValueError(f"task {task!r} is unknown; there are {', '.join(TASKS)}")
+    samples = []
+    for i in range(count):
+        source = random.Random(f"{seed} {task} {length} {depth} {i}")
+        samples.append(TASKS[task].make(material, length, depth, source))
+        assert len(samples[-1].ids) == len(samples[-1].control) == length
+    return samples
+
+
+def _sentence(material: Material, *parts) -> tuple[int, ...]:
+    """The tokens of literal strings and of words of a pool, one behind the other."""
+    return tuple(t for part in parts for t in (material.piece(part) if isinstance(part, str) else part[1]))
+
+
+def _fit(needed: int, length: int, what: str) -> int:
+    if needed > length:
+        raise ValueError(f"{what} needs {needed} tokens, the length is {length}; give a longer one")
+    return length - needed
+
+
+def _haystack(material: Material, length: int, draw: random.Random, needles, question, answer, candidates) -> Sample:
+    """Filler with sentences at their depths, then a question and its answer.
+
+    needles: rows (depth, tokens, tokens in the control); the first is the one that is asked for.
+    """
+    said = sum(len(tokens) for _, tokens, _ in needles)
+    room = _fit(len(material.start) + said + len(question) + len(answer), length, "this probe")
+    filler = material.window(room, draw)
+    ids, control, last = list(material.start), list(material.start), 0
+    for depth, tokens, other in sorted(needles, key=lambda row: row[0]):
+        here = max(last, _sentence_end(material, filler, round(depth * room)))
+        ids += [*filler[last:here], *tokens]
+        control += [*filler[last:here], *other]
+        last = here
+    tail = [*filler[last:], *question, *answer]
+    firsts = tuple(tokens[0] for _, tokens in candidates)
+    return Sample(ids + tail, control + tail, [Answer(length - len(answer), length, needles[0][0], firsts)])
+
+
+def _sentence_end(material: Material, filler: list[int], place: int) -> int:
+    """The end of the sentence around `place` if it is near, else `place`."""
+    stop = material.piece(".")[-1]
+    ends = [i for i in range(max(0, place - NEAR), min(len(filler), place + NEAR)) if i == 0 or filler[i - 1] == stop]
+    return min(ends, key=lambda i: abs(i - place), default=place)
+
+
+def _equally_long(values: list, chosen: list, draw: random.Random) -> list:
+    """Another value of as many tokens for each of the chosen, for the control; itself if there is none."""
+    others = []
+    for value in chosen:
+        same = [v for v in values if len(v[1]) == len(value[1]) and v not in chosen]
+        others.append(draw.choice(same) if same else value)
+    return others
+
+
+def needle(material: Material, length: int, depth: float, draw: random.Random, count: int = 1) -> Sample:
+    keys, values = draw.sample(material.keys[:NAMES], count), draw.sample(material.values, count)
+    others = _equally_long(material.values, values[:1], draw) + values[1:]
+    needles = []
+    for i in range(count):
+        where = depth if i == 0 else draw.random()
+        said = [_sentence(material, " The password of", keys[i], " is", v, ".") for v in (values[i], others[i])]
+        needles.append((where, *said))
+    question = _sentence(material, " The password of", keys[0], " is")
+    # one needle: told from words that the context does not say; several: from the values of the other keys
+    candidates = values if count > 1 else [values[0], *draw.sample([v for v in material.values if v not in values], 7)]
+    return _haystack(material, length, draw, needles, question, values[0][1], candidates)
+
+
+def needles(material: Material, length: int, depth: float, draw: random.Random) -> Sample:
+    return needle(material, length, depth, draw, NEEDLES)
+
+
+def variables(material: Material, length: int, depth: float, draw: random.Random) -> Sample:
+    values = draw.sample(material.values, CHAINS)
+    others = _equally_long(material.values, values[:1], draw) + values[1:]
+    names = draw.sample(material.keys[:NAMES], CHAINS * (HOPS + 1))
+    needles = []
+    for chain in range(CHAINS):
+        name = names[chain * (HOPS + 1) : (chain + 1) * (HOPS + 1)]
+        begin = depth if chain == 0 else draw.random()
+        for hop in range(HOPS + 1):  # a chain is told in its order, from its depth to the end of the context
+            where = begin + (1 - begin) * hop / (HOPS + 1)
+            if hop:
+                said = [_sentence(material, name[hop], " has what", name[hop - 1], " has.")] * 2
+            else:
+                said = [
+                    _sentence(material, name[0], " has the", value, ".") for value in (values[chain], others[chain])
+                ]
+            needles.append((where, *said))
+    question = _sentence(material, " So what", names[HOPS], " has is the")
+    return _haystack(material, length, draw, needles, question, values[0][1], values)
+
+
+def _pairs(material: Material, room: int, draw: random.Random, *frame: str) -> tuple[list, list]:
+    """Pairs of a key and a value that fit in `room` tokens, and each as tokens, with the strings of `frame` behind."""
+    pairs, said, size = [], [], 0
+    for key in draw.sample(material.keys, len(material.keys)):
+        value = draw.choice(material.values)
+        tokens = _said(material, key, value, frame)
+        size += len(tokens)
+        if size > room:
+            break
+        pairs.append((key, value))
+        said.append(tokens)
+    if len(pairs) < 4:
+        raise ValueError(f"{room} tokens have room for {len(pairs)} pairs of key and value; give a longer length")
+    return pairs, said
+
+
+def _said(material: Material, key, value, frame) -> tuple[int, ...]:
+    return _sentence(material, key, *frame[:1], value, *frame[1:])
+
+
+def dictionary(material: Material, length: int, depth: float, draw: random.Random) -> Sample:
+    frame = (":", "\n")
+    room = length - len(material.start) - 2 * MAX_WORD_TOKENS - len(_sentence(material, *frame))
+    pairs, said = _pairs(material, room, draw, *frame)
+    asked = round(depth * (len(pairs) - 1))
+    key, value = pairs[asked]
+    (other,) = _equally_long(material.values, [value], draw)
+    tail = [*_sentence(material, key, ":"), *value[1]]
+    head = [*material.start, *material.window(length - len(material.start) - sum(map(len, said)) - len(tail), draw)]
+    told = said[:asked] + [_said(material, key, other, frame)] + said[asked + 1 :]
+    firsts = tuple({v[1][0]: None for _, v in pairs})
+    answers = [Answer(length - len(value[1]), length, depth, firsts)]
+    return Sample(head + _joined(said) + tail, head + _joined(told) + tail, answers)
+
+
+def recall(material: Material, length: int, depth: float | None, draw: random.Random) -> Sample:
+    pairs, said = _pairs(material, (length - len(material.start)) // 2, draw)
+    others = _equally_long(material.values, [value for _, value in pairs], draw)
+    told = [_said(material, key, other, ()) for (key, _), other in zip(pairs, others, strict=True)]
+    head = [*material.start, *material.window(length - len(material.start) - 2 * sum(map(len, said)), draw)]
+    firsts = tuple({value[1][0]: None for _, value in pairs})
+    queries, answers, end = [], [], len(head) + sum(map(len, said))
+    for i in draw.sample(range(len(pairs)), len(pairs)):
+        queries += said[i]
+        end += len(said[i])
+        answers.append(Answer(end - len(pairs[i][1][1]), end, i / (len(pairs) - 1), firsts))
+    return Sample(head + _joined(said) + queries, head + _joined(told) + queries, answers)
+
+
+def _joined(parts) -> list[int]:
+    return [token for part in parts for token in part]
+
+
+def common_words(material: Material, length: int, depth: float | None, draw: random.Random) -> Sample:
+    question, comma = _sentence(material, ".\n The word that stands here most often is"), _sentence(material, ",")
+    often, *rest = draw.sample(material.values, len(material.values))
+    (other,) = _equally_long(rest, [often], draw)
+    rest = [word for word in rest if word is not other]
+    room = length - len(material.start) - len(question) - len(often[1])
+    items, size = [], 0
+    while True:
+        word = rest[len(items) % len(rest)] if len(items) % COMMON_EVERY else often
+        size += len(word[1]) + len(comma)
+        if size > room:
+            break
+        items.append(word)
+    if len(items) <= 2 * COMMON_EVERY:
+        raise ValueError(f"common_words needs more than {length} tokens; give a longer length")
+    draw.shuffle(items)
+    filler = material.window(room - sum(len(word[1]) + len(comma) for word in items), draw)
+    said, told = (_joined((*word[1], *comma) for word in words)
+                  for words in (items, [other if word is often else word for word in items]))  # fmt: skip
+    head, tail = [*material.start, *filler], [*question, *often[1]]
+    answers = [Answer(length - len(often[1]), length, None, tuple({word[1][0]: None for word in items}))]
+    return Sample(head + said + tail, head + told + tail, answers)
+
+
+def mentions(material: Material, length: int, depth: float | None, draw: random.Random) -> Sample:
+    for _ in range(WINDOWS):
+        ids = [*material.start, *material.window(length - len(material.start), draw)]
+        if found := _second_mentions(material, ids):
+            break
+    else:
+        raise ValueError(f"the text repeats no rare pair of words within {length} tokens; give a longer length")
+    found = sorted(draw.sample(found, min(MENTIONS, len(found))))
+    asked = {position for _, position in found}
+    control = list(ids)
+    for first, _ in found:
+        if first not in asked:
+            control[first] = draw.choice(ids)
+    answers = [Answer(at, at + 1, first / at) for first, at in found]
+    return Sample(ids, control, answers)
+
+
+def _second_mentions(material: Material, ids: list[int]) -> list[tuple[int, int]]:
+    """Positions of the second token of rare pairs: in the mention before and in this one."""
+    seen, found = {}, []
+    for i in range(len(material.start), len(ids) - 1):
+        pair = ids[i], ids[i + 1]
+        if material.pair_counts[pair] > RARE_PAIR or not material.is_word(pair[1]):
+            continue
+        if pair in seen:
+            found.append((seen.pop(pair), i + 1))
+        else:
+            seen[pair] = i + 1
+    return found
+
+
+TASKS = {
+    "niah": Task(needle, True),
+    "niah_multi": Task(needles, True),
+    "kv": Task(dictionary, True),
+    "variables": Task(variables, True),
+    "mqar": Task(recall, False),
+    "common_words": Task(common_words, False),
+    "mentions": Task(mentions, False),
+}

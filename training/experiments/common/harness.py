@@ -1,0 +1,201 @@
+"""Runs the rows of an experiment in several processes on one device, and writes finished rows to a JSON file.
+
+An experiment is a module with two functions. `plan(done, args)` gives the rows that can run now, the most wanted
+first. `run(row, args)` gives the results of one row. Rows and results are dictionaries of JSON values. Finished rows
+do not run again, so the same command resumes a run that a time limit stopped. A row that fails is recorded with its
+error, does not stop the others, and is tried again by the next command.
+
+`run` may also be a generator of parts of the results. The harness writes each part at once, so the file holds the
+training of a row before the row is measured. A row is "unfinished" until its last part; if it is stopped before, the
+next command runs it again. A measurement that fails (`attempt`) is listed in the row's "errors"; the row is finished
+without it.
+"""
+
+import importlib
+import itertools
+import json
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from hf_memmix.conversion.records import environment, write_json
+
+PACKAGE = "hf_memmix.training.experiments"
+GRACE = 20.0  # seconds
+# of a command, not of what is measured: a resumed run may change these
+_OWN = ("out", "plot", "workers", "seconds", "deadline", "text")
+
+
+class OutOfTime(Exception):
+    """The time limit of the command came before the end of a row, which is then left for the next command."""
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_time(args: SimpleNamespace) -> None:
+    """Raise OutOfTime after the command's deadline; called now and then by a row."""
+    if time.time() > args.deadline:
+        raise OutOfTime
+
+
+def attempt(errors: dict[str, str], name: str, function: Callable, *args, **kwargs):
+    """What the function returns; None if it fails, and `errors[name]` then says why."""
+    try:
+        return function(*args, **kwargs)
+    except OutOfTime:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        errors[name] = _message(error)
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def measured_at(results: dict) -> str:
+    """Hardware of the results and commits of their rows, which differ where a run was resumed at a later one."""
+    where = results["environment"]
+    commits = dict.fromkeys(row.get("commit") or where["commit"] for row in results["rows"])
+    return f"{where['hardware']}, commit {', '.join(commits)}"
+
+
+def matches(record: dict, row: dict) -> bool:
+    """Whether a record of the results is of this row."""
+    return all(record.get(key) == value for key, value in row.items())
+
+
+def load_results(args: SimpleNamespace, name: str) -> dict:
+    """The results so far in `args.out`.
+
+    Raises:
+        ValueError: they were measured under other settings.
+    """
+    settings = json.loads(json.dumps({key: value for key, value in vars(args).items() if key not in _OWN}))
+    results = {"experiment": name, "environment": environment(), "settings": settings, "rows": []}
+    if args.out.exists():
+        old = json.loads(args.out.read_text())
+        if old["settings"] != settings:
+            differ = sorted(k for k in {*settings, *old["settings"]} if settings.get(k) != old["settings"].get(k))
+            raise ValueError(f"{args.out} was measured with another {', '.join(differ)}; choose another --out")
+        results["rows"] = [row for row in old["rows"] if not row.keys() & {"error", "unfinished"}]
+    return results
+
+
+def execute(name: str, script: str | Path, args: SimpleNamespace, plan: Callable, **about) -> dict:
+    """Run the rows that `plan` gives until there is none left or the time is over.
+
+    Args:
+        name: the experiment's name in its results.
+        script: the file of the experiment, in a folder of `training/experiments`; the workers import it for its `run`.
+        about: what the results say about the data.
+
+    Returns what `args.out` then holds: "experiment", "environment", "settings", `about`, and "rows".
+    """
+    args.deadline = time.time() + args.seconds
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    results = load_results(args, name) | about
+    module = f"{PACKAGE}.{Path(script).parent.name}.{Path(script).stem}"
+    context, places = multiprocessing.get_context("spawn"), itertools.cycle(_places())
+    idle, busy, limit = [], {}, max(1, args.workers)
+    try:
+        while True:
+            tried = [*results["rows"], *(row for row, _ in busy.values())]
+            done = [row for row in results["rows"] if "unfinished" not in row]
+            waiting = [row for row in plan(done, args) if not any(matches(t, row) for t in tried)]
+            if time.time() > args.deadline:
+                waiting = []
+            while waiting and len(busy) < limit:
+                pipe, process = idle.pop() if idle else _start(context, module, args, next(places))
+                pipe.send(waiting[0])
+                busy[pipe] = (waiting.pop(0), process)
+            if not busy:
+                break
+            # a row in the middle of its measurement gets a little longer; one that hangs is given up
+            rest = args.deadline + GRACE - time.time()
+            ready = wait(list(busy), None if rest == float("inf") else max(rest, 0))
+            if not ready:
+                break
+            for pipe in ready:
+                row, process = busy.pop(pipe)
+                try:
+                    outcome = pipe.recv()
+                except EOFError:
+                    process.join()
+                    outcome = {"error": f"its process ended with exit code {process.exitcode}"}
+                if outcome is not None and "unfinished" in outcome:
+                    busy[pipe] = (row, process)
+                elif outcome is not None and outcome.keys() & {"error", "errors"}:
+                    process.terminate()  # what failed may have left its device unusable
+                else:
+                    idle.append((pipe, process))
+                if outcome is None:
+                    continue
+                _record(results, row, outcome)
+                write_json(args.out, results)
+                if "unfinished" not in outcome:
+                    shown = {k: round(v, 4) for k, v in outcome.items() if isinstance(v, float)}
+                    print(name, row, outcome.get("error", shown), outcome.get("errors", ""), flush=True)
+    finally:
+        for process in [p for _, p in idle] + [p for _, p in busy.values()]:
+            process.terminate()
+    return results
+
+
+def _record(results: dict, row: dict, outcome: dict) -> None:
+    """Put the outcome in place of what is known of the row; an error stands beside the parts that came before it."""
+    known = [record for record in results["rows"] if matches(record, row)]
+    results["rows"] = [record for record in results["rows"] if not matches(record, row)]
+    parts = {k: v for k, v in known[0].items() if k != "unfinished"} if known and "error" in outcome else row
+    results["rows"].append({**parts, **outcome, "commit": results["environment"]["commit"]})
+
+
+def _places() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES is for one worker and the next: a GPU each, in turn."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(i) for i in range(max(1, torch.cuda.device_count()))] if visible is None else visible.split(",")
+
+
+def _start(context, module: str, args: SimpleNamespace, place: str):
+    here, there = context.Pipe()
+    process = context.Process(target=work, args=(there, module, args, place), daemon=True)
+    process.start()
+    there.close()
+    return here, process
+
+
+def work(pipe, module: str, args: SimpleNamespace, place: str) -> None:
+    """Body of a worker: rows in, results out; None for a row that time did not suffice for."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = place  # read when CUDA is first used, so not too late
+    experiment = importlib.import_module(module)
+    while True:
+        try:
+            row = pipe.recv()
+        except EOFError:
+            return
+        began = time.time()
+        try:
+            outcome = experiment.run(row, args)
+            if isinstance(outcome, Iterator):
+                parts, outcome = outcome, {}
+                for part in parts:
+                    outcome |= part
+                    pipe.send({**outcome, "unfinished": True})
+            outcome["seconds"] = round(time.time() - began, 1)
+        except OutOfTime:
+            outcome = None
+        except Exception as error:
+            traceback.print_exc()
+            outcome = {"error": _message(error)}
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        pipe.send(outcome)

@@ -1,0 +1,44 @@
+"""Language models beside each other at growing context: which rows there are, and the command that runs them."""
+
+from types import SimpleNamespace
+from typing import Annotated
+
+import typer
+
+from hf_memmix.training.experiments.common.fit import MODELS
+from hf_memmix.training.experiments.common.harness import execute
+from hf_memmix.training.experiments.common.options import check_names
+from hf_memmix.training.experiments.common.rates import rates_to_try
+from hf_memmix.training.experiments.common.text import describe_training_text
+
+SEEDS = (0, 1)
+Contexts = Annotated[list[int], typer.Option(help="tokens of a sequence; repeatable")]
+Models = Annotated[list[str], typer.Option(help="models to compare; repeatable")]
+
+
+def plan(done: list[dict], args) -> list[dict]:
+    """Every rate at the shortest context; the chosen one at all contexts, with every seed."""
+    first, rows, chosen = args.contexts[0], [], {}
+    for name in args.models:
+        lrs, chosen[name] = rates_to_try(done, args.lrs, model=name, context=first, seed=0)
+        rows += [(lrs.index(lr), {"model": name, "context": first, "lr": lr, "seed": 0}) for lr in lrs]
+    # one rate of all models before the next: what a time limit leaves out is the same for all
+    rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    for seed in SEEDS:
+        for context in args.contexts:
+            rows += [
+                {"model": name, "context": context, "lr": lr, "seed": seed}
+                for name, lr in chosen.items()
+                if lr is not None
+            ]
+    return rows
+
+
+def run_command(name: str, script: str, args: SimpleNamespace) -> None:
+    """Run an experiment on language models and draw its plot if `args.plot` is set."""
+    check_names("--models", args.models, MODELS)
+    results = execute(name, script, args, plan, **describe_training_text(args.text))
+    if args.plot:
+        from hf_memmix.training.experiments.common.plots import plot_language
+
+        plot_language(results, args.out.with_suffix(".png"))

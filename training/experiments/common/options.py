@@ -1,0 +1,33 @@
+"""The command-line options that several experiments share, and their values as one object."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated
+
+import typer
+
+Out = Annotated[Path, typer.Option(help="JSON file of the results; continued if it exists")]
+Plot = Annotated[bool, typer.Option(help="also draw the results as a PNG beside --out")]
+Workers = Annotated[int, typer.Option(help="rows that run at the same time, each in its own process")]
+Seconds = Annotated[float, typer.Option(help="time limit; the rows that are not finished then run next time")]
+TrainingText = Annotated[Path, typer.Option(help="training text: .txt, or .npy of common/text.py")]
+Rates = Annotated[list[float], typer.Option(help="learning rates to try; repeatable")]
+HiddenSize = Annotated[int, typer.Option(help="of the Llama backbone; the transformer's MLP is 2.5 times as wide")]
+Layers = Annotated[int, typer.Option(help="decoder layers")]
+Heads = Annotated[int, typer.Option(help="heads, each of hidden_size / heads channels")]
+BatchTokens = Annotated[int, typer.Option(help="tokens per optimizer step")]
+Tokens = Annotated[int, typer.Option(help="tokens of a training, the same for all models")]
+Steps = Annotated[int, typer.Option(help="optimizer steps")]
+MeasuredTokens = Annotated[int, typer.Option(help="measured tokens of each text")]
+
+
+def settings(values: dict) -> SimpleNamespace:
+    """The arguments of a command, `locals()` at its start, as an object that plans, rows and results share."""
+    return SimpleNamespace(**values)
+
+
+def check_names(option: str, names: list[str], known) -> None:
+    """Raise a usage error if `names` holds one that is not in `known`."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]!r} is unknown; choose from {', '.join(known)}", param_hint=option)

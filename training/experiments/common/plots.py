@@ -1,0 +1,107 @@
+"""What the plots of the experiments share, and the plot of language models by context."""
+
+from pathlib import Path
+
+from hf_memmix.training.experiments.common.harness import measured_at
+from hf_memmix.training.experiments.common.rates import chosen_rows, learnt_and_lost
+
+MARKERS = "osD^vP*Xh<>"
+
+
+def pyplot_without_screen():
+    """matplotlib's pyplot, which then draws into files only."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def figure_of(panels: int, caption: str):
+    """A figure with so many panels beside each other and a caption below, and its panels."""
+    figure, axes = pyplot_without_screen().subplots(
+        1, panels, figsize=(5.2 * panels, 4), constrained_layout=True, squeeze=False
+    )
+    for panel in axes[0]:
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(caption, fontsize=8, color="#555555")
+    return figure, axes[0]
+
+
+def save(figure, path: str | Path, dpi: int = 150) -> None:
+    """Write a figure as a PNG and forget it; the same numbers give the same file: it holds no time and no version."""
+    from matplotlib import pyplot
+
+    figure.savefig(path, dpi=dpi, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def sized_figure(panels: int, results: dict):
+    """`figure_of` with the size of the models and the place of measurement as its caption."""
+    settings = results["settings"]
+    size = f"{settings['layers']} layers of {settings['hidden_size']}, {settings['tokens'] / 1e6:.0f}M tokens"
+    return figure_of(panels, f"{size}; {measured_at(results)}")
+
+
+def bars(panel, points: list[tuple[float, list[float]]], label: str, style: dict, across: bool = False) -> None:
+    """The mean of each point's values, with a line from the least to the largest."""
+    if not points:
+        return
+    at, values = zip(*points, strict=True)
+    means = [sum(v) / len(v) for v in values]
+    spread = [[m - min(v) for m, v in zip(means, values, strict=True)]]
+    spread.append([max(v) - m for m, v in zip(means, values, strict=True)])
+    where = {"x": means, "y": at, "xerr": spread} if across else {"x": at, "y": means, "yerr": spread}
+    panel.errorbar(**where, **style, label=label, capsize=3, linestyle="" if across else "-")
+
+
+def styles_of(rows: list[dict]) -> dict[str, dict]:
+    """Marker and colour of each model, the same in all panels; a "-small" one is its model with open markers."""
+    names = dict.fromkeys(row["model"].removesuffix("-small") for row in rows)
+    styles = {
+        name: {"marker": mark, "color": f"C{i}"} for i, (name, mark) in enumerate(zip(names, MARKERS, strict=False))
+    }
+    small = [name for name in dict.fromkeys(row["model"] for row in rows) if name not in styles]
+    return styles | {name: {**styles[name.removesuffix("-small")], "markerfacecolor": "white"} for name in small}
+
+
+def log_scale(axis) -> None:
+    """A log scale with plain numbers."""
+    from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(MaxNLocator(7))
+    axis.set_major_formatter(ScalarFormatter())
+    axis.set_minor_locator(NullLocator())
+
+
+def name_lost(panel, lost: list[dict], keys: tuple[str, ...]) -> None:
+    """Say which rows are missing because they diverged."""
+    names = dict.fromkeys(" ".join(str(row[key]) for key in (*keys, "lr")) for row in lost)
+    if names:
+        panel.set_xlabel(f"{panel.get_xlabel()}\ndiverged, not shown: {', '.join(names)}", fontsize=7)
+
+
+def plot_language(results: dict, path: str | Path) -> None:
+    """Held-out perplexity against context, ours and the paper's, if it has such."""
+    rows, lost = learnt_and_lost(results)
+    key = "paper_perplexity_on_books"
+    figure, panels = sized_figure(1 + any(key in row for row in rows), results)
+    ours = panels[0]
+    for name, style in styles_of(rows).items():
+        found = {c: chosen_rows(rows, model=name, context=c) for c in results["settings"]["contexts"]}
+        found = {context: rows for context, rows in found.items() if rows}
+        bars(ours, [(c, [row["perplexity"] for row in rows]) for c, rows in found.items()], name, style)
+        for paper in panels[1:]:
+            bars(paper, [(c, [rows[0][key]]) for c, rows in found.items() if key in rows[0]], name, style)
+    for panel, title in zip(panels, ("held-out perplexity", "Books perplexity at 110M (paper)"), strict=False):
+        panel.set_title(title, fontsize=11)
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel("context, tokens")
+        panel.set_xticks(results["settings"]["contexts"], results["settings"]["contexts"])
+        log_scale(panel.yaxis)
+    name_lost(ours, lost, ("model", "context"))
+    figure.legend(*ours.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    save(figure, path)

@@ -1,0 +1,135 @@
+"""Which mixer replaces attention best, and what kept attention layers buy: the bundled teacher, equal budgets.
+
+    python training/experiments/conversion/table.py --text text.npy --out conversion_table.json --plot
+
+Each row converts the bundled transformer, aligns and distils it on the same tokens in the same order, and measures it:
+its perplexity on the held-out text beside the teacher's, and the probes of `memmix eval` that this small teacher can
+answer in part. Each mixer is trained with every learning rate where all layers are converted. The rate with the lowest
+development loss is used for every number of kept layers. "gla" is gated linear attention in GKA's block.
+"""
+
+import itertools
+import math
+import tempfile
+import time
+from typing import Annotated
+
+import torch
+import typer
+from transformers import AutoTokenizer
+
+from hf_memmix.assets import asset_path
+from hf_memmix.conversion import convert_model, load_model, report
+from hf_memmix.conversion.convert import layers_to_keep
+from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.evaluation.probes import Material, run_probes
+from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
+from hf_memmix.training.experiments.common.fit import Deadline
+from hf_memmix.training.experiments.common.harness import device, execute
+from hf_memmix.training.experiments.common.options import (
+    MeasuredTokens,
+    Out,
+    Plot,
+    Seconds,
+    TrainingText,
+    Workers,
+    settings,
+)
+from hf_memmix.training.experiments.common.rates import best
+from hf_memmix.training.experiments.common.text import describe_training_text, train_tokens
+from hf_memmix.training.experiments.common.text import measured_tokens as tokens_of
+from hf_memmix.training.train import Recipe, train
+
+MIXERS = ("gka", "ska", "lattice", "coffee", "gla")
+KEPT = (0.0, 0.125, 0.25, 0.5)
+# highest rates of the stages, times the row's "scale"
+STAGE_RATES = {"align": 3e-3, "mixers": 1.5e-3, "rest": 4e-4}
+PROBES = {"tasks": ("niah", "mqar", "mentions"), "lengths": (256, 512, 1024)}
+
+
+def plan(done: list[dict], args) -> list[dict]:
+    rows = [{"mixer": "attention", "kept": 1.0, "scale": 0.0, "seed": 0}]
+    rows += [{"mixer": m, "kept": 0.0, "scale": s, "seed": 0} for s in args.scales for m in args.mixers]
+    chosen = {}
+    for mixer in args.mixers:
+        tried = [row for row in done if row["mixer"] == mixer and row["kept"] == 0 and row["seed"] == 0]
+        if len(tried) >= len(args.scales) and (row := best(tried)) is not None:
+            chosen[mixer] = row["scale"]
+    # the whole table of one seed before the next, in case time is short
+    cells = itertools.product(range(args.seeds), KEPT, chosen)
+    return rows + [{"mixer": m, "kept": kept, "scale": chosen[m], "seed": seed} for seed, kept, m in cells]
+
+
+def run(row: dict, args) -> dict:
+    teacher = load_model(asset_path("tiny_teacher"), dtype=torch.float32).to(device())
+    if row["mixer"] == "attention":
+        return {"parameters": teacher.num_parameters(), "probes": recalled(teacher, args)}
+    keep = layers_to_keep(row["kept"] or "none", teacher.config.num_hidden_layers)
+    student = convert_model(teacher, row["mixer"], keep or "none", seed=row["seed"])
+    data = TokenBlocks(train_tokens(args.text).long(), args.block_size)
+    result = {"kept_layers": keep, "parameters": student.num_parameters(), "trained_tokens": 0, "curves": {}}
+    began = time.time()
+    for stage, steps in (("align", args.align_steps), ("distill", args.distill_steps)):
+        rate = STAGE_RATES["align" if stage == "align" else "mixers"] * row["scale"]
+        recipe = Recipe(
+            stage=stage,
+            steps=steps,
+            batch_size=args.batch_size,
+            block_size=args.block_size,
+            learning_rate=rate,
+            rest_learning_rate=STAGE_RATES["rest"] * row["scale"],
+            warmup_steps=steps // 10 + 1,
+            seed=row["seed"],
+            trainer={"disable_tqdm": True, "logging_steps": max(1, steps // 20)},
+        )
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                done = train(student, teacher, data, scratch, recipe=recipe, resume=False, callbacks=[Deadline(args)])
+            except ValueError as error:  # diverged
+                return result | {"finite": False, "diverged": str(error)[:200]}
+        result["curves"][stage] = [[entry["step"], entry["loss"]] for entry in done["log"]]
+        result["trained_tokens"] += steps * args.batch_size * args.block_size
+    result |= {"training_seconds": round(time.time() - began, 1), "finite": True, "probes": recalled(student, args)}
+    for name in ("dev", "heldout"):
+        tokens = tokens_of(name)[: args.measured_tokens]
+        compared = report(student, teacher, tokens, block_size=args.block_size)
+        result[f"{name}_loss"] = math.log(compared["student_ppl"])
+        result[f"{name}_ppl_ratio"], result[f"{name}_kl"] = compared["ppl_ratio"], compared["kl"]
+    return result
+
+
+def recalled(model, args) -> dict:
+    """What a model recalls, for each probe: see `training.probes.grid.means`."""
+    folder = asset_path("tiny_teacher")
+    material = Material(AutoTokenizer.from_pretrained(folder), asset_path("heldout.txt").read_text())
+    probes = run_probes({"model": model}, material, samples=args.samples, batch_size=32, **PROBES)
+    return {row["task"]: row["model"] | {"chance": row["chance"]} for row in probes["summary"]}
+
+
+def main(
+    out: Out,
+    text: TrainingText,
+    plot: Plot = False,
+    workers: Workers = 1,
+    seconds: Seconds = float("inf"),
+    mixers: Annotated[list[str], typer.Option(help="repeatable")] = MIXERS,
+    scales: Annotated[list[float], typer.Option(help="factors of the learning rates; repeatable")] = (1.0, 0.5, 2.0),
+    seeds: Annotated[int, typer.Option(help="at the chosen rate")] = 2,
+    align_steps: int = 100,
+    distill_steps: int = 500,
+    batch_size: int = 32,
+    block_size: int = 512,
+    measured_tokens: MeasuredTokens = 60_000,
+    samples: Annotated[int, typer.Option(help="probes per cell")] = 32,
+) -> None:
+    """Convert and train every row and write the results."""
+    args = settings(locals())
+    results = execute("conversion_table", __file__, args, plan, text=describe_training_text(text))
+    if plot:
+        from hf_memmix.training.experiments.conversion.table_report import plot as draw
+
+        draw(results, out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,74 @@
+"""Which part of SKA helps: action mask, powers, spectral norm, normalisation, and how often the operator is estimated.
+
+    python training/experiments/echo/ablation.py --lr 3e-3 --out echo_ablation.json --plot
+
+The SKA model of `transfer.py` with one option changed; training and measurement are the same as there. All variants
+run with one seed before any runs with the next. Chunks of one token are the paper's prefix mode for questions after
+all facts: every token reads all tokens before it. "refreshed" in a row is the same model measured with an estimate of
+the operator at every token (`refresh_every=1`), whatever its chunks in training.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from hf_memmix.training.experiments.common.harness import execute
+from hf_memmix.training.experiments.common.options import Out, Plot, Seconds, Steps, Workers, check_names, settings
+from hf_memmix.training.experiments.echo.protocol import Batch, Length, Lengths, Pairs, Sequences, learn_and_measure
+
+# variant: options of the SKA layers, and whether they store facts only
+VARIANTS = {
+    "K = 2, chunks of 8": ({}, True),
+    "no action mask": ({}, False),
+    "K = 0": ({"power": 0}, True),
+    "K = 1": ({"power": 1}, True),
+    "K = 4": ({"power": 4}, True),
+    "no spectral norm": ({"spectral_norm": False}, True),
+    "chunks of 1": ({"chunk_size": 1}, True),
+    "chunks of 16": ({"chunk_size": 16}, True),
+    "sequence maximum": ({"normalization": "sequence_max"}, True),
+    "chunks of 32": ({"chunk_size": 32}, True),
+}
+
+
+def plan(done: list[dict], args) -> list[dict]:
+    return [
+        {"variant": name, "model": "ska", "lr": args.lr, "seed": seed}
+        for seed in range(args.seeds)
+        for name in args.variants
+    ]
+
+
+def run(row: dict, args) -> Iterator[dict]:
+    options, masked = VARIANTS[row["variant"]]
+    return learn_and_measure(row, args, masked, **options)
+
+
+def main(
+    out: Out,
+    plot: Plot = False,
+    workers: Workers = 1,
+    seconds: Seconds = float("inf"),
+    steps: Steps = 5000,
+    batch: Batch = 64,
+    length: Length = 64,
+    pairs: Pairs = (2, 4, 8),
+    lengths: Lengths = (64, 256, 1024, 4096),
+    sequences: Sequences = 128,
+    lr: Annotated[float, typer.Option(help="the best of the transfer suite for SKA")] = 3e-3,
+    seeds: int = 3,
+    variants: Annotated[list[str], typer.Option(help="variants to compare; repeatable")] = tuple(VARIANTS),
+) -> None:
+    """Train every variant and write the results."""
+    args = settings(locals())
+    check_names("--variants", variants, VARIANTS)
+    results = execute("echo_ablation", __file__, args, plan)
+    if plot:
+        from hf_memmix.training.experiments.echo.plots import plot_ablation
+
+        plot_ablation(results, out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,90 @@
+"""Echo's grid of multi-query recall: n pairs, a gap of noise, then all n questions; one model per cell.
+
+    python training/experiments/echo/mqar.py --workers 6 --out echo_mqar.json --plot
+
+The paper trains models of 50M parameters with gaps of 64 to 4,096 tokens. There SKA answers everything in every cell,
+attention answers everything but in one cell, and Mamba-2 stays at chance. Here the models are those of `suite.py`,
+whose keys have 24 dimensions, in fewer cells. The accuracy is that of the learning rate with the lowest mean loss on
+development sequences.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from hf_memmix.training.experiments.common.harness import attempt, execute
+from hf_memmix.training.experiments.common.options import Out, Plot, Rates, Seconds, Workers, check_names, settings
+from hf_memmix.training.experiments.echo import suite
+from hf_memmix.training.experiments.echo.tasks import TASKS, Examples, draw_examples
+
+CELLS = "[[4, 64], [16, 64], [4, 512], [16, 512], [4, 4096]]"
+
+
+def tokens(pairs: int, gap: int) -> int:
+    """Length of a sequence of a cell."""
+    return TASKS["mqar"][1](pairs) + gap
+
+
+def batches(row: dict, args) -> Iterator[Examples]:
+    length, generator = tokens(row["pairs"], row["gap"]), suite.stream(row["seed"])
+    batch = max(1, min(args.batch, args.batch_tokens // length))
+    while True:
+        drawn = draw_examples("mqar", batch * suite.AHEAD, length, row["pairs"], generator, gap=row["gap"])
+        yield from (drawn[i * batch : (i + 1) * batch] for i in range(suite.AHEAD))
+
+
+def plan(done: list[dict], args) -> list[dict]:
+    """All cells at every rate with a seed before any with the next."""
+    return [
+        {"model": name, "pairs": pairs, "gap": gap, "lr": lr, "seed": seed}
+        for seed in range(args.seeds)
+        for lr in args.lrs
+        for pairs, gap in args.cells
+        for name in reversed(args.models)
+    ]
+
+
+def run(row: dict, args) -> Iterator[dict]:
+    pairs, gap, errors = row["pairs"], row["gap"], {}
+    model, masked = suite.build(row["model"], row["seed"]), row["model"] == "ska"
+    result = suite.learn(model, batches(row, args), masked, row, args, enough=args.enough)
+    yield result | {"parameters": model.num_parameters()}
+    if not result["finite"]:
+        return
+    cell = {"length": tokens(pairs, gap), "pairs": pairs, "gap": gap, "sequences": args.sequences, "masked": masked}
+    for name, seed, figure in (("dev_loss", suite.DEV_SEED, "loss"), ("accuracy", suite.TEST_SEED, "accuracy")):
+        found = attempt(errors, name, suite.measure, model, "mqar", seed=seed, **cell)
+        yield {} if found is None else {name: found[figure]}
+    if errors:
+        yield {"errors": errors}
+
+
+def main(
+    out: Out,
+    plot: Plot = False,
+    workers: Workers = 1,
+    seconds: Seconds = float("inf"),
+    steps: Annotated[int, typer.Option(help="at most; a cell whose loss is small ends earlier")] = 3000,
+    batch: Annotated[int, typer.Option(help="sequences per step, at most")] = 64,
+    batch_tokens: Annotated[int, typer.Option(help="tokens per step, at most")] = 16384,
+    enough: Annotated[float, typer.Option(help="the loss at which training ends")] = 0.002,
+    sequences: Annotated[int, typer.Option(help="sequences measured, at least")] = 128,
+    cells: Annotated[str, typer.Option(help="[[pairs, gap], ...] as JSON")] = CELLS,
+    lrs: Rates = (3e-3, 1e-3),
+    seeds: int = 1,
+    models: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = tuple(suite.MODELS),
+) -> None:
+    """Train a model for every cell and write the results."""
+    args = settings(locals() | {"cells": json.loads(cells)})
+    check_names("--models", models, suite.MODELS)
+    results = execute("echo_mqar", __file__, args, plan)
+    if plot:
+        from hf_memmix.training.experiments.echo.plots import plot_grid
+
+        plot_grid(results, out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,74 @@
+"""Plots of the Echo experiments' JSON files, the paper's figures dotted or in brackets."""
+
+from pathlib import Path
+
+from hf_memmix.training.experiments.common.harness import measured_at
+from hf_memmix.training.experiments.common.plots import figure_of, save
+from hf_memmix.training.experiments.echo.report import (
+    LENGTHS_PAPER,
+    TASKS_PAPER,
+    chosen,
+    grid_accuracies,
+    mean_and_spread,
+    mean_of,
+)
+from hf_memmix.training.experiments.echo.suite import TRAINED
+
+COLORS = {"ssm": "#8a8a8a", "attention": "#c96f2f", "ska": "#2f6fa7"}
+
+
+def _figure(panels: int, results: dict):
+    return figure_of(panels, f"{results['settings']['steps']} steps; {measured_at(results)}")
+
+
+def plot_transfer(results: dict, path: str | Path) -> None:
+    """Accuracy by task and by length, mean over seeds; the paper's as crosses and dotted lines."""
+    figure, (tasks, lengths) = _figure(2, results)
+    for place, (model, rows) in enumerate(chosen(results["rows"]).items()):
+        at = [i + 0.27 * (place - 1) for i in range(len(TASKS_PAPER))]
+        found = [mean_and_spread([mean_of(row, tasks=task) for row in rows]) for task in TASKS_PAPER]
+        tasks.bar(at, [f[0] for f in found], 0.25, yerr=[f[1] for f in found], color=COLORS[model], label=model)
+        tasks.plot(at, [TASKS_PAPER[task][model] for task in TASKS_PAPER], "kx", markersize=4)
+        curve = [
+            (n, mean_and_spread([mean_of(row, tasks=TRAINED, length=n) for row in rows])[0])
+            for n in results["settings"]["lengths"]
+        ]
+        lengths.plot(*zip(*curve, strict=True), marker="o", color=COLORS[model], label=model)
+        paper = [(n, row[model]) for n, row in LENGTHS_PAPER.items()]
+        lengths.plot(*zip(*paper, strict=True), ":", marker="x", color=COLORS[model])
+    tasks.set_xticks(range(len(TASKS_PAPER)), list(TASKS_PAPER), rotation=20, fontsize=8)
+    tasks.set_title("accuracy by task, % (crosses: paper)", fontsize=11)
+    lengths.set_xscale("log", base=2)
+    lengths.set_xticks(results["settings"]["lengths"], results["settings"]["lengths"])
+    lengths.set_title("trained tasks by length, % (dotted: paper)", fontsize=11)
+    lengths.legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def plot_ablation(results: dict, path: str | Path) -> None:
+    """Mean accuracy of each variant over all cells, and on the trained tasks when refreshed at every token."""
+    figure, (panel,) = _figure(1, results)
+    names = list(dict.fromkeys(row["variant"] for row in results["rows"] if "cells" in row))[::-1]
+    for kind, style in (("cells", "o"), ("refreshed", "x")):
+        points = [
+            (mean_of(row, kind), names.index(row["variant"])) for row in results["rows"] if row.get(kind) is not None
+        ]
+        panel.plot(*zip(*points, strict=True), style, label=kind) if points else None
+    panel.set_yticks(range(len(names)), names, fontsize=8)
+    panel.set_title("mean accuracy, %", fontsize=11)
+    panel.legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def plot_grid(results: dict, path: str | Path) -> None:
+    """Accuracy of each model in each cell of the recall grid."""
+    figure, (panel,) = _figure(1, results)
+    cells = [tuple(cell) for cell in results["settings"]["cells"]]
+    for model in results["settings"]["models"]:
+        found = {i: grid_accuracies(results, model, *cell) for i, cell in enumerate(cells)}
+        points = [(i, mean_and_spread(accuracies)[0]) for i, accuracies in found.items() if accuracies]
+        panel.plot(*zip(*points, strict=True), "o-", color=COLORS[model], label=model) if points else None
+    panel.set_xticks(range(len(cells)), [f"{n} pairs,\ngap {gap}" for n, gap in cells], fontsize=7, rotation=45)
+    panel.set_title("accuracy of recall, %", fontsize=11)
+    panel.legend(frameon=False, fontsize=8)
+    save(figure, path)

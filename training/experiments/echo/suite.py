@@ -1,0 +1,130 @@
+"""Echo's models of a million parameters, how they learn a task of `tasks.py`, and how they are measured on it.
+
+Three models of 4 layers that differ in the inner two: Mamba-2 throughout, with softmax attention, with SKA. A model
+answers with the most likely of the 50 values, so chance is 2 %.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_memmix import EchoConfig, EchoForCausalLM
+from hf_memmix.mixers.ska import SKAMixer
+from hf_memmix.training.experiments.common.fit import autocast, fit
+from hf_memmix.training.experiments.common.harness import device
+from hf_memmix.training.experiments.common.mqar import TEST_SEED
+from hf_memmix.training.experiments.echo.tasks import VALUES, Examples, draw_examples, mixture
+
+MODELS = {
+    "ssm": {"num_ska_layers": 0},
+    "attention": {"num_ska_layers": 0, "attention_layers": [1, 2]},
+    "ska": {},
+}
+TRAINED = ("system_prompt", "tool_trace")
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+PAIRS = (2, 4, 8, 16)
+AHEAD = 64  # batches drawn at a time
+FORWARD_TOKENS = 2**16  # of a forward when measuring
+DEV_SEED = TEST_SEED // 2  # dev and test sequences are those of no training
+# losses stay on a plateau for thousands of steps before recall is learned: a rate that fell then would keep them there
+HOLD = 0.6
+
+
+def build(model: str, seed: int, **ska) -> EchoForCausalLM:
+    """One of `MODELS` with options of its SKA layers beside the preset's, on the device.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if model not in MODELS:
+        raise ValueError(f"unknown model {model!r}; known: {sorted(MODELS)}")
+    config = EchoConfig.preset("1m", **MODELS[model])
+    mixers = config.mixers | {"ska": config.mixers["ska"] | ska}
+    torch.manual_seed(seed)
+    return EchoForCausalLM(EchoConfig.preset("1m", **MODELS[model], mixers=mixers)).to(device())
+
+
+@torch.no_grad()
+def set_ska(model, **options) -> None:
+    """Change options of the SKA layers of a trained model."""
+    for layer in model.modules():
+        if isinstance(layer, SKAMixer):
+            layer.options = dataclasses.replace(layer.options, **options)
+
+
+def stream(seed: int) -> torch.Generator:
+    return torch.Generator(device()).manual_seed(seed)
+
+
+def logits(model, examples: Examples, masked: bool) -> Tensor:
+    """Of the values, at every question [B, n, 50]; `masked`: SKA layers store facts only."""
+    extra = {"action_mask": examples.action_mask} if masked else {}
+    hidden = model.model(input_ids=examples.ids, use_cache=False, **extra).last_hidden_state
+    index = examples.positions[..., None].expand(-1, -1, hidden.shape[-1])
+    return model.lm_head(hidden.gather(1, index)).float()
+
+
+def learn(model, batches: Iterable[Examples], masked: bool, row: dict, args: SimpleNamespace, **fit_options) -> dict:
+    """Train on a stream of batches for `args.steps` steps at the row's rate; the loss is at the answers alone."""
+    stream_of = iter(batches)
+
+    def batch_of(step: int) -> tuple[Tensor, ...]:
+        batch = next(stream_of)
+        return batch.ids, batch.positions, batch.values, batch.action_mask
+
+    def loss_of(*tensors: Tensor) -> Tensor:
+        examples = Examples(*tensors)
+        return F.cross_entropy(logits(model, examples, masked).flatten(0, 1), examples.values.flatten())
+
+    return fit(model, loss_of, args.steps, row["lr"], args, batch_of, hold=HOLD, **fit_options)
+
+
+def training_batches(seed: int, batch: int, length: int, pairs: Iterable[int]) -> Iterator[Examples]:
+    """System prompts and tool traces of one length in equal parts, with each of the numbers of pairs."""
+    generator = stream(seed)
+    while True:
+        yield from mixture(TRAINED, batch, length, list(pairs), generator, AHEAD)
+
+
+@torch.no_grad()
+def measure(model, task: str, length: int, pairs: int, sequences: int, masked: bool, seed: int, **options) -> dict:
+    """Loss and accuracy on sequences that no training draws."""
+    model.eval()
+    batch = max(1, min(sequences, FORWARD_TOKENS // length))
+    generator, losses, right = stream(seed), [], []
+    for _ in range(-(-sequences // batch)):
+        examples = draw_examples(task, batch, length, pairs, generator, **options)
+        with autocast():
+            found = logits(model, examples, masked)
+        losses.append(F.cross_entropy(found.flatten(0, 1), examples.values.flatten()))
+        values = found[..., VALUES.start : VALUES.stop].argmax(-1) + VALUES.start
+        right.append((values == examples.values).float().mean())
+    return {"loss": torch.stack(losses).mean().item(), "accuracy": torch.stack(right).mean().item()}
+
+
+def training_loss(model, masked: bool, length: int, pairs: Iterable[int], sequences: int) -> float:
+    """Mean loss on dev sequences of what a model was trained on; chooses learning rates."""
+    found = [measure(model, task, length, n, sequences, masked, DEV_SEED)["loss"] for task in TRAINED for n in pairs]
+    return sum(found) / len(found)
+
+
+@torch.no_grad()
+def decode_agreement(model, masked: bool, length: int, pairs: int, sequences: int) -> float:
+    """Share of answers that are the same token by token through the cache as in one forward."""
+    model.eval()
+    examples = draw_examples(TRAINED[0], sequences, length, pairs, stream(DEV_SEED))
+    cache, steps = None, []
+    with autocast():
+        whole = logits(model, examples, masked)
+        for t in range(length):
+            extra = {"action_mask": examples.action_mask[:, t : t + 1]} if masked else {}
+            out = model(input_ids=examples.ids[:, t : t + 1], past_key_values=cache, use_cache=True, **extra)
+            cache = out.past_key_values
+            steps.append(out.logits[:, 0].float())
+    index = examples.positions[..., None].expand(-1, -1, whole.shape[-1])
+    answers = torch.stack(steps, 1).gather(1, index)
+    return (answers.argmax(-1) == whole.argmax(-1)).float().mean().item()

@@ -1,0 +1,72 @@
+"""Echo's transfer suite: train once on two tasks at 64 tokens, answer these and four other tasks, up to 4096 tokens.
+
+    python training/experiments/echo/transfer.py --workers 10 --out echo_transfer.json --plot
+
+Tables 2 and 3 of the paper, with its three models of a million parameters and AdamW. The paper takes 6,000 steps of 16
+sequences. Trained like that, three of eight of our models were still on the plateau before recall when their learning
+rate had fallen. Therefore the batches here are larger, and the rate falls only in the last part of the training, for
+all models alike. Each learning rate runs with every seed. The rate of a model is the one with the lowest mean loss on
+development sequences of the trained tasks.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from hf_memmix.training.experiments.common.harness import execute
+from hf_memmix.training.experiments.common.options import (
+    Out,
+    Plot,
+    Rates,
+    Seconds,
+    Steps,
+    Workers,
+    check_names,
+    settings,
+)
+from hf_memmix.training.experiments.echo import suite
+from hf_memmix.training.experiments.echo.protocol import Batch, Length, Lengths, Pairs, Sequences, learn_and_measure
+
+
+def plan(done: list[dict], args) -> list[dict]:
+    """Every rate and seed of one model after another, the paper's own first."""
+    return [
+        {"model": name, "lr": lr, "seed": seed}
+        for name in reversed(args.models)
+        for seed in range(args.seeds)
+        for lr in args.lrs
+    ]
+
+
+def run(row: dict, args) -> Iterator[dict]:
+    return learn_and_measure(row, args)
+
+
+def main(
+    out: Out,
+    plot: Plot = False,
+    workers: Workers = 1,
+    seconds: Seconds = float("inf"),
+    steps: Steps = 5000,
+    batch: Batch = 64,
+    length: Length = 64,
+    pairs: Pairs = (2, 4, 8),
+    lengths: Lengths = suite.LENGTHS,
+    sequences: Sequences = 128,
+    lrs: Rates = (1e-3, 3e-3),
+    seeds: int = 3,
+    models: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = tuple(suite.MODELS),
+) -> None:
+    """Train every model and write the results."""
+    args = settings(locals())
+    check_names("--models", models, suite.MODELS)
+    results = execute("echo_transfer", __file__, args, plan)
+    if plot:
+        from hf_memmix.training.experiments.echo.plots import plot_transfer
+
+        plot_transfer(results, out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

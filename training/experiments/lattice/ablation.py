@@ -1,0 +1,82 @@
+"""Which part of Lattice helps: the ladder from the delta rule, the number of slots, the form of the step size.
+
+    python training/experiments/lattice/ablation.py --text text.npy --out lattice_ablation.json
+
+All language models have the same size and the same data. Each rung of the ladder is trained with every learning rate
+(`rates_to_try`), and with a second seed at the rate of lowest dev loss. Slots and step sizes take the rate that was
+best for DEC, with both seeds. The ladder is Table 4 of Karami and Mirrokni; slots and step sizes are left open in the
+paper.
+"""
+
+import typer
+
+from hf_memmix.training.experiments.common.fit import learn_text
+from hf_memmix.training.experiments.common.harness import execute
+from hf_memmix.training.experiments.common.options import (
+    BatchTokens,
+    Heads,
+    HiddenSize,
+    Layers,
+    Out,
+    Plot,
+    Rates,
+    Seconds,
+    Tokens,
+    TrainingText,
+    Workers,
+    settings,
+)
+from hf_memmix.training.experiments.common.rates import rates_to_try
+from hf_memmix.training.experiments.common.text import describe_training_text
+from hf_memmix.training.experiments.lattice.rungs import LADDER, OPEN
+
+SEEDS = (0, 1)
+
+
+def plan(done: list[dict], args) -> list[dict]:
+    rows, chosen = [], {}
+    for rung in LADDER:
+        lrs, chosen[rung] = rates_to_try(done, args.lrs, rung=rung, seed=0)
+        rows += [(lrs.index(lr), {"rung": rung, "context": args.context, "lr": lr, "seed": 0}) for lr in lrs]
+    rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    others = dict.fromkeys(OPEN, chosen["+ projection"])
+    for seed, rungs in ((1, chosen), *((seed, others) for seed in SEEDS)):
+        rows += [
+            {"rung": rung, "context": args.context, "lr": lr, "seed": seed}
+            for rung, lr in rungs.items()
+            if lr is not None
+        ]
+    return rows
+
+
+def run(row: dict, args) -> dict:
+    options, paper = LADDER.get(row["rung"]) or (OPEN[row["rung"]], None)
+    result = learn_text(row, args, "lattice", options) | {"options": options}
+    return result | ({} if paper is None else {"paper_perplexity_on_pile": paper})
+
+
+def main(
+    out: Out,
+    text: TrainingText,
+    plot: Plot = False,
+    workers: Workers = 1,
+    seconds: Seconds = float("inf"),
+    hidden_size: HiddenSize = 256,
+    layers: Layers = 4,
+    heads: Heads = 4,
+    batch_tokens: BatchTokens = 32768,
+    tokens: Tokens = 16_000_000,
+    context: int = 1024,
+    lrs: Rates = (4e-3, 2e-3),
+) -> None:
+    """Train every rung and write the results."""
+    args = settings(locals())
+    results = execute("lattice_ablation", __file__, args, plan, **describe_training_text(text))
+    if plot:
+        from hf_memmix.training.experiments.lattice.plots import plot_ablation
+
+        plot_ablation(results, out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,72 @@
+"""Lattice as a language model beside other mixers of equal size and with equal data, at growing context.
+
+    python training/experiments/lattice/language.py --text text.npy --out lattice_language.json
+
+At the shortest context each model is trained with every learning rate (`rates_to_try`). The rate with the lowest dev
+loss is used for the longer contexts and for a second seed. The reported figure is the perplexity on held-out text.
+Karami and Mirrokni, Table 2, has the same comparison at 110M parameters and 2.4B tokens. "-small" means a gamma of at
+most 0.25.
+"""
+
+import typer
+
+from hf_memmix.training.experiments.common.fit import MODELS, learn_text
+from hf_memmix.training.experiments.common.language import Contexts, Models, run_command
+from hf_memmix.training.experiments.common.options import (
+    BatchTokens,
+    Heads,
+    HiddenSize,
+    Layers,
+    Out,
+    Plot,
+    Rates,
+    Seconds,
+    Tokens,
+    TrainingText,
+    Workers,
+    settings,
+)
+
+# Karami and Mirrokni, Table 2: perplexity on Books
+PAPER = {
+    "transformer": {512: 20.60, 2048: 18.89, 8192: 18.85},
+    "linear": {512: 21.04, 2048: 19.82, 8192: 20.34},
+    "linear-decay": {512: 19.94, 2048: 18.34, 8192: 18.23},
+    "delta": {512: 20.28, 2048: 18.33, 8192: 18.05},
+    "ttt": {512: 20.11, 2048: 18.36, 8192: 18.05},
+    "dec": {512: 19.06, 2048: 17.14, 8192: 16.62},
+    "enc": {512: 19.11, 2048: 17.22, 8192: 16.66},
+    "sim": {512: 19.08, 2048: 17.23, 8192: 16.73},
+}
+# with gamma of at most 0.25: what the ablation found of the step
+SMALL_STEPS = ("dec-small", "enc-small", "sim-small")
+
+
+def run(row: dict, args) -> dict:
+    result = learn_text(row, args, *MODELS[row["model"]])
+    paper = PAPER.get(row["model"], {}).get(row["context"])
+    return result | ({} if paper is None else {"paper_perplexity_on_books": paper})
+
+
+def main(
+    out: Out,
+    text: TrainingText,
+    plot: Plot = False,
+    workers: Workers = 1,
+    seconds: Seconds = float("inf"),
+    hidden_size: HiddenSize = 256,
+    layers: Layers = 4,
+    heads: Heads = 4,
+    batch_tokens: BatchTokens = 32768,
+    tokens: Tokens = 16_000_000,
+    contexts: Contexts = (512, 2048, 8192),
+    lrs: Rates = (4e-3, 2e-3),
+    models: Models = (*PAPER, *SMALL_STEPS),
+) -> None:
+    """Train every model and write the results."""
+    args = settings(locals())
+    run_command("lattice_language", __file__, args)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,92 @@
+"""The tables and plots of all experiments, from their JSON files.
+
+    python -m hf_memmix.training.experiments.report RESULTS.json [RESULTS.json ...] [--plot PLOT.png]
+
+`EXPERIMENTS` says for each kind of results which functions write its table and draw its plot.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_memmix.training.experiments.coffee import plots as coffee_plots
+from hf_memmix.training.experiments.coffee import report as coffee
+from hf_memmix.training.experiments.common.plots import plot_language
+from hf_memmix.training.experiments.conversion import kept_layers, starts_report, table_report
+from hf_memmix.training.experiments.echo import plots as echo_plots
+from hf_memmix.training.experiments.echo import report as echo
+from hf_memmix.training.experiments.gka import plots as gka_plots
+from hf_memmix.training.experiments.gka import report as gka
+from hf_memmix.training.experiments.lattice import plots as lattice_plots
+from hf_memmix.training.experiments.lattice import report as lattice
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """`table`: results to Markdown; `plot`: results and path to a PNG; None where there is no such thing.
+
+    joined: the functions take a list of results, because the tables are spread over several files.
+    """
+
+    table: Callable | None
+    plot: Callable | None
+    joined: bool = False
+
+
+EXPERIMENTS = {
+    "lattice_language": Experiment(lattice.language, plot_language),
+    "lattice_ablation": Experiment(lattice.ablation, lattice_plots.plot_ablation),
+    "recall": Experiment(gka.recall, gka_plots.plot_recall),
+    "coffee_language": Experiment(coffee.language, plot_language),
+    "coffee_tables": Experiment(coffee.report, coffee_plots.plot_tables, joined=True),
+    "coffee_ih0": Experiment(None, coffee_plots.plot_ih0),
+    "echo_transfer": Experiment(echo.report, echo_plots.plot_transfer),
+    "echo_ablation": Experiment(echo.report, echo_plots.plot_ablation),
+    "echo_mqar": Experiment(echo.report, echo_plots.plot_grid),
+    "conversion_table": Experiment(table_report.section, table_report.plot),
+    "init_table": Experiment(starts_report.section, None),
+    "compare_plans": Experiment(kept_layers.table, kept_layers.draw_sets),
+}
+
+
+def kind_of(results: dict) -> str:
+    """The key of `EXPERIMENTS`; files of the COFFEE paper's tables do not name their experiment."""
+    return results.get("experiment") or ("coffee_ih0" if "learned" in results else "coffee_tables")
+
+
+def report(files: list[dict]) -> str:
+    """The tables of the results, which are joined where one experiment has several files.
+
+    Raises:
+        ValueError: the results have no table.
+    """
+    kinds = [kind_of(results) for results in files]
+    for kind in kinds:
+        if EXPERIMENTS[kind].table is None:
+            raise ValueError(f"{kind} has no table, only a plot; give --plot")
+    if EXPERIMENTS[kinds[0]].joined:
+        return EXPERIMENTS[kinds[0]].table(files)
+    return "\n\n".join(EXPERIMENTS[kind].table(results) for kind, results in zip(kinds, files, strict=True))
+
+
+def main(
+    results: Annotated[list[Path], typer.Argument(help="JSON files of one experiment")],
+    plot: Annotated[Path | None, typer.Option(help="draw a PNG instead of printing the table")] = None,
+) -> None:
+    """Print the tables of results, or draw their plot."""
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in results]
+    if plot is None:
+        print(report(files))
+        return
+    experiment = EXPERIMENTS[kind_of(files[0])]
+    if experiment.plot is None:
+        raise typer.BadParameter(f"{kind_of(files[0])} has no plot", param_hint="--plot")
+    experiment.plot(files if experiment.joined else files[0], plot)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,224 @@
+"""One recipe on one GPU, on two GPUs with DDP and on two GPUs with FSDP2.
+
+    python training/experiments/several_gpus/compare_launches.py
+
+For each launch and stage it measures the loss curve, tokens/s, peak memory, and the scaling efficiency: tokens/s on
+two GPUs divided by twice those on one. The global batch is the same everywhere, so the curves should differ by
+rounding alone. A run on one GPU with two accumulation steps shows how large that difference is. There are two models:
+the bundled teacher, and a randomly initialised Llama of 1.2 billion parameters whose layers all become GKA.
+"""
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, TrainerCallback
+
+from hf_memmix.assets import asset_path
+from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.records import environment, write_json
+from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.recipe import Recipe
+from hf_memmix.training.train import train
+
+CONFIGS = Path(__file__).resolve().parents[2] / "accelerate"
+MODELS = {
+    "bundled": {"batch_size": 64, "block_size": 512, "steps": {"align": 30, "distill": 30}},
+    "1b": {"batch_size": 8, "block_size": 2048, "steps": {"align": 20, "distill": 20}},
+    "cpu": {"batch_size": 4, "block_size": 32, "steps": {"align": 6, "distill": 6}},
+}
+ONE_B = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+WARM_UP = 5  # steps that are not timed
+
+
+class Clock(TrainerCallback):
+    """Seconds of every step."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._start = self._now()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seconds.append(self._now() - self._start)
+
+    @staticmethod
+    def _now() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def models(name: str, device: torch.device):
+    """Teacher, student and data, the same on every process."""
+    size = MODELS[name]
+    if name == "1b":
+        torch.manual_seed(0)
+        with torch.device(device):
+            teacher = AutoModelForCausalLM.from_config(LlamaConfig(**ONE_B), dtype=torch.bfloat16).eval()
+            student = convert_model(teacher, mixer="gka")
+        rows = size["batch_size"] * max(size["steps"].values())
+        tokens = torch.randint(
+            0, ONE_B["vocab_size"], (rows * size["block_size"],), generator=torch.Generator().manual_seed(0)
+        )
+        return teacher, student, TokenBlocks(tokens, size["block_size"])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    teacher = AutoModelForCausalLM.from_pretrained(asset_path("tiny_teacher"), dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
+    data = TokenBlocks.from_files(asset_path("train.txt"), tokenizer, size["block_size"])
+    return teacher, convert_model(teacher, mixer="gka"), data
+
+
+def work(name: str, accumulation: int, folder: Path) -> dict:
+    """Both stages of one model in this process (one of a launch); the record of rank 0."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    teacher, student, data = models(name, device)
+    record = {"parameters": student.num_parameters(), "stages": {}}
+    for stage, count in MODELS[name]["steps"].items():
+        clock = Clock()
+        recipe = Recipe(
+            stage=stage,
+            steps=count,
+            batch_size=MODELS[name]["batch_size"] // accumulation,
+            gradient_accumulation=accumulation,
+            block_size=MODELS[name]["block_size"],
+            learning_rate=1e-3 if stage == "align" else 5e-4,
+            rest_learning_rate=5e-5,
+            warmup_steps=5,
+            trainer={"disable_tqdm": True, "logging_steps": 1, "use_cpu": not cuda},
+        )
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        result = train(student, teacher, data, folder / stage, recipe=recipe, callbacks=[clock])
+        step = statistics.median(clock.seconds[min(WARM_UP, len(clock.seconds) - 1) :])
+        record["stages"][stage] = {
+            "steps": result["steps"],
+            "tokens_per_step": recipe.tokens_per_step,
+            "seconds_per_step": round(step, 5),
+            "tokens_per_second": round(recipe.tokens_per_step / step),
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+            "loss": [round(entry["loss"], 6) for entry in result["log"]],
+        }
+    return record
+
+
+def command(kind: str, cpu: bool) -> list[str]:
+    """The start of a launch: accelerate with the file that ships, or the same on two CPU processes for a try."""
+    if kind == "single":
+        return [sys.executable]
+    if cpu:
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{kind}.yaml")]
+    return [*launcher, "--main_process_port", "0"]
+
+
+def start(kind: str, names: list[str], folder: Path, gpu: int | None = None, accumulation: int = 1):
+    """Start one launch that trains these models one after the other; their records go to `folder/<name>.json`."""
+    title = "_".join([*names, kind]) + ("_accumulated" if accumulation > 1 else "")
+    env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"), "TOKENIZERS_PARALLELISM": "false"}
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    cpu = names == ["cpu"]
+    if cpu and kind == "fsdp2":
+        env |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+        env |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    script = [str(Path(__file__).resolve()), "--worker", kind, "--accumulation", str(accumulation)]
+    script += ["--folder", str(folder), *(part for name in names for part in ("--model", name))]
+    log = (folder / f"{title}.log").open("w")
+    began = time.perf_counter()
+    process = subprocess.Popen([*command(kind, cpu), *script], env=env, stdout=log, stderr=log)
+    return title, process, began
+
+
+def finish(*launches) -> bool:
+    """Wait for launches that run at the same time; whether all went well."""
+    codes = []
+    for title, process, began in launches:
+        codes.append(process.wait())
+        print(f"{title}: {time.perf_counter() - began:.0f} s, exit {codes[-1]}", flush=True)
+    return not any(codes)
+
+
+def compare(results: dict) -> dict:
+    """Scaling efficiency, and the largest relative difference of each loss curve from one GPU's."""
+    summary = {}
+    for model in {name.split("_")[0] for name in results}:
+        if f"{model}_single" not in results:
+            continue
+        one = results[f"{model}_single"]["stages"]
+        for name, result in results.items():
+            if not name.startswith(f"{model}_") or name == f"{model}_single":
+                continue
+            for stage, row in result["stages"].items():
+                pairs = zip(row["loss"], one[stage]["loss"], strict=True)
+                entry = {"loss_difference": max(abs(a - b) / abs(b) for a, b in pairs)}
+                if not name.endswith("accumulated"):
+                    entry["scaling_efficiency"] = row["tokens_per_second"] / (2 * one[stage]["tokens_per_second"])
+                summary[f"{name}_{stage}"] = {key: round(value, 6) for key, value in entry.items()}
+    return summary
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="the JSON file to write")] = Path(
+        "training/experiments/several_gpus/results/multi_gpu.json"
+    ),
+    logs: Annotated[Path, typer.Option("--folder", help="folder of the records and logs of the launches")] = Path(
+        "runs/multi_gpu"
+    ),
+    cpu: Annotated[bool, typer.Option(help="try the launches on two CPU processes with a few steps")] = False,
+    model: Annotated[list[str] | None, typer.Option(help="bundled or 1b; both by default")] = None,
+    worker: Annotated[str | None, typer.Option(hidden=True)] = None,
+    accumulation: Annotated[int, typer.Option(hidden=True)] = 1,
+) -> None:
+    """Measure every launch and write one JSON."""
+    logs.mkdir(parents=True, exist_ok=True)
+    logs = logs.resolve()
+    names = model or (["cpu"] if cpu else ["bundled", "1b"])
+    if worker:
+        for name in names:
+            title = f"{name}_{worker}" + ("_accumulated" if accumulation > 1 else "")
+            record = work(name, accumulation, logs / title)
+            if not int(os.environ.get("RANK", "0")):
+                write_json(logs / f"{title}.json", record)
+        return
+    # on one GPU each, at the same time
+    first, *others = (start("single", [name], logs, gpu=None if cpu else i) for i, name in enumerate(names))
+    whole = finish(first)
+    whole &= finish(start("single", names[:1], logs, gpu=None if cpu else 0, accumulation=2), *others)
+    for kind in ("ddp", "fsdp2"):
+        whole &= finish(start(kind, names, logs))
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(logs.glob("*.json"))}
+    table = environment() | {"gpus": torch.cuda.device_count()}
+    table |= {"summary": compare(found), "launches": found}
+    write_json(out, table)
+    print(json.dumps(table["summary"], indent=1))
+    if not whole:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,30 +1,18 @@
 """A plan, as `memmix select` writes it: which mixer takes over, and which layers stay attention."""
 
 import json
-import os
-import tempfile
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.teacher_forcing import converted_layers
 
 
 def write_plan(plan: dict, path: str | Path) -> None:
     """Write `plan` as JSON, whole or not at all. It holds at least `mixer`, `keep` and `num_layers`."""
-    path = Path(path).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(plan, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
+    write_json(path, plan)
 
 
 def read_plan(path: str | Path, num_layers: int) -> dict:

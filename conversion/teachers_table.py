@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_memmix.conversion.families import FAMILIES, REFUSED, Family, extract_attention
+from hf_memmix.conversion.records import markdown_table
 from hf_memmix.mixers import MIXERS, AttentionWeights, MemoryMixer
 from hf_memmix.mixers.base import layer_rotates
 
@@ -22,8 +23,7 @@ def teachers_table() -> str:
     rows: dict[tuple[str, ...], list[str]] = {}
     for model_type in sorted(FAMILIES):
         rows.setdefault(traits(model_type), []).append(f"`{model_type}`")
-    lines = [", ".join(names) + " | " + " | ".join(row) for row, names in rows.items()]
-    table = "\n".join(f"| {line} |" for line in (" | ".join(HEAD), " | ".join(["---"] * len(HEAD)), *lines))
+    table = markdown_table(HEAD, [(", ".join(names), *row) for row, names in rows.items()])
     reasons: dict[str, list[str]] = {}
     for model_type, reason in REFUSED.items():
         reasons.setdefault(reason, []).append(f"`{model_type}`")

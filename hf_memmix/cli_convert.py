@@ -111,6 +111,8 @@ def _print_kinds(kinds: list[dict], counts: dict[str, int]) -> None:
 
 
 def _print_estimate(result: dict) -> None:
+    from hf_memmix.conversion.records import bytes_text
+
     kinds = result["layers"]
     kept = [i for i, kind in enumerate(kinds) if kind == "attention"]
     _print_kinds(result["kinds"], result["counts"])
@@ -120,18 +122,10 @@ def _print_estimate(result: dict) -> None:
     sizes.add_row("parameters", *(f"{result['parameters'][name]:,}" for name in ("teacher", "student")))
     for row in result["state"]:
         name = f"memory of one sequence of {row['context']:,} tokens"
-        sizes.add_row(name, *(_size(row[model]) for model in ("teacher", "student")))
+        sizes.add_row(name, *(bytes_text(row[model]) for model in ("teacher", "student")))
     out.print(sizes)
-    weights = ", ".join(f"{stage} {_size(count)}" for stage, count in result["weights"].items())
+    weights = ", ".join(f"{stage} {bytes_text(count)}" for stage, count in result["weights"].items())
     out.print(f"weights, gradients and optimizer states, activations not counted: {weights}", highlight=False)
-
-
-def _size(count: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:,.1f} GiB"
 
 
 def _parse_keep(text: str):

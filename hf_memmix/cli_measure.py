@@ -1,7 +1,5 @@
 """`memmix eval`: probes of recall, a teacher beside its student. `memmix select`: which layers stay attention."""
 
-import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +43,7 @@ def evaluate(
     """Measure what a model recalls: needles, dictionaries, variables, MQAR, common words, second mentions."""
     from hf_memmix.assets import asset_path
     from hf_memmix.conversion.limits import limit_of
+    from hf_memmix.conversion.records import write_json
     from hf_memmix.conversion.saving import atomic_folder, check_target
     from hf_memmix.training.evaluation.probes import TASKS, Material, plot_probes, run_probes
     from hf_memmix.training.text_files import read_text, text_record
@@ -67,7 +66,7 @@ def evaluate(
     record = {"models": {role: _described(folder, models[role]) for role, folder in folders.items()}}
     results = record | {"text": text_record(text), "environment": _environment(models)} | results
     with atomic_folder(out_dir, overwrite) as folder:
-        (folder / "probes.json").write_text(json.dumps(results, indent=1) + "\n")
+        write_json(folder / "probes.json", results)
         plot_probes(results, folder / "probes.png")
         plot_probes(results, folder / "probes_gain.png", "gain")
     if as_json:
@@ -208,9 +207,6 @@ def _described(folder: Path, model) -> dict:
 
 
 def _environment(models: dict) -> dict:
-    import torch
-    import transformers
+    from hf_memmix.conversion.records import environment
 
-    device = next(iter(models.values())).device
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
-    return {"hardware": hardware, "torch": torch.__version__, "transformers": transformers.__version__}
+    return environment(next(iter(models.values())).device)

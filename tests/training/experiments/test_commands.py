@@ -64,8 +64,8 @@ def test_the_options_are_the_settings_of_the_committed_results(name, tmp_path, m
     command = ["--out", tmp_path / "new.json", *(["--text", tmp_path / "text.npy"] if needs_text else [])]
     result = invoke(module, *command)
     assert result.exit_code == 0, result.output
-    ((given_name, script, args, plan),) = seen
-    assert given_name == name and Path(script) == Path(module.__file__) and callable(plan) and callable(module.run)
+    ((given_name, script, args, rows),) = seen
+    assert given_name == name and Path(script) == Path(module.__file__) and callable(rows) and callable(module.run)
     committed = json.loads(path_of(name).read_text())["settings"]
     assert load_results(args, name)["settings"].keys() == committed.keys()
 

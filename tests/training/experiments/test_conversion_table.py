@@ -36,10 +36,10 @@ def done(mixer, kept, scale, seed, loss):
 
 def test_the_rate_is_chosen_on_dev_text_where_all_layers_are_converted(tmp_path):
     args = arguments(tmp_path)
-    first = conversion_table.plan([], args)
+    first = conversion_table.rows_to_run([], args)
     assert [row["scale"] for row in first] == [0.0, 1.0, 1.0, 2.0, 2.0]
     rows = [done("gla", 0.0, 1.0, 0, 3.0), done("gla", 0.0, 2.0, 0, 2.0), done("gka", 0.0, 1.0, 0, 1.0)]
-    later = [row for row in conversion_table.plan(rows, args) if row not in first]
+    later = [row for row in conversion_table.rows_to_run(rows, args) if row not in first]
     assert {row["mixer"] for row in later} == {"gla"} and {row["scale"] for row in later} == {2.0}
     assert [(row["seed"], row["kept"]) for row in later] == [
         *((0, kept) for kept in conversion_table.KEPT[1:]),  # of seed 0, the first is done

@@ -54,11 +54,11 @@ def results_of(name, rows):
 
 
 def test_transfer(args, tmp_path):
-    plan = echo_transfer.plan([], args)
-    assert [(row["model"], row["seed"]) for row in plan] == [
+    planned = echo_transfer.rows_to_run([], args)
+    assert [(row["model"], row["seed"]) for row in planned] == [
         (name, seed) for name in ("ska", "attention", "ssm") for seed in (0, 1)
     ]
-    rows = [{**row, **whole(echo_transfer.run(row, args))} for row in plan if row["seed"] == 0]
+    rows = [{**row, **whole(echo_transfer.run(row, args))} for row in planned if row["seed"] == 0]
     for row in rows:
         assert row["finite"] and {cell[0] for cell in row["cells"]} == set(TASKS) == set(TASKS_PAPER)
         assert row["decode_agreement"] == 1
@@ -72,10 +72,10 @@ def test_transfer(args, tmp_path):
 
 def test_ablation(args, tmp_path):
     wanted = ("K = 2, chunks of 8", "no action mask", "chunks of 1", "sequence maximum")
-    assert len(echo_ablation.plan([], args)) == 2 * len(echo_ablation.VARIANTS)
+    assert len(echo_ablation.rows_to_run([], args)) == 2 * len(echo_ablation.VARIANTS)
     rows = [
         {**row, **whole(echo_ablation.run(row, args))}
-        for row in echo_ablation.plan([], args)
+        for row in echo_ablation.rows_to_run([], args)
         if row["variant"] in wanted
     ]
     assert [row["variant"] for row in rows] == [*wanted, *wanted] and all(row["finite"] for row in rows)
@@ -87,7 +87,7 @@ def test_ablation(args, tmp_path):
 
 
 def test_grid(args, tmp_path):
-    rows = [{**row, **whole(echo_mqar.run(row, args))} for row in echo_mqar.plan([], args)]
+    rows = [{**row, **whole(echo_mqar.run(row, args))} for row in echo_mqar.rows_to_run([], args)]
     assert len(rows) == 6 and all(0 <= row["accuracy"] <= 1 for row in rows)
     results = results_of("echo_mqar", rows)
     assert "| 4 | 8 |" in report(results)

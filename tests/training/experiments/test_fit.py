@@ -139,21 +139,21 @@ def test_rates_go_one_step_beyond_the_best():
 
 def test_longer_contexts_take_the_rate_that_was_best_on_dev_text():
     args = argparse.Namespace(contexts=[8, 16], lrs=[1e-3, 1e-2], models=["dec", "enc"])
-    first = language.plan([], args)
+    first = language.rows_to_run([], args)
     assert {row["context"] for row in first} == {8} and len(first) == 4
     assert [row["lr"] for row in first] == [1e-3, 1e-3, 1e-2, 1e-2], "a rate of all models before the next"
     dec = {"model": "dec", "context": 8, "seed": 0}
     done = [finished(lr, loss, **dec) for lr, loss in ((1e-3, 2.0), (1e-2, 3.0), (5e-4, 4.0))]
-    rows = [row for row in language.plan(done, args) if row not in first and row["lr"] != 5e-4]
+    rows = [row for row in language.rows_to_run(done, args) if row not in first and row["lr"] != 5e-4]
     assert rows and all(row["model"] == "dec" and row["lr"] == 1e-3 for row in rows)
     assert {(row["context"], row["seed"]) for row in rows} == {(16, 0), (8, 1), (16, 1)}
 
 
 def test_ablation_plan_repeats_the_ladder_with_a_second_seed():
     args = argparse.Namespace(context=8, lrs=[1e-2])
-    assert len(lattice_ablation.plan([], args)) == len(lattice_ablation.LADDER)
+    assert len(lattice_ablation.rows_to_run([], args)) == len(lattice_ablation.LADDER)
     dec = finished(1e-2, 1.0, rung="+ projection", context=8, seed=0)
-    rows = [row for row in lattice_ablation.plan([dec], args) if row["rung"] == "+ projection" or row["seed"]]
+    rows = [row for row in lattice_ablation.rows_to_run([dec], args) if row["rung"] == "+ projection" or row["seed"]]
     assert {(row["rung"], row["seed"]) for row in rows} == {
         ("+ projection", 0), ("+ projection", 1), *((rung, 1) for rung in lattice_ablation.OPEN)
     }  # fmt: skip
@@ -161,9 +161,9 @@ def test_ablation_plan_repeats_the_ladder_with_a_second_seed():
 
 def test_recall_plan_tries_rates_in_each_cell():
     args = argparse.Namespace(cells=[[16, 2], [32, 4]], lrs=[1e-2], models=["dec", "gka"])
-    assert len(recall.plan([], args)) == 4
+    assert len(recall.rows_to_run([], args)) == 4
     done = [finished(1e-2, 1.0, model="gka", length=32, pairs=4, seed=0)]
-    (second,) = (row for row in recall.plan(done, args) if row["seed"] == 1)
+    (second,) = (row for row in recall.rows_to_run(done, args) if row["seed"] == 1)
     assert second == {"model": "gka", "length": 32, "pairs": 4, "lr": 1e-2, "seed": 1}
 
 
@@ -206,8 +206,8 @@ def rows_of_recall(done, args):
     ]
 
 
-def run_recall(args, plan):
-    return harness.execute("recall", recall.__file__, args, plan)
+def run_recall(args, rows_to_run):
+    return harness.execute("recall", recall.__file__, args, rows_to_run)
 
 
 def test_resumes_and_survives_a_failing_row(tmp_path):
@@ -234,12 +234,12 @@ def test_what_was_trained_is_kept_when_measuring_fails(tmp_path):
     """No sequences to measure: the training stands in the file, with what failed; the row does not run again."""
     values = {"steps": 2, "batch": 2, "batch_tokens": 512, "sequences": 0, "enough": 0.0}
     args = arguments(tmp_path, **values, models=["ssm"], cells=[[4, 8]], lrs=[1e-3], seeds=1)
-    results = harness.execute("echo_mqar", echo_mqar.__file__, args, echo_mqar.plan)
+    results = harness.execute("echo_mqar", echo_mqar.__file__, args, echo_mqar.rows_to_run)
     (row,) = results["rows"]
     assert row["finite"] and row["curve"] and row["errors"].keys() == {"dev_loss", "accuracy"}
     assert not row.keys() & {"error", "unfinished"} and json.loads(args.out.read_text()) == results
     args.deadline = None
-    assert harness.execute("echo_mqar", echo_mqar.__file__, args, echo_mqar.plan)["rows"] == [row]
+    assert harness.execute("echo_mqar", echo_mqar.__file__, args, echo_mqar.rows_to_run)["rows"] == [row]
 
 
 def test_parts_of_a_row(tmp_path):

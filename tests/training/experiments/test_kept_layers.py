@@ -5,14 +5,14 @@ from argparse import Namespace
 import pytest
 
 from hf_memmix.training.experiments.common.harness import matches
-from hf_memmix.training.experiments.conversion.kept_layers import draw_sets, plan, run, summary, table
+from hf_memmix.training.experiments.conversion.kept_layers import draw_sets, rows_to_run, run, summary, table
 
 
 def results_of(costs):
     """Rows of six layers; a set of kept layers has as KL the sum of what its swapped layers cost."""
     layers = [{"layer": i, "kl": cost, "nll": -cost, "rank": 0} for i, cost in enumerate(costs)]
     rows = [{"stage": "align", "ranking": {"layers": layers}}]
-    for row in plan(rows, Namespace(sizes=[1, 2])):
+    for row in rows_to_run(rows, Namespace(sizes=[1, 2])):
         kl = sum(cost for i, cost in enumerate(costs) if i not in row["keep"])
         rows.append(row | {"trained": {"kl": kl, "ppl_ratio": 1 + kl, "answers": {}}})
     where = {"hardware": "none", "commit": "none"}
@@ -20,9 +20,9 @@ def results_of(costs):
 
 
 def test_every_plan_of_a_size_is_a_row():
-    (first,) = plan([], Namespace(sizes=[1, 2]))
+    (first,) = rows_to_run([], Namespace(sizes=[1, 2]))
     assert first == {"stage": "align"}
-    rows = plan([first], Namespace(sizes=[1, 2]))
+    rows = rows_to_run([first], Namespace(sizes=[1, 2]))
     assert len(rows) == 6 + 15 and not any(matches(first, row) for row in rows)
 
 

@@ -49,11 +49,11 @@ def row(start, errors, steps=0, seed=0):
 
 def test_the_closest_starts_and_the_default_are_aligned():
     args = argparse.Namespace(mixers=["gla"], seeds=2, steps=5, contenders=1)
-    first = init_table.plan([], args)
+    first = init_table.rows_to_run([], args)
     assert {entry["steps"] for entry in first} == {0}
     assert [entry["seed"] for entry in first if entry["start"] == "random gates"] == [0, 1]
     done = [entry | {"dev": [0.5 if entry["start"] == "gate 2" else 0.9] * 2} for entry in first]
-    later = [entry for entry in init_table.plan(done, args) if entry not in first]
+    later = [entry for entry in init_table.rows_to_run(done, args) if entry not in first]
     assert later == [{"mixer": "gla", "start": name, "seed": 0, "steps": 5} for name in (DEFAULT, "gate 2")]
 
 

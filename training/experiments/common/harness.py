@@ -1,9 +1,9 @@
 """Runs the rows of an experiment in several processes on one device, and writes finished rows to a JSON file.
 
-An experiment is a module with two functions. `plan(done, args)` gives the rows that can run now, the most wanted
-first. `run(row, args)` gives the results of one row. Rows and results are dictionaries of JSON values. Finished rows
-do not run again, so the same command resumes a run that a time limit stopped. A row that fails is recorded with its
-error, does not stop the others, and is tried again by the next command.
+An experiment is a module with two functions. `rows_to_run(done, args)` gives the rows that can run now, in the order
+of their importance. `run(row, args)` gives the results of one row. Rows and results are dictionaries of JSON values.
+Finished rows do not run again, so the same command resumes a run that a time limit stopped. A row that fails is
+recorded with its error, does not stop the others, and is tried again by the next command.
 
 `run` may also be a generator of parts of the results. The harness writes each part at once, so the file holds the
 training of a row before the row is measured. A row is "unfinished" until its last part; if it is stopped before, the
@@ -91,8 +91,8 @@ def load_results(args: SimpleNamespace, name: str) -> dict:
     return results
 
 
-def execute(name: str, script: str | Path, args: SimpleNamespace, plan: Callable, **about) -> dict:
-    """Run the rows that `plan` gives until there is none left or the time is over.
+def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: Callable, **about) -> dict:
+    """Run the rows that `rows_to_run` gives until there is none left or the time is over.
 
     Args:
         name: the experiment's name in its results.
@@ -111,7 +111,7 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, plan: Callable
         while True:
             tried = [*results["rows"], *(row for row, _ in busy.values())]
             done = [row for row in results["rows"] if "unfinished" not in row]
-            waiting = [row for row in plan(done, args) if not any(matches(t, row) for t in tried)]
+            waiting = [row for row in rows_to_run(done, args) if not any(matches(t, row) for t in tried)]
             if time.time() > args.deadline:
                 waiting = []
             while waiting and len(busy) < limit:

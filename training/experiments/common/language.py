@@ -16,7 +16,7 @@ Contexts = Annotated[list[int], typer.Option(help="tokens of a sequence; repeata
 Models = Annotated[list[str], typer.Option(help="models to compare; repeatable")]
 
 
-def plan(done: list[dict], args) -> list[dict]:
+def rows_to_run(done: list[dict], args) -> list[dict]:
     """Every rate at the shortest context; the chosen one at all contexts, with every seed."""
     first, rows, chosen = args.contexts[0], [], {}
     for name in args.models:
@@ -37,7 +37,7 @@ def plan(done: list[dict], args) -> list[dict]:
 def run_command(name: str, script: str, args: SimpleNamespace) -> None:
     """Run an experiment on language models and draw its plot if `args.plot` is set."""
     check_names("--models", args.models, MODELS)
-    results = execute(name, script, args, plan, **describe_training_text(args.text))
+    results = execute(name, script, args, rows_to_run, **describe_training_text(args.text))
     if args.plot:
         from hf_memmix.training.experiments.common.plots import plot_language
 

@@ -49,7 +49,7 @@ DISTILL = {"steps": 250, "learning_rate": 1e-3, "rest_learning_rate": 1e-4}
 SCORES = {"select": ("kl", "nll"), "KL alone": ("kl",), "answers alone": ("nll",)}
 
 
-def plan(done: list[dict], args) -> list[dict]:
+def rows_to_run(done: list[dict], args) -> list[dict]:
     if not any(row["stage"] == "align" for row in done):
         return [{"stage": "align"}]
     layers = load_model(asset_path("tiny_teacher")).config.num_hidden_layers
@@ -169,7 +169,7 @@ def table(results: dict) -> str:
         every = (found["kl"], found["ppl_ratio"])
         lines.append([found["kept"], f"mean of all {found['plans']}", "", *(f"{f['mean']:.4f}" for f in every)])
         lines.append([found["kept"], "worst of them", "", *(f"{f['worst']:.4f}" for f in every)])
-    head = ["layers kept", "plan", "which", "KL to the teacher", "perplexity ratio"]
+    head = ["layers kept", "chosen by", "which", "KL to the teacher", "perplexity ratio"]
     return markdown_table(head, lines, figures=True) + f"\n\nHeld-out text; {measured_at(results)}."
 
 
@@ -212,7 +212,7 @@ def main(
 ) -> None:
     """Train a student for every set of kept layers and write the results."""
     args = settings(locals())
-    results = execute("compare_plans", __file__, args, plan, text=describe_training_text(text))
+    results = execute("compare_plans", __file__, args, rows_to_run, text=describe_training_text(text))
     if len(results["rows"]) > 1:
         results["summary"] = summary(results)
         write_json(out, results)

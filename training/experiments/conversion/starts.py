@@ -191,7 +191,7 @@ def figure(rows: list[dict], mixer: str, start: str, key: str = "dev") -> float:
     return statistics.fmean(statistics.fmean(row[key]) for row in found)
 
 
-def plan(done: list[dict], args) -> list[dict]:
+def rows_to_run(done: list[dict], args) -> list[dict]:
     """Every start; the contenders of a mixer are aligned when all its starts are measured."""
     rows = []
     for mixer in args.mixers:
@@ -250,7 +250,7 @@ def main(
     args = settings(locals())
     check_names("--mixers", mixers, STARTS)
     texts = {name: {"text": text_record(asset_path(f"{name}.txt"))} for name in ("dev", "heldout")}
-    execute("init_table", __file__, args, plan, **texts)
+    execute("init_table", __file__, args, rows_to_run, **texts)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ STAGE_RATES = {"align": 3e-3, "mixers": 1.5e-3, "rest": 4e-4}
 PROBES = {"tasks": ("niah", "mqar", "mentions"), "lengths": (256, 512, 1024)}
 
 
-def plan(done: list[dict], args) -> list[dict]:
+def rows_to_run(done: list[dict], args) -> list[dict]:
     rows = [{"mixer": "attention", "kept": 1.0, "scale": 0.0, "seed": 0}]
     rows += [{"mixer": m, "kept": 0.0, "scale": s, "seed": 0} for s in args.scales for m in args.mixers]
     chosen = {}
@@ -124,7 +124,7 @@ def main(
 ) -> None:
     """Convert and train every row and write the results."""
     args = settings(locals())
-    results = execute("conversion_table", __file__, args, plan, text=describe_training_text(text))
+    results = execute("conversion_table", __file__, args, rows_to_run, text=describe_training_text(text))
     if plot:
         from hf_memmix.training.experiments.conversion.table_report import plot as draw
 

@@ -32,7 +32,7 @@ VARIANTS = {
 }
 
 
-def plan(done: list[dict], args) -> list[dict]:
+def rows_to_run(done: list[dict], args) -> list[dict]:
     return [
         {"variant": name, "model": "ska", "lr": args.lr, "seed": seed}
         for seed in range(args.seeds)
@@ -63,7 +63,7 @@ def main(
     """Train every variant and write the results."""
     args = settings(locals())
     check_names("--variants", variants, VARIANTS)
-    results = execute("echo_ablation", __file__, args, plan)
+    results = execute("echo_ablation", __file__, args, rows_to_run)
     if plot:
         from hf_memmix.training.experiments.echo.plots import plot_ablation
 

@@ -35,7 +35,7 @@ def batches(row: dict, args) -> Iterator[Examples]:
         yield from (drawn[i * batch : (i + 1) * batch] for i in range(suite.AHEAD))
 
 
-def plan(done: list[dict], args) -> list[dict]:
+def rows_to_run(done: list[dict], args) -> list[dict]:
     """All cells at every rate with a seed before any with the next."""
     return [
         {"model": name, "pairs": pairs, "gap": gap, "lr": lr, "seed": seed}
@@ -79,7 +79,7 @@ def main(
     """Train a model for every cell and write the results."""
     args = settings(locals() | {"cells": json.loads(cells)})
     check_names("--models", models, suite.MODELS)
-    results = execute("echo_mqar", __file__, args, plan)
+    results = execute("echo_mqar", __file__, args, rows_to_run)
     if plot:
         from hf_memmix.training.experiments.echo.plots import plot_grid
 

@@ -29,7 +29,7 @@ from hf_memmix.training.experiments.echo import suite
 from hf_memmix.training.experiments.echo.protocol import Batch, Length, Lengths, Pairs, Sequences, learn_and_measure
 
 
-def plan(done: list[dict], args) -> list[dict]:
+def rows_to_run(done: list[dict], args) -> list[dict]:
     """Every rate and seed of one model after another, the paper's own first."""
     return [
         {"model": name, "lr": lr, "seed": seed}
@@ -61,7 +61,7 @@ def main(
     """Train every model and write the results."""
     args = settings(locals())
     check_names("--models", models, suite.MODELS)
-    results = execute("echo_transfer", __file__, args, plan)
+    results = execute("echo_transfer", __file__, args, rows_to_run)
     if plot:
         from hf_memmix.training.experiments.echo.plots import plot_transfer
 

@@ -45,7 +45,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator(device()).manual_seed(seed)
 
 
-def plan(done: list[dict], args) -> list[dict]:
+def rows_to_run(done: list[dict], args) -> list[dict]:
     rows, seconds = [], []
     for length, pairs in args.cells:
         tries = []
@@ -112,7 +112,7 @@ def main(
     check_names("--models", models, MODELS)
     for cell in args.cells:
         check_cell(*cell)
-    results = execute("recall", __file__, args, plan, chance_loss=math.log(VOCAB // 2))
+    results = execute("recall", __file__, args, rows_to_run, chance_loss=math.log(VOCAB // 2))
     if plot:
         from hf_memmix.training.experiments.gka.plots import plot_recall
 

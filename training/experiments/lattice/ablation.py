@@ -33,7 +33,7 @@ from hf_memmix.training.experiments.lattice.rungs import LADDER, OPEN
 SEEDS = (0, 1)
 
 
-def plan(done: list[dict], args) -> list[dict]:
+def rows_to_run(done: list[dict], args) -> list[dict]:
     rows, chosen = [], {}
     for rung in LADDER:
         lrs, chosen[rung] = rates_to_try(done, args.lrs, rung=rung, seed=0)
@@ -71,7 +71,7 @@ def main(
 ) -> None:
     """Train every rung and write the results."""
     args = settings(locals())
-    results = execute("lattice_ablation", __file__, args, plan, **describe_training_text(text))
+    results = execute("lattice_ablation", __file__, args, rows_to_run, **describe_training_text(text))
     if plot:
         from hf_memmix.training.experiments.lattice.plots import plot_ablation
 

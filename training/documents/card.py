@@ -1,6 +1,7 @@
-"""The card of a converted model from measurements alone: `memmix report`, `memmix eval`, the stages, the plan.
+"""The card of a converted model, from measurements alone: `memmix report`, `memmix eval`, the stages, the plan.
 
-Every measurement names the weights it is of; a card is refused when they are not the folder's, and so is an upload.
+Every measurement names the weights that it measured. A card and an upload are refused when these are
+not the weights of the folder.
 """
 
 import hashlib
@@ -15,13 +16,13 @@ from hf_memmix.conversion.records import markdown_table
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 MIXERS = {
-    "coffee": "COFFEE: a few scalar states a feature, each of which opens and closes its own input gate "
+    "coffee": "COFFEE: a few scalar states per feature; each state opens and closes its own input gate "
     "(Zattra et al., Context-Selective State Space Models: Feedback is All You Need)",
-    "gka": "[Gated KalmaNet](https://arxiv.org/abs/2511.21016): ridge regression of the values on the keys of the "
-    "past, solved anew at every token",
-    "lattice": "[Lattice](https://arxiv.org/abs/2504.05646): slots of unit norm; a token writes to a slot only what "
-    "is orthogonal to it",
-    "mamba2": "[Mamba-2](https://arxiv.org/abs/2405.21060): a matrix a head that decays and takes in each token",
+    "gka": "[Gated KalmaNet](https://arxiv.org/abs/2511.21016): ridge regression of the values on the past keys, "
+    "re-solved per token",
+    "lattice": "[Lattice](https://arxiv.org/abs/2504.05646): slots of unit norm; a token writes to a slot only the "
+    "part that is orthogonal to it",
+    "mamba2": "[Mamba-2](https://arxiv.org/abs/2405.21060): one matrix per head, which decays and adds each token",
     "ska": "Spectral Koopman Attention (Echo): ridge regression on a low-rank projection, filtered by powers of the "
     "keys' transition operator",
 }
@@ -132,7 +133,7 @@ def student_card(
         base=base_model,
         converted=len(kinds) - len(kept),
         layers=len(kinds),
-        kept=f" Attention, with its growing cache, is left in layer {', '.join(map(str, kept))}." if kept else "",
+        kept=f" Attention, with its growing cache, remains in layer {', '.join(map(str, kept))}." if kept else "",
         mixers="\n".join(f"- {MIXERS.get(kind, kind)}." for kind in used),
         tokens=f"{report['tokens']:,}",
         text=_named(report["text"]),
@@ -186,8 +187,9 @@ def _recall(probes: dict | None) -> str:
         rows.append([row["task"], "" if row["chance"] is None else f"{row['chance']:.1%}", *shares, *gains])
     lengths = ", ".join(map(str, settings["lengths"]))
     return (
-        f"\nRecall at lengths {lengths}: share of right choices among the candidates (of exact answers for mentions), "
-        f"and nats that an answer token owes to what the context says of it.\n\n{markdown_table(head, rows)}\n"
+        f"\nRecall at lengths {lengths}: the share of right choices among the candidates (for mentions: of exact "
+        "answers), and the nats that an answer token gains from what the context says about it.\n\n"
+        f"{markdown_table(head, rows)}\n"
     )
 
 
@@ -205,4 +207,4 @@ def _plan(plan: dict | None) -> str:
         return ""
     ranked = sorted(plan["layers"], key=lambda row: row["rank"])
     scores = ", ".join(f"{row['layer']} ({row['score']:.3f})" for row in ranked)
-    return f"\nLayers by what handing each to its mixer costs, in nats: {scores}.\n"
+    return f"\nCost of replacing each layer alone by its mixer, in nats: {scores}.\n"

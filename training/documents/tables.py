@@ -67,7 +67,7 @@ def student_table(root: Path) -> str:
         "same token",
     ]
     return aligned_table(head, lines) + (
-        f"\n\n{', '.join(sorted(tokens))} tokens of the held-out text, on which no choice rests; "
+        f"\n\n{', '.join(sorted(tokens))} tokens of the held-out text, which was never used for selection; "
         f"distilled on one {', '.join(sorted(devices))} each."
     )
 
@@ -100,12 +100,13 @@ def gpus_table(root: Path) -> str:
                     "" if off is None else f"{100 * off:.4f} %",
                 )
                 lines.append([model_name, stage, title, f"{row['tokens_per_step']:,}", *figures])
-    head = ["model", "stage", "launch", "tokens a step", "tokens/s", "peak memory a GPU", "efficiency", "loss off by"]
+    head = ["model", "stage", "launch", "tokens per step", "tokens/s", "peak memory per GPU"]
+    head += ["efficiency", "loss off by"]
     return (
         aligned_table(head, lines)
         + f"\n\n{results['gpus']} x {results['hardware']}, torch {results['torch']}, commit "
-        f"{results['commit']}. Off by: the largest relative difference from the loss on one GPU, of all steps. "
-        "Halves: gradient accumulation, in which the last rows of an epoch, fewer than a batch, weighed more."
+        f"{results['commit']}. Loss off by: the largest relative difference from the loss on one GPU, over all steps. "
+        "Halves: gradient accumulation in two parts; the last rows of an epoch, fewer than a batch, had more weight."
     )
 
 

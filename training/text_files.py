@@ -1,7 +1,7 @@
 """Documents from local text, JSON lines and Parquet files, and from the Hub as a stream.
 
-A text file is one document, a JSON line or a Parquet row is one, of its field `text`. `hub:NAME` and `hub:NAME:SPLIT`
-stream a data set through `datasets`, which only they need.
+A text file is one document. A JSON line or a Parquet row is one document, in its field `text`. `hub:NAME` and
+`hub:NAME:SPLIT` stream a data set through the package `datasets`.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def list_of(sources: str | Path | Iterable[str | Path]) -> list[str | Path]:
 
 
 def documents(source: str | Path) -> Iterator[str]:
-    """The documents of one source, in order; nothing but the current one is kept in memory, but of a text file.
+    """The documents of one source, in order. Only the current document is kept in memory.
 
     Raises ValueError, naming the place, for a missing, empty or binary file, a broken line and a row without text.
     """

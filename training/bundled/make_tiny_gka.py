@@ -86,7 +86,7 @@ def main(
         step_seconds = {
             stage: measure_step(stage, teacher, data, args, keep, options) for stage in ("align", "distill")
         }
-        say("seconds a step: " + ", ".join(f"{stage} {value:.4f}" for stage, value in step_seconds.items()))
+        say("seconds per step: " + ", ".join(f"{stage} {value:.4f}" for stage, value in step_seconds.items()))
         left = 60 * args.minutes - (time.monotonic() - started)
         shares = {"align": args.align_share, "distill": 1 - args.align_share}
         for stage, share in shares.items():

@@ -81,7 +81,7 @@ def generate_table(root: Path) -> str:
 
 
 def op_table(root: Path, *ops: str) -> str:
-    """Every measurement of the ops: a line a shape and variant, a column a pass, in milliseconds."""
+    """Every measurement of the ops: one line per shape and variant, one column per pass, in milliseconds."""
     rows = [row for row in read("kernels", root) if row["op"] in ops]
     if not rows:
         raise ValueError(
@@ -107,7 +107,7 @@ def op_table(root: Path, *ops: str) -> str:
 
 
 def coffee_grid_table(root: Path) -> str:
-    """Milliseconds of COFFEE's methods, a line a width and method, a column a length; bold is what "auto" picks."""
+    """Milliseconds of COFFEE's methods, a line per width and method, a column per length; bold: "auto" picks it."""
     grid = read("coffee_grid", root)
     tokens = list(dict.fromkeys(row["T"] for row in grid["rows"]))
     converged = {(row["D"], row["B"], row["method"]) for row in grid["rows"] if row["ms"] is not None}

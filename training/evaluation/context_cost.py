@@ -1,8 +1,8 @@
-"""What a context costs at decode time: bytes of the cache and milliseconds a token, measured on real caches.
+"""What a context costs at decode time: bytes of the cache and milliseconds per token, measured on real caches.
 
-A cache is filled by a real prefill of a few hundred tokens. Attention layers are then extended to the wanted context
-with random keys and values of the model's own shape and dtype: bytes and time do not depend on what the numbers are,
-and a prefill of 128k tokens through full attention would take hours on a CPU. Recurrent layers have nothing to extend.
+A real prefill of a few hundred tokens fills the cache. The attention layers are then extended to the wanted context
+with random keys and values of the model's shape and dtype: bytes and time do not depend on the values, and a prefill of
+128k tokens through full attention would take hours on a CPU. Recurrent layers do not grow, so nothing is added to them.
 """
 
 import statistics

@@ -1,11 +1,11 @@
 """Which layers should stay attention: forward passes only, no training for each candidate.
 
-One layer of the teacher at a time hands over to its mixer; the score of a layer is what that costs,
+One layer of the teacher at a time is replaced by its mixer. The score of a layer is what the replacement costs:
 
     score_l = KL(teacher || teacher with layer l swapped) + weight (nll_l - nll)
 
-with the mean nll of the answers of recall probes. Layers with the highest scores stay. Use mixers that were aligned:
-fresh ones rank how hard a layer is to start from, not how much is lost with it.
+with the mean nll of the answers of recall probes. The layers with the highest scores stay attention. Use aligned
+mixers: the scores of fresh mixers tell how well each layer starts, not how much is lost with it.
 """
 
 import contextlib
@@ -58,15 +58,15 @@ def cost_of_swaps(
     batch_size: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict, list[dict]]:
-    """What each set of swapped layers costs, all at once a set.
+    """What each set of swapped layers costs; all layers of a set are swapped at once.
 
     Args:
         swaps: sets of the student's converted layers.
         blocks: [N, T] token ids for the divergence.
         samples: probes by task, of one length each, for the nll of their answers.
 
-    Returns the teacher's `{"loss", "answers"}` and, a set, `{"layers", "kl", "loss", "answers"}`: forward KL and loss
-    in nats a token, and the mean nll of the answers by task.
+    Returns the teacher's `{"loss", "answers"}` and, for each set, `{"layers", "kl", "loss", "answers"}`: forward KL and
+    loss in nats per token, and the mean nll of the answers by task.
     Raises ValueError if a set names a layer that the student has not converted.
     """
     have = converted_layers(student)

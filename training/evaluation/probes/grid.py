@@ -28,7 +28,7 @@ def run_probes(
     """Score every model on the same sequences.
 
     Args:
-        samples: sequences a cell; tasks whose answers have depths of their own draw as many for all depths together.
+        samples: sequences per cell; tasks whose answers have their own depths draw as many for all depths together.
 
     Returns `settings`, `cells` and `summary`. A cell is `{"task", "length", "depth", "answers", "chance"}` and for
     every model what `means` gives of its answers, or None where the length is over the model's limit; `summary` holds
@@ -85,7 +85,7 @@ def _check(tasks, lengths, depths, samples) -> None:
 
 
 def _cells(task: str, length: int, depths, models, results: dict[str, list[Scores]]) -> list[dict]:
-    """One row a depth, or one with depth None if the answers have none."""
+    """One row per depth, or one with depth None if the answers have no depth."""
     rows = []
     some = next(iter(results.values()), [])
     where = [_nearest(s.answer.depth, depths) for s in some]

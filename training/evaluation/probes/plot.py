@@ -1,4 +1,4 @@
-"""Heat maps of the probes' JSON: length along, depth down, one panel a task and model.
+"""Heat maps of the probes' JSON: length along, depth down, one panel per task and model.
 
 python -m hf_memmix.training.evaluation.probes.plot RESULTS.json PLOT.png [--measure gain]
 """
@@ -12,10 +12,10 @@ GAIN_TOP = 3  # nats; more is as green
 
 
 def plot_probes(results: dict, path: str | Path, measure: str = "choice") -> None:
-    """Draw `run_probes`' results as a PNG: a row of panels a model, a column a task.
+    """Draw `run_probes`' results as a PNG: one row of panels per model, one column per task.
 
-    measure: "choice", the share of right choices among the candidates, or of exactly predicted answers where a task
-        has none; or "gain", nats per answer token that the model owes to what the context said of the answer.
+    measure: "choice", the share of right choices among the candidates, or of exactly predicted answers for a task
+        without candidates; or "gain", the nats per answer token that the context adds.
     """
     import matplotlib
 

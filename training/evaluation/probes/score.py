@@ -1,4 +1,4 @@
-"""Answers of a model, teacher-forced: one forward a sequence, no generation, logits at answer tokens only."""
+"""Answers of a model, teacher-forced: one forward per sequence, no generation, logits at answer tokens only."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,13 @@ CHUNK = 256  # answer tokens whose logits exist at a time
 
 @dataclass(frozen=True)
 class Scores:
-    """One number an answer: `nll`, nats per token; `exact`, whether every token is the likeliest; `choice`, whether
-    its first token is the likeliest of the candidates', None without any; `gain`, how much higher the nll is in the
-    control, None where that was not read."""
+    """The scores of one answer.
+
+    nll: nats per token.
+    exact: whether every token of the answer is the likeliest token.
+    choice: whether its first token is the likeliest of the candidates' first tokens; None without candidates.
+    gain: how much higher the nll is in the control; None if the control was not read.
+    """
 
     answer: Answer
     nll: float
@@ -26,7 +30,9 @@ class Scores:
 
 @torch.no_grad()
 def score(model: nn.Module, samples: list[Sample], batch_size: int = 8, control: bool = True) -> list[Scores]:
-    """Scores of all answers of `samples`, which have one length, in their order; `control`: whether to read theirs.
+    """Scores of all answers of `samples`, in their order; all samples have the same length.
+
+    control: whether the controls of the samples are read as well.
 
     Raises:
         ValueError: the samples have tokens that the model's vocabulary lacks.

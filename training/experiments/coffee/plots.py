@@ -43,7 +43,7 @@ def plot_ih0(results: dict, path: Path) -> None:
 
 
 def plot_tables(reports: list[dict], path: Path) -> None:
-    """One panel a table."""
+    """One panel per table."""
     pyplot = pyplot_without_screen()
     runs = [(name, run) for report in reports for name, run in report["runs"].items() if "error" not in run]
     tables = sorted({run["table"] for _, run in runs})

@@ -1,8 +1,9 @@
 """What a context costs at decode time: bytes of the cache and milliseconds per token, measured on real caches.
 
-A real prefill of a few hundred tokens fills the cache. The attention layers are then extended to the wanted context
-with random keys and values of the model's shape and dtype: bytes and time do not depend on the values, and a prefill of
-128k tokens through full attention would take hours on a CPU. Recurrent layers do not grow, so nothing is added to them.
+A real prefill of a few hundred tokens fills the cache. The attention layers are then extended to the wanted
+context with random keys and values of the model's shape and dtype: bytes and time do not depend on the values, and a
+prefill of 128k tokens through full attention would take hours on a CPU. Recurrent layers do not grow,
+so nothing is added to them.
 """
 
 import statistics

@@ -65,8 +65,8 @@ def cost_of_swaps(
         blocks: [N, T] token ids for the divergence.
         samples: probes by task, of one length each, for the nll of their answers.
 
-    Returns the teacher's `{"loss", "answers"}` and, for each set, `{"layers", "kl", "loss", "answers"}`: forward KL and
-    loss in nats per token, and the mean nll of the answers by task.
+    Returns the teacher's `{"loss", "answers"}` and, for each set, `{"layers", "kl", "loss", "answers"}`: forward KL
+    and loss in nats per token, and the mean nll of the answers by task.
     Raises ValueError if a set names a layer that the student has not converted.
     """
     have = converted_layers(student)

@@ -1,12 +1,11 @@
-"""Writes a digest of the PTX of every kernel that an op launches on an H200, and compares two such files; needs no GPU.
+"""Writes a digest of the PTX of every kernel that an op launches, for an H200, and compares two files; needs no GPU.
 
     python tests/kernels/same_ptx.py record before.json gla ska     # in the checkout before the change
     python tests/kernels/same_ptx.py record after.json gla ska      # after it
     python tests/kernels/same_ptx.py compare before.json after.json
 
-Who moves or renames kernels proves by it that the generated code is the same. The names of kernels, and what depends on
-them or on line numbers, are taken out of the PTX before it is hashed. The exit status of `compare` is 1 if a digest
-differs.
+It proves that a move or a renaming of kernels leaves the generated code the same. The names of kernels and the line
+numbers are removed from the PTX before it is hashed. The exit status of `compare` is 1 if a digest differs.
 """
 
 import argparse

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .._common import SequenceLayout, check_cu_seqlens, compute_dtype, num_sequences
-from .op import State, check, check_state, gain_of, masked, sequence_max, state_shapes
+from .op import check, gain_of, masked, sequence_max
 from .operator import Operator
+from .state import State, check_state, state_shapes
 
 
 def prefix_ska(

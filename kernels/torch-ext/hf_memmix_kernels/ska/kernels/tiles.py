@@ -7,7 +7,7 @@ without tokens yet. Pointers are moved to a chunk's first token in int64; within
 import triton
 import triton.language as tl
 
-from .naive import POWER_ITERATIONS, SMALLEST_NORM
+from ..naive import POWER_ITERATIONS, SMALLEST_NORM
 
 STEPS: tl.constexpr = tl.constexpr(POWER_ITERATIONS)
 SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_NORM)

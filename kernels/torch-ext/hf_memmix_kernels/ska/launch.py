@@ -8,8 +8,10 @@ import torch
 import triton
 from torch import Tensor
 
-from .bwd_kernels import ska_bwd_kernel_dkv, ska_bwd_kernel_operator, ska_bwd_kernel_scan
-from .fwd_kernels import ska_fwd_kernel_read, ska_fwd_kernel_scan
+from .._launch import contiguous
+from .kernels.backward import ska_bwd_kernel_dkv, ska_bwd_kernel_operator, ska_bwd_kernel_scan
+from .kernels.forward import ska_fwd_kernel_read, ska_fwd_kernel_scan
+from .kernels.step import ska_step_kernel
 
 MAX_TRITON_RANK = 64
 
@@ -74,10 +76,6 @@ class _Launch:
         return S, nu, final
 
 
-def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t.contiguous() for t in tensors)
-
-
 def _tokens(like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Tokens as the kernels read them, in the dtype of `like` up to `MAX_LOW_PRECISION_RANK`."""
     dtype = like.dtype if like.shape[-1] <= MAX_LOW_PRECISION_RANK else torch.float32
@@ -88,7 +86,7 @@ def ska_forward(q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, leng
     """o [B, T, H, P] in q's dtype and the five final states."""
     shape, dtype = (*q.shape[:3], v.shape[-1]), q.dtype
     q, k, v = _tokens(q, q, k, v)
-    gain, S0, W0, previous, nu0, position = _contiguous(gain, S0, W0, previous, nu0, position)
+    gain, S0, W0, previous, nu0, position = contiguous(gain, S0, W0, previous, nu0, position)
     launch = _Launch(q, k, v, position, cu_seqlens, lengths, chunk_size, *options)
     S, nu, (S_final, previous_final, nu_final, position_final) = launch.statistics(k, v, S0, previous, nu0, position)
     o = (q.new_empty if lengths is None else q.new_zeros)(shape, dtype=dtype)
@@ -108,7 +106,7 @@ def ska_backward(
     fresh = torch.empty if lengths is None else torch.zeros
     dq, dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     do, q, k, v = _tokens(q, do, q, k, v)
-    dS_final, dW_final, dprevious_final, dnu_final, gain, S0, W0, previous, nu0, position = _contiguous(
+    dS_final, dW_final, dprevious_final, dnu_final, gain, S0, W0, previous, nu0, position = contiguous(
         dS_final, dW_final, dprevious_final, dnu_final, gain, S0, W0, previous, nu0, position
     )
     launch = _Launch(q, k, v, position, cu_seqlens, lengths, chunk_size, *options)
@@ -130,3 +128,19 @@ def ska_backward(
         **launch.sizes, **launch.values, **launch.launch("bwd_dkv"),
     )  # fmt: skip
     return dq, dk, dv, dgain.sum(0), dS0, dW0, dprevious, dnu0
+
+
+def ska_step_triton(
+    q, k, v, gain, S, W, previous, nu, position, chunk_size, per_token, power, eps, spectral_norm, sigma_floor
+):
+    """Advance the state in place by the one token of q, k, v [B, 1, heads, D]; o [B, 1, H, P] in q's dtype."""
+    batch, _, heads, R = q.shape
+    kv_heads, V = v.shape[2:]
+    o = q.new_empty(batch, 1, heads, V)
+    BR, BV = (max(16, triton.next_power_of_2(size)) for size in (R, min(V, 64)))
+    ska_step_kernel[(batch * kv_heads,)](
+        *(t.contiguous() for t in (q, k, v, gain)), S, W, previous, nu, position, o, eps, sigma_floor,
+        H=heads, HK=kv_heads, R=R, V=V, C=chunk_size, PER_TOKEN=per_token, POWER=power, SPECTRAL=spectral_norm,
+        BR=BR, BV=BV, num_warps=4 if R <= 32 else 8,
+    )  # fmt: skip
+    return o

@@ -8,10 +8,12 @@ import torch
 import triton
 
 from .._chunks import chunk_table
-from .bwd_kernels import gka_bwd_kernel_dkv, gka_bwd_kernel_read, gka_bwd_kernel_ridge, gka_bwd_kernel_scan
-from .fwd_kernels import gka_fwd_kernel_read, gka_fwd_kernel_scan
+from .._launch import accumulator
+from .kernels.backward import gka_bwd_kernel_dkv, gka_bwd_kernel_read, gka_bwd_kernel_ridge, gka_bwd_kernel_scan
+from .kernels.forward import gka_fwd_kernel_read, gka_fwd_kernel_scan
+from .kernels.solve import gka_kernel_solve, gka_kernel_steps
+from .kernels.step import gka_step_kernel
 from .schedule import richardson_steps
-from .solve_kernel import gka_kernel_solve, gka_kernel_steps
 
 SHARED_MEMORY_ROW = 256  # bytes of a state's row at which a chunk of 64 tokens just fits a multiprocessor
 SCAN_TILE = 64
@@ -157,3 +159,32 @@ def gka_backward(
     if launch.HK != launch.H:
         dk, dv = (t.unflatten(2, (launch.HK, -1)).sum(3) for t in (dk, dv))
     return dq, dk, dv, dg, dalpha, dbeta, dh0, du0
+
+
+def gka_step_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    h: torch.Tensor,
+    u: torch.Tensor,
+    phases: list[int],
+    ridge: float,
+    scale: float,
+) -> torch.Tensor:
+    """Advance (h, u) in place by the one token of q, k, v [B, 1, heads, D] and return o [B, 1, H, Dv] in q's dtype."""
+    batch, _, heads, D = q.shape
+    V = v.shape[-1]
+    o = q.new_empty(batch, 1, heads, V)
+    BD, BV = triton.next_power_of_2(D), min(128, triton.next_power_of_2(V))
+    # one column of H a thread; half a column at D = 256, where H fills the registers of a multiprocessor
+    num_warps = max(1, BD // 32) if BD <= 128 else BD // 16
+    gka_step_kernel[(batch * heads,)](
+        *(t.contiguous() for t in (q, k, v, log_decay, alpha, beta)), h, u, o,
+        float(ridge), float(scale), heads,
+        D=D, V=V, GROUPS=heads // k.shape[2], PHASES=tuple(phases), BD=BD, BV=BV,
+        ACC=accumulator(h.dtype), num_warps=num_warps,
+    )  # fmt: skip
+    return o

@@ -18,8 +18,6 @@ from .tiles import (
     store_tile,
 )
 
-MAX_TRITON_RANK = 64
-
 
 @triton.jit
 def _add(S, p_S, left, right, o_i, rows, o_j, columns, WIDTH: tl.constexpr):
@@ -136,19 +134,3 @@ def ska_step_kernel(
         for j in range(0, V, BV):
             b_W = dot(b_QT, load_tile(p_S + 2 * R + j, o_r, R, WIDTH, o_v, V - j))
             store_tile(p_W + j, b_W, o_r, R, V, o_v, V - j)
-
-
-def ska_step_triton(
-    q, k, v, gain, S, W, previous, nu, position, chunk_size, per_token, power, eps, spectral_norm, sigma_floor
-):
-    """Advance the state in place by the one token of q, k, v [B, 1, heads, D]; o [B, 1, H, P] in q's dtype."""
-    batch, _, heads, R = q.shape
-    kv_heads, V = v.shape[2:]
-    o = q.new_empty(batch, 1, heads, V)
-    BR, BV = (max(16, triton.next_power_of_2(size)) for size in (R, min(V, 64)))
-    ska_step_kernel[(batch * kv_heads,)](
-        *(t.contiguous() for t in (q, k, v, gain)), S, W, previous, nu, position, o, eps, sigma_floor,
-        H=heads, HK=kv_heads, R=R, V=V, C=chunk_size, PER_TOKEN=per_token, POWER=power, SPECTRAL=spectral_norm,
-        BR=BR, BV=BV, num_warps=4 if R <= 32 else 8,
-    )  # fmt: skip
-    return o

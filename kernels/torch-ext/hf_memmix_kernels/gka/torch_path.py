@@ -12,6 +12,7 @@ Inside this file tensors are [N, H, chunks, C, D]: `split` and `merge` convert.
 import torch
 
 from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks
+from .naive import naive_solve
 from .schedule import richardson_steps
 
 
@@ -160,3 +161,17 @@ def gka_backward(
     merged = (rows.merge(dq), rows.merge_grouped(dk), rows.merge_grouped(dv))
     gates = (rows.merge(dg), rows.merge(d_alpha), rows.merge(2 * b * dw))
     return (*(d.to(t.dtype) for d, t in zip(merged, (q, k, v), strict=True)), *gates, -0.5 * E_0, R_0)
+
+
+def gka_step_torch(q, k, v, log_decay, alpha, beta, h, u, phases, ridge, scale):
+    """Advance (h, u) in place by the one token of q, k, v [B, 1, heads, D] and return o [B, 1, H, Dv] in q's dtype."""
+    groups = q.shape[2] // k.shape[2]
+    queries = q[:, 0].to(h.dtype)
+    keys, values = (t[:, 0].to(h.dtype).repeat_interleave(groups, 1) for t in (k, v))
+    decay = log_decay[:, 0].to(h.dtype).exp()[..., None, None]
+    written = (beta[:, 0].to(h.dtype).square()[..., None] * keys)[..., None, :]
+    h.mul_(decay).add_(keys[..., :, None] * written)
+    u.mul_(decay).add_(values[..., :, None] * written)
+    x = naive_solve(h, queries, tuple(phases), ridge)
+    mixed = queries + alpha[:, 0].to(h.dtype)[..., None] * (x - queries)
+    return (scale * (u @ mixed[..., None])[..., 0]).to(q.dtype)[:, None]

@@ -9,11 +9,8 @@ sum over rows. The pointer of H is not specialised: with its alignment unknown t
 columns of H, and a step is D multiply-adds a thread and one exchange of the vector, no shuffles, no partial sums.
 """
 
-import torch
 import triton
 import triton.language as tl
-
-from .._common import compute_dtype
 
 
 @triton.jit
@@ -89,32 +86,3 @@ def gka_step_kernel(
         tl.store(p_u, b_u, mask=m_dv)
         b_o = tl.sum(b_u * b_m[:, None], 0)
         tl.store(o + i_s * V + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
-
-
-def gka_step_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    h: torch.Tensor,
-    u: torch.Tensor,
-    phases: list[int],
-    ridge: float,
-    scale: float,
-) -> torch.Tensor:
-    """Advance (h, u) in place by the one token of q, k, v [B, 1, heads, D] and return o [B, 1, H, Dv] in q's dtype."""
-    batch, _, heads, D = q.shape
-    V = v.shape[-1]
-    o = q.new_empty(batch, 1, heads, V)
-    BD, BV = triton.next_power_of_2(D), min(128, triton.next_power_of_2(V))
-    # one column of H a thread; half a column at D = 256, where H fills the registers of a multiprocessor
-    num_warps = max(1, BD // 32) if BD <= 128 else BD // 16
-    gka_step_kernel[(batch * heads,)](
-        *(t.contiguous() for t in (q, k, v, log_decay, alpha, beta)), h, u, o,
-        float(ridge), float(scale), heads,
-        D=D, V=V, GROUPS=heads // k.shape[2], PHASES=tuple(phases), BD=BD, BV=BV,
-        ACC=tl.float64 if compute_dtype(h.dtype) == torch.float64 else tl.float32, num_warps=num_warps,
-    )  # fmt: skip
-    return o

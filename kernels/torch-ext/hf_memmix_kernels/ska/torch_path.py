@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .._common import compute_dtype
-from .operator import Operator, split_statistics
+from .naive import POWER_ITERATIONS, start_vector
+from .operator import Operator, inverse, ridge_of, split_statistics
 
 
 class _Slots:
@@ -170,3 +171,54 @@ def ska_backward(
         slots.merge_queries(f.gain * dq, q), slots.merge(dk, k), slots.merge(dv, v), dgain,
         dS[:, :, 0].clone(), dWT[:, :, 0].clone(), dprevious, carried,
     )  # fmt: skip
+
+
+def _read_per_token(S, P, nu, q, power, eps, spectral_norm, sigma_floor):
+    """C (P M)^K P q / sigma^K by products with vectors: q [N, Hk, groups, r], all else [N, Hk, ...]."""
+    G, MT, CT = split_statistics(S)
+    scale = torch.ones_like(nu)
+    if spectral_norm and power:
+        u = start_vector(P.shape[-1], P.dtype, P.device)[:, None].expand(*P.shape[:-1], 1)
+        for _ in range(POWER_ITERATIONS):
+            new = P @ (MT.mT @ (P @ (MT @ u)))
+            size = new.abs().amax(-2, keepdim=True)
+            u = torch.where(size > 0, new / size, u)
+        a = MT @ u
+        length = (u * (G @ u + ridge_of(nu, eps)[..., None, None] * u)).sum((-1, -2))
+        # without a key both are zero, and the statistics that it multiplies too
+        sigma = ((a * (P @ a)).sum((-1, -2)).clamp_min(0) / length.clamp_min(torch.finfo(P.dtype).tiny)).sqrt()
+        scale = sigma.clamp_min(sigma_floor) ** -power
+    x = q @ P
+    for _ in range(power):
+        x = x @ MT @ P
+    return scale[..., None, None] * (x @ CT)
+
+
+def ska_step_torch(
+    q, k, v, gain, S, W, previous, nu, position, chunk_size, per_token, power, eps, spectral_norm, sigma_floor
+):
+    """Advance the state in place by the one token of q, k, v [B, 1, heads, D]; o [B, 1, H, P] in q's dtype."""
+    options = (power, eps, spectral_norm, sigma_floor)
+    queries = q[:, 0].to(S.dtype).unflatten(1, (k.shape[2], -1))
+    z, values = k[:, 0].to(S.dtype), v[:, 0].to(S.dtype)
+    read = _read_per_token(S, W, nu, queries, *options) if per_token else queries @ W
+    o = read.flatten(1, 2) * gain[:, None]
+    grown = torch.linalg.vector_norm(z, dim=-1) > nu
+    nu.copy_(torch.maximum(nu, torch.linalg.vector_norm(z, dim=-1)))
+    G, MT, CT = split_statistics(S)
+    G += z[..., :, None] * z[..., None, :]
+    MT += previous[..., :, None] * z[..., None, :]
+    CT += z[..., :, None] * values[..., None, :]
+    previous.copy_(z)
+    position += 1
+    due = position >= chunk_size
+    if per_token:
+        w = (W @ z[..., None])[..., 0]
+        W -= w[..., :, None] * (w / (1 + (z * w).sum(-1, keepdim=True)))[..., None, :]
+        due |= grown
+    check = q.device.type == "cpu"
+    if not check or due.any():  # a GPU is not asked: it may be recording a graph
+        new = inverse(G, ridge_of(nu, eps), check)[1] if per_token else Operator(S, nu, *options, check).WT
+        W.copy_(torch.where(due[..., None, None], new, W))
+        position.masked_fill_(due, 0)
+    return o.to(q.dtype)[:, None]

@@ -186,7 +186,7 @@ def op_table(root: Path, *ops: str) -> str:
 def coffee_grid_table(root: Path) -> str:
     """Milliseconds of COFFEE's methods, a line a width and method, a column a length; bold is what "auto" picks."""
     # here: the rule is the op's own, and imports torch
-    from hf_memmix_kernels.coffee.plan import coffee_method
+    from hf_memmix_kernels.coffee.sizes import coffee_method
 
     grid = json.loads((root / COFFEE_GRID).read_text())
     tokens = list(dict.fromkeys(row["T"] for row in grid["rows"]))

@@ -2,7 +2,7 @@
 
 from .coffee import (
     check_coffee,
-    coffee,
+    chunk_coffee,
     coffee_method,
     coffee_step,
     deer_coffee,
@@ -36,11 +36,11 @@ __all__ = [
     "check_coffee",
     "check_lattice",
     "check_ska_state",
+    "chunk_coffee",
     "chunk_gka",
     "chunk_gla",
     "chunk_lattice",
     "chunk_ska",
-    "coffee",
     "coffee_method",
     "coffee_step",
     "deer_coffee",

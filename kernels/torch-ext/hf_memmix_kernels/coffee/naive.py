@@ -22,7 +22,7 @@ def naive_coffee(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Shapes as `coffee`; everything is computed and returned in float64, differentiable by plain autograd."""
+    """Shapes as `chunk_coffee`; everything is computed and returned in float64, differentiable by plain autograd."""
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         parts = []

@@ -6,8 +6,8 @@ from torch import Tensor
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import use_triton
 from .naive import BASELINES, VARIANTS
-from .plan import CHECKPOINT, MAX_DIM, dual_sizes, kept_sizes, runs_dual
-from .torch import lattice_bwd_torch, lattice_fwd_torch, lattice_step_torch
+from .sizes import CHECKPOINT, MAX_DIM, dual_sizes, kept_sizes, runs_dual
+from .torch_path import lattice_bwd_torch, lattice_fwd_torch, lattice_step_torch
 
 # e^-20 is the strongest decay that float32 can tell from none of the old direction
 STRONGEST_DECAY = -20.0
@@ -17,10 +17,10 @@ def _path(x: Tensor, dual: bool = False):
     """The functions forward, backward and step of the backend that runs `x`; the dual form is Triton's alone."""
     if not use_triton(x):
         return lattice_fwd_torch, lattice_bwd_torch, lattice_step_torch
-    from .triton import lattice_bwd_triton, lattice_fwd_triton, lattice_step_triton
+    from .launch import lattice_bwd_triton, lattice_fwd_triton, lattice_step_triton
 
     if dual:
-        from .dual import dual_bwd_triton, dual_fwd_triton
+        from .launch_dual import dual_bwd_triton, dual_fwd_triton
 
         return dual_fwd_triton, dual_bwd_triton, lattice_step_triton
 

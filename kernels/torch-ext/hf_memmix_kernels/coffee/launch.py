@@ -8,12 +8,16 @@ import torch
 import triton
 from torch import Tensor
 
+from .._chunks import checkpoint_slots
 from .._common import num_sequences
-from .bwd_kernels import affine_scan_kernel, coffee_bwd_kernel
-from .deer_kernels import coffee_deer_kernel
-from .fwd_kernels import coffee_fwd_kernel, coffee_step_kernel
-from .plan import CHECKPOINT, GROUP, checkpoint_slots, padded_states
-from .tiles import FORMS, PORTABLE, REFINED, accumulator
+from .._launch import accumulator, contiguous
+from .kernels.affine_scan import affine_scan_kernel
+from .kernels.backward import coffee_bwd_kernel
+from .kernels.deer import coffee_deer_kernel
+from .kernels.forward import coffee_fwd_kernel
+from .kernels.step import coffee_step_kernel
+from .kernels.tiles import FORMS, PORTABLE, REFINED
+from .sizes import CHECKPOINT, GROUP, padded_states
 
 # lanes from which four states share a thread: fewer leave special function units idle
 MANY_LANES = 50_000
@@ -24,7 +28,7 @@ SEGMENT = 512
 CHECK_EVERY = 4
 
 
-class Plan(NamedTuple):
+class LaunchOptions(NamedTuple):
     """Launch options of one kernel.
 
     Attributes:
@@ -50,26 +54,26 @@ def _per_thread(n: int, wanted: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def forward_plan(sequences: int, features: int, n: int, refined: bool) -> Plan:
+def forward_options(sequences: int, features: int, n: int, refined: bool) -> LaunchOptions:
     NP = padded_states(n)
     if sequences * features * NP >= MANY_LANES:
         per_thread = _per_thread(NP, 4)
-        return Plan(per_thread, 4, 8, per_thread > 1 and not refined)
+        return LaunchOptions(per_thread, 4, 8, per_thread > 1 and not refined)
     per_thread = _per_thread(NP, 1)
-    return Plan(per_thread, 1, 16, False, chain=not refined)
+    return LaunchOptions(per_thread, 1, 16, False, chain=not refined)
 
 
 @functools.lru_cache(maxsize=256)
-def backward_plan(
+def backward_options(
     sequences: int, tokens: int, features: int, n: int, packed: bool, filtered: bool, refined: bool
-) -> Plan:
+) -> LaunchOptions:
     NP = padded_states(n)
     lanes = sequences * features * NP
     many = lanes >= MANY_LANES
     # four states a thread and the filter's gradients take every register there is, and twice as long to compile
     per_thread = _per_thread(NP, (2 if filtered else 4) if many else 1)
     segment = SEGMENT if lanes <= FEW_LANES and tokens > 2 * SEGMENT and not packed else 0
-    return Plan(per_thread, 4 if many else 1, GROUP, many and per_thread > 1 and not refined, segment=segment)
+    return LaunchOptions(per_thread, 4 if many else 1, GROUP, many and per_thread > 1 and not refined, segment=segment)
 
 
 def _math(x: Tensor) -> int:
@@ -84,10 +88,6 @@ def _gate_strides(gate: Tensor | None, features: int) -> tuple[int, int]:
     return (1, 0) if gate.dim() == 2 else (features, 1)
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.contiguous() for t in tensors]
-
-
 def coffee_fwd_triton(
     u: Tensor,
     lam: Tensor,
@@ -99,24 +99,24 @@ def coffee_fwd_triton(
     cu_seqlens: Tensor | None,
     feedback: str,
     save: bool,
-    plan: Plan | None = None,
+    chosen: LaunchOptions | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y [B, T, D], the final states [N, D, n] and the checkpoints backward needs (empty unless `save`)."""
-    u, lam, w, C, w_filter, gate, x0 = _contiguous(u, lam, w, C, w_filter, gate, initial_state)
+    u, lam, w, C, w_filter, gate, x0 = contiguous(u, lam, w, C, w_filter, gate, initial_state)
     (B, T, D), n = u.shape, lam.shape[1]
     N, NP = num_sequences(B, cu_seqlens), padded_states(n)
-    plan = plan or forward_plan(N, D, n, _math(u) >= REFINED.value)
+    chosen = chosen or forward_options(N, D, n, _math(u) >= REFINED.value)
     y, final = torch.empty_like(u), torch.empty_like(x0)
-    slots = checkpoint_slots(B, T, cu_seqlens) if save else 0
+    slots = checkpoint_slots(B, T, cu_seqlens, CHECKPOINT) if save else 0
     checkpoints = x0.new_empty(slots, D, NP)
-    S, L = NP // plan.per_thread, max(32 * plan.warps, NP // plan.per_thread)
+    S, L = NP // chosen.per_thread, max(32 * chosen.warps, NP // chosen.per_thread)
     grid = (N * triton.cdiv(D * S, L),)
     coffee_fwd_kernel[grid](
         u, lam, w, C, w_filter, gate, x0, y, final, checkpoints, cu_seqlens, T, *_gate_strides(gate, D),
-        D=D, N=n, NP=NP, S=S, NS=plan.per_thread, L=L, P=plan.group, CK=CHECKPOINT, FORM=FORMS[feedback],
+        D=D, N=n, NP=NP, S=S, NS=chosen.per_thread, L=L, P=chosen.group, CK=CHECKPOINT, FORM=FORMS[feedback],
         FILTER=w_filter is not None, GATE=gate is not None, PACKED=cu_seqlens is not None, SAVE=save,
-        SHARE=plan.share, CHAIN=plan.chain and gate is None and feedback == "sigmoid", MATH=_math(u),
-        ACC=accumulator(u.dtype), num_warps=plan.warps,
+        SHARE=chosen.share, CHAIN=chosen.chain and gate is None and feedback == "sigmoid", MATH=_math(u),
+        ACC=accumulator(u.dtype), num_warps=chosen.warps,
     )  # fmt: skip
     return y, final, checkpoints
 
@@ -159,25 +159,27 @@ def coffee_bwd_triton(
     cu_seqlens: Tensor | None,
     feedback: str,
     gate_grad: bool,
-    plan: Plan | None = None,
+    chosen: LaunchOptions | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns du, dlam, dw, dC, dw_filter, dgate [B, T, D] (empty unless `gate_grad`) and the initial states'."""
-    dy, dfinal, u, lam, w, C, w_filter, gate = _contiguous(dy, dfinal, u, lam, w, C, w_filter, gate)
+    dy, dfinal, u, lam, w, C, w_filter, gate = contiguous(dy, dfinal, u, lam, w, C, w_filter, gate)
     (B, T, D), n = u.shape, lam.shape[1]
     N, NP = num_sequences(B, cu_seqlens), padded_states(n)
-    plan = plan or backward_plan(N, T, D, n, cu_seqlens is not None, w_filter is not None, _math(u) >= REFINED.value)
-    P, R = plan.group, CHECKPOINT // plan.group
-    segment = plan.segment // CHECKPOINT * R
+    chosen = chosen or backward_options(
+        N, T, D, n, cu_seqlens is not None, w_filter is not None, _math(u) >= REFINED.value
+    )
+    P, R = chosen.group, CHECKPOINT // chosen.group
+    segment = chosen.segment // CHECKPOINT * R
     segments = triton.cdiv(triton.cdiv(T, P), segment) if segment else 1
-    S, L = NP // plan.per_thread, max(32 * plan.warps, NP // plan.per_thread)
+    S, L = NP // chosen.per_thread, max(32 * chosen.warps, NP // chosen.per_thread)
     du, dx0 = torch.empty_like(u), torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     dgate = u.new_empty((B, T, D) if gate_grad else (0,), dtype=dx0.dtype)
     dparams = dx0.new_empty(N * segments, 4, D, n)
     scratch = dx0.new_empty(N * segments, R if R > 1 else 0, D, NP)
     options = {
-        "D": D, "N": n, "NP": NP, "S": S, "NS": plan.per_thread, "L": L, "P": P, "R": R, "FORM": FORMS[feedback],
+        "D": D, "N": n, "NP": NP, "S": S, "NS": chosen.per_thread, "L": L, "P": P, "R": R, "FORM": FORMS[feedback],
         "FILTER": w_filter is not None, "GATE": gate is not None, "PACKED": cu_seqlens is not None,
-        "SHARE": plan.share, "MATH": _math(u), "ACC": accumulator(u.dtype), "num_warps": plan.warps,
+        "SHARE": chosen.share, "MATH": _math(u), "ACC": accumulator(u.dtype), "num_warps": chosen.warps,
     }  # fmt: skip
     grid = (N * segments * triton.cdiv(D * S, L),)
     carries = A = None
@@ -209,7 +211,7 @@ def coffee_step_triton(
     feedback: str,
 ) -> Tensor:
     """One token [B, 1, D]; advances the contiguous `state` [B, D, n] in place, in one launch."""
-    u, lam, w, C, w_filter, gate = _contiguous(u, lam, w, C, w_filter, gate)
+    u, lam, w, C, w_filter, gate = contiguous(u, lam, w, C, w_filter, gate)
     (B, _, D), n = u.shape, lam.shape[1]
     NP = padded_states(n)
     NS = _per_thread(NP, 1)
@@ -242,7 +244,7 @@ def deer_fwd_triton(
     max_iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, int] | None:
     """`coffee_fwd_triton` by Newton iterations, and how many; None where they did not converge."""
-    u, lam, w, C, w_filter, gate = _contiguous(u, lam, w, C, w_filter, gate)
+    u, lam, w, C, w_filter, gate = contiguous(u, lam, w, C, w_filter, gate)
     (B, T, D), n = u.shape, lam.shape[1]
     NP, LC = padded_states(n), deer_chunk(T)
     lanes, chunks = D * NP, triton.cdiv(T, LC)

@@ -2,16 +2,20 @@
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from .._chunks import chunk_table
-from .._common import compute_dtype
-from .bwd_kernels import lattice_bwd_kernel
-from .fwd_kernels import lattice_fwd_kernel, lattice_step_kernel
-from .plan import CHECKPOINT, checkpoint_slots, keeps_h, kept_sizes, on_gpu, padded, precision, window_precision
-from .read_bwd_kernels import lattice_adjoint_kernel, lattice_middle_kernel
-from .read_bwd_window_kernels import lattice_rule_kernel, lattice_slots_kernel, lattice_slots_levels_kernel
+from .._chunks import checkpoint_slots, chunk_table
+from .._launch import accumulator
+from .kernels.sequential.backward import lattice_bwd_kernel
+from .kernels.sequential.dec_backward import lattice_adjoint_kernel, lattice_middle_kernel
+from .kernels.sequential.dec_backward_windows import (
+    lattice_rule_kernel,
+    lattice_slots_kernel,
+    lattice_slots_levels_kernel,
+)
+from .kernels.sequential.forward import lattice_fwd_kernel
+from .kernels.sequential.step import lattice_step_kernel
+from .sizes import CHECKPOINT, keeps_h, kept_sizes, on_gpu, padded, precision, window_precision
 
 # tokens between two measured norms, and between two states that backward keeps in scratch memory
 BLOCK = 16
@@ -26,8 +30,7 @@ def _sizes(state: Tensor, lanes: int) -> dict:
     N, H, D, M = state.shape
     BD = padded(D)
     D2 = min(BD, 4 * lanes)
-    acc = tl.float64 if compute_dtype(state.dtype) == torch.float64 else tl.float32
-    return {"M": M, "D": D, "BM": padded(M), "D1": BD // D2, "D2": D2, "ACC": acc}
+    return {"M": M, "D": D, "BM": padded(M), "D1": BD // D2, "D2": D2, "ACC": accumulator(state.dtype)}
 
 
 def _split(warps: int, sizes: dict) -> dict:
@@ -108,7 +111,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     N, H, D, M = dfinal.shape
     sizes = _sizes(dfinal, LANES_BWD)
     split = _split(_warps(WARPS_BWD, dfinal), sizes)
-    windows, table = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens), (None, None)
+    windows, table = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens, CHECKPOINT), (None, None)
     if cu_seqlens is not None:
         *table, windows = chunk_table(cu_seqlens, v.shape[1], CHECKPOINT)
     where = (cu_seqlens, *table, v.shape[1], N)
@@ -117,7 +120,11 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     hh, dalpha, dz = (end.new_empty(x.shape) for x in (gamma, q, v))
     dq, dk, dv, dgamma = (torch.empty_like(x) for x in (q, k, v, gamma))
     middle, scratch = torch.empty_like(kept), end.new_empty(N * H, CHECKPOINT // 4, end[0].numel())
-    a, b, far = torch.empty_like(dalpha), torch.empty_like(dalpha), dalpha.new_empty(windows * H, dtype=torch.int32)
+    a, b, refused = (
+        torch.empty_like(dalpha),
+        torch.empty_like(dalpha),
+        dalpha.new_empty(windows * H, dtype=torch.int32),
+    )
     lattice_rule_kernel[(triton.cdiv(hh.numel(), ROWS),)](
         k, gamma, h, p, hh, a, b, hh.numel(), M=M, D=D, BM=sizes["BM"], BD=BD, R=ROWS
     )
@@ -131,8 +138,8 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     }  # fmt: skip
 
     def read(*operands):
-        lattice_slots_kernel[(windows * H,)](*operands, far, *where, **by_division)
-        lattice_slots_levels_kernel[(windows * H,)](*operands, far, *where, **by_levels)
+        lattice_slots_kernel[(windows * H,)](*operands, refused, *where, **by_division)
+        lattice_slots_levels_kernel[(windows * H,)](*operands, refused, *where, **by_levels)
 
     read(do, k, gamma, h, a, b, kept, None, dq, None, None)
     lattice_middle_kernel[(windows * H,)](

@@ -8,8 +8,8 @@ tokens find every pair once, and nothing is divided by an a, which may be zero.
 import triton
 import triton.language as tl
 
-from .plan import WALKED as _WALKED
-from .tiles import rsqrt
+from ...sizes import WALKED as _WALKED
+from ..sequential.tiles import rsqrt
 
 WALKED = tl.constexpr(_WALKED)
 
@@ -35,7 +35,7 @@ def span(i_n, cu_seqlens, first, T, C: tl.constexpr):
 
 
 @triton.jit
-def needs_care(flags, length, H: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr):
+def goes_by_token(flags, length, H: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr):
     """Whether a (sequence, head) is walked back token by token: a window is flagged, or no chunk is whole."""
     found, windows, o_w = tl.zeros([32], tl.int32), tl.cdiv(length, C), tl.arange(0, 32)
     for i_w in range(0, windows, 32):

@@ -9,7 +9,7 @@ With damping mu the update minimises sum (d_k - J_k d_{k-1} - r_k)^2 + mu sum d_
 import torch
 from torch import Tensor
 
-from .torch import Lanes
+from .torch_path import Lanes
 
 
 def linear_scan(a: Tensor, b: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ in element i of a tuple, and S adjacent lanes hold them all. Everything is one-d
 ever converted; C x is NS products in the lane and log2(S) shuffles.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -199,7 +198,3 @@ def advance_short(x, z, u, lam, w, NS: tl.constexpr, SHARE: tl.constexpr, MATH: 
         y = y + (x[i] + phi[i] * v,)
         after = after + (w[i] * x[i] + phi[i] * (w[i] * v),)
     return y, after
-
-
-def accumulator(dtype: torch.dtype):
-    return tl.float64 if dtype == torch.float64 else tl.float32

@@ -1,13 +1,13 @@
 """Lattice "enc" and "sim", the walk back token by token, of heads in which an a comes near zero and of few tokens.
 
-dual_walk_bwd_kernels.py finds x = s_{t-1} . dS_t as (z - b u) / a. Where |1 - alpha p| < 1/4 in a token, here it is
+walk_back.py finds x = s_{t-1} . dS_t as (z - b u) / a. Where |1 - alpha p| < 1/4 in a token, here it is
 taken from the state, which is replayed from the window's start: exact, and slow only there.
 """
 
 import triton
 import triton.language as tl
 
-from .dual_tiles import kept_slots, needs_care, span, write_rule
+from .tiles import goes_by_token, kept_slots, span, write_rule
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def lattice_careful_adjoint_kernel(
     i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
     i_n, i_h = i_s // H, i_s % H
     start, length, window = span(i_n, cu_seqlens, first, T, C)
-    if not needs_care(flags + window * H + i_h, length, H, C, CHUNK):
+    if not goes_by_token(flags + window * H + i_h, length, H, C, CHUNK):
         return
     o_m = tl.program_id(0) % tl.cdiv(M, MB) * MB + tl.arange(0, MB)
     m_m = o_m < M

@@ -1,6 +1,6 @@
 """Lattice's kernels over windows where a product of decays may not be divided by: some a is 0, or far from 1 in size.
 
-The same results as dual_read_kernels.py, of the windows that those refused, and exact for any a: the products between
+The same results as windows.py, of the windows that those refused, and exact for any a: the products between
 two tokens j < t split at the end of the segment that holds j, its suffix times a prefix of the next one. Segments of
 1, 2, 4, ... tokens find every pair j < t once, each level by one matrix product, and nothing is divided.
 """
@@ -8,15 +8,15 @@ two tokens j < t split at the end of the segment that holds j, its suffix times 
 import triton
 import triton.language as tl
 
-from .dual_tiles import join, kept_slots, load_column, load_rows, locate, pairs, write_rule
-from .tiles import known
+from ..sequential.tiles import known
+from .tiles import join, kept_slots, load_column, load_rows, locate, pairs, write_rule
 
 
 @triton.jit
-def any_refused(far, first, windows, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr):
+def any_refused(refused, first, windows, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr):
     """Whether any of the next AHEAD windows of a program, PROGRAMS apart, is flagged."""
     i_w = first + PROGRAMS * tl.arange(0, AHEAD)
-    return tl.max(tl.load(far + i_w, mask=i_w < windows, other=0), 0) != 0
+    return tl.max(tl.load(refused + i_w, mask=i_w < windows, other=0), 0) != 0
 
 
 @triton.jit
@@ -58,18 +58,18 @@ def read_window(
 
 @triton.jit
 def lattice_read_levels_kernel(
-    far, windows, q, k, v, hh, gamma, states, p, o, cu_seqlens, first, sequence, T, N,
+    refused, windows, q, k, v, hh, gamma, states, p, o, cu_seqlens, first, sequence, T, N,
     PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """`read_window` of the windows that `far` flags."""
+    """`read_window` of the windows that `refused` flags."""
     for i in range(0, tl.cdiv(windows, PROGRAMS * AHEAD)):
         first_w = tl.program_id(0) + i * (PROGRAMS * AHEAD)
-        if any_refused(far, first_w, windows, PROGRAMS, AHEAD):
+        if any_refused(refused, first_w, windows, PROGRAMS, AHEAD):
             for j in range(0, AHEAD):
                 i_w = first_w + j * PROGRAMS
-                if tl.load(far + i_w, mask=i_w < windows, other=0) != 0:
+                if tl.load(refused + i_w, mask=i_w < windows, other=0) != 0:
                     read_window(
                         i_w, q, k, v, hh, gamma, states, p, o, cu_seqlens, first, sequence, T, N,
                         H, M, D, MB, BD, VARIANT, C, LEVELS, PRECISION, ACC,
@@ -115,18 +115,18 @@ def read_adjoint_window(
 
 @triton.jit
 def lattice_read_adjoint_levels_kernel(
-    far, windows, do, k, v, hh, gamma, states, p, dq, reads, cu_seqlens, first, sequence, T, N,
+    refused, windows, do, k, v, hh, gamma, states, p, dq, reads, cu_seqlens, first, sequence, T, N,
     PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """`read_adjoint_window` of the windows that `far` flags."""
+    """`read_adjoint_window` of the windows that `refused` flags."""
     for i in range(0, tl.cdiv(windows, PROGRAMS * AHEAD)):
         first_w = tl.program_id(0) + i * (PROGRAMS * AHEAD)
-        if any_refused(far, first_w, windows, PROGRAMS, AHEAD):
+        if any_refused(refused, first_w, windows, PROGRAMS, AHEAD):
             for j in range(0, AHEAD):
                 i_w = first_w + j * PROGRAMS
-                if tl.load(far + i_w, mask=i_w < windows, other=0) != 0:
+                if tl.load(refused + i_w, mask=i_w < windows, other=0) != 0:
                     read_adjoint_window(
                         i_w, do, k, v, hh, gamma, states, p, dq, reads, cu_seqlens, first, sequence, T, N,
                         H, M, D, MB, BD, VARIANT, C, LEVELS, PRECISION, ACC,
@@ -192,18 +192,18 @@ def write_adjoint_window(
 
 @triton.jit
 def lattice_write_adjoint_levels_kernel(
-    far, windows, do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma,
+    refused, windows, do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma,
     cu_seqlens, first, sequence, T, N, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """`write_adjoint_window` of the windows that `far` flags."""
+    """`write_adjoint_window` of the windows that `refused` flags."""
     for i in range(0, tl.cdiv(windows, PROGRAMS * AHEAD)):
         first_w = tl.program_id(0) + i * (PROGRAMS * AHEAD)
-        if any_refused(far, first_w, windows, PROGRAMS, AHEAD):
+        if any_refused(refused, first_w, windows, PROGRAMS, AHEAD):
             for j in range(0, AHEAD):
                 i_w = first_w + j * PROGRAMS
-                if tl.load(far + i_w, mask=i_w < windows, other=0) != 0:
+                if tl.load(refused + i_w, mask=i_w < windows, other=0) != 0:
                     write_adjoint_window(
                         i_w, do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma,
                         cu_seqlens, first, sequence, T, N, H, M, D, MB, BD, VARIANT, C, LEVELS, PRECISION, ACC,

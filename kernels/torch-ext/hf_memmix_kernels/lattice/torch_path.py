@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._common import SequenceLayout, compute_dtype
 from .naive import BASELINES
-from .plan import CHECKPOINT
+from .sizes import CHECKPOINT
 
 
 class Write(NamedTuple):

@@ -12,7 +12,7 @@ With x = s . g, w = h . g (per slot), sigma = s' . g = a x + b w, D = beta (g - 
 import triton
 import triton.language as tl
 
-from .fwd_kernels import load_write, sequence
+from .forward import load_write, sequence
 from .tiles import (
     advance,
     coefficients,

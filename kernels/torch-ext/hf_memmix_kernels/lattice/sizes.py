@@ -5,6 +5,8 @@ import os
 import torch
 from torch import Tensor
 
+from .._chunks import checkpoint_slots
+
 # tokens between two states kept for backward
 CHECKPOINT = 64
 # slots of a program that walks in the dual form
@@ -28,16 +30,9 @@ def on_gpu(v: Tensor) -> bool:
 
 
 def window_precision(v: Tensor) -> str:
-    """As `precision`, of kernels that also know "pairs" of bfloat16 (dual_read_kernels.py)."""
+    """As `precision`, of kernels that also know "pairs" of bfloat16 (kernels/dual/windows.py)."""
     form = precision(v.dtype)
     return ("pairs" if on_gpu(v) else "ieee") if form == "tf32" else form
-
-
-def checkpoint_slots(batch: int, tokens: int, cu_seqlens: Tensor | None) -> int:
-    """Rows of the checkpoints; packed sequence i starts at row start_i // CHECKPOINT + i."""
-    if cu_seqlens is None:
-        return batch * -(-tokens // CHECKPOINT)
-    return tokens // CHECKPOINT + cu_seqlens.shape[0]
 
 
 def runs_dual(variant: str, project: bool, l1: float) -> bool:
@@ -46,14 +41,14 @@ def runs_dual(variant: str, project: bool, l1: float) -> bool:
 
 
 def keeps_h(variant: str, project: bool, l1: float) -> bool:
-    """Whether forward keeps h and p beside the states, from which backward finds all else (read_bwd_kernels.py)."""
+    """Whether forward keeps h and p beside the states, from which backward finds all else (kernels/sequential/dec_backward.py)."""
     return variant == "dec" and project and not l1
 
 
 def kept_sizes(v: Tensor, state: Tensor, cu_seqlens: Tensor | None, rule: tuple[str, bool, float]) -> list[int]:
     """Numbers that forward keeps for backward: tiles of states, then h and p of all tokens where `keeps_h`."""
     _, H, d, m = state.shape
-    slots = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens)
+    slots = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens, CHECKPOINT)
     tokens = v.shape[0] * v.shape[1] * H if keeps_h(*rule) else 0
     return [slots * H * padded(m) * padded(d), tokens * d, tokens * m]
 
@@ -61,5 +56,5 @@ def kept_sizes(v: Tensor, state: Tensor, cu_seqlens: Tensor | None, rule: tuple[
 def dual_sizes(v: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> list[int]:
     """Numbers that the dual form keeps for backward: states of windows, states at the end, p of whole windows."""
     N, H, d, m = state.shape
-    windows, slots = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens), -(-m // WALKED) * WALKED
+    windows, slots = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens, CHECKPOINT), -(-m // WALKED) * WALKED
     return [windows * H * m * d, N * H * m * d, windows * H * CHECKPOINT * slots]

@@ -4,7 +4,7 @@
 cores ask the slots once, U = S_0 H^T. Within the chunk a lane has a slot's numbers and nothing else: with the products
 of its tokens, u_j <- a_t u_j + b_t h_t . h_j for j > t. Then they write once, S <- A S + W H.
 
-Given p, the recurrence s_t = a_t s_{t-1} + b_t h_t is linear, and dual_read_kernels.py reads all windows at once.
+Given p, the recurrence s_t = a_t s_{t-1} + b_t h_t is linear, and windows.py reads all windows at once.
 
 Tiles of v and of slots lie in registers as the tensor cores want them, which costs an order of entries: column n of
 such a tile is entry n % 8 * (BD / 8) + n // 8. A lane then loads its 16 bytes at once, and what a product leaves of
@@ -17,8 +17,8 @@ keeps, likewise.
 import triton
 import triton.language as tl
 
-from .dual_tiles import load_rows, locate, span
-from .tiles import rsqrt
+from ..sequential.tiles import rsqrt
+from .tiles import load_rows, locate, span
 
 
 @triton.jit

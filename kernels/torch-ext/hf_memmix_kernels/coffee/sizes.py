@@ -1,7 +1,5 @@
 """Sizes that the COFFEE op's fake kernels and its Triton launches must agree on; no Triton import."""
 
-from torch import Tensor
-
 # tokens between two states kept for backward, and tokens whose states backward holds in registers
 CHECKPOINT = 8
 GROUP = 8
@@ -16,20 +14,13 @@ def padded_states(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def checkpoint_slots(batch: int, tokens: int, cu_seqlens: Tensor | None) -> int:
-    """Rows of the checkpoints; packed sequence i starts at row start_i // CHECKPOINT + i."""
-    if cu_seqlens is None:
-        return batch * -(-tokens // CHECKPOINT)
-    return tokens // CHECKPOINT + cu_seqlens.shape[0]
-
-
 def shooting_chunk(tokens: int) -> int:
     """Tokens of a chunk of multiple shooting: more make an iteration longer, and iterations fewer."""
     return min(4096, max(256, 4 << ((tokens - 1).bit_length() // 2)))
 
 
 def coffee_method(batch: int, tokens: int, features: int, states: int, cuda: bool = True) -> str:
-    """Whether `coffee(method="auto")` scans token by token or shoots: "scan" or "shooting".
+    """Whether `chunk_coffee(method="auto")` scans token by token or shoots: "scan" or "shooting".
 
     The scan takes as long as one lane needs for all tokens while lanes (batch * features * states) are few; shooting
     fills the GPU with chunks of time instead. DEER is never the fastest.

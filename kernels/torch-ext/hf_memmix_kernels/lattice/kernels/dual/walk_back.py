@@ -8,16 +8,17 @@ With dS_t the gradient of s_t from its reads and all later tokens, u = h . dS_t,
 where x = (z - b u) / a, and s_{t-1} . (a dS_t + g h_t) = a x + g p: no state is needed. Multiples of s in its own
 gradient mean nothing, and are taken out before every window. The readouts, dq_t = S_t^T dy_t too, are again linear.
 
-Chunks of P tokens as in dual_walk_kernels.py: with E the gradient after a chunk, tensor cores ask U = E H^T, and for
+Chunks of P tokens as in walk.py: with E the gradient after a chunk, tensor cores ask U = E H^T, and for
 every token t from the last one, whose coefficients are known before, U_j <- a (U_j + q_t dy_t . h_j) + g h_t . h_j for
-j < t. Then E <- A E + G H + Q dY. Heads with an a near zero are left to dual_careful_kernels.py.
+j < t. Then E <- A E + G H + Q dY. Heads with an a near zero are left to walk_back_by_token.py.
 """
 
 import triton
 import triton.language as tl
 
-from .dual_tiles import load_rows, locate, needs_care, span, write_rule
-from .dual_walk_kernels import (
+from ..sequential.tiles import fetch
+from .tiles import goes_by_token, load_rows, locate, span, write_rule
+from .walk import (
     as_asked,
     as_written,
     ask,
@@ -31,7 +32,6 @@ from .dual_walk_kernels import (
     write,
     written_offsets,
 )
-from .tiles import fetch
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def lattice_walk_adjoint_kernel(
     i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
     i_n, i_h = i_s // H, i_s % H
     start, length, window = span(i_n, cu_seqlens, first, T, C)
-    if needs_care(flags + window * H + i_h, length, H, C, P):
+    if goes_by_token(flags + window * H + i_h, length, H, C, P):
         return
     i_m = tl.program_id(0) % tl.cdiv(M, MB) * MB
     o_m, o_d, o_l = i_m + tl.arange(0, MB), tl.arange(0, BD), tl.arange(0, LANES)

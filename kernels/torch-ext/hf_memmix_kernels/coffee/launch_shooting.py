@@ -10,10 +10,11 @@ import torch
 import triton
 from torch import Tensor
 
-from .plan import CHECKPOINT, padded_states, shooting_chunk
-from .shooting_kernels import coffee_chunk_kernel
-from .tiles import FORMS, accumulator
-from .triton import _contiguous, _gate_strides, _math, _pad_states, affine_scan, coffee_fwd_triton
+from .._launch import accumulator, contiguous
+from .kernels.shooting import coffee_chunk_kernel
+from .kernels.tiles import FORMS
+from .launch import _gate_strides, _math, _pad_states, affine_scan, coffee_fwd_triton
+from .sizes import CHECKPOINT, padded_states, shooting_chunk
 
 # iterations between two looks at the convergence: each look waits for the GPU
 CHECK_EVERY = 2
@@ -38,7 +39,7 @@ def shooting_fwd(
     max_iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, int] | None:
     """`coffee_fwd_triton` chunk by chunk in parallel, and after how many iterations; None without convergence."""
-    u, lam, w, C, w_filter, gate = _contiguous(u, lam, w, C, w_filter, gate)
+    u, lam, w, C, w_filter, gate = contiguous(u, lam, w, C, w_filter, gate)
     (B, T, D), n = u.shape, lam.shape[1]
     NP, length = padded_states(n), shooting_chunk(T)
     chunks = triton.cdiv(T, length)

@@ -1,14 +1,14 @@
 """Kernels over windows of Lattice's backward for "dec": coefficients of all tokens, and what reads the states.
 
 Given h and p, which forward keeps, a window's states are linear in the one before it, as in the dual form of "enc" and
-"sim": s_t = A_t s_0 + sum_{j <= t} (A_t / A_j) b_j h_j, A_t = a_t ... a_1. See dual_read_kernels.py.
+"sim": s_t = A_t s_0 + sum_{j <= t} (A_t / A_j) b_j h_j, A_t = a_t ... a_1. See dual/windows.py.
 """
 
 import triton
 import triton.language as tl
 
-from .dual_read_kernels import decays, load_raw, multiply, parts, token_order, transposed
-from .dual_tiles import join, load_column, load_rows, pairs
+from ..dual.tiles import join, load_column, load_rows, pairs
+from ..dual.windows import decays, load_raw, multiply, parts, token_order, transposed
 from .tiles import rescale
 
 
@@ -51,13 +51,13 @@ def lattice_rule_kernel(
 
 @triton.jit
 def lattice_slots_kernel(
-    x, k, gamma, h, a, b, kept, dalpha, dx, dv, dgamma, far, cu_seqlens, first, sequence_of, T, N,
+    x, k, gamma, h, a, b, kept, dalpha, dx, dv, dgamma, refused, cu_seqlens, first, sequence_of, T, N,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, MB: tl.constexpr,
     WIDE: tl.constexpr, CHECKPOINT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """x = do: dq = S'^T x of one window of one head. x = dz, where there is dalpha: dk, dv and dgamma.
 
-    `far` is set where decays are of no size to divide by: what is written then has no meaning.
+    `refused` is set where decays are of no size to divide by: what is written then has no meaning.
     """
     C: tl.constexpr = CHECKPOINT
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
@@ -96,17 +96,17 @@ def lattice_slots_kernel(
         tl.store(dgamma + at + o_t * H, b_dgamma.to(dgamma.dtype.element_ty), mask=o_t < tokens)
         o_v = at * D + o_t[:, None] * (H * D) + o_d[None, :]
         tl.store(dv + o_v, (-raw_x).to(dv.dtype.element_ty), mask=(o_t < tokens)[:, None] & (o_d < D)[None, :])
-    tl.store(far + tl.program_id(0), 1 - fits)
+    tl.store(refused + tl.program_id(0), 1 - fits)
 
 
 @triton.jit
 def lattice_slots_levels_kernel(
-    x, k, gamma, h, a, b, kept, dalpha, dx, dv, dgamma, far, cu_seqlens, first, sequence_of, T, N,
+    x, k, gamma, h, a, b, kept, dalpha, dx, dv, dgamma, refused, cu_seqlens, first, sequence_of, T, N,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, MB: tl.constexpr,
     WIDE: tl.constexpr, CHECKPOINT: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """`lattice_slots_kernel` of the windows that it flags as `far`, by levels: dual_level_kernels.py."""
-    if tl.load(far + tl.program_id(0)) == 0:
+    """`lattice_slots_kernel` of the windows that it flags as `refused`, by levels: dual/windows_by_levels.py."""
+    if tl.load(refused + tl.program_id(0)) == 0:
         return
     C: tl.constexpr = CHECKPOINT
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H

@@ -7,7 +7,7 @@ take, so that what it does not amplify nothing overflows.
 import triton
 import triton.language as tl
 
-from .deer_kernels import local
+from .deer import local
 from .tiles import load_gates, load_rows, scaled
 
 # slopes beyond it come from a start in another basin: the chunk's end is then taken as it is

@@ -1,10 +1,10 @@
 """Kernels over windows of Lattice's dual form: given p, and in backward dalpha and z, they read and write linearly.
 
 Every program holds the 64 tokens of one window of one head; the states before the window, and the gradients after it,
-are those that the walks kept (dual_walk_kernels.py, dual_walk_bwd_kernels.py). The product of the decays between two
+are those that the walks kept (walk.py, walk_back.py). The product of the decays between two
 tokens is A_t / A_j, A_t = a_t ... a_1, so that every sum over pairs of tokens is one matrix product of rows scaled by
-A_t and rows divided by A_j. Where an A is too small or too large for that, the window is flagged as `far`, what is
-written of it has no meaning, and dual_level_kernels.py writes it again.
+A_t and rows divided by A_j. Where an A is too small or too large for that, the window is flagged as `refused`, what is
+written of it has no meaning, and windows_by_levels.py writes it again.
 
 h is v or -v: the sign goes to b and g, which multiply it everywhere, and v is used as it is stored.
 """
@@ -12,7 +12,7 @@ h is v or -v: the sign goes to b and g, which multiply it everywhere, and v is u
 import triton
 import triton.language as tl
 
-from .dual_tiles import kept_slots, load_column, load_rows, locate, write_rule
+from .tiles import kept_slots, load_column, load_rows, locate, write_rule
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def load_raw(p, o_t, o_w, width: tl.constexpr, stride, tokens):
 
 @triton.jit
 def lattice_read_kernel(
-    q, k, v, hh, gamma, states, p, o, far, cu_seqlens, first, sequence, T, N,
+    q, k, v, hh, gamma, states, p, o, refused, cu_seqlens, first, sequence, T, N,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -110,12 +110,12 @@ def lattice_read_kernel(
     b_o = multiply(parts(score, PRECISION, ACC), parts(b_v, PRECISION, ACC), b_o, PRECISION)
     mask = (o_t < tokens)[:, None] & (o_d < D)[None, :]
     tl.store(o + at * D + o_t[:, None] * (H * D) + o_d[None, :], b_o.to(o.dtype.element_ty), mask=mask)
-    tl.store(far + tl.program_id(0), 1 - fits)
+    tl.store(refused + tl.program_id(0), 1 - fits)
 
 
 @triton.jit
 def lattice_read_adjoint_kernel(
-    do, k, v, hh, gamma, states, p, dq, reads, flags, far, cu_seqlens, first, sequence, T, N,
+    do, k, v, hh, gamma, states, p, dq, reads, flags, refused, cu_seqlens, first, sequence, T, N,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +151,7 @@ def lattice_read_adjoint_kernel(
         # of all tokens of the window: the walk reads whole chunks
         tl.store(reads + o_t[:, None] * kept_slots(M) + o_m[None, :], b_dq, mask=(o_m < M)[None, :])
     tl.store(flags + tl.program_id(0), (tl.min(nearest, 0) < 0.25).to(tl.int32))
-    tl.store(far + tl.program_id(0), 1 - fits)
+    tl.store(refused + tl.program_id(0), 1 - fits)
 
 
 @triton.jit

@@ -1,22 +1,22 @@
-"""Launches of Lattice's dual form, for "enc" and "sim" with projection: same arguments and results as triton.py's."""
+"""Launches of Lattice's dual form, for "enc" and "sim" with projection: same arguments and results as launch.py's."""
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from .._chunks import chunk_table
+from .._chunks import checkpoint_slots, chunk_table
 from .._common import compute_dtype
-from .dual_careful_kernels import lattice_careful_adjoint_kernel
-from .dual_level_kernels import (
+from .._launch import accumulator
+from .kernels.dual.walk import lattice_gram_kernel, lattice_walk_kernel
+from .kernels.dual.walk_back import lattice_gram_adjoint_kernel, lattice_walk_adjoint_kernel
+from .kernels.dual.walk_back_by_token import lattice_careful_adjoint_kernel
+from .kernels.dual.windows import lattice_read_adjoint_kernel, lattice_read_kernel, lattice_write_adjoint_kernel
+from .kernels.dual.windows_by_levels import (
     lattice_read_adjoint_levels_kernel,
     lattice_read_levels_kernel,
     lattice_write_adjoint_levels_kernel,
 )
-from .dual_read_kernels import lattice_read_adjoint_kernel, lattice_read_kernel, lattice_write_adjoint_kernel
-from .dual_walk_bwd_kernels import lattice_gram_adjoint_kernel, lattice_walk_adjoint_kernel
-from .dual_walk_kernels import lattice_gram_kernel, lattice_walk_kernel
-from .plan import CHECKPOINT, WALKED, checkpoint_slots, dual_sizes, on_gpu, padded, precision, window_precision
+from .sizes import CHECKPOINT, WALKED, dual_sizes, on_gpu, padded, precision, window_precision
 
 # tokens of a chunk of the walk forward, half as many where the registers hold no more, and of the walk back
 CHUNK, CHUNK_BACK = 16, 8
@@ -28,7 +28,7 @@ REGISTERS = 168
 PROGRAMS, AHEAD = 256, 32
 
 
-class _Plan:
+class _Launch:
     """Sizes and grids. What forward keeps: states before every window and at the end, rows of slots, and p."""
 
     def __init__(self, v: Tensor, state: Tensor, cu_seqlens: Tensor | None, variant: str):
@@ -37,11 +37,11 @@ class _Plan:
         self.dtype = compute_dtype(v.dtype)
         self.sizes = dual_sizes(v, state, cu_seqlens)
         first = sequence = None
-        windows = checkpoint_slots(B, T, cu_seqlens)
+        windows = checkpoint_slots(B, T, cu_seqlens, CHECKPOINT)
         if cu_seqlens is not None:
             first, sequence, windows = chunk_table(cu_seqlens, T, CHECKPOINT)
         self.along, self.across = (cu_seqlens, first, T), (cu_seqlens, first, sequence, T, N)
-        acc = tl.float64 if self.dtype == torch.float64 else tl.float32
+        acc = accumulator(self.dtype)
         shared = {"H": H, "M": M, "D": D, "VARIANT": variant, "C": CHECKPOINT, "ACC": acc}
         form = precision(v.dtype)
         half = form == "tf32"
@@ -57,7 +57,7 @@ class _Plan:
         self.gram_back = {**self.gram, "P": CHUNK_BACK, "VARIANT": variant}
         self.back = {**self.walk, "P": CHUNK_BACK, "FETCH": on_gpu(v) and D <= 64}
         MB, D2 = 32 // LANES, 4 * LANES
-        self.careful = {
+        self.by_token = {
             **shared, "MB": MB, "D1": triton.cdiv(D, D2), "D2": D2, "CHUNK": CHUNK_BACK, "num_warps": 1,
         }  # fmt: skip
         # rows of 128 bytes at least (kernels/README.md, "Compiler traps")
@@ -71,7 +71,7 @@ class _Plan:
             **shared, "MB": 32, "BD": max(32, padded(D)), "LEVELS": CHECKPOINT.bit_length() - 1,
             "PRECISION": form, "PROGRAMS": PROGRAMS, "AHEAD": AHEAD, "num_warps": WARPS,
         }  # fmt: skip
-        self.walks, self.careful_walks = (N * H * triton.cdiv(M, WALKED),), (N * H * triton.cdiv(M, MB),)
+        self.walks, self.walks_by_token = (N * H * triton.cdiv(M, WALKED),), (N * H * triton.cdiv(M, MB),)
         self.reads = (windows * H,)
         self.seekers = (min(windows * H, PROGRAMS),)
 
@@ -96,38 +96,42 @@ class _Plan:
 def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
     """o, the final state [N, H, d, m], and what backward needs in one buffer."""
     q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
-    plan = _Plan(v, initial_state, cu_seqlens, variant)
-    start = plan.rows(initial_state)
-    kept = start.new_empty(sum(plan.sizes))
-    states, final, p = kept.split(plan.sizes)
-    (hh, steps, gram), o = plan.products(v, gamma), torch.empty_like(v)
-    lattice_walk_kernel[plan.walks](k, v, steps, gram, start, final, states, p, *plan.along, **plan.walk)
-    far = torch.empty(plan.reads, dtype=torch.int32, device=v.device)
+    launch = _Launch(v, initial_state, cu_seqlens, variant)
+    start = launch.rows(initial_state)
+    kept = start.new_empty(sum(launch.sizes))
+    states, final, p = kept.split(launch.sizes)
+    (hh, steps, gram), o = launch.products(v, gamma), torch.empty_like(v)
+    lattice_walk_kernel[launch.walks](k, v, steps, gram, start, final, states, p, *launch.along, **launch.walk)
+    refused = torch.empty(launch.reads, dtype=torch.int32, device=v.device)
     read = q, k, v, hh, gamma, states, p, o
-    lattice_read_kernel[plan.reads](*read, far, *plan.across, **plan.read)
-    lattice_read_levels_kernel[plan.seekers](far, far.numel(), *read, *plan.across, **plan.levels)
+    lattice_read_kernel[launch.reads](*read, refused, *launch.across, **launch.read)
+    lattice_read_levels_kernel[launch.seekers](refused, refused.numel(), *read, *launch.across, **launch.levels)
     return o, final.view(start.shape).mT, kept if save else kept.new_empty(0)
 
 
 def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, variant, project, l1):
     """Gradients of q, k, v, gamma, log_decay (None: folded into gamma) and the initial state."""
     do, q, k, v, gamma = (x.contiguous() for x in (do, q, k, v, gamma))
-    plan = _Plan(v, initial_state, cu_seqlens, variant)
-    states, final, p = kept.split(plan.sizes)
-    hh, steps, gram = plan.products_back(do, v, gamma)
+    launch = _Launch(v, initial_state, cu_seqlens, variant)
+    states, final, p = kept.split(launch.sizes)
+    hh, steps, gram = launch.products_back(do, v, gamma)
     dq, dk, dv, dgamma = (torch.empty_like(x) for x in (q, k, v, gamma))
-    end = plan.rows(dfinal)
+    end = launch.rows(dfinal)
     reads, dalpha, z, ends, dstart = (torch.empty_like(x) for x in (p, p, p, states, end))
-    flags, far = torch.empty(2, *plan.reads, dtype=torch.int32, device=v.device)
+    flags, refused = torch.empty(2, *launch.reads, dtype=torch.int32, device=v.device)
     read = do, k, v, hh, gamma, states, p, dq, reads
-    lattice_read_adjoint_kernel[plan.reads](*read, flags, far, *plan.across, **plan.read)
-    lattice_read_adjoint_levels_kernel[plan.seekers](far, far.numel(), *read, *plan.across, **plan.levels)
+    lattice_read_adjoint_kernel[launch.reads](*read, flags, refused, *launch.across, **launch.read)
+    lattice_read_adjoint_levels_kernel[launch.seekers](
+        refused, refused.numel(), *read, *launch.across, **launch.levels
+    )
     found = states, final, p, reads, flags, dalpha, z, ends, dstart
-    lattice_walk_adjoint_kernel[plan.walks](do, end, q, k, v, steps, gram, *found, *plan.along, **plan.back)
-    lattice_careful_adjoint_kernel[plan.careful_walks](
-        do, end, q, k, v, hh, gamma, *found, *plan.along, **plan.careful
+    lattice_walk_adjoint_kernel[launch.walks](do, end, q, k, v, steps, gram, *found, *launch.along, **launch.back)
+    lattice_careful_adjoint_kernel[launch.walks_by_token](
+        do, end, q, k, v, hh, gamma, *found, *launch.along, **launch.by_token
     )
     write = do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma
-    lattice_write_adjoint_kernel[plan.reads](*write, *plan.across, **plan.write)
-    lattice_write_adjoint_levels_kernel[plan.seekers](far, far.numel(), *write, *plan.across, **plan.levels)
+    lattice_write_adjoint_kernel[launch.reads](*write, *launch.across, **launch.write)
+    lattice_write_adjoint_levels_kernel[launch.seekers](
+        refused, refused.numel(), *write, *launch.across, **launch.levels
+    )
     return dq, dk, dv, dgamma, None, dstart.mT

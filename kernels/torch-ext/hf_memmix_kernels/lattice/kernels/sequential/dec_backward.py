@@ -1,7 +1,7 @@
 """Lattice backward for "dec" with projection: only the adjoint g is sequential.
 
 Forward keeps h and p = S^T h of every token, which is all that an update needs: states are found again without
-reductions, and what reads them, dq = S'^T do and dk, by matrix products (read_bwd_window_kernels.py).
+reductions, and what reads them, dq = S'^T do and dk, by matrix products (dec_backward_windows.py).
 `lattice_adjoint_kernel` walks back with g.
 
 s' = a s + b h, a = beta (1 - alpha p), b = beta alpha, alpha = -gamma k, beta = 1 / |s + alpha P(s) h|. With g those
@@ -14,8 +14,8 @@ of s', x = s . g, w = h . g (per slot), sigma = s' . g = a x + b w and D = beta 
 import triton
 import triton.language as tl
 
-from .fwd_kernels import load_group, sequence
-from .read_bwd_window_kernels import window_of
+from .dec_backward_windows import window_of
+from .forward import load_group, sequence
 from .tiles import (
     entries,
     fetch_rows,

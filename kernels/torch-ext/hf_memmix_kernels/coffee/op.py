@@ -381,7 +381,7 @@ def deer_coffee(
     max_iterations: int = MAX_ITERATIONS,
     damping: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`chunk_coffee` by DEER: Newton's iterations on the whole trajectory, each a linear scan that is parallel over time.
+    """`chunk_coffee` by DEER: Newton's iterations on the whole trajectory, each a linear scan, parallel over time.
 
     Exact, the Jacobian being diagonal, and so is its gradient: that of the scan at the trajectory found. Where the
     iterations do not converge the scan runs instead and a warning says so once. Packed inputs and CUDA graph capture

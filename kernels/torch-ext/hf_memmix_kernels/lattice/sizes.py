@@ -41,7 +41,7 @@ def runs_dual(variant: str, project: bool, l1: float) -> bool:
 
 
 def keeps_h(variant: str, project: bool, l1: float) -> bool:
-    """Whether forward keeps h and p beside the states, from which backward finds all else (kernels/sequential/dec_backward.py)."""
+    """Whether forward also keeps h and p of every token, as `kernels/sequential/dec_backward.py` needs them."""
     return variant == "dec" and project and not l1
 
 

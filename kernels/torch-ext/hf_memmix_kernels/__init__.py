@@ -1,4 +1,4 @@
-"""Kernels of fixed-size memories: one folder an op, each with a float64 truth, a torch path and Triton kernels."""
+"""Operators with a memory of fixed size, one folder per op: float64 reference, torch path and Triton kernels."""
 
 from .coffee import (
     check_coffee,

@@ -1,4 +1,4 @@
-"""Which sequence and chunk a program works on, for packed inputs, computed on the device without a host sync."""
+"""Which sequence and which chunk a program works on, for packed inputs. It is computed on the device, without a sync."""
 
 import torch
 from torch import Tensor

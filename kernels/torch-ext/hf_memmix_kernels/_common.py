@@ -1,7 +1,7 @@
-"""What the ops share: input checks, sequence layout (batched or packed), and chunks with decay on the torch path.
+"""What all ops share: input checks, the layout of sequences, and chunks with decay on the torch path.
 
-Shape letters: N sequences, B batch, T tokens, H heads, D head size. A packed input is [1, sum of lengths, ...] with
-`cu_seqlens` [N+1], the sequences' boundaries.
+Letters in shapes: N sequences, B batch, T tokens, H heads, D head size. A packed input is [1, sum of lengths, ...],
+and `cu_seqlens` [N+1] holds the boundaries of its sequences.
 """
 
 import torch

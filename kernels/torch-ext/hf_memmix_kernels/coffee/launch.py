@@ -1,4 +1,4 @@
-"""Launch of the COFFEE kernels: how lanes are laid over threads, and where the checkpoints lie."""
+"""Launches of the COFFEE kernels: how lanes are laid over threads, and where the checkpoints lie in memory."""
 
 import functools
 import os

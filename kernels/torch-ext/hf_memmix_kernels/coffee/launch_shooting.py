@@ -1,9 +1,10 @@
-"""Multiple shooting for COFFEE on a GPU: Newton on the states between chunks of time, all chunks walked in parallel.
+"""Multiple shooting for COFFEE on a GPU: Newton's method on the states between chunks, all chunks in parallel.
 
-With F_c(s) the end of chunk c from the state s, the unknowns solve s_{c+1} = F_c(s_c). An iteration walks every chunk
-exactly and forms its slope A_c = F_c'(s_c), then s'_{c+1} = F_c(s_c) + A_c (s'_c - s_c), a scan over the chunks. After
-iteration k the first k chunks are exact whatever the slopes are. Where states forget, slopes vanish and a few
-iterations do; converged, one forward pass of the chunks side by side gives outputs and what backward needs.
+Let F_c(s) be the state at the end of chunk c if the chunk starts from s. The unknowns solve s_{c+1} = F_c(s_c). An
+iteration computes every chunk exactly and forms its slope A_c = F_c'(s_c); then s'_{c+1} = F_c(s_c) + A_c (s'_c - s_c)
+is a scan over the chunks. After k iterations the first k chunks are exact, whatever the slopes are. Where states
+forget, slopes vanish and a few iterations are enough. After convergence one forward pass over the chunks side by side
+gives the outputs and the checkpoints.
 """
 
 import torch

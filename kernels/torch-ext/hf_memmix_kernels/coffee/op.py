@@ -1,4 +1,4 @@
-"""The COFFEE op: validation, dispatch by device and method, and registration as torch.library custom ops."""
+"""The COFFEE op: checks of the arguments, choice of the path and the method, registration with torch.library."""
 
 import functools
 import warnings

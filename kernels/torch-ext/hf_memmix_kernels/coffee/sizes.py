@@ -1,4 +1,4 @@
-"""Sizes that the COFFEE op's fake kernels and its Triton launches must agree on; no Triton import."""
+"""Sizes on which the fake kernels and the Triton launches of COFFEE must agree, and the rule for `method="auto"`."""
 
 # tokens between two states kept for backward, and tokens whose states backward holds in registers
 CHECKPOINT = 8

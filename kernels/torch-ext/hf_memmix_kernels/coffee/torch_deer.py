@@ -1,9 +1,10 @@
-"""DEER for COFFEE in plain torch: Newton on the whole trajectory, one linear scan over time an iteration.
+"""DEER for COFFEE in torch: Newton's method on the whole trajectory, with one linear scan over time per iteration.
 
-With r = f(x) - x and J = df/dx at the current trajectory, Newton's update d solves d_k = J_k d_{k-1} + r_k, d_0 = 0: a
-linear recurrence, and an associative scan since J is diagonal (Lim et al., "Parallelizing non-linear sequential
-models over the sequence length"; Gonzalez et al., "Towards scalable and stable parallelization of nonlinear RNNs").
-With damping mu the update minimises sum (d_k - J_k d_{k-1} - r_k)^2 + mu sum d_k^2 instead (ELK, a trust region).
+With r = f(x) - x and J = df/dx at the current trajectory, Newton's update d solves d_k = J_k d_{k-1} + r_k, d_0 = 0.
+This is a linear recurrence, and an associative scan because J is diagonal (Lim et al., "Parallelizing non-linear
+sequential models over the sequence length"; Gonzalez et al., "Towards scalable and stable parallelization of nonlinear
+RNNs"). With damping mu the update minimises sum (d_k - J_k d_{k-1} - r_k)^2 + mu sum d_k^2 instead (ELK, a trust
+region).
 """
 
 import torch

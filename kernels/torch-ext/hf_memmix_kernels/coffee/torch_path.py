@@ -1,8 +1,8 @@
-"""COFFEE in plain torch, any device: four operations a token forward, one backward, everything else whole chunks.
+"""COFFEE in torch, for any device: four operations per token forward, one backward, all else on whole chunks.
 
-States are [n, B, D] in memory, so that a token's operations run over one flat vector and u [B, D] is broadcast over
-the outermost axis. Backward finds the states of a chunk again from its checkpoint, forms their Jacobians at once and
-runs g_k = e_k + J_{k+1} g_{k+1} through them.
+States are [n, B, D] in memory, so that the operations of a token run over one flat vector, and u [B, D] is broadcast
+over the outermost axis. The backward pass recomputes the states of a chunk from its checkpoint, forms all their
+Jacobians at once, and computes g_k = e_k + J_{k+1} g_{k+1} in reverse.
 """
 
 import torch

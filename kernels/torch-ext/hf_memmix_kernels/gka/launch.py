@@ -1,7 +1,8 @@
-"""GKA in chunks on Triton: host side. One layout for batched and packed input.
+"""Launches of the GKA kernels. One layout serves batched and packed input.
 
-Tokens are seen as [total, H, ...]; chunk states live in scratch [chunks, H, DK, DK] in the inputs' dtype, recurrent
-states and all accumulators are float32. Nothing is kept on the device between calls, so a CUDA graph may capture any.
+Tokens are seen as [total, H, ...]. Chunk states lie in scratch memory [chunks, H, DK, DK] in the dtype of the inputs;
+recurrent states and all accumulators are float32. Nothing stays on the device between calls, so a CUDA graph may
+capture every call.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The GKA op: input checks, the choice of a path, and its registration with torch (fake, autograd, compile)."""
+"""The GKA op: checks of the arguments, choice of the path, registration with torch.library."""
 
 import torch
 

@@ -1,12 +1,12 @@
-"""GKA in chunks, plain torch: forward and the explicit backward, for any device and dtype.
+"""GKA in torch, in chunks, for any device and dtype: forward, the explicit backward and the decode step.
 
 Within a chunk of C tokens that starts from (H_0, U_0), with G = cumsum(g) and D[t, j] = e^(G_t - G_j) for j <= t:
 
     H_t x = e^(G_t) H_0 x + sum_j D[t, j] w_j k_j (k_j . x),    w = beta^2
 
-so a solver iteration for all C tokens is three matrix products. The backward differentiates the solution, not the
-iteration (Gated KalmaNet, Lemmas 1 and 2): z = A^-1 dx comes from the same solver. gka/README.md derives it.
-Inside this file tensors are [N, H, chunks, C, D]: `split` and `merge` convert.
+so one iteration of the solver for all C tokens is three matrix products. The backward differentiates the solution, not
+the iteration (Gated KalmaNet, Lemmas 1 and 2): z = A^-1 dx comes from the same solver. README.md derives it. Inside
+this file tensors are [N, H, chunks, C, D]; `split` and `merge` convert.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""`chunk_gla` and `gla_step`: validation, dispatch by device, and registration as torch.library custom ops."""
+"""The gla op: checks of the arguments, choice of the path, registration with torch.library."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Scalar-decay linear attention in chunks, plain torch: forward and its explicit backward, for any device and dtype.
+"""gla in torch, in chunks, for any device and dtype: forward, the explicit backward and the decode step.
 
 With G = cumsum(g) inside a chunk and D[t, j] = e^(G_t - G_j) for j <= t:
     o = scale * (e^G * (q S_0) + (q k^T * D) v),    S_C = e^(G_C) S_0 + (e^(G_C - G) * k)^T v

@@ -1,4 +1,4 @@
-"""Launches of the Lattice kernels: states in and out of their tiles, grids, scratch memory."""
+"""Launches of Lattice's sequential kernels: states to tiles and back, grids, scratch memory."""
 
 import torch
 import triton

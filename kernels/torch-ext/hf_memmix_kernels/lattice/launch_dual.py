@@ -1,4 +1,4 @@
-"""Launches of Lattice's dual form, for "enc" and "sim" with projection: same arguments and results as launch.py's."""
+"""Launches of Lattice's dual form ("enc" and "sim" with projection), with the arguments and results of launch.py."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""The Lattice op: validation, dispatch by device and variant, and registration as torch.library custom ops."""
+"""The Lattice op: checks of the arguments, choice of the path, registration with torch.library."""
 
 import torch
 from torch import Tensor

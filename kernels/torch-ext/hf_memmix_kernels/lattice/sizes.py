@@ -1,4 +1,4 @@
-"""Sizes that the fake kernels, the torch path and the Triton launches of Lattice must agree on; no Triton import."""
+"""Sizes on which the fake kernels, the torch path and the Triton launches of Lattice must agree. Imports no Triton."""
 
 import os
 

@@ -1,7 +1,7 @@
-"""Lattice on any device: one batched update a token, and its exact adjoint from states kept every 64 tokens.
+"""Lattice in torch, for any device: one batched update per token, and its exact adjoint.
 
-s_i' = a_i s_i + b_i h is all an update ever does to a slot, so the adjoint of the scalars a_i, b_i needs two inner
-products a slot, s_i . g_i and h . g_i. States are [G, m, d] here, slots as rows, G = sequences * heads.
+An update changes a slot only by s_i' = a_i s_i + b_i h. The adjoint of the scalars a_i, b_i therefore needs two inner
+products per slot, s_i . g_i and h . g_i. Here states are [G, m, d], slots as rows, G = sequences * heads.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""`short_conv` and `short_conv_step`: validation, dispatch by device, and registration as torch.library custom ops."""
+"""The short_conv op: checks of the arguments, choice of the path, registration with torch.library."""
 
 import torch
 from torch import Tensor

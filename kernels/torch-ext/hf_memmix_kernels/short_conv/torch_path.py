@@ -1,7 +1,7 @@
-"""Short convolution in plain torch, any device: K shifted products over one buffer.
+"""Short convolution in torch, for any device: K shifted products over one buffer.
 
-The buffer holds every sequence's carried state in front of its tokens, so token t reads rows base_t .. base_t + K - 1:
-slices in a rectangular batch, a gather in a packed one.
+The buffer holds the carried state of every sequence in front of its tokens, so that token t reads rows base_t ..
+base_t + K - 1: slices in a rectangular batch, a gather in a packed one.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""SKA: Spectral Koopman Attention, regression on a fixed-size memory with a power filter."""
+"""SKA: Spectral Koopman Attention, a regression on a memory of fixed size, with a power filter."""
 
 from .naive import cg_lift, naive_ska
 from .op import chunk_ska, ska_step

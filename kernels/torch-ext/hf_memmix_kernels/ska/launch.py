@@ -1,7 +1,7 @@
-"""SKA on Triton: launches of the chunk kernels, forward and backward.
+"""Launches of the SKA kernels: forward, backward and decode step.
 
-Scratch: the statistics before every chunk, [chunks, Hk, r, 2r + P] float32, and in the backward pass as much again for
-their gradients. Nothing but the inputs outlives the forward pass.
+Scratch memory holds the statistics before every chunk, [chunks, Hk, r, 2r + P] float32, and in the backward pass as
+much again for their gradients. After the forward pass only its inputs stay in memory.
 """
 
 import torch

@@ -1,8 +1,9 @@
-"""The SKA op: input checks, the choice of a path, and its registration with torch (fake, autograd, compile)."""
+"""The SKA op: checks of the arguments, choice of the path, registration with torch.library."""
 
 import torch
 from torch import Tensor
 
+from .._chunks import sequence_ids
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
 from . import torch_path
@@ -191,8 +192,7 @@ def sequence_max(k: Tensor, nu: Tensor, cu_seqlens: Tensor | None, lengths: Tens
     """The largest key norm of every whole sequence [N, Hk], at least `nu`."""
     norms = torch.linalg.vector_norm(k.to(nu.dtype), dim=-1)
     if cu_seqlens is not None:
-        steps = torch.arange(norms.shape[1], device=k.device)
-        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), steps, right=True)
+        sequence = sequence_ids(cu_seqlens, norms.shape[1])
         return nu.scatter_reduce(0, sequence[:, None].expand_as(norms[0]), norms[0], "amax")
     if lengths is not None:
         beyond = torch.arange(norms.shape[1], device=k.device) >= lengths[:, None]

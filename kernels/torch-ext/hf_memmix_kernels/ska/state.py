@@ -1,7 +1,7 @@
-"""The state of SKA: its five tensors, their shapes, and what must hold for their values.
+"""The state of SKA: its five tensors, their shapes, and checks of their values.
 
-(statistics [N, Hk, r, 2r + P] = [G | M^T | C^T], operator [N, Hk, r, P], previous key [N, Hk, r], nu [N, Hk], position
-in the chunk [N, Hk]). The empty state is all zeros.
+A state is (statistics [N, Hk, r, 2r + P] = [G | M^T | C^T], operator [N, Hk, r, P], previous key [N, Hk, r], nu [N,
+Hk], position in the chunk [N, Hk]). The empty state is all zeros.
 """
 
 import torch

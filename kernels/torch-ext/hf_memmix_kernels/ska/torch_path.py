@@ -1,7 +1,7 @@
-"""Chunk-causal SKA in plain torch: forward and the explicit backward, for any device and dtype.
+"""Chunk-causal SKA in torch, for any device and dtype: forward, the explicit backward and the decode step.
 
-A sequence that starts `position` tokens into a chunk is laid out in chunks of c slots, the first `position` empty.
-The operator of chunk s > 0 comes from the statistics before it, that of chunk 0 from the carried state:
+A sequence that starts `position` tokens into a chunk is laid out in chunks of c slots, of which the first `position`
+are empty. The operator of chunk s > 0 comes from the statistics before it; that of chunk 0 is the carried one:
 
     S_s = S_0 + sum_{j < s} sum_{t in j} [z_t z_t^T | z_{t-1} z_t^T | z_t v_t^T],   o_t = gain W_s q_t
 

@@ -1,8 +1,9 @@
-"""COFFEE backward: states found again from the checkpoints in groups of P tokens, gradients in reverse.
+"""COFFEE backward: recomputes the states from the checkpoints in groups of P tokens, and goes through them in reverse.
 
-carry is dL/dx as a token hands it to the one before, g = C dy + carry, carry' = J g. A program walks one segment of a
-sequence; with SUMMARY it only finds the segment's map carry' = A carry + b, so that segments can run in parallel:
-summaries, `affine_scan_kernel` over the segments, then the walk itself from the right carries.
+`carry` is dL/dx as a token passes it to the token before: g = C dy + carry, carry' = J g. A program handles one
+segment of a sequence. With SUMMARY it computes only the segment's map carry' = A carry + b, so that segments can run
+in parallel: first all maps, then `affine_scan_kernel` over the segments, then this kernel again from the right
+carries.
 """
 
 import triton

@@ -1,7 +1,8 @@
-"""One Newton iteration of DEER on a GPU: every chunk of time by its own program, all lanes in parallel.
+"""One Newton iteration of DEER on a GPU: one program per chunk of time, all lanes in parallel.
 
-The program corrects its chunk of the trajectory, x'_k = f(x_{k-1}) + J_k (x'_{k-1} - x_{k-1}), from the state that
-enters it, and in the same walk forms the chunk's map of the next update, d_end = A d_start + R, at the new states.
+A program corrects its chunk of the trajectory, x'_k = f(x_{k-1}) + J_k (x'_{k-1} - x_{k-1}), from the state that
+enters the chunk. In the same pass it forms the chunk's map of the next update, d_end = A d_start + R, at the new
+states.
 """
 
 import triton

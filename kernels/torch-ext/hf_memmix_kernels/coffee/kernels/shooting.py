@@ -1,7 +1,7 @@
-"""One iteration of multiple shooting on a GPU: every chunk of time walked exactly from the state it is entered with.
+"""One iteration of multiple shooting on a GPU: computes every chunk of time exactly, from the state that enters it.
 
-Unlike DEER's, whose trajectory is corrected token by token, a chunk's trajectory is always one the recurrence can
-take, so that what it does not amplify nothing overflows.
+DEER corrects its trajectory token by token. Here the trajectory of a chunk is always one that the recurrence can take,
+so it overflows only if the recurrence itself does.
 """
 
 import triton

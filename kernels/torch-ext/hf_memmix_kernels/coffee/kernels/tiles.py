@@ -1,8 +1,8 @@
-"""What the COFFEE kernels share: lanes, gates and their derivatives, a group of steps forward.
+"""What the COFFEE kernels share: lanes, gates and their derivatives, and one update of the states.
 
-A lane is one (feature, split) of a sequence: it holds NS of the feature's states in registers, state j = i * S + split
-in element i of a tuple, and S adjacent lanes hold them all. Everything is one-dimensional over lanes, so no layout is
-ever converted; C x is NS products in the lane and log2(S) shuffles.
+A lane is one (feature, split) of a sequence. It holds NS states of the feature in registers: state j = i * S + split
+is element i of a tuple. S adjacent lanes hold all states of a feature. All tensors are one-dimensional over lanes, so
+no layout is ever converted. C x costs NS products in the lane and log2(S) shuffles.
 """
 
 import triton

@@ -1,10 +1,12 @@
-"""GKA's backward kernels beside the solver, in the order they run: through the readout, through the ridge, the
-reverse scan over chunks, and dk, dv with the gates.
+"""GKA's backward kernels except the solver, in the order in which they run.
+
+The order is: through the read-out, through the ridge, the reverse scan over chunks, and dk, dv with the gates.
 
     E_i = sum_{t >= i} decay(i -> t) (z_t x_t^T + x_t z_t^T + ridge_t H_t)        minus twice the gradient of H_i
     R_i = sum_{t >= i} decay(i -> t) s do_t m_t^T         the gradient of U_i, with m = q + alpha (x - q), s the scale
 
-No accumulator of a dot is transposed as an operand of another: Triton 3.4 to 3.7.0 miscompiles that on Hopper.
+No kernel uses the transpose of a dot's accumulator as an operand of another dot: Triton 3.4 to 3.7.0 miscompiles that
+on Hopper.
 """
 
 import triton

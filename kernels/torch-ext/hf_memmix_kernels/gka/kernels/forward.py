@@ -1,4 +1,4 @@
-"""GKA's forward kernels beside the solver: the scan over chunk states, and the readout."""
+"""GKA's forward kernels except the solver: the scan over chunk states, and the read-out."""
 
 import triton
 import triton.language as tl

@@ -1,8 +1,8 @@
-"""The solver as one kernel, for the forward (x from q) and the backward (z from the gradient of x).
+"""The solver as one kernel, used by the forward pass (x from q) and the backward pass (z from the gradient of x).
 
     x_t = CH(H_t + ridge |H_t| I, factor_t rhs_t),  0 where H_t = 0
 
-in Richardson steps over Chebyshev roots, with iterative refinement between phases; README.md, "Product form".
+It runs Richardson steps over Chebyshev roots, with iterative refinement between phases: README.md, "Product form".
 """
 
 import triton

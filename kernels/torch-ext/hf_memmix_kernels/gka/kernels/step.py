@@ -1,12 +1,13 @@
-"""GKA decode in one launch: state update, ridge, solve and read-out of one token, the state updated in place.
+"""GKA's decode step in one launch: state update, ridge, solve and read-out of one token, the state updated in place.
 
     H <- e^g H + beta^2 k k^T;  U <- e^g U + beta^2 v k^T;  o = scale * U (q + alpha (CH(H + ridge |H| I, q) - q))
 
 One program owns one (sequence, head) and keeps -s H, s = 2 / (L + mu), in registers. With P = I - s (H + ridge |H| I)
-and r = s q a Chebyshev step is xi_i = omega_i (P xi_{i-1} + r) - (omega_i - 1) xi_{i-2}, and the next refinement phase
-starts from the scaled residual r - xi + P xi: no other product with H is needed. H is symmetric, so the product may
-sum over rows. The pointer of H is not specialised: with its alignment unknown the compiler gives every thread whole
-columns of H, and a step is D multiply-adds a thread and one exchange of the vector, no shuffles, no partial sums.
+and r = s q, a Chebyshev step is xi_i = omega_i (P xi_{i-1} + r) - (omega_i - 1) xi_{i-2}. The next phase of the
+refinement starts from the scaled residual r - xi + P xi, so no other product with H is needed. H is symmetric, so the
+product may sum over rows. The pointer of H is not specialised: because the compiler does not know its alignment, it
+gives every thread whole columns of H. A step is then D multiply-adds per thread and one exchange of the vector,
+without shuffles and partial sums.
 """
 
 import triton

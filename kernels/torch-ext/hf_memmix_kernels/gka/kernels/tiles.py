@@ -1,7 +1,7 @@
-"""Triton device functions that GKA's kernels share: where a chunk lies, its tiles, and products.
+"""Device functions that GKA's kernels share: where a chunk lies, its tiles, and products.
 
-Pointers arrive at a kernel as those of whole tensors and are moved to the chunk's first token once, in int64; within
-a chunk all offsets are int32. Rows beyond a sequence's end read as zero and are never written.
+A kernel receives pointers to whole tensors and moves them once, in int64, to the first token of its chunk. Within a
+chunk all offsets are int32. Rows beyond the end of a sequence read as zero and are never written.
 """
 
 import triton

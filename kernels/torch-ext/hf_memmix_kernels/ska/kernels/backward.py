@@ -2,7 +2,7 @@
 
 With D = C^T dW, E = P D, dN = s sum_i (N^T)^i E (N^T)^(K-1-i), dP = s D (N^T)^K + M^T dN:
 
-    dC = dW Q^T,  dM = dN P,  dG = -P dP P,  dnu = 2 eps nu tr dG            (ska/README.md)
+    dC = dW Q^T,  dM = dN P,  dG = -P dP P,  dnu = 2 eps nu tr dG            (README.md, "Backward")
 """
 
 import triton

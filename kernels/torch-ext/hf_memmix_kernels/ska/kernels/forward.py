@@ -1,4 +1,4 @@
-"""SKA's forward kernels: the scan over chunk statistics, and operator and readout of every chunk."""
+"""SKA's forward kernels: the scan over the statistics of chunks, then operator and read-out of every chunk."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
-"""SKA decode in one launch: readout, statistics in place, and every chunk_size tokens the operator anew.
+"""SKA's decode step in one launch: read-out, statistics updated in place, a new operator every chunk_size tokens.
 
-One program owns one (sequence, key head). Whether its chunk is full it reads from `position` on the device, so that
-the rows of a batch may stand at different places and a CUDA graph holds both cases.
+One program owns one (sequence, key head). It reads `position` on the device to decide whether its chunk is full. The
+rows of a batch may therefore have different positions, and a CUDA graph holds both cases.
 """
 
 import triton

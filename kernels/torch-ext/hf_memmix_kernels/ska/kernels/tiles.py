@@ -1,7 +1,7 @@
-"""Triton device functions that SKA's kernels share: where a chunk lies, its tiles, products, and the operator.
+"""Device functions that SKA's kernels share: where a chunk lies, its tiles, products, and the operator.
 
-A sequence that starts `offset` tokens into a chunk has chunks 0 .. last = (offset + length) // C, the last one perhaps
-without tokens yet. Pointers are moved to a chunk's first token in int64; within a chunk offsets are int32.
+A sequence that starts `offset` tokens into a chunk has chunks 0 .. last = (offset + length) // C; the last one may
+have no tokens yet. Pointers are moved to the first token of a chunk in int64; within a chunk offsets are int32.
 """
 
 import triton

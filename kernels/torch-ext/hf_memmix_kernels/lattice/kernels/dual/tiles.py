@@ -1,8 +1,8 @@
-"""What kernels of Lattice's dual form share: coefficients from what is saved, windows, products of decays by levels.
+"""What the kernels of the dual form share: coefficients from what is saved, windows, products of decays by levels.
 
-Within a window of 64 tokens s_t = (a_t ... a_1) s_0 + sum_j (a_t ... a_{j+1}) b_j h_j. The products between two tokens
-j < t split at the end of the segment that holds j: its suffix times a prefix of the next one. Segments of 1, 2, 4, ...
-tokens find every pair once, and nothing is divided by an a, which may be zero.
+Within a window of 64 tokens s_t = (a_t ... a_1) s_0 + sum_j (a_t ... a_{j+1}) b_j h_j. The product between two tokens
+j < t is split at the end of the segment that holds j: the suffix of this segment times a prefix of the next one.
+Segments of 1, 2, 4, ... tokens find every pair once, and nothing is divided by an a, which may be zero.
 """
 
 import triton

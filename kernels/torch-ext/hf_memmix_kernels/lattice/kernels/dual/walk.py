@@ -1,17 +1,18 @@
-"""Lattice "enc" and "sim" forward, in two parts: h does not depend on the state, only p_i = s_i . h is sequential.
+"""The walk forward of "enc" and "sim". Here h does not depend on the state; only p_i = s_i . h is sequential.
 
-`lattice_walk_kernel` finds p in chunks of P tokens; a warp holds some slots of a head, and columns never meet. Tensor
-cores ask the slots once, U = S_0 H^T. Within the chunk a lane has a slot's numbers and nothing else: with the products
-of its tokens, u_j <- a_t u_j + b_t h_t . h_j for j > t. Then they write once, S <- A S + W H.
+`lattice_walk_kernel` computes p in chunks of P tokens. One warp holds some slots of a head, and the columns of the
+state are independent. Tensor cores multiply the slots once per chunk to read, U = S_0 H^T. Within the chunk a lane
+needs the numbers of its slot only: with the products of its tokens, u_j <- a_t u_j + b_t h_t . h_j for j > t. Then
+tensor cores multiply once to write, S <- A S + W H.
 
-Given p, the recurrence s_t = a_t s_{t-1} + b_t h_t is linear, and windows.py reads all windows at once.
+Given p, the recurrence s_t = a_t s_{t-1} + b_t h_t is linear, and windows.py reads all windows in parallel.
 
-Tiles of v and of slots lie in registers as the tensor cores want them, which costs an order of entries: column n of
-such a tile is entry n % 8 * (BD / 8) + n // 8. A lane then loads its 16 bytes at once, and what a product leaves of
-the slots is an operand of the next one without an exchange between lanes.
+Tiles of v and of slots lie in registers in the order that the tensor cores need: column n of such a tile is entry
+n % 8 * (BD / 8) + n // 8. A lane then loads its 16 bytes at once, and the result of one product is an operand of the
+next one without an exchange between lanes.
 
-p is kept as [windows, H, C, slots], in whole windows and programs, so that nothing of it is masked; what the walk back
-keeps, likewise.
+p is stored as [windows, H, C, slots], padded to whole windows and programs, so that no load or store of it needs a
+mask. The walk back stores its numbers in the same way.
 """
 
 import triton

@@ -1,16 +1,17 @@
-"""Lattice "enc" and "sim", the walk back through time: as forward, only scalars a slot are found token by token.
+"""The walk back of "enc" and "sim". As in the walk forward, only scalars per slot are computed token by token.
 
-With dS_t the gradient of s_t from its reads and all later tokens, u = h . dS_t, z = s_t . dS_t and x = s_{t-1} . dS_t,
+Let dS_t be the gradient of s_t from its reads and all later tokens, u = h . dS_t, z = s_t . dS_t and x = s_{t-1} .
+dS_t:
 
     dalpha = beta (u - p x - beta alpha n z),  g = alpha^2 dalpha - a b z (+ dc for "enc"),  dc = -gamma dalpha
     dS_{t-1} = a dS_t + g h_t + q_{t-1} dy_{t-1},  dh_t = sum_i b dS_t + g s_{t-1} - b^2 z h_t
 
-where x = (z - b u) / a, and s_{t-1} . (a dS_t + g h_t) = a x + g p: no state is needed. Multiples of s in its own
-gradient mean nothing, and are taken out before every window. The readouts, dq_t = S_t^T dy_t too, are again linear.
+where x = (z - b u) / a, and s_{t-1} . (a dS_t + g h_t) = a x + g p, so no state is needed. Multiples of s in its own
+gradient have no effect and are removed before every window. The reads, and dq_t = S_t^T dy_t too, are linear.
 
-Chunks of P tokens as in walk.py: with E the gradient after a chunk, tensor cores ask U = E H^T, and for
-every token t from the last one, whose coefficients are known before, U_j <- a (U_j + q_t dy_t . h_j) + g h_t . h_j for
-j < t. Then E <- A E + G H + Q dY. Heads with an a near zero are left to walk_back_by_token.py.
+Chunks have P tokens, as in walk.py. With E the gradient after a chunk, tensor cores compute U = E H^T. Then, for every
+token t from the last one, whose coefficients are known before, U_j <- a (U_j + q_t dy_t . h_j) + g h_t . h_j for j <
+t. At last E <- A E + G H + Q dY. walk_back_by_token.py handles the heads in which an a is near zero.
 """
 
 import triton

@@ -1,7 +1,7 @@
-"""Lattice "enc" and "sim", the walk back token by token, of heads in which an a comes near zero and of few tokens.
+"""The walk back of "enc" and "sim" token by token, for heads in which an a is near zero and for very short sequences.
 
-walk_back.py finds x = s_{t-1} . dS_t as (z - b u) / a. Where |1 - alpha p| < 1/4 in a token, here it is
-taken from the state, which is replayed from the window's start: exact, and slow only there.
+walk_back.py computes x = s_{t-1} . dS_t as (z - b u) / a. In tokens where |1 - alpha p| < 1/4, this kernel computes x
+from the state instead, which it replays from the start of the window. This is exact, and slow in such tokens only.
 """
 
 import triton

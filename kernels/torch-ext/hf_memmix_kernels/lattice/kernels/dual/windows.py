@@ -1,12 +1,12 @@
-"""Kernels over windows of Lattice's dual form: given p, and in backward dalpha and z, they read and write linearly.
+"""Kernels of Lattice's dual form that handle all windows in parallel: given p, all that they compute is linear.
 
-Every program holds the 64 tokens of one window of one head; the states before the window, and the gradients after it,
-are those that the walks kept (walk.py, walk_back.py). The product of the decays between two
-tokens is A_t / A_j, A_t = a_t ... a_1, so that every sum over pairs of tokens is one matrix product of rows scaled by
-A_t and rows divided by A_j. Where an A is too small or too large for that, the window is flagged as `refused`, what is
-written of it has no meaning, and windows_by_levels.py writes it again.
+Every program holds the 64 tokens of one window of one head. The states before the window, and the gradients after it,
+were stored by the walks (walk.py, walk_back.py). The product of the decays between two tokens is A_t / A_j with A_t =
+a_t ... a_1. Every sum over pairs of tokens is therefore one matrix product of rows scaled by A_t and rows divided by
+A_j. Where an A is too small or too large for the division, the kernel refuses the window: it sets the flag `refused`,
+its results there have no meaning, and windows_by_levels.py computes them again.
 
-h is v or -v: the sign goes to b and g, which multiply it everywhere, and v is used as it is stored.
+h is v or -v. The sign goes to b and g, which multiply h everywhere, and v is used as it is stored.
 """
 
 import triton

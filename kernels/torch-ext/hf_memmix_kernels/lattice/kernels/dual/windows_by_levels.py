@@ -1,8 +1,8 @@
-"""Lattice's kernels over windows where a product of decays may not be divided by: some a is 0, or far from 1 in size.
+"""Kernels over windows that windows.py refused, because products of decays there are zero, very small or very large.
 
-The same results as windows.py, of the windows that those refused, and exact for any a: the products between
-two tokens j < t split at the end of the segment that holds j, its suffix times a prefix of the next one. Segments of
-1, 2, 4, ... tokens find every pair j < t once, each level by one matrix product, and nothing is divided.
+The results are the same as those of windows.py, and exact for any a. The product between two tokens j < t is split at
+the end of the segment that holds j: the suffix of this segment times a prefix of the next one. Segments of 1, 2, 4,
+... tokens find every pair j < t once. Each level is one matrix product, and nothing is divided.
 """
 
 import triton

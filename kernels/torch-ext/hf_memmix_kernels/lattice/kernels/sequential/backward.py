@@ -1,8 +1,9 @@
-"""Lattice backward, token by token: windows of CHECKPOINT tokens from the last to the first.
+"""Lattice backward, token by token: windows of CHECKPOINT tokens, from the last to the first.
 
-A window runs forward from the state kept before it, and notes h, p and the state before every BLOCK tokens. A block
-then runs forward once more, without reductions, and leaves the state before each of its tokens in scratch memory that
-stays in the cache; its adjoint walks back over them. The recurrence is never inverted: a_i may be zero.
+For each window the kernel first runs forward from the state kept before it, and notes h, p and the state before every
+BLOCK tokens. Then, block by block from the last, it runs forward once more without reductions, stores the state before
+each token in scratch memory that stays in the cache, and computes the adjoint in reverse. The recurrence is never
+inverted, because a_i may be zero.
 
 With x = s . g, w = h . g (per slot), sigma = s' . g = a x + b w, D = beta (g - sigma s') and r = s . D:
 

@@ -1,11 +1,11 @@
 """Lattice backward for "dec" with projection: only the adjoint g is sequential.
 
-Forward keeps h and p = S^T h of every token, which is all that an update needs: states are found again without
-reductions, and what reads them, dq = S'^T do and dk, by matrix products (dec_backward_windows.py).
-`lattice_adjoint_kernel` walks back with g.
+Forward keeps h and p = S^T h of every token, and an update needs nothing else. The states are therefore recomputed
+without reductions, and what reads them, dq = S'^T do and dk, runs as matrix products (dec_backward_windows.py).
+`lattice_adjoint_kernel` goes back in time with g.
 
-s' = a s + b h, a = beta (1 - alpha p), b = beta alpha, alpha = -gamma k, beta = 1 / |s + alpha P(s) h|. With g those
-of s', x = s . g, w = h . g (per slot), sigma = s' . g = a x + b w and D = beta (g - sigma s'):
+s' = a s + b h, a = beta (1 - alpha p), b = beta alpha, alpha = -gamma k, beta = 1 / |s + alpha P(s) h|. With g the
+gradient of s', x = s . g, w = h . g (per slot), sigma = s' . g = a x + b w and D = beta (g - sigma s'):
 
     r = s . D = beta (x - beta sigma),  dalpha = h . D - p r,  dz = sum_i alpha_i (D_i - r_i s_i) = -dv
     g <- (1 - alpha p) D - alpha r h + k dz,  dk = -gamma dalpha + S^T dz,  dgamma = -sum_i k_i dalpha_i

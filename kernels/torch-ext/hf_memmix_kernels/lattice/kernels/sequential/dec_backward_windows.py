@@ -1,7 +1,7 @@
-"""Kernels over windows of Lattice's backward for "dec": coefficients of all tokens, and what reads the states.
+"""Parallel kernels of Lattice's backward for "dec": the coefficients of all tokens, and what reads the states.
 
-Given h and p, which forward keeps, a window's states are linear in the one before it, as in the dual form of "enc" and
-"sim": s_t = A_t s_0 + sum_{j <= t} (A_t / A_j) b_j h_j, A_t = a_t ... a_1. See dual/windows.py.
+Given h and p, which forward keeps, the states of a window are linear in the state before it, as in the dual form of
+"enc" and "sim": s_t = A_t s_0 + sum_{j <= t} (A_t / A_j) b_j h_j, A_t = a_t ... a_1. See dual/windows.py.
 """
 
 import triton

@@ -1,11 +1,11 @@
-"""Lattice forward and decode, token by token: one program a head holds its slots in registers.
+"""Lattice forward, token by token: one program per head holds the slots of the head in registers.
 
     z = S k, h from z and v;  p_i = s_i . h;  s_i <- a_i s_i + b_i h;  y = S q
 
-The chain of a token is two dependent reductions for "dec", over the slots (across warps) and over their entries (in a
-warp), and one for "enc" and "sim". y is not on it: threads keep their shares of it, and add them up once a GROUP of
-tokens. Inputs are loaded a group ahead. The states before every CHECKPOINT-th token are kept for backward, and h and p
-of every token where backward asks for them.
+The critical chain of a token is two dependent reductions for "dec", over the slots (across warps) and over the entries
+of a slot (within a warp), and one reduction for "enc" and "sim". y is not on the chain: threads keep their shares of
+it and add them up once per GROUP tokens. Inputs are loaded one group ahead. The kernel stores the state before every
+CHECKPOINT-th token for backward, and h and p of every token if the backward of the variant needs them.
 """
 
 import triton

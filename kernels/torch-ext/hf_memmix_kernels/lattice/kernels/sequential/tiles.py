@@ -1,8 +1,8 @@
-"""The state of a head as its kernels hold it, and one update of it.
+"""How the kernels hold the state of one head, and one update of it.
 
-A tile is [M, D1, D2]: slots, and a slot's d = D1 * D2 entries, entry i1 * D2 + i2, along the two other axes. Triton
-deals the last axis to the lanes, four entries a lane, then the slots to the lanes and warps that are left: D2 says how
-many lanes share a slot, and D1 stays inside of a lane.
+A tile is [M, D1, D2]: M slots, and the d = D1 * D2 entries of a slot along the two other axes, entry i1 * D2 + i2.
+Triton deals the last axis to the lanes, four entries per lane, and then the slots to the remaining lanes and warps. D2
+therefore decides how many lanes share a slot, and D1 stays within a lane.
 
 s_i' = a_i s_i + b_i h: `coefficients` and `advance` follow naive.py.
 """

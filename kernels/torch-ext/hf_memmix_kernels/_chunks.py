@@ -1,4 +1,4 @@
-"""Which sequence and which chunk a program works on, for packed inputs. It is computed on the device, without a sync."""
+"""Which sequence and which chunk a program works on, for packed inputs. Computed on the device, without a sync."""
 
 import torch
 from torch import Tensor

@@ -19,12 +19,12 @@ from .kernels.step import coffee_step_kernel
 from .kernels.tiles import FORMS, PORTABLE, REFINED
 from .sizes import CHECKPOINT, GROUP, padded_states
 
-# lanes from which four states share a thread: fewer leave special function units idle
+# from so many lanes on a thread holds four states; with fewer lanes special function units would be idle
 MANY_LANES = 50_000
-# lanes up to which backward runs segments of the sequence in parallel, and tokens of a segment
+# up to so many lanes backward runs segments of the sequence in parallel; tokens per segment
 FEW_LANES = 16_384
 SEGMENT = 512
-# iterations of DEER between two looks at its convergence: each look waits for the GPU
+# iterations of DEER between two checks of convergence; each check waits for the GPU
 CHECK_EVERY = 4
 
 
@@ -32,12 +32,12 @@ class LaunchOptions(NamedTuple):
     """Launch options of one kernel.
 
     Attributes:
-        per_thread: states of a feature in one thread.
-        warps: warps of a program.
+        per_thread: states of a feature per thread.
+        warps: warps per program.
         group: tokens loaded together (and in backward kept in registers).
         share: whether two states share a reciprocal.
-        chain: whether a gate's argument is formed without waiting for the state.
-        segment: tokens of a segment that backward runs in parallel; 0 walks the whole sequence.
+        chain: whether the argument of a gate is computed without waiting for the state.
+        segment: tokens per segment, where backward runs segments in parallel; 0 for the whole sequence at once.
     """
 
     per_thread: int
@@ -49,7 +49,7 @@ class LaunchOptions(NamedTuple):
 
 
 def _per_thread(n: int, wanted: int) -> int:
-    """At most `wanted` states in a thread, but as many as leave a feature within one warp."""
+    """At most `wanted` states per thread, but enough that one warp holds a whole feature."""
     return max(min(wanted, n), n // 32)
 
 
@@ -70,14 +70,14 @@ def backward_options(
     NP = padded_states(n)
     lanes = sequences * features * NP
     many = lanes >= MANY_LANES
-    # four states a thread and the filter's gradients take every register there is, and twice as long to compile
+    # four states per thread and the gradients of the filter would take all registers, and twice as long to compile
     per_thread = _per_thread(NP, (2 if filtered else 4) if many else 1)
     segment = SEGMENT if lanes <= FEW_LANES and tokens > 2 * SEGMENT and not packed else 0
     return LaunchOptions(per_thread, 4 if many else 1, GROUP, many and per_thread > 1 and not refined, segment=segment)
 
 
 def _math(x: Tensor) -> int:
-    """MATH of tiles.py: no instructions in the interpreter, nor for float64, which only runs there."""
+    """MATH of kernels/tiles.py. The interpreter, and float64, which runs only there, have no special instructions."""
     instructions = x.is_cuda and x.dtype != torch.float64 and os.environ.get("TRITON_INTERPRET") != "1"
     return instructions + (REFINED.value if x.dtype == torch.float32 else PORTABLE)
 
@@ -226,7 +226,7 @@ def coffee_step_triton(
 
 
 def deer_chunk(tokens: int) -> int:
-    """Tokens of a chunk of DEER: about as many chunks as tokens in one, within what a program should hold."""
+    """Tokens per chunk of DEER: about as many chunks as tokens per chunk, within limits that suit a program."""
     return min(1024, max(16, triton.next_power_of_2(int(tokens**0.5))))
 
 
@@ -243,7 +243,7 @@ def deer_fwd_triton(
     tolerance: float,
     max_iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, int] | None:
-    """`coffee_fwd_triton` by Newton iterations, and how many; None where they did not converge."""
+    """`coffee_fwd_triton` by DEER, and the number of iterations; None if they did not converge."""
     u, lam, w, C, w_filter, gate = contiguous(u, lam, w, C, w_filter, gate)
     (B, T, D), n = u.shape, lam.shape[1]
     NP, LC = padded_states(n), deer_chunk(T)

@@ -17,11 +17,11 @@ from .kernels.tiles import FORMS
 from .launch import _gate_strides, _math, _pad_states, affine_scan, coffee_fwd_triton
 from .sizes import CHECKPOINT, padded_states, shooting_chunk
 
-# iterations between two looks at the convergence: each look waits for the GPU
+# iterations between two checks of convergence; each check waits for the GPU
 CHECK_EVERY = 2
-# where more would be needed too many chunks amplify what enters them, and more would rarely do
+# if more were needed, too many chunks amplify what enters them, and more would rarely help
 MAX_ITERATIONS = 18
-# from this iteration on it gives up where more than this share of the programs, up to 32 lanes of a chunk, still move
+# from this iteration on, give up if more than this share of the programs (32 lanes of a chunk or fewer) still move
 PATIENCE = 6
 UNSETTLED = 0.4
 
@@ -39,7 +39,7 @@ def shooting_fwd(
     tolerance: float,
     max_iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, int] | None:
-    """`coffee_fwd_triton` chunk by chunk in parallel, and after how many iterations; None without convergence."""
+    """`coffee_fwd_triton` with all chunks in parallel, and the number of iterations; None if they did not converge."""
     u, lam, w, C, w_filter, gate = contiguous(u, lam, w, C, w_filter, gate)
     (B, T, D), n = u.shape, lam.shape[1]
     NP, length = padded_states(n), shooting_chunk(T)
@@ -59,7 +59,7 @@ def shooting_fwd(
             ACC=accumulator(u.dtype), num_warps=1,
         )  # fmt: skip
         entered, entering = entering, affine_scan(A, zeros, start, base=ends, shift=entering)
-        # the first walk has nothing to compare with
+        # the first iteration has nothing to compare with
         due = iteration and (iteration % CHECK_EVERY == 0 or iteration == max_iterations)
         if due:
             unsettled = (worst > tolerance).float().mean().item()

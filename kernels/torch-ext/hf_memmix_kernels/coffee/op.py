@@ -26,7 +26,7 @@ def _checkpoint_shape(u: Tensor, initial_state: Tensor, cu_seqlens: Tensor | Non
     n = initial_state.shape[2]
     if use_triton(u):
         return (checkpoint_slots(B, T, cu_seqlens, CHECKPOINT) if save else 0, D, padded_states(n))
-    # the longest packed sequence is known on the device only: backward runs forward again
+    # only the device knows the longest packed sequence: backward runs forward again
     interval = checkpoint_interval(T, B * D * n)
     return (-(-T // interval) if save and cu_seqlens is None else 0, n, B, D)
 
@@ -34,8 +34,9 @@ def _checkpoint_shape(u: Tensor, initial_state: Tensor, cu_seqlens: Tensor | Non
 @functools.cache
 def _warn_not_converged(method: str) -> None:
     warnings.warn(
-        f"chunk_coffee, method {method!r}: Newton's iterations did not converge, the sequential scan ran instead (said"
-        " once). Trained gates with |w| or |u| of 3 and more often do not: pass method='scan', or use scan_coffee",
+        f"chunk_coffee, method {method!r}: Newton's iterations did not converge, the sequential scan ran instead (this"
+        " warning comes once). With |w| or |u| of 3 and more, as in trained gates, they often do not: pass method='scan',"
+        " or use scan_coffee",
         stacklevel=2,
     )
 
@@ -73,7 +74,7 @@ def _deer(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance
 
 
 def _shooting(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping):
-    """The same by multiple shooting, which only GPUs gain by: the torch path scans."""
+    """The same by multiple shooting. Only GPUs gain by it, so the torch path scans."""
     if not use_triton(u):
         return coffee_fwd_torch(u, lam, w, C, w_filter, gate, initial_state, None, feedback, save)
     from . import launch_shooting
@@ -102,7 +103,7 @@ def _fwd(
     max_iterations: int,
     damping: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # iterations read their convergence back, which a stream being captured cannot
+    # iterations read their convergence back to the host, which is not possible while a CUDA graph is captured
     if method != "scan" and cu_seqlens is None and not (u.is_cuda and torch.cuda.is_current_stream_capturing()):
         iterate = _deer if method == "deer" else _shooting
         found = iterate(
@@ -249,7 +250,7 @@ def _check(
 
 
 def check_coffee(lam: Tensor | None = None, state: Tensor | None = None) -> None:
-    """What the op does not look at, since that waits for the device: call it when parameters or states are loaded.
+    """Check values, which the op does not do because it would wait for the device. Call it on loaded data.
 
     Raises:
         ValueError: lam outside [-2, 0], where 1 + lam leaves the unit circle and states grow without bound, or a
@@ -325,8 +326,8 @@ def chunk_coffee(
     where the gate does not depend on the state, B in front of u is the same as C * B in place of C.
 
     Args:
-        u: [B, T, D], one input a feature.
-        lam: [D, n] in [-2, 0] (not looked at here: `check_coffee`), 1 <= n <= 64 states a feature.
+        u: [B, T, D], one input per feature.
+        lam: [D, n] in [-2, 0] (not checked here, see `check_coffee`), 1 <= n <= 64 states per feature.
         w: [D, n], the feedback; None for "token".
         C: [D, n].
         w_filter: [D, n] of the output filter y_k <- sigmoid(w_filter . x_k) y_k (Remark 2), or None.
@@ -362,7 +363,7 @@ def scan_coffee(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`chunk_coffee` token by token: one fused kernel on a GPU, which never waits for the host."""
+    """`chunk_coffee` token by token: one fused kernel on a GPU, without a wait for the host."""
     return _run("scan_coffee", "scan", u, lam, w, C, w_filter, gate, feedback, initial_state, cu_seqlens)
 
 
@@ -390,7 +391,7 @@ def deer_coffee(
     Args:
         tolerance: largest last update, relative to 1 + |x|; None is 1e-4, in float64 1e-7. Newton's iterations being
             quadratic, the error left is far below it.
-        max_iterations: after so many the scan takes over.
+        max_iterations: after so many iterations the scan runs instead.
         damping: mu >= 0 of ELK, the paper's Levenberg-Marquardt variant: updates are kept small where the plain ones
             overflow. Runs as torch operations on any device, at more iterations.
 

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from .._common import SequenceLayout, compute_dtype
 
-# elements of all states up to which they are kept instead of found again, and of a chunk's states: what fits a cache
+# up to so many elements, all states are kept and not recomputed; elements of the states of a chunk, to fit a cache
 KEEP_ALL = 2**24
 CHUNK_ELEMENTS = 2**18
 
 
 def checkpoint_interval(tokens: int, lanes: int) -> int:
-    """Tokens between two states that forward keeps for backward; 1 keeps them all."""
+    """Tokens between two states that forward keeps for backward; 1 means that it keeps all."""
     return 1 if tokens * lanes <= KEEP_ALL else chunk_length(tokens, lanes)
 
 
 def chunk_length(tokens: int, lanes: int) -> int:
-    """Tokens worked on together; where only their first state is kept, enough to be worth it."""
+    """Tokens that are processed together; more of them where only their first state is kept."""
     return max(1 if tokens * lanes <= KEEP_ALL else 16, min(64, CHUNK_ELEMENTS // max(1, lanes)))
 
 

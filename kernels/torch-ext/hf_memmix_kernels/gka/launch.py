@@ -31,7 +31,7 @@ LAUNCH = {
 
 
 def chunk_length(dim: int, dtype: torch.dtype) -> int | None:
-    """Tokens a chunk: 64, or 32 where a state twice as wide must fit beside it; None where no state fits."""
+    """Tokens per chunk: 64, or 32 if the state is twice as wide and must fit too; None if no state fits."""
     row = triton.next_power_of_2(dim) * dtype.itemsize
     return 64 if row <= SHARED_MEMORY_ROW else 32 if row <= 2 * SHARED_MEMORY_ROW else None
 
@@ -43,7 +43,7 @@ class _Launch:
         batch, length, self.H, self.D = q.shape
         self.q, self.HK, self.DVR = q, k.shape[2], v.shape[-1]
         self.C = chunk_length(max(self.D, self.DVR), q.dtype)
-        # square states: at some unequal sizes ptxas 12.8 takes operands from a register that it never wrote
+        # states are square: at some unequal sizes ptxas 12.8 reads operands from a register that it never wrote
         self.DK = max(16, triton.next_power_of_2(max(self.D, self.DVR)))
         self.phases, self.ridge = tuple(phases), ridge
         per_sequence = triton.cdiv(length, self.C)
@@ -57,11 +57,11 @@ class _Launch:
         self.by_chunk = {**self.by_sequence, "sequence": sequence, "N": self.N}
         self.heads = {"H": self.H, "D": self.D, "DK": self.DK, "C": self.C}
         self.sizes = {**self.heads, "HK": self.HK, "DVR": self.DVR}
-        # few sequences: smaller tiles, so that the sequential scans still fill the GPU
+        # with few sequences tiles are smaller, so that the sequential scans still fill the GPU
         tile = min(SCAN_TILE if self.N * self.H >= 32 else 32, self.DK)
         self.tiles = {"TILE": tile}
         self.tile_count = (self.DK // tile) ** 2
-        # all grids have one dimension: the others end at 65535, which sequences and chunks may pass
+        # all grids have one dimension: the others are limited to 65535, and there may be more sequences or chunks
         self.scan_grid = (self.tile_count * self.N * self.H,)
         self.chunk_grid = (self.chunks * self.H,)
 
@@ -180,7 +180,7 @@ def gka_step_triton(
     V = v.shape[-1]
     o = q.new_empty(batch, 1, heads, V)
     BD, BV = triton.next_power_of_2(D), min(128, triton.next_power_of_2(V))
-    # one column of H a thread; half a column at D = 256, where H fills the registers of a multiprocessor
+    # one column of H per thread; half a column at D = 256, where H fills the registers of a multiprocessor
     num_warps = max(1, BD // 32) if BD <= 128 else BD // 16
     gka_step_kernel[(batch * heads,)](
         *(t.contiguous() for t in (q, k, v, log_decay, alpha, beta)), h, u, o,

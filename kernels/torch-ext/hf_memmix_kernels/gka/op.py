@@ -12,7 +12,8 @@ from .torch_path import gka_step_torch
 def _chunk_path(q: torch.Tensor, v: torch.Tensor):
     """The module whose gka_forward and gka_backward run.
 
-    Torch in float64, which the Triton kernels would round to float32, and where a state does not fit shared memory.
+    It is torch in float64, which the Triton kernels would round to float32, and if a state does not fit into shared
+    memory.
     """
     if use_triton(q) and q.dtype != torch.float64:
         from . import launch
@@ -193,7 +194,7 @@ def chunk_gka(
         refinement: iteration counts of the phases of iterative refinement; replaces `num_iterations`.
         ridge: a in lambda = a |H|_F.
         scale: factor of the output; None is D^-1/2.
-        chunk_size: tokens a chunk on the torch path; Triton chooses its own. It changes no result.
+        chunk_size: tokens per chunk on the torch path; Triton chooses its own. It does not change the result.
         initial_state: (H [N, H, D, D] symmetric, U [N, H, Dv, D]) before the first token; None is zero.
         cu_seqlens: boundaries [N + 1] of packed sequences; B is 1 then. Without it N = B.
 

@@ -17,7 +17,7 @@ def _block(size: int, limit: int) -> int:
 
 
 def _tiles(x: Tensor, chunk_size: int, K: int, V: int, limit_k: int, limit_v: int, num_stages: int) -> dict:
-    """Block sizes and launch options; 32-bit operands take twice the shared memory, so they get a small tile."""
+    """Block sizes and launch options. 32-bit operands take twice the shared memory, so their tiles are small."""
     if x.element_size() > 2:
         limit_k, limit_v, num_stages = 32, 32, 1
     num_warps = 8 if chunk_size == 128 else 4
@@ -27,7 +27,7 @@ def _tiles(x: Tensor, chunk_size: int, K: int, V: int, limit_k: int, limit_v: in
 class _Launch:
     """Grids, tables and constants that the kernels of one call share.
 
-    Chunks and sequences are on a grid's first dimension: the others end at 65535.
+    Chunks and sequences are on the first dimension of a grid: the others are limited to 65535.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None, chunk_size: int):
@@ -116,7 +116,7 @@ def gla_bwd_triton(
     dstates, dinitial = launch.scan(q, do, dfinal, scale, reverse=True)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     groups = launch.H // launch.kv_heads
-    # at least 64 wide: ptxas 12.8 takes descriptors of narrower tiles from the wrong registers ("Compiler traps")
+    # at least 64 columns: ptxas 12.8 takes descriptors of narrower tiles from the wrong registers ("Compiler traps")
     tiles = _tiles(q, chunk_size, max(launch.K, 64), launch.V, 64, 64, 2)
     blocks = triton.cdiv(launch.K, tiles["BK"])
     dg = log_decay.new_empty(blocks, *log_decay.shape)

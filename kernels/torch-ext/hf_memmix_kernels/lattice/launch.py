@@ -17,12 +17,12 @@ from .kernels.sequential.forward import lattice_fwd_kernel
 from .kernels.sequential.step import lattice_step_kernel
 from .sizes import CHECKPOINT, keeps_h, kept_sizes, on_gpu, padded, precision, window_precision
 
-# tokens between two measured norms, and between two states that backward keeps in scratch memory
+# tokens between two measurements of the norms, and between two states that backward keeps in scratch memory
 BLOCK = 16
-# lanes that share a slot, and warps a head of 64 x 64
+# lanes that share a slot, and warps per head of size 64 x 64
 LANES_FWD = LANES_BWD = 8
 WARPS_FWD = WARPS_BWD = 4
-# tokens and heads of a program that finds coefficients
+# pairs of a token and a head per program that computes coefficients
 ROWS = 32
 
 
@@ -34,13 +34,13 @@ def _sizes(state: Tensor, lanes: int) -> dict:
 
 
 def _split(warps: int, sizes: dict) -> dict:
-    """How a tile's slots are dealt to warps and lanes, and how many tokens registers hold: see tiles.py."""
+    """How the slots of a tile are dealt to warps and lanes, and how many tokens registers hold (sequential/tiles.py)."""
     group = 4 if sizes["BM"] * sizes["D1"] * sizes["D2"] <= 4096 else 1
     return {"WARPS": warps, "LANES": 32 // (sizes["D2"] // 4), "GROUP": group, "num_warps": warps}
 
 
 def _warps(warps: int, state: Tensor) -> int:
-    """More of them for larger states, whose registers they hold."""
+    """More warps for larger states, which lie in their registers."""
     tile = padded(state.shape[2]) * padded(state.shape[3])
     return max(1, min(8, warps * tile // 4096))
 

@@ -18,13 +18,13 @@ from .kernels.dual.windows_by_levels import (
 )
 from .sizes import CHECKPOINT, WALKED, dual_sizes, on_gpu, padded, precision, window_precision
 
-# tokens of a chunk of the walk forward, half as many where the registers hold no more, and of the walk back
+# tokens per chunk of the walk forward (half as many where registers do not hold more), and of the walk back
 CHUNK, CHUNK_BACK = 16, 8
-# lanes that share a slot of the careful walk back; warps of a window of 64 x 64
+# lanes that share a slot in the walk back token by token; warps per window of 64 x 64
 LANES, WARPS = 4, 4
-# registers a thread that let three programs of such windows, of 16-bit inputs, share an SM
+# registers per thread, so that three programs of such windows (16-bit inputs) share an SM
 REGISTERS = 168
-# programs that look for windows which may not be divided in, and at how many a program looks at once
+# programs that search for refused windows, and how many windows a program checks at once
 PROGRAMS, AHEAD = 256, 32
 
 
@@ -64,7 +64,7 @@ class _Launch:
         self.write = {
             **shared, "MB": 64, "BD": max(64, padded(D)), "PRECISION": window_precision(v), "num_warps": WARPS,
         }  # fmt: skip
-        # reads alone have the limit: under it writes spill
+        # only reads have this limit; writes would spill
         capped = self.write["PRECISION"] == "pairs" and D <= 64
         self.read = {**self.write, "maxnreg": REGISTERS} if capped else self.write
         self.levels = {

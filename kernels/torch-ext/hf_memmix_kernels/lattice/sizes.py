@@ -9,7 +9,7 @@ from .._chunks import checkpoint_slots
 
 # tokens between two states kept for backward
 CHECKPOINT = 64
-# slots of a program that walks in the dual form
+# slots per program of the dual form's walks
 WALKED = 16
 MAX_DIM = 128
 
@@ -20,23 +20,23 @@ def padded(n: int) -> int:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Of a product over a window, for inputs of a dtype, as `tl.dot` calls it."""
+    """The `input_precision` of `tl.dot` for products over a window, by the dtype of the inputs."""
     return {torch.float64: "ieee", torch.float32: "tf32x3"}.get(dtype, "tf32")
 
 
 def on_gpu(v: Tensor) -> bool:
-    """Whether kernels run compiled: the interpreter multiplies no bfloat16 and knows no assembly."""
+    """Whether kernels run compiled. The interpreter cannot multiply bfloat16 and has no inline assembly."""
     return v.is_cuda and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 def window_precision(v: Tensor) -> str:
-    """As `precision`, of kernels that also know "pairs" of bfloat16 (kernels/dual/windows.py)."""
+    """As `precision`, for kernels that also support "pairs" of bfloat16 (kernels/dual/windows.py)."""
     form = precision(v.dtype)
     return ("pairs" if on_gpu(v) else "ieee") if form == "tf32" else form
 
 
 def runs_dual(variant: str, project: bool, l1: float) -> bool:
-    """Whether h is known before the state, and an update is linear in it given p = S^T h: what the dual form needs."""
+    """Whether the dual form applies: h does not depend on the state, and an update is linear in it given p = S^T h."""
     return variant in ("enc", "sim") and project and not l1
 
 

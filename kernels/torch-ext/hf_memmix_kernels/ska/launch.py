@@ -15,7 +15,7 @@ from .kernels.step import ska_step_kernel
 
 MAX_TRITON_RANK = 64
 
-# (num_warps, num_stages, most tokens a tile) of each kernel at rank <= 32, and above; 8 warps fault there (README)
+# (num_warps, num_stages, most tokens per tile) of each kernel up to rank 32, and above; 8 warps fail there (README)
 LAUNCH = {
     "fwd_scan": ((1, 3, 64), (4, 3, 64)),
     "fwd_read": ((1, 1, 64), (4, 1, 64)),
@@ -23,7 +23,7 @@ LAUNCH = {
     "bwd_dkv": ((4, 1, 64), (4, 1, 64)),
 }
 SCAN_BLOCK = 512
-# above this rank tokens of 16 bits enter as float32 (README)
+# above this rank, tokens of 16 bits enter as float32 (README)
 MAX_LOW_PRECISION_RANK = 32
 
 
@@ -53,7 +53,7 @@ class _Launch:
         self.sizes = {"HK": self.HK, "R": R, "V": V, "C": chunk_size, "BR": BR}
         self.values = {"BV": BV}
         self.options = {"eps": eps, "sigma_floor": sigma_floor, "POWER": power, "SPECTRAL": spectral_norm}
-        # all grids have one dimension: the others end at 65535, which sequences and chunks may pass
+        # all grids have one dimension: the others are limited to 65535, and there may be more sequences or chunks
         self.chunk_grid = (self.chunks * self.HK,)
         self.large = R > 32
 

@@ -149,7 +149,7 @@ def _(q, k, v, *rest):
 
 
 def check(q, k, v, mask, gamma, eta, state, power, eps, chunk_size, sigma_floor, normalization):
-    """Raise ValueError unless the arguments of an SKA function fit together; values of tensors are not looked at."""
+    """Raise ValueError unless the arguments of an SKA function fit together. Values of tensors are not checked."""
     check_heads("ska", q, k, v)
     batch, tokens, heads, rank = q.shape
     if rank > MAX_RANK:
@@ -160,7 +160,9 @@ def check(q, k, v, mask, gamma, eta, state, power, eps, chunk_size, sigma_floor,
         raise ValueError(f"ska: the action mask must be [B, T] = {(batch, tokens)}, got {tuple(mask.shape)}")
     for name, factor in (("gamma", gamma), ("eta", eta)):
         if factor is not None and factor.shape not in ((), (heads,)):
-            raise ValueError(f"ska: {name} must be a scalar or one factor a head [{heads}], got {tuple(factor.shape)}")
+            raise ValueError(
+                f"ska: {name} must be a scalar or one factor per head [{heads}], got {tuple(factor.shape)}"
+            )
     if not (isinstance(power, int) and 0 <= power <= 8):
         raise ValueError(f"ska: power={power} must be an integer of 0 .. 8; the paper's K is 2")
     if not eps > 0:
@@ -241,7 +243,7 @@ def chunk_ska(
         normalization: "running_max" is causal; "sequence_max", the paper's, takes nu over the whole sequence.
         initial_state: (statistics [N, Hk, r, 2r + P] = [G | M^T | C^T], operator [N, Hk, r, P], previous key
             [N, Hk, r], nu [N, Hk], position in the chunk [N, Hk]) before the first token; None is zeros. Their values
-            are not looked at, see `check_ska_state`.
+            are not checked, see `check_ska_state`.
         cu_seqlens: boundaries [N + 1] of packed sequences; B is 1 then. Without it N = B.
         lengths: [B]; tokens of row b from lengths[b] on are padding: they read zero and leave the state alone.
 
@@ -299,8 +301,8 @@ def ska_step(
         state: as in `chunk_ska`, contiguous, updated IN PLACE.
         chunk_size: tokens between two estimates of the operator, the same as in training.
         refresh_every: None is `chunk_size`. 1 is the paper's re-estimation at every token, the model of
-            `chunk_ska(chunk_size=1)`: rank-one updates of P = (G + eps nu^2 I)^-1 at O(r^2) a token, P anew where a
-            key exceeds nu and after every `chunk_size` tokens. Its state comes from `per_token_state`.
+            `chunk_ska(chunk_size=1)`: rank-one updates of P = (G + eps nu^2 I)^-1 at O(r^2) per token. P is computed
+            anew where a key exceeds nu and after every `chunk_size` tokens. Its state comes from `per_token_state`.
 
     Returns:
         o [B, 1, H, P] in q's dtype.

@@ -29,7 +29,7 @@ def check_state(state: State, expected: tuple[tuple[int, ...], ...]) -> None:
 
 
 def check_statistics(state: State, chunk_size: int | None = None) -> None:
-    """Look at the values of a state, e.g. of one read from a file; waits for the device.
+    """Check the values of a state, for example of one read from a file. Waits for the device.
 
     Raises:
         ValueError: the Gram matrix is not finite, not symmetric or not positive semidefinite, or `position` does not

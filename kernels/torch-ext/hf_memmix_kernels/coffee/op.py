@@ -35,8 +35,8 @@ def _checkpoint_shape(u: Tensor, initial_state: Tensor, cu_seqlens: Tensor | Non
 def _warn_not_converged(method: str) -> None:
     warnings.warn(
         f"chunk_coffee, method {method!r}: Newton's iterations did not converge, the sequential scan ran instead (this"
-        " warning comes once). With |w| or |u| of 3 and more, as in trained gates, they often do not: pass method='scan',"
-        " or use scan_coffee",
+        " warning comes once). With |w| or |u| of 3 and more, as in trained gates, they often do not: pass"
+        " method='scan', or use scan_coffee",
         stacklevel=2,
     )
 

@@ -34,7 +34,7 @@ def _sizes(state: Tensor, lanes: int) -> dict:
 
 
 def _split(warps: int, sizes: dict) -> dict:
-    """How the slots of a tile are dealt to warps and lanes, and how many tokens registers hold (sequential/tiles.py)."""
+    """How slots are dealt to warps and lanes, and how many tokens registers hold (kernels/sequential/tiles.py)."""
     group = 4 if sizes["BM"] * sizes["D1"] * sizes["D2"] <= 4096 else 1
     return {"WARPS": warps, "LANES": 32 // (sizes["D2"] // 4), "GROUP": group, "num_warps": warps}
 

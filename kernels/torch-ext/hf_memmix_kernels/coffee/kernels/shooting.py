@@ -10,9 +10,9 @@ import triton.language as tl
 from .deer import local
 from .tiles import load_gates, load_rows, scaled
 
-# slopes beyond it come from a start in another basin: the chunk's end is then taken as it is
+# a larger slope comes from a start too far from the solution; then the end of the chunk is used without a slope
 STEEP = tl.constexpr(4.0)
-# without its slope an iteration leaves an error as large as what moved, times the slope, not its square: less may move
+# without a slope the error after an iteration is as large as the move times the slope, so a smaller move is required
 SLOPELESS = tl.constexpr(1e4)
 
 

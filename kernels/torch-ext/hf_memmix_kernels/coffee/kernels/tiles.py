@@ -15,9 +15,9 @@ INPUT = tl.constexpr(1)
 LINEAR = tl.constexpr(2)
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# 1 / (a b) serves two gates: 2^60 each keeps the product finite, and a gate of 2^-60 is zero to every dtype used
+# two gates share 1 / (a b): at most 2^60 each, so that the product is finite; a gate of 2^-60 is zero in every dtype
 LARGEST = tl.constexpr(60.0)
-# the same where each has its own
+# the limit where each gate has its own reciprocal
 LARGEST_FINITE = tl.constexpr(126.0)
 
 # MATH: special functions as instructions of the GPU (odd) or portable (even), and from REFINED on, for float32 inputs,
@@ -161,7 +161,7 @@ def load_rows(p, offset, stride, mask, left, P: tl.constexpr, ACC: tl.constexpr,
 
 @triton.jit
 def load_gates(gate, offset, stride, mask, left, P: tl.constexpr, ACC: tl.constexpr, GATE: tl.constexpr):
-    """The gate's factors of P tokens, 0 from row `left` on; without a gate P values that nothing reads."""
+    """The gate's factors of P tokens, 0 from row `left` on; without a gate, P values that are never read."""
     rows = ()
     if GATE:
         rows = load_rows(gate, offset, stride, mask, left, P, ACC, True)

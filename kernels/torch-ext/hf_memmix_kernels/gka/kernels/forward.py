@@ -22,9 +22,9 @@ def gka_fwd_kernel_scan(
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
     C: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """States before every chunk, one [TILE, TILE] tile of H and of U^T a program, sequential over a sequence's chunks.
+    """States before every chunk. A program has one [TILE, TILE] tile of H and of U^T and takes the chunks in order.
 
-    Each sequence has one place more for U^T than it has chunks: see `gka_bwd_kernel_scan`.
+    Each sequence has one slot more for U^T than it has chunks: see `gka_bwd_kernel_scan`.
     """
     tiles: tl.constexpr = (DK // TILE) * (DK // TILE)
     i_tile, i_nh = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)

@@ -25,7 +25,7 @@ def _chebyshev(b_h, b_r, shrink, N: tl.constexpr):
     """N Chebyshev steps on the scaled right side b_r = s q."""
     omega = tl.full([], 2.0, b_r.dtype)
     b_x, b_prev = b_r, tl.zeros_like(b_r)
-    # two steps a turn, so that the two vectors swap roles without moving
+    # two steps per iteration, so that the two vectors swap roles without a copy
     for _ in range(N // 2):
         omega = 4 / (4 - shrink * shrink * omega)
         b_prev = omega * (_relaxed(b_h, b_x, shrink) + b_r) - (omega - 1) * b_prev

@@ -56,7 +56,7 @@ def ska_fwd_kernel_scan(
     cu, lengths, first, T, per_sequence,
     HK: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """[G | M^T | C^T] before every chunk but the first, BR columns a program, and the final state but its operator."""
+    """[G | M^T | C^T] before every chunk but the first, BR columns per program; the final state, not its operator."""
     tiles: tl.constexpr = 2 + (V + BR - 1) // BR
     i_tile, i_nh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     i_n, i_h = i_nh // HK, i_nh % HK
@@ -84,7 +84,7 @@ def ska_fwd_kernel_scan(
     elif i_tile == 1:
         acc = load_tile(S0 + at + R, o_r, R, WIDTH, o_r, R)
         b_previous = tl.load(previous + i_nh * R + o_r, mask=o_r < R, other=0.0)
-        # nobody reads the statistics before chunk 0: the first pair may enter before the loop
+        # the statistics before chunk 0 are never read, so the first pair may be added before the loop
         b_first = tl.load(p_k + o_r, mask=(o_r < R) & (length > 0), other=0.0).to(tl.float32)
         acc += b_previous[:, None] * b_first[None, :]
         acc, _ = _sum_products(

@@ -36,7 +36,7 @@ def span(i_n, cu_seqlens, first, T, C: tl.constexpr):
 
 @triton.jit
 def goes_by_token(flags, length, H: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr):
-    """Whether a (sequence, head) is walked back token by token: a window is flagged, or no chunk is whole."""
+    """Whether to walk back over a (sequence, head) token by token: a window is flagged, or no chunk is whole."""
     found, windows, o_w = tl.zeros([32], tl.int32), tl.cdiv(length, C), tl.arange(0, 32)
     for i_w in range(0, windows, 32):
         found |= tl.load(flags + (i_w + o_w) * H, mask=i_w + o_w < windows, other=0)
@@ -45,7 +45,7 @@ def goes_by_token(flags, length, H: tl.constexpr, C: tl.constexpr, CHUNK: tl.con
 
 @triton.jit
 def locate(i_c, cu_seqlens, first, sequence, T, N, C: tl.constexpr):
-    """First token of window i_c, and how many of its tokens there are: none of a window beyond the last."""
+    """First token of window i_c and the number of its tokens, 0 for a window beyond the last."""
     if cu_seqlens is None:
         windows = tl.cdiv(T, C)
         i_w = i_c % windows
@@ -60,7 +60,7 @@ def locate(i_c, cu_seqlens, first, sequence, T, N, C: tl.constexpr):
 
 @triton.jit
 def kept_slots(M: tl.constexpr):
-    """Slots of a token for which the walks keep numbers, in whole windows and programs: [windows, H, C, slots]."""
+    """Slots per token in what the walks store, padded to whole programs: [windows, H, C, slots]."""
     return (M + WALKED - 1) // WALKED * WALKED
 
 
@@ -73,7 +73,7 @@ def load_rows(p, o_t, o_w, width: tl.constexpr, stride, tokens, ACC: tl.constexp
 
 @triton.jit
 def load_column(p, o_t, stride, tokens, ACC: tl.constexpr):
-    """A number a row, as [C, 1]."""
+    """One number per row, as [C, 1]."""
     return tl.load(p + o_t * stride, mask=o_t < tokens, other=0).to(ACC)[:, None]
 
 
@@ -98,6 +98,6 @@ def pairs(o_t, SIZE: tl.constexpr):
 
 @triton.jit
 def join(prefix, suffix, product, second, SIZE: tl.constexpr):
-    """From segments of SIZE to twice that: products before a token, after it, and of its segment."""
+    """Merge segments of SIZE tokens into twice as long ones: products before and after a token, and of its segment."""
     other = swap(product, SIZE)
     return tl.where(second, prefix * other, prefix), tl.where(second, suffix, suffix * other), product * other

@@ -111,14 +111,14 @@ def load_fours(p, o_r, P: tl.constexpr):
 
 @triton.jit
 def pick(x, column, i):
-    """Column i of a tile with a row a lane: no instruction, as all but that one are added as integers 0."""
+    """Column i of a tile with one row per lane, without an instruction: the others are added as integer zeros."""
     bits = x.to(tl.int64 if x.dtype == tl.float64 else tl.int32, bitcast=True)
     return tl.sum(tl.where(column == i, bits, 0), 1).to(x.dtype, bitcast=True)
 
 
 @triton.jit
 def high_part(x):
-    """What TF32 keeps of x."""
+    """The part of x that TF32 keeps."""
     return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
@@ -131,7 +131,7 @@ def normalise_rows(S):
 
 @triton.jit
 def ask(S, h, PRECISION: tl.constexpr, ACC: tl.constexpr):
-    """S H^T to float32's precision. "split": H has no more digits than TF32, and of S there are two parts that fit."""
+    """S H^T in float32 precision. With "split", H fits into TF32 and S is split into two parts that do."""
     if PRECISION == "split":
         high = high_part(S)
         rest = tl.dot(high - S, h, input_precision="tf32", out_dtype=ACC)
@@ -142,7 +142,7 @@ def ask(S, h, PRECISION: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def write(weights, h, PRECISION: tl.constexpr, ACC: tl.constexpr):
-    """W H [M, BD] for weights [2 M, P], two lanes a slot: the second one gives what TF32 leaves out."""
+    """W H [M, BD] for weights [2 M, P], two lanes per slot: the second lane adds what TF32 cuts off."""
     P: tl.constexpr = h.shape[0]
     BD: tl.constexpr = h.shape[1]
     M: tl.constexpr = weights.shape[0] // 2
@@ -156,7 +156,7 @@ def write(weights, h, PRECISION: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def walk_chunk(U, k, gamma, gram, o_z, VARIANT: tl.constexpr):
-    """p, A and W of a chunk, S <- A S + W H, from U = S_0 H^T: rows of [lanes, P], and none needs another."""
+    """p, A and W of a chunk, S <- A S + W H, from U = S_0 H^T: independent rows of [lanes, P]."""
     P: tl.constexpr = U.shape[1]
     token = tl.arange(0, P)[None, :]
     step = gamma * k if VARIANT == "enc" else -gamma * k
@@ -169,7 +169,7 @@ def walk_chunk(U, k, gamma, gram, o_z, VARIANT: tl.constexpr):
         beta = rsqrt(1 + alpha * alpha * tl.maximum(hh - b_p * b_p, 0))[:, None]
         keep, alpha = (1 - alpha * b_p)[:, None], alpha[:, None]
         a, b = beta * keep, beta * alpha
-        # the next token waits for beta alone
+        # the next token depends on beta only
         U = tl.where(token > i, tl.where(token == i + 1, beta * (keep * U + alpha * g), a * U + b * g), U)
         scales, writes = scales + (a,), writes + (b,)
     A, W = scales[P - 1], tl.where(token == P - 1, writes[P - 1], 0)
@@ -187,7 +187,7 @@ def lattice_walk_kernel(
 ):  # fmt: skip
     """p of all tokens and the states before every C-th one, for MB slots of one (sequence, head)."""
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1  # h = v or -v
-    LANES: tl.constexpr = 2 * MB  # a warp, two of them for a slot
+    LANES: tl.constexpr = 2 * MB  # one warp, two lanes per slot
     MP: tl.constexpr = (M + MB - 1) // MB * MB  # `kept_slots`
     KW: tl.constexpr = 2 if v.dtype.element_ty.primitive_bitwidth == 16 else 1
     i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
@@ -195,7 +195,7 @@ def lattice_walk_kernel(
     start, length, window = span(i_n, cu_seqlens, first, T, C)
     i_m = tl.program_id(0) % tl.cdiv(M, MB) * MB
     o_m, o_d, o_l = i_m + tl.arange(0, MB), tl.arange(0, BD), tl.arange(0, LANES)
-    # "and" hides from Triton that neighbours lie side by side: a lane shall hold all tokens of its slot
+    # the "and" hides from Triton that neighbours are adjacent in memory, so that a lane holds all tokens of its slot
     o_t, o_k = (tl.arange(0, P) & (P - 1))[None, :], i_m + (o_l & (MB - 1))
     o_q, m_k, o_s = o_t * (H * M) + o_k[:, None], (o_k < M)[:, None], o_m[:, None] * D + o_d[None, :]
     o_p, o_z, m_s = o_t * MP + o_k[:, None], o_l * 0, (o_m < M)[:, None] & (o_d < D)[None, :]
@@ -211,7 +211,7 @@ def lattice_walk_kernel(
         written = load_tile(v, o_w, H * D, left, D)
         v, k = v + P * H * D, k + P * H * M
         v_next, k_next = load_tile(v, o_a, H * D, left - P, D), tl.load(k + o_q, mask=m_k & (o_t < left - P), other=0)
-        # of the last chunk there is no next one
+        # the last chunk has no next one
         row_next = row + tl.where(left > P, tl.where((t + P) % C == 0, (H - 1) * C + P, P), 0)
         gamma_next = load_fours(steps + row_next, o_z, P)
         ahead = tl.load(gram + row_next * P + o_l * 8 % (P * P))
@@ -223,7 +223,7 @@ def lattice_walk_kernel(
         U = tl.reshape(tl.broadcast_to(U[None, :, :], [2, MB, P]), [LANES, P])
         U, A, W = walk_chunk(U, b_k.to(ACC), b_gamma, gram + row * P, o_z, VARIANT)
         tl.store(p + row * MP + o_p, U)
-        # nothing is added: a number of every 32 bytes brings the next chunk's products close by the time it needs them
+        # adds zero: reading one number of every 32 bytes brings the next chunk's products into L1 in time
         A = pick(tl.trans(tl.reshape(A + 0 * ahead[:, None], [2, MB])), tl.arange(0, 2)[None, :], 0)
         S = A[:, None] * S + write(W * SIGN, as_written(written.to(ACC), P, BD, KW), PRECISION, ACC)
         row, b_v, b_k, b_gamma = row_next, v_next, k_next, gamma_next

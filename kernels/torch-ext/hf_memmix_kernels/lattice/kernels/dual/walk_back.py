@@ -43,7 +43,7 @@ def lattice_gram_adjoint_kernel(
 ):  # fmt: skip
     """As forward, with h_t . h_j and dy_t . h_j of all pairs in every chunk [windows, H, C, 2, P].
 
-    Nobody asks for h_t . h_j of the chunk's first t, and |h_j|^2 takes their place.
+    h_t . h_j of the first t of a chunk is never read, so |h_j|^2 is stored in its place.
     """
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
@@ -65,7 +65,7 @@ def lattice_gram_adjoint_kernel(
 
 @triton.jit
 def decays_before(a):
-    """Of rows of [lanes, P] the product of all a before a token, and of all of them."""
+    """For each row of [lanes, P], the product of all a before each token, and the product of all a."""
     token = tl.arange(0, a.shape[1])[None, :]
     before, A = tl.full(a.shape, 1, a.dtype), pick(a, token, 0)[:, None]
     for i in tl.static_range(1, a.shape[1]):
@@ -96,7 +96,7 @@ def walk_chunk_back(U, along, a, b, p, q, r, from_u, from_z, gram, o_z):
 
 @triton.jit
 def inverse(x):
-    """1 / x of no extreme size: a division takes six more instructions."""
+    """1 / x for an x of moderate size; a division takes six more instructions."""
     r = tl.rsqrt(x * x)
     return x * r * r
 
@@ -123,8 +123,8 @@ def fetch_chunk(
     """`fetch` of what a chunk needs of 16 slots from `i_m` on, two lanes for each of its tokens.
 
     `row` is where it starts in what is kept by windows, `part` its share of the slots `after` its window. All loads
-    use six scoreboards, and who waits for a near one waits for what is far and on the same: after this nothing is as
-    far as HBM.
+    share six scoreboards, so a wait for a near load also waits for a far one on the same scoreboard. After this fetch
+    no load has to go to HBM.
     """
     tl.static_assert(P == 8)
     o_h = tl.arange(0, 32) % 16
@@ -159,7 +159,7 @@ def lattice_walk_adjoint_kernel(
 ):  # fmt: skip
     """dalpha and z of all tokens and the gradients of the states after every window, for MB slots of one head."""
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1  # h = v or -v
-    LANES: tl.constexpr = 2 * MB  # a warp, two of them for a slot
+    LANES: tl.constexpr = 2 * MB  # one warp, two lanes per slot
     MP: tl.constexpr = (M + MB - 1) // MB * MB  # `kept_slots`
     KW: tl.constexpr = 2 if v.dtype.element_ty.primitive_bitwidth == 16 else 1
     i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
@@ -169,7 +169,7 @@ def lattice_walk_adjoint_kernel(
         return
     i_m = tl.program_id(0) % tl.cdiv(M, MB) * MB
     o_m, o_d, o_l = i_m + tl.arange(0, MB), tl.arange(0, BD), tl.arange(0, LANES)
-    # "and" hides from Triton that neighbours lie side by side: a lane shall hold all tokens of its slot
+    # the "and" hides from Triton that neighbours are adjacent in memory, so that a lane holds all tokens of its slot
     o_t, o_k = (tl.arange(0, P) & (P - 1))[None, :], i_m + (o_l & (MB - 1))
     o_q, m_k, o_s = o_t * (H * M) + o_k[:, None], (o_k < M)[:, None], o_m[:, None] * D + o_d[None, :]
     o_p, o_z, m_s = o_t * MP + o_k[:, None], o_l * 0, (o_m < M)[:, None] & (o_d < D)[None, :]
@@ -190,7 +190,7 @@ def lattice_walk_adjoint_kernel(
             after = states + t // C * (H * M * D)
             tl.store(ends + t // C * (H * M * D) + o_s, by_entries(E), mask=m_s)
         written, read = load_tile(v, o_w, H * D, left, D), load_tile(do, o_w, H * D, left, D)
-        # all chunks but the last are whole, and before the first none is needed
+        # all chunks but the last are whole, and there is none before the first
         back, here = tl.where(t > 0, P * H, 0), gram + row * (2 * P)
         q, k, v, do = q - back * M, k - back * M, v - back * D, do - back * D
         row_next = row_before(row, t, 0, H, C, P)
@@ -211,7 +211,7 @@ def lattice_walk_adjoint_kernel(
 
         b_q, b_k = b_q.to(ACC), b_k.to(ACC)
         _, alpha, beta, n, a, b = write_rule(b_p, b_k, b_gamma, load_fours(here, o_z, P), VARIANT)
-        # dalpha and g with x put in
+        # coefficients of dalpha and g by u and z, x substituted
         keep = inverse(1 - alpha * b_p)
         alpha_u, alpha_z = beta * keep, -(b_p * keep + beta * beta * alpha * n)
         square = alpha * alpha - b_gamma if VARIANT == "enc" else alpha * alpha
@@ -226,7 +226,7 @@ def lattice_walk_adjoint_kernel(
         tl.store(dalpha + row * MP + o_p, alpha_u * u + alpha_z * b_z)
         tl.store(z + row * MP + o_p, b_z)
         E += write(g * before * SIGN, as_written(written.to(ACC), P, BD, KW), PRECISION, ACC)
-        # nothing is added: what comes next, of products and of slots, is brought close
+        # adds zero: the loads bring the next products and slots into L1
         t, left, row, along = t - P, P, row_next, along + 0 * ahead
         b_v, b_q, b_k, b_p, b_r, b_gamma = v_next, q_next, k_next, p_next, r_next, gamma_next
     E = tangent(E, by_columns(tl.load(states + o_s, mask=m_s, other=0)))

@@ -58,7 +58,7 @@ def store_slots(p, S, o_m, M: tl.constexpr, D: tl.constexpr, D2: tl.constexpr):
 def load_parts(p, mask, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
     """A vector [D] in parts.
 
-    Fewer than 32 numbers a load: Triton then gives it the layout of its use, without a detour through shared memory.
+    A load has fewer than 32 numbers: Triton then loads it in the layout of its use, without shared memory.
     """
     parts = ()
     for j in tl.static_range(D1):
@@ -69,7 +69,7 @@ def load_parts(p, mask, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 
 @triton.jit
 def kept_at(t, o_m, H: tl.constexpr, M: tl.constexpr, C: tl.constexpr):
-    """Where the walks keep a number of token t of a sequence, from its first window and this head on."""
+    """Offset at which the walks store a number of token t, from the sequence's first window and this head on."""
     return (t // C * (H * C) + t % C) * kept_slots(M) + o_m
 
 
@@ -122,7 +122,7 @@ def load_tokens(
     q, k, p, reads, v, do, hh, gamma, t, o_m,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """q, k, p, reads, v, do, hh and gamma of a token. None is before the first."""
+    """q, k, p, reads, v, do, hh and gamma of token t; zeros if t < 0."""
     o_k, o_g, m_k = t * (H * M) + o_m, t * H, (o_m < M) & (t >= 0)
     o_p = kept_at(t, o_m, H, M, C)
     b_q, b_k = tl.load(q + o_k, mask=m_k, other=0), tl.load(k + o_k, mask=m_k, other=0)

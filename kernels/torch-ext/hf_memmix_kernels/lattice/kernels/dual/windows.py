@@ -34,7 +34,7 @@ def decays(a):
     end = tl.sum(tl.where(tl.arange(0, 16)[:, None] == 15, until, 0), 0)
     A = tl.reshape(A * (until / total)[None, :, :], [C, M])
     inverse = 1 / A
-    # a sum, as infinite and undefined numbers stay what they are in it
+    # a sum, because infinity and NaN stay visible in it
     return A, inverse, end, tl.sum(tl.abs(A) + tl.abs(inverse)) < 2.0**40
 
 
@@ -148,7 +148,7 @@ def lattice_read_adjoint_kernel(
         b_dq = multiply(b_do, transposed(S), tl.zeros([C, MB], ACC), PRECISION)
         b_dq = multiply(score, writes, b_dq, PRECISION) * A
         tl.store(dq + o_q, b_dq.to(dq.dtype.element_ty), mask=mask_q)
-        # of all tokens of the window: the walk reads whole chunks
+        # stored for all tokens of the window, because the walk reads whole chunks
         tl.store(reads + o_t[:, None] * kept_slots(M) + o_m[None, :], b_dq, mask=(o_m < M)[None, :])
     tl.store(flags + tl.program_id(0), (tl.min(nearest, 0) < 0.25).to(tl.int32))
     tl.store(refused + tl.program_id(0), 1 - fits)

@@ -14,7 +14,7 @@ from .tiles import join, kept_slots, load_column, load_rows, locate, pairs, writ
 
 @triton.jit
 def any_refused(refused, first, windows, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr):
-    """Whether any of the next AHEAD windows of a program, PROGRAMS apart, is flagged."""
+    """Whether any of the program's next AHEAD windows, which are PROGRAMS apart, is flagged."""
     i_w = first + PROGRAMS * tl.arange(0, AHEAD)
     return tl.max(tl.load(refused + i_w, mask=i_w < windows, other=0), 0) != 0
 

@@ -93,7 +93,7 @@ def lattice_middle_kernel(
 
 @triton.jit
 def token_adjoint(g, S, h, q, do, p, hh, alpha, keep, beta, WARPS: tl.constexpr, LANES: tl.constexpr):
-    """The adjoint of a token's slots but for k dz, then dalpha and dz."""
+    """The adjoint of the slots before a token, without the term k dz; then dalpha and dz."""
     g += slots(q) * entries(do)
     x, w = over_entries(S * g), over_entries(g * entries(h))
     a, b = beta * keep, beta * alpha
@@ -134,7 +134,7 @@ def lattice_adjoint_kernel(
 ):  # fmt: skip
     """dz and dalpha of all tokens of one (sequence, head), and dstart.
 
-    Tokens go in pairs: `scratch` [CHECKPOINT / 4 tiles a program] holds the state before each pair of half a window,
+    Tokens go in pairs: `scratch` [CHECKPOINT / 4 tiles per program] holds the state before each pair of half a window,
     and the state between its tokens is found from it. A token that fills up the last pair writes nothing (gamma = 0).
     """
     TILE: tl.constexpr = BM * D1 * D2
@@ -163,7 +163,7 @@ def lattice_adjoint_kernel(
         else:
             S = tl.load(middle + first // CHECKPOINT * (H * TILE))
         if FETCH:
-            # a pair of tokens is sooner done than HBM has answered: of the next half, in time
+            # a pair of tokens takes less time than a load from HBM: fetch the inputs of the next half now
             earlier = tl.maximum(first - HALF, 0)
             fetch_tokens(q, k, p, a, b, do, h, gamma, hh, earlier, HALF, H, M, D, BM, D1 * D2)
         # forward over the half
@@ -205,7 +205,7 @@ def lattice_adjoint_kernel(
             g += slots(k_0) * entries(dz_0)
             S = tl.load(scratch + before * TILE)
             at, two = first + 2 * pair, 2 * pair + 1 < tokens
-            # as tiles, of which one slot is stored: what a vector would be rearranged for
+            # stored as tiles of which one slot is written: Triton would rearrange a vector first
             tl.store(dz + at * (H * D) + o_one, tl.broadcast_to(entries(dz_0), S.shape), mask=m_one)
             tl.store(dz + (at + 1) * (H * D) + o_one, tl.broadcast_to(entries(dz_1), S.shape), mask=m_one & two)
             both = over_shares((tl.reshape(dalpha_0, [1, BM]), tl.reshape(dalpha_1, [1, BM])), 2)

@@ -53,7 +53,7 @@ def load_write(k, v, gamma, log_decay, at, mask, o_m, o_d, M: tl.constexpr, D: t
 
 @triton.jit
 def load_group(p, offsets, mask, stride, left, GROUP: tl.constexpr):
-    """The next GROUP tokens as they are stored; zeros beyond the `left` ones, at which nothing is written."""
+    """The next GROUP tokens in their stored dtype; zeros beyond the `left` ones, so that nothing is written there."""
     rows = ()
     for i in tl.static_range(GROUP):
         rows = rows + (tl.load(p + i * stride + offsets, mask=mask & (i < left), other=0),)
@@ -70,7 +70,8 @@ def lattice_fwd_kernel(
 ):  # fmt: skip
     """All tokens of one (sequence, head); start_state, final_state and kept are tiles, h and p as v and k or None.
 
-    Whether it `saves` is no constant: without that branch the loads a group ahead sink to where they are used.
+    `saves` is a value and not a constant on purpose: without a branch in the loop, the loads for the next group would
+    sink to where they are used.
     """
     i_s = tl.program_id(0).to(tl.int64)
     i_h = i_s % H
@@ -121,7 +122,7 @@ def lattice_fwd_kernel(
             S = advance(S, b_h, b_p, b_alpha, b_keep, b_gamma * l1, PROJECT, L1)
             shares = shares + (share_over_slots(S * slots(qs[i].to(ACC)), WARPS, LANES),)
             if h is not None:
-                # as a tile, of which one slot is stored: what a vector would be rearranged for
+                # stored as a tile of which one slot is written: Triton would rearrange a vector first
                 h_s = h + i * (H * D) + entries(o_d) + 0 * slots(o_m)
                 tl.store(h_s, tl.broadcast_to(entries(b_h), S.shape), mask=m_h & (t + i < length) & (saves != 0))
                 ps = ps + (tl.reshape(b_p, [1, BM]),)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def fetch(address):
-    """Has L2 bring the 32 bytes around each address, int64; nothing waits for them."""
+    """Prefetch the 32 bytes around each address (int64) into L2; nothing waits for them."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
 
 
@@ -88,7 +88,7 @@ def over_slots_but(x, weights, h, WARPS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def share_over_slots(x, WARPS: tl.constexpr, LANES: tl.constexpr):
-    """What every thread can sum on its own: [WARPS * LANES, D1 * D2]."""
+    """Partial sums over slots that every thread can compute on its own: [WARPS * LANES, D1 * D2]."""
     D1: tl.constexpr = x.shape[1]
     D2: tl.constexpr = x.shape[2]
     x = tl.reshape(x, [x.shape[0] // (WARPS * LANES), WARPS, LANES, D1, D2])
@@ -136,7 +136,7 @@ def entries(x):
 
 @triton.jit
 def rsqrt(x):
-    """1 / sqrt(x) to the last place: a GPU's own is biased, and the bias adds up over tokens."""
+    """1 / sqrt(x) to the last place. The GPU's own instruction is biased, and the bias adds up over tokens."""
     r = tl.rsqrt(x)
     return r + 0.5 * r * (1 - x * r * r)
 
@@ -195,7 +195,7 @@ def rescale(alpha, p, hh):
 
 @triton.jit
 def shrink(x, threshold):
-    """Soft threshold of a tile, and which slots [M] it leaves something of."""
+    """Soft threshold of a tile, and which slots [M] are not zero after it."""
     kept = tl.where(x > threshold, x - threshold, tl.where(x < -threshold, x + threshold, 0))
     return kept, over_entries(tl.abs(kept)) > 0
 

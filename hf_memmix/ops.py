@@ -6,4 +6,7 @@ q, k, v are [B, T, H, D]; log-decays [B, T, H] are <= 0; ops return `(o, final_s
 """
 
 from hf_memmix_kernels import *  # noqa: F403
-from hf_memmix_kernels import __all__  # noqa: F401
+from hf_memmix_kernels import (
+    __all__,  # noqa: F401
+    coffee,  # noqa: F401  the old name of chunk_coffee, still callable
+)

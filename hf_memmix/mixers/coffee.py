@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from hf_memmix_kernels import check_coffee, coffee, coffee_step
+from hf_memmix_kernels import check_coffee, chunk_coffee, coffee_step
 
 from ..padding import before_the_end
 from . import coffee_start
@@ -43,8 +43,8 @@ class CoffeeOptions(MixerOptions):
         use_o_norm: RMSNorm of y over all features.
         use_gate, gate_bias: the output gate silu(W_z h), and a bias of it, so that it can start open.
         u_bias, o_bias: biases of the projections to u and to the output.
-        method: how the states are computed: "scan", "shooting", "deer" or "auto", see `hf_memmix_kernels.coffee`. May
-            be changed at inference.
+        method: how the states are computed: "scan", "shooting", "deer" or "auto"; see
+            `hf_memmix_kernels.chunk_coffee`. May be changed at inference.
         norm_eps: epsilon of the RMSNorm.
     """
 
@@ -109,7 +109,7 @@ class CoffeeMixer(MemoryMixer):
         u, conv_u = self.u_conv1d(tokens["u"], past.get("conv_u"), **where)
         # a closed gate leaves the state as it is
         gate = None if lengths is None else before_the_end(lengths, u.shape[1]).to(u.dtype)
-        y, x = coffee(
+        y, x = chunk_coffee(
             u,
             **self._recurrence(),
             gate=gate,

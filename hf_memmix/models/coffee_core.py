@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 
-from hf_memmix_kernels import check_coffee, coffee
+from hf_memmix_kernels import check_coffee, chunk_coffee
 
 FEEDBACKS = ("sigmoid", "linear", "input")
 
@@ -123,7 +123,7 @@ class CoffeeCore(CoreModule, PyTorchModelHubMixin):
     def mix(self, u, last):
         w_filter = None if self.w_filter is None else self.w_filter.flatten(0, 1)
         parameters = (p.flatten(0, 1) for p in (self.lam, self.w, self.C))
-        return coffee(u, *parameters, w_filter, feedback=self.feedback)[0][:, u.shape[1] - last :]
+        return chunk_coffee(u, *parameters, w_filter, feedback=self.feedback)[0][:, u.shape[1] - last :]
 
     @torch.no_grad()
     def project_(self):

@@ -122,7 +122,7 @@ BENCHES = [
     Bench(
         "coffee",
         draw_coffee,
-        lambda x: flat(K.coffee(**x)),
+        lambda x: flat(K.chunk_coffee(**x)),
         lambda B, D, n: (randn(B, D, n, dtype=torch.float32),),
         lambda x, state: K.coffee_step(**x, state=state[0]),
         chunk_shapes=[(8, 4096, 1536, 16), (8, 4096, 768, 2), (1, 65536, 16, 8)],

@@ -17,10 +17,10 @@ import torch
 from benchmark import commit
 from torch import Tensor
 
+from hf_memmix_kernels.coffee.kernels.shooting import SLOPELESS, STEEP
+from hf_memmix_kernels.coffee.launch_shooting import CHECK_EVERY, MAX_ITERATIONS, PATIENCE, UNSETTLED
 from hf_memmix_kernels.coffee.op import TOLERANCE
-from hf_memmix_kernels.coffee.plan import SHOOTING_TOKENS, shooting_chunk
-from hf_memmix_kernels.coffee.shooting import CHECK_EVERY, MAX_ITERATIONS, PATIENCE, UNSETTLED
-from hf_memmix_kernels.coffee.shooting_kernels import SLOPELESS, STEEP
+from hf_memmix_kernels.coffee.sizes import SHOOTING_TOKENS, shooting_chunk
 
 # tokens, features, states of a feature, scale, draws
 CELLS = (

@@ -40,15 +40,15 @@ def needed_bytes(method: str, B: int, T: int, D: int, n: int) -> float:
 
 
 def timed(method: str, inputs: dict[str, Tensor], flush: Tensor) -> tuple[float | None, str | None]:
-    """Median milliseconds of `coffee` by one method, or why there are none."""
+    """Median milliseconds of `chunk_coffee` by one method, or why there are none."""
     coffee_op._warn_not_converged.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         try:
-            K.coffee(**inputs, method=method)  # compiles
+            K.chunk_coffee(**inputs, method=method)  # compiles
             torch.cuda.synchronize()
             start = time.perf_counter()
-            K.coffee(**inputs, method=method)
+            K.chunk_coffee(**inputs, method=method)
             torch.cuda.synchronize()
         except UserWarning:
             return None, "its iterations do not converge"
@@ -62,7 +62,7 @@ def timed(method: str, inputs: dict[str, Tensor], flush: Tensor) -> tuple[float 
         flush.zero_()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        K.coffee(**inputs, method=method)
+        K.chunk_coffee(**inputs, method=method)
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))

@@ -14,7 +14,7 @@ import torch
 from profiling import kernel_ms
 
 from hf_memmix_kernels import chunk_gka
-from hf_memmix_kernels.gka import chunk_triton
+from hf_memmix_kernels.gka import launch
 
 CONFIGURATIONS = [(4, 1, 64), (4, 2, 64), (4, 3, 64), (8, 1, 64), (8, 3, 64), (4, 3, 32)]  # warps, stages, scan tile
 
@@ -49,8 +49,8 @@ def main():
     rows = [row for row in rows if row["commit"] != args.commit]
     inputs = draw()
     for warps, stages, tile in CONFIGURATIONS:
-        chunk_triton.LAUNCH = dict.fromkeys(chunk_triton.LAUNCH, ((warps, stages),) * 2)
-        chunk_triton.SCAN_TILE = tile
+        launch.LAUNCH = dict.fromkeys(launch.LAUNCH, ((warps, stages),) * 2)
+        launch.SCAN_TILE = tile
         rows.append(
             {"commit": args.commit, "gpu": torch.cuda.get_device_name(), "refinement": [12, 10], "warps": warps}
             | {"stages": stages, "tile": tile, "ms": profile(inputs)}

@@ -66,7 +66,7 @@ _COMMON = {
     # parameters' gradients are sums of large terms that cancel: a dy rounded to bfloat16, as every path of bfloat16
     # outputs gets it, costs the float64 truth itself up to 2.5 times the limit in 1 of 40 draws
     "rounding": 3.0,
-    "fast": K.coffee,
+    "fast": K.chunk_coffee,
     "naive": K.naive_coffee,
     "step": _step,
     "draw_state": _draw_state,

@@ -62,7 +62,7 @@ def test_equation_4_with_its_bias():
     for k in range(12):
         x = (1 + lam * delta[:, k]) * x + delta[:, k] * B * inputs["u"][:, k, :, None]
         outputs.append((C * x).sum(-1))
-    y, _ = K.coffee(inputs["u"], lam, None, C * B, gate=inputs["gate"], feedback="token")
+    y, _ = K.chunk_coffee(inputs["u"], lam, None, C * B, gate=inputs["gate"], feedback="token")
     assert error(y, torch.stack(outputs, 1)) <= 1e-12
 
 
@@ -73,7 +73,7 @@ def test_every_number_of_states(n, backend):
 
 def test_checkpoints_every_so_often(monkeypatch):
     """The torch path beyond the size up to which it keeps all states."""
-    from hf_memmix_kernels.coffee import torch as path
+    from hf_memmix_kernels.coffee import torch_path as path
 
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
     monkeypatch.setattr(path, "KEEP_ALL", 0)
@@ -95,13 +95,13 @@ PLANS = [
 @pytest.mark.parametrize("bounds", [None, [0, 0, 3, 27, 37]], ids=["batched", "packed"])
 def test_every_launch_plan(plans, bounds, monkeypatch):
     """The plans that small inputs do not get, at a length that fills no group."""
-    triton_path = pytest.importorskip("hf_memmix_kernels.coffee.triton")
+    triton_path = pytest.importorskip("hf_memmix_kernels.coffee.launch")
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
-    forward, backward = (triton_path.Plan(*plan) for plan in plans)
+    forward, backward = (triton_path.LaunchOptions(*plan) for plan in plans)
     if bounds and backward.segment:
         backward = backward._replace(segment=0)
-    monkeypatch.setattr(triton_path, "forward_plan", lambda *a: forward)
-    monkeypatch.setattr(triton_path, "backward_plan", lambda *a: backward)
+    monkeypatch.setattr(triton_path, "forward_options", lambda *a: forward)
+    monkeypatch.setattr(triton_path, "backward_options", lambda *a: backward)
     inputs = draw(1, 37, 9, 8, filtered=bounds is not None)
     if bounds:
         inputs["initial_state"] = randn(len(bounds) - 1, 9, 8, dtype=torch.float32)
@@ -127,22 +127,22 @@ def test_deer_takes_every_gate(feedback, backend, recwarn):
 def test_shooting_equals_the_scan(T, backend, monkeypatch, recwarn):
     """Chunks of 16: fewer tokens than one, one, and four with a rest; gradients from checkpoints in every chunk."""
     if backend == "triton":
-        from hf_memmix_kernels.coffee import shooting
+        from hf_memmix_kernels.coffee import launch_shooting as shooting
 
         monkeypatch.setattr(shooting, "shooting_chunk", lambda T: 16)
     coffee_op._warn_not_converged.cache_clear()
-    agrees(K.coffee, draw(2, T, 3, 4, gate=2, filtered=True), method="shooting")
+    agrees(K.chunk_coffee, draw(2, T, 3, 4, gate=2, filtered=True), method="shooting")
     assert not recwarn.list
 
 
 @pytest.mark.parametrize("feedback", ["sigmoid", "linear", "input", "token"])
 def test_shooting_takes_every_gate(feedback, backend, monkeypatch, recwarn):
     if backend == "triton":
-        from hf_memmix_kernels.coffee import shooting
+        from hf_memmix_kernels.coffee import launch_shooting as shooting
 
         monkeypatch.setattr(shooting, "shooting_chunk", lambda T: 8)
     coffee_op._warn_not_converged.cache_clear()
-    agrees(K.coffee, draw(1, 21, 3, 3, feedback=feedback, gate=3), feedback=feedback, method="shooting")
+    agrees(K.chunk_coffee, draw(1, 21, 3, 3, feedback=feedback, gate=3), feedback=feedback, method="shooting")
     assert not recwarn.list
 
 
@@ -166,7 +166,7 @@ def test_deer_falls_back_to_the_scan_and_says_so_once(backend):
 
 def test_shooting_gives_up_early_where_chunks_do_not_settle(monkeypatch):
     """Of 24 chunks of such inputs most move at every iteration: the scan's results after PATIENCE of them."""
-    shooting = pytest.importorskip("hf_memmix_kernels.coffee.shooting")
+    shooting = pytest.importorskip("hf_memmix_kernels.coffee.launch_shooting")
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
     monkeypatch.setattr(shooting, "shooting_chunk", lambda T: 16)
     walks, scan = [], shooting.affine_scan
@@ -174,7 +174,7 @@ def test_shooting_gives_up_early_where_chunks_do_not_settle(monkeypatch):
     coffee_op._warn_not_converged.cache_clear()
     inputs = wild(24 * 16)
     with pytest.warns(UserWarning, match="did not converge"):
-        y, state = K.coffee(**inputs, method="shooting")
+        y, state = K.chunk_coffee(**inputs, method="shooting")
     want, want_state = K.scan_coffee(**inputs)
     assert len(walks) == shooting.PATIENCE + 1
     assert torch.equal(y, want) and torch.equal(state, want_state)
@@ -191,7 +191,7 @@ def test_damped_newton_equals_the_scan(recwarn):
 
 @pytest.mark.parametrize("T", [*range(1, 10), 31, 32, 33])
 def test_parallel_scans_equal_loops(T):
-    from hf_memmix_kernels.coffee.deer_torch import linear_scan, tridiagonal_solve
+    from hf_memmix_kernels.coffee.torch_deer import linear_scan, tridiagonal_solve
 
     a, b = randn(T, 3, dtype=torch.float64), randn(T, 3, dtype=torch.float64)
     h, want = torch.zeros(3, dtype=torch.float64, device=DEVICE), []
@@ -254,3 +254,16 @@ def test_stays_bounded_over_a_million_steps(monkeypatch):
     assert state.abs().max() <= 2**20
     inside = (lam >= -1) & (lam < 0)
     assert (state[0][inside] * lam[inside]).abs().max() <= 1 + 1e-4
+
+
+def test_the_old_name_still_works(monkeypatch):
+    """`coffee(...)` was public; the name now belongs to the package."""
+    from hf_memmix import ops
+
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    inputs = draw(1, 4, 2, 2)
+    want, state = K.chunk_coffee(**inputs)
+    for old in (K.coffee, ops.coffee):
+        with pytest.warns(FutureWarning, match="chunk_coffee"):
+            got, end = old(**inputs)
+        assert torch.equal(got, want) and torch.equal(end, state)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import hf_memmix_kernels as K
-from hf_memmix_kernels.coffee.plan import SHOOTING_TOKENS, shooting_chunk
+from hf_memmix_kernels.coffee.sizes import SHOOTING_TOKENS, shooting_chunk
 
 GRID = Path(__file__).parents[2] / "kernels/benchmarks/results/coffee_dispatch_h200.json"
 SLOWER = 1.25  # than the best measured method
@@ -49,5 +49,5 @@ def test_what_was_not_measured_says_why():
 @pytest.mark.parametrize("tokens", [SHOOTING_TOKENS * k for k in (1, 2, 3, 4, 16, 64)])
 def test_shooting_that_fails_has_walked_few_tokens(tokens):
     """Whether it converges depends on the data, what it may cost does not: of so many chunks it walks so few."""
-    shooting = pytest.importorskip("hf_memmix_kernels.coffee.shooting")
+    shooting = pytest.importorskip("hf_memmix_kernels.coffee.launch_shooting")
     assert (shooting.MAX_ITERATIONS + 1) * shooting_chunk(tokens) <= FALLBACK * tokens

@@ -10,8 +10,7 @@ from lattice_rows import draw, draw_state
 from ops_table import OPS, TOLERANCE, Shape
 
 import hf_memmix_kernels as K
-from hf_memmix_kernels.lattice import dual
-from hf_memmix_kernels.lattice import triton as token_by_token
+from hf_memmix_kernels.lattice import launch, launch_dual
 
 LATTICE = next(op for op in OPS if op.name == "lattice")
 SHAPE = Shape(1, 18, 1, 1, 24, 20)
@@ -104,20 +103,20 @@ def test_a_slot_that_decays_all_along(variant, a, backend, monkeypatch):
     else:
         inputs["v"][0, :60] = near
         inputs["k"][:, :60, :, 0] = (1 - a) / 0.75 + (1 if variant == "enc" else 0)
-    far = []
+    refused = []
     if backend == "triton":
         module, name = (
-            (token_by_token, "lattice_slots_levels_kernel")
+            (launch, "lattice_slots_levels_kernel")
             if variant == "dec"
-            else (dual, "lattice_read_levels_kernel")
+            else (launch_dual, "lattice_read_levels_kernel")
         )
-        launch = getattr(module, name)
+        kernel = getattr(module, name)
 
         class Spy:
             def __getitem__(self, grid):
                 def run(*args, **options):
-                    far.append(next(x for x in args if getattr(x, "dtype", None) == torch.int32))
-                    return launch[grid](*args, **options)
+                    refused.append(next(x for x in args if getattr(x, "dtype", None) == torch.int32))
+                    return kernel[grid](*args, **options)
 
                 return run
 
@@ -129,7 +128,7 @@ def test_a_slot_that_decays_all_along(variant, a, backend, monkeypatch):
     )
     assert_close(got, want, lambda name: 1e-10)
     # the error of "dec" grows with a slot that has changed its sign, and its a with that
-    assert backend != "triton" or far[0].tolist() == [abs(a) < 0.6 or variant == "dec", False]
+    assert backend != "triton" or refused[0].tolist() == [abs(a) < 0.6 or variant == "dec", False]
 
 
 def test_forget_gate_is_a_larger_step():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.documents.measurements import MEASUREMENTS, read
-from hf_memmix_kernels.coffee.plan import coffee_method
+from hf_memmix_kernels.coffee.sizes import coffee_method
 
 ATTENTION_SHAPED = ("sdpa", "short_conv", "gla", "gka")  # the others have shapes of their own: `op_table`
 # variant, pass, T and milliseconds that were asked for at B=8, 12 heads of 64 channels and slots, in bf16

@@ -1,8 +1,8 @@
-"""Kernels of fixed-size memories: one folder an op, each with a float64 truth, a torch path and Triton kernels."""
+"""Operators with a memory of fixed size, one folder per op: float64 reference, torch path and Triton kernels."""
 
 from .coffee import (
     check_coffee,
-    coffee,
+    chunk_coffee,
     coffee_method,
     coffee_step,
     deer_coffee,
@@ -36,11 +36,11 @@ __all__ = [
     "check_coffee",
     "check_lattice",
     "check_ska_state",
+    "chunk_coffee",
     "chunk_gka",
     "chunk_gla",
     "chunk_lattice",
     "chunk_ska",
-    "coffee",
     "coffee_method",
     "coffee_step",
     "deer_coffee",

@@ -1,4 +1,4 @@
-"""Which sequence and chunk a program works on, for packed inputs, computed on the device without a host sync."""
+"""Which sequence and which chunk a program works on, for packed inputs. Computed on the device, without a sync."""
 
 import torch
 from torch import Tensor
@@ -24,3 +24,14 @@ def chunk_table(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Tenso
     bound = tokens // chunk_size + sequences
     steps = torch.arange(bound, device=cu_seqlens.device, dtype=torch.int32)
     return first, torch.searchsorted(first[1:], steps, right=True, out_int32=True), bound
+
+
+def checkpoint_slots(batch: int, tokens: int, cu_seqlens: Tensor | None, every: int) -> int:
+    """How many states forward keeps for backward, if it keeps one per `every` tokens of each sequence.
+
+    For packed sequences this is an upper bound, known without reading the device: sequence i, which begins at token
+    start_i, has its first state in slot start_i // every + i.
+    """
+    if cu_seqlens is None:
+        return batch * -(-tokens // every)
+    return tokens // every + cu_seqlens.shape[0]

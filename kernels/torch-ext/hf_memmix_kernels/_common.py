@@ -1,7 +1,7 @@
-"""What the ops share: input checks, sequence layout (batched or packed), and chunks with decay on the torch path.
+"""What all ops share: input checks, the layout of sequences, and chunks with decay on the torch path.
 
-Shape letters: N sequences, B batch, T tokens, H heads, D head size. A packed input is [1, sum of lengths, ...] with
-`cu_seqlens` [N+1], the sequences' boundaries.
+Letters in shapes: N sequences, B batch, T tokens, H heads, D head size. A packed input is [1, sum of lengths, ...],
+and `cu_seqlens` [N+1] holds the boundaries of its sequences.
 """
 
 import torch
@@ -17,7 +17,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **gates: torch.Tensor | None) -> None:
     """Raise ValueError unless q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, Dv] and gates [B, T, H] fit together.
 
-    Values are not looked at: that would wait for the device.
+    It does not check values, because that would wait for the device.
     """
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3] or k.shape[:2] != q.shape[:2]:
         raise ValueError(
@@ -41,7 +41,7 @@ def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **ga
 def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int) -> None:
     """Raise ValueError unless `cu_seqlens` is a 1-D integer tensor that belongs to a packed batch of one row.
 
-    Its values are not looked at: boundaries that do not rise from 0 to T give wrong results.
+    It does not check the values: boundaries that do not rise from 0 to T give wrong results.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.numel() < 2:
         raise ValueError(
@@ -55,7 +55,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int) -> None:
 
 
 def num_sequences(batch: int, cu_seqlens: torch.Tensor | None) -> int:
-    """How many independent sequences, and so how many states, an input holds."""
+    """The number of independent sequences, and therefore of states, in an input."""
     return batch if cu_seqlens is None else cu_seqlens.numel() - 1
 
 

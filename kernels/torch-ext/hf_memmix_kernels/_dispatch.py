@@ -1,7 +1,7 @@
-"""Which implementation runs: Triton on an NVIDIA GPU, plain torch everywhere else.
+"""Chooses the implementation: Triton on an NVIDIA GPU, torch everywhere else.
 
-`HF_MEMMIX_BACKEND=torch|triton` overrides the choice; Triton on a CPU works only under `TRITON_INTERPRET=1`, as the
-tests use it.
+`HF_MEMMIX_BACKEND=torch|triton` overrides the choice. On a CPU, Triton runs only with `TRITON_INTERPRET=1`, as in the
+tests.
 """
 
 import functools

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_memmix.models.coffee_core import CoreModule
-from hf_memmix_kernels import coffee
+from hf_memmix_kernels import chunk_coffee
 
 
 class S6Layer(nn.Module):
@@ -71,7 +71,7 @@ class TokenGateCore(CoreModule):
         gate = torch.einsum("blsd,sed->blse", features, self.W_D).sigmoid().flatten(2)
         # states are linear in B, which therefore acts through C
         C = (self.B * self.C).flatten(0, 1)
-        return coffee(u, self.lam.flatten(0, 1), None, C, gate=gate, feedback="token")[0][:, u.shape[1] - last :]
+        return chunk_coffee(u, self.lam.flatten(0, 1), None, C, gate=gate, feedback="token")[0][:, u.shape[1] - last :]
 
     @torch.no_grad()
     def project_(self):

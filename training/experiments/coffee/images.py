@@ -22,7 +22,7 @@ from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.training.experiments.coffee import glyphs
 from hf_memmix.training.experiments.coffee.baselines import S6Layer
 from hf_memmix.training.experiments.coffee.trainer import Run, train
-from hf_memmix_kernels import coffee
+from hf_memmix_kernels import chunk_coffee
 
 DIRECTIONS = 4
 MAX_ANGLE = math.radians(5)
@@ -45,7 +45,7 @@ class CoffeeLayers(nn.Module):
     def forward(self, u: Tensor, last: int) -> Tensor:
         w_filter = None if self.w_filter is None else self.w_filter.flatten(0, 1)
         parameters = (p.flatten(0, 1) for p in (self.lam, self.w, self.C))
-        return coffee(u, *parameters, w_filter)[0][:, u.shape[1] - last :]
+        return chunk_coffee(u, *parameters, w_filter)[0][:, u.shape[1] - last :]
 
 
 class FourDirections(nn.Module):

@@ -1,4 +1,4 @@
-"""COFFEE (context from feedback), token by token in float64: the truth of the fast paths.
+"""COFFEE (context from feedback), token by token in float64: the reference for the fast paths.
 
 s_k = gate_k * sigmoid(w x_{k-1}),  x_k = (1 + lam s_k) x_{k-1} + s_k u_k,  y_k = sum_j C_j x_{k,j}
 
@@ -22,7 +22,7 @@ def naive_coffee(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Shapes as `coffee`; everything is computed and returned in float64, differentiable by plain autograd."""
+    """Shapes as `chunk_coffee`; everything is computed and returned in float64, differentiable by plain autograd."""
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         parts = []

@@ -1,4 +1,4 @@
-"""The COFFEE op: validation, dispatch by device and method, and registration as torch.library custom ops."""
+"""The COFFEE op: checks of the arguments, choice of the path and the method, registration with torch.library."""
 
 import functools
 import warnings
@@ -6,11 +6,12 @@ import warnings
 import torch
 from torch import Tensor
 
+from .._chunks import checkpoint_slots
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import use_triton
-from .deer_torch import deer_fwd_torch
-from .plan import CHECKPOINT, checkpoint_slots, coffee_method, padded_states
-from .torch import checkpoint_interval, coffee_bwd_torch, coffee_fwd_torch, coffee_step_torch
+from .sizes import CHECKPOINT, coffee_method, padded_states
+from .torch_deer import deer_fwd_torch
+from .torch_path import checkpoint_interval, coffee_bwd_torch, coffee_fwd_torch, coffee_step_torch
 
 FEEDBACKS = ("sigmoid", "linear", "input", "token")
 METHODS = ("auto", "scan", "shooting", "deer")
@@ -24,8 +25,8 @@ def _checkpoint_shape(u: Tensor, initial_state: Tensor, cu_seqlens: Tensor | Non
     B, T, D = u.shape
     n = initial_state.shape[2]
     if use_triton(u):
-        return (checkpoint_slots(B, T, cu_seqlens) if save else 0, D, padded_states(n))
-    # the longest packed sequence is known on the device only: backward runs forward again
+        return (checkpoint_slots(B, T, cu_seqlens, CHECKPOINT) if save else 0, D, padded_states(n))
+    # only the device knows the longest packed sequence: backward runs forward again
     interval = checkpoint_interval(T, B * D * n)
     return (-(-T // interval) if save and cu_seqlens is None else 0, n, B, D)
 
@@ -33,8 +34,9 @@ def _checkpoint_shape(u: Tensor, initial_state: Tensor, cu_seqlens: Tensor | Non
 @functools.cache
 def _warn_not_converged(method: str) -> None:
     warnings.warn(
-        f"coffee, method {method!r}: Newton's iterations did not converge, the sequential scan ran instead (said"
-        " once). Trained gates with |w| or |u| of 3 and more often do not: pass method='scan', or use scan_coffee",
+        f"chunk_coffee, method {method!r}: Newton's iterations did not converge, the sequential scan ran instead (this"
+        " warning comes once). With |w| or |u| of 3 and more, as in trained gates, they often do not: pass"
+        " method='scan', or use scan_coffee",
         stacklevel=2,
     )
 
@@ -54,7 +56,7 @@ def _kept_by_deer(states: Tensor, start: Tensor, u: Tensor) -> Tensor:
 def _deer(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping):
     """y, final states and checkpoints by Newton's iterations; None where they do not converge."""
     if use_triton(u) and not damping:
-        from .triton import deer_fwd_triton
+        from .launch import deer_fwd_triton
 
         found = deer_fwd_triton(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations)
         return found and found[:3]
@@ -72,13 +74,15 @@ def _deer(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance
 
 
 def _shooting(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping):
-    """The same by multiple shooting, which only GPUs gain by: the torch path scans."""
+    """The same by multiple shooting. Only GPUs gain by it, so the torch path scans."""
     if not use_triton(u):
         return coffee_fwd_torch(u, lam, w, C, w_filter, gate, initial_state, None, feedback, save)
-    from .shooting import MAX_ITERATIONS, shooting_fwd
+    from . import launch_shooting
 
-    iterations = min(max_iterations, MAX_ITERATIONS)
-    found = shooting_fwd(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, iterations)
+    iterations = min(max_iterations, launch_shooting.MAX_ITERATIONS)
+    found = launch_shooting.shooting_fwd(
+        u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, iterations
+    )
     return found and found[:3]
 
 
@@ -99,7 +103,7 @@ def _fwd(
     max_iterations: int,
     damping: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # iterations read their convergence back, which a stream being captured cannot
+    # iterations read their convergence back to the host, which is not possible while a CUDA graph is captured
     if method != "scan" and cu_seqlens is None and not (u.is_cuda and torch.cuda.is_current_stream_capturing()):
         iterate = _deer if method == "deer" else _shooting
         found = iterate(
@@ -109,7 +113,7 @@ def _fwd(
             return found
         _warn_not_converged(method)
     if use_triton(u):
-        from .triton import coffee_fwd_triton as fwd
+        from .launch import coffee_fwd_triton as fwd
     else:
         fwd, save = coffee_fwd_torch, save and cu_seqlens is None
     return fwd(u, lam, w, C, w_filter, gate, initial_state, cu_seqlens, feedback, save)
@@ -142,8 +146,8 @@ def _bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (u, lam, w, C, w_filter, gate, initial_state)
     if use_triton(u):
-        from .triton import coffee_bwd_triton as bwd
-        from .triton import coffee_fwd_triton as fwd
+        from .launch import coffee_bwd_triton as bwd
+        from .launch import coffee_fwd_triton as fwd
     else:
         fwd, bwd = coffee_fwd_torch, coffee_bwd_torch
     if not checkpoints.numel():
@@ -195,7 +199,7 @@ def _step(
     feedback: str,
 ) -> Tensor:
     if use_triton(u):
-        from .triton import coffee_step_triton as step
+        from .launch import coffee_step_triton as step
     else:
         step = coffee_step_torch
     return step(u, lam, w, C, w_filter, gate, state, feedback)
@@ -246,7 +250,7 @@ def _check(
 
 
 def check_coffee(lam: Tensor | None = None, state: Tensor | None = None) -> None:
-    """What the op does not look at, since that waits for the device: call it when parameters or states are loaded.
+    """Check values, which the op does not do because it would wait for the device. Call it on loaded data.
 
     Raises:
         ValueError: lam outside [-2, 0], where 1 + lam leaves the unit circle and states grow without bound, or a
@@ -303,7 +307,7 @@ def _run(
     return y, final
 
 
-def coffee(
+def chunk_coffee(
     u: Tensor,
     lam: Tensor,
     w: Tensor | None,
@@ -322,8 +326,8 @@ def coffee(
     where the gate does not depend on the state, B in front of u is the same as C * B in place of C.
 
     Args:
-        u: [B, T, D], one input a feature.
-        lam: [D, n] in [-2, 0] (not looked at here: `check_coffee`), 1 <= n <= 64 states a feature.
+        u: [B, T, D], one input per feature.
+        lam: [D, n] in [-2, 0] (not checked here, see `check_coffee`), 1 <= n <= 64 states per feature.
         w: [D, n], the feedback; None for "token".
         C: [D, n].
         w_filter: [D, n] of the output filter y_k <- sigmoid(w_filter . x_k) y_k (Remark 2), or None.
@@ -343,8 +347,8 @@ def coffee(
         ValueError: shapes or options outside the above.
     """
     if method not in METHODS:
-        raise ValueError(f"coffee: method={method!r} is not one of {METHODS}")
-    return _run("coffee", method, u, lam, w, C, w_filter, gate, feedback, initial_state, cu_seqlens)
+        raise ValueError(f"chunk_coffee: method={method!r} is not one of {METHODS}")
+    return _run("chunk_coffee", method, u, lam, w, C, w_filter, gate, feedback, initial_state, cu_seqlens)
 
 
 def scan_coffee(
@@ -359,7 +363,7 @@ def scan_coffee(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`coffee` token by token: one fused kernel on a GPU, which never waits for the host."""
+    """`chunk_coffee` token by token: one fused kernel on a GPU, without a wait for the host."""
     return _run("scan_coffee", "scan", u, lam, w, C, w_filter, gate, feedback, initial_state, cu_seqlens)
 
 
@@ -378,7 +382,7 @@ def deer_coffee(
     max_iterations: int = MAX_ITERATIONS,
     damping: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`coffee` by Newton's iterations on the whole trajectory, each a linear scan that is parallel over time (DEER).
+    """`chunk_coffee` by DEER: Newton's iterations on the whole trajectory, each a linear scan, parallel over time.
 
     Exact, the Jacobian being diagonal, and so is its gradient: that of the scan at the trajectory found. Where the
     iterations do not converge the scan runs instead and a warning says so once. Packed inputs and CUDA graph capture
@@ -387,12 +391,12 @@ def deer_coffee(
     Args:
         tolerance: largest last update, relative to 1 + |x|; None is 1e-4, in float64 1e-7. Newton's iterations being
             quadratic, the error left is far below it.
-        max_iterations: after so many the scan takes over.
+        max_iterations: after so many iterations the scan runs instead.
         damping: mu >= 0 of ELK, the paper's Levenberg-Marquardt variant: updates are kept small where the plain ones
             overflow. Runs as torch operations on any device, at more iterations.
 
     Raises:
-        ValueError: as `coffee`, or options that are not positive.
+        ValueError: as `chunk_coffee`, or options that are not positive.
     """
     if max_iterations < 1 or damping < 0 or (tolerance is not None and not tolerance > 0):
         raise ValueError(
@@ -416,7 +420,7 @@ def coffee_step(
     gate: Tensor | None = None,
     feedback: str = "sigmoid",
 ) -> Tensor:
-    """One token of `coffee`: u [B, 1, D]; the contiguous `state` [B, D, n] is advanced in place. No autograd.
+    """One token of `chunk_coffee`: u [B, 1, D]; the contiguous `state` [B, D, n] is advanced in place. No autograd.
 
     Returns y [B, 1, D] in u.dtype.
 
@@ -425,7 +429,7 @@ def coffee_step(
     """
     w = _check("coffee_step", u, lam, w, C, w_filter, gate, feedback)
     if u.shape[1] != 1:
-        raise ValueError(f"coffee_step advances by one token, got {u.shape[1]}; use coffee for several")
+        raise ValueError(f"coffee_step advances by one token, got {u.shape[1]}; use chunk_coffee for several")
     expected = (u.shape[0], *lam.shape)
     if tuple(state.shape) != expected or not state.is_contiguous():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""GKA, token by token in float64: the truth every faster path is compared with.
+"""GKA, token by token in float64: the reference for the fast paths.
 
     H_t = e^g H + b^2 k k^T,  U_t = e^g U + b^2 v k^T,  x = CH_r(H_t + a|H_t| I, q),  o = s U_t (q + alpha (x - q))
 

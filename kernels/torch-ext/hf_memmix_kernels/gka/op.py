@@ -1,24 +1,26 @@
-"""The GKA op: input checks, the choice of a path, and its registration with torch (fake, autograd, compile)."""
+"""The GKA op: checks of the arguments, choice of the path, registration with torch.library."""
 
 import torch
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
-from . import chunk_torch
+from . import torch_path
 from .schedule import as_phases
+from .torch_path import gka_step_torch
 
 
 def _chunk_path(q: torch.Tensor, v: torch.Tensor):
     """The module whose gka_forward and gka_backward run.
 
-    Torch in float64, which the Triton kernels would round to float32, and where a state does not fit shared memory.
+    It is torch in float64, which the Triton kernels would round to float32, and if a state does not fit into shared
+    memory.
     """
     if use_triton(q) and q.dtype != torch.float64:
-        from . import chunk_triton
+        from . import launch
 
-        if chunk_triton.chunk_length(max(q.shape[-1], v.shape[-1]), q.dtype) is not None:
-            return chunk_triton
-    return chunk_torch
+        if launch.chunk_length(max(q.shape[-1], v.shape[-1]), q.dtype) is not None:
+            return launch
+    return torch_path
 
 
 @torch.library.custom_op("hf_memmix::gka_fwd", mutates_args=())
@@ -117,6 +119,32 @@ def _backward(ctx, do, _dx, dh_final, du_final):
 _gka_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
+@torch.library.custom_op("hf_memmix::gka_step", mutates_args=("h", "u"))
+def _gka_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    h: torch.Tensor,
+    u: torch.Tensor,
+    phases: list[int],
+    ridge: float,
+    scale: float,
+) -> torch.Tensor:
+    if use_triton(q):
+        from .launch import gka_step_triton as step
+    else:
+        step = gka_step_torch
+    return step(q, k, v, log_decay, alpha, beta, h, u, phases, ridge, scale)
+
+
+@_gka_step.register_fake
+def _(q, k, v, log_decay, alpha, beta, h, u, phases, ridge, scale):
+    return q.new_empty(*q.shape[:3], v.shape[-1])
+
+
 def check(q, k, v, log_decay, alpha, beta, state, cu_seqlens, ridge):
     """Raise ValueError unless the arguments of `chunk_gka` or `gka_step` fit together."""
     check_heads("gka", q, k, v, log_decay=log_decay, alpha=alpha, beta=beta)
@@ -166,7 +194,7 @@ def chunk_gka(
         refinement: iteration counts of the phases of iterative refinement; replaces `num_iterations`.
         ridge: a in lambda = a |H|_F.
         scale: factor of the output; None is D^-1/2.
-        chunk_size: tokens a chunk on the torch path; Triton chooses its own. It changes no result.
+        chunk_size: tokens per chunk on the torch path; Triton chooses its own. It does not change the result.
         initial_state: (H [N, H, D, D] symmetric, U [N, H, Dv, D]) before the first token; None is zero.
         cu_seqlens: boundaries [N + 1] of packed sequences; B is 1 then. Without it N = B.
 
@@ -196,3 +224,42 @@ def chunk_gka(
     scale = dim**-0.5 if scale is None else scale
     o, _, h, u = _gka_fwd(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, list(phases), ridge, scale, chunk_size)
     return o, (h, u)
+
+
+def gka_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    alpha: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    state: tuple[torch.Tensor, torch.Tensor],
+    *,
+    num_iterations: int = 30,
+    refinement: tuple[int, ...] | None = None,
+    ridge: float = 0.02,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """One decoding step of `chunk_gka`, without autograd.
+
+    Args:
+        q, k, v: [B, 1, H, D], [B, 1, Hk, D], [B, 1, Hk, Dv]; log_decay, alpha, beta: [B, 1, H]; as in `chunk_gka`.
+        state: contiguous (H [B, H, D, D], U [B, H, Dv, D]), float32 or float64, updated IN PLACE.
+
+    Returns:
+        o [B, 1, H, Dv] in q's dtype.
+
+    Raises:
+        ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
+    """
+    check(q, k, v, log_decay, alpha, beta, state, None, ridge)
+    if q.shape[1] != 1:
+        raise ValueError(f"gka_step advances by one token, got {q.shape[1]}; use chunk_gka for several")
+    h, u = state
+    if not (h.is_contiguous() and u.is_contiguous()):
+        raise ValueError("gka_step updates its state in place: pass contiguous (H, U), e.g. by .contiguous()")
+    alpha = torch.ones_like(log_decay) if alpha is None else alpha
+    beta = torch.ones_like(log_decay) if beta is None else beta
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    phases = as_phases(num_iterations, refinement)
+    return _gka_step(q, k, v, log_decay, alpha, beta, h, u, list(phases), ridge, scale)

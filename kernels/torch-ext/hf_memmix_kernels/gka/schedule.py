@@ -1,7 +1,7 @@
-"""The solver's schedule: relaxation weights of the Chebyshev iteration and its phases of iterative refinement.
+"""The schedule of the solver: relaxation weights of the Chebyshev iteration, and phases of iterative refinement.
 
-With the ridge proportional to |H| the spectrum bounds are mu = a|H| and L = (1 + a)|H|, so rho = (L - mu)/(L + mu)
-= 1/(1 + 2a) and the weights omega_i are the same for every token: they are constants of the kernel.
+The ridge is proportional to |H|, so the bounds of the spectrum are mu = a|H| and L = (1 + a)|H|. Therefore rho =
+(L - mu)/(L + mu) = 1/(1 + 2a), and the weights omega_i are the same for every token: they are constants of the kernel.
 """
 
 import functools

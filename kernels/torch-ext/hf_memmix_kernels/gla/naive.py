@@ -1,9 +1,9 @@
-"""Gated linear attention with one decay per head, token by token in float64: the truth of the fast paths.
+"""Gated linear attention with one decay per head, token by token in float64: the reference for the fast paths.
 
 S_t = e^g S_{t-1} + k_t v_t^T,  o_t = scale * S_t^T q_t
 
-Mamba-2 (Dao and Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21060) in its attention form; the output
-stage of Gated KalmaNet.
+This is Mamba-2 (Dao and Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21060) written as attention, and the
+output stage of Gated KalmaNet.
 """
 
 import torch

@@ -1,11 +1,11 @@
-"""`chunk_gla` and `gla_step`: validation, dispatch by device, and registration as torch.library custom ops."""
+"""The gla op: checks of the arguments, choice of the path, registration with torch.library."""
 
 import torch
 from torch import Tensor
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
-from .torch import gla_bwd_torch, gla_fwd_torch, gla_step_torch
+from .torch_path import gla_bwd_torch, gla_fwd_torch, gla_step_torch
 
 CHUNK_SIZES = (16, 32, 64, 128)
 
@@ -22,7 +22,7 @@ def _fwd(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     if use_triton(q):
-        from .triton import gla_fwd_triton as fwd
+        from .launch import gla_fwd_triton as fwd
     else:
         fwd = gla_fwd_torch
     return fwd(q, k, v, log_decay, initial_state, cu_seqlens, scale, chunk_size)
@@ -47,7 +47,7 @@ def _bwd(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if use_triton(q):
-        from .triton import gla_bwd_triton as bwd
+        from .launch import gla_bwd_triton as bwd
     else:
         bwd = gla_bwd_torch
     return bwd(do, dfinal, q, k, v, log_decay, initial_state, cu_seqlens, scale, chunk_size)
@@ -74,7 +74,7 @@ _fwd.register_autograd(_backward, setup_context=_setup_context)
 @torch.library.custom_op("hf_memmix::gla_step", mutates_args=("state",))
 def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> Tensor:
     if use_triton(q):
-        from .triton import gla_step_triton as step
+        from .launch import gla_step_triton as step
     else:
         step = gla_step_torch
     return step(q, k, v, log_decay, state, scale)

@@ -1,4 +1,4 @@
-"""Lattice: orthogonal state recurrence, a memory of slots that only ever take in what is new to them."""
+"""Lattice: an orthogonal state recurrence. The memory is a set of slots that store only what is new to them."""
 
 from .frozen import frozen_lattice
 from .naive import naive_lattice

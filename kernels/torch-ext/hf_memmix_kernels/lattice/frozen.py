@@ -1,9 +1,10 @@
-"""Lattice with gradients at the state that a chunk starts from, as TTT does: an approximation, and another model.
+"""Frozen-state mode of Lattice: gradients are taken at the state before each chunk, as in TTT. This is another model.
 
-    s_i,t <- P_C(s_i + sum_(j <= t) al_i,j (h_j - s_i (s_i . h_j))),  y_t = S_t q_t;  al, h and s_i of its start
+    s_i,t <- P_C(s_i + sum_(j <= t) al_i,j (h_j - s_i (s_i . h_j))),  y_t = S_t q_t
 
-Karami and Mirrokni, "Lattice: Learning to Efficiently Compress the Memory", https://arxiv.org/abs/2504.05646, eq. 13
-and 14, with the mini-batches of Sun et al., "Learning to (Learn at Test Time)", https://arxiv.org/abs/2407.04620.
+Here al, h and s_i are those of the start of the chunk. Karami and Mirrokni, "Lattice: Learning to Efficiently Compress
+the Memory", https://arxiv.org/abs/2504.05646, eq. 13 and 14, with the mini-batches of Sun et al., "Learning to (Learn
+at Test Time)", https://arxiv.org/abs/2407.04620.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Lattice token by token in float64: the truth that the fast paths are tested against.
+"""Lattice token by token in float64: the reference for the fast paths.
 
 s_i <- P_C(mu s_i - gamma c_i P(s_i) h / |s_i|),  y = S q,  P(s) = I - s s^T / |s|^2  (eq. 13, 14 and 16)
 
 Karami and Mirrokni, "Lattice: Learning to Efficiently Compress the Memory", https://arxiv.org/abs/2504.05646.
-Equation numbers are the paper's.
+Equation numbers are those of the paper.
 """
 
 import torch

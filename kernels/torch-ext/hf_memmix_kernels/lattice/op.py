@@ -1,4 +1,4 @@
-"""The Lattice op: validation, dispatch by device and variant, and registration as torch.library custom ops."""
+"""The Lattice op: checks of the arguments, choice of the path, registration with torch.library."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,10 @@ from torch import Tensor
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import use_triton
 from .naive import BASELINES, VARIANTS
-from .plan import CHECKPOINT, MAX_DIM, dual_sizes, kept_sizes, runs_dual
-from .torch import lattice_bwd_torch, lattice_fwd_torch, lattice_step_torch
+from .sizes import CHECKPOINT, MAX_DIM, dual_sizes, kept_sizes, runs_dual
+from .torch_path import lattice_bwd_torch, lattice_fwd_torch, lattice_step_torch
 
-# e^-20 is the strongest decay that float32 can tell from none of the old direction
+# e^-20 is the strongest decay after which float32 still holds something of the old direction
 STRONGEST_DECAY = -20.0
 
 
@@ -17,10 +17,10 @@ def _path(x: Tensor, dual: bool = False):
     """The functions forward, backward and step of the backend that runs `x`; the dual form is Triton's alone."""
     if not use_triton(x):
         return lattice_fwd_torch, lattice_bwd_torch, lattice_step_torch
-    from .triton import lattice_bwd_triton, lattice_fwd_triton, lattice_step_triton
+    from .launch import lattice_bwd_triton, lattice_fwd_triton, lattice_step_triton
 
     if dual:
-        from .dual import dual_bwd_triton, dual_fwd_triton
+        from .launch_dual import dual_bwd_triton, dual_fwd_triton
 
         return dual_fwd_triton, dual_bwd_triton, lattice_step_triton
 
@@ -35,7 +35,7 @@ def _kept_shape(
     if use_triton(v):
         size = sum(dual_sizes(v, state, cu_seqlens) if dual else kept_sizes(v, state, cu_seqlens, rule))
         return (size if save else 0,)
-    # the longest packed sequence is known on the device only: backward runs forward again
+    # only the device knows the longest packed sequence: backward runs forward again
     return (-(-v.shape[1] // CHECKPOINT) if save and cu_seqlens is None else 0, N * H, m, d)
 
 
@@ -139,7 +139,7 @@ def _(q, k, v, gamma, log_decay, state, variant, project, l1):
 
 
 def _check(q, k, v, gamma, log_decay, state, cu_seqlens, variant, project, l1) -> None:
-    """Raise ValueError unless the arguments fit together; values are looked at by `check_lattice` only."""
+    """Raise ValueError unless the arguments fit together. Only `check_lattice` checks values."""
     if q.dim() != 4 or v.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3]:
         raise ValueError(
             "lattice needs q and k [B, T, H, m], v [B, T, H, d], got"
@@ -172,7 +172,7 @@ def _check(q, k, v, gamma, log_decay, state, cu_seqlens, variant, project, l1) -
 def check_lattice(
     gamma: Tensor | None = None, state: Tensor | None = None, tolerance: float = 1e-3, **tensors: Tensor
 ) -> None:
-    """Look at values, which the ops do not because that waits for the device: call it on data from outside.
+    """Check values, which the ops do not do because it would wait for the device. Call it on loaded data.
 
     Args:
         gamma: step sizes, any shape; 0 only at padding.
@@ -265,7 +265,7 @@ def chunk_lattice(
         gamma: step sizes >= 0 [B, T, H], best in float32. A token at gamma = 0 (and log_decay = 0) is padding: it
             neither writes nor decays.
         log_decay: log of the forget gate mu (eq. 16) <= 0 [B, T, H]; None is mu = 1. With `project` it is the same as
-            a step gamma / mu, and felt down to mu = e^-20.
+            a step gamma / mu, and has effect down to mu = e^-20.
         variant: "dec": h = S k - v, c = k (eq. 7); "enc": h = v, c = S^T v - k (eq. 10); "sim": h = -v, c = k
             (eq. 12). "enc" is a least mean squares step: it needs gamma |v|^2 < 2, or errors grow. Baselines, which
             need project=False: "ttt", the output normalised instead of the slots (eq. 19), and "delta", the delta
@@ -283,7 +283,7 @@ def chunk_lattice(
         Differentiable in every tensor and through both results.
 
     Raises:
-        ValueError: shapes or options do not fit. Values are not looked at, see `check_lattice`.
+        ValueError: shapes or options do not fit. Values are not checked, see `check_lattice`.
     """
     return _run(q, k, v, gamma, log_decay, variant, project, l1, initial_state, cu_seqlens, True)
 

@@ -1,6 +1,6 @@
-"""Short depthwise causal convolution, token by token in float64: the truth the fast paths are measured against.
+"""Short depthwise causal convolution, token by token in float64: the reference for the fast paths.
 
-z_t = b + sum_j w_j * x_{t-K+1+j},  y_t = silu(z_t) or z_t;  x before the start is the carried state, zeros without.
+z_t = b + sum_j w_j * x_{t-K+1+j},  y_t = silu(z_t) or z_t. Before the start, x is the carried state, or zero.
 """
 
 import torch

@@ -1,11 +1,11 @@
-"""`short_conv` and `short_conv_step`: validation, dispatch by device, and registration as torch.library custom ops."""
+"""The short_conv op: checks of the arguments, choice of the path, registration with torch.library."""
 
 import torch
 from torch import Tensor
 
 from .._common import check_cu_seqlens, num_sequences
 from .._dispatch import use_triton
-from .torch import short_conv_bwd_torch, short_conv_fwd_torch, short_conv_step_torch
+from .torch_path import short_conv_bwd_torch, short_conv_fwd_torch, short_conv_step_torch
 
 MAX_TAPS = 16
 
@@ -21,7 +21,7 @@ def _fwd(
     silu: bool,
 ) -> tuple[Tensor, Tensor]:
     if use_triton(x):
-        from .triton import short_conv_fwd_triton as fwd
+        from .launch import short_conv_fwd_triton as fwd
     else:
         fwd = short_conv_fwd_torch
     return fwd(x, weight, bias, initial_state, cu_seqlens, lengths, silu)
@@ -48,7 +48,7 @@ def _bwd(
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if use_triton(x):
-        from .triton import short_conv_bwd_triton as bwd
+        from .launch import short_conv_bwd_triton as bwd
     else:
         bwd = short_conv_bwd_torch
     dx, dweight, dbias, dinitial = bwd(dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, silu)
@@ -85,7 +85,7 @@ _fwd.register_autograd(_backward, setup_context=_setup_context)
 @torch.library.custom_op("hf_memmix::short_conv_step", mutates_args=("state",))
 def _step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool) -> Tensor:
     if use_triton(x):
-        from .triton import short_conv_step_triton as step
+        from .launch import short_conv_step_triton as step
     else:
         step = short_conv_step_torch
     return step(x, weight, bias, state, silu)

@@ -1,12 +1,11 @@
-"""SKA: Spectral Koopman Attention, regression on a fixed-size memory with a power filter."""
+"""SKA: Spectral Koopman Attention, a regression on a memory of fixed size, with a power filter."""
 
 from .naive import cg_lift, naive_ska
-from .op import check_statistics as check_ska_state
-from .op import chunk_ska
-from .op import state_shapes as ska_state_shapes
+from .op import chunk_ska, ska_step
 from .prefix import prefix_ska
-from .recurrent import per_token_state as ska_per_token_state
-from .recurrent import ska_step
+from .state import check_statistics as check_ska_state
+from .state import per_token_state as ska_per_token_state
+from .state import state_shapes as ska_state_shapes
 
 __all__ = [
     "cg_lift",

@@ -1,9 +1,9 @@
-"""Spectral Koopman Attention token by token in float64, whitened as the paper writes it: the truth of the fast paths.
+"""Spectral Koopman Attention token by token in float64, whitened as in the paper: the reference for the fast paths.
 
     Gt = G + eps I = L L^T,  A_w = L^-1 M L^-T,  y = eta B_v L (gamma A_w / sigma)^K L^-1 q,  B_v = C Gt^-1
 
 "Echo: Spectral Koopman Attention", sections 3.2.1 to 3.2.4, equations (4) to (13). The statistics of the state are raw
-sums; here, and only here, they are divided by the key norm nu as in the paper before every use.
+sums. Only this file divides them by the key norm nu before every use, as the paper does.
 """
 
 import torch

@@ -1,25 +1,27 @@
-"""The SKA op: input checks, the choice of a path, and its registration with torch (fake, autograd, compile)."""
+"""The SKA op: checks of the arguments, choice of the path, registration with torch.library."""
 
 import torch
 from torch import Tensor
 
+from .._chunks import sequence_ids
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
-from . import chunk_torch
+from . import torch_path
+from .state import State, check_state, state_shapes
+from .torch_path import ska_step_torch
 
 MAX_RANK = 128
 NORMALIZATIONS = ("running_max", "sequence_max")
-State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _chunk_path(q: Tensor):
     """The module whose ska_forward and ska_backward run: torch in float64 and above the kernels' rank."""
     if use_triton(q) and q.dtype != torch.float64:
-        from . import chunk_triton
+        from . import launch
 
-        if q.shape[-1] <= chunk_triton.MAX_TRITON_RANK:
-            return chunk_triton
-    return chunk_torch
+        if q.shape[-1] <= launch.MAX_TRITON_RANK:
+            return launch
+    return torch_path
 
 
 @torch.library.custom_op("hf_memmix::ska_fwd", mutates_args=())
@@ -111,14 +113,43 @@ def _backward(ctx, do, *d_state):
 _ska_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-def state_shapes(batch: int, kv_heads: int, rank: int, values: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the five tensors of a state; see `chunk_ska`. The empty state is all zeros."""
-    heads = (batch, kv_heads)
-    return ((*heads, rank, 2 * rank + values), (*heads, rank, values), (*heads, rank), heads, heads)
+@torch.library.custom_op("hf_memmix::ska_step", mutates_args=("statistics", "operator", "previous", "nu", "position"))
+def _ska_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor,
+    statistics: Tensor,
+    operator: Tensor,
+    previous: Tensor,
+    nu: Tensor,
+    position: Tensor,
+    chunk_size: int,
+    per_token: bool,
+    power: int,
+    eps: float,
+    spectral_norm: bool,
+    sigma_floor: float,
+) -> Tensor:
+    step = ska_step_torch
+    if use_triton(q) and statistics.dtype != torch.float64:
+        from .launch import MAX_TRITON_RANK, ska_step_triton
+
+        if q.shape[-1] <= MAX_TRITON_RANK:
+            step = ska_step_triton
+    return step(
+        q, k, v, gain, statistics, operator, previous, nu, position,
+        chunk_size, per_token, power, eps, spectral_norm, sigma_floor,
+    )  # fmt: skip
+
+
+@_ska_step.register_fake
+def _(q, k, v, *rest):
+    return q.new_empty(*q.shape[:3], v.shape[-1])
 
 
 def check(q, k, v, mask, gamma, eta, state, power, eps, chunk_size, sigma_floor, normalization):
-    """Raise ValueError unless the arguments of an SKA function fit together; values of tensors are not looked at."""
+    """Raise ValueError unless the arguments of an SKA function fit together. Values of tensors are not checked."""
     check_heads("ska", q, k, v)
     batch, tokens, heads, rank = q.shape
     if rank > MAX_RANK:
@@ -129,7 +160,9 @@ def check(q, k, v, mask, gamma, eta, state, power, eps, chunk_size, sigma_floor,
         raise ValueError(f"ska: the action mask must be [B, T] = {(batch, tokens)}, got {tuple(mask.shape)}")
     for name, factor in (("gamma", gamma), ("eta", eta)):
         if factor is not None and factor.shape not in ((), (heads,)):
-            raise ValueError(f"ska: {name} must be a scalar or one factor a head [{heads}], got {tuple(factor.shape)}")
+            raise ValueError(
+                f"ska: {name} must be a scalar or one factor per head [{heads}], got {tuple(factor.shape)}"
+            )
     if not (isinstance(power, int) and 0 <= power <= 8):
         raise ValueError(f"ska: power={power} must be an integer of 0 .. 8; the paper's K is 2")
     if not eps > 0:
@@ -140,44 +173,6 @@ def check(q, k, v, mask, gamma, eta, state, power, eps, chunk_size, sigma_floor,
         raise ValueError(f"ska: chunk_size={chunk_size} must be at least 1; the default is 64")
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"ska: normalization={normalization!r} is not one of {NORMALIZATIONS}")
-
-
-def check_state(state: State, expected: tuple[tuple[int, ...], ...]) -> None:
-    """Raise ValueError unless the five tensors of a state have the expected shapes."""
-    got = tuple(tuple(s.shape) for s in state) if isinstance(state, (tuple, list)) else type(state).__name__
-    if got != expected:
-        raise ValueError(
-            "ska: the state (statistics, operator, previous key, key norm, position) must have the shapes"
-            f" {expected}, got {got}"
-        )
-
-
-def check_statistics(state: State, chunk_size: int | None = None) -> None:
-    """Look at the values of a state, e.g. of one read from a file; waits for the device.
-
-    Raises:
-        ValueError: the Gram matrix is not finite, not symmetric or not positive semidefinite, or `position` does not
-            lie in a chunk of `chunk_size` tokens, because the state was made with larger chunks.
-    """
-    statistics, _, _, _, position = state
-    G = statistics[..., : statistics.shape[-2]].double()
-    if not torch.isfinite(statistics).all():
-        raise ValueError("ska: the statistics of the state are not finite; start from an empty (zero) state")
-    size = G.abs().amax((-1, -2)).clamp_min(1e-30)
-    skewed = (G - G.mT).abs().amax((-1, -2)) > 1e-4 * size
-    negative = torch.linalg.eigvalsh(G)[..., 0] < -1e-4 * size
-    for bad, what in ((skewed, "symmetric"), (negative, "positive semidefinite")):
-        if bad.any():
-            place = bad.nonzero()[0].tolist()
-            raise ValueError(
-                f"ska: the Gram matrix of sequence {place[0]}, head {place[1]} is not {what}; the first rank columns"
-                " of the statistics must be a sum of k k^T"
-            )
-    if chunk_size is not None and position.max() >= chunk_size:
-        raise ValueError(
-            f"ska: the state is {int(position.max())} tokens into a chunk, chunk_size={chunk_size} has fewer; continue"
-            " with the chunk size that the state was made with"
-        )
 
 
 def masked(k: Tensor, mask: Tensor | None) -> Tensor:
@@ -199,8 +194,7 @@ def sequence_max(k: Tensor, nu: Tensor, cu_seqlens: Tensor | None, lengths: Tens
     """The largest key norm of every whole sequence [N, Hk], at least `nu`."""
     norms = torch.linalg.vector_norm(k.to(nu.dtype), dim=-1)
     if cu_seqlens is not None:
-        steps = torch.arange(norms.shape[1], device=k.device)
-        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), steps, right=True)
+        sequence = sequence_ids(cu_seqlens, norms.shape[1])
         return nu.scatter_reduce(0, sequence[:, None].expand_as(norms[0]), norms[0], "amax")
     if lengths is not None:
         beyond = torch.arange(norms.shape[1], device=k.device) >= lengths[:, None]
@@ -249,7 +243,7 @@ def chunk_ska(
         normalization: "running_max" is causal; "sequence_max", the paper's, takes nu over the whole sequence.
         initial_state: (statistics [N, Hk, r, 2r + P] = [G | M^T | C^T], operator [N, Hk, r, P], previous key
             [N, Hk, r], nu [N, Hk], position in the chunk [N, Hk]) before the first token; None is zeros. Their values
-            are not looked at, see `check_ska_state`.
+            are not checked, see `check_ska_state`.
         cu_seqlens: boundaries [N + 1] of packed sequences; B is 1 then. Without it N = B.
         lengths: [B]; tokens of row b from lengths[b] on are padding: they read zero and leave the state alone.
 
@@ -282,3 +276,57 @@ def chunk_ska(
         chunk_size, power, float(eps), spectral_norm, float(sigma_floor),
     )  # fmt: skip
     return o, tuple(final)
+
+
+def ska_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    gamma: Tensor | None,
+    eta: Tensor | None,
+    state: State,
+    *,
+    power: int = 2,
+    eps: float = 1e-3,
+    chunk_size: int = 64,
+    refresh_every: int | None = None,
+    spectral_norm: bool = True,
+    sigma_floor: float = 0.1,
+) -> Tensor:
+    """One decoding step of `chunk_ska`, without autograd.
+
+    Args:
+        q, k, v: [B, 1, H, r], [B, 1, Hk, r], [B, 1, Hk, P]; mask [B, 1]; gamma, eta: as in `chunk_ska`.
+        state: as in `chunk_ska`, contiguous, updated IN PLACE.
+        chunk_size: tokens between two estimates of the operator, the same as in training.
+        refresh_every: None is `chunk_size`. 1 is the paper's re-estimation at every token, the model of
+            `chunk_ska(chunk_size=1)`: rank-one updates of P = (G + eps nu^2 I)^-1 at O(r^2) per token. P is computed
+            anew where a key exceeds nu and after every `chunk_size` tokens. Its state comes from `per_token_state`.
+
+    Returns:
+        o [B, 1, H, P] in q's dtype.
+
+    Raises:
+        ValueError: more than one token, shapes or options that do not fit, a state that is not contiguous.
+    """
+    check(q, k, v, mask, gamma, eta, state, power, eps, chunk_size, sigma_floor, "running_max")
+    if q.shape[1] != 1:
+        raise ValueError(f"ska_step advances by one token, got {q.shape[1]}; use chunk_ska for several")
+    if refresh_every not in (None, 1, chunk_size):
+        raise ValueError(
+            f"ska_step: refresh_every={refresh_every} must be 1 or chunk_size={chunk_size}; the operator cannot be"
+            " refreshed within a chunk otherwise"
+        )
+    per_token = refresh_every == 1 and chunk_size > 1
+    batch, rank, values = q.shape[0], q.shape[3], v.shape[3]
+    expected = state_shapes(batch, k.shape[2], rank, values)
+    if per_token:
+        expected = (expected[0], (*expected[2], rank), *expected[2:])
+    check_state(state, expected)
+    if not all(s.is_contiguous() for s in state):
+        raise ValueError("ska_step updates its state in place: pass contiguous tensors, e.g. by .contiguous()")
+    return _ska_step(
+        q, masked(k, mask), v, gain_of(q, gamma, eta, power), *state,
+        chunk_size, per_token, power, float(eps), spectral_norm, float(sigma_floor),
+    )  # fmt: skip

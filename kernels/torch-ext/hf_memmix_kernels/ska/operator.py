@@ -1,10 +1,10 @@
-"""The readout operator of SKA from its statistics, batched in plain torch, with its gradient.
+"""The read-out operator of SKA from its statistics, batched in torch, with its gradient.
 
-With S = [G | M^T | C^T] and ridge lambda = eps nu^2 (the paper's division by nu cancels otherwise):
+With S = [G | M^T | C^T] and ridge lambda = eps nu^2 (otherwise the paper's division by nu cancels):
 
     P = (G + lambda I)^-1,  N = M P,  Q = s P N^K,  W = C Q,  s = max(|A_w|_2, floor)^-K detached
 
-Everything is kept transposed, as the kernels need it: N^T = P M^T, Q^T = s (N^T)^K P, W^T = Q^T C^T.
+All matrices are kept transposed, as the kernels need them: N^T = P M^T, Q^T = s (N^T)^K P, W^T = Q^T C^T.
 """
 
 import torch

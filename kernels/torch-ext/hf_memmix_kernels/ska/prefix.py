@@ -1,17 +1,18 @@
-"""SKA in prefix mode: one operator from a whole prefix, read by all of its queries (agentic inference).
+"""SKA in prefix mode: one operator from a whole prefix, which all queries of the prefix read (agentic inference).
 
     G = sum z z^T, M = sum z_t z_{t-1}^T, C = sum v z^T over the prefix;  o_t = gain W q_t for every t
 
-"Echo", equations (4) to (6). The statistics are three matrix products and the operator one small factorisation per
-sequence and head, so this is plain torch on every device, differentiable by autograd.
+"Echo", equations (4) to (6). The statistics are three matrix products, and the operator is one small factorisation per
+sequence and head. This mode therefore runs in torch on every device, and autograd differentiates it.
 """
 
 import torch
 from torch import Tensor
 
 from .._common import SequenceLayout, check_cu_seqlens, compute_dtype, num_sequences
-from .op import State, check, check_state, gain_of, masked, sequence_max, state_shapes
+from .op import check, gain_of, masked, sequence_max
 from .operator import Operator
+from .state import State, check_state, state_shapes
 
 
 def prefix_ska(

@@ -1,0 +1,287 @@
+"""Launches of the COFFEE kernels: how lanes are laid over threads, and where the checkpoints lie in memory."""
+
+import functools
+import os
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .._chunks import checkpoint_slots
+from .._common import num_sequences
+from .._launch import accumulator, contiguous
+from .kernels.affine_scan import affine_scan_kernel
+from .kernels.backward import coffee_bwd_kernel
+from .kernels.deer import coffee_deer_kernel
+from .kernels.forward import coffee_fwd_kernel
+from .kernels.step import coffee_step_kernel
+from .kernels.tiles import FORMS, PORTABLE, REFINED
+from .sizes import CHECKPOINT, GROUP, padded_states
+
+# from so many lanes on a thread holds four states; with fewer lanes special function units would be idle
+MANY_LANES = 50_000
+# up to so many lanes backward runs segments of the sequence in parallel; tokens per segment
+FEW_LANES = 16_384
+SEGMENT = 512
+# iterations of DEER between two checks of convergence; each check waits for the GPU
+CHECK_EVERY = 4
+
+
+class LaunchOptions(NamedTuple):
+    """Launch options of one kernel.
+
+    Attributes:
+        per_thread: states of a feature per thread.
+        warps: warps per program.
+        group: tokens loaded together (and in backward kept in registers).
+        share: whether two states share a reciprocal.
+        chain: whether the argument of a gate is computed without waiting for the state.
+        segment: tokens per segment, where backward runs segments in parallel; 0 for the whole sequence at once.
+    """
+
+    per_thread: int
+    warps: int
+    group: int
+    share: bool
+    chain: bool = False
+    segment: int = 0
+
+
+def _per_thread(n: int, wanted: int) -> int:
+    """At most `wanted` states per thread, but enough that one warp holds a whole feature."""
+    return max(min(wanted, n), n // 32)
+
+
+@functools.lru_cache(maxsize=256)
+def forward_options(sequences: int, features: int, n: int, refined: bool) -> LaunchOptions:
+    NP = padded_states(n)
+    if sequences * features * NP >= MANY_LANES:
+        per_thread = _per_thread(NP, 4)
+        return LaunchOptions(per_thread, 4, 8, per_thread > 1 and not refined)
+    per_thread = _per_thread(NP, 1)
+    return LaunchOptions(per_thread, 1, 16, False, chain=not refined)
+
+
+@functools.lru_cache(maxsize=256)
+def backward_options(
+    sequences: int, tokens: int, features: int, n: int, packed: bool, filtered: bool, refined: bool
+) -> LaunchOptions:
+    NP = padded_states(n)
+    lanes = sequences * features * NP
+    many = lanes >= MANY_LANES
+    # four states per thread and the gradients of the filter would take all registers, and twice as long to compile
+    per_thread = _per_thread(NP, (2 if filtered else 4) if many else 1)
+    segment = SEGMENT if lanes <= FEW_LANES and tokens > 2 * SEGMENT and not packed else 0
+    return LaunchOptions(per_thread, 4 if many else 1, GROUP, many and per_thread > 1 and not refined, segment=segment)
+
+
+def _math(x: Tensor) -> int:
+    """MATH of kernels/tiles.py. The interpreter, and float64, which runs only there, have no special instructions."""
+    instructions = x.is_cuda and x.dtype != torch.float64 and os.environ.get("TRITON_INTERPRET") != "1"
+    return instructions + (REFINED.value if x.dtype == torch.float32 else PORTABLE)
+
+
+def _gate_strides(gate: Tensor | None, features: int) -> tuple[int, int]:
+    if gate is None:
+        return 0, 0
+    return (1, 0) if gate.dim() == 2 else (features, 1)
+
+
+def coffee_fwd_triton(
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_filter: Tensor | None,
+    gate: Tensor | None,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    feedback: str,
+    save: bool,
+    chosen: LaunchOptions | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns y [B, T, D], the final states [N, D, n] and the checkpoints backward needs (empty unless `save`)."""
+    u, lam, w, C, w_filter, gate, x0 = contiguous(u, lam, w, C, w_filter, gate, initial_state)
+    (B, T, D), n = u.shape, lam.shape[1]
+    N, NP = num_sequences(B, cu_seqlens), padded_states(n)
+    chosen = chosen or forward_options(N, D, n, _math(u) >= REFINED.value)
+    y, final = torch.empty_like(u), torch.empty_like(x0)
+    slots = checkpoint_slots(B, T, cu_seqlens, CHECKPOINT) if save else 0
+    checkpoints = x0.new_empty(slots, D, NP)
+    S, L = NP // chosen.per_thread, max(32 * chosen.warps, NP // chosen.per_thread)
+    grid = (N * triton.cdiv(D * S, L),)
+    coffee_fwd_kernel[grid](
+        u, lam, w, C, w_filter, gate, x0, y, final, checkpoints, cu_seqlens, T, *_gate_strides(gate, D),
+        D=D, N=n, NP=NP, S=S, NS=chosen.per_thread, L=L, P=chosen.group, CK=CHECKPOINT, FORM=FORMS[feedback],
+        FILTER=w_filter is not None, GATE=gate is not None, PACKED=cu_seqlens is not None, SAVE=save,
+        SHARE=chosen.share, CHAIN=chosen.chain and gate is None and feedback == "sigmoid", MATH=_math(u),
+        ACC=accumulator(u.dtype), num_warps=chosen.warps,
+    )  # fmt: skip
+    return y, final, checkpoints
+
+
+def affine_scan(
+    A: Tensor, b: Tensor, start: Tensor, reverse: bool = False, base: Tensor | None = None, shift: Tensor | None = None
+) -> Tensor:
+    """What enters every chunk under h' = A h + b from h = start (with base and shift: h' = base + b + A (h - shift)).
+
+    Args:
+        A, b, base, shift: [N, chunks, lanes].
+        start: [N, lanes].
+    """
+    N, chunks, lanes = A.shape
+    out = torch.empty_like(A)
+    L = 32
+    affine_scan_kernel[(N * triton.cdiv(lanes, L),)](
+        A, b, start.contiguous(), base, shift, out, chunks, lanes,
+        L=L, P=16, REVERSE=reverse, NEWTON=base is not None, ACC=accumulator(A.dtype), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def _pad_states(x: Tensor) -> Tensor:
+    """[N, D, n] -> [N, D * NP], the lanes of a checkpoint."""
+    return torch.nn.functional.pad(x, (0, padded_states(x.shape[-1]) - x.shape[-1])).flatten(1)
+
+
+def coffee_bwd_triton(
+    dy: Tensor,
+    dfinal: Tensor,
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_filter: Tensor | None,
+    gate: Tensor | None,
+    initial_state: Tensor,
+    checkpoints: Tensor,
+    cu_seqlens: Tensor | None,
+    feedback: str,
+    gate_grad: bool,
+    chosen: LaunchOptions | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns du, dlam, dw, dC, dw_filter, dgate [B, T, D] (empty unless `gate_grad`) and the initial states'."""
+    dy, dfinal, u, lam, w, C, w_filter, gate = contiguous(dy, dfinal, u, lam, w, C, w_filter, gate)
+    (B, T, D), n = u.shape, lam.shape[1]
+    N, NP = num_sequences(B, cu_seqlens), padded_states(n)
+    chosen = chosen or backward_options(
+        N, T, D, n, cu_seqlens is not None, w_filter is not None, _math(u) >= REFINED.value
+    )
+    P, R = chosen.group, CHECKPOINT // chosen.group
+    segment = chosen.segment // CHECKPOINT * R
+    segments = triton.cdiv(triton.cdiv(T, P), segment) if segment else 1
+    S, L = NP // chosen.per_thread, max(32 * chosen.warps, NP // chosen.per_thread)
+    du, dx0 = torch.empty_like(u), torch.empty_like(initial_state, memory_format=torch.contiguous_format)
+    dgate = u.new_empty((B, T, D) if gate_grad else (0,), dtype=dx0.dtype)
+    dparams = dx0.new_empty(N * segments, 4, D, n)
+    scratch = dx0.new_empty(N * segments, R if R > 1 else 0, D, NP)
+    options = {
+        "D": D, "N": n, "NP": NP, "S": S, "NS": chosen.per_thread, "L": L, "P": P, "R": R, "FORM": FORMS[feedback],
+        "FILTER": w_filter is not None, "GATE": gate is not None, "PACKED": cu_seqlens is not None,
+        "SHARE": chosen.share, "MATH": _math(u), "ACC": accumulator(u.dtype), "num_warps": chosen.warps,
+    }  # fmt: skip
+    grid = (N * segments * triton.cdiv(D * S, L),)
+    carries = A = None
+    if segments > 1:
+        A, b = (dx0.new_empty(N, segments, D * NP) for _ in range(2))
+        coffee_bwd_kernel[grid](
+            dy, dfinal, u, lam, w, C, w_filter, gate, checkpoints, scratch, du, dgate, dparams, dx0, A, b, cu_seqlens,
+            T, *_gate_strides(gate, D), segment, segments, DGATE=False, PARALLEL=False, SUMMARY=True, **options,
+        )  # fmt: skip
+        carries = affine_scan(A, b, _pad_states(dfinal), reverse=True)
+    coffee_bwd_kernel[grid](
+        dy, dfinal, u, lam, w, C, w_filter, gate, checkpoints, scratch, du, dgate, dparams, dx0, A, carries,
+        cu_seqlens, T, *_gate_strides(gate, D), segment or T, segments, DGATE=gate_grad, PARALLEL=segments > 1,
+        SUMMARY=False, **options,
+    )  # fmt: skip
+    dlam, dw, dC = dparams[:, :3].sum(0)
+    dfilter = torch.zeros_like(dC) if w_filter is None else dparams[:, 3].sum(0)
+    return du, dlam, dw, dC, dfilter, dgate, dx0
+
+
+def coffee_step_triton(
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_filter: Tensor | None,
+    gate: Tensor | None,
+    state: Tensor,
+    feedback: str,
+) -> Tensor:
+    """One token [B, 1, D]; advances the contiguous `state` [B, D, n] in place, in one launch."""
+    u, lam, w, C, w_filter, gate = contiguous(u, lam, w, C, w_filter, gate)
+    (B, _, D), n = u.shape, lam.shape[1]
+    NP = padded_states(n)
+    NS = _per_thread(NP, 1)
+    S, L = NP // NS, 128
+    y = torch.empty_like(u)
+    coffee_step_kernel[(B * triton.cdiv(D * S, L),)](
+        u, lam, w, C, w_filter, gate, state, y, *_gate_strides(gate, D),
+        D=D, N=n, S=S, NS=NS, L=L, FORM=FORMS[feedback], FILTER=w_filter is not None, GATE=gate is not None,
+        MATH=_math(u), ACC=accumulator(u.dtype), num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+def deer_chunk(tokens: int) -> int:
+    """Tokens per chunk of DEER: about as many chunks as tokens per chunk, within limits that suit a program."""
+    return min(1024, max(16, triton.next_power_of_2(int(tokens**0.5))))
+
+
+def deer_fwd_triton(
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_filter: Tensor | None,
+    gate: Tensor | None,
+    initial_state: Tensor,
+    feedback: str,
+    save: bool,
+    tolerance: float,
+    max_iterations: int,
+) -> tuple[Tensor, Tensor, Tensor, int] | None:
+    """`coffee_fwd_triton` by DEER, and the number of iterations; None if they did not converge."""
+    u, lam, w, C, w_filter, gate = contiguous(u, lam, w, C, w_filter, gate)
+    (B, T, D), n = u.shape, lam.shape[1]
+    NP, LC = padded_states(n), deer_chunk(T)
+    lanes, chunks = D * NP, triton.cdiv(T, LC)
+    L = min(128, triton.next_power_of_2(lanes))
+    programs = B * chunks * triton.cdiv(lanes, L)
+    start = _pad_states(initial_state)
+    trajectory = start.new_empty(B, chunks * LC, lanes)
+    entered = start[:, None].expand(B, chunks, lanes).contiguous()
+    A, R, ends = (torch.empty_like(entered) for _ in range(3))
+    worst = start.new_empty(programs)
+
+    def iterate(old: Tensor, new: Tensor, init: bool) -> None:
+        coffee_deer_kernel[(programs,)](
+            u, lam, w, gate, trajectory, old, new, A, R, ends, worst, T, chunks, *_gate_strides(gate, D),
+            D=D, N=n, NP=NP, L=L, P=8, LC=LC, FORM=FORMS[feedback], GATE=gate is not None, INIT=init, MATH=_math(u),
+            ACC=accumulator(u.dtype), num_warps=max(1, L // 32),
+        )  # fmt: skip
+
+    iterate(entered, entered, True)
+    for iteration in range(1, max_iterations + 1):
+        entering = affine_scan(A, R, start, base=ends, shift=entered)
+        iterate(entered, entering, False)
+        entered = entering
+        if iteration % CHECK_EVERY == 0 or iteration == max_iterations:
+            change = worst.max().item()
+            if not change < float("inf"):
+                return None
+            if change <= tolerance:
+                break
+    else:
+        return None
+    states = trajectory.view(B, -1, D, NP)[:, :T]
+    y = torch.einsum("btdn,dn->btd", states[..., :n], C.to(start.dtype))
+    if w_filter is not None:
+        y *= torch.einsum("btdn,dn->btd", states[..., :n], w_filter.to(start.dtype)).sigmoid_()
+    checkpoints = start.new_empty(0, D, NP)
+    if save:
+        first = start.view(B, 1, D, NP)
+        checkpoints = torch.cat([first, states[:, CHECKPOINT - 1 : T - 1 : CHECKPOINT]], 1).flatten(0, 1)
+    return y.to(u.dtype), states[:, -1, :, :n].contiguous(), checkpoints, iteration

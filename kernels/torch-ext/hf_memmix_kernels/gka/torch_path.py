@@ -1,0 +1,177 @@
+"""GKA in torch, in chunks, for any device and dtype: forward, the explicit backward and the decode step.
+
+Within a chunk of C tokens that starts from (H_0, U_0), with G = cumsum(g) and D[t, j] = e^(G_t - G_j) for j <= t:
+
+    H_t x = e^(G_t) H_0 x + sum_j D[t, j] w_j k_j (k_j . x),    w = beta^2
+
+so one iteration of the solver for all C tokens is three matrix products. The backward differentiates the solution, not
+the iteration (Gated KalmaNet, Lemmas 1 and 2): z = A^-1 dx comes from the same solver. README.md derives it. Inside
+this file tensors are [N, H, chunks, C, D]; `split` and `merge` convert.
+"""
+
+import torch
+
+from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks
+from .naive import naive_solve
+from .schedule import richardson_steps
+
+
+class _Chunks:
+    """What forward and backward need of every chunk: k, v, w, G, D, and the states before it."""
+
+    def __init__(self, k, v, g, beta, h0, u0, ridge):
+        self.k, self.v, self.ridge = k, v, ridge
+        self.w = beta.square()
+        self.G, self.D = decay_matrix(g)
+        self.zeta = self.G.exp()  # decay since the chunk's start
+        self.to_end = (self.G[..., -1:] - self.G).exp()  # decay until the chunk's end
+        self.chunk_decay = self.zeta[..., -1]
+        self.DW = self.D * self.w[..., None, :]
+        weighted = (self.to_end * self.w)[..., None] * k
+        self.H0, self.h_final = scan_chunks(k.mT @ weighted, self.chunk_decay, h0)
+        self.U0, self.u_final = scan_chunks(v.mT @ weighted, self.chunk_decay, u0)
+        self.norm = self._norm()
+
+    def _norm(self):
+        """|H_t|_F [..., C] by expansion of the square: no H_t is ever formed."""
+        k_H0 = self.k @ self.H0
+        gram = self.k @ self.k.mT
+        start = self.zeta.square() * self.H0.square().sum((-1, -2))[..., None]
+        cross = 2 * self.zeta * (self.DW @ (k_H0 * self.k).sum(-1, keepdim=True))[..., 0]
+        own = ((self.DW @ gram.square()) * self.DW).sum(-1)
+        return (start + cross + own).clamp_min(0).sqrt()
+
+    def apply_H(self, x):
+        """H_t x_t [..., C, D]."""
+        return self.zeta[..., None] * (x @ self.H0) + (self.DW * (x @ self.k.mT)) @ self.k
+
+    def solve(self, q, phases):
+        """x_t = CH(H_t + ridge |H_t| I, q_t); 0 where H_t = 0."""
+        norm = self.norm[..., None]
+        inverse = torch.where(norm == 0, 0.0, 1 / norm)
+        x = torch.zeros_like(q)
+        for phase, iterations in enumerate(phases):
+            r = q if phase == 0 else q - self.apply_H(x) - self.ridge * norm * x
+            r = inverse * r
+            *steps, last = richardson_steps(iterations, self.ridge)
+            for tau in steps:
+                x = x + tau * r
+                r = (1 - tau * self.ridge) * r - tau * inverse * self.apply_H(r)
+            x = x + last * r
+        return x
+
+    def read(self, q):
+        """U_t q_t [..., C, Dv]."""
+        return self.zeta[..., None] * (q @ self.U0.mT) + (self.DW * (q @ self.k.mT)) @ self.v
+
+    def read_adjoint(self, dy):
+        """U_t^T dy_t [..., C, D]."""
+        return self.zeta[..., None] * (dy @ self.U0) + (self.DW * (dy @ self.v.mT)) @ self.k
+
+
+class _Rows:
+    """Moves inputs into chunks, repeating grouped keys head-wise, and gradients back."""
+
+    def __init__(self, q, k, chunk_size, cu_seqlens):
+        self.layout = SequenceLayout(q.shape[0], q.shape[1], chunk_size, cu_seqlens)
+        self.groups = q.shape[2] // k.shape[2]
+        self.dtype = compute_dtype(q.dtype)
+
+    def split(self, x):
+        x = self.layout.split(x.to(self.dtype))
+        return x.movedim(3, 1)  # [N, chunks, C, H, ...] -> [N, H, chunks, C, ...]
+
+    def split_grouped(self, x):
+        return self.split(x).repeat_interleave(self.groups, 1)
+
+    def merge(self, x):
+        return self.layout.merge(x.movedim(1, 3))
+
+    def merge_grouped(self, x):
+        return self.merge(x.unflatten(1, (-1, self.groups)).sum(2))
+
+
+def gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size):
+    """(o [B, T, H, Dv] in q's dtype, x [B, T, H, D] in the compute dtype, final H, final U)."""
+    rows = _Rows(q, k, chunk_size, cu_seqlens)
+    chunks = _Chunks(
+        rows.split_grouped(k), rows.split_grouped(v), rows.split(log_decay), rows.split(beta), h0, u0, ridge
+    )
+    queries, mix = rows.split(q), rows.split(alpha)[..., None]
+    x = chunks.solve(queries, phases)
+    o = scale * chunks.read(queries + mix * (x - queries))
+    return rows.merge(o).to(q.dtype), rows.merge(x), chunks.h_final, chunks.u_final
+
+
+def gka_backward(
+    do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale, chunk_size
+):
+    """Gradients (dq, dk, dv, dlog_decay, dalpha, dbeta, dh0, du0); dh0 is symmetric, as H is."""
+    rows = _Rows(q, k, chunk_size, cu_seqlens)
+    g, b, mix = rows.split(log_decay), rows.split(beta), rows.split(alpha)[..., None]
+    c = _Chunks(rows.split_grouped(k), rows.split_grouped(v), g, b, h0, u0, ridge)
+    queries, x, dy = rows.split(q), rows.split(x), scale * rows.split(do)
+    mixed = queries + mix * (x - queries)
+
+    d_mixed = c.read_adjoint(dy)
+    d_alpha = ((x - queries) * d_mixed).sum(-1)
+    z = c.solve(mix * d_mixed, phases)
+    dq = (1 - mix) * d_mixed + z
+
+    # E_i = sum_{t >= i} decay(i -> t) (z_t x_t^T + x_t z_t^T + ridge_t H_t): minus twice the gradient of H_i;
+    # R_i is the gradient of U_i. Both run backwards over the chunks.
+    ridge_t = 2 * ridge * (x * z).sum(-1) / torch.where(c.norm == 0, 1.0, c.norm)
+    zeta_ridge = c.zeta * ridge_t
+    by_zeta = c.zeta[..., None]
+    zx = (by_zeta * z).mT @ x
+    w, DT = c.w[..., None], c.D.mT
+    from_start = DT @ zeta_ridge[..., None]  # sum_{t >= i} D[t, i] ridge_t zeta_t: how much of H_0 token i's sum holds
+    H0_part = (zeta_ridge * c.zeta).sum(-1)[..., None, None] * c.H0
+    E_add = zx + zx.mT + H0_part + c.k.mT @ (from_start * w * c.k)
+    R_add = (by_zeta * dy).mT @ mixed
+    E_end, E_0 = scan_chunks(E_add, c.chunk_decay, -(dh_final + dh_final.mT), reverse=True)
+    R_end, R_0 = scan_chunks(R_add, c.chunk_decay, du_final, reverse=True)
+
+    to_end = c.to_end[..., None]
+    M_ridge = (DT * ridge_t[..., None, :]) @ c.D * c.w[..., None, :]
+    gram = c.k @ c.k.mT
+    E_k = (
+        to_end * (c.k @ E_end)
+        + (DT * (c.k @ x.mT)) @ z
+        + (DT * (c.k @ z.mT)) @ x
+        + from_start * (c.k @ c.H0)
+        + (M_ridge * gram) @ c.k
+    )
+    R_k = to_end * (c.k @ R_end.mT) + (DT * (c.k @ mixed.mT)) @ dy
+    R_v = to_end * (c.v @ R_end) + (DT * (c.v @ dy.mT)) @ mixed
+    dk = w * (R_v - E_k)
+    dv = w * R_k
+    dw = (c.v * R_k).sum(-1) - 0.5 * (c.k * E_k).sum(-1)
+
+    # log-decay: <dS_t, S_t> accumulates backwards from the chunk's end, so cancellation stays within a chunk
+    H_end = torch.cat([c.H0[:, :, 1:], c.h_final[:, :, None]], 2)
+    U_end = torch.cat([c.U0[:, :, 1:], c.u_final[:, :, None]], 2)
+    carried = (R_end * U_end).sum((-1, -2)) - 0.5 * (E_end * H_end).sum((-1, -2))
+    # <gradient of H_t from its own output, H_t> = -z . (A x), not -z . q: the solver leaves a residual, and only with
+    # this term is a token's sum the same wherever a chunk or a sequence ends
+    image = c.apply_H(x) + c.ridge * c.norm[..., None] * x
+    local = (mixed * d_mixed).sum(-1) - (z * image).sum(-1)
+    dg = carried[..., None] + (local - c.w * dw).flip(-1).cumsum(-1).flip(-1)
+
+    merged = (rows.merge(dq), rows.merge_grouped(dk), rows.merge_grouped(dv))
+    gates = (rows.merge(dg), rows.merge(d_alpha), rows.merge(2 * b * dw))
+    return (*(d.to(t.dtype) for d, t in zip(merged, (q, k, v), strict=True)), *gates, -0.5 * E_0, R_0)
+
+
+def gka_step_torch(q, k, v, log_decay, alpha, beta, h, u, phases, ridge, scale):
+    """Advance (h, u) in place by the one token of q, k, v [B, 1, heads, D] and return o [B, 1, H, Dv] in q's dtype."""
+    groups = q.shape[2] // k.shape[2]
+    queries = q[:, 0].to(h.dtype)
+    keys, values = (t[:, 0].to(h.dtype).repeat_interleave(groups, 1) for t in (k, v))
+    decay = log_decay[:, 0].to(h.dtype).exp()[..., None, None]
+    written = (beta[:, 0].to(h.dtype).square()[..., None] * keys)[..., None, :]
+    h.mul_(decay).add_(keys[..., :, None] * written)
+    u.mul_(decay).add_(values[..., :, None] * written)
+    x = naive_solve(h, queries, tuple(phases), ridge)
+    mixed = queries + alpha[:, 0].to(h.dtype)[..., None] * (x - queries)
+    return (scale * (u @ mixed[..., None])[..., 0]).to(q.dtype)[:, None]

@@ -1,0 +1,98 @@
+"""gla in torch, in chunks, for any device and dtype: forward, the explicit backward and the decode step.
+
+With G = cumsum(g) inside a chunk and D[t, j] = e^(G_t - G_j) for j <= t:
+    o = scale * (e^G * (q S_0) + (q k^T * D) v),    S_C = e^(G_C) S_0 + (e^(G_C - G) * k)^T v
+Inside this file tensors are [N, Hk, G, chunks, C, D]: a key/value head is broadcast to its G query heads.
+"""
+
+from torch import Tensor
+
+from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks
+
+
+class _Chunks:
+    """The layout of one call, its inputs in chunks, decays, and the state before every chunk."""
+
+    def __init__(self, q, k, v, log_decay, initial_state, cu_seqlens, chunk_size):
+        self.layout = SequenceLayout(q.shape[0], q.shape[1], chunk_size, cu_seqlens)
+        self.dtype = compute_dtype(q.dtype)
+        self.kv_heads, self.groups = k.shape[2], q.shape[2] // k.shape[2]
+        self.q, self.k, self.v = (self.split(t) for t in (q, k, v))
+        g = self.split(log_decay[..., None])[..., 0]
+        G, self.D = decay_matrix(g)
+        self.from_start = G.exp()[..., None]
+        self.to_end = (G[..., -1:] - G).exp()[..., None]
+        self.decay = G[..., -1].exp()
+        state = initial_state.to(self.dtype).unflatten(1, (self.kv_heads, self.groups))
+        self.states, self.final = scan_chunks((self.to_end * self.k).mT @ self.v, self.decay, state)
+
+    def split(self, x: Tensor) -> Tensor:
+        """[B, T, heads, D] -> [N, Hk, heads / Hk, chunks, C, D]."""
+        x = self.layout.split(x.to(self.dtype)).permute(0, 3, 1, 2, 4)
+        return x.unflatten(1, (self.kv_heads, -1))
+
+    def merge(self, x: Tensor) -> Tensor:
+        """The inverse of `split`."""
+        return self.layout.merge(x.flatten(1, 2).permute(0, 2, 3, 1, 4)).contiguous()
+
+
+def gla_fwd_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Returns o [B, T, H, V] in q.dtype and the final states [N, H, K, V]."""
+    c = _Chunks(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
+    o = scale * (c.from_start * (c.q @ c.states) + ((c.q @ c.k.mT) * c.D) @ c.v)
+    return c.merge(o).to(q.dtype), c.final.flatten(1, 2)
+
+
+def gla_bwd_torch(
+    do: Tensor,
+    dfinal: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns dq, dk, dv, dlog_decay and the gradient of the initial states."""
+    c = _Chunks(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
+    do = scale * c.split(do)
+    dstate = dfinal.to(c.dtype).unflatten(1, (c.kv_heads, c.groups))
+    # gradients of the state after each chunk, and of the initial one
+    dstates, dinitial = scan_chunks((c.from_start * c.q).mT @ do, c.decay, dstate, reverse=True)
+
+    scores, dscores = (c.q @ c.k.mT) * c.D, (do @ c.v.mT) * c.D
+    dq_start = c.from_start * (do @ c.states.mT)
+    dk_end = c.to_end * (c.v @ dstates.mT)
+    dq = dscores @ c.k + dq_start
+    dk = dscores.mT @ c.q + dk_end
+    dv = scores.mT @ do + c.to_end * (c.k @ dstates)
+    # g_t decays what i >= t read of the state before the chunk, what j < t leave in the state after it, what i >= t
+    # read of j < t, and the state that passes through: four sums inside the chunk, none of which cancel
+    pairs = (c.q @ c.k.mT) * dscores
+    reads = (dq_start * c.q).sum(-1, keepdim=True) + pairs.cumsum(-1) - pairs
+    writes = (dk_end * c.k).sum(-1, keepdim=True)
+    dg = (reads.tril() + writes.expand_as(pairs).triu(1)).sum(-2)
+    dg = dg + ((dstates * c.states).sum((-1, -2)) * c.decay)[..., None]
+    dk, dv = (t.sum(2, keepdim=True) for t in (dk, dv))
+    dq, dk, dv = (c.merge(t).to(x.dtype) for t, x in ((dq, q), (dk, k), (dv, v)))
+    return dq, dk, dv, c.merge(dg[..., None])[..., 0].to(log_decay.dtype), dinitial.flatten(1, 2)
+
+
+def gla_step_torch(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> Tensor:
+    """One token [B, 1, heads, D]; `state` [B, H, K, V] is advanced in place."""
+    groups = q.shape[2] // k.shape[2]
+    query, keys, values = (t[:, 0].to(state.dtype) for t in (q, k, v))
+    keys, values = (t.repeat_interleave(groups, 1) for t in (keys, values))
+    state.mul_(log_decay[:, 0].to(state.dtype).exp()[..., None, None]).add_(keys[..., :, None] * values[..., None, :])
+    return (scale * (query[..., None, :] @ state)[..., 0, :]).to(q.dtype)[:, None]

@@ -1,0 +1,60 @@
+"""Sizes on which the fake kernels, the torch path and the Triton launches of Lattice must agree. Imports no Triton."""
+
+import os
+
+import torch
+from torch import Tensor
+
+from .._chunks import checkpoint_slots
+
+# tokens between two states kept for backward
+CHECKPOINT = 64
+# slots per program of the dual form's walks
+WALKED = 16
+MAX_DIM = 128
+
+
+def padded(n: int) -> int:
+    """The next power of two, at least 16."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def precision(dtype: torch.dtype) -> str:
+    """The `input_precision` of `tl.dot` for products over a window, by the dtype of the inputs."""
+    return {torch.float64: "ieee", torch.float32: "tf32x3"}.get(dtype, "tf32")
+
+
+def on_gpu(v: Tensor) -> bool:
+    """Whether kernels run compiled. The interpreter cannot multiply bfloat16 and has no inline assembly."""
+    return v.is_cuda and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def window_precision(v: Tensor) -> str:
+    """As `precision`, for kernels that also support "pairs" of bfloat16 (kernels/dual/windows.py)."""
+    form = precision(v.dtype)
+    return ("pairs" if on_gpu(v) else "ieee") if form == "tf32" else form
+
+
+def runs_dual(variant: str, project: bool, l1: float) -> bool:
+    """Whether the dual form applies: h does not depend on the state, and an update is linear in it given p = S^T h."""
+    return variant in ("enc", "sim") and project and not l1
+
+
+def keeps_h(variant: str, project: bool, l1: float) -> bool:
+    """Whether forward also keeps h and p of every token, as `kernels/sequential/dec_backward.py` needs them."""
+    return variant == "dec" and project and not l1
+
+
+def kept_sizes(v: Tensor, state: Tensor, cu_seqlens: Tensor | None, rule: tuple[str, bool, float]) -> list[int]:
+    """Numbers that forward keeps for backward: tiles of states, then h and p of all tokens where `keeps_h`."""
+    _, H, d, m = state.shape
+    slots = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens, CHECKPOINT)
+    tokens = v.shape[0] * v.shape[1] * H if keeps_h(*rule) else 0
+    return [slots * H * padded(m) * padded(d), tokens * d, tokens * m]
+
+
+def dual_sizes(v: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> list[int]:
+    """Numbers that the dual form keeps for backward: states of windows, states at the end, p of whole windows."""
+    N, H, d, m = state.shape
+    windows, slots = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens, CHECKPOINT), -(-m // WALKED) * WALKED
+    return [windows * H * m * d, N * H * m * d, windows * H * CHECKPOINT * slots]

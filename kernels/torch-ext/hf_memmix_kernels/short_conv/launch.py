@@ -1,0 +1,102 @@
+"""Launches of the short_conv kernels: one read and one write of the activations per pass."""
+
+import torch
+import triton
+from torch import Tensor
+
+from .._chunks import chunk_table
+from .._common import compute_dtype, num_sequences
+from .._launch import accumulator
+from .kernels.backward import short_conv_bwd_kernel
+from .kernels.forward import short_conv_fwd_kernel
+from .kernels.step import short_conv_step_kernel
+
+
+def _launch_shape(x: Tensor, cu_seqlens: Tensor | None, BT: int):
+    """Chunk tables and the number of tiles along time."""
+    B, T, _ = x.shape
+    if cu_seqlens is None:
+        NT = max(1, triton.cdiv(T, BT))
+        return None, None, NT, B * NT
+    first, sequence, bound = chunk_table(cu_seqlens, T, BT)
+    return first, sequence, 1, bound
+
+
+def short_conv_fwd_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns y [B, T, C] and the final states [N, C, K-1], both in x.dtype."""
+    x, weight = x.contiguous(), weight.contiguous()
+    (_, T, C), K = x.shape, weight.shape[1]
+    N = num_sequences(x.shape[0], cu_seqlens)
+    y = torch.empty_like(x)
+    # a sequence without tokens has no tile that writes its final state: it keeps the initial one
+    if initial_state is None:
+        final = x.new_zeros(N, C, K - 1)
+    else:
+        initial_state = initial_state.contiguous()
+        final = initial_state.to(x.dtype, copy=True)
+    BT, BC = (64 if T > 512 else 16), min(512, triton.next_power_of_2(C))
+    first, sequence, NT, tiles = _launch_shape(x, cu_seqlens, BT)
+    short_conv_fwd_kernel[(tiles, triton.cdiv(C, BC))](
+        x, weight, bias, initial_state, y, final, cu_seqlens, first, sequence, lengths, T, NT, N, C,
+        K=K, BT=BT, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None,
+        HAS_STATE=initial_state is not None, PACKED=cu_seqlens is not None, RAGGED=lengths is not None, num_warps=4,
+    )  # fmt: skip
+    return y, final
+
+
+def short_conv_bwd_triton(
+    dy: Tensor,
+    dstate: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns dx, dweight, dbias [C] and the gradient of the initial states [N, C, K-1]."""
+    dy, dstate, x, weight = dy.contiguous(), dstate.contiguous(), x.contiguous(), weight.contiguous()
+    initial_state = None if initial_state is None else initial_state.contiguous()
+    (_, T, C), K = x.shape, weight.shape[1]
+    dx = torch.zeros_like(x) if lengths is not None else torch.empty_like(x)
+    dinitial = dstate.clone()
+    BT, BC = (128 if T > 512 else 32), min(256, triton.next_power_of_2(C))
+    first, sequence, NT, tiles = _launch_shape(x, cu_seqlens, BT)
+    # unused tiles of a packed launch write nothing
+    dparams = (torch.zeros if cu_seqlens is not None else torch.empty)(
+        tiles, K + 1, C, dtype=compute_dtype(x.dtype), device=x.device
+    )
+    short_conv_bwd_kernel[(tiles, triton.cdiv(C, BC))](
+        dy, dstate, x, weight, bias, initial_state, dx, dparams, dinitial, cu_seqlens, first, sequence, lengths,
+        T, NT, num_sequences(x.shape[0], cu_seqlens), C,
+        K=K, BT=BT, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None,
+        HAS_STATE=initial_state is not None, PACKED=cu_seqlens is not None, RAGGED=lengths is not None, num_warps=4,
+    )  # fmt: skip
+    dparams = dparams.sum(0)
+    return dx, dparams[:K].T.contiguous(), dparams[K].clone(), dinitial
+
+
+def short_conv_step_triton(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool) -> Tensor:
+    """One token [B, 1, C]; shifts `state` [B, C, K-1] in place, in one launch."""
+    x, weight = x.contiguous(), weight.contiguous()
+    B, _, C = x.shape
+    K = weight.shape[1]
+    target = state if state.is_contiguous() else state.contiguous()
+    y = torch.empty_like(x)
+    BC = min(256, triton.next_power_of_2(C))
+    short_conv_step_kernel[(B, triton.cdiv(C, BC))](
+        x, weight, bias, target, y, C,
+        K=K, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None, num_warps=2,
+    )  # fmt: skip
+    if target is not state:
+        state.copy_(target)
+    return y

@@ -1,0 +1,146 @@
+"""Launches of the SKA kernels: forward, backward and decode step.
+
+Scratch memory holds the statistics before every chunk, [chunks, Hk, r, 2r + P] float32, and in the backward pass as
+much again for their gradients. After the forward pass only its inputs stay in memory.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from .._launch import contiguous
+from .kernels.backward import ska_bwd_kernel_dkv, ska_bwd_kernel_operator, ska_bwd_kernel_scan
+from .kernels.forward import ska_fwd_kernel_read, ska_fwd_kernel_scan
+from .kernels.step import ska_step_kernel
+
+MAX_TRITON_RANK = 64
+
+# (num_warps, num_stages, most tokens per tile) of each kernel up to rank 32, and above; 8 warps fail there (README)
+LAUNCH = {
+    "fwd_scan": ((1, 3, 64), (4, 3, 64)),
+    "fwd_read": ((1, 1, 64), (4, 1, 64)),
+    "bwd_operator": ((2, 1, 64), (4, 1, 16)),
+    "bwd_dkv": ((4, 1, 64), (4, 1, 64)),
+}
+SCAN_BLOCK = 512
+# above this rank, tokens of 16 bits enter as float32 (README)
+MAX_LOW_PRECISION_RANK = 32
+
+
+class _Launch:
+    """Grids, tables and constants that the kernels of one call share."""
+
+    def __init__(self, q, k, v, position, cu_seqlens, lengths, chunk_size, power, eps, spectral_norm, sigma_floor):
+        batch, T, self.H, R = q.shape
+        self.HK, V = v.shape[2:]
+        first = sequence = None
+        per_sequence = (T + chunk_size - 1) // chunk_size + 1
+        if cu_seqlens is None:
+            self.N, self.chunks = batch, batch * per_sequence
+        else:
+            self.N = cu_seqlens.numel() - 1
+            # a sequence may end one chunk beyond its last token, and begin within one
+            self.chunks = T // chunk_size + 2 * self.N
+            counts = (position[:, 0].long() + cu_seqlens.diff()) // chunk_size + 1
+            first = torch.zeros(self.N + 1, dtype=torch.int32, device=q.device)
+            torch.cumsum(counts, 0, dtype=torch.int32, out=first[1:])
+            steps = torch.arange(self.chunks, device=q.device, dtype=torch.int32)
+            sequence = torch.searchsorted(first[1:], steps, right=True, out_int32=True)
+        where = {"position": position, "cu": cu_seqlens, "lengths": lengths, "first": first, "T": T}
+        self.by_sequence = {**where, "per_sequence": per_sequence}
+        self.by_chunk = {**self.by_sequence, "sequence": sequence, "N": self.N}
+        BR, BV = (max(16, triton.next_power_of_2(size)) for size in (R, min(V, 64)))
+        self.sizes = {"HK": self.HK, "R": R, "V": V, "C": chunk_size, "BR": BR}
+        self.values = {"BV": BV}
+        self.options = {"eps": eps, "sigma_floor": sigma_floor, "POWER": power, "SPECTRAL": spectral_norm}
+        # all grids have one dimension: the others are limited to 65535, and there may be more sequences or chunks
+        self.chunk_grid = (self.chunks * self.HK,)
+        self.large = R > 32
+
+    def launch(self, kernel: str) -> dict[str, int]:
+        warps, stages, tokens = LAUNCH[kernel][self.large]
+        BC = max(16, min(tokens, triton.next_power_of_2(self.sizes["C"])))
+        return {"BC": BC, "num_warps": warps, "num_stages": stages}
+
+    def statistics(self, k, v, S0, previous, nu0, position):
+        """Scratch (S, nu) before every chunk and the final states, the operator's not filled yet."""
+        R, V, BR = (self.sizes[name] for name in ("R", "V", "BR"))
+        S = S0.new_empty(self.chunks, self.HK, R, 2 * R + V)
+        nu = nu0.new_empty(self.chunks, self.HK)
+        final = [torch.empty_like(t) for t in (S0, previous, nu0, position)]
+        ska_fwd_kernel_scan[((2 + triton.cdiv(V, BR)) * self.N * self.HK,)](
+            k, v, S0, previous, nu0, S=S, nu=nu,
+            S_final=final[0], previous_final=final[1], nu_final=final[2], position_final=final[3],
+            **self.by_sequence, **self.sizes, **self.launch("fwd_scan"),
+        )  # fmt: skip
+        return S, nu, final
+
+
+def _tokens(like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tokens as the kernels read them, in the dtype of `like` up to `MAX_LOW_PRECISION_RANK`."""
+    dtype = like.dtype if like.shape[-1] <= MAX_LOW_PRECISION_RANK else torch.float32
+    return tuple(t.to(dtype).contiguous() for t in tensors)
+
+
+def ska_forward(q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, lengths, chunk_size, *options):
+    """o [B, T, H, P] in q's dtype and the five final states."""
+    shape, dtype = (*q.shape[:3], v.shape[-1]), q.dtype
+    q, k, v = _tokens(q, q, k, v)
+    gain, S0, W0, previous, nu0, position = contiguous(gain, S0, W0, previous, nu0, position)
+    launch = _Launch(q, k, v, position, cu_seqlens, lengths, chunk_size, *options)
+    S, nu, (S_final, previous_final, nu_final, position_final) = launch.statistics(k, v, S0, previous, nu0, position)
+    o = (q.new_empty if lengths is None else q.new_zeros)(shape, dtype=dtype)
+    W_final = torch.empty_like(W0)
+    ska_fwd_kernel_read[launch.chunk_grid](
+        q, gain, S, nu, W0, o, W_final, **launch.by_chunk, H=launch.H,
+        **launch.sizes, **launch.values, **launch.options, **launch.launch("fwd_read"),
+    )  # fmt: skip
+    return o, S_final, W_final, previous_final, nu_final, position_final
+
+
+def ska_backward(
+    do, dS_final, dW_final, dprevious_final, dnu_final,
+    q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, lengths, chunk_size, *options,
+):  # fmt: skip
+    """Gradients of q, k, v, gain and of the first four states; the statistics are summed again."""
+    fresh = torch.empty if lengths is None else torch.zeros
+    dq, dk, dv = (fresh(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    do, q, k, v = _tokens(q, do, q, k, v)
+    dS_final, dW_final, dprevious_final, dnu_final, gain, S0, W0, previous, nu0, position = contiguous(
+        dS_final, dW_final, dprevious_final, dnu_final, gain, S0, W0, previous, nu0, position
+    )
+    launch = _Launch(q, k, v, position, cu_seqlens, lengths, chunk_size, *options)
+    S, nu, (_, _, nu_final, _) = launch.statistics(k, v, S0, previous, nu0, position)
+    dS, dnu = torch.empty_like(S), torch.empty_like(nu)
+    dgain = nu.new_zeros(launch.chunks, launch.H)
+    dS0, dW0, dprevious, dnu0 = (torch.empty_like(t) for t in (S0, W0, previous, nu0))
+    ska_bwd_kernel_operator[launch.chunk_grid](
+        q, do, gain, S, nu, W0, dW_final, dq, dgain, dS, dnu, dW0, **launch.by_chunk, H=launch.H,
+        **launch.sizes, **launch.values, **launch.options, **launch.launch("bwd_operator"),
+    )  # fmt: skip
+    size = S0[0, 0].numel()
+    ska_bwd_kernel_scan[(triton.cdiv(size, SCAN_BLOCK) * launch.N * launch.HK,)](
+        dS, nu, dnu, dS_final, nu_final, dnu_final, dS0, dnu0, **launch.by_sequence,
+        HK=launch.HK, SIZE=size, C=chunk_size, BLOCK=SCAN_BLOCK,
+    )  # fmt: skip
+    ska_bwd_kernel_dkv[launch.chunk_grid](
+        k, v, dS, dnu, previous, dprevious_final, dk, dv, dprevious, **launch.by_chunk,
+        **launch.sizes, **launch.values, **launch.launch("bwd_dkv"),
+    )  # fmt: skip
+    return dq, dk, dv, dgain.sum(0), dS0, dW0, dprevious, dnu0
+
+
+def ska_step_triton(
+    q, k, v, gain, S, W, previous, nu, position, chunk_size, per_token, power, eps, spectral_norm, sigma_floor
+):
+    """Advance the state in place by the one token of q, k, v [B, 1, heads, D]; o [B, 1, H, P] in q's dtype."""
+    batch, _, heads, R = q.shape
+    kv_heads, V = v.shape[2:]
+    o = q.new_empty(batch, 1, heads, V)
+    BR, BV = (max(16, triton.next_power_of_2(size)) for size in (R, min(V, 64)))
+    ska_step_kernel[(batch * kv_heads,)](
+        *(t.contiguous() for t in (q, k, v, gain)), S, W, previous, nu, position, o, eps, sigma_floor,
+        H=heads, HK=kv_heads, R=R, V=V, C=chunk_size, PER_TOKEN=per_token, POWER=power, SPECTRAL=spectral_norm,
+        BR=BR, BV=BV, num_warps=4 if R <= 32 else 8,
+    )  # fmt: skip
+    return o

@@ -1,0 +1,131 @@
+"""Every op folder has the same files, and each file holds what its name promises: CONTRIBUTING.md, "Add a mixer"."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import hf_memmix_kernels
+
+ROOT = Path(hf_memmix_kernels.__file__).parent
+OPS = sorted(path.parent for path in ROOT.glob("*/__init__.py"))
+FILES = ("README.md", "naive.py", "op.py", "torch_path.py", "launch.py", "kernels/__init__.py")
+LONGEST = 450  # lines
+
+every_op = pytest.mark.parametrize("folder", OPS, ids=lambda path: path.name)
+
+
+def modules(folder: Path) -> list[tuple[str, ast.Module]]:
+    """(path within the op's folder, syntax tree) of every module."""
+    return [
+        (path.relative_to(folder).as_posix(), ast.parse(path.read_text())) for path in sorted(folder.rglob("*.py"))
+    ]
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """First parts of the names of packages that a module imports absolutely, anywhere in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+def functions(tree: ast.Module) -> list[ast.FunctionDef]:
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def decorated(tree: ast.Module, name: str) -> list[str]:
+    """Functions with a decorator whose source contains `name`."""
+    return [f.name for f in functions(tree) if any(name in ast.unparse(d) for d in f.decorator_list)]
+
+
+def in_kernels(path: str) -> bool:
+    return path.startswith("kernels/")
+
+
+def faults(folder: Path) -> list[str]:
+    """What an op folder does otherwise than the grammar says; one line for each."""
+    found = [f"{name} is missing" for name in FILES if not (folder / name).is_file()]
+    for path, tree in modules(folder):
+        name = Path(path).name
+        if Path(path).stem in ("torch", "triton", "numpy"):
+            found.append(f"{path} hides the package of that name from its reader")
+        if "triton" in imported(tree) and not in_kernels(path) and not name.startswith("launch"):
+            found.append(f"{path} imports triton: only launch*.py and kernels/ may")
+        if in_kernels(path):
+            if "torch" in imported(tree):
+                found.append(f"{path} imports torch: a kernel file holds device code only")
+            host = {f.name for f in functions(tree)} - set(decorated(tree, "triton.jit"))
+            found += [f"{path}: {f} has no @triton.jit; host code belongs in launch.py" for f in sorted(host)]
+        elif decorated(tree, "triton.jit"):
+            found.append(f"{path} defines a kernel: kernels are in kernels/, one file per pass")
+        if decorated(tree, "custom_op") and path != "op.py":
+            found.append(f"{path} registers an operator with torch.library: op.py does")
+        if name != "__init__.py" and not ast.get_docstring(tree):
+            found.append(f"{path} has no docstring")
+        if (lines := (folder / path).read_text().count("\n")) > LONGEST:
+            found.append(f"{path} has {lines} lines, more than {LONGEST}")
+    return found
+
+
+def test_there_are_ops():
+    assert {"coffee", "gka", "gla", "lattice", "short_conv", "ska"} <= {folder.name for folder in OPS}
+
+
+@every_op
+def test_an_op_folder_follows_the_grammar(folder):
+    assert not faults(folder)
+
+
+@every_op
+def test_an_op_registers_its_operators(folder):
+    """Forward, backward and the decode step."""
+    tree = ast.parse((folder / "op.py").read_text())
+    names = {
+        node.args[0].value.rsplit("_", 1)[-1]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.library.custom_op"
+    }
+    assert {"fwd", "bwd", "step"} <= names
+
+
+@every_op
+def test_the_readme_names_files_that_exist(folder):
+    """The first column of its table of files."""
+    readme = (folder / "README.md").read_text()
+    table = readme.split("| file | content |", 1)
+    assert len(table) == 2, "the README has a table of files with the head `| file | content |`"
+    named = set()
+    for line in table[1].split("\n\n", 1)[0].splitlines()[2:]:
+        named |= {part for part in line.split("|")[1].split("`") if part.endswith((".py", "/"))}
+    assert named
+    assert not [name for name in sorted(named) if not (folder / name).exists()]
+    written = {path for path, _ in modules(folder) if not path.endswith("__init__.py")}
+    covered = {path for path in written if any(path == name or path.startswith(name) for name in named)}
+    assert not written - covered, "the table of files does not name these modules"
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "fault"),
+    [
+        ("torch.py", '"""A path."""\n', "hides the package"),
+        ("sizes.py", '"""Sizes."""\nimport triton\n', "only launch*.py and kernels/ may"),
+        ("launch.py", '"""Launch."""\nimport triton\n@triton.jit\ndef f(x):\n    pass\n', "defines a kernel"),
+        ("kernels/forward.py", '"""Forward."""\nimport torch\n', "device code only"),
+        ("kernels/forward.py", '"""Forward."""\ndef grid(x):\n    pass\n', "no @triton.jit"),
+        ("step.py", '"""S."""\n@torch.library.custom_op("a::b")\ndef f(x):\n    pass\n', "op.py does"),
+        ("sizes.py", "X = 1\n", "no docstring"),
+    ],
+)
+def test_the_check_sees_each_fault(tmp_path, name, source, fault):
+    for file in FILES:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text('"""What it is."""\n')
+    assert not faults(tmp_path)
+    (tmp_path / name).write_text(source)
+    assert any(fault in line for line in faults(tmp_path))
+    (tmp_path / "op.py").unlink()
+    assert "op.py is missing" in faults(tmp_path)

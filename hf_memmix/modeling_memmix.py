@@ -27,7 +27,7 @@ from .cache import RecurrentStateCache, adopt_cache, check_rows, static_length_o
 from .configuration_memmix import MemMixConfig, config_class_for
 from .mixers import ATTENTION, FeedForward, MemoryMixer
 from .padding import PaddedRows, check_finite, check_new_mask, packing_of, padding_of, positions_in
-from .swap import fp32_parameters, memory_mixers, swap_attention, swap_feed_forward
+from .swap import execution_device, fp32_patterns, memory_mixers, swap_attention, swap_feed_forward
 
 
 class _MemMixPreTrained:
@@ -89,7 +89,7 @@ class _MemMixPreTrained:
         """Swap the attention (and feed-forward) of a base model and finish its construction anew."""
         swap_attention(self, self.config)
         swap_feed_forward(self, self.config)
-        strict = set(self._keep_in_fp32_modules_strict or ()) | fp32_parameters(self.config)
+        strict = set(self._keep_in_fp32_modules_strict or ()) | fp32_patterns(self)
         self._keep_in_fp32_modules_strict = strict
         # filled per class by the constructor: without it, a change of class silently ends output_hidden_states
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(self)), self._can_record_outputs)
@@ -225,8 +225,7 @@ class MemMixForCausalLM(_WithHead):
     def _allocate_states(self, cache, batch: int):
         """A place for the states at fixed addresses, before a compiled forward could be the first to make them."""
         for i, mixer in memory_mixers(self).items():
-            device = next(mixer.parameters()).device
-            cache.layers[i].allocate(mixer.allocate_states(batch, device, self.dtype))
+            cache.layers[i].allocate(mixer.allocate_states(batch, execution_device(mixer), self.dtype))
 
     def _assisted_decoding(self, *args, **kwargs):
         cache = kwargs.get("past_key_values")

@@ -1,5 +1,8 @@
 """The swap itself: finding a decoder layer's attention module, or its MLP, and putting another in its place."""
 
+import re
+
+import torch
 from torch import nn
 
 from .layout_hooks import carry_layout, demand_packed_mask
@@ -61,7 +64,42 @@ def memory_mixers(model: nn.Module) -> dict[int, MemoryMixer]:
     return {module.layer_idx: module for module in model.modules() if isinstance(module, MemoryMixer)}
 
 
-def fp32_parameters(config) -> set[str]:
-    """Names of the parameters that the mixers of a model keep in fp32."""
-    kinds = set(config.mixer_types) - {ATTENTION}
-    return {name for kind in kinds for name in MIXERS[kind].fp32_parameters}
+def execution_device(module: nn.Module) -> torch.device:
+    """Where a module computes, which is not where its parameters lie if accelerate offloads them: then on "meta"."""
+    hook = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", [hook]):
+        if getattr(one, "execution_device", None) is not None:
+            return torch.device(one.execution_device)
+    return next(module.parameters()).device
+
+
+def fp32_parameter_names(model: nn.Module) -> set[str]:
+    """Full names of the parameters of a model (or a wrapper of one) that stay in fp32 when the rest is cast.
+
+    They are those that `from_pretrained(dtype=torch.bfloat16)` leaves in fp32: what the mixers declare in
+    `MemoryMixer.fp32_parameters`, as far as the layer has them, and what the backbone's own class names.
+    """
+    own = set(_fp32_names(model))
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    # the library's own reading of these names, `build_glob_alternation`
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in strict]
+    return own | {name for name, _ in model.named_parameters() if any(p.search(name) for p in patterns)}
+
+
+def fp32_patterns(base: nn.Module) -> set[str]:
+    """Regular expressions for `_keep_in_fp32_modules_strict` that match the mixers' own parameters and no others.
+
+    transformers searches for them anywhere in a parameter's name, with or without the base model's prefix, and reads
+    "*" as ".*": a bare name such as COFFEE's "w" would match every weight.
+    """
+    return {rf"(?:^|\.){re.escape(name)}$" for name in _fp32_names(base)}
+
+
+def _fp32_names(model: nn.Module) -> list[str]:
+    return [
+        f"{path}.{name}".removeprefix(".")  # the model may be a mixer itself
+        for path, mixer in model.named_modules()
+        if isinstance(mixer, MemoryMixer)
+        for name, _ in mixer.named_parameters()
+        if name in mixer.fp32_parameters
+    ]

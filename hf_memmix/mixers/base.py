@@ -210,13 +210,14 @@ class MemoryMixer(nn.Module):
 
     def forward(
         self,
-        hidden_states: Tensor,
+        hidden_states: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask=None,
         past_key_values=None,
         layer_past=None,
         memmix_rows: PaddedRows | None = None,
         memmix_cu_seqlens: Tensor | None = None,
+        memmix_replay: tuple[dict[str, Tensor], dict[str, Tensor] | None, Tensor | None] | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
         """Mix [B, T, hidden] over time.
@@ -229,11 +230,16 @@ class MemoryMixer(nn.Module):
             past_key_values, layer_past: the cache, under the name that the family uses.
             memmix_rows: `PaddedRows.of(mask)` of the padding mask [B, T]; None if all tokens are real.
             memmix_cu_seqlens: boundaries [N + 1] of sequences packed along the flattened batch.
+            memmix_replay: tokens, states before them and lengths, the arguments of `scan`, whose result is returned;
+                everything else is ignored. A rollback comes through here, as the hooks of a module (offload, sharding)
+                have its parameters in place within its forward alone.
             kwargs: `token_arguments` of the mixer, for the tokens of this forward; all others are ignored.
 
         Raises:
             ValueError: a token argument has another shape, or packed sequences meet a cache.
         """
+        if memmix_replay is not None:
+            return self.scan(*memmix_replay)
         if isinstance(attention_mask, tuple):
             memmix_rows, memmix_cu_seqlens = attention_mask
         cache = past_key_values if past_key_values is not None else layer_past
@@ -268,7 +274,7 @@ class MemoryMixer(nn.Module):
             def replay(before, count):
                 """The states after the first `count` of these tokens."""
                 lengths = None if rows is None else rows.lengths_after(count)
-                return self.scan({k: v[:, :count] for k, v in tokens.items()}, before, lengths=lengths)[1]
+                return self(memmix_replay=({k: v[:, :count] for k, v in tokens.items()}, before, lengths))[1]
 
             layer.put(new, length, replay)
         out = self.readout(y, x)

@@ -1,10 +1,12 @@
 """The swap itself: finding a decoder layer's attention module, or its MLP, and putting another in its place."""
 
+import dataclasses
 import re
 
 import torch
 from torch import nn
 
+from .frozen import plain
 from .layout_hooks import carry_layout, demand_packed_mask
 from .mixers import ATTENTION, MIXERS, MemoryMixer
 
@@ -42,6 +44,7 @@ def _name_of(what: str, layer: nn.Module, names: tuple[str, ...]) -> str:
 def swap_attention(base: nn.Module, config):
     """Replace the attention of the layers that `config.mixer_types` gives a mixer, under the family's own name."""
     config.validate_mixers()
+    config.freeze_mixers()
     layers = decoder_layers(base)
     for i, kind in enumerate(config.mixer_types):
         if kind != ATTENTION:
@@ -71,6 +74,40 @@ def execution_device(module: nn.Module) -> torch.device:
         if getattr(one, "execution_device", None) is not None:
             return torch.device(one.execution_device)
     return next(module.parameters()).device
+
+
+def set_mixer_options(model: nn.Module, config, mixer: str | None, changes: dict):
+    """See `MemMixModel.set_mixer_options`."""
+    kinds = sorted(set(config.mixer_types) - {ATTENTION})
+    if mixer is not None and mixer not in kinds:
+        raise ValueError(f"the model has no mixer {mixer!r}; it has {kinds}")
+    chosen, taken = {}, set()
+    for kind in kinds if mixer is None else [mixer]:
+        options_class = MIXERS[kind].options_class
+        known = {field.name for field in dataclasses.fields(options_class)}
+        for name, value in changes.items():
+            named = options_class.upgrade({name: value})  # an old name may stand for another
+            if not named.keys() <= known:
+                continue
+            if fixed := sorted(named.keys() - set(options_class.inference_options)):
+                allowed = ", ".join(options_class.inference_options) or "none"
+                raise ValueError(
+                    f"{fixed[0]} of {kind} is part of the model and cannot be changed; options that can: {allowed}"
+                )
+            if clash := sorted(named.keys() & chosen.get(kind, {}).keys()):
+                raise ValueError(f"{clash[0]} of {kind} is given twice, once as {name}; give {clash[0]} alone")
+            chosen.setdefault(kind, {}).update(named)
+            taken.add(name)
+    if unknown := sorted(changes.keys() - taken):
+        able = {kind: list(MIXERS[kind].options_class.inference_options) for kind in kinds}
+        raise ValueError(f"no mixer of the model has an option {unknown[0]!r}; options that can be changed: {able}")
+    mixers = plain(config.mixers)
+    for kind, named in chosen.items():
+        mixers[kind] = MIXERS[kind].options_class.from_dict(mixers[kind] | named).to_dict()
+    for layer in memory_mixers(model).values():
+        if layer.name in chosen:
+            layer.options = type(layer.options).from_dict(mixers[layer.name])
+    config.replace_mixers(mixers)
 
 
 def fp32_parameter_names(model: nn.Module) -> set[str]:

@@ -1,4 +1,4 @@
-"""Weights that accelerate keeps on disk: a module has its parameters within its own forward and on "meta" elsewhere."""
+"""Weights that accelerate keeps on disk: parameters are in place in a module's own forward, on "meta" elsewhere."""
 
 import pytest
 import torch

@@ -55,7 +55,7 @@ def convert_model(
         teacher: a causal LM of a family in `conversion.families.FAMILIES`, or a folder that holds one.
         keep: layers that stay attention, see `layers_to_keep`.
         seed: of the parameters that have no counterpart in the teacher; the global generator is left alone.
-        mixer_options: fields of the mixer's config, e.g. `num_iterations=30`.
+        mixer_options: fields of the mixer's config, e.g. `solver_phases=[30]`.
 
     Returns the student in the teacher's dtype and on its device, in eval mode, with `conversion_report`.
     Raises ValueError for an unsupported family, a bad `keep` or option, or a tensor that would be lost.

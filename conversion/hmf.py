@@ -174,7 +174,7 @@ def _gka_options(given: dict, config) -> dict:
         )
     scale = 1 if settings["gla_rescale"] else sizes["head_dim"]
     return {
-        "num_iterations": settings["num_iter"],
+        "solver_phases": [settings["num_iter"]],
         "ridge": settings["ridge_strength"],
         "chunk_size": settings["chunk_size"],
         "use_decay": settings["use_forgetting_gate"],

@@ -6,7 +6,7 @@ modelling code and no triton; what needs them is loaded on first use.
 
 import importlib
 
-from .configuration_memmix import MemMixConfig, memmix_config
+from .configuration_memmix import MemMixConfig, lora_target_modules, memmix_config
 from .mixers import MIXERS, register_mixer
 from .models import CoffeeConfig, EchoConfig, GKAConfig, LatticeConfig
 
@@ -37,6 +37,7 @@ __all__ = [
     "MemMixForSequenceClassification",
     "MemMixModel",
     "RecurrentStateCache",
+    "lora_target_modules",
     "memmix_config",
     "ops",
     "register_mixer",

@@ -23,7 +23,9 @@ def convert(
     trained: Annotated[
         Path | None, typer.Option(help="An aligned student whose mixers are taken instead of fresh ones.")
     ] = None,
-    option: Annotated[list[str] | None, typer.Option(help="Mixer option, e.g. num_iterations=21; repeatable.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Mixer option, e.g. solver_phases=[21]; repeatable.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the fresh parameters.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen, from config.json alone.")] = False,
     context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens, for the dry run; repeatable.")] = None,
@@ -37,6 +39,7 @@ def convert(
     from hf_memmix.conversion.families import family_of
     from hf_memmix.conversion.plan import read_plan, take_mixers
     from hf_memmix.conversion.saving import check_target
+    from hf_memmix.mixers import MIXERS
 
     if out_dir is None and not dry_run:
         raise ValueError("give a folder for the student with --out, or ask for a --dry-run")
@@ -51,7 +54,8 @@ def convert(
         mixer, chosen = told["mixer"], told["keep"]
     options = _parse_options(option or [])
     if trained is not None:
-        options = (getattr(read_config(trained), "mixers", None) or {}).get(mixer, {}) | options
+        same = (getattr(read_config(trained), "mixers", None) or {}).get(mixer, {})
+        options = {**same, **(MIXERS[mixer].options_class.upgrade(options) if mixer in MIXERS else options)}
     if dry_run:
         result = estimate(meta_teacher(teacher), mixer, chosen, tuple(context or CONTEXTS), **options)
         print_json(result) if as_json else _print_estimate(result)

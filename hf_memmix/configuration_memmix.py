@@ -5,7 +5,7 @@
 It is the backbone's own configuration, an instance of its class, plus three fields; `config.json` is flat:
 
     {"model_type": "memmix", "backbone_model_type": "qwen3", "mixer_types": ["attention", "gka", ...],
-     "mixers": {"gka": {"num_iterations": 30, ...}}, ...the backbone's fields...}
+     "mixers": {"gka": {"solver_phases": [12, 10], ...}}, ...the backbone's fields...}
 
 A configuration class is generated for each backbone on first use (`config_class_for`).
 """
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
@@ -23,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
+from .frozen import FrozenDict, FrozenError, frozen, plain
 from .mixers import ATTENTION, MIXERS
 
 # families whose layers read the keys and values of other layers
@@ -50,6 +52,9 @@ class MemMixConfig(PreTrainedConfig):
         mixer_types: one entry a layer, "attention" (the backbone's own) or a name in `MIXERS`; None keeps all.
         mixers: options of each mixer by name; missing ones get their defaults, and are saved with them.
 
+    Once a model was built, `mixer_types` and `mixers` are read-only; `model.set_mixer_options` changes options that
+    may be changed at inference.
+
     Raises:
         ValueError: the backbone is not supported, `mixer_types` has another length than there are layers, a mixer is
             unknown, or its options are.
@@ -70,6 +75,7 @@ class MemMixConfig(PreTrainedConfig):
         return super().__new__(cls)
 
     def __post_init__(self, **kwargs):
+        check_sizes(self)  # first: the library divides by some of them
         super().__post_init__(**kwargs)
         if type(self).__dict__.get("_generic", False):
             return
@@ -99,11 +105,18 @@ class MemMixConfig(PreTrainedConfig):
     def validate_mixers(self):
         """Complete and check `mixer_types` and `mixers`; called on creation, before saving and by every model."""
         check_backbone(self)
+        check_sizes(self)
+        check_rope(self)
         layers = self.num_hidden_layers
-        kinds = [ATTENTION] * layers if self.mixer_types is None else list(self.mixer_types)
+        kinds = [ATTENTION] * layers if self.mixer_types is None else self.mixer_types
+        if not isinstance(kinds, (list, tuple)):
+            raise ValueError(f"mixer_types={kinds!r} must be a list with one entry a layer")
+        kinds = list(kinds)
         if len(kinds) != layers:
             raise ValueError(f"mixer_types has {len(kinds)} entries, but the model has {layers} layers; give one each")
-        mixers = dict(self.mixers or {})
+        if not isinstance(self.mixers or {}, dict):
+            raise ValueError(f"mixers={self.mixers!r} must be a dictionary of the options of each mixer by its name")
+        mixers = plain(self.mixers or {})
         known = [ATTENTION, *MIXERS]
         for name in [*kinds, *mixers]:
             if name not in known or (name in mixers and name == ATTENTION):
@@ -114,7 +127,31 @@ class MemMixConfig(PreTrainedConfig):
                 mixers[name] = MIXERS[name].options_class.from_dict(mixers.get(name) or {}).to_dict()
             except ValueError as error:
                 raise ValueError(f"mixers[{name!r}]: {error}") from error
+        if self._is_frozen:
+            return  # complete, as a model was built from them
         self.mixer_types, self.mixers = kinds, mixers
+
+    @property
+    def _is_frozen(self) -> bool:
+        return isinstance(self.__dict__.get("mixers"), FrozenDict)
+
+    def freeze_mixers(self):
+        """Make `mixer_types` and `mixers` read-only; called by every model that is built from them."""
+        self.replace_mixers(self.mixers)
+        self.__dict__["mixer_types"] = frozen(self.mixer_types)
+
+    def replace_mixers(self, mixers: dict[str, dict]):
+        """Set read-only options; for `set_mixer_options`, which changes the layers with them."""
+        self.__dict__["mixers"] = frozen(mixers)
+
+    def __setattr__(self, name, value):
+        if name in ("mixer_types", "mixers") and self._is_frozen and value != getattr(self, name):
+            raise FrozenError(
+                f"{name} cannot be changed: a model was built from this configuration and would not follow. Call"
+                " model.set_mixer_options(...), or build a model from memmix_config(config, mixer_types=[...],"
+                " mixers={...})"
+            )
+        super().__setattr__(name, value)
 
     @property
     def memory_layers(self) -> list[int]:
@@ -129,25 +166,37 @@ class MemMixConfig(PreTrainedConfig):
         return self._backbone_class.from_dict(fields)
 
     def to_dict(self) -> dict[str, Any]:
-        self._name_lora_targets()  # PEFT, whenever it was imported, reads the configuration this way first
-        return super().to_dict()
-
-    def _name_lora_targets(self):
-        """Default LoRA targets, for users who give none; does not load PEFT."""
-        constants = sys.modules.get("peft.utils.constants")
-        if constants is not None:
-            mixers = [MIXERS[kind] for kind in self.mixer_types or () if kind in MIXERS]
-            targets = {"q_proj", "v_proj"}.union(*(mixer.lora_targets for mixer in mixers))
-            constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[self.model_type] = sorted(targets)
+        fields = super().to_dict()
+        return fields | {name: plain(fields[name]) for name in ("mixer_types", "mixers") if name in fields}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """As in transformers; called on the bare class it makes the class that `model_type` names.
+
+        Raises:
+            ValueError: a field has an impossible value, or a memmix model is not told which layers have a mixer.
+        """
         if cls is MemMixConfig:
             kind = config_dict.get("model_type", cls.model_type)
             generated = kind == cls.model_type
             target = config_class_for(config_dict.get("backbone_model_type")) if generated else CONFIG_MAPPING[kind]
             return target.from_dict(config_dict, **kwargs)
-        return super().from_dict(config_dict, **kwargs)
+        if cls.model_type == MemMixConfig.model_type and config_dict.get("mixer_types") is None:
+            raise ValueError(
+                f"mixer_types is {'null' if 'mixer_types' in config_dict else 'missing'}: name the mixer of every"
+                f' layer, or "{ATTENTION}"'
+            )
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except StrictDataclassError as error:
+            raise ValueError(" ".join(str(error).split())) from None
+        except (TypeError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
+            # of the library, at a value of a type or size that it does not expect
+            culprit = _culprit(super().from_dict, config_dict, error)
+            if culprit is None:
+                raise
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ValueError(f"{culprit}={config_dict[culprit]!r} is no value of this model's ({reason})") from error
 
     @classmethod
     def register_for_auto_class(cls, *args, **kwargs):
@@ -177,7 +226,7 @@ def memmix_config(
 
     Args:
         backbone_config: of a transformers decoder, or of a memmix model whose layers are to be chosen anew.
-        mixer_types: one entry a layer, "attention" or the name of a mixer.
+        mixer_types: one entry a layer, "attention" or the name of a mixer; None keeps all attention.
         mixers: options of the mixers by name.
 
     Raises:
@@ -189,15 +238,106 @@ def memmix_config(
     fields = backbone_config.to_dict()
     for name in ("architectures", "auto_map", "model_type"):
         fields.pop(name, None)
-    own = {"mixer_types": None if mixer_types is None else list(mixer_types), "mixers": mixers}
+    kinds = [ATTENTION] * backbone_config.num_hidden_layers if mixer_types is None else list(mixer_types)
+    own = {"mixer_types": kinds, "mixers": mixers}
     return config_class_for(backbone_config.model_type).from_dict({**fields, **own})
+
+
+def lora_target_modules(model_or_config) -> list[str]:
+    """Names of the modules that LoRA adapts by default, for `peft.LoraConfig(target_modules=...)`.
+
+    Those that each mixer of the model declares, and q_proj and v_proj of attention that is kept.
+
+    Args:
+        model_or_config: a memmix model, or its configuration.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    config = getattr(model_or_config, "config", model_or_config)
+    if not isinstance(config, MemMixConfig):
+        raise ValueError(f"{type(model_or_config).__name__} is no memmix model or configuration; ask PEFT for its own")
+    mixers = [MIXERS[kind] for kind in config.mixer_types if kind != ATTENTION]
+    kept = {"q_proj", "v_proj"} if ATTENTION in config.mixer_types else set()
+    return sorted(kept.union(*(mixer.lora_targets for mixer in mixers)))
+
+
+_SIZES = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "vocab_size": 2**31,
+    "max_position_embeddings": 2**40,
+}
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+
+
+def check_sizes(config: PreTrainedConfig):
+    """Raise ValueError if a size, epsilon or activation of a backbone is one with which no model can be built."""
+    from transformers.activations import ACT2FN
+
+    for name, largest in _SIZES.items():
+        value = getattr(config, name, None)
+        if value is None or isinstance(value, list):  # a few families have one a layer
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
+            raise ValueError(f"{name}={value!r} must be an integer from 1 to {largest}")
+    for name in _EPSILONS:
+        value = getattr(config, name, None)
+        if value is not None and (not isinstance(value, (int, float)) or not 1e-12 <= value <= 0.1):
+            raise ValueError(f"{name}={value!r} must be 1e-12 to 0.1: smaller ones vanish in float32")
+    for name in _ACTIVATIONS:
+        value = getattr(config, name, None)
+        if isinstance(value, str) and value not in ACT2FN:
+            raise ValueError(f"{name}={value!r} is no activation of transformers; known: {', '.join(sorted(ACT2FN))}")
+
+
+def check_rope(config: PreTrainedConfig):
+    """Raise ValueError if the rotary embeddings of a backbone are of a kind that transformers does not know."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    known = sorted({"default", *ROPE_INIT_FUNCTIONS})
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters is None:
+        return
+    if not isinstance(parameters, dict):
+        raise ValueError(f"rope_parameters={parameters!r} must be a dictionary with rope_type and rope_theta")
+    # of the model, or one a kind of layer
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for one in nested or [parameters]:
+        kind, theta = one.get("rope_type", "default"), one.get("rope_theta")
+        if kind not in known:
+            raise ValueError(f"rope_parameters: rope_type={kind!r} is unknown; known: {', '.join(known)}")
+        if theta is not None and (
+            isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < float("inf")
+        ):
+            raise ValueError(f"rope_parameters: rope_theta={theta!r} must be a positive finite number")
+
+
+def _culprit(load, fields: dict[str, Any], error: Exception) -> str | None:
+    """The field that makes `load(fields)` fail: it loads without it, or fails in the same way with it alone."""
+
+    def failure(fields):
+        try:
+            load(fields)
+        except Exception as found:
+            return type(found)
+
+    for name in fields:
+        if failure({key: value for key, value in fields.items() if key != name}) is None:
+            return name
+    return next((name for name, value in fields.items() if failure({name: value}) is type(error)), None)
 
 
 def check_backbone(config: PreTrainedConfig):
     """Raise ValueError unless memory mixers can take the place of this model's attention."""
     kind = getattr(config, "backbone_model_type", None) or config.model_type
     if config.is_encoder_decoder:
-        reason = "it is an encoder-decoder model"
+        reason = "it is an encoder-decoder model (is_encoder_decoder)"
     elif kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         reason = "it is an encoder, not a decoder"
     elif config.get_text_config(decoder=True) is not config:

@@ -27,7 +27,14 @@ from .cache import RecurrentStateCache, adopt_cache, check_rows, static_length_o
 from .configuration_memmix import MemMixConfig, config_class_for
 from .mixers import ATTENTION, FeedForward, MemoryMixer
 from .padding import PaddedRows, check_finite, check_new_mask, packing_of, padding_of, positions_in
-from .swap import fp32_parameters, memory_mixers, swap_attention, swap_feed_forward
+from .swap import (
+    execution_device,
+    fp32_patterns,
+    memory_mixers,
+    set_mixer_options,
+    swap_attention,
+    swap_feed_forward,
+)
 
 
 class _MemMixPreTrained:
@@ -89,11 +96,29 @@ class _MemMixPreTrained:
         """Swap the attention (and feed-forward) of a base model and finish its construction anew."""
         swap_attention(self, self.config)
         swap_feed_forward(self, self.config)
-        strict = set(self._keep_in_fp32_modules_strict or ()) | fp32_parameters(self.config)
+        strict = set(self._keep_in_fp32_modules_strict or ()) | fp32_patterns(self)
         self._keep_in_fp32_modules_strict = strict
         # filled per class by the constructor: without it, a change of class silently ends output_hidden_states
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(self)), self._can_record_outputs)
         self.post_init()
+
+    def set_mixer_options(self, mixer: str | None = None, /, **options):
+        """Change options in the layers and the configuration together, so that what is saved is what runs.
+
+            model.set_mixer_options(solver_phases=[21])
+            model.set_mixer_options("gka", chunk_size=32)
+
+        Only options that can be changed at inference (`inference_options` of the mixer's options class) are taken.
+
+        Args:
+            mixer: name of the mixer; None changes all mixers of the model that have the option.
+            options: values by name.
+
+        Raises:
+            ValueError: the model has no such mixer or option, it cannot be changed, or its value is out of range;
+                nothing is changed then.
+        """
+        set_mixer_options(self, self.config, mixer, options)
 
     @classmethod
     def _native(cls):
@@ -225,8 +250,7 @@ class MemMixForCausalLM(_WithHead):
     def _allocate_states(self, cache, batch: int):
         """A place for the states at fixed addresses, before a compiled forward could be the first to make them."""
         for i, mixer in memory_mixers(self).items():
-            device = next(mixer.parameters()).device
-            cache.layers[i].allocate(mixer.allocate_states(batch, device, self.dtype))
+            cache.layers[i].allocate(mixer.allocate_states(batch, execution_device(mixer), self.dtype))
 
     def _assisted_decoding(self, *args, **kwargs):
         cache = kwargs.get("past_key_values")

@@ -1,7 +1,12 @@
 """The swap itself: finding a decoder layer's attention module, or its MLP, and putting another in its place."""
 
+import dataclasses
+import re
+
+import torch
 from torch import nn
 
+from .frozen import plain
 from .layout_hooks import carry_layout, demand_packed_mask
 from .mixers import ATTENTION, MIXERS, MemoryMixer
 
@@ -39,6 +44,7 @@ def _name_of(what: str, layer: nn.Module, names: tuple[str, ...]) -> str:
 def swap_attention(base: nn.Module, config):
     """Replace the attention of the layers that `config.mixer_types` gives a mixer, under the family's own name."""
     config.validate_mixers()
+    config.freeze_mixers()
     layers = decoder_layers(base)
     for i, kind in enumerate(config.mixer_types):
         if kind != ATTENTION:
@@ -61,7 +67,76 @@ def memory_mixers(model: nn.Module) -> dict[int, MemoryMixer]:
     return {module.layer_idx: module for module in model.modules() if isinstance(module, MemoryMixer)}
 
 
-def fp32_parameters(config) -> set[str]:
-    """Names of the parameters that the mixers of a model keep in fp32."""
-    kinds = set(config.mixer_types) - {ATTENTION}
-    return {name for kind in kinds for name in MIXERS[kind].fp32_parameters}
+def execution_device(module: nn.Module) -> torch.device:
+    """Where a module computes, which is not where its parameters lie if accelerate offloads them: then on "meta"."""
+    hook = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", [hook]):
+        if getattr(one, "execution_device", None) is not None:
+            return torch.device(one.execution_device)
+    return next(module.parameters()).device
+
+
+def set_mixer_options(model: nn.Module, config, mixer: str | None, changes: dict):
+    """See `MemMixModel.set_mixer_options`."""
+    kinds = sorted(set(config.mixer_types) - {ATTENTION})
+    if mixer is not None and mixer not in kinds:
+        raise ValueError(f"the model has no mixer {mixer!r}; it has {kinds}")
+    chosen, taken = {}, set()
+    for kind in kinds if mixer is None else [mixer]:
+        options_class = MIXERS[kind].options_class
+        known = {field.name for field in dataclasses.fields(options_class)}
+        for name, value in changes.items():
+            named = options_class.upgrade({name: value})  # an old name may stand for another
+            if not named.keys() <= known:
+                continue
+            if fixed := sorted(named.keys() - set(options_class.inference_options)):
+                allowed = ", ".join(options_class.inference_options) or "none"
+                raise ValueError(
+                    f"{fixed[0]} of {kind} is part of the model and cannot be changed; options that can: {allowed}"
+                )
+            if clash := sorted(named.keys() & chosen.get(kind, {}).keys()):
+                raise ValueError(f"{clash[0]} of {kind} is given twice, once as {name}; give {clash[0]} alone")
+            chosen.setdefault(kind, {}).update(named)
+            taken.add(name)
+    if unknown := sorted(changes.keys() - taken):
+        able = {kind: list(MIXERS[kind].options_class.inference_options) for kind in kinds}
+        raise ValueError(f"no mixer of the model has an option {unknown[0]!r}; options that can be changed: {able}")
+    mixers = plain(config.mixers)
+    for kind, named in chosen.items():
+        mixers[kind] = MIXERS[kind].options_class.from_dict(mixers[kind] | named).to_dict()
+    for layer in memory_mixers(model).values():
+        if layer.name in chosen:
+            layer.options = type(layer.options).from_dict(mixers[layer.name])
+    config.replace_mixers(mixers)
+
+
+def fp32_parameter_names(model: nn.Module) -> set[str]:
+    """Full names of the parameters of a model (or a wrapper of one) that stay in fp32 when the rest is cast.
+
+    They are those that `from_pretrained(dtype=torch.bfloat16)` leaves in fp32: what the mixers declare in
+    `MemoryMixer.fp32_parameters`, as far as the layer has them, and what the backbone's own class names.
+    """
+    own = set(_fp32_names(model))
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    # the library's own reading of these names, `build_glob_alternation`
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in strict]
+    return own | {name for name, _ in model.named_parameters() if any(p.search(name) for p in patterns)}
+
+
+def fp32_patterns(base: nn.Module) -> set[str]:
+    """Regular expressions for `_keep_in_fp32_modules_strict` that match the mixers' own parameters and no others.
+
+    transformers searches for them anywhere in a parameter's name, with or without the base model's prefix, and reads
+    "*" as ".*": a bare name such as COFFEE's "w" would match every weight.
+    """
+    return {rf"(?:^|\.){re.escape(name)}$" for name in _fp32_names(base)}
+
+
+def _fp32_names(model: nn.Module) -> list[str]:
+    return [
+        f"{path}.{name}".removeprefix(".")  # the model may be a mixer itself
+        for path, mixer in model.named_modules()
+        if isinstance(mixer, MemoryMixer)
+        for name, _ in mixer.named_parameters()
+        if name in mixer.fp32_parameters
+    ]

@@ -33,7 +33,7 @@ def test_from_teacher_to_generated_text(workspace):
     run = memmix("convert", "--teacher", at["teacher"], "--out", at["s0"], "--keep", "1", "--json",
                  "--option", "num_iterations=21")  # fmt: skip
     assert result_of(run)["kept"] == [1]
-    assert json.loads((at["s0"] / "config.json").read_text())["mixers"]["gka"]["num_iterations"] == 21
+    assert json.loads((at["s0"] / "config.json").read_text())["mixers"]["gka"]["solver_phases"] == [21]
     pair = ["--teacher", at["teacher"], "--text", at["text.txt"], "--json"]
     aligned = result_of(memmix("align", "--student", at["s0"], "--out", at["s1"], *pair, *SMALL))
     assert aligned["steps"] == 3 and aligned["last_loss"] < aligned["first_loss"]

@@ -22,7 +22,7 @@ LAYERS = 4
 # the options that keep a mixer tiny; few solver iterations, and a chunk shorter than the prompts so that chunk borders
 # fall inside them
 MIXERS = {
-    "gka": {"num_iterations": 8, "chunk_size": 8},
+    "gka": {"solver_phases": [8], "chunk_size": 8},
     # fewer slots than channels
     "lattice": {"slots": 6, "use_forget_gate": True},
     # without the output gate, which in a tiny random model is near zero and hides the state; it has its own tests

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..padding import PaddedRows
 from .attention_weights import AttentionWeights, TensorFate
+from .options import MixerOptions
 
 ATTENTION = "attention"
 MIXERS: dict[str, type["MemoryMixer"]] = {}
@@ -33,50 +34,13 @@ def register_mixer(name: str):
             raise ValueError(f"mixer name {name!r} is taken; registered: {[ATTENTION, *MIXERS]}. Choose another")
         if not (issubclass(cls, MemoryMixer) and issubclass(cls.options_class, MixerOptions)):
             raise ValueError(f"{cls.__name__} must subclass MemoryMixer and set options_class to a MixerOptions class")
+        if "__validators__" not in vars(cls.options_class):
+            raise ValueError(f"the options of {cls.__name__} are not checked: decorate them with @mixer_options")
         cls.name = name
         MIXERS[name] = cls
         return cls
 
     return register
-
-
-@dataclasses.dataclass
-class MixerOptions:
-    """Base of a mixer's options: plain JSON values, checked on creation. Subclasses add fields and `validate()`."""
-
-    # options that change how a state is read but not what it means: a saved state survives a change of these
-    inference_options: ClassVar[tuple[str, ...]] = ()
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, default = getattr(self, field.name), field.default
-            if isinstance(default, bool):
-                fits = isinstance(value, bool)
-            elif isinstance(default, int):
-                fits = isinstance(value, int) and not isinstance(value, bool)
-            elif isinstance(default, float):
-                fits = isinstance(value, (int, float)) and not isinstance(value, bool)
-            else:
-                continue
-            if not fits:
-                raise ValueError(f"option {field.name}={value!r} must be of type {type(default).__name__}")
-        self.validate()
-
-    def validate(self):
-        """Raise ValueError on values that do not fit; called on creation."""
-
-    @classmethod
-    def from_dict(cls, options: dict) -> "MixerOptions":
-        """Options from a config's dict. Raises ValueError naming unknown keys and the known ones."""
-        if not isinstance(options, dict):
-            raise ValueError(f"options are {options!r}; give a dictionary of option names and values")
-        known = [field.name for field in dataclasses.fields(cls)]
-        if unknown := sorted(set(options) - set(known)):
-            raise ValueError(f"unknown options {unknown}; known: {known}")
-        return cls(**options)
-
-    def to_dict(self) -> dict:
-        return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +100,7 @@ class MemoryMixer(nn.Module):
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
-        self.options = self.options_class.from_dict(config.mixers.get(self.name, {}))
+        self.options = self.options_class.from_dict(config.mixers.get(self.name, {}))  # may change: set_mixer_options
 
     # ---- a mixer writes these five
 
@@ -210,13 +174,14 @@ class MemoryMixer(nn.Module):
 
     def forward(
         self,
-        hidden_states: Tensor,
+        hidden_states: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask=None,
         past_key_values=None,
         layer_past=None,
         memmix_rows: PaddedRows | None = None,
         memmix_cu_seqlens: Tensor | None = None,
+        memmix_replay: tuple[dict[str, Tensor], dict[str, Tensor] | None, Tensor | None] | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
         """Mix [B, T, hidden] over time.
@@ -229,11 +194,16 @@ class MemoryMixer(nn.Module):
             past_key_values, layer_past: the cache, under the name that the family uses.
             memmix_rows: `PaddedRows.of(mask)` of the padding mask [B, T]; None if all tokens are real.
             memmix_cu_seqlens: boundaries [N + 1] of sequences packed along the flattened batch.
+            memmix_replay: tokens, states before them and lengths, the arguments of `scan`, whose result is returned;
+                everything else is ignored. A rollback comes through here, as the hooks of a module (offload, sharding)
+                have its parameters in place within its forward alone.
             kwargs: `token_arguments` of the mixer, for the tokens of this forward; all others are ignored.
 
         Raises:
             ValueError: a token argument has another shape, or packed sequences meet a cache.
         """
+        if memmix_replay is not None:
+            return self.scan(*memmix_replay)
         if isinstance(attention_mask, tuple):
             memmix_rows, memmix_cu_seqlens = attention_mask
         cache = past_key_values if past_key_values is not None else layer_past
@@ -268,7 +238,7 @@ class MemoryMixer(nn.Module):
             def replay(before, count):
                 """The states after the first `count` of these tokens."""
                 lengths = None if rows is None else rows.lengths_after(count)
-                return self.scan({k: v[:, :count] for k, v in tokens.items()}, before, lengths=lengths)[1]
+                return self(memmix_replay=({k: v[:, :count] for k, v in tokens.items()}, before, lengths))[1]
 
             layer.put(new, length, replay)
         out = self.readout(y, x)

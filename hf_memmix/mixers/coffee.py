@@ -10,7 +10,6 @@ Shapes: B batch, T tokens, D features (`inner_size`), n states.
 """
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -22,15 +21,17 @@ from hf_memmix_kernels import check_coffee, chunk_coffee, coffee_step
 
 from ..padding import before_the_end
 from . import coffee_start
-from .base import MemoryMixer, MixerOptions, register_mixer
-from .layers import RMSNorm, ShortConvolution, check_layer_options, init_layers, wide
+from .base import MemoryMixer, register_mixer
+from .layers import ACTIVATIONS, RMSNorm, ShortConvolution, init_layers, wide
+from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
 
 MAX_STATES = 64
+MAX_FEATURES = 2**20
 TIME_SCALES = (1.0, 1000.0)  # tokens in which a state forgets to 1 / e at the start, where its gate is one half
 METHODS = ("auto", "scan", "shooting", "deer")
 
 
-@dataclass
+@mixer_options
 class CoffeeOptions(MixerOptions):
     """Options of the COFFEE layer.
 
@@ -50,28 +51,18 @@ class CoffeeOptions(MixerOptions):
 
     inference_options: ClassVar[tuple[str, ...]] = ("method",)
 
-    states: int = 16
-    inner_size: int | None = None
+    states: int = between(16, 1, MAX_STATES, "the paper has 1 to 16")
+    inner_size: int | None = between(None, 1, MAX_FEATURES, "None is twice the hidden size")
     use_output_filter: bool = False
-    conv_size: int = 4
-    conv_activation: str | None = "silu"
+    conv_size: int = conv_size()
+    conv_activation: str | None = one_of("silu", ACTIVATIONS)
     use_o_norm: bool = True
     use_gate: bool = True
     gate_bias: bool = False
     u_bias: bool = False
     o_bias: bool = False
-    method: str = "auto"
-    norm_eps: float = 1e-6
-
-    def validate(self):
-        if not 1 <= self.states <= MAX_STATES:
-            raise ValueError(f"states={self.states} must be 1 to {MAX_STATES}; the paper has 1 to 16")
-        size = self.inner_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"inner_size={size!r} must be a number of features or None, twice the hidden size")
-        check_layer_options(self)
-        if self.method not in METHODS:
-            raise ValueError(f"method={self.method!r} must be one of {METHODS}")
+    method: str = one_of("auto", METHODS)
+    norm_eps: float | int = norm_eps(1e-6)
 
 
 @register_mixer("coffee")

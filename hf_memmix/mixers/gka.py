@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, H query heads, Hk key/value heads, D head size.
 """
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import ClassVar
 
 import torch
@@ -19,28 +19,46 @@ from torch import nn
 from transformers import initialization as init
 
 from hf_memmix_kernels import chunk_gka, gka_step
-from hf_memmix_kernels.gka.schedule import as_phases
+from hf_memmix_kernels.gka.schedule import MAX_PHASES
 
 from ..padding import before_the_end
 from . import gka_start
-from .base import AttentionShape, MemoryMixer, MixerOptions, layer_rotates, register_mixer
-from .layers import RMSNorm, ShortConvolution, check_layer_options, init_layers, one_angle_a_pair, rotate, unit, wide
+from .base import AttentionShape, MemoryMixer, layer_rotates, register_mixer
+from .layers import (
+    ACTIVATIONS,
+    QK_NORMS,
+    ROPE_LAYOUTS,
+    RMSNorm,
+    ShortConvolution,
+    init_layers,
+    one_angle_a_pair,
+    rotate,
+    unit,
+    wide,
+)
+from .options import LARGEST_CHUNK, MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
 
 EPS = 1e-6  # of the unit norm of q and k, and added to beta, as released
 MAX_HEAD_DIM = 256
-REFINEMENT = (12, 10)  # the solver's default schedule
+PHASES = (12, 10)  # the solver's default schedule
+UNUSED_ITERATIONS = 30  # num_iterations of old checkpoints beside their refinement
+MAX_ITERATIONS = 1000  # of a phase; the paper's solver converges in 30, and their weights are constants of a kernel
 
 
-@dataclass
+def _check_phases(phases: list[int]):
+    if not 1 <= len(phases) <= MAX_PHASES or not all(1 <= count <= MAX_ITERATIONS for count in phases):
+        raise ValueError(f"must be 1 to {MAX_PHASES} numbers of iterations, each 1 to {MAX_ITERATIONS}, e.g. [12, 10]")
+
+
+@mixer_options
 class GKAOptions(MixerOptions):
     """Options of the GKA layer; the defaults are the official release's, the solver's schedule aside.
 
     Args:
-        num_iterations: Chebyshev iterations r of one plain phase, the paper's solver; used if `refinement` is None.
-            May be changed at inference.
-        refinement: iterations of each phase of iterative refinement; `REFINEMENT` where neither of the two is named,
-            as it is faster and more accurate in bf16 than 30 plain iterations:
-            kernels/benchmarks/results/gka_accuracy_h200.json.
+        solver_phases: Chebyshev iterations of each phase of iterative refinement; [30] is the paper's solver, one
+            plain phase. The default is faster and more accurate in bf16 than that:
+            kernels/benchmarks/results/gka_accuracy_h200.json. May be changed at inference. Read as well, from
+            checkpoints and keyword arguments: `refinement`, its old name, and `num_iterations=30` for [30].
         ridge: a in lambda = a |H|.
         chunk_size: tokens a chunk of the parallel form; changes speed only.
         use_decay, use_beta, use_alpha, use_gate: the forget gate g, the write strength, the blend of solution and
@@ -58,41 +76,61 @@ class GKAOptions(MixerOptions):
         norm_eps: epsilon of all RMSNorms.
     """
 
-    inference_options: ClassVar[tuple[str, ...]] = ("num_iterations", "refinement", "chunk_size")
+    inference_options: ClassVar[tuple[str, ...]] = ("solver_phases", "chunk_size")
 
-    num_iterations: int | None = None
-    refinement: list[int] | None = None
-    ridge: float = 0.02
-    chunk_size: int = 64
+    solver_phases: list[int] = checked(lambda: list(PHASES), _check_phases)
+    # below, the ridge is lost in float32; above, nothing but the query is left of the solution
+    ridge: float | int = between(0.02, 1e-7, 100, "the paper's is 0.02")
+    chunk_size: int = between(64, 1, LARGEST_CHUNK, "the default is 64")
     use_decay: bool = True
     use_beta: bool = True
     use_alpha: bool = True
     use_gate: bool = True
     use_v_conv: bool = True
-    conv_size: int = 4
-    conv_activation: str | None = "silu"
+    conv_size: int = conv_size()
+    conv_activation: str | None = one_of("silu", ACTIVATIONS)
     use_rope: bool = False
-    rope_layout: str = "half"
+    rope_layout: str = one_of("half", ROPE_LAYOUTS)
     use_o_norm: bool = True
     gate_bias: bool = False
-    qk_norm: str | None = None
+    qk_norm: str | None = one_of(None, QK_NORMS)
     qkv_bias: bool = False
     o_bias: bool = False
-    norm_eps: float = 1e-6
+    norm_eps: float | int = norm_eps(1e-6)
 
-    def validate(self):
-        if self.refinement is None and self.num_iterations is None:
-            self.refinement = list(REFINEMENT)
-        if self.refinement is not None:
-            if not isinstance(self.refinement, (list, tuple)):
-                raise ValueError(f"refinement={self.refinement!r} must be a list of iterations, one a phase, or None")
-            self.refinement = list(self.refinement)
-        as_phases(self.num_iterations, self.refinement)
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size={self.chunk_size} must be at least 1; the default is 64")
-        if not self.ridge > 0:
-            raise ValueError(f"ridge={self.ridge} must be positive; the paper's is 0.02")
-        check_layer_options(self)
+    @classmethod
+    def upgrade(cls, options: dict) -> dict:
+        """`solver_phases` from its old names `refinement` and `num_iterations`.
+
+        Raises:
+            ValueError: they name different schedules, or `refinement` is no list.
+        """
+        options = dict(options)
+        iterations, refinement = options.pop("num_iterations", None), options.pop("refinement", None)
+        named = {}
+        if refinement is not None:
+            if not isinstance(refinement, (list, tuple)):
+                raise ValueError(f"refinement={refinement!r} must be a list of iterations, one a phase")
+            named[f"refinement={refinement!r}"] = list(refinement)
+        # beside a refinement, old checkpoints hold the default of num_iterations, which had no effect there
+        if iterations is not None and not (refinement is not None and iterations == UNUSED_ITERATIONS):
+            named[f"num_iterations={iterations!r}"] = [iterations]
+        if options.get("solver_phases") is not None:
+            named[f"solver_phases={options['solver_phases']!r}"] = options["solver_phases"]
+        if not named:
+            return options
+        (first, phases), *others = named.items()
+        for other, differing in others:
+            if differing != phases:
+                raise ValueError(f"{first} and {other} are two schedules of the solver; give solver_phases alone")
+        try:
+            cls(solver_phases=phases)
+        except ValueError:
+            raise ValueError(
+                f"{first} must be 1 to {MAX_PHASES} phases of 1 to {MAX_ITERATIONS} iterations; the default is"
+                f" solver_phases={list(PHASES)}"
+            ) from None
+        return {**options, "solver_phases": phases}
 
 
 @register_mixer("gka")
@@ -249,5 +287,8 @@ class GKAMixer(MemoryMixer):
 
     def _solver(self) -> dict:
         options = self.options
-        phases = as_phases(options.num_iterations, options.refinement)
-        return {"refinement": phases, "ridge": options.ridge, "scale": None if options.use_o_norm else 1.0}
+        return {
+            "refinement": tuple(options.solver_phases),
+            "ridge": options.ridge,
+            "scale": None if options.use_o_norm else 1.0,
+        }

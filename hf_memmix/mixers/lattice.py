@@ -14,7 +14,7 @@ Paper: Karami and Mirrokni, "Lattice: Learning to Efficiently Compress the Memor
 Shapes: B batch, T tokens, H heads, Hk key/value heads, d head size, m slots.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +25,20 @@ from hf_memmix_kernels.lattice import check_lattice, chunk_lattice, lattice_step
 
 from ..padding import before_the_end
 from . import lattice_start
-from .base import AttentionShape, MemoryMixer, MixerOptions, layer_rotates, register_mixer
+from .base import AttentionShape, MemoryMixer, layer_rotates, register_mixer
 from .layers import (
+    ACTIVATIONS,
+    QK_NORMS,
+    ROPE_LAYOUTS,
     RMSNorm,
     ShortConvolution,
-    check_layer_options,
     init_layers,
     one_angle_a_pair,
     rotate,
     unit,
     wide,
 )
+from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
 
 EPS = 1e-6  # of the unit norm of q and k, and of v of ENC
 MAX_HEAD_DIM = 128
@@ -45,7 +48,7 @@ STEP_SIZES = ("sigmoid", "softplus", "constant")
 KEPT = 4.0  # logit of the forget gate at the start: 0.98
 
 
-@dataclass
+@mixer_options
 class LatticeOptions(MixerOptions):
     """Options of the Lattice layer.
 
@@ -75,43 +78,28 @@ class LatticeOptions(MixerOptions):
         norm_eps: epsilon of all RMSNorms.
     """
 
-    variant: str = "dec"
-    slots: int | None = None
+    variant: str = one_of("dec", VARIANTS)
+    slots: int | None = between(None, 1, MAX_HEAD_DIM, "None is the head size")
     project: bool = True
-    step_size: str = "sigmoid"
-    gamma_max: float = 1.0
+    step_size: str = one_of("sigmoid", STEP_SIZES)
+    gamma_max: float | int = between(1.0, 1e-6, 100, "a step of 1 replaces a slot, the default is 1")
     use_forget_gate: bool = False
-    l1: float = 0.0
+    l1: float | int = between(0.0, 0, 1, "a slot has unit norm: a larger threshold would clear it")
     share_qk: bool = True
     use_unit_qk: bool = True
-    conv_size: int = 4
-    conv_activation: str | None = "silu"
+    conv_size: int = conv_size()
+    conv_activation: str | None = one_of("silu", ACTIVATIONS)
     use_o_norm: bool = True
     use_gate: bool = True
     gate_bias: bool = False
     use_rope: bool = False
-    rope_layout: str = "half"
-    qk_norm: str | None = None
+    rope_layout: str = one_of("half", ROPE_LAYOUTS)
+    qk_norm: str | None = one_of(None, QK_NORMS)
     qkv_bias: bool = False
     o_bias: bool = False
-    norm_eps: float = 1e-6
+    norm_eps: float | int = norm_eps(1e-6)
 
-    def validate(self):
-        for name, known in (
-            ("variant", VARIANTS),
-            ("step_size", STEP_SIZES),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {known}")
-        check_layer_options(self)
-        if self.slots is not None and (isinstance(self.slots, bool) or not isinstance(self.slots, int)):
-            raise ValueError(f"slots={self.slots!r} must be a number of slots or None, which is the head size")
-        if self.slots is not None and self.slots < 1:
-            raise ValueError(f"slots={self.slots} must be at least 1")
-        if not 0 < self.gamma_max < float("inf"):
-            raise ValueError(f"gamma_max={self.gamma_max} must be positive and finite; the default is 1")
-        if not 0 <= self.l1 < float("inf"):
-            raise ValueError(f"l1={self.l1} must be zero or positive; the default is 0")
+    def validate_qk_norm(self):
         if self.qk_norm is not None and self.share_qk:
             raise ValueError(f"qk_norm={self.qk_norm!r} is for q and k of their own; set share_qk to False")
 

@@ -10,11 +10,8 @@ from transformers import initialization as init
 from hf_memmix_kernels.short_conv import short_conv, short_conv_step
 
 ROPE_LAYOUTS = ("half", "pairs", "single")
-_CHOICES = {
-    "conv_activation": (None, "silu"),
-    "rope_layout": ROPE_LAYOUTS,
-    "qk_norm": (None, "head", "full"),
-}
+ACTIVATIONS = (None, "silu")  # of a short convolution
+QK_NORMS = (None, "head", "full")
 
 
 def wide(x: Tensor) -> Tensor:
@@ -77,17 +74,6 @@ def one_angle_a_pair(x: Tensor, layout: str) -> Tensor:
 def unit(x: Tensor, eps: float) -> Tensor:
     """x / (|x| + eps) over the last dimension."""
     return x / (torch.linalg.vector_norm(wide(x), dim=-1, keepdim=True) + eps).to(x.dtype)
-
-
-def check_layer_options(options):
-    """Raise ValueError for values that these layers do not have, in whichever of their options a mixer has."""
-    for name, allowed in _CHOICES.items():
-        value = getattr(options, name, allowed[0])
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} must be one of {allowed}")
-    conv_size = getattr(options, "conv_size", 4)
-    if not 2 <= conv_size <= 16:
-        raise ValueError(f"conv_size={conv_size} must be 2 to 16; the papers have 4")
 
 
 def init_layers(mixer: nn.Module):

@@ -11,7 +11,6 @@ Shapes: B batch, T tokens, H heads, P head size, N state size, G groups.
 """
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -24,8 +23,9 @@ from hf_memmix_kernels.gla.op import CHUNK_SIZES
 
 from ..padding import before_the_end
 from . import mamba2_start
-from .base import MemoryMixer, MixerOptions, register_mixer
-from .layers import ShortConvolution, check_layer_options, init_layers, wide
+from .base import MemoryMixer, register_mixer
+from .layers import ShortConvolution, init_layers, wide
+from .options import MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
 
 MAX_DIM = 256  # of heads and states, the kernels' limit
 TIME_STEPS = (1e-3, 0.1)  # dt at the start, log-uniform
@@ -33,7 +33,12 @@ TIME_STEPS = (1e-3, 0.1)  # dt at the start, log-uniform
 LARGEST_FEATURE, LARGEST_READOUT = 1e6, 1e11
 
 
-@dataclass
+def _check_time_steps(limit: list | None):
+    if limit is not None and not (len(limit) == 2 and 0 <= limit[0] < limit[1] < math.inf):
+        raise ValueError("must be two finite times, 0 <= smallest < largest, or None")
+
+
+@mixer_options
 class Mamba2Options(MixerOptions):
     """Options of the Mamba-2 layer; the defaults are those of the released models.
 
@@ -52,34 +57,16 @@ class Mamba2Options(MixerOptions):
 
     inference_options: ClassVar[tuple[str, ...]] = ("chunk_size",)
 
-    state_size: int = 128
-    head_dim: int = 64
-    expand: float = 2.0
-    n_groups: int = 1
-    conv_size: int = 4
+    state_size: int = between(128, 1, MAX_DIM, "the limit of the kernels")
+    head_dim: int = between(64, 1, MAX_DIM, "the limit of the kernels")
+    expand: float | int = between(2.0, 0.01, 64, "the released models have 2")
+    n_groups: int = between(1, 1, 1024, "the released models have 1 to 8")
+    conv_size: int = conv_size()
     use_conv_bias: bool = True
     use_bias: bool = False
-    time_step_limit: list[float] | None = None
-    chunk_size: int = 64
-    norm_eps: float = 1e-5
-
-    def validate(self):
-        for name in ("state_size", "head_dim"):
-            value = getattr(self, name)
-            if not 1 <= value <= MAX_DIM:
-                raise ValueError(f"{name}={value} must be 1 to {MAX_DIM}, the limit of the kernels")
-        if not self.expand > 0:
-            raise ValueError(f"expand={self.expand} must be positive; the released models have 2")
-        if self.n_groups < 1:
-            raise ValueError(f"n_groups={self.n_groups} must be at least 1")
-        if self.chunk_size not in CHUNK_SIZES:
-            raise ValueError(f"chunk_size={self.chunk_size} must be one of {CHUNK_SIZES}")
-        limit = self.time_step_limit
-        if limit is not None:
-            if not isinstance(limit, (list, tuple)) or len(limit) != 2 or not 0 <= limit[0] < limit[1] < math.inf:
-                raise ValueError(f"time_step_limit={limit} must be two finite times, 0 <= smallest < largest, or None")
-            self.time_step_limit = list(limit)
-        check_layer_options(self)
+    time_step_limit: list[float | int] | None = checked(lambda: None, _check_time_steps)
+    chunk_size: int = one_of(64, CHUNK_SIZES)
+    norm_eps: float | int = norm_eps(1e-5)
 
 
 class GatedRMSNorm(nn.Module):

@@ -9,7 +9,7 @@ Paper: "Echo: Spectral Koopman Attention", section 3.2. |M| is the spectral norm
 Shapes: B batch, T tokens, H query heads, Hk key/value heads, r rank, P head size.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 
 import torch
 from torch import nn
@@ -20,16 +20,18 @@ from hf_memmix_kernels.ska.op import MAX_RANK, NORMALIZATIONS
 from hf_memmix_kernels.ska.operator import Operator
 
 from . import ska_start
-from .base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
+from .base import AttentionShape, MemoryMixer, register_mixer
 from .layers import init_layers, wide
+from .options import MixerOptions, between, mixer_options, one_of
 
 MAX_HEAD_DIM = 256
 MAX_POWER = 8
+MAX_CHUNK = 2**20  # tokens; the operator of a chunk that never ends is never used
 ETA = 1.5  # of the readout at the start, the paper's
 STATES = ("statistics", "operator", "previous", "nu", "position")
 
 
-@dataclass
+@mixer_options
 class SKAOptions(MixerOptions):
     """Options of the SKA layer; the defaults are the paper's where it names them.
 
@@ -48,31 +50,19 @@ class SKAOptions(MixerOptions):
         qkv_bias, o_bias: biases of the projections.
     """
 
-    rank: int = 32
-    power: int = 2
-    chunk_size: int = 64
-    eps: float = 1e-3
+    rank: int = between(32, 1, MAX_RANK, "the paper's are 24 and 32")
+    power: int = between(2, 0, MAX_POWER, "the paper's K is 2")
+    chunk_size: int = between(64, 1, MAX_CHUNK, "the default is 64")
+    eps: float | int = between(1e-3, 1e-8, 100, "the paper's is 1e-3; smaller ones are lost in float32")
     spectral_norm: bool = True
-    sigma_floor: float = 0.1
-    normalization: str = "running_max"
+    sigma_floor: float | int = between(0.1, 1e-6, 1, "the default is 0.1")
+    normalization: str = one_of("running_max", NORMALIZATIONS)
     refresh_every: int | None = None
     use_cg_lift: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
 
-    def validate(self):
-        if not 1 <= self.rank <= MAX_RANK:
-            raise ValueError(f"rank={self.rank} must be 1 to {MAX_RANK}; the paper's are 24 and 32")
-        if not 0 <= self.power <= MAX_POWER:
-            raise ValueError(f"power={self.power} must be 0 to {MAX_POWER}; the paper's K is 2")
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size={self.chunk_size} must be at least 1; the default is 64")
-        if not self.eps > 0:
-            raise ValueError(f"eps={self.eps} must be positive; the paper's is 1e-3")
-        if not 0 < self.sigma_floor <= 1:
-            raise ValueError(f"sigma_floor={self.sigma_floor} must be in (0, 1]; the default is 0.1")
-        if self.normalization not in NORMALIZATIONS:
-            raise ValueError(f"normalization={self.normalization!r} must be one of {NORMALIZATIONS}")
+    def validate_operator(self):
         if self.refresh_every not in (None, 1, self.chunk_size):
             raise ValueError(
                 f"refresh_every={self.refresh_every!r} must be None, 1 or chunk_size={self.chunk_size}: within a chunk"

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from transformers import AutoConfig
 
-from ..configuration_memmix import MemMixConfig
+from ..configuration_memmix import MemMixConfig, check_sizes
 from ..mixers import ATTENTION
 
 FAMILIES: dict[str, type["FamilyConfig"]] = {}
@@ -37,8 +37,12 @@ class FamilyConfig(MemMixConfig):
     attention_layers: list[int] | None = None
 
     def __post_init__(self, **kwargs):
+        check_sizes(self)
         layers = range(self.num_hidden_layers)
-        if unknown := sorted(set(self.attention_layers or ()) - set(layers)):
+        kept = self.attention_layers
+        if kept is not None and not (isinstance(kept, (list, tuple)) and all(type(i) is int for i in kept)):
+            raise ValueError(f"attention_layers={kept!r} must be a list of layer indices, or None")
+        if unknown := sorted(set(kept or ()) - set(layers)):
             raise ValueError(f"attention_layers {unknown} do not exist: the model has {len(layers)} layers, from 0")
         if self.mixer_types is None:
             kinds = self.layer_mixers()

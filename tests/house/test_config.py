@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 
 import hf_memmix
 from hf_memmix import MemMixConfig, MemMixForCausalLM, MemMixModel, memmix_config
-from hf_memmix.mixers import GKAOptions
 from testing import (
     FAMILIES,
     LAYERS,
@@ -88,7 +87,7 @@ def test_defaults_of_the_mixer_are_saved():
     """A later version's other defaults must not change a checkpoint: all options are written out."""
     config = memmix_config(backbone_config("llama"), mixer_types=mixer_types("first"))
     options = config.mixers["gka"]
-    assert options["refinement"] == [12, 10]
+    assert options["solver_phases"] == [12, 10]
     assert options["ridge"] == 0.02
     assert options["conv_size"] == 4
 
@@ -96,20 +95,50 @@ def test_defaults_of_the_mixer_are_saved():
 @pytest.mark.parametrize(
     ("named", "phases"),
     [
-        ({}, (12, 10)),
-        ({"num_iterations": 21}, (21,)),
-        ({"refinement": [5, 4]}, (5, 4)),
-        ({"num_iterations": 21, "refinement": [5, 4]}, (5, 4)),
+        ({}, [12, 10]),
+        ({"solver_phases": [7]}, [7]),
+        ({"num_iterations": 21}, [21]),
+        ({"refinement": [5, 4]}, [5, 4]),
+        ({"num_iterations": None, "refinement": [5, 4]}, [5, 4]),
+        ({"num_iterations": 30, "refinement": [5, 4]}, [5, 4]),  # as the first version saved it
+        ({"num_iterations": 9, "solver_phases": [9]}, [9]),
     ],
 )
 def test_schedule_of_the_solver(named, phases):
-    """The number of iterations counts where it is the one that is named: as a dictionary, directly and read again."""
+    """One option; its old names are read, from a keyword as from a file, and saved under the new one."""
     config = memmix_config(backbone_config("llama"), mixer_types=mixer_types("first"), mixers={"gka": dict(named)})
     again = memmix_config(config, mixer_types=mixer_types("first"), mixers=json.loads(json.dumps(config.mixers)))
-    for options in (GKAOptions(**named), GKAOptions(**config.mixers["gka"])):
-        assert options == GKAOptions(**again.mixers["gka"])
-    for options in (config, again):
-        assert mixers_of(build(options))[0]._solver()["refinement"] == phases
+    for one in (config, again):
+        assert one.mixers["gka"]["solver_phases"] == phases
+        assert not {"num_iterations", "refinement"} & one.mixers["gka"].keys()
+        assert mixers_of(build(one))[0]._solver()["refinement"] == tuple(phases)
+
+
+def test_old_names_in_a_checkpoint(tmp_path):
+    """A config.json of before is read; the next one is of today."""
+    tiny_config("llama", "first").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    del fields["mixers"]["gka"]["solver_phases"]
+    fields["mixers"]["gka"] |= {"num_iterations": 30, "refinement": [4, 3]}
+    file.write_text(json.dumps(fields))
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.mixers["gka"]["solver_phases"] == [4, 3]
+    config.save_pretrained(tmp_path)
+    assert "num_iterations" not in json.loads(file.read_text())["mixers"]["gka"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_iterations": 21, "refinement": [12, 10]},
+        {"num_iterations": 21, "solver_phases": [12, 10]},
+        {"refinement": [12, 9], "solver_phases": [12, 10]},
+    ],
+)
+def test_two_schedules(options):
+    first, second = options
+    refuses(f"{first}=.* and {second}=.*|{second}=.* and {first}=.*", mixers={"gka": options})
 
 
 def test_public_names():
@@ -175,7 +204,7 @@ def test_wrong_number_of_mixer_types(length):
 
 
 def test_unknown_option():
-    refuses(r"num_iteration'.*num_iterations", mixers={"gka": {"num_iteration": 30}})
+    refuses(r"solver_phase'.*solver_phases", mixers={"gka": {"solver_phase": [30]}})
 
 
 @pytest.mark.parametrize(
@@ -192,6 +221,8 @@ def test_unknown_option():
         ({"refinement": []}, "refinement"),
         ({"refinement": [8, 0]}, "refinement"),
         ({"refinement": 8}, "refinement=8 must be a list"),
+        ({"solver_phases": 8}, "solver_phases=8 must be 1 to 8 phases"),
+        ({"solver_phases": [10**9, 1]}, r"solver_phases=\[1000000000, 1\]"),
         ({"use_beta": "yes"}, "use_beta.*yes"),
     ],
 )

@@ -169,7 +169,7 @@ def test_step_sizes(step_size, low, high):
         ({"step_size": "tanh"}, "step_size='tanh'"),
         ({"slots": 0}, "slots=0"),
         ({"slots": 4.0}, "slots=4.0"),
-        ({"gamma_max": 0.0}, "gamma_max=0.0 must be positive"),
+        ({"gamma_max": 0.0}, "gamma_max=0.0 must be 1e-06 to 100"),
         ({"gamma_max": float("nan")}, "gamma_max=nan"),
         ({"l1": -1.0}, "l1=-1.0"),
         ({"conv_size": 1}, "conv_size=1"),

@@ -4,7 +4,6 @@ The mixer's state is no matrix a head: an elementwise one, which starts where it
 which an op that works in chunks of its own would need. Its parameters have other names than attention's.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -15,7 +14,16 @@ from transformers import initialization as init
 
 import hf_memmix
 from hf_memmix.conversion import convert_model
-from hf_memmix.mixers import MIXERS, AttentionShape, FeedForward, MemoryMixer, MixerOptions, register_mixer
+from hf_memmix.mixers import (
+    MIXERS,
+    AttentionShape,
+    FeedForward,
+    MemoryMixer,
+    MixerOptions,
+    mixer_options,
+    register_mixer,
+)
+from hf_memmix.mixers.options import between
 from hf_memmix.models import FAMILIES, FamilyConfig, register_family
 from house.checks import (
     CHECKS,
@@ -32,13 +40,14 @@ from testing import assert_same, backbone_config, build, mixers_of, random_ids, 
 PERIOD = 3
 
 
-@dataclass
+@mixer_options
 class LeakyOptions(MixerOptions):
-    rate: float = 0.9
+    rate: float = between(0.9, 0.01, 0.99)
+    halve: bool = True
 
-    def validate(self):
-        if not 0 < self.rate < 1:
-            raise ValueError(f"rate={self.rate} must be between 0 and 1")
+    def validate_halving(self):
+        if self.halve and self.rate < 0.1:
+            raise ValueError(f"halve=True forgets all at rate={self.rate}; take at least 0.1")
 
 
 class LeakyMixer(MemoryMixer):
@@ -192,7 +201,9 @@ def test_start_stays_in_fp32(tmp_path):
 
 def test_lora_finds_the_mixers_own_projections():
     peft = pytest.importorskip("peft")
-    wrapped = peft.get_peft_model(leaky_model(types=["leaky"] * 4), peft.LoraConfig())
+    model = leaky_model(types=["leaky"] * 4)
+    targets = hf_memmix.lora_target_modules(model)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets))
     adapted = {name.split(".lora_A")[0].split(".")[-1] for name, _ in wrapped.named_parameters() if "lora_A" in name}
     assert adapted == {"in_proj"}
 
@@ -205,8 +216,9 @@ def test_conversion_is_refused():
 
 
 def test_options_are_checked():
-    with pytest.raises(ValueError, match=r"leaky.*rate=2"):
-        hf_memmix.memmix_config(backbone_config("llama"), ["leaky"] * 4, {"leaky": {"rate": 2.0}})
+    for options, match in (({"rate": 2.0}, "rate=2.0 must be"), ({"rate": 0.05}, "halve=True forgets")):
+        with pytest.raises(ValueError, match=f"leaky.*{match}"):
+            hf_memmix.memmix_config(backbone_config("llama"), ["leaky"] * 4, {"leaky": options})
 
 
 @torch.no_grad()
@@ -233,5 +245,8 @@ def test_family(tmp_path):
 def test_registration_refuses():
     with pytest.raises(ValueError, match=r"LeakyMixer.*subclass|taken"):
         register_mixer("leaky")(LeakyMixer)
+    unchecked = type("Unchecked", (LeakyMixer,), {"options_class": type("Options", (LeakyOptions,), {})})
+    with pytest.raises(ValueError, match="Unchecked are not checked"):
+        register_mixer("unchecked")(unchecked)
     with pytest.raises(ValueError, match="must subclass FamilyConfig"):
         register_family(LlamaConfig)

@@ -1,13 +1,9 @@
 """Training with the tools that users have: loss, Trainer, PEFT, gradient checkpointing, truncated backpropagation."""
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import constants
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorForLanguageModeling,
@@ -17,6 +13,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_memmix import MIXERS as MIXER_CLASSES
+from hf_memmix import lora_target_modules
 from testing import (
     FAMILIES,
     HOUSE_MIXER,
@@ -33,7 +31,7 @@ from testing import (
 IDS = random_ids(4, 12)
 every_mixer = pytest.mark.parametrize("mixer", MIXERS)
 # GKA's gradient is that of the solved system, so it is the same for all splits only where the solver has converged
-CONVERGED = {"gka": {"num_iterations": 80}}
+CONVERGED = {"gka": {"solver_phases": [80]}}
 
 
 def fit(model, steps=20, rate=1e-2):
@@ -123,9 +121,10 @@ def test_gradient_flows_through_a_carried_state(mixer):
     ],
 )
 def test_lora(family, targets, mixer, tmp_path):
-    """Adapters train, are saved and loaded, and merge into the weights; `None` takes the default targets."""
+    """Adapters train, are saved and loaded, and merge into the weights; None: `lora_target_modules`."""
     model = build(tiny_config(family, "odd", mixer))
     base = {name: p.clone() for name, p in model.named_parameters()}
+    targets = lora_target_modules(model) if targets is None else targets
     config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=True)
     adapted = get_peft_model(model, config).train()
     names = [name for name, p in adapted.named_parameters() if p.requires_grad]
@@ -148,21 +147,27 @@ def test_lora(family, targets, mixer, tmp_path):
     assert all("_proj" in name or "dense" in name or "_fc" in name or "query" in name for name in changed)
 
 
-LATE_PEFT = """
-    import sys
-    from testing import build, tiny_config
-    model = build(tiny_config("llama", "all"))
-    assert "peft" not in sys.modules
-    from peft import LoraConfig, get_peft_model
-    adapted = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
-    print(sorted({name.split(".")[-4] for name, p in adapted.named_parameters() if p.requires_grad}))
-"""
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_lora_target_modules(mixer):
+    """The mixer's projections, and those of attention that is kept; from a model or its configuration."""
+    own = set(MIXER_CLASSES[mixer].lora_targets)
+    hybrid, pure = (tiny_model("llama", layout, mixer) for layout in ("odd", "all"))
+    assert set(lora_target_modules(pure)) == own
+    assert set(lora_target_modules(hybrid)) == own | {"q_proj", "v_proj"}
+    assert lora_target_modules(hybrid.config) == lora_target_modules(hybrid)
+    for model in (tiny_model("llama", None), None):
+        with pytest.raises(ValueError, match="no memmix model"):
+            lora_target_modules(model)
 
 
-def test_lora_default_targets_when_peft_is_imported_last():
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(LATE_PEFT)], env=env, capture_output=True, text=True)
-    assert run.stdout.strip() == "['q_proj', 'v_proj']", run.stderr
+def test_lora_without_targets_is_refused_by_peft():
+    """Nothing of PEFT's is changed: with no targets it names what is missing, whatever was loaded before."""
+    before = dict(constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)
+    model = build(tiny_config("llama", "odd"))
+    model.config.to_dict()
+    with pytest.raises(ValueError, match="target_modules"):
+        get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
+    assert before == constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
 
 # ---- Trainer

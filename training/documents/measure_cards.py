@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.records import CHECKOUT, write_json
+from hf_memmix.mixers import MIXERS
 from hf_memmix.training.bundled import make_tiny_gka, pretrain_teacher
 from hf_memmix.training.documents.measurements import CARDS
 from hf_memmix.training.text_files import text_record
@@ -50,7 +51,8 @@ def measure_student(metrics: dict, folder: Path) -> None:
     (mixer,) = metrics["mixer_options"]
     untrained = convert_model(teacher, mixer, "none", seed=int(arguments["seed"]))
     options = json.loads(json.dumps(untrained.config.mixers))
-    if options != metrics["mixer_options"]:
+    # figures of older versions have older names
+    if options[mixer] != MIXERS[mixer].options_class.from_dict(metrics["mixer_options"][mixer]).to_dict():
         raise ValueError(f"{folder} was converted with {metrics['mixer_options']}, today's options are {options}")
     metrics["untrained"] = make_tiny_gka.measure(
         untrained, teacher, tokenizer, asset_path("dev.txt"), block_size, make_tiny_gka.DEV_TOKENS

@@ -5,15 +5,15 @@ with a decay per head and token, the recurrence of Mamba-2 (Dao and Gu, arXiv:24
 delta rule and TTT are variants of `LatticeMixer`.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from hf_memmix.mixers import GKAMixer, GKAOptions
-from hf_memmix.mixers.base import AttentionShape, MemoryMixer, MixerOptions, register_mixer
+from hf_memmix.mixers import GKAMixer, GKAOptions, MixerOptions, mixer_options
+from hf_memmix.mixers.base import AttentionShape, MemoryMixer, register_mixer
 from hf_memmix.mixers.layers import RMSNorm, ShortConvolution, init_layers, unit, wide
 from hf_memmix.padding import before_the_end
 from hf_memmix_kernels import chunk_gla
@@ -22,7 +22,7 @@ EPS = 1e-6
 GLA_GATE_BIAS = 1.2785  # silu of it is 1: measured by conversion/starts.py
 
 
-@dataclass
+@mixer_options
 class LinearOptions(MixerOptions):
     """`decay`: g_t = log sigmoid(W x + b) per head, b spread over half-lives of 2 to 512 tokens; g = 0 without it."""
 
@@ -87,7 +87,7 @@ class LinearMixer(MemoryMixer):
             init.copy_(self.f_proj.bias, keep.logit())
 
 
-@dataclass
+@mixer_options
 class GLAOptions(GKAOptions):
     """`GKAOptions` without the blend of solution and query: there is no solution."""
 

@@ -1,0 +1,106 @@
+"""Options of a mixer: a strict dataclass of huggingface_hub whose fields say which values they take, and why.
+
+    @mixer_options
+    class GKAOptions(MixerOptions):
+        ridge: float | int = between(0.02, 1e-7, 100, "the paper's is 0.02")
+
+Types and bounds hold on creation and on assignment; methods `validate_...` check several options together.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict, validated_field
+from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
+
+# bounds that several mixers share
+LARGEST_CHUNK = 8192  # a chunk's pairs of tokens are computed at once
+
+
+def mixer_options(cls: type) -> type:
+    """Class decorator: make a strict dataclass whose errors are a ValueError of one line that names the option."""
+    cls = strict(dataclasses.dataclass(cls))
+    strict_init, strict_setattr = cls.__init__, cls.__setattr__
+
+    def __init__(self, *args, **kwargs):
+        try:
+            strict_init(self, *args, **kwargs)
+        except StrictDataclassClassValidationError as error:
+            raise ValueError(str(error.__cause__)) from None
+
+    def __setattr__(self, name, value):
+        value = list(value) if isinstance(value, tuple) else value
+        try:
+            strict_setattr(self, name, value)
+        except StrictDataclassFieldValidationError as error:
+            reason = str(error.__cause__)
+            if isinstance(error.__cause__, TypeError):
+                kind = cls.__dataclass_fields__[name].type
+                reason = f"must be of type {kind.__name__ if isinstance(kind, type) else kind}"
+            raise ValueError(f"{name}={value!r} {reason}") from None
+
+    cls.__init__, cls.__setattr__ = __init__, __setattr__
+    return cls
+
+
+def between(default: Any, low: float, high: float, why: str = ""):
+    """A field whose value, where it is not None, is a number from `low` to `high`. `why` completes the error."""
+
+    def check(value):
+        if value is not None and not low <= value <= high:  # NaN is in no range
+            raise ValueError(f"must be {low:g} to {high:g}" + (f"; {why}" if why else ""))
+
+    return validated_field(check, default=default)
+
+
+def one_of(default: Any, allowed: tuple, why: str = ""):
+    """A field whose value is one of `allowed`."""
+
+    def check(value):
+        if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
+            raise ValueError(f"must be one of {allowed}" + (f"; {why}" if why else ""))
+
+    return validated_field(check, default=default)
+
+
+def checked(default_factory: Callable[[], Any], check: Callable[[Any], None]):
+    """A field with a check of its own and a default that is made anew each time; `check` raises ValueError."""
+    return validated_field(check, default_factory=default_factory)
+
+
+def norm_eps(default: float):
+    """The epsilon of an RMSNorm."""
+    return between(default, 1e-12, 0.1, "smaller ones vanish in float32, larger ones are no epsilon")
+
+
+def conv_size(default: int = 4):
+    """Taps of a short convolution."""
+    return between(default, 2, 16, "the papers have 4")
+
+
+@mixer_options
+class MixerOptions:
+    """Base of a mixer's options: plain JSON values. Subclasses are `@mixer_options` classes with more fields."""
+
+    # options that change how a state is read but not what it means: a saved state survives a change of these
+    inference_options: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def upgrade(cls, options: dict) -> dict:
+        """The same options under today's names; a mixer whose options were renamed overrides it."""
+        return options
+
+    @classmethod
+    def from_dict(cls, options: dict) -> "MixerOptions":
+        """Options from a config's dict. Raises ValueError naming unknown keys and the known ones."""
+        if not isinstance(options, dict):
+            raise ValueError(f"options are {options!r}; give a dictionary of option names and values")
+        options = cls.upgrade(dict(options))
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := sorted(set(options) - set(known), key=str):
+            raise ValueError(f"unknown options {unknown}; known: {known}")
+        return cls(**options)
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)

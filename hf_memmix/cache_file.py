@@ -97,7 +97,10 @@ def _describe(layer) -> tuple[dict[str, Tensor], dict]:
     """The tensors of a cache layer, and what rebuilds it around them."""
     if isinstance(layer, RecurrentLayer):
         states = layer.states if layer.is_initialized else {}
-        return states, {"kind": "recurrent", "static": layer.static, "seen": int(layer.seen)}
+        description = {"kind": "recurrent", "static": layer.static, "seen": int(layer.seen)}
+        if states and layer.hidden is not None:
+            description["hidden"] = layer.hidden.tolist()
+        return states, description
     if not isinstance(layer, (DynamicLayer, StaticLayer)):
         raise ValueError(f"a cache with a {type(layer).__name__} cannot be saved; use a dynamic or static cache")
     if not layer.is_initialized:
@@ -189,6 +192,8 @@ def _restore(layer, named: dict[str, Tensor], description: dict):
         return
     if isinstance(layer, RecurrentLayer):
         layer.allocate(named)
+        if "hidden" in description:
+            layer.hide(torch.tensor(description["hidden"], device=layer.device))
         layer.advance(description["seen"])
         return
     keys, values = named["keys"], named["values"]

@@ -270,7 +270,7 @@ class MemoryMixer(nn.Module):
                 lengths = None if rows is None else rows.lengths_after(count)
                 return self.scan({k: v[:, :count] for k, v in tokens.items()}, before, lengths=lengths)[1]
 
-            layer.put(new, length, replay)
+            layer.put(new, length, replay, None if rows is None else rows.mask)
         out = self.readout(y, x)
         return (out if rows is None else rows.restore(out)), None
 

@@ -213,6 +213,17 @@ def static_length_of(cache: Cache | None) -> int | None:
     return getattr(cache, "static_length", None)
 
 
+def cast_cache(cache: Cache, dtype: torch.dtype, state_dtypes: dict[int, dict[str, torch.dtype]]):
+    """Cast keys and values to `dtype` and the states of memory layer i to `state_dtypes[i]`, by name."""
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, RecurrentLayer):
+            layer.cast(state_dtypes[i])
+        elif layer.is_initialized:
+            layer.dtype, layer.keys, layer.values = dtype, layer.keys.to(dtype), layer.values.to(dtype)
+            if isinstance(layer, StaticLayer):
+                fix_addresses(layer.keys, layer.values)
+
+
 def replace_layers(layers: list, config, static: bool):
     """Put an empty `RecurrentLayer` at every memory layer of a list of cache layers, in place."""
     kinds = config.mixer_types

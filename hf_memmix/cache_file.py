@@ -88,6 +88,7 @@ def save_cache(cache, directory: str | os.PathLike) -> Path:
         "fingerprint": json.dumps(fingerprint(cache.config)),
         "layers": json.dumps(layers),
         "static_length": json.dumps(cache.static_length),
+        "dtype": str(getattr(cache, "memmix_dtype", None)).removeprefix("torch."),
     }
     header["checksum"] = _checksum(tensors, header)
     return _write_atomically(Path(directory), tensors, header)
@@ -169,6 +170,8 @@ def load_cache(cls, directory: str | os.PathLike, config=None, device=None):
             except ValueError as error:
                 raise ValueError(f"{path}: layer {i}: {error}") from error
         _restore(layer, named, description)
+    # files of older versions do not say it
+    cache.memmix_dtype = getattr(torch, header.get("dtype", "None"), None)
     return cache
 
 

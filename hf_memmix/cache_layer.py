@@ -203,6 +203,15 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor):
         self._change_rows(lambda rows: rows[indices.to(rows.device)])
 
+    # ---- for a model of another dtype
+
+    def cast(self, dtypes: dict[str, torch.dtype]):
+        """Cast the states by name; what was recorded is forgotten."""
+        self.states = {name: state.to(dtypes[name]) for name, state in self.states.items()}
+        self._past = []
+        if self.static:
+            fix_addresses(*self.states.values())
+
     # ---- for the library: time
 
     def reset(self):

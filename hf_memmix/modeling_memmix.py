@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .cache import RecurrentStateCache, adopt_cache, check_hidden, check_rows, static_length_of
+from .cache import RecurrentStateCache, adopt_cache, cast_cache, check_hidden, check_rows, static_length_of
 from .configuration_memmix import MemMixConfig, config_class_for
 from .finished_rows import FinishedRows, feeds_pads
 from .mixers import ATTENTION, FeedForward, MemoryMixer
@@ -137,8 +137,8 @@ class MemMixModel(_MemMixPreTrained):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         batch, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
-        if length == 0:
-            raise ValueError("the input holds no token; a forward needs at least one")
+        if batch * length == 0:
+            raise ValueError(f"the input holds no token: {batch} rows of {length}; a forward needs at least one")
         given = past_key_values
         checkpoints = self.training and getattr(self, "gradient_checkpointing", False)
         if given is not None and checkpoints:
@@ -174,6 +174,8 @@ class MemMixModel(_MemMixPreTrained):
         use_cache = (self.config.use_cache if use_cache is None else use_cache) and not checkpoints
         if use_cache and past_key_values is None:
             past_key_values = RecurrentStateCache(self.config)
+        if past_key_values is not None:
+            self._take_over_dtype(past_key_values)
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -183,6 +185,17 @@ class MemMixModel(_MemMixPreTrained):
             use_cache=use_cache,
             **kwargs,
         )
+
+    def _take_over_dtype(self, cache):
+        """Cast what a model of another dtype has left in a cache to what this one would have left."""
+        before = getattr(cache, "memmix_dtype", None)
+        if before == self.dtype:
+            return
+        cache.memmix_dtype = self.dtype
+        if before is not None:
+            shapes = {i: mixer.state_shapes(1, self.dtype) for i, mixer in memory_mixers(self).items()}
+            dtypes = {i: {name: dtype for name, (_, dtype) in named.items()} for i, named in shapes.items()}
+            cast_cache(cache, self.dtype, dtypes)
 
 
 class _WithHead(_MemMixPreTrained):

@@ -7,7 +7,7 @@ from transformers.cache_utils import StaticLayer
 
 from hf_memmix import RecurrentStateCache
 from house.checks import assert_same_generation, greedy, left_padded, uncached_greedy
-from testing import assert_same, assert_same_tokens, base_model, random_ids, tiny_model, word_tokenizer
+from testing import MIXERS, assert_same, assert_same_tokens, base_model, random_ids, tiny_model, word_tokenizer
 
 LAYOUTS = ("first", "all")
 
@@ -92,6 +92,26 @@ def test_own_4d_mask(model):
     out = model(ids, attention_mask=mask_4d, memmix_mask=mask, position_ids=positions, use_cache=False).logits
     for i, row in enumerate(rows):
         assert_same(out[i, mask[i].bool()], model(row, use_cache=False).logits[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_prompt_tuning_of_a_padded_batch(mixer, layout):
+    """PEFT puts tokens in front of the prompt after its inputs have been prepared, pads and all."""
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(tiny_model("llama", layout, mixer, fresh=True), config).double().eval()
+    ids, mask = left_padded([random_ids(1, 7), random_ids(1, 4)])
+    out = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True, output_logits=True
+    )
+    shown = torch.cat([mask, torch.ones(2, 5, dtype=torch.long)], 1)
+    full = model(input_ids=out.sequences, attention_mask=shown, use_cache=False).logits[:, -6:-1]
+    assert_same(torch.stack(out.logits, 1).double(), full, tolerance=1e-6)
+    swapped = torch.cat([ids[:, :3].flip(1) + 1, ids[:, 3:]], 1)  # what stands at the pads is of no account
+    again = model.generate(input_ids=swapped, attention_mask=mask, max_new_tokens=5)
+    assert_same_tokens(again[1, 7:], out.sequences[1, 7:])
 
 
 # ---- caches and modes

@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 from hf_memmix import RecurrentStateCache
 from house.checks import assert_same_generation, greedy, uncached_greedy
-from testing import MIXERS, assert_same, mixers_of, random_ids, tiny_model
+from testing import MIXERS, assert_same, mixers_of, random_ids, tiny_config, tiny_model
 
 FAMILIES = ("llama", "gemma3_text", "gpt_neox")
 
@@ -226,6 +226,43 @@ def test_crop_refuses_more_than_was_recorded():
     assert int(cache.get_seq_length()) == 6
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_crop_to_nothing(mixer, layout):
+    """A cache that gave back all its tokens is as a fresh one, to a single token too."""
+    model, ids = tiny_model("llama", layout, mixer), random_ids(2, 5)
+    cache = RecurrentStateCache(model.config)
+    cache.activate_past_recording()
+    model(ids, past_key_values=cache, use_cache=True)
+    cache.crop(-5)
+    assert int(cache.get_seq_length()) == 0
+    assert all(layer.get() is None for layer in cache.layers if hasattr(layer, "states"))
+    for n in (1, 3):
+        tokens = random_ids(2, n, seed=n)
+        fork = copy.deepcopy(cache)
+        assert_same(model(tokens, past_key_values=fork).logits, model(tokens, use_cache=False).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forget", ("stop_past_recording", "reset"))
+def test_crop_reaches_nothing_that_was_forgotten(forget):
+    """Neither what was recorded before the recording stopped, nor what came before a reset."""
+    model, ids = tiny_model("llama", "all"), random_ids(1, 6)
+    cache = RecurrentStateCache(model.config)
+    cache.activate_past_recording()
+    model(ids, past_key_values=cache)
+    getattr(cache, forget)()
+    with pytest.raises(ValueError, match="only the last 0 tokens"):
+        cache.crop(-1)
+    if forget == "reset":
+        model(ids[:, :2], past_key_values=cache)
+        with pytest.raises(ValueError, match="only the last 2 tokens"):
+            cache.crop(-3)
+        cache.crop(-1)
+        continues(model, cache, ids[:, :1], ids[:, 1:3])
+
+
 def test_crop_of_padded_rows():
     """Rollback inside a padded forward counts the tokens that were fed, pads included."""
     model = tiny_model("llama", "all")
@@ -358,6 +395,16 @@ def test_saved_cache_of_another_model(other, what, tmp_path):
         RecurrentStateCache.from_pretrained(tmp_path, config=tiny_model(*other).config)
     with pytest.raises(ValueError, match="another model"):
         tiny_model(*other)(random_ids(1, 3), past_key_values=RecurrentStateCache.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_saved_cache_of_a_model_with_another_rotation(mixer, layout, tmp_path):
+    read(tiny_model("llama", layout, mixer), random_ids(1, 7)).save_pretrained(tmp_path)
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    other = tiny_config("llama", layout, mixer, rope_parameters=rope)
+    with pytest.raises(ValueError, match="another model: rope_parameters"):
+        RecurrentStateCache.from_pretrained(tmp_path, config=other)
 
 
 def test_live_cache_of_another_model():

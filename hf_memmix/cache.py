@@ -11,9 +11,12 @@ import copy
 import os
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+from transformers.utils import is_torchdynamo_compiling
 
-from .cache_layer import RecurrentLayer, fix_addresses
+from .cache_layer import RecurrentLayer, count_hidden, fix_addresses
 from .mixers import ATTENTION
 
 
@@ -176,13 +179,49 @@ def check_rows(cache: Cache | None, batch: int):
         )
 
 
+def check_hidden(cache: Cache | None, attention_mask: Tensor | None):
+    """Raise ValueError if a mask hides other tokens of the cache than those that were pads when they came.
+
+    `attention_mask` [B, tokens], the cached ones first; None hides nothing. Not decided inside a compiled graph.
+    """
+    layers = [] if cache is None else cache.layers
+    layer = next((layer for layer in layers if isinstance(layer, RecurrentLayer)), None)
+    if layer is None or not layer.is_initialized or is_torchdynamo_compiling():
+        return
+    if attention_mask is None and layer.hidden is None:
+        return
+    seen = int(layer.seen)
+    if attention_mask is None:
+        attention_mask = torch.ones(layer.batch_size, seen)
+    shown = count_hidden(attention_mask[:, :seen], 0)
+    known = torch.zeros_like(shown) if layer.hidden is None else layer.hidden.to(shown.device)
+    if torch.equal(shown, known):
+        return
+    row = int((shown != known).any(1).nonzero()[0])
+    counts = f"{int(shown[row, 0])} of the {seen} tokens in the cache, {int(known[row, 0])} of which were pads"
+    raise ValueError(
+        f"attention_mask hides in row {row} {counts} when they came: a memory can neither forget a token nor take in"
+        " a pad. Hide the pads alone, also those that generate() fed after a row's last token, or start from an empty"
+        " cache"
+    )
+
+
 def static_length_of(cache: Cache | None) -> int | None:
     """The number of tokens a static cache was made for, None for a dynamic one."""
-    if isinstance(cache, RecurrentStateCache):
-        return cache.static_length
-    if isinstance(cache, StaticCache):
+    if isinstance(cache, StaticCache) and not hasattr(cache, "static_length"):
         return max(layer.max_cache_len for layer in cache.layers)
-    return None
+    return getattr(cache, "static_length", None)
+
+
+def cast_cache(cache: Cache, dtype: torch.dtype, state_dtypes: dict[int, dict[str, torch.dtype]]):
+    """Cast keys and values to `dtype` and the states of memory layer i to `state_dtypes[i]`, by name."""
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, RecurrentLayer):
+            layer.cast(state_dtypes[i])
+        elif layer.is_initialized:
+            layer.dtype, layer.keys, layer.values = dtype, layer.keys.to(dtype), layer.values.to(dtype)
+            if isinstance(layer, StaticLayer):
+                fix_addresses(layer.keys, layer.values)
 
 
 def replace_layers(layers: list, config, static: bool):
@@ -232,6 +271,7 @@ def adopt_cache(cache: Cache | None, config) -> Cache | None:
     kinds = config.mixer_types
     recurrent = [isinstance(layer, RecurrentLayer) for layer in cache.layers]
     if any(kind != ATTENTION and not done for kind, done in zip(kinds, recurrent, strict=False)):
+        cache.static_length = static_length_of(cache)  # the layers that know it may all be replaced
         replace_layers(cache.layers, config, static=isinstance(cache, StaticCache))
     elif any(kind == ATTENTION and done for kind, done in zip(kinds, recurrent, strict=False)):
         raise ValueError("this cache holds recurrent states at an attention layer: it is of another model")

@@ -88,6 +88,7 @@ def save_cache(cache, directory: str | os.PathLike) -> Path:
         "fingerprint": json.dumps(fingerprint(cache.config)),
         "layers": json.dumps(layers),
         "static_length": json.dumps(cache.static_length),
+        "dtype": str(getattr(cache, "memmix_dtype", None)).removeprefix("torch."),
     }
     header["checksum"] = _checksum(tensors, header)
     return _write_atomically(Path(directory), tensors, header)
@@ -97,7 +98,10 @@ def _describe(layer) -> tuple[dict[str, Tensor], dict]:
     """The tensors of a cache layer, and what rebuilds it around them."""
     if isinstance(layer, RecurrentLayer):
         states = layer.states if layer.is_initialized else {}
-        return states, {"kind": "recurrent", "static": layer.static, "seen": int(layer.seen)}
+        description = {"kind": "recurrent", "static": layer.static, "seen": int(layer.seen)}
+        if states and layer.hidden is not None:
+            description["hidden"] = layer.hidden.tolist()
+        return states, description
     if not isinstance(layer, (DynamicLayer, StaticLayer)):
         raise ValueError(f"a cache with a {type(layer).__name__} cannot be saved; use a dynamic or static cache")
     if not layer.is_initialized:
@@ -166,6 +170,8 @@ def load_cache(cls, directory: str | os.PathLike, config=None, device=None):
             except ValueError as error:
                 raise ValueError(f"{path}: layer {i}: {error}") from error
         _restore(layer, named, description)
+    # files of older versions do not say it
+    cache.memmix_dtype = getattr(torch, header.get("dtype", "None"), None)
     return cache
 
 
@@ -189,6 +195,8 @@ def _restore(layer, named: dict[str, Tensor], description: dict):
         return
     if isinstance(layer, RecurrentLayer):
         layer.allocate(named)
+        if "hidden" in description:
+            layer.hide(torch.tensor(description["hidden"], device=layer.device))
         layer.advance(description["seen"])
         return
     keys, values = named["keys"], named["values"]

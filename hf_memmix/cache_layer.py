@@ -6,6 +6,7 @@ exact: whole forwards are popped, and of the last one the accepted prefix is rep
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,36 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from transformers.utils import is_torchdynamo_compiling
 
 States = dict[str, Tensor]
+Replay = Callable[[States | None, int], States]
+
+
+class Recorded(NamedTuple):
+    """A forward that `crop` can take back: what the layer held before it, and how to replay a prefix of it."""
+
+    states: States | None
+    hidden: Tensor | None
+    tokens: int
+    mask: Tensor | None
+    replay: Replay
+
+
+class RowsOfStates(NamedTuple):
+    """A copy of the states of some rows after `seen` tokens."""
+
+    rows: list[int]
+    states: States
+    seen: int
+
+
+def count_hidden(mask: Tensor, start) -> Tensor:
+    """[B, 2]: how many columns a mask [B, T] hides, and the sum of the squares of their places.
+
+    Masks with equal numbers hide the same tokens, but for coincidences; the numbers of consecutive masks add up.
+    `start`: the tokens before the first column, an integer or a tensor.
+    """
+    hidden = mask == 0
+    place = start + torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return torch.stack([hidden.sum(1), (hidden * place.square()).sum(1)], 1)
 
 
 class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
@@ -40,7 +71,9 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.mask_length = mask_length
         self.states: States = {}
         self.seen = torch.zeros((), dtype=torch.long) if static else 0
-        self._past: list[tuple[States | None, int, Callable[[States | None, int], States]]] = []
+        # which of the tokens seen are in no state, as `count_hidden` has it; None: all of them are in the states
+        self.hidden: Tensor | None = None
+        self._past: list[Recorded] = []
 
     def __repr__(self):
         shapes = {name: tuple(state.shape) for name, state in self.states.items()}
@@ -60,14 +93,14 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self._map(Tensor.clone)
         return self.states
 
-    def put(self, new: States, tokens: int, replay: Callable[[States | None, int], States]):
-        """Store the states after `tokens` more tokens.
+    def put(self, new: States, tokens: int, replay: Replay, mask: Tensor | None = None):
+        """Store the states after `tokens` more tokens, of which `mask` [B, tokens] hides the pads.
 
         `replay(before, m)` must return the states after the first m of these tokens, 1 <= m < tokens, given the
         states before them; it is kept only while the past is recorded.
         """
         if self.record_past:
-            self._past.append((self.states or None, tokens, replay))
+            self._past.append(Recorded(self.states or None, self.hidden, tokens, mask, replay))
         if not self.static:
             self.states = dict(new)
         else:
@@ -75,6 +108,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
                 self.allocate({name: torch.zeros_like(state) for name, state in new.items()})
             for name, state in self.states.items():
                 state.copy_(new[name])
+        if mask is not None:
+            self.hide(count_hidden(mask, self.seen))
         self.advance(tokens)
 
     def advance(self, tokens: int):
@@ -92,7 +127,33 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.device = next(iter(states.values())).device
         if self.static:
             self.seen = self.seen.to(self.device)
-            fix_addresses(*states.values(), self.seen)
+            self.hidden = torch.zeros(self.batch_size, 2, dtype=torch.long, device=self.device)
+            fix_addresses(*states.values(), self.seen, self.hidden)
+
+    def hide(self, counts: Tensor):
+        """Add the `count_hidden` [B, 2] of more tokens."""
+        if self.static:
+            self.hidden.add_(counts.to(self.hidden.device))
+        else:  # a new tensor: the old one may be recorded
+            self.hidden = counts if self.hidden is None else self.hidden + counts.to(self.hidden.device)
+
+    # ---- for generate(), whose finished rows go through the model as pads
+
+    def copy_rows(self, rows: list[int]) -> RowsOfStates:
+        """The states of some rows as they are now."""
+        return RowsOfStates(rows, {name: state[rows] for name, state in self.states.items()}, int(self.seen))
+
+    def restore_rows(self, kept: RowsOfStates):
+        """Put copied rows back in place: of the tokens since then they hold none. Other rows stay as they are."""
+        since = int(self.seen) - kept.seen
+        if since <= 0:
+            return
+        for name, state in self.states.items():
+            state[kept.rows] = kept.states[name]
+        mask = torch.ones(self.batch_size, since, dtype=torch.bool, device=next(iter(self.states.values())).device)
+        mask[kept.rows] = False
+        self.hide(count_hidden(mask, kept.seen))
+        self._past = []  # it would roll back to the rows as they were
 
     # ---- for the library: size and masks
 
@@ -134,22 +195,33 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     # ---- for the library: rows
 
     def reorder_cache(self, beam_idx: Tensor):
-        self._map(lambda state: state.index_select(0, beam_idx.to(state.device)))
+        self._change_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
 
     def batch_repeat_interleave(self, repeats: int):
-        self._map(lambda state: state.repeat_interleave(repeats, 0))
+        self._change_rows(lambda rows: rows.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor):
-        self._map(lambda state: state[indices.to(state.device)])
+        self._change_rows(lambda rows: rows[indices.to(rows.device)])
+
+    # ---- for a model of another dtype
+
+    def cast(self, dtypes: dict[str, torch.dtype]):
+        """Cast the states by name; what was recorded is forgotten."""
+        self.states = {name: state.to(dtypes[name]) for name, state in self.states.items()}
+        self._past = []
+        if self.static:
+            fix_addresses(*self.states.values())
 
     # ---- for the library: time
 
     def reset(self):
         """Forget all tokens; in a static cache the addresses of the states stay."""
-        if self.static:
-            self.seen.zero_()
+        if not self.static:
+            self.states, self.seen, self.hidden = {}, 0, None
         else:
-            self.states, self.seen = {}, 0
+            self.seen.zero_()
+            if self.hidden is not None:
+                self.hidden.zero_()
         self.is_initialized = self.has_previous_state[0] = False
         self._past = []
 
@@ -167,7 +239,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     @property
     def recorded(self) -> int:
         """Number of last tokens that `crop` can take back."""
-        return sum(tokens for _, tokens, _ in self._past)
+        return sum(forward.tokens for forward in self._past)
 
     def check_crop(self, tokens: int):
         """Raise ValueError if `crop(tokens)` would."""
@@ -186,12 +258,15 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         remaining = -tokens
         self.seen -= remaining
         while remaining:
-            before, count, replay = self._past.pop()
-            if remaining >= count:
-                self.states, remaining = before or {}, remaining - count
-            else:
+            forward = self._past.pop()
+            self.states, self.hidden = dict(forward.states or {}), forward.hidden
+            kept = max(forward.tokens - remaining, 0)
+            remaining -= forward.tokens - kept
+            if kept:
                 with torch.no_grad():
-                    self.states, remaining = dict(replay(before, count - remaining)), 0
+                    self.states = dict(forward.replay(forward.states, kept))
+                if forward.mask is not None:
+                    self.hide(count_hidden(forward.mask[:, :kept], self.seen - kept))
         self.is_initialized = self.has_previous_state[0] = bool(self.states)
         self._past = []
 
@@ -234,6 +309,13 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.states = {name: change(state) for name, state in self.states.items()}
         if self.static:
             fix_addresses(*self.states.values())
+
+    def _change_rows(self, change: Callable[[Tensor], Tensor]):
+        self._map(change)
+        if self.hidden is not None:
+            self.hidden = change(self.hidden)
+            if self.static:
+                fix_addresses(self.hidden)
 
     def _left_inference_mode(self) -> bool:
         """States made under inference_mode may not be changed in place outside it."""

@@ -23,8 +23,9 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .cache import RecurrentStateCache, adopt_cache, check_rows, static_length_of
+from .cache import RecurrentStateCache, adopt_cache, cast_cache, check_hidden, check_rows, static_length_of
 from .configuration_memmix import MemMixConfig, config_class_for
+from .finished_rows import FinishedRows, feeds_pads
 from .mixers import ATTENTION, FeedForward, MemoryMixer
 from .padding import PaddedRows, check_finite, check_new_mask, packing_of, padding_of, positions_in
 from .swap import (
@@ -161,9 +162,16 @@ class MemMixModel(_MemMixPreTrained):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         batch, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
-        if length == 0:
-            raise ValueError("the input holds no token; a forward needs at least one")
+        if batch * length == 0:
+            raise ValueError(f"the input holds no token: {batch} rows of {length}; a forward needs at least one")
         given = past_key_values
+        checkpoints = self.training and getattr(self, "gradient_checkpointing", False)
+        if given is not None and checkpoints:
+            raise ValueError(
+                "gradient checkpointing in train mode runs the layers without their cache, which would neither be"
+                " read nor filled: call model.eval() or model.gradient_checkpointing_disable(), or leave"
+                " past_key_values out"
+            )
         adopt_cache(given, self.config)
         check_rows(given, batch)
 
@@ -171,7 +179,10 @@ class MemMixModel(_MemMixPreTrained):
             mask = check_new_mask(kwargs.pop("memmix_mask"), batch, length)
         else:
             seen = 0 if given is None else given.get_seq_length()
-            mask = padding_of(attention_mask, batch, length, seen, static_length_of(given))
+            mask = padding_of(attention_mask, batch, length, seen, static_length_of(given) is not None)
+            # without a mask the memories still know their pads; attention would see them
+            if attention_mask is not None or ATTENTION in self.config.mixer_types:
+                check_hidden(given, attention_mask)
         resetting = position_ids if given is None and mask is None else None
         boundaries = packing_of(kwargs.get("cu_seq_lens_q"), kwargs.pop("seq_idx", None), resetting, batch, length)
         if boundaries is not None:
@@ -185,11 +196,11 @@ class MemMixModel(_MemMixPreTrained):
         rows = None if mask is None else PaddedRows.of(mask)
         kwargs |= {"memmix_rows": rows, "memmix_cu_seqlens": boundaries}
 
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        if self.training and getattr(self, "gradient_checkpointing", False):
-            use_cache = False
+        use_cache = (self.config.use_cache if use_cache is None else use_cache) and not checkpoints
         if use_cache and past_key_values is None:
             past_key_values = RecurrentStateCache(self.config)
+        if past_key_values is not None:
+            self._take_over_dtype(past_key_values)
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -199,6 +210,17 @@ class MemMixModel(_MemMixPreTrained):
             use_cache=use_cache,
             **kwargs,
         )
+
+    def _take_over_dtype(self, cache):
+        """Cast what a model of another dtype has left in a cache to what this one would have left."""
+        before = getattr(cache, "memmix_dtype", None)
+        if before == self.dtype:
+            return
+        cache.memmix_dtype = self.dtype
+        if before is not None:
+            shapes = {i: mixer.state_shapes(1, self.dtype) for i, mixer in memory_mixers(self).items()}
+            dtypes = {i: {name: dtype for name, (_, dtype) in named.items()} for i, named in shapes.items()}
+            cast_cache(cache, self.dtype, dtypes)
 
 
 class _WithHead(_MemMixPreTrained):
@@ -252,6 +274,17 @@ class MemMixForCausalLM(_WithHead):
         for i, mixer in memory_mixers(self).items():
             cache.layers[i].allocate(mixer.allocate_states(batch, execution_device(mixer), self.dtype))
 
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        cache = kwargs.get("past_key_values")
+        outlives = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+        if cache is None or not outlives or len(input_ids) == 1 or not feeds_pads(stopping_criteria):
+            return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+        rows = FinishedRows(stopping_criteria, cache)
+        try:
+            return super()._sample(input_ids, logits_processor, rows, generation_config, **kwargs)
+        finally:
+            rows.put_back()
+
     def _assisted_decoding(self, *args, **kwargs):
         cache = kwargs.get("past_key_values")
         if cache is not None and (seen := int(cache.get_seq_length())):
@@ -271,17 +304,20 @@ class MemMixForCausalLM(_WithHead):
         inputs = super().prepare_inputs_for_generation(
             input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
         )
-        # a compileable cache has turned the 2D mask into a 4D one or a dict: the mixers need the padding itself
-        tokens = inputs.get("input_ids")
+        tokens, cache = inputs.get("input_ids"), inputs.get("past_key_values")
         batch, length = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[:2]
-        mask = None
-        # a single new token is real, unless it is a chunk of the prompt
-        may_pad = length > 1 or kwargs.get("is_first_iteration")
-        if may_pad and attention_mask is not None and attention_mask.ndim == 2:
-            cache = inputs.get("past_key_values")
-            seen = 0 if cache is None else cache.get_seq_length()
-            mask = padding_of(attention_mask, batch, length, seen, static_length_of(cache))
-        inputs["memmix_mask"] = None if mask is None else mask.contiguous()
+        compileable = cache is not None and cache.is_compileable
+        if length == 1 and not kwargs.get("is_first_iteration"):
+            inputs["memmix_mask"] = None  # a new token is real
+            return inputs
+        if compileable or attention_mask is None:
+            check_hidden(cache, attention_mask)
+        if compileable:
+            # the 2D mask has become a 4D one or a dict: the mixers need the padding itself. Of any other cache forward
+            # reads the mask in hand, which may have grown by then (PEFT's prompt tuning puts tokens in front)
+            seen, static = cache.get_seq_length(), static_length_of(cache) is not None
+            mask = padding_of(attention_mask, batch, length, seen, static)
+            inputs["memmix_mask"] = None if mask is None else mask.contiguous()
         return inputs
 
     def generate_batch(self, *args, **kwargs):

@@ -50,14 +50,14 @@ def before_the_end(lengths: Tensor, length: int) -> Tensor:
     return torch.arange(length, device=lengths.device) < lengths[:, None]
 
 
-def padding_of(attention_mask, batch: int, length: int, seen, max_length: int | None) -> Tensor | None:
+def padding_of(attention_mask, batch: int, length: int, seen, static: bool) -> Tensor | None:
     """The padding mask [B, T] of this forward's tokens, or None if there is no padding.
 
     Args:
         attention_mask: None or a 2D mask of all tokens so far, the cached ones first.
         batch, length: B and T.
         seen: tokens in the cache; a tensor in a static one.
-        max_length: length of a static cache, whose users may pass a mask of that width.
+        static: whether the cache is a static one, whose users may pass a wider mask: its columns are the cache's.
 
     Raises:
         ValueError: the mask has another shape, or is additive.
@@ -74,19 +74,19 @@ def padding_of(attention_mask, batch: int, length: int, seen, max_length: int | 
             " attention_mask, or as memmix_mask beside a mask of your own"
         )
     width = attention_mask.shape[1]
-    known = isinstance(seen, int)
-    fits = width == seen + length if known else width >= length
-    if attention_mask.shape[0] != batch or not fits:
-        expected = f"[{batch}, {seen + length}]" if known else f"[{batch}, at least {length}]"
+    # in a compiled graph the count of a static cache is no number: a mask that ends too early is an index out of range
+    known = isinstance(seen, int) or not is_torchdynamo_compiling()
+    end = int(seen) + length if known else length
+    if attention_mask.shape[0] != batch or (width < end if static else width != end):
         raise ValueError(
-            f"padding mask of shape {list(attention_mask.shape)}, expected {expected}: one entry for each cached and"
-            " each new token"
+            f"padding mask of shape {list(attention_mask.shape)}, expected [{batch}, {'at least ' * static}{end}]: one"
+            " entry for each cached and each new token"
         )
-    if not known and width == max_length:
+    if known:
+        mask = attention_mask[:, end - length : end]
+    else:
         columns = seen.to(attention_mask.device) + torch.arange(length, device=attention_mask.device)
         mask = attention_mask.index_select(1, columns)
-    else:
-        mask = attention_mask[:, width - length :]
     return none_if_full(mask)
 
 

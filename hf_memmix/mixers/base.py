@@ -240,7 +240,7 @@ class MemoryMixer(nn.Module):
                 lengths = None if rows is None else rows.lengths_after(count)
                 return self(memmix_replay=({k: v[:, :count] for k, v in tokens.items()}, before, lengths))[1]
 
-            layer.put(new, length, replay)
+            layer.put(new, length, replay, None if rows is None else rows.mask)
         out = self.readout(y, x)
         return (out if rows is None else rows.restore(out)), None
 

@@ -7,6 +7,7 @@ Each takes a model and raises AssertionError if the property fails. `test_famili
 import contextlib
 import copy
 
+import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
@@ -236,6 +237,20 @@ def check_gradient_checkpointing(model):
         assert_same(checkpointed[name], grad, name)
 
 
+def check_checkpointing_refuses_a_cache(model):
+    """Checkpointed layers run without their cache: one that is given, filled or not, is refused and left as it was."""
+    ids = random_ids(2, 9)
+    filled = model.eval()(ids[:, :5], use_cache=True).past_key_values
+    for cache, seen in ((filled, 5), (hf_memmix.RecurrentStateCache(model.config), 0), (DynamicCache(), 0)):
+        model.train().gradient_checkpointing_enable()
+        with pytest.raises(ValueError, match=r"gradient checkpointing.*past_key_values"):
+            model(ids[:, 5:], past_key_values=cache)
+        assert int(cache.get_seq_length()) == seen
+    model.gradient_checkpointing_disable()
+    out = model(ids[:, 5:], past_key_values=filled).logits
+    assert_same(out, model.eval()(ids, use_cache=False).logits[:, 5:], "train mode without checkpointing")
+
+
 # ---- generation
 
 
@@ -296,6 +311,83 @@ def check_multi_turn(model):
         second = uncached_greedy(model, turn) if second is None else second
         out = greedy(model, turn, past_key_values=first.past_key_values)
         assert_same_generation(out, second, f"second turn, cache: {kind}")
+
+
+@torch.no_grad()
+def check_wide_masks(model):
+    """The mask beside a static cache may end anywhere between the last new token and the end of the cache."""
+    ids, mask = random_ids(2, 11), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :4] = mask[1, 9] = 0
+    expected = model(ids, attention_mask=mask[:, :11], position_ids=positions_of(mask)[:, :11], use_cache=False).logits
+    for make in (StaticCache, hf_memmix.RecurrentStateCache):
+        for spare in (0, 2, 9):
+            cache = make(config=model.config, max_cache_len=20)
+            for start, end in ((0, 8), (8, 11)):
+                here = mask[:, : end + spare]
+                positions = positions_of(mask)[:, start:end]
+                out = model(ids[:, start:end], attention_mask=here, position_ids=positions, past_key_values=cache)
+                valid = mask[:, start:end].bool()
+                what = f"{make.__name__}, mask of {end + spare}, tokens {start} to {end}"
+                assert_same(out.logits[valid], expected[:, start:end][valid], what)
+        with pytest.raises(ValueError, match=r"\[2, 12\], expected \[2, at least 13\]"):
+            model(ids[:, :2], attention_mask=mask[:, :12], past_key_values=cache)
+
+
+def assert_follows(model, out, ids, mask, lengths, what):
+    """The first `lengths` [B] tokens that generate() gave the rows of `ids` are those of full forwards of the rows.
+
+    `mask` covers `ids` and the new tokens. Each row is run alone; with sliding windows, whose width counts pads in the
+    middle of a row, the rows are run together.
+    """
+    new = len(out.logits)
+    logits = torch.stack(out.logits, 1)
+    assert_same_tokens(out.sequences[:, :-new], ids, what)
+    together = slides(model)
+    if together:
+        full = model(out.sequences, attention_mask=mask, position_ids=positions_of(mask), use_cache=False).logits
+    for i, length in enumerate(lengths):
+        last = ids.shape[1] + length  # one past the row's last new token
+        valid = mask[i, :last].bool()
+        if not together:
+            alone = model(out.sequences[i : i + 1, :last][:, valid], use_cache=False).logits[0]
+        row = full[i, :last][valid] if together else alone
+        expected = row[-length - 1 : -1]
+        tolerance = max(TOLERANCES[expected.dtype], 1e-6)
+        assert_same(logits[i, :length].to(expected.dtype), expected, f"{what}, row {i}", tolerance)
+        assert_same_tokens(out.sequences[i, last - length : last], expected.argmax(-1), f"{what}, row {i}")
+
+
+def an_end_token(rows):
+    """A token [V] that ends some rows of generated tokens [B, T] long before others, and the rows' lengths with it."""
+    for token in rows.unique().tolist():
+        lengths = [(row + [token]).index(token) + 1 for row in rows.tolist()]
+        lengths = [min(length, rows.shape[1]) for length in lengths]
+        if max(lengths) - min(lengths) > 2:
+            return token, lengths
+    raise AssertionError(f"no token ends these rows apart: {rows.tolist()}")
+
+
+@torch.no_grad()
+def check_finished_rows(model):
+    """Rows that end early leave their states as they were; the next turn, its pads masked, equals each row alone."""
+    ids, mask = left_padded([random_ids(1, n, seed=n) for n in (9, 5, 7)])
+    end, lengths = an_end_token(greedy(model, ids, 9, attention_mask=mask).sequences[:, 9:])
+    real = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    caches = {"dynamic": None, "static": hf_memmix.RecurrentStateCache(model.config, max_cache_len=40)}
+    for kind, cache in caches.items():
+        out = greedy(model, ids, 9, attention_mask=mask, eos_token_id=end, past_key_values=cache)
+        assert not out.sequences[:, 9:][real == 0].any(), "a finished row is not followed by pads"
+        seen, cache = torch.cat([mask, real], 1), out.past_key_values
+        assert_follows(model, out, ids, seen, lengths, f"first turn, {kind}")
+
+        turn = torch.cat([out.sequences, random_ids(3, 3, seed=2)], 1)
+        shown = torch.cat([seen, torch.ones(3, 3, dtype=torch.long)], 1)
+        for wrong in (torch.ones_like(shown), shown * turn.ne(end)):
+            with pytest.raises(ValueError, match="attention_mask hides in row .* of the .* tokens in the cache"):
+                greedy(model, turn, 4, attention_mask=wrong, past_key_values=cache)
+        out = greedy(model, turn, 4, attention_mask=shown, past_key_values=cache)
+        shown = torch.cat([shown, torch.ones(3, 4, dtype=torch.long)], 1)
+        assert_follows(model, out, turn, shown, [4] * 3, f"second turn, {kind}")
 
 
 @torch.no_grad()
@@ -428,6 +520,8 @@ CHECKS = {
         check_static_cache,
         check_chunked_prefill,
         check_multi_turn,
+        check_wide_masks,
+        check_finished_rows,
         check_fork,
         check_beams,
         check_sampling,

@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 from hf_memmix import RecurrentStateCache
 from house.checks import assert_same_generation, greedy, uncached_greedy
-from testing import assert_same, mixers_of, random_ids, tiny_model
+from testing import MIXERS, assert_same, mixers_of, random_ids, tiny_config, tiny_model
 
 FAMILIES = ("llama", "gemma3_text", "gpt_neox")
 
@@ -59,6 +59,56 @@ def test_states_are_fp32_in_a_bf16_model():
     model = tiny_model("llama", "all", fresh=True).bfloat16()
     state = read(model, random_ids(1, 7)).layers[0].get()
     assert state["H"].dtype == state["U"].dtype == torch.float32
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", (None, 24))
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_states_are_fp32_in_a_bf16_model_of_every_mixer(mixer, layout, length):
+    """A static cache has the place before the first token; a dynamic one takes what the mixer makes."""
+    model = tiny_model("llama", layout, mixer, fresh=True).bfloat16()
+    ids = random_ids(2, 7)
+    if length is None:
+        caches = [read(model, ids)]
+    else:
+        caches = [read(model, ids, max_cache_len=length), greedy(model, ids, cache_implementation="static")]
+        caches[1] = caches[1].past_key_values
+    for cache in caches:
+        for i in mixers_of(model):
+            for name, state in cache.layers[i].states.items():
+                expected = torch.bfloat16 if name.startswith("conv") else torch.float32
+                assert state.dtype == expected, f"{name} is {state.dtype}"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ("narrow to wide", "wide to narrow"))
+@pytest.mark.parametrize("length", (None, 24))
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_model_of_another_dtype(mixer, length, way, tmp_path):
+    """A cache, alive or from a file, goes on as one whose states were cast by hand before."""
+    for layout in ("odd", "all"):
+        wide = tiny_model("llama", layout, mixer, fresh=True, dtype=torch.float32).bfloat16().float()
+        narrow = copy.deepcopy(wide).bfloat16()
+        writer, reader = (narrow, wide) if way == "narrow to wide" else (wide, narrow)
+        ids = random_ids(2, 7)
+        alive = read(writer, ids, max_cache_len=length)
+        alive.save_pretrained(tmp_path)
+        by_hand = read(reader, ids, max_cache_len=length)  # for its dtypes and places
+        for layer, source in zip(by_hand.layers, alive.layers, strict=True):
+            pairs = [(layer.states[k], v) for k, v in source.states.items()] if hasattr(layer, "states") else []
+            for place, state in pairs or ((layer.keys, source.keys), (layer.values, source.values)):
+                place.copy_(state)
+        for cache in (alive, RecurrentStateCache.from_pretrained(tmp_path)):
+            expected = copy.deepcopy(by_hand)
+            for tokens in (random_ids(2, 1, seed=3), random_ids(2, 3, seed=4)):
+                out, right = (reader(tokens, past_key_values=c).logits for c in (cache, expected))
+                assert_same(out, right, tolerance=0)
+            for layer, other in zip(cache.layers, expected.layers, strict=True):
+                if hasattr(layer, "states"):
+                    assert {k: v.dtype for k, v in layer.states.items()} == {
+                        k: v.dtype for k, v in other.states.items()
+                    }
 
 
 # ---- rows
@@ -174,6 +224,43 @@ def test_crop_refuses_more_than_was_recorded():
         cache.crop(-5)
     cache.crop(-3)
     assert int(cache.get_seq_length()) == 6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_crop_to_nothing(mixer, layout):
+    """A cache that gave back all its tokens is as a fresh one, to a single token too."""
+    model, ids = tiny_model("llama", layout, mixer), random_ids(2, 5)
+    cache = RecurrentStateCache(model.config)
+    cache.activate_past_recording()
+    model(ids, past_key_values=cache, use_cache=True)
+    cache.crop(-5)
+    assert int(cache.get_seq_length()) == 0
+    assert all(layer.get() is None for layer in cache.layers if hasattr(layer, "states"))
+    for n in (1, 3):
+        tokens = random_ids(2, n, seed=n)
+        fork = copy.deepcopy(cache)
+        assert_same(model(tokens, past_key_values=fork).logits, model(tokens, use_cache=False).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forget", ("stop_past_recording", "reset"))
+def test_crop_reaches_nothing_that_was_forgotten(forget):
+    """Neither what was recorded before the recording stopped, nor what came before a reset."""
+    model, ids = tiny_model("llama", "all"), random_ids(1, 6)
+    cache = RecurrentStateCache(model.config)
+    cache.activate_past_recording()
+    model(ids, past_key_values=cache)
+    getattr(cache, forget)()
+    with pytest.raises(ValueError, match="only the last 0 tokens"):
+        cache.crop(-1)
+    if forget == "reset":
+        model(ids[:, :2], past_key_values=cache)
+        with pytest.raises(ValueError, match="only the last 2 tokens"):
+            cache.crop(-3)
+        cache.crop(-1)
+        continues(model, cache, ids[:, :1], ids[:, 1:3])
 
 
 def test_crop_of_padded_rows():
@@ -308,6 +395,16 @@ def test_saved_cache_of_another_model(other, what, tmp_path):
         RecurrentStateCache.from_pretrained(tmp_path, config=tiny_model(*other).config)
     with pytest.raises(ValueError, match="another model"):
         tiny_model(*other)(random_ids(1, 3), past_key_values=RecurrentStateCache.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_saved_cache_of_a_model_with_another_rotation(mixer, layout, tmp_path):
+    read(tiny_model("llama", layout, mixer), random_ids(1, 7)).save_pretrained(tmp_path)
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    other = tiny_config("llama", layout, mixer, rope_parameters=rope)
+    with pytest.raises(ValueError, match="another model: rope_parameters"):
+        RecurrentStateCache.from_pretrained(tmp_path, config=other)
 
 
 def test_live_cache_of_another_model():

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig
 
-from house.checks import assert_same_generation, greedy, left_padded, uncached_greedy
+from house.checks import an_end_token, assert_follows, assert_same_generation, greedy, left_padded, uncached_greedy
 from testing import HOUSE_MIXER, MIXERS, assert_same, build, random_ids, tiny_config
 
 # two layers are enough to meet a mixer and an attention layer in one graph
@@ -72,6 +72,22 @@ def test_second_call_compiles_nothing():
     for i, row in enumerate(rows):
         expected = uncached_greedy(model, row, 6)[1][0]
         assert_same(torch.stack(out.logits, 1)[i, :6].to(expected.dtype), expected, tolerance=1e-6)
+
+
+@torch.no_grad()
+def test_finished_rows_of_a_compiled_decode():
+    """A row that ends early keeps its states, and is watched from outside of the one graph."""
+    model, graphs = small("llama", "all"), Graphs()
+    ids, mask = left_padded([random_ids(1, 9), random_ids(1, 5, seed=5)])
+    options = {"new_tokens": 9, "attention_mask": mask}
+    end, lengths = an_end_token(greedy(model, ids, **options).sequences[:, 9:])
+    out = compiled_generation(model, ids, graphs.backend(), eos_token_id=end, **options)
+    assert len(graphs) == 1
+    real = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    turn = torch.cat([out.sequences, random_ids(2, 3, seed=2)], 1)
+    shown = torch.cat([mask, real, torch.ones(2, 7, dtype=torch.long)], 1)
+    out = greedy(model, turn, 4, attention_mask=shown[:, :-4], past_key_values=out.past_key_values)
+    assert_follows(model, out, turn, shown, [4, 4], "second turn")
 
 
 @torch.no_grad()

@@ -299,6 +299,13 @@ def test_additive_mask():
         tiny_model("llama", "all")(random_ids(2, 6), attention_mask=mask)
 
 
+@pytest.mark.parametrize("shape", ((0, 5), (2, 0), (0, 0)))
+@pytest.mark.parametrize("layout", ("first", "all"))
+def test_input_without_tokens(layout, shape):
+    with pytest.raises(ValueError, match=f"holds no token: {shape[0]} rows of {shape[1]}"):
+        tiny_model("llama", layout)(torch.zeros(shape, dtype=torch.long))
+
+
 def test_mask_that_forgets_the_past():
     """With a cache the mask covers what is cached too."""
     model, ids = tiny_model("llama", "all"), random_ids(2, 6)

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from hf_memmix.finished_rows import FinishedRows
 from house.checks import CHECKS, cache_layer_class, check_assistant
 from testing import mixers_of, tiny_model
 
@@ -19,7 +20,7 @@ def model(request):
 def must_fail(model, *checks):
     """All of these checks notice that the model is broken."""
     for check in checks:
-        with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)):
+        with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError, pytest.fail.Exception)):
             CHECKS[check](model)
 
 
@@ -76,6 +77,25 @@ def test_rows_stay(model, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(cls, method, lambda self, *args: None)
             must_fail(model, "batch_operations", *(["beams"] if method == "reorder_cache" else []))
+
+
+def test_finished_rows_advance(model, monkeypatch):
+    monkeypatch.setattr(FinishedRows, "put_back", lambda self: None)
+    must_fail(model, "finished_rows")
+
+
+def test_finished_rows_stop_before_their_last_token(model, monkeypatch):
+    copy_rows = cache_layer_class(model).copy_rows
+    call = FinishedRows.__call__
+
+    def early(self, *args, **kwargs):
+        done = call(self, *args, **kwargs)
+        rows, self._last_token_is_next = self._last_token_is_next, []
+        self._kept += [(layer, copy_rows(layer, rows)) for layer in self._layers]
+        return done
+
+    monkeypatch.setattr(FinishedRows, "__call__", early)
+    must_fail(model, "finished_rows")
 
 
 def test_copy_shares_its_state(model, monkeypatch):

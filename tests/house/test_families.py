@@ -2,8 +2,23 @@
 
 import pytest
 
-from house.checks import CHECKS, check_assistant, check_gradient_checkpointing, check_padding
-from testing import FAMILIES, LAYOUTS, MIXERS, NO_NATIVE_PACKING, slides, sliding_cache_records_one_forward, tiny_model
+from house.checks import (
+    CHECKS,
+    check_assistant,
+    check_checkpointing_refuses_a_cache,
+    check_gradient_checkpointing,
+    check_padding,
+)
+from testing import (
+    FAMILIES,
+    HOUSE_MIXER,
+    LAYOUTS,
+    MIXERS,
+    NO_NATIVE_PACKING,
+    slides,
+    sliding_cache_records_one_forward,
+    tiny_model,
+)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -32,6 +47,14 @@ def test_assistant(mixer, family):
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_gradient_checkpointing(mixer, family):
     check_gradient_checkpointing(tiny_model(family, "odd", mixer, fresh=True))
+
+
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize(
+    ("mixer", "family"), [*((mixer, "llama") for mixer in MIXERS), *((HOUSE_MIXER, family) for family in FAMILIES)]
+)
+def test_checkpointing_refuses_a_cache(mixer, family, layout):
+    check_checkpointing_refuses_a_cache(tiny_model(family, layout, mixer, fresh=True))
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from transformers import DynamicCache, pipeline
 from transformers.cache_utils import StaticLayer
 
 from hf_memmix import RecurrentStateCache
-from house.checks import assert_same_generation, greedy, left_padded, uncached_greedy
-from testing import assert_same, assert_same_tokens, base_model, random_ids, tiny_model, word_tokenizer
+from hf_memmix.layout_hooks import separates
+from house.checks import assert_same_generation, check_padded_generation, greedy, left_padded, uncached_greedy
+from testing import MIXERS, assert_same, assert_same_tokens, base_model, random_ids, tiny_model, word_tokenizer
 
 LAYOUTS = ("first", "all")
 
@@ -94,6 +96,25 @@ def test_own_4d_mask(model):
         assert_same(out[i, mask[i].bool()], model(row, use_cache=False).logits[0])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_prompt_tuning_of_a_padded_batch(mixer, layout):
+    """PEFT puts tokens in front of the prompt after its inputs have been prepared, pads and all."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_peft_model(tiny_model("llama", layout, mixer, fresh=True), config).double().eval()
+    ids, mask = left_padded([random_ids(1, 7), random_ids(1, 4)])
+    out = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True, output_logits=True
+    )
+    shown = torch.cat([mask, torch.ones(2, 5, dtype=torch.long)], 1)
+    full = model(input_ids=out.sequences, attention_mask=shown, use_cache=False).logits[:, -6:-1]
+    assert_same(torch.stack(out.logits, 1).double(), full, tolerance=1e-6)
+    swapped = torch.cat([ids[:, :3].flip(1) + 1, ids[:, 3:]], 1)  # what stands at the pads is of no account
+    again = model.generate(input_ids=swapped, attention_mask=mask, max_new_tokens=5)
+    assert_same_tokens(again[1, 7:], out.sequences[1, 7:])
+
+
 # ---- caches and modes
 
 
@@ -165,6 +186,29 @@ def test_beams_on_a_static_cache(model):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_samples_on_a_static_cache(mixer):
+    """Three samples a prompt: the cache has a row for each."""
+    for layout in LAYOUTS:
+        model, (ids, mask) = tiny_model("llama", layout, mixer), left_padded([random_ids(1, 7), random_ids(1, 4)])
+        out = []
+        for cache in ({"use_cache": False}, {"cache_implementation": "static"}):
+            torch.manual_seed(0)
+            options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 5, **cache}
+            out.append(model.generate(ids, attention_mask=mask, **options))
+        assert_same_tokens(out[1], out[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", (None, "static"))
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_padded_prompt_token_by_token(mixer, cache):
+    """A chunk of the prompt may be one pad; a new token of a decode step, as short, never is."""
+    for layout in LAYOUTS:
+        check_padded_generation(tiny_model("llama", layout, mixer), prefill_chunk_size=1, cache_implementation=cache)
+
+
+@torch.no_grad()
 def test_beam_sampling(model):
     ids, out = random_ids(2, 7), []
     for use_cache in (True, False):
@@ -212,6 +256,19 @@ def test_a_turn_after_assisted_decoding(model):
     turn = torch.cat([first.sequences, ids[:, :5]], 1)
     out = greedy(model, turn, past_key_values=first.past_key_values)
     assert_same_generation(out, uncached_greedy(model, turn), "after prompt lookup")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_assisted_decoding_leaves_no_recording(mixer):
+    """A recorded forward keeps its inputs and the states before it: a long text after it would pile them up."""
+    for layout in LAYOUTS:
+        model = tiny_model("llama", layout, mixer)
+        cache = greedy(model, random_ids(1, 8), 6, prompt_lookup_num_tokens=3).past_key_values
+        assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
+        model(random_ids(1, 2), past_key_values=cache)
+        with pytest.raises(ValueError, match="only the last 0 tokens"):
+            cache.crop(-1)
 
 
 def test_assisted_decoding_on_a_static_cache_is_refused_or_right(model):
@@ -281,6 +338,40 @@ def test_packed_rows():
     for i, row in enumerate(lengths):
         alone = [model(part, use_cache=False).logits for part in ids[i : i + 1].split(row, 1)]
         assert_same(out[i : i + 1], torch.cat(alone, 1), f"row {i}")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("layout", ("odd", "all"))
+def test_position_ids_that_jump(layout, mixer):
+    """A position that does not follow its predecessor starts a sequence, be it smaller or larger."""
+    model, ids = tiny_model("llama", layout, mixer), random_ids(1, 7)
+    for positions in ([0, 1, 2, 7, 8, 9, 10], [0, 1, 2, 2, 3, 4, 5]):
+        positions = torch.tensor([positions])
+        out = model(ids, position_ids=positions, use_cache=False).logits
+        parts = [(0, 3), (3, 7)]
+        alone = [model(ids[:, a:b], position_ids=positions[:, a:b], use_cache=False).logits for a, b in parts]
+        assert_same(out, torch.cat(alone, 1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("row", (0, 1))
+@pytest.mark.parametrize("additive", (False, True))
+def test_mask_of_kept_attention_that_leaks(additive, row):
+    """Of packed rows every one is looked at, and only a large negative entry separates."""
+    boundaries = torch.tensor([0, 3, 6, 8, 12], dtype=torch.int32)
+    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    mask[0, :, 3:, :3] = mask[1, :, 2:, :2] = False
+    leaking = mask.clone()
+    first = (3, 2)[row]
+    leaking[row, :, first, first - 1] = True
+    if additive:
+        mask, leaking = (torch.zeros(m.shape).masked_fill(~m, -1e9) for m in (mask, leaking))
+        biased = mask.clone()
+        biased[row, :, first, first - 1] = -2.0  # a bias as of ALiBi, no separation
+        assert not separates(biased, boundaries)
+    assert separates(mask, boundaries)
+    assert not separates(leaking, boundaries)
 
 
 @torch.no_grad()

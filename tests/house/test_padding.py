@@ -1,10 +1,11 @@
 """Padded rows are sorted once a forward, for all layers, on every path that a forward may take."""
 
 import pytest
+import torch
 
 from hf_memmix.padding import PaddedRows
 from house.checks import greedy, left_padded
-from testing import LAYERS, random_ids, tiny_model
+from testing import LAYERS, MIXERS, mixers_of, random_ids, tiny_model
 
 
 @pytest.fixture
@@ -58,3 +59,24 @@ def test_generation(options, sorts, batch):
     greedy(tiny_model("llama", "all"), batch["input_ids"], attention_mask=batch["attention_mask"], **options)
     # of three chunks the first holds three pads and the second one
     assert sorts == ([(2, 3)] * 2 if "prefill_chunk_size" in options else [(2, 9)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_outputs_at_pads_are_zero(mixer, layout):
+    """Exactly, in every mixer and for every pattern, with a cache and without."""
+    model, outputs = tiny_model("llama", layout, mixer), []
+    hooks = [m.register_forward_hook(lambda *call: outputs.append(call[-1][0])) for m in mixers_of(model).values()]
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = mask[1, 3] = mask[1, 8] = 0
+    try:
+        for use_cache in (False, True):
+            model(random_ids(2, 9), attention_mask=mask, use_cache=use_cache)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert len(outputs) == 2 * len(hooks) > 0
+    for y in outputs:
+        assert y[mask == 0].eq(0).all()
+        assert y.ne(0).any()

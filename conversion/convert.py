@@ -18,7 +18,7 @@ from hf_memmix.conversion.families import attention_module, attention_prefix, ex
 from hf_memmix.conversion.report import ConversionReport
 from hf_memmix.conversion.saving import atomic_folder, clear_write_errors
 from hf_memmix.conversion.teacher_forcing import converted_layers
-from hf_memmix.mixers import MIXERS, AttentionWeights
+from hf_memmix.mixers import MIXERS, AttentionWeights, MemoryMixer
 
 
 def layers_to_keep(keep, num_layers: int) -> list[int]:
@@ -153,14 +153,28 @@ def save_student(
 
 
 def cast_student(student: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Cast in place, except the parameters that a mixer declares fp32 (decays lose their meaning in bf16)."""
-    student.to(dtype)
-    for layer in converted_layers(student):
-        mixer = attention_module(student, layer)
-        for name, parameter in mixer.named_parameters():
-            if name in mixer.fp32_parameters:
-                parameter.data = parameter.data.float()
+    """Cast in place, except what a mixer declares fp32 (decays lose their meaning in bf16): that is never rounded.
+
+    Buffers that no checkpoint holds (tables of rotary angles) stay as they are, as in a model that was loaded.
+    """
+    exempt = fp32_names(student)
+    saved = set(student.state_dict())
+    tensors = [*student.named_parameters(), *((n, b) for n, b in student.named_buffers() if n in saved)]
+    for name, tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if name in exempt else dtype)
     return student
+
+
+def fp32_names(student: PreTrainedModel) -> set[str]:
+    """Full names of the parameters that the student's mixers declare fp32."""
+    return {
+        f"{prefix}.{name}"
+        for prefix, module in student.named_modules()
+        if isinstance(module, MemoryMixer)
+        for name, _ in module.named_parameters()
+        if name in module.fp32_parameters
+    }
 
 
 def _copy_rest(teacher: PreTrainedModel, student: PreTrainedModel, prefixes: list[str], report) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hf_memmix.conversion.heads import logits_head
+from hf_memmix.conversion.limits import check_finite_weights, check_transformer
 from hf_memmix.conversion.saving import atomic_folder, clear_write_errors
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.losses import top_k_of
@@ -33,7 +34,7 @@ def teacher_hash(teacher: nn.Module | str | Path) -> str:
     if isinstance(teacher, nn.Module):
         for name, tensor in teacher.state_dict().items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
         return "tensors:" + digest.hexdigest()[:16]
     files = sorted(Path(teacher).glob("*.safetensors"))
     if not files:
@@ -66,6 +67,8 @@ def write_cache(
     if not isinstance(data, TokenBlocks):
         raise ValueError("a teacher's cache needs rows in memory; set stream: false")
     data.check_vocabulary(teacher.config.vocab_size)
+    check_transformer(teacher)
+    check_finite_weights(teacher, "the teacher")
     meta = {
         "format": 1,
         "k": k,

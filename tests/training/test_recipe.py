@@ -11,7 +11,7 @@ from hf_memmix.conversion.families import attention_prefix
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.groups import freeze_by_rate, optimizer_groups, rates
 from hf_memmix.training.recipe import Recipe
-from hf_memmix.training.teachers import share_weights
+from hf_memmix.training.teachers import share_weights, unshare_weights
 from hf_memmix.training.train import distill, train
 from hf_memmix.training.trainer_arguments import training_arguments
 from tiny_teachers import tiny_teacher
@@ -215,3 +215,14 @@ def test_shared_weights_are_one_copy_in_memory(tmp_path):
     trained.model.layers[0].mlp.up_proj.weight.data += 1
     with pytest.raises(ValueError, match="up_proj.weight differs between student and teacher"):
         share_weights(trained, tiny_teacher("llama", layers=2))
+
+
+def test_tied_tensors_of_a_teacher_are_tied_again_after_sharing():
+    teacher = tiny_teacher("llama", layers=2, tie_word_embeddings=True)
+    student = convert_model(teacher, keep=[1])
+    before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
+    share_weights(student, teacher)
+    unshare_weights(student, teacher)
+    assert teacher.lm_head.weight is teacher.model.embed_tokens.weight
+    assert teacher.lm_head.weight is not student.lm_head.weight
+    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())

@@ -5,7 +5,6 @@ Every checkpoint holds this beside the hashes of its own files. Weights are comp
 side. Files of a checkpoint are hashed once when it is written and once at a resume, several at a time.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -17,8 +16,8 @@ from pathlib import Path
 from torch import nn
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.recipe import Recipe
-from hf_memmix.training.teacher_cache import teacher_hash
 
 RUN_FILE = "memmix_run.json"
 FORMAT = 2  # 1, without this field: neither weights nor files were hashed
@@ -122,7 +121,7 @@ def hash_files(folder: str | Path) -> dict[str, str]:
     names = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
     names = [name for name in names if name != RUN_FILE]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(lambda name: _file_hash(Path(folder) / name), names), strict=True))
+        return dict(zip(names, pool.map(lambda name: file_hash(Path(folder) / name), names), strict=True))
 
 
 def check_files(folder: str | Path, hashes: dict[str, str]) -> None:
@@ -136,11 +135,6 @@ def check_files(folder: str | Path, hashes: dict[str, str]) -> None:
     for name, value in hashes.items():
         if now.get(name) != value:
             raise ValueError(f"{name} in {folder} is corrupt or truncated; {_remedy(folder)}")
-
-
-def _file_hash(path: Path) -> str:
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _remedy(checkpoint: str | Path) -> str:

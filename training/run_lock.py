@@ -1,4 +1,4 @@
-"""One process at a time trains in a folder: the second is told who does. A lock dies with the process that holds it.
+"""One process at a time works in a folder: the second is told who does. A lock dies with the process that holds it.
 
 The lock is the kernel's own on a file beside the folder (POSIX record locks, which NFS has too and forked workers do
 not inherit), so a killed run leaves nothing to clear away; the file only says who holds it.
@@ -61,7 +61,7 @@ def _acquire(path: Path, folder: str | Path) -> int:
                     f"cannot lock {str(path)!r} ({error.strerror}); use a file system with locks"
                 ) from None
             raise ValueError(
-                f"another process trains in {str(folder)!r}: {_told(holder)}. Wait for it or end it, or give another"
+                f"another process works in {str(folder)!r}: {_told(holder)}. Wait for it or end it, or give another"
                 " output folder"
             ) from None
         if os.fstat(handle).st_nlink:
@@ -87,7 +87,7 @@ def run_folder(out_dir: str | Path, resume: bool = True, overwrite: bool = False
 
     It outlives an exception or a kill, so that the same command continues from there, and vanishes otherwise; without
     `resume` what is there is removed first.
-    Raises ValueError if another process trains there, or if the output may not be written.
+    Raises ValueError if another process works there, or if the output may not be written.
     """
     out_dir = Path(out_dir).absolute()
     folder = out_dir.with_name(f".{out_dir.name}.run")

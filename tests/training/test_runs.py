@@ -166,7 +166,7 @@ def test_the_second_process_is_told_who_holds_a_run(tmp_path, teacher, data, mon
     process = hold(folder)
     try:
         with pytest.raises(
-            ValueError, match=rf"another process trains in .*run.*process {process.pid} on .*, since 20"
+            ValueError, match=rf"another process works in .*run.*process {process.pid} on .*, since 20"
         ):
             align(convert_model(teacher), teacher, data, folder, **OPTIONS)
         monkeypatch.setenv("RANK", "1")  # rank 0 of the launch has taken it for all

@@ -17,8 +17,9 @@ import hf_memmix
 from hf_memmix.conversion.families import attention_module, attention_prefix, extract_attention, family_of
 from hf_memmix.conversion.report import ConversionReport
 from hf_memmix.conversion.saving import atomic_folder, clear_write_errors
-from hf_memmix.conversion.teacher_forcing import converted_layers
-from hf_memmix.mixers import MIXERS, AttentionWeights
+from hf_memmix.mixers import MIXERS, AttentionWeights, MemoryMixer
+
+REPORT_FILE = "conversion.json"
 
 
 def layers_to_keep(keep, num_layers: int) -> list[int]:
@@ -135,7 +136,7 @@ def save_student(
 ) -> None:
     """Write a model folder, whole or not at all; an existing one is replaced only with `overwrite`.
 
-    A converted model's report goes along as conversion.json.
+    The report of a converted model goes along as conversion.json, also that of the folder which it was loaded from.
 
     `dtype`: cast the student to it first, in place. `files`: contents of further files by name.
     """
@@ -146,21 +147,43 @@ def save_student(
         student.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        if (report := getattr(student, "conversion_report", None)) is not None:
-            files = {"conversion.json": json.dumps(report.record(), indent=1) + "\n"} | (files or {})
+        if (report := _report_of(student)) is not None:
+            files = {REPORT_FILE: report} | (files or {})
         for name, content in (files or {}).items():
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def _report_of(student: PreTrainedModel) -> str | None:
+    """The conversion report of a student as JSON: its own, or that of the folder it comes from."""
+    if (report := getattr(student, "conversion_report", None)) is not None:
+        return json.dumps(report.record(), indent=1) + "\n"
+    stored = Path(student.name_or_path) / REPORT_FILE
+    return stored.read_text() if student.name_or_path and stored.is_file() else None
+
+
 def cast_student(student: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Cast in place, except the parameters that a mixer declares fp32 (decays lose their meaning in bf16)."""
-    student.to(dtype)
-    for layer in converted_layers(student):
-        mixer = attention_module(student, layer)
-        for name, parameter in mixer.named_parameters():
-            if name in mixer.fp32_parameters:
-                parameter.data = parameter.data.float()
+    """Cast in place, except what a mixer declares fp32 (decays lose their meaning in bf16): that is never rounded.
+
+    Buffers that no checkpoint holds (tables of rotary angles) stay as they are, as in a model that was loaded.
+    """
+    exempt = fp32_names(student)
+    saved = set(student.state_dict())
+    tensors = [*student.named_parameters(), *((n, b) for n, b in student.named_buffers() if n in saved)]
+    for name, tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if name in exempt else dtype)
     return student
+
+
+def fp32_names(student: PreTrainedModel) -> set[str]:
+    """Full names of the parameters that the student's mixers declare fp32."""
+    return {
+        f"{prefix}.{name}"
+        for prefix, module in student.named_modules()
+        if isinstance(module, MemoryMixer)
+        for name, _ in module.named_parameters()
+        if name in module.fp32_parameters
+    }
 
 
 def _copy_rest(teacher: PreTrainedModel, student: PreTrainedModel, prefixes: list[str], report) -> None:

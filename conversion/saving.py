@@ -1,8 +1,14 @@
-"""Folders that appear whole or not at all: written beside their place, flushed to disk, then renamed."""
+"""Folders that appear whole or not at all: written beside their place, flushed to disk, then renamed.
+
+What a killed process leaves beside a folder carries its host and process id in the name, and is cleared away by the
+next command that writes there.
+"""
 
 import ctypes
 import os
+import re
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,8 +23,12 @@ _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and a flag of renameat2
 
 
 def check_target(path: str | Path, overwrite: bool = False) -> Path:
-    """The absolute path of a folder that may be written to; to be asked before hours of work, not after."""
+    """The absolute path of a folder that may be written to; to be asked before hours of work, not after.
+
+    Leftovers of killed processes beside it are removed. Raises ValueError if `path` is a file or is not empty.
+    """
     path = Path(path).absolute()
+    clear_litter(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{str(path)!r} is a file; give a folder to write to")
     if path.exists() and any(path.iterdir()) and not overwrite:
@@ -49,9 +59,8 @@ def atomic_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """
     path = check_target(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=_prefix(path), suffix=".tmp", dir=path.parent))
     try:
-        temporary.chmod(0o777 & ~_umask())  # mkdtemp gives 0700
         yield temporary
         replace_folder(temporary, path)
     finally:
@@ -59,15 +68,22 @@ def atomic_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def replace_folder(source: Path, path: Path) -> None:
-    """Flush `source` to disk and rename it to `path`, replacing a folder that is there."""
+    """Flush `source` to disk and rename it to `path`, replacing a folder that is there.
+
+    All files get the mode that the umask gives: mkdtemp and safetensors shut other users out.
+    """
+    mask = _umask()
     for folder, _, files in os.walk(source):
+        os.chmod(folder, 0o777 & ~mask)
+        for name in files:
+            os.chmod(os.path.join(folder, name), 0o666 & ~mask)
         for entry in [folder, *(os.path.join(folder, name) for name in files)]:
             _sync(entry)
     if path.exists() and _exchange(source, path):
         _sync(path.parent)
         shutil.rmtree(source, ignore_errors=True)
         return
-    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    old = path.with_name(f"{_prefix(path)}0.old")
     if path.exists():
         os.replace(path, old)
     try:
@@ -78,6 +94,50 @@ def replace_folder(source: Path, path: Path) -> None:
         raise
     _sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def discard(folder: Path, beside: Path) -> None:
+    """Remove a folder if it is there; killed meanwhile, what is left of it is litter of the folder `beside`."""
+    if folder.exists():
+        doomed = Path(tempfile.mkdtemp(prefix=_prefix(beside), suffix=".tmp", dir=folder.parent))
+        os.replace(folder, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def clear_litter(path: Path) -> None:
+    """Remove what processes of this machine that have ended left beside `path`.
+
+    A folder that was moved away for its successor returns if the successor did not come.
+    """
+    if not path.parent.is_dir():
+        return
+    pattern = re.compile(re.escape(f".{path.name}.{_host()}-") + r"(\d+)-\w+\.(tmp|old)")
+    for entry in list(path.parent.iterdir()):
+        match = pattern.fullmatch(entry.name)
+        if match is None or _is_running(int(match[1])):
+            continue
+        if match[2] == "old" and not path.exists():
+            os.replace(entry, path)
+        else:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _prefix(path: Path) -> str:
+    return f".{path.name}.{_host()}-{os.getpid()}-"
+
+
+def _host() -> str:
+    return socket.gethostname().replace(os.sep, "_")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _exchange(one: Path, other: Path) -> bool:

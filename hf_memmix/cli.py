@@ -221,34 +221,27 @@ def report(
 
 
 def _train(stage, student, teacher, text, out_dir, recipe, numbers, resume, overwrite, as_json) -> None:
-    import shutil
-
     import torch
 
     from hf_memmix.conversion import save_student
-    from hf_memmix.conversion.saving import check_target
     from hf_memmix.training.data import StreamedBlocks, TokenBlocks
+    from hf_memmix.training.run_lock import run_folder
     from hf_memmix.training.train import load_recipe, train
 
-    check_target(out_dir, overwrite)
     plan = load_recipe(recipe, **numbers, stage=stage)
-    tokenizer = _shared_tokenizer(teacher, student)
-    read = StreamedBlocks if plan.stream else TokenBlocks.from_files
-    data = read(text, tokenizer, plan.block_size, plan.pack)
-    model = _load(student, "cpu", "auto")
-    guide = teacher if plan.cache_dir else _load(teacher, "cpu", "auto" if torch.cuda.is_available() else None)
-    dtype = model.dtype
-    # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
-    run_dir = out_dir.with_name(f".{out_dir.name}.run")
-    if not resume and "WORLD_SIZE" not in os.environ:  # of several processes none may find what another removes
-        shutil.rmtree(run_dir, ignore_errors=True)
-    with _bar(stage) as advance:
-        result = train(
-            model, guide, data, run_dir, recipe=plan, resume=resume, callbacks=[_progress_callback(advance)]
-        )
-    if not int(os.environ.get("RANK", "0")):
-        save_student(model.cpu(), out_dir, tokenizer, overwrite=overwrite, dtype=dtype)
-        shutil.rmtree(run_dir, ignore_errors=True)
+    with run_folder(out_dir, resume, overwrite) as run_dir:
+        tokenizer = _shared_tokenizer(teacher, student)
+        read = StreamedBlocks if plan.stream else TokenBlocks.from_files
+        data = read(text, tokenizer, plan.block_size, plan.pack)
+        model = _load(student, "cpu", "auto")
+        guide = teacher if plan.cache_dir else _load(teacher, "cpu", "auto" if torch.cuda.is_available() else None)
+        dtype = model.dtype
+        with _bar(stage) as advance:
+            result = train(
+                model, guide, data, run_dir, recipe=plan, resume=resume, callbacks=[_progress_callback(advance)]
+            )
+        if not int(os.environ.get("RANK", "0")):
+            save_student(model.cpu(), out_dir, tokenizer, overwrite=overwrite, dtype=dtype)
     if as_json:
         _print_json(result | {"out": str(out_dir)})
     else:

@@ -5,6 +5,7 @@ needed for it is a registered child: the teacher is in no state dict, no checkpo
 sharded.
 """
 
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -26,7 +27,7 @@ class Pair(nn.Module):
 
     def __init__(self, student: nn.Module, teacher: nn.Module | None, bf16: bool = False):
         super().__init__()
-        self.config = student.config
+        self.config = copy.deepcopy(student.config)  # the Trainer writes into it (`use_cache`)
         self.bf16 = bf16
         if teacher is not None:
             teacher.eval().requires_grad_(False)

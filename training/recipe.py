@@ -9,6 +9,20 @@ import yaml
 
 STAGES = ("align", "distill")
 TEACHERS = ("copy", "shared", "lora")
+# least and largest value of each number but the rates, which lie in [0, 1)
+BOUNDS = {
+    "steps": (1, 10**9),
+    "batch_size": (1, 10**6),
+    "gradient_accumulation": (1, 10**6),
+    "block_size": (2, 10**7),
+    "warmup_steps": (0, 10**9),
+    "min_lr_ratio": (0.0, 1.0),
+    "lora_rank": (1, 10**5),
+    "chunk_tokens": (1, 10**9),
+    "save_every": (0, 10**9),
+    "seed": (0, 2**32 - 1),  # what numpy takes
+}
+RATES = ("learning_rate", "rest_learning_rate", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -61,14 +75,18 @@ class Recipe:
             raise ValueError(f"stage is {self.stage!r}; it must be one of {', '.join(STAGES)}")
         for item in fields(self):
             value, kind = getattr(self, item.name), (float, int) if item.type is float else item.type
+            if value is None:
+                raise ValueError(f"{item.name} is null; give a value, or leave the line out for the default")
             if not isinstance(value, kind) or (isinstance(value, bool) and item.type in (int, float)):
                 hint = "; in YAML write 1.0e-3, as 1e-3 is a text" if item.type is float else ""
                 name = getattr(item.type, "__name__", str(item.type))
                 raise ValueError(f"{item.name} is {value!r}, not of type {name}{hint}")
-        for name in ("steps", "batch_size", "gradient_accumulation", "chunk_tokens", "lora_rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        _check_rates("the recipe", {name: getattr(self, name) for name in ("learning_rate", "rest_learning_rate")})
+        for name, (least, largest) in BOUNDS.items():
+            if not least <= getattr(self, name) <= largest:
+                kind = "at least" if getattr(self, name) < least else "at most"
+                limit = least if kind == "at least" else largest
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {kind} {limit}")
+        _check_rates("the recipe", {name: getattr(self, name) for name in RATES})
         if self.bf16 not in ("auto", True, False):
             raise ValueError(f'bf16 is {self.bf16!r}; it must be "auto", true or false')
         if self.teacher not in TEACHERS and not self.cache_dir:
@@ -95,20 +113,28 @@ class Recipe:
         """Tokens that one optimizer step reads, over all processes."""
         return self.batch_size * self.gradient_accumulation * self.block_size
 
-    def layer_slice(self, converted: list[int]) -> list[int]:
-        """Those of the `converted` layers that `layers` names. Raises ValueError if it names none or another."""
+    def layer_slice(self, converted: list[int], num_layers: int) -> list[int]:
+        """Those of the `converted` layers, of `num_layers` in all, that `layers` names.
+
+        Raises ValueError if it names no converted layer or one that the model does not have.
+        """
         if self.layers in ("", "all"):
             return converted
-        named: set[int] = set()
+        chosen: set[int] = set()
         for part in self.layers.split(","):
-            match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+            match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part, re.ASCII)
             if not match:
                 raise ValueError(f'layers is {self.layers!r}; give indices and ranges, e.g. "0-3,8"')
-            named |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-        chosen = [layer for layer in converted if layer in named]
+            first, last = int(match[1]), int(match[2] or match[1])
+            if first > last or last >= num_layers:
+                raise ValueError(
+                    f"layers is {self.layers!r}, of which {part.strip()} is no part of the layers 0 to"
+                    f" {num_layers - 1}; give those that are to be trained"
+                )
+            chosen |= {layer for layer in converted if first <= layer <= last}
         if not chosen:
             raise ValueError(f"layers is {self.layers!r}, which names no converted layer; those are {converted}")
-        return chosen
+        return sorted(chosen)
 
 
 def _check_group(row) -> None:
@@ -125,14 +151,18 @@ def _check_group(row) -> None:
 
 def _check_rates(where: str, rates: dict) -> None:
     for name, value in rates.items():
-        if isinstance(value, str):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{name} of {where} is {value!r}, not a number; in YAML write 1.0e-3, as 1e-3 is a text")
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value} in {where}; it must lie in [0, 1)")
 
 
 def load_recipe(recipe: str | Path, **overrides) -> Recipe:
-    """A recipe by name ("align", "distill", ...) or YAML path, with `overrides` on top (None means: leave it)."""
+    """A recipe by name ("align", "distill", ...) or YAML path, with `overrides` on top (None means: leave it).
+
+    Raises ValueError if there is none, if it has unknown or impossible values, or if another `stage` than its own is
+    asked for.
+    """
     bundled = resources.files("hf_memmix.training") / "recipes" / f"{recipe}.yaml"
     source = bundled if bundled.is_file() else Path(recipe)
     if not source.is_file():
@@ -145,6 +175,9 @@ def load_recipe(recipe: str | Path, **overrides) -> Recipe:
     if not isinstance(values, dict):
         raise ValueError(f"recipe {str(recipe)!r} must be a YAML mapping of Recipe fields")
     known = {f.name for f in fields(Recipe)}
+    asked, own = overrides.get("stage"), values.get("stage")
+    if asked is not None and own is not None and asked != own:
+        raise ValueError(f"recipe {str(recipe)!r} is for {own}, not for {asked}; give a recipe of {asked}")
     values |= {name: value for name, value in overrides.items() if value is not None}
     if unknown := sorted(set(values) - known):
         raise ValueError(f"recipe {str(recipe)!r}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")

@@ -7,7 +7,6 @@ then has no teacher in memory. Rows are read from memory-mapped safetensors file
 tokenizer and teacher, and is refused with others.
 """
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,29 +18,16 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hf_memmix.conversion.heads import logits_head
-from hf_memmix.conversion.saving import atomic_folder, clear_write_errors
+from hf_memmix.conversion.limits import check_finite_weights, check_transformer
+from hf_memmix.conversion.saving import clear_write_errors, discard, replace_folder
 from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.losses import top_k_of
+from hf_memmix.training.run_lock import run_folder
 
 META_FILE = "teacher_cache.json"
+PARTIAL_FILE = "unfinished.json"  # of a cache that is being written
 TENSORS = ("log_probs", "ids", "log_rest")
-
-
-def teacher_hash(teacher: nn.Module | str | Path) -> str:
-    """A hash of a teacher's weights: of the files of a folder, or of the tensors of a model. The two differ."""
-    digest = hashlib.sha256()
-    if isinstance(teacher, nn.Module):
-        for name, tensor in teacher.state_dict().items():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return "tensors:" + digest.hexdigest()[:16]
-    files = sorted(Path(teacher).glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{str(teacher)!r} has no *.safetensors files; give the folder of the teacher")
-    for file in files:
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return "files:" + digest.hexdigest()[:16]
 
 
 @torch.no_grad()
@@ -60,12 +46,16 @@ def write_cache(
 ) -> dict:
     """Run the teacher over all rows and write its top k into `folder`, whole or not at all; returns what it is of.
 
+    After a kill the same call goes on from the last whole file; until the end all lies in a folder beside `folder`.
+
     teacher_id: `teacher_hash` of the teacher's folder; of the model's tensors by default.
     Raises ValueError for data that cannot be addressed by row (streams), tokens outside the vocabulary, or a bad k.
     """
     if not isinstance(data, TokenBlocks):
         raise ValueError("a teacher's cache needs rows in memory; set stream: false")
     data.check_vocabulary(teacher.config.vocab_size)
+    check_transformer(teacher)
+    check_finite_weights(teacher, "the teacher")
     meta = {
         "format": 1,
         "k": k,
@@ -78,11 +68,17 @@ def write_cache(
     }
     teacher.eval()
     head, device = logits_head(teacher), teacher.get_input_embeddings().weight.device
-    remedy = f"Nothing was left there; it needs {len(data) * data.block_size * (6 * k + 4):,} bytes"
-    with clear_write_errors(folder, remedy), atomic_folder(folder, overwrite) as staged:
+    remedy = f"It needs {len(data) * data.block_size * (6 * k + 4):,} bytes; make room and run the same again to go on"
+    # what the numbers of a file depend on, to the last bit
+    how = {"batch_size": batch_size, "chunk_tokens": chunk_tokens, "dtype": str(teacher.dtype), "device": device.type}
+    with clear_write_errors(folder, remedy), run_folder(folder, overwrite=overwrite) as work:
+        done = _finished_files(work, meta | how)
+        if not done:
+            discard(work, beside=Path(folder).absolute())
         for first in range(0, len(data), shard_rows):
-            last = min(first + shard_rows, len(data))
-            parts = []
+            last, name, parts = min(first + shard_rows, len(data)), _shard_name(first // shard_rows), []
+            if name in done:
+                continue
             for start in range(first, last, batch_size):
                 rows = [data[i] for i in range(start, min(start + batch_size, last))]
                 inputs = {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
@@ -91,9 +87,29 @@ def write_cache(
                 if progress is not None:
                     progress(start + len(rows), len(data))
             tensors = {name: torch.cat(column) for name, column in zip(TENSORS, zip(*parts, strict=True), strict=True)}
-            save_file(tensors, staged / _shard_name(first // shard_rows))
-        (staged / META_FILE).write_text(json.dumps(meta, indent=1))
+            work.mkdir(exist_ok=True)
+            save_file(tensors, work / name)
+            done[name] = file_hash(work / name)
+            (work / ".new").write_text(json.dumps(meta | how | {"files": done}))
+            (work / ".new").replace(work / PARTIAL_FILE)
+        (work / META_FILE).write_text(json.dumps(meta, indent=1))
+        (work / PARTIAL_FILE).unlink()
+        replace_folder(work, Path(folder).absolute())
     return meta
+
+
+def _finished_files(work: Path, settings: dict) -> dict[str, str]:
+    """The whole files, with their hashes, of a cache of the same settings whose writing was interrupted."""
+    try:
+        record = json.loads((work / PARTIAL_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    files = record.pop("files", {})
+    if record != settings:
+        return {}
+    return {
+        name: value for name, value in files.items() if (work / name).is_file() and file_hash(work / name) == value
+    }
 
 
 def _top_k(head, hidden: Tensor, k: int, chunk_tokens: int) -> tuple[Tensor, ...]:

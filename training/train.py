@@ -9,41 +9,39 @@ resumes from its last checkpoint and ends with exactly the weights of an uninter
 `accelerate launch` with a file of `training/accelerate` runs the same recipe on several GPUs, with the same batches.
 """
 
-import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_memmix.conversion.limits import check_length, check_vocabularies
+from hf_memmix.conversion.limits import check_finite_weights, check_length, check_transformer, check_vocabularies
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.training import sharded, teachers
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.groups import freeze_by_rate, refuse_shared
 from hf_memmix.training.pairs import AlignPair, DistillPair, Pair
 from hf_memmix.training.recipe import Recipe, load_recipe
+from hf_memmix.training.run_identity import find_checkpoint, identity_of
+from hf_memmix.training.run_lock import run_lock
 from hf_memmix.training.teacher_cache import CachedBlocks
-from hf_memmix.training.trainer import RUN_FILE, PairTrainer
+from hf_memmix.training.trainer import PairTrainer
+from hf_memmix.training.trainer_arguments import training_arguments
 
 __all__ = ["Recipe", "align", "distill", "find_checkpoint", "load_recipe", "train"]
-
-# fields of a recipe that do not change what a run computes
-FREE = ("save_every", "trainer", "chunk_tokens", "gradient_checkpointing")
 
 
 def align(student: nn.Module, teacher: nn.Module, data: TokenBlocks, output_dir: str | Path, **options) -> dict:
     """Train the mixers of `student` (in place) to reproduce the attention they replaced. See `train`."""
-    return train(student, teacher, data, output_dir, **{"recipe": "align", **options})
+    return train(student, teacher, data, output_dir, stage="align", **{"recipe": "align", **options})
 
 
 def distill(student: nn.Module, teacher: nn.Module, data: TokenBlocks, output_dir: str | Path, **options) -> dict:
     """Train all of `student` (in place) to give the teacher's next-token distribution. See `train`."""
-    return train(student, teacher, data, output_dir, **{"recipe": "distill", **options})
+    return train(student, teacher, data, output_dir, stage="distill", **{"recipe": "distill", **options})
 
 
 def train(
@@ -60,36 +58,44 @@ def train(
     """Run one stage; `student` holds the trained weights (fp32) afterwards, and is back in eval mode.
 
     `output_dir` receives `checkpoint-<step>` folders every `save_every` steps (0: none); with `resume` the last one
-    there is continued, and is refused if data, recipe or converted layers differ. `callbacks` take the place of the
-    library's progress bar. `overrides`: fields of `Recipe`. Under `accelerate launch` every process calls this with
-    the same arguments, and every process has the whole student afterwards. Returns `{"stage", "steps", "tokens",
+    there is continued, and is refused if data, recipe, teacher or the student's start differ, or if a file is not what
+    was written. One process at a time may train there. `callbacks` take the place of the library's progress bar.
+    `overrides`: fields of `Recipe`. Under `accelerate launch` every process calls this with the same arguments, and
+    every process has the whole student afterwards. Returns `{"stage", "steps", "tokens",
     "first_loss", "last_loss", "seconds", "log": [{"step", "loss", "learning_rate", "tokens"}]}`.
 
     With `teacher: cache:DIR` in the recipe, `teacher` is only compared with the cache's: its folder, or None for no
     comparison.
 
     Raises:
-        ValueError: data, teacher, recipe and student do not fit, a checkpoint in `output_dir` is broken or of another
-            run (with `resume` off: there is one), it cannot be written, or training diverges; checkpoints are intact
-            then.
+        ValueError: data, teacher, recipe and student do not fit, teacher or student have weights that are not finite,
+            a checkpoint in `output_dir` is broken or of another run (with `resume` off: there is one), another process
+            trains there, it cannot be written, or training diverges; checkpoints are intact then.
     """
+    recipe = _recipe_of(recipe, overrides)
+    with run_lock(output_dir):
+        return _train(student, teacher, data, Path(output_dir), recipe, resume, callbacks)
+
+
+def _recipe_of(recipe: str | Path | Recipe, overrides: dict) -> Recipe:
+    """A recipe with `overrides`. Raises ValueError if these ask for a stage that is not the recipe's."""
     if not isinstance(recipe, Recipe):
-        recipe = load_recipe(recipe, **overrides)
-    elif overrides:
-        recipe = replace(recipe, **overrides)
+        return load_recipe(recipe, **overrides)
+    if (stage := overrides.get("stage", recipe.stage)) != recipe.stage:
+        raise ValueError(f"the recipe is for {recipe.stage}, not for {stage}; give a recipe of {stage}")
+    return replace(recipe, **overrides) if overrides else recipe
+
+
+def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: bool, callbacks) -> dict:
     if recipe.cache_dir:
         data, teacher = CachedBlocks(data, recipe.cache_dir, teacher), None
     _check_fit(student, teacher, data, recipe)
-    identity = {
-        "recipe": {k: v for k, v in asdict(recipe).items() if k not in FREE},
-        "data": data.fingerprint(),
-        "mixer_types": list(student.config.mixer_types),
-    }
+    arguments = training_arguments(recipe, output_dir)
+    identity = identity_of(student, teacher, data, recipe)
     checkpoint = find_checkpoint(output_dir, identity) if resume else None
-    if not resume and Path(output_dir).is_dir() and (last := get_last_checkpoint(str(output_dir))):
+    if not resume and output_dir.is_dir() and (last := get_last_checkpoint(str(output_dir))):
         raise ValueError(f"{last} is of an earlier run, which resume=False would mix with this one; remove it first")
 
-    arguments = _training_arguments(recipe, output_dir)
     pair = make_pair(student.float().train(), teacher, recipe)
     try:
         rates = freeze_by_rate(student, recipe)
@@ -137,7 +143,7 @@ def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> 
     bf16 = torch.cuda.is_available() if recipe.bf16 == "auto" else recipe.bf16
     student.requires_grad_(True)
     if recipe.stage == "align":
-        layers = recipe.layer_slice(converted_layers(student))
+        layers = recipe.layer_slice(converted_layers(student), student.config.num_hidden_layers)
         return AlignPair(student, teacher, layers, bf16, recipe.gradient_checkpointing)
     if recipe.teacher in ("shared", "lora"):
         if sharding := os.environ.get("ACCELERATE_USE_FSDP") or os.environ.get("ACCELERATE_USE_DEEPSPEED"):
@@ -158,73 +164,10 @@ def _check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Reci
         raise ValueError(f"data has blocks of {data.block_size} tokens, the recipe asks for {recipe.block_size}")
     if not converted_layers(student):
         raise ValueError("the student has no converted layer to train; convert it with fewer kept layers")
+    check_finite_weights(student, "the student")
     if teacher is not None:
+        check_transformer(teacher)
+        check_finite_weights(teacher, "the teacher")
         check_vocabularies(student, teacher)
         check_length(teacher, "teacher", recipe.block_size, "block_size", "give a smaller block")
     data.check_vocabulary(student.config.vocab_size)
-
-
-def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:
-    """The last checkpoint of `output_dir`, or None. Raises ValueError if it belongs to another run or is broken."""
-    if not Path(output_dir).is_dir():
-        return None
-    last = get_last_checkpoint(str(output_dir))
-    if last is None:
-        return None
-    try:
-        saved = json.loads((Path(last) / RUN_FILE).read_text())
-    except (OSError, ValueError):
-        raise ValueError(f"{last} has no readable {RUN_FILE}; remove it, or start with resume off elsewhere") from None
-    different = "; ".join(_differences(saved, identity))
-    if different:
-        raise ValueError(
-            f"{last} is of another run ({different}); begin anew with resume off, or give another output folder"
-        )
-    return last
-
-
-def _differences(saved: dict, now: dict, within: str = "") -> Iterator[str]:
-    """What two runs' identities differ in, field by field of the recipe."""
-    for key, value in now.items():
-        old = saved.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            yield from _differences(old, value, f"{key}.")
-        elif old != value:
-            yield f"{within}{key} was {old}, is {value}"
-
-
-def _training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArguments:
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if recipe.batch_size % processes:
-        raise ValueError(
-            f"batch_size is {recipe.batch_size}, which {processes} processes cannot share; give a multiple of them"
-        )
-    values = {
-        "output_dir": str(output_dir),
-        "max_steps": recipe.steps,
-        "per_device_train_batch_size": recipe.batch_size // processes,
-        "gradient_accumulation_steps": recipe.gradient_accumulation,
-        "learning_rate": recipe.learning_rate,
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": recipe.min_lr_ratio},
-        "warmup_steps": recipe.warmup_steps,
-        "adam_beta2": 0.95,
-        "max_grad_norm": 1.0,
-        "save_strategy": "steps" if recipe.save_every else "no",
-        "save_steps": recipe.save_every or 500,
-        "save_total_limit": 2,
-        "logging_steps": max(1, recipe.steps // 50),
-        "seed": recipe.seed,
-        "logging_first_step": True,
-        "report_to": "none",
-        "ddp_find_unused_parameters": False,
-        "remove_unused_columns": False,
-        "dataloader_drop_last": True,
-        "dataloader_pin_memory": torch.cuda.is_available(),
-    }
-    if unknown := sorted(recipe.trainer.keys() - {f.name for f in fields(TrainingArguments)}):
-        raise ValueError(f"trainer names {', '.join(unknown)}, which transformers.TrainingArguments does not have")
-    arguments = TrainingArguments(**(values | recipe.trainer))
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # several GPUs need a launcher (accelerate launch); nn.DataParallel cannot split a pair
-    return arguments

@@ -1,23 +1,30 @@
 """The Hugging Face Trainer over a `Pair`: rates by group, tokens counted, and checkpoints that are whole or absent."""
 
-import json
 import shutil
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.data import RandomSampler
-from transformers import Trainer, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_memmix.conversion.convert import load_model
 from hf_memmix.conversion.saving import clear_write_errors, replace_folder
 from hf_memmix.training import sharded
 from hf_memmix.training.groups import optimizer_groups
+from hf_memmix.training.run_identity import write_run_file
 from hf_memmix.training.teachers import lora_layers
 
-RUN_FILE = "memmix_run.json"
+STAGING = ".saving"
 LORA_FILE = "memmix_lora.safetensors"
+
+
+class _LogTheLastStep(TrainerCallback):
+    """Also where `logging_steps` does not divide the number of steps."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_log |= state.global_step >= state.max_steps
 
 
 class PairTrainer(Trainer):
@@ -35,6 +42,7 @@ class PairTrainer(Trainer):
         self._staging: Path | None = None
         self.rates, self.identity, self.tokens_per_step = rates, identity, tokens_per_step
         super().__init__(*args, **kwargs)
+        self.add_callback(_LogTheLastStep())
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch: divide it when accumulating
         if self.is_fsdp_enabled:
             plugin = self.accelerator.state.fsdp_plugin
@@ -47,6 +55,8 @@ class PairTrainer(Trainer):
 
     def run(self, checkpoint: str | None) -> float:
         """Train from the start or from a checkpoint to the last step; returns the seconds of this call's training."""
+        if self.is_world_process_zero():  # of a run that was killed in a save
+            shutil.rmtree(Path(self.args.output_dir) / STAGING, ignore_errors=True)
         if checkpoint is not None:
             state = TrainerState.load_from_json(Path(checkpoint) / "trainer_state.json")
             if state.global_step >= self.args.max_steps:
@@ -110,7 +120,7 @@ class PairTrainer(Trainer):
         self.state.num_input_tokens_seen = self.state.global_step * self.tokens_per_step
         home = Path(self.args.output_dir)
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self._staging = home / ".saving"
+        self._staging = home / STAGING
         if self.is_world_process_zero():
             shutil.rmtree(self._staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
@@ -121,7 +131,7 @@ class PairTrainer(Trainer):
                 self.accelerator.wait_for_everyone()
                 if self.is_world_process_zero():
                     staged = self._staging / name
-                    (staged / RUN_FILE).write_text(json.dumps(self.identity, indent=1))
+                    write_run_file(staged, self.identity)
                     replace_folder(staged, home / name)
                     rotate_checkpoints(str(home), self.args.save_total_limit)
         finally:

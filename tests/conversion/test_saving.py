@@ -8,7 +8,8 @@ import textwrap
 
 import pytest
 
-from hf_memmix.conversion import saving
+from hf_memmix.conversion import convert_model, load_model, save_student, saving
+from tiny_teachers import tiny_teacher
 
 KILLED = """
     import os, signal, sys
@@ -65,3 +66,75 @@ def test_a_kill_while_overwriting_leaves_a_whole_folder(path):
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), path], capture_output=True)
     assert done.returncode == -signal.SIGKILL
     assert (path / "weights").read_text() == "new"
+
+
+def modes(folder):
+    return {path.name: path.stat().st_mode & 0o777 for path in [folder, *folder.rglob("*")]}
+
+
+@pytest.mark.parametrize(
+    ("mask", "folders", "files"), [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600), (2, 0o775, 0o664)]
+)
+def test_saved_files_have_the_mode_of_the_umask(tmp_path, mask, folders, files):
+    """Also those of safetensors, which writes 0600, and the folder, which mkdtemp makes 0700."""
+    before = os.umask(mask)
+    try:
+        with saving.atomic_folder(tmp_path / "student") as folder:
+            (folder / "inner").mkdir(mode=0o700)
+            for name in ("weights", "inner/more"):
+                (folder / name).touch(mode=0o600)
+        save_student(convert_model(tiny_teacher("llama", layers=2)), tmp_path / "model")
+    finally:
+        os.umask(before)
+    assert modes(tmp_path / "student") == {"student": folders, "inner": folders, "weights": files, "more": files}
+    found = modes(tmp_path / "model")
+    assert found.pop("model") == folders and "model.safetensors" in found and set(found.values()) == {files}
+
+
+LEFT = """
+    import os, signal, sys
+    from pathlib import Path
+    from hf_memmix.conversion import saving
+
+    path, moment = Path(sys.argv[1]), sys.argv[2]
+    def die(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "discarding":
+        (path.parent / ".student.run").mkdir()
+        saving.shutil.rmtree = die
+        saving.discard(path.parent / ".student.run", beside=path)
+    if moment == "between two renames":
+        saving._exchange = lambda one, other: False
+        replace = os.replace
+        saving.os.replace = lambda one, other: die() if other == path else replace(one, other)
+    with saving.atomic_folder(path, overwrite=True) as folder:
+        (folder / "weights").write_text("new")
+        if moment == "writing":
+            die()
+"""
+
+
+@pytest.mark.parametrize("moment", ["writing", "between two renames", "discarding"])
+def test_the_next_command_clears_what_a_kill_left(path, moment):
+    running = path.with_name(f".student.{saving._host()}-{os.getpid()}-abc.tmp")
+    elsewhere = path.with_name(".student.another-host-1-abc.tmp")
+    for folder in (running, elsewhere):
+        folder.mkdir()
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(LEFT), path, moment], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(list(path.parent.iterdir())) > 3 or not path.exists()
+    with pytest.raises(ValueError, match="exists and is not empty"):
+        saving.check_target(path)
+    assert (path / "weights").read_text() == "old"
+    assert {p.name for p in path.parent.iterdir()} == {"student", running.name, elsewhere.name}
+
+
+def test_the_conversion_report_outlives_a_load(tmp_path):
+    save_student(convert_model(tiny_teacher("llama", layers=2)), tmp_path / "a")
+    save_student(load_model(tmp_path / "a"), tmp_path / "b")
+    report = (tmp_path / "b" / "conversion.json").read_text()
+    assert report == (tmp_path / "a" / "conversion.json").read_text() and '"converted"' in report
+    tiny_teacher("llama", layers=2).save_pretrained(tmp_path / "c")
+    save_student(load_model(tmp_path / "c"), tmp_path / "d")
+    assert not (tmp_path / "d" / "conversion.json").exists()

@@ -1,15 +1,19 @@
 """What a recipe says is what the optimizer does: rates by pattern, slices of layers, teachers."""
 
+import math
+
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_prefix
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.groups import freeze_by_rate, optimizer_groups, rates
 from hf_memmix.training.recipe import Recipe
-from hf_memmix.training.teachers import share_weights
+from hf_memmix.training.teachers import share_weights, unshare_weights
 from hf_memmix.training.train import distill, train
+from hf_memmix.training.trainer_arguments import training_arguments
 from tiny_teachers import tiny_teacher
 
 GROUPS = [
@@ -58,6 +62,21 @@ def test_groups_reach_the_weights(student, tmp_path):
         ({"groups": [{"match": "x", "lr": 1e-3}]}, "it takes learning_rate and weight_decay"),
         ({"groups": [{"match": "x", "learning_rate": "1e-3"}]}, "in YAML write 1.0e-3"),
         ({"learning_rate": 1.5}, r"learning_rate is 1.5 in the recipe; it must lie in \[0, 1\)"),
+        ({"learning_rate": None}, "learning_rate is null; give a value, or leave the line out for the default"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan in the recipe"),
+        ({"weight_decay": -0.1}, r"weight_decay is -0.1 in the recipe; it must lie in \[0, 1\)"),
+        ({"weight_decay": float("inf")}, "weight_decay is inf in the recipe"),
+        ({"min_lr_ratio": 1.5}, "min_lr_ratio is 1.5; it must be at most 1.0"),
+        ({"min_lr_ratio": -0.5}, "min_lr_ratio is -0.5; it must be at least 0.0"),
+        ({"min_lr_ratio": float("nan")}, "min_lr_ratio is nan; it must be"),
+        ({"save_every": -1}, "save_every is -1; it must be at least 0"),
+        ({"warmup_steps": -1}, "warmup_steps is -1; it must be at least 0"),
+        ({"block_size": 1}, "block_size is 1; it must be at least 2"),
+        ({"seed": -1}, "seed is -1; it must be at least 0"),
+        ({"seed": 2**32}, "seed is 4294967296; it must be at most 4294967295"),
+        ({"trainer": ["logging_steps"]}, "trainer is .* not of type dict"),
+        ({"groups": [{"match": "x", "learning_rate": None}]}, "learning_rate of group 'x' is None, not a number"),
+        ({"groups": [{"match": "x", "learning_rate": True}]}, "learning_rate of group 'x' is True, not a number"),
         ({"bf16": "yes"}, "bf16 is 'yes'"),
         ({"steps": True}, "steps is True, not of type int"),
         ({"stage": "distill", "teacher": "cache:"}, "copy, shared, lora or cache:DIR"),
@@ -71,6 +90,72 @@ def test_a_recipe_that_contradicts_itself_is_refused(fields, message):
         Recipe(**fields)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"nosuch": 1}, "trainer names nosuch"),
+        ({1: 1}, "trainer names 1"),
+        ({"output_dir": "x"}, "trainer sets output_dir, which the output folder of the command decides"),
+        ({"max_steps": 3}, "trainer sets max_steps, which steps decides"),
+        ({"learning_rate": 0.1}, "trainer sets learning_rate, which learning_rate decides"),
+        ({"save_steps": 3}, "trainer sets save_steps, which save_every decides"),
+        ({"logging_steps": "often"}, "trainer sets logging_steps to 'often', which is not of type float"),
+        ({"logging_steps": -1}, "trainer sets logging_steps to -1; it must be more than 0"),
+        ({"logging_steps": 0}, "trainer sets logging_steps to 0; it must be more than 0"),
+        ({"max_grad_norm": None}, "trainer sets max_grad_norm to None, which is not of type float"),
+        ({"use_cpu": "yes"}, "trainer sets use_cpu to 'yes', which is not of type bool"),
+        ({"optim": "nosuch"}, "trainer of the recipe: .*nosuch"),
+        ({"report_to": "nosuch"}, "report_to: nosuch is not supported"),
+        ({"report_to": "clearml"}, "report_to names clearml, which is not installed; pip install clearml"),
+    ],
+)
+def test_a_trainer_argument_that_cannot_be_is_refused(tmp_path, trainer, message):
+    with pytest.raises(ValueError, match=message):
+        training_arguments(Recipe(trainer=trainer), tmp_path)
+
+
+def test_trainer_arguments_reach_the_trainer(tmp_path):
+    plain = training_arguments(Recipe(steps=500), tmp_path)
+    assert plain.logging_steps == 10 and plain.report_to == []
+    given = {"logging_steps": 3, "report_to": ["none"], "max_grad_norm": 0, "save_total_limit": 5}
+    arguments = training_arguments(Recipe(trainer=given), tmp_path)
+    assert (arguments.logging_steps, arguments.max_grad_norm, arguments.save_total_limit) == (3, 0, 5)
+
+
+class Tracker(TrainerCallback):
+    """Stands in for a tracker's callback: what it is told."""
+
+    told = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        Tracker.told.append((state.global_step, dict(logs)))
+
+
+def test_a_tracker_gets_what_is_logged(student, tmp_path, monkeypatch):
+    """`report_to` and `logging_steps` of the recipe; the last step is logged, at nearly `min_lr_ratio` of the peak."""
+    from transformers.integrations import integration_utils
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Tracker)
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
+    Tracker.told.clear()
+    data = TokenBlocks(torch.randint(3, 64, (320,)), 16)
+    recipe = Recipe(
+        steps=7,
+        batch_size=4,
+        block_size=16,
+        learning_rate=2e-3,
+        warmup_steps=1,
+        min_lr_ratio=0.25,
+        trainer={"logging_steps": 3, "report_to": "tensorboard"},
+    )
+    result = train(student, tiny_teacher("llama", layers=2), data, tmp_path, recipe=recipe)
+    steps = [step for step, logs in Tracker.told if "loss" in logs]
+    assert steps == [entry["step"] for entry in result["log"]] == [1, 3, 6, 7]
+    # the rate of step n of 7 lies (n - 2) / 6 of the way from the peak to a quarter of it, after one step of warm-up
+    rates = {n: 2e-3 * (0.25 + 0.75 * (1 + math.cos(math.pi * (n - 2) / 6)) / 2) for n in (3, 6, 7)}
+    assert {entry["step"]: entry["learning_rate"] for entry in result["log"]} == pytest.approx({1: 0.0} | rates)
+
+
 def test_a_pattern_without_a_parameter_is_refused(student):
     with pytest.raises(ValueError, match="group 'nosuch' matches no parameter"):
         rates(student, Recipe(groups=[{"match": "nosuch", "learning_rate": 1e-3}]))
@@ -80,12 +165,15 @@ def test_a_pattern_without_a_parameter_is_refused(student):
 
 def test_slices_of_layers():
     def chosen(layers):
-        return Recipe(layers=layers).layer_slice([0, 1, 2, 4, 5])
+        return Recipe(layers=layers).layer_slice([0, 1, 2, 4, 5], 10)
 
     assert chosen("all") == chosen("") == [0, 1, 2, 4, 5]
     assert chosen("1-4") == [1, 2, 4] and chosen("0, 5") == [0, 5] and chosen("2-9") == [2, 4, 5]
-    for layers in ("3", "x", "1-", "-1"):
+    for layers in ("3", "x", "1-", "-1", "\u0663"):
         with pytest.raises(ValueError, match="layers is "):
+            chosen(layers)
+    for layers, part in (("0-999999999999", "0-999999999999"), ("0,10", "10"), ("0, 4-2", "4-2")):
+        with pytest.raises(ValueError, match=f"{part} is no part of the layers 0 to 9"):
             chosen(layers)
 
 
@@ -127,3 +215,14 @@ def test_shared_weights_are_one_copy_in_memory(tmp_path):
     trained.model.layers[0].mlp.up_proj.weight.data += 1
     with pytest.raises(ValueError, match="up_proj.weight differs between student and teacher"):
         share_weights(trained, tiny_teacher("llama", layers=2))
+
+
+def test_tied_tensors_of_a_teacher_are_tied_again_after_sharing():
+    teacher = tiny_teacher("llama", layers=2, tie_word_embeddings=True)
+    student = convert_model(teacher, keep=[1])
+    before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
+    share_weights(student, teacher)
+    unshare_weights(student, teacher)
+    assert teacher.lm_head.weight is teacher.model.embed_tokens.weight
+    assert teacher.lm_head.weight is not student.lm_head.weight
+    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())

@@ -32,3 +32,17 @@ def test_sizes_that_do_not_fit_are_refused():
         sample_blocks(tiny_teacher(), STREAM, 1, 16, prompt_tokens=16)
     with pytest.raises(ValueError, match="fewer than one prompt"):
         sample_blocks(tiny_teacher(), STREAM[:3], 1, 16)
+
+
+def test_text_is_drawn_at_the_teachers_own_temperature():
+    """A teacher that likes two tokens 3 : 1 at every place gives them at 3 : 1: no temperature, no top-k, no top-p."""
+    teacher = tiny_teacher(layers=1)
+    with torch.no_grad():
+        teacher.lm_head.weight.zero_()
+    teacher.lm_head.bias = torch.nn.Parameter(torch.full((64,), -30.0))
+    teacher.lm_head.bias.data[5], teacher.lm_head.bias.data[9] = torch.tensor(3.0).log(), 0.0
+    teacher.generation_config.temperature, teacher.generation_config.top_k = 0.3, 1
+    drawn = sample_blocks(teacher, STREAM, 500, 88, prompt_tokens=8)[:, 8:]
+    assert set(drawn.unique().tolist()) == {5, 9}
+    # 40,000 draws have a standard deviation of 0.0022; a temperature of 0.9 or 1.1 moves the mean by 0.02
+    assert (drawn == 5).float().mean().item() == pytest.approx(0.75, abs=0.009)

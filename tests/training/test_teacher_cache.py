@@ -105,3 +105,50 @@ def test_a_teachers_hash_is_of_its_weights(tmp_path, teacher):
     assert a == b != c and teacher_hash(teacher) == teacher_hash(tiny_teacher("llama", layers=2)) != a
     with pytest.raises(ValueError, match="has no .*safetensors files"):
         teacher_hash(tmp_path)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Killed(BaseException):
+    """Ends a call as a kill does: no error that the code handles."""
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_interrupted_cache_goes_on_and_ends_like_a_whole_one(tmp_path, teacher, data, broken):
+    """Files that are whole are not computed again, one that is not is; until the end there is no cache."""
+    options = {"batch_size": 2, "shard_rows": 4}  # three files
+    write_cache(teacher, data, tmp_path / "whole", 5, **options)
+    seen = []
+
+    def stop(done, total):
+        if done > 8:
+            raise Killed
+
+    with pytest.raises(Killed):
+        write_cache(teacher, data, tmp_path / "c", 5, progress=stop, **options)
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(ValueError, match="is no teacher cache"):
+        CachedBlocks(data, tmp_path / ".c.run")
+    if broken:
+        file = tmp_path / ".c.run" / "shard-00001.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+    write_cache(teacher, data, tmp_path / "c", 5, progress=lambda done, total: seen.append(done), **options)
+    assert seen == [6, 8, 10, 11] if broken else seen == [10, 11]
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"c", "whole"}
+
+
+def test_an_interrupted_cache_of_another_teacher_is_begun_anew(tmp_path, teacher, data):
+    options, other = {"batch_size": 2, "shard_rows": 4}, tiny_teacher("llama", layers=2, seed=1)
+
+    def stop(done, total):
+        if done > 8:
+            raise Killed
+
+    with pytest.raises(Killed):
+        write_cache(other, data, tmp_path / "c", 5, progress=stop, **options)
+    write_cache(teacher, data, tmp_path / "c", 5, **options)
+    write_cache(teacher, data, tmp_path / "whole", 5, **options)
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole")

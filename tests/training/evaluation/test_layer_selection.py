@@ -87,3 +87,15 @@ def test_mistakes(pair, blocks):
         attention_module(broken, 1).o_proj.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="layer 1 has no finite score"):
         rank_layers(teacher, broken, blocks, {})
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_models_keep_their_mode(pair, blocks, samples, training):
+    models = [model.train(training) for model in pair]
+    try:
+        cost_of_swaps(*models, [[1]], blocks, samples)
+        assert [model.training for model in models] == [training, training]
+        assert all(module.training == training for model in models for module in model.modules())
+    finally:
+        for model in models:
+            model.eval()

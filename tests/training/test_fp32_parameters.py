@@ -1,0 +1,77 @@
+"""What a mixer keeps in fp32 comes out of training and saving without a rounding, whatever the model's dtype."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_memmix.conversion import convert_model, save_student
+from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.merge import merge_students
+from hf_memmix.training.train import align, distill
+from testing import MIXERS, mixers_of
+from tiny_teachers import tiny_teacher
+
+# the memory of SKA says nothing before its first chunk is full, which must be shorter than a block to train
+MIXER_OPTIONS = {"ska": MIXERS["ska"]}
+OPTIONS = {"steps": 2, "batch_size": 4, "block_size": 16, "warmup_steps": 1, "learning_rate": 3e-3}
+
+
+@pytest.fixture
+def data():
+    return TokenBlocks(torch.randint(3, 64, (320,), generator=torch.Generator().manual_seed(0)), 16)
+
+
+def bf16_student(mixer):
+    """A student in bf16 whose fp32 parameters have values that bf16 cannot hold."""
+    student = convert_model(tiny_teacher("llama", layers=2).bfloat16(), mixer, **MIXER_OPTIONS.get(mixer, {}))
+    assert student.dtype == torch.bfloat16
+    with torch.no_grad():
+        for parameter in declared(student).values():
+            assert parameter.dtype == torch.float32
+            parameter.mul_(1 + 1e-3)
+    return student
+
+
+def declared(student):
+    """The parameters that the mixers declare fp32, by full name."""
+    return {
+        name: parameter
+        for name, parameter in student.named_parameters()
+        for mixer in mixers_of(student).values()
+        if any(parameter is own and key in mixer.fp32_parameters for key, own in mixer.named_parameters())
+    }
+
+
+@pytest.mark.parametrize("stage", [align, distill])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_save_after_training_keeps_fp32_parameters(tmp_path, data, mixer, stage):
+    student = bf16_student(mixer)
+    stage(student, tiny_teacher("llama", layers=2), data, tmp_path / "run", **OPTIONS)
+    trained = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    save_student(student, tmp_path / "student", dtype=torch.bfloat16)
+    saved, names = load_file(tmp_path / "student" / "model.safetensors"), declared(student)
+    assert names or not any(m.fp32_parameters for m in mixers_of(student).values())
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, trained[name].to(torch.float32 if name in names else torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_two_align_runs_of_a_bf16_student_merge(tmp_path, data, mixer):
+    save_student(bf16_student(mixer), tmp_path / "start")
+    for layer in ("0", "1"):
+        student = bf16_student(mixer)
+        align(student, tiny_teacher("llama", layers=2), data, tmp_path / f"run{layer}", layers=layer, **OPTIONS)
+        save_student(student, tmp_path / layer, dtype=torch.bfloat16)
+    _, origin = merge_students(tmp_path / "start", [tmp_path / "0", tmp_path / "1"])
+    assert origin == {0: str(tmp_path / "0"), 1: str(tmp_path / "1")}
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_cast_leaves_what_no_checkpoint_holds(mixer):
+    """A student of a bf16 teacher has the rotary angles of one that was loaded: fp32."""
+    teacher = tiny_teacher("llama", layers=2)
+    student = convert_model(tiny_teacher("llama", layers=2).to(torch.bfloat16), mixer)
+    expected = dict(teacher.named_buffers())
+    for name, buffer in student.named_buffers():
+        if name in expected:
+            assert torch.equal(buffer, expected[name]), name

@@ -1,0 +1,197 @@
+"""A run is continued by itself alone, from whole files, by one process at a time."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.families import attention_module
+from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.run_lock import lock_file, run_folder, run_lock
+from hf_memmix.training.teacher_cache import write_cache
+from hf_memmix.training.train import Recipe, align, distill
+from tiny_teachers import tiny_teacher
+
+OPTIONS = {"steps": 2, "save_every": 1, "batch_size": 4, "block_size": 16, "warmup_steps": 1}
+STAGES = pytest.mark.parametrize("stage", [align, distill])
+
+
+@pytest.fixture
+def teacher():
+    return tiny_teacher("llama", layers=2)
+
+
+@pytest.fixture
+def data():
+    return TokenBlocks(torch.randint(3, 64, (320,), generator=torch.Generator().manual_seed(0)), 16)
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+# ---- the same start
+
+
+def test_another_student_or_teacher_does_not_continue_a_run(tmp_path, teacher, data):
+    align(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
+    with pytest.raises(ValueError, match=r"is of another run \(student.config.mixers.gka.ridge was 0.0[0-9]*, is 0.2"):
+        align(convert_model(teacher, ridge=0.2), teacher, data, tmp_path, **OPTIONS)
+    moved = convert_model(teacher)
+    moved.lm_head.weight.data[0, 0] += 1
+    with pytest.raises(ValueError, match=r"is of another run \(student.weights was"):
+        align(moved, teacher, data, tmp_path, **OPTIONS)
+    other = copy.deepcopy(teacher)
+    attention_module(other, 1).q_proj.weight.data *= 1.1
+    with pytest.raises(ValueError, match=r"is of another run \(teacher.weights was"):
+        align(convert_model(teacher), other, data, tmp_path, **OPTIONS)
+    with pytest.raises(ValueError, match=r"is of another run \(recipe.trainer.max_grad_norm was None, is 0.5"):
+        align(convert_model(teacher), teacher, data, tmp_path, trainer={"max_grad_norm": 0.5}, **OPTIONS)
+    align(convert_model(teacher), teacher, data, tmp_path, trainer={"logging_steps": 1}, **OPTIONS)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_continued(tmp_path, teacher, data, caplog):
+    first, second = convert_model(teacher), convert_model(teacher)
+    align(first, teacher, data, tmp_path, **OPTIONS)
+    file = tmp_path / "checkpoint-2" / "memmix_run.json"
+    record = json.loads(file.read_text())
+    record = {name: record[name] for name in ("recipe", "data", "mixer_types")}
+    del record["recipe"]["trainer"]
+    file.write_text(json.dumps(record))
+    align(second, teacher, data, tmp_path, **OPTIONS)
+    assert "of an earlier version" in caplog.text
+    assert all(torch.equal(tensor, weights(first)[name]) for name, tensor in weights(second).items())
+
+
+# ---- whole checkpoints
+
+
+@STAGES
+def test_every_file_of_a_checkpoint_is_checked(tmp_path, teacher, data, stage):
+    stage(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
+    last = tmp_path / "checkpoint-2"
+    names = {path.name for path in last.iterdir()} - {"memmix_run.json"}
+    assert names >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+    for name in names:
+        content = (last / name).read_bytes()
+        flipped = content[:-20] + bytes([content[-20] ^ 1]) + content[-19:]
+        for broken, told in ((None, "is missing"), (flipped, "is corrupt"), (content[:-1], "is corrupt or truncated")):
+            (last / name).unlink()
+            if broken is not None:
+                (last / name).write_bytes(broken)
+            message = (
+                f"{name} .*{told}.*remove that folder and run the same command again to continue from checkpoint-1"
+            )
+            with pytest.raises(ValueError, match=message):
+                stage(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
+            (last / name).write_bytes(content)
+    stage(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
+
+
+# ---- what fits
+
+
+@STAGES
+def test_a_converted_teacher_is_refused(tmp_path, teacher, data, stage):
+    with pytest.raises(ValueError, match="the teacher is a converted model, not a transformer; give the transformer"):
+        stage(convert_model(teacher), convert_model(teacher), data, tmp_path, **OPTIONS)
+    with pytest.raises(ValueError, match="the teacher is a converted model"):
+        write_cache(convert_model(teacher), data, tmp_path / "cache", 4)
+
+
+def test_a_recipe_of_the_other_stage_is_refused(tmp_path, teacher, data):
+    student = convert_model(teacher)
+    with pytest.raises(ValueError, match="recipe 'distill' is for distill, not for align; give a recipe of align"):
+        align(student, teacher, data, tmp_path, recipe="distill")
+    with pytest.raises(ValueError, match="recipe 'align' is for align, not for distill; give a recipe of distill"):
+        distill(student, teacher, data, tmp_path, recipe="align")
+    with pytest.raises(ValueError, match="the recipe is for distill, not for align"):
+        align(student, teacher, data, tmp_path, recipe=Recipe(stage="distill"))
+
+
+@STAGES
+def test_weights_that_are_no_numbers_are_named(tmp_path, teacher, data, stage):
+    broken = copy.deepcopy(teacher)
+    broken.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
+    with pytest.raises(
+        ValueError, match="the teacher has NaN or infinite values in model.layers.1.mlp.up_proj.weight"
+    ):
+        stage(convert_model(teacher), broken, data, tmp_path, **OPTIONS)
+    student = convert_model(teacher)
+    student.model.norm.weight.data[0] = float("inf")
+    with pytest.raises(ValueError, match="the student has NaN or infinite values in model.norm.weight"):
+        stage(student, teacher, data, tmp_path, **OPTIONS)
+    with pytest.raises(ValueError, match="the teacher has NaN"):
+        write_cache(broken, data, tmp_path / "cache", 4)
+
+
+@STAGES
+def test_training_leaves_use_cache_alone(tmp_path, teacher, data, stage):
+    student = convert_model(teacher)
+    assert student.config.use_cache
+    stage(student, teacher, data, tmp_path, **OPTIONS)
+    assert student.config.use_cache
+    assert json.loads((tmp_path / "checkpoint-2" / "config.json").read_text())["use_cache"]
+
+
+# ---- one process at a time
+
+HOLD = """
+    import sys, time
+    from hf_memmix.training.run_lock import run_lock
+    with run_lock(sys.argv[1]):
+        print("held", flush=True)
+        time.sleep(600)
+"""
+
+
+def hold(folder):
+    """A process that holds the lock of a folder."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOLD), folder], env=env, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline().strip() == "held"
+    return process
+
+
+def test_the_second_process_is_told_who_holds_a_run(tmp_path, teacher, data, monkeypatch):
+    folder = tmp_path / "run"
+    process = hold(folder)
+    try:
+        with pytest.raises(
+            ValueError, match=rf"another process works in .*run.*process {process.pid} on .*, since 20"
+        ):
+            align(convert_model(teacher), teacher, data, folder, **OPTIONS)
+        monkeypatch.setenv("RANK", "1")  # rank 0 of the launch has taken it for all
+        with run_lock(folder):
+            pass
+        monkeypatch.delenv("RANK")
+    finally:
+        process.kill()
+        process.wait()
+    assert lock_file(folder).exists()  # of a dead process: taken over
+    align(convert_model(teacher), teacher, data, folder, **OPTIONS)
+    assert not lock_file(folder).exists()
+
+
+def test_a_run_folder_lives_until_the_output_is_written(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt), run_folder(out) as folder:
+        folder.mkdir()
+        raise KeyboardInterrupt
+    assert folder.is_dir()
+    with run_folder(out) as again:
+        assert again == folder and folder.is_dir()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyboardInterrupt), run_folder(out) as folder:
+        folder.mkdir()
+        raise KeyboardInterrupt
+    with run_folder(out, resume=False):
+        assert not folder.exists()

@@ -1,0 +1,100 @@
+"""One process at a time works in a folder: the second is told who does. A lock dies with the process that holds it.
+
+The lock is the kernel's own on a file beside the folder (POSIX record locks, which NFS has too and forked workers do
+not inherit), so a killed run leaves nothing to clear away; the file only says who holds it.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from hf_memmix.conversion.saving import check_target, discard
+
+_held: set[Path] = set()
+
+
+def lock_file(folder: str | Path) -> Path:
+    """Where the lock of a run folder lies."""
+    folder = Path(folder).absolute()
+    return folder.with_name(f".{folder.name.lstrip('.')}.lock")
+
+
+@contextlib.contextmanager
+def run_lock(folder: str | Path) -> Iterator[None]:
+    """Hold the lock of a run folder; within one process it may be taken again while it is held.
+
+    Of several processes of one launch (`accelerate launch`) rank 0 takes it for all.
+    Raises ValueError, with process, host and time, if another process holds it.
+    """
+    path = lock_file(folder)
+    if path in _held or int(os.environ.get("RANK", "0")):
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = _acquire(path, folder)
+    _held.add(path)
+    try:
+        yield
+    finally:
+        _held.discard(path)
+        with contextlib.suppress(OSError):
+            path.unlink()  # before it is free: whoever has opened it sees that and opens anew
+        os.close(handle)
+
+
+def _acquire(path: Path, folder: str | Path) -> int:
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(handle, 1000)
+            os.close(handle)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise ValueError(
+                    f"cannot lock {str(path)!r} ({error.strerror}); use a file system with locks"
+                ) from None
+            raise ValueError(
+                f"another process works in {str(folder)!r}: {_told(holder)}. Wait for it or end it, or give another"
+                " output folder"
+            ) from None
+        if os.fstat(handle).st_nlink:
+            break
+        os.close(handle)  # its holder has just ended and removed it
+    record = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().isoformat(" ", "seconds")}
+    os.ftruncate(handle, 0)
+    os.write(handle, json.dumps(record).encode())
+    return handle
+
+
+def _told(holder: bytes) -> str:
+    try:
+        record = json.loads(holder)
+        return f"process {record['pid']} on {record['host']}, since {record['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "it has not yet said which"
+
+
+@contextlib.contextmanager
+def run_folder(out_dir: str | Path, resume: bool = True, overwrite: bool = False) -> Iterator[Path]:
+    """The locked folder, beside the output `out_dir`, in which a command keeps its checkpoints until that is written.
+
+    It outlives an exception or a kill, so that the same command continues from there, and vanishes otherwise; without
+    `resume` what is there is removed first.
+    Raises ValueError if another process works there, or if the output may not be written.
+    """
+    out_dir = Path(out_dir).absolute()
+    folder = out_dir.with_name(f".{out_dir.name}.run")
+    with run_lock(folder):
+        check_target(out_dir, overwrite)
+        if not resume and "WORLD_SIZE" not in os.environ:  # of several processes none may find what another removes
+            discard(folder, beside=out_dir)
+        yield folder
+        if not int(os.environ.get("RANK", "0")):
+            discard(folder, beside=out_dir)

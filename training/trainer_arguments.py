@@ -1,0 +1,106 @@
+"""A recipe as arguments of transformers' Trainer, and what of them `trainer:` in a recipe may set."""
+
+import os
+import typing
+from pathlib import Path
+
+import torch
+from huggingface_hub.dataclasses import type_validator
+from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
+
+from hf_memmix.training.recipe import Recipe
+
+# arguments that a field of the recipe, or of `train`, decides
+DECIDED = {
+    "output_dir": "the output folder of the command",
+    "resume_from_checkpoint": "resume",
+    "max_steps": "steps",
+    "num_train_epochs": "steps",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "learning_rate": "learning_rate",
+    "weight_decay": "weight_decay",
+    "warmup_steps": "warmup_steps",
+    "bf16": "bf16",
+    "fp16": "bf16",
+    "gradient_checkpointing": "gradient_checkpointing",
+    "save_strategy": "save_every",
+    "save_steps": "save_every",
+    "save_only_model": "save_every",
+    "seed": "seed",
+    "logging_strategy": "logging_steps",
+    "logging_first_step": "logging_steps",
+}
+POSITIVE = ("logging_steps", "save_total_limit")
+
+
+def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArguments:
+    """The arguments of one process of a run.
+
+    Raises ValueError if the processes cannot share a batch, or `trainer` has an unknown name, one that a field of the
+    recipe decides, or an impossible value.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if recipe.batch_size % processes:
+        raise ValueError(
+            f"batch_size is {recipe.batch_size}, which {processes} processes cannot share; give a multiple of them"
+        )
+    values = {
+        "output_dir": str(output_dir),
+        "max_steps": recipe.steps,
+        "per_device_train_batch_size": recipe.batch_size // processes,
+        "gradient_accumulation_steps": recipe.gradient_accumulation,
+        "learning_rate": recipe.learning_rate,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": recipe.min_lr_ratio},
+        "warmup_steps": recipe.warmup_steps,
+        "adam_beta2": 0.95,
+        "max_grad_norm": 1.0,
+        "save_strategy": "steps" if recipe.save_every else "no",
+        "save_steps": recipe.save_every or 500,
+        "save_total_limit": 2,
+        "logging_steps": max(1, recipe.steps // 50),
+        "seed": recipe.seed,
+        "logging_first_step": True,
+        "report_to": "none",
+        "ddp_find_unused_parameters": False,
+        "remove_unused_columns": False,
+        "dataloader_drop_last": True,
+        "dataloader_pin_memory": torch.cuda.is_available(),
+    }
+    _check(recipe.trainer)
+    try:
+        arguments = TrainingArguments(**(values | recipe.trainer))
+    except (TypeError, ValueError, ImportError) as error:
+        raise ValueError(f"trainer of the recipe: {str(error).strip().splitlines()[0]}") from None
+    _check_trackers(arguments.report_to)
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # several GPUs need a launcher (accelerate launch); nn.DataParallel cannot split a pair
+    return arguments
+
+
+def _check(given: dict) -> None:
+    types = typing.get_type_hints(TrainingArguments)
+    if unknown := sorted(str(name) for name in given if name not in types):
+        raise ValueError(f"trainer names {', '.join(unknown)}, which transformers.TrainingArguments does not have")
+    for name, value in given.items():
+        if name in DECIDED:
+            raise ValueError(f"trainer sets {name}, which {DECIDED[name]} decides; remove it from trainer")
+        try:
+            if not (types[name] is float and type(value) is int):
+                type_validator(name, value, types[name])
+        except TypeError:
+            kind = getattr(types[name], "__name__", types[name])
+            raise ValueError(f"trainer sets {name} to {value!r}, which is not of type {kind}") from None
+        if name in POSITIVE and value is not None and not value > 0:
+            raise ValueError(f"trainer sets {name} to {value!r}; it must be more than 0")
+
+
+def _check_trackers(names: list[str]) -> None:
+    try:
+        get_reporting_integration_callbacks(names)
+    except ValueError as error:
+        raise ValueError(f"report_to: {error}") from None
+    if missing := sorted(set(names) - set(get_available_reporting_integrations())):
+        raise ValueError(f"report_to names {missing[0]}, which is not installed; pip install {missing[0]}")

@@ -9,12 +9,11 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_memmix
 from hf_memmix.conversion.families import attention_module, attention_prefix, extract_attention, family_of
+from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model, read_config  # noqa: F401, both by their old place
 from hf_memmix.conversion.report import ConversionReport
 from hf_memmix.conversion.saving import atomic_folder, clear_write_errors
 from hf_memmix.conversion.teacher_forcing import converted_layers
@@ -58,7 +57,8 @@ def convert_model(
         mixer_options: fields of the mixer's config, e.g. `num_iterations=30`.
 
     Returns the student in the teacher's dtype and on its device, in eval mode, with `conversion_report`.
-    Raises ValueError for an unsupported family, a bad `keep` or option, or a tensor that would be lost.
+    Raises ValueError for an unsupported family, a bad `keep` or option, a weight that is not finite, or a tensor that
+    would be lost.
     """
     if not isinstance(teacher, PreTrainedModel):
         teacher = load_model(teacher)
@@ -66,6 +66,8 @@ def convert_model(
     family_of(config)
     if config.model_type == "memmix":
         raise ValueError("the teacher is a converted model already; give the transformer it came from")
+    check_ties(teacher, "the teacher")
+    check_finite_weights(teacher, "the teacher")
     keep = layers_to_keep(keep, config.num_hidden_layers)
     types = ["attention" if i in keep else mixer for i in range(config.num_hidden_layers)]
     converted = [i for i in range(config.num_hidden_layers) if i not in keep]
@@ -88,40 +90,6 @@ def convert_model(
     student.generation_config = type(teacher.generation_config).from_dict(teacher.generation_config.to_dict())
     student.conversion_report = report
     return student.to(teacher.device).eval()
-
-
-def read_config(folder: str | Path) -> PreTrainedConfig:
-    """The configuration of a causal LM in a local folder. Raises ValueError if there is none, or another model's."""
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{str(folder)!r} is not a model folder: it has no config.json")
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except StrictDataclassError as error:
-        raise ValueError(f"{str(folder)!r} has a config.json with impossible values: {error}") from None
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(
-            f"{str(folder)!r} holds a {config.model_type!r} model, which is no causal language model; give a decoder"
-        )
-    return config
-
-
-def load_model(folder: str | Path, dtype="auto") -> PreTrainedModel:
-    """A causal LM from a local folder, native or converted.
-
-    Raises:
-        ValueError: there is none, its weights are corrupt or truncated, or it lacks some of the model's tensors.
-    """
-    read_config(folder)
-    folder = Path(folder)
-    try:
-        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    except SafetensorError as error:
-        raise ValueError(f"{str(folder)!r} has corrupt or truncated weights ({error}); copy it anew") from error
-    if missing := sorted(loading["missing_keys"]):
-        some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
-        raise ValueError(f"{str(folder)!r} lacks {len(missing)} tensors, which would be random: {some}. Copy it anew")
-    return model.eval()
 
 
 def save_student(

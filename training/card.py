@@ -10,7 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hf_memmix.conversion.convert import read_config
+from hf_memmix.conversion.loading import read_config
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 MIXERS = {

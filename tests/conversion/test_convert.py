@@ -177,6 +177,20 @@ def test_bf16_teacher_gives_a_bf16_student_with_fp32_decays():
     assert student(input_ids=IDS).logits.isfinite().all()
 
 
+def test_generation_settings_are_carried_over(tmp_path):
+    """As a copy, and into the folder."""
+    teacher = tiny_teacher()
+    teacher.generation_config.update(do_sample=True, temperature=0.7, top_k=5, eos_token_id=[2, 9])
+    student = convert_model(teacher)
+    settings = student.generation_config.to_dict()
+    assert settings == teacher.generation_config.to_dict() and settings["temperature"] == 0.7
+    save_student(student, tmp_path / "student")
+    loaded = load_model(tmp_path / "student").generation_config
+    assert (loaded.temperature, loaded.top_k, loaded.eos_token_id) == (0.7, 5, [2, 9])
+    student.generation_config.temperature = 0.1
+    assert teacher.generation_config.temperature == 0.7
+
+
 def test_save_and_load_give_the_same_model(tmp_path):
     student = convert_model(tiny_teacher("qwen2"), keep=[1])
     save_student(student, tmp_path / "student")

@@ -12,12 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_memmix
+from hf_memmix.conversion.attention_weights import AttentionWeights
 from hf_memmix.conversion.families import attention_module, attention_prefix, extract_attention, family_of
+from hf_memmix.conversion.from_attention import Start, start_of
 from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model, read_config  # noqa: F401, both by their old place
 from hf_memmix.conversion.report import ConversionReport
 from hf_memmix.conversion.saving import atomic_folder, clear_write_errors
 from hf_memmix.conversion.teacher_forcing import converted_layers
-from hf_memmix.mixers import MIXERS, AttentionWeights
 
 
 def layers_to_keep(keep, num_layers: int) -> list[int]:
@@ -73,11 +74,10 @@ def convert_model(
     converted = [i for i in range(config.num_hidden_layers) if i not in keep]
     report = ConversionReport(mixer=mixer, converted=converted, kept=keep)
 
+    start = start_of(mixer)
     attentions = {i: extract_attention(teacher, i) for i in converted}
-    if mixer not in MIXERS:
-        raise ValueError(f"mixer {mixer!r} is unknown; registered: {', '.join(MIXERS)}")
     # what the attention needs (biases, norms) first, the user's word last
-    options = MIXERS[mixer].options_for(attentions[converted[0]]) | mixer_options
+    options = start.options(attentions[converted[0]]) | mixer_options
     student_config = hf_memmix.memmix_config(config, mixer_types=types, mixers={mixer: options})
     place = "meta" if teacher.device.type == "meta" else "cpu"
     with torch.random.fork_rng(devices=[]), torch.device(place):
@@ -86,7 +86,7 @@ def convert_model(
     cast_student(student, teacher.dtype)
     _copy_rest(teacher, student, [attention_prefix(teacher, i) + "." for i in converted], report)
     for layer in converted:
-        _initialise(student, layer, attentions[layer], report)
+        _initialise(student, layer, start, attentions[layer], report)
     student.generation_config = type(teacher.generation_config).from_dict(teacher.generation_config.to_dict())
     student.conversion_report = report
     return student.to(teacher.device).eval()
@@ -152,11 +152,11 @@ def _copy_rest(teacher: PreTrainedModel, student: PreTrainedModel, prefixes: lis
     report.copied = sorted(source)
 
 
-def _initialise(student: PreTrainedModel, layer: int, attention: AttentionWeights, report) -> None:
+def _initialise(student: PreTrainedModel, layer: int, start: Start, attention: AttentionWeights, report) -> None:
     """Fill one mixer from its attention and check that every tensor has met a stated fate."""
     mixer, prefix = attention_module(student, layer), attention_prefix(student, layer)
     with torch.no_grad():
-        fates = mixer.init_from_attention(attention)
+        fates = start.take_over(mixer, attention)
     parameters = dict(mixer.named_parameters())
     mixer_is_meta = next(iter(parameters.values())).is_meta  # shapes without values: see estimate.py
     told = Counter(fate.field for fate in fates)

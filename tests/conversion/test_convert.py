@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_memmix.conversion import convert_model, layers_to_keep, load_model, save_student
 from hf_memmix.conversion.families import FAMILIES, attention_module, attention_prefix
-from hf_memmix.mixers import MIXERS, MemoryMixer
+from hf_memmix.conversion.from_attention import STARTS, Start
 from testing import MIXERS as ROWS
 from tiny_teachers import tiny_teacher
 
@@ -20,7 +20,7 @@ def snapshot(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-CONVERTIBLE = [name for name in ROWS if MIXERS[name].init_from_attention is not MemoryMixer.init_from_attention]
+CONVERTIBLE = [name for name in ROWS if name in STARTS]
 
 
 @pytest.mark.parametrize("mixer", CONVERTIBLE)
@@ -151,10 +151,9 @@ def test_wrong_teachers_and_mixers_are_refused(tmp_path):
 
 def test_silent_drop_is_an_error(monkeypatch):
     """A mixer that forgets to say what becomes of a tensor is stopped."""
-    honest = MIXERS["gka"].init_from_attention
-    monkeypatch.setattr(
-        MIXERS["gka"], "init_from_attention", lambda self, a: [f for f in honest(self, a) if f.field != "q_weight"]
-    )
+    honest = STARTS["gka"]
+    silent = Start(honest.options, lambda m, a: [f for f in honest.take_over(m, a) if f.field != "q_weight"])
+    monkeypatch.setitem(STARTS, "gka", silent)
     with pytest.raises(ValueError, match="what becomes of q_weight"):
         convert_model(tiny_teacher())
 

@@ -8,6 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import FAMILIES, REFUSED, attention_module, attention_prefix, extract_attention
+from hf_memmix.conversion.from_attention import STARTS
 from hf_memmix.mixers import MIXERS
 from hf_memmix.mixers.base import layer_rotates
 from tiny_teachers import tiny_teacher
@@ -123,7 +124,7 @@ ROTATING = {"gka": "chunk_gka", "lattice": "chunk_lattice"}
 def test_every_rotating_mixer_is_tested():
     attention = extract_attention(tiny_teacher("llama"), 0)
     own = [name for name, mixer in MIXERS.items() if mixer.__module__.startswith("hf_memmix.mixers.")]
-    assert {name for name in own if MIXERS[name].options_for(attention).get("use_rope")} == set(ROTATING)
+    assert {name for name in own if STARTS[name].options(attention).get("use_rope")} == set(ROTATING)
 
 
 @pytest.mark.parametrize("mixer", ROTATING)

@@ -6,8 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_memmix.conversion import convert_model
+import hf_memmix.mixers
+from hf_memmix import conversion
+from hf_memmix.conversion import convert_model, starts
 from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.from_attention import STARTS, start_of
+from hf_memmix.mixers import MIXERS
 from tiny_teachers import tiny_teacher
 
 LENGTH = 20
@@ -22,7 +26,7 @@ def taken_over(family, mixer, **options):
     return attention_module(teacher, 0), attention_module(student, 0), x, rotary
 
 
-def projected(attention, x, repeat=True):
+def projected(attention, x):
     """q, k, v [1, T, H, D] of a llama-like attention, before norms and rotation; a key head for each query head."""
     q, k, v = (
         f(x).unflatten(-1, (-1, attention.head_dim)) for f in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -44,7 +48,7 @@ def decays(low, high, heads):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_gka_start(family):
     """out = o(U (q + (x - q) / 2)) / 2 with x = (H + 0.05 |H|)^-1 q, a write strength of 1/2, half-lives 1 to 16."""
-    attention, mixer, x, rotary = taken_over(family, "gka", num_iterations=200, refinement=None)
+    attention, mixer, x, rotary = taken_over(family, "gka", num_iterations=100)
     q, k, v = projected(attention, x)
     if family == "qwen3":
         q, k = attention.q_norm(q), attention.k_norm(k)
@@ -80,3 +84,40 @@ def test_mamba2_start(family):
     y = y * (y.square().mean(-1, keepdim=True) + mixer.options.norm_eps).rsqrt()
     expected = attention.o_proj(y.flatten(2))
     torch.testing.assert_close(mixer(x, position_embeddings=rotary)[0], expected, rtol=1e-3, atol=1e-4)
+
+
+# ---- the table
+
+
+def test_one_start_for_a_mixer():
+    with pytest.raises(ValueError, match="'gka' has a start from attention already"):
+        starts("gka")(lambda mixer, attention: [])
+
+
+def test_mixers_without_a_start_are_refused_by_name(monkeypatch):
+    monkeypatch.delitem(STARTS, "ska")
+    with pytest.raises(ValueError, match=r"'ska' cannot start from attention.* from scratch; .* can: .*gka.*mamba2"):
+        convert_model(tiny_teacher(), "ska")
+    with pytest.raises(ValueError, match="mixer 'nosuch' is unknown; registered: .*gka"):
+        convert_model(tiny_teacher(), "nosuch")
+
+
+def test_a_start_among_the_methods_of_a_mixer_still_works(monkeypatch):
+    """As mixers were written before there was a table."""
+    start = STARTS["gka"]
+    monkeypatch.delitem(STARTS, "gka")
+    monkeypatch.setattr(MIXERS["gka"], "options_for", staticmethod(start.options), raising=False)
+    monkeypatch.setattr(MIXERS["gka"], "init_from_attention", start.take_over, raising=False)
+    with pytest.warns(DeprecationWarning, match=r"init_from_attention: register the start of 'gka'"):
+        old = convert_model(tiny_teacher(), "gka")
+    monkeypatch.undo()
+    new = convert_model(tiny_teacher(), "gka").state_dict()
+    assert all(torch.equal(tensor, new[name]) for name, tensor in old.state_dict().items())
+    assert start_of("gka") is start
+
+
+@pytest.mark.parametrize("name", ["AttentionWeights", "TensorFate"])
+def test_old_names(name):
+    with pytest.warns(DeprecationWarning, match=f"now hf_memmix.conversion.{name}"):
+        assert getattr(hf_memmix.mixers, name) is getattr(conversion, name)
+    assert not hasattr(hf_memmix.mixers, "nosuch")

@@ -9,15 +9,17 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_memmix
+from hf_memmix.conversion.attention_weights import AttentionWeights
 from hf_memmix.conversion.families import attention_module, attention_prefix, extract_attention, family_of
+from hf_memmix.conversion.from_attention import Start, start_of
+from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model, read_config  # noqa: F401, both by their old place
 from hf_memmix.conversion.report import ConversionReport
 from hf_memmix.conversion.saving import atomic_folder, clear_write_errors
-from hf_memmix.mixers import MIXERS, AttentionWeights, MemoryMixer
+from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.mixers import MemoryMixer
 
 REPORT_FILE = "conversion.json"
 
@@ -59,7 +61,8 @@ def convert_model(
         mixer_options: fields of the mixer's config, e.g. `solver_phases=[30]`.
 
     Returns the student in the teacher's dtype and on its device, in eval mode, with `conversion_report`.
-    Raises ValueError for an unsupported family, a bad `keep` or option, or a tensor that would be lost.
+    Raises ValueError for an unsupported family, a bad `keep` or option, a weight that is not finite, or a tensor that
+    would be lost.
     """
     if not isinstance(teacher, PreTrainedModel):
         teacher = load_model(teacher)
@@ -67,16 +70,17 @@ def convert_model(
     family_of(config)
     if config.model_type == "memmix":
         raise ValueError("the teacher is a converted model already; give the transformer it came from")
+    check_ties(teacher, "the teacher")
+    check_finite_weights(teacher, "the teacher")
     keep = layers_to_keep(keep, config.num_hidden_layers)
     types = ["attention" if i in keep else mixer for i in range(config.num_hidden_layers)]
     converted = [i for i in range(config.num_hidden_layers) if i not in keep]
     report = ConversionReport(mixer=mixer, converted=converted, kept=keep)
 
+    start = start_of(mixer)
     attentions = {i: extract_attention(teacher, i) for i in converted}
-    if mixer not in MIXERS:
-        raise ValueError(f"mixer {mixer!r} is unknown; registered: {', '.join(MIXERS)}")
     # what the attention needs (biases, norms) first, the user's word last
-    options = MIXERS[mixer].options_for(attentions[converted[0]]) | mixer_options
+    options = start.options(attentions[converted[0]]) | mixer_options
     student_config = hf_memmix.memmix_config(config, mixer_types=types, mixers={mixer: options})
     place = "meta" if teacher.device.type == "meta" else "cpu"
     with torch.random.fork_rng(devices=[]), torch.device(place):
@@ -85,44 +89,10 @@ def convert_model(
     cast_student(student, teacher.dtype)
     _copy_rest(teacher, student, [attention_prefix(teacher, i) + "." for i in converted], report)
     for layer in converted:
-        _initialise(student, layer, attentions[layer], report)
+        _initialise(student, layer, start, attentions[layer], report)
     student.generation_config = type(teacher.generation_config).from_dict(teacher.generation_config.to_dict())
     student.conversion_report = report
     return student.to(teacher.device).eval()
-
-
-def read_config(folder: str | Path) -> PreTrainedConfig:
-    """The configuration of a causal LM in a local folder. Raises ValueError if there is none, or another model's."""
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{str(folder)!r} is not a model folder: it has no config.json")
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except StrictDataclassError as error:
-        raise ValueError(f"{str(folder)!r} has a config.json with impossible values: {error}") from None
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(
-            f"{str(folder)!r} holds a {config.model_type!r} model, which is no causal language model; give a decoder"
-        )
-    return config
-
-
-def load_model(folder: str | Path, dtype="auto") -> PreTrainedModel:
-    """A causal LM from a local folder, native or converted.
-
-    Raises:
-        ValueError: there is none, its weights are corrupt or truncated, or it lacks some of the model's tensors.
-    """
-    read_config(folder)
-    folder = Path(folder)
-    try:
-        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    except SafetensorError as error:
-        raise ValueError(f"{str(folder)!r} has corrupt or truncated weights ({error}); copy it anew") from error
-    if missing := sorted(loading["missing_keys"]):
-        some = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
-        raise ValueError(f"{str(folder)!r} lacks {len(missing)} tensors, which would be random: {some}. Copy it anew")
-    return model.eval()
 
 
 def save_student(
@@ -207,11 +177,11 @@ def _copy_rest(teacher: PreTrainedModel, student: PreTrainedModel, prefixes: lis
     report.copied = sorted(source)
 
 
-def _initialise(student: PreTrainedModel, layer: int, attention: AttentionWeights, report) -> None:
+def _initialise(student: PreTrainedModel, layer: int, start: Start, attention: AttentionWeights, report) -> None:
     """Fill one mixer from its attention and check that every tensor has met a stated fate."""
     mixer, prefix = attention_module(student, layer), attention_prefix(student, layer)
     with torch.no_grad():
-        fates = mixer.init_from_attention(attention)
+        fates = start.take_over(mixer, attention)
     parameters = dict(mixer.named_parameters())
     mixer_is_meta = next(iter(parameters.values())).is_meta  # shapes without values: see estimate.py
     told = Counter(fate.field for fate in fates)

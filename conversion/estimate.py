@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_memmix.conversion.convert import convert_model, read_config
+from hf_memmix.conversion.convert import convert_model
 from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.loading import read_config
 from hf_memmix.mixers.base import AttentionShape
 from hf_memmix.swap import memory_mixers
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memmix import swap
-from hf_memmix.mixers.attention_weights import AttentionWeights
+from hf_memmix.conversion.attention_weights import AttentionWeights
 
 
 @dataclass(frozen=True)

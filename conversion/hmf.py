@@ -7,7 +7,6 @@ The release's layers are `GKAMixer`'s with its defaults and plain Chebyshev iter
 GPU, without padding and without continuing a cache by several tokens.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import hf_memmix
+from hf_memmix.conversion.loading import check_finite_weights, read_json, some, weight_files
 from hf_memmix.mixers import ATTENTION
 
 BACKBONES = ("llama", "qwen2", "qwen3")
@@ -73,7 +73,7 @@ def import_hmf(folder: str | Path) -> PreTrainedModel:
 
     Raises:
         ValueError: a file is missing or broken, a layer is neither attention nor GKA, a setting has no counterpart,
-            or tensors are missing, unknown or of another shape.
+            or tensors are missing, unknown, of another shape or not finite.
     """
     folder = Path(folder)
     raw = _read_config(folder)
@@ -91,6 +91,7 @@ def import_hmf(folder: str | Path) -> PreTrainedModel:
     dtype = state["model.embed_tokens.weight"].dtype
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
     model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+    check_finite_weights(model, repr(str(folder)))
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.conversion_report = report
@@ -127,13 +128,7 @@ def _read_config(folder: Path) -> dict:
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"{str(folder)!r} is not a model folder: it has no config.json")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{str(file)!r} is no JSON ({error}); copy it anew") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{str(file)!r} holds no JSON object; copy it anew")
-    return raw
+    return read_json(file)
 
 
 def _layer_kinds(raw: dict, layers: int) -> list[str]:
@@ -189,20 +184,15 @@ def _gka_options(given: dict, config) -> dict:
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of everything in the folder's safetensors files."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        files = ["model.safetensors"]
-    if missing := [name for name in files if not (folder / name).is_file()]:
-        raise ValueError(f"{str(folder)!r} lacks the weight files {', '.join(missing)}; copy it anew")
-    for name in files:
+    if not (files := weight_files(folder)):
+        raise ValueError(f"{str(folder)!r} lacks the weight files model.safetensors; copy it anew")
+    for file in files:
         try:
-            with safe_open(folder / name, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118, safe_open is no dict
-                    yield key, file.get_tensor(key)
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118, safe_open is no dict
+                    yield key, opened.get_tensor(key)
         except SafetensorError as error:
-            raise ValueError(f"{str(folder / name)!r} is corrupt or truncated ({error}); copy it anew") from error
+            raise ValueError(f"{str(file)!r} is corrupt or truncated ({error}); copy it anew") from error
 
 
 def _release_name(name: str, kinds: list[str]) -> str:
@@ -230,16 +220,12 @@ def _drop_unused(found: dict[str, Tensor], config, report: ImportReport) -> None
 
 def _check_names(folder: Path, expected: dict[str, torch.Size], found: dict[str, Tensor]) -> None:
     """Raise ValueError unless `found` holds exactly the tensors of `expected`."""
-
-    def some(names) -> str:
-        return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
     if missing := expected.keys() - found.keys():
-        raise ValueError(f"{str(folder)!r} lacks {len(missing)} tensors: {some(missing)}; copy it anew")
+        raise ValueError(f"{str(folder)!r} lacks {len(missing)} tensors: {some(sorted(missing))}; copy it anew")
     if unknown := found.keys() - expected.keys():
         raise ValueError(
-            f"{str(folder)!r} has {len(unknown)} tensors without a place: {some(unknown)}; they would be lost. A "
-            "fused checkpoint must be unfused with the release's prime-unfuse first"
+            f"{str(folder)!r} has {len(unknown)} tensors without a place: {some(sorted(unknown))}; they would be"
+            " lost. A fused checkpoint must be unfused with the release's prime-unfuse first"
         )
     for name, shape in sorted(expected.items()):
         if found[name].shape != shape:

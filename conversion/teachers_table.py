@@ -7,9 +7,11 @@ python -m hf_memmix.training.documents.readme_tables       # puts it in place
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_memmix.conversion.attention_weights import AttentionWeights
 from hf_memmix.conversion.families import FAMILIES, REFUSED, Family, extract_attention
+from hf_memmix.conversion.from_attention import STARTS
 from hf_memmix.conversion.records import markdown_table
-from hf_memmix.mixers import MIXERS, AttentionWeights, MemoryMixer
+from hf_memmix.mixers import MIXERS
 from hf_memmix.mixers.base import layer_rotates
 
 HEAD = ("teachers", "projections", "biases", "q and k norm", "heads of k and v", "positions", "not carried over")
@@ -45,8 +47,8 @@ def positions_of_mixers() -> str:
     """Which mixers rotate q and k as their teacher did: those whose options for a rotating attention say so."""
     attention = _default("llama")[1]
     own = {name: m for name, m in MIXERS.items() if m.__module__.startswith("hf_memmix.mixers.")}  # none of a user's
-    able = {name: m for name, m in own.items() if m.init_from_attention is not MemoryMixer.init_from_attention}
-    keep = [name for name, mixer in able.items() if mixer.options_for(attention).get("use_rope")]
+    able = {name: STARTS[name] for name in own if name in STARTS}
+    keep = [name for name, start in able.items() if start.options(attention).get("use_rope")]
     drop = [name for name in able if name not in keep]
     names = [", ".join(f"`{name}`" for name in part) for part in (keep, drop)]
     return f"Rotary embeddings stay in {names[0]}; {names[1]} have positions of their own and drop them."

@@ -34,9 +34,9 @@ def convert(
 ) -> None:
     """Replace attention layers of a transformer by a recurrent mixer, initialised from the attention."""
     from hf_memmix.conversion import convert_model, save_student
-    from hf_memmix.conversion.convert import read_config
     from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher
     from hf_memmix.conversion.families import family_of
+    from hf_memmix.conversion.loading import read_config
     from hf_memmix.conversion.plan import read_plan, take_mixers
     from hf_memmix.conversion.saving import check_target
     from hf_memmix.mixers import MIXERS

@@ -1,6 +1,8 @@
 """The memory mixers. Importing this package registers all of them in `MIXERS`."""
 
-from .attention_weights import AttentionWeights, TensorFate
+import importlib
+import warnings
+
 from .base import ATTENTION, MIXERS, AttentionShape, MemoryMixer, register_mixer
 from .coffee import CoffeeMixer, CoffeeOptions
 from .feed_forward import FeedForward
@@ -15,7 +17,6 @@ __all__ = [
     "ATTENTION",
     "MIXERS",
     "AttentionShape",
-    "AttentionWeights",
     "CoffeeMixer",
     "CoffeeOptions",
     "FeedForward",
@@ -30,7 +31,16 @@ __all__ = [
     "MixerOptions",
     "SKAMixer",
     "SKAOptions",
-    "TensorFate",
     "mixer_options",
     "register_mixer",
 ]
+
+_MOVED = ("AttentionWeights", "TensorFate")
+
+
+def __getattr__(name: str):
+    """Names that have moved to `hf_memmix.conversion`, which stands above this package and is not imported by it."""
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.{name} is now hf_memmix.conversion.{name}", DeprecationWarning, stacklevel=2)
+    return getattr(importlib.import_module("hf_memmix.conversion"), name)

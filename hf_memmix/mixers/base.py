@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ..padding import PaddedRows
-from .attention_weights import AttentionWeights, TensorFate
 from .options import MixerOptions
 
 ATTENTION = "attention"
@@ -146,15 +145,6 @@ class MemoryMixer(nn.Module):
         for name, state in states.items():
             state.copy_(new[name])
         return y
-
-    @classmethod
-    def options_for(cls, attention: AttentionWeights) -> dict:
-        """Options with which `init_from_attention` can take over that attention, where they are not the defaults."""
-        return {}
-
-    def init_from_attention(self, attention: AttentionWeights) -> list[TensorFate]:
-        """Take over a softmax attention's weights; one fate for every entry of `attention.tensors()`."""
-        raise ValueError(f"{self.name!r} layers cannot start from attention: train a model with them from scratch")
 
     @classmethod
     def check_states(cls, options: MixerOptions, states: dict[str, Tensor]):

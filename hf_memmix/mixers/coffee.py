@@ -20,7 +20,6 @@ from transformers import initialization as init
 from hf_memmix_kernels import check_coffee, chunk_coffee, coffee_step
 
 from ..padding import before_the_end
-from . import coffee_start
 from .base import MemoryMixer, register_mixer
 from .layers import ACTIVATIONS, RMSNorm, ShortConvolution, init_layers, wide
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
@@ -162,14 +161,6 @@ class CoffeeMixer(MemoryMixer):
                     f"layer {self.layer_idx}: {int(bad.sum())} values of {name} are not finite, {parameter[bad][0]} is"
                     " one; load a checkpoint from before training diverged"
                 )
-
-    @classmethod
-    def options_for(cls, attention):
-        return coffee_start.options_for(attention)
-
-    def init_from_attention(self, attention):
-        """See `coffee_start.take_over`."""
-        return coffee_start.take_over(self, attention)
 
     def _state_parameters(self) -> tuple[str, ...]:
         return ("lam_logit", "w", "C", "w_filter") if self.options.use_output_filter else ("lam_logit", "w", "C")

@@ -22,7 +22,6 @@ from hf_memmix_kernels import chunk_gka, gka_step
 from hf_memmix_kernels.gka.schedule import MAX_PHASES
 
 from ..padding import before_the_end
-from . import gka_start
 from .base import AttentionShape, MemoryMixer, layer_rotates, register_mixer
 from .layers import (
     ACTIVATIONS,
@@ -67,7 +66,7 @@ class GKAOptions(MixerOptions):
         conv_size: taps of the short convolutions.
         conv_activation: "silu", or None to let the sign of q and k pass, as a conversion from attention wants it.
         use_rope: rotate q and k with the backbone's rotary embeddings, after the convolution.
-        rope_layout: how the backbone lays out cos and sin, see `AttentionWeights.rotary`.
+        rope_layout: how the backbone lays out cos and sin, see `layers.ROPE_LAYOUTS`.
         use_o_norm: RMSNorm of each head's output; without it y = U x, unscaled, has a size as attention has.
         gate_bias: a bias of the output gate, so that it can start open.
         qk_norm: None, "head" (an RMSNorm over each head, as in Qwen3) or "full" (over all heads, as in OLMo 2) of q
@@ -266,14 +265,6 @@ class GKAMixer(MemoryMixer):
             dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp_min(1e-4)
             init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(0, 16).clamp_min(1e-4).log())
             init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
-
-    @classmethod
-    def options_for(cls, attention):
-        return gka_start.options_for(attention)
-
-    def init_from_attention(self, attention):
-        """See `gka_start.take_over`."""
-        return gka_start.take_over(self, attention)
 
     def _heads(self, x):
         return x.unflatten(-1, (-1, self.head_dim))

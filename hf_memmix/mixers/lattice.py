@@ -24,7 +24,6 @@ from transformers import initialization as init
 from hf_memmix_kernels.lattice import check_lattice, chunk_lattice, lattice_step
 
 from ..padding import before_the_end
-from . import lattice_start
 from .base import AttentionShape, MemoryMixer, layer_rotates, register_mixer
 from .layers import (
     ACTIVATIONS,
@@ -71,7 +70,7 @@ class LatticeOptions(MixerOptions):
         use_o_norm: RMSNorm of each head's output.
         use_gate, gate_bias: the output gate, and a bias of it, so that it can start open.
         use_rope, rope_layout: rotate q and k with the backbone's rotary embeddings, after the convolution; layouts
-            are those of `AttentionWeights.rotary`.
+            are `layers.ROPE_LAYOUTS`.
         qk_norm: None, "head" (an RMSNorm over each head) or "full" (over all heads) of q and k before the
             convolution.
         qkv_bias, o_bias: biases of the projections.
@@ -251,14 +250,6 @@ class LatticeMixer(MemoryMixer):
                 f"layer {self.layer_idx}: {wrong.numel()} columns of S0 have norm {wrong[0].item()} and so no"
                 " direction; give them any other value, or take another checkpoint"
             )
-
-    @classmethod
-    def options_for(cls, attention):
-        return lattice_start.options_for(attention)
-
-    def init_from_attention(self, attention):
-        """See `lattice_start.take_over`."""
-        return lattice_start.take_over(self, attention)
 
     def _slots(self, x):
         return x.unflatten(-1, (-1, self.slots))

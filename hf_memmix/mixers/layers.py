@@ -9,6 +9,7 @@ from transformers import initialization as init
 
 from hf_memmix_kernels.short_conv import short_conv, short_conv_step
 
+# how a backbone lays out cos and sin: [c, c], every entry twice in a row, or c alone
 ROPE_LAYOUTS = ("half", "pairs", "single")
 ACTIVATIONS = (None, "silu")  # of a short convolution
 QK_NORMS = (None, "head", "full")
@@ -65,7 +66,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def one_angle_a_pair(x: Tensor, layout: str) -> Tensor:
-    """cos or sin [B, T, d] in a layout of `AttentionWeights.rotary` -> [B, T, d/2]; "single" is so already."""
+    """cos or sin [B, T, d] in one of `ROPE_LAYOUTS` -> [B, T, d/2]; "single" is so already."""
     if layout == "pairs":
         return x[..., ::2]
     return x if layout == "single" else x[..., : x.shape[-1] // 2]

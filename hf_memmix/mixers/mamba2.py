@@ -22,7 +22,6 @@ from hf_memmix_kernels import chunk_gla, gla_step
 from hf_memmix_kernels.gla.op import CHUNK_SIZES
 
 from ..padding import before_the_end
-from . import mamba2_start
 from .base import MemoryMixer, register_mixer
 from .layers import ShortConvolution, init_layers, wide
 from .options import MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
@@ -165,14 +164,6 @@ class Mamba2Mixer(MemoryMixer):
         low, high = (math.log(t) for t in TIME_STEPS)
         dt = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
         init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
-
-    @classmethod
-    def options_for(cls, attention):
-        return mamba2_start.options_for(attention)
-
-    def init_from_attention(self, attention):
-        """See `mamba2_start.take_over`."""
-        return mamba2_start.take_over(self, attention)
 
     def _recurrence(self, xBC, dt):
         """x [B, T, H, P] and the arguments q, k, v, log_decay of gated linear attention."""

@@ -19,7 +19,6 @@ from hf_memmix_kernels import cg_lift, chunk_ska, ska_per_token_state, ska_state
 from hf_memmix_kernels.ska.op import MAX_RANK, NORMALIZATIONS
 from hf_memmix_kernels.ska.operator import Operator
 
-from . import ska_start
 from .base import AttentionShape, MemoryMixer, register_mixer
 from .layers import init_layers, wide
 from .options import MixerOptions, between, mixer_options, one_of
@@ -152,14 +151,6 @@ class SKAMixer(MemoryMixer):
         init.zeros_(self.o_proj.weight)
         init.ones_(self.gamma)
         init.constant_(self.eta, ETA)
-
-    @classmethod
-    def options_for(cls, attention):
-        return ska_start.options_for(attention)
-
-    def init_from_attention(self, attention):
-        """See `ska_start.take_over`."""
-        return ska_start.take_over(self, attention)
 
     @property
     def _per_token(self) -> bool:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_memmix.conversion import convert_model, layers_to_keep, load_model, save_student
 from hf_memmix.conversion.families import FAMILIES, attention_module, attention_prefix
-from hf_memmix.mixers import MIXERS, MemoryMixer
+from hf_memmix.conversion.from_attention import STARTS, Start
 from testing import MIXERS as ROWS
 from tiny_teachers import tiny_teacher
 
@@ -20,7 +20,7 @@ def snapshot(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-CONVERTIBLE = [name for name in ROWS if MIXERS[name].init_from_attention is not MemoryMixer.init_from_attention]
+CONVERTIBLE = [name for name in ROWS if name in STARTS]
 
 
 @pytest.mark.parametrize("mixer", CONVERTIBLE)
@@ -151,10 +151,9 @@ def test_wrong_teachers_and_mixers_are_refused(tmp_path):
 
 def test_silent_drop_is_an_error(monkeypatch):
     """A mixer that forgets to say what becomes of a tensor is stopped."""
-    honest = MIXERS["gka"].init_from_attention
-    monkeypatch.setattr(
-        MIXERS["gka"], "init_from_attention", lambda self, a: [f for f in honest(self, a) if f.field != "q_weight"]
-    )
+    honest = STARTS["gka"]
+    silent = Start(honest.options, lambda m, a: [f for f in honest.take_over(m, a) if f.field != "q_weight"])
+    monkeypatch.setitem(STARTS, "gka", silent)
     with pytest.raises(ValueError, match="what becomes of q_weight"):
         convert_model(tiny_teacher())
 
@@ -175,6 +174,20 @@ def test_bf16_teacher_gives_a_bf16_student_with_fp32_decays():
     for name, parameter in mixer.named_parameters():
         assert parameter.dtype == (torch.float32 if name in mixer.fp32_parameters else torch.bfloat16), name
     assert student(input_ids=IDS).logits.isfinite().all()
+
+
+def test_generation_settings_are_carried_over(tmp_path):
+    """As a copy, and into the folder."""
+    teacher = tiny_teacher()
+    teacher.generation_config.update(do_sample=True, temperature=0.7, top_k=5, eos_token_id=[2, 9])
+    student = convert_model(teacher)
+    settings = student.generation_config.to_dict()
+    assert settings == teacher.generation_config.to_dict() and settings["temperature"] == 0.7
+    save_student(student, tmp_path / "student")
+    loaded = load_model(tmp_path / "student").generation_config
+    assert (loaded.temperature, loaded.top_k, loaded.eos_token_id) == (0.7, 5, [2, 9])
+    student.generation_config.temperature = 0.1
+    assert teacher.generation_config.temperature == 0.7
 
 
 def test_save_and_load_give_the_same_model(tmp_path):

@@ -11,7 +11,7 @@ from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.convert import save_student
 from hf_memmix.conversion.estimate import estimate, meta_teacher
 from hf_memmix.conversion.families import FAMILIES
-from hf_memmix.mixers import MIXERS
+from hf_memmix.conversion.from_attention import STARTS, Start
 from hf_memmix.swap import memory_mixers
 from test_cli import memmix, result_of
 from tiny_teachers import tiny_teacher
@@ -110,14 +110,14 @@ def test_report_is_saved_beside_the_student_and_printed_by_kind(tmp_path):
 
 def test_a_false_use_is_an_error(monkeypatch):
     """A mixer that says it copied a tensor, and changed it."""
-    honest = MIXERS["gka"].init_from_attention
+    honest = STARTS["gka"]
 
-    def false(self, attention):
-        fates = honest(self, attention)
+    def false(mixer, attention):
+        fates = honest.take_over(mixer, attention)
         with torch.no_grad():
-            self.v_proj.weight.mul_(2)
+            mixer.v_proj.weight.mul_(2)
         return fates
 
-    monkeypatch.setattr(MIXERS["gka"], "init_from_attention", false)
+    monkeypatch.setitem(STARTS, "gka", Start(honest.options, false))
     with pytest.raises(ValueError, match="says v_weight is used in v_proj.weight, which differs"):
         convert_model(tiny_teacher())

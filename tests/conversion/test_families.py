@@ -1,10 +1,15 @@
 """The table against transformers' own attention: extracted projections must give the q, k, v and output it has."""
 
+import sys
+
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import FAMILIES, REFUSED, attention_module, attention_prefix, extract_attention
+from hf_memmix.conversion.from_attention import STARTS
+from hf_memmix.mixers import MIXERS
 from hf_memmix.mixers.base import layer_rotates
 from tiny_teachers import tiny_teacher
 
@@ -63,10 +68,8 @@ OPTIONS = [
 TEACHERS = [(model_type, {}) for model_type in sorted(FAMILIES)] + OPTIONS
 
 
-@pytest.mark.parametrize("layer", [1, 3])  # some families have no rotation in every fourth layer
-@pytest.mark.parametrize(("model_type", "options"), TEACHERS, ids=str)
-def test_extracted_projections_are_what_the_attention_computes(model_type, options, layer, recorder):
-    teacher = tiny_teacher(model_type, layers=4, **options)
+def run_recorded(teacher, layer):
+    """The input, output and rotary embeddings of one attention layer, whose q, k, v a `recorder` has."""
     teacher.config._attn_implementation = "memmix_record"
     seen = {}
 
@@ -79,7 +82,14 @@ def test_extracted_projections_are_what_the_attention_computes(model_type, optio
     with torch.no_grad():
         teacher(torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(1)))
     handle.remove()
+    return seen
 
+
+@pytest.mark.parametrize("layer", [1, 3])  # some families have no rotation in every fourth layer
+@pytest.mark.parametrize(("model_type", "options"), TEACHERS, ids=str)
+def test_extracted_projections_are_what_the_attention_computes(model_type, options, layer, recorder):
+    teacher = tiny_teacher(model_type, layers=4, **options)
+    seen = run_recorded(teacher, layer)
     weights = extract_attention(teacher, layer)
     query, key, value, mixed = recorder[layer]
     x = seen["x"]
@@ -105,6 +115,42 @@ def test_extracted_projections_are_what_the_attention_computes(model_type, optio
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
     out = torch.nn.functional.linear(mixed.flatten(-2), weights.o_weight, weights.o_bias)
     torch.testing.assert_close(out, seen["out"], **close)
+
+
+# mixers that rotate q and k as their teacher did, and the op that gets them
+ROTATING = {"gka": "chunk_gka", "lattice": "chunk_lattice"}
+
+
+def test_every_rotating_mixer_is_tested():
+    attention = extract_attention(tiny_teacher("llama"), 0)
+    own = [name for name, mixer in MIXERS.items() if mixer.__module__.startswith("hf_memmix.mixers.")]
+    assert {name for name in own if STARTS[name].options(attention).get("use_rope")} == set(ROTATING)
+
+
+@pytest.mark.parametrize("mixer", ROTATING)
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_converted_layers_have_the_scores_of_the_attention(model_type, mixer, recorder, monkeypatch):
+    """Of q and k as they reach the mixer's memory, there of unit norm: normed, rotated or not as in that layer."""
+    teacher = tiny_teacher(model_type, layers=4)
+    student = convert_model(teacher, mixer)
+    module, op, received = sys.modules[MIXERS[mixer].__module__], ROTATING[mixer], []
+    real = getattr(module, op)
+    monkeypatch.setattr(
+        module, op, lambda q, k, *args, **kwargs: received.append((q, k)) or real(q, k, *args, **kwargs)
+    )
+    for layer in (1, 3):  # some families have no rotation in every fourth layer
+        recorder.clear()
+        seen = run_recorded(teacher, layer)
+        with torch.no_grad():
+            attention_module(student, layer)(seen["x"], position_embeddings=seen["rotary"])
+        pairs = [tuple(t.transpose(1, 2) for t in received.pop()), recorder[layer][:2]]
+        if FAMILIES[model_type].norm_last:  # only position 0 commutes
+            pairs = [tuple(t[:, :, :1] for t in pair) for pair in pairs]
+        scores = []
+        for q, k in pairs:
+            q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
+            scores.append(q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT)
+        torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
 
 
 def test_every_attention_tensor_has_a_source():

@@ -208,6 +208,21 @@ def test_outputs_are_those_of_the_release(tmp_path, variant, model_type):
     torch.testing.assert_close(output, gka_layer(x, own, config["gka_config"]), rtol=1e-9, atol=1e-10)
 
 
+def test_generation_settings_are_carried_over(tmp_path):
+    folder = write_release(tmp_path / "hmf", release_config())
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 5, "eos_token_id": [2, 9]}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    loaded = import_hmf(folder).generation_config
+    assert {name: getattr(loaded, name) for name in settings} == settings
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    tensors = release_tensors(release_config())
+    tensors["model.layers.1.gka.A_log"][1] = math.nan
+    with pytest.raises(ValueError, match="NaN or infinite values in 1 tensors: model.layers.1.self_attn.A_log"):
+        import_hmf(write_release(tmp_path / "hmf", release_config(), tensors))
+
+
 def test_command_writes_a_plain_model_with_its_tokenizer(tmp_path):
     source = write_release(tmp_path / "hmf", release_config())
     result = result_of(memmix("import-hmf", source, tmp_path / "ours", "--json"))

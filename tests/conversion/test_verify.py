@@ -64,6 +64,19 @@ def test_unknown_logit_transform_is_refused():
         logits_head(teacher)
 
 
+def test_models_in_train_mode_come_back_in_train_mode():
+    """And those in eval mode in eval mode, whatever the other's is."""
+    teacher = tiny_teacher()
+    student = convert_model(teacher)
+    for student_trains, teacher_trains in ((True, True), (True, False), (False, True), (False, False)):
+        student.train(student_trains), teacher.train(teacher_trains)
+        report(student, teacher, TOKENS, block_size=32)
+        for model, trains in ((student, student_trains), (teacher, teacher_trains)):
+            assert {module.training for module in model.modules()} == {trains}
+            logits_head(model)
+            assert {module.training for module in model.modules()} == {trains}
+
+
 def test_bad_text_is_refused():
     teacher = tiny_teacher()
     student = convert_model(teacher)

@@ -99,10 +99,11 @@ def test_every_family_converts_and_says_what_became_of_each_tensor(model_type):
     assert logits.isfinite().all()
 
 
-def test_start_is_the_mean_of_averages_of_values():
+@pytest.mark.parametrize("filtered", [False, True])
+def test_start_is_the_mean_of_averages_of_values(filtered):
     """y = 3/4 o(mean_j of averages of v with weights e^(-age / tau_j)), as if attention looked back that far."""
     teacher = tiny_teacher("llama").double()
-    student = convert_model(teacher, "coffee", keep=[1], states=3)
+    student = convert_model(teacher, "coffee", keep=[1], states=3, use_output_filter=filtered)
     x = torch.randn(1, 50, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     attention, mixer = attention_module(teacher, 0), attention_module(student, 0)
     v = attention.v_proj(x).unflatten(-1, (-1, attention.head_dim))

@@ -194,9 +194,10 @@ def test_rotary_embeddings_wider_than_the_slots():
         mixer.project(X, None)
 
 
-def test_start_from_attention():
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_start_from_attention(family):
     """Queries and keys bit for bit, large values; convolutions pass on, gate and step size look at no token."""
-    teacher = tiny_teacher("llama")
+    teacher = tiny_teacher(family)
     student = convert_model(teacher, "lattice", keep=[0])
     attention, mixer = attention_module(teacher, 1), attention_module(student, 1)
     for name in ("q_proj", "k_proj"):

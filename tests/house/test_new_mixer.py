@@ -1,4 +1,4 @@
-"""The recipe of CONTRIBUTING.md for mixers, feed-forwards and families, by throw-away ones of the unlike kind.
+"""The recipe of CONTRIBUTING.md by throw-away ones of the unlike kind: op, mixer, start, card; feed-forward; family.
 
 The mixer's state is no matrix a head: an elementwise one, which starts where it has learned to, and a count of tokens,
 which an op that works in chunks of its own would need. Its parameters have other names than attention's.
@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers import initialization as init
 
 import hf_memmix
-from hf_memmix.conversion import convert_model
+from hf_memmix.conversion import TensorFate, convert_model, report, save_student, starts
+from hf_memmix.conversion.from_attention import STARTS
 from hf_memmix.mixers import (
     MIXERS,
     AttentionShape,
@@ -25,6 +26,7 @@ from hf_memmix.mixers import (
 )
 from hf_memmix.mixers.options import between
 from hf_memmix.models import FAMILIES, FamilyConfig, register_family
+from hf_memmix.training import card
 from house.checks import (
     CHECKS,
     assert_same_generation,
@@ -48,6 +50,35 @@ class LeakyOptions(MixerOptions):
     def validate_halving(self):
         if self.halve and self.rate < 0.1:
             raise ValueError(f"halve=True forgets all at rate={self.rate}; take at least 0.1")
+
+
+# ---- the op
+
+
+def naive_leaky(u, rate, real, h):
+    """h_t = rate h_{t-1} + u_t, and h_t = h_{t-1} at tokens that are not real: h [B, T, D] and the last one.
+
+    u [B, T, D], real [B, T] of bool, h [B, D].
+    """
+    outputs = []
+    for t in range(u.shape[1]):
+        h = torch.where(real[:, t, None], rate * h + u[:, t], h)
+        outputs.append(h)
+    return torch.stack(outputs, 1), h
+
+
+def leaky(u, rate, real, h):
+    """The same at once: h_t = rate^(tokens so far) h_0 + sum_s rate^(tokens since s) u_s."""
+    count = real.cumsum(1)
+    ages = count[:, :, None] - count[:, None]
+    weights = torch.where(
+        real[:, None] & torch.ones_like(ages).tril().bool(), rate ** ages.clamp_min(0).to(u.dtype), 0
+    )
+    states = weights @ u + rate ** count[..., None].to(u.dtype) * h[:, None]
+    return states, states[:, -1] if u.shape[1] else h
+
+
+# ---- the mixer
 
 
 class LeakyMixer(MemoryMixer):
@@ -76,13 +107,12 @@ class LeakyMixer(MemoryMixer):
             h, count = self.start.to(u.dtype).expand(len(u), -1), torch.zeros(len(u), dtype=torch.long)
         else:
             h, count = states["h"], states["count"]
-        outputs = []
-        for t in range(u.shape[1]):
-            real = torch.ones(len(u), dtype=torch.bool) if lengths is None else t < lengths
-            h = torch.where(real[:, None], self.options.rate * h + u[:, t], h)
-            count = count + real.long()
-            outputs.append(torch.where((count % PERIOD == 0)[:, None], 0.5 * h, h))
-        return torch.stack(outputs, 1) if outputs else u, {"h": h, "count": count}
+        at = torch.arange(u.shape[1])[None]
+        real = (at >= 0).expand(len(u), -1) if lengths is None else at < lengths[:, None]
+        y, h = leaky(u, self.options.rate, real, h)
+        counts = count[:, None] + real.cumsum(1)
+        y = torch.where((counts % PERIOD == 0)[..., None], 0.5 * y, y)
+        return y, {"h": h, "count": count + real.sum(1)}
 
     def readout(self, y, x):
         return self.out_proj(y)
@@ -94,6 +124,39 @@ class LeakyMixer(MemoryMixer):
         for projection in (self.in_proj, self.out_proj):
             init.normal_(projection.weight, std=0.02)
         init.normal_(self.start)
+
+
+# ---- its start from attention
+
+
+def take_over(mixer, attention):
+    """Values and output of the attention; h starts at zero. Biases have no place."""
+    fates = []
+    for field, tensor in attention.tensors().items():
+        if field == "v_weight":
+            heads = tensor.unflatten(0, (attention.num_kv_heads, -1))
+            heads = heads.repeat_interleave(attention.num_heads // attention.num_kv_heads, 0)
+            mixer.in_proj.weight.copy_(heads.flatten(0, 1))
+            fates.append(TensorFate(field, "transformed", ("in_proj.weight",), "one head for each query head"))
+        elif field == "o_weight":
+            mixer.out_proj.weight.copy_(tensor)
+            fates.append(TensorFate(field, "used", ("out_proj.weight",)))
+        elif field.startswith(("q_", "k_")):
+            fates.append(TensorFate(field, "dropped", reason="a leaky average has no scores"))
+        else:
+            raise ValueError(f"the attention's {field} has no place in a leaky layer; keep this layer as attention")
+    mixer.start.zero_()
+    return fates
+
+
+@pytest.fixture
+def with_start():
+    starts("leaky", options=lambda attention: {"rate": 0.5})(take_over)
+    yield
+    del STARTS["leaky"]
+
+
+# ---- a feed-forward and a family
 
 
 class Doubled(FeedForward):
@@ -208,8 +271,54 @@ def test_lora_finds_the_mixers_own_projections():
     assert adapted == {"in_proj"}
 
 
+def test_op_equals_its_truth():
+    """Outputs, state and gradients, with tokens that are not real, from a state that is not zero."""
+    draw = torch.Generator().manual_seed(0)
+    u, h = (torch.randn(*s, generator=draw, dtype=torch.float64).requires_grad_() for s in ((2, 9, 5), (2, 5)))
+    real = torch.tensor([[1] * 9, [1] * 4 + [0] * 5]).bool()
+    results = []
+    for op in (naive_leaky, leaky):
+        y, last = op(u, 0.7, real, h)
+        results.append((y, last, *torch.autograd.grad((y * y.detach()).sum() + last.sum(), (u, h))))
+    for actual, expected in zip(*results, strict=True):
+        assert_same(actual, expected, tolerance=1e-12)
+
+
+@torch.no_grad()
+def test_conversion(with_start):
+    """The layer is the leaky average of the attention's values, and the user's options come last."""
+    teacher = AutoModelForCausalLM.from_config(backbone_config("llama")).double()
+    student = convert_model(teacher, "leaky", keep=[3])
+    attention, mixer = teacher.model.layers[1].self_attn, mixers_of(student)[1]
+    x = torch.randn(1, 5, 32, dtype=torch.float64)
+    v = attention.v_proj(x).unflatten(-1, (2, 8)).repeat_interleave(2, 2).flatten(2)
+    expected = naive_leaky(v, 0.5, torch.ones(1, 5).bool(), torch.zeros(1, 32, dtype=torch.float64))[0]
+    expected[:, PERIOD - 1] /= 2
+    assert_same(mixer(x)[0], attention.o_proj(expected))
+    assert student.conversion_report.counts()["dropped"] == 3 * 2
+    assert convert_model(teacher, "leaky", keep=[3], rate=0.7).config.mixers["leaky"]["rate"] == 0.7
+    biased = AutoModelForCausalLM.from_config(backbone_config("qwen2"))
+    with pytest.raises(ValueError, match="v_bias has no place in a leaky layer"):
+        convert_model(biased, "leaky")
+
+
+def test_card(with_start, tmp_path, monkeypatch):
+    """A converted model's card tells what its mixer is."""
+    teacher = AutoModelForCausalLM.from_config(backbone_config("llama"))
+    student = convert_model(teacher, "leaky", keep=[3])
+    save_student(student, tmp_path)
+    measured = report(student, teacher, random_ids(1, 60)[0], block_size=30)
+    where = {"hardware": "a CPU", "torch": "2", "transformers": "5"}
+    measured |= {"environment": where, "text": [{"file": "text", "sha256": ""}], "block_size": 30}
+    monkeypatch.setitem(card.MIXERS, "leaky", "A leaky average: rate^age of every value")
+    text = card.student_card(tmp_path, measured, base_model="me/llama", license="mit")
+    assert "- A leaky average: rate^age of every value." in text and "left in layer 3" in text
+    (tmp_path / "README.md").write_text(text)
+    assert "leaky" in card.check_card(tmp_path).data.tags
+
+
 def test_conversion_is_refused():
-    """The mixer has no `init_from_attention`."""
+    """The mixer has no start."""
     teacher = AutoModelForCausalLM.from_config(backbone_config("llama"))
     with pytest.raises(ValueError, match=r"'leaky'.*from scratch"):
         convert_model(teacher, "leaky")

@@ -28,7 +28,6 @@ from accelerate.utils import set_seed
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
@@ -36,6 +35,7 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
+from hf_memmix.conversion import load_model
 from hf_memmix.conversion.records import hardware, write_json
 from hf_memmix.training.bundled.language_model import decay_matrices, mean_loss, next_token_loss
 from hf_memmix.training.text_files import read_text, text_record
@@ -202,7 +202,7 @@ def train(args: SimpleNamespace) -> dict:
 def measure_export(folder: Path, heldout: Path, context: int, device="cpu") -> dict:
     """What is reported of a teacher: loss of its folder on the held-out text, in windows of `context` tokens."""
     text = read_documents(heldout)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    model = load_model(folder, torch.float32).to(device)
     ids = encode(AutoTokenizer.from_pretrained(folder), text)
     loss = mean_loss(model, ids, context)
     predicted = len(ids) - math.ceil(len(ids) / context)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hf_memmix.conversion.convert import read_config
+from hf_memmix.conversion.loading import read_config
 from hf_memmix.conversion.records import markdown_table
 
 TEMPLATE = Path(__file__).with_name("card_template.md")

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
+from hf_memmix.conversion import AttentionWeights, TensorFate, starts
+from hf_memmix.conversion.from_attention import gka as gka_start
 from hf_memmix.mixers import GKAMixer, GKAOptions, MixerOptions, mixer_options
 from hf_memmix.mixers.base import AttentionShape, MemoryMixer, register_mixer
 from hf_memmix.mixers.layers import RMSNorm, ShortConvolution, init_layers, unit, wide
@@ -114,12 +116,15 @@ class GLAMixer(GKAMixer):
         y, new["U"] = chunk_gla(q, k, v, log_decay, initial_state=initial, cu_seqlens=cu_seqlens, scale=1.0)
         return y, new
 
-    @torch.no_grad()
-    def init_from_attention(self, attention):
-        fates = super().init_from_attention(attention)
-        if self.options.use_gate and self.options.gate_bias:
-            self.g_proj.bias.fill_(GLA_GATE_BIAS)
-        return fates
-
     def state_shapes(self, batch, dtype=torch.float32):
         return {name: shape for name, shape in super().state_shapes(batch, dtype).items() if name != "H"}
+
+
+@starts("gla", options=gka_start.options_for)
+@torch.no_grad()
+def take_over(mixer: GLAMixer, attention: AttentionWeights) -> list[TensorFate]:
+    """As GKA starts, with another output gate."""
+    fates = gka_start.take_over(mixer, attention)
+    if mixer.options.use_gate and mixer.options.gate_bias:
+        mixer.g_proj.bias.fill_(GLA_GATE_BIAS)
+    return fates

@@ -23,7 +23,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, TrainerCallback
 
 from hf_memmix.assets import asset_path
-from hf_memmix.conversion import convert_model
+from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.recipe import Recipe
@@ -82,7 +82,7 @@ def models(name: str, device: torch.device):
         )
         return teacher, student, TokenBlocks(tokens, size["block_size"])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    teacher = AutoModelForCausalLM.from_pretrained(asset_path("tiny_teacher"), dtype=dtype)
+    teacher = load_model(asset_path("tiny_teacher"), dtype)
     tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
     data = TokenBlocks.from_files(asset_path("train.txt"), tokenizer, size["block_size"])
     return teacher, convert_model(teacher, mixer="gka"), data

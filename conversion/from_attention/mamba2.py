@@ -10,8 +10,9 @@ import math
 import torch
 from torch import nn
 
-from .attention_start import FOLDED, with_norm_scale
-from .attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.from_attention.projections import FOLDED, with_norm_scale
+from hf_memmix.conversion.from_attention.registry import starts
 
 GATE_BIAS = 1.2785  # silu of it is 1
 HALF_LIVES = (1.0, 64.0)  # tokens, log-spaced over the heads
@@ -29,6 +30,7 @@ def options_for(attention: AttentionWeights) -> dict:
     }
 
 
+@starts("mamba2", options=options_for)
 @torch.no_grad()
 def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
     """Fill a `Mamba2Mixer` from an attention, in place; one fate for each of the attention's tensors.

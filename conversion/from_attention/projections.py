@@ -7,7 +7,7 @@ For mixers with `heads`, `kv_heads`, `head_dim`, linear layers `q_proj`, `k_proj
 import torch
 from torch import Tensor, nn
 
-from .attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
 
 
 def projection_options(attention: AttentionWeights) -> dict:

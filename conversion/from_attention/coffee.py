@@ -13,7 +13,8 @@ import math
 import torch
 from torch import nn
 
-from .attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.from_attention.registry import starts
 
 GATE_BIAS = 1.0204  # silu of it is 0.75
 TIME_SCALES = (2.0, 64.0)  # tokens, log-spaced over the states
@@ -32,6 +33,7 @@ def options_for(attention: AttentionWeights) -> dict:
     }
 
 
+@starts("coffee", options=options_for)
 @torch.no_grad()
 def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
     """Fill a `CoffeeMixer` from an attention, in place; one fate for each of the attention's tensors.

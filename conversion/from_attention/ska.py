@@ -11,8 +11,9 @@ four times as many solutions; a lower rank does too, with less to learn with.
 import torch
 from torch import Tensor, nn
 
-from .attention_start import FOLDED, take_tensor, with_norm_scale
-from .attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.from_attention.projections import FOLDED, take_tensor, with_norm_scale
+from hf_memmix.conversion.from_attention.registry import starts
 
 RANK = 32  # at most, the paper's
 ETA = 0.5
@@ -30,6 +31,7 @@ def options_for(attention: AttentionWeights) -> dict:
     }
 
 
+@starts("ska", options=options_for)
 @torch.no_grad()
 def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
     """Fill an `SKAMixer` from an attention, in place; one fate for each of the attention's tensors.

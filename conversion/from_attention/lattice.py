@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .attention_start import projection_options, take_projections
-from .attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.from_attention.projections import projection_options, take_projections
+from hf_memmix.conversion.from_attention.registry import starts
 
 GATE_BIAS = 0.46  # gelu of it is 0.31
 VALUE_SIZE = 10.0  # root mean square norm of a head's values, for inputs of unit variance
@@ -27,6 +28,7 @@ def options_for(attention: AttentionWeights) -> dict:
     return own | projection_options(attention)
 
 
+@starts("lattice", options=options_for)
 @torch.no_grad()
 def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
     """Fill a `LatticeMixer` from an attention, in place; errors and result are those of `take_projections`.

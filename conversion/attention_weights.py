@@ -1,8 +1,8 @@
-"""Plain weights of one softmax-attention layer, the form in which a mixer receives what it replaces.
+"""Plain weights of one softmax-attention layer, the form in which the start of a mixer receives what it replaces.
 
-Every decoder family stores its attention differently (fused qkv, interleaved heads, transposed Conv1D). The conversion
-package brings them all to this form, so a mixer's `init_from_attention(attention)` never looks at a family. It answers
-with one `TensorFate` for every tensor listed by `attention.tensors()`; the conversion refuses a tensor without a fate.
+Every decoder family stores its attention differently (fused qkv, interleaved heads, transposed Conv1D). `families.py`
+brings them all to this form, so a start (`from_attention`) never looks at a family. It answers with one `TensorFate`
+for every tensor listed by `attention.tensors()`; the conversion refuses a tensor without a fate.
 """
 
 from dataclasses import dataclass, field

@@ -11,8 +11,9 @@ import math
 import torch
 from torch import nn
 
-from .attention_start import projection_options, take_projections
-from .attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.from_attention.projections import projection_options, take_projections
+from hf_memmix.conversion.from_attention.registry import starts
 
 GATE_BIAS = 0.7388  # silu of it is 0.5
 HALF_LIVES = (1.0, 16.0)  # tokens, log-spaced over the heads
@@ -26,6 +27,7 @@ def options_for(attention: AttentionWeights) -> dict:
     return own | projection_options(attention)
 
 
+@starts("gka", options=options_for)
 @torch.no_grad()
 def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
     """Fill a `GKAMixer` from an attention, in place; errors and result are those of `take_projections`."""

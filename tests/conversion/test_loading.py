@@ -1,0 +1,259 @@
+"""Folders that are not what they say: each is refused in one line that names the folder, the fault and a remedy."""
+
+import json
+import math
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_memmix.conversion import convert_model, load_model
+from hf_memmix.conversion.estimate import meta_teacher
+from hf_memmix.conversion.loading import read_config
+from test_cli import memmix
+from testing import MIXERS
+from tiny_teachers import tiny_teacher
+
+Q_WEIGHT, Q_BIAS, UP = (
+    f"model.layers.1.{name}" for name in ("self_attn.q_proj.weight", "self_attn.q_proj.bias", "mlp.up_proj.weight")
+)
+
+
+def edit_config(folder, **fields):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def edit_tensors(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def saved(folder, family="llama", layers=2, **options):
+    tiny_teacher(family, layers, **options).save_pretrained(folder)
+    return folder
+
+
+def refused(folder, message, load=load_model):
+    """One line, which names the folder."""
+    with pytest.raises(ValueError, match=message) as error:
+        load(folder)
+    assert "\n" not in str(error.value) and str(folder) in str(error.value)
+
+
+# ---- tensors without a partner
+
+
+def test_more_layers_than_the_config_names(tmp_path):
+    edit_config(saved(tmp_path, layers=4), num_hidden_layers=2)
+    refused(
+        tmp_path, r"18 tensors that its config.json gives no place.*model.layers.2.input_layernorm.weight, .* \.\.\."
+    )
+    with pytest.raises(ValueError, match="they would be lost"):
+        convert_model(tmp_path)
+
+
+@pytest.mark.parametrize("mixer", ["", *MIXERS])
+def test_biases_that_the_config_does_not_name(tmp_path, mixer):
+    """Of a transformer, and in a layer of every mixer."""
+    teacher = tiny_teacher(layers=2)
+    (convert_model(teacher, mixer) if mixer else teacher).save_pretrained(tmp_path)
+    edit_tensors(tmp_path, lambda t: t.update({"model.layers.1.self_attn.nosuch.bias": torch.ones(32)}))
+    refused(tmp_path, "1 tensors that .* no place, so they would be lost: model.layers.1.self_attn.nosuch.bias. Rest")
+
+
+def test_mixers_of_which_the_config_knows_nothing(tmp_path):
+    convert_model(tiny_teacher(layers=2)).save_pretrained(tmp_path)
+    edit_config(tmp_path, mixer_types=["attention", "attention"])
+    refused(tmp_path, "no place.*model.layers.0.self_attn.A_log")
+
+
+@pytest.mark.parametrize(
+    ("family", "tensors"),
+    [
+        ("llama", ["model.layers.0.self_attn.rotary_emb.inv_freq"]),
+        ("gpt2", ["transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"]),
+        ("gpt_neox", ["gpt_neox.layers.0.attention.bias", "gpt_neox.layers.0.attention.masked_bias"]),
+    ],
+)
+def test_masks_and_angles_of_old_checkpoints_are_no_loss(tmp_path, family, tensors):
+    edit_tensors(saved(tmp_path, family), lambda t: t.update({name: torch.ones(1) for name in tensors}))
+    load_model(tmp_path)
+
+
+def test_tensors_of_another_shape(tmp_path):
+    edit_config(saved(tmp_path), intermediate_size=50)
+    refused(tmp_path, r"6 tensors of another shape.*mlp.down_proj.weight is \[32, 48\], not \[32, 50\]")
+
+
+def test_output_projection_that_is_tied_and_differs(tmp_path):
+    """A conversion would copy the embeddings and then the projection into the one tensor."""
+    saved(tmp_path, tie_word_embeddings=True)
+    embeddings = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": embeddings.clone()}))
+    load_model(tmp_path)
+    edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": embeddings + 1}))
+    refused(tmp_path, "differs from the embeddings.*tie_word_embeddings to false")
+    teacher = tiny_teacher(tie_word_embeddings=True)
+    teacher.lm_head.weight = torch.nn.Parameter(teacher.lm_head.weight + 1)
+    with pytest.raises(ValueError, match="the teacher has an output projection that differs"):
+        convert_model(teacher)
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite(tmp_path, value, dtype):
+    teacher = tiny_teacher(layers=2).to(dtype)
+    with torch.no_grad():
+        teacher.get_parameter(UP)[3, 2] = value
+        teacher.get_parameter(Q_WEIGHT)[0, 0] = value
+    teacher.save_pretrained(tmp_path)
+    refused(tmp_path, f"NaN or infinite values in 2 tensors: {UP}, {Q_WEIGHT}|{Q_WEIGHT}, {UP}")
+    with pytest.raises(ValueError, match=f"the teacher has NaN .* {UP}"):
+        convert_model(teacher)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_students_that_are_not_finite(tmp_path, mixer):
+    student = convert_model(tiny_teacher(layers=2), mixer)
+    name = next(name for name, _ in student.named_parameters() if "layers.1.self_attn" in name)
+    student.save_pretrained(tmp_path)
+    edit_tensors(tmp_path, lambda t: t[name].view(-1)[-1:].fill_(math.nan))
+    with pytest.raises(ValueError, match="NaN or infinite|not finite|norm nan"):  # some mixers speak up themselves
+        load_model(tmp_path)
+
+
+def test_command_says_which_tensor(tmp_path):
+    edit_tensors(saved(tmp_path / "teacher"), lambda t: t[UP][0, :1].fill_(math.nan))
+    run = memmix("convert", "--teacher", tmp_path / "teacher", "--out", tmp_path / "student")
+    assert run.exit_code == 1 and "Traceback" not in run.output and not (tmp_path / "student").exists()
+    assert f"NaN or infinite values in 1 tensors: {UP}" in " ".join(run.output.split())
+
+
+# ---- config.json
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0 .*at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 .*no multiple of num_key_value_heads, 3"),
+        ({"head_dim": -8}, "head_dim -8"),
+        ({"vocab_size": 0}, "vocab_size 0"),
+        ({"hidden_act": "nosuch"}, "hidden_act 'nosuch'.*silu"),
+        ({"rope_parameters": {"rope_type": "nosuch", "rope_theta": 1e4}}, "rope_type 'nosuch'.*yarn"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "impossible values.*factor"),
+        ({"num_hidden_layers": "2"}, "impossible values.*num_hidden_layers"),
+        ({"dtype": "nosuch"}, "impossible values.*nosuch"),
+        ({"model_type": "nosuch"}, "impossible values.*nosuch"),
+        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "quantized by 'fp8'.*orig"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized by 'gptq'"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("load", [load_model, read_config, meta_teacher])
+def test_impossible_configs(tmp_path, fields, message, load):
+    edit_config(saved(tmp_path), **fields)
+    refused(tmp_path, message, load)
+
+
+@pytest.mark.parametrize(("family", "field"), [("gpt2", "activation_function"), ("gemma2", "hidden_activation")])
+def test_activations_under_other_names(tmp_path, family, field):
+    edit_config(saved(tmp_path, family), **{field: "nosuch"})
+    refused(tmp_path, f"{field} 'nosuch'")
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[]", "no JSON object"), ("{}", "model_type")])
+def test_configs_that_are_none(tmp_path, text, message):
+    (saved(tmp_path) / "config.json").write_text(text)
+    refused(tmp_path, message)
+
+
+# ---- files
+
+
+def first_and_rest(folder):
+    """The index and one shard of a model in several."""
+    tiny_teacher(layers=2).save_pretrained(folder, max_shard_size="20KB")
+    return folder / "model.safetensors.index.json", sorted(folder.glob("model-*.safetensors"))[1]
+
+
+def test_shards(tmp_path):
+    index, shard = first_and_rest(tmp_path)
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-100])
+    refused(tmp_path, f"corrupt or truncated weights .{shard.name}")
+    shard.unlink()
+    refused(tmp_path, f"lacks the weight files {shard.name}")
+    shard.write_bytes(whole)
+    load_model(tmp_path)
+    for text, message in (("{", "is no JSON"), ("{}", "has no weight_map"), ('{"weight_map": [1]}', "no weight_map")):
+        index.write_text(text)
+        refused(tmp_path, message)
+    index.write_text(json.dumps({"weight_map": {Q_WEIGHT: "nosuch.safetensors"}}))
+    refused(tmp_path, "lacks the weight files nosuch.safetensors")
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 1000])
+def test_files_that_are_no_safetensors(tmp_path, content):
+    (saved(tmp_path) / "model.safetensors").write_bytes(content)
+    refused(tmp_path, "corrupt or truncated weights")
+    (tmp_path / "model.safetensors").unlink()
+    refused(tmp_path, "a config.json but no weights")
+
+
+class Touch:
+    """Unpickled, it would write a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_pickles(tmp_path):
+    """Plain tensors load; anything else is neither run nor a traceback."""
+    tensors = load_file(saved(tmp_path) / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    file, trace = tmp_path / "pytorch_model.bin", tmp_path / "trace"
+    torch.save(tensors, file)
+    assert torch.equal(load_model(tmp_path).get_parameter(UP), tensors[UP])
+    for content in (pickle.dumps(Touch(trace)), b"garbage" * 100, file.read_bytes()[:-2000]):
+        file.write_bytes(content)
+        refused(tmp_path, "pytorch_model.bin' is damaged, or holds more than tensors")
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_tensors_without_a_word_in_the_config(tmp_path, dtype):
+    edit_tensors(saved(tmp_path), lambda t: t.update({Q_WEIGHT: t[Q_WEIGHT].to(dtype)}))
+    refused(tmp_path, f"1 weights of the type .*{Q_WEIGHT}.*original weights")
+
+
+def test_mxfp4_is_read_as_plain_weights(tmp_path):
+    """gpt_oss is released so; transformers takes the blocks apart."""
+    saved(tmp_path, "gpt_oss", intermediate_size=32)
+
+    def pack(tensors):
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, inputs, outputs = tensors.pop(name).shape
+            shape = (experts, outputs, inputs // 32)
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.full(shape, 127, dtype=torch.uint8)
+
+    edit_tensors(tmp_path, pack)
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    teacher = load_model(tmp_path)
+    assert teacher.model.layers[0].mlp.experts.down_proj.is_floating_point()
+    student = convert_model(teacher)
+    student.save_pretrained(tmp_path / "student")
+    load_model(tmp_path / "student")

@@ -1,0 +1,123 @@
+"""Where layers that take over an attention start, beside the formulas that the module of each start states."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hf_memmix.mixers
+from hf_memmix import conversion
+from hf_memmix.conversion import convert_model, starts
+from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.from_attention import STARTS, start_of
+from hf_memmix.mixers import MIXERS
+from tiny_teachers import tiny_teacher
+
+LENGTH = 20
+
+
+def taken_over(family, mixer, **options):
+    """Attention and mixer of one layer in float64, an input [1, LENGTH, 32] and its rotary embeddings."""
+    teacher = tiny_teacher(family).double()
+    student = convert_model(teacher, mixer, keep=[1], **options)
+    x = torch.randn(1, LENGTH, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rotary = teacher.model.rotary_emb(x, torch.arange(LENGTH)[None])
+    return attention_module(teacher, 0), attention_module(student, 0), x, rotary
+
+
+def projected(attention, x):
+    """q, k, v [1, T, H, D] of a llama-like attention, before norms and rotation; a key head for each query head."""
+    q, k, v = (
+        f(x).unflatten(-1, (-1, attention.head_dim)) for f in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    return q, *(t.repeat_interleave(attention.num_key_value_groups, 2) for t in (k, v))
+
+
+def rotated(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    return x * cos[:, :, None] + torch.cat([-second, first], -1) * sin[:, :, None]
+
+
+def decays(low, high, heads):
+    """What is left after a token in each head, half-lives log-spaced from `low` to `high` tokens."""
+    return 0.5 ** (1 / torch.logspace(math.log10(low), math.log10(high), heads, dtype=torch.float64))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_gka_start(family):
+    """out = o(U (q + (x - q) / 2)) / 2 with x = (H + 0.05 |H|)^-1 q, a write strength of 1/2, half-lives 1 to 16."""
+    attention, mixer, x, rotary = taken_over(family, "gka", num_iterations=100)
+    q, k, v = projected(attention, x)
+    if family == "qwen3":
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    q, k = (F.normalize(rotated(t, *rotary), dim=-1) for t in (q, k))
+    kept = decays(1, 16, 4)[:, None, None]
+    H = U = torch.zeros(4, 8, 8, dtype=torch.float64)
+    outputs = []
+    for t in range(LENGTH):
+        H = kept * H + 0.25 * k[0, t, :, :, None] * k[0, t, :, None, :]
+        U = kept * U + 0.25 * v[0, t, :, :, None] * k[0, t, :, None, :]
+        ridge = 0.05 * torch.linalg.matrix_norm(H)[:, None, None] * torch.eye(8)
+        solution = torch.linalg.solve(H + ridge, q[0, t])
+        outputs.append((U @ (q[0, t] + (solution - q[0, t]) / 2)[..., None]).flatten())
+    expected = attention.o_proj(torch.stack(outputs)[None]) / 2
+    torch.testing.assert_close(mixer(x, position_embeddings=rotary)[0], expected, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_mamba2_start(family):
+    """out = o(rms-normed sum of decay^age (q . k) v per head), q, k, v behind a SiLU, half-lives 1 to 64.
+
+    A norm of q or k leaves its scale. No skip of v past the memory, no gate, dt = 1.
+    """
+    attention, mixer, x, rotary = taken_over(family, "mamba2")
+    q, k, v = projected(attention, x)
+    if family == "qwen3":
+        q, k = q * attention.q_norm.weight, k * attention.k_norm.weight
+    q, k, v = F.silu(q), F.silu(k), F.silu(v)
+    ages = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    weights = torch.where(ages >= 0, decays(1, 64, 4)[:, None, None] ** ages.clamp_min(0), 0)
+    y = torch.einsum("bthd,bshd,hts,bshe->bthe", q, k, weights, v)
+    y = y * (y.square().mean(-1, keepdim=True) + mixer.options.norm_eps).rsqrt()
+    expected = attention.o_proj(y.flatten(2))
+    torch.testing.assert_close(mixer(x, position_embeddings=rotary)[0], expected, rtol=1e-3, atol=1e-4)
+
+
+# ---- the table
+
+
+def test_one_start_for_a_mixer():
+    with pytest.raises(ValueError, match="'gka' has a start from attention already"):
+        starts("gka")(lambda mixer, attention: [])
+
+
+def test_mixers_without_a_start_are_refused_by_name(monkeypatch):
+    monkeypatch.delitem(STARTS, "ska")
+    with pytest.raises(ValueError, match=r"'ska' cannot start from attention.* from scratch; .* can: .*gka.*mamba2"):
+        convert_model(tiny_teacher(), "ska")
+    with pytest.raises(ValueError, match="mixer 'nosuch' is unknown; registered: .*gka"):
+        convert_model(tiny_teacher(), "nosuch")
+
+
+def test_a_start_among_the_methods_of_a_mixer_still_works(monkeypatch):
+    """As mixers were written before there was a table."""
+    start = STARTS["gka"]
+    monkeypatch.delitem(STARTS, "gka")
+    monkeypatch.setattr(MIXERS["gka"], "options_for", staticmethod(start.options), raising=False)
+    monkeypatch.setattr(MIXERS["gka"], "init_from_attention", start.take_over, raising=False)
+    with pytest.warns(DeprecationWarning, match=r"init_from_attention: register the start of 'gka'"):
+        old = convert_model(tiny_teacher(), "gka")
+    monkeypatch.undo()
+    new = convert_model(tiny_teacher(), "gka").state_dict()
+    assert all(torch.equal(tensor, new[name]) for name, tensor in old.state_dict().items())
+    assert start_of("gka") is start
+
+
+@pytest.mark.parametrize("name", ["AttentionWeights", "TensorFate"])
+def test_old_names(name):
+    with pytest.warns(DeprecationWarning, match=f"now hf_memmix.conversion.{name}"):
+        assert getattr(hf_memmix.mixers, name) is getattr(conversion, name)
+    assert not hasattr(hf_memmix.mixers, "nosuch")

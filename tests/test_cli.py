@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from hf_memmix.cli import app
+from hf_memmix.commands import app
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 SMALL = ["--batch-size", "4", "--block-size", "16", "--steps", "3"]

@@ -38,7 +38,7 @@ def test_python_blocks_run_in_order(tmp_path):
 def test_memmix_commands_run_in_order(tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
-    from hf_memmix.cli import app
+    from hf_memmix.commands import app
 
     (tmp_path / "hf_memmix").symlink_to(ROOT / "hf_memmix")
     monkeypatch.chdir(tmp_path)

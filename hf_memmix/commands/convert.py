@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.table import Column, Table
 
-from hf_memmix.shell import Json, Overwrite, err, friendly, load, out, print_json, tokenizer_of
+from hf_memmix.commands.common import Json, Overwrite, err, load, one_line_errors, out, print_json, tokenizer_of
 
 
-@friendly
+@one_line_errors
 def convert(
     teacher: Annotated[Path, typer.Option(help="Folder of the transformer that is converted.")],
     out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for the student.")] = None,
@@ -70,7 +70,7 @@ def convert(
     out.print(f"layers {report.converted} converted, {report.kept} kept; student written to {out_dir}")
 
 
-@friendly
+@one_line_errors
 def import_hmf(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint in the official GKA release's format.")],
     out_dir: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model.")],

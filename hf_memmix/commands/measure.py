@@ -1,4 +1,5 @@
-"""`memmix eval`: probes of recall, a teacher beside its student. `memmix select`: which layers stay attention."""
+"""The commands that measure: `memmix report`, student against teacher on a text; `memmix eval`, probes of recall;
+`memmix select`, which layers stay attention."""
 
 import json
 import os
@@ -8,13 +9,16 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hf_memmix.shell import (
+from hf_memmix.commands.common import (
     Device,
     Json,
     Overwrite,
+    Student,
+    Teacher,
+    Texts,
     bar,
-    friendly,
     load,
+    one_line_errors,
     out,
     print_json,
     shared_tokenizer,
@@ -26,7 +30,39 @@ Text = Annotated[Path | None, typer.Option(help="Text that fillers and words com
 BatchSize = Annotated[int, typer.Option(min=1, help="Sequences at a time.")]
 
 
-@friendly
+@one_line_errors
+def report(
+    student: Student,
+    teacher: Teacher,
+    text: Texts,
+    block_size: Annotated[int, typer.Option(min=2, help="Tokens per block.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Blocks at a time.")] = 8,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Read no more than this.")] = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a student with its teacher on a text: perplexities, agreement, error of every mixer."""
+    from hf_memmix.conversion.verify import report as compare
+    from hf_memmix.training.data import tokenize_files
+
+    tokens = tokenize_files(text, shared_tokenizer(teacher, student))
+    models = load(student, device), load(teacher, device)
+    with bar("comparing") as advance:
+        result = compare(
+            *models, tokens, block_size=block_size, batch_size=batch_size, max_tokens=max_tokens, progress=advance
+        )
+    if as_json:
+        print_json(result | report_record(student, text, block_size, models[0]))
+        return
+    table = Table("measure", "value")
+    for name in ("tokens", "teacher_ppl", "student_ppl", "ppl_ratio", "top1_agreement", "kl"):
+        table.add_row(name, f"{result[name]:.4f}" if isinstance(result[name], float) else str(result[name]))
+    for layer, value in result["layer_error"].items():
+        table.add_row(f"relative error, layer {layer}", f"{value:.4f}")
+    out.print(table)
+
+
+@one_line_errors
 def evaluate(
     model: Annotated[Path, typer.Argument(help="Model folder, converted or not.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Folder for probes.json and the plots.")],
@@ -85,7 +121,7 @@ def evaluate(
     out.print(f"gain: nats an answer token owes to what the context says of it; written to {out_dir}")
 
 
-@friendly
+@one_line_errors
 def select(
     teacher: Annotated[Path, typer.Option(help="Folder of the transformer to convert.")],
     out_file: Annotated[Path, typer.Option("--out", help="The plan, a JSON file; its plot is laid beside it.")],
@@ -123,13 +159,14 @@ def select(
     # what chooses reads the development text, what reports the held-out one
     text = asset_path("dev.txt") if text is None else text
     tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
-    guide = load(teacher, device)
-    count_of(count, guide.config.num_hidden_layers, guide.config.num_hidden_layers)  # before minutes of work
-    check_length(guide, "teacher", length, "--length", "give a shorter one")
-    mixers = convert_model(guide, mixer) if student is None else load(student, device)
-    if mixers.config.num_hidden_layers != guide.config.num_hidden_layers:
+    teacher_model = load(teacher, device)
+    num_layers = teacher_model.config.num_hidden_layers
+    count_of(count, num_layers, num_layers)  # before minutes of work
+    check_length(teacher_model, "teacher", length, "--length", "give a shorter one")
+    mixers = convert_model(teacher_model, mixer) if student is None else load(student, device)
+    if mixers.config.num_hidden_layers != num_layers:
         raise ValueError(f"{student} and {teacher} have different numbers of layers; give the teacher it came from")
-    check_vocabularies(mixers, guide)
+    check_vocabularies(mixers, teacher_model)
     kind = mixer if student is None else _only_mixer(mixers, student)
     blocks = tokenize_files(text, tokenizer)[:max_tokens]
     blocks = blocks[: len(blocks) // length * length].view(-1, length)
@@ -142,16 +179,17 @@ def select(
         depths = DEPTHS if task in TASKS and TASKS[task].depths else (None,)
         drawn[task] = [s for depth in depths for s in draw(task, material, length, depth, seed, samples)]
     with bar("swapping layers") as advance:
-        ranking = rank_layers(guide, mixers, blocks, drawn, weight=weight, batch_size=batch_size, progress=advance)
+        options = {"weight": weight, "batch_size": batch_size, "progress": advance}
+        ranking = rank_layers(teacher_model, mixers, blocks, drawn, **options)
     settings = {"tasks": names, "length": length, "samples": samples, "weight": weight, "seed": seed}
     plan = {
         "mixer": kind,
-        "keep": choose(ranking, count, guide.config.num_hidden_layers),
-        "num_layers": guide.config.num_hidden_layers,
+        "keep": choose(ranking, count, num_layers),
+        "num_layers": num_layers,
         "mixers_of": "a fresh conversion" if student is None else student.name,
         "settings": settings | {"tokens": blocks.numel()},
         "text": text_record(text),
-        "environment": _environment({"teacher": guide}),
+        "environment": _environment({"teacher": teacher_model}),
     } | ranking
     write_plan(plan, out_file)
     plot_ranking(plan, out_file.with_suffix(".png"))

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.shell import Json, err, friendly, out, print_json
+from hf_memmix.commands.common import Json, err, one_line_errors, out, print_json
 
 Folder = Annotated[Path, typer.Argument(help="Folder of a converted model.")]
 # what lies in a folder of a run but is no part of a model
 LEFT_OUT = [".*", "**/.*", "checkpoint-*/**", "*.tmp", "optimizer*", "runs/**"]
 
 
-@friendly
+@one_line_errors
 def card(
     model: Folder,
     report: Annotated[Path, typer.Option(help="JSON of memmix report --json on this model.")],
@@ -50,7 +50,7 @@ def card(
     out.print(f"wrote {target}")
 
 
-@friendly
+@one_line_errors
 def push(
     model: Folder,
     repo: Annotated[str, typer.Argument(help="NAME/MODEL on the Hub; made if it does not exist.")],

@@ -18,10 +18,15 @@ err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")]
+Teacher = Annotated[Path, typer.Option(help="Folder of the transformer that was converted.")]
+Student = Annotated[Path, typer.Option(help="Folder of a converted model.")]
+Texts = Annotated[
+    list[Path], typer.Option(help="Text, .jsonl or .parquet file, or hub:NAME with a streaming recipe; repeatable.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder once the new one is whole.")]
 
 
-def friendly(command):
+def one_line_errors(command):
     """One clear line instead of a traceback for mistakes of the user and for broken files."""
 
     @wraps(command)

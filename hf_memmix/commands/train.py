@@ -1,0 +1,183 @@
+"""The commands that train: `memmix align`, `distill`, `merge` and `cache-teacher`."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_memmix.commands.common import (
+    Device,
+    Json,
+    Overwrite,
+    Student,
+    Teacher,
+    Texts,
+    bar,
+    err,
+    load,
+    one_line_errors,
+    out,
+    print_json,
+    shared_tokenizer,
+    tokenizer_of,
+)
+
+Recipe = Annotated[str | None, typer.Option(help="Name of a bundled recipe or a YAML file.")]
+Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run of this output.")]
+
+
+@one_line_errors
+def align(
+    student: Student,
+    teacher: Teacher,
+    text: Texts,
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the trained model.")],
+    recipe: Recipe = "align",
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Blocks per step.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per block.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of the mixers.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the order of the data.")] = None,
+    layers: Annotated[str | None, typer.Option(help='Train these layers only, e.g. "0-3,8"; see merge.')] = None,
+    resume: Resume = True,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Train the mixers alone: each learns the output of the attention it replaced, on the teacher's inputs."""
+    overrides = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
+    overrides |= {"save_every": save_every, "seed": seed, "layers": layers}
+    _train("align", student, teacher, text, out_dir, recipe, overrides, resume, overwrite, as_json)
+
+
+@one_line_errors
+def distill(
+    student: Student,
+    teacher: Teacher,
+    text: Texts,
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the trained model.")],
+    recipe: Recipe = "distill",
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Blocks per step.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per block.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of the mixers.")] = None,
+    rest_learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of everything else.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the order of the data.")] = None,
+    resume: Resume = True,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Train the whole student to predict what the teacher predicts (forward KL of the logits)."""
+    overrides = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
+    overrides |= {"rest_learning_rate": rest_learning_rate, "save_every": save_every, "seed": seed}
+    _train("distill", student, teacher, text, out_dir, recipe, overrides, resume, overwrite, as_json)
+
+
+@one_line_errors
+def merge(
+    parts: Annotated[list[Path], typer.Argument(help="Outputs of align, each for other layers of one student.")],
+    student: Annotated[Path, typer.Option(help="Folder of the student that all of them began from.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the merged student.")],
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Join the layers that several align runs (--layers) trained, on one machine or many."""
+    from hf_memmix.conversion import save_student
+    from hf_memmix.conversion.saving import check_target
+    from hf_memmix.training.merge import merge_students
+
+    check_target(out_dir, overwrite)
+    with err.status("merging"):
+        model, origin = merge_students(student, parts)
+        save_student(model, out_dir, tokenizer_of(student, required=False), overwrite=overwrite)
+    if as_json:
+        print_json({"out": str(out_dir), "layers": origin})
+    else:
+        out.print(f"{len(origin)} trained layers of {len(parts)} runs; written to {out_dir}")
+
+
+@one_line_errors
+def cache_teacher(
+    teacher: Teacher,
+    text: Texts,
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the cache.")],
+    top_k: Annotated[int, typer.Option(min=1, help="Probabilities kept per token; 6 bytes each.")] = 32,
+    recipe: Recipe = "distill",
+    block_size: Annotated[int | None, typer.Option(help="Tokens per block, as in the run that reads it.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Blocks at a time.")] = 8,
+    device: Device = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Write the teacher's most likely tokens to disk, for distill with `teacher: cache:DIR` in the recipe."""
+    from hf_memmix.conversion.saving import check_target
+    from hf_memmix.training.data import TokenBlocks
+    from hf_memmix.training.recipe import load_recipe
+    from hf_memmix.training.teacher_cache import teacher_hash, write_cache
+
+    check_target(out_dir, overwrite)
+    plan = load_recipe(recipe, block_size=block_size)
+    data = TokenBlocks.from_files(text, tokenizer_of(teacher), plan.block_size, plan.pack)
+    options = {"teacher_id": teacher_hash(teacher), "batch_size": batch_size, "overwrite": overwrite}
+    with bar("reading the teacher") as advance:
+        meta = write_cache(load(teacher, device), data, out_dir, top_k, progress=advance, **options)
+    if as_json:
+        print_json(meta | {"out": str(out_dir)})
+    else:
+        tokens = meta["rows"] * meta["block_size"]
+        out.print(f"{tokens} tokens, {top_k} probabilities each; written to {out_dir}: teacher: cache:{out_dir}")
+
+
+def _train(stage, student, teacher, text, out_dir, recipe, overrides, resume, overwrite, as_json) -> None:
+    import shutil
+
+    import torch
+
+    from hf_memmix.conversion import save_student
+    from hf_memmix.conversion.saving import check_target
+    from hf_memmix.training.data import StreamedBlocks, TokenBlocks
+    from hf_memmix.training.train import load_recipe, train
+
+    check_target(out_dir, overwrite)
+    plan = load_recipe(recipe, **overrides, stage=stage)
+    tokenizer = shared_tokenizer(teacher, student)
+    read = StreamedBlocks if plan.stream else TokenBlocks.from_files
+    data = read(text, tokenizer, plan.block_size, plan.pack)
+    model = load(student, "cpu", "auto")
+    teacher_model = teacher if plan.cache_dir else load(teacher, "cpu", "auto" if torch.cuda.is_available() else None)
+    dtype = model.dtype
+    # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
+    run_dir = out_dir.with_name(f".{out_dir.name}.run")
+    if not resume and "WORLD_SIZE" not in os.environ:  # of several processes none may find what another removes
+        shutil.rmtree(run_dir, ignore_errors=True)
+    with bar(stage) as advance:
+        result = train(
+            model, teacher_model, data, run_dir, recipe=plan, resume=resume, callbacks=[_progress_callback(advance)]
+        )
+    if not int(os.environ.get("RANK", "0")):
+        save_student(model.cpu(), out_dir, tokenizer, overwrite=overwrite, dtype=dtype)
+        shutil.rmtree(run_dir, ignore_errors=True)
+    if as_json:
+        print_json(result | {"out": str(out_dir)})
+    else:
+        out.print(
+            f"{stage}: {result['steps']} steps, {result['tokens']} tokens, {result['seconds']:.0f} s, "
+            f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}; written to {out_dir}"
+        )
+
+
+def _progress_callback(advance):
+    from transformers import TrainerCallback
+
+    class Report(TrainerCallback):
+        loss = None
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.loss = (logs or {}).get("loss", self.loss)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            advance(state.global_step, state.max_steps, "" if self.loss is None else f"loss {float(self.loss):.4f}")
+
+    return Report()

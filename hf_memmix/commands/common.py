@@ -5,6 +5,7 @@ Results go to stdout, everything else to stderr; nothing heavy is imported befor
 
 import contextlib
 import json
+import sys
 from functools import wraps
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +24,21 @@ Student = Annotated[Path, typer.Option(help="Folder of a converted model.")]
 Texts = Annotated[
     list[Path], typer.Option(help="Text, .jsonl or .parquet file, or hub:NAME with a streaming recipe; repeatable.")
 ]
+KeepLayers = Annotated[
+    str | None, typer.Option("--keep-layers", help='Layers that stay attention, by index: "0-3,8", or "none".')
+]
+KeepCount = Annotated[
+    str | None, typer.Option("--keep-count", help='How many layers stay attention: "2", or a share of them: "0.25".')
+]
+OldKeep = Annotated[str | None, typer.Option("--keep", hidden=True, help="Old name of the two options above.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder once the new one is whole.")]
+
+
+def start_library() -> None:
+    """Run `hf_memmix/__init__.py`, which registers the models, where the console script has put it off."""
+    package = sys.modules["hf_memmix"]
+    if not hasattr(package, "__version__"):
+        package.__spec__.loader.exec_module(package)
 
 
 def one_line_errors(command):
@@ -32,6 +47,7 @@ def one_line_errors(command):
     @wraps(command)
     def run(*args, **kwargs):
         try:
+            start_library()
             return command(*args, **kwargs)
         except KeyboardInterrupt:
             err.print("[yellow]interrupted[/]")
@@ -95,3 +111,27 @@ def shared_tokenizer(folder: Path, other: Path):
 
 def print_json(value: dict) -> None:
     typer.echo(json.dumps(value))
+
+
+def choice_of_layers(layers: str | None, count: str | None, keep: str | None, keep_counts: bool):
+    """The `LayerChoice` of --keep-layers, --keep-count or the old --keep; None if none of them is given.
+
+    `keep_counts`: whether --keep meant a number of layers in this command.
+
+    Raises:
+        ValueError: more than one is given, or what is given is no choice of layers.
+    """
+    from hf_memmix.conversion.layer_choice import LayerChoice
+
+    given = {"--keep-layers": layers, "--keep-count": count, "--keep": keep}
+    given = {name: text for name, text in given.items() if text is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} say the same thing, which layers stay attention; give one of them")
+    if not given:
+        return None
+    ((name, text),) = given.items()
+    counts = name == "--keep-count" or (name == "--keep" and (keep_counts or "." in text))
+    if name == "--keep":
+        new = "--keep-count" if counts else "--keep-layers"
+        err.print(f"warning: --keep has another name now; write {new} {text}", markup=False, soft_wrap=True)
+    return (LayerChoice.counted if counts else LayerChoice.listed)(text, name)

@@ -24,7 +24,7 @@ def measured(tmp_path_factory):
     tiny_tokenizer().save_pretrained(folder / "teacher")
     (folder / "text.txt").write_text(tiny_text(300))
     teacher, text = ["--teacher", folder / "teacher"], ["--text", folder / "text.txt"]
-    result_of(memmix("convert", *teacher, "--out", folder / "s0", "--keep", "1", "--json"))
+    result_of(memmix("convert", *teacher, "--out", folder / "s0", "--keep-layers", "1", "--json"))
     steps = ["--steps", "2", "--batch-size", "2", "--block-size", "16", "--json"]
     model = folder / "student"
     stage = result_of(memmix("align", "--student", folder / "s0", *teacher, *text, "--out", model, *steps))

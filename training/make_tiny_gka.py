@@ -21,7 +21,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
-from hf_memmix.conversion import convert_model, load_model, report, save_student
+from hf_memmix.conversion import convert_model, layers_to_keep, load_model, report, save_student
 from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.conversion.saving import check_target
 from hf_memmix.training.data import TokenBlocks, text_record, tokenize_files
@@ -64,7 +64,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(args.teacher)
     teacher = load_model(args.teacher, dtype=torch.float32).to(device)
-    keep = "none" if args.keep in ("none", "auto") else [int(i) for i in args.keep.split(",")]
+    keep = "none" if args.keep in ("none", "auto") else layers_to_keep(args.keep, teacher.config.num_hidden_layers)
     options = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in args.option)}
     student = convert_model(teacher, "gka", keep, seed=args.seed, **options)
     stream = tokenize_files(args.text, tokenizer)

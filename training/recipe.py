@@ -7,6 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from hf_memmix.conversion.layer_choice import LayerChoice
+
 STAGES = ("align", "distill")
 TEACHERS = ("copy", "shared", "lora")
 
@@ -99,13 +101,7 @@ class Recipe:
         """Those of the `converted` layers that `layers` names. Raises ValueError if it names none or another."""
         if self.layers in ("", "all"):
             return converted
-        named: set[int] = set()
-        for part in self.layers.split(","):
-            match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-            if not match:
-                raise ValueError(f'layers is {self.layers!r}; give indices and ranges, e.g. "0-3,8"')
-            named |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-        chosen = [layer for layer in converted if layer in named]
+        chosen = LayerChoice.listed(self.layers).among(converted)
         if not chosen:
             raise ValueError(f"layers is {self.layers!r}, which names no converted layer; those are {converted}")
         return chosen

@@ -8,7 +8,20 @@ from typing import Annotated
 import typer
 from rich.table import Column, Table
 
-from hf_memmix.commands.common import Json, Overwrite, err, load, one_line_errors, out, print_json, tokenizer_of
+from hf_memmix.commands.common import (
+    Json,
+    KeepCount,
+    KeepLayers,
+    OldKeep,
+    Overwrite,
+    choice_of_layers,
+    err,
+    load,
+    one_line_errors,
+    out,
+    print_json,
+    tokenizer_of,
+)
 
 
 @one_line_errors
@@ -16,9 +29,8 @@ def convert(
     teacher: Annotated[Path, typer.Option(help="Folder of the transformer that is converted.")],
     out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for the student.")] = None,
     mixer: Annotated[str, typer.Option(help="Mixer that replaces attention.")] = "gka",
-    keep: Annotated[
-        str, typer.Option(help='Layers that stay attention: "1,5", a fraction "0.25", or "none".')
-    ] = "none",
+    keep_layers: KeepLayers = None,
+    keep_count: KeepCount = None,
     plan: Annotated[Path | None, typer.Option(help="Mixer and layers by a plan of memmix select.")] = None,
     trained: Annotated[
         Path | None, typer.Option(help="An aligned student whose mixers are taken instead of fresh ones.")
@@ -26,6 +38,7 @@ def convert(
     option: Annotated[list[str] | None, typer.Option(help="Mixer option, e.g. num_iterations=21; repeatable.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the fresh parameters.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen, from config.json alone.")] = False,
+    keep: OldKeep = None,
     context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens, for the dry run; repeatable.")] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -43,12 +56,13 @@ def convert(
     if out_dir is not None:
         check_target(out_dir, overwrite)
     family_of(read_config(teacher))  # a family that cannot be converted is not loaded first
-    chosen = _parse_keep(keep)
+    chosen = choice_of_layers(keep_layers, keep_count, keep, keep_counts=False)
     if plan is not None:
-        if keep != "none":
-            raise ValueError(f"--keep {keep} and --plan both say which layers stay attention; give one of them")
+        if chosen is not None:
+            raise ValueError(f"{chosen.said}, but --plan says which layers stay attention too; give one of them")
         told = read_plan(plan, read_config(teacher).num_hidden_layers)
         mixer, chosen = told["mixer"], told["keep"]
+    chosen = "none" if chosen is None else chosen
     options = _parse_options(option or [])
     if trained is not None:
         options = (getattr(read_config(trained), "mixers", None) or {}).get(mixer, {}) | options
@@ -132,15 +146,6 @@ def _size(count: int) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:,.1f} GiB"
-
-
-def _parse_keep(text: str):
-    """ "none", "0.25" or "1,5"."""
-    with contextlib.suppress(ValueError):
-        if "." in text:
-            return float(text)
-        return [int(part) for part in text.split(",")] if text != "none" else text
-    raise ValueError(f'--keep is {text!r}; give layer indices "1,5", a fraction "0.25", or "none"')
 
 
 def _parse_options(pairs: list[str]) -> dict:

@@ -12,11 +12,15 @@ from rich.table import Table
 from hf_memmix.commands.common import (
     Device,
     Json,
+    KeepCount,
+    KeepLayers,
+    OldKeep,
     Overwrite,
     Student,
     Teacher,
     Texts,
     bar,
+    choice_of_layers,
     load,
     one_line_errors,
     out,
@@ -125,7 +129,8 @@ def evaluate(
 def select(
     teacher: Annotated[Path, typer.Option(help="Folder of the transformer to convert.")],
     out_file: Annotated[Path, typer.Option("--out", help="The plan, a JSON file; its plot is laid beside it.")],
-    keep: Annotated[str, typer.Option(help='How many layers stay attention: "2", or a fraction "0.25".')] = "0.25",
+    keep_count: KeepCount = None,
+    keep_layers: KeepLayers = None,
     student: Annotated[
         Path | None, typer.Option(help="A student with aligned mixers in all layers; default: a fresh conversion.")
     ] = None,
@@ -139,12 +144,16 @@ def select(
     seed: Seed = 0,
     batch_size: BatchSize = 8,
     device: Device = None,
+    keep: OldKeep = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Rank layers by what handing each to its mixer costs, forward only, and write a plan for `memmix convert`."""
+    """Rank layers by what handing each to its mixer costs, forward only, and write a plan for `memmix convert`.
+
+    The layers that cost most stay attention: a quarter of them, --keep-count of them, or those of --keep-layers.
+    """
     from hf_memmix.assets import asset_path
-    from hf_memmix.conversion import convert_model
+    from hf_memmix.conversion import LayerChoice, convert_model, layers_to_keep
     from hf_memmix.conversion.limits import check_length, check_vocabularies
     from hf_memmix.conversion.plan import write_plan
     from hf_memmix.training.data import tokenize_files
@@ -155,13 +164,16 @@ def select(
 
     if out_file.exists() and not overwrite:
         raise ValueError(f"{out_file} exists; choose another name, or overwrite")
-    count = _count(keep)
+    chosen = choice_of_layers(keep_layers, keep_count, keep, keep_counts=True) or LayerChoice.counted("0.25")
     # what chooses reads the development text, what reports the held-out one
     text = asset_path("dev.txt") if text is None else text
     tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
     teacher_model = load(teacher, device)
     num_layers = teacher_model.config.num_hidden_layers
-    count_of(count, num_layers, num_layers)  # before minutes of work
+    # wrong choices are refused before minutes of work
+    named = layers_to_keep(chosen, num_layers) if chosen.count is None else None
+    if named is None:
+        count_of(chosen.count, num_layers, num_layers)
     check_length(teacher_model, "teacher", length, "--length", "give a shorter one")
     mixers = convert_model(teacher_model, mixer) if student is None else load(student, device)
     if mixers.config.num_hidden_layers != num_layers:
@@ -184,7 +196,7 @@ def select(
     settings = {"tasks": names, "length": length, "samples": samples, "weight": weight, "seed": seed}
     plan = {
         "mixer": kind,
-        "keep": choose(ranking, count, num_layers),
+        "keep": choose(ranking, chosen.count, num_layers) if named is None else named,
         "num_layers": num_layers,
         "mixers_of": "a fresh conversion" if student is None else student.name,
         "settings": settings | {"tokens": blocks.numel()},
@@ -209,13 +221,6 @@ def _only_mixer(student, folder: Path) -> str:
     if len(kinds) != 1:
         raise ValueError(f"{folder} has the mixers {kinds}; a plan is for one: convert with one mixer in all layers")
     return kinds[0]
-
-
-def _count(keep: str) -> int | float:
-    try:
-        return float(keep) if "." in keep else int(keep)
-    except ValueError:
-        raise ValueError(f'--keep is {keep!r}; give a number of layers "2" or a fraction "0.25"') from None
 
 
 def _numbers(option: str, text: str, kind) -> tuple:

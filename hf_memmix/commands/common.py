@@ -1,26 +1,34 @@
-"""What the commands of `memmix` share: consoles, options, one clear line for a mistake, a bar, loading from a folder.
+"""What the commands of `memmix` share: consoles, options, and models and tokenizers read from a folder.
 
 Results go to stdout, everything else to stderr; nothing heavy is imported before a command runs.
 """
 
-import contextlib
 import json
+import os
 import sys
-from functools import wraps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-out = Console()
-err = Console(stderr=True)
+
+def _console(stderr: bool) -> Console:
+    """A console that wraps lines on a terminal only: a file or another program receives whole lines."""
+    console = Console(stderr=stderr)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 10_000
+    return console
+
+
+out, err = _console(stderr=False), _console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if there is one.")]
-Teacher = Annotated[Path, typer.Option(help="Folder of the transformer that was converted.")]
-Student = Annotated[Path, typer.Option(help="Folder of a converted model.")]
+Device = Annotated[
+    str | None, typer.Option(help="Where it runs: cpu, cuda or cuda:1; default: a GPU if there is one.")
+]
+Teacher = Annotated[Path, typer.Option(help="The transformer that was converted: a folder or a Hub id.")]
+Student = Annotated[Path, typer.Option(help="The converted model: a folder or a Hub id.")]
 Texts = Annotated[
     list[Path], typer.Option(help="Text, .jsonl or .parquet file, or hub:NAME with a streaming recipe; repeatable.")
 ]
@@ -41,37 +49,6 @@ def start_library() -> None:
         package.__spec__.loader.exec_module(package)
 
 
-def one_line_errors(command):
-    """One clear line instead of a traceback for mistakes of the user and for broken files."""
-
-    @wraps(command)
-    def run(*args, **kwargs):
-        try:
-            start_library()
-            return command(*args, **kwargs)
-        except KeyboardInterrupt:
-            err.print("[yellow]interrupted[/]")
-            raise typer.Exit(130) from None
-        except ImportError as error:
-            message = f"{error}; pip install 'hf-memmix[train,eval]' brings what training and measuring need"
-        except (ValueError, OSError) as error:
-            message = str(error)
-        err.print("error:", style="bold red", end=" ")
-        err.print(message, markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1)
-
-    return run
-
-
-@contextlib.contextmanager
-def bar(title: str):
-    """A progress bar on stderr; yields `advance(done, total, note="")`."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=err) as progress:
-        task = progress.add_task(title, total=None, note="")
-        yield lambda done, total, note="": progress.update(task, completed=done, total=total, note=note)
-
-
 def load(folder: Path, device: str | None, dtype=None):
     """A model on a device; `dtype` None: as stored on a GPU, fp32 on a CPU, which is slow in bf16."""
     import torch
@@ -82,10 +59,13 @@ def load(folder: Path, device: str | None, dtype=None):
     logging.disable_progress_bar()  # one bar a command is enough
     logging.set_verbosity_error()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(folder, dtype or ("float32" if device == "cpu" else "auto"))
     try:
-        return load_model(folder, dtype or ("float32" if device == "cpu" else "auto")).to(device)
+        return model.to(device)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"cannot load {folder} on {device}: {error}") from None
+        raise ValueError(f"cannot put {folder} on the device {device!r}: {str(error).splitlines()[0]}") from None
 
 
 def tokenizer_of(folder: Path, required: bool = True):

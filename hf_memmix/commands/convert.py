@@ -17,16 +17,17 @@ from hf_memmix.commands.common import (
     choice_of_layers,
     err,
     load,
-    one_line_errors,
     out,
     print_json,
     tokenizer_of,
 )
+from hf_memmix.commands.errors import one_line_errors
+from hf_memmix.commands.hub import model_folder
 
 
 @one_line_errors
 def convert(
-    teacher: Annotated[Path, typer.Option(help="Folder of the transformer that is converted.")],
+    teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")],
     out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for the student.")] = None,
     mixer: Annotated[str, typer.Option(help="Mixer that replaces attention.")] = "gka",
     keep_layers: KeepLayers = None,
@@ -55,6 +56,7 @@ def convert(
         raise ValueError("give a folder for the student with --out, or ask for a --dry-run")
     if out_dir is not None:
         check_target(out_dir, overwrite)
+    teacher, trained = model_folder(teacher), model_folder(trained)
     family_of(read_config(teacher))  # a family that cannot be converted is not loaded first
     chosen = choice_of_layers(keep_layers, keep_count, keep, keep_counts=False)
     if plan is not None:

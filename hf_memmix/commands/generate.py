@@ -5,13 +5,15 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.commands.common import Device, Json, err, load, one_line_errors, print_json, tokenizer_of
+from hf_memmix.commands.common import Device, Json, err, load, print_json, tokenizer_of
+from hf_memmix.commands.errors import one_line_errors
+from hf_memmix.commands.hub import model_folder
 
 
 @one_line_errors
 def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    model: Annotated[Path | None, typer.Option(help="Model folder; default: the bundled GKA model.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A folder or a Hub id; default: the bundled GKA model.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 means greedy.")] = 0.8,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus of the sampled tokens.")] = 0.95,
@@ -28,7 +30,13 @@ def generate(
     from hf_memmix.assets import asset_path
     from hf_memmix.conversion.limits import check_length
 
-    folder = model or asset_path("tiny_gka")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"--prompt is not UTF-8 (character {error.start} is a byte of another encoding); convert it, e.g. by iconv"
+        ) from None
+    folder = model_folder(model) or asset_path("tiny_gka")
     network, tokenizer = load(folder, device), tokenizer_of(folder)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(network.device)
     if inputs["input_ids"].shape[1] == 0:
@@ -44,6 +52,8 @@ def generate(
     new = len(tokens) - inputs["input_ids"].shape[1]
     if as_json:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        print_json({"model": str(folder), "text": text, "new_tokens": new, "tokens_per_second": new / seconds})
+        print_json(
+            {"model": str(model or folder), "text": text, "new_tokens": new, "tokens_per_second": new / seconds}
+        )
     else:
         err.print(f"{new} tokens, {new / seconds:.1f} tokens/s", style="dim")

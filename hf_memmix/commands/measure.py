@@ -19,15 +19,16 @@ from hf_memmix.commands.common import (
     Student,
     Teacher,
     Texts,
-    bar,
     choice_of_layers,
     load,
-    one_line_errors,
     out,
     print_json,
     shared_tokenizer,
     tokenizer_of,
 )
+from hf_memmix.commands.errors import one_line_errors
+from hf_memmix.commands.hub import model_folder
+from hf_memmix.commands.progress import progress
 
 Seed = Annotated[int, typer.Option(help="Seed of what is drawn.")]
 Text = Annotated[Path | None, typer.Option(help="Text that fillers and words come from; default: a bundled one.")]
@@ -49,14 +50,15 @@ def report(
     from hf_memmix.conversion.verify import report as compare
     from hf_memmix.training.data import tokenize_files
 
+    name, student, teacher = student, model_folder(student), model_folder(teacher)
     tokens = tokenize_files(text, shared_tokenizer(teacher, student))
     models = load(student, device), load(teacher, device)
-    with bar("comparing") as advance:
+    with progress("comparing") as advance:
         result = compare(
             *models, tokens, block_size=block_size, batch_size=batch_size, max_tokens=max_tokens, progress=advance
         )
     if as_json:
-        print_json(result | report_record(student, text, block_size, models[0]))
+        print_json(result | report_record(student, text, block_size, models[0]) | {"folder": name.name})
         return
     table = Table("measure", "value")
     for name in ("tokens", "teacher_ppl", "student_ppl", "ppl_ratio", "top1_agreement", "kl"):
@@ -68,9 +70,9 @@ def report(
 
 @one_line_errors
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="Model folder, converted or not.")],
+    model: Annotated[Path, typer.Argument(help="A model, converted or not: a folder or a Hub id.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Folder for probes.json and the plots.")],
-    teacher: Annotated[Path | None, typer.Option(help="Folder of a model to measure beside it.")] = None,
+    teacher: Annotated[Path | None, typer.Option(help="A model to measure beside it: a folder or a Hub id.")] = None,
     tasks: Annotated[str, typer.Option(help='Names with commas between, or "all".')] = "all",
     lengths: Annotated[str, typer.Option(help="Tokens of a sequence, with commas between.")] = "128,256,512,1024",
     depths: Annotated[str, typer.Option(help="Where answers stand, 0 to 1.")] = "0,0.25,0.5,0.75,1",
@@ -93,18 +95,20 @@ def evaluate(
     chosen = tuple(TASKS) if tasks == "all" else tuple(part.strip() for part in tasks.split(","))
     grid = {"lengths": _numbers("--lengths", lengths, int), "depths": _numbers("--depths", depths, float)}
     text = asset_path("heldout.txt") if text is None else text
-    tokenizer = tokenizer_of(model) if teacher is None else shared_tokenizer(model, teacher)
-    folders = {"student": model} if teacher is None else {"teacher": teacher, "student": model}
+    names = {"student": model} if teacher is None else {"teacher": teacher, "student": model}
+    folders = {role: model_folder(name) for role, name in names.items()}
+    tokenizer = tokenizer_of(folders["student"]) if teacher is None else shared_tokenizer(*reversed(folders.values()))
     material = Material(tokenizer, read_text(text))
     models = {role: load(folder, device) for role, folder in folders.items()}
     longest = max(limit_of(model) for model in models.values())
     if too_long := [length for length in grid["lengths"] if length > longest]:
         raise ValueError(f"--lengths has {too_long}, but no model here was made for more than {longest} tokens")
-    with bar("probing") as advance:
+    with progress("probing") as advance:
         results = run_probes(
             models, material, tasks=chosen, samples=samples, seed=seed, batch_size=batch_size, progress=advance, **grid
         )
-    record = {"models": {role: _described(folder, models[role]) for role, folder in folders.items()}}
+    described = {role: _described(folder, models[role]) for role, folder in folders.items()}
+    record = {"models": {role: described[role] | {"folder": name.name} for role, name in names.items()}}
     results = record | {"text": text_record(text), "environment": _environment(models)} | results
     with atomic_folder(out_dir, overwrite) as folder:
         (folder / "probes.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -127,7 +131,7 @@ def evaluate(
 
 @one_line_errors
 def select(
-    teacher: Annotated[Path, typer.Option(help="Folder of the transformer to convert.")],
+    teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")],
     out_file: Annotated[Path, typer.Option("--out", help="The plan, a JSON file; its plot is laid beside it.")],
     keep_count: KeepCount = None,
     keep_layers: KeepLayers = None,
@@ -165,6 +169,7 @@ def select(
     if out_file.exists() and not overwrite:
         raise ValueError(f"{out_file} exists; choose another name, or overwrite")
     chosen = choice_of_layers(keep_layers, keep_count, keep, keep_counts=True) or LayerChoice.counted("0.25")
+    given, teacher, student = student, model_folder(teacher), model_folder(student)
     # what chooses reads the development text, what reports the held-out one
     text = asset_path("dev.txt") if text is None else text
     tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
@@ -190,7 +195,7 @@ def select(
     for task in names:
         depths = DEPTHS if task in TASKS and TASKS[task].depths else (None,)
         drawn[task] = [s for depth in depths for s in draw(task, material, length, depth, seed, samples)]
-    with bar("swapping layers") as advance:
+    with progress("swapping layers") as advance:
         options = {"weight": weight, "batch_size": batch_size, "progress": advance}
         ranking = rank_layers(teacher_model, mixers, blocks, drawn, **options)
     settings = {"tasks": names, "length": length, "samples": samples, "weight": weight, "seed": seed}
@@ -198,7 +203,7 @@ def select(
         "mixer": kind,
         "keep": choose(ranking, chosen.count, num_layers) if named is None else named,
         "num_layers": num_layers,
-        "mixers_of": "a fresh conversion" if student is None else student.name,
+        "mixers_of": "a fresh conversion" if given is None else given.name,
         "settings": settings | {"tokens": blocks.numel()},
         "text": text_record(text),
         "environment": _environment({"teacher": teacher_model}),

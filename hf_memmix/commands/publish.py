@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.commands.common import Json, err, one_line_errors, out, print_json
+from hf_memmix.commands.common import Json, err, out, print_json
+from hf_memmix.commands.errors import one_line_errors
 
 Folder = Annotated[Path, typer.Argument(help="Folder of a converted model.")]
 # what lies in a folder of a run but is no part of a model
@@ -42,7 +43,7 @@ def card(
         language=language,
         probes=None if probes is None else read_measurement(probes, "models", "settings", "summary"),
         stages=[read_measurement(path, "stage", "steps", "tokens", "last_loss", "seconds") for path in stage or []],
-        plan=None if plan is None else read_measurement(plan, "layers", "keep"),
+        plan=None if plan is None else read_measurement(plan, "layers", "keep", "mixer", "num_layers"),
     )
     part = target.with_name(".README.md.part")
     part.write_text(content, encoding="utf-8")
@@ -57,6 +58,7 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch; default: main.")] = None,
     message: Annotated[str, typer.Option(help="Of the commit.")] = "Upload by memmix push",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be uploaded.")] = False,
     as_json: Json = False,
 ) -> None:
     """Upload a model with its card to the Hub (HF_ENDPOINT names another one) in one commit."""
@@ -67,6 +69,9 @@ def push(
 
     student_config(model)
     check_card(model)
+    if dry_run:
+        _say_what_is_uploaded(model, repo, revision, as_json)
+        return
     token = huggingface_hub.get_token()
     if token is None:
         raise ValueError("there is no token for the Hub; run `hf auth login`, or set HF_TOKEN to one that may write")
@@ -89,3 +94,24 @@ def push(
         print_json({"repo": url.repo_id, "url": str(url), "commit": commit.oid})
     else:
         out.print(f"{url} is at commit {commit.oid}")
+
+
+def _say_what_is_uploaded(model: Path, repo: str, revision: str | None, as_json: bool) -> None:
+    """The files that `push` takes, with their sizes; nothing is asked of the Hub."""
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import filter_repo_objects, validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ValueError(f"{repo!r} is no name for the Hub: {error}") from None
+    names = sorted(path.relative_to(model).as_posix() for path in model.rglob("*") if path.is_file())
+    files = {name: (model / name).stat().st_size for name in filter_repo_objects(names, ignore_patterns=LEFT_OUT)}
+    if as_json:
+        print_json({"repo": repo, "revision": revision or "main", "files": files, "dry_run": True})
+        return
+    for name, size in files.items():
+        out.print(f"{size:>15,} bytes  {name}", highlight=False)
+    where = f"{huggingface_hub.constants.ENDPOINT}/{repo}"
+    out.print(f"would be uploaded to {where}, revision {revision or 'main'}; nothing was sent", highlight=False)

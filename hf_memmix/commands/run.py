@@ -13,7 +13,8 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.commands.common import one_line_errors, start_library
+from hf_memmix.commands.common import start_library
+from hf_memmix.commands.errors import one_line_errors
 
 # programs whose console script starts its commands in new processes, where hf_memmix is not imported: the package of
 # the scripts that these processes run

@@ -13,17 +13,26 @@ from hf_memmix.commands.common import (
     Student,
     Teacher,
     Texts,
-    bar,
     err,
     load,
-    one_line_errors,
     out,
     print_json,
     shared_tokenizer,
     tokenizer_of,
 )
+from hf_memmix.commands.devices import check_processes, choose_device
+from hf_memmix.commands.errors import one_line_errors
+from hf_memmix.commands.hub import model_folder
+from hf_memmix.commands.progress import progress
 
 Recipe = Annotated[str | None, typer.Option(help="Name of a bundled recipe or a YAML file.")]
+ReportTo = Annotated[
+    list[str] | None, typer.Option(help="Tracker that receives the logs, e.g. tensorboard or wandb; repeatable.")
+]
+LoggingSteps = Annotated[int | None, typer.Option(min=1, help="Steps between two logged losses.")]
+TrainDevice = Annotated[
+    str | None, typer.Option("--device", help="Where it trains: cpu, cuda or cuda:1; default: a GPU if there is one.")
+]
 Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run of this output.")]
 
 
@@ -41,6 +50,9 @@ def align(
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the order of the data.")] = None,
     layers: Annotated[str | None, typer.Option(help='Train these layers only, e.g. "0-3,8"; see merge.')] = None,
+    report_to: ReportTo = None,
+    logging_steps: LoggingSteps = None,
+    device: TrainDevice = None,
     resume: Resume = True,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -48,7 +60,8 @@ def align(
     """Train the mixers alone: each learns the output of the attention it replaced, on the teacher's inputs."""
     overrides = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
     overrides |= {"save_every": save_every, "seed": seed, "layers": layers}
-    _train("align", student, teacher, text, out_dir, recipe, overrides, resume, overwrite, as_json)
+    trainer = {"report_to": report_to, "logging_steps": logging_steps}
+    _train("align", student, teacher, text, out_dir, recipe, overrides, trainer, device, resume, overwrite, as_json)
 
 
 @one_line_errors
@@ -65,6 +78,9 @@ def distill(
     rest_learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of everything else.")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the order of the data.")] = None,
+    report_to: ReportTo = None,
+    logging_steps: LoggingSteps = None,
+    device: TrainDevice = None,
     resume: Resume = True,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -72,7 +88,8 @@ def distill(
     """Train the whole student to predict what the teacher predicts (forward KL of the logits)."""
     overrides = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
     overrides |= {"rest_learning_rate": rest_learning_rate, "save_every": save_every, "seed": seed}
-    _train("distill", student, teacher, text, out_dir, recipe, overrides, resume, overwrite, as_json)
+    trainer = {"report_to": report_to, "logging_steps": logging_steps}
+    _train("distill", student, teacher, text, out_dir, recipe, overrides, trainer, device, resume, overwrite, as_json)
 
 
 @one_line_errors
@@ -89,6 +106,7 @@ def merge(
     from hf_memmix.training.merge import merge_students
 
     check_target(out_dir, overwrite)
+    student = model_folder(student)
     with err.status("merging"):
         model, origin = merge_students(student, parts)
         save_student(model, out_dir, tokenizer_of(student, required=False), overwrite=overwrite)
@@ -118,10 +136,11 @@ def cache_teacher(
     from hf_memmix.training.teacher_cache import teacher_hash, write_cache
 
     check_target(out_dir, overwrite)
+    teacher = model_folder(teacher)
     plan = load_recipe(recipe, block_size=block_size)
     data = TokenBlocks.from_files(text, tokenizer_of(teacher), plan.block_size, plan.pack)
     options = {"teacher_id": teacher_hash(teacher), "batch_size": batch_size, "overwrite": overwrite}
-    with bar("reading the teacher") as advance:
+    with progress("reading the teacher") as advance:
         meta = write_cache(load(teacher, device), data, out_dir, top_k, progress=advance, **options)
     if as_json:
         print_json(meta | {"out": str(out_dir)})
@@ -130,8 +149,11 @@ def cache_teacher(
         out.print(f"{tokens} tokens, {top_k} probabilities each; written to {out_dir}: teacher: cache:{out_dir}")
 
 
-def _train(stage, student, teacher, text, out_dir, recipe, overrides, resume, overwrite, as_json) -> None:
+def _train(
+    stage, student, teacher, text, out_dir, recipe, overrides, trainer, device, resume, overwrite, as_json
+) -> None:
     import shutil
+    from dataclasses import replace
 
     import torch
 
@@ -140,22 +162,28 @@ def _train(stage, student, teacher, text, out_dir, recipe, overrides, resume, ov
     from hf_memmix.training.data import StreamedBlocks, TokenBlocks
     from hf_memmix.training.train import load_recipe, train
 
+    choose_device(device)
+    check_processes()
     check_target(out_dir, overwrite)
     plan = load_recipe(recipe, **overrides, stage=stage)
+    given = {name: value for name, value in trainer.items() if value is not None}
+    check_trackers(given.get("report_to", []))
+    plan = replace(plan, trainer=plan.trainer | given | ({"use_cpu": True} if device == "cpu" else {}))
+    student, teacher = model_folder(student), model_folder(teacher)
     tokenizer = shared_tokenizer(teacher, student)
     read = StreamedBlocks if plan.stream else TokenBlocks.from_files
     data = read(text, tokenizer, plan.block_size, plan.pack)
     model = load(student, "cpu", "auto")
-    teacher_model = teacher if plan.cache_dir else load(teacher, "cpu", "auto" if torch.cuda.is_available() else None)
+    on_gpu = torch.cuda.is_available()
+    teacher_model = teacher if plan.cache_dir else load(teacher, "cpu", "auto" if on_gpu else None)
     dtype = model.dtype
     # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
     run_dir = out_dir.with_name(f".{out_dir.name}.run")
     if not resume and "WORLD_SIZE" not in os.environ:  # of several processes none may find what another removes
         shutil.rmtree(run_dir, ignore_errors=True)
-    with bar(stage) as advance:
-        result = train(
-            model, teacher_model, data, run_dir, recipe=plan, resume=resume, callbacks=[_progress_callback(advance)]
-        )
+    with progress(f"{stage}: step") as advance:
+        callbacks = [_progress_callback(advance, plan.tokens_per_step)]
+        result = train(model, teacher_model, data, run_dir, recipe=plan, resume=resume, callbacks=callbacks)
     if not int(os.environ.get("RANK", "0")):
         save_student(model.cpu(), out_dir, tokenizer, overwrite=overwrite, dtype=dtype)
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -168,16 +196,46 @@ def _train(stage, student, teacher, text, out_dir, recipe, overrides, resume, ov
         )
 
 
-def _progress_callback(advance):
+def check_trackers(names: list[str]) -> None:
+    """Raise ValueError for a tracker that transformers does not know, or whose package is not installed."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for name in names:
+        if name in ("none", "all"):
+            continue
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"--report-to {name!r} is no tracker of transformers; give one of {known}")
+        try:
+            INTEGRATION_TO_CALLBACK[name]()
+        except (RuntimeError, ImportError, ValueError) as error:
+            raise ValueError(f"--report-to {name}: {str(error).splitlines()[0]}") from None
+
+
+def _progress_callback(advance, tokens_per_step: int):
+    import time
+
     from transformers import TrainerCallback
 
     class Report(TrainerCallback):
         loss = None
 
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            self.loss = (logs or {}).get("loss", self.loss)
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.first, self.start = state.global_step, time.monotonic()
+            advance(state.global_step, state.max_steps, "")
 
         def on_step_end(self, args, state, control, **kwargs):
-            advance(state.global_step, state.max_steps, "" if self.loss is None else f"loss {float(self.loss):.4f}")
+            self.loss = getattr(state, "newest_loss", self.loss)
+            self.show(state)
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if "loss" in (logs or {}):
+                self.loss = float(logs["loss"])
+                self.show(state)
+
+        def show(self, state):
+            loss = [] if self.loss is None else [f"loss {self.loss:.4f}"]
+            speed = (state.global_step - self.first) * tokens_per_step / (time.monotonic() - self.start)
+            advance(state.global_step, state.max_steps, ", ".join([*loss, f"{speed:,.0f} tokens/s"]))
 
     return Report()

@@ -39,7 +39,9 @@ KeepCount = Annotated[
     str | None, typer.Option("--keep-count", help='How many layers stay attention: "2", or a share of them: "0.25".')
 ]
 OldKeep = Annotated[str | None, typer.Option("--keep", hidden=True, help="Old name of the two options above.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output folder once the new one is whole.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the output folder when the new one is complete.")
+]
 
 
 def start_library() -> None:

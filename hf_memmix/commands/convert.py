@@ -28,23 +28,29 @@ from hf_memmix.commands.hub import model_folder
 @one_line_errors
 def convert(
     teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")],
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for the student.")] = None,
-    mixer: Annotated[str, typer.Option(help="Mixer that replaces attention.")] = "gka",
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder to write the student to.")] = None,
+    mixer: Annotated[str, typer.Option(help="Mixer that replaces the attention.")] = "gka",
     keep_layers: KeepLayers = None,
     keep_count: KeepCount = None,
-    plan: Annotated[Path | None, typer.Option(help="Mixer and layers by a plan of memmix select.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan of memmix select, which names mixer and layers.")] = None,
     trained: Annotated[
-        Path | None, typer.Option(help="An aligned student whose mixers are taken instead of fresh ones.")
+        Path | None, typer.Option(help="Take the mixers of this aligned student instead of new ones.")
     ] = None,
-    option: Annotated[list[str] | None, typer.Option(help="Mixer option, e.g. num_iterations=21; repeatable.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the fresh parameters.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen, from config.json alone.")] = False,
+    option: Annotated[
+        list[str] | None, typer.Option(help="An option of the mixer, e.g. num_iterations=21; repeatable.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the parameters that are drawn at random.")] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what a conversion would do and cost.")
+    ] = False,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Context length of the dry run, in tokens; repeatable.")
+    ] = None,
     keep: OldKeep = None,
-    context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens, for the dry run; repeatable.")] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Replace attention layers of a transformer by a recurrent mixer, initialised from the attention."""
+    """Replace the attention in layers of a transformer by a recurrent mixer that starts from its weights."""
     from hf_memmix.conversion import convert_model, save_student
     from hf_memmix.conversion.convert import read_config
     from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher
@@ -88,8 +94,10 @@ def convert(
 
 @one_line_errors
 def import_hmf(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint in the official GKA release's format.")],
-    out_dir: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of a checkpoint in the format of the official GKA release.")
+    ],
+    out_dir: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the model to.")],
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:

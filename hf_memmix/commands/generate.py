@@ -14,14 +14,19 @@ from hf_memmix.commands.hub import model_folder
 def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     model: Annotated[Path | None, typer.Option(help="A folder or a Hub id; default: the bundled GKA model.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the continuation.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 means greedy.")] = 0.8,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus of the sampled tokens.")] = 0.95,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Temperature of the sampling; 0 takes the most likely token.")
+    ] = 0.8,
+    top_p: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that have this probability together."),
+    ] = 0.95,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt, printing the text as it is made."""
+    """Continue a prompt and print the text as it is generated."""
     import time
 
     import torch

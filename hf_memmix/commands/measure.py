@@ -30,9 +30,9 @@ from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.hub import model_folder
 from hf_memmix.commands.progress import progress
 
-Seed = Annotated[int, typer.Option(help="Seed of what is drawn.")]
-Text = Annotated[Path | None, typer.Option(help="Text that fillers and words come from; default: a bundled one.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Sequences at a time.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random choices.")]
+Text = Annotated[Path | None, typer.Option(help="Text file that the probes are made of; default: a bundled text.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Number of sequences that are computed together.")]
 
 
 @one_line_errors
@@ -40,13 +40,15 @@ def report(
     student: Student,
     teacher: Teacher,
     text: Texts,
-    block_size: Annotated[int, typer.Option(min=2, help="Tokens per block.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Blocks at a time.")] = 8,
-    max_tokens: Annotated[int | None, typer.Option(min=2, help="Read no more than this.")] = None,
+    block_size: Annotated[int, typer.Option(min=2, help="Number of tokens per block.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of blocks that are computed together.")] = 8,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Largest number of tokens to read; default: the whole text.")
+    ] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Compare a student with its teacher on a text: perplexities, agreement, error of every mixer."""
+    """Compare a student with its teacher on a text: perplexity, agreement, and the error of each mixer."""
     from hf_memmix.conversion.verify import report as compare
     from hf_memmix.training.data import tokenize_files
 
@@ -71,12 +73,16 @@ def report(
 @one_line_errors
 def evaluate(
     model: Annotated[Path, typer.Argument(help="A model, converted or not: a folder or a Hub id.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder for probes.json and the plots.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder to write probes.json and the plots to.")],
     teacher: Annotated[Path | None, typer.Option(help="A model to measure beside it: a folder or a Hub id.")] = None,
-    tasks: Annotated[str, typer.Option(help='Names with commas between, or "all".')] = "all",
-    lengths: Annotated[str, typer.Option(help="Tokens of a sequence, with commas between.")] = "128,256,512,1024",
-    depths: Annotated[str, typer.Option(help="Where answers stand, 0 to 1.")] = "0,0.25,0.5,0.75,1",
-    samples: Annotated[int, typer.Option(min=1, help="Sequences for each length and depth.")] = 16,
+    tasks: Annotated[str, typer.Option(help='Names of probes with commas between them, or "all".')] = "all",
+    lengths: Annotated[
+        str, typer.Option(help="Lengths of the sequences in tokens, with commas between them.")
+    ] = "128,256,512,1024",
+    depths: Annotated[
+        str, typer.Option(help="Where the answer stands in the sequence, from 0 (start) to 1 (end).")
+    ] = "0,0.25,0.5,0.75,1",
+    samples: Annotated[int, typer.Option(min=1, help="Number of sequences per length and depth.")] = 16,
     text: Text = None,
     seed: Seed = 0,
     batch_size: BatchSize = 8,
@@ -132,18 +138,24 @@ def evaluate(
 @one_line_errors
 def select(
     teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")],
-    out_file: Annotated[Path, typer.Option("--out", help="The plan, a JSON file; its plot is laid beside it.")],
+    out_file: Annotated[
+        Path, typer.Option("--out", help="JSON file to write the plan to; its plot is written beside it.")
+    ],
     keep_count: KeepCount = None,
     keep_layers: KeepLayers = None,
     student: Annotated[
-        Path | None, typer.Option(help="A student with aligned mixers in all layers; default: a fresh conversion.")
+        Path | None, typer.Option(help="A student with aligned mixers in all layers; default: a new conversion.")
     ] = None,
-    mixer: Annotated[str, typer.Option(help="Mixer of the fresh conversion.")] = "gka",
-    tasks: Annotated[str, typer.Option(help='Probes whose answers count, with commas, or "none".')] = "niah,mentions",
-    length: Annotated[int, typer.Option(min=16, help="Tokens of a sequence.")] = 256,
-    samples: Annotated[int, typer.Option(min=1, help="Sequences for each depth of a task.")] = 16,
-    weight: Annotated[float, typer.Option(min=0.0, help="Of the answers' nll beside the KL.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=32, help="Tokens of text for the KL.")] = 32768,
+    mixer: Annotated[str, typer.Option(help="Mixer of the new conversion.")] = "gka",
+    tasks: Annotated[
+        str, typer.Option(help='Names of the probes that count, with commas between them, or "none".')
+    ] = "niah,mentions",
+    length: Annotated[int, typer.Option(min=16, help="Length of the sequences in tokens.")] = 256,
+    samples: Annotated[int, typer.Option(min=1, help="Number of sequences per probe and depth.")] = 16,
+    weight: Annotated[
+        float, typer.Option(min=0.0, help="Weight of the probes' loss; the KL divergence has weight 1.")
+    ] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=32, help="Number of tokens of text for the KL divergence.")] = 32768,
     text: Text = None,
     seed: Seed = 0,
     batch_size: BatchSize = 8,
@@ -152,7 +164,7 @@ def select(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Rank layers by what handing each to its mixer costs, forward only, and write a plan for `memmix convert`.
+    """Rank the layers by the loss when a mixer replaces each one, and write a plan for `memmix convert`.
 
     The layers that cost most stay attention: a quarter of them, --keep-count of them, or those of --keep-layers.
     """

@@ -17,17 +17,23 @@ LEFT_OUT = [".*", "**/.*", "checkpoint-*/**", "*.tmp", "optimizer*", "runs/**"]
 @one_line_errors
 def card(
     model: Folder,
-    report: Annotated[Path, typer.Option(help="JSON of memmix report --json on this model.")],
-    base_model: Annotated[str, typer.Option(help="Hub name of the teacher.")],
-    license_name: Annotated[str, typer.Option("--license", help="Licence, by the Hub's identifier; the teacher's.")],
-    repo: Annotated[str | None, typer.Option(help="Hub name that the model will have.")] = None,
-    language: Annotated[str, typer.Option(help="Language of the model.")] = "en",
-    probes: Annotated[Path | None, typer.Option(help="probes.json of memmix eval on this model.")] = None,
-    stage: Annotated[list[Path] | None, typer.Option(help="JSON of align or distill --json; repeatable.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="Plan of memmix select that it was converted by.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a card that is there.")] = False,
+    report: Annotated[Path, typer.Option(help="JSON file with the output of memmix report --json on this model.")],
+    base_model: Annotated[str, typer.Option(help="Name of the teacher on the Hub.")],
+    license_name: Annotated[
+        str, typer.Option("--license", help="License of the teacher, by its identifier on the Hub, e.g. apache-2.0.")
+    ],
+    repo: Annotated[str | None, typer.Option(help="Name that the model will have on the Hub.")] = None,
+    language: Annotated[str, typer.Option(help="Language code of the model, e.g. en.")] = "en",
+    probes: Annotated[Path | None, typer.Option(help="The file probes.json of memmix eval on this model.")] = None,
+    stage: Annotated[
+        list[Path] | None, typer.Option(help="JSON file with the output of align or distill --json; repeatable.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="The plan of memmix select that the model was converted by.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing card.")] = False,
 ) -> None:
-    """Write README.md of a converted model; every figure comes from the JSON files, none from the command line."""
+    """Write the card (README.md) of a converted model from measurements in JSON files."""
     from hf_memmix.training.card import read_measurement, student_card
 
     target = model / "README.md"
@@ -54,14 +60,16 @@ def card(
 @one_line_errors
 def push(
     model: Folder,
-    repo: Annotated[str, typer.Argument(help="NAME/MODEL on the Hub; made if it does not exist.")],
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch; default: main.")] = None,
-    message: Annotated[str, typer.Option(help="Of the commit.")] = "Upload by memmix push",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be uploaded.")] = False,
+    repo: Annotated[
+        str, typer.Argument(help="Repository on the Hub, NAME/MODEL; it is created if it does not exist.")
+    ],
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to upload to; default: main.")] = None,
+    message: Annotated[str, typer.Option(help="Message of the commit.")] = "Upload by memmix push",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be uploaded.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Upload a model with its card to the Hub (HF_ENDPOINT names another one) in one commit."""
+    """Upload a model with its card in one commit to the Hub, or to the server named by HF_ENDPOINT."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 

@@ -23,7 +23,7 @@ SCRIPTS = {"trl": "trl.scripts"}
 
 def run(
     context: typer.Context,
-    program: Annotated[str, typer.Argument(help="Name of its console script, such as lm_eval or trl.")],
+    program: Annotated[str, typer.Argument(help="Name of the program, such as lm_eval or trl.")],
 ) -> None:
     """Run another Python program, such as lm_eval or trl, with the converted models registered.
 

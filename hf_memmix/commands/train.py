@@ -29,11 +29,13 @@ Recipe = Annotated[str | None, typer.Option(help="Name of a bundled recipe or a 
 ReportTo = Annotated[
     list[str] | None, typer.Option(help="Tracker that receives the logs, e.g. tensorboard or wandb; repeatable.")
 ]
-LoggingSteps = Annotated[int | None, typer.Option(min=1, help="Steps between two logged losses.")]
+LoggingSteps = Annotated[int | None, typer.Option(min=1, help="Number of steps between two logged losses.")]
 TrainDevice = Annotated[
     str | None, typer.Option("--device", help="Where it trains: cpu, cuda or cuda:1; default: a GPU if there is one.")
 ]
-Resume = Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run of this output.")]
+Resume = Annotated[
+    bool, typer.Option("--resume/--no-resume", help="Continue a run that was interrupted, or begin anew.")
+]
 
 
 @one_line_errors
@@ -41,15 +43,19 @@ def align(
     student: Student,
     teacher: Teacher,
     text: Texts,
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the trained model.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder to write the trained model to.")],
     recipe: Recipe = "align",
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Blocks per step.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens per block.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Number of blocks per step.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Number of tokens per block.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of the mixers.")] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the order of the data.")] = None,
-    layers: Annotated[str | None, typer.Option(help='Train these layers only, e.g. "0-3,8"; see merge.')] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help="Number of steps between two checkpoints; 0 writes none.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the order in which the data is read.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help='Train these layers only, e.g. "0-3,8"; memmix merge joins the parts.')
+    ] = None,
     report_to: ReportTo = None,
     logging_steps: LoggingSteps = None,
     device: TrainDevice = None,
@@ -57,10 +63,10 @@ def align(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Train the mixers alone: each learns the output of the attention it replaced, on the teacher's inputs."""
+    """Train only the mixers: each learns the output of the attention that it replaced."""
     overrides = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
     overrides |= {"save_every": save_every, "seed": seed, "layers": layers}
-    trainer = {"report_to": report_to, "logging_steps": logging_steps}
+    trainer = {"report_to": list(dict.fromkeys(report_to or [])) or None, "logging_steps": logging_steps}
     _train("align", student, teacher, text, out_dir, recipe, overrides, trainer, device, resume, overwrite, as_json)
 
 
@@ -69,15 +75,19 @@ def distill(
     student: Student,
     teacher: Teacher,
     text: Texts,
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the trained model.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder to write the trained model to.")],
     recipe: Recipe = "distill",
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Blocks per step.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens per block.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Number of blocks per step.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Number of tokens per block.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of the mixers.")] = None,
-    rest_learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of everything else.")] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints; 0: none.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the order of the data.")] = None,
+    rest_learning_rate: Annotated[
+        float | None, typer.Option(help="Peak learning rate of all other parameters.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help="Number of steps between two checkpoints; 0 writes none.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the order in which the data is read.")] = None,
     report_to: ReportTo = None,
     logging_steps: LoggingSteps = None,
     device: TrainDevice = None,
@@ -85,22 +95,24 @@ def distill(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Train the whole student to predict what the teacher predicts (forward KL of the logits)."""
+    """Train the whole student to predict what the teacher predicts (forward KL divergence)."""
     overrides = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
     overrides |= {"rest_learning_rate": rest_learning_rate, "save_every": save_every, "seed": seed}
-    trainer = {"report_to": report_to, "logging_steps": logging_steps}
+    trainer = {"report_to": list(dict.fromkeys(report_to or [])) or None, "logging_steps": logging_steps}
     _train("distill", student, teacher, text, out_dir, recipe, overrides, trainer, device, resume, overwrite, as_json)
 
 
 @one_line_errors
 def merge(
-    parts: Annotated[list[Path], typer.Argument(help="Outputs of align, each for other layers of one student.")],
-    student: Annotated[Path, typer.Option(help="Folder of the student that all of them began from.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the merged student.")],
+    parts: Annotated[
+        list[Path], typer.Argument(help="Output folders of align, each with other layers of one student.")
+    ],
+    student: Annotated[Path, typer.Option(help="The student that all of them started from: a folder or a Hub id.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder to write the merged student to.")],
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Join the layers that several align runs (--layers) trained, on one machine or many."""
+    """Join the layers that several runs of align have trained with --layers, on one machine or on many."""
     from hf_memmix.conversion import save_student
     from hf_memmix.conversion.saving import check_target
     from hf_memmix.training.merge import merge_students
@@ -120,16 +132,20 @@ def merge(
 def cache_teacher(
     teacher: Teacher,
     text: Texts,
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder for the cache.")],
-    top_k: Annotated[int, typer.Option(min=1, help="Probabilities kept per token; 6 bytes each.")] = 32,
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder to write the cache to.")],
+    top_k: Annotated[
+        int, typer.Option(min=1, help="Number of probabilities to keep per token; each takes 6 bytes.")
+    ] = 32,
     recipe: Recipe = "distill",
-    block_size: Annotated[int | None, typer.Option(help="Tokens per block, as in the run that reads it.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Blocks at a time.")] = 8,
+    block_size: Annotated[
+        int | None, typer.Option(help="Number of tokens per block; the run that reads the cache needs the same.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of blocks that are computed together.")] = 8,
     device: Device = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Write the teacher's most likely tokens to disk, for distill with `teacher: cache:DIR` in the recipe."""
+    """Write the probabilities of the teacher's likeliest tokens to disk, for recipes with `teacher: cache:DIR`."""
     from hf_memmix.conversion.saving import check_target
     from hf_memmix.training.data import TokenBlocks
     from hf_memmix.training.recipe import load_recipe

@@ -35,11 +35,26 @@ def mistakes(tmp_path):
     broken.mkdir()
     (broken / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
 
+    def inside_with_and_finally():
+        code = """
+import contextlib
+def refuse():
+    try:
+        with contextlib.nullcontext():
+            raise ValueError("the value is 3; give 2")
+    finally:
+        print()
+"""
+        namespace = {"__name__": "hf_memmix.training.recipe"}
+        exec(code, namespace)
+        namespace["refuse"]()
+
     def too_large():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
 
     return {
         "a value that we refuse": (lambda: layers_to_keep("x", 3), "keep is 'x'"),
+        "a value that we refuse in a with block": (inside_with_and_finally, "the value is 3; give 2"),
         "a file that is not there": (lambda: open(tmp_path / "nowhere"), "No such file"),
         "a folder that transformers cannot read": (lambda: AutoConfig.from_pretrained(broken), "no_such_model"),
         "a package that is missing": (lambda: __import__("no_such_package"), "pip install"),
@@ -70,8 +85,8 @@ def defects(tmp_path):
 
 
 @pytest.mark.parametrize("name", [
-    "a value that we refuse", "a file that is not there", "a folder that transformers cannot read",
-    "a package that is missing", "memory",
+    "a value that we refuse", "a value that we refuse in a with block", "a file that is not there",
+    "a folder that transformers cannot read", "a package that is missing", "memory",
 ])  # fmt: skip
 def test_what_a_user_can_cause_is_one_line(name, tmp_path, capsys):
     cause, message = mistakes(tmp_path)[name]

@@ -12,7 +12,7 @@ All other exceptions are defects of this project or of a library, and keep their
 in our code, of a torch operation, a TypeError, a KeyError, an AttributeError.
 """
 
-import linecache
+import dis
 from collections.abc import Iterator
 from functools import wraps
 from types import TracebackType
@@ -22,6 +22,7 @@ import typer
 from hf_memmix.commands.common import err, start_library
 
 OURS = ("hf_memmix", "hf_memmix_kernels", "hf_memmix_cli")
+_RAISE = dis.opmap["RAISE_VARARGS"]
 # functions of libraries that read what a user names
 READERS = {"from_pretrained", "load_dataset"}
 
@@ -69,10 +70,12 @@ def one_line_errors(command):
 
 
 def _written_by_us(error: BaseException) -> bool:
-    """Whether a `raise` statement in one of our modules has raised the error."""
+    """Whether a `raise` statement in one of our modules has raised the error.
+
+    The bytecode says so, not the source: a file may have been edited since the program started.
+    """
     last = list(_steps(error.__traceback__))[-1]
-    line = linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno, last.tb_frame.f_globals)
-    return _is_ours(_module(last)) and line.lstrip().startswith("raise ")
+    return _is_ours(_module(last)) and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
 
 
 def _read_by_a_library(error: BaseException) -> bool:

@@ -15,38 +15,13 @@ import hf_memmix
 from hf_memmix.conversion.attention_weights import AttentionWeights
 from hf_memmix.conversion.families import attention_module, attention_prefix, extract_attention, family_of
 from hf_memmix.conversion.from_attention import Start, start_of
+from hf_memmix.conversion.layer_choice import layers_to_keep
 from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model, read_config  # noqa: F401, both by their old place
 from hf_memmix.conversion.report import ConversionReport
 from hf_memmix.conversion.saving import atomic_folder, clear_write_errors
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import MemoryMixer
 
 REPORT_FILE = "conversion.json"
-
-
-def layers_to_keep(keep, num_layers: int) -> list[int]:
-    """Layer indices that stay attention. `keep`: indices, a fraction in (0, 1) spread evenly, or "none"."""
-    remedy = 'give a list of layer indices, a fraction between 0 and 1, or "none"'
-    if isinstance(keep, str):
-        if keep != "none":
-            raise ValueError(f"keep is {keep!r}; {remedy}")
-        return []
-    if isinstance(keep, float):
-        if not 0 < keep < 1:
-            raise ValueError(f"keep is {keep}; {remedy}")
-        count = max(1, round(keep * num_layers))
-        layers = [int((i + 0.5) * num_layers / count) for i in range(count)]
-    else:
-        if isinstance(keep, (bool, int)) or not all(type(i) is int for i in keep):
-            raise ValueError(f"keep is {keep!r}; {remedy}")
-        layers = sorted(keep)
-        if bad := [i for i in layers if not 0 <= i < num_layers]:
-            raise ValueError(f"keep names layers {bad}; the teacher has layers 0 to {num_layers - 1}")
-        if len(set(layers)) != len(layers):
-            raise ValueError(f"keep is {list(keep)}; it names a layer twice")
-    if len(layers) == num_layers:
-        raise ValueError(f"keep={keep!r} keeps all {num_layers} layers, so nothing is left to convert; keep fewer")
-    return layers
 
 
 def convert_model(

@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.layer_choice import LayerChoice
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.teacher_forcing import converted_layers
 
@@ -35,6 +36,7 @@ def read_plan(path: str | Path, num_layers: int) -> dict:
         raise ValueError(
             f"{str(path)!r} is for {plan['num_layers']} layers, the teacher has {num_layers}; select anew"
         )
+    LayerChoice.of(plan["keep"], f"keep of {str(path)!r}").layers(num_layers)
     return plan
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from hf_memmix.cli import app
+from hf_memmix.commands import app
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 SMALL = ["--batch-size", "4", "--block-size", "16", "--steps", "3"]
@@ -30,7 +30,7 @@ def result_of(run):
 
 def test_from_teacher_to_generated_text(workspace):
     at = {name: workspace / name for name in ("teacher", "s0", "s1", "s2", "text.txt")}
-    run = memmix("convert", "--teacher", at["teacher"], "--out", at["s0"], "--keep", "1", "--json",
+    run = memmix("convert", "--teacher", at["teacher"], "--out", at["s0"], "--keep-layers", "1", "--json",
                  "--option", "num_iterations=21")  # fmt: skip
     assert result_of(run)["kept"] == [1]
     assert json.loads((at["s0"] / "config.json").read_text())["mixers"]["gka"]["solver_phases"] == [21]
@@ -49,6 +49,20 @@ def test_from_teacher_to_generated_text(workspace):
     run = memmix("generate", "--model", at["s2"], "--prompt", "the cat", "--max-new-tokens", "5", "--json")
     assert 1 <= result_of(run)["new_tokens"] <= 5
     assert sorted(p.name for p in workspace.iterdir()) == ["s0", "s1", "s2", "teacher", "text.txt"]
+
+
+def test_the_old_keep_keeps_its_meaning_with_a_warning(workspace):
+    """It named layers in convert and counted them in select."""
+    teacher = ["--teacher", workspace / "teacher"]
+    for old, new, kept in ((["1"], "--keep-layers 1", [1]), (["0.5"], "--keep-count 0.5", [1])):
+        run = memmix("convert", *teacher, "--out", workspace / "s", "--overwrite", "--json", "--keep", *old)
+        assert result_of(run)["kept"] == kept and f"write {new}" in run.stderr
+    small = ["--tasks", "none", "--max-tokens", "64", "--length", "32", "--json", "--text", workspace / "text.txt"]
+    run = memmix("select", *teacher, "--out", workspace / "plan.json", "--keep", "1", *small)
+    assert len(result_of(run)["keep"]) == 1 and "write --keep-count 1" in run.stderr
+    run = memmix("select", *teacher, "--out", workspace / "plan.json", "--keep-layers", "1", *small, "--overwrite")
+    assert result_of(run)["keep"] == [1] and "warning" not in run.stderr
+    assert "--keep " not in memmix("convert", "--help").stdout
 
 
 def test_slices_are_merged_and_distilled_from_a_cache(workspace):
@@ -85,7 +99,12 @@ def test_tables_for_people(workspace):
         (["convert", "--teacher", "{}/nowhere", "--out", "{}/s"], "not a model folder"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/teacher"], "exists and is not empty"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--mixer", "nosuch"], "nosuch"),
-        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep", "9"], "layers 0 to 1"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep-layers", "9"], "layers 0 to 1"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep-layers", "0-999999999999"], "layers 0 to 1"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep-count", "2"], "keeps all 2 layers"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep-count", "x"], "--keep-count is 'x'"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep-count", "1", "--keep-layers", "0"],
+         "give one of them"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep", "x"], "--keep is 'x'"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "x"], "is not NAME=VALUE"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "seed=3"], "with an option of the mixer"),

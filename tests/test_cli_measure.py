@@ -96,7 +96,7 @@ def test_select_convert_and_take_the_mixers_over(workspace):
     options = [
         "--text",
         workspace / "text.txt",
-        "--keep",
+        "--keep-count",
         "1",
         "--length",
         "48",
@@ -128,7 +128,7 @@ def test_mistakes_of_plans_are_one_clear_line(workspace):
     (workspace / "empty.json").write_text("{}")
     (workspace / "long.json").write_text(json.dumps({"mixer": "gka", "keep": [0], "num_layers": 9}))
     base = ["convert", "--teacher", workspace / "teacher", "--out", workspace / "s"]
-    kept = result_of(memmix(*base[:-1], workspace / "kept", "--keep", "1", "--json"))
+    kept = result_of(memmix(*base[:-1], workspace / "kept", "--keep-layers", "1", "--json"))
     assert kept["kept"] == [1]
     select = ["select", "--teacher", workspace / "teacher", "--out", workspace / "p.json", "--text"]
     select += [workspace / "text.txt", "--max-tokens", "64", "--length", "32", "--tasks", "none"]
@@ -140,7 +140,11 @@ def test_mistakes_of_plans_are_one_clear_line(workspace):
         ([*base, "--plan", workspace / "long.json", "--keep", "1"], "give one of them"),
         ([*base, "--trained", workspace / "kept"], "layer 1 of the trained student is attention"),
         ([*base, "--trained", workspace / "student", "--option", "use_gate=false"], "differ"),
+        ([*base, "--plan", workspace / "long.json", "--keep-count", "1"], "give one of them"),
         ([*select, "--keep", "2"], "keep is 2"),
+        ([*select, "--keep-count", "2"], "keep is 2"),
+        ([*select, "--keep-layers", "0-1"], "keeps all 2 layers"),
+        ([*select, "--keep-layers", "2"], "layers 0 to 1"),
         ([*select, "--keep", "x"], "--keep is 'x'"),
         ([*select, "--student", workspace / "teacher"], "has the mixers []"),
         ([*select, "--student", workspace / "other"], "different numbers of layers"),

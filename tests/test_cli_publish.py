@@ -24,7 +24,7 @@ def measured(tmp_path_factory):
     tiny_tokenizer().save_pretrained(folder / "teacher")
     (folder / "text.txt").write_text(tiny_text(300))
     teacher, text = ["--teacher", folder / "teacher"], ["--text", folder / "text.txt"]
-    result_of(memmix("convert", *teacher, "--out", folder / "s0", "--keep", "1", "--json"))
+    result_of(memmix("convert", *teacher, "--out", folder / "s0", "--keep-layers", "1", "--json"))
     steps = ["--steps", "2", "--batch-size", "2", "--block-size", "16", "--json"]
     model = folder / "student"
     stage = result_of(memmix("align", "--student", folder / "s0", *teacher, *text, "--out", model, *steps))
@@ -155,3 +155,44 @@ def test_what_the_hub_refuses_is_one_clear_line(folder):
         mistake(push(folder, server.url), "You need write access; the token may not write there")
         assert server.repos == {"me/small": {}}
     mistake(push(folder, server.url), "cannot be reached")
+
+
+def test_a_dry_run_names_the_files_and_sends_nothing(folder):
+    assert write_card(folder, "--repo", "me/small").exit_code == 0
+    (folder / "student" / ".secret").write_text("not for others")
+    with hub() as server:
+        run = push(folder, server.url, "--dry-run", "--json", token=None)
+        assert run.returncode == 0 and server.log == [], run.stderr
+    mine = {p.name: p.stat().st_size for p in (folder / "student").iterdir() if p.name[0] != "."}
+    assert json.loads(run.stdout) == {"repo": "me/small", "revision": "main", "files": mine, "dry_run": True}
+    run = memmix("push", folder / "student", "me/small", "--dry-run")
+    assert "model.safetensors" in run.stdout and "nothing was sent" in run.stdout and ".secret" not in run.stdout
+    (folder / "student" / "README.md").unlink()
+    assert "has no card" in memmix("push", folder / "student", "me/small", "--dry-run").output
+
+
+def test_a_card_refuses_names_that_are_none(folder):
+    about = {"--base-model": "me/teacher", "--license": "mit", "--language": "en", "--repo": "me/small"}
+    for option, value in (
+        ("--base-model", "../../etc"),
+        ("--base-model", "me/teacher\nlicense: mit"),
+        ("--license", "mit\ntags: [x]"),
+        ("--license", ""),
+        ("--language", "en\n- de"),
+        ("--repo", "/etc/passwd"),
+    ):
+        options = [part for pair in (about | {option: value}).items() for part in pair]
+        run = memmix("card", folder / "student", "--report", folder / "report.json", *options)
+        assert run.exit_code == 1 and "Traceback" not in run.output and "give " in run.output, (option, run.output)
+        assert f"is {value!r}" in run.output and not (folder / "student" / "README.md").exists()
+
+
+def test_a_card_refuses_the_plan_of_another_model(folder):
+    rows = [{"layer": layer, "rank": 1 + layer, "score": 0.5} for layer in range(2)]
+    own = {"layers": rows, "keep": [1], "mixer": "gka", "num_layers": 2}
+    for change in ({"keep": [0]}, {"mixer": "coffee"}, {"num_layers": 3}):
+        (folder / "plan.json").write_text(json.dumps(own | change))
+        run = write_card(folder, "--plan", folder / "plan.json")
+        assert run.exit_code == 1 and f"the plan has {next(iter(change))}" in run.output.splitlines()[-1]
+    (folder / "plan.json").write_text(json.dumps(own))
+    assert write_card(folder, "--plan", folder / "plan.json").exit_code == 0

@@ -12,8 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE_DIRS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
 # lower to upper: a layer may import itself and what stands before it
-_COMMAND_FILES = ("cli", "shell", "cli_convert", "cli_measure", "cli_publish")
-COMMANDS = [f"hf_memmix.{name}" for name in _COMMAND_FILES]  # stand on top
 LAYERS = ["hf_memmix_kernels", "hf_memmix", "hf_memmix.conversion", "hf_memmix.training"]
 
 
@@ -53,12 +51,13 @@ def imports_of(name, is_package, file):
     return list(visit(ast.parse(file.read_text(), str(file)), False))
 
 
-MODULES = {name: (name, is_package, file) for name, is_package, file in modules()}
-IMPORTS = [found for entry in MODULES.values() for found in imports_of(*entry)]
-
-
 def within(name, package):
     return name == package or name.startswith(package + ".")
+
+
+MODULES = {name: (name, is_package, file) for name, is_package, file in modules()}
+COMMANDS = [name for name in MODULES if within(name, "hf_memmix.commands") or name == "hf_memmix.cli"]  # stand on top
+IMPORTS = [found for entry in MODULES.values() for found in imports_of(*entry)]
 
 
 def layer(name):

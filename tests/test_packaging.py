@@ -100,7 +100,7 @@ def test_wheel_holds_nothing_else(wheel):
     assert {top for top in tops if not top.endswith(".dist-info")} == {
         "hf_memmix",
         "hf_memmix_kernels",
-        "hf_memmix_autoload.py",
+        "hf_memmix_cli.py",
     }
 
 
@@ -111,7 +111,7 @@ def test_a_package_added_after_an_editable_install_is_found(tmp_path):
         (source / folder).mkdir(parents=True)
         (source / folder / "__init__.py").touch()
     (source / "hf_memmix" / "__init__.py").write_text('__version__ = "0.0.0"')
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "hf_memmix_autoload.py"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "hf_memmix_cli.py"):
         (source / name).write_bytes((ROOT / name).read_bytes())
     site.mkdir()
     build = f"from setuptools import build_meta; build_meta.build_editable({str(site)!r})"

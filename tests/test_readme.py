@@ -1,5 +1,7 @@
 """README.md: its snippets run, its commands exist, its figures are those of the committed measurements."""
 
+import json
+import math
 import re
 import shlex
 import subprocess
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_memmix.training.documents.readme_tables import documents, render
+from hf_memmix.training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,7 +41,7 @@ def test_python_blocks_run_in_order(tmp_path):
 def test_memmix_commands_run_in_order(tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
-    from hf_memmix.cli import app
+    from hf_memmix.commands import app
 
     (tmp_path / "hf_memmix").symlink_to(ROOT / "hf_memmix")
     monkeypatch.chdir(tmp_path)
@@ -46,6 +49,33 @@ def test_memmix_commands_run_in_order(tmp_path, monkeypatch):
     for command in commands("memmix"):
         result = CliRunner().invoke(app, command[1:] + SHORT.get(command[1], []))
         assert result.exit_code == 0, f"{shlex.join(command)}: {result.output}\n{result.exception!r}"
+
+
+def test_times_of_the_distil_block_are_those_of_the_measurements():
+    """Tokens from the recipes and the options of the block, times and speeds from the committed JSON."""
+    demo = json.loads((ROOT / "training" / "results" / "demo.json").read_text())["seconds"]
+    launches = json.loads((ROOT / "training" / "results" / "multi_gpu.json").read_text())["launches"]
+    speed = {stage: row["tokens_per_second"] for stage, row in launches["1b_single"]["stages"].items()}
+    full = {stage: load_recipe(stage) for stage in ("align", "distill")}
+    full = {stage: recipe.steps * recipe.tokens_per_step for stage, recipe in full.items()}
+    short = {}
+    for command in commands("memmix"):
+        if command[1] in full:
+            options = dict(zip(command[2::2], command[3::2], strict=True))
+            short[command[1]] = math.prod(int(options[name]) for name in ("--steps", "--batch-size", "--block-size"))
+    assert set(short.values()) == {100 * 4 * 256}  # what the demo trains on, whose times are given
+    hours = sum(full[stage] / short[stage] * demo[stage] for stage in full) / 3600
+    text = " ".join(README.split())
+    for told in (
+        f"reads {short['align'] / 1e6:.1f}M tokens here",
+        f"takes {demo['align']:.0f} s (`align`) and {demo['distill']:.0f} s (`distill`)",
+        f"read {full['align'] / 1e6:.1f}M and {full['distill'] / 1e6:.1f}M tokens",
+        f"model of {launches['1b_single']['parameters'] / 1e9:.1f}B parameters",
+        f"in {full['align'] / speed['align'] / 60:.0f} and {full['distill'] / speed['distill'] / 60:.0f} minutes",
+        f"its {speed['align']:,} and {speed['distill']:,} tokens/s",
+        f"about {hours:.0f} hours",
+    ):
+        assert told in text, told
 
 
 def test_make_targets_exist():

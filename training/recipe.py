@@ -7,6 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from hf_memmix.conversion.layer_choice import LayerChoice
+
 STAGES = ("align", "distill")
 TEACHERS = ("copy", "shared", "lora")
 # least and largest value of each number but the rates, which lie in [0, 1)
@@ -120,21 +122,11 @@ class Recipe:
         """
         if self.layers in ("", "all"):
             return converted
-        chosen: set[int] = set()
-        for part in self.layers.split(","):
-            match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part, re.ASCII)
-            if not match:
-                raise ValueError(f'layers is {self.layers!r}; give indices and ranges, e.g. "0-3,8"')
-            first, last = int(match[1]), int(match[2] or match[1])
-            if first > last or last >= num_layers:
-                raise ValueError(
-                    f"layers is {self.layers!r}, of which {part.strip()} is no part of the layers 0 to"
-                    f" {num_layers - 1}; give those that are to be trained"
-                )
-            chosen |= {layer for layer in converted if first <= layer <= last}
+        named = LayerChoice.listed(self.layers, "layers").layers(num_layers)
+        chosen = [layer for layer in converted if layer in named]
         if not chosen:
             raise ValueError(f"layers is {self.layers!r}, which names no converted layer; those are {converted}")
-        return sorted(chosen)
+        return chosen
 
 
 def _check_group(row) -> None:

@@ -54,10 +54,22 @@ def documents(source: str | Path) -> Iterator[str]:
         if not isinstance(text, str):
             raise ValueError(f"{place} of {name!r} has no text in its field {FIELD!r}; rename the field that holds it")
         if text.strip():
+            _check_characters(text, place, name)
             found = True
             yield text
     if not found:
         raise ValueError(f"{name!r} holds no text")
+
+
+def _check_characters(text: str, place: str, name: str) -> None:
+    """Raise ValueError for a text that is not Unicode, which no tokenizer takes: JSON can spell such ones."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place} of {name!r} has half a surrogate pair at character {error.start} "
+            f"(\\u{ord(text[error.start]):04x}), which is no text; write the row again from its source, or remove it"
+        ) from None
 
 
 def _json_lines(path: str | Path) -> Iterator[tuple[str, object]]:

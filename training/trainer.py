@@ -87,6 +87,8 @@ class PairTrainer(Trainer):
         loss = super().training_step(*args, **kwargs)
         if not torch.isfinite(loss):
             raise ValueError(self._diverged(f"the loss is {loss.item()}"))
+        # of this process and of the last micro-batch; accumulation has divided it. Progress shows it between two logs
+        self.state.newest_loss = loss.item() * self.current_gradient_accumulation_steps
         return loss
 
     def check_weights(self) -> None:

@@ -119,14 +119,14 @@ def test_keep_values(keep, layers):
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
-        ("all", 'give a list of layer indices, a fraction between 0 and 1, or "none"'),
+        ("all", "keep is 'all'; give layer indices and ranges"),
         (1, "keep is 1; give"),
         (True, "keep is True; give"),
         (0.0, "keep is 0.0; give"),
         (1.0, "keep is 1.0; give"),
         ([0.5], "give a list"),
-        ([3], r"layers \[3\]; the teacher has layers 0 to 2"),
-        ([-1], r"layers \[-1\]"),
+        ([3], "names layers 3, but there are layers 0 to 2"),
+        ([-1], "names layers -1"),
         ([1, 1], "names a layer twice"),
         ([0, 1, 2], "nothing is left to convert"),
     ],

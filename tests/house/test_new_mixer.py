@@ -26,7 +26,7 @@ from hf_memmix.mixers import (
 )
 from hf_memmix.mixers.options import between
 from hf_memmix.models import FAMILIES, FamilyConfig, register_family
-from hf_memmix.training import card
+from hf_memmix.training.documents import card
 from house.checks import (
     CHECKS,
     assert_same_generation,

@@ -105,18 +105,19 @@ def test_two_processes_train_what_one_does(tmp_path, alone, kind):
         torch.testing.assert_close(saved[name], wanted[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["single", "ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("name", ["single", "cpu", "ddp", "fsdp2", "zero3"])
 def test_shipped_configurations_load(name):
     """`accelerate launch --config_file` takes each file, up to the start of the processes."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / f"{name}.yaml"), "script.py"])
     args, _, _ = _validate_launch_command(args)
-    assert args.num_processes == (1 if name == "single" else 2)
+    assert args.num_processes == (1 if name in ("single", "cpu") else 2)
     chosen = {"ddp": args.multi_gpu, "fsdp2": args.use_fsdp, "zero3": args.use_deepspeed}
-    assert [kind for kind, is_chosen in chosen.items() if is_chosen] == [name] * (name != "single")
+    assert [kind for kind, is_chosen in chosen.items() if is_chosen] == [name] * (name not in ("single", "cpu"))
     # a cast of all weights would take the fp32 of the decays too: the precision is the recipe's
     assert args.mixed_precision == "no"
+    assert bool(args.use_cpu) == (name == "cpu")
     if name == "fsdp2":
         assert args.fsdp_version == 2 and str(args.fsdp_cpu_ram_efficient_loading).lower() != "true"
     if name == "zero3":

@@ -1,4 +1,4 @@
-"""`trl sft` fine-tunes a saved student as it is: padded batches, packed ones, and LoRA."""
+"""TRL fine-tunes a saved student as it is, by `memmix run trl sft`: padded batches, packed ones, and LoRA."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from hf_memmix.conversion import convert_model, load_model, save_student
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 SFT = """
-    --trust_remote_code --dataset_name data --output_dir out --max_steps 3 --learning_rate 1e-2 --use_cpu --bf16 false
+    --dataset_name data --output_dir out --max_steps 3 --learning_rate 1e-2 --use_cpu --bf16 false
     --per_device_train_batch_size 4 --max_length 16 --report_to none --logging_steps 1 --gradient_checkpointing false
 """
 
@@ -25,8 +25,8 @@ def test_trl_sft_trains_a_saved_student(tmp_path, options):
     (tmp_path / "data").mkdir()
     rows = [json.dumps({"text": tiny_text(5 + i % 4, seed=i)}) for i in range(24)]
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
-    start_trl = [sys.executable, "-c", "from trl.cli import main; main()"]  # what the console script `trl` holds
-    command = [*start_trl, "sft", "--model_name_or_path", "student", *SFT.split(), *options.split()]
+    start = [sys.executable, "-m", "hf_memmix.cli", "run", "trl"]
+    command = [*start, "sft", "--model_name_or_path", "student", *SFT.split(), *options.split()]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")}
     run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -238,10 +238,9 @@ def main(
     columns = (TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    kept = keep if keep == "none" else [int(layer) for layer in keep.split(",")]
     with Progress(*columns, console=console) as progress:
         steps = {"align_steps": align_steps, "distill_steps": distill_steps}
-        results = run_demo(output, progress, keep=kept, text=text, **steps)
+        results = run_demo(output, progress, keep=keep, text=text, **steps)
     show(results, output, console)
 
 

@@ -23,7 +23,7 @@ import typer
 from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
-from hf_memmix.conversion import convert_model, load_model, report, save_student
+from hf_memmix.conversion import convert_model, layers_to_keep, load_model, report, save_student
 from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.conversion.records import bytes_text, write_json
 from hf_memmix.conversion.saving import check_target
@@ -70,7 +70,8 @@ def main(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
     teacher = load_model(teacher_folder, dtype=torch.float32).to(device)
-    keep = "none" if keep_layers in ("none", "auto") else [int(i) for i in keep_layers.split(",")]
+    layers = teacher.config.num_hidden_layers
+    keep = "none" if keep_layers in ("none", "auto") else layers_to_keep(keep_layers, layers)
     options = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in option)}
     student = convert_model(teacher, "gka", keep, seed=args.seed, **options)
     stream = tokenize_files(args.text, tokenizer)

@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from hf_memmix.conversion.loading import read_config
 from hf_memmix.conversion.records import markdown_table
@@ -87,8 +89,10 @@ def student_card(
         repo: where the model will lie; default: the name of the folder.
 
     Raises:
-        ValueError: the folder is no converted model, or a measurement is of other weights.
+        ValueError: the folder is no converted model, a measurement is of other weights, the plan is another, or
+            a name is none that the Hub knows.
     """
+    _check_names(base_model, repo, license, language)
     folder = Path(folder)
     config = student_config(folder)
     weights = weights_of(folder)
@@ -98,6 +102,7 @@ def student_card(
     kinds = config["mixer_types"]
     kept = [i for i, kind in enumerate(kinds) if kind == "attention"]
     used = sorted({kind for kind in kinds if kind != "attention"})
+    _check_plan(plan, kinds, kept, used)
     name = repo or folder.name
     data = ModelCardData(
         license=license,
@@ -164,6 +169,30 @@ def check_card(folder: str | Path) -> ModelCard:
     if told[1] != weights_of(folder):
         raise ValueError(f"{str(path)!r} tells of other weights than those beside it; measure and write it anew")
     return card
+
+
+def _check_names(base_model: str, repo: str | None, license: str, language: str) -> None:
+    """Raise ValueError for a name that would break the card's metadata or its links."""
+    names = {"base model": base_model} | ({} if repo is None else {"repository": repo})
+    for what, name in names.items():
+        try:
+            validate_repo_id(name)
+        except HFValidationError:
+            raise ValueError(f"the {what} is {name!r}; give its name on the Hub, e.g. Qwen/Qwen3-0.6B") from None
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", license):
+        raise ValueError(f"the license is {license!r}; give an identifier of the Hub, e.g. apache-2.0, mit or other")
+    if not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]+)*", language):
+        raise ValueError(f"the language is {language!r}; give a code such as en, de or pt-BR")
+
+
+def _check_plan(plan: dict | None, kinds: list[str], kept: list[int], used: list[str]) -> None:
+    """Raise ValueError if the model was not converted by this plan."""
+    if plan is None:
+        return
+    told = {"num_layers": len(kinds), "keep": kept, "mixer": used[0] if len(used) == 1 else used}
+    for name, value in told.items():
+        if name in plan and plan[name] != value:
+            raise ValueError(f"the plan has {name} {plan[name]}, the model {value}; give the plan it was converted by")
 
 
 def _probed(probes: dict | None) -> str | None:

@@ -1,4 +1,5 @@
-"""`memmix eval`: probes of recall, a teacher beside its student. `memmix select`: which layers stay attention."""
+"""The commands that measure: `memmix report`, student against teacher on a text; `memmix eval`, probes of recall;
+`memmix select`, which layers stay attention."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,33 +7,80 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from hf_memmix.shell import (
+from hf_memmix.commands.common import (
     Device,
     Json,
+    KeepCount,
+    KeepLayers,
+    OldKeep,
     Overwrite,
-    bar,
-    friendly,
+    Student,
+    Teacher,
+    Texts,
+    choice_of_layers,
     load,
     out,
     print_json,
     shared_tokenizer,
     tokenizer_of,
 )
+from hf_memmix.commands.errors import one_line_errors
+from hf_memmix.commands.hub import model_folder
+from hf_memmix.commands.progress import progress
 
-Seed = Annotated[int, typer.Option(help="Seed of what is drawn.")]
-Text = Annotated[Path | None, typer.Option(help="Text that fillers and words come from; default: a bundled one.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Sequences at a time.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random choices.")]
+Text = Annotated[Path | None, typer.Option(help="Text file that the probes are made of; default: a bundled text.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Number of sequences that are computed together.")]
 
 
-@friendly
+@one_line_errors
+def report(
+    student: Student,
+    teacher: Teacher,
+    text: Texts,
+    block_size: Annotated[int, typer.Option(min=2, help="Number of tokens per block.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of blocks that are computed together.")] = 8,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Largest number of tokens to read; default: the whole text.")
+    ] = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a student with its teacher on a text: perplexity, agreement, and the error of each mixer."""
+    from hf_memmix.conversion.verify import report as compare
+    from hf_memmix.training.data import tokenize_files
+
+    name, student, teacher = student, model_folder(student), model_folder(teacher)
+    tokens = tokenize_files(text, shared_tokenizer(teacher, student))
+    models = load(student, device), load(teacher, device)
+    with progress("comparing") as advance:
+        result = compare(
+            *models, tokens, block_size=block_size, batch_size=batch_size, max_tokens=max_tokens, progress=advance
+        )
+    if as_json:
+        print_json(result | report_record(student, text, block_size, models[0]) | {"folder": name.name})
+        return
+    table = Table("measure", "value")
+    for name in ("tokens", "teacher_ppl", "student_ppl", "ppl_ratio", "top1_agreement", "kl"):
+        table.add_row(name, f"{result[name]:.4f}" if isinstance(result[name], float) else str(result[name]))
+    for layer, value in result["layer_error"].items():
+        table.add_row(f"relative error, layer {layer}", f"{value:.4f}")
+    out.print(table)
+
+
+@one_line_errors
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="Model folder, converted or not.")],
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder for probes.json and the plots.")],
-    teacher: Annotated[Path | None, typer.Option(help="Folder of a model to measure beside it.")] = None,
-    tasks: Annotated[str, typer.Option(help='Names with commas between, or "all".')] = "all",
-    lengths: Annotated[str, typer.Option(help="Tokens of a sequence, with commas between.")] = "128,256,512,1024",
-    depths: Annotated[str, typer.Option(help="Where answers stand, 0 to 1.")] = "0,0.25,0.5,0.75,1",
-    samples: Annotated[int, typer.Option(min=1, help="Sequences for each length and depth.")] = 16,
+    model: Annotated[Path, typer.Argument(help="A model, converted or not: a folder or a Hub id.")],
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder to write probes.json and the plots to.")],
+    teacher: Annotated[Path | None, typer.Option(help="A model to measure beside it: a folder or a Hub id.")] = None,
+    tasks: Annotated[str, typer.Option(help='Names of probes with commas between them, or "all".')] = "all",
+    lengths: Annotated[
+        str, typer.Option(help="Lengths of the sequences in tokens, with commas between them.")
+    ] = "128,256,512,1024",
+    depths: Annotated[
+        str, typer.Option(help="Where the answer stands in the sequence, from 0 (start) to 1 (end).")
+    ] = "0,0.25,0.5,0.75,1",
+    samples: Annotated[int, typer.Option(min=1, help="Number of sequences per length and depth.")] = 16,
     text: Text = None,
     seed: Seed = 0,
     batch_size: BatchSize = 8,
@@ -52,18 +100,20 @@ def evaluate(
     chosen = tuple(TASKS) if tasks == "all" else tuple(part.strip() for part in tasks.split(","))
     grid = {"lengths": _numbers("--lengths", lengths, int), "depths": _numbers("--depths", depths, float)}
     text = asset_path("heldout.txt") if text is None else text
-    tokenizer = tokenizer_of(model) if teacher is None else shared_tokenizer(model, teacher)
-    folders = {"student": model} if teacher is None else {"teacher": teacher, "student": model}
+    names = {"student": model} if teacher is None else {"teacher": teacher, "student": model}
+    folders = {role: model_folder(name) for role, name in names.items()}
+    tokenizer = tokenizer_of(folders["student"]) if teacher is None else shared_tokenizer(*reversed(folders.values()))
     material = Material(tokenizer, read_text(text))
     models = {role: load(folder, device) for role, folder in folders.items()}
     longest = max(limit_of(model) for model in models.values())
     if too_long := [length for length in grid["lengths"] if length > longest]:
         raise ValueError(f"--lengths has {too_long}, but no model here was made for more than {longest} tokens")
-    with bar("probing") as advance:
+    with progress("probing") as advance:
         results = run_probes(
             models, material, tasks=chosen, samples=samples, seed=seed, batch_size=batch_size, progress=advance, **grid
         )
-    record = {"models": {role: _described(folder, models[role]) for role, folder in folders.items()}}
+    described = {role: _described(folder, models[role]) for role, folder in folders.items()}
+    record = {"models": {role: described[role] | {"folder": name.name} for role, name in names.items()}}
     results = record | {"text": text_record(text), "environment": _environment(models)} | results
     with atomic_folder(out_dir, overwrite) as folder:
         write_json(folder / "probes.json", results)
@@ -84,30 +134,41 @@ def evaluate(
     out.print(f"gain: nats an answer token owes to what the context says of it; written to {out_dir}")
 
 
-@friendly
+@one_line_errors
 def select(
-    teacher: Annotated[Path, typer.Option(help="Folder of the transformer to convert.")],
-    out_file: Annotated[Path, typer.Option("--out", help="The plan, a JSON file; its plot is laid beside it.")],
-    keep: Annotated[str, typer.Option(help='How many layers stay attention: "2", or a fraction "0.25".')] = "0.25",
+    teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")],
+    out_file: Annotated[
+        Path, typer.Option("--out", help="JSON file to write the plan to; its plot is written beside it.")
+    ],
+    keep_count: KeepCount = None,
+    keep_layers: KeepLayers = None,
     student: Annotated[
-        Path | None, typer.Option(help="A student with aligned mixers in all layers; default: a fresh conversion.")
+        Path | None, typer.Option(help="A student with aligned mixers in all layers; default: a new conversion.")
     ] = None,
-    mixer: Annotated[str, typer.Option(help="Mixer of the fresh conversion.")] = "gka",
-    tasks: Annotated[str, typer.Option(help='Probes whose answers count, with commas, or "none".')] = "niah,mentions",
-    length: Annotated[int, typer.Option(min=16, help="Tokens of a sequence.")] = 256,
-    samples: Annotated[int, typer.Option(min=1, help="Sequences for each depth of a task.")] = 16,
-    weight: Annotated[float, typer.Option(min=0.0, help="Of the answers' nll beside the KL.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=32, help="Tokens of text for the KL.")] = 32768,
+    mixer: Annotated[str, typer.Option(help="Mixer of the new conversion.")] = "gka",
+    tasks: Annotated[
+        str, typer.Option(help='Names of the probes that count, with commas between them, or "none".')
+    ] = "niah,mentions",
+    length: Annotated[int, typer.Option(min=16, help="Length of the sequences in tokens.")] = 256,
+    samples: Annotated[int, typer.Option(min=1, help="Number of sequences per probe and depth.")] = 16,
+    weight: Annotated[
+        float, typer.Option(min=0.0, help="Weight of the probes' loss; the KL divergence has weight 1.")
+    ] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=32, help="Number of tokens of text for the KL divergence.")] = 32768,
     text: Text = None,
     seed: Seed = 0,
     batch_size: BatchSize = 8,
     device: Device = None,
+    keep: OldKeep = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Rank layers by what handing each to its mixer costs, forward only, and write a plan for `memmix convert`."""
+    """Rank the layers by the loss when a mixer replaces each one, and write a plan for `memmix convert`.
+
+    The layers that cost most stay attention: a quarter of them, --keep-count of them, or those of --keep-layers.
+    """
     from hf_memmix.assets import asset_path
-    from hf_memmix.conversion import convert_model
+    from hf_memmix.conversion import LayerChoice, convert_model, layers_to_keep
     from hf_memmix.conversion.limits import check_length, check_vocabularies
     from hf_memmix.conversion.plan import write_plan
     from hf_memmix.training.data import tokenize_files
@@ -118,17 +179,22 @@ def select(
 
     if out_file.exists() and not overwrite:
         raise ValueError(f"{out_file} exists; choose another name, or overwrite")
-    count = _count(keep)
+    chosen = choice_of_layers(keep_layers, keep_count, keep, keep_counts=True) or LayerChoice.counted("0.25")
+    given, teacher, student = student, model_folder(teacher), model_folder(student)
     # what chooses reads the development text, what reports the held-out one
     text = asset_path("dev.txt") if text is None else text
     tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
-    guide = load(teacher, device)
-    count_of(count, guide.config.num_hidden_layers, guide.config.num_hidden_layers)  # before minutes of work
-    check_length(guide, "teacher", length, "--length", "give a shorter one")
-    mixers = convert_model(guide, mixer) if student is None else load(student, device)
-    if mixers.config.num_hidden_layers != guide.config.num_hidden_layers:
+    teacher_model = load(teacher, device)
+    num_layers = teacher_model.config.num_hidden_layers
+    # wrong choices are refused before minutes of work
+    named = layers_to_keep(chosen, num_layers) if chosen.count is None else None
+    if named is None:
+        count_of(chosen.count, num_layers, num_layers)
+    check_length(teacher_model, "teacher", length, "--length", "give a shorter one")
+    mixers = convert_model(teacher_model, mixer) if student is None else load(student, device)
+    if mixers.config.num_hidden_layers != num_layers:
         raise ValueError(f"{student} and {teacher} have different numbers of layers; give the teacher it came from")
-    check_vocabularies(mixers, guide)
+    check_vocabularies(mixers, teacher_model)
     kind = mixer if student is None else _only_mixer(mixers, student)
     blocks = tokenize_files(text, tokenizer)[:max_tokens]
     blocks = blocks[: len(blocks) // length * length].view(-1, length)
@@ -140,17 +206,18 @@ def select(
     for task in names:
         depths = DEPTHS if task in TASKS and TASKS[task].depths else (None,)
         drawn[task] = [s for depth in depths for s in draw(task, material, length, depth, seed, samples)]
-    with bar("swapping layers") as advance:
-        ranking = rank_layers(guide, mixers, blocks, drawn, weight=weight, batch_size=batch_size, progress=advance)
+    with progress("swapping layers") as advance:
+        options = {"weight": weight, "batch_size": batch_size, "progress": advance}
+        ranking = rank_layers(teacher_model, mixers, blocks, drawn, **options)
     settings = {"tasks": names, "length": length, "samples": samples, "weight": weight, "seed": seed}
     plan = {
         "mixer": kind,
-        "keep": choose(ranking, count, guide.config.num_hidden_layers),
-        "num_layers": guide.config.num_hidden_layers,
-        "mixers_of": "a fresh conversion" if student is None else student.name,
+        "keep": choose(ranking, chosen.count, num_layers) if named is None else named,
+        "num_layers": num_layers,
+        "mixers_of": "a fresh conversion" if given is None else given.name,
         "settings": settings | {"tokens": blocks.numel()},
         "text": text_record(text),
-        "environment": _environment({"teacher": guide}),
+        "environment": _environment({"teacher": teacher_model}),
     } | ranking
     write_plan(plan, out_file)
     plot_ranking(plan, out_file.with_suffix(".png"))
@@ -170,13 +237,6 @@ def _only_mixer(student, folder: Path) -> str:
     if len(kinds) != 1:
         raise ValueError(f"{folder} has the mixers {kinds}; a plan is for one: convert with one mixer in all layers")
     return kinds[0]
-
-
-def _count(keep: str) -> int | float:
-    try:
-        return float(keep) if "." in keep else int(keep)
-    except ValueError:
-        raise ValueError(f'--keep is {keep!r}; give a number of layers "2" or a fraction "0.25"') from None
 
 
 def _numbers(option: str, text: str, kind) -> tuple:

@@ -8,31 +8,49 @@ from typing import Annotated
 import typer
 from rich.table import Column, Table
 
-from hf_memmix.shell import Json, Overwrite, err, friendly, load, out, print_json, tokenizer_of
+from hf_memmix.commands.common import (
+    Json,
+    KeepCount,
+    KeepLayers,
+    OldKeep,
+    Overwrite,
+    choice_of_layers,
+    err,
+    load,
+    out,
+    print_json,
+    tokenizer_of,
+)
+from hf_memmix.commands.errors import one_line_errors
+from hf_memmix.commands.hub import model_folder
 
 
-@friendly
+@one_line_errors
 def convert(
-    teacher: Annotated[Path, typer.Option(help="Folder of the transformer that is converted.")],
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for the student.")] = None,
-    mixer: Annotated[str, typer.Option(help="Mixer that replaces attention.")] = "gka",
-    keep: Annotated[
-        str, typer.Option(help='Layers that stay attention: "1,5", a fraction "0.25", or "none".')
-    ] = "none",
-    plan: Annotated[Path | None, typer.Option(help="Mixer and layers by a plan of memmix select.")] = None,
+    teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")],
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder to write the student to.")] = None,
+    mixer: Annotated[str, typer.Option(help="Mixer that replaces the attention.")] = "gka",
+    keep_layers: KeepLayers = None,
+    keep_count: KeepCount = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan of memmix select, which names mixer and layers.")] = None,
     trained: Annotated[
-        Path | None, typer.Option(help="An aligned student whose mixers are taken instead of fresh ones.")
+        Path | None, typer.Option(help="Take the mixers of this aligned student instead of new ones.")
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="Mixer option, e.g. solver_phases=[21]; repeatable.")
+        list[str] | None, typer.Option(help="An option of the mixer, e.g. solver_phases=[21]; repeatable.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the fresh parameters.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen, from config.json alone.")] = False,
-    context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens, for the dry run; repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the parameters that are drawn at random.")] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what a conversion would do and cost.")
+    ] = False,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Context length of the dry run, in tokens; repeatable.")
+    ] = None,
+    keep: OldKeep = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Replace attention layers of a transformer by a recurrent mixer, initialised from the attention."""
+    """Replace the attention in layers of a transformer by a recurrent mixer that starts from its weights."""
     from hf_memmix.conversion import convert_model, save_student
     from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher
     from hf_memmix.conversion.families import family_of
@@ -45,13 +63,15 @@ def convert(
         raise ValueError("give a folder for the student with --out, or ask for a --dry-run")
     if out_dir is not None:
         check_target(out_dir, overwrite)
+    teacher, trained = model_folder(teacher), model_folder(trained)
     family_of(read_config(teacher))  # a family that cannot be converted is not loaded first
-    chosen = _parse_keep(keep)
+    chosen = choice_of_layers(keep_layers, keep_count, keep, keep_counts=False)
     if plan is not None:
-        if keep != "none":
-            raise ValueError(f"--keep {keep} and --plan both say which layers stay attention; give one of them")
+        if chosen is not None:
+            raise ValueError(f"{chosen.said}, but --plan says which layers stay attention too; give one of them")
         told = read_plan(plan, read_config(teacher).num_hidden_layers)
         mixer, chosen = told["mixer"], told["keep"]
+    chosen = "none" if chosen is None else chosen
     options = _parse_options(option or [])
     if trained is not None:
         same = (getattr(read_config(trained), "mixers", None) or {}).get(mixer, {})
@@ -74,10 +94,12 @@ def convert(
     out.print(f"layers {report.converted} converted, {report.kept} kept; student written to {out_dir}")
 
 
-@friendly
+@one_line_errors
 def import_hmf(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint in the official GKA release's format.")],
-    out_dir: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the model.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of a checkpoint in the format of the official GKA release.")
+    ],
+    out_dir: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the model to.")],
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
@@ -130,15 +152,6 @@ def _print_estimate(result: dict) -> None:
     out.print(sizes)
     weights = ", ".join(f"{stage} {bytes_text(count)}" for stage, count in result["weights"].items())
     out.print(f"weights, gradients and optimizer states, activations not counted: {weights}", highlight=False)
-
-
-def _parse_keep(text: str):
-    """ "none", "0.25" or "1,5"."""
-    with contextlib.suppress(ValueError):
-        if "." in text:
-            return float(text)
-        return [int(part) for part in text.split(",")] if text != "none" else text
-    raise ValueError(f'--keep is {text!r}; give layer indices "1,5", a fraction "0.25", or "none"')
 
 
 def _parse_options(pairs: list[str]) -> dict:

@@ -1,0 +1,119 @@
+"""What the commands of `memmix` share: consoles, options, and models and tokenizers read from a folder.
+
+Results go to stdout, everything else to stderr; nothing heavy is imported before a command runs.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def _console(stderr: bool) -> Console:
+    """A console that wraps lines on a terminal only: a file or another program receives whole lines."""
+    console = Console(stderr=stderr)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 10_000
+    return console
+
+
+out, err = _console(stderr=False), _console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
+Device = Annotated[
+    str | None, typer.Option(help="Where it runs: cpu, cuda or cuda:1; default: a GPU if there is one.")
+]
+Teacher = Annotated[Path, typer.Option(help="The transformer that was converted: a folder or a Hub id.")]
+Student = Annotated[Path, typer.Option(help="The converted model: a folder or a Hub id.")]
+Texts = Annotated[
+    list[Path], typer.Option(help="Text, .jsonl or .parquet file, or hub:NAME with a streaming recipe; repeatable.")
+]
+KeepLayers = Annotated[
+    str | None, typer.Option("--keep-layers", help='Layers that stay attention, by index: "0-3,8", or "none".')
+]
+KeepCount = Annotated[
+    str | None, typer.Option("--keep-count", help='How many layers stay attention: "2", or a share of them: "0.25".')
+]
+OldKeep = Annotated[str | None, typer.Option("--keep", hidden=True, help="Old name of the two options above.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the output folder when the new one is complete.")
+]
+
+
+def start_library() -> None:
+    """Run `hf_memmix/__init__.py`, which registers the models, where the console script has put it off."""
+    package = sys.modules["hf_memmix"]
+    if not hasattr(package, "__version__"):
+        package.__spec__.loader.exec_module(package)
+
+
+def load(folder: Path, device: str | None, dtype=None):
+    """A model on a device; `dtype` None: as stored on a GPU, fp32 on a CPU, which is slow in bf16."""
+    import torch
+    from transformers.utils import logging
+
+    from hf_memmix.conversion import load_model
+
+    logging.disable_progress_bar()  # one bar a command is enough
+    logging.set_verbosity_error()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(folder, dtype or ("float32" if device == "cpu" else "auto"))
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"cannot put {folder} on the device {device!r}: {str(error).splitlines()[0]}") from None
+
+
+def tokenizer_of(folder: Path, required: bool = True):
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        if required:
+            raise ValueError(f"{folder} has no tokenizer; save the teacher's tokenizer there")
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises bare ones
+        raise ValueError(f"{folder} has a tokenizer that cannot be read ({error}); copy it anew") from None
+
+
+def shared_tokenizer(folder: Path, other: Path):
+    """The tokenizer of a folder. Raises ValueError if another folder has one of another vocabulary."""
+    ours, theirs = tokenizer_of(folder), tokenizer_of(other, required=False)
+    if theirs is not None and theirs.get_vocab() != ours.get_vocab():
+        raise ValueError(f"{other} has another vocabulary than {folder}, so both cannot read the same tokens")
+    return ours
+
+
+def print_json(value: dict) -> None:
+    typer.echo(json.dumps(value))
+
+
+def choice_of_layers(layers: str | None, count: str | None, keep: str | None, keep_counts: bool):
+    """The `LayerChoice` of --keep-layers, --keep-count or the old --keep; None if none of them is given.
+
+    `keep_counts`: whether --keep meant a number of layers in this command.
+
+    Raises:
+        ValueError: more than one is given, or what is given is no choice of layers.
+    """
+    from hf_memmix.conversion.layer_choice import LayerChoice
+
+    given = {"--keep-layers": layers, "--keep-count": count, "--keep": keep}
+    given = {name: text for name, text in given.items() if text is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} say the same thing, which layers stay attention; give one of them")
+    if not given:
+        return None
+    ((name, text),) = given.items()
+    counts = name == "--keep-count" or (name == "--keep" and (keep_counts or "." in text))
+    if name == "--keep":
+        new = "--keep-count" if counts else "--keep-layers"
+        err.print(f"warning: --keep has another name now; write {new} {text}", markup=False, soft_wrap=True)
+    return (LayerChoice.counted if counts else LayerChoice.listed)(text, name)

@@ -1,0 +1,49 @@
+"""Which device a training command uses, and whether the processes of a launch have devices at all."""
+
+import os
+
+
+def choose_device(device: str | None) -> None:
+    """Leave one device visible to this process, as Trainer takes the first that it sees.
+
+    Args:
+        device: "cpu", "cuda", "cuda:N" (the N-th of the visible GPUs), or None for Trainer's own choice.
+
+    Raises:
+        ValueError: it is another text, there is no such GPU, or a launcher has given this process its device already.
+    """
+    if device is None:
+        return
+    kind, _, number = device.partition(":")
+    if not (kind == "cpu" and not number) and not (kind == "cuda" and (number.isdecimal() or device == "cuda")):
+        raise ValueError(f"--device is {device!r}; give cpu, cuda or, for the second GPU, cuda:1")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"--device is {device!r}, but the launcher gives each process its device; leave it out")
+    if kind == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    if int(number or 0) >= count:
+        raise ValueError(
+            f"--device is {device!r}, but this machine shows {count} GPUs to PyTorch; give one of them, or cpu"
+        )
+    if number:
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if visible else number
+
+
+def check_processes() -> None:
+    """Raise ValueError if several processes were launched for GPUs, and there is none."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+    if processes < 2 or on_cpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"the launcher started {processes} processes, one for each GPU, but PyTorch sees no GPU on this machine;"
+            " use training/accelerate/cpu.yaml, or call memmix without a launcher"
+        )

@@ -1,0 +1,100 @@
+"""One line for what a user can cause, a traceback for everything else.
+
+What is reported in one line, without a traceback:
+
+- a ValueError that a `raise` statement of this project raises: it was written for the user;
+- an OSError: files, the disk, the network, the Hub;
+- a ValueError or RuntimeError of a library while it reads what the user has named (a model folder, a data set);
+- a package that is not installed, unless it is our own;
+- memory that does not suffice.
+
+All other exceptions are defects of this project or of a library, and keep their traceback: a ValueError of `int("x")`
+in our code, of a torch operation, a TypeError, a KeyError, an AttributeError.
+"""
+
+import dis
+from collections.abc import Iterator
+from functools import wraps
+from types import TracebackType
+
+import typer
+
+from hf_memmix.commands.common import err, start_library
+
+OURS = ("hf_memmix", "hf_memmix_kernels", "hf_memmix_cli")
+_RAISE = dis.opmap["RAISE_VARARGS"]
+# functions of libraries that read what a user names
+READERS = {"from_pretrained", "load_dataset"}
+
+
+def message_of(error: BaseException) -> str | None:
+    """The line that tells the user what to change; None for a defect, which needs its traceback."""
+    if isinstance(error, ImportError):
+        name = error.name or ""
+        # without a name it is a library that misses an optional package of its own
+        if _is_ours(name) or not (isinstance(error, ModuleNotFoundError) or not name):
+            return None
+        return f"{error}; pip install 'hf-memmix[train,eval]' brings what training and measuring need"
+    if isinstance(error, OSError):
+        return str(error)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        told = (str(error).splitlines() or [""])[0]
+        return f"there is not enough memory ({told}); give a smaller batch or block size, or another device"
+    if isinstance(error, ValueError) and _written_by_us(error):
+        return str(error)
+    return str(error) if isinstance(error, (ValueError, RuntimeError)) and _read_by_a_library(error) else None
+
+
+def one_line_errors(command):
+    """Report the mistakes of a user in one line on stderr, with exit code 1; an interrupt with exit code 130."""
+
+    @wraps(command)
+    def run(*args, **kwargs):
+        try:
+            start_library()
+            return command(*args, **kwargs)
+        except KeyboardInterrupt:
+            err.print("[yellow]interrupted[/]")
+            raise typer.Exit(130) from None
+        except Exception as error:
+            message = message_of(error)
+            if message is None:
+                raise
+        err.print("error:", style="bold red", end=" ")
+        # a name that is not UTF-8 is printed with escapes
+        message = message.encode("utf-8", "backslashreplace").decode()
+        err.print(message, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
+
+    return run
+
+
+def _written_by_us(error: BaseException) -> bool:
+    """Whether a `raise` statement in one of our modules has raised the error.
+
+    The bytecode says so, not the source: a file may have been edited since the program started.
+    """
+    last = list(_steps(error.__traceback__))[-1]
+    return _is_ours(_module(last)) and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
+
+
+def _read_by_a_library(error: BaseException) -> bool:
+    """Whether a library has raised the error while it read what the user named."""
+    steps = list(_steps(error.__traceback__))
+    readers = [i for i, step in enumerate(steps) if step.tb_frame.f_code.co_name in READERS]
+    # our own classes are built inside from_pretrained: what goes wrong in them is a defect
+    return bool(readers) and not any(_is_ours(_module(step)) for step in steps[readers[-1] :])
+
+
+def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _module(step: TracebackType) -> str:
+    return step.tb_frame.f_globals.get("__name__") or ""
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] in OURS

@@ -1,0 +1,64 @@
+"""`memmix generate`: continue a prompt."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_memmix.commands.common import Device, Json, err, load, print_json, tokenizer_of
+from hf_memmix.commands.errors import one_line_errors
+from hf_memmix.commands.hub import model_folder
+
+
+@one_line_errors
+def generate(
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    model: Annotated[Path | None, typer.Option(help="A folder or a Hub id; default: the bundled GKA model.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Temperature of the sampling; 0 takes the most likely token.")
+    ] = 0.8,
+    top_p: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that have this probability together."),
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt and print the text as it is generated."""
+    import time
+
+    import torch
+    from transformers import TextStreamer
+
+    from hf_memmix.assets import asset_path
+    from hf_memmix.conversion.limits import check_length
+
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"--prompt is not UTF-8 (character {error.start} is a byte of another encoding); convert it, e.g. by iconv"
+        ) from None
+    folder = model_folder(model) or asset_path("tiny_gka")
+    network, tokenizer = load(folder, device), tokenizer_of(folder)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(network.device)
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError("the prompt is empty; give at least one word")
+    total = inputs["input_ids"].shape[1] + max_new_tokens
+    check_length(network, "model", total, "prompt with --max-new-tokens", "ask for fewer")
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    streamer = None if as_json else TextStreamer(tokenizer, skip_special_tokens=True)
+    start = time.perf_counter()
+    tokens = network.generate(**inputs, **sampling, max_new_tokens=max_new_tokens, streamer=streamer)[0]
+    seconds = time.perf_counter() - start
+    new = len(tokens) - inputs["input_ids"].shape[1]
+    if as_json:
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        print_json(
+            {"model": str(model or folder), "text": text, "new_tokens": new, "tokens_per_second": new / seconds}
+        )
+    else:
+        err.print(f"{new} tokens, {new / seconds:.1f} tokens/s", style="dim")

@@ -1,0 +1,40 @@
+"""Models by name: a folder on this machine, or NAME/MODEL on the Hub."""
+
+import re
+from pathlib import Path
+
+# of a repository's files those that a model and its tokenizer are read from
+FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_folder(name: Path | None) -> Path | None:
+    """The folder of a model. A folder on this machine comes first, then the Hub, whose files are kept in its cache.
+
+    What has not the form NAME/MODEL is taken for a folder, whether it exists or not. None stays None.
+
+    Raises:
+        ValueError: there is no such folder, and the Hub has no such model, or it cannot be reached.
+    """
+    if name is None or name.exists() or not _HUB_ID.fullmatch(str(name)) or name.parts[0] in (".", ".."):
+        return name
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
+
+    told = f"{str(name)!r} is no folder on this machine"
+    try:
+        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=FILES))
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{told}, and the Hub cannot be reached (or HF_HUB_OFFLINE is set) while its cache here has no such model;"
+            " give a folder, or download the model where there is a network: hf download " + str(name)
+        ) from None
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        remedy = {401: "it does not exist, or needs a login (hf auth login)", 403: "your token may not read it"}
+        reason = remedy.get(status, error.server_message or str(error).splitlines()[0])
+        raise ValueError(f"{told}, and the Hub refuses it ({status}): {reason}") from None
+    except HFValidationError as error:
+        raise ValueError(f"{told} and no name of a model on the Hub: {error}") from None
+    except HTTPError as error:  # of the transport
+        raise ValueError(f"{told}, and the Hub cannot be reached ({error})") from None

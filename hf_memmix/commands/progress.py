@@ -1,0 +1,90 @@
+"""How far a command is: a bar on a terminal, lines in a log file.
+
+A job under nohup or SLURM writes to a file, where a bar is nothing but control characters. There a line is printed at
+the start, at the end and every 30 seconds between, also while one step takes longer than that.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hf_memmix.commands.common import err
+
+SECONDS = 30  # between two lines
+
+Advance = Callable[..., None]
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Advance]:
+    """Show the progress on stderr; yields `advance(done, total, note="")`.
+
+    Of the processes of one launch only the first shows anything.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield lambda done, total, note="": None
+    elif err.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[note]}"), console=err) as shown:
+            task = shown.add_task(title, total=None, note="")
+            yield lambda done, total, note="": shown.update(task, completed=done, total=total, note=note)
+    else:
+        lines = Lines(title, lambda line: err.print(line, markup=False, highlight=False, soft_wrap=True))
+        try:
+            yield lines.advance
+        finally:
+            lines.close()
+
+
+class Lines:
+    """Prints `TITLE DONE of TOTAL, NOTE, H:MM:SS left`: the first state, the last one, and the newest every so often.
+
+    Args:
+        title: what every line begins with.
+        show: takes each line.
+        seconds: between two lines.
+    """
+
+    def __init__(self, title: str, show: Callable[[str], None], seconds: float = SECONDS):
+        self.title, self.show, self.seconds = title, show, seconds
+        self._newest = self._shown = self._first = None
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._tick, daemon=True)
+
+    def advance(self, done: int, total: int, note: str = "") -> None:
+        """The newest state. Nothing but the first one is printed by this call."""
+        with self._lock:
+            self._newest = (done, total, note)
+            if self._first is None:
+                self._first = (done, time.monotonic())
+                self._print()
+                self._thread.start()
+
+    def close(self) -> None:
+        """Print the last state, if it has not been printed."""
+        self._closed.set()
+        with self._lock:
+            if self._newest is not None and self._newest != self._shown:
+                self._print()
+
+    def _tick(self) -> None:
+        while not self._closed.wait(self.seconds):
+            with self._lock:
+                self._print()
+
+    def _print(self) -> None:
+        done, total, note = self._shown = self._newest
+        parts = [f"{self.title} {done} of {total}", note, self._left(done, total)]
+        self.show(", ".join(part for part in parts if part))
+
+    def _left(self, done: int, total: int) -> str:
+        first, start = self._first
+        if not first < done < total:
+            return ""
+        seconds = (time.monotonic() - start) / (done - first) * (total - done)
+        return f"{timedelta(seconds=round(seconds))} left"

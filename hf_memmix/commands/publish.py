@@ -1,0 +1,125 @@
+"""`memmix card` writes a model's card from measured JSON, `memmix push` uploads folder and card to the Hub."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_memmix.commands.common import Json, err, out, print_json
+from hf_memmix.commands.errors import one_line_errors
+
+Folder = Annotated[Path, typer.Argument(help="Folder of a converted model.")]
+# what lies in a folder of a run but is no part of a model
+LEFT_OUT = [".*", "**/.*", "checkpoint-*/**", "*.tmp", "optimizer*", "runs/**"]
+
+
+@one_line_errors
+def card(
+    model: Folder,
+    report: Annotated[Path, typer.Option(help="JSON file with the output of memmix report --json on this model.")],
+    base_model: Annotated[str, typer.Option(help="Name of the teacher on the Hub.")],
+    license_name: Annotated[
+        str, typer.Option("--license", help="License of the teacher, by its identifier on the Hub, e.g. apache-2.0.")
+    ],
+    repo: Annotated[str | None, typer.Option(help="Name that the model will have on the Hub.")] = None,
+    language: Annotated[str, typer.Option(help="Language code of the model, e.g. en.")] = "en",
+    probes: Annotated[Path | None, typer.Option(help="The file probes.json of memmix eval on this model.")] = None,
+    stage: Annotated[
+        list[Path] | None, typer.Option(help="JSON file with the output of align or distill --json; repeatable.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="The plan of memmix select that the model was converted by.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing card.")] = False,
+) -> None:
+    """Write the card (README.md) of a converted model from measurements in JSON files."""
+    from hf_memmix.training.documents.card import read_measurement, student_card
+
+    target = model / "README.md"
+    if target.exists() and not overwrite:
+        raise ValueError(f"{target} exists; keep it, or overwrite")
+    figures = ("teacher_ppl", "student_ppl", "ppl_ratio", "top1_agreement", "kl", "tokens")
+    content = student_card(
+        model,
+        read_measurement(report, *figures, "weights", "text", "block_size", "environment"),
+        base_model=base_model,
+        license=license_name,
+        repo=repo,
+        language=language,
+        probes=None if probes is None else read_measurement(probes, "models", "settings", "summary"),
+        stages=[read_measurement(path, "stage", "steps", "tokens", "last_loss", "seconds") for path in stage or []],
+        plan=None if plan is None else read_measurement(plan, "layers", "keep", "mixer", "num_layers"),
+    )
+    part = target.with_name(".README.md.part")
+    part.write_text(content, encoding="utf-8")
+    os.replace(part, target)
+    out.print(f"wrote {target}")
+
+
+@one_line_errors
+def push(
+    model: Folder,
+    repo: Annotated[
+        str, typer.Argument(help="Repository on the Hub, NAME/MODEL; it is created if it does not exist.")
+    ],
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to upload to; default: main.")] = None,
+    message: Annotated[str, typer.Option(help="Message of the commit.")] = "Upload by memmix push",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be uploaded.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Upload a model with its card in one commit to the Hub, or to the server named by HF_ENDPOINT."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    from hf_memmix.training.documents.card import check_card, student_config
+
+    student_config(model)
+    check_card(model)
+    if dry_run:
+        _say_what_is_uploaded(model, repo, revision, as_json)
+        return
+    token = huggingface_hub.get_token()
+    if token is None:
+        raise ValueError("there is no token for the Hub; run `hf auth login`, or set HF_TOKEN to one that may write")
+    api = huggingface_hub.HfApi(token=token)
+    try:
+        with err.status(f"uploading to {api.endpoint}"):
+            url = api.create_repo(repo, private=private or None, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=url.repo_id, folder_path=model, revision=revision, commit_message=message,
+                ignore_patterns=LEFT_OUT,
+            )  # fmt: skip
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        remedy = {401: "; the token is not valid there", 403: "; the token may not write there"}.get(status, "")
+        told = error.server_message or str(error).splitlines()[0]
+        raise ValueError(f"{api.endpoint} refused {repo!r} ({status}): {told}{remedy}") from None
+    except HTTPError as error:  # of the transport
+        raise ValueError(f"{api.endpoint} cannot be reached ({error}); nothing was committed") from None
+    if as_json:
+        print_json({"repo": url.repo_id, "url": str(url), "commit": commit.oid})
+    else:
+        out.print(f"{url} is at commit {commit.oid}")
+
+
+def _say_what_is_uploaded(model: Path, repo: str, revision: str | None, as_json: bool) -> None:
+    """The files that `push` takes, with their sizes; nothing is asked of the Hub."""
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import filter_repo_objects, validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ValueError(f"{repo!r} is no name for the Hub: {error}") from None
+    names = sorted(path.relative_to(model).as_posix() for path in model.rglob("*") if path.is_file())
+    files = {name: (model / name).stat().st_size for name in filter_repo_objects(names, ignore_patterns=LEFT_OUT)}
+    if as_json:
+        print_json({"repo": repo, "revision": revision or "main", "files": files, "dry_run": True})
+        return
+    for name, size in files.items():
+        out.print(f"{size:>15,} bytes  {name}", highlight=False)
+    where = f"{huggingface_hub.constants.ENDPOINT}/{repo}"
+    out.print(f"would be uploaded to {where}, revision {revision or 'main'}; nothing was sent", highlight=False)

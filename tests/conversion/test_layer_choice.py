@@ -1,0 +1,65 @@
+"""One reader of layer choices for commands, recipes, plans and Python."""
+
+import json
+import time
+
+import pytest
+
+from hf_memmix.conversion import LayerChoice, layers_to_keep
+from hf_memmix.conversion.plan import read_plan
+from hf_memmix.training.recipe import Recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("2", [2]), ("0-3,8", [0, 1, 2, 3, 8]), (" 8 , 1 - 2", [1, 2, 8]), ("5-5", [5]), ("none", []), ("08", [8])],
+)
+def test_layers_by_index(text, layers):
+    choice = LayerChoice.listed(text, "--keep-layers")
+    assert choice.layers(9) == layers and choice.number(9) == len(layers)
+    assert layers_to_keep(text, 9) == layers_to_keep(choice, 9) == layers
+    assert choice.among([8, 3, 7]) == [layer for layer in (8, 3, 7) if layer in layers]
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"), [("2", [2, 6]), ("0.25", [2, 6]), ("1", [4]), ("8", list(range(8))), ("0.01", [4])]
+)
+def test_layers_by_how_many(text, layers):
+    choice = LayerChoice.counted(text, "--keep-count")
+    assert choice.layers(8) == layers and choice.number(8) == len(layers)
+
+
+@pytest.mark.parametrize("text", ["", "x", "3-1", "-1", "1-", "1,,2", "0.5", "1;2", "1 2", "1-2-3", "²", "9" * 30])
+def test_bad_lists_are_refused_with_the_option_the_value_and_the_way_out(text):
+    with pytest.raises(ValueError, match='--keep-layers is .*e.g. "0-3,8"') as refused:
+        LayerChoice.listed(text, "--keep-layers")
+    assert repr(text) in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "-2", "0.0", "1.0", "1.5", "nan.", "inf", "-0.5", "1,2"])
+def test_bad_counts_are_refused(text):
+    with pytest.raises(ValueError, match="--keep-count is .*; give a number of layers"):
+        LayerChoice.counted(text, "--keep-count")
+
+
+def test_layers_that_there_are_not_and_layers_named_twice_are_refused():
+    for text, message in (("2-4", "names layers 2-4, but there are layers 0 to 3"), ("1,0-2", "names a layer twice")):
+        with pytest.raises(ValueError, match=message):
+            LayerChoice.listed(text).layers(4)
+    with pytest.raises(ValueError, match="'5', but there are 4 layers"):
+        LayerChoice.counted("5").layers(4)
+
+
+def test_huge_ranges_are_refused_before_they_are_built(tmp_path):
+    text, plan = "0-999999999999", tmp_path / "plan.json"
+    plan.write_text(json.dumps({"mixer": "gka", "keep": [999999999999], "num_layers": 4}))
+    start = time.perf_counter()
+    for refused in (
+        lambda: LayerChoice.listed(text).layers(4),
+        lambda: layers_to_keep(text, 4),
+        lambda: read_plan(plan, 4),
+        lambda: Recipe(layers="5-999999999999").layer_slice([0, 1, 2, 3], 4),
+    ):
+        with pytest.raises(ValueError, match="999999999999"):
+            refused()
+    assert time.perf_counter() - start < 5  # building the list would take hours and all memory

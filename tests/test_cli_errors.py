@@ -1,0 +1,121 @@
+"""One line for what a user can cause, a traceback for a defect: both sides."""
+
+import json
+import os
+
+import pytest
+import torch
+import typer
+from transformers import AutoConfig, AutoTokenizer
+
+from hf_memmix.commands import app, errors
+from hf_memmix.conversion import layers_to_keep
+from hf_memmix.training.documents import documents
+from test_cli import memmix
+
+
+def outcome(cause, capsys):
+    """What a command makes of it: ("line", the message), or ("defect", the exception)."""
+
+    def command():
+        cause()
+
+    try:
+        errors.one_line_errors(command)()
+    except typer.Exit as stopped:
+        assert stopped.exit_code == 1
+        return "line", capsys.readouterr().err
+    except Exception as error:
+        return "defect", error
+    raise AssertionError("nothing was raised")
+
+
+def mistakes(tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+
+    def inside_with_and_finally():
+        code = """
+import contextlib
+def refuse():
+    try:
+        with contextlib.nullcontext():
+            raise ValueError("the value is 3; give 2")
+    finally:
+        print()
+"""
+        namespace = {"__name__": "hf_memmix.training.recipe"}
+        exec(code, namespace)
+        namespace["refuse"]()
+
+    def too_large():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+
+    return {
+        "a value that we refuse": (lambda: layers_to_keep("x", 3), "keep is 'x'"),
+        "a value that we refuse in a with block": (inside_with_and_finally, "the value is 3; give 2"),
+        "a file that is not there": (lambda: open(tmp_path / "nowhere"), "No such file"),
+        "a folder that transformers cannot read": (lambda: AutoConfig.from_pretrained(broken), "no_such_model"),
+        "a package that is missing": (lambda: __import__("no_such_package"), "pip install"),
+        "memory": (too_large, "not enough memory (CUDA out of memory. Tried to allocate 2.00 GiB)"),
+    }
+
+
+def defects(tmp_path):
+    def lookup():
+        return {}["key"]
+
+    def in_our_code():
+        # what one of our modules does by mistake: no `raise` statement of ours, so no message for the user
+        namespace = {"__name__": "hf_memmix.conversion.convert"}
+        exec("def wrong():\n    return int('x')\n", namespace)
+        namespace["wrong"]()
+
+    return {
+        "a wrong conversion in our code": in_our_code,
+        "a wrong shape": lambda: torch.zeros(2) @ torch.zeros(3),
+        "a ValueError of torch": lambda: torch.distributions.Normal(torch.zeros(1), -torch.ones(1)),
+        "a wrong type": lambda: len(3),
+        "a missing key": lookup,
+        "a missing attribute": lambda: torch.no_such_name,
+        "a module of ours": lambda: __import__("hf_memmix.no_such_module"),
+        "a wrong argument of from_pretrained": lambda: AutoTokenizer.from_pretrained(no_such_argument=1),
+    }
+
+
+@pytest.mark.parametrize("name", [
+    "a value that we refuse", "a value that we refuse in a with block", "a file that is not there",
+    "a folder that transformers cannot read", "a package that is missing", "memory",
+])  # fmt: skip
+def test_what_a_user_can_cause_is_one_line(name, tmp_path, capsys):
+    cause, message = mistakes(tmp_path)[name]
+    kind, told = outcome(cause, capsys)
+    assert kind == "line" and told.startswith("error:") and message in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize("name", [
+    "a wrong conversion in our code", "a wrong shape", "a ValueError of torch", "a wrong type", "a missing key",
+    "a missing attribute", "a module of ours", "a wrong argument of from_pretrained",
+])  # fmt: skip
+def test_defects_keep_their_traceback(name, tmp_path, capsys):
+    kind, error = outcome(defects(tmp_path)[name], capsys)
+    assert kind == "defect" and error.__traceback__ is not None
+
+
+def test_every_command_reports_in_one_line():
+    """Also the ones that are added later: a command is wrapped, or runs a program of somebody else."""
+    for command in app.registered_commands:
+        wrapped = command.callback.__wrapped__ if hasattr(command.callback, "__wrapped__") else None
+        assert wrapped is not None or command.name == "run", command.name
+
+
+def test_text_that_is_not_unicode_is_one_clear_line(tmp_path):
+    prompt = os.fsdecode(b"caf\xe9")  # as the shell of a latin-1 terminal gives it
+    run = memmix("generate", "--prompt", prompt, "--max-new-tokens", "1")
+    assert run.exit_code == 1 and run.output.startswith("error: --prompt is not UTF-8 (character 3")
+    (tmp_path / "rows.jsonl").write_text('{"text": "good"}\n{"text": "half a pair \\ud83d here"}\n')
+    with pytest.raises(ValueError, match=r"line 2 of .*rows.jsonl.*half a surrogate pair at character 12 \(\\ud83d\)"):
+        list(documents(tmp_path / "rows.jsonl"))
+    (tmp_path / "rows.jsonl").write_text('{"text": "a whole pair \\ud83d\\ude00"}\n')
+    assert list(documents(tmp_path / "rows.jsonl")) == ["a whole pair \U0001f600"]

@@ -1,0 +1,136 @@
+"""Where models come from and where they train: Hub ids, devices, trackers, launchers."""
+
+import json
+
+import pytest
+
+from hf_memmix.commands import devices, hub
+from test_cli import memmix, result_of
+from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """A machine without network whose Hub cache holds `me/teacher`."""
+    import huggingface_hub.constants
+
+    root = tmp_path / "hub" / "models--me--teacher"
+    tiny_teacher("llama", layers=2).save_pretrained(root / "snapshots" / COMMIT)
+    tiny_tokenizer().save_pretrained(root / "snapshots" / COMMIT)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(tiny_text(200))
+    return tmp_path
+
+
+def test_models_by_their_name_on_the_hub(cached):
+    assert result_of(memmix("convert", "--teacher", "me/teacher", "--out", "student", "--json"))["kept"] == []
+    options = ["--teacher", "me/teacher", "--text", "text.txt", "--block-size", "16", "--max-tokens", "32", "--json"]
+    report = result_of(memmix("report", "--student", "student", *options))
+    assert report["folder"] == "student" and report["student_ppl"] > 0
+    run = memmix("generate", "--model", "me/teacher", "--prompt", "the cat", "--max-new-tokens", "1", "--json")
+    assert result_of(run)["model"] == "me/teacher"
+
+
+def test_a_folder_comes_before_the_hub(cached):
+    (cached / "me" / "teacher").mkdir(parents=True)
+    run = memmix("convert", "--teacher", "me/teacher", "--out", "student")
+    assert run.exit_code == 1 and "'me/teacher' is not a model folder" in run.output
+
+
+@pytest.mark.parametrize("option", ["--teacher", "--student"])
+def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_one_clear_line(cached, option):
+    models = {"--teacher": "me/teacher", "--student": "me/teacher"} | {option: "me/missing"}
+    arguments = [part for pair in models.items() for part in pair]
+    run = memmix("align", *arguments, "--text", "text.txt", "--out", "s")
+    assert run.exit_code == 1 and "Traceback" not in run.output
+    last = run.output.splitlines()[-1]
+    assert "'me/missing' is no folder on this machine" in last and "HF_HUB_OFFLINE" in last and "hf download" in last
+
+
+def test_what_has_not_the_form_of_a_hub_id_is_a_folder(cached):
+    for name in ("gpt2", "./me", "../me", "a/b/c", "/me/teacher", "me/teacher/"):
+        path = cached.__class__(name)
+        if name != "me/teacher/":  # a path drops the last slash
+            assert hub.model_folder(path) == path
+    assert hub.model_folder(None) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "visible", "expected"),
+    [
+        ("cpu", 2, None, ""),
+        ("cuda", 2, None, None),
+        ("cuda:1", 2, None, "1"),
+        ("cuda:1", 2, "5,7", "7"),
+        (None, 0, "3", "3"),
+    ],
+)
+def test_a_device_is_the_only_one_that_trainer_sees(monkeypatch, device, count, visible, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    devices.choose_device(device)
+    assert devices.os.environ.get("CUDA_VISIBLE_DEVICES") == expected
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("gpu", "give cpu, cuda"),
+        ("cuda:x", "give cpu"),
+        ("cpu:1", "give cpu"),
+        ("cuda:3", "shows 0 GPUs"),
+    ],
+)
+def test_wrong_devices_are_refused(monkeypatch, device, message):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ValueError, match=f"--device is '{device}'.*{message}"):
+        devices.choose_device(device)
+
+
+def test_several_processes_without_a_gpu_are_refused_with_the_reason(cached, monkeypatch):
+    """What `accelerate launch --config_file training/accelerate/ddp.yaml` starts on a machine without a GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    align = ["align", "--teacher", "me/teacher", "--student", "me/teacher", "--text", "text.txt", "--out", "s"]
+    run = memmix(*align)
+    assert run.exit_code == 1 and "2 processes" in run.output and "training/accelerate/cpu.yaml" in run.output
+    assert "the launcher gives each process its device" in memmix(*align, "--device", "cpu").output
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    devices.check_processes()
+
+
+def test_trackers_are_checked_before_the_models_are_read(cached):
+    align = ["align", "--teacher", "me/teacher", "--student", "me/teacher", "--text", "text.txt", "--out", "s"]
+    run = memmix(*align, "--report-to", "nosuch")
+    assert run.exit_code == 1 and "--report-to 'nosuch' is no tracker" in run.output and "wandb" in run.output
+    run = memmix(*align, "--report-to", "clearml")  # not installed here
+    assert run.exit_code == 1 and "--report-to clearml: " in run.output and "Traceback" not in run.output
+
+
+def test_a_tracker_receives_the_logs(cached, monkeypatch):
+    from transformers import TrainerCallback
+    from transformers.integrations import integration_utils
+
+    received = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            received.append((state.global_step, json.dumps(sorted(logs))))
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Tracker)
+    result_of(memmix("convert", "--teacher", "me/teacher", "--out", "s0", "--json"))
+    align = ["align", "--teacher", "me/teacher", "--student", "s0", "--text", "text.txt", "--out", "s1"]
+    options = ["--steps", "4", "--batch-size", "2", "--block-size", "16", "--logging-steps", "2"]
+    trackers = ["--report-to", "wandb", "--report-to", "wandb"]  # twice is once
+    assert memmix(*align, *options, *trackers).exit_code == 0
+    assert [step for step, names in received if '"loss"' in names] == [1, 2, 4]

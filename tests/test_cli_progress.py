@@ -1,0 +1,89 @@
+"""What a job without a terminal writes: whole lines, at the start, at the end and every 30 seconds."""
+
+import re
+import time
+
+import pytest
+
+from hf_memmix.commands import progress
+from hf_memmix.commands.common import err, out
+from test_cli import SMALL, memmix, result_of
+from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+
+
+def test_the_first_the_last_and_the_newest_state_are_shown():
+    shown = []
+    lines = progress.Lines("align: step", shown.append, seconds=3600)
+    for step in range(1, 100):
+        lines.advance(step, 100, f"loss {step}")
+    assert shown == ["align: step 1 of 100, loss 1"]
+    lines.advance(100, 100, "loss 100")
+    lines.close()
+    assert shown[1:] == ["align: step 100 of 100, loss 100"]
+    lines.close()
+    assert len(shown) == 2
+
+
+def test_a_line_is_printed_while_a_step_takes_long():
+    shown = []
+    lines = progress.Lines("distill: step", shown.append, seconds=0.05)
+    lines.advance(0, 50)
+    lines.advance(10, 50, "loss 2.0")
+    limit = time.monotonic() + 20
+    while len(shown) < 4 and time.monotonic() < limit:
+        time.sleep(0.01)
+    lines.close()
+    assert shown[0] == "distill: step 0 of 50"
+    assert re.fullmatch(r"distill: step 10 of 50, loss 2\.0, \d:\d\d:\d\d left", shown[2]), shown
+
+
+def test_nothing_is_printed_before_there_is_a_state():
+    shown = []
+    progress.Lines("x", shown.append).close()
+    assert shown == []
+
+
+def test_only_the_first_process_of_a_launch_prints(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with progress.progress("align: step") as advance:
+        advance(1, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_time_left_is_of_this_call_not_of_the_steps_before_a_resume(monkeypatch):
+    shown, now = [], [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines = progress.Lines("x", shown.append, seconds=3600)
+    lines.advance(500, 1000)
+    now[0] = 110.0
+    lines.advance(510, 1000)
+    lines.close()
+    assert shown == ["x 500 of 1000", "x 510 of 1000, 0:08:10 left"]
+
+
+@pytest.mark.parametrize("stage", ["align", "distill"])
+def test_a_training_in_a_log_file_says_step_loss_speed(stage, tmp_path):
+    tiny_teacher("llama", layers=2).save_pretrained(tmp_path / "teacher")
+    tiny_tokenizer().save_pretrained(tmp_path / "teacher")
+    (tmp_path / "text.txt").write_text(tiny_text(800))
+    teacher = ["--teacher", tmp_path / "teacher"]
+    result_of(memmix("convert", *teacher, "--out", tmp_path / "s0", "--json"))
+    options = ["--student", tmp_path / "s0", "--text", tmp_path / "text.txt", "--out", tmp_path / "s1"]
+    run = memmix(stage, *teacher, *options, *SMALL, "--json", "--logging-steps", "2", "--device", "cpu")
+    result = result_of(run)
+    assert [entry["step"] for entry in result["log"]] == [1, 2]
+    lines = [line for line in run.stderr.splitlines() if line.startswith(stage)]
+    assert lines[0] == f"{stage}: step 0 of 3"
+    # the loss of the third step, which no log has
+    told = re.fullmatch(rf"{stage}: step 3 of 3, loss (\d+\.\d{{4}}), [\d,]+ tokens/s", lines[-1])
+    assert told, lines
+    assert float(told[1]) not in [round(entry["loss"], 4) for entry in result["log"]]
+
+
+def test_lines_are_not_wrapped_where_there_is_no_terminal(capsys):
+    long = "/a/long/path" * 20
+    for console in (out, err):
+        assert not console.is_terminal
+        console.print(f"written to {long}")
+    printed = capsys.readouterr()
+    assert printed.out == printed.err == f"written to {long}\n"

@@ -8,7 +8,9 @@ ten orders of magnitude apart.
 
 import copy
 import functools
+import itertools
 
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -137,6 +139,36 @@ FAMILIES = {
 }
 # the native model does not tell packed sequences apart: with attention kept, packed input is refused
 NO_NATIVE_PACKING = {"gpt_oss"}
+
+
+# ---- which combinations the everyday run covers
+
+
+def _pairs():
+    """Places (mixer, family) such that every mixer meets three families and every family a mixer."""
+    slots = max(len(FAMILIES), 3 * len(MIXERS))
+    return {(slot % len(MIXERS), slot % len(FAMILIES)) for slot in range(slots)}
+
+
+def over_tables(*names, **choices):
+    """Parametrize a test over all combinations of tables; most of them have the marker `product`.
+
+    `make test` runs the pairs of a mixer and a family that `_pairs` chooses, each with every further choice and one
+    layout in turn; `make test-all` runs the product.
+
+    Args:
+        names: "mixer", "family" and, where the test has it, "layout".
+        choices: a further name with its values.
+    """
+    tables = {"mixer": list(MIXERS), "family": list(FAMILIES), "layout": list(LAYOUTS), **choices}
+    names, pairs, rows = [*names, *choices], _pairs(), []
+    for places in itertools.product(*(range(len(tables[name])) for name in names)):
+        place = dict(zip(names, places, strict=True))
+        turn = sum(value for name, value in place.items() if name != "layout") % len(LAYOUTS)
+        everyday = (place["mixer"], place["family"]) in pairs and place.get("layout", turn) == turn
+        row = [list(tables[name])[value] for name, value in place.items()]
+        rows.append(pytest.param(*row, marks=() if everyday else pytest.mark.product, id="-".join(row)))
+    return pytest.mark.parametrize(names, rows)
 
 
 # ---- models

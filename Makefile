@@ -1,6 +1,8 @@
 # Every target sets up its own virtual environment in the checkout; Python >= 3.11 is all it needs.
 #   make demo                       convert, align and distil the bundled transformer; table, plot, checkpoint in runs/demo
-#   make test                       all tests that run on a CPU; TRANSFORMERS=5.17.0 tests another version in its own venv
+#   make test                       the everyday tests on a CPU; TRANSFORMERS=5.17.0 tests another version in its own venv
+#   make test-all                   also every mixer with every decoder family in every layout
+#   make test-processors            comparisons of numbers as older processors compute them
 #   make lint                       ruff check and ruff format --check
 #   make bench                      the kernels on this machine's NVIDIA GPU
 #   make card                       figures of README.md and of the model cards against the committed measurements
@@ -15,16 +17,16 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 # small models: more than one thread a process only makes the two processes wait for each other
-test: export OMP_NUM_THREADS = 1
+test test-all test-processors: export OMP_NUM_THREADS = 1
 # a thread that waits for another gives its core away soon: less time lost beside other work, a few percent alone
 demo: export GOMP_SPINCOUNT = 1000
-test demo: export HF_HUB_OFFLINE = 1
-test demo: export TOKENIZERS_PARALLELISM = false
+test test-all test-processors demo: export HF_HUB_OFFLINE = 1
+test test-all test-processors demo: export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test lint bench card clean
+.PHONY: help demo test test-all test-processors lint bench card clean
 
 help:
-	@sed -n '2,8s/^# *//p' Makefile
+	@sed -n '2,10s/^# *//p' Makefile
 
 $(STAMP): pyproject.toml setup.py constraints.txt .ci/venv
 	@.ci/venv $(VENV) $(TRANSFORMERS)
@@ -34,6 +36,20 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST)
+
+test-all: test
+	$(BIN)/python -m pytest -n $(JOBS) -m "product and not slow and not hub" $(PYTEST)
+
+# The libraries choose their code by the processor; these variables choose older code. MKL on a processor that is not
+# Intel's obeys MKL_CBWR alone.
+NUMBERS := tests/house/test_families.py tests/house/test_mamba2_mixer.py tests/kernels/test_contract.py \
+	-k "families or mamba2 or (torch and (naive or float64))"
+SSE4 := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41
+AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+
+test-processors: $(STAMP)
+	$(SSE4) $(BIN)/python -m pytest -n $(JOBS) $(NUMBERS)
+	$(AVX2) $(BIN)/python -m pytest -n $(JOBS) $(NUMBERS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -5,13 +5,21 @@ import os
 import pytest
 import torch
 
+import error_ratios
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # before the first `import triton`: without a GPU the kernels run in the interpreter, with one they are compiled
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--error-ratios", metavar="FILE", help="append each test's largest error / bound to FILE")
+
+
 def pytest_configure(config):
+    if config.getoption("error_ratios"):
+        config.pluginmanager.register(error_ratios.start(config.getoption("error_ratios")))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 

@@ -18,7 +18,6 @@ def test_layers_by_index(text, layers):
     choice = LayerChoice.listed(text, "--keep-layers")
     assert choice.layers(9) == layers and choice.number(9) == len(layers)
     assert layers_to_keep(text, 9) == layers_to_keep(choice, 9) == layers
-    assert choice.among([8, 3, 7]) == [layer for layer in (8, 3, 7) if layer in layers]
 
 
 @pytest.mark.parametrize(

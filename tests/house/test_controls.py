@@ -57,6 +57,19 @@ def test_state_dropped(model, monkeypatch):
     must_fail(model, "splits", "greedy", "chunked_prefill", "multi_turn", "beams", "fork", "static_cache")
 
 
+def test_state_rounded(model, monkeypatch):
+    """One rounding to float32, the smallest error that a float64 run of ours can make."""
+    cls = cache_layer_class(model)
+    get = cls.get
+
+    def rounded(self, *args, **kwargs):
+        states = get(self, *args, **kwargs)
+        return None if states is None else {name: t.float().double() for name, t in states.items()}
+
+    monkeypatch.setattr(cls, "get", rounded)
+    must_fail(model, "splits", "greedy", "chunked_prefill", "multi_turn", "fork")
+
+
 def test_crop_forgotten(model, monkeypatch):
     monkeypatch.setattr(cache_layer_class(model), "crop", lambda self, tokens: None)
     must_fail(model, "crop", "prompt_lookup")

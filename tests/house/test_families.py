@@ -1,4 +1,4 @@
-"""Every decoder family, in every layout, passes every check of `checks.py`."""
+"""Every decoder family, in every layout, passes every check of `checks.py`; `make test` takes a part of them."""
 
 import pytest
 
@@ -15,16 +15,14 @@ from testing import (
     LAYOUTS,
     MIXERS,
     NO_NATIVE_PACKING,
+    over_tables,
     slides,
     sliding_cache_records_one_forward,
     tiny_model,
 )
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mixer", MIXERS)
+@over_tables("mixer", "family", "layout", check=CHECKS)
 def test_check(mixer, family, layout, check):
     model = tiny_model(family, layout, mixer)
     if check == "packed" and family in NO_NATIVE_PACKING and layout != "all":
@@ -34,8 +32,7 @@ def test_check(mixer, family, layout, check):
         CHECKS[check](model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mixer", MIXERS)
+@over_tables("mixer", "family")
 def test_assistant(mixer, family):
     model = tiny_model(family, "odd", mixer)
     if slides(model) and sliding_cache_records_one_forward():
@@ -43,8 +40,7 @@ def test_assistant(mixer, family):
     check_assistant(model, tiny_model(family, "odd", mixer, seed=1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mixer", MIXERS)
+@over_tables("mixer", "family")
 def test_gradient_checkpointing(mixer, family):
     check_gradient_checkpointing(tiny_model(family, "odd", mixer, fresh=True))
 
@@ -61,3 +57,20 @@ def test_checkpointing_refuses_a_cache(mixer, family, layout):
 def test_padding_with_holes(mixer):
     check_padding(tiny_model("llama", "odd", mixer), kinds=("holes",))
     check_padding(tiny_model("mistral", "all", mixer), kinds=("holes",))
+
+
+def test_everyday_part_meets_everything():
+    """Every mixer three families, every family a mixer, every check every layout, mixer and family."""
+
+    def everyday(test):
+        (mark,) = (mark for mark in test.pytestmark if mark.name == "parametrize")
+        return [row.values for row in mark.args[1] if not row.marks]
+
+    for test in (test_check, test_assistant, test_gradient_checkpointing):
+        rows = everyday(test)
+        assert {row[1] for row in rows} == set(FAMILIES)
+        assert all(len({row[1] for row in rows if row[0] == mixer}) >= 3 for mixer in MIXERS)
+    for place, table in ((0, MIXERS), (1, FAMILIES), (2, LAYOUTS)):
+        assert {(row[place], row[3]) for row in everyday(test_check)} == {
+            (a, check) for a in table for check in CHECKS
+        }

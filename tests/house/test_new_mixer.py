@@ -35,7 +35,7 @@ from house.checks import (
     check_padding,
     uncached_greedy,
 )
-from house.test_compile import Graphs, compiled_generation
+from house.compiled import Graphs, bound_of_logits, compiled_generation
 from testing import MIXERS as ROWS
 from testing import assert_same, backbone_config, build, mixers_of, random_ids, randomize
 
@@ -219,12 +219,13 @@ def test_further_checks(model):
     check_gradient_checkpointing(leaky_model())
 
 
+@pytest.mark.compiles
 @torch.no_grad()
 def test_static_decode_is_one_graph():
     torch._dynamo.reset()
     model, ids, graphs = leaky_model(), random_ids(1, 7), Graphs()
     out = compiled_generation(model, ids, graphs.backend(), new_tokens=8)
-    assert_same_generation(out, uncached_greedy(model, ids, 8), "compiled")
+    assert_same_generation(out, uncached_greedy(model, ids, 8), "compiled", bound_of_logits(model))
     assert len(graphs) == 1
 
 

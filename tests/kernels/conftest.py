@@ -1,14 +1,8 @@
 """The kernels' tests run every op on its torch and its Triton path, the latter interpreted where there is no GPU."""
 
-import sys
-from pathlib import Path
-
+import interpreter
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import interpreter
 
 interpreter.enable()
 

@@ -1,0 +1,35 @@
+"""What the tests of torch.compile share: counted graphs, generation with a compiled static cache, bounds."""
+
+import torch
+from transformers import CompileConfig
+
+from house.checks import greedy
+from testing import float32_noise, random_ids
+
+# float32 parts of the library on the way through a tiny model, each with a rounding of its own: the norms, the
+# rotary angles and the logits of generate(). A wrong answer is three orders of magnitude above the bound.
+ROUNDINGS = 30
+
+
+class Graphs(list):
+    """A backend that keeps the graphs it is given, to count them; generate() copies its options, but no function."""
+
+    def backend(self):
+        def compile_graph(graph, inputs):
+            self.append(graph)
+            return graph.forward
+
+        return compile_graph
+
+
+def compiled_generation(model, ids, backend, **kwargs):
+    config = CompileConfig(backend=backend, mode=None, fullgraph=True, dynamic=False)
+    config._compile_all_devices = True
+    return greedy(model, ids, cache_implementation="static", compile_config=config, **kwargs)
+
+
+@torch.no_grad()
+def bound_of_logits(model, length=15):
+    """The relative difference that float32 roundings in the library may make in the model's logits."""
+    embeddings = model.get_input_embeddings()(random_ids(2, length))
+    return ROUNDINGS * max(float32_noise(lambda e: [model(inputs_embeds=e, use_cache=False).logits], embeddings))

@@ -299,15 +299,24 @@ class MemMixForCausalLM(_WithHead):
             if isinstance(cache, RecurrentStateCache):
                 cache.stop_past_recording()  # a long text after it would pile up snapshots
 
+    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        # transformers 5.17 does not tell the later chunks of a prompt from decode steps
+        model_kwargs["memmix_prefill"] = True
+        try:
+            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            del model_kwargs["memmix_prefill"]
+
     # the var-keyword must be spelled `kwargs`: generate() looks for that name to see what the model accepts
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, inputs_embeds=None, **kwargs):
+        prefill = kwargs.pop("memmix_prefill", kwargs.get("is_first_iteration"))
         inputs = super().prepare_inputs_for_generation(
             input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
         )
         tokens, cache = inputs.get("input_ids"), inputs.get("past_key_values")
         batch, length = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[:2]
         compileable = cache is not None and cache.is_compileable
-        if length == 1 and not kwargs.get("is_first_iteration"):
+        if length == 1 and not prefill:
             inputs["memmix_mask"] = None  # a new token is real
             return inputs
         if compileable or attention_mask is None:

@@ -89,7 +89,8 @@ def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:
     different = "; ".join(_differences(saved, identity))
     if different:
         raise ValueError(
-            f"{last} is of another run ({different}); begin anew with resume off, or give another output folder"
+            f"{last} is of another run ({different}); give what that run began with, begin anew with resume off, or"
+            " give another output folder"
         )
     check_files(last, saved.get("files", {}))
     return last

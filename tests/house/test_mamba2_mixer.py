@@ -10,7 +10,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer as NativeMixe
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from hf_memmix.mixers import MIXERS
-from hf_memmix.mixers.mamba2 import Mamba2Options
+from hf_memmix.mixers.mamba2 import LARGEST_READOUT, GatedRMSNorm, Mamba2Options
 from testing import assert_same, tiny_config
 
 SIZES = {"state_size": 6, "head_dim": 8, "expand": 2, "n_groups": 2}
@@ -183,3 +183,14 @@ def test_no_nan(scale, constant):
         states = ours.allocate_states(1, "cpu", torch.float32)
         steps = [ours.readout(ours.step(ours.project(x[:, t : t + 1], None), states), x) for t in range(40)]
     assert all(t.isfinite().all() for t in [*steps, *states.values()])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", (1e20, 1e30))
+def test_readout_past_the_clamp(size):
+    """Its square would be infinite in float32, and the normed readout zero: it is that of the largest readout."""
+    norm = GatedRMSNorm(8, 2, 1e-5)
+    y = torch.linspace(-1, 1, 8).sign().expand(1, 3, 8)
+    z = torch.linspace(0.5, 2, 8).expand(1, 3, 8)
+    assert_same(norm(size * y, z), norm(LARGEST_READOUT * y, z), tolerance=1e-6)
+    assert norm(size * y, z).abs().min() > 0.1

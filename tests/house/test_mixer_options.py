@@ -1,0 +1,120 @@
+"""Every mixer with every value of its options: padding, splits and single steps, at the level of the mixer."""
+
+import pytest
+import torch
+
+from hf_memmix import MIXERS as MIXER_CLASSES
+from testing import MIXERS, assert_same, tiny_config
+
+# other values of options that are no flags; flags are turned over
+VALUES = {
+    "gka": {"solver_phases": [[5, 4]], "conv_size": [2], "conv_activation": [None], "qk_norm": ["head", "full"]},
+    "lattice": {
+        "variant": ["enc", "sim", "ttt", "delta"],
+        "slots": [1, None],
+        "step_size": ["softplus", "constant"],
+        "l1": [0.01],
+        "conv_activation": [None],
+    },
+    "coffee": {"conv_activation": [None], "method": ["scan", "shooting", "deer"]},
+    "ska": {"power": [0], "chunk_size": [1], "refresh_every": [1]},
+    "mamba2": {"n_groups": [1], "time_step_limit": [[0.01, 0.05]]},
+}
+# options that a flag needs beside it
+BESIDE = {"use_rope": {"slots": None}, "qk_norm": {"share_qk": False}}
+
+
+def variants():
+    for mixer, row in MIXERS.items():
+        options_class = MIXER_CLASSES[mixer].options_class
+        defaults = options_class.from_dict(row).to_dict()
+        yield mixer, {}
+        for name, default in defaults.items():
+            for value in [not default] if isinstance(default, bool) else VALUES[mixer].get(name, []):
+                beside = {k: v for k, v in BESIDE.get(name, {}).items() if k in defaults}
+                yield mixer, {name: value, **beside}
+
+
+VARIANTS = list(variants())
+every_variant = pytest.mark.parametrize(("mixer", "options"), VARIANTS, ids=str)
+
+
+@torch.no_grad()
+def made(mixer, options):
+    """A random mixer in float64, its input [3, 13, 32] and the angles of rotary embeddings."""
+    generator = torch.Generator().manual_seed(0)
+    layer = MIXER_CLASSES[mixer](tiny_config("llama", (0,), mixer, options), 0)
+    torch.manual_seed(0)
+    layer.init_weights()
+    for parameter in layer.parameters():
+        if parameter.ndim == 2 and parameter.shape[-1] > 3:  # projections: those of 0.02 hardly move a state
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    angles = torch.randn(3, 13, 4, generator=generator, dtype=torch.float64).repeat(1, 1, 2)
+    x = torch.randn(3, 13, 32, generator=generator, dtype=torch.float64)
+    return layer.double(), x, (angles.cos(), angles.sin())
+
+
+def assert_same_states(actual, expected, row, what):
+    assert actual.keys() == expected.keys()
+    for name, state in expected.items():
+        assert_same(actual[name][row : row + 1].double(), state.double(), f"{what}, state {name}")
+
+
+@torch.no_grad()
+@every_variant
+def test_pads_write_nothing(mixer, options):
+    """What follows a row's end changes neither its outputs nor its states."""
+    layer, x, rotary = made(mixer, options)
+    tokens, lengths = layer.project(x, rotary), torch.tensor([9, 13, 4])
+    y, states = layer.scan(tokens, None, lengths=lengths)
+    for row, length in enumerate(lengths.tolist()):
+        alone, expected = layer.scan({k: v[row : row + 1, :length] for k, v in tokens.items()}, None)
+        assert_same(y[row : row + 1, :length], alone, f"row {row}")
+        assert_same_states(states, expected, row, f"row {row}")
+
+
+@torch.no_grad()
+@every_variant
+def test_splits_and_steps(mixer, options):
+    """A scan in two parts and token by token in place give the outputs and states of one scan."""
+    layer, x, rotary = made(mixer, options)
+    tokens = layer.project(x, rotary)
+    y, states = layer.scan(tokens, None)
+    first, between = layer.scan({k: v[:, :7] for k, v in tokens.items()}, None)
+    between = {name: state.clone() for name, state in between.items()}
+    second, last = layer.scan({k: v[:, 7:] for k, v in tokens.items()}, between)
+    assert_same(torch.cat([first, second], 1), y, "in two parts")
+    steps = [layer.step({k: v[:, t : t + 1] for k, v in tokens.items()}, between) for t in range(7, 13)]
+    assert_same(torch.cat([first, *steps], 1), y, "in steps")
+    for row in range(3):
+        expected = {name: state[row : row + 1] for name, state in states.items()}
+        if options.get("refresh_every") == 1:  # counts steps where nothing reads it: there are no chunks
+            between["position"], last["position"] = states["position"], states["position"]
+        assert_same_states(last, expected, row, "in two parts")
+        assert_same_states(between, expected, row, "in steps")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("mixer", "options"), [row for row in VARIANTS if row[0] == "lattice"], ids=str)
+def test_norm_of_lattices_start_does_not_matter(mixer, options):
+    """S_0 is of unit norm when it is used, also where writes do not bring slots back to it."""
+    layer, x, rotary = made(mixer, options)
+    tokens = layer.project(x, rotary)
+    y, states = layer.scan(tokens, None)
+    layer.S0.mul_(torch.linspace(0.1, 9, layer.S0.shape[-1], dtype=torch.float64))
+    scaled, again = layer.scan(tokens, None)
+    assert_same(scaled, y)
+    assert_same(again["S"], states["S"])
+
+
+@torch.no_grad()
+def test_gka_without_an_output_norm_is_not_scaled():
+    """y = U x has the size that attention has; before a norm it is over the root of the head size."""
+    (plain, x, rotary), (normed, _, _) = (made("gka", {"use_o_norm": used}) for used in (False, True))
+    normed.load_state_dict(plain.state_dict(), strict=False)
+    tokens = plain.project(x, rotary)
+    expected = normed.scan(tokens, None)[0] * plain.head_dim**0.5
+    assert_same(plain.scan(tokens, None)[0], expected)
+    _, states = plain.scan({k: v[:, :1] for k, v in tokens.items()}, None)
+    one = {k: v[:, 1:2] for k, v in tokens.items()}
+    assert_same(plain.step(one, {k: v.clone() for k, v in states.items()}), expected[:, 1:2], "a step")

@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 import hf_memmix
 from testing import (
+    TOLERANCES,
     assert_same,
     assert_same_tokens,
     difference,

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hf_memmix.commands import app, errors
 from hf_memmix.conversion import layers_to_keep
-from hf_memmix.training.documents import documents
+from hf_memmix.training.text_files import documents
 from test_cli import memmix
 
 

@@ -118,3 +118,14 @@ def test_gka_without_an_output_norm_is_not_scaled():
     _, states = plain.scan({k: v[:, :1] for k, v in tokens.items()}, None)
     one = {k: v[:, 1:2] for k, v in tokens.items()}
     assert_same(plain.step(one, {k: v.clone() for k, v in states.items()}), expected[:, 1:2], "a step")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_beta", (True, False))
+def test_pads_of_gka_have_no_write_strength(use_beta):
+    """Not only because the convolution leaves zeros there: the memory is told so itself."""
+    layer, x, rotary = made("gka", {"use_beta": use_beta})
+    *_, log_decay, beta, _ = layer.memory_inputs(layer.project(x, rotary), None, torch.tensor([9, 13, 4]), None)
+    for row, length in enumerate((9, 13, 4)):
+        assert (beta[row, :length] > 0).all()
+        assert not beta[row, length:].any() and not log_decay[row, length:].any()

@@ -298,7 +298,7 @@ def float32_noise(compute, embeddings, seeds=3):
     for seed in range(seeds):
         signs = torch.randint(0, 2, embeddings.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
         moved = compute((embeddings * (1 + signs * 2.0**-24)).to(embeddings.dtype))
-        effects.append([difference(a, b) for a, b in zip(moved, exact, strict=True)])
+        effects.append([float(difference(a, b)) for a, b in zip(moved, exact, strict=True)])
     return [max(column) for column in zip(*effects, strict=True)]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from .._chunks import checkpoint_slots
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import use_triton
+from .._registration import step_op
 from .sizes import CHECKPOINT, coffee_method, padded_states
 from .torch_deer import deer_fwd_torch
 from .torch_path import checkpoint_interval, coffee_bwd_torch, coffee_fwd_torch, coffee_step_torch
@@ -187,7 +188,7 @@ def _backward(ctx, dy, dfinal, _):
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("hf_memmix::coffee_step", mutates_args=("state",))
+@step_op("hf_memmix::coffee_step", mutates_args=("state",))
 def _step(
     u: Tensor,
     lam: Tensor,

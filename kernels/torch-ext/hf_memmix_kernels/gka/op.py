@@ -4,6 +4,7 @@ import torch
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
+from .._registration import step_op
 from . import torch_path
 from .schedule import as_phases
 from .torch_path import gka_step_torch
@@ -119,7 +120,7 @@ def _backward(ctx, do, _dx, dh_final, du_final):
 _gka_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("hf_memmix::gka_step", mutates_args=("h", "u"))
+@step_op("hf_memmix::gka_step", mutates_args=("h", "u"))
 def _gka_step(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -9,10 +9,11 @@ the iteration (Gated KalmaNet, Lemmas 1 and 2): z = A^-1 dx comes from the same 
 this file tensors are [N, H, chunks, C, D]; `split` and `merge` convert.
 """
 
+import functools
+
 import torch
 
 from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks
-from .naive import naive_solve
 from .schedule import richardson_steps
 
 
@@ -163,15 +164,48 @@ def gka_backward(
     return (*(d.to(t.dtype) for d, t in zip(merged, (q, k, v), strict=True)), *gates, -0.5 * E_0, R_0)
 
 
+@functools.cache
+def _step_weights(iterations: int, ridge: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The steps tau of `richardson_steps` as a tensor [iterations + 1]."""
+    return torch.tensor(richardson_steps(iterations, ridge), dtype=dtype, device=device)
+
+
+def _solve_token(h: torch.Tensor, q: torch.Tensor, phases: list[int], ridge: float) -> torch.Tensor:
+    """x [B, H, D] with (H + ridge |H| I) x = q for one token, and x = 0 where H is zero; one operator per iteration.
+
+    The polynomial is that of `_Chunks.solve`: with A = H / |H|, a step r <- r - tau (A + ridge I) r is one `baddbmm`.
+    The residuals of a phase are kept, so that x, their sum weighted by tau, is one more product.
+    """
+    dim = q.shape[-1]
+    norm = torch.linalg.vector_norm(h, dim=(-2, -1), keepdim=True)
+    inverse = torch.where(norm == 0, 0.0, 1 / norm)
+    a = (h * inverse).view(-1, dim, dim)
+    # H is symmetric, so vectors may stand as rows: a third of the time of columns on a CPU
+    right = (q[..., None, :] * inverse).view(-1, 1, dim)
+    x = None
+    for iterations in phases:
+        r = right if x is None else torch.baddbmm(right - ridge * x, x, a, alpha=-1)
+        residuals = r.new_empty(iterations + 1, *r.shape)
+        residuals[0] = r
+        rows = residuals.unbind()
+        for tau, before, after in zip(richardson_steps(iterations, ridge), rows, rows[1:], strict=False):
+            torch.baddbmm(before, before, a, beta=1 - tau * ridge, alpha=-tau, out=after)
+        weights = _step_weights(iterations, ridge, r.dtype, r.device)
+        found = (weights @ residuals.view(iterations + 1, -1)).view_as(r)
+        x = found if x is None else x + found
+    return x.view_as(q)
+
+
 def gka_step_torch(q, k, v, log_decay, alpha, beta, h, u, phases, ridge, scale):
     """Advance (h, u) in place by the one token of q, k, v [B, 1, heads, D] and return o [B, 1, H, Dv] in q's dtype."""
     groups = q.shape[2] // k.shape[2]
-    queries = q[:, 0].to(h.dtype)
-    keys, values = (t[:, 0].to(h.dtype).repeat_interleave(groups, 1) for t in (k, v))
+    queries, keys, values = (t[:, 0].to(h.dtype) for t in (q, k, v))
+    if groups > 1:
+        keys, values = (t.repeat_interleave(groups, 1) for t in (keys, values))
     decay = log_decay[:, 0].to(h.dtype).exp()[..., None, None]
     written = (beta[:, 0].to(h.dtype).square()[..., None] * keys)[..., None, :]
-    h.mul_(decay).add_(keys[..., :, None] * written)
-    u.mul_(decay).add_(values[..., :, None] * written)
-    x = naive_solve(h, queries, tuple(phases), ridge)
+    h.mul_(decay).addcmul_(keys[..., :, None], written)
+    u.mul_(decay).addcmul_(values[..., :, None], written)
+    x = _solve_token(h, queries, phases, ridge)
     mixed = queries + alpha[:, 0].to(h.dtype)[..., None] * (x - queries)
-    return (scale * (u @ mixed[..., None])[..., 0]).to(q.dtype)[:, None]
+    return (scale * (mixed[..., None, :] @ u.mT)[..., 0, :]).to(q.dtype)[:, None]

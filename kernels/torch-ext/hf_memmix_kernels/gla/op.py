@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
+from .._registration import step_op
 from .torch_path import gla_bwd_torch, gla_fwd_torch, gla_step_torch
 
 CHUNK_SIZES = (16, 32, 64, 128)
@@ -71,7 +72,7 @@ def _backward(ctx, do, dfinal):
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("hf_memmix::gla_step", mutates_args=("state",))
+@step_op("hf_memmix::gla_step", mutates_args=("state",))
 def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> Tensor:
     if use_triton(q):
         from .launch import gla_step_triton as step

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import use_triton
+from .._registration import step_op
 from .naive import BASELINES, VARIANTS
 from .sizes import CHECKPOINT, MAX_DIM, dual_sizes, kept_sizes, runs_dual
 from .torch_path import lattice_bwd_torch, lattice_fwd_torch, lattice_step_torch
@@ -118,7 +119,7 @@ def _backward(ctx, do, dfinal, _):
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("hf_memmix::lattice_step", mutates_args=("state",))
+@step_op("hf_memmix::lattice_step", mutates_args=("state",))
 def _step(
     q: Tensor,
     k: Tensor,

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .._common import check_cu_seqlens, num_sequences
 from .._dispatch import use_triton
+from .._registration import step_op
 from .torch_path import short_conv_bwd_torch, short_conv_fwd_torch, short_conv_step_torch
 
 MAX_TAPS = 16
@@ -82,7 +83,7 @@ def _backward(ctx, dy, dstate):
 _fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("hf_memmix::short_conv_step", mutates_args=("state",))
+@step_op("hf_memmix::short_conv_step", mutates_args=("state",))
 def _step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool) -> Tensor:
     if use_triton(x):
         from .launch import short_conv_step_triton as step

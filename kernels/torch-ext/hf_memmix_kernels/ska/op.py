@@ -6,6 +6,7 @@ from torch import Tensor
 from .._chunks import sequence_ids
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
+from .._registration import step_op
 from . import torch_path
 from .state import State, check_state, state_shapes
 from .torch_path import ska_step_torch
@@ -113,7 +114,7 @@ def _backward(ctx, do, *d_state):
 _ska_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("hf_memmix::ska_step", mutates_args=("statistics", "operator", "previous", "nu", "position"))
+@step_op("hf_memmix::ska_step", mutates_args=("statistics", "operator", "previous", "nu", "position"))
 def _ska_step(
     q: Tensor,
     k: Tensor,

@@ -1,6 +1,5 @@
 """Training with the tools that users have: loss, Trainer, PEFT, gradient checkpointing, truncated backpropagation."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -17,6 +16,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from child import child_env
 from testing import (
     FAMILIES,
     HOUSE_MIXER,
@@ -160,8 +160,9 @@ LATE_PEFT = """
 
 
 def test_lora_default_targets_when_peft_is_imported_last():
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(LATE_PEFT)], env=env, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LATE_PEFT)], env=child_env(), capture_output=True, text=True
+    )
     assert run.stdout.strip() == "['q_proj', 'v_proj']", run.stderr
 
 

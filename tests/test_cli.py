@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from hf_memmix.commands import app
+from cli_runner import memmix, result_of
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 SMALL = ["--batch-size", "4", "--block-size", "16", "--steps", "3"]
@@ -17,15 +16,6 @@ def workspace(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "teacher")
     (tmp_path / "text.txt").write_text(tiny_text(800))
     return tmp_path
-
-
-def memmix(*args):
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
-def result_of(run):
-    assert run.exit_code == 0, run.output
-    return json.loads(run.stdout)
 
 
 def test_from_teacher_to_generated_text(workspace):

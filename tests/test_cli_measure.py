@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cli_runner import memmix, result_of
 from hf_memmix.conversion import convert_model, save_student
-from test_cli import memmix, result_of
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 SMALL = ["--lengths", "48,64", "--samples", "2", "--depths", "0,1", "--json"]

@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
+from cli_runner import memmix, result_of
 from hub_stand_in import TOKEN, hub
-from test_cli import memmix, result_of
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 ABOUT = ["--base-model", "me/teacher", "--license", "apache-2.0"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from cli_runner import memmix, result_of
 from hf_memmix.cache import RecurrentStateCache
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.convert import save_student
@@ -13,7 +14,6 @@ from hf_memmix.conversion.estimate import estimate, meta_teacher
 from hf_memmix.conversion.families import FAMILIES
 from hf_memmix.conversion.from_attention import STARTS, Start
 from hf_memmix.swap import memory_mixers
-from test_cli import memmix, result_of
 from tiny_teachers import tiny_teacher
 
 LENGTH = 11

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from cli_runner import memmix, result_of
 from hf_memmix.conversion import load_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.hmf import import_hmf
-from test_cli import memmix, result_of
 from tiny_teachers import tiny_tokenizer
 
 HIDDEN, HEADS, KV_HEADS, D, MLP, VOCAB, TAPS = 32, 4, 2, 16, 48, 24, 4

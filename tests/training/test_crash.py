@@ -3,7 +3,6 @@
 The runs are processes of their own: one is killed by a real SIGKILL, one may not write large files any more.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import textwrap
 import pytest
 import torch
 
+from child import child_env
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.train import align
@@ -91,9 +91,7 @@ FULL = """
 def start(folder, body):
     script = folder / "run.py"
     script.write_text(textwrap.dedent(COMMON) + textwrap.dedent(body))
-    paths = os.pathsep.join([os.path.dirname(__import__("tiny_teachers").__file__), *filter(None, sys.path)])
-    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, script, folder / "run"], env=env, capture_output=True, text=True)
+    return subprocess.run([sys.executable, script, folder / "run"], env=child_env(), capture_output=True, text=True)
 
 
 def checkpoints(folder):

@@ -4,7 +4,6 @@ The settings of FSDP2 are those of the file that ships. DeepSpeed is not install
 """
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -16,6 +15,7 @@ import transformers
 import yaml
 from packaging.version import parse
 
+from child import child_env
 from hf_memmix.conversion import load_model
 
 CONFIGS = Path(__file__).parents[2] / "training" / "accelerate"
@@ -66,8 +66,7 @@ def launch(folder: Path, processes: int, broken: bool, **env) -> dict:
     folder.mkdir()
     script = folder / "run.py"
     script.write_text(textwrap.dedent(RUN))
-    paths = os.pathsep.join([os.path.dirname(__import__("tiny_teachers").__file__), *filter(None, sys.path)])
-    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"} | env
+    env = child_env(ACCELERATE_USE_CPU="1", **env)
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]

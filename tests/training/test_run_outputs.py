@@ -6,7 +6,7 @@ import os
 import pytest
 from typer.testing import CliRunner
 
-from hf_memmix.cli import app
+from hf_memmix.commands import app
 from hf_memmix.conversion import convert_model, save_student
 from hf_memmix.training.run_lock import run_lock
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer

@@ -1,0 +1,20 @@
+"""Rules of the tests themselves."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_imports_no_test_and_leaves_the_path_alone(path):
+    """What several tests need stands in a module that is no test; `pythonpath` of pyproject.toml finds it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        imported = [name for name in names if name.split(".")[-1].startswith("test_")]
+        assert not imported, f"line {node.lineno} imports {imported}: move what it needs to a module beside testing.py"
+        changed = isinstance(node, ast.Attribute) and node.attr == "path" and ast.unparse(node.value) == "sys"
+        assert not changed, f"line {node.lineno} uses sys.path"

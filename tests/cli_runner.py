@@ -6,6 +6,9 @@ from typer.testing import CliRunner
 
 from hf_memmix.commands import app
 
+# a training of a moment
+SMALL = ["--batch-size", "4", "--block-size", "16", "--steps", "3"]
+
 
 def memmix(*args):
     """The result of `memmix ARGS`."""

@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from cli_runner import memmix, result_of
+from cli_runner import SMALL, memmix, result_of
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
-
-SMALL = ["--batch-size", "4", "--block-size", "16", "--steps", "3"]
 
 
 @pytest.fixture

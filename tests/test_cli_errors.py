@@ -8,10 +8,10 @@ import torch
 import typer
 from transformers import AutoConfig, AutoTokenizer
 
+from cli_runner import memmix
 from hf_memmix.commands import app, errors
 from hf_memmix.conversion import layers_to_keep
 from hf_memmix.training.text_files import documents
-from test_cli import memmix
 
 
 def outcome(cause, capsys):

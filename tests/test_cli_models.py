@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from cli_runner import memmix, result_of
 from hf_memmix.commands import devices, hub
-from test_cli import memmix, result_of
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from cli_runner import SMALL, memmix, result_of
 from hf_memmix.commands import progress
 from hf_memmix.commands.common import err, out
-from test_cli import SMALL, memmix, result_of
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cli_runner import memmix
 from hf_memmix.assets import asset_path
-from test_cli import memmix
 
 ROOT = Path(__file__).parents[1]
 # what a program of somebody else does: it was written without hf_memmix in mind

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cli_runner import memmix
 from hf_memmix.assets import asset_path
-from test_cli import memmix
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ["torch", "transformers", "numpy", "hf_memmix.configuration_memmix", "hf_memmix.conversion"]

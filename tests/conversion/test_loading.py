@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cli_runner import memmix
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.estimate import meta_teacher
 from hf_memmix.conversion.loading import read_config
-from test_cli import memmix
 from testing import MIXERS
 from tiny_teachers import tiny_teacher
 

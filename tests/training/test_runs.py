@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -10,6 +9,7 @@ import textwrap
 import pytest
 import torch
 
+from child import child_env
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.training.data import TokenBlocks
@@ -153,9 +153,8 @@ HOLD = """
 
 def hold(folder):
     """A process that holds the lock of a folder."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(HOLD), folder], env=env, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(HOLD), folder], env=child_env(), stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline().strip() == "held"
     return process

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import error_ratios
+import everyday
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # before the first `import triton`: without a GPU the kernels run in the interpreter, with one they are compiled
@@ -23,7 +24,11 @@ def pytest_configure(config):
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marker
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if everyday.leaves_out(item.nodeid):
+            item.add_marker(pytest.mark.product)
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")

@@ -264,6 +264,16 @@ def random_ids(batch, length, seed=0):
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def distinct_ids(batch, length, seed=0):
+    """As `random_ids`, but no row holds a token twice.
+
+    Equal tokens have equal keys in the first layer, and SKA's gradient of the largest norm goes to one of those that
+    share it: to which one is decided by the rounding of a matrix product, so by the processor and the batch.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([3 + torch.randperm(VOCAB - 3, generator=generator)[:length] for _ in range(batch)])
+
+
 def word_tokenizer():
     """A tokenizer whose words are w0, w1, ... for the ids of the tiny models."""
     core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w2"))

@@ -17,6 +17,7 @@ from testing import (
     assert_same,
     assert_same_tokens,
     difference,
+    distinct_ids,
     mixers_of,
     random_ids,
     slides,
@@ -158,7 +159,7 @@ def check_padding(model, kinds=("left", "right", "mixed")):
     """A padded row equals the row alone, forward and backward; pads get zero gradient, whatever they hold."""
     length, lengths = 13, (9, 13, 4)
     embed = model.get_input_embeddings()
-    ids = random_ids(3, length)  # pads hold ordinary tokens: only the mask tells them apart
+    ids = distinct_ids(3, length)  # pads hold ordinary tokens: only the mask tells them apart
     weights = random_weights(model, 3, length)
     for kind in kinds:
         mask = _padded_batch(kind, lengths, length)
@@ -200,7 +201,7 @@ def packed_kwargs(lengths, kind):
 def check_packed(model, kinds=("position_ids", "seq_idx", "cu_seq_lens_q")):
     """Sequences packed into one row equal the sequences alone, forward and backward."""
     lengths = (5, 1, 10, 3)
-    ids = random_ids(1, sum(lengths))
+    ids = distinct_ids(1, sum(lengths))
     weights = random_weights(model, 1, sum(lengths))
 
     def run(embeds, weights, **kwargs):

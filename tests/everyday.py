@@ -1,0 +1,41 @@
+"""The long tests that `make test` leaves to `make test-all`, beside the rows that `testing.over_tables` leaves to it.
+
+Each has a shorter relative that stays: the same kernel at a smaller size, another moment of the same kill, the other
+path of the same op. A row is a regular expression over pytest's node ids.
+"""
+
+import re
+
+# Triton's interpreter takes seconds for what a GPU does in microseconds: sizes up to 17 tokens stay
+_INTERPRETED = r"tests/kernels/test_contract\.py::test_"
+LEFT_OUT = [
+    _INTERPRETED + r"equals_naive\[triton-.*-(?!(1x17|2x1)x)\dx\d+x.*\]",
+    _INTERPRETED + r"(packed|padding|split|steps|float64|gradient|low).*\[triton-.*(lattice|ska|gka|coffee_filtered)",
+    _INTERPRETED + r"gka_gradients_of_few_iterations_know_no_cuts\[triton",
+    r"tests/kernels/test_lattice\.py::test_(a_slot_that_(decays|keeps)|norms_stay).*",
+    r"tests/kernels/test_coffee\.py::test_(deer_equals|shooting_equals|shooting_gives_up|stays_bounded).*",
+    r"tests/kernels/test_memcheck\.py::test_every_access_is_inside\[(?!gla)",
+    r"tests/kernels/test_registration\.py::test_compiles_to_one_graph\[triton",
+    r"tests/kernels/test_sass\.py::test_one_kernel_compiles",
+    r"tests/house/test_compile\.py::test_training_graph\[(?!llama-gka)",
+    r"tests/house/test_compile\.py::test_training_on_other_lengths",
+    # whole trainings, and kills of them: one moment of a kill and one program stay
+    r"tests/training/test_crash\.py::test_a_kill_leaves.*\[(?!before the folder is renamed)",
+    r"tests/training/test_crash\.py::test_out_of_room",
+    r"tests/training/test_distributed\.py::test_two_processes",
+    r"tests/training/test_trl\.py::.*\[--",
+    r"tests/training/bundled/test_(demo|make_tiny_gka)\.py::test_(demo_end|recipe_in)",
+    r"tests/training/experiments/test_fit\.py::test_(resumes_and_survives|what_was_trained)",
+    r"tests/training/experiments/test_(echo|conversion_table)\.py::test_(ablation|a_row_runs)",
+    r"tests/conversion/test_saving\.py::test_the_next_command_clears.*\[(?!writing)",
+    r"tests/conversion/test_saving\.py::test_a_kill_while_overwriting",
+    # processes of their own that import everything
+    r"tests/test_cli_publish\.py::test_(what_the_hub_refuses|a_dry_run_names)",
+    r"tests/test_cli_run\.py::test_(the_other_way|errors_of_the_program|importing_torch)",
+]
+_PATTERN = re.compile("|".join(f"(?:{row})" for row in LEFT_OUT))
+
+
+def leaves_out(node_id: str) -> bool:
+    """Whether `make test` leaves this test to `make test-all`."""
+    return _PATTERN.match(node_id) is not None

@@ -52,7 +52,7 @@ class SKAOptions(MixerOptions):
     rank: int = between(32, 1, MAX_RANK, "the paper's are 24 and 32")
     power: int = between(2, 0, MAX_POWER, "the paper's K is 2")
     chunk_size: int = between(64, 1, MAX_CHUNK, "the default is 64")
-    eps: float | int = between(1e-3, 1e-5, 100, "the paper's is 1e-3; below 1e-5 float32 cannot invert a memory with few keys")
+    eps: float | int = between(1e-3, 1e-5, 100, "the paper's is 1e-3; below 1e-5 float32 loses the inverse")
     spectral_norm: bool = True
     sigma_floor: float | int = between(0.1, 1e-6, 1, "the default is 0.1")
     normalization: str = one_of("running_max", NORMALIZATIONS)

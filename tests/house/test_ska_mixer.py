@@ -122,7 +122,7 @@ def test_action_mask_of_another_shape_is_refused(mask):
         ({"power": -1}, "power=-1 must be 0 to 8"),
         ({"power": 9}, "power=9"),
         ({"chunk_size": 0}, "chunk_size=0"),
-        ({"eps": 0.0}, "eps=0.0 must be 1e-08 to 100"),
+        ({"eps": 0.0}, "eps=0.0 must be 1e-05 to 100"),
         ({"sigma_floor": 0.0}, "sigma_floor=0.0"),
         ({"sigma_floor": 1.5}, "sigma_floor=1.5"),
         ({"normalization": "layer"}, "normalization='layer'"),

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_memmix.backbones import layer_rotates
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import FAMILIES, REFUSED, attention_module, attention_prefix, extract_attention
 from hf_memmix.conversion.from_attention import STARTS
 from hf_memmix.mixers import MIXERS
-from hf_memmix.mixers.base import layer_rotates
 from tiny_teachers import tiny_teacher
 
 

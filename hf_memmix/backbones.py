@@ -25,7 +25,11 @@ def _listed_layers(config, layer_idx: int) -> bool:
 
 
 def _sliding_layers(config, layer_idx: int) -> bool:
-    return config.sliding_window is None or config.layer_types[layer_idx] == "sliding_attention"
+    return config.layer_types[layer_idx] == "sliding_attention"
+
+
+def _sliding_layers_or_all(config, layer_idx: int) -> bool:
+    return config.sliding_window is None or _sliding_layers(config, layer_idx)
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,8 @@ _NO_LAYOUT = Backbone(refused="its decoder tells its layers neither padding nor 
 _SHARED = Backbone(refused="its layers share keys and values, so a replaced layer would starve others")
 _RECURRENT = Backbone(refused="some of its layers are recurrent already")
 _UNKNOWN_NAMES = Backbone(refused="its layers or their attention lie under names that the swap does not know")
+_OUTPUT_GATE = "its attention has an output gate that depends on the token"
 _LATENT = Backbone(no_conversion="latent attention: k and v have no projections of x")
-_GATED = Backbone(no_conversion="its attention has an output gate that depends on the token")
 
 BACKBONES: Mapping[str, Backbone] = MappingProxyType(
     {
@@ -130,8 +134,8 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
         "dots1": Backbone(window=True),
         "ernie4_5": Backbone(interleaved=True),
         "ernie4_5_moe": Backbone(interleaved=True),
-        "exaone4": Backbone(rotates=_sliding_layers, window=True),
-        "exaone_moe": Backbone(rotates=_sliding_layers, window=True),
+        "exaone4": Backbone(rotates=_sliding_layers_or_all, window=True),
+        "exaone_moe": Backbone(rotates=_sliding_layers_or_all, window=True),
         "flex_olmo": Backbone(),
         "gemma": Backbone(),
         "gemma2": Backbone(window=True, logits=_CAPPED),
@@ -197,11 +201,11 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
         "deepseek_v3": _LATENT,
         "minicpm3": _LATENT,
         "youtu": _LATENT,
-        "afmoe": _GATED,
-        "laguna": _GATED,
+        "afmoe": Backbone(rotates=_sliding_layers, window=True, no_conversion=_OUTPUT_GATE),
+        "laguna": Backbone(window=True, no_conversion=_OUTPUT_GATE),
         "bitnet": Backbone(no_conversion="a norm stands between its attention and the output projection"),
         "diffllama": Backbone(no_conversion="its attention is a difference of two softmaxes"),
-        "doge": Backbone(no_conversion="its attention mask is computed from the values"),
+        "doge": Backbone(window=True, no_conversion="its attention mask is computed from the values"),
         "nanochat": Backbone(
             logits=_CAPPED, no_conversion="its q and k norms have no weights and follow the rotation"
         ),

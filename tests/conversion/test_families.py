@@ -60,6 +60,8 @@ OPTIONS = [
     ("stablelm", {"use_qkv_bias": True}),
     ("starcoder2", {"use_bias": False}),
     ("cohere", {"attention_bias": True}),
+    ("cohere2", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),  # then no layer rotates
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),  # then all of them do
     ("ernie4_5", {"use_bias": True}),
     ("gemma3_text", {"attention_bias": True}),
     ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),

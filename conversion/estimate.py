@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hf_memmix.backbones import window_of
 from hf_memmix.conversion.convert import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.loading import read_config
@@ -83,9 +84,7 @@ def state_bytes(mixer, dtype: torch.dtype) -> int:
 
 def layer_kv_bytes(config: PreTrainedConfig, layer: int, length: int, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of `length` tokens in one attention layer; a sliding window bounds them."""
-    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    slides = kinds[layer] == "sliding_attention" if kinds else window is not None
-    if slides and window:
+    if window := window_of(config, layer):
         length = min(length, window - 1)  # the newest token needs one less behind it
     shape = AttentionShape.of(config)
     return 2 * length * shape.kv_heads * shape.head_dim * dtype.itemsize

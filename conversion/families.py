@@ -1,140 +1,34 @@
-"""How each decoder family of transformers stores its attention, and the way from there to plain projections.
+"""From the attention of a decoder family, as it stores it, to plain projections.
 
-`FAMILIES` is all this package knows about families: one row says how q, k, v and o lie in the tensors of an attention
-module. `extract_attention` reads a row and returns `AttentionWeights`; a tensor that no column of the row names is an
-error, never a silent loss.
+`extract_attention` reads the row of the family in `hf_memmix.backbones` and returns `AttentionWeights`. A tensor that
+no column of the row names is an error, never a silent loss.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from hf_memmix import swap
+from hf_memmix.backbones import BACKBONES, USE_ANOTHER, Backbone, family_name
 from hf_memmix.conversion.attention_weights import AttentionWeights
 
-
-@dataclass(frozen=True)
-class Family:
-    """One row: attribute names below the attention module, and the layout of the fused projection if there is one.
-
-    `qkv`: three projections (separate) or one (fused). `layout` of a fused one: "stacked" = all query rows, then all
-    key rows, then all value rows (Phi-3, GPT-2); "per_head" = q, k, v of head 0, then of head 1, ... (GPT-NeoX).
-    `rotary`: see `AttentionWeights`; `interleaved`: the family rotates channels (2i, 2i + 1) together.
-    `transposed`: weights are `[in, out]` (GPT-2's Conv1D). `norm_offset`: added to q/k norm weights (Gemma's 1 + w).
-    `norm_last`: q and k are rotated and then normalised; mixers do it in the usual order.
-    `extra`: tensors without a counterpart in `AttentionWeights`, passed on by name.
-    """
-
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    out: str = "o_proj"
-    layout: str = "separate"
-    transposed: bool = False
-    q_norm: str = "q_norm"
-    k_norm: str = "k_norm"
-    norm_offset: float = 0.0
-    norm_last: bool = False
-    rotary: str | None = "half"
-    interleaved: bool = False
-    extra: tuple[str, ...] = ()
-
-
-PLAIN = Family()  # separate projections, each with or without a bias, q/k norms where the family has them
-
-FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(
-        (
-            "apertus",
-            "arcee",
-            "cwm",
-            "dots1",
-            "exaone4",
-            "exaone_moe",
-            "flex_olmo",
-            "gemma",
-            "gemma2",
-            "glm4_moe",
-            "granite",
-            "granitemoe",
-            "granitemoeshared",
-            "jais2",
-            "llama",
-            "ministral",
-            "ministral3",
-            "mistral",
-            "mixtral",
-            "nemotron",
-            "olmo",
-            "olmo2",
-            "olmo3",
-            "olmoe",
-            "phimoe",
-            "qwen2",
-            "qwen2_moe",
-            "qwen3",
-            "qwen3_moe",
-            "seed_oss",
-            "smollm3",
-            "solar_open",
-            "stablelm",
-            "starcoder2",
-            "vaultgemma",
-        ),
-        PLAIN,
-    ),
-    **dict.fromkeys(("cohere", "cohere2"), Family(rotary="pairs", interleaved=True)),
-    **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"), Family(interleaved=True)),
-    "biogpt": Family(out="out_proj", rotary=None),
-    "gemma3_text": Family(norm_offset=1.0),
-    "gpt2": Family(
-        qkv=("c_attn",),
-        out="c_proj",
-        layout="stacked",
-        transposed=True,
-        rotary=None,
-    ),
-    "gpt_neox": Family(qkv=("query_key_value",), out="dense", layout="per_head"),
-    "gpt_oss": Family(extra=("sinks",), rotary="single"),
-    **dict.fromkeys(
-        ("hunyuan_v1_dense", "hunyuan_v1_moe"),
-        Family(q_norm="query_layernorm", k_norm="key_layernorm", norm_last=True),
-    ),
-    "phi": Family(out="dense"),
-    "phi3": Family(qkv=("qkv_proj",), layout="stacked"),
-}
-
-# families that no row can describe, and why
+# the families that cannot be converted, with the reason, and those that can, with their rows
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("bloom", "codegen", "gptj"), "its decoder tells its layers neither padding nor packing"),
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "minicpm3", "youtu"), "latent attention: k and v have no projections of x"
-    ),
-    **dict.fromkeys(("afmoe", "laguna"), "its attention has an output gate that depends on the token"),
-    **dict.fromkeys(("gemma3n_text", "gemma4_text"), "its layers share keys and values"),
-    **dict.fromkeys(("jamba", "olmo_hybrid", "qwen3_next"), "some of its layers are recurrent already"),
-    **dict.fromkeys(("mpt", "opt"), "its layers or their attention lie under names that the swap does not know"),
-    "bitnet": "a norm stands between its attention and the output projection",
-    "diffllama": "its attention is a difference of two softmaxes",
-    "doge": "its attention mask is computed from the values",
-    "nanochat": "its q and k norms have no weights and follow the rotation",
-    "persimmon": "its q and k norms are LayerNorms",
+    name: row.refused or row.no_conversion for name, row in BACKBONES.items() if row.refused or row.no_conversion
 }
+FAMILIES: dict[str, Backbone] = {name: row for name, row in BACKBONES.items() if name not in REFUSED}
 
 
-def family_of(config) -> Family:
-    """The row of a backbone config's `model_type`. Raises ValueError for a family that is not in the table."""
-    model_type = getattr(config, "backbone_model_type", None) or config.model_type
-    if model_type in REFUSED:
+def family_of(config) -> Backbone:
+    """The row of a model's family. Raises ValueError for a family that cannot be converted or has no row."""
+    name = family_name(config)
+    if name in REFUSED:
+        raise ValueError(f"teacher family {name!r} cannot be converted: {REFUSED[name]}. {USE_ANOTHER}")
+    if name not in FAMILIES:
         raise ValueError(
-            f"teacher family {model_type!r} cannot be converted: {REFUSED[model_type]}. Use a decoder such as llama, "
-            "qwen3 or gemma3_text"
+            f"teacher family {name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}. "
+            "To add one, write its row in hf_memmix/backbones.py"
         )
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"teacher family {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}. "
-            "To add one, write its row in conversion/families.py"
-        )
-    return FAMILIES[model_type]
+    return FAMILIES[name]
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -144,14 +38,13 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 def attention_module(model: nn.Module, layer_idx: int) -> nn.Module:
     """The attention module (or the mixer that took its place) of one layer."""
-    layer = decoder_layers(model)[layer_idx]
-    return getattr(layer, swap.attention_name(layer))
+    return getattr(decoder_layers(model)[layer_idx], swap.attention_name(model.base_model, layer_idx))
 
 
 def attention_prefix(model: nn.Module, layer_idx: int) -> str:
     """State-dict prefix of that module, without the final dot, e.g. `model.layers.3.self_attn`."""
     base = model.base_model_prefix + "." if model.base_model is not model else ""
-    name = swap.attention_name(decoder_layers(model)[layer_idx])
+    name = swap.attention_name(model.base_model, layer_idx)
     return f"{base}{swap.layers_name(model.base_model)}.{layer_idx}.{name}"
 
 
@@ -202,7 +95,7 @@ def extract_attention(model: nn.Module, layer_idx: int) -> AttentionWeights:
     if unread:
         raise ValueError(
             f"{prefix}: tensors {', '.join(sorted(unread))} are not in the table row of {config.model_type!r} and "
-            "would be lost; add them to conversion/families.py, or keep this layer as attention"
+            "would be lost; add them to hf_memmix/backbones.py, or keep this layer as attention"
         )
     missing = [name for name in ("q_weight", "k_weight", "v_weight", "o_weight") if found.get(name) is None]
     if missing:

@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import hf_memmix
+from hf_memmix.backbones import BACKBONES
 from hf_memmix.conversion.loading import check_finite_weights, read_json, some, weight_files
 from hf_memmix.mixers import ATTENTION
 
-BACKBONES = ("llama", "qwen2", "qwen3")
+RELEASED = tuple(name for name, row in BACKBONES.items() if row.gka_release)
 LAYER_KINDS = {"*": ATTENTION, "full_attention": ATTENTION, "GKA": "gka"}
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json",
@@ -102,10 +103,10 @@ def hmf_config(raw: dict) -> hf_memmix.MemMixConfig:
     """Our configuration from the contents of the release's config.json. Raises ValueError for what it cannot say."""
     kind = str(raw.get("model_type"))
     backbone = kind.removeprefix("hybrid_")
-    if backbone == kind or backbone not in BACKBONES:
+    if backbone == kind or backbone not in RELEASED:
         raise ValueError(
             f"model_type {kind!r} is not of the GKA release; supported: "
-            + ", ".join(f"hybrid_{name}" for name in BACKBONES)
+            + ", ".join(f"hybrid_{name}" for name in RELEASED)
         )
     if not isinstance(raw.get("gka_config"), dict):
         raise ValueError("config.json has no gka_config, so no layer is GKA; nothing is left to import")

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from hf_memmix.conversion.families import FAMILIES
+from hf_memmix.backbones import backbone_of
 
 
 def limit_of(model: nn.Module) -> float:
@@ -14,10 +14,8 @@ def limit_of(model: nn.Module) -> float:
     A model with recurrent layers has no limit, unless its backbone looks positions up in a table.
     """
     config = model.config
-    if hasattr(config, "mixer_types"):
-        family = FAMILIES.get(getattr(config, "backbone_model_type", None))
-        if family is None or family.rotary is not None:
-            return math.inf
+    if hasattr(config, "mixer_types") and backbone_of(config).rotary is not None:
+        return math.inf
     return getattr(config, "max_position_embeddings", None) or math.inf
 
 

@@ -1,4 +1,4 @@
-"""The table of teachers in README.md, read from `FAMILIES` and from transformers' own default configurations.
+"""The tables of conversion/README.md, read from `backbones.py` and from transformers' own default configurations.
 
 python -m hf_memmix.conversion.teachers_table    # prints it
 python -m hf_memmix.training.documents.readme_tables       # puts it in place
@@ -7,12 +7,12 @@ python -m hf_memmix.training.documents.readme_tables       # puts it in place
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_memmix.backbones import BACKBONES, SUGGESTED, Backbone, layer_rotates
 from hf_memmix.conversion.attention_weights import AttentionWeights
-from hf_memmix.conversion.families import FAMILIES, REFUSED, Family, extract_attention
+from hf_memmix.conversion.families import FAMILIES, extract_attention
 from hf_memmix.conversion.from_attention import STARTS
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.mixers import MIXERS
-from hf_memmix.mixers.base import layer_rotates
 
 HEAD = ("teachers", "projections", "biases", "q and k norm", "heads of k and v", "positions", "not carried over")
 LAYOUTS = {"separate": "q, k, v", "stacked": "fused: all q, k, v rows", "per_head": "fused, head by head"}
@@ -21,17 +21,34 @@ NORM_OPTIONS = ("use_qk_norm", "qk_layernorm")
 
 
 def teachers_table() -> str:
-    """Markdown: a row for all families that agree in everything, what mixers do with positions, what is refused."""
+    """Markdown: a row for all families that agree in everything, and what mixers do with positions."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for model_type in sorted(FAMILIES):
         rows.setdefault(traits(model_type), []).append(f"`{model_type}`")
     table = markdown_table(HEAD, [(", ".join(names), *row) for row, names in rows.items()])
+    return "\n\n".join([f"{len(FAMILIES)} families:", table, positions_of_mixers()])
+
+
+def refusals() -> str:
+    """Markdown: the families that are refused by name, with the reason, families with the same one together."""
+    swap = {name: row.refused for name, row in BACKBONES.items() if row.refused}
+    conversion = {name: row.no_conversion for name, row in BACKBONES.items() if row.no_conversion}
+    return "\n\n".join(
+        [
+            "No mixer can take the place of the attention of these families. `memmix_config` refuses them too:",
+            _by_reason(swap),
+            "These can have mixers in a model that is trained from scratch, but no pretrained model of theirs can be"
+            " converted:",
+            _by_reason(conversion),
+        ]
+    )
+
+
+def _by_reason(refused: dict[str, str]) -> str:
     reasons: dict[str, list[str]] = {}
-    for model_type, reason in REFUSED.items():
-        reasons.setdefault(reason, []).append(f"`{model_type}`")
-    refused = "\n".join(f"- {', '.join(names)}: {reason}." for reason, names in reasons.items())
-    parts = [f"{len(FAMILIES)} families:", table, positions_of_mixers(), "Refused by name, with the reason:", refused]
-    return "\n\n".join(parts)
+    for name, reason in refused.items():
+        reasons.setdefault(reason, []).append(f"`{name}`")
+    return "\n".join(f"- {', '.join(names)}: {reason}." for reason, names in reasons.items())
 
 
 def traits(model_type: str) -> tuple[str, ...]:
@@ -45,7 +62,7 @@ def traits(model_type: str) -> tuple[str, ...]:
 
 def positions_of_mixers() -> str:
     """Which mixers rotate q and k as their teacher did: those whose options for a rotating attention say so."""
-    attention = _default("llama")[1]
+    attention = _default(SUGGESTED[0])[1]
     own = {name: m for name, m in MIXERS.items() if m.__module__.startswith("hf_memmix.mixers.")}  # none of a user's
     able = {name: STARTS[name] for name in own if name in STARTS}
     keep = [name for name, start in able.items() if start.options(attention).get("use_rope")]
@@ -99,7 +116,7 @@ def _norm(attention: AttentionWeights) -> str:
     return "of a head" if attention.q_norm.numel() == attention.head_dim else "of all heads"
 
 
-def _positions(family: Family, config) -> str:
+def _positions(family: Backbone, config) -> str:
     if family.rotary is None:
         return "learned"
     part = (config.rope_parameters or {}).get("partial_rotary_factor") or 1.0
@@ -109,12 +126,16 @@ def _positions(family: Family, config) -> str:
     return rotary + ("" if everywhere else ", not in all layers")
 
 
-def _lost(family: Family, config) -> str:
-    names = {"attn_logit_softcapping": "soft-cap of scores", "sliding_window": "window", "clip_qkv": "clipping"}
-    lost = [text for name, text in names.items() if name in config.to_dict()]
-    lost += ["norm after rotation"] if family.norm_last else []
-    return ", ".join(lost + list(family.extra))
+def _lost(family: Backbone, config) -> str:
+    fields = config.to_dict()
+    lost = {
+        "soft-cap of scores": "attn_logit_softcapping" in fields,
+        "window": family.window,
+        "clipping": "clip_qkv" in fields,
+        "norm after rotation": family.norm_last,
+    }
+    return ", ".join([text for text, is_lost in lost.items() if is_lost] + list(family.extra))
 
 
 if __name__ == "__main__":
-    print(teachers_table())
+    print(teachers_table(), refusals(), sep="\n\n")

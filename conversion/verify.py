@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from hf_memmix.conversion.heads import logits_head
 from hf_memmix.conversion.limits import check_length, check_vocabularies, limit_of
+from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
 
 

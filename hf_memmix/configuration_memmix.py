@@ -24,13 +24,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
+from .backbones import USE_ANOTHER, family_name, refusal_of
 from .frozen import FrozenDict, FrozenError, frozen, plain
 from .mixers import ATTENTION, MIXERS
-
-# families whose layers read the keys and values of other layers
-_SHARED_KEYS = ("gemma3n", "gemma4")
-# generate() changes its behaviour on these words in a class name: no default cache, another name for it
-_RESERVED_WORDS = ("mamba", "rwkv", "minimax", "xlstm", "xlnet", "reformer")
 
 REMOTE_STUB = '''"""Loads this checkpoint's classes from the package hf_memmix: `pip install hf-memmix`."""
 
@@ -335,7 +331,7 @@ def _culprit(load, fields: dict[str, Any], error: Exception) -> str | None:
 
 def check_backbone(config: PreTrainedConfig):
     """Raise ValueError unless memory mixers can take the place of this model's attention."""
-    kind = getattr(config, "backbone_model_type", None) or config.model_type
+    kind = family_name(config)
     if config.is_encoder_decoder:
         reason = "it is an encoder-decoder model (is_encoder_decoder)"
     elif kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
@@ -344,17 +340,10 @@ def check_backbone(config: PreTrainedConfig):
         reason = "it has a language model inside; pass `config.get_text_config()` and convert that model"
     elif kind not in MODEL_MAPPING_NAMES or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         reason = "it is no causal language model of transformers"
-    elif kind.startswith(_SHARED_KEYS) or any(getattr(config, "kv_sharing_modes", None) or ()):
-        reason = "its layers share keys and values, so a replaced layer would starve others"
-    elif set(getattr(config, "layer_types", None) or ()) & {"linear_attention", "conv", "hybrid", "hybrid_sliding"}:
-        reason = "some of its layers are recurrent already"
-    elif any(word in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind].lower() for word in _RESERVED_WORDS):
-        reason = "it has no attention cache of the usual kind"
     else:
-        return
-    raise ValueError(
-        f"backbone {kind!r} is not supported: {reason}. Use a decoder such as llama, qwen3 or gemma3_text"
-    )
+        reason = refusal_of(config, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+    if reason is not None:
+        raise ValueError(f"backbone {kind!r} is not supported: {reason}. {USE_ANOTHER}")
 
 
 # ---- generated classes

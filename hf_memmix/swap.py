@@ -6,22 +6,19 @@ import re
 import torch
 from torch import nn
 
+from .backbones import backbone_of
 from .frozen import plain
 from .layout_hooks import carry_layout, demand_packed_mask
 from .mixers import ATTENTION, MIXERS, MemoryMixer
 
-# the names under which transformers' decoders keep their layers and, in a layer, the attention
-LAYER_NAMES = ("layers", "h")
-ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
-FEED_FORWARD_NAMES = ("mlp", "feed_forward")
-
 
 def layers_name(base: nn.Module) -> str:
     """The attribute of a base model that holds its decoder layers. Raises ValueError if it has an unknown name."""
-    for name in LAYER_NAMES:
+    names = backbone_of(base.config).layers
+    for name in names:
         if isinstance(getattr(base, name, None), nn.ModuleList):
             return name
-    raise ValueError(f"{type(base).__name__} is not supported: none of {LAYER_NAMES} are its decoder layers")
+    raise ValueError(f"{type(base).__name__} is not supported: none of {names} are its decoder layers")
 
 
 def decoder_layers(base: nn.Module) -> nn.ModuleList:
@@ -29,9 +26,9 @@ def decoder_layers(base: nn.Module) -> nn.ModuleList:
     return getattr(base, layers_name(base))
 
 
-def attention_name(layer: nn.Module) -> str:
+def attention_name(base: nn.Module, layer_idx: int) -> str:
     """The attribute of a decoder layer that holds its attention. Raises ValueError if there is none."""
-    return _name_of("attention", layer, ATTENTION_NAMES)
+    return _name_of("attention", decoder_layers(base)[layer_idx], backbone_of(base.config).attention)
 
 
 def _name_of(what: str, layer: nn.Module, names: tuple[str, ...]) -> str:
@@ -48,7 +45,7 @@ def swap_attention(base: nn.Module, config):
     layers = decoder_layers(base)
     for i, kind in enumerate(config.mixer_types):
         if kind != ATTENTION:
-            setattr(layers[i], attention_name(layers[i]), MIXERS[kind](config, i))
+            setattr(layers[i], attention_name(base, i), MIXERS[kind](config, i))
             layers[i].register_forward_pre_hook(carry_layout, with_kwargs=True)
         else:
             layers[i].register_forward_pre_hook(demand_packed_mask, with_kwargs=True)
@@ -59,7 +56,7 @@ def swap_feed_forward(base: nn.Module, config):
     for i, layer in enumerate(decoder_layers(base)):
         feed_forward = config.make_feed_forward(i)
         if feed_forward is not None:
-            setattr(layer, _name_of("feed-forward", layer, FEED_FORWARD_NAMES), feed_forward)
+            setattr(layer, _name_of("feed-forward", layer, backbone_of(config).feed_forward), feed_forward)
 
 
 def memory_mixers(model: nn.Module) -> dict[int, MemoryMixer]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memmix.conversion.families import attention_module, attention_prefix, decoder_layers
-from hf_memmix.conversion.heads import logits_head
+from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
 from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, mean_over_processes, squares
 

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from hf_memmix.conversion.heads import logits_head
 from hf_memmix.conversion.limits import check_finite_weights, check_transformer
+from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.saving import clear_write_errors, discard, replace_folder
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.hashes import file_hash, teacher_hash

@@ -72,16 +72,6 @@ class AttentionShape:
             raise ValueError(f"{self.heads} query heads are not a multiple of {self.kv_heads} key/value heads")
 
 
-def layer_rotates(config, layer_idx: int) -> bool:
-    """Whether the backbone's attention in this layer would use rotary embeddings: some families leave out a few."""
-    family = getattr(config, "backbone_model_type", None) or config.model_type
-    if family == "smollm3":
-        return bool(config.no_rope_layers[layer_idx])  # 1 where there is rotation
-    if family in ("cohere2", "exaone4", "exaone_moe") and config.sliding_window is not None:
-        return config.layer_types[layer_idx] == "sliding_attention"
-    return True
-
-
 class MemoryMixer(nn.Module):
     """Takes the place of a decoder layer's attention module.
 

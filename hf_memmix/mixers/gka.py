@@ -21,8 +21,9 @@ from transformers import initialization as init
 from hf_memmix_kernels import chunk_gka, gka_step
 from hf_memmix_kernels.gka.schedule import MAX_PHASES
 
+from ..backbones import layer_rotates
 from ..padding import before_the_end
-from .base import AttentionShape, MemoryMixer, layer_rotates, register_mixer
+from .base import AttentionShape, MemoryMixer, register_mixer
 from .layers import (
     ACTIVATIONS,
     QK_NORMS,

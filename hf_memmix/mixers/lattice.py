@@ -23,8 +23,9 @@ from transformers import initialization as init
 
 from hf_memmix_kernels.lattice import check_lattice, chunk_lattice, lattice_step
 
+from ..backbones import layer_rotates
 from ..padding import before_the_end
-from .base import AttentionShape, MemoryMixer, layer_rotates, register_mixer
+from .base import AttentionShape, MemoryMixer, register_mixer
 from .layers import (
     ACTIVATIONS,
     QK_NORMS,

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_memmix.backbones import layer_rotates
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import FAMILIES, REFUSED, attention_module, attention_prefix, extract_attention
 from hf_memmix.conversion.from_attention import STARTS
 from hf_memmix.mixers import MIXERS
-from hf_memmix.mixers.base import layer_rotates
 from tiny_teachers import tiny_teacher
 
 
@@ -60,6 +60,8 @@ OPTIONS = [
     ("stablelm", {"use_qkv_bias": True}),
     ("starcoder2", {"use_bias": False}),
     ("cohere", {"attention_bias": True}),
+    ("cohere2", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),  # then no layer rotates
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),  # then all of them do
     ("ernie4_5", {"use_bias": True}),
     ("gemma3_text", {"attention_bias": True}),
     ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),

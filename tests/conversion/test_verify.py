@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from hf_memmix.conversion import convert_model, report
 from hf_memmix.conversion.families import attention_module
-from hf_memmix.conversion.heads import logits_head
+from hf_memmix.conversion.logits import logits_head
 from tiny_teachers import tiny_teacher
 
 TOKENS = torch.randint(3, 64, (70,), generator=torch.Generator().manual_seed(0))
@@ -60,7 +60,7 @@ def test_unknown_logit_transform_is_refused():
         return output
 
     teacher.forward = forward
-    with pytest.raises(ValueError, match="heads.py does not know"):
+    with pytest.raises(ValueError, match="hf_memmix/backbones.py does not say"):
         logits_head(teacher)
 
 

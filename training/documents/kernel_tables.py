@@ -59,7 +59,7 @@ def kernel_table(root: Path) -> str:
 def generate_table(root: Path) -> str:
     """Milliseconds per token of `generate()` with a static cache; of several runs the last one counts."""
     rows = read("generate", root)
-    names = {"llama": "Llama, 1.1 B shape", "gka": "the same with every layer `gka`"}
+    converted = {"gka": "the same with every layer `gka`"}
     last: dict[tuple, dict] = {}
     for row in rows:
         last[row["model"], row["context"], row["B"]] = row
@@ -67,7 +67,8 @@ def generate_table(root: Path) -> str:
     for model, context in dict.fromkeys(key[:2] for key in last):
         tokens = f"{context // 2**20} M" if context >= 2**20 else f"{context // 1024}k"
         pair = [last.get((model, context, batch)) for batch in (1, 32)]
-        lines.append([names[model], tokens, *("" if row is None else f"{row['ms']:.2f}" for row in pair)])
+        name = converted.get(model, f"{model.capitalize()}, 1.1 B shape")
+        lines.append([name, tokens, *("" if row is None else f"{row['ms']:.2f}" for row in pair)])
     machines = {(row["gpu"], row["torch"]) for row in rows}
     if len(machines) != 1:
         raise ValueError(f"{MEASUREMENTS['generate']} mixes machines or versions; run the benchmark again as a whole")

@@ -21,6 +21,7 @@ from hf_memmix.training.evaluation.context_cost_plot import plot_context_cost
 
 DOCUMENTS = (
     "README.md",
+    "conversion/README.md",
     "training/README.md",
     "training/experiments/*/README.md",
     "kernels/README.md",

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
-from hf_memmix.conversion.teachers_table import teachers_table
+from hf_memmix.conversion.teachers_table import refusals, teachers_table
 from hf_memmix.training.documents import kernel_tables as kernels
 from hf_memmix.training.documents.measurements import CARDS, read
 
@@ -116,8 +116,13 @@ def plans_table(root: Path) -> str:
 
 
 def teacher_table(root: Path) -> str:
-    """The families that can be converted, and those that cannot."""
+    """The families that can be converted."""
     return teachers_table()
+
+
+def refused_table(root: Path) -> str:
+    """The families that are refused by name."""
+    return refusals()
 
 
 def _report(files: list[dict]) -> str:
@@ -142,6 +147,7 @@ TABLES = {
     "lattice_frozen": kernels.lattice_frozen_table,
     "results": experiment_tables,
     "teachers": teacher_table,
+    "refusals": refused_table,
     "gpus": gpus_table,
     "plans": plans_table,
 }

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memmix.conversion.families import attention_module
-from hf_memmix.conversion.heads import logits_head
+from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.training.evaluation.probes.material import Sample
 from hf_memmix.training.evaluation.probes.score import score

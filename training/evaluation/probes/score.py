@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_memmix.conversion.heads import logits_head
+from hf_memmix.conversion.logits import logits_head
 from hf_memmix.training.evaluation.probes.material import Answer, Sample
 
 CHUNK = 256  # answer tokens whose logits exist at a time

@@ -1,7 +1,7 @@
 """Logits from last hidden states, chunk by chunk, with what a family does after its output projection.
 
-Three families change the logits after `lm_head`: soft-caps (Gemma), a divisor (Granite), a factor (Cohere). The rest
-of `ForCausalLM.forward` cannot run on a chunk of hidden states, so this is repeated here and checked against it.
+`ForCausalLM.forward` cannot run on a chunk of hidden states. So its last step is repeated here, as the row of the
+family in `hf_memmix.backbones` says, and checked against the model.
 """
 
 from collections.abc import Callable
@@ -9,16 +9,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from hf_memmix.backbones import backbone_of
+
 
 def logits_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """A function from last hidden states [..., d] to logits [..., V] that equals the model's own.
 
     Raises ValueError if it does not: the family then does something to its logits that is not known here.
     """
-    config, projection = model.config, model.get_output_embeddings()
-    softcap = getattr(config, "final_logit_softcapping", None)
-    divisor = getattr(config, "logits_scaling", None)
-    factor = getattr(config, "logit_scale", None)
+    config, projection, named = model.config, model.get_output_embeddings(), backbone_of(model.config).logits
+    divisor, factor, softcap = (
+        None if name is None else getattr(config, name, None) for name in (named.divisor, named.factor, named.softcap)
+    )
 
     def head(hidden: Tensor) -> Tensor:
         logits = projection(hidden)
@@ -42,5 +44,6 @@ def _check(model: nn.Module, head: Callable[[Tensor], Tensor]) -> None:
     model.train(training)
     if not torch.allclose(own, ours, rtol=1e-2, atol=1e-2 * own.abs().max().item()):
         raise ValueError(
-            f"{type(model).__name__} changes its logits in a way conversion/heads.py does not know; add it there"
+            f"{type(model).__name__} changes its logits in a way that its row in hf_memmix/backbones.py does not say;"
+            " add it there"
         )

@@ -1,0 +1,268 @@
+"""The one table of decoder families: all that this project knows about a family of transformers stands in its row.
+
+    backbone_of(config).rotates(config, layer_idx)
+
+`BACKBONES` holds a frozen row per family, by `model_type`. A family without a row gets `UNLISTED`: what most decoders
+do, so that mixers can be put into a family that nobody has looked at. It cannot be converted without a row.
+
+The row also holds what only `hf_memmix.conversion` reads (how the tensors of the attention lie, `no_conversion`,
+`gka_release`). Two tables would have to be kept in step, and a new family would need two edits.
+
+This module imports neither torch nor transformers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+def _every_layer(config, layer_idx: int) -> bool:
+    return True
+
+
+def _listed_layers(config, layer_idx: int) -> bool:
+    return bool(config.no_rope_layers[layer_idx])  # in spite of its name it holds 1 where there is rotation
+
+
+def _sliding_layers(config, layer_idx: int) -> bool:
+    return config.layer_types[layer_idx] == "sliding_attention"
+
+
+def _sliding_layers_or_all(config, layer_idx: int) -> bool:
+    return config.sliding_window is None or _sliding_layers(config, layer_idx)
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What follows the output projection: the name of the config field that holds each number, None for no such step.
+
+    The order is logits / divisor, * factor, then softcap * tanh(logits / softcap). A field may hold None.
+    """
+
+    divisor: str | None = None
+    factor: str | None = None
+    softcap: str | None = None
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """One decoder family.
+
+    Where the modules lie. The first name that exists counts; a family has one, `UNLISTED` has several.
+        layers: the list of decoder layers, in the base model.
+        attention: the attention, in a decoder layer.
+        feed_forward: the MLP, in a decoder layer.
+
+    What the model computes.
+        rotary: layout of the cos and sin that the layers receive: "half" = [c, c], "pairs" = every entry twice in a
+            row, "single" = c alone, None = no rotary embeddings but a learned table of positions.
+        interleaved: rotation turns the channels (2i, 2i + 1) together, not (i, i + d/2).
+        rotates: function of (config, layer_idx): whether the attention of that layer applies the rotary embeddings.
+        window: the config has `sliding_window`, see `window_of`.
+        logits: see `Logits`.
+
+    What is refused, with the reason. It completes the sentence "FAMILY is not supported: REASON".
+        refused: no mixer can take the place of the attention.
+        no_conversion: a mixer can, but the weights of the attention cannot be taken over.
+
+    How the attention module stores its tensors. Only the conversion reads this.
+        qkv: names of three projections (separate) or of one (fused).
+        out: name of the output projection.
+        layout: "separate"; "stacked" = one projection with all query rows, then all key rows, then all value rows;
+            "per_head" = one projection with q, k, v of head 0, then of head 1, ...
+        transposed: weights are `[in, out]` (Conv1D), not `[out, in]` (nn.Linear).
+        q_norm, k_norm: names of the norms of q and k; a model without them is fine.
+        norm_offset: is added to the weights of these norms (Gemma's 1 + w).
+        norm_last: q and k are rotated and then normalised; mixers normalise first.
+        extra: names of tensors without a counterpart in `AttentionWeights`, which are passed on by name.
+        gka_release: the official GKA release has checkpoints of this family.
+    """
+
+    layers: tuple[str, ...] = ("layers",)
+    attention: tuple[str, ...] = ("self_attn",)
+    feed_forward: tuple[str, ...] = ("mlp",)
+
+    rotary: str | None = "half"
+    interleaved: bool = False
+    rotates: Callable[..., bool] = _every_layer
+    window: bool = False
+    logits: Logits = Logits()
+
+    refused: str | None = None
+    no_conversion: str | None = None
+
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    layout: str = "separate"
+    transposed: bool = False
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    norm_offset: float = 0.0
+    norm_last: bool = False
+    extra: tuple[str, ...] = ()
+    gka_release: bool = False
+
+
+UNLISTED = Backbone(
+    layers=("layers", "h"),
+    attention=("self_attn", "attention", "attn", "self_attention"),
+    feed_forward=("mlp", "feed_forward"),
+    window=True,
+    logits=Logits("logits_scaling", "logit_scale", "final_logit_softcapping"),
+)
+
+# what several rows share
+_DIVIDED = Logits(divisor="logits_scaling")
+_SCALED = Logits(factor="logit_scale")
+_CAPPED = Logits(softcap="final_logit_softcapping")
+_HUNYUAN = Backbone(q_norm="query_layernorm", k_norm="key_layernorm", norm_last=True)
+_NO_LAYOUT = Backbone(refused="its decoder tells its layers neither padding nor packing")
+_SHARED = Backbone(refused="its layers share keys and values, so a replaced layer would starve others")
+_RECURRENT = Backbone(refused="some of its layers are recurrent already")
+_UNKNOWN_NAMES = Backbone(refused="its layers or their attention lie under names that the swap does not know")
+_OUTPUT_GATE = "its attention has an output gate that depends on the token"
+_LATENT = Backbone(no_conversion="latent attention: k and v have no projections of x")
+
+BACKBONES: Mapping[str, Backbone] = MappingProxyType(
+    {
+        "apertus": Backbone(),
+        "arcee": Backbone(),
+        "biogpt": Backbone(out="out_proj", rotary=None),
+        "cohere": Backbone(rotary="pairs", interleaved=True, logits=_SCALED),
+        "cohere2": Backbone(rotary="pairs", interleaved=True, rotates=_sliding_layers, window=True, logits=_SCALED),
+        "cwm": Backbone(window=True),
+        "dots1": Backbone(window=True),
+        "ernie4_5": Backbone(interleaved=True),
+        "ernie4_5_moe": Backbone(interleaved=True),
+        "exaone4": Backbone(rotates=_sliding_layers_or_all, window=True),
+        "exaone_moe": Backbone(rotates=_sliding_layers_or_all, window=True),
+        "flex_olmo": Backbone(),
+        "gemma": Backbone(),
+        "gemma2": Backbone(window=True, logits=_CAPPED),
+        "gemma3_text": Backbone(norm_offset=1.0, window=True, logits=_CAPPED),
+        "glm": Backbone(interleaved=True),
+        "glm4": Backbone(interleaved=True),
+        "glm4_moe": Backbone(),
+        "gpt2": Backbone(
+            layers=("h",),
+            attention=("attn",),
+            rotary=None,
+            qkv=("c_attn",),
+            out="c_proj",
+            layout="stacked",
+            transposed=True,
+        ),
+        "gpt_neox": Backbone(attention=("attention",), qkv=("query_key_value",), out="dense", layout="per_head"),
+        "gpt_oss": Backbone(rotary="single", window=True, extra=("sinks",)),
+        "granite": Backbone(logits=_DIVIDED),
+        "granitemoe": Backbone(logits=_DIVIDED),
+        "granitemoeshared": Backbone(logits=_DIVIDED),
+        "helium": Backbone(interleaved=True),
+        "hunyuan_v1_dense": _HUNYUAN,
+        "hunyuan_v1_moe": _HUNYUAN,
+        "jais2": Backbone(),
+        "llama": Backbone(gka_release=True),
+        "ministral": Backbone(window=True),
+        "ministral3": Backbone(window=True),
+        "mistral": Backbone(window=True),
+        "mixtral": Backbone(window=True),
+        "nemotron": Backbone(),
+        "olmo": Backbone(),
+        "olmo2": Backbone(),
+        "olmo3": Backbone(window=True),
+        "olmoe": Backbone(),
+        "phi": Backbone(out="dense"),
+        "phi3": Backbone(window=True, qkv=("qkv_proj",), layout="stacked"),
+        "phimoe": Backbone(window=True),
+        "qwen2": Backbone(window=True, gka_release=True),
+        "qwen2_moe": Backbone(window=True),
+        "qwen3": Backbone(window=True, gka_release=True),
+        "qwen3_moe": Backbone(window=True),
+        "seed_oss": Backbone(),
+        "smollm3": Backbone(rotates=_listed_layers, window=True),
+        "solar_open": Backbone(),
+        "stablelm": Backbone(),
+        "starcoder2": Backbone(window=True),
+        "vaultgemma": Backbone(window=True, logits=_CAPPED),
+        # no mixer can take the place of their attention
+        "bloom": _NO_LAYOUT,
+        "codegen": _NO_LAYOUT,
+        "gptj": _NO_LAYOUT,
+        "gemma3n_text": _SHARED,
+        "gemma4_text": _SHARED,
+        "gemma4_unified_text": _SHARED,
+        "jamba": _RECURRENT,
+        "olmo_hybrid": _RECURRENT,
+        "qwen3_next": _RECURRENT,
+        "mpt": _UNKNOWN_NAMES,
+        "opt": _UNKNOWN_NAMES,
+        # no mixer can take over the weights of their attention
+        "deepseek_v2": _LATENT,
+        "deepseek_v3": _LATENT,
+        "minicpm3": _LATENT,
+        "youtu": _LATENT,
+        "afmoe": Backbone(rotates=_sliding_layers, window=True, no_conversion=_OUTPUT_GATE),
+        "laguna": Backbone(window=True, no_conversion=_OUTPUT_GATE),
+        "bitnet": Backbone(no_conversion="a norm stands between its attention and the output projection"),
+        "diffllama": Backbone(no_conversion="its attention is a difference of two softmaxes"),
+        "doge": Backbone(window=True, no_conversion="its attention mask is computed from the values"),
+        "nanochat": Backbone(
+            logits=_CAPPED, no_conversion="its q and k norms have no weights and follow the rotation"
+        ),
+        "persimmon": Backbone(no_conversion="its q and k norms are LayerNorms"),
+    }
+)
+
+SUGGESTED = ("llama", "qwen3", "gemma3_text")
+USE_ANOTHER = f"Use a decoder such as {', '.join(SUGGESTED[:-1])} or {SUGGESTED[-1]}"  # the end of a refusal
+
+# kinds of layers in `config.layer_types` that carry a state already
+_RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+# generate() changes its behaviour on these words in a class name: no default cache, another name for it
+_RESERVED_WORDS = ("mamba", "rwkv", "minimax", "xlstm", "xlnet", "reformer")
+
+
+def family_name(config) -> str:
+    """The key of a model's family in `BACKBONES`, whether the model is transformers' own or has mixers."""
+    return getattr(config, "backbone_model_type", None) or config.model_type
+
+
+def backbone_of(config) -> Backbone:
+    """The row of a model's family, `UNLISTED` if it has none. `config`: transformers' or of a memmix model."""
+    return BACKBONES.get(family_name(config), UNLISTED)
+
+
+def refusal_of(config, class_name: str) -> str | None:
+    """Why no mixer can take the place of attention in a causal language model; None if one can.
+
+    The row of the family decides first. Then the config is asked, as most families have no row.
+
+    Args:
+        class_name: of transformers' own model class, e.g. "LlamaForCausalLM".
+    """
+    row = backbone_of(config)
+    if row.refused is not None:
+        return row.refused
+    if getattr(config, "num_kv_shared_layers", None) or any(getattr(config, "kv_sharing_modes", None) or ()):
+        return _SHARED.refused
+    if _RECURRENT_LAYERS & set(getattr(config, "layer_types", None) or ()):
+        return _RECURRENT.refused
+    if any(word in class_name.lower() for word in _RESERVED_WORDS):
+        return "it has no attention cache of the usual kind"
+    return None
+
+
+def layer_rotates(config, layer_idx: int) -> bool:
+    """Whether the backbone's attention in this layer would use rotary embeddings: some families leave out a few."""
+    return backbone_of(config).rotates(config, layer_idx)
+
+
+def window_of(config, layer_idx: int) -> int | None:
+    """How many tokens, itself included, a token of this attention layer reads; None if it reads all before it.
+
+    `config.layer_types` says which layers have the window. Where there is no such list, all of them have it.
+    """
+    kinds = getattr(config, "layer_types", None)
+    if not backbone_of(config).window or (kinds and kinds[layer_idx] != "sliding_attention"):
+        return None
+    return getattr(config, "sliding_window", None) or None  # a few configurations say 0 for no window

@@ -1,0 +1,152 @@
+"""The table of decoder families: no other code names one, it agrees with transformers' own configurations."""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from hf_memmix import backbones, memmix_config
+from hf_memmix.backbones import BACKBONES, UNLISTED, backbone_of, layer_rotates, refusal_of, window_of
+from hf_memmix.conversion.families import FAMILIES, REFUSED, family_of
+from hf_memmix.swap import attention_name, layers_name
+from testing import HOUSE_MIXER, LAYERS, MIXERS, assert_same, build, mixer_types
+from tiny_teachers import MOE, tiny_teacher
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("hf_memmix", "conversion", "training")
+TABLE = ROOT / "hf_memmix" / "backbones.py"
+
+
+def families_named_in(file):
+    """Lines of the string literals, other than docstrings, that are a family's name or hold it as a word."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    scopes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, scopes) and ast.get_docstring(node)
+    }
+    return [
+        (node.lineno, name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+        for name in re.findall(r"\w+", node.value)
+        if name in BACKBONES
+    ]
+
+
+def test_no_other_code_names_a_family():
+    files = [file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py")) if "experiments" not in file.parts]
+    found = {
+        str(file.relative_to(ROOT)): names for file in files if file != TABLE and (names := families_named_in(file))
+    }
+    assert len(files) > 100 and not found
+    assert {name for _, name in families_named_in(TABLE)} == set(
+        BACKBONES
+    )  # the search finds names where there are any
+
+
+def test_rows_are_frozen():
+    with pytest.raises(TypeError):
+        BACKBONES["llama"] = UNLISTED
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        BACKBONES["llama"].window = True
+    assert not [name for name, row in BACKBONES.items() if row.refused and row.no_conversion]
+
+
+@pytest.mark.parametrize("name", [name for name, row in BACKBONES.items() if not row.refused])
+def test_a_row_says_what_the_configuration_has(name):
+    """Of the steps after the output projection and of the window; what a row leaves out is left out in silence."""
+    row, fields = BACKBONES[name], AutoConfig.for_model(name).to_dict()
+    for step in dataclasses.fields(UNLISTED.logits):
+        field = getattr(UNLISTED.logits, step.name)
+        assert getattr(row.logits, step.name) == (field if field in fields else None), step.name
+    assert row.window == ("sliding_window" in fields)
+    assert ("no_rope_layers" in fields) == (row.rotates is BACKBONES["smollm3"].rotates)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_the_first_name_of_a_row_is_the_module(name):
+    """A family has one name for each module, and a model without its row would be read in the same way."""
+    row, base = BACKBONES[name], tiny_teacher(name, layers=2).base_model
+    assert (layers_name(base),) == row.layers and (attention_name(base, 1),) == row.attention
+    assert {*row.layers} < {*UNLISTED.layers} and {*row.attention} < {*UNLISTED.attention}
+
+
+def test_a_family_without_a_row_is_read_as_most_are():
+    config = AutoConfig.for_model("xglm")
+    assert backbone_of(config) is UNLISTED and layer_rotates(config, 0)
+    with pytest.raises(ValueError, match="'xglm' is not supported; supported: .*hf_memmix/backbones.py"):
+        family_of(config)
+    assert refusal_of(config, "XGLMForCausalLM") is None
+    told = {
+        "its layers share keys and values": ({"num_kv_shared_layers": 2}, "XForCausalLM"),
+        "some of its layers are recurrent already": ({"layer_types": ["full_attention", "conv"]}, "XForCausalLM"),
+        "it has no attention cache of the usual kind": ({}, "SomeMambaForCausalLM"),
+    }
+    for reason, (fields, class_name) in told.items():
+        assert refusal_of(PreTrainedConfig(**fields), class_name).startswith(reason)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refusals_give_the_reason_of_the_row(name):
+    config = AutoConfig.for_model(name)
+    with pytest.raises(
+        ValueError, match=f"'{name}' cannot be converted: {REFUSED[name]}. Use a decoder such as llama"
+    ):
+        family_of(config)
+    if reason := BACKBONES[name].refused:
+        with pytest.raises(ValueError, match=f"'{name}' is not supported: {reason}. Use a decoder such as llama"):
+            memmix_config(config)
+
+
+# latent attention is given in ranks and two head sizes
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize("name", [name for name, row in BACKBONES.items() if row.no_conversion])
+def test_families_that_cannot_be_converted_can_have_mixers(name):
+    """As conversion/README.md says: a padded row then is what it is alone."""
+    own = {**MOE, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+    own |= LATENT if "latent" in BACKBONES[name].no_conversion else {}
+    native = tiny_teacher(name, layers=LAYERS, **own).config
+    model = build(memmix_config(native, mixer_types("first"), {HOUSE_MIXER: MIXERS[HOUSE_MIXER]}))
+    ids, mask = torch.arange(3, 21).view(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        padded = model(ids, attention_mask=mask, position_ids=positions).logits[0, 4:]
+        assert_same(padded, model(ids[:1, 4:]).logits[0])
+
+
+def test_where_layers_rotate():
+    def rotation(name, **fields):
+        return [layer_rotates(AutoConfig.for_model(name, num_hidden_layers=4, **fields), i) for i in range(4)]
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    for name in ("afmoe", "cohere2", "exaone4", "exaone_moe"):
+        assert rotation(name, layer_types=kinds) == [True, False, True, False]
+    assert rotation("exaone4", sliding_window=None, layer_types=["full_attention"] * 4) == [True] * 4
+    assert rotation("cohere2", sliding_window=None, layer_types=["full_attention"] * 4) == [False] * 4
+    assert rotation("smollm3", no_rope_layers=[1, 0, 1, 1]) == [True, False, True, True]
+    assert rotation("gemma2", layer_types=kinds) == [True] * 4
+    config = memmix_config(AutoConfig.for_model("smollm3", num_hidden_layers=2, no_rope_layers=[0, 1]))
+    assert [layer_rotates(config, i) for i in range(2)] == [False, True]  # a converted model keeps its family
+
+
+def test_windows():
+    kinds = ["sliding_attention", "full_attention"]
+    mixed = AutoConfig.for_model("gemma2", num_hidden_layers=2, sliding_window=7, layer_types=kinds)
+    assert [window_of(mixed, i) for i in range(2)] == [7, None]
+    assert window_of(AutoConfig.for_model("mistral", sliding_window=7), 0) == 7
+    assert window_of(AutoConfig.for_model("mistral", sliding_window=None), 0) is None
+    assert window_of(AutoConfig.for_model("llama"), 0) is None
+
+
+def test_the_table_needs_no_library():
+    tree = ast.parse(Path(backbones.__file__).read_text(encoding="utf-8"))
+    imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert imported == ["collections.abc", "dataclasses", "types"]
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)]

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from huggingface_hub.dataclasses import type_validator
 from transformers import TrainingArguments
-from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_memmix.training.recipe import Recipe
 
@@ -74,7 +75,7 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
         arguments = TrainingArguments(**(values | recipe.trainer))
     except (TypeError, ValueError, ImportError) as error:
         raise ValueError(f"trainer of the recipe: {str(error).strip().splitlines()[0]}") from None
-    _check_trackers(arguments.report_to)
+    check_trackers(arguments.report_to)
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # several GPUs need a launcher (accelerate launch); nn.DataParallel cannot split a pair
     return arguments
@@ -97,10 +98,14 @@ def _check(given: dict) -> None:
             raise ValueError(f"trainer sets {name} to {value!r}; it must be more than 0")
 
 
-def _check_trackers(names: list[str]) -> None:
-    try:
-        get_reporting_integration_callbacks(names)
-    except ValueError as error:
-        raise ValueError(f"report_to: {error}") from None
-    if missing := sorted(set(names) - set(get_available_reporting_integrations())):
-        raise ValueError(f"report_to names {missing[0]}, which is not installed; pip install {missing[0]}")
+def check_trackers(names: list[str], option: str = "report_to") -> None:
+    """Raise ValueError for a tracker that transformers does not know, or whose package is not installed.
+
+    option: what the user calls the list of trackers.
+    """
+    names = set(names) - {"none", "all"}
+    if unknown := sorted(names - set(INTEGRATION_TO_CALLBACK)):
+        known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+        raise ValueError(f"{option} is {unknown[0]!r}, which is no tracker of transformers; give one of {known}")
+    if missing := sorted(names - set(get_available_reporting_integrations())):
+        raise ValueError(f"{option} is {missing[0]!r}, which is not installed; pip install {missing[0]}")

@@ -176,13 +176,15 @@ def _train(
     from hf_memmix.training.data import StreamedBlocks, TokenBlocks
     from hf_memmix.training.run_lock import run_folder
     from hf_memmix.training.train import load_recipe, train
+    from hf_memmix.training.trainer_arguments import check_trackers
 
     choose_device(device)
     check_processes()
     plan = load_recipe(recipe, **overrides, stage=stage)
     given = {name: value for name, value in trainer.items() if value is not None}
-    check_trackers(given.get("report_to", []))
+    check_trackers(given.get("report_to", []), "--report-to")
     plan = replace(plan, trainer=plan.trainer | given | ({"use_cpu": True} if device == "cpu" else {}))
+    _keep_tensorboard(plan.trainer.get("report_to") or [], out_dir)
     student, teacher = model_folder(student), model_folder(teacher)
     # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
     with run_folder(out_dir, resume, overwrite) as run_dir:
@@ -207,20 +209,13 @@ def _train(
         )
 
 
-def check_trackers(names: list[str]) -> None:
-    """Raise ValueError for a tracker that transformers does not know, or whose package is not installed."""
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    for name in names:
-        if name in ("none", "all"):
-            continue
-        if name not in INTEGRATION_TO_CALLBACK:
-            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-            raise ValueError(f"--report-to {name!r} is no tracker of transformers; give one of {known}")
-        try:
-            INTEGRATION_TO_CALLBACK[name]()
-        except (RuntimeError, ImportError, ValueError) as error:
-            raise ValueError(f"--report-to {name}: {str(error).splitlines()[0]}") from None
+def _keep_tensorboard(trackers: list[str] | str, out_dir: Path) -> None:
+    """Have TensorBoard write beside the output; its default folder is in that of the checkpoints, which vanishes."""
+    if {"tensorboard", "all"}.isdisjoint([trackers] if isinstance(trackers, str) else trackers):
+        return
+    folder = os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(out_dir.absolute()) + ".tensorboard")
+    if not int(os.environ.get("RANK", "0")):
+        err.print(f"TensorBoard's files: {folder}", markup=False, highlight=False)
 
 
 def _progress_callback(advance, tokens_per_step: int):

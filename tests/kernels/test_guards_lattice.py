@@ -1,4 +1,4 @@
-"""Lattice's Triton path measures the norms of its slots again: after every block of tokens and before it hands them out.
+"""Lattice's Triton path measures the norms of its slots again, after every block of tokens and before the end.
 
 The closed form of the norm drifts by rounding, and the rule multiplies a drift from token to token.
 """

@@ -10,7 +10,7 @@ LENGTHS = (9, 0, 4)
 
 
 def test_outputs_at_padding_give_no_gradient(backend):
-    """The loss weighs all outputs at random, those at padding too; a loss of squares would be flat where they are 0."""
+    """The loss weighs all outputs at random, those at padding too; a loss of squares is flat where they are 0."""
     tokens, channels = max(LENGTHS), 6
     x, weights = (randn(len(LENGTHS), tokens, channels, dtype=torch.float32) for _ in range(2))
     parameters = [randn(channels, 4, dtype=torch.float32), randn(channels, dtype=torch.float32)]

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_prefix
 from hf_memmix.training.data import TokenBlocks
-from hf_memmix.training.groups import freeze_by_rate, optimizer_groups, rates
+from hf_memmix.training.groups import freeze_by_rate, optimizer_groups, parameter_rates
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.teachers import share_weights, unshare_weights
 from hf_memmix.training.train import distill, train
@@ -159,7 +159,7 @@ def test_a_tracker_gets_what_is_logged(student, tmp_path, monkeypatch):
 
 def test_a_pattern_without_a_parameter_is_refused(student):
     with pytest.raises(ValueError, match="group 'nosuch' matches no parameter"):
-        rates(student, Recipe(groups=[{"match": "nosuch", "learning_rate": 1e-3}]))
+        parameter_rates(student, Recipe(groups=[{"match": "nosuch", "learning_rate": 1e-3}]))
     with pytest.raises(ValueError, match="every learning rate of the recipe is 0"):
         freeze_by_rate(student, Recipe(learning_rate=0.0, rest_learning_rate=0.0))
 

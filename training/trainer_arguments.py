@@ -1,5 +1,6 @@
 """A recipe as arguments of transformers' Trainer, and what of them `trainer:` in a recipe may set."""
 
+import math
 import os
 import typing
 from pathlib import Path
@@ -32,8 +33,11 @@ DECIDED = {
     "seed": "seed",
     "logging_strategy": "logging_steps",
     "logging_first_step": "logging_steps",
+    "dataloader_drop_last": "the kind of the data",
+    "remove_unused_columns": "the kind of the data",
 }
 POSITIVE = ("logging_steps", "save_total_limit")
+BELOW_ONE = ("adam_beta1", "adam_beta2")
 
 
 def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArguments:
@@ -94,8 +98,17 @@ def _check(given: dict) -> None:
         except TypeError:
             kind = getattr(types[name], "__name__", types[name])
             raise ValueError(f"trainer sets {name} to {value!r}, which is not of type {kind}") from None
-        if name in POSITIVE and value is not None and not value > 0:
-            raise ValueError(f"trainer sets {name} to {value!r}; it must be more than 0")
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            _check_number(name, value)
+
+
+def _check_number(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"trainer sets {name} to {value!r}; it must be finite and at least 0")
+    if name in POSITIVE and value == 0:
+        raise ValueError(f"trainer sets {name} to {value!r}; it must be more than 0")
+    if name in BELOW_ONE and value >= 1:
+        raise ValueError(f"trainer sets {name} to {value!r}; it must be below 1")
 
 
 def check_trackers(names: list[str], option: str = "report_to") -> None:

@@ -1,11 +1,13 @@
 """From a pretrained transformer to a model with recurrent memory: extract attention, convert, compare."""
 
 from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.compare import compare_models
 from hf_memmix.conversion.convert import ConversionReport, convert_model, load_model, save_student
 from hf_memmix.conversion.families import FAMILIES, extract_attention
 from hf_memmix.conversion.from_attention import starts
 from hf_memmix.conversion.layer_choice import LayerChoice, layers_to_keep
-from hf_memmix.conversion.verify import report
+
+report = compare_models  # the public name; after the imports, which bind it to the module report.py
 
 __all__ = [
     "FAMILIES",

@@ -16,10 +16,10 @@ from hf_memmix.conversion.attention_weights import AttentionWeights
 from hf_memmix.conversion.families import attention_module, attention_prefix, extract_attention, family_of
 from hf_memmix.conversion.from_attention import Start, start_of
 from hf_memmix.conversion.layer_choice import layers_to_keep
-from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model, read_config  # noqa: F401, both by their old place
+from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model
 from hf_memmix.conversion.report import ConversionReport
 from hf_memmix.conversion.saving import atomic_folder, clear_write_errors
-from hf_memmix.mixers import MemoryMixer
+from hf_memmix.swap import fp32_parameter_names
 
 REPORT_FILE = "conversion.json"
 
@@ -107,28 +107,17 @@ def _report_of(student: PreTrainedModel) -> str | None:
 
 
 def cast_student(student: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Cast in place, except what a mixer declares fp32 (decays lose their meaning in bf16): that is never rounded.
+    """Cast in place, except what mixers and backbone keep in fp32: decays lose their meaning in bf16.
 
     Buffers that no checkpoint holds (tables of rotary angles) stay as they are, as in a model that was loaded.
     """
-    exempt = fp32_names(student)
+    exempt = fp32_parameter_names(student)
     saved = set(student.state_dict())
     tensors = [*student.named_parameters(), *((n, b) for n, b in student.named_buffers() if n in saved)]
     for name, tensor in tensors:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(torch.float32 if name in exempt else dtype)
     return student
-
-
-def fp32_names(student: PreTrainedModel) -> set[str]:
-    """Full names of the parameters that the student's mixers declare fp32."""
-    return {
-        f"{prefix}.{name}"
-        for prefix, module in student.named_modules()
-        if isinstance(module, MemoryMixer)
-        for name, _ in module.named_parameters()
-        if name in module.fp32_parameters
-    }
 
 
 def _copy_rest(teacher: PreTrainedModel, student: PreTrainedModel, prefixes: list[str], report) -> None:

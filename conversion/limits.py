@@ -1,8 +1,7 @@
-"""What a model was made for: its vocabulary and its longest sequence; and whether its weights are numbers."""
+"""What a model was made for: its vocabulary and its longest sequence."""
 
 import math
 
-import torch
 from torch import nn
 
 from hf_memmix.backbones import backbone_of
@@ -40,14 +39,3 @@ def check_transformer(teacher: nn.Module) -> None:
         raise ValueError(
             "the teacher is a converted model, not a transformer; give the transformer that the student came from"
         )
-
-
-@torch.no_grad()
-def check_finite_weights(model: nn.Module, name: str) -> None:
-    """Raise ValueError, naming the tensor, if a weight is NaN or infinite. `name`: what the user calls the model."""
-    for key, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(
-                f"{name} has NaN or infinite values in {key}: the copy is damaged or its training diverged; give"
-                " another checkpoint"
-            )

@@ -53,7 +53,7 @@ def run_teacher_forced(
     every = converted_layers(student)
     _check_same_shape(teacher, student)
     training = torch.is_grad_enabled()
-    dtype = student.get_input_embeddings().weight.dtype  # a bf16 teacher may guide an fp32 student
+    dtype = student.get_input_embeddings().weight.dtype  # a bf16 teacher may teach an fp32 student
     boundaries = packing_of(None, None, position_ids, *input_ids.shape)
     last = None if layers is None or layers == every else max(layers)
     handles = []

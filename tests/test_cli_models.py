@@ -109,12 +109,19 @@ def test_several_processes_without_a_gpu_are_refused_with_the_reason(cached, mon
     devices.check_processes()
 
 
-def test_trackers_are_checked_before_the_models_are_read(cached):
+def test_trackers_are_checked_before_the_models_are_read(cached, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_clearml_available", lambda: False)
     align = ["align", "--teacher", "me/teacher", "--student", "me/teacher", "--text", "text.txt", "--out", "s"]
     run = memmix(*align, "--report-to", "nosuch")
-    assert run.exit_code == 1 and "--report-to 'nosuch' is no tracker" in run.output and "wandb" in run.output
-    run = memmix(*align, "--report-to", "clearml")  # not installed here
-    assert run.exit_code == 1 and "--report-to clearml: " in run.output and "Traceback" not in run.output
+    assert (
+        run.exit_code == 1 and "--report-to is 'nosuch', which is no tracker" in run.output and "wandb" in run.output
+    )
+    run = memmix(*align, "--report-to", "clearml")
+    assert (
+        run.exit_code == 1
+        and "--report-to is 'clearml', which is not installed" in run.output
+        and "Traceback" not in run.output
+    )
 
 
 def test_a_tracker_receives_the_logs(cached, monkeypatch):
@@ -128,9 +135,39 @@ def test_a_tracker_receives_the_logs(cached, monkeypatch):
             received.append((state.global_step, json.dumps(sorted(logs))))
 
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Tracker)
+    monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: True)
     result_of(memmix("convert", "--teacher", "me/teacher", "--out", "s0", "--json"))
     align = ["align", "--teacher", "me/teacher", "--student", "s0", "--text", "text.txt", "--out", "s1"]
     options = ["--steps", "4", "--batch-size", "2", "--block-size", "16", "--logging-steps", "2"]
     trackers = ["--report-to", "wandb", "--report-to", "wandb"]  # twice is once
     assert memmix(*align, *options, *trackers).exit_code == 0
     assert [step for step, names in received if '"loss"' in names] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("chosen", [None, "logs"])
+def test_tensorboards_files_outlive_the_folder_of_checkpoints(cached, monkeypatch, chosen):
+    """Where the user has chosen no folder, they lie beside the output; those in the run folder vanish with it."""
+    from transformers import TrainerCallback
+    from transformers.integrations import integration_utils
+
+    class Writer(TrainerCallback):
+        """As the library's callback: it reads the variable when it is made."""
+
+        def __init__(self):
+            self.folder = devices.os.environ.get("TENSORBOARD_LOGGING_DIR")
+
+        def on_log(self, args, state, control, **kwargs):
+            folder = cached.__class__(self.folder or f"{args.output_dir}/runs")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "events").touch()
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Writer)
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("TENSORBOARD_LOGGING_DIR")
+    result_of(memmix("convert", "--teacher", "me/teacher", "--out", "s0", "--json"))
+    align = ["align", "--teacher", "me/teacher", "--student", "s0", "--text", "text.txt", "--out", "s1"]
+    run = memmix(*align, "--steps", "1", "--batch-size", "2", "--block-size", "16", "--report-to", "tensorboard")
+    assert run.exit_code == 0 and f"TensorBoard's files: {chosen or cached / 's1.tensorboard'}" in run.stderr
+    assert (cached / (chosen or "s1.tensorboard") / "events").is_file()

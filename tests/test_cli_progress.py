@@ -1,13 +1,15 @@
 """What a job without a terminal writes: whole lines, at the start, at the end and every 30 seconds."""
 
+import os
 import re
+import subprocess
+import sys
 import time
 
 import pytest
 
 from cli_runner import SMALL, memmix, result_of
 from hf_memmix.commands import progress
-from hf_memmix.commands.common import err, out
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 
@@ -61,29 +63,50 @@ def test_time_left_is_of_this_call_not_of_the_steps_before_a_resume(monkeypatch)
     assert shown == ["x 500 of 1000", "x 510 of 1000, 0:08:10 left"]
 
 
+class Every(progress.Lines):
+    """Shows every state."""
+
+    def advance(self, done, total, note=""):
+        super().advance(done, total, note)
+        if self._newest != self._shown:
+            self._print()
+
+
 @pytest.mark.parametrize("stage", ["align", "distill"])
-def test_a_training_in_a_log_file_says_step_loss_speed(stage, tmp_path):
+def test_a_training_in_a_log_file_says_step_loss_speed(stage, tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(progress, "Lines", lambda title, show: Every(title, lines.append))
     tiny_teacher("llama", layers=2).save_pretrained(tmp_path / "teacher")
     tiny_tokenizer().save_pretrained(tmp_path / "teacher")
     (tmp_path / "text.txt").write_text(tiny_text(800))
     teacher = ["--teacher", tmp_path / "teacher"]
     result_of(memmix("convert", *teacher, "--out", tmp_path / "s0", "--json"))
     options = ["--student", tmp_path / "s0", "--text", tmp_path / "text.txt", "--out", tmp_path / "s1"]
-    run = memmix(stage, *teacher, *options, *SMALL, "--json", "--logging-steps", "2", "--device", "cpu")
+    run = memmix(stage, *teacher, *options, *SMALL, "--json", "--logging-steps", "3", "--device", "cpu")
     result = result_of(run)
-    assert [entry["step"] for entry in result["log"]] == [1, 2]
-    lines = [line for line in run.stderr.splitlines() if line.startswith(stage)]
-    assert lines[0] == f"{stage}: step 0 of 3"
-    # the loss of the third step, which no log has
-    told = re.fullmatch(rf"{stage}: step 3 of 3, loss (\d+\.\d{{4}}), [\d,]+ tokens/s", lines[-1])
-    assert told, lines
-    assert float(told[1]) not in [round(entry["loss"], 4) for entry in result["log"]]
+    logged = {entry["step"]: f"{entry['loss']:.4f}" for entry in result["log"]}
+    assert list(logged) == [1, 3] and lines[0] == f"{stage}: step 0 of 3"
+    shown = [
+        re.fullmatch(rf"{stage}: step (\d) of 3, loss (\d+\.\d{{4}}), [\d,]+ tokens/s.*", line) for line in lines[1:]
+    ]
+    assert None not in shown, lines
+    newest = {int(line[1]): line[2] for line in reversed(shown)}  # the first line of each step
+    assert sorted(newest) == [1, 2, 3]
+    # the loss of the second step, which no log has
+    assert newest[1] == logged[1] and newest[2] not in logged.values()
 
 
-def test_lines_are_not_wrapped_where_there_is_no_terminal(capsys):
+@pytest.mark.parametrize("columns", [None, "80"])
+def test_lines_are_not_wrapped_where_there_is_no_terminal(columns):
+    """Also where the shell that started the job has exported the width of its window."""
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    env |= {} if columns is None else {"COLUMNS": columns}
     long = "/a/long/path" * 20
-    for console in (out, err):
-        assert not console.is_terminal
-        console.print(f"written to {long}")
-    printed = capsys.readouterr()
-    assert printed.out == printed.err == f"written to {long}\n"
+    code = (
+        "from hf_memmix.commands.common import err, out; from rich.table import Table;"
+        f"[console.print('written to {long}') for console in (out, err)];"
+        f"table = Table('name'); table.add_row('{long}'); out.print(table)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert run.stdout.startswith(f"written to {long}\n") and run.stderr == f"written to {long}\n", run
+    assert sum(long in line for line in run.stdout.splitlines()) == 2

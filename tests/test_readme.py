@@ -1,6 +1,5 @@
 """README.md: its snippets run, its commands exist, its figures are those of the committed measurements."""
 
-import json
 import math
 import re
 import shlex
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_memmix.training.documents.measurements import read
 from hf_memmix.training.documents.readme_tables import documents, render
 from hf_memmix.training.recipe import load_recipe
 
@@ -53,8 +53,8 @@ def test_memmix_commands_run_in_order(tmp_path, monkeypatch):
 
 def test_times_of_the_distil_block_are_those_of_the_measurements():
     """Tokens from the recipes and the options of the block, times and speeds from the committed JSON."""
-    demo = json.loads((ROOT / "training" / "results" / "demo.json").read_text())["seconds"]
-    launches = json.loads((ROOT / "training" / "results" / "multi_gpu.json").read_text())["launches"]
+    demo = read("demo", ROOT)["seconds"]
+    launches = read("multi_gpu", ROOT)["launches"]
     speed = {stage: row["tokens_per_second"] for stage, row in launches["1b_single"]["stages"].items()}
     full = {stage: load_recipe(stage) for stage in ("align", "distill")}
     full = {stage: recipe.steps * recipe.tokens_per_step for stage, recipe in full.items()}

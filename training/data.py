@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from hf_memmix.training.text_files import documents, list_of, read_text, text_record
+from hf_memmix.training.text_files import documents, list_of
 
-__all__ = ["StreamedBlocks", "TokenBlocks", "read_text", "text_record", "tokenize_files", "tokenizer_hash"]
+__all__ = ["StreamedBlocks", "TokenBlocks", "tokenize_files", "tokenizer_hash"]
 
 Sources = str | Path | Iterable[str | Path]
 

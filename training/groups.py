@@ -9,7 +9,7 @@ from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.training.recipe import Recipe
 
 
-def rates(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float, float]]:
+def parameter_rates(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float, float]]:
     """`{parameter name: (learning rate, weight decay)}`. Raises ValueError for a pattern that matches nothing."""
     mixers = {id(p) for layer in converted_layers(student) for p in attention_module(student, layer).parameters()}
     used, result = set(), {}
@@ -33,8 +33,8 @@ def rates(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float, float]]:
 
 
 def freeze_by_rate(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """`rates`, with every parameter of rate 0 frozen. Raises ValueError if none is left to train."""
-    result = rates(student, recipe)
+    """`parameter_rates`, with every parameter of rate 0 frozen. Raises ValueError if none is left to train."""
+    result = parameter_rates(student, recipe)
     for name, parameter in student.named_parameters():
         if result[name][0] == 0:
             parameter.requires_grad_(False)

@@ -16,15 +16,16 @@ from pathlib import Path
 from torch import nn
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_memmix.conversion.records import write_json
 from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.recipe import Recipe
 
 RUN_FILE = "memmix_run.json"
 FORMAT = 2  # 1, without this field: neither weights nor files were hashed
 # fields of a recipe that do not change what a run computes
-FREE = ("save_every", "chunk_tokens", "gradient_checkpointing")
+RESUME_MAY_CHANGE = ("save_every", "chunk_tokens", "gradient_checkpointing")
 # arguments of the Trainer of which that is true, too
-FREE_TRAINER = (
+TRAINER_MAY_CHANGE = (
     "dataloader_num_workers",
     "dataloader_pin_memory",
     "disable_tqdm",
@@ -48,11 +49,11 @@ def identity_of(student: nn.Module, teacher: nn.Module | None, data, recipe: Rec
     """
     with ThreadPoolExecutor(2) as pool:  # hashing leaves the interpreter free
         hashes = list(pool.map(lambda model: None if model is None else teacher_hash(model), (student, teacher)))
-    numbers = {k: v for k, v in asdict(recipe).items() if k not in FREE}
-    numbers["trainer"] = {k: v for k, v in recipe.trainer.items() if k not in FREE_TRAINER}
+    fields = {k: v for k, v in asdict(recipe).items() if k not in RESUME_MAY_CHANGE}
+    fields["trainer"] = {k: v for k, v in recipe.trainer.items() if k not in TRAINER_MAY_CHANGE}
     identity = {
         "format": FORMAT,
-        "recipe": numbers,
+        "recipe": fields,
         "data": data.fingerprint(),
         "mixer_types": list(student.config.mixer_types),
         "student": {"config": _config_of(student), "weights": hashes[0]},
@@ -114,7 +115,7 @@ def _short(value) -> str:
 def write_run_file(folder: Path, identity: dict) -> None:
     """Write the identity and the hashes of all files that a finished checkpoint has by now into it."""
     record = {**identity, "files": hash_files(folder)}
-    (folder / RUN_FILE).write_text(json.dumps(record, indent=1))
+    write_json(folder / RUN_FILE, record)
 
 
 def hash_files(folder: str | Path) -> dict[str, str]:

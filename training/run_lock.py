@@ -16,6 +16,8 @@ from pathlib import Path
 
 from hf_memmix.conversion.saving import check_target, discard
 
+PARTIAL_FILE = "unfinished.json"  # in the folder of a teacher's cache that is being written
+
 _held: set[Path] = set()
 
 
@@ -92,9 +94,36 @@ def run_folder(out_dir: str | Path, resume: bool = True, overwrite: bool = False
     out_dir = Path(out_dir).absolute()
     folder = out_dir.with_name(f".{out_dir.name}.run")
     with run_lock(folder):
-        check_target(out_dir, overwrite)
+        try:
+            check_target(out_dir, overwrite)
+        except ValueError:
+            if _is_leftover(folder, out_dir):
+                discard(folder, beside=out_dir)
+            raise
         if not resume and "WORLD_SIZE" not in os.environ:  # of several processes none may find what another removes
             discard(folder, beside=out_dir)
         yield folder
         if not int(os.environ.get("RANK", "0")):
             discard(folder, beside=out_dir)
+
+
+def _is_leftover(folder: Path, out_dir: Path) -> bool:
+    """Whether a kill came between the appearance of the output and the removal of its run folder.
+
+    Then the output is the newer of the two, and nothing in the run folder waits to be continued.
+    """
+    written = [path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()]
+    finished = [path.stat().st_mtime_ns for path in out_dir.rglob("*") if path.is_file()]
+    if not folder.is_dir() or not finished or max(written, default=0) > max(finished):
+        return False
+    checkpoints = list(folder.glob("checkpoint-*"))
+    return not (folder / PARTIAL_FILE).exists() and (not checkpoints or any(map(_is_complete, checkpoints)))
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint is that of the last step."""
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        return state["global_step"] >= state["max_steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -1,4 +1,4 @@
-"""Weights of a `Pair` under every launcher: gathered into a plain state dict of the student, and put back.
+"""Weights of a `StudentTeacher` under every launcher: gathered into a plain state dict of the student, and put back.
 
 Plain, DDP: the parameters themselves. FSDP2: every tensor is a DTensor, gathered one at a time on all processes.
 ZeRO-3: DeepSpeed's own consolidation, in the precision it trains in.
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
-from hf_memmix.training.pairs import Pair
+from hf_memmix.training.student_teacher import StudentTeacher
 from hf_memmix.training.teachers import merged
 
 
@@ -24,12 +24,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def is_sharded(pair: Pair) -> bool:
+def is_sharded(pair: StudentTeacher) -> bool:
     """Whether a part of the tensors is elsewhere (FSDP2)."""
     return any(hasattr(parameter, "full_tensor") for parameter in pair.parameters())
 
 
-def gather(pair: Pair, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
+def gather(pair: StudentTeacher, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The pair's own tensors, whole, on the CPU, by name. Every process must iterate; without `keep` for nothing."""
     for name, tensor in pair.state_dict().items():
         full = whole(tensor)
@@ -37,7 +37,7 @@ def gather(pair: Pair, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
             yield name, full.detach().cpu()
 
 
-def student_state(pair: Pair, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def student_state(pair: StudentTeacher, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The plain student's state dict from the pair's own `state` and whatever of the student is not in it."""
     names = pair.student_names()
     ours = {names[name]: tensor for name, tensor in state.items()}
@@ -48,7 +48,7 @@ def student_state(pair: Pair, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load(pair: Pair, state: dict[str, Tensor]) -> None:
+def load(pair: StudentTeacher, state: dict[str, Tensor]) -> None:
     """Copy the student's tensors `state` into the pair. Raises ValueError if one of the pair's is missing."""
     names = pair.student_names()
     tied = getattr(pair.plain_student, "all_tied_weights_keys", None) or {}
@@ -64,7 +64,7 @@ def load(pair: Pair, state: dict[str, Tensor]) -> None:
         tensor.copy_(value)
 
 
-def unshard_student(pair: Pair) -> None:
+def unshard_student(pair: StudentTeacher) -> None:
     """Make `pair.plain_student` a plain model on the CPU again, on every process, in place."""
     student = pair.plain_student
     with no_init_weights():

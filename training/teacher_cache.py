@@ -17,16 +17,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from hf_memmix.conversion.limits import check_finite_weights, check_transformer
+from hf_memmix.conversion.limits import check_transformer
+from hf_memmix.conversion.loading import check_finite_weights
 from hf_memmix.conversion.logits import logits_head
+from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.saving import clear_write_errors, discard, replace_folder
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.losses import top_k_of
-from hf_memmix.training.run_lock import run_folder
+from hf_memmix.training.run_lock import PARTIAL_FILE, run_folder
 
 META_FILE = "teacher_cache.json"
-PARTIAL_FILE = "unfinished.json"  # of a cache that is being written
 TENSORS = ("log_probs", "ids", "log_rest")
 
 
@@ -90,9 +91,8 @@ def write_cache(
             work.mkdir(exist_ok=True)
             save_file(tensors, work / name)
             done[name] = file_hash(work / name)
-            (work / ".new").write_text(json.dumps(meta | how | {"files": done}))
-            (work / ".new").replace(work / PARTIAL_FILE)
-        (work / META_FILE).write_text(json.dumps(meta, indent=1))
+            write_json(work / PARTIAL_FILE, meta | how | {"files": done})
+        write_json(work / META_FILE, meta)
         (work / PARTIAL_FILE).unlink()
         replace_folder(work, Path(folder).absolute())
     return meta

@@ -18,15 +18,17 @@ from torch import nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_memmix.conversion.limits import check_finite_weights, check_length, check_transformer, check_vocabularies
+from hf_memmix.conversion.limits import check_length, check_transformer, check_vocabularies
+from hf_memmix.conversion.loading import check_finite_weights
 from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.swap import memory_mixers
 from hf_memmix.training import sharded, teachers
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.groups import freeze_by_rate, refuse_shared
-from hf_memmix.training.pairs import AlignPair, DistillPair, Pair
 from hf_memmix.training.recipe import Recipe, load_recipe
 from hf_memmix.training.run_identity import find_checkpoint, identity_of
 from hf_memmix.training.run_lock import run_lock
+from hf_memmix.training.student_teacher import AlignStudentTeacher, DistillStudentTeacher, StudentTeacher
 from hf_memmix.training.teacher_cache import CachedBlocks
 from hf_memmix.training.trainer import PairTrainer
 from hf_memmix.training.trainer_arguments import training_arguments
@@ -98,14 +100,14 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
 
     pair = make_pair(student.float().train(), teacher, recipe)
     try:
-        rates = freeze_by_rate(student, recipe)
+        parameter_rates = freeze_by_rate(student, recipe)
         if teacher is not None:
             refuse_shared(student, teacher)
         trainer = PairTrainer(
             model=pair,
             args=arguments,
             train_dataset=data,
-            rates=rates,
+            parameter_rates=parameter_rates,
             identity=identity,
             tokens_per_step=recipe.tokens_per_step,
             callbacks=callbacks,
@@ -138,13 +140,13 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
     }
 
 
-def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> Pair:
+def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> StudentTeacher:
     """The module that a stage trains."""
     bf16 = torch.cuda.is_available() if recipe.bf16 == "auto" else recipe.bf16
     student.requires_grad_(True)
     if recipe.stage == "align":
         layers = recipe.layer_slice(converted_layers(student), student.config.num_hidden_layers)
-        return AlignPair(student, teacher, layers, bf16, recipe.gradient_checkpointing)
+        return AlignStudentTeacher(student, teacher, layers, bf16, recipe.gradient_checkpointing)
     if recipe.teacher in ("shared", "lora"):
         if sharding := os.environ.get("ACCELERATE_USE_FSDP") or os.environ.get("ACCELERATE_USE_DEEPSPEED"):
             raise ValueError(
@@ -156,7 +158,7 @@ def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> 
             teachers.add_lora(student, recipe.lora_rank, recipe.seed)
     if recipe.gradient_checkpointing:
         student.gradient_checkpointing_enable({"use_reentrant": False})
-    return DistillPair(student, teacher, recipe.chunk_tokens, bf16)
+    return DistillStudentTeacher(student, teacher, recipe.chunk_tokens, bf16)
 
 
 def _check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recipe) -> None:
@@ -164,6 +166,7 @@ def _check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Reci
         raise ValueError(f"data has blocks of {data.block_size} tokens, the recipe asks for {recipe.block_size}")
     if not converted_layers(student):
         raise ValueError("the student has no converted layer to train; convert it with fewer kept layers")
+    _check_block_size(student, recipe.block_size)
     check_finite_weights(student, "the student")
     if teacher is not None:
         check_transformer(teacher)
@@ -171,3 +174,13 @@ def _check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Reci
         check_vocabularies(student, teacher)
         check_length(teacher, "teacher", recipe.block_size, "block_size", "give a smaller block")
     data.check_vocabulary(student.config.vocab_size)
+
+
+def _check_block_size(student: nn.Module, block_size: int) -> None:
+    """Raise ValueError if a mixer learns nothing from blocks that short: its loss would not move."""
+    for mixer in memory_mixers(student).values():
+        if block_size < (least := mixer.minimum_training_length(mixer.options)):
+            raise ValueError(
+                f"block_size is {block_size}, but the mixer {mixer.name} of this student learns only from blocks of at"
+                f" least {least} tokens; give a larger block_size"
+            )

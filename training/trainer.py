@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer over a `Pair`: rates by group, tokens counted, and checkpoints that are whole or absent."""
+"""The Hugging Face Trainer over a `StudentTeacher`: rates by group, tokens counted, checkpoints whole or absent."""
 
 import shutil
 from pathlib import Path
@@ -28,19 +28,19 @@ class _LogTheLastStep(TrainerCallback):
 
 
 class PairTrainer(Trainer):
-    """Trainer over a `Pair`, under `accelerate launch` on one process, DDP, FSDP2 or ZeRO-3.
+    """Trainer over a `StudentTeacher`, under `accelerate launch` on one process, DDP, FSDP2 or ZeRO-3.
 
     Args:
-        rates: learning rate and weight decay by the student's parameter names, see `groups.rates`.
+        parameter_rates: learning rate and weight decay by the student's parameter names, see `groups.parameter_rates`.
         identity: what a run must share with the checkpoint it resumes from; it is written beside it.
         tokens_per_step: tokens of one optimizer step over all processes, for the log and the trainer's state.
 
     A run that diverges raises ValueError before it writes anything.
     """
 
-    def __init__(self, *args, rates: dict, identity: dict, tokens_per_step: int, **kwargs):
+    def __init__(self, *args, parameter_rates: dict, identity: dict, tokens_per_step: int, **kwargs):
         self._staging: Path | None = None
-        self.rates, self.identity, self.tokens_per_step = rates, identity, tokens_per_step
+        self.parameter_rates, self.identity, self.tokens_per_step = parameter_rates, identity, tokens_per_step
         super().__init__(*args, **kwargs)
         self.add_callback(_LogTheLastStep())
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch: divide it when accumulating
@@ -79,7 +79,7 @@ class PairTrainer(Trainer):
         if self.optimizer is None:
             pair = self.model
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, pair)
-            groups = optimizer_groups(pair.plain_student, list(pair.parameters()), self.rates)
+            groups = optimizer_groups(pair.plain_student, list(pair.parameters()), self.parameter_rates)
             self.optimizer = kind(groups, **options)
         return self.optimizer
 

@@ -1,5 +1,6 @@
 """A recipe as arguments of transformers' Trainer, and what of them `trainer:` in a recipe may set."""
 
+import math
 import os
 import typing
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import torch
 from huggingface_hub.dataclasses import type_validator
 from transformers import TrainingArguments
-from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_memmix.training.recipe import Recipe
 
@@ -31,8 +33,11 @@ DECIDED = {
     "seed": "seed",
     "logging_strategy": "logging_steps",
     "logging_first_step": "logging_steps",
+    "dataloader_drop_last": "the kind of the data",
+    "remove_unused_columns": "the kind of the data",
 }
 POSITIVE = ("logging_steps", "save_total_limit")
+BELOW_ONE = ("adam_beta1", "adam_beta2")
 
 
 def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArguments:
@@ -74,7 +79,7 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
         arguments = TrainingArguments(**(values | recipe.trainer))
     except (TypeError, ValueError, ImportError) as error:
         raise ValueError(f"trainer of the recipe: {str(error).strip().splitlines()[0]}") from None
-    _check_trackers(arguments.report_to)
+    check_trackers(arguments.report_to)
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # several GPUs need a launcher (accelerate launch); nn.DataParallel cannot split a pair
     return arguments
@@ -93,14 +98,27 @@ def _check(given: dict) -> None:
         except TypeError:
             kind = getattr(types[name], "__name__", types[name])
             raise ValueError(f"trainer sets {name} to {value!r}, which is not of type {kind}") from None
-        if name in POSITIVE and value is not None and not value > 0:
-            raise ValueError(f"trainer sets {name} to {value!r}; it must be more than 0")
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            _check_number(name, value)
 
 
-def _check_trackers(names: list[str]) -> None:
-    try:
-        get_reporting_integration_callbacks(names)
-    except ValueError as error:
-        raise ValueError(f"report_to: {error}") from None
-    if missing := sorted(set(names) - set(get_available_reporting_integrations())):
-        raise ValueError(f"report_to names {missing[0]}, which is not installed; pip install {missing[0]}")
+def _check_number(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"trainer sets {name} to {value!r}; it must be finite and at least 0")
+    if name in POSITIVE and value == 0:
+        raise ValueError(f"trainer sets {name} to {value!r}; it must be more than 0")
+    if name in BELOW_ONE and value >= 1:
+        raise ValueError(f"trainer sets {name} to {value!r}; it must be below 1")
+
+
+def check_trackers(names: list[str], option: str = "report_to") -> None:
+    """Raise ValueError for a tracker that transformers does not know, or whose package is not installed.
+
+    option: what the user calls the list of trackers.
+    """
+    names = set(names) - {"none", "all"}
+    if unknown := sorted(names - set(INTEGRATION_TO_CALLBACK)):
+        known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+        raise ValueError(f"{option} is {unknown[0]!r}, which is no tracker of transformers; give one of {known}")
+    if missing := sorted(names - set(get_available_reporting_integrations())):
+        raise ValueError(f"{option} is {missing[0]!r}, which is not installed; pip install {missing[0]}")

@@ -4,24 +4,23 @@ Results go to stdout, everything else to stderr; nothing heavy is imported befor
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 
 
-def _console(stderr: bool) -> Console:
-    """A console that wraps lines on a terminal only: a file or another program receives whole lines."""
-    console = Console(stderr=stderr)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 10_000
-    return console
+class _Console(Console):
+    """Wraps lines on a terminal only: a file or another program receives whole lines, whatever COLUMNS says."""
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        return super().size if self.is_terminal else ConsoleDimensions(10_000, 25)
 
 
-out, err = _console(stderr=False), _console(stderr=True)
+out, err = _Console(), _Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
 Device = Annotated[

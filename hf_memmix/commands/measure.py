@@ -47,14 +47,14 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Compare a student with its teacher on a text: perplexity, agreement, and the error of each mixer."""
-    from hf_memmix.conversion.verify import report as compare
+    from hf_memmix.conversion.compare import compare_models
     from hf_memmix.training.data import tokenize_files
 
     name, student, teacher = student, model_folder(student), model_folder(teacher)
     tokens = tokenize_files(text, shared_tokenizer(teacher, student))
     models = load(student, device), load(teacher, device)
     with progress("comparing") as advance:
-        result = compare(
+        result = compare_models(
             *models, tokens, block_size=block_size, batch_size=batch_size, max_tokens=max_tokens, progress=advance
         )
     if as_json:

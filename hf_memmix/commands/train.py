@@ -153,8 +153,8 @@ def cache_teacher(
 
     check_target(out_dir, overwrite)
     teacher = model_folder(teacher)
-    plan = load_recipe(recipe, block_size=block_size)
-    data = TokenBlocks.from_files(text, tokenizer_of(teacher), plan.block_size, plan.pack)
+    settings = load_recipe(recipe, block_size=block_size)
+    data = TokenBlocks.from_files(text, tokenizer_of(teacher), settings.block_size, settings.pack)
     options = {"teacher_id": teacher_hash(teacher), "batch_size": batch_size, "overwrite": overwrite}
     with progress("reading the teacher") as advance:
         meta = write_cache(load(teacher, device), data, out_dir, top_k, progress=advance, **options)
@@ -176,26 +176,28 @@ def _train(
     from hf_memmix.training.data import StreamedBlocks, TokenBlocks
     from hf_memmix.training.run_lock import run_folder
     from hf_memmix.training.train import load_recipe, train
+    from hf_memmix.training.trainer_arguments import check_trackers
 
     choose_device(device)
     check_processes()
-    plan = load_recipe(recipe, **overrides, stage=stage)
+    settings = load_recipe(recipe, **overrides, stage=stage)
     given = {name: value for name, value in trainer.items() if value is not None}
-    check_trackers(given.get("report_to", []))
-    plan = replace(plan, trainer=plan.trainer | given | ({"use_cpu": True} if device == "cpu" else {}))
+    check_trackers(given.get("report_to", []), "--report-to")
+    settings = replace(settings, trainer=settings.trainer | given | ({"use_cpu": True} if device == "cpu" else {}))
+    _keep_tensorboard(settings.trainer.get("report_to") or [], out_dir)
     student, teacher = model_folder(student), model_folder(teacher)
     # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
     with run_folder(out_dir, resume, overwrite) as run_dir:
         tokenizer = shared_tokenizer(teacher, student)
-        read = StreamedBlocks if plan.stream else TokenBlocks.from_files
-        data = read(text, tokenizer, plan.block_size, plan.pack)
+        read = StreamedBlocks if settings.stream else TokenBlocks.from_files
+        data = read(text, tokenizer, settings.block_size, settings.pack)
         model = load(student, "cpu", "auto")
         on_gpu = torch.cuda.is_available()
-        teacher_model = teacher if plan.cache_dir else load(teacher, "cpu", "auto" if on_gpu else None)
+        teacher_model = teacher if settings.cache_dir else load(teacher, "cpu", "auto" if on_gpu else None)
         dtype = model.dtype
         with progress(f"{stage}: step") as advance:
-            callbacks = [_progress_callback(advance, plan.tokens_per_step)]
-            result = train(model, teacher_model, data, run_dir, recipe=plan, resume=resume, callbacks=callbacks)
+            callbacks = [_progress_callback(advance, settings.tokens_per_step)]
+            result = train(model, teacher_model, data, run_dir, recipe=settings, resume=resume, callbacks=callbacks)
         if not int(os.environ.get("RANK", "0")):
             save_student(model.cpu(), out_dir, tokenizer, overwrite=overwrite, dtype=dtype)
     if as_json:
@@ -207,20 +209,13 @@ def _train(
         )
 
 
-def check_trackers(names: list[str]) -> None:
-    """Raise ValueError for a tracker that transformers does not know, or whose package is not installed."""
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    for name in names:
-        if name in ("none", "all"):
-            continue
-        if name not in INTEGRATION_TO_CALLBACK:
-            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-            raise ValueError(f"--report-to {name!r} is no tracker of transformers; give one of {known}")
-        try:
-            INTEGRATION_TO_CALLBACK[name]()
-        except (RuntimeError, ImportError, ValueError) as error:
-            raise ValueError(f"--report-to {name}: {str(error).splitlines()[0]}") from None
+def _keep_tensorboard(trackers: list[str] | str, out_dir: Path) -> None:
+    """Have TensorBoard write beside the output; its default folder is in that of the checkpoints, which vanishes."""
+    if {"tensorboard", "all"}.isdisjoint([trackers] if isinstance(trackers, str) else trackers):
+        return
+    folder = os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(out_dir.absolute()) + ".tensorboard")
+    if not int(os.environ.get("RANK", "0")):
+        err.print(f"TensorBoard's files: {folder}", markup=False, highlight=False)
 
 
 def _progress_callback(advance, tokens_per_step: int):

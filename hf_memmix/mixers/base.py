@@ -137,6 +137,11 @@ class MemoryMixer(nn.Module):
         return y
 
     @classmethod
+    def minimum_training_length(cls, options: MixerOptions) -> int:
+        """The smallest number of tokens in a sequence from which the layer learns; below, its outputs are zero."""
+        return 1
+
+    @classmethod
     def check_states(cls, options: MixerOptions, states: dict[str, Tensor]):
         """Raise ValueError if no layer with these options leaves such states; called on what a file holds."""
 

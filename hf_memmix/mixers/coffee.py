@@ -18,16 +18,15 @@ from torch import nn
 from transformers import initialization as init
 
 from hf_memmix_kernels import check_coffee, chunk_coffee, coffee_step
+from hf_memmix_kernels.coffee.op import MAX_STATES, METHODS
 
 from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
-from .layers import ACTIVATIONS, RMSNorm, ShortConvolution, init_layers, wide
+from .layers import ACTIVATIONS, RMSNorm, ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
 
-MAX_STATES = 64
 MAX_FEATURES = 2**20
 TIME_SCALES = (1.0, 1000.0)  # tokens in which a state forgets to 1 / e at the start, where its gate is one half
-METHODS = ("auto", "scan", "shooting", "deer")
 
 
 @mixer_options
@@ -121,7 +120,7 @@ class CoffeeMixer(MemoryMixer):
 
     def lam(self) -> torch.Tensor:
         """lambda [D, n] in [-2, 0]."""
-        return -2 * wide(self.lam_logit).sigmoid()
+        return -2 * at_least_fp32(self.lam_logit).sigmoid()
 
     def state_shapes(self, batch, dtype=torch.float32):
         return {
@@ -166,5 +165,5 @@ class CoffeeMixer(MemoryMixer):
         return ("lam_logit", "w", "C", "w_filter") if self.options.use_output_filter else ("lam_logit", "w", "C")
 
     def _recurrence(self) -> dict:
-        w_filter = wide(self.w_filter) if self.options.use_output_filter else None
-        return {"lam": self.lam(), "w": wide(self.w), "C": wide(self.C), "w_filter": w_filter}
+        w_filter = at_least_fp32(self.w_filter) if self.options.use_output_filter else None
+        return {"lam": self.lam(), "w": at_least_fp32(self.w), "C": at_least_fp32(self.C), "w_filter": w_filter}

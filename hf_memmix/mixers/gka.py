@@ -19,6 +19,7 @@ from torch import nn
 from transformers import initialization as init
 
 from hf_memmix_kernels import chunk_gka, gka_step
+from hf_memmix_kernels._common import MAX_HEAD_DIM
 from hf_memmix_kernels.gka.schedule import MAX_PHASES
 
 from ..backbones import layer_rotates
@@ -30,16 +31,15 @@ from .layers import (
     ROPE_LAYOUTS,
     RMSNorm,
     ShortConvolution,
+    at_least_fp32,
     init_layers,
     one_angle_a_pair,
     rotate,
     unit,
-    wide,
 )
 from .options import LARGEST_CHUNK, MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
 
 EPS = 1e-6  # of the unit norm of q and k, and added to beta, as released
-MAX_HEAD_DIM = 256
 PHASES = (12, 10)  # the solver's default schedule
 UNUSED_ITERATIONS = 30  # num_iterations of old checkpoints beside their refinement
 MAX_ITERATIONS = 1000  # of a phase; the paper's solver converges in 30, and their weights are constants of a kernel
@@ -190,14 +190,14 @@ class GKAMixer(MemoryMixer):
             cos, sin = (one_angle_a_pair(t, options.rope_layout) for t in rotary)
             tokens |= {"cos": cos, "sin": sin}
         if options.use_decay:
-            rate = F.softplus(wide(self.a_proj(x)) + wide(self.dt_bias))
-            tokens["log_decay"] = -wide(self.A_log).exp() * rate
+            rate = F.softplus(at_least_fp32(self.a_proj(x)) + at_least_fp32(self.dt_bias))
+            tokens["log_decay"] = -at_least_fp32(self.A_log).exp() * rate
         else:
-            tokens["log_decay"] = wide(x.new_zeros(*x.shape[:2], self.heads))
+            tokens["log_decay"] = at_least_fp32(x.new_zeros(*x.shape[:2], self.heads))
         if options.use_beta:
-            tokens["beta"] = wide(self.b_proj(x)).sigmoid() + EPS
+            tokens["beta"] = at_least_fp32(self.b_proj(x)).sigmoid() + EPS
         if options.use_alpha:
-            tokens["alpha"] = wide(self.alpha_proj(x)).sigmoid()
+            tokens["alpha"] = at_least_fp32(self.alpha_proj(x)).sigmoid()
         return tokens
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):

@@ -22,6 +22,8 @@ from torch import nn
 from transformers import initialization as init
 
 from hf_memmix_kernels.lattice import check_lattice, chunk_lattice, lattice_step
+from hf_memmix_kernels.lattice.naive import VARIANTS
+from hf_memmix_kernels.lattice.sizes import MAX_DIM
 
 from ..backbones import layer_rotates
 from ..padding import before_the_end
@@ -32,18 +34,16 @@ from .layers import (
     ROPE_LAYOUTS,
     RMSNorm,
     ShortConvolution,
+    at_least_fp32,
     init_layers,
     one_angle_a_pair,
     rotate,
     unit,
-    wide,
 )
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
 
 EPS = 1e-6  # of the unit norm of q and k, and of v of ENC
-MAX_HEAD_DIM = 128
 ENC_STEP = 1.5  # the largest: below 2, so that an error becomes smaller, and the further below the faster
-VARIANTS = ("dec", "enc", "sim", "ttt", "delta")
 STEP_SIZES = ("sigmoid", "softplus", "constant")
 KEPT = 4.0  # logit of the forget gate at the start: 0.98
 
@@ -79,7 +79,7 @@ class LatticeOptions(MixerOptions):
     """
 
     variant: str = one_of("dec", VARIANTS)
-    slots: int | None = between(None, 1, MAX_HEAD_DIM, "None is the head size")
+    slots: int | None = between(None, 1, MAX_DIM, "None is the head size")
     project: bool = True
     step_size: str = one_of("sigmoid", STEP_SIZES)
     gamma_max: float | int = between(1.0, 1e-6, 100, "a step of 1 replaces a slot, the default is 1")
@@ -118,7 +118,7 @@ class LatticeMixer(MemoryMixer):
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         options, shape = self.options, AttentionShape.of(config)
-        shape.check(self, MAX_HEAD_DIM)
+        shape.check(self, MAX_DIM)
         self.use_rope = options.use_rope and layer_rotates(config, layer_idx)
         hidden, self.heads, self.kv_heads, self.head_dim = astuple(shape)
         self.slots = options.slots or self.head_dim
@@ -168,7 +168,7 @@ class LatticeMixer(MemoryMixer):
         if self.use_rope:
             tokens["cos"], tokens["sin"] = self._angles(rotary)
         if options.use_forget_gate:
-            tokens["log_decay"] = F.logsigmoid(wide(self.f_proj(x)))
+            tokens["log_decay"] = F.logsigmoid(at_least_fp32(self.f_proj(x)))
         if options.variant == "enc":
             # under projection a forget gate is a larger step
             gated = options.use_forget_gate and options.project
@@ -214,7 +214,7 @@ class LatticeMixer(MemoryMixer):
 
     def start(self):
         """S_0 [H, d, m] with columns of unit norm."""
-        return F.normalize(wide(self.S0), dim=1)
+        return F.normalize(at_least_fp32(self.S0), dim=1)
 
     def state_shapes(self, batch, dtype=torch.float32):
         taps = self.options.conv_size - 1
@@ -244,7 +244,7 @@ class LatticeMixer(MemoryMixer):
 
     def check_weights(self):
         """S_0 may have columns of any norm but zero, as it is normalised when used."""
-        sizes = torch.linalg.vector_norm(wide(self.S0.detach()), dim=1)
+        sizes = torch.linalg.vector_norm(at_least_fp32(self.S0.detach()), dim=1)
         if self.S0.device.type != "meta" and not ((sizes > 0) & sizes.isfinite()).all():
             wrong = sizes[~((sizes > 0) & sizes.isfinite())]
             raise ValueError(
@@ -259,8 +259,8 @@ class LatticeMixer(MemoryMixer):
         """gamma [B, T, H] in fp32."""
         options = self.options
         if options.step_size == "constant":
-            return (options.gamma_max * wide(self.gamma_bias).sigmoid()).expand(*x.shape[:2], -1)
-        logits = wide(self.gamma_proj(x))
+            return (options.gamma_max * at_least_fp32(self.gamma_bias).sigmoid()).expand(*x.shape[:2], -1)
+        logits = at_least_fp32(self.gamma_proj(x))
         return F.softplus(logits) if options.step_size == "softplus" else options.gamma_max * logits.sigmoid()
 
     def _angles(self, rotary):

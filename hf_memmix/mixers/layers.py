@@ -15,7 +15,7 @@ ACTIVATIONS = (None, "silu")  # of a short convolution
 QK_NORMS = (None, "head", "full")
 
 
-def wide(x: Tensor) -> Tensor:
+def at_least_fp32(x: Tensor) -> Tensor:
     """x in fp32, or in fp64 if it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = wide(x)
+        y = at_least_fp32(x)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return (y * self.weight).to(x.dtype)
 
@@ -74,7 +74,7 @@ def one_angle_a_pair(x: Tensor, layout: str) -> Tensor:
 
 def unit(x: Tensor, eps: float) -> Tensor:
     """x / (|x| + eps) over the last dimension."""
-    return x / (torch.linalg.vector_norm(wide(x), dim=-1, keepdim=True) + eps).to(x.dtype)
+    return x / (torch.linalg.vector_norm(at_least_fp32(x), dim=-1, keepdim=True) + eps).to(x.dtype)
 
 
 def init_layers(mixer: nn.Module):

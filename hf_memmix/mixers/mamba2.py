@@ -19,14 +19,14 @@ from torch import nn
 from transformers import initialization as init
 
 from hf_memmix_kernels import chunk_gla, gla_step
+from hf_memmix_kernels._common import MAX_HEAD_DIM
 from hf_memmix_kernels.gla.op import CHUNK_SIZES
 
 from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
-from .layers import ShortConvolution, init_layers, wide
+from .layers import ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
 
-MAX_DIM = 256  # of heads and states, the kernels' limit
 TIME_STEPS = (1e-3, 0.1)  # dt at the start, log-uniform
 # a layer multiplies five features and squares that: within these sizes of a feature and of a readout float32 suffices
 LARGEST_FEATURE, LARGEST_READOUT = 1e6, 1e11
@@ -56,8 +56,8 @@ class Mamba2Options(MixerOptions):
 
     inference_options: ClassVar[tuple[str, ...]] = ("chunk_size",)
 
-    state_size: int = between(128, 1, MAX_DIM, "the limit of the kernels")
-    head_dim: int = between(64, 1, MAX_DIM, "the limit of the kernels")
+    state_size: int = between(128, 1, MAX_HEAD_DIM, "the limit of the kernels")
+    head_dim: int = between(64, 1, MAX_HEAD_DIM, "the limit of the kernels")
     expand: float | int = between(2.0, 0.01, 64, "the released models have 2")
     n_groups: int = between(1, 1, 1024, "the released models have 1 to 8")
     conv_size: int = conv_size()
@@ -78,7 +78,8 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, y, z):
         """y and z [B, T, features]."""
-        x = (wide(y).clamp(-LARGEST_READOUT, LARGEST_READOUT) * F.silu(wide(z))).unflatten(-1, (self.groups, -1))
+        x = at_least_fp32(y).clamp(-LARGEST_READOUT, LARGEST_READOUT) * F.silu(at_least_fp32(z))
+        x = x.unflatten(-1, (self.groups, -1))
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * x.flatten(-2).to(y.dtype)
 
@@ -113,7 +114,7 @@ class Mamba2Mixer(MemoryMixer):
         features = self.in_proj(x)
         limit = min(LARGEST_FEATURE, torch.finfo(features.dtype).max)
         z, xBC, dt = features.clamp(-limit, limit).split([self.features, self.conv_dim, self.heads], -1)
-        dt = F.softplus(wide(dt) + wide(self.dt_bias))
+        dt = F.softplus(at_least_fp32(dt) + at_least_fp32(self.dt_bias))
         if self.options.time_step_limit is not None:
             dt = dt.clamp(*self.options.time_step_limit)
         return {"z": z, "xBC": xBC, "dt": dt}
@@ -173,7 +174,7 @@ class Mamba2Mixer(MemoryMixer):
         x = x.unflatten(-1, (self.heads, options.head_dim))
         share = self.heads // options.n_groups
         B, C = (t.unflatten(-1, (options.n_groups, -1)).repeat_interleave(share, 2) for t in (B, C))
-        return x, (C, B, x * dt[..., None].to(x.dtype), -wide(self.A_log).exp() * dt)
+        return x, (C, B, x * dt[..., None].to(x.dtype), -at_least_fp32(self.A_log).exp() * dt)
 
     def _skip_and_norm(self, y, x, z):
         return self.norm((y + x * self.D[:, None].to(x.dtype)).flatten(2), z)

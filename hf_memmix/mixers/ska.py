@@ -16,14 +16,14 @@ from torch import nn
 from transformers import initialization as init
 
 from hf_memmix_kernels import cg_lift, chunk_ska, ska_per_token_state, ska_state_shapes, ska_step
+from hf_memmix_kernels._common import MAX_HEAD_DIM
 from hf_memmix_kernels.ska.op import MAX_RANK, NORMALIZATIONS
 from hf_memmix_kernels.ska.operator import Operator
 
 from .base import AttentionShape, MemoryMixer, register_mixer
-from .layers import init_layers, wide
+from .layers import at_least_fp32, init_layers
 from .options import MixerOptions, between, mixer_options, one_of
 
-MAX_HEAD_DIM = 256
 MAX_POWER = 8
 MAX_CHUNK = 2**20  # tokens; the operator of a chunk that never ends is never used
 ETA = 1.5  # of the readout at the start, the paper's
@@ -152,13 +152,20 @@ class SKAMixer(MemoryMixer):
         init.ones_(self.gamma)
         init.constant_(self.eta, ETA)
 
+    @classmethod
+    def minimum_training_length(cls, options):
+        """A token reads the chunks before its own; the transition between keys, with power > 0, takes two of them."""
+        size = 1 if options.refresh_every == 1 else options.chunk_size
+        return max(size, 2 if options.power else 1) + 1
+
     @property
     def _per_token(self) -> bool:
         return self.options.refresh_every == 1 and self.options.chunk_size > 1
 
     def _arguments(self, tokens) -> tuple:
         """q, k, v, action mask, gamma and eta of the op."""
-        return (*(tokens[n] for n in "qkv"), tokens.get("action_mask"), wide(self.gamma), wide(self.eta))
+        gamma, eta = at_least_fp32(self.gamma), at_least_fp32(self.eta)
+        return (*(tokens[n] for n in "qkv"), tokens.get("action_mask"), gamma, eta)
 
     def _model(self) -> dict:
         options = self.options

@@ -129,3 +129,16 @@ def test_pads_of_gka_have_no_write_strength(use_beta):
     for row, length in enumerate((9, 13, 4)):
         assert (beta[row, :length] > 0).all()
         assert not beta[row, length:].any() and not log_decay[row, length:].any()
+
+
+@every_variant
+def test_a_layer_learns_from_its_shortest_training_sequence(mixer, options):
+    """From there on its output depends on its input; with one token less it does not."""
+    layer, x, rotary = made(mixer, options)
+    least = layer.minimum_training_length(layer.options)
+    for length in {least, max(least - 1, 1)}:
+        inputs = x[:, :length].clone().requires_grad_()
+        tokens = layer.project(inputs, tuple(angle[:, :length] for angle in rotary))
+        out = layer.readout(layer.scan(tokens, None)[0], inputs)
+        (gradient,) = torch.autograd.grad((out * torch.randn_like(out)).sum(), inputs)
+        assert (gradient.abs().max() > 0) == (length >= least), length

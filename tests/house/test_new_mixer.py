@@ -313,7 +313,7 @@ def test_card(with_start, tmp_path, monkeypatch):
     measured |= {"environment": where, "text": [{"file": "text", "sha256": ""}], "block_size": 30}
     monkeypatch.setitem(card.MIXERS, "leaky", "A leaky average: rate^age of every value")
     text = card.student_card(tmp_path, measured, base_model="me/llama", license="mit")
-    assert "- A leaky average: rate^age of every value." in text and "left in layer 3" in text
+    assert "- A leaky average: rate^age of every value." in text and "remains in layer 3" in text
     (tmp_path / "README.md").write_text(text)
     assert "leaky" in card.check_card(tmp_path).data.tags
 

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_memmix.conversion import convert_model, save_student
+from hf_memmix.conversion.convert import cast_student
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.merge import merge_students
 from hf_memmix.training.train import align, distill
@@ -75,3 +76,13 @@ def test_a_cast_leaves_what_no_checkpoint_holds(mixer):
     for name, buffer in student.named_buffers():
         if name in expected:
             assert torch.equal(buffer, expected[name]), name
+
+
+def test_a_cast_keeps_what_the_backbone_names_fp32(monkeypatch):
+    """Some families name parameters of their own in `_keep_in_fp32_modules_strict`."""
+    student = convert_model(tiny_teacher("llama", layers=2))
+    monkeypatch.setattr(type(student), "_keep_in_fp32_modules_strict", {r"input_layernorm\.weight$"})
+    monkeypatch.delattr(student, "_keep_in_fp32_modules_strict", raising=False)
+    cast_student(student, torch.bfloat16)
+    names = set(declared(student)) | {f"model.layers.{i}.input_layernorm.weight" for i in range(2)}
+    assert {name for name, p in student.named_parameters() if p.dtype == torch.float32} == names

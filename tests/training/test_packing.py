@@ -8,8 +8,8 @@ import torch
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.teacher_forcing import run_teacher_forced
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks, positions_of
-from hf_memmix.training.pairs import AlignPair, DistillPair
 from hf_memmix.training.recipe import Recipe
+from hf_memmix.training.student_teacher import AlignStudentTeacher, DistillStudentTeacher
 from hf_memmix.training.train import train
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -62,7 +62,7 @@ def test_a_packed_row_is_its_documents(packed, family, keep):
             for side, tensor in enumerate(both):
                 separate = torch.cat([piece[layer][side][0] for piece in alone])
                 torch.testing.assert_close(tensor.flatten(0, 1), separate, rtol=1e-4, atol=1e-4)
-        pair = DistillPair(student, teacher)
+        pair = DistillStudentTeacher(student, teacher)
         each = [(pair(input_ids=piece)["loss"], piece.numel()) for piece in pieces(packed)]
         mean = sum(loss * count for loss, count in each) / 32
         torch.testing.assert_close(pair(**batch)["loss"], mean, rtol=1e-4, atol=1e-5)
@@ -73,7 +73,7 @@ def test_gradients_of_align_are_those_of_the_documents(packed):
     """One mixer, whose targets have the same size packed and not: gradients add up over the documents."""
     teacher = tiny_teacher("llama", layers=1)
     student = convert_model(teacher)
-    pair = AlignPair(student, teacher)
+    pair = AlignStudentTeacher(student, teacher)
     weight = student.model.layers[0].self_attn.o_proj.weight
     sizes = []
 

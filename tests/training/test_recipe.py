@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_prefix
 from hf_memmix.training.data import TokenBlocks
-from hf_memmix.training.groups import freeze_by_rate, optimizer_groups, rates
+from hf_memmix.training.groups import freeze_by_rate, optimizer_groups, parameter_rates
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.teachers import share_weights, unshare_weights
 from hf_memmix.training.train import distill, train
@@ -100,16 +100,22 @@ def test_a_recipe_that_contradicts_itself_is_refused(fields, message):
         ({"learning_rate": 0.1}, "trainer sets learning_rate, which learning_rate decides"),
         ({"save_steps": 3}, "trainer sets save_steps, which save_every decides"),
         ({"logging_steps": "often"}, "trainer sets logging_steps to 'often', which is not of type float"),
-        ({"logging_steps": -1}, "trainer sets logging_steps to -1; it must be more than 0"),
+        ({"logging_steps": -1}, "trainer sets logging_steps to -1; it must be finite and at least 0"),
         ({"logging_steps": 0}, "trainer sets logging_steps to 0; it must be more than 0"),
+        ({"max_grad_norm": math.nan}, "trainer sets max_grad_norm to nan; it must be finite and at least 0"),
+        ({"adam_epsilon": -1}, "trainer sets adam_epsilon to -1; it must be finite and at least 0"),
+        ({"adam_beta2": 1.0}, "trainer sets adam_beta2 to 1.0; it must be below 1"),
+        ({"dataloader_num_workers": -1}, "trainer sets dataloader_num_workers to -1; it must be finite"),
+        ({"remove_unused_columns": True}, "trainer sets remove_unused_columns, which the kind of the data decides"),
         ({"max_grad_norm": None}, "trainer sets max_grad_norm to None, which is not of type float"),
         ({"use_cpu": "yes"}, "trainer sets use_cpu to 'yes', which is not of type bool"),
         ({"optim": "nosuch"}, "trainer of the recipe: .*nosuch"),
-        ({"report_to": "nosuch"}, "report_to: nosuch is not supported"),
-        ({"report_to": "clearml"}, "report_to names clearml, which is not installed; pip install clearml"),
+        ({"report_to": "nosuch"}, "report_to is 'nosuch', which is no tracker of transformers; give one of .*wandb"),
+        ({"report_to": "clearml"}, "report_to is 'clearml', which is not installed; pip install clearml"),
     ],
 )
-def test_a_trainer_argument_that_cannot_be_is_refused(tmp_path, trainer, message):
+def test_a_trainer_argument_that_cannot_be_is_refused(tmp_path, trainer, message, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_clearml_available", lambda: False)
     with pytest.raises(ValueError, match=message):
         training_arguments(Recipe(trainer=trainer), tmp_path)
 
@@ -158,7 +164,7 @@ def test_a_tracker_gets_what_is_logged(student, tmp_path, monkeypatch):
 
 def test_a_pattern_without_a_parameter_is_refused(student):
     with pytest.raises(ValueError, match="group 'nosuch' matches no parameter"):
-        rates(student, Recipe(groups=[{"match": "nosuch", "learning_rate": 1e-3}]))
+        parameter_rates(student, Recipe(groups=[{"match": "nosuch", "learning_rate": 1e-3}]))
     with pytest.raises(ValueError, match="every learning rate of the recipe is 0"):
         freeze_by_rate(student, Recipe(learning_rate=0.0, rest_learning_rate=0.0))
 

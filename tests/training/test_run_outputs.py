@@ -64,3 +64,51 @@ def test_a_recipe_of_the_other_stage_is_one_line(workspace):
     run = CliRunner().invoke(app, command(workspace, "align", "--recipe", "distill"))
     assert run.exit_code == 1
     assert run.stderr.strip() == "error: recipe 'distill' is for distill, not for align; give a recipe of align"
+
+
+def killed_before_the_run_folder_goes(workspace, monkeypatch, *more):
+    """A training whose process ends after its output has appeared."""
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hf_memmix.training.run_lock.discard", killed)
+        assert CliRunner().invoke(app, command(workspace, "align", *more)).exit_code == 130
+    assert (workspace / "out" / "config.json").is_file() and (workspace / ".out.run").is_dir()
+
+
+@pytest.mark.parametrize("save_every", ["0", "1"])
+def test_a_run_folder_beside_its_finished_output_is_cleared(workspace, monkeypatch, save_every):
+    killed_before_the_run_folder_goes(workspace, monkeypatch, "--save-every", save_every)
+    run = CliRunner().invoke(app, command(workspace, "align", "--save-every", save_every))
+    assert run.exit_code == 1 and "exists and is not empty" in run.output
+    assert sorted(path.name for path in workspace.iterdir()) == ["out", "s0", "teacher", "text.txt"]
+
+
+@pytest.mark.parametrize("what", ["an older output", "a step that is not the last"])
+def test_a_run_that_can_be_continued_is_not_cleared(workspace, monkeypatch, what):
+    killed_before_the_run_folder_goes(workspace, monkeypatch)
+    if what == "an older output":
+        for path in (workspace / "out").iterdir():
+            os.utime(path, (1, 1))
+    else:
+        for path in (workspace / ".out.run").glob("checkpoint-*/trainer_state.json"):
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"max_steps": 10}))
+            os.utime(path, (1, 1))
+    assert CliRunner().invoke(app, command(workspace, "align")).exit_code == 1
+    assert list((workspace / ".out.run").glob("checkpoint-*"))
+
+
+def test_blocks_too_short_for_a_mixer_are_refused(workspace):
+    """SKA reads the chunks before a token's own: with one chunk the loss would stay 1 and nothing would be learnt."""
+    save_student(
+        convert_model(tiny_teacher("llama", layers=2), "ska", chunk_size=16), workspace / "ska", tiny_tokenizer()
+    )
+    for stage in ("align", "distill"):
+        run = CliRunner().invoke(app, [*command(workspace, stage), "--student", str(workspace / "ska")])
+        assert run.exit_code == 1 and not (workspace / "out").exists()
+        assert run.stderr.splitlines()[-1] == (
+            "error: block_size is 16, but the mixer ska of this student learns only from blocks of at least 17 tokens;"
+            " give a larger block_size"
+        )

@@ -120,12 +120,12 @@ def test_weights_that_are_no_numbers_are_named(tmp_path, teacher, data, stage):
     broken = copy.deepcopy(teacher)
     broken.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
     with pytest.raises(
-        ValueError, match="the teacher has NaN or infinite values in model.layers.1.mlp.up_proj.weight"
+        ValueError, match="the teacher has NaN or infinite values in 1 tensors: model.layers.1.mlp.up_proj.weight"
     ):
         stage(convert_model(teacher), broken, data, tmp_path, **OPTIONS)
     student = convert_model(teacher)
     student.model.norm.weight.data[0] = float("inf")
-    with pytest.raises(ValueError, match="the student has NaN or infinite values in model.norm.weight"):
+    with pytest.raises(ValueError, match="the student has NaN or infinite values in 1 tensors: model.norm.weight"):
         stage(student, teacher, data, tmp_path, **OPTIONS)
     with pytest.raises(ValueError, match="the teacher has NaN"):
         write_cache(broken, data, tmp_path / "cache", 4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_memmix.conversion import convert_model
-from hf_memmix.conversion.verify import layer_errors, report
+from hf_memmix.conversion.compare import compare_models, layer_errors
 from hf_memmix.training.experiments.conversion import starts as init_table
 from hf_memmix.training.experiments.conversion import starts_report as init_report
 from hf_memmix.training.experiments.conversion.starts import DEFAULT, STARTS, Start
@@ -31,7 +31,7 @@ def test_errors_are_those_of_the_report():
     teacher = tiny_teacher(layers=2)
     student = init_table.build(teacher, "gla", Start(), seed=0)
     tokens = torch.randint(3, 64, (100,), generator=torch.Generator().manual_seed(0))
-    whole = report(student, teacher, tokens, block_size=32)["layer_error"]
+    whole = compare_models(student, teacher, tokens, block_size=32)["layer_error"]
     assert layer_errors(student, teacher, tokens, block_size=32) == pytest.approx(whole)
 
 

@@ -16,7 +16,7 @@ from hf_memmix.conversion import AttentionWeights, TensorFate, starts
 from hf_memmix.conversion.from_attention import gka as gka_start
 from hf_memmix.mixers import GKAMixer, GKAOptions, MixerOptions, mixer_options
 from hf_memmix.mixers.base import AttentionShape, MemoryMixer, register_mixer
-from hf_memmix.mixers.layers import RMSNorm, ShortConvolution, init_layers, unit, wide
+from hf_memmix.mixers.layers import RMSNorm, ShortConvolution, at_least_fp32, init_layers, unit
 from hf_memmix.padding import before_the_end
 from hf_memmix_kernels import chunk_gla
 
@@ -55,7 +55,7 @@ class LinearMixer(MemoryMixer):
     def project(self, x, rotary):
         tokens = {"qk": self.qk_proj(x), "v": self.v_proj(x)}
         if self.options.decay:
-            tokens["log_decay"] = F.logsigmoid(wide(self.f_proj(x)))
+            tokens["log_decay"] = F.logsigmoid(at_least_fp32(self.f_proj(x)))
         return tokens
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
@@ -65,7 +65,7 @@ class LinearMixer(MemoryMixer):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, tokens["v"]))
         log_decay = tokens.get("log_decay")
         if log_decay is None:
-            log_decay = wide(q.new_zeros(q.shape[:3]))
+            log_decay = at_least_fp32(q.new_zeros(q.shape[:3]))
         if lengths is not None:
             valid = before_the_end(lengths, q.shape[1])[..., None]
             v, log_decay = v * valid[..., None].to(v.dtype), log_decay * valid

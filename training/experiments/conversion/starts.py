@@ -27,12 +27,12 @@ from transformers import AutoModelForCausalLM
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
+from hf_memmix.conversion.compare import layer_errors
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.from_attention.coffee import start_states
 from hf_memmix.conversion.from_attention.gka import start_decay
 from hf_memmix.conversion.from_attention.lattice import scale_values
 from hf_memmix.conversion.teacher_forcing import converted_layers
-from hf_memmix.conversion.verify import layer_errors
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.harness import device, execute

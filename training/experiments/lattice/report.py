@@ -23,7 +23,7 @@ def ablation_table(rows: list[dict]) -> str:
     found = {name: chosen_rows(rows, rung=name) for name in dict.fromkeys(row["rung"] for row in rows)}
     found = {name: chosen for name, chosen in found.items() if chosen}
     ours = {name: statistics.fmean(row["perplexity"] for row in chosen) for name, chosen in found.items()}
-    paper = {name: figure for name, (_, figure) in LADDER.items() if figure is not None}
+    paper = {name: perplexity for name, (_, perplexity) in LADDER.items() if perplexity is not None}
     full = "+ projection"
     table = [
         [name, f"{chosen[0]['lr']:g}", figure(chosen, "perplexity", 2), gap(ours, name, full), gap(paper, name, full)]

@@ -17,7 +17,7 @@ from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_f
 from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, mean_over_processes, squares
 
 
-class Pair(nn.Module):
+class StudentTeacher(nn.Module):
     """A student that trains and a frozen teacher (or None); `forward` gives `{"loss": scalar}`, a mean over tokens.
 
     All rows of a batch are full, so the mean over processes is the mean over all their tokens.
@@ -65,7 +65,7 @@ class Pair(nn.Module):
             return {"loss": self.loss(input_ids, position_ids, **targets).float()}
 
 
-class AlignPair(Pair):
+class AlignStudentTeacher(StudentTeacher):
     """Mean over layers of the relative error of each mixer on the teacher's layer inputs; only mixers train.
 
     The mixers of `layers` (default: all converted ones) are the only children; the rest of the student stays where it
@@ -107,7 +107,7 @@ class AlignPair(Pair):
         return (errors / mean_over_processes(sizes).clamp_min(1e-12)).mean()
 
 
-class DistillPair(Pair):
+class DistillStudentTeacher(StudentTeacher):
     """Forward KL of the student's next-token distribution from the teacher's; all of the student is a child.
 
     With `teacher` None, `forward` takes the top-k of the teacher's distribution, see `chunked_top_k_kl`.

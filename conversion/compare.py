@@ -11,7 +11,7 @@ from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
 
 
-def report(
+def compare_models(
     student: nn.Module,
     teacher: nn.Module,
     text: str | Tensor,
@@ -100,7 +100,7 @@ class LayerErrors:
 
 @torch.no_grad()
 def layer_errors(student: nn.Module, teacher: nn.Module, tokens: Tensor, *, block_size=512, batch_size=8) -> dict:
-    """`report`'s "layer_error" alone, on the teacher's inputs of a token stream [N]: no forward of the student."""
+    """`compare_models`' "layer_error" alone, on the teacher's inputs of tokens [N]: no forward of the student."""
     errors, device = LayerErrors(), student.get_input_embeddings().weight.device
     for batch in _batches(tokens, block_size, batch_size):
         run_teacher_forced(teacher, student, batch.to(device), errors.add)

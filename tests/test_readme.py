@@ -1,6 +1,5 @@
 """README.md: its snippets run, its commands exist, its figures are those of the committed measurements."""
 
-import json
 import math
 import re
 import shlex
@@ -55,7 +54,8 @@ def test_memmix_commands_run_in_order(tmp_path, monkeypatch):
 
     (tmp_path / "hf_memmix").symlink_to(ROOT / "hf_memmix")
     monkeypatch.chdir(tmp_path)
-    assert [command[1] for command in commands("memmix")] == ["convert", "convert", "align", "distill", "report", "generate"]
+    names = [command[1] for command in commands("memmix")]
+    assert names == ["convert", "convert", "align", "distill", "report", "generate"]
     for command in commands("memmix"):
         assert HUB_ID not in command, "the test runs offline"
         result = CliRunner().invoke(app, command[1:] + SHORT.get(command[1], []))

@@ -1,7 +1,6 @@
-"""What a user needs to choose a mixer: its quality after conversion, its memory, and where it is slower than attention."""
+"""What a user needs to choose a mixer: quality after conversion, memory, and where it is slower than attention."""
 
 import statistics
-from functools import partial
 from pathlib import Path
 
 from hf_memmix.conversion.estimate import estimate, meta_teacher
@@ -21,12 +20,8 @@ def mixers_table(root: Path) -> str:
 
     results = read("conversion_table", root)
     teacher = [row for row in results["rows"] if row["mixer"] == "attention"]
-    memory = {
-        name: estimate(meta_teacher(root / TEACHER), name, contexts=(CONTEXT,))["state"][0] for name in MIXERS
-    }
-    rows = [
-        ["attention (the transformer)", "1.000", "", _recalled(teacher), "", bytes_text(memory["gka"]["teacher"])]
-    ]
+    memory = {name: estimate(meta_teacher(root / TEACHER), name, contexts=(CONTEXT,))["state"][0] for name in MIXERS}
+    rows = [["attention (the transformer)", "1.000", "", _recalled(teacher), "", bytes_text(memory["gka"]["teacher"])]]
     for name in MIXERS:
         figures = []
         for show in (_ratio, _recalled):
@@ -34,14 +29,15 @@ def mixers_table(root: Path) -> str:
                 found = chosen(results, name, kept)
                 figures.append(show(found) if found else NOT_MEASURED)
         rows.append([f"`{name}`", *figures, bytes_text(memory[name]["student"])])
-    head = ["mixer", "perplexity ratio, no attention kept", "half kept"]
-    head += ["names recalled, no attention kept", "half kept", f"memory after {CONTEXT // 1024}k tokens"]
+    head = ["mixer", "perplexity ratio, no attention kept", "perplexity ratio, half of it kept"]
+    head += ["names recalled, no attention kept", "names recalled, half of it kept"]
+    head += [f"memory after {CONTEXT // 1024}k tokens"]
     steps = results["settings"]["align_steps"], results["settings"]["distill_steps"]
     return (
         markdown_table(head, rows, figures=True)
         + f"\n\nThe bundled transformer (5M parameters), converted and trained for {steps[0]} steps of `align` and "
-        f"{steps[1]} of `distill` on one {results['environment']['hardware']}. Perplexity ratio: the student's held-out "
-        "perplexity divided by the transformer's. Names recalled: how often the next token is right where a name "
+        f"{steps[1]} of `distill` on one {results['environment']['hardware']}. Perplexity ratio: the student's "
+        "perplexity on held-out text divided by the transformer's. Names recalled: how often the next token is right where a name "
         "is mentioned for the second time. Memory: the cache of one sequence in bf16, computed by "
         "`memmix convert --dry-run`; no attention is kept."
     )

@@ -37,8 +37,8 @@ def mixers_table(root: Path) -> str:
         markdown_table(head, rows, figures=True)
         + f"\n\nThe bundled transformer (5M parameters), converted and trained for {steps[0]} steps of `align` and "
         f"{steps[1]} of `distill` on one {results['environment']['hardware']}. Perplexity ratio: the student's "
-        "perplexity on held-out text divided by the transformer's. Names recalled: how often the next token is right where a name "
-        "is mentioned for the second time. Memory: the cache of one sequence in bf16, computed by "
+        "perplexity on held-out text divided by the transformer's. Names recalled: how often the next token is right "
+        "where a name is mentioned for the second time. Memory: the cache of one sequence in bf16, computed by "
         "`memmix convert --dry-run`; no attention is kept."
     )
 

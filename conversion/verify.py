@@ -24,14 +24,14 @@ def report(
 ) -> dict:
     """Compare both models on `text`, a string (with `tokenizer`) or a token stream [N], cut into blocks.
 
-    Returns `tokens` (predicted ones), `teacher_ppl`, `student_ppl`, `ppl_ratio`, `top1_agreement`, `kl` (forward, nats
-    per token) and `layer_error`: for each converted layer ||mixer - attention||^2 / ||attention||^2 on the teacher's
-    inputs. `progress(done, total)` is called after every batch.
+    Returns `tokens` (the number of predicted tokens), `teacher_ppl`, `student_ppl`, `ppl_ratio`, `top1_agreement`,
+    `kl` (forward, nats per token) and `layer_error`: for each converted layer ||mixer - attention||^2 /
+    ||attention||^2 on the teacher's inputs. `progress(done, total)` is called after every batch.
     """
     tokens = _tokens(text, tokenizer)[:max_tokens]
     if len(tokens) < 2:
         raise ValueError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
-    converted_layers(student)  # an error for a plain model
+    converted_layers(student)  # raises for a model that was not converted
     check_vocabularies(student, teacher)
     if len(tokens) > limit_of(teacher):
         check_length(teacher, "teacher", block_size, "block_size", "give a smaller block")
@@ -100,7 +100,7 @@ class LayerErrors:
 
 @torch.no_grad()
 def layer_errors(student: nn.Module, teacher: nn.Module, tokens: Tensor, *, block_size=512, batch_size=8) -> dict:
-    """`report`'s "layer_error" alone, on the teacher's inputs of a token stream [N]: no forward of the student."""
+    """Only the "layer_error" of `report`, on the teacher's inputs for tokens [N]; the student runs no forward."""
     errors, device = LayerErrors(), student.get_input_embeddings().weight.device
     for batch in _batches(tokens, block_size, batch_size):
         run_teacher_forced(teacher, student, batch.to(device), errors.add)
@@ -116,7 +116,7 @@ def _tokens(text: str | Tensor, tokenizer) -> Tensor:
 
 
 def _batches(tokens: Tensor, block_size: int, batch_size: int) -> Iterator[Tensor]:
-    """Full blocks in batches, then the shorter rest by itself."""
+    """Full blocks in batches, then the shorter rest alone."""
     full = len(tokens) // block_size
     if full:
         yield from tokens[: full * block_size].view(full, block_size).split(batch_size)

@@ -50,7 +50,9 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_one_clear_line(cached
     run = memmix("align", *arguments, "--text", "text.txt", "--out", "s")
     assert run.exit_code == 1 and "Traceback" not in run.output
     last = run.output.splitlines()[-1]
-    assert "'me/missing' is no folder on this machine" in last and "HF_HUB_OFFLINE" in last and "hf download" in last
+    assert (
+        "'me/missing' is not a folder on this machine" in last and "HF_HUB_OFFLINE" in last and "hf download" in last
+    )
 
 
 def test_what_has_not_the_form_of_a_hub_id_is_a_folder(cached):
@@ -112,7 +114,7 @@ def test_several_processes_without_a_gpu_are_refused_with_the_reason(cached, mon
 def test_trackers_are_checked_before_the_models_are_read(cached):
     align = ["align", "--teacher", "me/teacher", "--student", "me/teacher", "--text", "text.txt", "--out", "s"]
     run = memmix(*align, "--report-to", "nosuch")
-    assert run.exit_code == 1 and "--report-to 'nosuch' is no tracker" in run.output and "wandb" in run.output
+    assert run.exit_code == 1 and "--report-to 'nosuch' is not a tracker" in run.output and "wandb" in run.output
     run = memmix(*align, "--report-to", "clearml")  # not installed here
     assert run.exit_code == 1 and "--report-to clearml: " in run.output and "Traceback" not in run.output
 

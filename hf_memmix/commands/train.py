@@ -34,7 +34,10 @@ TrainDevice = Annotated[
     str | None, typer.Option("--device", help="Where it trains: cpu, cuda or cuda:1; default: a GPU if there is one.")
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume/--no-resume", help="Continue a run that was interrupted, or begin anew.")
+    bool,
+    typer.Option(
+        "--resume/--no-resume", help="Continue a run that was interrupted, or start again from the beginning."
+    ),
 ]
 
 
@@ -216,7 +219,7 @@ def check_trackers(names: list[str]) -> None:
             continue
         if name not in INTEGRATION_TO_CALLBACK:
             known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-            raise ValueError(f"--report-to {name!r} is no tracker of transformers; give one of {known}")
+            raise ValueError(f"--report-to {name!r} is not a tracker of transformers; give one of {known}")
         try:
             INTEGRATION_TO_CALLBACK[name]()
         except (RuntimeError, ImportError, ValueError) as error:

@@ -16,9 +16,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-# small models: more than one thread a process only makes the two processes wait for each other
+# the models are small: with more than one thread per process, the two processes only wait for each other
 test test-all test-processors: export OMP_NUM_THREADS = 1
-# a thread that waits for another gives its core away soon: less time lost beside other work, a few percent alone
+# a waiting thread stops spinning early: it wastes less time if other programs run, and costs a few percent if none do
 demo: export GOMP_SPINCOUNT = 1000
 test test-all test-processors demo: export HF_HUB_OFFLINE = 1
 test test-all test-processors demo: export TOKENIZERS_PARALLELISM = false

@@ -24,14 +24,14 @@ def compare_models(
 ) -> dict:
     """Compare both models on `text`, a string (with `tokenizer`) or a token stream [N], cut into blocks.
 
-    Returns `tokens` (predicted ones), `teacher_ppl`, `student_ppl`, `ppl_ratio`, `top1_agreement`, `kl` (forward, nats
-    per token) and `layer_error`: for each converted layer ||mixer - attention||^2 / ||attention||^2 on the teacher's
-    inputs. `progress(done, total)` is called after every batch.
+    Returns `tokens` (the number of predicted tokens), `teacher_ppl`, `student_ppl`, `ppl_ratio`, `top1_agreement`,
+    `kl` (forward, nats per token) and `layer_error`: for each converted layer ||mixer - attention||^2 /
+    ||attention||^2 on the teacher's inputs. `progress(done, total)` is called after every batch.
     """
     tokens = _tokens(text, tokenizer)[:max_tokens]
     if len(tokens) < 2:
         raise ValueError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
-    converted_layers(student)  # an error for a plain model
+    converted_layers(student)  # raises for a model that was not converted
     check_vocabularies(student, teacher)
     if len(tokens) > limit_of(teacher):
         check_length(teacher, "teacher", block_size, "block_size", "give a smaller block")
@@ -116,7 +116,7 @@ def _tokens(text: str | Tensor, tokenizer) -> Tensor:
 
 
 def _batches(tokens: Tensor, block_size: int, batch_size: int) -> Iterator[Tensor]:
-    """Full blocks in batches, then the shorter rest by itself."""
+    """Full blocks in batches, then the shorter rest alone."""
     full = len(tokens) // block_size
     if full:
         yield from tokens[: full * block_size].view(full, block_size).split(batch_size)

@@ -12,7 +12,7 @@ from hf_memmix.conversion.teacher_forcing import converted_layers
 
 
 def write_plan(plan: dict, path: str | Path) -> None:
-    """Write `plan` as JSON, whole or not at all. It holds at least `mixer`, `keep` and `num_layers`."""
+    """Write `plan` as JSON, atomically. It holds at least `mixer`, `keep` and `num_layers`."""
     write_json(path, plan)
 
 
@@ -20,7 +20,7 @@ def read_plan(path: str | Path, num_layers: int) -> dict:
     """The plan in `path`, for a teacher of `num_layers` layers.
 
     Raises:
-        ValueError: there is none, it is broken, or it is another teacher's.
+        ValueError: the file does not exist, is broken, or belongs to another teacher.
     """
     path = Path(path)
     if not path.is_file():
@@ -28,13 +28,14 @@ def read_plan(path: str | Path, num_layers: int) -> dict:
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} is no JSON ({error}); let memmix select write it anew") from None
+        raise ValueError(f"{str(path)!r} is not JSON ({error}); let memmix select write it again") from None
     kinds = {"mixer": str, "keep": list, "num_layers": int}
     if not isinstance(plan, dict) or any(not isinstance(plan.get(name), kind) for name, kind in kinds.items()):
-        raise ValueError(f"{str(path)!r} is no plan: it lacks {', '.join(kinds)}; let memmix select write it anew")
+        raise ValueError(f"{str(path)!r} is not a plan: it lacks {', '.join(kinds)}; let memmix select write it again")
     if plan["num_layers"] != num_layers:
         raise ValueError(
-            f"{str(path)!r} is for {plan['num_layers']} layers, the teacher has {num_layers}; select anew"
+            f"{str(path)!r} is for {plan['num_layers']} layers, but the teacher has {num_layers}; run memmix select"
+            " for this teacher"
         )
     LayerChoice.of(plan["keep"], f"keep of {str(path)!r}").layers(num_layers)
     return plan
@@ -44,12 +45,12 @@ def take_mixers(student: PreTrainedModel, trained: PreTrainedModel) -> None:
     """Load the mixers of `trained`, e.g. an aligned student without attention, into the same layers of `student`.
 
     Raises:
-        ValueError: `trained` has no mixer in some of them, or another one.
+        ValueError: `trained` has no mixer in one of these layers, or a different one.
     """
     have = set(converted_layers(trained))
     for layer in converted_layers(student):
         if layer not in have:
-            raise ValueError(f"layer {layer} of the trained student is attention; it can give no mixer for it")
+            raise ValueError(f"layer {layer} of the trained student is attention, so there is no mixer to take")
         ours, theirs = (attention_module(model, layer) for model in (student, trained))
         try:
             ours.load_state_dict(theirs.state_dict())

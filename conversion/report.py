@@ -25,7 +25,7 @@ class ConversionReport:
         return counts | {"fresh": len(self.fresh), "copied": len(self.copied)}
 
     def kinds(self) -> list[dict]:
-        """The tensors of all converted layers, those of equal name and fate in one row: `{"source", "fate", "targets",
+        """The tensors of all converted layers, one row per name and fate: `{"source", "fate", "targets",
         "reason", "layers"}`; fresh parameters have no source. "{i}" stands for the layer.
         """
         rows: dict[tuple, list[int]] = {}
@@ -35,7 +35,7 @@ class ConversionReport:
         for name in self.fresh:
             layer = next(i for i in self.converted if _of_any_layer(name, i) != name)
             target = _of_any_layer(name, layer)
-            rows.setdefault(("", "fresh", (target,), "starts by the mixer's own rule"), []).append(layer)
+            rows.setdefault(("", "fresh", (target,), "initialised by the mixer itself"), []).append(layer)
         names = ("source", "fate", "targets", "reason", "layers")
         return [dict(zip(names, (*own, layers), strict=True)) for own, layers in rows.items()]
 

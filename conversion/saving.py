@@ -1,7 +1,7 @@
-"""Folders that appear whole or not at all: written beside their place, flushed to disk, then renamed.
+"""Folders that are written atomically: written under a temporary name, flushed to disk, then renamed.
 
-What a killed process leaves beside a folder carries its host and process id in the name, and is cleared away by the
-next command that writes there.
+Temporary folders have the host and the process id in their names. If a process is killed, the next command that writes
+to the same place removes what it left.
 """
 
 import ctypes
@@ -17,15 +17,15 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-# what torch.save raises for a failed write is a RuntimeError like any other
+# a failed write of torch.save raises a plain RuntimeError; these texts identify it
 _TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "iostream error")
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and a flag of renameat2
 
 
 def check_target(path: str | Path, overwrite: bool = False) -> Path:
-    """The absolute path of a folder that may be written to; to be asked before hours of work, not after.
+    """The absolute path of a folder that may be written to. Call it before the long work, not after it.
 
-    Leftovers of killed processes beside it are removed. Raises ValueError if `path` is a file or is not empty.
+    Leftovers of killed processes beside the folder are removed. Raises ValueError if `path` is a file or is not empty.
     """
     path = Path(path).absolute()
     clear_litter(path)
@@ -38,9 +38,9 @@ def check_target(path: str | Path, overwrite: bool = False) -> Path:
 
 @contextmanager
 def clear_write_errors(path: str | Path, remedy: str) -> Iterator[None]:
-    """Raise ValueError, naming `path` and the way out, where a file cannot be written: a full disk, a quota, a limit.
+    """Raise ValueError with `path` and `remedy` if a file cannot be written: full disk, quota, size limit.
 
-    safetensors and torch report these by exceptions of their own.
+    safetensors and torch report these by their own exceptions.
     """
     try:
         yield
@@ -52,9 +52,9 @@ def clear_write_errors(path: str | Path, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def atomic_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder to fill; on a clean exit it becomes `path`, on an exception it vanishes.
+    """A temporary folder to fill. On a clean exit it is renamed to `path`; after an exception it is removed.
 
-    Raises ValueError before any work when `path` exists and is neither empty nor to be overwritten. The old folder
+    Raises ValueError at once if `path` exists and is not empty, unless `overwrite` is set. The old folder
     stays in place until the new one is complete.
     """
     path = check_target(path, overwrite)
@@ -70,7 +70,7 @@ def atomic_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
 def replace_folder(source: Path, path: Path) -> None:
     """Flush `source` to disk and rename it to `path`, replacing a folder that is there.
 
-    All files get the mode that the umask gives: mkdtemp and safetensors shut other users out.
+    All files get the mode that the umask gives, because mkdtemp and safetensors give other users no access.
     """
     mask = _umask()
     for folder, _, files in os.walk(source):
@@ -97,7 +97,7 @@ def replace_folder(source: Path, path: Path) -> None:
 
 
 def discard(folder: Path, beside: Path) -> None:
-    """Remove a folder if it is there; killed meanwhile, what is left of it is litter of the folder `beside`."""
+    """Remove a folder if it exists. If the process is killed meanwhile, `clear_litter(beside)` removes the rest."""
     if folder.exists():
         doomed = Path(tempfile.mkdtemp(prefix=_prefix(beside), suffix=".tmp", dir=folder.parent))
         os.replace(folder, doomed)
@@ -105,9 +105,9 @@ def discard(folder: Path, beside: Path) -> None:
 
 
 def clear_litter(path: Path) -> None:
-    """Remove what processes of this machine that have ended left beside `path`.
+    """Remove what ended processes of this machine left beside `path`.
 
-    A folder that was moved away for its successor returns if the successor did not come.
+    An old folder that was moved away is moved back if the new folder was never put in its place.
     """
     if not path.parent.is_dir():
         return
@@ -141,9 +141,9 @@ def _is_running(pid: int) -> bool:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Whether two folders have swapped their names, in one step: a kill leaves one or the other, not neither.
+    """Swap the names of two folders in one step, so that `path` exists at every moment. False if that is impossible.
 
-    Linux can on most file systems; elsewhere one is renamed after the other.
+    Linux can do it on most file systems; elsewhere the caller renames one folder after the other.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(libc, "renameat2"):

@@ -1,7 +1,8 @@
-"""Memories of fixed size as drop-ins for attention in transformers models.
+"""Token mixers with a memory of fixed size, which replace attention in models of transformers.
 
-Importing this package registers its model types with AutoConfig, AutoModel and AutoModelForCausalLM. It loads no
-modelling code and no triton; what needs them is loaded on first use.
+Importing this package registers its model types with AutoConfig, AutoModel, AutoModelForCausalLM and
+AutoModelForSequenceClassification. It imports the mixers, but not `modeling_memmix`, the modelling code of
+transformers or the Triton kernels: these are imported on first use.
 """
 
 import importlib
@@ -48,7 +49,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(_LAZY.get(name, ".models"), __name__)  # the models of families are made there
+    module = importlib.import_module(_LAZY.get(name, ".models"), __name__)  # the models of families are created there
     value = module if name == "ops" else getattr(module, name)
     globals()[name] = value
     return value

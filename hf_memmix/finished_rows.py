@@ -1,8 +1,9 @@
-"""Rows that end early in generate(): they are fed pads until the last row ends, which must not reach their states.
+"""Rows that end early in generate(): it feeds them pads until the last row ends, which must not change their states.
 
-Attention forgets pads as soon as the next turn masks them; a state cannot. A compiled decode step treats all rows
-alike, so a row that ends is copied once, after its last token, and put back when sampling is over. The common count of
-tokens goes on: the next turn masks the pads, and `check_hidden` holds it to that.
+Attention ignores pads as soon as the next turn masks them; a state cannot forget them. A compiled decode step treats
+all rows equally. So the states of a row that ends are copied once, after its last token, and restored when sampling is
+over. The count of tokens, which all rows share, includes the pads: the next turn must mask them, and `check_hidden`
+checks that it does.
 """
 
 from transformers import StoppingCriteriaList
@@ -12,11 +13,11 @@ from .cache_layer import RecurrentLayer, RowsOfStates
 
 
 class FinishedRows(StoppingCriteriaList):
-    """The stopping criteria of a sampling loop, which tell after every token which rows have ended.
+    """The stopping criteria of a sampling loop; after every token they say which rows have ended.
 
     Args:
         criteria: the criteria themselves.
-        cache: the cache of the loop, whose recurrent layers are looked after.
+        cache: the cache of the loop; the states in its recurrent layers are copied and restored.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, cache: Cache):
@@ -27,21 +28,21 @@ class FinishedRows(StoppingCriteriaList):
         self._kept: list[tuple[RecurrentLayer, RowsOfStates]] = []
 
     def __call__(self, input_ids, scores, **kwargs):
-        """[B], True at the rows that end with the last token of `input_ids`; called once a token, before it is fed."""
+        """[B], True at the rows that end with the last token of `input_ids`; called before the model reads them."""
         done = super().__call__(input_ids, scores, **kwargs)
-        if rows := self._last_token_is_next:  # it is fed by now, and a pad follows
+        if rows := self._last_token_is_next:  # the model has read it by now, and a pad follows
             self._kept += [(layer, layer.copy_rows(rows)) for layer in self._layers]
         self._last_token_is_next = [i for i, ended in enumerate(done.tolist()) if ended and i not in self._ended]
         self._ended.update(self._last_token_is_next)
         return done
 
     def put_back(self):
-        """Give the rows that ended before the others their states of that time."""
+        """Restore the states of the rows that ended before the others."""
         for layer, rows in self._kept:
             layer.restore_rows(rows)
         self._kept = []
 
 
 def feeds_pads(criteria: StoppingCriteriaList) -> bool:
-    """Whether generate() feeds pads to a row that has ended; without an end-of-sequence token it goes on sampling."""
+    """Whether generate() feeds pads to a row that has ended; without an end-of-sequence token it samples on."""
     return any(hasattr(criterion, "eos_token_id") for criterion in criteria)

@@ -1,17 +1,17 @@
-"""A dict and a list that can be read and not changed: the fields of a configuration that a model was built from.
+"""A read-only dict and list, for the fields of a configuration from which a model was built.
 
-They still are a dict and a list, so that they serialise as plain JSON; copies and pickles are read-only too, `plain`
-gives ones that can be changed.
+They are subclasses of dict and list, so they serialise as plain JSON. Copies and pickles are read-only too; `plain`
+returns copies that can be changed.
 """
 
 
 class FrozenError(ValueError):
-    """A change of a field that has been built into a model."""
+    """Raised by a change of a field from which a model was built."""
 
 
 def _refuse(self, *args, **kwargs):
     raise FrozenError(
-        "a model was built from this configuration and would not follow the change: call"
+        "a model was built from this configuration, and a change here would not reach it: call"
         " model.set_mixer_options(...) for options that can be changed at inference, or build a model from"
         " memmix_config(config, mixer_types=[...], mixers={...})"
     )
@@ -23,10 +23,10 @@ class FrozenDict(dict):
     __setitem__ = __delitem__ = __ior__ = clear = popitem = setdefault = update = _refuse
 
     def pop(self, key, *default):
-        # transformers takes fields of its own out of every nested dict before it saves one: they are not there
+        # before saving, transformers pops its own fields from every nested dict; they are not in this one
         return default[0] if default and key not in self else _refuse(self)
 
-    def __reduce__(self):  # of copy.deepcopy and pickle, which would fill an empty one
+    def __reduce__(self):  # used by copy.deepcopy and pickle, which would otherwise fill an empty dict
         return FrozenDict, (dict(self),)
 
 

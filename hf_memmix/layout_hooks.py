@@ -1,6 +1,7 @@
-"""Forward pre-hooks of decoder layers: padding and packing must reach every mixer and every attention layer, or raise.
+"""Forward pre-hooks of decoder layers: they make sure that padding and packing reach every mixer and attention layer.
 
-A family's decoder hands them on, or does not, in code that is not ours and changes between versions of transformers.
+Whether a family's decoder passes them on is decided in the code of transformers, which changes between versions. If it
+does not, the hooks raise an error.
 """
 
 import torch
@@ -9,16 +10,16 @@ from transformers.utils import is_torchdynamo_compiling
 
 
 def carry_layout(layer: nn.Module, args, kwargs):
-    """Of a layer with a mixer: the padding and packing travel in `attention_mask` too.
+    """Hook of a layer with a mixer: put the padding and packing into `attention_mask` too.
 
-    Some families (StableLM, Nemotron) hand their attention module no further keyword arguments. The mask that the
-    library made is of no use to a mixer, so its place is free; an argument survives gradient checkpointing, which an
+    Some families (StableLM, Nemotron) pass no further keyword arguments to their attention module. A mixer does not
+    need the mask that the library made, so this argument is free. An argument works with gradient checkpointing; an
     attribute of the module would not.
     """
     if "memmix_rows" not in kwargs:
         raise ValueError(
-            f"{type(layer).__name__} is not handed the padding and packing of its tokens: this family's decoder drops"
-            " further keyword arguments, so its layers cannot become memories"
+            f"{type(layer).__name__} does not receive the padding and packing of its tokens: this family's decoder"
+            " drops further keyword arguments, so a mixer cannot replace its attention"
         )
     if "attention_mask" in kwargs:
         kwargs = {**kwargs, "attention_mask": (kwargs.get("memmix_rows"), kwargs.get("memmix_cu_seqlens"))}
@@ -26,15 +27,15 @@ def carry_layout(layer: nn.Module, args, kwargs):
 
 
 def demand_packed_mask(layer: nn.Module, args, kwargs):
-    """Of a layer that kept its attention: raise ValueError if packed sequences would see each other.
+    """Hook of a layer that kept its attention: raise ValueError if packed sequences would see each other.
 
-    Some families (GPT-OSS, BLOOM) make their masks without looking at the positions, and positions may contradict
-    `cu_seq_lens_q`; the mask in hand tells for all of them.
+    Some families (GPT-OSS, BLOOM) make their masks without reading the positions, and positions may contradict
+    `cu_seq_lens_q`. So the hook checks the mask itself.
     """
     boundaries = kwargs.get("memmix_cu_seqlens")
     if boundaries is None or _packs_by_itself(layer):
         return
-    # GPT-2 hands it on by position
+    # GPT-2 passes the mask as a positional argument
     masks = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim == 4]
     if not masks or not (is_torchdynamo_compiling() or separates(masks[0], boundaries)):
         raise ValueError(
@@ -45,18 +46,19 @@ def demand_packed_mask(layer: nn.Module, args, kwargs):
 
 
 def separates(mask: Tensor, boundaries: Tensor) -> bool:
-    """Whether a mask [B or 1, heads or 1, T, T], boolean or additive, hides from the first token of every sequence the
-    token before it; `boundaries` [N + 1] count over the flattened batch.
+    """Whether the first token of every packed sequence cannot see the token before it.
+
+    `mask` [B or 1, heads or 1, T, T] is boolean or additive; `boundaries` [N + 1] count over the flattened batch.
     """
     length = mask.shape[-1]
     first = boundaries[1:-1].long().to(mask.device)
-    first = first[first % length != 0]  # a row is apart from the one before it anyway
+    first = first[first % length != 0]  # rows are separate anyway
     row, query = first // length if mask.shape[0] > 1 else torch.zeros_like(first), first % length
     entries = mask[row, :, query, query - 1]
     return bool(entries.logical_not().all() if mask.dtype == torch.bool else (entries < -1e3).all())
 
 
 def _packs_by_itself(layer: nn.Module) -> bool:
-    """Flash attention has no mask: it reads `cu_seq_lens_q` or the positions, which every family hands on to it."""
+    """Flash attention has no mask: it reads `cu_seq_lens_q` or the positions, which every family passes to it."""
     configs = (getattr(module, "config", None) for module in layer.modules())
     return any("flash" in (getattr(config, "_attn_implementation", None) or "") for config in configs)

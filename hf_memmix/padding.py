@@ -1,4 +1,4 @@
-"""Padding and packing, brought to the two forms that all mixers understand: rows with a length, and `cu_seqlens`.
+"""Translates padding and packing into the two forms that all mixers understand: rows with a length, and `cu_seqlens`.
 
 A padding mask of any pattern (left, right, holes) becomes rows whose valid tokens come first, in order. Packing by
 `cu_seq_lens_q`, `seq_idx` or position ids that start again becomes boundaries over the flattened batch.
@@ -16,7 +16,8 @@ from transformers.utils import is_torchdynamo_compiling
 class PaddedRows(NamedTuple):
     """A stable reordering of each row that puts its valid tokens first; shapes stay static.
 
-    One is made for all layers of a forward. A tuple, so that whoever moves arguments between devices moves it too.
+    One object serves all layers of a forward. It is a tuple, so that code which moves arguments between devices
+    moves its tensors too.
     """
 
     mask: Tensor  # [B, T], True at valid tokens
@@ -36,7 +37,7 @@ class PaddedRows(NamedTuple):
         return x.gather(1, self.order[..., None].expand(-1, -1, x.shape[-1]))
 
     def restore(self, x: Tensor) -> Tensor:
-        """Undo `valid_first`; zeros at the pads, hence no gradient through them."""
+        """Undo `valid_first`. Pads become zero, so no gradient passes through them."""
         x = x.gather(1, self.inverse[..., None].expand(-1, -1, x.shape[-1]))
         return x * self.mask[..., None].to(x.dtype)
 
@@ -46,7 +47,7 @@ class PaddedRows(NamedTuple):
 
 
 def before_the_end(lengths: Tensor, length: int) -> Tensor:
-    """[B, T]: True at the tokens of rows with `lengths` [B]; a mixer must neither write nor decay at the others."""
+    """[B, T]: True at the first `lengths` [B] tokens of each row. A mixer must not write or decay at the others."""
     return torch.arange(length, device=lengths.device) < lengths[:, None]
 
 
@@ -56,8 +57,8 @@ def padding_of(attention_mask, batch: int, length: int, seen, static: bool) -> T
     Args:
         attention_mask: None or a 2D mask of all tokens so far, the cached ones first.
         batch, length: B and T.
-        seen: tokens in the cache; a tensor in a static one.
-        static: whether the cache is a static one, whose users may pass a wider mask: its columns are the cache's.
+        seen: number of tokens in the cache; a tensor if the cache is static.
+        static: whether the cache is static. Its mask may be wider: one column per place in the cache.
 
     Raises:
         ValueError: the mask has another shape, or is additive.
@@ -74,7 +75,7 @@ def padding_of(attention_mask, batch: int, length: int, seen, static: bool) -> T
             " attention_mask, or as memmix_mask beside a mask of your own"
         )
     width = attention_mask.shape[1]
-    # in a compiled graph the count of a static cache is no number: a mask that ends too early is an index out of range
+    # in a compiled graph the count of a static cache is a tensor, and a mask that is too short fails as a wrong index
     known = isinstance(seen, int) or not is_torchdynamo_compiling()
     end = int(seen) + length if known else length
     if attention_mask.shape[0] != batch or (width < end if static else width != end):
@@ -101,18 +102,18 @@ def check_new_mask(mask: Tensor | None, batch: int, length: int) -> Tensor | Non
 
 
 def check_finite(inputs_embeds: Tensor):
-    """Raise ValueError if an embedding [B, T, hidden] is NaN or infinite. Not decided inside a compiled graph."""
+    """Raise ValueError if an embedding [B, T, hidden] is NaN or infinite. Compiled graphs skip this check."""
     if is_torchdynamo_compiling() or bool(torch.isfinite(inputs_embeds).all()):
         return
     row, token = torch.isfinite(inputs_embeds).all(-1).logical_not().nonzero()[0].tolist()
     raise ValueError(
         f"inputs_embeds has NaN or infinite entries, the first in row {row} at token {token}: a memory would carry"
-        " them to every later token. Check what made the embeddings"
+        " them to every later token. Check how the embeddings were computed"
     )
 
 
 def none_if_full(mask: Tensor | None) -> Tensor | None:
-    """None for a mask without pads, as the common case has a shorter path. Not decided inside a compiled graph."""
+    """None for a mask without pads, because this common case has a shorter path. Compiled graphs keep the mask."""
     if mask is None or (not is_torchdynamo_compiling() and bool(mask.all())):
         return None
     return mask
@@ -124,8 +125,8 @@ def packing_of(cu_seq_lens_q, seq_idx, position_ids, batch: int, length: int) ->
     Args:
         cu_seq_lens_q: boundaries [N + 1], as the flattening data collators make them.
         seq_idx: index of the sequence of each token [B, T].
-        position_ids: [B or 1, T]; a position that does not follow its predecessor starts a sequence. Give None where
-            they say nothing about packing (with a cache or a padding mask).
+        position_ids: [B or 1, T]; a position that does not follow its predecessor starts a sequence. Give None if
+            they do not describe packing (with a cache or a padding mask).
 
     Raises:
         ValueError: `cu_seq_lens_q` does not rise from 0 to B * T over the starts of all rows, or `seq_idx` has another
@@ -149,7 +150,8 @@ def packing_of(cu_seq_lens_q, seq_idx, position_ids, batch: int, length: int) ->
         return _boundaries(seq_idx.diff(dim=1) != 0)
     if position_ids is not None and position_ids.ndim == 2 and length > 1:
         starts = position_ids.expand(batch, -1).diff(dim=1) != 1
-        # decided by values: a graph break under torch.compile, an error with fullgraph=True, never a silent leak
+        # depends on values: torch.compile breaks the graph here, or fails with fullgraph=True, but no sequence leaks
+        # silently
         if bool(starts.any()):
             return _boundaries(starts)
     return None

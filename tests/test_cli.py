@@ -96,7 +96,7 @@ def test_tables_for_people(workspace):
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep", "x"], "--keep is 'x'"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "x"], "is not NAME=VALUE"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "seed=3"], "with an option of the mixer"),
-        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "ridge=[1"], "'[1' is no value"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "ridge=[1"], "'[1' is not a value"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "refinement=5"], "must be a list"),
         (["report", "--student", "{}/teacher", "--teacher", "{}/teacher", "--text", "{}/text.txt"], "convert it"),
         (["generate", "--model", "{}/nowhere", "--prompt", "a"], "not a model folder"),

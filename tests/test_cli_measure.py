@@ -64,12 +64,12 @@ def test_another_vocabulary_is_refused(workspace):
     tokenizer.add_tokens(["extra"])
     tokenizer.save_pretrained(workspace / "other")
     run = memmix("eval", workspace / "student", "--teacher", workspace / "other", "--out", workspace / "e", *SMALL)
-    assert run.exit_code == 1 and "another vocabulary" in run.output
+    assert run.exit_code == 1 and "different vocabularies" in run.output
     tokenizer.save_pretrained(workspace / "student")
     for command in (["report"], ["align", "--out", workspace / "e"]):
         run = memmix(*command, "--student", workspace / "student", "--teacher", workspace / "teacher",
                      "--text", workspace / "text.txt")  # fmt: skip
-        assert run.exit_code == 1 and "another vocabulary" in run.output
+        assert run.exit_code == 1 and "different vocabularies" in run.output
 
 
 def test_more_tokens_than_a_model_was_made_for_are_refused(workspace):
@@ -134,8 +134,8 @@ def test_mistakes_of_plans_are_one_clear_line(workspace):
     select += [workspace / "text.txt", "--max-tokens", "64", "--length", "32", "--tasks", "none"]
     for command, message in (
         ([*base, "--plan", workspace / "none.json"], "there is no plan"),
-        ([*base, "--plan", workspace / "broken.json"], "is no JSON"),
-        ([*base, "--plan", workspace / "empty.json"], "is no plan"),
+        ([*base, "--plan", workspace / "broken.json"], "is not JSON"),
+        ([*base, "--plan", workspace / "empty.json"], "is not a plan"),
         ([*base, "--plan", workspace / "long.json"], "is for 9 layers"),
         ([*base, "--plan", workspace / "long.json", "--keep", "1"], "give one of them"),
         ([*base, "--trained", workspace / "kept"], "layer 1 of the trained student is attention"),

@@ -50,7 +50,9 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_one_clear_line(cached
     run = memmix("align", *arguments, "--text", "text.txt", "--out", "s")
     assert run.exit_code == 1 and "Traceback" not in run.output
     last = run.output.splitlines()[-1]
-    assert "'me/missing' is no folder on this machine" in last and "HF_HUB_OFFLINE" in last and "hf download" in last
+    assert (
+        "'me/missing' is not a folder on this machine" in last and "HF_HUB_OFFLINE" in last and "hf download" in last
+    )
 
 
 def test_what_has_not_the_form_of_a_hub_id_is_a_folder(cached):

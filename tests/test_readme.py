@@ -5,17 +5,24 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from hf_memmix.conversion.estimate import estimate, meta_teacher
+from hf_memmix.training.documents import choice_tables
 from hf_memmix.training.documents.measurements import read
 from hf_memmix.training.documents.readme_tables import documents, render
+from hf_memmix.training.experiments.conversion.table_report import chosen
 from hf_memmix.training.recipe import load_recipe
+from testing import FAMILIES, MIXERS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+HUB_ID = "Qwen/Qwen3-0.6B"  # the first block converts it; offline, the bundled teacher takes its place
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # the commands of the README train for minutes; the test runs the same ones for a moment
 SHORT = {
     "align": ["--steps", "1", "--batch-size", "1", "--block-size", "32"],
@@ -31,8 +38,10 @@ def commands(first):
 
 
 def test_python_blocks_run_in_order(tmp_path):
-    code = "\n".join(text for kind, text in BLOCKS if kind == "python")
-    assert code.count("import hf_memmix")
+    blocks = [text for kind, text in BLOCKS if kind == "python"]
+    assert blocks[0].startswith("import hf_memmix") and blocks[0].count(f'from_pretrained("{HUB_ID}"') == 2
+    assert len(blocks[0].splitlines()) <= 10
+    code = "\n".join(blocks).replace(HUB_ID, str(ROOT / "hf_memmix/assets/tiny_teacher"))
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "student" / "config.json").exists()
@@ -45,16 +54,17 @@ def test_memmix_commands_run_in_order(tmp_path, monkeypatch):
 
     (tmp_path / "hf_memmix").symlink_to(ROOT / "hf_memmix")
     monkeypatch.chdir(tmp_path)
-    assert [command[1] for command in commands("memmix")] == ["convert", "align", "distill", "report", "generate"]
+    names = [command[1] for command in commands("memmix")]
+    assert names == ["convert", "convert", "align", "distill", "report", "generate"]
     for command in commands("memmix"):
+        assert HUB_ID not in command, "the test runs offline"
         result = CliRunner().invoke(app, command[1:] + SHORT.get(command[1], []))
         assert result.exit_code == 0, f"{shlex.join(command)}: {result.output}\n{result.exception!r}"
 
 
 def test_times_of_the_distil_block_are_those_of_the_measurements():
     """Tokens from the recipes and the options of the block, times and speeds from the committed JSON."""
-    demo = read("demo", ROOT)["seconds"]
-    launches = read("multi_gpu", ROOT)["launches"]
+    demo, launches = read("demo", ROOT)["seconds"], read("multi_gpu", ROOT)["launches"]
     speed = {stage: row["tokens_per_second"] for stage, row in launches["1b_single"]["stages"].items()}
     full = {stage: load_recipe(stage) for stage in ("align", "distill")}
     full = {stage: recipe.steps * recipe.tokens_per_step for stage, recipe in full.items()}
@@ -90,7 +100,53 @@ def test_every_block_is_tested():
     assert {kind for kind, _ in BLOCKS} == tested
     for kind, text in BLOCKS:
         if kind == "bash":
-            assert {line.split()[0] for line in text.splitlines() if line.strip()} <= {"make", "memmix"}
+            assert {line.split()[0] for line in text.splitlines() if line.strip()} <= {"make", "memmix", "pip"}
+
+
+def test_install_command_names_extras_that_exist():
+    ((pip, install, what),) = commands("pip")
+    assert (pip, install) == ("pip", "install")
+    extras = re.fullmatch(r"\.\[([\w,-]+)\]", what)[1].split(",")
+    assert set(extras) <= set(PROJECT["optional-dependencies"])
+
+
+def test_versions_are_those_of_the_package():
+    (transformers,) = (name for name in PROJECT["dependencies"] if name.startswith("transformers"))
+    oldest, newest = re.fullmatch(r"transformers>=5\.(\d+),<5\.(\d+)", transformers).groups()
+    assert f"transformers 5.{oldest} to 5.{int(newest) - 1}" in README
+    assert f"transformers 5.{oldest} and 5.{int(newest) - 1}" in README
+    (torch,) = (name for name in PROJECT["dependencies"] if name.startswith("torch"))
+    assert f"{torch.replace('>=', ' ')} or newer" in README
+    assert f"Python {PROJECT['requires-python'].removeprefix('>=')} or newer" in README
+
+
+def test_number_of_tested_families():
+    assert f"{len(FAMILIES)} decoder families" in " ".join(README.split())
+
+
+def test_advice_on_mixers_follows_from_the_measurements():
+    """What the mixer table and the part on recall say, from the results of the conversion experiment."""
+    results = read("conversion_table", ROOT)
+
+    def mean(mixer, kept, figure):
+        found = [figure(row) for row in chosen(results, mixer, kept)]
+        return sum(found) / len(found)
+
+    def names(row):
+        return row["probes"]["mentions"]["exact"]
+
+    assert set(choice_tables.MIXERS) == set(MIXERS)
+    converted = [mixer for mixer in MIXERS if chosen(results, mixer, 0.0)]
+    assert set(MIXERS) - set(converted) == {"mamba2"}  # "its quality after a conversion is not measured"
+    ratio = {mixer: mean(mixer, 0.0, lambda row: row["heldout_ppl_ratio"]) for mixer in converted}
+    assert set(sorted(ratio, key=ratio.get)[:2]) == {"gka", "lattice"} and max(ratio, key=ratio.get) == "ska"
+    assert mean("coffee", 0.5, lambda row: row["heldout_ppl_ratio"]) < ratio["coffee"]
+    (teacher,) = (row for row in results["rows"] if row["mixer"] == "attention")
+    assert all(mean(mixer, 0.0, names) < min(names(teacher), mean(mixer, 0.5, names)) for mixer in converted)
+    config = meta_teacher(ROOT / choice_tables.TEACHER)
+    memory = {mixer: estimate(config, mixer, contexts=(4096,))["state"][0]["student"] for mixer in MIXERS}
+    assert min(memory, key=memory.get) == "coffee"
+    assert 0.45 < memory["lattice"] / memory["gka"] < 0.55
 
 
 @pytest.mark.parametrize("path", documents(ROOT), ids=lambda path: str(path.relative_to(ROOT)))

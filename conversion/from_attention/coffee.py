@@ -1,11 +1,11 @@
-"""Where a COFFEE layer starts that takes over a softmax attention: as averages of the past at several time scales.
+"""How a COFFEE layer is initialised from a softmax attention: as averages of the past over several time scales.
 
-v and o are the attention's: u is v, head by head, and the output is read through o. q and k have no place, as what a
-state takes in is decided by the state itself and there are no scores of pairs of tokens: they are reported as dropped.
-The convolution passes its last token on, and the feedback starts at zero, so that every gate is one half and a
-feature's states are averages of its past, weighted by e^(-age / tau) with tau log-spaced over the states; C reads
-their mean. The constants are measured: training/experiments/conversion. Averages from 4 tokens on start closer
-still, but are behind after a short alignment.
+v and o are the attention's: u is v, head by head, and the output is read through o. q and k cannot be used, because a
+COFFEE state decides by itself what it takes in, and there are no scores of pairs of tokens. They are reported as
+dropped. The convolution returns its last token, and the feedback starts at zero. So every gate is one half, and the
+states of a feature are averages of its past, weighted by e^(-age / tau) with tau log-spaced over the states; C reads
+their mean. The constants are measured: training/experiments/conversion. Time scales from 4 tokens on start even closer
+to the attention, but are worse after a short alignment.
 """
 
 import math
@@ -22,7 +22,7 @@ NO_SCORES = "scores of queries and keys have no counterpart: a COFFEE state gate
 
 
 def options_for(attention: AttentionWeights) -> dict:
-    """Options with which a COFFEE layer has a place for an attention's values and output."""
+    """The options that a COFFEE layer needs to hold an attention's values and output projection."""
     return {
         "inner_size": attention.num_heads * attention.head_dim,
         "conv_activation": None,
@@ -39,7 +39,7 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
     """Fill a `CoffeeMixer` from an attention, in place; one fate for each of the attention's tensors.
 
     Raises:
-        ValueError: the mixer's features are not the attention's, or a bias has no place under the mixer's options.
+        ValueError: the mixer has another number of features, or its options give it no parameter for a bias.
     """
     features = attention.num_heads * attention.head_dim
     if mixer.features != features:

@@ -1,9 +1,9 @@
-"""Where a GKA layer starts that takes over a softmax attention: as close to it as its parameters allow.
+"""How a GKA layer is initialised from a softmax attention: as close to it as its parameters allow.
 
-q, k, v and o are the attention's, the convolutions pass their last token on, and the gates are constants, whatever the
-token: y = U (q + (x - q) / 2) with half-lives of the memory spread over the heads. All constants and options are
-measured: training/experiments/conversion. A larger beta starts a little closer, but is behind after a short
-alignment.
+q, k, v and o are the attention's, the convolutions return their last token, and the gates do not depend on the token:
+y = U (q + (x - q) / 2), with half-lives of the memory log-spaced over the heads. All constants and options are
+measured: training/experiments/conversion. A larger beta starts a little closer to the attention, but is worse after
+a short alignment.
 """
 
 import math
@@ -21,8 +21,8 @@ RIDGE = 0.05  # the paper's is 0.02
 
 
 def options_for(attention: AttentionWeights) -> dict:
-    """Options with which a GKA layer has a place for all of an attention."""
-    # signs, positions and output size as attention has them
+    """The options that a GKA layer needs to hold all tensors of an attention."""
+    # signs, positions and output size like those of attention
     own = {"conv_activation": None, "use_o_norm": False, "gate_bias": True, "ridge": RIDGE}
     return own | projection_options(attention)
 
@@ -50,7 +50,7 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
 
 @torch.no_grad()
 def start_decay(mixer: nn.Module, half_lives: tuple[float, float] = HALF_LIVES) -> None:
-    """Let the heads of a `GKAMixer` forget half in so many tokens, log-spaced, whatever the token."""
+    """Give the heads of a `GKAMixer` constant half-lives in tokens, log-spaced from the first to the second."""
     low, high = (math.log(x) for x in half_lives)
     rate = math.log(2) / torch.linspace(low, high, mixer.heads).exp()
     mixer.a_proj.weight.zero_()

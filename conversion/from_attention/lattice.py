@@ -1,11 +1,11 @@
-"""Where a Lattice layer starts that takes over a softmax attention.
+"""How a Lattice layer is initialised from a softmax attention.
 
-q, k, v and o are the attention's: k says which slots a value is written to, q which are read, so a projection of its
-own for each, without the SiLU that would lose their signs. The convolutions pass their last token on, the step size
-and the gate are constants, whatever the token: all weights of both start at zero. S_0 stays orthonormal. Slots are of
-unit norm, whatever the values, so these are scaled, and the output back: large ones soon replace what S_0 answers,
-which is not the attention's. How large is measured: training/experiments/conversion. Step sizes above one half start
-a little closer, but are behind after a short alignment.
+q, k, v and o are the attention's: k says to which slots a value is written, q says which slots are read. So q and k
+have separate projections, without the SiLU, which would lose their signs. The convolutions return their last token.
+The step size and the gate do not depend on the token: their weights start at zero. S_0 stays orthonormal. Slots
+always have unit norm. So the values are scaled up, and the output is scaled back: large values soon replace the
+content of S_0, which the attention does not have. The scale is measured: training/experiments/conversion. Step sizes
+above one half start a little closer to the attention, but are worse after a short alignment.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ SCALED = "each head's values scaled to root mean square norm {size:g}, what is r
 
 
 def options_for(attention: AttentionWeights) -> dict:
-    """Options with which a Lattice layer has a place for all of an attention."""
+    """The options that a Lattice layer needs to hold all tensors of an attention."""
     own = {"share_qk": False, "conv_activation": None, "use_o_norm": False, "gate_bias": True}
     return own | projection_options(attention)
 
@@ -34,7 +34,7 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
     """Fill a `LatticeMixer` from an attention, in place; errors and result are those of `take_projections`.
 
     Raises:
-        ValueError: besides, the mixer has one projection for q and k.
+        ValueError: also if the mixer has one projection for q and k together.
     """
     if mixer.options.share_qk:
         raise ValueError(
@@ -49,7 +49,7 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
             parameter.zero_()
     if mixer.options.use_gate and mixer.options.gate_bias:
         mixer.g_proj.bias.fill_(GATE_BIAS)
-    if mixer.options.variant == "enc":  # its values are of unit norm
+    if mixer.options.variant == "enc":  # its values have unit norm
         return fates
     scale_values(mixer)
     scaled = ("v_weight", "v_bias", "o_weight")
@@ -62,7 +62,7 @@ def scale_values(mixer: nn.Module, size: float = VALUE_SIZE) -> None:
     """Scale each head's values in `v_proj` to a root mean square norm for white inputs, and `o_proj` back."""
     v, o = mixer.v_proj, mixer.o_proj
     rows = v.weight.unflatten(0, (mixer.kv_heads, -1))
-    # a head of zeros stays one
+    # a head of zeros stays zero
     scale = (size / torch.linalg.vector_norm(rows.float(), dim=(1, 2))).nan_to_num(posinf=1.0)
     per_row = scale.repeat_interleave(mixer.head_dim)
     v.weight.mul_(per_row[:, None])

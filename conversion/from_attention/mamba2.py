@@ -1,8 +1,9 @@
-"""Where a Mamba-2 layer starts that takes over a softmax attention: as linear attention with decay.
+"""How a Mamba-2 layer is initialised from a softmax attention: as linear attention with decay.
 
 C is the attention's query, B its key, x its value, head by head, as in Wang et al., "The Mamba in the Llama"
-(arXiv:2408.15237); a norm of q or k leaves its scale in the rows. The convolution passes its last token on, D = 0, the
-gate and the time step do not depend on the token, and the half-lives of the memory are spread over the heads.
+(arXiv:2408.15237); the scale of a norm of q or k is multiplied into the rows. The convolution returns its last token,
+D = 0, the gate and the time step do not depend on the token, and the half-lives of the memory are log-spaced over the
+heads.
 """
 
 import math
@@ -20,7 +21,7 @@ _ROLES = {"v": "x, its values", "k": "B, its keys", "q": "C, its queries"}
 
 
 def options_for(attention: AttentionWeights) -> dict:
-    """Options with which a Mamba-2 layer has a place for an attention's projections."""
+    """The options that a Mamba-2 layer needs to hold an attention's projections."""
     return {
         "state_size": attention.head_dim,
         "head_dim": attention.head_dim,
@@ -60,7 +61,7 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
 
 
 def _start_decay(mixer: nn.Module):
-    """dt = 1 whatever the token; each head forgets half in its half-life."""
+    """dt = 1 for all tokens; each head forgets half of its memory in its half-life."""
     low, high = (math.log(t) for t in HALF_LIVES)
     half_lives = torch.linspace(low, high, mixer.heads).exp()
     mixer.A_log.copy_(torch.log(math.log(2) / half_lives))
@@ -69,7 +70,9 @@ def _start_decay(mixer: nn.Module):
 
 def _take(mixer: nn.Module, attention: AttentionWeights, field: str, tensor: torch.Tensor) -> TensorFate:
     if field == "extra.sinks":
-        return TensorFate(field, "dropped", reason="attention sinks are logits of a softmax, which mamba2 has not")
+        return TensorFate(
+            field, "dropped", reason="attention sinks are logits of a softmax, which mamba2 does not have"
+        )
     role, _, kind = field.partition("_")
     if role not in ("q", "k", "v", "o") or kind not in ("weight", "bias", "norm"):
         raise ValueError(f"the attention's {field} has no place in a mamba2 layer; keep this layer as attention")

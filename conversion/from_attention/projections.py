@@ -1,7 +1,7 @@
-"""What every mixer does that takes over a softmax attention: its projections and norms move in as they are.
+"""What most starts share: the projections and norms of the attention are copied into the mixer unchanged.
 
-For mixers with `heads`, `kv_heads`, `head_dim`, linear layers `q_proj`, `k_proj`, `v_proj`, `o_proj` and, by option,
-`q_norm`, `k_norm`. What else such a mixer has (gates, convolutions) it fills itself.
+This is for mixers with `heads`, `kv_heads`, `head_dim`, linear layers `q_proj`, `k_proj`, `v_proj`, `o_proj` and, by
+option, `q_norm`, `k_norm`. A start fills the other parameters (gates, convolutions) itself.
 """
 
 import torch
@@ -28,10 +28,10 @@ def projection_options(attention: AttentionWeights) -> dict:
 def take_projections(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
     """Copy projections and norms into a mixer, in place; one fate for each of the attention's tensors.
 
-    A bias that the mixer has and the attention has not becomes zero.
+    If the mixer has a bias and the attention does not, the bias becomes zero.
 
     Raises:
-        ValueError: the sizes differ, or a tensor has no place under the mixer's options.
+        ValueError: the sizes differ, or the mixer's options give it no parameter for a tensor.
     """
     shape = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
     own = (mixer.heads, mixer.kv_heads, mixer.head_dim)
@@ -52,7 +52,7 @@ FOLDED = "the norm's scale is multiplied into the projection; its division by th
 
 
 def with_norm_scale(attention: AttentionWeights, role: str, tensor: Tensor) -> Tensor:
-    """Rows of `q_weight`, `q_bias`, ... times the scale of the norm that follows, for mixers without such a norm."""
+    """Rows of `q_weight`, `q_bias`, ... times the scale of the norm that follows, for mixers without this norm."""
     scale = getattr(attention, f"{role}_norm", None)
     if scale is None:
         return tensor

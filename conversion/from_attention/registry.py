@@ -3,7 +3,8 @@
     @starts("gka", options=options_for)
     def take_over(mixer, attention): ...
 
-A mixer without a row cannot be converted to. Both functions know plain weights (`AttentionWeights`), never a family.
+Without a row, a model cannot be converted to this mixer. Both functions see plain weights (`AttentionWeights`),
+never a decoder family.
 """
 
 import warnings
@@ -18,11 +19,11 @@ from hf_memmix.mixers import MIXERS
 
 @dataclass(frozen=True)
 class Start:
-    """How a layer of one mixer begins as an attention.
+    """How a layer of one mixer is initialised from an attention.
 
-    `options(attention)`: the mixer's options under which it has a place for that attention, where they are not the
-    defaults. `take_over(mixer, attention)`: fills the mixer in place and says what became of every entry of
-    `attention.tensors()`; raises ValueError for what has no place.
+    `options(attention)`: the options, other than the defaults, that the mixer needs to hold the weights of this
+    attention. `take_over(mixer, attention)`: fills the mixer in place and says what became of every entry of
+    `attention.tensors()`; raises ValueError for a tensor that the mixer cannot hold.
     """
 
     options: Callable[[AttentionWeights], dict]
@@ -36,7 +37,7 @@ def starts(name: str, options: Callable[[AttentionWeights], dict] = lambda atten
     """Function decorator: make `take_over` the start of the mixer that is registered under `name`.
 
     Raises:
-        ValueError: that mixer has a start.
+        ValueError: that mixer has a start already.
     """
 
     def register(take_over):
@@ -55,7 +56,7 @@ def start_of(name: str) -> Start:
     if name in STARTS:
         return STARTS[name]
     mixer = MIXERS[name]
-    if hasattr(mixer, "init_from_attention"):  # the contract before this table
+    if hasattr(mixer, "init_from_attention"):  # the old way, before this table existed
         warnings.warn(
             f"{mixer.__name__}.init_from_attention: register the start of {name!r} by"
             " hf_memmix.conversion.from_attention.starts instead",

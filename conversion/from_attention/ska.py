@@ -1,11 +1,12 @@
-"""Where an SKA layer starts that takes over a softmax attention: values, output, and scores of a lower rank.
+"""How an SKA layer is initialised from a softmax attention: same values and output, and scores of a lower rank.
 
 v and o are the attention's. Keys and queries become those of rank r whose scores are closest to the attention's before
 the softmax, and before rotary embeddings: with q_h = A_h x and k = B x, the best sum_h |A_h^T B - U_h^T V|^2 over the
 query heads h that share a key head is the truncated SVD of their stacked A_h^T B. A bias is one more column of A or B;
-a norm of q or k leaves its scale in the rows. eta starts small and the ridge eps large, as solutions of a regression
-are larger than averages: training/experiments/conversion. Chunks of 16 tokens instead of 64 start a little closer, at
-four times as many solutions; a lower rank does too, with less to learn with.
+the scale of a norm of q or k is multiplied into the rows. eta starts small and the ridge eps large, because
+solutions of a regression are larger than averages: training/experiments/conversion. Chunks of 16 tokens instead of
+64 start a little closer to the attention, but need four times as many solutions. A lower rank starts closer too, but
+has fewer parameters.
 """
 
 import torch
@@ -22,7 +23,7 @@ REDUCED = "with {other} reduced to rank {rank} by the truncated SVD of the score
 
 
 def options_for(attention: AttentionWeights) -> dict:
-    """Options with which an SKA layer has a place for an attention's values and output."""
+    """The options that an SKA layer needs to hold an attention's values and output projection."""
     return {
         "rank": min(attention.head_dim, RANK),
         "eps": EPS,
@@ -37,7 +38,7 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
     """Fill an `SKAMixer` from an attention, in place; one fate for each of the attention's tensors.
 
     Raises:
-        ValueError: the heads differ, or a bias has no place under the mixer's options.
+        ValueError: the heads differ, or the mixer's options give it no parameter for a bias.
     """
     shape = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
     own = (mixer.heads, mixer.kv_heads, mixer.head_dim)
@@ -62,12 +63,12 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
 
 
 def low_rank_scores(A: Tensor, B: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """U [H, rank, n], V [Hk, rank, n] of the best U_h^T V_g for A [H, D, n], B [Hk, D, n]; V as large as all its U_h.
+    """U [H, rank, n], V [Hk, rank, n] of the best U_h^T V_g for A [H, D, n], B [Hk, D, n].
 
-    Rows beyond the rank of the scores are zero.
+    V has the same norm as all U_h of its group together. Rows beyond the rank of the scores are zero.
     """
     heads, D, n = A.shape
-    groups = A.view(B.shape[0], -1, D, n).mT.flatten(1, 2)  # [Hk, group n, D]: the A_h^T one below another
+    groups = A.view(B.shape[0], -1, D, n).mT.flatten(1, 2)  # [Hk, group n, D]: the A_h^T of a group, stacked
     Q, R = torch.linalg.qr(groups)
     Qk, Rk = torch.linalg.qr(B.mT)
     left, S, right = torch.linalg.svd(R @ Rk.mT)

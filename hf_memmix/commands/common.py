@@ -1,6 +1,6 @@
-"""What the commands of `memmix` share: consoles, options, and models and tokenizers read from a folder.
+"""What the commands of `memmix` share: consoles, options, and functions that load models and tokenizers.
 
-Results go to stdout, everything else to stderr; nothing heavy is imported before a command runs.
+Results go to stdout, everything else to stderr. torch and transformers are imported only when a command needs them.
 """
 
 import json
@@ -44,20 +44,20 @@ Overwrite = Annotated[
 
 
 def start_library() -> None:
-    """Run `hf_memmix/__init__.py`, which registers the models, where the console script has put it off."""
+    """Run `hf_memmix/__init__.py`, which registers the models, if the console script has postponed it."""
     package = sys.modules["hf_memmix"]
     if not hasattr(package, "__version__"):
         package.__spec__.loader.exec_module(package)
 
 
 def load(folder: Path, device: str | None, dtype=None):
-    """A model on a device; `dtype` None: as stored on a GPU, fp32 on a CPU, which is slow in bf16."""
+    """A model on a device. `dtype` None: the stored dtype on a GPU; fp32 on a CPU, because bf16 is slow there."""
     import torch
     from transformers.utils import logging
 
     from hf_memmix.conversion import load_model
 
-    logging.disable_progress_bar()  # one bar a command is enough
+    logging.disable_progress_bar()  # one bar per command is enough
     logging.set_verbosity_error()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(folder, dtype or ("float32" if device == "cpu" else "auto"))
@@ -78,15 +78,17 @@ def tokenizer_of(folder: Path, required: bool = True):
         return None
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # the tokenizers library raises bare ones
-        raise ValueError(f"{folder} has a tokenizer that cannot be read ({error}); copy it anew") from None
+    except Exception as error:  # the tokenizers library raises plain exceptions
+        raise ValueError(f"{folder} has a tokenizer that cannot be read ({error}); copy it again") from None
 
 
 def shared_tokenizer(folder: Path, other: Path):
-    """The tokenizer of a folder. Raises ValueError if another folder has one of another vocabulary."""
+    """The tokenizer of a folder. Raises ValueError if the tokenizer of `other` has a different vocabulary."""
     ours, theirs = tokenizer_of(folder), tokenizer_of(other, required=False)
     if theirs is not None and theirs.get_vocab() != ours.get_vocab():
-        raise ValueError(f"{other} has another vocabulary than {folder}, so both cannot read the same tokens")
+        raise ValueError(
+            f"{other} and {folder} have different vocabularies, so their models cannot read the same tokens"
+        )
     return ours
 
 
@@ -100,7 +102,7 @@ def choice_of_layers(layers: str | None, count: str | None, keep: str | None, ke
     `keep_counts`: whether --keep meant a number of layers in this command.
 
     Raises:
-        ValueError: more than one is given, or what is given is no choice of layers.
+        ValueError: more than one is given, or the text does not name layers.
     """
     from hf_memmix.conversion.layer_choice import LayerChoice
 
@@ -114,5 +116,5 @@ def choice_of_layers(layers: str | None, count: str | None, keep: str | None, ke
     counts = name == "--keep-count" or (name == "--keep" and (keep_counts or "." in text))
     if name == "--keep":
         new = "--keep-count" if counts else "--keep-layers"
-        err.print(f"warning: --keep has another name now; write {new} {text}", markup=False, soft_wrap=True)
+        err.print(f"warning: --keep has a new name; write {new} {text}", markup=False, soft_wrap=True)
     return (LayerChoice.counted if counts else LayerChoice.listed)(text, name)

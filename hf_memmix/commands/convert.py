@@ -64,11 +64,11 @@ def convert(
     if out_dir is not None:
         check_target(out_dir, overwrite)
     teacher, trained = model_folder(teacher), model_folder(trained)
-    family_of(read_config(teacher))  # a family that cannot be converted is not loaded first
+    family_of(read_config(teacher))  # refuse a family that cannot be converted before loading its weights
     chosen = choice_of_layers(keep_layers, keep_count, keep, keep_counts=False)
     if plan is not None:
         if chosen is not None:
-            raise ValueError(f"{chosen.said}, but --plan says which layers stay attention too; give one of them")
+            raise ValueError(f"{chosen.said}, but --plan also says which layers stay attention; give one of them")
         told = read_plan(plan, read_config(teacher).num_hidden_layers)
         mixer, chosen = told["mixer"], told["keep"]
     chosen = "none" if chosen is None else chosen
@@ -124,7 +124,7 @@ def import_hmf(
 
 
 def _print_kinds(kinds: list[dict], counts: dict[str, int]) -> None:
-    """A row a kind of tensor, and how many there are of each fate. What all names begin with stands above."""
+    """One row per kind of tensor, then the number of tensors per fate. The common prefix of all names stands above."""
     prefix = os.path.commonprefix([row["source"] or row["targets"][0] for row in kinds]).rpartition(".")[0] + "."
     table = Table(*(Column(name, overflow="fold") for name in ("tensor", "fate", "goes to", "layers", "why")))
     for row in kinds:
@@ -151,7 +151,7 @@ def _print_estimate(result: dict) -> None:
         sizes.add_row(name, *(bytes_text(row[model]) for model in ("teacher", "student")))
     out.print(sizes)
     weights = ", ".join(f"{stage} {bytes_text(count)}" for stage, count in result["weights"].items())
-    out.print(f"weights, gradients and optimizer states, activations not counted: {weights}", highlight=False)
+    out.print(f"weights, gradients and optimizer states (without activations): {weights}", highlight=False)
 
 
 def _parse_options(pairs: list[str]) -> dict:
@@ -166,10 +166,10 @@ def _parse_options(pairs: list[str]) -> dict:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             raise ValueError(
-                f"--option {pair!r}: {text!r} is no value; give e.g. 21, 0.02, true, null or [12,10]"
+                f"--option {pair!r}: {text!r} is not a value; give e.g. 21, 0.02, true, null or [12,10]"
             ) from None
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
-                value = float(value)  # YAML takes 1e-3 for a text
+                value = float(value)  # YAML reads 1e-3 as text
         options[name] = value
     return options

@@ -1,16 +1,16 @@
-"""Which device a training command uses, and whether the processes of a launch have devices at all."""
+"""Chooses the device of a training command, and checks that all processes of a launch have a device."""
 
 import os
 
 
 def choose_device(device: str | None) -> None:
-    """Leave one device visible to this process, as Trainer takes the first that it sees.
+    """Make only one device visible to this process, because Trainer takes the first visible one.
 
     Args:
         device: "cpu", "cuda", "cuda:N" (the N-th of the visible GPUs), or None for Trainer's own choice.
 
     Raises:
-        ValueError: it is another text, there is no such GPU, or a launcher has given this process its device already.
+        ValueError: `device` has another form, there is no such GPU, or a launcher has already assigned a device.
     """
     if device is None:
         return

@@ -6,7 +6,7 @@ What is reported in one line, without a traceback:
 - an OSError: files, the disk, the network, the Hub;
 - a ValueError or RuntimeError of a library while it reads what the user has named (a model folder, a data set);
 - a package that is not installed, unless it is our own;
-- memory that does not suffice.
+- too little memory.
 
 All other exceptions are defects of this project or of a library, and keep their traceback: a ValueError of `int("x")`
 in our code, of a torch operation, a TypeError, a KeyError, an AttributeError.
@@ -28,10 +28,10 @@ READERS = {"from_pretrained", "load_dataset"}
 
 
 def message_of(error: BaseException) -> str | None:
-    """The line that tells the user what to change; None for a defect, which needs its traceback."""
+    """The line that tells the user what to change; None for a defect, which keeps its traceback."""
     if isinstance(error, ImportError):
         name = error.name or ""
-        # without a name it is a library that misses an optional package of its own
+        # without a name, a library misses one of its own optional packages
         if _is_ours(name) or not (isinstance(error, ModuleNotFoundError) or not name):
             return None
         return f"{error}; pip install 'hf-memmix[train,eval]' brings what training and measuring need"
@@ -82,7 +82,7 @@ def _read_by_a_library(error: BaseException) -> bool:
     """Whether a library has raised the error while it read what the user named."""
     steps = list(_steps(error.__traceback__))
     readers = [i for i, step in enumerate(steps) if step.tb_frame.f_code.co_name in READERS]
-    # our own classes are built inside from_pretrained: what goes wrong in them is a defect
+    # from_pretrained also builds our own classes: an error in them is a defect
     return bool(readers) and not any(_is_ours(_module(step)) for step in steps[readers[-1] :])
 
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-# of a repository's files those that a model and its tokenizer are read from
+# the files of a repository that a model and its tokenizer need
 FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -11,7 +11,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 def model_folder(name: Path | None) -> Path | None:
     """The folder of a model. A folder on this machine comes first, then the Hub, whose files are kept in its cache.
 
-    What has not the form NAME/MODEL is taken for a folder, whether it exists or not. None stays None.
+    A name without the form NAME/MODEL is a folder, whether it exists or not. None stays None.
 
     Raises:
         ValueError: there is no such folder, and the Hub has no such model, or it cannot be reached.
@@ -21,7 +21,7 @@ def model_folder(name: Path | None) -> Path | None:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
-    told = f"{str(name)!r} is no folder on this machine"
+    told = f"{str(name)!r} is not a folder on this machine"
     try:
         return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=FILES))
     except LocalEntryNotFoundError:
@@ -35,6 +35,6 @@ def model_folder(name: Path | None) -> Path | None:
         reason = remedy.get(status, error.server_message or str(error).splitlines()[0])
         raise ValueError(f"{told}, and the Hub refuses it ({status}): {reason}") from None
     except HFValidationError as error:
-        raise ValueError(f"{told} and no name of a model on the Hub: {error}") from None
-    except HTTPError as error:  # of the transport
+        raise ValueError(f"{told} and not a valid name of a model on the Hub: {error}") from None
+    except HTTPError as error:  # the connection failed
         raise ValueError(f"{told}, and the Hub cannot be reached ({error})") from None

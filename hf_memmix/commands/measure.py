@@ -130,8 +130,11 @@ def evaluate(
         table.add_row(row["task"], "" if row["chance"] is None else f"{row['chance']:.1%}", *shares, *gains)
     out.print(table)
     if alone := [length for length in grid["lengths"] if length > min(limit_of(model) for model in models.values())]:
-        out.print(f"the table leaves out {alone} tokens, too long for one of the models; probes.json has the other's")
-    out.print(f"gain: nats an answer token owes to what the context says of it; written to {out_dir}")
+        out.print(
+            f"the table does not show lengths {alone}: they are too long for one of the models; probes.json holds the"
+            " results of the other model"
+        )
+    out.print(f"gain: by how many nats per token the context makes the answer more likely; written to {out_dir}")
 
 
 @one_line_errors
@@ -181,7 +184,7 @@ def select(
         raise ValueError(f"{out_file} exists; choose another name, or overwrite")
     chosen = choice_of_layers(keep_layers, keep_count, keep, keep_counts=True) or LayerChoice.counted("0.25")
     given, teacher, student = student, model_folder(teacher), model_folder(student)
-    # what chooses reads the development text, what reports the held-out one
+    # choices use the development text, reported figures use the held-out text
     text = asset_path("dev.txt") if text is None else text
     tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
     teacher_model = load(teacher, device)
@@ -224,7 +227,7 @@ def select(
     if as_json:
         print_json(plan | {"out": str(out_file)})
         return
-    table = Table("rank", "layer", "KL a token", "nll of answers", "stays")
+    table = Table("rank", "layer", "KL per token", "nll of answers", "stays")
     for row in sorted(plan["layers"], key=lambda row: row["rank"]):
         stays = "attention" if row["layer"] in plan["keep"] else ""
         table.add_row(str(row["rank"]), str(row["layer"]), f"{row['kl']:.4f}", f"{row['nll']:+.4f}", stays)
@@ -235,7 +238,9 @@ def select(
 def _only_mixer(student, folder: Path) -> str:
     kinds = sorted({kind for kind in getattr(student.config, "mixer_types", []) if kind != "attention"})
     if len(kinds) != 1:
-        raise ValueError(f"{folder} has the mixers {kinds}; a plan is for one: convert with one mixer in all layers")
+        raise ValueError(
+            f"{folder} has the mixers {kinds}; a plan is for one mixer: convert with one mixer in all layers"
+        )
     return kinds[0]
 
 
@@ -243,14 +248,14 @@ def _numbers(option: str, text: str, kind) -> tuple:
     try:
         values = tuple(kind(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{option} is {text!r}; give numbers with commas between") from None
+        raise ValueError(f"{option} is {text!r}; give numbers, separated by commas") from None
     if kind is int and min(values) < 1:
         raise ValueError(f"{option} is {text!r}; lengths are at least 1")
     return values
 
 
 def report_record(student: Path, texts: list[Path], block_size: int, model) -> dict:
-    """What a report is of: the student and its weights, the texts, where it was measured."""
+    """What a report describes: the student and its weights, the texts, the machine."""
     from hf_memmix.training.text_files import text_record
 
     local = [text_record(text) if text.is_file() else {"file": str(text), "sha256": ""} for text in texts]

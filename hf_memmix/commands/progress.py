@@ -1,7 +1,7 @@
-"""How far a command is: a bar on a terminal, lines in a log file.
+"""Progress of a command: a bar on a terminal, lines in a log file.
 
-A job under nohup or SLURM writes to a file, where a bar is nothing but control characters. There a line is printed at
-the start, at the end and every 30 seconds between, also while one step takes longer than that.
+A job under nohup or SLURM writes to a file, where a bar would be only control characters. There, a line is printed at
+the start, at the end and every 30 seconds, even if one step takes longer than that.
 """
 
 import os
@@ -24,7 +24,7 @@ Advance = Callable[..., None]
 def progress(title: str) -> Iterator[Advance]:
     """Show the progress on stderr; yields `advance(done, total, note="")`.
 
-    Of the processes of one launch only the first shows anything.
+    If a launch has several processes, only the first one shows it.
     """
     if os.environ.get("RANK", "0") != "0":
         yield lambda done, total, note="": None
@@ -42,12 +42,12 @@ def progress(title: str) -> Iterator[Advance]:
 
 
 class Lines:
-    """Prints `TITLE DONE of TOTAL, NOTE, H:MM:SS left`: the first state, the last one, and the newest every so often.
+    """Prints `TITLE DONE of TOTAL, NOTE, H:MM:SS left`: the first and the last state, and one every `seconds`.
 
     Args:
-        title: what every line begins with.
-        show: takes each line.
-        seconds: between two lines.
+        title: the beginning of every line.
+        show: called with each line.
+        seconds: time between two lines.
     """
 
     def __init__(self, title: str, show: Callable[[str], None], seconds: float = SECONDS):
@@ -57,7 +57,7 @@ class Lines:
         self._thread = threading.Thread(target=self._tick, daemon=True)
 
     def advance(self, done: int, total: int, note: str = "") -> None:
-        """The newest state. Nothing but the first one is printed by this call."""
+        """Record the newest state. This call prints only the first one."""
         with self._lock:
             self._newest = (done, total, note)
             if self._first is None:

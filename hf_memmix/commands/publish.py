@@ -10,7 +10,7 @@ from hf_memmix.commands.common import Json, err, out, print_json
 from hf_memmix.commands.errors import one_line_errors
 
 Folder = Annotated[Path, typer.Argument(help="Folder of a converted model.")]
-# what lies in a folder of a run but is no part of a model
+# files in the folder of a run that are not part of a model
 LEFT_OUT = [".*", "**/.*", "checkpoint-*/**", "*.tmp", "optimizer*", "runs/**"]
 
 
@@ -82,7 +82,9 @@ def push(
         return
     token = huggingface_hub.get_token()
     if token is None:
-        raise ValueError("there is no token for the Hub; run `hf auth login`, or set HF_TOKEN to one that may write")
+        raise ValueError(
+            "there is no token for the Hub; run `hf auth login`, or set HF_TOKEN to a token with write access"
+        )
     api = huggingface_hub.HfApi(token=token)
     try:
         with err.status(f"uploading to {api.endpoint}"):
@@ -96,7 +98,7 @@ def push(
         remedy = {401: "; the token is not valid there", 403: "; the token may not write there"}.get(status, "")
         told = error.server_message or str(error).splitlines()[0]
         raise ValueError(f"{api.endpoint} refused {repo!r} ({status}): {told}{remedy}") from None
-    except HTTPError as error:  # of the transport
+    except HTTPError as error:  # the connection failed
         raise ValueError(f"{api.endpoint} cannot be reached ({error}); nothing was committed") from None
     if as_json:
         print_json({"repo": url.repo_id, "url": str(url), "commit": commit.oid})
@@ -105,7 +107,7 @@ def push(
 
 
 def _say_what_is_uploaded(model: Path, repo: str, revision: str | None, as_json: bool) -> None:
-    """The files that `push` takes, with their sizes; nothing is asked of the Hub."""
+    """Print the files that `push` would upload, with their sizes; no request is sent to the Hub."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import filter_repo_objects, validate_repo_id
@@ -113,7 +115,7 @@ def _say_what_is_uploaded(model: Path, repo: str, revision: str | None, as_json:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise ValueError(f"{repo!r} is no name for the Hub: {error}") from None
+        raise ValueError(f"{repo!r} is not a valid name on the Hub: {error}") from None
     names = sorted(path.relative_to(model).as_posix() for path in model.rglob("*") if path.is_file())
     files = {name: (model / name).stat().st_size for name in filter_repo_objects(names, ignore_patterns=LEFT_OUT)}
     if as_json:

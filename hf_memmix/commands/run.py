@@ -16,8 +16,8 @@ import typer
 from hf_memmix.commands.common import start_library
 from hf_memmix.commands.errors import one_line_errors
 
-# programs whose console script starts its commands in new processes, where hf_memmix is not imported: the package of
-# the scripts that these processes run
+# the console scripts of these programs start new processes, in which hf_memmix is not imported; the value is the
+# package of the scripts that such a process runs
 SCRIPTS = {"trl": "trl.scripts"}
 
 
@@ -31,7 +31,7 @@ def run(
     processes with `accelerate launch -m hf_memmix.cli run trl sft ...`.
     """
     start = prepare(program, context.args)
-    # from here on the program speaks for itself: its errors and its exit code are not changed
+    # from here on, errors and exit code are those of the program
     raise SystemExit(start())
 
 

@@ -34,7 +34,10 @@ TrainDevice = Annotated[
     str | None, typer.Option("--device", help="Where it trains: cpu, cuda or cuda:1; default: a GPU if there is one.")
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume/--no-resume", help="Continue a run that was interrupted, or begin anew.")
+    bool,
+    typer.Option(
+        "--resume/--no-resume", help="Continue a run that was interrupted, or start again from the beginning."
+    ),
 ]
 
 

@@ -39,7 +39,7 @@ _MOVED = ("AttentionWeights", "TensorFate")
 
 
 def __getattr__(name: str):
-    """Names that have moved to `hf_memmix.conversion`, which stands above this package and is not imported by it."""
+    """Names that have moved to `hf_memmix.conversion`. This package imports it only here, on demand."""
     if name not in _MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(f"{__name__}.{name} is now hf_memmix.conversion.{name}", DeprecationWarning, stacklevel=2)

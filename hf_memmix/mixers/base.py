@@ -1,9 +1,9 @@
 """What all memory mixers share: registry, options, and a forward that knows padding, packing and the cache.
 
-    states, y = scan(states, project(x));  out = readout(y, x)
+    y, states = scan(project(x), states);  out = readout(y, x)
 
 A new mixer is one file: an options dataclass, a `MemoryMixer` subclass with the five methods marked below, and
-`@register_mixer("name")`. It never looks at a mask's pattern, a cache or a decoder family.
+`@register_mixer("name")`. Such a file contains nothing about mask patterns, caches or decoder families.
 
 Shapes: B batch, T tokens, N sequences (B, or the number of packed ones).
 """
@@ -25,7 +25,8 @@ def register_mixer(name: str):
     """Class decorator: make a `MemoryMixer` known to `mixer_types` under `name`.
 
     Raises:
-        ValueError: the name is taken or is "attention", or the class is no `MemoryMixer` with a `MixerOptions` class.
+        ValueError: the name is taken or is "attention", or the class is not a `MemoryMixer` with a `MixerOptions`
+            class.
     """
 
     def register(cls):
@@ -44,7 +45,7 @@ def register_mixer(name: str):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of the attention of a backbone, which a mixer takes over."""
+    """Sizes of a backbone's attention. A mixer in its place has the same sizes."""
 
     hidden_size: int
     heads: int
@@ -62,7 +63,7 @@ class AttentionShape:
         )
 
     def check(self, mixer: "MemoryMixer", max_head_dim: int):
-        """Raise ValueError if heads are larger than a mixer's kernels can do, or query heads have uneven groups."""
+        """Raise ValueError if heads are too large for a mixer's kernels, or query heads do not divide into groups."""
         if self.head_dim > max_head_dim:
             raise ValueError(
                 f"head size {self.head_dim} of layer {mixer.layer_idx} is over the limit of {mixer.name},"
@@ -76,7 +77,7 @@ class MemoryMixer(nn.Module):
     """Takes the place of a decoder layer's attention module.
 
     Args:
-        config: a memmix configuration; the mixer's options stand in `config.mixers[name]`.
+        config: a memmix configuration; `config.mixers[name]` holds the mixer's options.
         layer_idx: index of the layer, which is also the index of its cache layer.
     """
 
@@ -94,7 +95,7 @@ class MemoryMixer(nn.Module):
     # ---- a mixer writes these five
 
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
-        """What `scan` needs of each token, token by token: tensors [B, T, ...].
+        """What `scan` needs, computed for each token alone: tensors [B, T, ...].
 
         `rotary`: cos and sin [B, T, d] of the layer, None in a backbone without rotary embeddings.
         """
@@ -109,9 +110,9 @@ class MemoryMixer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs [B, T, ...] and the states after the tokens.
 
-        `states`: None before the first token, where a mixer starts from zero or from what it has learned.
-        `lengths` [B]: row b ends after lengths[b] tokens (0 is possible), what follows must leave the states alone.
-        `cu_seqlens` [N + 1]: boundaries of packed sequences, B is 1 then.
+        `states`: None before the first token; the mixer then starts from zero or from a learned state.
+        `lengths` [B]: row b ends after lengths[b] tokens (0 is possible); later tokens must not change the states.
+        `cu_seqlens` [N + 1]: boundaries of packed sequences; B is 1 then.
         """
         raise NotImplementedError
 
@@ -143,7 +144,7 @@ class MemoryMixer(nn.Module):
 
     @classmethod
     def check_states(cls, options: MixerOptions, states: dict[str, Tensor]):
-        """Raise ValueError if no layer with these options leaves such states; called on what a file holds."""
+        """Raise ValueError if no layer with these options can produce such states; called on states from a file."""
 
     def check_weights(self):
         """Raise ValueError if the layer cannot use its parameters; called on a loaded checkpoint."""
@@ -151,7 +152,7 @@ class MemoryMixer(nn.Module):
     # ---- the same for all
 
     def allocate_states(self, batch: int, device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Zeros in the place of the states of `batch` sequences."""
+        """Zeros with the shapes and dtypes of the states of `batch` sequences."""
         return {
             name: torch.zeros(shape, dtype=state_dtype, device=device)
             for name, (shape, state_dtype) in self.state_shapes(batch, dtype).items()
@@ -180,8 +181,8 @@ class MemoryMixer(nn.Module):
             memmix_rows: `PaddedRows.of(mask)` of the padding mask [B, T]; None if all tokens are real.
             memmix_cu_seqlens: boundaries [N + 1] of sequences packed along the flattened batch.
             memmix_replay: tokens, states before them and lengths, the arguments of `scan`, whose result is returned;
-                everything else is ignored. A rollback comes through here, as the hooks of a module (offload, sharding)
-                have its parameters in place within its forward alone.
+                everything else is ignored. A rollback calls forward this way, because the hooks of a module (offload,
+                sharding) load its parameters only while its forward runs.
             kwargs: `token_arguments` of the mixer, for the tokens of this forward; all others are ignored.
 
         Raises:

@@ -1,10 +1,10 @@
-"""COFFEE, context from feedback: n scalar states a feature, each of which gates its own update.
+"""COFFEE, context from feedback: n scalar states per feature, each of which gates its own update.
 
     s_k = sigmoid(w x_{k-1});  x_k = (1 + lambda s_k) x_{k-1} + s_k u_k;  y_k = sum_j C_j x_{k,j}
     u = silu(conv(W_u h));  out = W_o (RMSNorm(y) * silu(W_z h))
 
 Paper: Zattra et al., "Context-Selective State Space Models: Feedback is All You Need", eq. 5, 7 and Remark 2. The
-paper tests a bare layer and names a Mamba-like block as the next step: this is that block.
+paper tests the layer alone and names a Mamba-like block as the next step. This file is that block.
 
 Shapes: B batch, T tokens, D features (`inner_size`), n states.
 """
@@ -26,7 +26,7 @@ from .layers import ACTIVATIONS, RMSNorm, ShortConvolution, at_least_fp32, init_
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
 
 MAX_FEATURES = 2**20
-TIME_SCALES = (1.0, 1000.0)  # tokens in which a state forgets to 1 / e at the start, where its gate is one half
+TIME_SCALES = (1.0, 1000.0)  # tokens after which 1 / e of a state is left, before training, when its gate is one half
 
 
 @mixer_options
@@ -34,13 +34,13 @@ class CoffeeOptions(MixerOptions):
     """Options of the COFFEE layer.
 
     Args:
-        states: n, the states of a feature, at most 64.
+        states: n, the number of states per feature, at most 64.
         inner_size: number of features D; None is twice the hidden size, as in Mamba.
         use_output_filter: y <- sigmoid(w_filter . x) y (Remark 2).
         conv_size: taps of the short convolution of u.
-        conv_activation: "silu", or None to let the sign of u pass, as a conversion from attention wants it.
+        conv_activation: "silu", or None, which keeps the sign of u, as a conversion from attention needs it.
         use_o_norm: RMSNorm of y over all features.
-        use_gate, gate_bias: the output gate silu(W_z h), and a bias of it, so that it can start open.
+        use_gate, gate_bias: the output gate silu(W_z h), and its bias, with which it can start open.
         u_bias, o_bias: biases of the projections to u and to the output.
         method: how the states are computed: "scan", "shooting", "deer" or "auto"; see
             `hf_memmix_kernels.chunk_coffee`. May be changed at inference.
@@ -67,9 +67,9 @@ class CoffeeOptions(MixerOptions):
 class CoffeeMixer(MemoryMixer):
     """The COFFEE layer. States: x [B, D, n] in fp32 and conv_u [B, D, taps - 1].
 
-    The paper demands that I + A be stable, lambda in [-2, 0]. Here lambda = -2 sigmoid(`lam_logit`): inside for every
-    finite parameter, so that no optimizer step and no file can leave it, and smooth, so that no gradient stops at a
-    bound.
+    The paper requires a stable I + A, which means lambda in [-2, 0]. Here lambda = -2 sigmoid(`lam_logit`). This is in
+    the range for every finite parameter, so no optimizer step and no file can leave it; and it is smooth, so no
+    gradient vanishes at a bound.
     """
 
     options_class = CoffeeOptions
@@ -96,7 +96,7 @@ class CoffeeMixer(MemoryMixer):
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
         past, where = states or {}, {"lengths": lengths, "cu_seqlens": cu_seqlens}
         u, conv_u = self.u_conv1d(tokens["u"], past.get("conv_u"), **where)
-        # a closed gate leaves the state as it is
+        # a closed gate does not change the state
         gate = None if lengths is None else before_the_end(lengths, u.shape[1]).to(u.dtype)
         y, x = chunk_coffee(
             u,
@@ -131,8 +131,8 @@ class CoffeeMixer(MemoryMixer):
     def init_weights(self):
         """N(0, 0.02) matrices and taps, zero biases, unit norms; time scales log-uniform in `TIME_SCALES`.
 
-        w ~ N(0, 1) as in the paper and C ~ N(0, 1 / n), both over the size that a state of that time scale has with
-        white inputs, so that slow states neither saturate their gate nor drown the others.
+        w ~ N(0, 1) as in the paper and C ~ N(0, 1 / n). Both are divided by the size that a state of that time scale
+        has with white inputs, so that slow states do not saturate their gate and do not dominate the output.
         """
         init_layers(self)
         low, high = (math.log(t) for t in TIME_SCALES)
@@ -147,18 +147,18 @@ class CoffeeMixer(MemoryMixer):
 
     @classmethod
     def check_states(cls, options, states):
-        """Finite states: one that is not stays so for good."""
+        """States must be finite: a value that is not finite never becomes finite again."""
         check_coffee(state=states["x"])
 
     def check_weights(self):
-        """lambda is in [-2, 0] for every `lam_logit` but NaN; w, C and w_filter must be finite."""
+        """`lam_logit` must not be NaN (other values give a lambda in [-2, 0]); w, C and w_filter must be finite."""
         for name in self._state_parameters():
             parameter = getattr(self, name).detach()
             bad = parameter.isnan() if name == "lam_logit" else ~parameter.isfinite()
             if parameter.device.type != "meta" and bad.any():
                 raise ValueError(
-                    f"layer {self.layer_idx}: {int(bad.sum())} values of {name} are not finite, {parameter[bad][0]} is"
-                    " one; load a checkpoint from before training diverged"
+                    f"layer {self.layer_idx}: {int(bad.sum())} values of {name} are not finite, for example"
+                    f" {parameter[bad][0]}; load a checkpoint from before training diverged"
                 )
 
     def _state_parameters(self) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""A module in place of a decoder layer's MLP, for families whose feed-forward is not the backbone's."""
+"""A module that replaces a decoder layer's MLP, for families whose feed-forward differs from the backbone's."""
 
 from torch import Tensor, nn
 
 
 class FeedForward(nn.Module):
-    """Base of such modules; a family's configuration names them in `make_feed_forward`."""
+    """Base class of such modules; a family's configuration makes them in `make_feed_forward`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, hidden] -> [B, T, hidden], token by token."""

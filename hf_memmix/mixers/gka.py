@@ -1,10 +1,10 @@
-"""GKA, Gated KalmaNet: attention as ridge regression on the past, solved anew at every token from a fixed-size state.
+"""GKA, Gated KalmaNet: attention as ridge regression on the past, re-solved per token from a state of fixed size.
 
     H_t = e^g H + beta^2 k k^T;  U_t = e^g U + beta^2 v k^T;  x_t = CH_r(H_t + a |H_t| I, q_t)
     y_t = D^-1/2 U_t (q_t + alpha_t (x_t - q_t));  out = W_o (RMSNorm(y) * silu(W_g h))
 
 Paper: Peng et al., "Gated KalmaNet: A Fading Memory Layer Through Test-Time Ridge Regression". Parameter names
-and the order of operations are those of the official release, so that its weights load.
+and the order of operations are those of the official release, so its weights can be loaded.
 
 Shapes: B batch, T tokens, H query heads, Hk key/value heads, D head size.
 """
@@ -42,7 +42,8 @@ from .options import LARGEST_CHUNK, MixerOptions, between, checked, conv_size, m
 EPS = 1e-6  # of the unit norm of q and k, and added to beta, as released
 PHASES = (12, 10)  # the solver's default schedule
 UNUSED_ITERATIONS = 30  # num_iterations of old checkpoints beside their refinement
-MAX_ITERATIONS = 1000  # of a phase; the paper's solver converges in 30, and their weights are constants of a kernel
+# per phase; the paper's solver converges in 30; a kernel holds one weight per iteration as a constant
+MAX_ITERATIONS = 1000
 
 
 def _check_phases(phases: list[int]):
@@ -52,24 +53,24 @@ def _check_phases(phases: list[int]):
 
 @mixer_options
 class GKAOptions(MixerOptions):
-    """Options of the GKA layer; the defaults are the official release's, the solver's schedule aside.
+    """Options of the GKA layer; except for the solver's schedule, the defaults are the official release's.
 
     Args:
-        solver_phases: Chebyshev iterations of each phase of iterative refinement; [30] is the paper's solver, one
-            plain phase. The default is faster and more accurate in bf16 than that:
-            kernels/benchmarks/results/gka_accuracy_h200.json. May be changed at inference. Read as well, from
-            checkpoints and keyword arguments: `refinement`, its old name, and `num_iterations=30` for [30].
+        solver_phases: Chebyshev iterations of each phase of iterative refinement. [30] is the paper's solver: one
+            phase of 30 iterations. The default is faster and, in bf16, more accurate:
+            kernels/benchmarks/results/gka_accuracy_h200.json. May be changed at inference. Checkpoints and keyword
+            arguments may also contain `refinement`, its old name, or `num_iterations=30`, which means [30].
         ridge: a in lambda = a |H|.
-        chunk_size: tokens a chunk of the parallel form; changes speed only.
+        chunk_size: tokens per chunk of the parallel form; changes only the speed.
         use_decay, use_beta, use_alpha, use_gate: the forget gate g, the write strength, the blend of solution and
-            query, and the output gate; without them g = 0, beta = 1, alpha = 1 and no gate.
-        use_v_conv: whether v passes a short convolution as q and k do.
+            query, and the output gate. Without them: g = 0, beta = 1, alpha = 1, and no output gate.
+        use_v_conv: whether v, like q and k, passes through a short convolution.
         conv_size: taps of the short convolutions.
-        conv_activation: "silu", or None to let the sign of q and k pass, as a conversion from attention wants it.
+        conv_activation: "silu", or None, which keeps the signs of q and k, as a conversion from attention needs it.
         use_rope: rotate q and k with the backbone's rotary embeddings, after the convolution.
         rope_layout: how the backbone lays out cos and sin, see `layers.ROPE_LAYOUTS`.
-        use_o_norm: RMSNorm of each head's output; without it y = U x, unscaled, has a size as attention has.
-        gate_bias: a bias of the output gate, so that it can start open.
+        use_o_norm: RMSNorm of each head's output. Without it y = U x, unscaled, whose size is like that of attention.
+        gate_bias: the output gate has a bias, so that it can start open.
         qk_norm: None, "head" (an RMSNorm over each head, as in Qwen3) or "full" (over all heads, as in OLMo 2) of q
             and k before the convolution.
         qkv_bias, o_bias: biases of the projections.
@@ -79,7 +80,7 @@ class GKAOptions(MixerOptions):
     inference_options: ClassVar[tuple[str, ...]] = ("solver_phases", "chunk_size")
 
     solver_phases: list[int] = checked(lambda: list(PHASES), _check_phases)
-    # below, the ridge is lost in float32; above, nothing but the query is left of the solution
+    # smaller ridges are lost in float32; with larger ones the solution is nothing but the query
     ridge: float | int = between(0.02, 1e-7, 100, "the paper's is 0.02")
     chunk_size: int = between(64, 1, LARGEST_CHUNK, "the default is 64")
     use_decay: bool = True
@@ -103,16 +104,16 @@ class GKAOptions(MixerOptions):
         """`solver_phases` from its old names `refinement` and `num_iterations`.
 
         Raises:
-            ValueError: they name different schedules, or `refinement` is no list.
+            ValueError: they name different schedules, or `refinement` is not a list.
         """
         options = dict(options)
         iterations, refinement = options.pop("num_iterations", None), options.pop("refinement", None)
         named = {}
         if refinement is not None:
             if not isinstance(refinement, (list, tuple)):
-                raise ValueError(f"refinement={refinement!r} must be a list of iterations, one a phase")
+                raise ValueError(f"refinement={refinement!r} must be a list of iterations, one number per phase")
             named[f"refinement={refinement!r}"] = list(refinement)
-        # beside a refinement, old checkpoints hold the default of num_iterations, which had no effect there
+        # old checkpoints with a refinement also hold the default of num_iterations, which had no effect
         if iterations is not None and not (refinement is not None and iterations == UNUSED_ITERATIONS):
             named[f"num_iterations={iterations!r}"] = [iterations]
         if options.get("solver_phases") is not None:
@@ -217,7 +218,7 @@ class GKAMixer(MemoryMixer):
         return y, new
 
     def memory_inputs(self, tokens, states, lengths, cu_seqlens):
-        """q, k, v as the memory sees them, log_decay and beta without effect at padding, new states of the taps."""
+        """q, k, v as the memory reads them; log_decay, beta, without effect at padding; states of the convolutions."""
         past, where = states or {}, {"lengths": lengths, "cu_seqlens": cu_seqlens}
         q, conv_q = self.q_conv1d(tokens["q"], past.get("conv_q"), **where)
         k, conv_k = self.k_conv1d(tokens["k"], past.get("conv_k"), **where)

@@ -1,7 +1,7 @@
-"""Koopman MLP: a feed-forward whose features turn and shrink in pairs, in place of SwiGLU's second matrix.
+"""Koopman MLP: a feed-forward layer that rotates and shrinks pairs of features, in place of SwiGLU's second matrix.
 
     u = silu(W_in x);  (u_2i, u_2i+1) <- K_i (u_2i, u_2i+1);  y = W_out u  (gated: y = W_out (u * silu(W_g x)))
-    K_i = [[a, -b], [b, a]] / max(1, |(a, b)|),  hence |K_i| <= 1
+    K_i = [[a, -b], [b, a]] / max(1, |(a, b)|),  so |K_i| <= 1
 
 Paper: "Echo: Spectral Koopman Attention", section 3.3 and appendix: K is a contraction times a rotation.
 """
@@ -21,8 +21,8 @@ class KoopmanMLP(FeedForward):
 
     Args:
         hidden: size of input and output.
-        inner: number of features, even; the d_ff of the SwiGLU in its place, with a third fewer parameters.
-        gated: multiply the features by silu(W_g x), with as many parameters as the SwiGLU.
+        inner: number of features, even. With the d_ff of a SwiGLU it has a third fewer parameters than the SwiGLU.
+        gated: multiply the features by silu(W_g x); it then has as many parameters as the SwiGLU.
 
     Raises:
         ValueError: `inner` is odd or not positive.
@@ -31,7 +31,9 @@ class KoopmanMLP(FeedForward):
     def __init__(self, hidden: int, inner: int, gated: bool = False):
         super().__init__()
         if inner < 2 or inner % 2:
-            raise ValueError(f"a Koopman MLP pairs its features: their number {inner} must be even and positive")
+            raise ValueError(
+                f"a Koopman MLP works on pairs of features: their number {inner} must be even and positive"
+            )
         self.in_proj = nn.Linear(hidden, inner, bias=False)
         self.gate_proj = nn.Linear(hidden, inner, bias=False) if gated else None
         self.out_proj = nn.Linear(inner, hidden, bias=False)
@@ -40,7 +42,7 @@ class KoopmanMLP(FeedForward):
     def rotation(self) -> tuple[Tensor, Tensor]:
         """a and b [inner / 2] of the K_i, after the projection to |K_i| <= 1."""
         a, b = self.spectrum
-        # of the square: at a = b = 0 the root has no gradient
+        # clamp the square, not its root: at a = b = 0 the root has no gradient
         scale = (a.square() + b.square()).clamp_min(1).rsqrt()
         return a * scale, b * scale
 

@@ -1,12 +1,13 @@
-"""Lattice: m memory slots of unit norm a head; a token writes only what is orthogonal to a slot.
+"""Lattice: m memory slots of unit norm per head; a token writes to a slot only what is orthogonal to it.
 
     s_i <- normalise(mu_t s_i - gamma_t c_i (h - s_i (s_i . h))),  y_t = S_t q_t,  out = W_o (RMSNorm(y) * GELU(W_g x))
     DEC: h = S k - v, c = k;   ENC: h = v, c = S^T v - k;   SIM: h = -v, c = k
 
-ENC is a least mean squares step on s_i . v, which shrinks an error only while gamma |v|^2 < 2 (gamma / mu behind a
-forget gate); beyond it slots swing from one side of v to the other, and gradients grow from token to token. The paper
-does not say what keeps it below. Here v of ENC has unit norm, as k has, and its step is at most 3/2. A step divided by
-|v|^2 as in normalised least mean squares trained just as steadily in a small test of recall, and no better.
+ENC is a least mean squares step on s_i . v. It makes an error smaller only if gamma |v|^2 < 2 (with a forget gate,
+gamma / mu in the place of gamma). With larger steps, slots swing from one side of v to the other, and gradients grow
+from token to token. The paper does not say how it prevents this. Here v of ENC has unit norm, like k, and its step
+is at most 3/2. A step divided by |v|^2, as in normalised least mean squares, was as stable in a small test of
+recall, and not better.
 
 Paper: Karami and Mirrokni, "Lattice: Learning to Efficiently Compress the Memory", arXiv:2504.05646, eq. 7, 10, 12 to
 16. The block is its Figure 2: one projection for q and k, a short convolution for each, a GELU gate after the memory.
@@ -43,7 +44,7 @@ from .layers import (
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
 
 EPS = 1e-6  # of the unit norm of q and k, and of v of ENC
-ENC_STEP = 1.5  # the largest: below 2, so that an error becomes smaller, and the further below the faster
+ENC_STEP = 1.5  # largest step: errors become smaller below 2, and faster the further below
 STEP_SIZES = ("sigmoid", "softplus", "constant")
 KEPT = 4.0  # logit of the forget gate at the start: 0.98
 
@@ -54,22 +55,22 @@ class LatticeOptions(MixerOptions):
 
     Args:
         variant: "dec", "enc" or "sim", the objective whose gradient step is the write; or one of the paper's
-            baselines in the same block: "delta" (eq. 20) and "ttt" (eq. 19), whose slots have any norm. "enc" has v
-            of unit norm and steps of at most 1.5, whatever `gamma_max` says.
-        slots: number of slots m of a head, at most its size d; None is d.
-        project: bring the slots back to unit norm after each write (eq. 14); without it eq. 13 alone. The baselines
-            have no projection, whatever this says.
+            baselines in the same block: "delta" (eq. 20) and "ttt" (eq. 19), whose slots may have any norm. In "enc"
+            v has unit norm and steps are at most 1.5, even if `gamma_max` is larger.
+        slots: number of slots m per head, at most the head size d; None means d.
+        project: bring the slots back to unit norm after each write (eq. 14); without it, only eq. 13. The baselines
+            ignore this option: they have no projection.
         step_size: gamma_t = gamma_max sigmoid(W x + b) per head, softplus(W x + b), or "constant": gamma_max
-            sigmoid(b), whatever the token. The paper leaves it open.
+            sigmoid(b), the same for all tokens. The paper leaves it open.
         gamma_max: the largest step of "sigmoid" and "constant".
         use_forget_gate: mu_t = sigmoid(W x + b) per head (eq. 16).
         l1: threshold of the proximal step after each write (eq. 18), times gamma_t.
         share_qk: one projection for q and k, as in the paper; each then has H heads.
         use_unit_qk: q and k of unit norm.
         conv_size: taps of the short convolutions of q and k.
-        conv_activation: "silu", or None to let the sign of q and k pass, as a conversion from attention wants it.
+        conv_activation: "silu", or None, which keeps the signs of q and k, as a conversion from attention needs it.
         use_o_norm: RMSNorm of each head's output.
-        use_gate, gate_bias: the output gate, and a bias of it, so that it can start open.
+        use_gate, gate_bias: the output gate, and its bias, with which it can start open.
         use_rope, rope_layout: rotate q and k with the backbone's rotary embeddings, after the convolution; layouts
             are `layers.ROPE_LAYOUTS`.
         qk_norm: None, "head" (an RMSNorm over each head) or "full" (over all heads) of q and k before the
@@ -101,14 +102,14 @@ class LatticeOptions(MixerOptions):
 
     def validate_qk_norm(self):
         if self.qk_norm is not None and self.share_qk:
-            raise ValueError(f"qk_norm={self.qk_norm!r} is for q and k of their own; set share_qk to False")
+            raise ValueError(f"qk_norm={self.qk_norm!r} needs separate projections of q and k; set share_qk to False")
 
 
 @register_mixer("lattice")
 class LatticeMixer(MemoryMixer):
     """The Lattice layer. States: S [B, H, d, m] in fp32, conv_q, conv_k [B, C, taps - 1].
 
-    S starts at the learned `S0`, whose columns are orthonormal before training and of unit norm whenever it is used.
+    S starts at the learned `S0`. Its columns start orthonormal, and are brought to unit norm whenever it is used.
     """
 
     options_class = LatticeOptions
@@ -170,7 +171,7 @@ class LatticeMixer(MemoryMixer):
         if options.use_forget_gate:
             tokens["log_decay"] = F.logsigmoid(at_least_fp32(self.f_proj(x)))
         if options.variant == "enc":
-            # under projection a forget gate is a larger step
+            # with projection, a forget gate has the effect of a larger step
             gated = options.use_forget_gate and options.project
             mu = tokens["log_decay"].exp() if gated else torch.ones_like(tokens["gamma"])
             tokens["gamma"] = tokens["gamma"].clamp(max=ENC_STEP * mu)
@@ -183,7 +184,7 @@ class LatticeMixer(MemoryMixer):
         q, k, v = self._heads_for_memory(q, k, tokens)
         gamma, log_decay = tokens["gamma"], tokens.get("log_decay")
         if lengths is not None:
-            # a step of size zero leaves every slot where it is
+            # a step of size zero changes no slot
             valid = before_the_end(lengths, q.shape[1])[..., None].to(gamma.dtype)
             gamma = gamma * valid
             log_decay = None if log_decay is None else log_decay * valid
@@ -238,13 +239,12 @@ class LatticeMixer(MemoryMixer):
 
     @classmethod
     def check_states(cls, options, states):
-        """Slots of unit norm, where the write brings them back to it."""
+        """Slots must have unit norm if the write projects them to it."""
         if _projects(options):
             check_lattice(state=states["S"])
 
     def check_weights(self):
-        """S_0 may have columns of any norm but zero, as it is normalised when used."""
-        sizes = torch.linalg.vector_norm(at_least_fp32(self.S0.detach()), dim=1)
+ENC_STEP = 1.5  # largest step: errors become smaller below 2, and faster the further below
         if self.S0.device.type != "meta" and not ((sizes > 0) & sizes.isfinite()).all():
             wrong = sizes[~((sizes > 0) & sizes.isfinite())]
             raise ValueError(
@@ -273,7 +273,7 @@ class LatticeMixer(MemoryMixer):
         if 2 * cos.shape[-1] > self.slots:
             raise ValueError(
                 f"layer {self.layer_idx}: rotary embeddings turn {2 * cos.shape[-1]} channels, q and k have"
-                f" {self.slots}, one a slot; set slots to at least that, or use_rope to False"
+                f" {self.slots}, one per slot; set slots to at least that, or use_rope to False"
             )
         return cos, sin
 
@@ -286,7 +286,7 @@ class LatticeMixer(MemoryMixer):
             q, k = unit(q, EPS), unit(k, EPS)
         if self.options.variant == "enc":
             v = unit(v, EPS)
-        # every query head has a memory of its own
+        # every query head has its own memory
         k, v = (x.repeat_interleave(self.heads // x.shape[2], 2) for x in (k, v))
         return q, k, v
 
@@ -296,5 +296,5 @@ class LatticeMixer(MemoryMixer):
 
 
 def _projects(options: LatticeOptions) -> bool:
-    """Whether slots are of unit norm."""
+    """Whether slots have unit norm."""
     return options.project and options.variant not in ("ttt", "delta")

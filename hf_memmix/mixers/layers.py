@@ -1,6 +1,7 @@
-"""Small layers that mixers share: short convolution, RMSNorm, rotary embedding, unit norm; their options and start.
+"""Small layers that mixers share: short convolution, RMSNorm, rotary embedding, unit norm; with their options.
 
-Parameter names are those of nn.Conv1d, nn.Linear and transformers' norms, so that released weights load by name.
+Parameter names are those of nn.Conv1d, nn.Linear and transformers' norms, so that released weights can be loaded by
+name.
 """
 
 import torch
@@ -32,7 +33,7 @@ class ShortConvolution(nn.Module):
     def forward(
         self, x: Tensor, state=None, lengths=None, cu_seqlens=None, in_place: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """[B, T, C] and the state after it; `in_place` is for one token and shifts `state` itself."""
+        """The output [B, T, C] and the state after it. `in_place` is for one token: it changes `state` itself."""
         weight = self.weight.squeeze(1)
         if in_place:
             return short_conv_step(x, weight, self.bias, state, self.activation), state
@@ -58,7 +59,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, T, H, D] by cos, sin [B, T, d/2], d <= D: channels i and i + d/2 are a pair."""
+    """Rotary embedding of x [B, T, H, D] by cos, sin [B, T, d/2], d <= D: channels i and i + d/2 form a pair."""
     half = cos.shape[-1]
     cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
@@ -66,7 +67,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def one_angle_a_pair(x: Tensor, layout: str) -> Tensor:
-    """cos or sin [B, T, d] in one of `ROPE_LAYOUTS` -> [B, T, d/2]; "single" is so already."""
+    """cos or sin [B, T, d] in one of `ROPE_LAYOUTS` -> [B, T, d/2]; "single" has this shape already."""
     if layout == "pairs":
         return x[..., ::2]
     return x if layout == "single" else x[..., : x.shape[-1] // 2]

@@ -1,4 +1,4 @@
-"""Mamba-2: a linear recurrence with one decay a head, after a short convolution and before a gated norm.
+"""Mamba-2: a linear recurrence with one decay per head, after a short convolution and before a gated norm.
 
     x, B, C = silu(conv(W_xBC h));  dt = softplus(W_dt h + bias);  S_t = e^(-e^A_log dt) S + dt x B^T;  y = S C + D x
     out = W_o RMSNorm(y * silu(W_z h))
@@ -28,7 +28,7 @@ from .layers import ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
 
 TIME_STEPS = (1e-3, 0.1)  # dt at the start, log-uniform
-# a layer multiplies five features and squares that: within these sizes of a feature and of a readout float32 suffices
+# a layer multiplies five features and squares the product; within these limits float32 does not overflow
 LARGEST_FEATURE, LARGEST_READOUT = 1e6, 1e11
 
 
@@ -42,15 +42,15 @@ class Mamba2Options(MixerOptions):
     """Options of the Mamba-2 layer; the defaults are those of the released models.
 
     Args:
-        state_size: N, the columns of a head's state.
-        head_dim: P, features a head.
-        expand: number of features over the hidden size.
-        n_groups: G, how many sets of B and C there are; heads h of a group share one.
+        state_size: N, the number of columns of the state of a head.
+        head_dim: P, features per head.
+        expand: number of features divided by the hidden size.
+        n_groups: G, the number of sets of B and C; the heads of a group share one set.
         conv_size: taps of the short convolution.
-        use_conv_bias: a bias of the convolution.
-        use_bias: biases of the projections.
+        use_conv_bias: whether the convolution has a bias.
+        use_bias: whether the projections have biases.
         time_step_limit: smallest and largest dt, or None.
-        chunk_size: tokens a chunk of the parallel form; changes speed only.
+        chunk_size: tokens per chunk of the parallel form; changes only the speed.
         norm_eps: epsilon of the gated RMSNorm.
     """
 

@@ -1,4 +1,4 @@
-"""Options of a mixer: a strict dataclass of huggingface_hub whose fields say which values they take, and why.
+"""Options of a mixer: a strict dataclass of huggingface_hub. Its fields say which values they accept, and why.
 
     @mixer_options
     class GKAOptions(MixerOptions):
@@ -15,7 +15,7 @@ from huggingface_hub.dataclasses import strict, validated_field
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 
 # bounds that several mixers share
-LARGEST_CHUNK = 8192  # a chunk's pairs of tokens are computed at once
+LARGEST_CHUNK = 8192  # all pairs of tokens of a chunk are computed at once
 
 
 def mixer_options(cls: type) -> type:
@@ -45,10 +45,10 @@ def mixer_options(cls: type) -> type:
 
 
 def between(default: Any, low: float, high: float, why: str = ""):
-    """A field whose value, where it is not None, is a number from `low` to `high`. `why` completes the error."""
+    """A field whose value is None or a number from `low` to `high`. `why` is added to the error text."""
 
     def check(value):
-        if value is not None and not low <= value <= high:  # NaN is in no range
+        if value is not None and not low <= value <= high:  # also refuses NaN
             raise ValueError(f"must be {low:g} to {high:g}" + (f"; {why}" if why else ""))
 
     return validated_field(check, default=default)
@@ -65,7 +65,7 @@ def one_of(default: Any, allowed: tuple, why: str = ""):
 
 
 def checked(default_factory: Callable[[], Any], check: Callable[[Any], None]):
-    """A field with a check of its own and a default that is made anew each time; `check` raises ValueError."""
+    """A field with its own check, which raises ValueError, and a default that is created for each instance."""
     return validated_field(check, default_factory=default_factory)
 
 
@@ -83,7 +83,7 @@ def conv_size(default: int = 4):
 class MixerOptions:
     """Base of a mixer's options: plain JSON values. Subclasses are `@mixer_options` classes with more fields."""
 
-    # options that change how a state is read but not what it means: a saved state survives a change of these
+    # options that change how a state is read, but not its meaning: a saved state stays valid when they change
     inference_options: ClassVar[tuple[str, ...]] = ()
 
     @classmethod

@@ -1,10 +1,11 @@
 """SKA, Spectral Koopman Attention: ridge regression on the past, filtered by powers of the keys' own dynamics.
 
     G = sum k_t k_t^T;  M = sum k_t k_{t-1}^T;  C = sum v_t k_t^T;  P = (G + eps nu^2 I)^-1;  nu = max |k_t|
-    y_t = eta (gamma / |M|)^K C P (M P)^K q_t,  sums over all chunks before the token's;  out = W_o y
+    y_t = eta (gamma / |M|)^K C P (M P)^K q_t,  out = W_o y;  the sums run over all chunks before the chunk of token t
 
 Paper: "Echo: Spectral Koopman Attention", section 3.2. |M| is the spectral norm of the whitened M, see
-`hf_memmix_kernels.ska`. Keys and queries have rank r, values the head size P. No rotary embedding: order is in M.
+`hf_memmix_kernels.ska`. Keys and queries have rank r, values the head size P. There is no rotary embedding: M
+contains the order of the tokens.
 
 Shapes: B batch, T tokens, H query heads, Hk key/value heads, r rank, P head size.
 """
@@ -25,27 +26,29 @@ from .layers import at_least_fp32, init_layers
 from .options import MixerOptions, between, mixer_options, one_of
 
 MAX_POWER = 8
-MAX_CHUNK = 2**20  # tokens; the operator of a chunk that never ends is never used
-ETA = 1.5  # of the readout at the start, the paper's
+MAX_CHUNK = 2**20  # tokens; a limit is needed because the operator is used only after its chunk has ended
+ETA = 1.5  # scale of the readout before training, as in the paper
 STATES = ("statistics", "operator", "previous", "nu", "position")
 
 
 @mixer_options
 class SKAOptions(MixerOptions):
-    """Options of the SKA layer; the defaults are the paper's where it names them.
+    """Options of the SKA layer; the defaults are the paper's if it states them.
 
     Args:
-        rank: r of keys and queries, at most 128; the paper's are 24 and 32, above 64 no Triton kernel runs.
-        power: K; 0 is ridge regression.
-        chunk_size: tokens between two estimates of the operator: part of the model, and of a saved state.
-        eps: ridge, in units of nu^2. Where a matrix is not positive definite it grows tenfold, three times.
+        rank: r of keys and queries, at most 128. The paper has 24 and 32. Above 64, no Triton kernel runs.
+        power: K; 0 means plain ridge regression.
+        chunk_size: tokens between two estimates of the operator. It is part of the model: a saved state depends on it.
+        eps: ridge, in units of nu^2. If a matrix is not positive definite, the ridge is made ten times larger, up to
+            three times.
         spectral_norm: divide by the spectral norm.
         sigma_floor: smallest such divisor.
-        normalization: "running_max" is causal; "sequence_max", the paper's, takes nu over the tokens of a forward, so
-            that a sequence cut into several forwards is not quite the same.
-        refresh_every: None is `chunk_size`; 1 is the paper's estimate at every token: a model that is trained in
-            chunks reads fresher statistics, at O(r^2) a decoded token and O(r^3) a token of a prompt.
-        use_cg_lift: keys and queries pass the appendix' lift of complex pairs and a shared linear map back to r.
+        normalization: "running_max" is causal. "sequence_max", as in the paper, computes nu over the tokens of one
+            forward, so a sequence that is cut into several forwards gives slightly different outputs.
+        refresh_every: None means `chunk_size`. 1 means an estimate at every token, as in the paper: a model that was
+            trained in chunks then reads newer statistics, at O(r^2) per decoded token and O(r^3) per prompt token.
+        use_cg_lift: keys and queries pass through the lift of complex pairs of the paper's appendix, and a shared
+            linear map back to r.
         qkv_bias, o_bias: biases of the projections.
     """
 
@@ -144,7 +147,7 @@ class SKAMixer(MemoryMixer):
         return {name: (shape, dtype) for name, shape in shapes.items()}
 
     def init_weights(self):
-        """Orthogonal q and k, N(0, 0.02) values, zero output, gamma = 1, eta = `ETA`: the paper's."""
+        """As in the paper: orthogonal q and k, N(0, 0.02) values, zero output, gamma = 1, eta = `ETA`."""
         init_layers(self)
         for projection in (self.q_proj, self.k_proj):
             init.orthogonal_(projection.weight)

@@ -1,6 +1,7 @@
 """Families that are trained from scratch: fixed backbones with the mixers of their papers.
 
-Importing this package registers their configurations; a model class is made, and modelling code loaded, on first use.
+Importing this package registers their configurations; model classes are created, and modelling code is loaded, on
+first use.
 """
 
 from .coffee import CoffeeConfig

@@ -2,8 +2,8 @@
 
     model = CoffeeForCausalLM(CoffeeConfig.preset("125m"))
 
-The paper has no language model; sizes are those common in its field. No rotary embeddings reach a COFFEE layer: order
-is in the states.
+The paper has no language model; the sizes are common ones. A COFFEE layer uses no rotary embeddings: its states depend
+on the order of the tokens.
 """
 
 from typing import ClassVar
@@ -33,7 +33,7 @@ class CoffeeConfig(FamilyConfig, LlamaConfig):
         CoffeeConfig.preset("125m")
         CoffeeConfig(hidden_size=512, num_hidden_layers=8, mixers={"coffee": {"states": 8}})
 
-    Presets: "125m", "400m" and "1.5b", the widths and depths common at these sizes, with a vocabulary of 32000.
+    Presets: "125m", "400m" and "1.5b", with common widths and depths and a vocabulary of 32000.
     """
 
     model_type: ClassVar[str] = "memmix_coffee"

@@ -3,10 +3,10 @@
     u_k = E[token_k];  y = COFFEE(u);  d_m = |y - E[m]|;  p = softmin(d);  logits = log(p / (1 - p))
 
 Paper: Zattra et al., "Context-Selective State Space Models: Feedback is All You Need", Appendix F and H.2. 24
-parameters can solve the induction head task. Many such models train as fast as one, since the layer is elementwise:
-`copies` independent ones share each call of the op.
+parameters can solve the induction head task. Many such models train as fast as one, because the layer is elementwise:
+`copies` independent models share each call of the op.
 
-Shapes: S copies, B batch, L tokens, M symbols, D features, n states a feature.
+Shapes: S copies, B batch, L tokens, M symbols, D features, n states per feature.
 """
 
 import torch
@@ -26,16 +26,16 @@ class CoreModule(nn.Module):
         dim: D.
         copies: S independent models in one.
         fixed: a symbol whose embedding is (1, ..., 1) and not learned: by Proposition 1 one embedding can be fixed
-            where it is not needed to scale the input. None learns all.
+            if it is not needed to scale the input. None: all are learned.
 
     Raises:
-        ValueError: `fixed` is no symbol.
+        ValueError: `fixed` is not a symbol.
     """
 
     def __init__(self, symbols: int, dim: int, copies: int = 1, fixed: int | None = None):
         super().__init__()
         if fixed is not None and not 0 <= fixed < symbols:
-            raise ValueError(f"fixed={fixed} is no symbol: there are {symbols}, from 0")
+            raise ValueError(f"fixed={fixed} is not a symbol: there are {symbols}, counted from 0")
         self.symbols, self.dim, self.copies, self.fixed = symbols, dim, copies, fixed
         rows = torch.stack([_orthonormal(symbols, dim) for _ in range(copies)])
         if fixed is not None:
@@ -56,7 +56,7 @@ class CoreModule(nn.Module):
     def outputs(self, ids: Tensor, last: int | None = None) -> Tensor:
         """y [S, B, last, D] of tokens [S, B, L]; all L positions when `last` is None."""
         table = self.embeddings()
-        # a product instead of a lookup: nine rows would be a bottleneck of atomic additions in backward
+        # a product instead of a lookup: with nine rows, the atomic additions of a lookup's backward are slow
         one_hot = (ids[..., None] == torch.arange(self.symbols, device=ids.device)).to(table.dtype)
         u = torch.einsum("sblm,smd->blsd", one_hot, table).flatten(2)
         y = self.mix(u, ids.shape[2] if last is None else last)
@@ -67,16 +67,16 @@ class CoreModule(nn.Module):
 
         Args:
             ids: tokens from 0 to M - 1.
-            last: only the logits of so many last positions.
+            last: compute only the logits of this many last positions.
 
         Raises:
-            ValueError: the first dimension of three is not the number of copies.
+            ValueError: the ids have another shape, or their first dimension is not the number of copies.
         """
         if ids.dim() == 2 and self.copies == 1:
             return self(ids[None], last)[0]
         if ids.dim() != 3 or ids.shape[0] != self.copies:
             raise ValueError(
-                f"tokens of shape {tuple(ids.shape)}: {self.copies} models want [{self.copies}, batch, tokens]"
+                f"tokens of shape {tuple(ids.shape)}: {self.copies} models need [{self.copies}, batch, tokens]"
             )
         y = self.outputs(ids, last)
         distance = torch.linalg.vector_norm(y[..., None, :] - self.embeddings()[:, None, None], dim=-1)
@@ -96,7 +96,7 @@ class CoffeeCore(CoreModule, PyTorchModelHubMixin):
     Args:
         states: n.
         output_filter: Remark 2.
-        feedback: "sigmoid" (eq. 5), or of the ablation "linear" and "input", no feedback.
+        feedback: "sigmoid" (eq. 5), or one of the ablation: "linear", or "input", which means no feedback.
     """
 
     def __init__(

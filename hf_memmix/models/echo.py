@@ -2,7 +2,7 @@
 
     model = EchoForCausalLM(EchoConfig.preset("180m"))
 
-Embeddings, norms, residuals and head are Llama's; rotary embeddings reach kept attention only.
+Embeddings, norms, residuals and head are Llama's. Only kept attention layers use rotary embeddings.
 """
 
 from typing import ClassVar
@@ -42,8 +42,9 @@ class EchoConfig(FamilyConfig, LlamaConfig):
         num_ska_layers: SKA layers, evenly spaced; the first and the last layer are always Mamba-2.
         feed_forward: "koopman", "koopman_gated" or "swiglu", Llama's own.
 
-    Presets: "180m", "50m" and "1m", the paper's three sizes. It states the hidden size, depth and heads of the first,
-    the SKA layers of the first two, and the parameters of all; what is left open here fits those.
+    Presets: "180m", "50m" and "1m", the paper's three sizes. The paper states the hidden size, depth and heads of the
+    first, the SKA layers of the first two, and the number of parameters of all. The other sizes here are chosen to
+    fit.
     """
 
     model_type: ClassVar[str] = "memmix_echo"
@@ -66,7 +67,7 @@ class EchoConfig(FamilyConfig, LlamaConfig):
         super().__post_init__(**kwargs)
 
     def layer_mixers(self) -> list[str]:
-        """Mamba-2, and SKA at `num_ska_layers` evenly spaced places inside.
+        """Mamba-2, and SKA in `num_ska_layers` evenly spaced inner layers.
 
         Raises:
             ValueError: there are fewer inner layers than that.

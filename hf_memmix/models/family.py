@@ -1,4 +1,4 @@
-"""What all families trained from scratch share: presets, which layer is what, and their registration.
+"""What all families that are trained from scratch share: presets, the mixer of each layer, and registration.
 
 A family is one file: its sizes and a configuration class over a backbone of transformers,
 
@@ -24,10 +24,10 @@ _HEADS = ("Model", "ForCausalLM", "ForSequenceClassification")
 
 
 class FamilyConfig(MemMixConfig):
-    """Base of the configurations of families; goes before that of the backbone.
+    """Base class of the configurations of families; it comes before the backbone's class.
 
     Args:
-        attention_layers: layers that keep softmax attention; ignored where `mixer_types` is given.
+        attention_layers: layers that keep softmax attention; ignored if `mixer_types` is given.
         mixer_types, mixers: as in `MemMixConfig`; by default `layer_mixers()` in all other layers.
     """
 
@@ -50,7 +50,7 @@ class FamilyConfig(MemMixConfig):
         super().__post_init__(**kwargs)
 
     def layer_mixers(self) -> list[str]:
-        """The mixer of each layer; a family with several overrides it."""
+        """The mixer of each layer; a family with several mixers overrides it."""
         return [self.mixer] * self.num_hidden_layers
 
     @classmethod
@@ -73,7 +73,7 @@ def register_family(cls):
     """Class decorator: make a family known to AutoConfig, and its models by name in `hf_memmix`.
 
     Raises:
-        ValueError: the class is no `FamilyConfig` over a configuration class of transformers.
+        ValueError: the class does not subclass `FamilyConfig` and a configuration class of transformers.
     """
     backbones = [base for base in cls.__mro__ if base.__module__.startswith("transformers.models.")]
     if not (issubclass(cls, FamilyConfig) and backbones):

@@ -30,8 +30,8 @@ class LatticeConfig(FamilyConfig, LlamaConfig):
         LatticeConfig.preset("110m")
         LatticeConfig.preset("340m", mixers={"lattice": {"variant": "enc"}})
 
-    Presets: "110m" and "340m", the sizes of Karami and Mirrokni, Tables 2 and 3, whose shapes the paper leaves open:
-    heads of 64, 8/3 of the hidden size in the MLP, and Llama's 32000 tokens tied give the stated numbers.
+    Presets: "110m" and "340m", the sizes of Karami and Mirrokni, Tables 2 and 3. The paper does not state the shapes.
+    Heads of 64, an MLP of 8/3 of the hidden size and 32000 tied embeddings give the stated numbers of parameters.
     """
 
     model_type: ClassVar[str] = "memmix_lattice"

@@ -112,9 +112,9 @@ def test_projection_keeps_states_bounded():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: core(fixed=9), "fixed=9 is no symbol"),
+        (lambda: core(fixed=9), "fixed=9 is not a symbol"),
         (lambda: core(feedback="token"), "feedback='token'"),
-        (lambda: core(copies=2)(torch.zeros(3, 1, 4, dtype=torch.long)), r"2 models want \[2, batch"),
+        (lambda: core(copies=2)(torch.zeros(3, 1, 4, dtype=torch.long)), r"2 models need \[2, batch"),
         (lambda: core(copies=2)(torch.zeros(1, 4, dtype=torch.long)), r"\[2, batch"),
     ],
 )

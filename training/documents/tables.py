@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.conversion.teachers_table import refusals, teachers_table
+from hf_memmix.training.documents import choice_tables as choice
 from hf_memmix.training.documents import kernel_tables as kernels
 from hf_memmix.training.documents.measurements import CARDS, read
 
@@ -136,6 +137,8 @@ def _report(files: list[dict]) -> str:
 TABLES = {
     "demo": demo_table,
     "students": student_table,
+    "mixers": choice.mixers_table,
+    "speed_limits": choice.speed_limits,
     "kernels": kernels.kernel_table,
     "generate": kernels.generate_table,
     "op": kernels.op_table,

@@ -1,0 +1,96 @@
+"""What a user needs to choose a mixer: quality after conversion, memory, and where it is slower than attention."""
+
+import statistics
+from pathlib import Path
+
+from hf_memmix.conversion.estimate import estimate, meta_teacher
+from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.training.documents.measurements import read
+
+CONTEXT = 4096  # of the memory column
+TEACHER = "hf_memmix/assets/tiny_teacher"
+MIXERS = ("gka", "lattice", "coffee", "ska", "mamba2")  # the rows, in this order
+NOT_MEASURED = "not measured"
+
+
+def mixers_table(root: Path) -> str:
+    """One row per mixer: quality with no and with half of the attention layers kept, and the memory of a sequence."""
+    # not at the top: `memmix card` imports this package from a wheel, which has no experiments
+    from hf_memmix.training.experiments.conversion.table_report import chosen
+
+    results = read("conversion_table", root)
+    teacher = [row for row in results["rows"] if row["mixer"] == "attention"]
+    memory = {name: estimate(meta_teacher(root / TEACHER), name, contexts=(CONTEXT,))["state"][0] for name in MIXERS}
+    rows = [["attention (the transformer)", "1.000", "", _recalled(teacher), "", bytes_text(memory["gka"]["teacher"])]]
+    for name in MIXERS:
+        figures = []
+        for show in (_ratio, _recalled):
+            for kept in (0.0, 0.5):
+                found = chosen(results, name, kept)
+                figures.append(show(found) if found else NOT_MEASURED)
+        rows.append([f"`{name}`", *figures, bytes_text(memory[name]["student"])])
+    head = ["mixer", "perplexity ratio, no attention kept", "perplexity ratio, half of it kept"]
+    head += ["names recalled, no attention kept", "names recalled, half of it kept"]
+    head += [f"memory after {CONTEXT // 1024}k tokens"]
+    steps = results["settings"]["align_steps"], results["settings"]["distill_steps"]
+    return (
+        markdown_table(head, rows, figures=True)
+        + f"\n\nThe bundled transformer (5M parameters), converted and trained for {steps[0]} steps of `align` and "
+        f"{steps[1]} of `distill` on one {results['environment']['hardware']}. Perplexity ratio: the student's "
+        "perplexity on held-out text divided by the transformer's. Names recalled: how often the next token is right "
+        "where a name is mentioned for the second time. Memory: the cache of one sequence in bf16, computed by "
+        "`memmix convert --dry-run`; no attention is kept."
+    )
+
+
+def _ratio(rows: list[dict]) -> str:
+    return f"{statistics.fmean(row['heldout_ppl_ratio'] for row in rows):.3f}"
+
+
+def _recalled(rows: list[dict]) -> str:
+    return f"{100 * statistics.fmean(row['probes']['mentions']['exact'] for row in rows):.1f} %"
+
+
+def speed_limits(root: Path) -> str:
+    """One item per machine: where GKA is slower than attention, and where it is faster, with the extreme figures."""
+    costs = read("demo", root)["context_cost"]
+    cpu = [
+        (_thousands(theirs["context"]), 1e3 / ours["ms_per_token"], 1e3 / theirs["ms_per_token"])
+        for theirs, ours in zip(costs["teacher"], costs["student"], strict=True)
+    ]
+    last = {(row["model"], row["context"], row["B"]): row["ms"] for row in read("generate", root)}
+    gpu = [
+        (f"{batch} sequence{'s' * (batch > 1)} of {_thousands(context)}", last["gka", context, batch], ms)
+        for (model, context, batch), ms in last.items()
+        if model == "llama"
+    ]
+    forward = {}
+    for row in read("kernels", root):
+        if row["op"] in ("sdpa", "gka") and row["pass"] == "fwd" and row.get("iterations") in (None, [12, 10]):
+            forward.setdefault(_thousands(row["T"]), {})[row["op"]] = row["ms"]
+    op = [(length, ms["gka"], ms["sdpa"]) for length, ms in forward.items()]
+    return "\n".join(
+        (
+            f"- Decode on the CPU of the first table: {_compared(cpu, 'tokens/s', more_is_better=True)}.",
+            f"- Decode of a 1.1B model on an NVIDIA H200: {_compared(gpu, 'ms per token')}.",
+            f"- Forward pass of the op alone on an NVIDIA H200: {_compared(op, 'ms')}.",
+        )
+    )
+
+
+def _thousands(tokens: int) -> str:
+    return f"{tokens // 1024}k tokens"
+
+
+def _compared(rows: list[tuple[str, float, float]], unit: str, more_is_better: bool = False) -> str:
+    """`rows`: where, GKA's figure, attention's figure."""
+    parts = []
+    for word in ("slower", "faster"):
+        found = [row for row in rows if (row[1] > row[2]) == ((word == "faster") == more_is_better)]
+        if found:
+            where, ours, theirs = max(found, key=lambda row: abs(row[1] / row[2] - row[2] / row[1]))
+            places = " and ".join(row[0] for row in found)
+            digits = ".0f" if more_is_better else ".2f"
+            example = f"{ours:{digits}} instead of {theirs:{digits}} {unit}"
+            parts.append(f"{word} with {places} ({example}{f' with {where}' if len(found) > 1 else ''})")
+    return ", ".join(parts)

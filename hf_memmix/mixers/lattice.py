@@ -244,7 +244,8 @@ class LatticeMixer(MemoryMixer):
             check_lattice(state=states["S"])
 
     def check_weights(self):
-ENC_STEP = 1.5  # largest step: errors become smaller below 2, and faster the further below
+        """S_0 may have columns of any norm except zero, because they are normalised when used."""
+        sizes = torch.linalg.vector_norm(at_least_fp32(self.S0.detach()), dim=1)
         if self.S0.device.type != "meta" and not ((sizes > 0) & sizes.isfinite()).all():
             wrong = sizes[~((sizes > 0) & sizes.isfinite())]
             raise ValueError(

@@ -11,7 +11,7 @@ A configuration class is generated for each backbone on first use (`config_class
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,6 +42,11 @@ _AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_memmix.MemMixForCausalLM",
     "AutoModelForSequenceClassification": "modeling_memmix.MemMixForSequenceClassification",
 }
+
+
+# called with every configuration class that comes into use, to make its models. `hf_memmix` puts a function here that
+# imports the modelling code when it is called: a configuration neither imports nor loads it
+model_makers: list[Callable[[type], None]] = []
 
 
 class MemMixConfig(PreTrainedConfig):
@@ -85,13 +90,9 @@ class MemMixConfig(PreTrainedConfig):
 
     @classmethod
     def _register_models(cls):
-        """Make the model classes known to the Auto classes; here, as a configuration always comes before its model.
-
-        Imported late, so that `import hf_memmix` does not load the modelling code of transformers.
-        """
-        from .modeling_memmix import register_generated_models
-
-        register_generated_models(cls)
+        """Make the model classes known to the Auto classes; here, as a configuration always comes before its model."""
+        for make_models in model_makers:
+            make_models(cls)
 
     @classmethod
     def _model_name(cls, native_name: str) -> str:

@@ -23,9 +23,17 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .cache import RecurrentStateCache, adopt_cache, cast_cache, check_hidden, check_rows, static_length_of
+from .cache import (
+    FinishedRows,
+    RecurrentStateCache,
+    adopt_cache,
+    cast_cache,
+    check_hidden,
+    check_rows,
+    feeds_pads,
+    static_length_of,
+)
 from .configuration_memmix import MemMixConfig, config_class_for
-from .finished_rows import FinishedRows, feeds_pads
 from .mixers import ATTENTION, FeedForward, MemoryMixer
 from .padding import PaddedRows, check_finite, check_new_mask, packing_of, padding_of, positions_in
 from .swap import (
@@ -172,8 +180,9 @@ class MemMixModel(_MemMixPreTrained):
                 " read nor filled: call model.eval() or model.gradient_checkpointing_disable(), or leave"
                 " past_key_values out"
             )
-        adopt_cache(given, self.config)
-        check_rows(given, batch)
+        if given is not None:
+            adopt_cache(given, self.config)
+            check_rows(given, batch)
 
         if "memmix_mask" in kwargs:
             mask = check_new_mask(kwargs.pop("memmix_mask"), batch, length)

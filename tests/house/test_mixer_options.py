@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_memmix import MIXERS as MIXER_CLASSES
-from testing import MIXERS, assert_same, tiny_config
+from hf_memmix.mixers import MixerOptions
+from testing import MIXERS, assert_same, mixers_of, tiny_config
 
 # other values of options that are no flags; flags are turned over
 VALUES = {
@@ -129,3 +131,25 @@ def test_pads_of_gka_have_no_write_strength(use_beta):
     for row, length in enumerate((9, 13, 4)):
         assert (beta[row, :length] > 0).all()
         assert not beta[row, length:].any() and not log_decay[row, length:].any()
+
+
+def test_options_are_checked_once(monkeypatch, tmp_path):
+    """On the way from a dictionary to the layers, in saving and in loading; each layer has its own copy."""
+    made, check = [], MixerOptions._check.__func__
+
+    def counted(cls, options):
+        made.append(options)
+        return check(cls, options)
+
+    monkeypatch.setattr(MixerOptions, "_check", classmethod(counted))
+    config = tiny_config("llama", "all", options={"chunk_size": 11})
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    layers = list(mixers_of(model).values())
+    assert len(layers) > 1
+    assert len(made) == 1
+    layers[0].options.chunk_size = 13
+    assert {layer.options.chunk_size for layer in layers[1:]} == {11}
+    config.validate_mixers()
+    assert config.mixers["gka"]["chunk_size"] == 11

@@ -8,7 +8,7 @@ tokens goes on: the next turn masks the pads, and `check_hidden` holds it to tha
 from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from .cache_layer import RecurrentLayer, RowsOfStates
+from .layer import RecurrentLayer, RowsOfStates
 
 
 class FinishedRows(StoppingCriteriaList):

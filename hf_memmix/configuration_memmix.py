@@ -17,13 +17,16 @@ from typing import Any, ClassVar
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import (
+
+from ._transformers import (
+    ACT2FN,
+    CONFIG_MAPPING,
+    CONFIG_MAPPING_NAMES,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
+    ROPE_INIT_FUNCTIONS,
 )
-
 from .frozen import FrozenDict, FrozenError, frozen, plain
 from .mixers import ATTENTION, MIXERS
 
@@ -279,8 +282,6 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 def check_sizes(config: PreTrainedConfig):
     """Raise ValueError if a size, epsilon or activation of a backbone is one with which no model can be built."""
-    from transformers.activations import ACT2FN
-
     for name, largest in _SIZES.items():
         value = getattr(config, name, None)
         if value is None or isinstance(value, list):  # a few families have one a layer
@@ -299,8 +300,6 @@ def check_sizes(config: PreTrainedConfig):
 
 def check_rope(config: PreTrainedConfig):
     """Raise ValueError if the rotary embeddings of a backbone are of a kind that transformers does not know."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     known = sorted({"default", *ROPE_INIT_FUNCTIONS})
     parameters = getattr(config, "rope_parameters", None)
     if parameters is None:

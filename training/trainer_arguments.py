@@ -7,8 +7,12 @@ from pathlib import Path
 import torch
 from huggingface_hub.dataclasses import type_validator
 from transformers import TrainingArguments
-from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 
+from hf_memmix.training._trainer_hooks import (
+    get_available_reporting_integrations,
+    get_reporting_integration_callbacks,
+    use_one_gpu,
+)
 from hf_memmix.training.recipe import Recipe
 
 # arguments that a field of the recipe, or of `train`, decides
@@ -75,8 +79,7 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
     except (TypeError, ValueError, ImportError) as error:
         raise ValueError(f"trainer of the recipe: {str(error).strip().splitlines()[0]}") from None
     _check_trackers(arguments.report_to)
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # several GPUs need a launcher (accelerate launch); nn.DataParallel cannot split a pair
+    use_one_gpu(arguments)  # several need a launcher (accelerate launch); nn.DataParallel cannot split a pair
     return arguments
 
 

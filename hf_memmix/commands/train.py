@@ -209,7 +209,7 @@ def _train(
 
 def check_trackers(names: list[str]) -> None:
     """Raise ValueError for a tracker that transformers does not know, or whose package is not installed."""
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    from hf_memmix.training._trainer_hooks import INTEGRATION_TO_CALLBACK
 
     for name in names:
         if name in ("none", "all"):

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -46,13 +46,17 @@ METHODS = {
     "transformers.PreTrainedModel._initialize_weights": "module is_custom_code",
     "transformers.PreTrainedModel._can_set_attn_implementation": "",
     "transformers.PreTrainedModel._can_set_experts_implementation": "",
-    "transformers.GenerationMixin._prepare_cache_for_generation": "generation_config model_kwargs generation_mode batch_size",
+    "transformers.GenerationMixin._prepare_cache_for_generation": (
+        "generation_config model_kwargs generation_mode batch_size"
+    ),
     "transformers.GenerationMixin._get_static_cache_init_shape": "",
     "transformers.GenerationMixin._sample": "input_ids logits_processor stopping_criteria generation_config",
     "transformers.GenerationMixin._assisted_decoding": "input_ids",
     "transformers.GenerationMixin._prefill": "input_ids generation_config model_kwargs is_first_iteration",
     "transformers.conversion_mapping.get_checkpoint_conversion_mapping": "model_type",
-    "transformers.conversion_mapping.register_checkpoint_conversion_mapping": "model_type_or_class_name mapping overwrite",
+    "transformers.conversion_mapping.register_checkpoint_conversion_mapping": (
+        "model_type_or_class_name mapping overwrite"
+    ),
     "transformers.Trainer._get_train_sampler": "train_dataset",
     "transformers.Trainer._get_output_dir": "trial",
     "transformers.Trainer._save_checkpoint": "model trial",
@@ -69,14 +73,17 @@ METHODS = {
 
 
 def resolve(path):
-    """The object at a dotted path, whose first parts are modules."""
+    """The object at a dotted path: in the longest part of it that is a module."""
     parts = path.split(".")
-    found = importlib.import_module(parts[0])
-    for i, part in enumerate(parts[1:], 2):
-        if not hasattr(found, part) and inspect.ismodule(found):
-            importlib.import_module(".".join(parts[:i]))
-        found = getattr(found, part)
-    return found
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(path)
 
 
 @pytest.mark.parametrize("path", METHODS)
@@ -87,8 +94,9 @@ def test_method(path):
 
 
 # attributes and tables: what has to be true of each
-def tiny():
-    return LlamaForCausalLM(LlamaConfig(16, 8, 8, 1, 1))
+def tiny(kind=LlamaForCausalLM):
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8}
+    return kind(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1))
 
 
 def reads(module, name):
@@ -97,7 +105,7 @@ def reads(module, name):
 
 
 def registers(name):
-    registry, model = resolve("transformers.utils.output_capturing." + name), LlamaModel(LlamaConfig(16, 8, 8, 1, 1))
+    registry, model = resolve("transformers.utils.output_capturing." + name), tiny(LlamaModel)
     key = str(type(model))
     stored = dict.pop(registry, key)
     dict.__setitem__(registry, key, stored)
@@ -181,10 +189,9 @@ ATTRIBUTES = {
     # attributes of cache layers without an underscore that are not documented: hf_memmix/cache reads and sets them
     "layer_class_to_replicate": lambda name: getattr(DynamicCache(), name)(),
     "record_past": lambda name: (
-        getattr(DynamicSlidingWindowLayer(4), name) is False
-        and getattr(LinearAttentionCacheLayerMixin(1), name) is False
+        getattr(DynamicSlidingWindowLayer(4), name) is False and getattr(LinearAttentionLayer(1), name) is False
     ),
-    "has_previous_state": lambda name: getattr(LinearAttentionCacheLayerMixin(1), name) == {0: False},
+    "has_previous_state": lambda name: getattr(LinearAttentionLayer(1), name) == {0: False},
     "cumulative_length": lambda name: (
         getattr(DynamicSlidingWindowLayer(4), name) == 0 and isinstance(getattr(StaticLayer(4), name), torch.Tensor)
     ),
@@ -193,7 +200,9 @@ ATTRIBUTES = {
     "is_first_iteration": lambda name: (
         name in inspect.signature(LlamaForCausalLM.prepare_inputs_for_generation).parameters
     ),
-    "kwargs": lambda name: reads("transformers.generation.utils", name),
+    "kwargs": lambda name: (
+        f'"{name}" in model_args' in inspect.getsource(resolve("transformers.GenerationMixin._validate_model_kwargs"))
+    ),
 }
 
 
@@ -229,6 +238,20 @@ def private_names():
 PRIVATE = private_names()
 
 
+def _name_in(node):
+    match node:
+        case ast.Attribute():  # self._sample, super()._sample
+            return node.attr
+        case ast.FunctionDef():  # an override
+            return node.name
+        case ast.Constant():  # getattr(module, "_hf_hook", None)
+            return node.value
+        case ast.Name(ctx=ast.Store()):  # _is_stateful = False
+            return node.id
+        case ast.arg():
+            return node.arg
+
+
 def touched(file):
     """(line, name) of what a file touches of the library's private parts."""
     for node in ast.walk(ast.parse(file.read_text())):
@@ -237,14 +260,7 @@ def touched(file):
             yield from ((node.lineno, name) for name in names if name.startswith("_") or node.module not in DOCUMENTED)
         elif isinstance(node, ast.Import):
             yield from ((node.lineno, a.name) for a in node.names if a.name.startswith("transformers."))
-        name = {
-            ast.Attribute: lambda: node.attr,  # self._sample, super()._sample
-            ast.FunctionDef: lambda: node.name,  # an override
-            ast.Constant: lambda: node.value,  # getattr(module, "_hf_hook", None)
-            ast.Name: lambda: node.id if isinstance(node.ctx, ast.Store) else None,  # _is_stateful = False
-            ast.AnnAssign: lambda: getattr(node.target, "id", None),
-            ast.arg: lambda: node.arg,
-        }.get(type(node), lambda: None)()
+        name = _name_in(node)
         if isinstance(name, str) and name in PRIVATE:
             yield node.lineno, name
 

@@ -12,85 +12,16 @@ The classes of a backbone are made and registered with the Auto classes when its
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from . import generated_models
-from ._transformers import ConstructionHooks, change_class, keep_in_fp32, model_class_of
+from ._transformers import change_class, model_class_of
 from .cache import RecurrentStateCache, adopt_cache, cast_cache, check_hidden, check_rows, static_length_of
 from .generation import MemoryGeneration
-from .mixers import ATTENTION, FeedForward, MemoryMixer
+from .mixers import ATTENTION
 from .padding import PaddedRows, check_finite, check_new_mask, packing_of, padding_of, positions_in
-from .swap import fp32_patterns, memory_mixers, set_mixer_options, swap_attention, swap_feed_forward
+from .pretrained import MemMixPreTrained
+from .swap import memory_mixers
 
 
-class _MemMixPreTrained(ConstructionHooks):
-    """What the base model and the models with a head share. Goes before a native class."""
-
-    own_modules = (FeedForward, MemoryMixer)
-    _auto_class_for = AutoModel
-
-    @classmethod
-    def concrete_class(cls, config) -> type:
-        """The bare class stands for all: the one to build is that of the configuration."""
-        if "config_class" in cls.__dict__:
-            return cls
-        found = model_class_of(type(config), cls._auto_class_for)
-        if found is None:
-            raise ValueError(
-                f"{type(config).__name__} has no {cls.__name__}; give a configuration of memmix_config(...)"
-            )
-        return found
-
-    def __new__(cls, config=None, *args, **kwargs):
-        return super().__new__(cls if config is None else cls.concrete_class(config))
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As in transformers; the bare classes load the class that the checkpoint names.
-
-        Raises:
-            ValueError: tensor parallelism is asked for, whose plans do not know the mixers; or a mixer cannot use
-                its parameters (`MemoryMixer.check_weights`).
-        """
-        distributed = kwargs.get("distributed_config")
-        sharded = [kwargs.get("tp_plan"), kwargs.get("tp_size"), getattr(distributed, "tp_size", None)]
-        if any(value not in (None, 1) for value in sharded):
-            raise ValueError("memory mixers have no tensor-parallel plan; use device_map, FSDP or data parallelism")
-        if "config_class" not in cls.__dict__:
-            return cls._auto_class_for.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        for mixer in memory_mixers(loaded[0] if isinstance(loaded, tuple) else loaded).values():
-            mixer.check_weights()
-        return loaded
-
-    @classmethod
-    def register_for_auto_class(cls, *args, **kwargs):
-        """Nothing: after a load through `auto_map` the library calls this, to copy our sources at the next save."""
-
-    def _insert_mixers(self):
-        """Swap the attention (and feed-forward) of a base model and finish its construction anew."""
-        swap_attention(self, self.config)
-        swap_feed_forward(self, self.config)
-        keep_in_fp32(self, fp32_patterns(self))
-        self.post_init()
-
-    def set_mixer_options(self, mixer: str | None = None, /, **options):
-        """Change options in the layers and the configuration together, so that what is saved is what runs.
-
-            model.set_mixer_options(solver_phases=[21])
-            model.set_mixer_options("gka", chunk_size=32)
-
-        Only options that can be changed at inference (`inference_options` of the mixer's options class) are taken.
-
-        Args:
-            mixer: name of the mixer; None changes all mixers of the model that have the option.
-            options: values by name.
-
-        Raises:
-            ValueError: the model has no such mixer or option, it cannot be changed, or its value is out of range;
-                nothing is changed then.
-        """
-        set_mixer_options(self, self.config, mixer, options)
-
-
-class MemMixModel(_MemMixPreTrained):
+class MemMixModel(MemMixPreTrained):
     """A base model with mixers: `MemMixModel(config)` and `MemMixModel.from_pretrained(folder)` build any family's.
 
     forward() takes what the native model takes. Beside a 2D `attention_mask` (padding of any pattern) it understands
@@ -99,7 +30,7 @@ class MemMixModel(_MemMixPreTrained):
 
     def __init__(self, config):
         super().__init__(config)
-        self._insert_mixers()
+        self.insert_mixers()
 
     def forward(
         self,
@@ -178,7 +109,7 @@ class MemMixModel(_MemMixPreTrained):
             cast_cache(cache, self.dtype, dtypes)
 
 
-class _WithHead(_MemMixPreTrained):
+class _WithHead(MemMixPreTrained):
     """A model with a head on a base model: the native constructor runs once, then its base model changes class."""
 
     def __init__(self, config):
@@ -186,7 +117,7 @@ class _WithHead(_MemMixPreTrained):
         base = getattr(self, self.base_model_prefix)
         if not isinstance(base, MemMixModel):
             change_class(base, model_class_of(type(config), AutoModel))
-            base._insert_mixers()
+            base.insert_mixers()
         self.post_init()
 
 

@@ -7,6 +7,7 @@ import ast
 import importlib
 import inspect
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,18 @@ ATTRIBUTES = {
         getattr(DynamicSlidingWindowLayer(4), name) == 0 and isinstance(getattr(StaticLayer(4), name), torch.Tensor)
     ),
     "cumulative_length_int": lambda name: getattr(StaticSlidingWindowLayer(4, 2), name) == 0,
+    # attributes without an underscore of models and of the Trainer, which training reads or sets
+    "all_tied_weights_keys": lambda name: getattr(tiny(), name) == {},
+    **{
+        name: partial(reads, "transformers.trainer")
+        for name in (
+            "is_fsdp_enabled",
+            "is_deepspeed_enabled",
+            "current_gradient_accumulation_steps",
+            "model_accepts_loss_kwargs",
+            "num_input_tokens_seen",
+        )
+    },
     # keyword arguments that generate() hands over
     "is_first_iteration": lambda name: (
         name in inspect.signature(LlamaForCausalLM.prepare_inputs_for_generation).parameters

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import hf_memmix
+from hf_memmix._transformers import model_class_of
 from hf_memmix.backbones import BACKBONES
 from hf_memmix.conversion.loading import check_finite_weights, read_json, some, weight_files
 from hf_memmix.mixers import ATTENTION
@@ -90,7 +91,7 @@ def import_hmf(folder: str | Path) -> PreTrainedModel:
     report.copied = len(found)
     state = {ours[name]: tensor for name, tensor in found.items()}
     dtype = state["model.embed_tokens.weight"].dtype
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    model_class = model_class_of(type(config))
     model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
     check_finite_weights(model, repr(str(folder)))
     if (folder / "generation_config.json").is_file():

@@ -11,8 +11,8 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedConfig, PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_memmix._transformers import ACT2FN, ROPE_INIT_FUNCTIONS, model_class_of
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 # what old checkpoints store and no model reads: masks and angles that are computed today
@@ -43,7 +43,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     # the library answers impossible values with whatever its code meets first
     except (StrictDataclassError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{str(folder)!r} has a config.json with impossible values: {one_line(error)}") from None
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if model_class_of(type(config)) is None:
         raise ValueError(
             f"{str(folder)!r} holds a {config.model_type!r} model, which is no causal language model; give a decoder"
         )

@@ -7,7 +7,7 @@ transformers or the Triton kernels: these are imported on first use.
 
 import importlib
 
-from .configuration_memmix import MemMixConfig, lora_target_modules, memmix_config
+from .configuration_memmix import MemMixConfig, lora_target_modules, memmix_config, model_makers
 from .mixers import MIXERS, register_mixer
 from .models import CoffeeConfig, EchoConfig, GKAConfig, LatticeConfig
 
@@ -44,6 +44,14 @@ __all__ = [
     "register_mixer",
 ]
 __version__ = "0.1.0"
+
+
+def _make_models(config_class: type):
+    """Make the model classes of a configuration class; loads the modelling code on first use."""
+    importlib.import_module(".modeling_memmix", __name__).register_generated_models(config_class)
+
+
+model_makers.append(_make_models)
 
 
 def __getattr__(name: str):

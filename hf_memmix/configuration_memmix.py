@@ -11,19 +11,22 @@ A configuration class is generated for each backbone on first use (`config_class
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import (
+
+from ._transformers import (
+    ACT2FN,
+    CONFIG_MAPPING,
+    CONFIG_MAPPING_NAMES,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
+    ROPE_INIT_FUNCTIONS,
 )
-
 from .backbones import USE_ANOTHER, family_name, refusal_of
 from .frozen import FrozenDict, FrozenError, frozen, plain
 from .mixers import ATTENTION, MIXERS
@@ -38,6 +41,11 @@ _AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_memmix.MemMixForCausalLM",
     "AutoModelForSequenceClassification": "modeling_memmix.MemMixForSequenceClassification",
 }
+
+
+# called with every configuration class that comes into use, to make its models. `hf_memmix` puts a function here that
+# imports the modelling code when it is called: a configuration neither imports nor loads it
+model_makers: list[Callable[[type], None]] = []
 
 
 class MemMixConfig(PreTrainedConfig):
@@ -81,13 +89,9 @@ class MemMixConfig(PreTrainedConfig):
 
     @classmethod
     def _register_models(cls):
-        """Make the model classes known to the Auto classes; here, as a configuration always comes before its model.
-
-        Imported late, so that `import hf_memmix` does not load the modelling code of transformers.
-        """
-        from .modeling_memmix import register_generated_models
-
-        register_generated_models(cls)
+        """Make the model classes known to the Auto classes; here, as a configuration always comes before its model."""
+        for make_models in model_makers:
+            make_models(cls)
 
     @classmethod
     def _model_name(cls, native_name: str) -> str:
@@ -274,8 +278,6 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 def check_sizes(config: PreTrainedConfig):
     """Raise ValueError if a size, epsilon or activation of a backbone is one with which no model can be built."""
-    from transformers.activations import ACT2FN
-
     for name, largest in _SIZES.items():
         value = getattr(config, name, None)
         if value is None or isinstance(value, list):  # a few families have one a layer
@@ -294,8 +296,6 @@ def check_sizes(config: PreTrainedConfig):
 
 def check_rope(config: PreTrainedConfig):
     """Raise ValueError if the rotary embeddings of a backbone are of a kind that transformers does not know."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     known = sorted({"default", *ROPE_INIT_FUNCTIONS})
     parameters = getattr(config, "rope_parameters", None)
     if parameters is None:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import is_torchdynamo_compiling
 
+from ._transformers import attention_implementation
+
 
 def carry_layout(layer: nn.Module, args, kwargs):
     """Hook of a layer with a mixer: put the padding and packing into `attention_mask` too.
@@ -61,4 +63,4 @@ def separates(mask: Tensor, boundaries: Tensor) -> bool:
 def _packs_by_itself(layer: nn.Module) -> bool:
     """Flash attention has no mask: it reads `cu_seq_lens_q` or the positions, which every family passes to it."""
     configs = (getattr(module, "config", None) for module in layer.modules())
-    return any("flash" in (getattr(config, "_attn_implementation", None) or "") for config in configs)
+    return any("flash" in attention_implementation(config) for config in configs)

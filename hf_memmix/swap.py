@@ -3,9 +3,9 @@
 import dataclasses
 import re
 
-import torch
 from torch import nn
 
+from ._transformers import fp32_patterns_of
 from .backbones import backbone_of
 from .frozen import plain
 from .layout_hooks import carry_layout, demand_packed_mask
@@ -64,15 +64,6 @@ def memory_mixers(model: nn.Module) -> dict[int, MemoryMixer]:
     return {module.layer_idx: module for module in model.modules() if isinstance(module, MemoryMixer)}
 
 
-def execution_device(module: nn.Module) -> torch.device:
-    """Where a module computes, which is not where its parameters lie if accelerate offloads them: then on "meta"."""
-    hook = getattr(module, "_hf_hook", None)
-    for one in getattr(hook, "hooks", [hook]):
-        if getattr(one, "execution_device", None) is not None:
-            return torch.device(one.execution_device)
-    return next(module.parameters()).device
-
-
 def set_mixer_options(model: nn.Module, config, mixer: str | None, changes: dict):
     """See `MemMixModel.set_mixer_options`."""
     kinds = sorted(set(config.mixer_types) - {ATTENTION})
@@ -114,14 +105,13 @@ def fp32_parameter_names(model: nn.Module) -> set[str]:
     `MemoryMixer.fp32_parameters`, as far as the layer has them, and what the backbone's own class names.
     """
     own = set(_fp32_names(model))
-    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     # the library's own reading of these names, `build_glob_alternation`
-    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in strict]
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in fp32_patterns_of(model)]
     return own | {name for name, _ in model.named_parameters() if any(p.search(name) for p in patterns)}
 
 
 def fp32_patterns(base: nn.Module) -> set[str]:
-    """Regular expressions for `_keep_in_fp32_modules_strict` that match the mixers' own parameters and no others.
+    """Regular expressions for `keep_in_fp32` that match the mixers' own parameters and no others.
 
     transformers searches for them anywhere in a parameter's name, with or without the base model's prefix, and reads
     "*" as ".*": a bare name such as COFFEE's "w" would match every weight.

@@ -111,6 +111,32 @@ def test_triton_stays_in_the_kernels_and_is_lazy():
     ], "modules that import triton at the top are imported inside functions only"
 
 
+def test_no_circles():
+    """Imports inside functions count as well: they would only hide a circle."""
+    remaining = {
+        name: {found.target for found in IMPORTS if found.importer == name} & MODULES.keys() - {name}
+        for name in MODULES
+    }
+    while free := [name for name, found in remaining.items() if not found & remaining.keys()]:
+        for name in free:
+            del remaining[name]
+    circular = {name: sorted(found & remaining.keys()) for name, found in remaining.items()}
+    assert not circular, "these modules import each other, or such modules"
+
+
+def test_no_import_by_a_string():
+    """The tests here would not see it. Two modules of the core have one: the package, and a name that has moved."""
+    users = {
+        name
+        for name, _, file in MODULES.values()
+        if layer(name) == 1
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute | ast.Name)
+        and ast.unparse(node).split(".")[-1] in ("import_module", "__import__")
+    }
+    assert users == {"hf_memmix", "hf_memmix.mixers"}
+
+
 @pytest.mark.parametrize("folder", ["mixers", "models"])
 def test_no_family_imports_another(folder):
     """What two families share stands in a module that registers none."""

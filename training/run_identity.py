@@ -16,6 +16,7 @@ from pathlib import Path
 from torch import nn
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_memmix._transformers import IDLE_FIELDS
 from hf_memmix.conversion.records import write_json
 from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.recipe import Recipe
@@ -36,8 +37,6 @@ TRAINER_MAY_CHANGE = (
     "save_total_limit",
     "use_cpu",
 )
-# fields of a config that do not change what a model computes, or that a save writes anew
-_IDLE = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ def identity_of(student: nn.Module, teacher: nn.Module | None, data, recipe: Rec
 
 
 def _config_of(model: nn.Module) -> dict:
-    return {k: v for k, v in json.loads(model.config.to_json_string(use_diff=False)).items() if k not in _IDLE}
+    return {k: v for k, v in json.loads(model.config.to_json_string(use_diff=False)).items() if k not in IDLE_FIELDS}
 
 
 def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from transformers.initialization import no_init_weights
+from transformers import initialization as init
 
+from hf_memmix.training._trainer_hooks import become
 from hf_memmix.training.student_teacher import StudentTeacher
 from hf_memmix.training.teachers import merged
 
@@ -67,9 +68,8 @@ def load(pair: StudentTeacher, state: dict[str, Tensor]) -> None:
 def unshard_student(pair: StudentTeacher) -> None:
     """Make `pair.plain_student` a plain model on the CPU again, on every process, in place."""
     student = pair.plain_student
-    with no_init_weights():
+    with init.no_init_weights():
         fresh = type(student)(student.config).float()
     fresh.load_state_dict(student_state(pair, dict(gather(pair))), strict=False)  # lacks tied names only
     fresh.tie_weights()
-    extra = {name: value for name, value in student.__dict__.items() if name not in fresh.__dict__}
-    student.__dict__ = fresh.__dict__ | extra | {"generation_config": student.generation_config}
+    become(student, fresh)

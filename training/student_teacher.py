@@ -6,7 +6,6 @@ sharded.
 """
 
 import copy
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +13,11 @@ from torch import Tensor, nn
 from hf_memmix.conversion.families import attention_module, attention_prefix, decoder_layers
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
+from hf_memmix.training._trainer_hooks import WrappedByUnits
 from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, mean_over_processes, squares
 
 
-class StudentTeacher(nn.Module):
+class StudentTeacher(WrappedByUnits, nn.Module):
     """A student that trains and a frozen teacher (or None); `forward` gives `{"loss": scalar}`, a mean over tokens.
 
     All rows of a batch are full, so the mean over processes is the mean over all their tokens.
@@ -49,15 +49,6 @@ class StudentTeacher(nn.Module):
     def student_names(self) -> dict[str, str]:
         """From the names of this module's tensors to the student's."""
         raise NotImplementedError
-
-    def units(self) -> Iterator[nn.Module]:
-        """Modules that are gathered and freed as a whole when parameters are sharded."""
-        raise NotImplementedError
-
-    @property
-    def _no_split_modules(self) -> list[str]:
-        """What accelerate wraps one by one under FSDP2."""
-        return sorted({type(module).__name__ for module in self.units()})
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **targets: Tensor) -> dict[str, Tensor]:
         """`input_ids` [B, T]; `position_ids` [B, T] start again at every packed document."""

@@ -1,17 +1,19 @@
 """The Hugging Face Trainer over a `StudentTeacher`: rates by group, tokens counted, checkpoints whole or absent."""
 
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.data import RandomSampler
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_memmix.conversion.convert import load_model
 from hf_memmix.conversion.saving import clear_write_errors, replace_folder
 from hf_memmix.training import sharded
+from hf_memmix.training._trainer_hooks import TrainerHooks
 from hf_memmix.training.groups import optimizer_groups
 from hf_memmix.training.run_identity import write_run_file
 from hf_memmix.training.teachers import lora_layers
@@ -27,7 +29,7 @@ class _LogTheLastStep(TrainerCallback):
         control.should_log |= state.global_step >= state.max_steps
 
 
-class PairTrainer(Trainer):
+class PairTrainer(TrainerHooks):
     """Trainer over a `StudentTeacher`, under `accelerate launch` on one process, DDP, FSDP2 or ZeRO-3.
 
     Args:
@@ -61,15 +63,14 @@ class PairTrainer(Trainer):
             state = TrainerState.load_from_json(Path(checkpoint) / "trainer_state.json")
             if state.global_step >= self.args.max_steps:
                 self.state = state  # complete but for its export: the library would train one step more
-                self._load_from_checkpoint(checkpoint)
+                self.read_student(checkpoint)
                 return 0.0
         result = super().train(resume_from_checkpoint=checkpoint)
         self.check_weights()
         return result.metrics["train_runtime"]
 
-    def _get_train_sampler(self, train_dataset=None):
+    def rows_of_an_epoch(self, sampler):
         """Rows of whole optimizer steps: accumulation would end an epoch with a step of fewer."""
-        sampler = super()._get_train_sampler(train_dataset)
         step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         if not isinstance(sampler, RandomSampler) or len(sampler.data_source) < step:
             return sampler
@@ -113,10 +114,12 @@ class PairTrainer(Trainer):
 
     # ---- checkpoints
 
-    def _get_output_dir(self, trial=None) -> str:
-        return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
+    def folder_of_checkpoints(self) -> str | None:
+        """A hidden folder while a checkpoint is written."""
+        return None if self._staging is None else str(self._staging)
 
-    def _save_checkpoint(self, model, trial=None):
+    @contextmanager
+    def checkpoint_writing(self):
         """Write to a hidden folder, flush, rename: a kill at any moment leaves the last checkpoint whole."""
         self.check_weights()
         self.state.num_input_tokens_seen = self.state.global_step * self.tokens_per_step
@@ -129,7 +132,7 @@ class PairTrainer(Trainer):
         remedy = "The checkpoints before it are whole: make room and run the same command again to continue from there"
         try:
             with clear_write_errors(home / name, remedy):
-                super()._save_checkpoint(model, trial)
+                yield
                 self.accelerator.wait_for_everyone()
                 if self.is_world_process_zero():
                     staged = self._staging / name
@@ -141,7 +144,7 @@ class PairTrainer(Trainer):
                 shutil.rmtree(self._staging, ignore_errors=True)
             self._staging = None
 
-    def save_model(self, output_dir=None, _internal_call=False) -> None:
+    def write_student(self, folder: str) -> None:
         """The plain student as a folder that `from_pretrained` loads, in its fp32 training weights."""
         pair, writes = self.model, self.args.should_save
         if self.is_deepspeed_enabled:
@@ -152,27 +155,28 @@ class PairTrainer(Trainer):
             state = pair.state_dict()
         if not writes:
             return
-        folder = Path(output_dir or self.args.output_dir)
-        student = pair.plain_student
+        folder, student = Path(folder), pair.plain_student
         student.save_pretrained(folder, state_dict=sharded.student_state(pair, state))
         if lora_layers(student):
             names = pair.student_names()
             own = {names[name]: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
             save_file({name: tensor for name, tensor in own.items() if ".lora_" in name}, folder / LORA_FILE)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+    def write_optimizer(self, folder: str) -> bool:
+        """Under FSDP2 the weights are in the student's own files: only the optimizer is left to write."""
         if not self.is_fsdp_enabled:
-            return super()._save_optimizer_and_scheduler(output_dir)
+            return False
         from accelerate.utils import save_fsdp_optimizer
 
-        # the weights are in the student's own files: only the optimizer is left to write
         plugin = self.accelerator.state.fsdp_plugin
-        save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
+        save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, folder)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+            torch.save(self.lr_scheduler.state_dict(), Path(folder) / "scheduler.pt")
+        return True
 
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        folder = Path(resume_from_checkpoint)
+    def read_student(self, folder: str) -> None:
+        """The weights of a checkpoint, into the pair."""
+        folder = Path(folder)
         state = load_model(folder, torch.float32).state_dict()
         if lora_layers(self.model.plain_student):
             # what the file holds is merged; frozen weights are those that the run began with

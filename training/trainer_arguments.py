@@ -8,9 +8,12 @@ from pathlib import Path
 import torch
 from huggingface_hub.dataclasses import type_validator
 from transformers import TrainingArguments
-from transformers.integrations import get_available_reporting_integrations
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from hf_memmix.training._trainer_hooks import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+    use_one_gpu,
+)
 from hf_memmix.training.recipe import Recipe
 
 # arguments that a field of the recipe, or of `train`, decides
@@ -80,8 +83,7 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
     except (TypeError, ValueError, ImportError) as error:
         raise ValueError(f"trainer of the recipe: {str(error).strip().splitlines()[0]}") from None
     check_trackers(arguments.report_to)
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # several GPUs need a launcher (accelerate launch); nn.DataParallel cannot split a pair
+    use_one_gpu(arguments)  # several need a launcher (accelerate launch); nn.DataParallel cannot split a pair
     return arguments
 
 

@@ -7,6 +7,7 @@
 Types and bounds hold on creation and on assignment; methods `validate_...` check several options together.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -69,6 +70,11 @@ def checked(default_factory: Callable[[], Any], check: Callable[[Any], None]):
     return validated_field(check, default_factory=default_factory)
 
 
+def _key(options: dict) -> str:
+    """Options as text, in any order; it tells 1, 1.0 and True apart."""
+    return repr(sorted(options.items(), key=repr))
+
+
 def norm_eps(default: float):
     """The epsilon of an RMSNorm."""
     return between(default, 1e-12, 0.1, "smaller ones vanish in float32, larger ones are no epsilon")
@@ -85,6 +91,11 @@ class MixerOptions:
 
     # options that change how a state is read, but not its meaning: a saved state stays valid when they change
     inference_options: ClassVar[tuple[str, ...]] = ()
+    _checked: ClassVar[dict[str, "MixerOptions"]]  # valid options by the text of their values, per class
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls._checked = {}
 
     @classmethod
     def upgrade(cls, options: dict) -> dict:
@@ -93,10 +104,22 @@ class MixerOptions:
 
     @classmethod
     def from_dict(cls, options: dict) -> "MixerOptions":
-        """Options from a config's dict. Raises ValueError naming unknown keys and the known ones."""
+        """Options from a config's dict. Raises ValueError naming unknown keys and the known ones.
+
+        The same values are checked once: a configuration, and each layer that is built from it, ask for them again.
+        """
         if not isinstance(options, dict):
             raise ValueError(f"options are {options!r}; give a dictionary of option names and values")
-        options = cls.upgrade(dict(options))
+        key = _key(options)
+        if key not in cls._checked:
+            checked = cls._check(dict(options))
+            # complete ones, as a configuration holds them, are the same
+            cls._checked |= {key: checked, _key(checked.to_dict()): checked}
+        return copy.deepcopy(cls._checked[key])
+
+    @classmethod
+    def _check(cls, options: dict) -> "MixerOptions":
+        options = cls.upgrade(options)
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(set(options) - set(known), key=str):
             raise ValueError(f"unknown options {unknown}; known: {known}")

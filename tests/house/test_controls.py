@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from hf_memmix.finished_rows import FinishedRows
+from hf_memmix.cache import FinishedRows
 from house.checks import CHECKS, cache_layer_class, check_assistant
 from testing import mixers_of, tiny_model
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from hf_memmix import RecurrentStateCache
-from hf_memmix.finished_rows import FinishedRows
+from hf_memmix.cache import FinishedRows
 from house.checks import an_end_token, assert_follows, greedy, left_padded
 from testing import MIXERS, assert_same, random_ids, tiny_model
 

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_memmix import MIXERS as MIXER_CLASSES
-from testing import MIXERS, assert_same, tiny_config
+from hf_memmix.mixers import MixerOptions
+from testing import MIXERS, assert_same, mixers_of, tiny_config
 
 # other values of options that are no flags; flags are turned over
 VALUES = {
@@ -142,3 +144,25 @@ def test_a_layer_learns_from_its_shortest_training_sequence(mixer, options):
         out = layer.readout(layer.scan(tokens, None)[0], inputs)
         (gradient,) = torch.autograd.grad((out * torch.randn_like(out)).sum(), inputs)
         assert (gradient.abs().max() > 0) == (length >= least), length
+
+
+def test_options_are_checked_once(monkeypatch, tmp_path):
+    """On the way from a dictionary to the layers, in saving and in loading; each layer has its own copy."""
+    made, check = [], MixerOptions._check.__func__
+
+    def counted(cls, options):
+        made.append(options)
+        return check(cls, options)
+
+    monkeypatch.setattr(MixerOptions, "_check", classmethod(counted))
+    config = tiny_config("llama", "all", options={"chunk_size": 11})
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    layers = list(mixers_of(model).values())
+    assert len(layers) > 1
+    assert len(made) == 1
+    layers[0].options.chunk_size = 13
+    assert {layer.options.chunk_size for layer in layers[1:]} == {11}
+    config.validate_mixers()
+    assert config.mixers["gka"]["chunk_size"] == 11

@@ -21,51 +21,13 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .cache_layer import RecurrentLayer
-from .mixers import ATTENTION, MIXERS
+from ..configuration_memmix import MemMixConfig
+from ..mixers import MIXERS
+from .identity import check_same_model, fingerprint
+from .layer import RecurrentLayer
 
 FILE_NAME = "memory.safetensors"
 FORMAT = "hf_memmix.cache.1"
-
-# what a state means depends on these fields of the backbone, wherever a family has them
-_FIELDS = (
-    "backbone_model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "layer_types",
-    "sliding_window",
-    "rope_parameters",
-    "mixer_types",
-    "feed_forward",
-)
-
-
-def fingerprint(config) -> dict:
-    """The fields of a configuration that decide what a state means, as JSON values."""
-    fields = {name: getattr(config, name, None) for name in _FIELDS}
-    for name in sorted(set(config.mixer_types) - {ATTENTION}):
-        options = MIXERS[name].options_class.from_dict(config.mixers.get(name, {}))
-        fields |= {
-            f"mixers.{name}.{key}": value
-            for key, value in options.to_dict().items()
-            if key not in options.inference_options
-        }
-    return json.loads(json.dumps(fields))
-
-
-def check_same_model(saved, config):
-    """Raise ValueError naming the fields in which two models (configs or fingerprints) differ."""
-    saved, wanted = (x if isinstance(x, dict) else fingerprint(x) for x in (saved, config))
-    differ = [name for name in sorted(saved.keys() | wanted.keys()) if saved.get(name) != wanted.get(name)]
-    if differ:
-        details = "; ".join(f"{name}: cache {saved.get(name)!r}, model {wanted.get(name)!r}" for name in differ)
-        raise ValueError(f"this cache is of another model: {details}. Use it with the model that wrote it")
-
 
 # ---- saving
 
@@ -150,8 +112,6 @@ def load_cache(cls, directory: str | os.PathLike, config=None, device=None):
         raise ValueError(f"{directory} holds no saved cache: there is no file {FILE_NAME}")
     tensors, header = _read(path)
     if config is None:
-        from .configuration_memmix import MemMixConfig
-
         config = MemMixConfig.from_dict(json.loads(header["config"]))
     check_same_model(json.loads(header["fingerprint"]), config)
     layers = json.loads(header["layers"])

@@ -9,7 +9,7 @@ checks that it does.
 from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from .cache_layer import RecurrentLayer, RowsOfStates
+from .layer import RecurrentLayer, RowsOfStates
 
 
 class FinishedRows(StoppingCriteriaList):

@@ -12,12 +12,12 @@ import os
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
-from transformers.utils import is_torchdynamo_compiling
 
-from .cache_layer import RecurrentLayer, count_hidden, fix_addresses
-from .mixers import ATTENTION
+from ..mixers import ATTENTION
+from .file import load_cache, save_cache
+from .identity import check_same_model
+from .layer import RecurrentLayer, fix_addresses
 
 
 class RecurrentStateCache(Cache):
@@ -45,8 +45,13 @@ class RecurrentStateCache(Cache):
             layers = StaticCache(config=config, max_cache_len=max_cache_len).layers
         replace_layers(layers, config, static=max_cache_len is not None)
         super().__init__(layers=layers, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
-        self.config = config
         self.static_length = max_cache_len
+        _mark_adopted(self, config)
+
+    @property
+    def config(self):
+        """The configuration of the model whose memory this is."""
+        return self.memmix_config
 
     @classmethod
     def from_cache(cls, cache: Cache, config) -> "RecurrentStateCache":
@@ -54,7 +59,7 @@ class RecurrentStateCache(Cache):
         static_length = static_length_of(cache)
         adopt_cache(cache, config)
         new = cls.__new__(cls)
-        new.__dict__.update(vars(cache), config=config, static_length=static_length)
+        new.__dict__.update(vars(cache), static_length=static_length)
         return new
 
     @property
@@ -143,8 +148,6 @@ class RecurrentStateCache(Cache):
         Raises:
             ValueError: the cache is empty, or a state is not finite.
         """
-        from .cache_file import save_cache
-
         return save_cache(self, save_directory)
 
     @classmethod
@@ -161,49 +164,7 @@ class RecurrentStateCache(Cache):
             ValueError: the file is missing, truncated, corrupt, of another model, or holds states that are not
                 finite or that no layer leaves (`MemoryMixer.check_states`).
         """
-        from .cache_file import load_cache
-
         return load_cache(cls, directory, config, device)
-
-
-def check_rows(cache: Cache | None, batch: int):
-    """Raise ValueError if a cache holds another number of sequences than the `batch` that is to continue them."""
-    if cache is None:
-        return
-    memories = (layer for layer in cache.layers if isinstance(layer, RecurrentLayer) and layer.states)
-    rows = next((layer.batch_size for layer in memories), batch)
-    if rows != batch:
-        raise ValueError(
-            f"the cache holds {rows} sequences, the input {batch}; copy one with cache.expand(batch), or keep some"
-            " with cache.batch_select_indices(indices)"
-        )
-
-
-def check_hidden(cache: Cache | None, attention_mask: Tensor | None):
-    """Raise ValueError if a mask hides other tokens of the cache than those that were pads when they came.
-
-    `attention_mask` [B, tokens], the cached ones first; None hides nothing. Not decided inside a compiled graph.
-    """
-    layers = [] if cache is None else cache.layers
-    layer = next((layer for layer in layers if isinstance(layer, RecurrentLayer)), None)
-    if layer is None or not layer.is_initialized or is_torchdynamo_compiling():
-        return
-    if attention_mask is None and layer.hidden is None:
-        return
-    seen = int(layer.seen)
-    if attention_mask is None:
-        attention_mask = torch.ones(layer.batch_size, seen)
-    shown = count_hidden(attention_mask[:, :seen], 0)
-    known = torch.zeros_like(shown) if layer.hidden is None else layer.hidden.to(shown.device)
-    if torch.equal(shown, known):
-        return
-    row = int((shown != known).any(1).nonzero()[0])
-    counts = f"{int(shown[row, 0])} of the {seen} tokens in the cache, {int(known[row, 0])} of which were pads"
-    raise ValueError(
-        f"attention_mask hides in row {row} {counts} when they came: a memory can neither forget a token nor take in"
-        " a pad. Hide the pads alone, also those that generate() fed after a row's last token, or start from an empty"
-        " cache"
-    )
 
 
 def static_length_of(cache: Cache | None) -> int | None:
@@ -247,19 +208,24 @@ def replace_layers(layers: list, config, static: bool):
 def adopt_cache(cache: Cache | None, config) -> Cache | None:
     """Make any empty dynamic or static cache fit for the memory layers of `config`, in place, and return it.
 
+    The work is done once for a cache and a configuration; every later forward with both returns at once.
+
     Raises:
         ValueError: the cache is of another model, or of a kind that cannot hold recurrent states.
     """
-    if cache is None:
-        return None
-    owner = cache.config if isinstance(cache, RecurrentStateCache) else getattr(cache, "memmix_config", None)
-    if owner is not None and owner is not config:
-        from .cache_file import check_same_model
-
-        check_same_model(owner, config)
-    if isinstance(cache, RecurrentStateCache):
-        cache.config = config
+    owner = None if cache is None else getattr(cache, "memmix_config", None)
+    if cache is None or owner is config:
         return cache
+    if owner is not None:
+        check_same_model(owner, config)
+    if not isinstance(cache, RecurrentStateCache):
+        _replace_layers_of(cache, config)
+    _mark_adopted(cache, config)
+    return cache
+
+
+def _replace_layers_of(cache: Cache, config):
+    """Put memory layers into a cache of the library, unless it has them."""
     if type(cache) not in (DynamicCache, StaticCache):
         raise ValueError(
             f"a {type(cache).__name__} cannot hold recurrent states; use a RecurrentStateCache, DynamicCache or"
@@ -275,5 +241,9 @@ def adopt_cache(cache: Cache | None, config) -> Cache | None:
         replace_layers(cache.layers, config, static=isinstance(cache, StaticCache))
     elif any(kind == ATTENTION and done for kind, done in zip(kinds, recurrent, strict=False)):
         raise ValueError("this cache holds recurrent states at an attention layer: it is of another model")
+
+
+def _mark_adopted(cache: Cache, config):
+    """Note on a cache whose memory it is, and one of its memory layers (None: it has none): all have the same rows."""
     cache.memmix_config = config
-    return cache
+    cache.memmix_layer = next((layer for layer in cache.layers if isinstance(layer, RecurrentLayer)), None)

@@ -1,0 +1,263 @@
+"""The one door to what transformers does not promise to keep: private methods, attributes and tables.
+
+No other module of hf_memmix and hf_memmix.conversion touches them; the Trainer's are in
+`hf_memmix.training._trainer_hooks`. Every name has a line here that says why, and a row in tests/house/test_door.py
+that fails when the library moves it or changes how it is called. The classes translate private methods of the library
+into methods with names of our own, which the model classes write.
+
+Read at transformers 5.17 and 5.23.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+# names of activation functions and of rotary embeddings, to refuse unknown ones in one line
+from transformers.activations import ACT2FN
+
+# renames and merges of checkpoint tensors, which the library finds by the name of a class that it knows
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+# the backbones that the library has: configuration class by model type, model class by configuration class, and the
+# same by name, which loads no modelling code
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING,
+    MODEL_MAPPING_NAMES,
+)
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+# of the names above, those that others read from here
+__all__ = [
+    "ACT2FN",
+    "CONFIG_MAPPING",
+    "CONFIG_MAPPING_NAMES",
+    "IDLE_FIELDS",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_MAPPING_NAMES",
+    "ROPE_INIT_FUNCTIONS",
+    "ConstructionHooks",
+    "GenerationHooks",
+    "attention_implementation",
+    "change_class",
+    "copy_tensor_renames",
+    "execution_device",
+    "fp32_patterns_of",
+    "is_given_by_user",
+    "keep_in_fp32",
+    "model_class_of",
+    "native_class",
+    "native_class_names",
+]
+
+_MODELS = {
+    AutoModel: (MODEL_MAPPING, MODEL_MAPPING_NAMES),
+    AutoModelForCausalLM: (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    AutoModelForSequenceClassification: (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    ),
+}
+# fields of a configuration that do not change what a model computes, or that a save writes anew
+IDLE_FIELDS = (
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+
+
+# ---- tables
+
+
+def model_class_of(config_class: type, auto_class: type = AutoModelForCausalLM) -> type | None:
+    """The model class that an Auto class builds from a configuration class, registered ones too; None without one."""
+    models, _ = _MODELS[auto_class]
+    return models.get(config_class, None)
+
+
+def native_class_names(auto_class: type) -> dict[str, str]:
+    """Class names of the library's models by model type, without loading them."""
+    _, names = _MODELS[auto_class]
+    return {model_type: name for model_type, name in names.items() if isinstance(name, str)}
+
+
+def copy_tensor_renames(native: type, model_type: str, model_class: type):
+    """Give a model class the renames and merges of checkpoint tensors that the native class has."""
+    mapping = get_checkpoint_conversion_mapping(native.__name__)
+    if mapping is None:
+        mapping = get_checkpoint_conversion_mapping(model_type)
+    if mapping:
+        register_checkpoint_conversion_mapping(model_class.__name__, mapping, overwrite=True)
+
+
+# ---- attributes
+
+
+def native_class(model_class: type) -> type:
+    """The library's own class among the bases of a generated one."""
+    return next(base for base in model_class.__mro__ if base.__module__.startswith("transformers.models."))
+
+
+def change_class(model: nn.Module, model_class: type):
+    """Make a built base model one of a subclass.
+
+    A constructor cannot do it: the native class with a head names its base class in its own `__init__`, and building
+    the base twice would take the memory and the random numbers of a second model. What the constructor registers for
+    a class (`_CAN_RECORD_REGISTRY`, without which `output_hidden_states` silently gives nothing) is registered anew.
+    """
+    model.__class__ = model_class
+    # 5.17 has a plain dict by the class's name; the subclass of 5.23 takes a model as key and stores the same
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(model_class), model._can_record_outputs)
+
+
+def keep_in_fp32(model: nn.Module, patterns: set[str]):
+    """Have the parameters that match stay in fp32, whatever dtype the model is loaded in; before `post_init`."""
+    model._keep_in_fp32_modules_strict = {*fp32_patterns_of(model), *patterns}
+
+
+def fp32_patterns_of(model: nn.Module) -> set[str]:
+    """What `keep_in_fp32` and the native class have asked for."""
+    return set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+
+
+def attention_implementation(config) -> str:
+    """Which attention runs, "" if a configuration does not say: flash attention makes no mask."""
+    return getattr(config, "_attn_implementation", None) or ""
+
+
+def is_given_by_user(cache) -> bool:
+    """Whether generate() was called with this cache, which then outlives the call."""
+    return getattr(cache, "_is_user_defined", False)
+
+
+def execution_device(module: nn.Module) -> torch.device:
+    """Where a module computes, which is not where its parameters lie if accelerate offloads them: then on "meta"."""
+    hook = getattr(module, "_hf_hook", None)  # accelerate's
+    for one in getattr(hook, "hooks", [hook]):
+        if getattr(one, "execution_device", None) is not None:
+            return torch.device(one.execution_device)
+    return next(module.parameters()).device
+
+
+# ---- methods
+
+
+class ConstructionHooks:
+    """How a model with mixers is built. Goes before a native class."""
+
+    # generate() refuses assisted decoding for models whose cache cannot be rolled back; ours can
+    _is_stateful = False
+
+    own_modules: ClassVar[tuple[type[nn.Module], ...]] = ()  # modules with `init_weights()`, which fill themselves
+
+    @classmethod
+    def concrete_class(cls, config) -> type:
+        """The class to build for a configuration: this one, unless it stands for those of all backbones."""
+        return cls
+
+    @classmethod
+    def _from_config(cls, config, **kwargs):
+        """`AutoModel.from_config` ends here."""
+        concrete = cls.concrete_class(config)
+        return super()._from_config(config, **kwargs) if concrete is cls else concrete._from_config(config, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        """The native class fills the modules that it knows; `initialization` leaves loaded tensors alone."""
+        super()._init_weights(module)
+        if isinstance(module, self.own_modules):
+            module.init_weights()
+
+    def _initialize_weights(self, module, *args, **kwargs):
+        """The library passes over a module that has parameters in its children alone."""
+        if isinstance(module, self.own_modules) and not getattr(module, "_is_hf_initialized", False):
+            self._init_weights(module)
+            module._is_hf_initialized = True
+        super()._initialize_weights(module, *args, **kwargs)
+
+    # the library looks for both in the source of `cls.__module__`: ask the class whose source it should read
+
+    @classmethod
+    def _can_set_attn_implementation(cls):
+        return native_class(cls)._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls):
+        return native_class(cls)._can_set_experts_implementation()
+
+
+class GenerationHooks:
+    """The places of generate() where a cache with memories needs something else. Goes before a native class."""
+
+    def fit_cache(self, cache, rows: int, given: bool):
+        """The cache to generate with, for `rows` sequences, from the library's; `given`: the user's own."""
+        raise NotImplementedError
+
+    def heads_with_keys(self, heads: list[int]) -> list[int]:
+        """Heads per layer that a static cache allocates keys and values for."""
+        raise NotImplementedError
+
+    def sampling(self, cache, rows: int, criteria, outlives: bool):
+        """A context of the sampling loop that gives its stopping criteria; `outlives`: the caller keeps the cache."""
+        raise NotImplementedError
+
+    def assisted_decoding(self, cache):
+        """A context of assisted and prompt-lookup decoding."""
+        raise NotImplementedError
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
+    ):
+        """The library puts the cache into `model_kwargs`."""
+        given = model_kwargs.get("past_key_values") is not None
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
+        )
+        if model_kwargs.get("past_key_values") is None:
+            return
+        rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+        cache = model_kwargs["past_key_values"] = self.fit_cache(model_kwargs["past_key_values"], rows, given)
+        if getattr(generation_config, "is_assistant", False):
+            cache.activate_past_recording()  # the layers that were replaced had been told before
+
+    def _get_static_cache_init_shape(self):
+        """The library allocates a static cache before a chunked prefill, memories or not."""
+        shape = super()._get_static_cache_init_shape()
+        if shape is None:
+            return None
+        heads, head_dim = shape
+        heads = [heads] * self.config.num_hidden_layers if isinstance(heads, int) else heads
+        return self.heads_with_keys(heads), head_dim
+
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        """Greedy search and sampling; the criteria are called after every token."""
+        cache = kwargs.get("past_key_values")
+        outlives = generation_config.return_dict_in_generate or is_given_by_user(cache)
+        with self.sampling(cache, len(input_ids), stopping_criteria, outlives) as criteria:
+            return super()._sample(input_ids, logits_processor, criteria, generation_config, **kwargs)
+
+    def _assisted_decoding(self, *args, **kwargs):
+        """With a draft model or by prompt lookup."""
+        with self.assisted_decoding(kwargs.get("past_key_values")):
+            return super()._assisted_decoding(*args, **kwargs)
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        """5.17 does not tell the later chunks of a prompt from decode steps: `memmix_prefill` does."""
+        model_kwargs["memmix_prefill"] = True
+        try:
+            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            del model_kwargs["memmix_prefill"]

@@ -1,0 +1,30 @@
+"""The cache of a model with memory layers.
+
+layer.py           one layer: named states of fixed size, a token count, exact rollback
+recurrent.py       `RecurrentStateCache`, and `adopt_cache`, which makes the library's caches fit
+rows.py            whether an input may continue a cache
+finished_rows.py   rows that end early in generate()
+identity.py        which model a cache belongs to
+file.py            a cache as a safetensors file
+"""
+
+from .finished_rows import FinishedRows, feeds_pads
+from .identity import check_same_model, fingerprint
+from .layer import RecurrentLayer
+from .recurrent import RecurrentStateCache, adopt_cache, cast_cache, replace_layers, static_length_of
+from .rows import check_hidden, check_rows
+
+__all__ = [
+    "FinishedRows",
+    "RecurrentLayer",
+    "RecurrentStateCache",
+    "adopt_cache",
+    "cast_cache",
+    "check_hidden",
+    "check_rows",
+    "check_same_model",
+    "feeds_pads",
+    "fingerprint",
+    "replace_layers",
+    "static_length_of",
+]

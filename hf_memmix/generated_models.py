@@ -1,0 +1,41 @@
+"""Model classes made from a native class and one of ours, and registered with the Auto classes."""
+
+import sys
+
+from ._transformers import copy_tensor_renames, model_class_of, native_class_names
+from .configuration_memmix import MemMixConfig, config_class_for
+
+
+def register(config_class: type[MemMixConfig], kinds: tuple[type, ...]):
+    """Make the model classes of a configuration class and register them with the Auto classes, once.
+
+    Args:
+        config_class: they go into the module that it names (`_models_module`).
+        kinds: classes of ours that go before the native one, each with its `_auto_class_for`.
+    """
+    backbone, module = config_class._backbone_class, sys.modules[config_class._models_module]
+    for kind in kinds:
+        native = model_class_of(backbone, kind._auto_class_for)
+        if native is None:
+            continue
+        name = config_class._model_name(native.__name__)
+        if name in vars(module):
+            continue
+        namespace = {
+            "__module__": module.__name__,
+            "__doc__": f"`{native.__name__}` with memory mixers; see `{kind.__name__}`.",
+            "config_class": config_class,
+        }
+        model_class = type(name, (kind, native), namespace)
+        setattr(module, name, model_class)
+        kind._auto_class_for.register(config_class, model_class)
+        copy_tensor_renames(native, backbone.model_type, model_class)
+
+
+def config_class_of_model(name: str, kinds: tuple[type, ...]) -> type[MemMixConfig] | None:
+    """The configuration class of a generated model class by its name, None for any other name."""
+    for kind in kinds:
+        for model_type, native_name in native_class_names(kind._auto_class_for).items():
+            if name == MemMixConfig._model_name(native_name):
+                return config_class_for(model_type)
+    return None

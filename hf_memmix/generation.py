@@ -1,0 +1,88 @@
+"""generate() of a model with memories: its cache, rows that end early, assisted decoding, padding."""
+
+from contextlib import contextmanager
+
+from ._transformers import GenerationHooks, execution_device
+from .cache import FinishedRows, RecurrentStateCache, adopt_cache, check_hidden, feeds_pads, static_length_of
+from .mixers import ATTENTION
+from .padding import padding_of
+from .swap import memory_mixers
+
+
+class MemoryGeneration(GenerationHooks):
+    """Goes before a native causal language model."""
+
+    def fit_cache(self, cache, rows: int, given: bool):
+        """A cache that was given is made fit in place; any other becomes a `RecurrentStateCache`."""
+        if given:
+            return adopt_cache(cache, self.config)
+        cache = RecurrentStateCache.from_cache(cache, self.config)
+        if cache.static_length is not None:
+            self._allocate_states(cache, rows)
+        return cache
+
+    def _allocate_states(self, cache, batch: int):
+        """A place for the states at fixed addresses, before a compiled forward could be the first to make them."""
+        for i, mixer in memory_mixers(self).items():
+            cache.layers[i].allocate(mixer.allocate_states(batch, execution_device(mixer), self.dtype))
+
+    def heads_with_keys(self, heads: list[int]) -> list[int]:
+        """None at the memories, whose cache layers are replaced right after."""
+        return [n if kind == ATTENTION else 0 for n, kind in zip(heads, self.config.mixer_types, strict=True)]
+
+    @contextmanager
+    def sampling(self, cache, rows: int, criteria, outlives: bool):
+        """Rows that end before the others get back the states of that time, if anyone will read them."""
+        if cache is None or not outlives or rows == 1 or not feeds_pads(criteria):
+            yield criteria
+            return
+        finished = FinishedRows(criteria, cache)
+        try:
+            yield finished
+        finally:
+            finished.put_back()
+
+    @contextmanager
+    def assisted_decoding(self, cache):
+        """Raise ValueError for a cache that holds tokens; forget what was recorded to roll back."""
+        if cache is not None and (seen := int(cache.get_seq_length())):
+            # the library would feed the whole prompt on top of them, here and in its own models
+            raise ValueError(
+                f"assisted and prompt-lookup decoding start from an empty cache, this one holds {seen} tokens; leave"
+                " past_key_values out, or decode without assistance"
+            )
+        try:
+            yield
+        finally:
+            if isinstance(cache, RecurrentStateCache):
+                cache.stop_past_recording()  # a long text after it would pile up snapshots
+
+    # the var-keyword must be spelled `kwargs`: generate() looks for that name to see what the model accepts
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, inputs_embeds=None, **kwargs):
+        """As in transformers, with the padding of the new tokens where forward could not read it from the mask."""
+        prefill = kwargs.pop("memmix_prefill", kwargs.get("is_first_iteration"))
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+        )
+        tokens, cache = inputs.get("input_ids"), inputs.get("past_key_values")
+        batch, length = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[:2]
+        compileable = cache is not None and cache.is_compileable
+        if length == 1 and not prefill:
+            inputs["memmix_mask"] = None  # a new token is real
+            return inputs
+        if compileable or attention_mask is None:
+            check_hidden(cache, attention_mask)
+        if compileable:
+            # the 2D mask has become a 4D one or a dict: the mixers need the padding itself. Of any other cache forward
+            # reads the mask in hand, which may have grown by then (PEFT's prompt tuning puts tokens in front)
+            seen, static = cache.get_seq_length(), static_length_of(cache) is not None
+            mask = padding_of(attention_mask, batch, length, seen, static)
+            inputs["memmix_mask"] = None if mask is None else mask.contiguous()
+        return inputs
+
+    def generate_batch(self, *args, **kwargs):
+        """Refused: ValueError."""
+        raise ValueError(
+            "continuous batching (generate_batch) has a paged cache, which cannot hold recurrent states; call"
+            " generate() with a padded batch"
+        )

@@ -2,11 +2,13 @@
 
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from hf_memmix.commands import progress
 from hf_memmix.commands.common import err, out
+from hf_memmix.commands.train import _progress_callback
 from test_cli import SMALL, memmix, result_of
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -71,13 +73,24 @@ def test_a_training_in_a_log_file_says_step_loss_speed(stage, tmp_path):
     options = ["--student", tmp_path / "s0", "--text", tmp_path / "text.txt", "--out", tmp_path / "s1"]
     run = memmix(stage, *teacher, *options, *SMALL, "--json", "--logging-steps", "2", "--device", "cpu")
     result = result_of(run)
-    assert [entry["step"] for entry in result["log"]] == [1, 2]
+    assert [entry["step"] for entry in result["log"]] == [1, 2, 3]
     lines = [line for line in run.stderr.splitlines() if line.startswith(stage)]
     assert lines[0] == f"{stage}: step 0 of 3"
-    # the loss of the third step, which no log has
     told = re.fullmatch(rf"{stage}: step 3 of 3, loss (\d+\.\d{{4}}), [\d,]+ tokens/s", lines[-1])
     assert told, lines
-    assert float(told[1]) not in [round(entry["loss"], 4) for entry in result["log"]]
+    assert float(told[1]) == pytest.approx(result["last_loss"], abs=6e-5)
+
+
+def test_the_loss_is_that_of_the_newest_step_also_between_two_logs():
+    shown = []
+    report = _progress_callback(lambda done, total, note: shown.append((done, note.partition(",")[0])), 32)
+    state = SimpleNamespace(global_step=0, max_steps=3, newest_loss=None)
+    report.on_train_begin(None, state, None)
+    for state.global_step, state.newest_loss in ((1, 0.5), (2, 0.25)):
+        report.on_step_end(None, state, None)
+        if state.global_step == 1:
+            report.on_log(None, state, None, logs={"loss": 0.5})
+    assert shown == [(0, ""), (1, "loss 0.5000"), (1, "loss 0.5000"), (2, "loss 0.2500")]
 
 
 def test_lines_are_not_wrapped_where_there_is_no_terminal(capsys):

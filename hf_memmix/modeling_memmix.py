@@ -18,7 +18,7 @@ from .generation import MemoryGeneration
 from .mixers import ATTENTION
 from .padding import PaddedRows, check_finite, check_new_mask, packing_of, padding_of, positions_in
 from .pretrained import MemMixPreTrained
-from .swap import memory_mixers
+from .swap import decoder_layers, memory_mixers
 
 
 class MemMixModel(MemMixPreTrained):
@@ -50,7 +50,10 @@ class MemMixModel(MemMixPreTrained):
         if batch * length == 0:
             raise ValueError(f"the input holds no token: {batch} rows of {length}; a forward needs at least one")
         given = past_key_values
-        checkpoints = self.training and getattr(self, "gradient_checkpointing", False)
+        # each layer decides by its own mode
+        checkpoints = any(
+            m.training and getattr(m, "gradient_checkpointing", False) for m in (self, *decoder_layers(self))
+        )
         if given is not None and checkpoints:
             raise ValueError(
                 "gradient checkpointing in train mode runs the layers without their cache, which would neither be"

@@ -65,6 +65,15 @@ def test_another_vocabulary_is_refused(workspace):
     tokenizer.save_pretrained(workspace / "other")
     run = memmix("eval", workspace / "student", "--teacher", workspace / "other", "--out", workspace / "e", *SMALL)
     assert run.exit_code == 1 and "different vocabularies" in run.output
+    # as many words, two of them exchanged
+    exchanged = (workspace / "other" / "tokenizer.json").read_text()
+    exchanged = json.loads(exchanged)
+    words = exchanged["model"]["vocab"]
+    words["the"], words["cat"] = words["cat"], words["the"]
+    exchanged["added_tokens"] = [token for token in exchanged["added_tokens"] if token["content"] != "extra"]
+    (workspace / "other" / "tokenizer.json").write_text(json.dumps(exchanged))
+    run = memmix("eval", workspace / "student", "--teacher", workspace / "other", "--out", workspace / "e", *SMALL)
+    assert run.exit_code == 1 and "different vocabularies" in run.output
     tokenizer.save_pretrained(workspace / "student")
     for command in (["report"], ["align", "--out", workspace / "e"]):
         run = memmix(*command, "--student", workspace / "student", "--teacher", workspace / "teacher",
@@ -121,6 +130,13 @@ def test_select_convert_and_take_the_mixers_over(workspace):
     (layer,) = {0, 1} - set(saved["keep"])
     mixers = [name for name in tensors if f"layers.{layer}.self_attn" in name]
     assert mixers and all(torch.equal(tensors[name], source[name]) for name in mixers)
+
+    # options of the trained student, but for what is asked for
+    for extra, expected in (([], [12, 10]), (["--option", "solver_phases=[21]"], [21])):
+        out = workspace / f"option{len(extra)}"
+        converted = memmix("convert", *teacher, "--trained", workspace / "student", *extra, "--out", out, "--json")
+        assert result_of(converted)["kept"] == []
+        assert json.loads((out / "config.json").read_text())["mixers"]["gka"]["solver_phases"] == expected
 
 
 def test_mistakes_of_plans_are_one_clear_line(workspace):

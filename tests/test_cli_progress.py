@@ -5,11 +5,13 @@ import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from cli_runner import SMALL, memmix, result_of
 from hf_memmix.commands import progress
+from hf_memmix.commands.train import _progress_callback
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 
@@ -94,6 +96,18 @@ def test_a_training_in_a_log_file_says_step_loss_speed(stage, tmp_path, monkeypa
     assert sorted(newest) == [1, 2, 3]
     # the loss of the second step, which no log has
     assert newest[1] == logged[1] and newest[2] not in logged.values()
+
+
+def test_the_loss_is_that_of_the_newest_step_also_between_two_logs():
+    shown = []
+    report = _progress_callback(lambda done, total, note: shown.append((done, note.partition(",")[0])), 32)
+    state = SimpleNamespace(global_step=0, max_steps=3, newest_loss=None)
+    report.on_train_begin(None, state, None)
+    for state.global_step, state.newest_loss in ((1, 0.5), (2, 0.25)):
+        report.on_step_end(None, state, None)
+        if state.global_step == 1:
+            report.on_log(None, state, None, logs={"loss": 0.5})
+    assert shown == [(0, ""), (1, "loss 0.5000"), (1, "loss 0.5000"), (2, "loss 0.2500")]
 
 
 @pytest.mark.parametrize("columns", [None, "80"])

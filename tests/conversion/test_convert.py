@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_memmix.conversion import convert_model, layers_to_keep, load_model, save_student
+from hf_memmix.conversion import TensorFate, convert_model, layers_to_keep, load_model, save_student
 from hf_memmix.conversion.families import FAMILIES, attention_module, attention_prefix
 from hf_memmix.conversion.from_attention import STARTS, Start
 from testing import MIXERS as ROWS
@@ -156,6 +156,10 @@ def test_silent_drop_is_an_error(monkeypatch):
     monkeypatch.setitem(STARTS, "gka", silent)
     with pytest.raises(ValueError, match="what becomes of q_weight"):
         convert_model(tiny_teacher())
+    twice = Start(honest.options, lambda m, a: [*honest.take_over(m, a), TensorFate("v_bias", "dropped", reason="no")])
+    monkeypatch.setitem(STARTS, "gka", twice)
+    with pytest.raises(ValueError, match="does not say once what becomes of v_bias"):
+        convert_model(tiny_teacher("qwen2"))
 
 
 def test_seed_fixes_the_fresh_parameters_and_spares_the_global_generator():

@@ -12,6 +12,7 @@ from hf_memmix.conversion import convert_model, starts
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.from_attention import STARTS, start_of
 from hf_memmix.mixers import MIXERS
+from hf_memmix_kernels import naive_ska
 from tiny_teachers import tiny_teacher
 
 LENGTH = 20
@@ -64,6 +65,20 @@ def test_gka_start(family):
         outputs.append((U @ (q[0, t] + (solution - q[0, t]) / 2)[..., None]).flatten())
     expected = attention.o_proj(torch.stack(outputs)[None]) / 2
     torch.testing.assert_close(mixer(x, position_embeddings=rotary)[0], expected, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_ska_start(family):
+    """out = o(eta SKA(q, k, v)), eta 1/2 and the ridge 1; at the attention's own rank q . k are its scores."""
+    attention, mixer, x, _ = taken_over(family, "ska", rank=8, chunk_size=4)
+    q, k, v = (f(x).unflatten(-1, (-1, 8)) for f in (mixer.q_proj, mixer.k_proj, attention.v_proj))
+    expected, _ = naive_ska(q, k, v, None, None, None, chunk_size=4, eps=1.0)
+    assert expected[:, 4:].abs().min() > 0
+    torch.testing.assert_close(mixer(x)[0], attention.o_proj(expected.flatten(2) / 2), rtol=1e-9, atol=1e-12)
+    own, keys, _ = projected(attention, x)
+    scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(attention.num_key_value_groups, 2))
+    torch.testing.assert_close(scores, torch.einsum("bthd,bshd->bhts", own, keys), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

@@ -12,10 +12,12 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import hf_memmix
+from hf_memmix.swap import decoder_layers
 from testing import (
     TOLERANCES,
     assert_same,
     assert_same_tokens,
+    base_model,
     difference,
     distinct_ids,
     mixers_of,
@@ -245,7 +247,12 @@ def check_checkpointing_refuses_a_cache(model):
         with pytest.raises(ValueError, match=r"gradient checkpointing.*past_key_values"):
             model(ids[:, 5:], past_key_values=cache)
         assert int(cache.get_seq_length()) == seen
-    model.gradient_checkpointing_disable()
+        model.eval()
+        decoder_layers(base_model(model))[1].train()  # one layer is fine-tuned: it alone would drop the cache
+        with pytest.raises(ValueError, match=r"gradient checkpointing.*past_key_values"):
+            model(ids[:, 5:], past_key_values=cache)
+        assert int(cache.get_seq_length()) == seen
+    model.train().gradient_checkpointing_disable()
     out = model(ids[:, 5:], past_key_values=filled).logits
     assert_same(out, model.eval()(ids, use_cache=False).logits[:, 5:], "train mode without checkpointing")
 

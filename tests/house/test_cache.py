@@ -263,6 +263,24 @@ def test_crop_reaches_nothing_that_was_forgotten(forget):
         continues(model, cache, ids[:, :1], ids[:, 1:3])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ("llama", "mistral", "gemma2"))
+def test_nothing_grows_after_the_recording_was_stopped(family):
+    """Layers of sliding windows keep all keys while they record, memories all their inputs."""
+    model, caches = (
+        tiny_model(family, "odd"),
+        [RecurrentStateCache(tiny_model(family, "odd").config) for _ in range(2)],
+    )
+    for cache in caches:
+        model(random_ids(1, 12), past_key_values=cache)
+    caches[0].activate_past_recording()
+    caches[0].stop_past_recording()
+    for cache in caches:
+        model(random_ids(1, 9, seed=1), past_key_values=cache)
+    assert caches[0].nbytes == caches[1].nbytes
+    assert not any(getattr(layer, "record_past", False) for layer in caches[0].layers)
+
+
 def test_crop_of_padded_rows():
     """Rollback inside a padded forward counts the tokens that were fed, pads included."""
     model = tiny_model("llama", "all")

@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import FAMILIES, attention_module
 from hf_memmix.mixers.coffee import CoffeeOptions
-from testing import mixers_of, tiny_config, tiny_model
+from testing import assert_same, mixers_of, randomize, tiny_config, tiny_model
 from tiny_teachers import tiny_teacher
 
 
@@ -54,6 +55,32 @@ def test_no_parameter_leaves_the_stable_range(logit):
     assert x.isfinite().all() and x.abs().max() <= 400
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_output_filter": True}, {"use_gate": False}, {"use_o_norm": False}, {"gate_bias": True, "u_bias": True}],
+    ids=str,
+)
+def test_layer_is_its_equations(options):
+    """out = W_o (RMSNorm(y) * silu(W_z h)) with y = sum_j C_j x_j, token by token."""
+    mixer = randomize(fresh(use_gate=True, **options) if "use_gate" not in options else fresh(**options)).double()
+    h = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    padded = F.pad(mixer.u_proj(h), (0, 0, 3, 0)).unfold(1, 4, 1)
+    u = F.silu((padded * mixer.u_conv1d.weight.squeeze(1)).sum(-1))
+    x, outputs = torch.zeros(2, 48, 3, dtype=torch.float64), []
+    for t in range(11):
+        s = torch.sigmoid(mixer.w * x)
+        x = (1 + mixer.lam() * s) * x + s * u[:, t, :, None]
+        y = (mixer.C * x).sum(-1)
+        outputs.append(y * torch.sigmoid((mixer.w_filter * x).sum(-1)) if "use_output_filter" in options else y)
+    y = torch.stack(outputs, 1)
+    if mixer.options.use_o_norm:
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * mixer.o_norm.weight
+    if mixer.options.use_gate:
+        y = y * F.silu(mixer.z_proj(h))
+    assert_same(mixer(h)[0], mixer.o_proj(y))
+
+
 @pytest.mark.parametrize(("name", "value"), [("lam_logit", math.nan), ("w", math.inf), ("C", math.nan)])
 def test_a_checkpoint_that_diverged_is_refused(name, value, tmp_path):
     """What is left of lambda outside [-2, 0]: a logit that is not a number."""
@@ -61,8 +88,9 @@ def test_a_checkpoint_that_diverged_is_refused(name, value, tmp_path):
     with torch.no_grad():
         getattr(mixers_of(model)[0], name)[1, 0] = value
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"layer 0: 1 values of {name} are not finite"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+    for asked in ({}, {"output_loading_info": True}):
+        with pytest.raises(ValueError, match=f"layer 0: 1 values of {name} are not finite"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, **asked)
 
 
 def test_states_that_diverged_are_refused():

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 
 import hf_memmix
 from hf_memmix import MemMixConfig, MemMixForCausalLM, MemMixModel, memmix_config
+from hf_memmix.mixers import MIXERS as MIXER_CLASSES
 from testing import (
     FAMILIES,
     LAYERS,
@@ -201,6 +202,14 @@ def test_unknown_mixer():
 @pytest.mark.parametrize("length", (0, 3, 5))
 def test_wrong_number_of_mixer_types(length):
     refuses(rf"{length}.*4", mixer_types=["gka"] * length)
+
+
+def test_options_of_a_mixer_that_no_layer_has():
+    """They are checked and completed, as a later model of the same configuration may use them."""
+    config = memmix_config(backbone_config("llama"), ["gka"] * LAYERS, {"lattice": {"slots": 5}})
+    assert config.mixers["lattice"] == MIXER_CLASSES["lattice"].options_class(slots=5).to_dict()
+    refuses(r"mixers\['lattice'\].*gamma_max", mixers={"lattice": {"gamma_max": -1.0}})
+    refuses(r"mixers\['lattice'\].*no_option", mixers={"lattice": {"no_option": 1}})
 
 
 def test_unknown_option():

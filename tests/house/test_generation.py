@@ -343,6 +343,18 @@ def test_packed_rows():
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("layout", ("odd", "all"))
+def test_indices_of_sequences_in_any_order(layout, mixer):
+    """`seq_idx` names sequences: the next one may have a smaller number."""
+    model, ids = tiny_model("llama", layout, mixer), random_ids(2, 9)
+    lengths = (4, 2, 3)
+    out = model(ids, seq_idx=torch.tensor([3, 3, 3, 3, 1, 1, 2, 2, 2]).repeat(2, 1), use_cache=False).logits
+    alone = [model(part, use_cache=False).logits for part in ids.split(lengths, 1)]
+    assert_same(out, torch.cat(alone, 1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("layout", ("odd", "all"))
 def test_position_ids_that_jump(layout, mixer):
     """A position that does not follow its predecessor starts a sequence, be it smaller or larger."""
     model, ids = tiny_model("llama", layout, mixer), random_ids(1, 7)

@@ -143,8 +143,9 @@ def test_saved_start_without_direction(value, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path)
     S0[1, :, 2] = value
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="layer 0: 1 columns of S0 have norm"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+    for asked in ({}, {"output_loading_info": True}):
+        with pytest.raises(ValueError, match="layer 0: 1 columns of S0 have norm"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, **asked)
 
 
 @pytest.mark.parametrize(

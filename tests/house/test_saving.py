@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import hub
 
 import testing
@@ -309,7 +309,16 @@ def test_meta_device_round_trip(tmp_path):
 
 def test_backbone_config_alone():
     """The student's configuration can still be turned into the teacher's."""
+    expected = backbone_config("qwen3").to_dict() | {"transformers_version": 0}
     config = tiny_config("qwen3", "odd").backbone_config()
-    assert config.to_dict() | {"transformers_version": 0} == backbone_config("qwen3").to_dict() | {
-        "transformers_version": 0
-    }
+    assert config.to_dict() | {"transformers_version": 0} == expected
+
+
+def test_backbone_config_of_a_saved_model(tmp_path):
+    """It names none of our classes: neither as architectures nor in an auto_map."""
+    build(tiny_config("qwen3", "odd")).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.architectures == ["MemMixQwen3ForCausalLM"]
+    config.backbone_config().save_pretrained(tmp_path / "backbone")
+    assert "MemMix" not in (tmp_path / "backbone" / "config.json").read_text()
+    assert config.backbone_config().to_dict()["architectures"] is None

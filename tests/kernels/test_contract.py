@@ -56,6 +56,33 @@ def test_equals_naive(op, shape, carried, backend, poisoned_empty):
 
 
 @every_op
+def test_each_gradient_alone(op):
+    """Training one input alone, a gate or the start of the memory, gives the gradient that it has among all others."""
+    shape = Shape(1, 70, 2, 1, 8, 8)  # past the first state that is kept for backward
+    inputs, state = op.draw(shape, torch.float64), op.draw_state(shape, 1, torch.float64)
+    weights = []
+
+    def gradients(*names):
+        leaves = {name: t.clone().requires_grad_(name in names) for name, t in inputs.items()}
+        start = tuple(t.clone().requires_grad_(f"state {i}" in names) for i, t in enumerate(state))
+        o, final = op.run(op.fast, leaves, start)
+        outputs = [o, *final]
+        weights.extend(torch.randn_like(t) for t in outputs if len(weights) < len(outputs))
+        loss = sum((weight * t).sum() for weight, t in zip(weights, outputs, strict=True))
+        found = leaves | {f"state {i}": t for i, t in enumerate(start)}
+        grads = torch.autograd.grad(loss, [found[name] for name in names], allow_unused=True)
+        return dict(zip(names, grads, strict=True))
+
+    names = [name for name, t in inputs.items() if t.is_floating_point()]
+    names += [f"state {i}" for i, t in enumerate(state) if t.is_floating_point()]
+    for name, expected in gradients(*names).items():
+        (alone,) = gradients(name).values()
+        assert (alone is None) == (expected is None), name
+        if expected is not None:
+            torch.testing.assert_close(alone, expected, msg=name)
+
+
+@every_op
 def test_float64(op, backend):
     """The formulas without rounding: outputs, states and every gradient, on any path that accepts the dtype."""
     if backend == "triton" and DEVICE == "cuda":

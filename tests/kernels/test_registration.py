@@ -103,6 +103,27 @@ def test_step_refuses_the_state_of_another_batch(op):
         op.step(op, inputs, op.draw_state(SHAPE, 3, torch.float32))
 
 
+@once_per_function
+def test_step_refuses_a_state_that_is_not_contiguous(op):
+    """Each part of it: kernels write to where a contiguous one would lie. The convolution's, which any mixer may have
+    cut out of a larger tensor, is written as it is.
+    """
+    shape = SHAPE._replace(B=2, H=4, Hk=2)
+    inputs = op.tokens(op.draw(shape, torch.float32), slice(0, 1))
+    state = op.draw_state(shape, 2, torch.float32)
+    for i in range(len(state)):
+        strided = [s.clone() for s in state]
+        strided[i] = torch.stack([state[i], state[i]], -1)[..., 0]
+        assert not strided[i].is_contiguous()
+        if op.name == "short_conv":
+            whole = tuple(s.clone() for s in state)
+            assert torch.equal(op.step(op, inputs, tuple(strided)), op.step(op, inputs, whole))
+            assert torch.equal(strided[i], whole[i])
+            continue
+        with pytest.raises(ValueError, match="contiguous"):
+            op.step(op, inputs, tuple(strided))
+
+
 def test_triton_without_a_gpu_raises(monkeypatch):
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -154,6 +154,18 @@ def test_action_mask(normalization, backend):
     assert error(soft, got) <= 1e-6
 
 
+def test_sequence_max_of_padded_rows_knows_no_pads(backend):
+    """The largest key of a row is one of its tokens, however large the padding."""
+    inputs, lengths = draw(SHAPE, torch.float32), torch.tensor([SHAPE.T, 9], device=DEVICE)
+    inputs["k"][1, 9:] *= 100
+    options = {"normalization": "sequence_max", "chunk_size": 4, "eps": 0.1}
+    o, final = K.chunk_ska(**inputs, **options, lengths=lengths)
+    alone = {name: t[1:, :9] if name in "qkv" else t for name, t in inputs.items()}
+    want, want_final = K.naive_ska(**alone, **options)
+    assert error(o[1:, :9], want) <= SKA.tolerance(torch.float32)
+    assert all(error(s[1:], w) <= SKA.tolerance(torch.float32) for s, w in zip(final, want_final, strict=True))
+
+
 def test_padding_by_lengths(backend):
     """Right-padded rows equal the rows alone, whatever the padding holds; no gradient reaches it."""
     shape = SHAPE._replace(B=3)

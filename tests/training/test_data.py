@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_memmix.training.data import TokenBlocks, tokenize_files
+from hf_memmix.training.data import StreamedBlocks, TokenBlocks, tokenize_files
 from tiny_teachers import tiny_tokenizer
 
 
@@ -30,6 +30,19 @@ def test_fingerprint_depends_on_tokens_and_block_size():
     assert a.fingerprint() == TokenBlocks(torch.arange(64), 8).fingerprint()
     assert a.fingerprint() != TokenBlocks(torch.arange(64), 16).fingerprint()
     assert a.fingerprint() != TokenBlocks(torch.arange(1, 65), 8).fingerprint()
+
+
+def test_the_last_token_of_a_vocabulary_is_the_size_minus_one():
+    blocks = TokenBlocks(torch.arange(64), 8)
+    blocks.check_vocabulary(64)
+    with pytest.raises(ValueError, match="token 63 is outside the vocabulary of 63"):
+        blocks.check_vocabulary(63)
+
+
+def test_a_packed_stream_has_another_fingerprint(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat " * 20)
+    prints = [StreamedBlocks(tmp_path / "a.txt", tokenizer, 16, pack).fingerprint() for pack in (False, True, True)]
+    assert prints[0] != prints[1] == prints[2]
 
 
 @pytest.mark.parametrize(

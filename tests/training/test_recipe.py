@@ -64,6 +64,7 @@ def test_groups_reach_the_weights(student, tmp_path):
         ({"learning_rate": 1.5}, r"learning_rate is 1.5 in the recipe; it must lie in \[0, 1\)"),
         ({"learning_rate": None}, "learning_rate is null; give a value, or leave the line out for the default"),
         ({"learning_rate": float("nan")}, "learning_rate is nan in the recipe"),
+        ({"learning_rate": 1.0}, r"learning_rate is 1.0 in the recipe; it must lie in \[0, 1\)"),
         ({"weight_decay": -0.1}, r"weight_decay is -0.1 in the recipe; it must lie in \[0, 1\)"),
         ({"weight_decay": float("inf")}, "weight_decay is inf in the recipe"),
         ({"min_lr_ratio": 1.5}, "min_lr_ratio is 1.5; it must be at most 1.0"),

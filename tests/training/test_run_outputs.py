@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from hf_memmix.commands import app
@@ -43,6 +44,20 @@ def test_a_trained_student_has_all_that_the_first_had(workspace, stage):
     assert trained["conversion.json"].read_bytes() == student["conversion.json"].read_bytes()
     assert json.loads(trained["config.json"].read_text())["use_cache"] is True
     assert {path.stat().st_mode & 0o777 for path in trained.values()} == {0o644}
+
+
+@pytest.mark.parametrize("stage", ["align", "distill"])
+def test_a_trained_student_has_the_dtypes_of_the_first(workspace, stage):
+    """It is trained in fp32 and written as it was: bf16, but for what a mixer keeps in fp32."""
+    first = convert_model(tiny_teacher("llama", layers=2).bfloat16())
+    save_student(first, workspace / "s0", tiny_tokenizer(), overwrite=True)
+    run = CliRunner().invoke(app, command(workspace, stage))
+    assert run.exit_code == 0, run.output
+    kinds = [
+        {name: tensor.dtype for name, tensor in load_file(workspace / folder / "model.safetensors").items()}
+        for folder in ("s0", "out")
+    ]
+    assert kinds[0] == kinds[1] and {str(kind) for kind in kinds[0].values()} == {"torch.bfloat16", "torch.float32"}
 
 
 def test_a_run_that_is_locked_is_named(workspace, monkeypatch):

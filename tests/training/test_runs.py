@@ -13,6 +13,7 @@ from child import child_env
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.run_identity import check_files, write_run_file
 from hf_memmix.training.run_lock import lock_file, run_folder, run_lock
 from hf_memmix.training.teacher_cache import write_cache
 from hf_memmix.training.train import Recipe, align, distill
@@ -92,6 +93,18 @@ def test_every_file_of_a_checkpoint_is_checked(tmp_path, teacher, data, stage):
                 stage(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
             (last / name).write_bytes(content)
     stage(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
+
+
+def test_files_in_folders_of_a_checkpoint_are_checked(tmp_path):
+    """A sharded optimizer is a folder."""
+    (tmp_path / "optimizer_0").mkdir()
+    (tmp_path / "optimizer_0" / "__0_0.distcp").write_bytes(b"moments")
+    write_run_file(tmp_path, {})
+    hashes = json.loads((tmp_path / "memmix_run.json").read_text())["files"]
+    check_files(tmp_path, hashes)
+    (tmp_path / "optimizer_0" / "__0_0.distcp").write_bytes(b"moment2")
+    with pytest.raises(ValueError, match="optimizer_0/__0_0.distcp in .* is corrupt"):
+        check_files(tmp_path, hashes)
 
 
 # ---- what fits
@@ -178,6 +191,23 @@ def test_the_second_process_is_told_who_holds_a_run(tmp_path, teacher, data, mon
     assert lock_file(folder).exists()  # of a dead process: taken over
     align(convert_model(teacher), teacher, data, folder, **OPTIONS)
     assert not lock_file(folder).exists()
+
+
+def test_a_lock_that_is_taken_twice_is_freed_by_the_outer_one(tmp_path):
+    """Commands hold it around `train`, which takes it too; the kernel would free it with the inner one."""
+    folder = tmp_path / "run"
+    code = "import sys; from hf_memmix.training.run_lock import run_lock\nwith run_lock(sys.argv[1]): pass"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    def another_process():
+        return subprocess.run([sys.executable, "-c", code, folder], env=env, capture_output=True, text=True)
+
+    with run_lock(folder):
+        with run_lock(folder):
+            pass
+        assert lock_file(folder).exists()
+        assert "another process works in" in another_process().stderr
+    assert another_process().returncode == 0
 
 
 def test_a_run_folder_lives_until_the_output_is_written(tmp_path):

@@ -62,7 +62,7 @@ def speed_limits(root: Path) -> str:
     gpu = [
         (f"{batch} sequence{'s' * (batch > 1)} of {_thousands(context)}", last["gka", context, batch], ms)
         for (model, context, batch), ms in last.items()
-        if model == "llama"
+        if model != "gka"  # the transformer that it was converted from
     ]
     forward = {}
     for row in read("kernels", root):

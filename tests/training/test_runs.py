@@ -197,10 +197,9 @@ def test_a_lock_that_is_taken_twice_is_freed_by_the_outer_one(tmp_path):
     """Commands hold it around `train`, which takes it too; the kernel would free it with the inner one."""
     folder = tmp_path / "run"
     code = "import sys; from hf_memmix.training.run_lock import run_lock\nwith run_lock(sys.argv[1]): pass"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
     def another_process():
-        return subprocess.run([sys.executable, "-c", code, folder], env=env, capture_output=True, text=True)
+        return subprocess.run([sys.executable, "-c", code, folder], env=child_env(), capture_output=True, text=True)
 
     with run_lock(folder):
         with run_lock(folder):

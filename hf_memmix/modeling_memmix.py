@@ -145,7 +145,7 @@ class MemMixModel(_MemMixPreTrained):
     """
 
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__(config.of_a_new_model())
         self._insert_mixers()
 
     def forward(
@@ -231,7 +231,7 @@ class _WithHead(_MemMixPreTrained):
     """A model with a head on a base model: the native constructor runs once, then its base model changes class."""
 
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__(config.of_a_new_model())
         base = getattr(self, self.base_model_prefix)
         if not isinstance(base, MemMixModel):
             base.__class__ = MODEL_MAPPING[type(config)]

@@ -10,6 +10,7 @@ It is the backbone's own configuration, an instance of its class, plus three fie
 A configuration class is generated for each backbone on first use (`config_class_for`).
 """
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -139,6 +140,14 @@ class MemMixConfig(PreTrainedConfig):
         """Make `mixer_types` and `mixers` read-only; called by every model that is built from them."""
         self.replace_mixers(self.mixers)
         self.__dict__["mixer_types"] = frozen(self.mixer_types)
+
+    def of_a_new_model(self) -> "MemMixConfig":
+        """This configuration, or a copy if it is another model's: `set_mixer_options` changes that of one model."""
+        if not self._is_frozen:
+            return self
+        own = copy.deepcopy(self)
+        own.__dict__.update(mixer_types=plain(self.mixer_types), mixers=plain(self.mixers))
+        return own
 
     def replace_mixers(self, mixers: dict[str, dict]):
         """Set read-only options; for `set_mixer_options`, which changes the layers with them."""
@@ -355,7 +364,7 @@ def config_class_for(backbone_model_type: str | None) -> type[MemMixConfig]:
     Raises:
         ValueError: transformers knows no such model type.
     """
-    if backbone_model_type not in CONFIG_MAPPING_NAMES:
+    if not isinstance(backbone_model_type, str) or backbone_model_type not in CONFIG_MAPPING_NAMES:
         raise ValueError(
             f"backbone_model_type={backbone_model_type!r} is no model type of this transformers version; build the"
             " configuration with memmix_config(backbone_config, mixer_types=[...])"

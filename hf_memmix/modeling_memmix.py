@@ -29,7 +29,7 @@ class MemMixModel(MemMixPreTrained):
     """
 
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__(config.of_a_new_model())
         self.insert_mixers()
 
     def forward(
@@ -116,7 +116,7 @@ class _WithHead(MemMixPreTrained):
     """A model with a head on a base model: the native constructor runs once, then its base model changes class."""
 
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__(config.of_a_new_model())
         base = getattr(self, self.base_model_prefix)
         if not isinstance(base, MemMixModel):
             change_class(base, model_class_of(type(config), AutoModel))

@@ -316,6 +316,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.hidden = change(self.hidden)
             if self.static:
                 fix_addresses(self.hidden)
+        self._past = []  # it would roll back to the rows as they were
 
     def _left_inference_mode(self) -> bool:
         """States made under inference_mode may not be changed in place outside it."""

@@ -264,6 +264,33 @@ def test_crop_reaches_nothing_that_was_forgotten(forget):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("change", "argument", "rows"),
+    [
+        ("batch_select_indices", torch.tensor([1, 0]), [1, 0]),
+        ("reorder_cache", torch.tensor([1, 1]), [1, 1]),
+        ("batch_repeat_interleave", 2, [0, 0, 1, 1]),
+    ],
+)
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_crop_reaches_nothing_before_a_change_of_rows(mixer, layout, change, argument, rows):
+    """What was recorded of the rows as they were is forgotten; what comes later rolls back exactly."""
+    model, ids = tiny_model("llama", layout, mixer), random_ids(2, 9)
+    cache = RecurrentStateCache(model.config)
+    model(ids[:, :4], past_key_values=cache)
+    cache.activate_past_recording()
+    model(ids[:, 4:6], past_key_values=cache)
+    getattr(cache, change)(argument)
+    with pytest.raises(ValueError, match="only the last 0 tokens"):
+        cache.crop(-1)
+    ids = ids[rows]
+    model(ids[:, 6:], past_key_values=cache)
+    cache.crop(-2)
+    continues(model, cache, ids[:, :7], ids[:, 7:])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("family", ("llama", "mistral", "gemma2"))
 def test_nothing_grows_after_the_recording_was_stopped(family):
     """Layers of sliding windows keep all keys while they record, memories all their inputs."""

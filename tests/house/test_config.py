@@ -268,6 +268,8 @@ def test_config_without_backbone():
         MemMixConfig.from_dict({"model_type": "memmix"})
     with pytest.raises(ValueError, match=r"backbone_model_type.*no_such"):
         MemMixConfig.from_dict({"model_type": "memmix", "backbone_model_type": "no_such"})
+    with pytest.raises(ValueError, match=r"backbone_model_type.*llama"):
+        MemMixConfig.from_dict({"model_type": "memmix", "backbone_model_type": ["llama"]})
 
 
 def test_edited_config_json(tmp_path):

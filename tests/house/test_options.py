@@ -8,10 +8,11 @@ import random
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_memmix import MIXERS as MIXER_CLASSES
 from hf_memmix import MemMixConfig, memmix_config
+from hf_memmix.frozen import FrozenDict
 from hf_memmix.models import FAMILIES
 from testing import (
     LAYERS,
@@ -95,6 +96,23 @@ def test_set_mixer_options(mixer, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert again.config.mixers == model.config.mixers
     assert_same(again(ids).logits, model(ids).logits, tolerance=0)
+
+
+@pytest.mark.parametrize("mixer", [mixer for mixer in MIXERS if OTHER_VALUES[mixer]])
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification])
+def test_models_of_one_configuration_have_options_of_their_own(auto, mixer):
+    config = tiny_config("llama", "odd", mixer)
+    models = [auto.from_config(config), AutoModelForCausalLM.from_config(config), auto.from_config(config)]
+    ((name, value), *_) = OTHER_VALUES[mixer].items()
+    unchanged = MIXERS[mixer].get(name, getattr(MIXER_CLASSES[mixer].options_class(), name))
+    expected = [unchanged] * 3
+    for i in (2, 0):
+        models[i].set_mixer_options(**{name: value})
+        expected[i] = value
+        for model, wanted in zip(models, expected, strict=True):
+            assert model.config.mixers[mixer][name] == model.base_model.config.mixers[mixer][name] == wanted
+            assert all(getattr(m.options, name) == wanted for m in mixers_of(model).values())
+    assert all(type(model.config.mixers) is FrozenDict for model in models)
 
 
 @torch.no_grad()

@@ -132,6 +132,11 @@ class RecurrentStateCache(Cache):
         return new
 
     @property
+    def max_cache_len(self) -> int:
+        """Length of a static cache, -1 for a dynamic one. PEFT asks for it before its prefix tuning is refused."""
+        return -1 if self.static_length is None else self.static_length
+
+    @property
     def batch_rows(self) -> int:
         """Number of sequences held; 0 before the first token."""
         for layer in self.layers:
@@ -199,7 +204,8 @@ def replace_layers(layers: list, config, static: bool):
         if getattr(old, "is_initialized", False) and int(old.get_seq_length()) > 0:
             raise ValueError(
                 f"layer {i} of this cache holds keys and values, but the model has a {kind!r} memory there: the cache"
-                " was filled by another model. Start from an empty cache"
+                " was filled by another model, or by PEFT's prefix tuning, whose place prompt tuning can take. Start from an"
+                " empty cache"
             )
         layers[i] = RecurrentLayer(static=static, mask_length=mask_length)
         layers[i].record_past = getattr(old, "record_past", False)

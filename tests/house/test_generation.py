@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import PromptTuningConfig, get_peft_model
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import DynamicCache, pipeline
 from transformers.cache_utils import StaticLayer
 
@@ -113,6 +113,20 @@ def test_prompt_tuning_of_a_padded_batch(mixer, layout):
     swapped = torch.cat([ids[:, :3].flip(1) + 1, ids[:, 3:]], 1)  # what stands at the pads is of no account
     again = model.generate(input_ids=swapped, attention_mask=mask, max_new_tokens=5)
     assert_same_tokens(again[1, 7:], out.sequences[1, 7:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("implementation", (None, "static"))
+def test_prefix_tuning_is_refused(layout, implementation):
+    """A prefix is keys and values, which a memory cannot take in."""
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_peft_model(tiny_model("llama", layout, fresh=True), config).double().eval()
+    ids = random_ids(2, 5)
+    with pytest.raises(ValueError, match="holds keys and values.*prefix tuning"):
+        model(input_ids=ids)
+    with pytest.raises(ValueError, match="holds keys and values.*prefix tuning"):
+        model.generate(input_ids=ids, max_new_tokens=3, cache_implementation=implementation)
 
 
 # ---- caches and modes

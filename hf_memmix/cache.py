@@ -243,8 +243,8 @@ def replace_layers(layers: list, config, static: bool):
         if getattr(old, "is_initialized", False) and int(old.get_seq_length()) > 0:
             raise ValueError(
                 f"layer {i} of this cache holds keys and values, but the model has a {kind!r} memory there: the cache"
-                " was filled by another model, or by PEFT's prefix tuning, whose place prompt tuning can take. Start from an"
-                " empty cache"
+                " was filled by another model, or by PEFT's prefix tuning, whose place prompt tuning can take. Start"
+                " from an empty cache"
             )
         layers[i] = RecurrentLayer(static=static, mask_length=mask_length)
         layers[i].record_past = getattr(old, "record_past", False)

@@ -224,7 +224,7 @@ _RESERVED_WORDS = ("mamba", "rwkv", "minimax", "xlstm", "xlnet", "reformer")
 
 def family_name(config) -> str:
     """The key of a model's family in `BACKBONES`, whether the model is transformers' own or has mixers."""
-    return getattr(config, "backbone_model_type", None) or config.model_type
+    return getattr(config, "backbone_model_type", None) or getattr(config, "model_type", "")
 
 
 def backbone_of(config) -> Backbone:

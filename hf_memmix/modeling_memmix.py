@@ -10,6 +10,7 @@ The classes of a backbone are made and registered with the Auto classes when its
 """
 
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils import is_torchdynamo_compiling
 
 from . import generated_models
 from ._transformers import change_class, model_class_of
@@ -32,6 +33,11 @@ class MemMixModel(MemMixPreTrained):
         super().__init__(config.of_a_new_model())
         self.insert_mixers()
 
+    def _checkpoints_activations(self) -> bool:
+        """Whether this forward recomputes activations in backward. Each layer decides by its own mode."""
+        modules = [self] if is_torchdynamo_compiling() else [self, *decoder_layers(self)]
+        return any(module.training and getattr(module, "gradient_checkpointing", False) for module in modules)
+
     def forward(
         self,
         input_ids=None,
@@ -50,10 +56,7 @@ class MemMixModel(MemMixPreTrained):
         if batch * length == 0:
             raise ValueError(f"the input holds no token: {batch} rows of {length}; a forward needs at least one")
         given = past_key_values
-        # each layer decides by its own mode
-        checkpoints = any(
-            m.training and getattr(m, "gradient_checkpointing", False) for m in (self, *decoder_layers(self))
-        )
+        checkpoints = self._checkpoints_activations()
         if given is not None and checkpoints:
             raise ValueError(
                 "gradient checkpointing in train mode runs the layers without their cache, which would neither be"

@@ -75,7 +75,7 @@ def defects(tmp_path):
     return {
         "a wrong conversion in our code": in_our_code,
         "a wrong shape": lambda: torch.zeros(2) @ torch.zeros(3),
-        "a ValueError of torch": lambda: torch.distributions.Normal(torch.zeros(1), -torch.ones(1)),
+        "a ValueError of torch": lambda: torch.distributions.Normal(torch.zeros(1), -torch.ones(1), True),
         "a wrong type": lambda: len(3),
         "a missing key": lookup,
         "a missing attribute": lambda: torch.no_such_name,

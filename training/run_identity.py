@@ -92,7 +92,10 @@ def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:
             f"{last} is of another run ({different}); give what that run began with, begin anew with resume off, or"
             " give another output folder"
         )
-    check_files(last, saved.get("files", {}))
+    files = saved.get("files", {} if "format" not in saved else None)
+    if not isinstance(files, dict):
+        raise ValueError(f"{last} has no list of its files in {RUN_FILE}; {_remedy(last)}")
+    check_files(last, files)
     return last
 
 

@@ -164,6 +164,12 @@ def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> 
 def _check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recipe) -> None:
     if data.block_size != recipe.block_size:
         raise ValueError(f"data has blocks of {data.block_size} tokens, the recipe asks for {recipe.block_size}")
+    rows = recipe.tokens_per_step // recipe.block_size
+    if not isinstance(data, StreamedBlocks) and len(data) < rows:
+        raise ValueError(
+            f"the data are {len(data)} rows of {recipe.block_size} tokens, one step reads {rows} (batch_size times"
+            " gradient_accumulation); give more text, or a smaller batch or block"
+        )
     if not converted_layers(student):
         raise ValueError("the student has no converted layer to train; convert it with fewer kept layers")
     _check_block_size(student, recipe.block_size)

@@ -95,6 +95,17 @@ def test_every_file_of_a_checkpoint_is_checked(tmp_path, teacher, data, stage):
     stage(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
 
 
+@pytest.mark.parametrize("files", [None, [1]])
+def test_a_run_file_without_its_hashes_is_refused(tmp_path, teacher, data, files):
+    align(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
+    file = tmp_path / "checkpoint-2" / "memmix_run.json"
+    record = json.loads(file.read_text()) | {"files": files}
+    for broken in (record, {name: value for name, value in record.items() if name != "files"}):
+        file.write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match="checkpoint-2 has no list of its files .*remove that folder"):
+            align(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
+
+
 def test_files_in_folders_of_a_checkpoint_are_checked(tmp_path):
     """A sharded optimizer is a folder."""
     (tmp_path / "optimizer_0").mkdir()

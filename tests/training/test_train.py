@@ -203,6 +203,11 @@ def test_data_that_does_not_fit_is_refused(tmp_path, data, teacher):
         align(convert_model(teacher), teacher, data, tmp_path, block_size=32)
     with pytest.raises(ValueError, match="outside the vocabulary of 64"):
         align(convert_model(teacher), teacher, TokenBlocks(torch.full((64,), 99), 16), tmp_path, **SMALL)
+    few = TokenBlocks(torch.arange(64), 16)
+    for options in ({"batch_size": 5}, {"batch_size": 3, "gradient_accumulation": 2}):
+        with pytest.raises(ValueError, match="the data are 4 rows of 16 tokens, one step reads [56] "):
+            align(convert_model(teacher), teacher, few, tmp_path, **{**SMALL, "steps": 1, **options})
+    align(convert_model(teacher), teacher, few, tmp_path, **{**SMALL, "steps": 1, "batch_size": 4})
 
 
 def test_teachers_that_do_not_fit_are_refused(tmp_path, data):

@@ -142,7 +142,8 @@ def test_a_tracker_receives_the_logs(cached, monkeypatch):
     align = ["align", "--teacher", "me/teacher", "--student", "s0", "--text", "text.txt", "--out", "s1"]
     options = ["--steps", "4", "--batch-size", "2", "--block-size", "16", "--logging-steps", "2"]
     trackers = ["--report-to", "wandb", "--report-to", "wandb"]  # twice is once
-    assert memmix(*align, *options, *trackers).exit_code == 0
+    run = memmix(*align, *options, *trackers)
+    assert run.exit_code == 0, run.output
     assert [step for step, names in received if '"loss"' in names] == [1, 2, 4]
 
 

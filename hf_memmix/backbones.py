@@ -228,7 +228,7 @@ def family_name(config) -> str:
 
 
 def backbone_of(config) -> Backbone:
-    """The row of a model's family, `UNLISTED` if it has none. `config`: transformers' or of a memmix model."""
+    """The row of a model's family, or `UNLISTED`. `config` is transformers' own or that of a memmix model."""
     return BACKBONES.get(family_name(config), UNLISTED)
 
 

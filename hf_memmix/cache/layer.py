@@ -144,7 +144,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return RowsOfStates(rows, {name: state[rows] for name, state in self.states.items()}, int(self.seen))
 
     def restore_rows(self, kept: RowsOfStates):
-        """Put copied rows back in place: of the tokens since then they hold none. Other rows stay as they are."""
+        """Put copied rows back in place. They forget the tokens that came after the copy; other rows do not change."""
         since = int(self.seen) - kept.seen
         if since <= 0:
             return

@@ -250,6 +250,6 @@ def _replace_layers_of(cache: Cache, config):
 
 
 def _mark_adopted(cache: Cache, config):
-    """Note on a cache whose memory it is, and one of its memory layers (None: it has none): all have the same rows."""
+    """Note on a cache which model it belongs to, and one of its memory layers or None; all have the same rows."""
     cache.memmix_config = config
     cache.memmix_layer = next((layer for layer in cache.layers if isinstance(layer, RecurrentLayer)), None)

@@ -1,4 +1,4 @@
-"""Which parameters stay in fp32 when a model is loaded in 16 bits: those that the mixers declare, and no others."""
+"""A model that is loaded in 16 bits keeps exactly those parameters in fp32 that its mixers declare."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """The one door to what transformers does not promise to keep: private methods, attributes and tables.
 
 No other module of hf_memmix and hf_memmix.conversion touches them; the Trainer's are in
-`hf_memmix.training._trainer_hooks`. Every name has a line here that says why, and a row in tests/house/test_door.py
+`hf_memmix.training._trainer_hooks`. Every name has a line here that says why, and a row in tests/core/test_door.py
 that fails when the library moves it or changes how it is called. The classes translate private methods of the library
 into methods with names of our own, which the model classes write.
 

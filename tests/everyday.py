@@ -17,8 +17,8 @@ LEFT_OUT = [
     r"tests/kernels/test_memcheck\.py::test_every_access_is_inside\[(?!gla)",
     r"tests/kernels/test_registration\.py::test_compiles_to_one_graph\[triton",
     r"tests/kernels/test_sass\.py::test_one_kernel_compiles",
-    r"tests/house/test_compile\.py::test_training_graph\[(?!llama-gka)",
-    r"tests/house/test_compile\.py::test_training_on_other_lengths",
+    r"tests/core/test_compile\.py::test_training_graph\[(?!llama-gka)",
+    r"tests/core/test_compile\.py::test_training_on_other_lengths",
     # whole trainings, and kills of them: one moment of a kill and one program stay
     r"tests/training/test_crash\.py::test_a_kill_leaves.*\[(?!before the folder is renamed)",
     r"tests/training/test_crash\.py::test_out_of_room",

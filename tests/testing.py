@@ -1,6 +1,6 @@
 """Tables and helpers shared by all tests: decoder families, mixers, layouts, tiny models, comparisons.
 
-A new mixer joins every test of `tests/house` by one row of MIXERS, a family trained from scratch by one row of MODELS,
+A new mixer joins every test of `tests/core` by one row of MIXERS, a family trained from scratch by one row of MODELS,
 a decoder family of transformers by one row of FAMILIES. Models are tiny, random and cached per process: a test that
 changes one asks for `fresh=True`. Most comparisons are made in float64, where a wrong answer and a rounding error are
 ten orders of magnitude apart.
@@ -34,7 +34,7 @@ MIXERS = {
     # two groups; few heads, as head h forgets at a rate of h, and states large enough to be heard beside D x
     "mamba2": {"state_size": 24, "head_dim": 32, "n_groups": 2, "chunk_size": 16},
 }
-# the mixer of tests that are about the house and not about one mixer
+# the mixer of tests that are not about one mixer
 HOUSE_MIXER = "gka"
 
 # families trained from scratch: fields that keep one tiny; layouts by further fields; presets with their layers,

@@ -1,6 +1,6 @@
 """The door of training to what transformers' Trainer does not promise to keep; `hf_memmix._transformers` has the rest.
 
-Every name has a line here that says why, and a row in tests/house/test_door.py that fails when the library moves it or
+Every name has a line here that says why, and a row in tests/core/test_door.py that fails when the library moves it or
 changes how it is called. `TrainerHooks` translates the Trainer's private methods into methods with names of our own.
 """
 

@@ -1,12 +1,12 @@
-"""Negative controls: with a part of the house broken on purpose, the checks that guard it must fail."""
+"""Negative controls: with a part of the code broken on purpose, the checks that guard it must fail."""
 
 import functools
 
 import pytest
 import torch
 
+from core.checks import CHECKS, cache_layer_class, check_assistant
 from hf_memmix.cache import FinishedRows
-from house.checks import CHECKS, cache_layer_class, check_assistant
 from testing import mixers_of, tiny_model
 
 FAMILIES_UNDER_CONTROL = ("llama", "gemma3_text")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from house.checks import an_end_token, assert_follows, assert_same_generation, greedy, left_padded, uncached_greedy
-from house.compiled import ROUNDINGS, Graphs, bound_of_logits, compiled_generation
+from core.checks import an_end_token, assert_follows, assert_same_generation, greedy, left_padded, uncached_greedy
+from core.compiled import ROUNDINGS, Graphs, bound_of_logits, compiled_generation
 from testing import HOUSE_MIXER, MIXERS, assert_same, build, float32_noise, random_ids, tiny_config
 
 pytestmark = pytest.mark.compiles

@@ -1,7 +1,7 @@
 """What every model must hold, whatever its family, mixer and layout: one function a property.
 
 Each takes a model and raises AssertionError if the property fails. `test_families.py` runs them over the tables of
-`testing.py`; `test_controls.py` breaks the house on purpose and demands that they notice.
+`testing.py`; `test_controls.py` breaks the code on purpose and demands that they notice.
 """
 
 import contextlib

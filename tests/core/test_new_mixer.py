@@ -13,6 +13,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers import initialization as init
 
 import hf_memmix
+from core.checks import (
+    CHECKS,
+    assert_same_generation,
+    check_assistant,
+    check_gradient_checkpointing,
+    check_padding,
+    uncached_greedy,
+)
+from core.compiled import Graphs, bound_of_logits, compiled_generation
 from hf_memmix.conversion import TensorFate, convert_model, report, save_student, starts
 from hf_memmix.conversion.from_attention import STARTS
 from hf_memmix.mixers import (
@@ -27,15 +36,6 @@ from hf_memmix.mixers import (
 from hf_memmix.mixers.options import between
 from hf_memmix.models import FAMILIES, FamilyConfig, register_family
 from hf_memmix.training.documents import card
-from house.checks import (
-    CHECKS,
-    assert_same_generation,
-    check_assistant,
-    check_gradient_checkpointing,
-    check_padding,
-    uncached_greedy,
-)
-from house.compiled import Graphs, bound_of_logits, compiled_generation
 from testing import MIXERS as ROWS
 from testing import assert_same, backbone_config, build, mixers_of, random_ids, randomize
 

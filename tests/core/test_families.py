@@ -2,7 +2,7 @@
 
 import pytest
 
-from house.checks import (
+from core.checks import (
     CHECKS,
     check_assistant,
     check_checkpointing_refuses_a_cache,

@@ -3,7 +3,7 @@
 import torch
 from transformers import CompileConfig
 
-from house.checks import greedy
+from core.checks import greedy
 from testing import float32_noise, random_ids
 
 # A tiny model has about twelve float32 parts of the library in a row: norms, rotary angles, the logits of generate().

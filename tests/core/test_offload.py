@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from house.checks import check_assistant, check_prompt_lookup, check_static_cache, greedy
+from core.checks import check_assistant, check_prompt_lookup, check_static_cache, greedy
 from testing import MIXERS, assert_same_tokens, build, mixers_of, random_ids, tiny_config, tiny_model
 
 ON_DISK = {

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from core.checks import greedy, left_padded
 from hf_memmix.padding import PaddedRows
-from house.checks import greedy, left_padded
 from testing import LAYERS, MIXERS, mixers_of, random_ids, tiny_model
 
 

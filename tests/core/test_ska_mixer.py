@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import hf_memmix
+from core.checks import CHECKS
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.from_attention.ska import low_rank_scores
 from hf_memmix.mixers import MIXERS, SKAOptions
 from hf_memmix_kernels import naive_ska
-from house.checks import CHECKS
 from testing import assert_same, build, mixers_of, random_ids, tiny_config, tiny_model
 from tiny_teachers import tiny_teacher
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import DynamicCache, StaticCache
 
+from core.checks import assert_same_generation, greedy, uncached_greedy
 from hf_memmix import RecurrentStateCache
-from house.checks import assert_same_generation, greedy, uncached_greedy
 from testing import MIXERS, assert_same, mixers_of, random_ids, tiny_config, tiny_model
 
 FAMILIES = ("llama", "gemma3_text", "gpt_neox")

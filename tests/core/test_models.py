@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import hf_memmix
+from core.checks import CHECKS, check_assistant, check_gradient_checkpointing
 from hf_memmix.models import FAMILIES as REGISTERED
-from house.checks import CHECKS, check_assistant, check_gradient_checkpointing
 from testing import MODELS, assert_same, build, family_fields, random_ids, randomize
 
 every_family = pytest.mark.parametrize("name", MODELS)

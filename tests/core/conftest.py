@@ -1,4 +1,4 @@
-"""The house's tests compare float64 models, which run in float64 throughout."""
+"""The tests of the core compare float64 models, which run in float64 throughout."""
 
 import contextlib
 

@@ -13,9 +13,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from core.checks import an_end_token, assert_follows, greedy, left_padded
 from hf_memmix import RecurrentStateCache
 from hf_memmix.cache import FinishedRows
-from house.checks import an_end_token, assert_follows, greedy, left_padded
 from testing import MIXERS, assert_same, random_ids, tiny_model
 
 NEW = 9

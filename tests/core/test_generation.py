@@ -6,9 +6,9 @@ from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import DynamicCache, pipeline
 from transformers.cache_utils import StaticLayer
 
+from core.checks import assert_same_generation, check_padded_generation, greedy, left_padded, uncached_greedy
 from hf_memmix import RecurrentStateCache
 from hf_memmix.layout_hooks import separates
-from house.checks import assert_same_generation, check_padded_generation, greedy, left_padded, uncached_greedy
 from testing import MIXERS, assert_same, assert_same_tokens, base_model, random_ids, tiny_model, word_tokenizer
 
 LAYOUTS = ("first", "all")

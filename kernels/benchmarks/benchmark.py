@@ -212,11 +212,12 @@ def commit() -> str | None:
     return result.stdout.strip() or None
 
 
-def merge(path: Path, rows: list[dict]) -> list[dict]:
-    """The rows of the file, those that `rows` measured again replaced."""
+def merge(path: Path, rows: list[dict], measured: tuple[str, ...] = ()) -> list[dict]:
+    """The rows of the file, those that `rows` measured again replaced. Columns in `measured` are results too."""
+    results = {*MEASURED, *measured}
 
     def key(row):
-        return json.dumps({name: value for name, value in row.items() if name not in MEASURED}, sort_keys=True)
+        return json.dumps({name: value for name, value in row.items() if name not in results}, sort_keys=True)
 
     kept = {key(row): row for row in (json.loads(path.read_text()) if path.exists() else [])}
     return list({**kept, **{key(row): row for row in rows}}.values())

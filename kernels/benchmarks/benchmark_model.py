@@ -1,0 +1,175 @@
+"""Whole models on one GPU: a Llama shape of 1.04 billion parameters beside the same with every layer a memory mixer.
+
+    python kernels/benchmarks/benchmark_model.py --out kernels/benchmarks/results/model_h200.json
+
+Random weights and random tokens, bf16. "decode" is `generate()` with a static cache after a prompt of 1024 tokens, and
+holds everything that `generate()` does between two tokens. "prefill" is one forward that fills a dynamic cache and
+computes the last logits. "train" is forward, backward and one fused AdamW step, without gradient checkpointing. `ms`
+is a median by CUDA events (decode: by the clock between two tokens), `kernel_ms` the sum of the times of all GPU
+kernels in one call by the profiler, `kernels` the same sum by kind of kernel. `mfu` counts 6 FLOP per parameter and
+token for training, 2 for prefill, over 989 TFLOP/s. Rows that --out already holds are replaced when they describe the
+same measurement, all others are kept.
+"""
+
+import argparse
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from benchmark import commit, merge
+from benchmark_generate import build, measure
+
+PEAK_FLOPS = 989e12  # bf16, one H200
+DECODE_CONTEXT, NEW_TOKENS = 1024, 32
+DECODE_BATCHES = (1, 32, 128)
+PREFILL = ((1, 2048), (1, 32768))
+TRAIN = ((8, 2048), (2, 8192))
+MIXERS = ("attention", "gka", "lattice", "mamba2", "ska", "coffee")
+MEASURED = ("ms", "tokens_s", "mfu", "peak_mib", "kernel_ms", "kernels", "first_token_s")
+# the first row whose words appear in a kernel's name gives its kind
+KINDS = (
+    ("mixers", ("gka_", "gla_", "lattice_", "coffee_", "ska_", "short_conv_", "row_norm", "unit_norm", "gate")),
+    ("attention", ("flash", "fmha", "attention")),
+    ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "splitk")),
+    ("optimizer", ("multi_tensor", "FusedAdam", "foreach")),
+    ("copies and fills", ("Memcpy", "Memset", "copy", "fill", "Cat")),
+    ("reductions", ("reduce", "softmax", "Softmax", "norm")),
+    ("elementwise", ("elementwise", "triton_poi", "triton_per", "triton_red", "vectorized")),
+)
+
+
+def kind_of(kernel: str) -> str:
+    """The row of `KINDS` that a kernel's name belongs to."""
+    return next((kind for kind, words in KINDS if any(word in kernel for word in words)), "other")
+
+
+def profiled(call: Callable[[], object]) -> tuple[float, dict[str, float], list]:
+    """Milliseconds of all kernels of one call, the same by kind, and the longest kernels as [name, calls, ms]."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    kinds, rows = Counter(), []
+    for event in profiler.key_averages():
+        ms = event.self_device_time_total / 1e3
+        if ms > 0:
+            kinds[kind_of(event.key)] += ms
+            rows.append([event.key[:90], event.count, round(ms, 3)])
+    rows.sort(key=lambda row: -row[2])
+    return sum(kinds.values()), {kind: round(ms, 3) for kind, ms in kinds.most_common()}, rows
+
+
+def timed(call: Callable[[], object], repeats: int) -> float:
+    """Median milliseconds of a call by CUDA events, after two warm ones."""
+    call()
+    call()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def random_tokens(model, batch: int, length: int) -> torch.Tensor:
+    return torch.randint(3, model.config.vocab_size, (batch, length), device="cuda")
+
+
+def decode(model, batch: int) -> dict:
+    torch._dynamo.reset()
+    found = measure(model, batch, DECODE_CONTEXT, NEW_TOKENS, "static")
+    return {
+        "ms": found["ms"],
+        "tokens_s": round(1e3 * batch / found["ms"]),
+        "peak_mib": found["peak_mib"],
+        "first_token_s": found["first_token_s"],
+    }
+
+
+def throughput(call, tokens: int, flops: float, repeats: int) -> tuple[dict, list]:
+    """The measured columns of a call over `tokens` tokens, `flops` FLOP each, and its longest kernels."""
+    torch.cuda.reset_peak_memory_stats()
+    ms = timed(call, repeats)
+    peak = torch.cuda.max_memory_allocated() / 2**20
+    kernel_ms, kinds, longest = profiled(call)
+    row = {
+        "ms": round(ms, 2),
+        "tokens_s": round(1e3 * tokens / ms),
+        "mfu": round(flops * tokens / ms * 1e3 / PEAK_FLOPS, 3),
+    }
+    return row | {"peak_mib": round(peak), "kernel_ms": round(kernel_ms, 2), "kernels": kinds}, longest
+
+
+def prefill(model, batch: int, length: int, size: int) -> tuple[dict, list]:
+    tokens = random_tokens(model, batch, length)
+
+    @torch.no_grad()
+    def call():
+        return model(tokens, use_cache=True, logits_to_keep=1)
+
+    return throughput(call, batch * length, 2 * size, 10)
+
+
+def train(model, batch: int, length: int, size: int, optimizer) -> tuple[dict, list]:
+    tokens = random_tokens(model, batch, length)
+
+    def call():
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return throughput(call, batch * length, 6 * size, 5)
+
+
+def rows_of(mixer: str, phases: list[str], decode_batches: list[int]):
+    """One row per measurement, each as soon as it is there; the longest kernels go to the output only."""
+    model = build(None if mixer == "attention" else mixer)
+    size = sum(p.numel() for p in model.parameters())
+    if "prefill" in phases:
+        for batch, length in PREFILL:
+            row, longest = prefill(model, batch, length, size)
+            yield {"phase": "prefill", "B": batch, "T": length, **row}, longest
+    if "decode" in phases:
+        for batch in decode_batches:
+            yield {"phase": "decode", "B": batch, "T": DECODE_CONTEXT, **decode(model, batch)}, []
+    if "train" in phases:
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        for batch, length in TRAIN:
+            row, longest = train(model, batch, length, size, optimizer)
+            yield {"phase": "train", "B": batch, "T": length, **row}, longest
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--mixers", nargs="+", choices=MIXERS, default=list(MIXERS))
+    parser.add_argument(
+        "--phases", nargs="+", choices=("prefill", "decode", "train"), default=["prefill", "train", "decode"]
+    )
+    parser.add_argument("--decode-batches", nargs="+", type=int, default=list(DECODE_BATCHES))
+    parser.add_argument("--longest", type=int, default=0, help="print so many of the longest kernels of each row")
+    parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")
+    args = parser.parse_args()
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    rows = []
+    for mixer in args.mixers:
+        for row, longest in rows_of(mixer, args.phases, args.decode_batches):
+            rows.append({"mixer": mixer, **row, **machine, "commit": args.commit})
+            print(json.dumps({name: value for name, value in rows[-1].items() if name not in machine}), flush=True)
+            for found in longest[: args.longest]:
+                print("   ", *found, flush=True)
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(merge(args.out, rows, MEASURED), indent=1) + "\n")
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

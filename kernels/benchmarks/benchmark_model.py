@@ -28,6 +28,7 @@ DECODE_CONTEXT, NEW_TOKENS = 1024, 32
 DECODE_BATCHES = (1, 32, 128)
 PREFILL = ((1, 2048), (1, 32768))
 TRAIN = ((8, 2048), (2, 8192))
+PHASES = ("prefill", "train", "decode")
 MIXERS = ("attention", "gka", "lattice", "mamba2", "ska", "coffee")
 MEASURED = ("ms", "tokens_s", "mfu", "peak_mib", "kernel_ms", "kernels", "first_token_s")
 # the first row whose words appear in a kernel's name gives its kind

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checks import error
+from checks import error, outputs_and_gradients
 from ops_table import DEVICE, OPS, Shape
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -156,3 +156,41 @@ def test_short_conv_pads_by_lengths(backend):
     assert error(y, want) <= 1e-5 and error(final, want_final) <= 1e-5
     (grad,) = torch.autograd.grad(y.square().sum() + final.square().sum(), x)
     assert torch.isfinite(grad).all() and not grad[padded].any()
+
+
+@once_per_function
+def test_eager_calls_bypass_the_registered_op(op, monkeypatch):
+    """Its layers cost more host time than small kernels run; the results and gradients are the same."""
+    inputs, state = op.draw(SHAPE, torch.float32), op.draw_state(SHAPE, 1, torch.float32)
+    weights = []
+    with Recorder():
+        want = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
+    called = []
+    monkeypatch.setattr(torch.library.CustomOpDef, "__call__", lambda self, *args: called.append(self))
+    got = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
+    assert not called
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@once_per_function
+def test_a_gradient_cannot_be_differentiated_again(op):
+    """Kernels compute it, so a second derivative would be wrong without a word."""
+    inputs = {name: t.requires_grad_() for name, t in op.draw(SHAPE, torch.float32).items()}
+    o, _ = op.run(op.fast, inputs)
+    leaf = next(t for t in inputs.values() if t.is_floating_point())
+    (gradient,) = torch.autograd.grad(o.square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@once_per_function
+def test_torch_func_gives_the_gradient(op):
+    inputs = op.draw(SHAPE, torch.float32)
+    name = next(name for name, t in inputs.items() if t.is_floating_point())
+
+    def loss(leaf):
+        return op.run(op.fast, inputs | {name: leaf})[0].square().sum()
+
+    leaf = inputs[name].clone().requires_grad_()
+    (want,) = torch.autograd.grad(loss(leaf), leaf)
+    assert error(torch.func.grad(loss)(inputs[name]), want) <= 1e-6

@@ -1,17 +1,34 @@
-"""Registration of decode steps with torch.library, without its cost in eager calls."""
+"""Registration of ops with torch.library, without its cost in eager calls.
+
+torch.compile, torch.export and dispatch modes (fake tensors, recorders) see a registered op. Every other call goes
+straight to the function, because the layers of a custom op cost tens to hundreds of microseconds of host time per
+call: on a CPU more than a small step itself, on a GPU more than the kernels of a short prompt.
+"""
 
 import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _needs_op(args: tuple) -> bool:
+    """Whether somebody other than eager PyTorch looks at this call: a compiler, a dispatch mode, a tensor subclass."""
+    # torch has no public question for an active dispatch mode
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(isinstance(a, Tensor) and type(a) not in _PLAIN for a in args)
+    )
 
 
 def step_op(name: str, mutates_args: tuple[str, ...]) -> Callable:
     """Decorator: a function without autograd that changes tensors in place, as a custom op named `name`.
 
-    torch.compile, torch.export and dispatch modes (fake tensors, recorders) see the registered op. Every other call
-    goes straight to the function, because the layers of a custom op cost tens of microseconds of host time per call,
-    on a CPU more than a small step itself. Arguments are positional. `register_fake` of the result is that of the op.
+    Arguments are positional. `register_fake` of the result is that of the op.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -20,11 +37,47 @@ def step_op(name: str, mutates_args: tuple[str, ...]) -> Callable:
 
         @functools.wraps(function)
         def call(*args):
-            # torch has no public question for an active dispatch mode
-            traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-            return op(*args) if traced else direct(*args)
+            return op(*args) if _needs_op(args) else direct(*args)
 
         call.register_fake = op.register_fake
         return call
 
     return decorate
+
+
+class ChunkOp:
+    """A function of a whole sequence that changes no argument, as a custom op; made by `chunk_op`."""
+
+    def __init__(self, name: str, function: Callable):
+        self._op = torch.library.custom_op(name, mutates_args=())(function)
+        self._direct = torch.no_grad()(function)
+        self._function: type[torch.autograd.Function] | None = None
+        self.register_fake = self._op.register_fake
+        functools.update_wrapper(self, function)
+
+    def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
+        """As `register_autograd` of a custom op. The gradient cannot be differentiated again."""
+        self._op.register_autograd(backward, setup_context=setup_context)
+        methods = {
+            "forward": staticmethod(self._direct),
+            "setup_context": staticmethod(setup_context),
+            "backward": staticmethod(once_differentiable(backward)),
+        }
+        self._function = type(f"{self.__name__}_autograd", (torch.autograd.Function,), methods)
+
+    def __call__(self, *args):
+        if _needs_op(args):
+            return self._op(*args)
+        if self._function is None or not torch.is_grad_enabled():
+            return self._direct(*args)
+        if not any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return self._direct(*args)
+        return self._function.apply(*args)
+
+
+def chunk_op(name: str) -> Callable[[Callable], ChunkOp]:
+    """Decorator: a function that changes no argument, as a custom op named `name`. Arguments are positional.
+
+    `register_fake` and `register_autograd` of the result are those of the op.
+    """
+    return functools.partial(ChunkOp, name)

@@ -9,7 +9,7 @@ from torch import Tensor
 from .._chunks import checkpoint_slots
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import use_triton
-from .._registration import step_op
+from .._registration import chunk_op, step_op
 from .sizes import CHECKPOINT, coffee_method, padded_states
 from .torch_deer import deer_fwd_torch
 from .torch_path import checkpoint_interval, coffee_bwd_torch, coffee_fwd_torch, coffee_step_torch
@@ -87,7 +87,7 @@ def _shooting(u, lam, w, C, w_filter, gate, initial_state, feedback, save, toler
     return found and found[:3]
 
 
-@torch.library.custom_op("hf_memmix::coffee_fwd", mutates_args=())
+@chunk_op("hf_memmix::coffee_fwd")
 def _fwd(
     u: Tensor,
     lam: Tensor,
@@ -129,7 +129,7 @@ def _(u, lam, w, C, w_filter, gate, initial_state, cu_seqlens, feedback, save, m
     )
 
 
-@torch.library.custom_op("hf_memmix::coffee_bwd", mutates_args=())
+@chunk_op("hf_memmix::coffee_bwd")
 def _bwd(
     dy: Tensor,
     dfinal: Tensor,

@@ -4,7 +4,7 @@ import torch
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
-from .._registration import step_op
+from .._registration import chunk_op, step_op
 from . import torch_path
 from .schedule import as_phases
 from .torch_path import gka_step_torch
@@ -24,7 +24,7 @@ def _chunk_path(q: torch.Tensor, v: torch.Tensor):
     return torch_path
 
 
-@torch.library.custom_op("hf_memmix::gka_fwd", mutates_args=())
+@chunk_op("hf_memmix::gka_fwd")
 def _gka_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -51,7 +51,7 @@ def _(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale,
     return o, q.new_empty(q.shape, dtype=h0.dtype), torch.empty_like(h0), torch.empty_like(u0)
 
 
-@torch.library.custom_op("hf_memmix::gka_bwd", mutates_args=())
+@chunk_op("hf_memmix::gka_bwd")
 def _gka_bwd(
     do: torch.Tensor,
     dh_final: torch.Tensor,

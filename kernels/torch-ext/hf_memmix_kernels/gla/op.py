@@ -5,13 +5,13 @@ from torch import Tensor
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
-from .._registration import step_op
+from .._registration import chunk_op, step_op
 from .torch_path import gla_bwd_torch, gla_fwd_torch, gla_step_torch
 
 CHUNK_SIZES = (16, 32, 64, 128)
 
 
-@torch.library.custom_op("hf_memmix::gla_fwd", mutates_args=())
+@chunk_op("hf_memmix::gla_fwd")
 def _fwd(
     q: Tensor,
     k: Tensor,
@@ -34,7 +34,7 @@ def _(q, k, v, log_decay, initial_state, cu_seqlens, scale, chunk_size):
     return q.new_empty(*q.shape[:3], v.shape[-1]), initial_state.new_empty(initial_state.shape)
 
 
-@torch.library.custom_op("hf_memmix::gla_bwd", mutates_args=())
+@chunk_op("hf_memmix::gla_bwd")
 def _bwd(
     do: Tensor,
     dfinal: Tensor,

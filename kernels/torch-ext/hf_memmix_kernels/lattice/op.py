@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import use_triton
-from .._registration import step_op
+from .._registration import chunk_op, step_op
 from .naive import BASELINES, VARIANTS
 from .sizes import CHECKPOINT, MAX_DIM, dual_sizes, kept_sizes, runs_dual
 from .torch_path import lattice_bwd_torch, lattice_fwd_torch, lattice_step_torch
@@ -40,7 +40,7 @@ def _kept_shape(
     return (-(-v.shape[1] // CHECKPOINT) if save and cu_seqlens is None else 0, N * H, m, d)
 
 
-@torch.library.custom_op("hf_memmix::lattice_fwd", mutates_args=())
+@chunk_op("hf_memmix::lattice_fwd")
 def _fwd(
     q: Tensor,
     k: Tensor,
@@ -71,7 +71,7 @@ def _(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1
     )
 
 
-@torch.library.custom_op("hf_memmix::lattice_bwd", mutates_args=())
+@chunk_op("hf_memmix::lattice_bwd")
 def _bwd(
     do: Tensor,
     dfinal: Tensor,

@@ -5,13 +5,13 @@ from torch import Tensor
 
 from .._common import check_cu_seqlens, num_sequences
 from .._dispatch import use_triton
-from .._registration import step_op
+from .._registration import chunk_op, step_op
 from .torch_path import short_conv_bwd_torch, short_conv_fwd_torch, short_conv_step_torch
 
 MAX_TAPS = 16
 
 
-@torch.library.custom_op("hf_memmix::short_conv_fwd", mutates_args=())
+@chunk_op("hf_memmix::short_conv_fwd")
 def _fwd(
     x: Tensor,
     weight: Tensor,
@@ -36,7 +36,7 @@ def _(x, weight, bias, initial_state, cu_seqlens, lengths, silu):
     )
 
 
-@torch.library.custom_op("hf_memmix::short_conv_bwd", mutates_args=())
+@chunk_op("hf_memmix::short_conv_bwd")
 def _bwd(
     dy: Tensor,
     dstate: Tensor,

@@ -6,7 +6,7 @@ from torch import Tensor
 from .._chunks import sequence_ids
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
-from .._registration import step_op
+from .._registration import chunk_op, step_op
 from . import torch_path
 from .state import State, check_state, state_shapes
 from .torch_path import ska_step_torch
@@ -25,7 +25,7 @@ def _chunk_path(q: Tensor):
     return torch_path
 
 
-@torch.library.custom_op("hf_memmix::ska_fwd", mutates_args=())
+@chunk_op("hf_memmix::ska_fwd")
 def _ska_fwd(
     q: Tensor,
     k: Tensor,
@@ -57,7 +57,7 @@ def _(q, k, v, gain, statistics, operator, previous, nu, position, cu_seqlens, l
     return q.new_empty(*q.shape[:3], v.shape[-1]), *(t.new_empty(t.shape) for t in state)
 
 
-@torch.library.custom_op("hf_memmix::ska_bwd", mutates_args=())
+@chunk_op("hf_memmix::ska_bwd")
 def _ska_bwd(
     do: Tensor,
     d_statistics: Tensor,

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _needs_op(args: tuple) -> bool:
+def needs_op(args: tuple) -> bool:
     """Whether somebody other than eager PyTorch looks at this call: a compiler, a dispatch mode, a tensor subclass."""
     # torch has no public question for an active dispatch mode
     return (
@@ -37,7 +37,7 @@ def step_op(name: str, mutates_args: tuple[str, ...]) -> Callable:
 
         @functools.wraps(function)
         def call(*args):
-            return op(*args) if _needs_op(args) else direct(*args)
+            return op(*args) if needs_op(args) else direct(*args)
 
         call.register_fake = op.register_fake
         return call
@@ -66,7 +66,7 @@ class ChunkOp:
         self._function = type(f"{self.__name__}_autograd", (torch.autograd.Function,), methods)
 
     def __call__(self, *args):
-        if _needs_op(args):
+        if needs_op(args):
             return self._op(*args)
         if self._function is None or not torch.is_grad_enabled():
             return self._direct(*args)

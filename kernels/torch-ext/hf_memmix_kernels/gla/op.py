@@ -1,6 +1,5 @@
 """The gla op: checks of the arguments, choice of the path, registration with torch.library."""
 
-import torch
 from torch import Tensor
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences

@@ -1,0 +1,39 @@
+"""The functions of this folder in float64, written as in the papers; autograd differentiates them."""
+
+import torch
+from torch import Tensor
+
+ACTIVATIONS = {
+    None: lambda x: torch.ones_like(x),
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": lambda x: x * (1 + torch.erf(x * 0.5**0.5)) / 2,
+}
+
+
+def naive_unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
+    """`unit_heads` in float64; the result has the dtype of x."""
+    y = x.double()
+    if cos is not None:
+        pairs = cos.shape[-1]
+        cos, sin = cos.double()[:, :, None], sin.double()[:, :, None]
+        first, second, rest = y[..., :pairs], y[..., pairs : 2 * pairs], y[..., 2 * pairs :]
+        y = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+    return (y / (y.square().sum(-1, keepdim=True).sqrt() + eps)).to(x.dtype)
+
+
+def naive_gated_norm(
+    y: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    activation: str | None = "silu",
+    norm_first: bool = True,
+    limit: float | None = None,
+) -> Tensor:
+    """`gated_norm` in float64; the result has the dtype of y."""
+    x, w = y.double(), weight.double().view(-1, y.shape[-1])
+    x = x if limit is None else x.clamp(-limit, limit)
+    a = torch.ones_like(x) if gate is None else ACTIVATIONS[activation](gate.double())
+    x = x if norm_first else x * a
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
+    return (x * a if norm_first else x).to(y.dtype)

@@ -1,0 +1,136 @@
+"""Functions of each token alone: checks of the arguments, choice of the path, autograd.
+
+They keep no state and need no registration with torch.library: what torch.compile traces are plain operators, which
+it fuses with the projections around them.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .._dispatch import use_triton
+from .._registration import needs_op
+from .torch_path import ACTIVATIONS, gated_norm_torch, unit_heads_torch
+
+MAX_ROW = 16384  # numbers in a row, which a program of the kernels holds in registers
+
+
+def _fused(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether one kernel computes the function and one its gradient."""
+    return not needs_op((x, *others)) and use_triton(x) and 0 < x.shape[-1] <= MAX_ROW
+
+
+class _UnitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(x, cos, sin, eps):
+        from .launch import unit_heads_fwd_triton
+
+        return unit_heads_fwd_triton(x, cos, sin, eps)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.eps = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        from .launch import unit_heads_bwd_triton
+
+        return unit_heads_bwd_triton(dy, *ctx.saved_tensors, ctx.eps), None, None, None
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(y, gate, weight, eps, activation, norm_first, limit):
+        from .launch import gated_norm_fwd_triton
+
+        return gated_norm_fwd_triton(y, gate, weight, eps, activation, norm_first, limit)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.eps, ctx.activation, ctx.norm_first, ctx.limit = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        from .launch import gated_norm_bwd_triton
+
+        options = ctx.eps, ctx.activation, ctx.norm_first, ctx.limit
+        dy, dgate, dweight = gated_norm_bwd_triton(do, *ctx.saved_tensors, *options)
+        return dy, dgate, dweight, None, None, None, None
+
+
+def unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
+    """Rotary embedding, then unit norm per head: y = R x / (|R x| + eps).
+
+    Args:
+        x: [B, T, H, D].
+        cos, sin: [B, T, r] with 2 r <= D, one angle for each pair of channels (i, i + r); channels from 2 r on stay.
+            None: no rotation. They get no gradient.
+        eps: added to the norm.
+
+    Returns:
+        y [B, T, H, D] in x's dtype, computed in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: the shapes do not fit, or only one of cos and sin is given.
+    """
+    if x.dim() != 4:
+        raise ValueError(f"unit_heads: x must be [B, T, H, D], got {tuple(x.shape)}")
+    if (cos is None) != (sin is None):
+        raise ValueError("unit_heads: give cos and sin, or neither")
+    if cos is not None and (
+        cos.shape != sin.shape or cos.shape[:-1] != x.shape[:2] or not 0 < 2 * cos.shape[-1] <= x.shape[-1]
+    ):
+        raise ValueError(
+            f"unit_heads: cos and sin must be [B={x.shape[0]}, T={x.shape[1]}, r] with 0 < 2 r <= {x.shape[-1]}, got"
+            f" {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if not _fused(x, cos, sin):
+        return unit_heads_torch(x, cos, sin, eps)
+    return _UnitHeads.apply(x, cos, sin, eps)
+
+
+def gated_norm(
+    y: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    activation: str | None = "silu",
+    norm_first: bool = True,
+    limit: float | None = None,
+) -> Tensor:
+    """RMSNorm with a gate: y / rms(y) * weight * act(gate), or, with `norm_first=False`, u / rms(u) * weight with
+    u = y * act(gate).
+
+    Args:
+        y: [..., D]; the norm is over D.
+        gate: the shape of y; None is no gate.
+        weight: [D], or [G D] where G is the size of y's dimension before the last: groups with weights of their own.
+        eps: added to the mean square.
+        activation: "silu" or "gelu", of the gate.
+        norm_first: whether the gate follows the norm.
+        limit: y is cut to [-limit, limit] first; None is no limit.
+
+    Returns:
+        The shape and dtype of y, computed in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: the shapes do not fit, or the activation is unknown.
+    """
+    if gate is not None and gate.shape != y.shape:
+        raise ValueError(f"gated_norm: gate must have the shape of y, {tuple(y.shape)}, got {tuple(gate.shape)}")
+    groups, rest = divmod(weight.numel(), max(1, y.shape[-1]))
+    if weight.dim() != 1 or rest or not (groups == 1 or (y.dim() > 1 and groups == y.shape[-2])):
+        raise ValueError(
+            f"gated_norm: weight must be [{y.shape[-1]}], or hold that many numbers for each group, got"
+            f" {tuple(weight.shape)}"
+        )
+    if gate is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"gated_norm: activation={activation!r} is not one of {list(ACTIVATIONS)}")
+    if not _fused(y, gate, weight):
+        return gated_norm_torch(y, gate, weight, eps, activation, norm_first, limit)
+    return _GatedNorm.apply(y, gate, weight, eps, activation, norm_first, limit)

@@ -1,0 +1,44 @@
+"""The torch path: plain operators, which autograd differentiates and torch.compile fuses with what stands around."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._common import compute_dtype
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [B, T, H, D] by cos, sin [B, T, r], 2 r <= D: channels i and i + r form a pair."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def unit_heads_torch(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
+    x = x if cos is None else rotate(x, cos, sin)
+    size = torch.linalg.vector_norm(x.to(compute_dtype(x.dtype)), dim=-1, keepdim=True)
+    return x / (size + eps).to(x.dtype)
+
+
+def gated_norm_torch(
+    y: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    activation: str | None,
+    norm_first: bool,
+    limit: float | None,
+) -> Tensor:
+    dtype, act = compute_dtype(y.dtype), ACTIVATIONS.get(activation)
+    x, w = y.to(dtype), weight.view(-1, y.shape[-1])
+    x = x if limit is None else x.clamp(-limit, limit)
+    if gate is not None and not norm_first:
+        x = x * act(gate.to(dtype))
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    if not norm_first:
+        return w * x.to(y.dtype)
+    x = (x * w).to(y.dtype)
+    return x if gate is None else x * act(gate)

@@ -1,0 +1,160 @@
+"""The rowwise functions against float64, forward and backward, on both paths; the kernels interpreted on a CPU."""
+
+import pytest
+import torch
+from checks import assert_close
+from draw import DEVICE, randn
+from ops_table import TOLERANCE
+
+from hf_memmix_kernels.rowwise import gated_norm, naive_gated_norm, naive_unit_heads, unit_heads
+
+EPS = 1e-6
+# B, T, H, D, and pairs of channels that rotate
+HEADS = [(2, 5, 3, 32, 16), (1, 3, 2, 24, 4), (2, 1, 1, 128, 0), (1, 67, 5, 40, 20), (1, 2, 1, 5, 1)]
+# the shape of y, and groups with weights of their own
+ROWS = [((2, 3, 4, 32), 1), ((1, 5, 3, 24), 3), ((70, 130), 1), ((2, 1, 1000), 1), ((3, 7, 2, 48), 2)]
+GATES = [("silu", True, None), ("gelu", True, None), (None, True, None), ("silu", False, 1.5), ("silu", False, None)]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture
+def dtype(request, backend):
+    if backend == "triton" and DEVICE == "cuda" and request.param == torch.float64:
+        pytest.skip("the choice by device keeps float64 off a GPU's Triton kernels")
+    return request.param
+
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str, indirect=True)
+
+
+def results(fn, leaves: dict, weight: torch.Tensor) -> dict:
+    """The output, and the gradients of a linear function of it with these coefficients."""
+    leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
+    out = fn(**leaves)
+    grads = torch.autograd.grad((out.double() * weight).sum(), list(leaves.values()))
+    return {"out": out.detach()} | {f"d {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def angles(batch, length, pairs, dtype, scale=1.3):
+    """cos and sin as a layer gets them: one row for all of the batch, a part of a wider tensor, scaled as by YaRN."""
+    angle = randn(1, length, 2 * pairs, dtype=torch.float32)[..., :pairs].expand(batch, -1, -1)
+    return scale * angle.cos().to(dtype), scale * angle.sin().to(dtype)
+
+
+def compare(got: dict, want: dict, dtype: torch.dtype):
+    assert got["out"].dtype == dtype
+    assert_close(got, want, lambda name: TOLERANCE[dtype] * (2 if name.startswith("d ") else 1))
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+def test_unit_heads_equals_naive(shape, dtype, backend, poisoned_empty):
+    batch, length, heads, size, pairs = shape
+    x = randn(batch, length, heads, size, dtype=dtype)
+    rotary = angles(batch, length, pairs, dtype) if pairs else (None, None)
+    weight = randn(*x.shape, dtype=torch.float64)
+    want = results(lambda x: naive_unit_heads(x, *rotary, EPS), {"x": x}, weight)
+    compare(results(lambda x: unit_heads(x, *rotary, EPS), {"x": x}, weight), want, dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", ROWS, ids=str)
+@pytest.mark.parametrize(("activation", "norm_first", "limit"), GATES, ids=str)
+def test_gated_norm_equals_naive(shape, activation, norm_first, limit, dtype, backend, poisoned_empty):
+    if DEVICE == "cpu" and dtype != torch.float32 and shape != ROWS[0]:
+        pytest.skip("the interpreter is slow: other dtypes run the first shape there")
+    size, groups = shape
+    leaves = {"y": randn(*size, dtype=dtype), "weight": 1 + 0.2 * randn(groups * size[-1], dtype=dtype)}
+    if activation is not None:
+        leaves["gate"] = randn(*size, dtype=dtype)
+    options = {"eps": EPS, "activation": activation, "norm_first": norm_first, "limit": limit}
+
+    def call(fn):
+        return lambda y, weight, gate=None: fn(y, gate, weight, **options)
+
+    weight = randn(*size, dtype=torch.float64)
+    compare(results(call(gated_norm), leaves, weight), results(call(naive_gated_norm), leaves, weight), dtype)
+
+
+def test_inputs_need_not_be_contiguous(backend):
+    """Parts of a fused projection, and gradients that a transpose hands back."""
+    x = randn(2, 7, 3 * 64, dtype=torch.float32)
+    rotary = angles(2, 7, 8, torch.float32)
+    rotary = rotary[0], rotary[1].contiguous()  # other strides than those of cos
+    part = x[..., 64:128].unflatten(-1, (2, 32))
+    weight = randn(2, 2, 7, 32, dtype=torch.float64).transpose(1, 2)
+    want = results(lambda x: naive_unit_heads(x, *rotary, EPS), {"x": part}, weight)
+    compare(results(lambda x: unit_heads(x, *rotary, EPS), {"x": part}, weight), want, torch.float32)
+    leaves = {"y": x[..., :64], "gate": x[..., 64:128], "weight": randn(64, dtype=torch.float32)}
+    weight = randn(7, 2, 64, dtype=torch.float64).transpose(0, 1)
+
+    def call(fn):
+        return lambda y, gate, weight: fn(y, gate, weight, EPS)
+
+    compare(results(call(gated_norm), leaves, weight), results(call(naive_gated_norm), leaves, weight), torch.float32)
+
+
+def test_rows_of_zeros(backend):
+    """A padded token: zero goes out, and the gradient is finite."""
+    x = torch.zeros(1, 2, 2, 16, device=DEVICE, requires_grad=True)
+    y = unit_heads(x, None, None, EPS)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert not y.any()
+    torch.testing.assert_close(dx, torch.full_like(x, 1 / EPS))
+
+
+@pytest.mark.parametrize("limit", [None, 1.5])
+def test_nan_goes_through(limit, backend):
+    y = randn(4, 16, dtype=torch.float32)
+    y[2, 3] = float("nan")
+    out = gated_norm(y, torch.ones_like(y), torch.ones(16, device=DEVICE), EPS, norm_first=False, limit=limit)
+    assert out[2].isnan().all()
+    assert out[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [(0, 3, 2, 16), (2, 0, 2, 16)], ids=str)
+def test_no_rows(size, backend):
+    x = torch.zeros(*size, device=DEVICE, requires_grad=True)
+    weight = torch.ones(16, device=DEVICE, requires_grad=True)
+    out = gated_norm(unit_heads(x, None, None, EPS), x, weight, EPS)
+    grads = torch.autograd.grad(out.sum(), (x, weight))
+    assert out.shape == x.shape
+    assert grads[0].shape == x.shape
+    assert not grads[1].any()
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_compiled_code_sees_plain_operators(backend):
+    """So that a compiler fuses them; the values agree with the kernels'."""
+    leaves = randn(2, 5, 3, 32, dtype=torch.float32), randn(2, 5, 3, 32, dtype=torch.float32)
+    weight = torch.ones(32, device=DEVICE)
+
+    def call(x, gate):
+        return gated_norm(unit_heads(x, None, None, EPS), gate, weight, EPS)
+
+    graphs = []
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    got = torch.compile(call, fullgraph=True, backend=record)(*leaves)
+    assert len(graphs) == 1
+    torch.testing.assert_close(got, call(*leaves))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, w: unit_heads(x[0], None, None, EPS), "must be \\[B, T, H, D\\]"),
+        (lambda x, w: unit_heads(x, x[..., 0, :4], None, EPS), "or neither"),
+        (lambda x, w: unit_heads(x, x[..., 0, :12], x[..., 0, :12], EPS), "0 < 2 r <= 16"),
+        (lambda x, w: gated_norm(x, x[:1], w, EPS), "shape of y"),
+        (lambda x, w: gated_norm(x, x, w[:3], EPS), "weight must be \\[16\\]"),
+        (lambda x, w: gated_norm(x, x, w, EPS, activation="relu"), "'relu' is not one of"),
+    ],
+)
+def test_bad_input_raises(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(2, 3, 4, 16), torch.ones(16))

@@ -129,6 +129,7 @@ class GKAMixer(HeadsMixer):
     options_class = GKAOptions
     fp32_parameters = ("A_log", "dt_bias")
     max_head_dim = MAX_HEAD_DIM
+    head_parameters = ("a_proj", "A_log", "dt_bias", "b_proj", "alpha_proj")
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -176,16 +177,17 @@ class GKAMixer(HeadsMixer):
     def memory_inputs(self, tokens, states, lengths, cu_seqlens):
         """q, k, v as the memory reads them; log_decay, beta, without effect at padding; states of the convolutions."""
         q, k, v, new = self.convolve(tokens, states, lengths, cu_seqlens)
+        q, k, v = self._heads_for_memory(q, k, v, tokens)
         log_decay, beta = tokens["log_decay"], tokens.get("beta")
         if lengths is not None:
             valid = before_the_end(lengths, q.shape[1])[..., None].to(log_decay.dtype)
             log_decay = log_decay * valid
             beta = valid.expand_as(log_decay) if beta is None else beta * valid
-        return unit(q, EPS), unit(k, EPS), v, log_decay, beta, new
+        return q, k, v, log_decay, beta, new
 
     def step(self, tokens, states):
-        q, k, v = self.convolve_step(tokens, states)
-        q, k, memory = unit(q, EPS), unit(k, EPS), (states["H"], states["U"])
+        q, k, v = self._heads_for_memory(*self.convolve_step(tokens, states), tokens)
+        memory = (states["H"], states["U"])
         return gka_step(
             q, k, v, tokens["log_decay"], tokens.get("alpha"), tokens.get("beta"), memory, **self._solver()
         )
@@ -201,6 +203,11 @@ class GKAMixer(HeadsMixer):
             dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp_min(1e-4)
             init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(0, 16).clamp_min(1e-4).log())
             init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
+
+    def _heads_for_memory(self, q, k, v, tokens):
+        """[B, T, C] after the convolutions -> q, k of unit norm and v, [B, T, H or Hk, D]."""
+        q, k, v = self.split_heads(q, k, v, tokens)
+        return unit(q, EPS), unit(k, EPS), v
 
     def _solver(self) -> dict:
         options = self.options

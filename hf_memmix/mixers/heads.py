@@ -6,7 +6,7 @@
 Shapes: B batch, T tokens, H query heads, Hk key/value heads, D head size of v, K head size of q and k.
 """
 
-from dataclasses import astuple
+import dataclasses
 from typing import ClassVar
 
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import nn
 from ..backbones import layer_rotates
 from .base import AttentionShape, MemoryMixer
 from .layers import RMSNorm, ShortConvolution, one_angle_a_pair, rotate
+from .tensor_parallel import heads_plan
 
 
 class HeadsMixer(MemoryMixer):
@@ -26,6 +27,7 @@ class HeadsMixer(MemoryMixer):
     """
 
     max_head_dim: ClassVar[int]  # of the kernels
+    head_parameters: ClassVar[tuple[str, ...]]  # the subclass's own layers and parameters, one row per head
     gate_activation = staticmethod(F.silu)
 
     def __init__(self, config, layer_idx: int):
@@ -33,7 +35,7 @@ class HeadsMixer(MemoryMixer):
         shape = AttentionShape.of(config)
         shape.check(self, self.max_head_dim)
         self.use_rope = self.options.use_rope and layer_rotates(config, layer_idx)
-        self.hidden, self.heads, self.kv_heads, self.head_dim = astuple(shape)
+        self.hidden, self.heads, self.kv_heads, self.head_dim = dataclasses.astuple(shape)
 
     def add_inputs(self, key_dim: int, share_qk: bool = False, convolve_v: bool = False):
         """The projections, that of the output too, and the short convolutions.
@@ -95,26 +97,38 @@ class HeadsMixer(MemoryMixer):
         return tuple(one_angle_a_pair(t, self.options.rope_layout) for t in rotary)
 
     def convolve(self, tokens, states, lengths, cu_seqlens):
-        """q, k [B, T, H or Hk, K] and v [B, T, Hk, D] after convolution and rotation; states of the convolutions."""
+        """q, k and v [B, T, C] after the short convolutions, and the states of the convolutions."""
         past, convolved, new = states or {}, dict(tokens), {}
         for name, convolution in self._convolutions():
             convolved[name], new[f"conv_{name}"] = convolution(
                 tokens[name], past.get(f"conv_{name}"), lengths=lengths, cu_seqlens=cu_seqlens
             )
-        return *self._heads(convolved), new
+        return convolved["q"], convolved["k"], convolved["v"], new
 
     def convolve_step(self, tokens, states):
         """As `convolve`, for one token; changes the states of the convolutions in place."""
         convolved = dict(tokens)
         for name, convolution in self._convolutions():
             convolved[name], _ = convolution(tokens[name], states[f"conv_{name}"], in_place=True)
-        return self._heads(convolved)
+        return convolved["q"], convolved["k"], convolved["v"]
 
     def readout(self, y, x):
         y = (self.o_norm(y) if self.options.use_o_norm else y).flatten(2)
         if self.options.use_gate:
             y = y * self.gate_activation(self.g_proj(x))
         return self.o_proj(y)
+
+    def tp_plan(self, ranks):
+        """By heads: what `add_inputs` and `add_output` have made, and the parameters `head_parameters`."""
+        of_q, of_k, of_v = ["qk_proj", "q_proj", "q_conv1d"], ["k_proj", "k_conv1d"], ["v_proj", "v_conv1d"]
+        wide = ("q_norm", "k_norm") if self.options.qk_norm == "full" else ()
+        if wide:
+            of_q, of_k = [*of_q, "q_norm"], [*of_k, "k_norm"]
+        shared = self.key_heads == self.heads
+        by_heads = [*of_q, *(of_k if shared else ()), "g_proj", *self.head_parameters]
+        plan = heads_plan(self, ranks, by_heads, [*of_v, *(() if shared else of_k)], wide)
+        key_heads = plan.sizes["heads" if shared else "kv_heads"]
+        return dataclasses.replace(plan, sizes={**plan.sizes, "key_heads": key_heads})
 
     def convolution_shapes(self, batch, dtype):
         """The part of `state_shapes` that belongs to the convolutions."""
@@ -131,8 +145,9 @@ class HeadsMixer(MemoryMixer):
         found = (("q", self.q_conv1d), ("k", self.k_conv1d), ("v", self.v_conv1d))
         return [(name, convolution) for name, convolution in found if convolution is not None]
 
-    def _heads(self, tokens):
-        q, k, v = self._key_heads(tokens["q"]), self._key_heads(tokens["k"]), tokens["v"]
+    def split_heads(self, q, k, v, tokens):
+        """[B, T, C] after the convolutions -> q, k [B, T, H or Hk, K], rotated, and v [B, T, Hk, D]."""
+        q, k = self._key_heads(q), self._key_heads(k)
         if self.use_rope:
             q, k = (rotate(t, tokens["cos"], tokens["sin"]) for t in (q, k))
         return q, k, v.unflatten(-1, (-1, self.head_dim))

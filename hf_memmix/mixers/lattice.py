@@ -103,6 +103,7 @@ class LatticeMixer(HeadsMixer):
     fp32_parameters = ("S0",)
     lora_targets = ("qk_proj", "q_proj", "v_proj")
     max_head_dim = MAX_DIM
+    head_parameters = ("S0", "gamma_bias", "gamma_proj", "f_proj")
     gate_activation = staticmethod(F.gelu)
 
     def __init__(self, config, layer_idx: int):
@@ -137,8 +138,8 @@ class LatticeMixer(HeadsMixer):
         return tokens
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
-        q, k, v, new = self.convolve(tokens, states, lengths, cu_seqlens)
-        q, k, v = self._heads_for_memory(q, k, v)
+        q, k, _, new = self.convolve(tokens, states, lengths, cu_seqlens)
+        q, k, v = self._heads_for_memory(q, k, tokens)
         gamma, log_decay = tokens["gamma"], tokens.get("log_decay")
         if lengths is not None:
             # a step of size zero changes no slot
@@ -159,7 +160,8 @@ class LatticeMixer(HeadsMixer):
         return y, new
 
     def step(self, tokens, states):
-        q, k, v = self._heads_for_memory(*self.convolve_step(tokens, states))
+        q, k, _ = self.convolve_step(tokens, states)
+        q, k, v = self._heads_for_memory(q, k, tokens)
         return lattice_step(q, k, v, tokens["gamma"], tokens.get("log_decay"), state=states["S"], **self._recurrence())
 
     def start(self):
@@ -215,8 +217,9 @@ class LatticeMixer(HeadsMixer):
             )
         return cos, sin
 
-    def _heads_for_memory(self, q, k, v):
-        """q, k [B, T, H, m] and v [B, T, H, d], of unit norm where the options ask for it."""
+    def _heads_for_memory(self, q, k, tokens):
+        """[B, T, C] after the convolutions -> q, k [B, T, H, m] and v [B, T, H, d], of unit norm where options say so."""
+        q, k, v = self.split_heads(q, k, tokens["v"], tokens)
         if self.options.use_unit_qk:
             q, k = unit(q, EPS), unit(k, EPS)
         if self.options.variant == "enc":

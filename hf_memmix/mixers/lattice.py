@@ -213,6 +213,11 @@ class LatticeMixer(MemoryMixer):
             y = y * F.gelu(self.g_proj(x))
         return self.o_proj(y)
 
+    def initial_states(self, batch, device, dtype):
+        states = self.allocate_states(batch, device, dtype)
+        start = self.start().to(states["S"])
+        return states | {"S": start.expand(batch, -1, -1, -1)}
+
     def start(self):
         """S_0 [H, d, m] with columns of unit norm."""
         return F.normalize(at_least_fp32(self.S0), dim=1)

@@ -9,6 +9,8 @@ Shapes: B batch, T tokens, N sequences (B, or the number of packed ones).
 """
 
 import dataclasses
+import functools
+import inspect
 from typing import ClassVar
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from ..padding import PaddedRows
 from .options import MixerOptions
+from .pages import read_pages, start_anew, write_pages
 from .tensor_parallel import TensorParallelPlan
 
 ATTENTION = "attention"
@@ -37,6 +40,8 @@ def register_mixer(name: str):
             raise ValueError(f"{cls.__name__} must subclass MemoryMixer and set options_class to a MixerOptions class")
         if "__validators__" not in vars(cls.options_class):
             raise ValueError(f"the options of {cls.__name__} are not checked: decorate them with @mixer_options")
+        if "state_indices" not in inspect.signature(cls.step).parameters:
+            cls.step = _with_pages(cls.step)
         cls.name = name
         MIXERS[name] = cls
         return cls
@@ -113,7 +118,7 @@ class MemoryMixer(nn.Module):
 
         `states`: None before the first token; the mixer then starts from zero or from a learned state.
         `lengths` [B]: row b ends after lengths[b] tokens (0 is possible); later tokens must not change the states.
-        `cu_seqlens` [N + 1]: boundaries of packed sequences; B is 1 then.
+        `cu_seqlens` [N + 1]: boundaries of packed sequences; B is 1 then, and states have N rows.
         """
         raise NotImplementedError
 
@@ -131,12 +136,31 @@ class MemoryMixer(nn.Module):
 
     # ---- and may write these
 
-    def step(self, tokens: dict[str, Tensor], states: dict[str, Tensor]) -> Tensor:
-        """`scan` for one token, T = 1, with `states` updated in place; no autograd."""
-        y, new = self.scan(tokens, states)
+    def step(
+        self, tokens: dict[str, Tensor], states: dict[str, Tensor], state_indices: Tensor | None = None
+    ) -> Tensor:
+        """`scan` for one token per sequence, T = 1, with `states` updated in place; no autograd.
+
+        `state_indices` [B], int32 or int64: the states are pools [pages, ...] (`pages.carve`), and row b reads and
+        writes page state_indices[b]. Rows of one batch have different pages, but for one page of garbage, which any
+        number of padding rows may share. A mixer may leave the argument out of its `step`: `register_mixer` then
+        makes it copy the pages out and back.
+        """
+        rows = states if state_indices is None else read_pages(states, state_indices)
+        y, new = self.scan(tokens, rows)
+        if state_indices is not None:
+            write_pages(states, state_indices, new)
+            return y
         for name, state in states.items():
             state.copy_(new[name])
         return y
+
+    def initial_states(self, batch: int, device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The states before the first token of `batch` sequences, with activations of `dtype`; zeros by default.
+
+        `scan` from them equals `scan` from None. A mixer whose first state is not zero must write this method.
+        """
+        return self.allocate_states(batch, device, dtype)
 
     @classmethod
     def minimum_training_length(cls, options: MixerOptions) -> int:
@@ -169,6 +193,53 @@ class MemoryMixer(nn.Module):
             name: torch.zeros(shape, dtype=state_dtype, device=device)
             for name, (shape, state_dtype) in self.state_shapes(batch, dtype).items()
         }
+
+    def project_rows(
+        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **token_arguments
+    ) -> dict[str, Tensor]:
+        """The tokens of `scan` and `step` from what a decoder layer gets.
+
+        Args:
+            x: the layer's normed input [B, T, hidden]; [1, T, hidden] with tokens of several sequences in one row.
+            position_embeddings: cos and sin [B or 1, T, d], or None in a backbone without rotary embeddings.
+            token_arguments: `token_arguments` of the mixer [B, T]; all others are ignored.
+
+        Raises:
+            ValueError: a token argument has another shape.
+        """
+        batch, length, _ = x.shape
+        rotary = _rotary_rows(position_embeddings, batch)
+        return self.project(x, rotary or None) | self._token_arguments(token_arguments, batch, length)
+
+    def scan_sequences(
+        self,
+        tokens: dict[str, Tensor],
+        states: dict[str, Tensor],
+        cu_seqlens: Tensor | None = None,
+        starts_anew: Tensor | None = None,
+        state_indices: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`scan` for a server, whose batch mixes new sequences with continued ones.
+
+        Args:
+            tokens: from `project_rows`.
+            states: the states before the tokens, one row per sequence. With `state_indices` pools [pages, ...].
+            cu_seqlens: boundaries [N + 1] of packed sequences; None for one sequence per row, N = B.
+            starts_anew: bool [N]; a true one starts from `initial_states`, whatever its row of `states` holds, NaN
+                included. None: all sequences continue.
+            state_indices: int32 or int64 [N], the pages of the sequences. The new states are also written there.
+
+        Returns:
+            The outputs [B, T, ...] and the states [N, ...] after the tokens.
+        """
+        rows = states if state_indices is None else read_pages(states, state_indices)
+        if starts_anew is not None:
+            some = next(iter(rows.values()))
+            rows = start_anew(rows, starts_anew, self.initial_states(1, some.device, some.dtype))
+        y, new = self.scan(tokens, rows, cu_seqlens=cu_seqlens)
+        if state_indices is not None:
+            write_pages(states, state_indices, new)
+        return y, new
 
     def forward(
         self,
@@ -216,12 +287,12 @@ class MemoryMixer(nn.Module):
                 raise ValueError("packed sequences cannot be written to a cache; pass use_cache=False")
             x, *rotary = (t.reshape(1, batch * length, -1) for t in (x, *rotary))
             extra = {name: t.reshape(1, -1) for name, t in extra.items()}
-            y, _ = self.scan(self.project(x, _pair(rotary)) | extra, None, cu_seqlens=memmix_cu_seqlens)
+            y, _ = self.scan(self.project_rows(x, rotary, **extra), None, cu_seqlens=memmix_cu_seqlens)
             return self.readout(y, x).view(batch, length, -1), None
 
         in_place = length == 1 and memmix_rows is None and states is not None
         if in_place and not (layer.record_past or torch.is_grad_enabled()):
-            y = self.step(self.project(x, _pair(rotary)) | extra, states)
+            y = self.step(self.project_rows(x, rotary, **extra), states)
             layer.advance(length)
             return self.readout(y, x), None
 
@@ -229,7 +300,7 @@ class MemoryMixer(nn.Module):
         if rows is not None:
             x, *rotary = (rows.valid_first(t) for t in (x, *rotary))
             extra = {name: t.gather(1, rows.order) for name, t in extra.items()}
-        tokens = self.project(x, _pair(rotary)) | extra
+        tokens = self.project_rows(x, rotary, **extra)
         y, new = self.scan(tokens, states, lengths=None if rows is None else rows.lengths)
         if layer is not None:
 
@@ -256,10 +327,19 @@ class MemoryMixer(nn.Module):
 
 def _rotary_rows(position_embeddings, batch: int) -> tuple[Tensor, ...]:
     """(cos, sin) with a row for each row of the batch, or () without rotary embeddings."""
-    if position_embeddings is None:
-        return ()
-    return tuple(t.expand(batch, -1, -1) for t in position_embeddings)
+    return () if position_embeddings is None else tuple(t.expand(batch, -1, -1) for t in position_embeddings)
 
 
-def _pair(rotary) -> tuple[Tensor, Tensor] | None:
-    return tuple(rotary) or None
+def _with_pages(step):
+    """A mixer's `step(tokens, states)` with the argument `state_indices`: pages are copied out and back."""
+
+    @functools.wraps(step)
+    def paged(self, tokens, states, state_indices=None):
+        if state_indices is None:
+            return step(self, tokens, states)
+        rows = read_pages(states, state_indices)
+        y = step(self, tokens, rows)
+        write_pages(states, state_indices, rows)
+        return y
+
+    return paged

@@ -164,6 +164,11 @@ class LatticeMixer(HeadsMixer):
         q, k, v = self._heads_for_memory(q, k, tokens)
         return lattice_step(q, k, v, tokens["gamma"], tokens.get("log_decay"), state=states["S"], **self._recurrence())
 
+    def initial_states(self, batch, device, dtype):
+        states = self.allocate_states(batch, device, dtype)
+        start = self.start().to(states["S"])
+        return states | {"S": start.expand(batch, -1, -1, -1)}
+
     def start(self):
         """S_0 [H, d, m] with columns of unit norm."""
         return F.normalize(at_least_fp32(self.S0), dim=1)

@@ -114,9 +114,11 @@ class CoffeeMixer(MemoryMixer):
         return coffee_step(u, **self._recurrence(), state=states["x"])
 
     def readout(self, y, x):
-        y = self.o_norm(y) if self.options.use_o_norm else y
-        if self.options.use_gate:
-            y = y * F.silu(self.z_proj(x))
+        gate = self.z_proj(x) if self.options.use_gate else None
+        if self.options.use_o_norm:
+            y = self.o_norm(y, gate)
+        elif gate is not None:
+            y = y * F.silu(gate)
         return self.o_proj(y)
 
     def lam(self) -> torch.Tensor:

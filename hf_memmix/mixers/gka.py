@@ -24,10 +24,10 @@ from hf_memmix_kernels.gka.schedule import MAX_PHASES
 from ..padding import before_the_end
 from .base import register_mixer
 from .heads import HeadsMixer
-from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, init_layers, unit
+from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, init_layers
 from .options import LARGEST_CHUNK, MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
 
-EPS = 1e-6  # of the unit norm of q and k, and added to beta, as released
+BETA_EPS = 1e-6  # added to beta, as in the GKA release
 PHASES = (12, 10)  # the solver's default schedule
 UNUSED_ITERATIONS = 30  # num_iterations of old checkpoints beside their refinement
 # per phase; the paper's solver converges in 30; a kernel holds one weight per iteration as a constant
@@ -153,7 +153,7 @@ class GKAMixer(HeadsMixer):
         else:
             tokens["log_decay"] = at_least_fp32(x.new_zeros(*x.shape[:2], self.heads))
         if options.use_beta:
-            tokens["beta"] = at_least_fp32(self.b_proj(x)).sigmoid() + EPS
+            tokens["beta"] = at_least_fp32(self.b_proj(x)).sigmoid() + BETA_EPS
         if options.use_alpha:
             tokens["alpha"] = at_least_fp32(self.alpha_proj(x)).sigmoid()
         return tokens
@@ -177,7 +177,7 @@ class GKAMixer(HeadsMixer):
     def memory_inputs(self, tokens, states, lengths, cu_seqlens):
         """q, k, v as the memory reads them; log_decay, beta, without effect at padding; states of the convolutions."""
         q, k, v, new = self.convolve(tokens, states, lengths, cu_seqlens)
-        q, k, v = self._heads_for_memory(q, k, v, tokens)
+        q, k, v = self.split_heads(q, k, v, tokens, unit_norm=True)
         log_decay, beta = tokens["log_decay"], tokens.get("beta")
         if lengths is not None:
             valid = before_the_end(lengths, q.shape[1])[..., None].to(log_decay.dtype)
@@ -186,7 +186,7 @@ class GKAMixer(HeadsMixer):
         return q, k, v, log_decay, beta, new
 
     def step(self, tokens, states):
-        q, k, v = self._heads_for_memory(*self.convolve_step(tokens, states), tokens)
+        q, k, v = self.split_heads(*self.convolve_step(tokens, states), tokens, unit_norm=True)
         memory = (states["H"], states["U"])
         return gka_step(
             q, k, v, tokens["log_decay"], tokens.get("alpha"), tokens.get("beta"), memory, **self._solver()
@@ -203,11 +203,6 @@ class GKAMixer(HeadsMixer):
             dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp_min(1e-4)
             init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(0, 16).clamp_min(1e-4).log())
             init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
-
-    def _heads_for_memory(self, q, k, v, tokens):
-        """[B, T, C] after the convolutions -> q, k of unit norm and v, [B, T, H or Hk, D]."""
-        q, k, v = self.split_heads(q, k, v, tokens)
-        return unit(q, EPS), unit(k, EPS), v
 
     def _solver(self) -> dict:
         options = self.options

@@ -9,13 +9,16 @@ Shapes: B batch, T tokens, H query heads, Hk key/value heads, D head size of v, 
 import dataclasses
 from typing import ClassVar
 
-import torch.nn.functional as F
 from torch import nn
+
+from hf_memmix_kernels.rowwise import rotate, unit_heads
 
 from ..backbones import layer_rotates
 from .base import AttentionShape, MemoryMixer
-from .layers import RMSNorm, ShortConvolution, one_angle_a_pair, rotate
+from .layers import GATES, RMSNorm, ShortConvolution, one_angle_a_pair
 from .tensor_parallel import heads_plan
+
+UNIT_EPS = 1e-6  # added to the norm of q and k, as in the GKA release
 
 
 class HeadsMixer(MemoryMixer):
@@ -28,7 +31,7 @@ class HeadsMixer(MemoryMixer):
 
     max_head_dim: ClassVar[int]  # of the kernels
     head_parameters: ClassVar[tuple[str, ...]]  # the subclass's own layers and parameters, one row per head
-    gate_activation = staticmethod(F.silu)
+    gate_activation: ClassVar[str] = "silu"  # a key of layers.GATES
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -113,10 +116,12 @@ class HeadsMixer(MemoryMixer):
         return convolved["q"], convolved["k"], convolved["v"]
 
     def readout(self, y, x):
-        y = (self.o_norm(y) if self.options.use_o_norm else y).flatten(2)
-        if self.options.use_gate:
-            y = y * self.gate_activation(self.g_proj(x))
-        return self.o_proj(y)
+        gate = self.g_proj(x).view(y.shape) if self.options.use_gate else None
+        if self.options.use_o_norm:
+            y = self.o_norm(y, gate, self.gate_activation)
+        elif gate is not None:
+            y = y * GATES[self.gate_activation](gate)
+        return self.o_proj(y.flatten(2))
 
     def tp_plan(self, ranks):
         """By heads: what `add_inputs` and `add_output` have made, and the parameters `head_parameters`."""
@@ -145,11 +150,17 @@ class HeadsMixer(MemoryMixer):
         found = (("q", self.q_conv1d), ("k", self.k_conv1d), ("v", self.v_conv1d))
         return [(name, convolution) for name, convolution in found if convolution is not None]
 
-    def split_heads(self, q, k, v, tokens):
-        """[B, T, C] after the convolutions -> q, k [B, T, H or Hk, K], rotated, and v [B, T, Hk, D]."""
+    def split_heads(self, q, k, v, tokens, unit_norm: bool):
+        """[B, T, C] after the convolutions -> q, k [B, T, H or Hk, K], rotated, and v [B, T, Hk, D].
+
+        `unit_norm`: q and k then have norm 1.
+        """
         q, k = self._key_heads(q), self._key_heads(k)
-        if self.use_rope:
-            q, k = (rotate(t, tokens["cos"], tokens["sin"]) for t in (q, k))
+        angles = (tokens["cos"], tokens["sin"]) if self.use_rope else (None, None)
+        if unit_norm:
+            q, k = (unit_heads(t, *angles, UNIT_EPS) for t in (q, k))
+        elif self.use_rope:
+            q, k = (rotate(t, *angles) for t in (q, k))
         return q, k, v.unflatten(-1, (-1, self.head_dim))
 
     def _key_heads(self, x):

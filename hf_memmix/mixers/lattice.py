@@ -23,14 +23,14 @@ from transformers import initialization as init
 from hf_memmix_kernels.lattice import check_lattice, chunk_lattice, lattice_step
 from hf_memmix_kernels.lattice.naive import VARIANTS
 from hf_memmix_kernels.lattice.sizes import MAX_DIM
+from hf_memmix_kernels.rowwise import unit_heads
 
 from ..padding import before_the_end
 from .base import register_mixer
-from .heads import HeadsMixer
-from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, init_layers, unit
+from .heads import UNIT_EPS, HeadsMixer
+from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, init_layers
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
 
-EPS = 1e-6  # of the unit norm of q and k, and of v of ENC
 ENC_STEP = 1.5  # largest step: errors become smaller below 2, and faster the further below
 STEP_SIZES = ("sigmoid", "softplus", "constant")
 KEPT = 4.0  # logit of the forget gate at the start: 0.98
@@ -104,7 +104,7 @@ class LatticeMixer(HeadsMixer):
     lora_targets = ("qk_proj", "q_proj", "v_proj")
     max_head_dim = MAX_DIM
     head_parameters = ("S0", "gamma_bias", "gamma_proj", "f_proj")
-    gate_activation = staticmethod(F.gelu)
+    gate_activation = "gelu"
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -223,12 +223,10 @@ class LatticeMixer(HeadsMixer):
         return cos, sin
 
     def _heads_for_memory(self, q, k, tokens):
-        """[B, T, C] after the convolutions -> q, k [B, T, H, m] and v [B, T, H, d], of unit norm where options say so."""
-        q, k, v = self.split_heads(q, k, tokens["v"], tokens)
-        if self.options.use_unit_qk:
-            q, k = unit(q, EPS), unit(k, EPS)
+        """[B, T, C] after the convolutions -> q, k [B, T, H, m] and v [B, T, H, d]; unit norms as the options say."""
+        q, k, v = self.split_heads(q, k, tokens["v"], tokens, unit_norm=self.options.use_unit_qk)
         if self.options.variant == "enc":
-            v = unit(v, EPS)
+            v = unit_heads(v, None, None, UNIT_EPS)
         # every query head has its own memory
         k, v = (x.repeat_interleave(self.heads // x.shape[2], 2) for x in (k, v))
         return q, k, v

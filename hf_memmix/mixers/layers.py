@@ -1,4 +1,4 @@
-"""Small layers that mixers share: short convolution, RMSNorm, rotary embedding, unit norm; with their options.
+"""Small layers that mixers share: short convolution, RMSNorm, angles of a rotary embedding; with their options.
 
 Parameter names are those of nn.Conv1d, nn.Linear and transformers' norms, so that released weights can be loaded by
 name.
@@ -7,15 +7,18 @@ name.
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from hf_memmix_kernels.rowwise import gated_norm
 from hf_memmix_kernels.short_conv import short_conv, short_conv_step
 
 # how a backbone lays out cos and sin: [c, c], every entry twice in a row, or c alone
 ROPE_LAYOUTS = ("half", "pairs", "single")
 ACTIVATIONS = (None, "silu")  # of a short convolution
 QK_NORMS = (None, "head", "full")
+GATES = {"silu": F.silu, "gelu": F.gelu}  # of an output gate
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -64,18 +67,14 @@ class RMSNorm(nn.Module):
         self.eps, self.average_over_ranks = eps, None
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor | None = None, activation: str = "silu") -> Tensor:
+        """The norm of x, times `activation` ("silu" or "gelu") of `gate`, which has the shape of x."""
+        if self.average_over_ranks is None:
+            return gated_norm(x, gate, self.weight, self.eps, activation=activation)
         y = at_least_fp32(x)
         y = y * torch.rsqrt(mean_square(y, self.average_over_ranks) + self.eps)
-        return (y * self.weight).to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, T, H, D] by cos, sin [B, T, d/2], d <= D: channels i and i + d/2 form a pair."""
-    half = cos.shape[-1]
-    cos, sin = cos[:, :, None].to(x.dtype), sin[:, :, None].to(x.dtype)
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+        y = (y * self.weight).to(x.dtype)
+        return y if gate is None else y * GATES[activation](gate)
 
 
 def one_angle_a_pair(x: Tensor, layout: str) -> Tensor:
@@ -83,11 +82,6 @@ def one_angle_a_pair(x: Tensor, layout: str) -> Tensor:
     if layout == "pairs":
         return x[..., ::2]
     return x if layout == "single" else x[..., : x.shape[-1] // 2]
-
-
-def unit(x: Tensor, eps: float) -> Tensor:
-    """x / (|x| + eps) over the last dimension."""
-    return x / (torch.linalg.vector_norm(at_least_fp32(x), dim=-1, keepdim=True) + eps).to(x.dtype)
 
 
 def init_layers(mixer: nn.Module):

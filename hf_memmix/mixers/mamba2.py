@@ -21,6 +21,7 @@ from transformers import initialization as init
 from hf_memmix_kernels import chunk_gla, gla_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
 from hf_memmix_kernels.gla.op import CHUNK_SIZES
+from hf_memmix_kernels.rowwise import gated_norm
 
 from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
@@ -79,6 +80,9 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, y, z):
         """y and z [B, T, features]."""
+        if self.average_over_ranks is None:
+            y, z = (t.unflatten(-1, (self.groups, -1)) for t in (y, z))
+            return gated_norm(y, z, self.weight, self.eps, norm_first=False, limit=LARGEST_READOUT).flatten(-2)
         x = at_least_fp32(y).clamp(-LARGEST_READOUT, LARGEST_READOUT) * F.silu(at_least_fp32(z))
         x = x.unflatten(-1, (self.groups, -1))
         x = x * torch.rsqrt(mean_square(x, self.average_over_ranks) + self.eps)

@@ -1,4 +1,7 @@
+"""What surrounds a recurrence, each token alone: rotary embedding and unit norm of heads, gated RMSNorm."""
+
 from .naive import naive_gated_norm, naive_unit_heads
 from .op import gated_norm, unit_heads
+from .torch_path import rotate
 
-__all__ = ["gated_norm", "naive_gated_norm", "naive_unit_heads", "unit_heads"]
+__all__ = ["gated_norm", "naive_gated_norm", "naive_unit_heads", "rotate", "unit_heads"]

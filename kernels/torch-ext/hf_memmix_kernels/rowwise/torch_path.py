@@ -39,6 +39,6 @@ def gated_norm_torch(
         x = x * act(gate.to(dtype))
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     if not norm_first:
-        return w * x.to(y.dtype)
+        return (w * x.to(y.dtype)).to(y.dtype)
     x = (x * w).to(y.dtype)
     return x if gate is None else x * act(gate)

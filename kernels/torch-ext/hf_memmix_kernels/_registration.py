@@ -45,34 +45,52 @@ def step_op(name: str, mutates_args: tuple[str, ...]) -> Callable:
     return decorate
 
 
+def eager_function(name: str, forward: Callable, backward: Callable, setup_context: Callable) -> Callable:
+    """`forward(*args)` with `backward(ctx, *gradients)`, for eager calls, as cheap as autograd allows.
+
+    `setup_context(ctx, args, output)` keeps what backward needs. The gradient cannot be differentiated again.
+    """
+    backward = once_differentiable(backward)
+
+    def with_context(ctx, *args):
+        output = forward(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    def function(**methods) -> Callable:
+        methods = {key: staticmethod(method) for key, method in methods.items()}
+        return type(f"{name}_autograd", (torch.autograd.Function,), methods).apply
+
+    with_grad = function(forward=with_context, backward=backward)
+    # transforms of torch.func ask for a context apart, which costs the time of an inspected signature per call
+    with_transforms = function(forward=forward, backward=backward, setup_context=setup_context)
+
+    def call(*args):
+        if torch._C._are_functorch_transforms_active():
+            return with_transforms(*args)
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return with_grad(*args)
+        return forward(*args)
+
+    return call
+
+
 class ChunkOp:
     """A function of a whole sequence that changes no argument, as a custom op; made by `chunk_op`."""
 
     def __init__(self, name: str, function: Callable):
         self._op = torch.library.custom_op(name, mutates_args=())(function)
-        self._direct = torch.no_grad()(function)
-        self._function: type[torch.autograd.Function] | None = None
+        self._eager = function
         self.register_fake = self._op.register_fake
         functools.update_wrapper(self, function)
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
         """As `register_autograd` of a custom op. The gradient cannot be differentiated again."""
         self._op.register_autograd(backward, setup_context=setup_context)
-        methods = {
-            "forward": staticmethod(self._direct),
-            "setup_context": staticmethod(setup_context),
-            "backward": staticmethod(once_differentiable(backward)),
-        }
-        self._function = type(f"{self.__name__}_autograd", (torch.autograd.Function,), methods)
+        self._eager = eager_function(self.__name__, self._eager, backward, setup_context)
 
     def __call__(self, *args):
-        if needs_op(args):
-            return self._op(*args)
-        if self._function is None or not torch.is_grad_enabled():
-            return self._direct(*args)
-        if not any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            return self._direct(*args)
-        return self._function.apply(*args)
+        return self._op(*args) if needs_op(args) else self._eager(*args)
 
 
 def chunk_op(name: str) -> Callable[[Callable], ChunkOp]:

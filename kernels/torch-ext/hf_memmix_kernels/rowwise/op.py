@@ -4,12 +4,10 @@ They keep no state and need no registration with torch.library: what torch.compi
 it fuses with the projections around them.
 """
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .._dispatch import use_triton
-from .._registration import needs_op
+from .._registration import eager_function, needs_op
 from .torch_path import ACTIVATIONS, gated_norm_torch, unit_heads_torch
 
 MAX_ROW = 16384  # numbers in a row, which a program of the kernels holds in registers
@@ -20,46 +18,43 @@ def _fused(x: Tensor, *others: Tensor | None) -> bool:
     return not needs_op((x, *others)) and use_triton(x) and 0 < x.shape[-1] <= MAX_ROW
 
 
-class _UnitHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(x, cos, sin, eps):
-        from .launch import unit_heads_fwd_triton
+def _unit_fwd(*args):
+    from .launch import unit_heads_fwd_triton
 
-        return unit_heads_fwd_triton(x, cos, sin, eps)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, ctx.eps = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        from .launch import unit_heads_bwd_triton
-
-        return unit_heads_bwd_triton(dy, *ctx.saved_tensors, ctx.eps), None, None, None
+    return unit_heads_fwd_triton(*args)
 
 
-class _GatedNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(y, gate, weight, eps, activation, norm_first, limit):
-        from .launch import gated_norm_fwd_triton
+def _unit_context(ctx, inputs, output):
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
 
-        return gated_norm_fwd_triton(y, gate, weight, eps, activation, norm_first, limit)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, ctx.eps, ctx.activation, ctx.norm_first, ctx.limit = inputs
-        ctx.save_for_backward(*tensors)
+def _unit_bwd(ctx, dy):
+    from .launch import unit_heads_bwd_triton
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do):
-        from .launch import gated_norm_bwd_triton
+    return unit_heads_bwd_triton(dy, *ctx.saved_tensors, ctx.eps), None, None, None
 
-        options = ctx.eps, ctx.activation, ctx.norm_first, ctx.limit
-        dy, dgate, dweight = gated_norm_bwd_triton(do, *ctx.saved_tensors, *options)
-        return dy, dgate, dweight, None, None, None, None
+
+def _norm_fwd(*args):
+    from .launch import gated_norm_fwd_triton
+
+    return gated_norm_fwd_triton(*args)
+
+
+def _norm_context(ctx, inputs, output):
+    y, gate, weight, *ctx.options = inputs
+    ctx.save_for_backward(y, gate, weight)
+
+
+def _norm_bwd(ctx, do):
+    from .launch import gated_norm_bwd_triton
+
+    dy, dgate, dweight = gated_norm_bwd_triton(do, *ctx.saved_tensors, *ctx.options)
+    return dy, dgate, dweight, None, None, None, None
+
+
+_unit_heads = eager_function("unit_heads", _unit_fwd, _unit_bwd, _unit_context)
+_gated_norm = eager_function("gated_norm", _norm_fwd, _norm_bwd, _norm_context)
 
 
 def unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
@@ -90,7 +85,7 @@ def unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) ->
         )
     if not _fused(x, cos, sin):
         return unit_heads_torch(x, cos, sin, eps)
-    return _UnitHeads.apply(x, cos, sin, eps)
+    return _unit_heads(x, cos, sin, eps)
 
 
 def gated_norm(
@@ -133,4 +128,4 @@ def gated_norm(
         raise ValueError(f"gated_norm: activation={activation!r} is not one of {list(ACTIVATIONS)}")
     if not _fused(y, gate, weight):
         return gated_norm_torch(y, gate, weight, eps, activation, norm_first, limit)
-    return _GatedNorm.apply(y, gate, weight, eps, activation, norm_first, limit)
+    return _gated_norm(y, gate, weight, eps, activation, norm_first, limit)

@@ -5,12 +5,11 @@ import os
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from .._chunks import checkpoint_slots
 from .._common import num_sequences
-from .._launch import accumulator, contiguous
+from .._launch import accumulator, cdiv, contiguous, next_power_of_2
 from .kernels.affine_scan import affine_scan_kernel
 from .kernels.backward import coffee_bwd_kernel
 from .kernels.deer import coffee_deer_kernel
@@ -110,7 +109,7 @@ def coffee_fwd_triton(
     slots = checkpoint_slots(B, T, cu_seqlens, CHECKPOINT) if save else 0
     checkpoints = x0.new_empty(slots, D, NP)
     S, L = NP // chosen.per_thread, max(32 * chosen.warps, NP // chosen.per_thread)
-    grid = (N * triton.cdiv(D * S, L),)
+    grid = (N * cdiv(D * S, L),)
     coffee_fwd_kernel[grid](
         u, lam, w, C, w_filter, gate, x0, y, final, checkpoints, cu_seqlens, T, *_gate_strides(gate, D),
         D=D, N=n, NP=NP, S=S, NS=chosen.per_thread, L=L, P=chosen.group, CK=CHECKPOINT, FORM=FORMS[feedback],
@@ -133,7 +132,7 @@ def affine_scan(
     N, chunks, lanes = A.shape
     out = torch.empty_like(A)
     L = 32
-    affine_scan_kernel[(N * triton.cdiv(lanes, L),)](
+    affine_scan_kernel[(N * cdiv(lanes, L),)](
         A, b, start.contiguous(), base, shift, out, chunks, lanes,
         L=L, P=16, REVERSE=reverse, NEWTON=base is not None, ACC=accumulator(A.dtype), num_warps=1,
     )  # fmt: skip
@@ -170,7 +169,7 @@ def coffee_bwd_triton(
     )
     P, R = chosen.group, CHECKPOINT // chosen.group
     segment = chosen.segment // CHECKPOINT * R
-    segments = triton.cdiv(triton.cdiv(T, P), segment) if segment else 1
+    segments = cdiv(cdiv(T, P), segment) if segment else 1
     S, L = NP // chosen.per_thread, max(32 * chosen.warps, NP // chosen.per_thread)
     du, dx0 = torch.empty_like(u), torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     dgate = u.new_empty((B, T, D) if gate_grad else (0,), dtype=dx0.dtype)
@@ -181,7 +180,7 @@ def coffee_bwd_triton(
         "FILTER": w_filter is not None, "GATE": gate is not None, "PACKED": cu_seqlens is not None,
         "SHARE": chosen.share, "MATH": _math(u), "ACC": accumulator(u.dtype), "num_warps": chosen.warps,
     }  # fmt: skip
-    grid = (N * segments * triton.cdiv(D * S, L),)
+    grid = (N * segments * cdiv(D * S, L),)
     carries = A = None
     if segments > 1:
         A, b = (dx0.new_empty(N, segments, D * NP) for _ in range(2))
@@ -217,7 +216,7 @@ def coffee_step_triton(
     NS = _per_thread(NP, 1)
     S, L = NP // NS, 128
     y = torch.empty_like(u)
-    coffee_step_kernel[(B * triton.cdiv(D * S, L),)](
+    coffee_step_kernel[(B * cdiv(D * S, L),)](
         u, lam, w, C, w_filter, gate, state, y, *_gate_strides(gate, D),
         D=D, N=n, S=S, NS=NS, L=L, FORM=FORMS[feedback], FILTER=w_filter is not None, GATE=gate is not None,
         MATH=_math(u), ACC=accumulator(u.dtype), num_warps=4,
@@ -227,7 +226,7 @@ def coffee_step_triton(
 
 def deer_chunk(tokens: int) -> int:
     """Tokens per chunk of DEER: about as many chunks as tokens per chunk, within limits that suit a program."""
-    return min(1024, max(16, triton.next_power_of_2(int(tokens**0.5))))
+    return min(1024, max(16, next_power_of_2(int(tokens**0.5))))
 
 
 def deer_fwd_triton(
@@ -247,9 +246,9 @@ def deer_fwd_triton(
     u, lam, w, C, w_filter, gate = contiguous(u, lam, w, C, w_filter, gate)
     (B, T, D), n = u.shape, lam.shape[1]
     NP, LC = padded_states(n), deer_chunk(T)
-    lanes, chunks = D * NP, triton.cdiv(T, LC)
-    L = min(128, triton.next_power_of_2(lanes))
-    programs = B * chunks * triton.cdiv(lanes, L)
+    lanes, chunks = D * NP, cdiv(T, LC)
+    L = min(128, next_power_of_2(lanes))
+    programs = B * chunks * cdiv(lanes, L)
     start = _pad_states(initial_state)
     trajectory = start.new_empty(B, chunks * LC, lanes)
     entered = start[:, None].expand(B, chunks, lanes).contiguous()

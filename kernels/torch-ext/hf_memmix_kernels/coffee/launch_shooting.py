@@ -8,10 +8,9 @@ gives the outputs and the checkpoints.
 """
 
 import torch
-import triton
 from torch import Tensor
 
-from .._launch import accumulator, contiguous
+from .._launch import accumulator, cdiv, contiguous, next_power_of_2
 from .kernels.shooting import coffee_chunk_kernel
 from .kernels.tiles import FORMS
 from .launch import _gate_strides, _math, _pad_states, affine_scan, coffee_fwd_triton
@@ -43,10 +42,10 @@ def shooting_fwd(
     u, lam, w, C, w_filter, gate = contiguous(u, lam, w, C, w_filter, gate)
     (B, T, D), n = u.shape, lam.shape[1]
     NP, length = padded_states(n), shooting_chunk(T)
-    chunks = triton.cdiv(T, length)
+    chunks = cdiv(T, length)
     lanes = D * NP
-    L = min(32, triton.next_power_of_2(lanes))
-    programs = B * chunks * triton.cdiv(lanes, L)
+    L = min(32, next_power_of_2(lanes))
+    programs = B * chunks * cdiv(lanes, L)
     start = _pad_states(initial_state)
     entered = entering = start[:, None].expand(B, chunks, lanes).contiguous()
     zeros = torch.zeros_like(entered)

@@ -6,10 +6,9 @@ capture every call.
 """
 
 import torch
-import triton
 
 from .._chunks import chunk_table
-from .._launch import accumulator
+from .._launch import accumulator, cdiv, next_power_of_2
 from .kernels.backward import gka_bwd_kernel_dkv, gka_bwd_kernel_read, gka_bwd_kernel_ridge, gka_bwd_kernel_scan
 from .kernels.forward import gka_fwd_kernel_read, gka_fwd_kernel_scan
 from .kernels.solve import gka_kernel_solve, gka_kernel_steps
@@ -32,7 +31,7 @@ LAUNCH = {
 
 def chunk_length(dim: int, dtype: torch.dtype) -> int | None:
     """Tokens per chunk: 64, or 32 if the state is twice as wide and must fit too; None if no state fits."""
-    row = triton.next_power_of_2(dim) * dtype.itemsize
+    row = next_power_of_2(dim) * dtype.itemsize
     return 64 if row <= SHARED_MEMORY_ROW else 32 if row <= 2 * SHARED_MEMORY_ROW else None
 
 
@@ -44,9 +43,9 @@ class _Launch:
         self.q, self.HK, self.DVR = q, k.shape[2], v.shape[-1]
         self.C = chunk_length(max(self.D, self.DVR), q.dtype)
         # states are square: at some unequal sizes ptxas 12.8 reads operands from a register that it never wrote
-        self.DK = max(16, triton.next_power_of_2(max(self.D, self.DVR)))
+        self.DK = max(16, next_power_of_2(max(self.D, self.DVR)))
         self.phases, self.ridge = tuple(phases), ridge
-        per_sequence = triton.cdiv(length, self.C)
+        per_sequence = cdiv(length, self.C)
         if cu_seqlens is None:
             self.N, self.chunks = batch, batch * per_sequence
             cu = first = sequence = None
@@ -179,7 +178,7 @@ def gka_step_triton(
     batch, _, heads, D = q.shape
     V = v.shape[-1]
     o = q.new_empty(batch, 1, heads, V)
-    BD, BV = triton.next_power_of_2(D), min(128, triton.next_power_of_2(V))
+    BD, BV = next_power_of_2(D), min(128, next_power_of_2(V))
     # one column of H per thread; half a column at D = 256, where H fills the registers of a multiprocessor
     num_warps = max(1, BD // 32) if BD <= 128 else BD // 16
     gka_step_kernel[(batch * heads,)](

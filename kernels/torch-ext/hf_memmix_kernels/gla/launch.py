@@ -1,19 +1,18 @@
 """Launches of the gla kernels: grids, tile sizes, scratch memory. One layout for batched and packed input."""
 
 import torch
-import triton
 from torch import Tensor
 
 from .._chunks import chunk_table
 from .._common import num_sequences
-from .._launch import accumulator
+from .._launch import accumulator, cdiv, next_power_of_2
 from .kernels.backward import gla_bwd_kernel_dqkg, gla_bwd_kernel_dv
 from .kernels.forward import gla_cumsum_kernel, gla_fwd_kernel, gla_scan_kernel
 from .kernels.step import gla_step_kernel
 
 
 def _block(size: int, limit: int) -> int:
-    return max(16, min(limit, triton.next_power_of_2(size)))
+    return max(16, min(limit, next_power_of_2(size)))
 
 
 def _tiles(x: Tensor, chunk_size: int, K: int, V: int, limit_k: int, limit_v: int, num_stages: int) -> dict:
@@ -36,7 +35,7 @@ class _Launch:
         rows, N = B * T, num_sequences(B, cu_seqlens)
         self.chunk_size = chunk_size
         self.cu_seqlens, self.first, self.sequence = cu_seqlens, None, None
-        NT = triton.cdiv(T, chunk_size)
+        NT = cdiv(T, chunk_size)
         self.chunks = B * NT
         if cu_seqlens is not None:
             self.first, self.sequence, self.chunks = chunk_table(cu_seqlens, T, chunk_size)
@@ -47,8 +46,8 @@ class _Launch:
             "PRECISION": "ieee" if q.dtype in (torch.float32, torch.float64) else None,
         }
         self.G = log_decay.new_empty(H, rows)
-        BH = min(16, triton.next_power_of_2(H))
-        gla_cumsum_kernel[(self.chunks, triton.cdiv(H, BH))](
+        BH = min(16, next_power_of_2(H))
+        gla_cumsum_kernel[(self.chunks, cdiv(H, BH))](
             log_decay.contiguous(), self.G, *self.tables, T, NT, N, H, rows, BH=BH, num_warps=2, **self.options
         )
 
@@ -65,7 +64,7 @@ class _Launch:
         states = a.new_empty(self.chunks, self.H, self.K, self.V)
         final = torch.empty_like(initial, memory_format=torch.contiguous_format)
         tiles = _tiles(a, self.chunk_size, self.K, self.V, 64, 64, 3)
-        grid = (triton.cdiv(self.K, tiles["BK"]) * triton.cdiv(self.V, tiles["BV"]) * self.N * self.H,)
+        grid = (cdiv(self.K, tiles["BK"]) * cdiv(self.V, tiles["BV"]) * self.N * self.H,)
         T, NT, _, *sizes = self.sizes
         gla_scan_kernel[grid](
             a, b, self.G, initial.contiguous(), states, final, self.cu_seqlens, self.first, scale, T, NT, *sizes,
@@ -90,7 +89,7 @@ def gla_fwd_triton(
     states, final = launch.scan(k, v, initial_state, scale, reverse=False)
     o = q.new_empty(*q.shape[:3], v.shape[-1])
     tiles = _tiles(q, chunk_size, launch.K, launch.V, 64, 128, 1)
-    gla_fwd_kernel[(triton.cdiv(launch.V, tiles["BV"]) * launch.chunks, launch.H)](
+    gla_fwd_kernel[(cdiv(launch.V, tiles["BV"]) * launch.chunks, launch.H)](
         q, k, v, launch.G, states, o, *launch.tables, scale, *launch.sizes,
         GROUPS=launch.H // launch.kv_heads, **tiles, **launch.options, **launch.dots,
     )  # fmt: skip
@@ -118,14 +117,14 @@ def gla_bwd_triton(
     groups = launch.H // launch.kv_heads
     # at least 64 columns: ptxas 12.8 takes descriptors of narrower tiles from the wrong registers ("Compiler traps")
     tiles = _tiles(q, chunk_size, max(launch.K, 64), launch.V, 64, 64, 2)
-    blocks = triton.cdiv(launch.K, tiles["BK"])
+    blocks = cdiv(launch.K, tiles["BK"])
     dg = log_decay.new_empty(blocks, *log_decay.shape)
     gla_bwd_kernel_dqkg[(blocks * launch.chunks, launch.kv_heads)](
         do, q, k, v, launch.G, states, dstates, dq, dk, dg, *launch.tables, scale, *launch.sizes,
         GROUPS=groups, **tiles, **launch.options, **launch.dots,
     )  # fmt: skip
     tiles = _tiles(q, chunk_size, launch.K, launch.V, 64, 128, 2)
-    gla_bwd_kernel_dv[(triton.cdiv(launch.V, tiles["BV"]) * launch.chunks, launch.kv_heads)](
+    gla_bwd_kernel_dv[(cdiv(launch.V, tiles["BV"]) * launch.chunks, launch.kv_heads)](
         do, q, k, launch.G, dstates, dv, *launch.tables, scale, *launch.sizes,
         GROUPS=groups, **tiles, **launch.options, **launch.dots,
     )  # fmt: skip
@@ -137,8 +136,8 @@ def gla_step_triton(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: T
     B, _, H, K = q.shape
     V = v.shape[-1]
     o = q.new_empty(B, 1, H, V)
-    BK, BV = triton.next_power_of_2(K), min(32, triton.next_power_of_2(V))
-    gla_step_kernel[(B * H, triton.cdiv(V, BV))](
+    BK, BV = next_power_of_2(K), min(32, next_power_of_2(V))
+    gla_step_kernel[(B * H, cdiv(V, BV))](
         *(t.contiguous() for t in (q, k, v, log_decay)), state, o, scale, H, K, V,
         GROUPS=H // k.shape[2], BK=BK, BV=BV, num_warps=4,
         ACC=accumulator(state.dtype),

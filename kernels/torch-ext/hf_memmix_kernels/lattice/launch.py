@@ -1,11 +1,10 @@
 """Launches of Lattice's sequential kernels: states to tiles and back, grids, scratch memory."""
 
 import torch
-import triton
 from torch import Tensor
 
 from .._chunks import checkpoint_slots, chunk_table
-from .._launch import accumulator
+from .._launch import accumulator, cdiv
 from .kernels.sequential.backward import lattice_bwd_kernel
 from .kernels.sequential.dec_backward import lattice_adjoint_kernel, lattice_middle_kernel
 from .kernels.sequential.dec_backward_windows import (
@@ -125,7 +124,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
         torch.empty_like(dalpha),
         dalpha.new_empty(windows * H, dtype=torch.int32),
     )
-    lattice_rule_kernel[(triton.cdiv(hh.numel(), ROWS),)](
+    lattice_rule_kernel[(cdiv(hh.numel(), ROWS),)](
         k, gamma, h, p, hh, a, b, hh.numel(), M=M, D=D, BM=sizes["BM"], BD=BD, R=ROWS
     )
     shared = {"H": H, **sizes, "CHECKPOINT": CHECKPOINT}

@@ -1,12 +1,11 @@
 """Launches of Lattice's dual form ("enc" and "sim" with projection), with the arguments and results of launch.py."""
 
 import torch
-import triton
 from torch import Tensor
 
 from .._chunks import checkpoint_slots, chunk_table
 from .._common import compute_dtype
-from .._launch import accumulator
+from .._launch import accumulator, cdiv
 from .kernels.dual.walk import lattice_gram_kernel, lattice_walk_kernel
 from .kernels.dual.walk_back import lattice_gram_adjoint_kernel, lattice_walk_adjoint_kernel
 from .kernels.dual.walk_back_by_token import lattice_careful_adjoint_kernel
@@ -58,7 +57,7 @@ class _Launch:
         self.back = {**self.walk, "P": CHUNK_BACK, "FETCH": on_gpu(v) and D <= 64}
         MB, D2 = 32 // LANES, 4 * LANES
         self.by_token = {
-            **shared, "MB": MB, "D1": triton.cdiv(D, D2), "D2": D2, "CHUNK": CHUNK_BACK, "num_warps": 1,
+            **shared, "MB": MB, "D1": cdiv(D, D2), "D2": D2, "CHUNK": CHUNK_BACK, "num_warps": 1,
         }  # fmt: skip
         # rows of 128 bytes at least (kernels/README.md, "Compiler traps")
         self.write = {
@@ -71,7 +70,7 @@ class _Launch:
             **shared, "MB": 32, "BD": max(32, padded(D)), "LEVELS": CHECKPOINT.bit_length() - 1,
             "PRECISION": form, "PROGRAMS": PROGRAMS, "AHEAD": AHEAD, "num_warps": WARPS,
         }  # fmt: skip
-        self.walks, self.walks_by_token = (N * H * triton.cdiv(M, WALKED),), (N * H * triton.cdiv(M, MB),)
+        self.walks, self.walks_by_token = (N * H * cdiv(M, WALKED),), (N * H * cdiv(M, MB),)
         self.reads = (windows * H,)
         self.seekers = (min(windows * H, PROGRAMS),)
 

@@ -1,10 +1,9 @@
 """Launches of the rowwise kernels: one read and one write of the activations per pass."""
 
 import torch
-import triton
 from torch import Tensor
 
-from .._launch import accumulator
+from .._launch import accumulator, cdiv, next_power_of_2
 from .kernels.gated_norm import gated_norm_bwd_kernel, gated_norm_fwd_kernel
 from .kernels.unit_heads import unit_heads_bwd_kernel, unit_heads_fwd_kernel
 
@@ -14,7 +13,7 @@ LOOPS = 16  # tiles of a program of the norm's backward, which sums the gradient
 
 def _rows_per_program(width: int) -> int:
     """A power of two, of rows that take `width` numbers."""
-    return triton.next_power_of_2(max(1, TILE // width) + 1) // 2
+    return next_power_of_2(max(1, TILE // width) + 1) // 2
 
 
 def _warps(rows: int, width: int) -> int:
@@ -25,8 +24,8 @@ def _unit_arguments(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: floa
     """What both passes share, and the grid."""
     batch, length, heads, D = x.shape
     rows, half = batch * length * heads, 0 if cos is None else cos.shape[-1]
-    half_block = triton.next_power_of_2(max(1, half))
-    rest_block = triton.next_power_of_2(max(1, D - 2 * half))
+    half_block = next_power_of_2(max(1, half))
+    rest_block = next_power_of_2(max(1, D - 2 * half))
     R = _rows_per_program(2 * half_block + rest_block)
     if cos is not None and cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -36,7 +35,7 @@ def _unit_arguments(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: floa
         "eps": eps, "D": D, "HALF": half, "BH": half_block, "BR": rest_block, "R": R,
         "ACC": accumulator(x.dtype), "num_warps": _warps(R, D),
     }  # fmt: skip
-    return arguments, (triton.cdiv(rows, R),)
+    return arguments, (cdiv(rows, R),)
 
 
 def unit_heads_fwd_triton(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
@@ -61,7 +60,7 @@ def unit_heads_bwd_triton(dy: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor
 
 def _norm_arguments(y, gate, weight, eps, activation, norm_first, limit) -> dict:
     D = y.shape[-1]
-    block = triton.next_power_of_2(D)
+    block = next_power_of_2(D)
     R = _rows_per_program(block)
     return {
         "rows": y.numel() // max(1, D), "groups": weight.numel() // max(1, D), "eps": eps,
@@ -78,7 +77,7 @@ def gated_norm_fwd_triton(y, gate, weight, eps, activation, norm_first, limit) -
     out = torch.empty_like(y)
     if y.numel():
         arguments = _norm_arguments(y, gate, weight, eps, activation, norm_first, limit)
-        grid = (triton.cdiv(arguments["rows"], arguments["R"]),)
+        grid = (cdiv(arguments["rows"], arguments["R"]),)
         gated_norm_fwd_kernel[grid](y, gate, weight, out, **arguments)
     return out
 
@@ -91,7 +90,7 @@ def gated_norm_bwd_triton(do, y, gate, weight, eps, activation, norm_first, limi
     arguments = _norm_arguments(y, gate, weight, eps, activation, norm_first, limit)
     groups, D = arguments["groups"], arguments["D"]
     # a program stays within a group, so that it sums one row of weights
-    per_group = triton.cdiv(triton.cdiv(arguments["rows"] // max(1, groups), arguments["R"]), LOOPS)
+    per_group = cdiv(cdiv(arguments["rows"] // max(1, groups), arguments["R"]), LOOPS)
     dweight = torch.empty(
         groups, per_group, D, dtype=torch.promote_types(weight.dtype, torch.float32), device=y.device
     )

@@ -1,12 +1,11 @@
 """Launches of the short_conv kernels: one read and one write of the activations per pass."""
 
 import torch
-import triton
 from torch import Tensor
 
 from .._chunks import chunk_table
 from .._common import compute_dtype, num_sequences
-from .._launch import accumulator
+from .._launch import accumulator, cdiv, next_power_of_2
 from .kernels.backward import short_conv_bwd_kernel
 from .kernels.forward import short_conv_fwd_kernel
 from .kernels.step import short_conv_step_kernel
@@ -16,7 +15,7 @@ def _launch_shape(x: Tensor, cu_seqlens: Tensor | None, BT: int):
     """Chunk tables and the number of tiles along time."""
     B, T, _ = x.shape
     if cu_seqlens is None:
-        NT = max(1, triton.cdiv(T, BT))
+        NT = max(1, cdiv(T, BT))
         return None, None, NT, B * NT
     first, sequence, bound = chunk_table(cu_seqlens, T, BT)
     return first, sequence, 1, bound
@@ -42,9 +41,9 @@ def short_conv_fwd_triton(
     else:
         initial_state = initial_state.contiguous()
         final = initial_state.to(x.dtype, copy=True)
-    BT, BC = (64 if T > 512 else 16), min(512, triton.next_power_of_2(C))
+    BT, BC = (64 if T > 512 else 16), min(512, next_power_of_2(C))
     first, sequence, NT, tiles = _launch_shape(x, cu_seqlens, BT)
-    short_conv_fwd_kernel[(tiles, triton.cdiv(C, BC))](
+    short_conv_fwd_kernel[(tiles, cdiv(C, BC))](
         x, weight, bias, initial_state, y, final, cu_seqlens, first, sequence, lengths, T, NT, N, C,
         K=K, BT=BT, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None,
         HAS_STATE=initial_state is not None, PACKED=cu_seqlens is not None, RAGGED=lengths is not None, num_warps=4,
@@ -69,13 +68,13 @@ def short_conv_bwd_triton(
     (_, T, C), K = x.shape, weight.shape[1]
     dx = torch.zeros_like(x) if lengths is not None else torch.empty_like(x)
     dinitial = dstate.clone()
-    BT, BC = (128 if T > 512 else 32), min(256, triton.next_power_of_2(C))
+    BT, BC = (128 if T > 512 else 32), min(256, next_power_of_2(C))
     first, sequence, NT, tiles = _launch_shape(x, cu_seqlens, BT)
     # unused tiles of a packed launch write nothing
     dparams = (torch.zeros if cu_seqlens is not None else torch.empty)(
         tiles, K + 1, C, dtype=compute_dtype(x.dtype), device=x.device
     )
-    short_conv_bwd_kernel[(tiles, triton.cdiv(C, BC))](
+    short_conv_bwd_kernel[(tiles, cdiv(C, BC))](
         dy, dstate, x, weight, bias, initial_state, dx, dparams, dinitial, cu_seqlens, first, sequence, lengths,
         T, NT, num_sequences(x.shape[0], cu_seqlens), C,
         K=K, BT=BT, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None,
@@ -92,8 +91,8 @@ def short_conv_step_triton(x: Tensor, weight: Tensor, bias: Tensor | None, state
     K = weight.shape[1]
     target = state if state.is_contiguous() else state.contiguous()
     y = torch.empty_like(x)
-    BC = min(256, triton.next_power_of_2(C))
-    short_conv_step_kernel[(B, triton.cdiv(C, BC))](
+    BC = min(256, next_power_of_2(C))
+    short_conv_step_kernel[(B, cdiv(C, BC))](
         x, weight, bias, target, y, C,
         K=K, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None, num_warps=2,
     )  # fmt: skip

@@ -5,10 +5,9 @@ much again for their gradients. After the forward pass only its inputs stay in m
 """
 
 import torch
-import triton
 from torch import Tensor
 
-from .._launch import contiguous
+from .._launch import cdiv, contiguous, next_power_of_2
 from .kernels.backward import ska_bwd_kernel_dkv, ska_bwd_kernel_operator, ska_bwd_kernel_scan
 from .kernels.forward import ska_fwd_kernel_read, ska_fwd_kernel_scan
 from .kernels.step import ska_step_kernel
@@ -49,7 +48,7 @@ class _Launch:
         where = {"position": position, "cu": cu_seqlens, "lengths": lengths, "first": first, "T": T}
         self.by_sequence = {**where, "per_sequence": per_sequence}
         self.by_chunk = {**self.by_sequence, "sequence": sequence, "N": self.N}
-        BR, BV = (max(16, triton.next_power_of_2(size)) for size in (R, min(V, 64)))
+        BR, BV = (max(16, next_power_of_2(size)) for size in (R, min(V, 64)))
         self.sizes = {"HK": self.HK, "R": R, "V": V, "C": chunk_size, "BR": BR}
         self.values = {"BV": BV}
         self.options = {"eps": eps, "sigma_floor": sigma_floor, "POWER": power, "SPECTRAL": spectral_norm}
@@ -59,7 +58,7 @@ class _Launch:
 
     def launch(self, kernel: str) -> dict[str, int]:
         warps, stages, tokens = LAUNCH[kernel][self.large]
-        BC = max(16, min(tokens, triton.next_power_of_2(self.sizes["C"])))
+        BC = max(16, min(tokens, next_power_of_2(self.sizes["C"])))
         return {"BC": BC, "num_warps": warps, "num_stages": stages}
 
     def statistics(self, k, v, S0, previous, nu0, position):
@@ -68,7 +67,7 @@ class _Launch:
         S = S0.new_empty(self.chunks, self.HK, R, 2 * R + V)
         nu = nu0.new_empty(self.chunks, self.HK)
         final = [torch.empty_like(t) for t in (S0, previous, nu0, position)]
-        ska_fwd_kernel_scan[((2 + triton.cdiv(V, BR)) * self.N * self.HK,)](
+        ska_fwd_kernel_scan[((2 + cdiv(V, BR)) * self.N * self.HK,)](
             k, v, S0, previous, nu0, S=S, nu=nu,
             S_final=final[0], previous_final=final[1], nu_final=final[2], position_final=final[3],
             **self.by_sequence, **self.sizes, **self.launch("fwd_scan"),
@@ -119,7 +118,7 @@ def ska_backward(
         **launch.sizes, **launch.values, **launch.options, **launch.launch("bwd_operator"),
     )  # fmt: skip
     size = S0[0, 0].numel()
-    ska_bwd_kernel_scan[(triton.cdiv(size, SCAN_BLOCK) * launch.N * launch.HK,)](
+    ska_bwd_kernel_scan[(cdiv(size, SCAN_BLOCK) * launch.N * launch.HK,)](
         dS, nu, dnu, dS_final, nu_final, dnu_final, dS0, dnu0, **launch.by_sequence,
         HK=launch.HK, SIZE=size, C=chunk_size, BLOCK=SCAN_BLOCK,
     )  # fmt: skip
@@ -137,7 +136,7 @@ def ska_step_triton(
     batch, _, heads, R = q.shape
     kv_heads, V = v.shape[2:]
     o = q.new_empty(batch, 1, heads, V)
-    BR, BV = (max(16, triton.next_power_of_2(size)) for size in (R, min(V, 64)))
+    BR, BV = (max(16, next_power_of_2(size)) for size in (R, min(V, 64)))
     ska_step_kernel[(batch * kv_heads,)](
         *(t.contiguous() for t in (q, k, v, gain)), S, W, previous, nu, position, o, eps, sigma_floor,
         H=heads, HK=kv_heads, R=R, V=V, C=chunk_size, PER_TOKEN=per_token, POWER=power, SPECTRAL=spectral_norm,

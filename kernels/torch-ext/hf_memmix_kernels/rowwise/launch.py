@@ -17,7 +17,8 @@ def _rows_per_program(width: int) -> int:
 
 
 def _warps(rows: int, width: int) -> int:
-    return min(16, max(1, rows * width // 1024))
+    """num_warps: a power of two, about 32 numbers per thread."""
+    return min(16, next_power_of_2(max(1, rows * width // 1024)))
 
 
 def _unit_arguments(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> tuple[dict, tuple[int]]:

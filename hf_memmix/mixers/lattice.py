@@ -218,7 +218,7 @@ class LatticeMixer(HeadsMixer):
         return cos, sin
 
     def _heads_for_memory(self, q, k, tokens):
-        """[B, T, C] after the convolutions -> q, k [B, T, H, m] and v [B, T, H, d], of unit norm where options say so."""
+        """[B, T, C] after the convolutions -> q, k [B, T, H, m] and v [B, T, H, d]; unit norms by options."""
         q, k, v = self.split_heads(q, k, tokens["v"], tokens)
         if self.options.use_unit_qk:
             q, k = unit(q, EPS), unit(k, EPS)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hf_memmix  # noqa: F401
@@ -21,11 +21,17 @@ from testing import random_ids
 NEW_TOKENS = 5
 
 
-def measure(model) -> dict[str, torch.Tensor]:
-    """Outputs of a model by name: forward, all ways to generate, and one training step."""
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [2, 19] and a mask that pads the first row."""
     ids = random_ids(2, 19)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
+    return ids, mask
+
+
+def measure(model) -> dict[str, torch.Tensor]:
+    """Outputs of a model by name: forward, all ways to generate, and one training step."""
+    ids, mask = batch()
     found = {}
 
     def generate(name, ids, **kwargs):
@@ -63,25 +69,37 @@ def measure(model) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
+def load(folder, **kwargs):
+    """The saved model, in the dtype of its file."""
+    has_experts = hasattr(AutoConfig.from_pretrained(folder), "num_experts_per_tok")
+    # the library's grouped matrix product of experts has no float64
+    experts = {"experts_implementation": "eager"} if has_experts else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **experts, **kwargs)
+
+
+def run(folder: Path) -> dict:
+    """The measurements of the model in a folder over all processes, or the text of the error."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    try:
+        model = load(folder, distributed_config=DistributedConfig(tp_size=ranks))
+    except ValueError as error:
+        return {"error": str(error)}
+    found = measure(model)
+    model.save_pretrained(folder / "again")
+    # the older way to ask for it
+    model, ids, mask = load(folder, tp_plan="auto", tp_size=ranks), *batch()
+    with torch.no_grad():
+        return found | {"logits by tp_plan": model(ids, attention_mask=mask, use_cache=False).logits}
+
+
 def main(folders: list[str]):
     torch.set_num_threads(1)
-    with library_in_float64():
-        _run(folders)
-    torch.distributed.destroy_process_group()
-
-
-def _run(folders):
     for folder in map(Path, folders):
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype="auto", distributed_config=DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]))
-            )
-            found = measure(model)
-            model.save_pretrained(folder / "again")
-        except ValueError as error:
-            found = {"error": str(error)}
+        with library_in_float64():
+            found = run(folder)
         if os.environ["RANK"] == "0":
             torch.save(found, folder / "measured.pt")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,11 @@ from .mixers import ATTENTION
 from .padding import padding_of
 from .swap import memory_mixers
 
+NO_CONTINUOUS_BATCHING = (
+    "continuous batching of transformers has a paged cache, which cannot hold recurrent states; serve the model with"
+    " vLLM, call generate() with a padded batch, or start `transformers serve` without --continuous-batching"
+)
+
 
 class MemoryGeneration(GenerationHooks):
     """Goes before a native causal language model."""
@@ -81,8 +86,9 @@ class MemoryGeneration(GenerationHooks):
         return inputs
 
     def generate_batch(self, *args, **kwargs):
-        """Refused: ValueError."""
-        raise ValueError(
-            "continuous batching (generate_batch) has a paged cache, which cannot hold recurrent states; call"
-            " generate() with a padded batch"
-        )
+        """Refused: ValueError. Why, and what transformers would need: hf_memmix/serving/continuous_batching.md."""
+        raise ValueError(NO_CONTINUOUS_BATCHING)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        """Refused: ValueError; `continuous_batching_context_manager` and `transformers serve` end here."""
+        raise ValueError(NO_CONTINUOUS_BATCHING)

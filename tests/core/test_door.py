@@ -47,6 +47,8 @@ METHODS = {
     "transformers.PreTrainedModel._initialize_weights": "module is_custom_code",
     "transformers.PreTrainedModel._can_set_attn_implementation": "",
     "transformers.PreTrainedModel._can_set_experts_implementation": "",
+    "transformers.PreTrainedModel.maybe_distribute_model": "model distributed_config",
+    "transformers.PreTrainedModel.gather_sharded_state_dict_for_save": "model_to_save state_dict",
     "transformers.GenerationMixin._prepare_cache_for_generation": (
         "generation_config model_kwargs generation_mode batch_size"
     ),
@@ -160,6 +162,8 @@ ATTRIBUTES = {
     "_is_user_defined": marks_given_cache,
     "_attn_implementation": lambda name: getattr(LlamaConfig(attn_implementation="eager"), name) == "eager",
     "_hf_hook": has_hook,
+    "_tp_plan": lambda name: "model.layers.*.self_attn.q_proj" in getattr(tiny(), name),
+    "_device_mesh": lambda name: reads("transformers.distributed.mixin", name),
     "_n_gpu": one_gpu,
     "_no_split_modules": lambda name: reads("accelerate.utils.fsdp_utils", name),
     "_name_or_path": lambda name: getattr(LlamaConfig.from_dict({name: "x"}), name) == "x",

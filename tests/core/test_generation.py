@@ -296,8 +296,16 @@ def test_assisted_decoding_on_a_static_cache_is_refused_or_right(model):
 
 
 def test_continuous_batching_is_refused(model):
-    with pytest.raises((ValueError, NotImplementedError), match="(?i)continuous batching"):
-        model.generate_batch([[1, 2, 3]])
+    """On each entry; `transformers serve --continuous-batching` calls the last one."""
+    entries = [
+        lambda: model.generate_batch([[1, 2, 3]]),
+        lambda: model.generate(random_ids(1, 3), cache_implementation="paged"),
+        lambda: model.continuous_batching_context_manager().__enter__(),
+        model.init_continuous_batching,
+    ]
+    for entry in entries:
+        with pytest.raises(ValueError, match="continuous batching of transformers.*vLLM"):
+            entry()
 
 
 def test_quantized_cache_is_refused(model):

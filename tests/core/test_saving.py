@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import hub
 
-import hf_memmix
 import testing
 from testing import (
     FAMILIES,
@@ -308,16 +306,6 @@ def test_meta_device_round_trip(tmp_path):
     again, report = load(tmp_path)
     assert report == NOTHING
     assert not any(p.is_meta for p in again.parameters())
-
-
-@pytest.mark.parametrize(
-    "sharded", [{"tp_plan": "auto"}, {"tp_size": 2}, {"distributed_config": SimpleNamespace(tp_size=2)}], ids=str
-)
-def test_tensor_parallelism_is_refused(sharded, tmp_path):
-    tiny_model("llama", "odd").save_pretrained(tmp_path)
-    for loader in (AutoModelForCausalLM, hf_memmix.MemMixForCausalLM):
-        with pytest.raises(ValueError, match="no tensor-parallel plan"):
-            loader.from_pretrained(tmp_path, **sharded)
 
 
 def test_backbone_config_alone():

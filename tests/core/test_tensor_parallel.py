@@ -1,0 +1,222 @@
+"""Tensor parallelism: the plans; and in transformers two processes compute, train and save what one does."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hf_memmix
+from child import TESTS, child_env
+from hf_memmix import RecurrentStateCache, memmix_config
+from hf_memmix.mixers import MIXERS as REGISTERED
+from hf_memmix.mixers import KoopmanMLP, MemoryMixer
+from hf_memmix.mixers.tensor_parallel import Cut, Part, TensorParallelPlan, divide
+from hf_memmix.tensor_parallel import check_mesh
+from tensor_parallel_run import load, measure
+from testing import MIXERS, backbone_config, build, difference, family_fields, mixer_types, random_ids, tiny_model
+
+# a wrong gradient is wrong by more; parameters that stay in float32 have gradients in float32
+LARGEST_DIFFERENCE = 1e-6
+LAYOUT = (0, 1, 3)  # the third layer keeps its attention
+
+
+def config_of(mixer, family="llama", layout=LAYOUT, options=None, **fields):
+    backbone = backbone_config(family, **fields)
+    types = mixer_types(layout, mixer, backbone.num_hidden_layers)
+    return memmix_config(backbone, mixer_types=types, mixers={mixer: {**MIXERS[mixer], **(options or {})}})
+
+
+ALL = (0, 1, 2, 3)
+FULL_NORMS = {"qk_norm": "full", "qkv_bias": True, "o_bias": True, "gate_bias": True, "use_rope": True}
+ROWS = {
+    "gka, hybrid": lambda: config_of("gka"),
+    **{f"{name}, hybrid": lambda name=name: config_of(name) for name in MIXERS if name != "gka"},
+    # norms over all heads, which span the ranks; biases on both sides of the memory
+    "gka, norms over all heads": lambda: config_of("gka", layout=ALL, options=FULL_NORMS),
+    "coffee, all options": lambda: config_of(
+        "coffee",
+        options={"use_output_filter": True, "use_gate": True, "gate_bias": True, "u_bias": True, "o_bias": True},
+    ),
+    "mamba2, one group": lambda: config_of("mamba2", options={"n_groups": 1, "head_dim": 16, "use_bias": True}),
+    # fewer key/value heads than ranks: both hold the same one
+    "gka, one key head": lambda: config_of("gka", layout=ALL, options=FULL_NORMS, num_key_value_heads=1),
+    "lattice, one key head": lambda: config_of(
+        "lattice", layout=ALL, options={"share_qk": False, "qk_norm": "head"}, num_key_value_heads=1
+    ),
+    "ska, one key head": lambda: config_of("ska", layout=ALL, options={"use_cg_lift": True}, num_key_value_heads=1),
+    "ska, an operator per token": lambda: config_of("ska", layout=ALL, options={"refresh_every": 1}),
+    "echo": lambda: hf_memmix.EchoConfig(**family_fields("Echo")),
+    "echo, gated": lambda: hf_memmix.EchoConfig(**family_fields("Echo"), feed_forward="koopman_gated"),
+    # fused projections, sliding windows, experts
+    "gka in gpt_neox": lambda: config_of("gka", "gpt_neox"),
+    "gka in gemma2": lambda: config_of("gka", "gemma2"),
+    "gka in mixtral": lambda: config_of("gka", "mixtral"),
+}
+EVERYDAY = ["gka, hybrid"]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """A function of a row: its folder, after one launch of two processes for all rows of its group."""
+    folders = {}
+
+    def folder_of(row):
+        group = EVERYDAY if row in EVERYDAY else [name for name in ROWS if name not in EVERYDAY]
+        if row not in folders:
+            for i, name in enumerate(group):
+                folders[name] = tmp_path_factory.mktemp(f"row{i}")
+                build(ROWS[name](), dtype=torch.float64).save_pretrained(folders[name])
+            launch([folders[name] for name in group])
+        return folders[row]
+
+    return folder_of
+
+
+def launch(folders, processes=2):
+    """Run `tensor_parallel_run.py` in several processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += [str(TESTS / "tensor_parallel_run.py"), *map(str, folders)]
+    run = subprocess.run(command, env=child_env(), capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[] if row in EVERYDAY else [pytest.mark.product]) for row in ROWS]
+)
+def test_two_processes_equal_one(row, launched):
+    folder = launched(row)
+    model = load(folder)
+    expected, found = measure(model), torch.load(folder / "measured.pt")
+    expected["logits by tp_plan"] = expected["logits"]
+    assert found.keys() == expected.keys(), found.get("error")
+    for name in expected:
+        error = difference(found[name], expected[name])
+        assert error <= LARGEST_DIFFERENCE, f"{name}: {error:.1e}"
+    # whole weights, which one process loads: those after the training step
+    again, trained = load(folder / "again").state_dict(), model.state_dict()
+    assert again.keys() == trained.keys()
+    for name in trained:
+        assert difference(again[name], trained[name]) <= LARGEST_DIFFERENCE, name
+
+
+@pytest.mark.product
+def test_what_cannot_be_shared_out_is_refused(tmp_path):
+    wrong = {
+        "heads": (config_of("gka", layout=ALL, num_attention_heads=3, num_key_value_heads=3, head_dim=8), "3 heads"),
+        "kept attention": (config_of("gka", num_key_value_heads=1), "attention layers: 1 key/value heads"),
+    }
+    for name, (config, _) in wrong.items():
+        build(config).save_pretrained(tmp_path / name)
+    launch([tmp_path / name for name in wrong])
+    for name, (_, text) in wrong.items():
+        error = torch.load(tmp_path / name / "measured.pt")["error"]
+        assert text in error
+        assert "2 ranks" in error
+        assert "\n" not in error
+
+
+# ---- plans
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_parts_of_all_ranks_are_the_whole(name, ranks):
+    options = {"n_groups": 1, "head_dim": 16} if name == "mamba2" else {}
+    mixer = tiny_mixer(name, options)
+    plan = mixer.tp_plan(ranks)
+    assert plan.columns or plan.parameters
+    for path, cut in plan.cuts(mixer).items():
+        whole = mixer.get_parameter(path).detach()
+        parts = [cut.local(whole, rank, ranks) for rank in range(ranks)]
+        assert all(part.shape[cut.dim] == cut.local_size() for part in parts)
+        assert torch.equal(cut.whole(parts), whole), path
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_states_are_shared_out(name):
+    """No rank holds more than its share of the states, but for key/value heads and groups that several ranks hold."""
+    mixer = tiny_mixer(name, {})
+    before = mixer.state_shapes(1)
+    divide(mixer, mixer.tp_plan(2), average=lambda x: x)
+    after = mixer.state_shapes(1)
+    assert before.keys() == after.keys()
+    for state, (shape, dtype) in after.items():
+        assert torch.Size(shape).numel() * 2 == torch.Size(before[state][0]).numel(), state
+        assert dtype == before[state][1]
+
+
+def test_parts_that_lie_apart():
+    cut = Cut(0, (Part(4, 2), Part(2, 1), Part(2, 2)))
+    whole = torch.arange(8)
+    assert cut.local(whole, 0, 2).tolist() == [0, 1, 4, 5, 6]
+    assert cut.local(whole, 1, 2).tolist() == [2, 3, 4, 5, 7]
+    assert not cut.is_even(2)
+    assert cut.local_size() == 5
+
+
+@pytest.mark.parametrize(("name", "text"), [("gka", "4 heads"), ("coffee", "48 channels"), ("mamba2", "2 heads")])
+def test_a_size_that_does_not_fit_names_those_that_do(name, text):
+    with pytest.raises(ValueError, match=f"{name} of layer 0: {text} cannot be shared out equally over 5 ranks.*1, 2"):
+        tiny_mixer(name, {}).tp_plan(5)
+
+
+def test_several_groups_are_shared_out_or_refused():
+    with pytest.raises(ValueError, match="2 groups"):
+        tiny_mixer("mamba2", {"head_dim": 16}).tp_plan(4)
+
+
+def test_a_mixer_without_a_plan_is_refused_by_name():
+    class Unplanned(REGISTERED["gka"]):
+        tp_plan = MemoryMixer.tp_plan
+
+    config = config_of("gka")
+    with pytest.raises(ValueError, match="gka of layer 2 has no tensor-parallel plan.*Unplanned.tp_plan"):
+        Unplanned(config, 2).tp_plan(2)
+
+
+def test_norms_over_all_ranks_need_an_average():
+    mixer = tiny_mixer("coffee", {})
+    with pytest.raises(ValueError, match="o_norm"):
+        divide(mixer, mixer.tp_plan(2))
+
+
+def test_a_koopman_mlp_with_an_odd_number_of_pairs_stays_whole():
+    assert KoopmanMLP(8, 12).tp_plan(2).columns == ("in_proj",)
+    assert KoopmanMLP(8, 10).tp_plan(2) == TensorParallelPlan(2)
+
+
+def tiny_mixer(name, options):
+    mixer = REGISTERED[name](config_of(name, layout=ALL, options=options), 0)
+    mixer.init_weights()
+    return mixer
+
+
+# ---- refusals in one process
+
+
+@pytest.mark.parametrize("field", ["fsdp_size", "pp_size"])
+def test_another_kind_of_parallelism_beside_it_is_refused(field):
+    class Distributed:
+        tp_size = 2
+
+    setattr(Distributed, field, 2)
+    with pytest.raises(ValueError, match=f"{field}=2; take tp_size=2 alone"):
+        check_mesh(Distributed())
+
+
+def test_states_of_a_rank_are_neither_saved_nor_taken_for_whole_ones(tmp_path):
+    model = tiny_model("llama", "all", fresh=True)
+    cache = RecurrentStateCache(model.config)
+    with torch.no_grad():
+        model(random_ids(1, 5), past_key_values=cache)
+    cache.save_pretrained(tmp_path)
+
+    class Distributed:
+        tp_size = 2
+
+    model.config.distributed_config = Distributed()
+    with pytest.raises(ValueError, match="one rank's heads"):
+        cache.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        RecurrentStateCache.from_pretrained(tmp_path, model.config)

@@ -185,12 +185,12 @@ class GKAMixer(HeadsMixer):
             beta = valid.expand_as(log_decay) if beta is None else beta * valid
         return q, k, v, log_decay, beta, new
 
-    def step(self, tokens, states):
-        q, k, v = self.split_heads(*self.convolve_step(tokens, states), tokens, unit_norm=True)
+    def step(self, tokens, states, state_indices=None):
+        convolved = self.convolve_step(tokens, states, state_indices)
+        q, k, v = self.split_heads(*convolved, tokens, unit_norm=True)
+        gates = tokens["log_decay"], tokens.get("alpha"), tokens.get("beta")
         memory = (states["H"], states["U"])
-        return gka_step(
-            q, k, v, tokens["log_decay"], tokens.get("alpha"), tokens.get("beta"), memory, **self._solver()
-        )
+        return gka_step(q, k, v, *gates, memory, state_indices=state_indices, **self._solver())
 
     def state_shapes(self, batch, dtype=torch.float32):
         memory = (batch, self.heads, self.head_dim, self.head_dim), torch.promote_types(dtype, torch.float32)

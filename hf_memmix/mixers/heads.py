@@ -108,11 +108,11 @@ class HeadsMixer(MemoryMixer):
             )
         return convolved["q"], convolved["k"], convolved["v"], new
 
-    def convolve_step(self, tokens, states):
-        """As `convolve`, for one token; changes the states of the convolutions in place."""
-        convolved = dict(tokens)
+    def convolve_step(self, tokens, states, state_indices):
+        """As `convolve`, for one token; changes the states of the convolutions in place, on pages if there are any."""
+        convolved, where = dict(tokens), {"in_place": True, "state_indices": state_indices}
         for name, convolution in self._convolutions():
-            convolved[name], _ = convolution(tokens[name], states[f"conv_{name}"], in_place=True)
+            convolved[name], _ = convolution(tokens[name], states[f"conv_{name}"], **where)
         return convolved["q"], convolved["k"], convolved["v"]
 
     def readout(self, y, x):

@@ -159,10 +159,11 @@ class LatticeMixer(HeadsMixer):
         )
         return y, new
 
-    def step(self, tokens, states):
-        q, k, _ = self.convolve_step(tokens, states)
+    def step(self, tokens, states, state_indices=None):
+        q, k, _ = self.convolve_step(tokens, states, state_indices)
         q, k, v = self._heads_for_memory(q, k, tokens)
-        return lattice_step(q, k, v, tokens["gamma"], tokens.get("log_decay"), state=states["S"], **self._recurrence())
+        memory = {"state": states["S"], "state_indices": state_indices}
+        return lattice_step(q, k, v, tokens["gamma"], tokens.get("log_decay"), **memory, **self._recurrence())
 
     def initial_states(self, batch, device, dtype):
         states = self.allocate_states(batch, device, dtype)

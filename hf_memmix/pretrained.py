@@ -4,7 +4,7 @@ from transformers import AutoModel
 
 from ._transformers import ConstructionHooks, keep_in_fp32, model_class_of
 from .mixers import FeedForward, MemoryMixer
-from .swap import fp32_patterns, memory_mixers, set_mixer_options, swap_attention, swap_feed_forward
+from .swap import fp32_patterns, layers_name, memory_mixers, set_mixer_options, swap_attention, swap_feed_forward
 
 
 class MemMixPreTrained(ConstructionHooks):
@@ -53,6 +53,7 @@ class MemMixPreTrained(ConstructionHooks):
 
     def insert_mixers(self):
         """Swap the attention (and feed-forward) of a base model and finish its construction anew."""
+        self._layers_name = layers_name(self)  # each forward needs it: looked up once
         swap_attention(self, self.config)
         swap_feed_forward(self, self.config)
         keep_in_fp32(self, fp32_patterns(self))

@@ -182,16 +182,14 @@ def load_recipe(recipe: str | Path, **overrides) -> Recipe:
     if asked is not None and own is not None and asked != own:
         raise ValueError(f"recipe {str(recipe)!r} is for {own}, not for {asked}; give a recipe of {asked}")
     given = {name: value for name, value in overrides.items() if value is not None}
-    if "warmup_steps" not in given:
-        given |= _shortened_warmup(values, given)
-    values |= given
+    values |= shortened_warmup(values, given) | given
     if unknown := sorted(set(values) - known):
         raise ValueError(f"recipe {str(recipe)!r}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     return Recipe(**values)
 
 
-def _shortened_warmup(recipe: dict, overrides: dict) -> dict:
-    """The `warmup_steps` of a recipe that is run for fewer steps, {} if they stay. A contradiction of its own stays."""
+def shortened_warmup(recipe: dict, overrides: dict) -> dict:
+    """The `warmup_steps` of a recipe that is run for fewer steps; {} if the recipe contradicts itself."""
     warmup, steps, run = recipe.get("warmup_steps"), recipe.get("steps", Recipe.steps), overrides.get("steps")
     if not all(isinstance(value, int) for value in (warmup, steps, run)) or warmup > steps:
         return {}

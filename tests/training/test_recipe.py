@@ -111,6 +111,11 @@ def test_a_run_shorter_than_the_warm_up_of_its_recipe(tmp_path):
     assert load_recipe(file, steps=12).warmup_steps == 10
 
 
+def test_a_recipe_object_is_run_for_fewer_steps(student, tmp_path):
+    data, recipe = TokenBlocks(torch.randint(3, 64, (320,)), 16), Recipe(steps=40, batch_size=4, block_size=16)
+    assert train(student, tiny_teacher("llama", layers=2), data, tmp_path, recipe=recipe, steps=2)["steps"] == 2
+
+
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [

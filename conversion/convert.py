@@ -39,14 +39,16 @@ def convert_model(
     Raises ValueError for an unsupported family, a bad `keep` or option, a weight that is not finite, or a tensor that
     would be lost.
     """
-    if not isinstance(teacher, PreTrainedModel):
+    checked = not isinstance(teacher, PreTrainedModel)
+    if checked:
         teacher = load_model(teacher)
     config = teacher.config
     family_of(config)
     if config.model_type == "memmix":
         raise ValueError("the teacher is a converted model already; give the transformer it came from")
-    check_ties(teacher, "the teacher")
-    check_finite_weights(teacher, "the teacher")
+    if not checked:  # `load_model` reads all weights for the same two checks
+        check_ties(teacher, "the teacher")
+        check_finite_weights(teacher, "the teacher")
     keep = layers_to_keep(keep, config.num_hidden_layers)
     types = ["attention" if i in keep else mixer for i in range(config.num_hidden_layers)]
     converted = [i for i in range(config.num_hidden_layers) if i not in keep]

@@ -154,13 +154,17 @@ class MemMixConfig(PreTrainedConfig):
         self.__dict__["mixers"] = frozen(mixers)
 
     def __setattr__(self, name, value):
-        if name in ("mixer_types", "mixers") and self._is_frozen and value != getattr(self, name):
-            raise FrozenError(
-                f"{name} cannot be changed: a model was built from this configuration and would not follow. Call"
-                " model.set_mixer_options(...), or build a model from memmix_config(config, mixer_types=[...],"
-                " mixers={...})"
-            )
+        if self._is_fixed(name) and value != getattr(self, name):
+            raise FrozenError(_FIXED.format(name=name))
         super().__setattr__(name, value)
+
+    def __delattr__(self, name):
+        if self._is_fixed(name):
+            raise FrozenError(_FIXED.format(name=name))
+        super().__delattr__(name)
+
+    def _is_fixed(self, name: str) -> bool:
+        return name in ("mixer_types", "mixers") and self._is_frozen
 
     @property
     def memory_layers(self) -> list[int]:
@@ -225,6 +229,10 @@ class MemMixConfig(PreTrainedConfig):
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
 
+_FIXED = (
+    "{name} cannot be changed: a model was built from this configuration and would not follow. Call"
+    " model.set_mixer_options(...), or build a model from memmix_config(config, mixer_types=[...], mixers={{...}})"
+)
 _OWN_FIELDS = ("backbone_model_type", "mixer_types", "mixers")
 
 

@@ -10,7 +10,6 @@ The classes of a backbone are made and registered with the Auto classes when its
 """
 
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.utils import is_torchdynamo_compiling
 
 from . import generated_models
 from ._transformers import change_class, model_class_of
@@ -19,7 +18,7 @@ from .generation import MemoryGeneration
 from .mixers import ATTENTION
 from .padding import PaddedRows, check_finite, check_new_mask, packing_of, padding_of, positions_in
 from .pretrained import MemMixPreTrained
-from .swap import decoder_layers, memory_mixers
+from .swap import memory_mixers
 
 
 class MemMixModel(MemMixPreTrained):
@@ -35,7 +34,7 @@ class MemMixModel(MemMixPreTrained):
 
     def _checkpoints_activations(self) -> bool:
         """Whether this forward recomputes activations in backward. Each layer decides by its own mode."""
-        modules = [self] if is_torchdynamo_compiling() else [self, *decoder_layers(self)]
+        modules = (self, *getattr(self, self._layers_name))
         return any(module.training and getattr(module, "gradient_checkpointing", False) for module in modules)
 
     def forward(

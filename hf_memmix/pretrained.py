@@ -13,7 +13,7 @@ from ._transformers import (
     name_in_plan,
 )
 from .mixers import ATTENTION, FeedForward, MemoryMixer
-from .swap import fp32_patterns, set_mixer_options, swap_attention, swap_feed_forward
+from .swap import fp32_patterns, layers_name, set_mixer_options, swap_attention, swap_feed_forward
 from .tensor_parallel import DividedModule, check_attention, check_mesh, divided_modules, set_aside, whole_tensors
 
 
@@ -85,6 +85,7 @@ class MemMixPreTrained(DistributionHooks, ConstructionHooks):
 
     def insert_mixers(self):
         """Swap the attention (and feed-forward) of a base model and finish its construction anew."""
+        self._layers_name = layers_name(self)  # each forward needs it: looked up once
         swap_attention(self, self.config)
         swap_feed_forward(self, self.config)
         keep_in_fp32(self, fp32_patterns(self))

@@ -84,6 +84,15 @@ class TokenBlocks(Dataset):
         """Raise ValueError if a token is outside a vocabulary of this size."""
         _check_vocabulary(self.blocks, size)
 
+    def document_lengths(self) -> Tensor:
+        """Number of tokens [N] of each packed document, or part of one in a row; of each row if nothing is packed."""
+        if self.positions is None:
+            return torch.full((len(self.blocks),), self.block_size)
+        first = self.positions == 0
+        first[:, 0] = True
+        starts = first.flatten().nonzero()[:, 0]
+        return torch.diff(starts, append=torch.tensor([self.positions.numel()]))
+
     def __len__(self) -> int:
         return len(self.blocks)
 
@@ -114,6 +123,15 @@ class StreamedBlocks(IterableDataset):
         """Have every row checked when it is read."""
         self.vocabulary = size
 
+    def document_lengths(self) -> Tensor:
+        """As `TokenBlocks.document_lengths`, of the first documents only."""
+        if not self.pack:
+            return torch.tensor([self.block_size])
+        return torch.tensor([min(len(part), self.block_size) for part in self._first_documents()])
+
+    def _first_documents(self) -> list[list[int]]:
+        return list(islice(tokenize_documents(self.sources, self._tokenizer), 64))
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         while True:
             count = 0
@@ -141,8 +159,7 @@ class StreamedBlocks(IterableDataset):
     def fingerprint(self) -> str:
         """A hash of block size, tokenizer, names and sizes of the sources and their first 64 documents."""
         sizes = [(str(s), Path(s).stat().st_size if Path(s).is_file() else None) for s in self.sources]
-        first = list(islice(tokenize_documents(self.sources, self._tokenizer), 64))
-        content = repr((self.block_size, self.pack, self.tokenizer, sizes, first))
+        content = repr((self.block_size, self.pack, self.tokenizer, sizes, self._first_documents()))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

@@ -24,6 +24,7 @@ BOUNDS = {
     "save_every": (0, 10**9),
     "seed": (0, 2**32 - 1),  # what numpy takes
 }
+NUMBERS = (int, int | None, float)
 RATES = ("learning_rate", "rest_learning_rate", "weight_decay")
 
 
@@ -32,7 +33,8 @@ class Recipe:
     """The numbers of one stage. `trainer` takes further TrainingArguments of transformers by name.
 
     One step reads `batch_size * gradient_accumulation * block_size` tokens, however many processes share them. The
-    learning rate rises over `warmup_steps` and falls as a cosine to `min_lr_ratio` of its peak.
+    learning rate rises over `warmup_steps` (None: 20, or all steps of a shorter run) and falls as a cosine to
+    `min_lr_ratio` of its peak.
 
     groups: rows `{"match": regular expression, "learning_rate": ..., "weight_decay": ...}` over the student's
         parameter names; the first that matches decides, both rates are optional in it. A rate of 0 freezes. What no
@@ -58,7 +60,7 @@ class Recipe:
     rest_learning_rate: float = 1e-5
     weight_decay: float = 0.0
     groups: list = field(default_factory=list)
-    warmup_steps: int = 20
+    warmup_steps: int | None = None
     min_lr_ratio: float = 0.01
     layers: str = "all"
     teacher: str = "copy"
@@ -75,11 +77,13 @@ class Recipe:
     def __post_init__(self):
         if self.stage not in STAGES:
             raise ValueError(f"stage is {self.stage!r}; it must be one of {', '.join(STAGES)}")
+        if self.warmup_steps is None and isinstance(self.steps, int):
+            object.__setattr__(self, "warmup_steps", min(20, self.steps))
         for item in fields(self):
             value, kind = getattr(self, item.name), (float, int) if item.type is float else item.type
             if value is None:
                 raise ValueError(f"{item.name} is null; give a value, or leave the line out for the default")
-            if not isinstance(value, kind) or (isinstance(value, bool) and item.type in (int, float)):
+            if not isinstance(value, kind) or (isinstance(value, bool) and item.type in NUMBERS):
                 hint = "; in YAML write 1.0e-3, as 1e-3 is a text" if item.type is float else ""
                 name = getattr(item.type, "__name__", str(item.type))
                 raise ValueError(f"{item.name} is {value!r}, not of type {name}{hint}")
@@ -88,6 +92,11 @@ class Recipe:
                 kind = "at least" if getattr(self, name) < least else "at most"
                 limit = least if kind == "at least" else largest
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {kind} {limit}")
+        if self.warmup_steps > self.steps:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps}, but the run has {self.steps} steps and would never reach its"
+                f" learning rate; give at most {self.steps}, or more steps"
+            )
         _check_rates("the recipe", {name: getattr(self, name) for name in RATES})
         if self.bf16 not in ("auto", True, False):
             raise ValueError(f'bf16 is {self.bf16!r}; it must be "auto", true or false')
@@ -152,6 +161,8 @@ def _check_rates(where: str, rates: dict) -> None:
 def load_recipe(recipe: str | Path, **overrides) -> Recipe:
     """A recipe by name ("align", "distill", ...) or YAML path, with `overrides` on top (None means: leave it).
 
+    If `steps` alone is overridden by fewer than the recipe's `warmup_steps`, the learning rate rises over all of them.
+
     Raises ValueError if there is none, if it has unknown or impossible values, or if another `stage` than its own is
     asked for.
     """
@@ -170,7 +181,16 @@ def load_recipe(recipe: str | Path, **overrides) -> Recipe:
     asked, own = overrides.get("stage"), values.get("stage")
     if asked is not None and own is not None and asked != own:
         raise ValueError(f"recipe {str(recipe)!r} is for {own}, not for {asked}; give a recipe of {asked}")
-    values |= {name: value for name, value in overrides.items() if value is not None}
+    given = {name: value for name, value in overrides.items() if value is not None}
+    values |= shortened_warmup(values, given) | given
     if unknown := sorted(set(values) - known):
         raise ValueError(f"recipe {str(recipe)!r}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     return Recipe(**values)
+
+
+def shortened_warmup(recipe: dict, overrides: dict) -> dict:
+    """The `warmup_steps` of a recipe that is run for fewer steps; {} if the recipe contradicts itself."""
+    warmup, steps, run = recipe.get("warmup_steps"), recipe.get("steps", Recipe.steps), overrides.get("steps")
+    if not all(isinstance(value, int) for value in (warmup, steps, run)) or warmup > steps:
+        return {}
+    return {"warmup_steps": min(warmup, run)}

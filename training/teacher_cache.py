@@ -160,6 +160,10 @@ class CachedBlocks(Dataset):
         """As `TokenBlocks.check_vocabulary`."""
         self.data.check_vocabulary(size)
 
+    def document_lengths(self) -> Tensor:
+        """As `TokenBlocks.document_lengths`."""
+        return self.data.document_lengths()
+
     def fingerprint(self) -> str:
         """That of the rows, with teacher and k."""
         return f"{self.data.fingerprint()} {self.meta['teacher']} {self.meta['k']}"

@@ -9,8 +9,9 @@ resumes from its last checkpoint and ends with exactly the weights of an uninter
 `accelerate launch` with a file of `training/accelerate` runs the same recipe on several GPUs, with the same batches.
 """
 
+import logging
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -25,13 +26,15 @@ from hf_memmix.swap import memory_mixers
 from hf_memmix.training import sharded, teachers
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.groups import freeze_by_rate, refuse_shared
-from hf_memmix.training.recipe import Recipe, load_recipe
+from hf_memmix.training.recipe import Recipe, load_recipe, shortened_warmup
 from hf_memmix.training.run_identity import find_checkpoint, identity_of
 from hf_memmix.training.run_lock import run_lock
 from hf_memmix.training.student_teacher import AlignStudentTeacher, DistillStudentTeacher, StudentTeacher
 from hf_memmix.training.teacher_cache import CachedBlocks
 from hf_memmix.training.trainer import PairTrainer
 from hf_memmix.training.trainer_arguments import training_arguments
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Recipe", "align", "distill", "find_checkpoint", "load_recipe", "train"]
 
@@ -85,7 +88,7 @@ def _recipe_of(recipe: str | Path | Recipe, overrides: dict) -> Recipe:
         return load_recipe(recipe, **overrides)
     if (stage := overrides.get("stage", recipe.stage)) != recipe.stage:
         raise ValueError(f"the recipe is for {recipe.stage}, not for {stage}; give a recipe of {stage}")
-    return replace(recipe, **overrides) if overrides else recipe
+    return replace(recipe, **(shortened_warmup(asdict(recipe), overrides) | overrides)) if overrides else recipe
 
 
 def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: bool, callbacks) -> dict:
@@ -172,7 +175,7 @@ def _check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Reci
         )
     if not converted_layers(student):
         raise ValueError("the student has no converted layer to train; convert it with fewer kept layers")
-    _check_block_size(student, recipe.block_size)
+    _check_lengths(student, data)
     check_finite_weights(student, "the student")
     if teacher is not None:
         check_transformer(teacher)
@@ -182,11 +185,29 @@ def _check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Reci
     data.check_vocabulary(student.config.vocab_size)
 
 
-def _check_block_size(student: nn.Module, block_size: int) -> None:
-    """Raise ValueError if a mixer learns nothing from blocks that short: its loss would not move."""
-    for mixer in memory_mixers(student).values():
-        if block_size < (least := mixer.minimum_training_length(mixer.options)):
+def _check_lengths(student: nn.Module, data) -> None:
+    """Raise ValueError if a mixer learns nothing from rows or packed documents that short: its loss would not move.
+
+    Logs a warning if that is true of most tokens.
+    """
+    lengths = data.document_lengths()
+    for name, least in {m.name: m.minimum_training_length(m.options) for m in memory_mixers(student).values()}.items():
+        if data.block_size < least:
             raise ValueError(
-                f"block_size is {block_size}, but the mixer {mixer.name} of this student learns only from blocks of at"
+                f"block_size is {data.block_size}, but the mixer {name} of this student learns only from blocks of at"
                 f" least {least} tokens; give a larger block_size"
+            )
+        if (longest := int(lengths.max())) < least:
+            raise ValueError(
+                f"the longest packed document has {longest} tokens, but the mixer {name} of this student learns only"
+                f" from documents of at least {least} tokens; give longer documents, or set pack: false"
+            )
+        short = int(lengths[lengths < least].sum()) / int(lengths.sum())
+        if short > 0.5:
+            logger.warning(
+                "%.0f %% of the tokens are in packed documents of fewer than %d tokens, from which the mixer %s"
+                " learns nothing; give longer documents, or set pack: false",
+                100 * short,
+                least,
+                name,
             )

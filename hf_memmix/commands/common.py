@@ -50,15 +50,21 @@ def start_library() -> None:
         package.__spec__.loader.exec_module(package)
 
 
+def quiet_library() -> None:
+    """Silence transformers' own progress bars and warnings: one bar per command is enough."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
 def load(folder: Path, device: str | None, dtype=None):
     """A model on a device. `dtype` None: the stored dtype on a GPU; fp32 on a CPU, because bf16 is slow there."""
     import torch
-    from transformers.utils import logging
 
     from hf_memmix.conversion import load_model
 
-    logging.disable_progress_bar()  # one bar per command is enough
-    logging.set_verbosity_error()
+    quiet_library()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(folder, dtype or ("float32" if device == "cpu" else "auto"))
     try:

@@ -19,6 +19,7 @@ from hf_memmix.commands.common import (
     load,
     out,
     print_json,
+    quiet_library,
     tokenizer_of,
 )
 from hf_memmix.commands.errors import one_line_errors
@@ -80,9 +81,10 @@ def convert(
         result = estimate(meta_teacher(teacher), mixer, chosen, tuple(context or CONTEXTS), **options)
         print_json(result) if as_json else _print_estimate(result)
         return
+    quiet_library()
     with err.status("converting"):
         tokenizer = tokenizer_of(teacher, required=False)
-        student = convert_model(load(teacher, "cpu", "auto"), mixer, chosen, seed=seed, **options)
+        student = convert_model(teacher, mixer, chosen, seed=seed, **options)
         if trained is not None:
             take_mixers(student, load(trained, "cpu", "auto"))
         save_student(student, out_dir, tokenizer, overwrite=overwrite)

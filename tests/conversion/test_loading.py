@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cli_runner import memmix
-from hf_memmix.conversion import convert_model, load_model
+from hf_memmix.conversion import convert_model, load_model, loading
 from hf_memmix.conversion.estimate import meta_teacher
 from hf_memmix.conversion.loading import read_config
 from testing import MIXERS
@@ -134,6 +134,20 @@ def test_command_says_which_tensor(tmp_path):
     run = memmix("convert", "--teacher", tmp_path / "teacher", "--out", tmp_path / "student")
     assert run.exit_code == 1 and "Traceback" not in run.output and not (tmp_path / "student").exists()
     assert f"NaN or infinite values in 1 tensors: {UP}" in " ".join(run.output.split())
+
+
+def test_a_conversion_reads_every_weight_once_for_this_check(tmp_path, monkeypatch):
+    """Whether it gets a model or a folder: one pass takes seconds per billion parameters."""
+    passes, teacher, is_finite = [], tiny_teacher(layers=2), loading._is_finite
+    monkeypatch.setattr(loading, "_is_finite", lambda tensor: passes.append(tensor.shape) or is_finite(tensor))
+    convert_model(teacher)
+    once = passes.copy()
+    assert len(once) == len(teacher.state_dict())
+    teacher.save_pretrained(tmp_path / "teacher")
+    convert_model(tmp_path / "teacher")
+    assert passes == once * 2
+    assert memmix("convert", "--teacher", tmp_path / "teacher", "--out", tmp_path / "student").exit_code == 0
+    assert passes == once * 3
 
 
 # ---- config.json

@@ -6,7 +6,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from core.checks import an_end_token, assert_follows, assert_same_generation, greedy, left_padded, uncached_greedy
 from core.compiled import ROUNDINGS, Graphs, bound_of_logits, compiled_generation
-from testing import HOUSE_MIXER, MIXERS, assert_same, build, float32_noise, random_ids, tiny_config
+from hf_memmix.swap import decoder_layers
+from testing import HOUSE_MIXER, MIXERS, assert_same, base_model, build, float32_noise, random_ids, tiny_config
 
 pytestmark = pytest.mark.compiles
 
@@ -113,6 +114,18 @@ def test_training_graph(family, mixer):
         for name, grad in grads[0].items():
             assert_same(grads[1][name], grad, name, ROUNDINGS * noise)
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("layer", (0, 1))
+def test_a_layer_that_checkpoints_makes_no_cache(layer):
+    """One layer in train mode is enough, whether it has a mixer or attention: in the graph as without it."""
+    model = small("llama", "mixed")
+    assert model(input_ids=random_ids(1, 5), use_cache=True).past_key_values is not None
+    model.gradient_checkpointing_enable()
+    decoder_layers(base_model(model))[layer].train()
+    compiled = torch.compile(model, backend=Graphs().backend(), fullgraph=True, dynamic=False)
+    for run in (model, compiled):
+        assert run(input_ids=random_ids(1, 5), use_cache=True).past_key_values is None
 
 
 @torch.no_grad()

@@ -53,6 +53,8 @@ EDITS = {
     "the kind of a layer": lambda c, mixer: c.mixer_types.__setitem__(0, mixer),
     "the number of layers": lambda c, mixer: c.mixer_types.append(mixer),
     "all kinds": lambda c, mixer: setattr(c, "mixer_types", [mixer]),
+    "no options": lambda c, mixer: delattr(c, "mixers"),
+    "no kinds": lambda c, mixer: delattr(c, "mixer_types"),
 }
 
 

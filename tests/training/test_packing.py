@@ -1,6 +1,7 @@
 """Packed documents train like separate ones, whatever they are read from."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -162,6 +163,30 @@ def test_a_stream_trains_and_resumes_like_rows_in_memory(sources, tmp_path):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     with pytest.raises(ValueError, match=r"is of another run \(data was"):
         run(tmp_path / "broken", files[:2])
+
+
+@pytest.mark.parametrize("read", [TokenBlocks.from_files, StreamedBlocks])
+def test_packed_documents_from_which_a_mixer_learns_nothing(read, tmp_path, caplog):
+    """SKA reads a document from its second chunk on. Too short documents are refused, a majority of them is said."""
+    teacher = tiny_teacher("llama", layers=2)
+    recipe = Recipe(steps=1, batch_size=2, block_size=32, pack=True)
+
+    def run(*lengths):
+        text = "\n".join(json.dumps({"text": tiny_text(length)}) for length in lengths)
+        (tmp_path / "x.jsonl").write_text(text)
+        data = read(tmp_path / "x.jsonl", tiny_tokenizer(), 32, True)
+        student = convert_model(teacher, "ska", chunk_size=8)
+        return train(student, teacher, data, tmp_path / "out", recipe=recipe)
+
+    with pytest.raises(ValueError, match="longest packed document has [78] tokens.* ska .*at least 9 tokens; .*pack:"):
+        run(*[7] * 12)
+    assert not caplog.records
+    run(30, *[7] * 12)
+    (record,) = [record for record in caplog.records if record.name == "hf_memmix.training.train"]
+    assert re.search(r"[67]\d % of the tokens .* fewer than 9 tokens.* ska .*pack: false", record.message)
+    caplog.clear()
+    run(*[30] * 3, *[7] * 2)
+    assert not [record for record in caplog.records if record.name == "hf_memmix.training.train"]
 
 
 @pytest.mark.parametrize(

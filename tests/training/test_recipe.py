@@ -10,7 +10,7 @@ from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_prefix
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.groups import freeze_by_rate, optimizer_groups, parameter_rates
-from hf_memmix.training.recipe import Recipe
+from hf_memmix.training.recipe import Recipe, load_recipe
 from hf_memmix.training.teachers import share_weights, unshare_weights
 from hf_memmix.training.train import distill, train
 from hf_memmix.training.trainer_arguments import training_arguments
@@ -72,6 +72,11 @@ def test_groups_reach_the_weights(student, tmp_path):
         ({"min_lr_ratio": float("nan")}, "min_lr_ratio is nan; it must be"),
         ({"save_every": -1}, "save_every is -1; it must be at least 0"),
         ({"warmup_steps": -1}, "warmup_steps is -1; it must be at least 0"),
+        (
+            {"steps": 10, "warmup_steps": 11},
+            "warmup_steps is 11, but the run has 10 steps and .*; give at most 10, or more steps",
+        ),
+        ({"warmup_steps": True}, "warmup_steps is True, not of type int"),
         ({"block_size": 1}, "block_size is 1; it must be at least 2"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
         ({"seed": 2**32}, "seed is 4294967296; it must be at most 4294967295"),
@@ -89,6 +94,26 @@ def test_groups_reach_the_weights(student, tmp_path):
 def test_a_recipe_that_contradicts_itself_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         Recipe(**fields)
+
+
+def test_a_run_shorter_than_the_warm_up_of_its_recipe(tmp_path):
+    """`--steps 3` warms up over all steps; numbers that contradict each other within a recipe are refused."""
+    assert Recipe(steps=3).warmup_steps == 3 and Recipe().warmup_steps == 20
+    file = tmp_path / "recipe.yaml"
+    file.write_text("stage: align\nsteps: 40\nwarmup_steps: 10")
+    assert [load_recipe(file, steps=steps).warmup_steps for steps in (3, 10, 40, None)] == [3, 10, 10, 10]
+    with pytest.raises(ValueError, match="warmup_steps is 10, but the run has 3 steps"):
+        load_recipe(file, steps=3, warmup_steps=10)
+    file.write_text("stage: align\nsteps: 4\nwarmup_steps: 10")
+    for steps in (None, 3):
+        with pytest.raises(ValueError, match=f"warmup_steps is 10, but the run has {steps or 4} steps"):
+            load_recipe(file, steps=steps)
+    assert load_recipe(file, steps=12).warmup_steps == 10
+
+
+def test_a_recipe_object_is_run_for_fewer_steps(student, tmp_path):
+    data, recipe = TokenBlocks(torch.randint(3, 64, (320,)), 16), Recipe(steps=40, batch_size=4, block_size=16)
+    assert train(student, tiny_teacher("llama", layers=2), data, tmp_path, recipe=recipe, steps=2)["steps"] == 2
 
 
 @pytest.mark.parametrize(

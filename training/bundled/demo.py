@@ -35,9 +35,10 @@ CONTEXTS = (1024, 4096, 32768, 131072)
 PROMPT_TOKENS = 24
 # short schedules want higher rates than the recipes'
 LEARNING_RATES = {
-    "align": {"learning_rate": 5e-3, "warmup_steps": 5},
-    "distill": {"learning_rate": 5e-4, "rest_learning_rate": 5e-5, "warmup_steps": 5},
+    "align": {"learning_rate": 5e-3},
+    "distill": {"learning_rate": 5e-4, "rest_learning_rate": 5e-5},
 }
+WARMUP_STEPS = 5
 NEW_TOKENS = 80
 STAGE_SECONDS = 100  # a slow or busy machine stops training here, so that the whole takes less than five minutes
 # what the new process runs: it knows the folder and the prompt, nothing else
@@ -105,7 +106,8 @@ def run_demo(
     stages = []
     for stage, steps in ((align, align_steps), (distill, distill_steps)):
         name = stage.__name__
-        options = LEARNING_RATES[name] | {"steps": steps, "batch_size": batch_size, "block_size": block_size}
+        options = LEARNING_RATES[name] | {"steps": steps, "warmup_steps": min(WARMUP_STEPS, steps)}
+        options |= {"batch_size": batch_size, "block_size": block_size}
         stages.append(
             stage(
                 student, teacher, data, output / name, save_every=0, callbacks=[ProgressBar(progress, name)], **options

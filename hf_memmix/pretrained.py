@@ -1,4 +1,4 @@
-"""What the base model and the models with a head share: which class is built, loading, the swap, options."""
+"""Base class of the base model and the models with a head: which class is built, loading, mixers and their options."""
 
 from transformers import AutoModel
 
@@ -15,7 +15,7 @@ class MemMixPreTrained(ConstructionHooks):
 
     @classmethod
     def concrete_class(cls, config) -> type:
-        """The bare class stands for all: the one to build is that of the configuration."""
+        """This class; for a general class such as `MemMixModel`, the class for the configuration's backbone."""
         if "config_class" in cls.__dict__:
             return cls
         found = model_class_of(type(config), cls._auto_class_for)
@@ -30,7 +30,7 @@ class MemMixPreTrained(ConstructionHooks):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As in transformers; the bare classes load the class that the checkpoint names.
+        """As in transformers. The general classes (`MemMixModel`...) return the class of the checkpoint's backbone.
 
         Raises:
             ValueError: tensor parallelism is asked for, whose plans do not know the mixers; or a mixer cannot use
@@ -52,7 +52,7 @@ class MemMixPreTrained(ConstructionHooks):
         """Nothing: after a load through `auto_map` the library calls this, to copy our sources at the next save."""
 
     def insert_mixers(self):
-        """Swap the attention (and feed-forward) of a base model and finish its construction anew."""
+        """Swap the attention (and feed-forward) of a base model and finish its construction."""
         swap_attention(self, self.config)
         swap_feed_forward(self, self.config)
         keep_in_fp32(self, fp32_patterns(self))

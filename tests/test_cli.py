@@ -125,7 +125,7 @@ def test_truncated_weights_are_one_clear_line(workspace):
     [
         ("config.json", '{"model_type": "llama", "hidden_size": 30}', "impossible values"),
         ("config.json", '{"model_type": "deepseek_v3"}', "latent attention"),
-        ("config.json", "{", "is no JSON"),
+        ("config.json", "{", "is not JSON"),
         ("tokenizer.json", '{"version": "1.0", ', "tokenizer that cannot be read"),
     ],
 )

@@ -19,9 +19,9 @@ __all__ = [
     "INTEGRATION_TO_CALLBACK",
     "TrainerHooks",
     "WrappedByUnits",
-    "become",
     "get_available_reporting_integrations",
     "get_reporting_integration_callbacks",
+    "replace_contents",
     "use_one_gpu",
 ]
 
@@ -32,7 +32,7 @@ def use_one_gpu(arguments: TrainingArguments):
         arguments._n_gpu = 1  # `n_gpu` cannot be set
 
 
-def become(model: nn.Module, fresh: nn.Module):
+def replace_contents(model: nn.Module, fresh: nn.Module):
     """Give `model` the modules and parameters of `fresh`, a new one of its class, in place.
 
     A constructor cannot do it: the caller holds this object, on which FSDP2 and DeepSpeed have put hooks and

@@ -133,7 +133,7 @@ def _log_rest(log_p: Tensor, ids: Tensor) -> Tensor:
 
 
 def _sum_over_chunks(total: Callable[..., Tensor], chunk_tokens: int, *tensors: Tensor | None) -> Tensor:
-    """The sum of `total` of `chunk_tokens` rows of the tensors (or None) at a time; backward computes each anew."""
+    """The sum of `total` of `chunk_tokens` rows of the tensors (or None) at a time; backward computes each again."""
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     loss = 0.0

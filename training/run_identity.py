@@ -89,7 +89,7 @@ def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:
     different = "; ".join(_differences(saved, identity))
     if different:
         raise ValueError(
-            f"{last} is of another run ({different}); give what that run began with, begin anew with resume off, or"
+            f"{last} is of another run ({different}); give what that run began with, start again with resume off, or"
             " give another output folder"
         )
     files = saved.get("files", {} if "format" not in saved else None)
@@ -144,5 +144,5 @@ def check_files(folder: str | Path, hashes: dict[str, str]) -> None:
 def _remedy(checkpoint: str | Path) -> str:
     folder = Path(checkpoint)
     others = sorted(p.name for p in folder.parent.glob("checkpoint-*") if p.name != folder.name)
-    before = f"continue from {others[-1]}" if others else "begin anew"
+    before = f"continue from {others[-1]}" if others else "start again"
     return f"remove that folder and run the same command again to {before}"

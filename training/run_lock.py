@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from hf_memmix.conversion.saving import check_target, discard
+from hf_memmix.conversion.saving import check_target, remove_folder
 
 PARTIAL_FILE = "unfinished.json"  # in the folder of a teacher's cache that is being written
 
@@ -46,7 +46,7 @@ def run_lock(folder: str | Path) -> Iterator[None]:
     finally:
         _held.discard(path)
         with contextlib.suppress(OSError):
-            path.unlink()  # before it is free: whoever has opened it sees that and opens anew
+            path.unlink()  # before it is free: whoever has opened it sees that and opens it again
         os.close(handle)
 
 
@@ -63,8 +63,8 @@ def _acquire(path: Path, folder: str | Path) -> int:
                     f"cannot lock {str(path)!r} ({error.strerror}); use a file system with locks"
                 ) from None
             raise ValueError(
-                f"another process works in {str(folder)!r}: {_told(holder)}. Wait for it or end it, or give another"
-                " output folder"
+                f"another process works in {str(folder)!r}: {_holder_text(holder)}. Wait for it or end it, or give"
+                " another output folder"
             ) from None
         if os.fstat(handle).st_nlink:
             break
@@ -75,7 +75,7 @@ def _acquire(path: Path, folder: str | Path) -> int:
     return handle
 
 
-def _told(holder: bytes) -> str:
+def _holder_text(holder: bytes) -> str:
     try:
         record = json.loads(holder)
         return f"process {record['pid']} on {record['host']}, since {record['since']}"
@@ -98,13 +98,13 @@ def run_folder(out_dir: str | Path, resume: bool = True, overwrite: bool = False
             check_target(out_dir, overwrite)
         except ValueError:
             if _is_leftover(folder, out_dir):
-                discard(folder, beside=out_dir)
+                remove_folder(folder, beside=out_dir)
             raise
         if not resume and "WORLD_SIZE" not in os.environ:  # of several processes none may find what another removes
-            discard(folder, beside=out_dir)
+            remove_folder(folder, beside=out_dir)
         yield folder
         if not int(os.environ.get("RANK", "0")):
-            discard(folder, beside=out_dir)
+            remove_folder(folder, beside=out_dir)
 
 
 def _is_leftover(folder: Path, out_dir: Path) -> bool:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import initialization as init
 
-from hf_memmix.training._trainer_hooks import become
+from hf_memmix.training._trainer_hooks import replace_contents
 from hf_memmix.training.student_teacher import StudentTeacher
-from hf_memmix.training.teachers import merged
+from hf_memmix.training.teachers import without_lora
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def student_state(pair: StudentTeacher, state: dict[str, Tensor]) -> dict[str, T
     names = pair.student_names()
     ours = {names[name]: tensor for name, tensor in state.items()}
     own = {name: ours.get(name, tensor) for name, tensor in pair.plain_student.state_dict().items()}
-    plain = merged(pair.plain_student, own)
+    plain = without_lora(pair.plain_student, own)
     tied = getattr(pair.plain_student, "all_tied_weights_keys", None) or {}
     return {name: tensor for name, tensor in plain.items() if name not in tied}
 
@@ -72,4 +72,4 @@ def unshard_student(pair: StudentTeacher) -> None:
         fresh = type(student)(student.config).float()
     fresh.load_state_dict(student_state(pair, dict(gather(pair))), strict=False)  # lacks tied names only
     fresh.tie_weights()
-    become(student, fresh)
+    replace_contents(student, fresh)

@@ -21,7 +21,7 @@ from hf_memmix.conversion.limits import check_transformer
 from hf_memmix.conversion.loading import check_finite_weights
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.records import write_json
-from hf_memmix.conversion.saving import clear_write_errors, discard, replace_folder
+from hf_memmix.conversion.saving import explain_write_errors, remove_folder, replace_folder
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.losses import top_k_of
@@ -72,10 +72,10 @@ def write_cache(
     remedy = f"It needs {len(data) * data.block_size * (6 * k + 4):,} bytes; make room and run the same again to go on"
     # what the numbers of a file depend on, to the last bit
     how = {"batch_size": batch_size, "chunk_tokens": chunk_tokens, "dtype": str(teacher.dtype), "device": device.type}
-    with clear_write_errors(folder, remedy), run_folder(folder, overwrite=overwrite) as work:
+    with explain_write_errors(folder, remedy), run_folder(folder, overwrite=overwrite) as work:
         done = _finished_files(work, meta | how)
         if not done:
-            discard(work, beside=Path(folder).absolute())
+            remove_folder(work, beside=Path(folder).absolute())
         for first in range(0, len(data), shard_rows):
             last, name, parts = min(first + shard_rows, len(data)), _shard_name(first // shard_rows), []
             if name in done:
@@ -147,7 +147,7 @@ class CachedBlocks(Dataset):
             known = self.meta.get(name)
             if known != value and not (name == "tokenizer" and "" in (known, value)):
                 raise ValueError(
-                    f"the teacher cache {str(folder)!r} is of other {name} ({known}, not {value}); write it anew for"
+                    f"the teacher cache {str(folder)!r} is of other {name} ({known}, not {value}); write it again for"
                     " these files, block size, packing, tokenizer and teacher"
                 )
         self._shards: dict[int, object] = {}
@@ -174,6 +174,6 @@ class CachedBlocks(Dataset):
             try:
                 self._shards[shard] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise ValueError(f"{str(path)!r} is missing or broken ({error}); write the cache anew") from None
+                raise ValueError(f"{str(path)!r} is missing or broken ({error}); write the cache again") from None
         file = self._shards[shard]
         return self.data[index] | {f"teacher_{name}": file.get_slice(name)[row] for name in TENSORS}

@@ -75,7 +75,7 @@ def lora_layers(student: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in student.named_modules() if ADAPTER in getattr(m, "lora_A", {})}
 
 
-def merged(student: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_lora(student: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of the student without corrections: they are added to the weights. Others pass unchanged."""
     layers = lora_layers(student)
     if not layers:
@@ -96,7 +96,7 @@ def merged(student: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 @torch.no_grad()
 def merge_lora(student: nn.Module) -> None:
     """Replace every corrected layer by a plain one, in place; the teacher that shares the weights keeps its own."""
-    state = merged(student, student.state_dict())
+    state = without_lora(student, student.state_dict())
     for name, layer in lora_layers(student).items():
         parent, _, key = name.rpartition(".")
         layer.base_layer.weight = nn.Parameter(state[f"{name}.weight"])

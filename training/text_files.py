@@ -92,7 +92,7 @@ def _parquet(path: str | Path) -> Iterator[tuple[str, object]]:
     try:
         file = parquet.ParquetFile(_existing(path))
     except ArrowInvalid as error:
-        raise ValueError(f"{str(path)!r} is not a Parquet file ({error}); copy it anew") from None
+        raise ValueError(f"{str(path)!r} is not a Parquet file ({error}); copy it again") from None
     if FIELD not in file.schema_arrow.names:
         raise ValueError(
             f"{str(path)!r} has no column {FIELD!r}, only {', '.join(file.schema_arrow.names)}; rename one"

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_memmix.conversion.convert import load_model
-from hf_memmix.conversion.saving import clear_write_errors, replace_folder
+from hf_memmix.conversion.saving import explain_write_errors, replace_folder
 from hf_memmix.training import sharded
 from hf_memmix.training._trainer_hooks import TrainerHooks
 from hf_memmix.training.groups import optimizer_groups
@@ -131,7 +131,7 @@ class PairTrainer(TrainerHooks):
         self.accelerator.wait_for_everyone()
         remedy = "The checkpoints before it are whole: make room and run the same command again to continue from there"
         try:
-            with clear_write_errors(home / name, remedy):
+            with explain_write_errors(home / name, remedy):
                 yield
                 self.accelerator.wait_for_everyone()
                 if self.is_world_process_zero():

@@ -38,8 +38,8 @@ def message_of(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         return str(error)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        told = (str(error).splitlines() or [""])[0]
-        return f"there is not enough memory ({told}); give a smaller batch or block size, or another device"
+        reason = (str(error).splitlines() or [""])[0]
+        return f"there is not enough memory ({reason}); give a smaller batch or block size, or another device"
     if isinstance(error, ValueError) and _written_by_us(error):
         return str(error)
     return str(error) if isinstance(error, (ValueError, RuntimeError)) and _read_by_a_library(error) else None

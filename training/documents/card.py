@@ -167,7 +167,7 @@ def check_card(folder: str | Path) -> ModelCard:
     if told is None or "hf_memmix" not in (card.data.tags or []):
         raise ValueError(f"{str(path)!r} is not a card of memmix card, which writes one from measurements")
     if told[1] != weights_of(folder):
-        raise ValueError(f"{str(path)!r} tells of other weights than those beside it; measure and write it anew")
+        raise ValueError(f"{str(path)!r} tells of other weights than those beside it; measure and write it again")
     return card
 
 

@@ -38,7 +38,7 @@ def documents(root: Path) -> list[Path]:
 
 
 def render(text: str, root: Path) -> str:
-    """`text` of a document with every table written anew.
+    """`text` of a document with every table written again.
 
     Raises:
         ValueError: a begin lacks its end, or there is no such table.
@@ -59,7 +59,7 @@ def render(text: str, root: Path) -> str:
 def main(
     check: Annotated[bool, typer.Option(help="change nothing; exit code 1 if a document is out of date")] = False,
 ):
-    """Write the tables of all documents anew, and the plot of README.md."""
+    """Write the tables of all documents again, and the plot of README.md."""
     stale = []
     for path in documents(CHECKOUT):
         text = path.read_text(encoding="utf-8")

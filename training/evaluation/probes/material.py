@@ -98,7 +98,7 @@ class Material:
         return self._pieces[text]
 
     def window(self, length: int, draw: random.Random) -> list[int]:
-        """`length` tokens of filler from a random place; the text starts anew where it is too short."""
+        """`length` tokens of filler from a random place; the text starts again where it is too short."""
         start = draw.randrange(max(1, len(self.filler) - length))
         tokens = self.filler[start : start + length]
         while len(tokens) < length:

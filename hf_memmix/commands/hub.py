@@ -1,4 +1,4 @@
-"""Models by name: a folder on this machine, or NAME/MODEL on the Hub."""
+"""Finds the folder of a model by its name: a folder on this machine, or NAME/MODEL on the Hub."""
 
 import re
 from pathlib import Path

@@ -55,7 +55,7 @@ def student_config(folder: Path) -> dict:
 
 
 def read_measurement(path: str | Path, *needs: str) -> dict:
-    """The JSON object in a file. Raises ValueError if the file is missing or broken, or a key of `needs` is missing."""
+    """The JSON object in a file. Raises ValueError if the file is missing or broken, or lacks a key of `needs`."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"the file {str(path)!r} does not exist; give the JSON file of a measurement")

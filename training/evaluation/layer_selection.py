@@ -181,7 +181,7 @@ def count_of(keep: float | int, num_layers: int, ranked: int) -> int:
 
 
 def plot_ranking(plan: dict, path) -> None:
-    """Draw the plan of `memmix select` as a PNG: the two parts of each layer's score, in solid bars for kept layers."""
+    """Draw the plan of `memmix select` as a PNG: the two parts of each layer's score; kept layers have solid bars."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -20,7 +20,7 @@ def step_op(name: str, mutates_args: tuple[str, ...]) -> Callable:
 
         @functools.wraps(function)
         def call(*args):
-            # torch has no public question for an active dispatch mode
+            # torch has no public function that tests for an active dispatch mode
             traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
             return op(*args) if traced else direct(*args)
 

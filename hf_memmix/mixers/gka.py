@@ -33,7 +33,7 @@ from .layers import (
     ShortConvolution,
     at_least_fp32,
     init_layers,
-    one_angle_a_pair,
+    one_angle_per_pair,
     rotate,
     unit,
 )
@@ -80,7 +80,7 @@ class GKAOptions(MixerOptions):
     inference_options: ClassVar[tuple[str, ...]] = ("solver_phases", "chunk_size")
 
     solver_phases: list[int] = checked(lambda: list(PHASES), _check_phases)
-    # smaller ridges are lost in float32; with larger ones the solution is nothing but the query
+    # smaller ridges are rounded away in float32; with larger ones the solution is proportional to the query
     ridge: float | int = between(0.02, 1e-7, 100, "the paper's is 0.02")
     chunk_size: int = between(64, 1, LARGEST_CHUNK, "the default is 64")
     use_decay: bool = True
@@ -188,7 +188,7 @@ class GKAMixer(MemoryMixer):
                 raise ValueError(
                     "use_rope=True, but this backbone has no rotary embeddings; set mixers['gka']['use_rope'] to False"
                 )
-            cos, sin = (one_angle_a_pair(t, options.rope_layout) for t in rotary)
+            cos, sin = (one_angle_per_pair(t, options.rope_layout) for t in rotary)
             tokens |= {"cos": cos, "sin": sin}
         if options.use_decay:
             rate = F.softplus(at_least_fp32(self.a_proj(x)) + at_least_fp32(self.dt_bias))
@@ -218,7 +218,7 @@ class GKAMixer(MemoryMixer):
         return y, new
 
     def memory_inputs(self, tokens, states, lengths, cu_seqlens):
-        """q, k, v as the memory reads them; log_decay, beta, without effect at padding; states of the convolutions."""
+        """q, k, v after convolution, rotation and norm; log_decay, beta (no effect at padding); convolution states."""
         past, where = states or {}, {"lengths": lengths, "cu_seqlens": cu_seqlens}
         q, conv_q = self.q_conv1d(tokens["q"], past.get("conv_q"), **where)
         k, conv_k = self.k_conv1d(tokens["k"], past.get("conv_k"), **where)

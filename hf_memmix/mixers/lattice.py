@@ -37,16 +37,16 @@ from .layers import (
     ShortConvolution,
     at_least_fp32,
     init_layers,
-    one_angle_a_pair,
+    one_angle_per_pair,
     rotate,
     unit,
 )
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
 
 EPS = 1e-6  # of the unit norm of q and k, and of v of ENC
-ENC_STEP = 1.5  # largest step: errors become smaller below 2, and faster the further below
+ENC_STEP = 1.5  # largest step of "enc"; with steps below 2 errors become smaller
 STEP_SIZES = ("sigmoid", "softplus", "constant")
-KEPT = 4.0  # logit of the forget gate at the start: 0.98
+FORGET_GATE_BIAS = 4.0  # at the start; the gate is then 0.98
 
 
 @mixer_options
@@ -235,7 +235,7 @@ class LatticeMixer(MemoryMixer):
         if self.options.step_size == "constant":
             init.zeros_(self.gamma_bias)
         if self.options.use_forget_gate:
-            init.constant_(self.f_proj.bias, KEPT)
+            init.constant_(self.f_proj.bias, FORGET_GATE_BIAS)
 
     @classmethod
     def check_states(cls, options, states):
@@ -270,7 +270,7 @@ class LatticeMixer(MemoryMixer):
             raise ValueError(
                 "use_rope=True, but this backbone has no rotary embeddings; set mixers['lattice']['use_rope'] to False"
             )
-        cos, sin = (one_angle_a_pair(t, self.options.rope_layout) for t in rotary)
+        cos, sin = (one_angle_per_pair(t, self.options.rope_layout) for t in rotary)
         if 2 * cos.shape[-1] > self.slots:
             raise ValueError(
                 f"layer {self.layer_idx}: rotary embeddings turn {2 * cos.shape[-1]} channels, q and k have"

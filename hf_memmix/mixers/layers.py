@@ -66,7 +66,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
-def one_angle_a_pair(x: Tensor, layout: str) -> Tensor:
+def one_angle_per_pair(x: Tensor, layout: str) -> Tensor:
     """cos or sin [B, T, d] in one of `ROPE_LAYOUTS` -> [B, T, d/2]; "single" has this shape already."""
     if layout == "pairs":
         return x[..., ::2]

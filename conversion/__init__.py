@@ -7,7 +7,7 @@ from hf_memmix.conversion.families import FAMILIES, extract_attention
 from hf_memmix.conversion.from_attention import starts
 from hf_memmix.conversion.layer_choice import LayerChoice, layers_to_keep
 
-report = compare_models  # the public name; after the imports, which bind it to the module report.py
+report = compare_models  # the public name
 
 __all__ = [
     "FAMILIES",

@@ -1,8 +1,8 @@
-"""Plain weights of one softmax-attention layer, the form in which the start of a mixer receives what it replaces.
+"""The weights of one softmax-attention layer in a plain form, from which a mixer is initialised.
 
 Every decoder family stores its attention differently (fused qkv, interleaved heads, transposed Conv1D). `families.py`
-brings them all to this form, so a start (`from_attention`) never looks at a family. It answers with one `TensorFate`
-for every tensor listed by `attention.tensors()`; the conversion refuses a tensor without a fate.
+brings them all to this form, so the functions in `from_attention` need no code for single families. Such a function
+returns one `TensorFate` for every tensor of `attention.tensors()`. The conversion refuses a tensor without a fate.
 """
 
 from dataclasses import dataclass, field
@@ -12,14 +12,18 @@ from torch import Tensor
 
 @dataclass
 class AttentionWeights:
-    """Separate, head-wise projections: row block h of `q_weight` is query head h, `[out, in]` as in nn.Linear.
+    """Separate projections, ordered by head. Weights are `[out, in]` as in nn.Linear; rows h * D to (h + 1) * D of
+    `q_weight` are query head h.
 
-    `q_norm`/`k_norm` are effective scales (Gemma's `1 + weight` already added) of an RMSNorm over one head `[D]` or
-    over all heads `[H * D]`; `None` where the family has none. Rotary pairs are channels (i, i + d/2) of a head,
-    whatever the family's own order; `rotary` is the layout of the cos and sin that the backbone hands to its layers:
-    "half" = [c, c], "pairs" = every entry twice in a row, "single" = c alone, `None` = no rotary embeddings. `extra`
-    holds tensors without a common name, such as attention sinks. `sources` maps every field (or `extra.<name>`) to
-    the teacher's tensor names it was read from.
+    Shapes: H query heads, Hk key/value heads, D head size, d rotated channels per head.
+
+    `q_norm`, `k_norm`: scale of an RMSNorm over one head `[D]` or over all heads `[H * D]`; Gemma's `1 + weight` is
+        already added. None if the family has no such norm.
+    `rotary`: layout of the cos and sin that the layers of the backbone receive: "half" = [c, c], "pairs" = every
+        entry twice in a row, "single" = c alone, None = no rotary embeddings. In all cases the channels i and i + d/2
+        of a head form a pair, because the conversion reorders the rows of other families.
+    `extra`: tensors that only some families have, such as attention sinks.
+    `sources`: for every field (or `extra.<name>`), the names of the teacher's tensors from which it was read.
     """
 
     num_heads: int
@@ -50,10 +54,12 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class TensorFate:
-    """What became of one attention tensor.
+    """What the conversion did with one attention tensor.
 
-    `field`: a key of `AttentionWeights.tensors()`; `fate`: "used" (copied bit for bit), "transformed" (changed on the
-    way, `reason` says how) or "dropped" (`reason` says why); `targets`: the mixer's parameter names it went into.
+    `field`: a key of `AttentionWeights.tensors()`.
+    `fate`: "used" (copied bit for bit), "transformed" (`reason` describes the change) or "dropped" (`reason` explains
+        why).
+    `targets`: names of the mixer's parameters that received the tensor.
     """
 
     field: str

@@ -22,11 +22,23 @@ def compare_models(
     max_tokens: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
-    """Compare both models on `text`, a string (with `tokenizer`) or a token stream [N], cut into blocks.
+    """Compare both models on a text, which is cut into blocks.
 
-    Returns `tokens` (the number of predicted tokens), `teacher_ppl`, `student_ppl`, `ppl_ratio`, `top1_agreement`,
-    `kl` (forward, nats per token) and `layer_error`: for each converted layer ||mixer - attention||^2 /
-    ||attention||^2 on the teacher's inputs. `progress(done, total)` is called after every batch.
+    Args:
+        text: a string, which needs `tokenizer`, or token ids [N].
+        block_size: tokens per block. No token is predicted from another block.
+        batch_size: blocks that are computed together.
+        max_tokens: number of tokens to read; None reads all.
+        progress: `progress(done, total)` is called after every batch.
+
+    Returns:
+        `tokens` (the number of predicted tokens), `teacher_ppl`, `student_ppl`, `ppl_ratio`, `top1_agreement`,
+        `kl` (KL(teacher || student) in nats per token) and `layer_error`: for each converted layer
+        ||mixer - attention||^2 / ||attention||^2 on the inputs of the teacher's layers.
+
+    Raises:
+        ValueError: the text is too short or has unknown tokens, the student is not converted, the vocabularies
+            differ, or a block is longer than the teacher allows.
     """
     tokens = _tokens(text, tokenizer)[:max_tokens]
     if len(tokens) < 2:
@@ -100,7 +112,7 @@ class LayerErrors:
 
 @torch.no_grad()
 def layer_errors(student: nn.Module, teacher: nn.Module, tokens: Tensor, *, block_size=512, batch_size=8) -> dict:
-    """`compare_models`' "layer_error" alone, on the teacher's inputs of tokens [N]: no forward of the student."""
+    """Only the "layer_error" of `compare_models`, for tokens [N]. It does not run the whole student."""
     errors, device = LayerErrors(), student.get_input_embeddings().weight.device
     for batch in _batches(tokens, block_size, batch_size):
         run_teacher_forced(teacher, student, batch.to(device), errors.add)

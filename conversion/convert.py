@@ -1,7 +1,7 @@
 """`convert_model`: replace the attention of chosen layers of a pretrained decoder by a recurrent mixer.
 
-Every tensor of the teacher is accounted for in `student.conversion_report`; whatever is not attention of a converted
-layer is bit-equal in the student, and the teacher is never modified.
+`student.conversion_report` lists every tensor of the teacher. All tensors outside the converted attention modules are
+bit-equal in the student. The teacher is not modified.
 """
 
 import json
@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_memmix
 from hf_memmix.conversion.attention_weights import AttentionWeights
+from hf_memmix.conversion.conversion_report import ConversionReport
 from hf_memmix.conversion.families import attention_module, attention_prefix, extract_attention, family_of
 from hf_memmix.conversion.from_attention import Start, start_of
 from hf_memmix.conversion.layer_choice import layers_to_keep
 from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model
-from hf_memmix.conversion.report import ConversionReport
-from hf_memmix.conversion.saving import atomic_folder, clear_write_errors
+from hf_memmix.conversion.saving import atomic_folder, explain_write_errors
 from hf_memmix.swap import fp32_parameter_names
 
 REPORT_FILE = "conversion.json"
@@ -31,13 +31,18 @@ def convert_model(
 
     Args:
         teacher: a causal LM of a family in `conversion.families.FAMILIES`, or a folder that holds one.
+        mixer: name of a registered mixer that can be initialised from attention.
         keep: layers that stay attention, see `layers_to_keep`.
-        seed: of the parameters that have no counterpart in the teacher; the global generator is left alone.
-        mixer_options: fields of the mixer's config, e.g. `solver_phases=[30]`.
+        seed: seed of the parameters that have no counterpart in the teacher. The global random generator does not
+            change.
+        mixer_options: options of the mixer, e.g. `solver_phases=[30]`.
 
-    Returns the student in the teacher's dtype and on its device, in eval mode, with `conversion_report`.
-    Raises ValueError for an unsupported family, a bad `keep` or option, a weight that is not finite, or a tensor that
-    would be lost.
+    Returns:
+        the student in the teacher's dtype and on its device, in eval mode, with `conversion_report`.
+
+    Raises:
+        ValueError: the family is not supported, `keep` or an option is invalid, a weight is not finite, or a tensor
+            would be lost.
     """
     checked = not isinstance(teacher, PreTrainedModel)
     if checked:
@@ -56,7 +61,7 @@ def convert_model(
 
     start = start_of(mixer)
     attentions = {i: extract_attention(teacher, i) for i in converted}
-    # what the attention needs (biases, norms) first, the user's word last
+    # options that the attention needs (biases, norms); the user's options replace them
     options = start.options(attentions[converted[0]]) | mixer_options
     student_config = hf_memmix.memmix_config(config, mixer_types=types, mixers={mixer: options})
     place = "meta" if teacher.device.type == "meta" else "cpu"
@@ -81,14 +86,21 @@ def save_student(
     dtype=None,
     files: dict[str, str | bytes] | None = None,
 ) -> None:
-    """Write a model folder, whole or not at all; an existing one is replaced only with `overwrite`.
+    """Write a model folder. If writing fails, no incomplete folder is left.
 
-    The report of a converted model goes along as conversion.json, also that of the folder which it was loaded from.
+    The conversion report is written to conversion.json. If the student was loaded from a folder, the report of that
+    folder is used.
 
-    `dtype`: cast the student to it first, in place. `files`: contents of further files by name.
+    Args:
+        overwrite: replace an existing folder.
+        dtype: cast the student to it first, in place.
+        files: contents of further files by name.
+
+    Raises:
+        ValueError: the folder is not empty and `overwrite` is not set, or a file cannot be written.
     """
     remedy = "Nothing was left there, an earlier folder is untouched; make room and save again"
-    with clear_write_errors(path, remedy), atomic_folder(path, overwrite) as folder:
+    with explain_write_errors(path, remedy), atomic_folder(path, overwrite) as folder:
         if dtype is not None:
             cast_student(student, dtype)
         student.save_pretrained(folder)
@@ -101,7 +113,7 @@ def save_student(
 
 
 def _report_of(student: PreTrainedModel) -> str | None:
-    """The conversion report of a student as JSON: its own, or that of the folder it comes from."""
+    """The conversion report of a student as JSON, or that of the folder from which it was loaded; None without one."""
     if (report := getattr(student, "conversion_report", None)) is not None:
         return json.dumps(report.record(), indent=1) + "\n"
     stored = Path(student.name_or_path) / REPORT_FILE
@@ -109,9 +121,9 @@ def _report_of(student: PreTrainedModel) -> str | None:
 
 
 def cast_student(student: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Cast in place, except what mixers and backbone keep in fp32: decays lose their meaning in bf16.
+    """Cast the student in place, except parameters that mixers and backbone keep in fp32, e.g. decays.
 
-    Buffers that no checkpoint holds (tables of rotary angles) stay as they are, as in a model that was loaded.
+    Buffers that are not saved (tables of rotary angles) keep their dtype, as in a loaded model.
     """
     exempt = fp32_parameter_names(student)
     saved = set(student.state_dict())
@@ -123,7 +135,7 @@ def cast_student(student: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMode
 
 
 def _copy_rest(teacher: PreTrainedModel, student: PreTrainedModel, prefixes: list[str], report) -> None:
-    """Everything outside the converted attention modules, by name; a tensor without a partner is an error."""
+    """Copy all tensors outside the converted attention modules, by name. Raises ValueError if the names differ."""
 
     def rest(model):
         return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(tuple(prefixes))}
@@ -144,26 +156,31 @@ def _copy_rest(teacher: PreTrainedModel, student: PreTrainedModel, prefixes: lis
 
 
 def _initialise(student: PreTrainedModel, layer: int, start: Start, attention: AttentionWeights, report) -> None:
-    """Fill one mixer from its attention and check that every tensor has met a stated fate."""
+    """Fill one mixer from an attention and check the reported fate of every tensor."""
     mixer, prefix = attention_module(student, layer), attention_prefix(student, layer)
     with torch.no_grad():
         fates = start.take_over(mixer, attention)
     parameters = dict(mixer.named_parameters())
     mixer_is_meta = next(iter(parameters.values())).is_meta  # shapes without values: see estimate.py
-    told = Counter(fate.field for fate in fates)
-    if told != Counter(attention.tensors().keys()):
-        silent = sorted(attention.tensors().keys() - told.keys()) or sorted(told - Counter(attention.tensors().keys()))
+    reported, expected = Counter(fate.field for fate in fates), Counter(attention.tensors().keys())
+    if reported != expected:
+        wrong = sorted(expected - reported) or sorted(reported - expected)
         raise ValueError(
-            f"{prefix}: {type(mixer).__name__} does not say once what becomes of {', '.join(silent)}; refusing to "
-            "convert rather than lose it silently. Keep this layer as attention, or use another mixer"
+            f"{prefix}: {type(mixer).__name__} must report exactly one fate for each tensor, but does not for"
+            f" {', '.join(wrong)}. Keep this layer as attention, or use another mixer"
         )
     for fate in fates:
         if unknown := set(fate.targets) - parameters.keys():
-            raise ValueError(f"{type(mixer).__name__} says {fate.field} went to {sorted(unknown)}, which it lacks")
+            raise ValueError(
+                f"{type(mixer).__name__} reports that {fate.field} was copied to {sorted(unknown)}, but has no such"
+                " parameter"
+            )
         for name in fate.targets if fate.fate == "used" and not mixer_is_meta else ():
             tensor = attention.tensors()[fate.field]
             if not torch.equal(parameters[name], tensor.to(parameters[name])):
-                raise ValueError(f"{type(mixer).__name__} says {fate.field} is used in {name}, which differs from it")
+                raise ValueError(
+                    f"{type(mixer).__name__} reports that {fate.field} was copied to {name}, but their values differ"
+                )
         row = {"layer": layer, "source": ", ".join(attention.sources[fate.field]), "fate": fate.fate}
         report.tensors.append(row | {"targets": list(fate.targets), "reason": fate.reason})
     filled = {target for fate in fates for target in fate.targets}

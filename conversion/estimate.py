@@ -1,7 +1,7 @@
-"""What a conversion will do and cost, from the teacher's config.json alone: nothing is loaded or written.
+"""What a conversion will do and how much memory it needs, computed from the teacher's config.json alone.
 
-Teacher and student are built and converted on torch's meta device, which knows shapes and no values, so the fates of
-tensors and the number of parameters are those of the real conversion.
+Teacher and student are built and converted on torch's meta device, where tensors have shapes but no values. So the
+fates of tensors and the numbers of parameters are those of the real conversion. No weights are loaded or written.
 """
 
 from pathlib import Path
@@ -17,8 +17,8 @@ from hf_memmix.mixers.base import AttentionShape
 from hf_memmix.swap import memory_mixers
 
 CONTEXTS = (4096, 32768, 131072)
-# bytes a trained fp32 parameter needs beside itself: its gradient and AdamW's two moments
-TRAINED = 12
+# further bytes for each trained fp32 parameter: its gradient and the two moments of AdamW
+TRAINING_BYTES = 12
 
 
 def meta_teacher(folder: str | Path) -> PreTrainedModel:
@@ -33,12 +33,15 @@ def estimate(
 ) -> dict:
     """What `convert_model` would make of this teacher, and its cost.
 
-    Returns `layers` (the kind of each), `options`, `counts` and `kinds` of the tensors (`ConversionReport`),
-    `parameters` (teacher, student, mixers), `dtype`, `state` (a row a context length: bytes of one sequence in the
-    teacher's cache and in the student's) and `weights` (bytes of parameters, gradients and optimizer states, without
-    activations: converting; aligning; distilling with a second copy of the teacher).
+    Returns:
+        `layers` (mixer of each layer, or "attention"), `options`, `counts` and `kinds` of the tensors
+        (`ConversionReport`), `parameters` (numbers for teacher, student, mixers), `dtype`, `state` (one row per
+        context length: bytes of one sequence in the teacher's cache and in the student's) and `weights` (bytes of
+        parameters, gradients and optimizer states, without activations, of the stages "convert", "align" and
+        "distill"; the last one has a second copy of the teacher).
 
-    Raises ValueError as `convert_model`.
+    Raises:
+        ValueError: as in `convert_model`.
     """
     student = convert_model(teacher.to("meta"), mixer, keep, **mixer_options)
     report = student.conversion_report
@@ -48,10 +51,10 @@ def estimate(
     attention = sum(p.numel() for i in report.converted for p in attention_module(teacher, i).parameters())
     stored, own = parameter_bytes(teacher), parameters["student"] * 4
     weights = {
-        # the student begins in fp32 beside the teacher and plain copies of its attention
+        # in memory together: the teacher, copies of its attention, and the student in fp32
         "convert": stored + own + attention * teacher.dtype.itemsize,
-        "align": stored + own + TRAINED * parameters["mixers"],
-        "distill": stored + own + TRAINED * parameters["student"],
+        "align": stored + own + TRAINING_BYTES * parameters["mixers"],
+        "distill": stored + own + TRAINING_BYTES * parameters["student"],
     }
     memory = sum(state_bytes(m, teacher.dtype) for m in mixers.values())
     state = []
@@ -72,19 +75,19 @@ def estimate(
 
 
 def parameter_bytes(model: PreTrainedModel) -> int:
-    """Bytes of a model's parameters, tied ones once."""
+    """Bytes of a model's parameters. Tied parameters are counted once."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def state_bytes(mixer, dtype: torch.dtype) -> int:
-    """Bytes of the states that one sequence has in a mixer."""
+    """Bytes of a mixer's states for one sequence."""
     shapes = mixer.state_shapes(1, dtype).values()
     return sum(torch.Size(shape).numel() * state_dtype.itemsize for shape, state_dtype in shapes)
 
 
 def layer_kv_bytes(config: PreTrainedConfig, layer: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of `length` tokens in one attention layer; a sliding window bounds them."""
+    """Bytes of the keys and values of `length` tokens in one attention layer; at most those of its sliding window."""
     if window := window_of(config, layer):
-        length = min(length, window - 1)  # the newest token needs one less behind it
+        length = min(length, window - 1)  # the window includes the next token, which is not in the cache yet
     shape = AttentionShape.of(config)
     return 2 * length * shape.kv_heads * shape.head_dim * dtype.itemsize

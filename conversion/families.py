@@ -1,7 +1,7 @@
-"""From the attention of a decoder family, as it stores it, to plain projections.
+"""Reads the attention weights of any supported decoder family into `AttentionWeights`, which has separate projections.
 
-`extract_attention` reads the row of the family in `hf_memmix.backbones` and returns `AttentionWeights`. A tensor that
-no column of the row names is an error, never a silent loss.
+`extract_attention` finds the tensors by the family's row in `hf_memmix.backbones`. It raises an error for a tensor
+that the row does not name, so no tensor is lost silently.
 """
 
 import torch
@@ -11,7 +11,7 @@ from hf_memmix import swap
 from hf_memmix.backbones import BACKBONES, USE_ANOTHER, Backbone, family_name
 from hf_memmix.conversion.attention_weights import AttentionWeights
 
-# the families that cannot be converted, with the reason, and those that can, with their rows
+# reasons by the name of a family that cannot be converted; rows by the name of a family that can
 REFUSED: dict[str, str] = {
     name: row.refused or row.no_conversion for name, row in BACKBONES.items() if row.refused or row.no_conversion
 }
@@ -37,7 +37,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def attention_module(model: nn.Module, layer_idx: int) -> nn.Module:
-    """The attention module (or the mixer that took its place) of one layer."""
+    """The attention module of one layer, or the mixer that replaces it."""
     return getattr(decoder_layers(model)[layer_idx], swap.attention_name(model.base_model, layer_idx))
 
 
@@ -49,9 +49,12 @@ def attention_prefix(model: nn.Module, layer_idx: int) -> str:
 
 
 def extract_attention(model: nn.Module, layer_idx: int) -> AttentionWeights:
-    """Plain weights of the attention of one layer, as detached copies. Raises ValueError on any tensor not understood.
+    """Copies of the attention weights of one layer, without gradients.
 
-    Parameters only: the families of the table keep no buffers in their attention modules.
+    Only parameters are read: no supported family has buffers in its attention modules.
+
+    Raises:
+        ValueError: the family is not supported, or a tensor is unknown, missing or of an unexpected size.
     """
     family, config = family_of(model.config), model.config
     module = attention_module(model, layer_idx)
@@ -99,7 +102,10 @@ def extract_attention(model: nn.Module, layer_idx: int) -> AttentionWeights:
         )
     missing = [name for name in ("q_weight", "k_weight", "v_weight", "o_weight") if found.get(name) is None]
     if missing:
-        raise ValueError(f"{prefix}: no {', '.join(missing)} where the row of {config.model_type!r} expects it")
+        raise ValueError(
+            f"{prefix}: found no {', '.join(missing)} under the names in the row of {config.model_type!r}; correct the"
+            " row in hf_memmix/backbones.py, or keep this layer as attention"
+        )
     for role, heads in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
         rows = found[f"{role}_weight"].shape[0]
         if rows != heads * head_dim:
@@ -129,7 +135,7 @@ def extract_attention(model: nn.Module, layer_idx: int) -> AttentionWeights:
 def _split_fused(
     fused: Tensor, layout: str, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows `[out, ...]` of a fused projection (or its bias) -> q, k, v, head by head."""
+    """Split the rows `[out, ...]` of a fused projection, or of its bias, into q, k and v, each ordered by head."""
     if layout == "stacked":
         return fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
     per_head = fused.unflatten(0, (heads, 3, head_dim))
@@ -137,7 +143,7 @@ def _split_fused(
 
 
 def _pairs_to_halves(config, head_dim: int) -> Tensor:
-    """Order of a head's channels that puts channel 2i at i and 2i + 1 at i + d/2, for the d rotated ones."""
+    """Order of a head's channels: of the d rotated ones, 2i moves to i and 2i + 1 to i + d/2; the others stay."""
     rotated = int(head_dim * (config.rope_parameters.get("partial_rotary_factor") or 1.0))
     pairs = torch.arange(rotated).view(-1, 2).T.flatten()
     return torch.cat([pairs, torch.arange(rotated, head_dim)])

@@ -2,9 +2,10 @@
 
     model = import_hmf("primed-qwen3-8b-gka");  save_student(model, "imported")
 
-The release's layers are `GKAMixer`'s with its defaults and plain Chebyshev iterations; parameter names agree below
-`layers.i.gka`, which becomes `layers.i.self_attn`. Its own package runs with older versions of transformers only, on a
-GPU, without padding and without continuing a cache by several tokens.
+A GKA layer of the release computes the same as a `GKAMixer` with default options and one phase of Chebyshev
+iterations. Its parameters have the same names, but lie below `layers.i.gka` instead of `layers.i.self_attn`. The
+release's own package needs older versions of transformers and a GPU, and supports neither padding nor a forward of
+several tokens with a filled cache.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 import hf_memmix
 from hf_memmix._transformers import model_class_of
 from hf_memmix.backbones import BACKBONES
-from hf_memmix.conversion.loading import check_finite_weights, read_json, some, weight_files
+from hf_memmix.conversion.loading import check_finite_weights, first_names, read_json, weight_files
 from hf_memmix.mixers import ATTENTION
 
 RELEASED = tuple(name for name, row in BACKBONES.items() if row.gka_release)
@@ -28,7 +29,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json",
     "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
-# the constructor's defaults of the release's layer, for fields that a config.json leaves out
+# defaults in the constructor of the release's layer, for fields that are missing in config.json
 GKA_DEFAULTS = {
     "use_beta_gate": True,
     "use_alpha_connection": True,
@@ -52,14 +53,17 @@ _SIZES = {
     "num_k_heads": "num_key_value_heads",
     "num_v_heads": "num_key_value_heads",
 }
-_WITHOUT_MEANING = ("bp_lambda", "kv_learnable_residual", "layer_idx")  # training only; only with kv_proj_rank; unused
+# used in training only; used with kv_proj_rank only; not used
+_IGNORED = ("bp_lambda", "kv_learnable_residual", "layer_idx")
 _OWN_KEYS = ("model_type", "hybrid_override_pattern", "layer_types", "gka_config", "architectures", "auto_map")
 _UNUSED_DECAY = ("a_proj.weight", "A_log", "dt_bias")
 
 
 @dataclass
 class ImportReport:
-    """`layers`: the kind of each layer; `copied`: number of tensors; `dropped`: `{"source", "reason"}` of the rest."""
+    """`layers`: "attention" or "gka" for each layer; `copied`: number of copied tensors; `dropped`: name ("source")
+    and "reason" of every other tensor.
+    """
 
     backbone: str
     layers: list[str]
@@ -71,7 +75,7 @@ class ImportReport:
 
 
 def import_hmf(folder: str | Path) -> PreTrainedModel:
-    """The model of a folder in the release's format, in eval mode and its own dtype, with `conversion_report`.
+    """The model of a folder in the release's format, in eval mode and the stored dtype, with `conversion_report`.
 
     Raises:
         ValueError: a file is missing or broken, a layer is neither attention nor GKA, a setting has no counterpart,
@@ -101,7 +105,11 @@ def import_hmf(folder: str | Path) -> PreTrainedModel:
 
 
 def hmf_config(raw: dict) -> hf_memmix.MemMixConfig:
-    """Our configuration from the contents of the release's config.json. Raises ValueError for what it cannot say."""
+    """Our configuration from the contents of the release's config.json.
+
+    Raises:
+        ValueError: a setting has no counterpart here.
+    """
     kind = str(raw.get("model_type"))
     backbone = kind.removeprefix("hybrid_")
     if backbone == kind or backbone not in RELEASED:
@@ -113,7 +121,7 @@ def hmf_config(raw: dict) -> hf_memmix.MemMixConfig:
         raise ValueError("config.json has no gka_config, so no layer is GKA; nothing is left to import")
     if raw.get("quantization_config"):
         raise ValueError("the checkpoint is quantized; import the original weights")
-    # the settings of the release's other layers come along even where no layer is of their kind
+    # config.json also has settings of mixers that no layer uses
     other = {name for name, value in raw.items() if name.endswith("_config") and isinstance(value, dict)}
     fields = {name: value for name, value in raw.items() if name not in other and name not in _OWN_KEYS}
     config = AutoConfig.for_model(backbone, **fields)
@@ -122,7 +130,7 @@ def hmf_config(raw: dict) -> hf_memmix.MemMixConfig:
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The tokenizer's files as they are, by name: AutoTokenizer may stumble over the config beside them."""
+    """Contents of the tokenizer's files by name. AutoTokenizer may fail to load them because of the model's config."""
     return {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
 
 
@@ -134,7 +142,7 @@ def _read_config(folder: Path) -> dict:
 
 
 def _layer_kinds(raw: dict, layers: int) -> list[str]:
-    """One entry a layer from `hybrid_override_pattern` "*-GKA-...", or else from `layer_types` ["*", "GKA", ...]."""
+    """One entry per layer, from `hybrid_override_pattern` "*-GKA-..." or from `layer_types` ["*", "GKA", ...]."""
     pattern = raw.get("hybrid_override_pattern") or raw.get("layer_types") or []
     kinds = pattern.split("-") if isinstance(pattern, str) else list(pattern)
     for i, kind in enumerate(kinds):
@@ -150,8 +158,12 @@ def _layer_kinds(raw: dict, layers: int) -> list[str]:
 
 
 def _gka_options(given: dict, config) -> dict:
-    """`GKAOptions` of the release's settings. With an output norm o / sqrt(D) and o differ in its epsilon alone."""
-    known = {*GKA_DEFAULTS, *_SIZES, *_WITHOUT_MEANING}
+    """The options of `GKAMixer` for the release's settings.
+
+    With `gla_rescale` the release divides the output by sqrt(D) before its norm, as `GKAMixer` always does. Without
+    it, a smaller epsilon of the norm gives the same result.
+    """
+    known = {*GKA_DEFAULTS, *_SIZES, *_IGNORED}
     if unknown := sorted(set(given) - known):
         raise ValueError(f"gka_config has unknown settings {unknown}; known: {sorted(known)}")
     settings = GKA_DEFAULTS | given
@@ -187,18 +199,18 @@ def _gka_options(given: dict, config) -> dict:
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of everything in the folder's safetensors files."""
     if not (files := weight_files(folder)):
-        raise ValueError(f"{str(folder)!r} lacks the weight files model.safetensors; copy it anew")
+        raise ValueError(f"{str(folder)!r} lacks the weight files model.safetensors; copy it again")
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118, safe_open is no dict
                     yield key, opened.get_tensor(key)
         except SafetensorError as error:
-            raise ValueError(f"{str(file)!r} is corrupt or truncated ({error}); copy it anew") from error
+            raise ValueError(f"{str(file)!r} is corrupt or truncated ({error}); copy it again") from error
 
 
 def _release_name(name: str, kinds: list[str]) -> str:
-    """The release's name of one of our tensors: a GKA layer lies below `gka`."""
+    """The release's name of one of our tensors: GKA parameters are below `gka` instead of `self_attn`."""
     head, _, rest = name.partition("model.layers.")
     layer = rest.partition(".")[0]
     in_gka = not head and layer.isdigit() and kinds[int(layer)] == "gka"
@@ -206,14 +218,14 @@ def _release_name(name: str, kinds: list[str]) -> str:
 
 
 def _drop_unused(found: dict[str, Tensor], config, report: ImportReport) -> None:
-    """Take what the release stores and never reads out of `found`, and say so."""
+    """Remove from `found` the tensors that the release stores but does not use, and list them in the report."""
     for name in list(found):
         if not config.mixers["gka"]["use_decay"] and name.partition(".gka.")[2] in _UNUSED_DECAY:
-            reason = "the release stores a forget gate also where use_forgetting_gate is false, and never reads it"
+            reason = "the release stores a forget gate even if use_forgetting_gate is false, but does not use it"
         elif name == "lm_head.weight" and config.tie_word_embeddings:
             if not torch.equal(found[name], found.get("model.embed_tokens.weight", found[name])):
                 raise ValueError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")
-            reason = "equal to the embeddings, to which config.json ties it"
+            reason = "equal to the embeddings; config.json ties the two (tie_word_embeddings)"
         else:
             continue
         del found[name]
@@ -223,12 +235,17 @@ def _drop_unused(found: dict[str, Tensor], config, report: ImportReport) -> None
 def _check_names(folder: Path, expected: dict[str, torch.Size], found: dict[str, Tensor]) -> None:
     """Raise ValueError unless `found` holds exactly the tensors of `expected`."""
     if missing := expected.keys() - found.keys():
-        raise ValueError(f"{str(folder)!r} lacks {len(missing)} tensors: {some(sorted(missing))}; copy it anew")
+        raise ValueError(
+            f"{str(folder)!r} lacks {len(missing)} tensors: {first_names(sorted(missing))}; copy the folder again"
+        )
     if unknown := found.keys() - expected.keys():
         raise ValueError(
-            f"{str(folder)!r} has {len(unknown)} tensors without a place: {some(sorted(unknown))}; they would be"
-            " lost. A fused checkpoint must be unfused with the release's prime-unfuse first"
+            f"{str(folder)!r} has {len(unknown)} tensors that the model does not have: {first_names(sorted(unknown))};"
+            " they would be lost. A fused checkpoint must be unfused with the release's prime-unfuse first"
         )
     for name, shape in sorted(expected.items()):
         if found[name].shape != shape:
-            raise ValueError(f"{name} has shape {list(found[name].shape)}, config.json makes it {list(shape)}")
+            raise ValueError(
+                f"{name} has shape {list(found[name].shape)}, but config.json requires {list(shape)}; restore the"
+                " config.json that belongs to the weights"
+            )

@@ -1,6 +1,6 @@
-"""A choice of layers as users write it: by index, "0-3,8", or by how many, "2" or the share "0.25".
+"""A choice of layers as users write it: indices such as "0-3,8", a number of layers "2", or a share of them "0.25".
 
-Commands, recipes, plans and `convert_model` read it here. Ranges are compared with the number of layers before any
+Commands, recipes, plans and `convert_model` use this module. A range is compared with the number of layers before a
 list is built, so that "0-999999999999" is refused at once.
 """
 
@@ -13,75 +13,76 @@ _PART = re.compile(r"\s*(\d{1,18})\s*(?:-\s*(\d{1,18})\s*)?")
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Layers by index (`ranges`) or by how many (`count`: a number of layers, or a share of them in (0, 1)).
+    """Layers by index (`ranges`), or a number of layers (`count`: an integer, or a share of all layers in (0, 1)).
 
-    `said` is what the user wrote, for error messages.
+    `written`: the beginning of error messages, with the option and the value that the user wrote.
     """
 
-    said: str
+    written: str
     ranges: tuple[range, ...] = ()
     count: int | float | None = None
 
     @classmethod
     def listed(cls, text: str, name: str = "layers") -> "LayerChoice":
-        """Layers by index: indices and ranges, e.g. "0-3,8", or "none". `name` is what messages call the option.
+        """Layers by index: indices and ranges, e.g. "0-3,8", or "none". `name`: name of the option in error messages.
 
         Raises:
-            ValueError: the text is another one, or a range ends before it begins.
+            ValueError: the text has another form, or a range ends before it begins.
         """
-        said = f"{name} is {text!r}"
+        written = f"{name} is {text!r}"
         if text.strip() == "none":
-            return cls(said)
+            return cls(written)
         ranges = []
         for part in text.split(","):
             match = _PART.fullmatch(part)
             first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
             if last < first:
-                raise ValueError(f'{said}; give layer indices and ranges with commas between, e.g. "0-3,8"')
+                raise ValueError(f'{written}; give layer indices and ranges with commas between, e.g. "0-3,8"')
             ranges.append(range(first, last + 1))
-        return cls(said, tuple(ranges))
+        return cls(written, tuple(ranges))
 
     @classmethod
     def counted(cls, text: str, name: str = "count") -> "LayerChoice":
-        """How many layers: "2", or a share of them, "0.25".
+        """A number of layers, "2", or a share of all layers, "0.25".
 
         Raises:
-            ValueError: the text is no number, or outside of what can be chosen.
+            ValueError: the text is neither an integer of at least 1 nor a fraction between 0 and 1.
         """
-        said = f"{name} is {text!r}"
+        written = f"{name} is {text!r}"
         try:
             count = float(text) if "." in text else int(text)
         except ValueError:
             count = 0
         if not (0 < count < 1 if isinstance(count, float) else count >= 1):
-            raise ValueError(f'{said}; give a number of layers "2" or a fraction between 0 and 1, e.g. "0.25"')
-        return cls(said, count=count)
+            raise ValueError(f'{written}; give a number of layers "2" or a fraction between 0 and 1, e.g. "0.25"')
+        return cls(written, count=count)
 
     @classmethod
     def of(cls, keep, name: str = "keep") -> "LayerChoice":
-        """The choice that a value of Python makes: layer indices, a share in (0, 1), or a text as in `listed`.
+        """The choice for a Python value: layer indices, a share in (0, 1), or a text as in `listed`.
 
         Raises:
-            ValueError: the value is another one.
+            ValueError: the value is none of these.
         """
         if isinstance(keep, LayerChoice):
             return keep
         if isinstance(keep, str):
             return cls.listed(keep, name)
-        said = f"{name} is {list(keep)!r}" if isinstance(keep, Sequence) else f"{name} is {keep!r}"
+        written = f"{name} is {list(keep)!r}" if isinstance(keep, Sequence) else f"{name} is {keep!r}"
         if isinstance(keep, float) and 0 < keep < 1:
-            return cls(said, count=keep)
+            return cls(written, count=keep)
         if isinstance(keep, (bool, int, float)) or not all(type(i) is int for i in keep):
             raise ValueError(
-                f'{said}; give a list of layer indices, a fraction between 0 and 1, a text such as "0-3,8", or "none"'
+                f"{written}; give a list of layer indices, a fraction between 0 and 1, a text such as"
+                ' "0-3,8", or "none"'
             )
-        return cls(said, tuple(range(i, i + 1) for i in keep))
+        return cls(written, tuple(range(i, i + 1) for i in keep))
 
     def layers(self, num_layers: int) -> list[int]:
-        """The chosen ones of layers 0 to `num_layers` - 1, in order; a count is spread evenly over them.
+        """Indices of the chosen layers, in order, in a model of `num_layers` layers. A count is spread evenly.
 
         Raises:
-            ValueError: a layer is named that there is not, or is named twice, or more layers are asked for.
+            ValueError: a named layer does not exist or is named twice, or the count is larger than `num_layers`.
         """
         if self.count is not None:
             count = self.number(num_layers)
@@ -89,24 +90,24 @@ class LayerChoice:
         beyond = [part for part in self.ranges if part.start < 0 or part.stop > num_layers]
         if beyond:
             raise ValueError(
-                f"{self.said}; it names layers {_named(beyond)}, but there are layers 0 to {num_layers - 1}"
+                f"{self.written}; it names layers {_named(beyond)}, but there are layers 0 to {num_layers - 1}"
             )
         chosen = sorted(layer for part in self.ranges for layer in part)
         if len(set(chosen)) != len(chosen):
-            raise ValueError(f"{self.said}; it names a layer twice")
+            raise ValueError(f"{self.written}; it names a layer twice")
         return chosen
 
     def number(self, num_layers: int) -> int:
-        """How many of `num_layers` layers are chosen; a share of them gives at least one.
+        """How many of `num_layers` layers are chosen. A share gives at least one layer.
 
         Raises:
-            ValueError: more than there are.
+            ValueError: as in `layers`.
         """
         if self.count is None:
             return len(self.layers(num_layers))
         count = max(1, round(self.count * num_layers)) if isinstance(self.count, float) else self.count
         if count > num_layers:
-            raise ValueError(f"{self.said}, but there are {num_layers} layers; give a smaller number")
+            raise ValueError(f"{self.written}, but there are {num_layers} layers; give a smaller number")
         return count
 
 
@@ -117,13 +118,13 @@ def layers_to_keep(keep, num_layers: int) -> list[int]:
         keep: a `LayerChoice`, indices, a share in (0, 1) spread evenly, a text such as "0-3,8", or "none".
 
     Raises:
-        ValueError: `keep` is another value, names a layer that there is not, or keeps all layers.
+        ValueError: `keep` has another form, names a layer that does not exist, or keeps all layers.
     """
     choice = LayerChoice.of(keep)
     layers = choice.layers(num_layers)
     if len(layers) == num_layers:
         raise ValueError(
-            f"{choice.said}; that keeps all {num_layers} layers, so nothing is left to convert; keep fewer"
+            f"{choice.written}; that keeps all {num_layers} layers, so nothing is left to convert; keep fewer"
         )
     return layers
 

@@ -1,4 +1,4 @@
-"""What a model was made for: its vocabulary and its longest sequence."""
+"""Limits of a model: its longest sequence, and checks that student and teacher fit together."""
 
 import math
 
@@ -8,9 +8,9 @@ from hf_memmix.backbones import backbone_of
 
 
 def limit_of(model: nn.Module) -> float:
-    """The longest sequence a model may read: a transformer's positions.
+    """The longest sequence that a model may read: a transformer's `max_position_embeddings`.
 
-    A model with recurrent layers has no limit, unless its backbone looks positions up in a table.
+    A model with recurrent layers has no limit, unless its backbone has a learned table of positions.
     """
     config = model.config
     if hasattr(config, "mixer_types") and backbone_of(config).rotary is not None:
@@ -19,13 +19,13 @@ def limit_of(model: nn.Module) -> float:
 
 
 def check_length(model: nn.Module, role: str, length: int, name: str, remedy: str) -> None:
-    """Raise ValueError if a model cannot read `length` tokens; `name` is what the user calls that length."""
+    """Raise ValueError if a model cannot read `length` tokens; `name`: the option that holds this length."""
     if length > (limit := limit_of(model)):
         raise ValueError(f"{name} is {length}, but the {role} was made for {limit} tokens; {remedy}")
 
 
 def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
-    """Raise ValueError if two models read different tokens."""
+    """Raise ValueError if the vocabularies of two models have different sizes."""
     if teacher.config.vocab_size != student.config.vocab_size:
         raise ValueError(
             f"the teacher's vocabulary has {teacher.config.vocab_size} tokens, the student's"
@@ -34,7 +34,7 @@ def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
 
 
 def check_transformer(teacher: nn.Module) -> None:
-    """Raise ValueError if a teacher is a converted model itself: a student would learn from other memories."""
+    """Raise ValueError if a teacher is a converted model: a student must learn from the original attention."""
     if hasattr(teacher.config, "mixer_types"):
         raise ValueError(
             "the teacher is a converted model, not a transformer; give the transformer that the student came from"

@@ -1,4 +1,6 @@
-"""Models from folders: whatever transformers would fill at random, leave out or misread is refused in one line."""
+"""Loads models from folders. Where transformers would fill a tensor at random, ignore it or misread it, this module
+raises an error of one line.
+"""
 
 import json
 import pickle
@@ -15,11 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrain
 from hf_memmix._transformers import ACT2FN, ROPE_INIT_FUNCTIONS, model_class_of
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
-# what old checkpoints store and no model reads: masks and angles that are computed today
+# tensors in old checkpoints that no model needs: masks and rotary angles, which are computed today
 UNUSED_TENSORS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|(^|\.)position_ids$")
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
-DEQUANTIZED = ("mxfp4",)  # by transformers, while loading: the form in which gpt_oss is released
+DEQUANTIZED = ("mxfp4",)  # quantization of the released gpt_oss models, which transformers removes while loading
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -27,7 +29,8 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     """The configuration of a causal LM in a local folder.
 
     Raises:
-        ValueError: there is none, it is not a causal LM's, it has impossible values, or its weights are quantized.
+        ValueError: there is no configuration, it is not a causal LM's, it has impossible values, or the weights are
+            quantized.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
@@ -40,12 +43,13 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     _check_sizes(folder, raw.get)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    # the library answers impossible values with whatever its code meets first
+    # the library raises exceptions of many kinds for impossible values
     except (StrictDataclassError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{str(folder)!r} has a config.json with impossible values: {one_line(error)}") from None
     if model_class_of(type(config)) is None:
         raise ValueError(
-            f"{str(folder)!r} holds a {config.model_type!r} model, which is no causal language model; give a decoder"
+            f"{str(folder)!r} holds a {config.model_type!r} model, which is not a causal language model; give a"
+            " decoder"
         )
     _check_sizes(folder, lambda name: getattr(config, name, None))
     _check_functions(folder, config)
@@ -56,29 +60,29 @@ def load_model(folder: str | Path, dtype="auto") -> PreTrainedModel:
     """A causal LM from a local folder, native or converted, in eval mode.
 
     Args:
-        dtype: of the weights, e.g. torch.float32; "auto": as stored.
+        dtype: dtype of the weights, e.g. torch.float32; "auto" is the stored dtype.
 
     Raises:
-        ValueError: there is none; its weights are corrupt, truncated or quantized; its tensors and the model's do not
-            correspond, one for one and in shape; a weight is NaN or infinite.
+        ValueError: the folder holds no causal LM; its weights are corrupt, truncated or quantized; names or shapes of
+            its tensors differ from the model's; or a weight is NaN or infinite.
     """
     folder = Path(folder)
     config = read_config(folder)
     pickled = _check_files(folder)
-    # another shape is refused below, by name
+    # wrong shapes are ignored here, because `check_loading` refuses them with the name of the tensor
     options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    if getattr(config, "quantization_config", None):  # one that `read_config` lets pass
+    if getattr(config, "quantization_config", None):  # `read_config` has accepted it, so it is mxfp4
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(folder, **options)
     except SafetensorError as error:
-        raise ValueError(f"{str(folder)!r} has corrupt or truncated weights ({error}); copy it anew") from error
+        raise ValueError(f"{str(folder)!r} has corrupt or truncated weights ({error}); copy it again") from error
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
         if not pickled:
             raise
         raise ValueError(
-            f"{str(folder / PICKLED)!r} is damaged, or holds more than tensors, which is not run; save the model as"
-            " safetensors"
+            f"{str(folder / PICKLED)!r} is damaged, or holds Python objects other than tensors, which are not loaded"
+            " for safety; save the model as safetensors"
         ) from error
     name = repr(str(folder))
     check_loading(name, loading)
@@ -92,87 +96,93 @@ def check_loading(name: str, loading: dict) -> None:
     if different := sorted(loading["mismatched_keys"]):
         key, stored, wanted = different[0]
         raise ValueError(
-            f"{name} has {len(different)} tensors of another shape than its config.json makes them: {key} is"
+            f"{name} has {len(different)} tensors whose shape is not the one that its config.json requires: {key} is"
             f" {list(stored)}, not {list(wanted)}. Restore the config.json that belongs to the weights"
         )
     if missing := sorted(loading["missing_keys"]):
-        raise ValueError(f"{name} lacks {len(missing)} tensors, which would be random: {some(missing)}. Copy it anew")
+        raise ValueError(
+            f"{name} lacks {len(missing)} tensors: {first_names(missing)}. They would be random; copy the folder again"
+        )
     if unexpected := sorted(key for key in loading["unexpected_keys"] if not UNUSED_TENSORS.search(key)):
         raise ValueError(
-            f"{name} has {len(unexpected)} tensors that its config.json gives no place, so they would be lost:"
-            f" {some(unexpected)}. Restore the config.json that belongs to the weights, or remove these tensors"
+            f"{name} has {len(unexpected)} tensors that a model of its config.json does not have:"
+            f" {first_names(unexpected)}. They would be lost. Restore the config.json that belongs to the weights, or"
+            " remove these tensors"
         )
     if errors := loading.get("error_msgs"):
         raise ValueError(f"{name} cannot be loaded: {one_line(errors[0])}")
 
 
 def check_ties(model: PreTrainedModel, name: str) -> None:
-    """Raise ValueError if the output projection should be the embeddings and is not: a copy would keep one of them."""
+    """Raise ValueError if config.json ties the output projection to the embeddings, but their values differ.
+
+    A saved copy of the model would lose one of the two.
+    """
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if not model.config.tie_word_embeddings or head is None or head.weight.is_meta:
         return
     if head.weight is not embeddings.weight and not torch.equal(head.weight, embeddings.weight):
         raise ValueError(
-            f"{name} has an output projection that differs from the embeddings, to which its config.json ties it; set"
+            f"{name} has an output projection that differs from the embeddings, but its config.json ties the two; set"
             " tie_word_embeddings to false"
         )
 
 
 @torch.no_grad()
 def check_finite_weights(model: nn.Module, name: str) -> None:
-    """Raise ValueError, naming the tensors, if weights are NaN or infinite. One pass; skips what is on meta."""
+    """Raise ValueError with the names of the tensors if weights are NaN or infinite. Skips tensors on meta."""
     if bad := [key for key, tensor in model.state_dict().items() if not _is_finite(tensor)]:
         raise ValueError(
-            f"{name} has NaN or infinite values in {len(bad)} tensors: {some(bad)}. The copy is damaged or its"
+            f"{name} has NaN or infinite values in {len(bad)} tensors: {first_names(bad)}. The copy is damaged or its"
             " training diverged; give another checkpoint"
         )
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold a model's weights, [] if there are none.
+    """The safetensors files that hold a model's weights; an empty list if there are no such files.
 
     Raises:
         ValueError: the index of a sharded model is broken or names a file that is not there.
     """
     index = folder / f"{SAFETENSORS}.index.json"
-    if (folder / SAFETENSORS).is_file():  # as transformers, which then ignores an index
+    if (folder / SAFETENSORS).is_file():  # transformers also ignores an index in this case
         return [folder / SAFETENSORS]
     if not index.is_file():
         return []
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise ValueError(f"{str(index)!r} has no weight_map of tensors and files; copy it anew")
+        raise ValueError(f"{str(index)!r} has no weight_map of tensors and files; copy it again")
     files = sorted(set(files.values()))
     if missing := [file for file in files if not (folder / file).is_file()]:
-        raise ValueError(f"{str(folder)!r} lacks the weight files {some(missing)}; copy it anew")
+        raise ValueError(f"{str(folder)!r} lacks the weight files {first_names(missing)}; copy the folder again")
     return [folder / file for file in files]
 
 
 def read_json(file: Path) -> dict:
-    """The object in a JSON file. Raises ValueError, naming the file, if there is no such thing in it."""
+    """The object in a JSON file. Raises ValueError with the name of the file if it is not JSON or not an object."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{str(file)!r} is no JSON ({error}); copy it anew") from None
+        raise ValueError(f"{str(file)!r} is not JSON ({error}); copy it again") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{str(file)!r} holds no JSON object; copy it anew")
+        raise ValueError(f"{str(file)!r} holds no JSON object; copy it again")
     return value
 
 
-def some(names: Iterable[str], count: int = 3) -> str:
-    """The first few of many names."""
+def first_names(names: Iterable[str], count: int = 3) -> str:
+    """The first `count` names, with "..." if there are more."""
     names = list(names)
     return ", ".join(names[:count]) + (" ..." if len(names) > count else "")
 
 
 def one_line(error: Exception | str) -> str:
-    """The text of an error without line breaks; with its kind where the text is a mere name."""
+    """The text of an error without line breaks. The kind of a KeyError or ArithmeticError is added."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__} {text}" if isinstance(error, (KeyError, ArithmeticError)) else text
 
 
 def _check_files(folder: Path) -> bool:
-    """Raise ValueError for files that cannot be whole or plain. True if the weights are a pickle."""
+    """Whether the weights are a pickle. Raises ValueError for missing, truncated or quantized weight files."""
     files = weight_files(folder)
     if not files:
         if any((folder / name).is_file() for name in (PICKLED, f"{PICKLED}.index.json")):
@@ -184,19 +194,22 @@ def _check_files(folder: Path) -> bool:
                 kinds = {key: opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118, no dict
         except SafetensorError as error:
             raise ValueError(
-                f"{str(folder)!r} has corrupt or truncated weights ({file.name}: {error}); copy it anew"
+                f"{str(folder)!r} has corrupt or truncated weights ({file.name}: {error}); copy it again"
             ) from error
         packed = sorted(key for key, kind in kinds.items() if key.endswith("weight") and kind not in FLOATS)
         if packed:
             raise ValueError(
-                f"{str(file)!r} holds {len(packed)} weights of the type {kinds[packed[0]]}: {some(packed)}. They look"
-                " quantized; give the original weights in bf16, fp16 or fp32"
+                f"{str(file)!r} holds {len(packed)} weights of the type {kinds[packed[0]]}: {first_names(packed)}."
+                " They look quantized; give the original weights in bf16, fp16 or fp32"
             )
     return False
 
 
 def _check_sizes(folder: Path, get: Callable[[str], object]) -> None:
-    """Raise ValueError for sizes below one and uneven groups of heads; `get`: a field by its name, or None."""
+    """Raise ValueError if a size is below 1, or the query heads cannot be divided among the key/value heads.
+
+    `get(name)`: the value of a field, or None.
+    """
     for name in SIZES:
         size = get(name)
         if isinstance(size, int) and size < 1:
@@ -204,13 +217,13 @@ def _check_sizes(folder: Path, get: Callable[[str], object]) -> None:
     heads, groups = get("num_attention_heads"), get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise ValueError(
-            f"{str(folder)!r} has num_attention_heads {heads} in config.json, which is no multiple of"
+            f"{str(folder)!r} has num_attention_heads {heads} in config.json; it must be a multiple of"
             f" num_key_value_heads, {groups}"
         )
 
 
 def _check_functions(folder: Path, config: PreTrainedConfig) -> None:
-    """Raise ValueError for an activation or a rotary embedding that transformers does not have."""
+    """Raise ValueError if transformers does not have the activation or the type of rotary embeddings."""
     named = [(name, getattr(config, name, None), ACT2FN) for name in ACTIVATIONS]
     rope_types = _rope_types(getattr(config, "rope_parameters", None))
     named += [("rope_type", kind, {"default": None, **ROPE_INIT_FUNCTIONS}) for kind in rope_types]
@@ -222,7 +235,7 @@ def _check_functions(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def _quantization(raw: dict) -> str | None:
-    """How a config.json says that its weights are quantized; None if they are plain or will be made so."""
+    """The quantization method in a config.json; None if there is none or transformers removes it while loading."""
     found = raw.get("quantization_config")
     if not found:
         return None
@@ -231,7 +244,7 @@ def _quantization(raw: dict) -> str | None:
 
 
 def _rope_types(parameters) -> list:
-    """The kinds of rotary embedding in a config's `rope_parameters`, which may have a level for kinds of layers."""
+    """The types in a config's `rope_parameters`, which may hold one dictionary per layer type."""
     if not isinstance(parameters, dict):
         return []
     if "rope_type" in parameters or "type" in parameters:
@@ -242,4 +255,4 @@ def _rope_types(parameters) -> list:
 def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
         return True
-    return all(bound.isfinite() for bound in torch.aminmax(tensor))  # NaN is both; no copy of the tensor is made
+    return all(bound.isfinite() for bound in torch.aminmax(tensor))  # NaN makes both NaN; needs no copy of the tensor

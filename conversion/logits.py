@@ -1,7 +1,7 @@
-"""Logits from last hidden states, chunk by chunk, with what a family does after its output projection.
+"""Logits of a chunk of last hidden states, scaled and capped as the model does it.
 
-`ForCausalLM.forward` cannot run on a chunk of hidden states. So its last step is repeated here, as the row of the
-family in `hf_memmix.backbones` says, and checked against the model.
+`ForCausalLM.forward` does not take hidden states. So its last step is repeated here, according to the family's row in
+`hf_memmix.backbones`, and the result is compared with the model's own logits once.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,8 @@ from hf_memmix.backbones import backbone_of
 def logits_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """A function from last hidden states [..., d] to logits [..., V] that equals the model's own.
 
-    Raises ValueError if it does not: the family then does something to its logits that is not known here.
+    Raises:
+        ValueError: the logits differ from the model's; then the family's row in `hf_memmix.backbones` is incomplete.
     """
     config, projection, named = model.config, model.get_output_embeddings(), backbone_of(model.config).logits
     divisor, factor, softcap = (
@@ -44,6 +45,6 @@ def _check(model: nn.Module, head: Callable[[Tensor], Tensor]) -> None:
     model.train(training)
     if not torch.allclose(own, ours, rtol=1e-2, atol=1e-2 * own.abs().max().item()):
         raise ValueError(
-            f"{type(model).__name__} changes its logits in a way that its row in hf_memmix/backbones.py does not say;"
-            " add it there"
+            f"{type(model).__name__} changes its logits in a way that its row in hf_memmix/backbones.py does not"
+            " describe; add it there"
         )

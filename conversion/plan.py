@@ -1,4 +1,4 @@
-"""A plan, as `memmix select` writes it: which mixer takes over, and which layers stay attention."""
+"""The plan that `memmix select` writes: the mixer, and the layers that stay attention."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from hf_memmix.conversion.teacher_forcing import converted_layers
 
 
 def write_plan(plan: dict, path: str | Path) -> None:
-    """Write `plan` as JSON, atomically. It holds at least `mixer`, `keep` and `num_layers`."""
+    """Write a plan, which has at least `mixer`, `keep` and `num_layers`, as a JSON file, atomically."""
     write_json(path, plan)
 
 
@@ -45,7 +45,7 @@ def take_mixers(student: PreTrainedModel, trained: PreTrainedModel) -> None:
     """Load the mixers of `trained`, e.g. an aligned student without attention, into the same layers of `student`.
 
     Raises:
-        ValueError: `trained` has no mixer in one of these layers, or a different one.
+        ValueError: in one of these layers, `trained` has attention or a mixer of another kind or other options.
     """
     have = set(converted_layers(trained))
     for layer in converted_layers(student):

@@ -1,4 +1,4 @@
-"""What measurements and reports share: where a figure was measured, JSON files, Markdown tables, sizes in bytes."""
+"""Functions for measurements and reports: the machine of a measurement, JSON files, Markdown tables, byte sizes."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def processor() -> str:
 def commit() -> str:
     """The short hash of the checkout's commit: `$HF_MEMMIX_COMMIT` if it is set; "unknown" outside a checkout."""
     known = os.environ.get("HF_MEMMIX_COMMIT", "")
-    # in an installed wheel there is no .git here, and git would name the commit of a repository around it
+    # an installed package has no .git; git would then find the repository of a folder above it
     if not known and (CHECKOUT / ".git").exists():
         command = ["git", "-C", str(CHECKOUT), "rev-parse", "--short", "HEAD"]
         known = subprocess.run(command, capture_output=True, text=True).stdout.strip()
@@ -54,7 +54,7 @@ def environment(device: torch.device | str | None = None) -> dict[str, str]:
 
 
 def write_json(path: str | Path, content: object, indent: int | None = 1) -> None:
-    """Write `content` as JSON and flush it to disk; the file appears whole or not at all. Missing folders are made."""
+    """Write `content` as a JSON file, atomically, and flush it to disk. Missing folders are made."""
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -69,7 +69,7 @@ def write_json(path: str | Path, content: object, indent: int | None = 1) -> Non
 
 
 def markdown_table(head: Sequence, rows: Iterable[Sequence], figures: bool = False) -> str:
-    """A Markdown table of anything that `str` writes; `figures`: all columns but the first are aligned right."""
+    """A Markdown table; cells are written with `str`. `figures`: align all columns except the first one right."""
     line = ["---"] + ["---:" if figures else "---"] * (len(head) - 1)
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (head, line, *rows))
 

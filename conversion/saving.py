@@ -28,7 +28,7 @@ def check_target(path: str | Path, overwrite: bool = False) -> Path:
     Leftovers of killed processes beside the folder are removed. Raises ValueError if `path` is a file or is not empty.
     """
     path = Path(path).absolute()
-    clear_litter(path)
+    remove_leftovers(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{str(path)!r} is a file; give a folder to write to")
     if path.exists() and any(path.iterdir()) and not overwrite:
@@ -37,10 +37,10 @@ def check_target(path: str | Path, overwrite: bool = False) -> Path:
 
 
 @contextmanager
-def clear_write_errors(path: str | Path, remedy: str) -> Iterator[None]:
-    """Raise ValueError with `path` and `remedy` if a file cannot be written: full disk, quota, size limit.
+def explain_write_errors(path: str | Path, remedy: str) -> Iterator[None]:
+    """Raise a ValueError that names `path` and `remedy` if a file cannot be written: full disk, quota, size limit.
 
-    safetensors and torch report these by their own exceptions.
+    safetensors and torch raise exceptions of other classes in these cases.
     """
     try:
         yield
@@ -96,16 +96,16 @@ def replace_folder(source: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def discard(folder: Path, beside: Path) -> None:
-    """Remove a folder if it exists. If the process is killed meanwhile, `clear_litter(beside)` removes the rest."""
+def remove_folder(folder: Path, beside: Path) -> None:
+    """Remove a folder if it exists. If the process is killed, `remove_leftovers(beside)` later removes the rest."""
     if folder.exists():
         doomed = Path(tempfile.mkdtemp(prefix=_prefix(beside), suffix=".tmp", dir=folder.parent))
         os.replace(folder, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def clear_litter(path: Path) -> None:
-    """Remove what ended processes of this machine left beside `path`.
+def remove_leftovers(path: Path) -> None:
+    """Remove temporary folders that processes of this machine, which have ended, left beside `path`.
 
     An old folder that was moved away is moved back if the new folder was never put in its place.
     """

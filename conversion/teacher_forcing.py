@@ -1,7 +1,7 @@
-"""Each mixer beside the attention it replaces, on the same input: the layer's input inside the *teacher*.
+"""Runs each mixer on the input of the attention that it replaces, inside the *teacher*, and compares the outputs.
 
-Layer errors do not accumulate this way, so every layer can be trained and judged on its own (MOHAWK's second stage,
-arXiv:2408.10189). One forward of the teacher serves all layers.
+So an error of one layer does not change the input of the next one, and every layer can be trained and measured alone
+(second stage of MOHAWK, arXiv:2408.10189). One forward pass of the teacher is enough for all layers.
 """
 
 import functools
@@ -24,8 +24,8 @@ def converted_layers(student: nn.Module) -> list[int]:
     return [i for i, kind in enumerate(student.config.mixer_types) if kind != "attention"]
 
 
-class _Enough(Exception):
-    """Ends the teacher's forward after the last layer that is asked for."""
+class _StopForward(Exception):
+    """Ends the teacher's forward pass after the last of the requested layers."""
 
 
 def run_teacher_forced(
@@ -40,15 +40,17 @@ def run_teacher_forced(
 ) -> Tensor | None:
     """Run the teacher on `input_ids` [B, T] without gradients and call `visit(layer, mixer_output, attention_output)`.
 
-    Both outputs are [B, T, hidden]; the mixer's carries gradients if they are enabled where this function is called,
-    and is computed as soon as its layer is reached, so only what `visit` keeps stays alive.
+    Both outputs are [B, T, hidden]. The mixer's output has a gradient if gradients are enabled where this function is
+    called. A mixer is computed when the teacher reaches its layer, so only the tensors that `visit` stores stay in
+    memory.
 
     Args:
-        position_ids: [B, T], starting again at every packed document, which no mixer and no attention then crosses.
-        layers: some of the converted layers; the teacher then stops at the last of them.
-        checkpointing: compute each mixer again in the backward, so that its activations are not kept.
+        position_ids: [B, T], starting at 0 in every packed document. Then no layer mixes tokens of two documents.
+        layers: a part of the converted layers. The teacher stops at the last of them.
+        checkpointing: compute each mixer again in the backward pass, so that its activations are not stored.
 
-    Returns the last hidden states, or None if the teacher was stopped.
+    Returns:
+        the last hidden states [B, T, hidden], or None if the teacher was stopped.
     """
     every = converted_layers(student)
     _check_same_shape(teacher, student)
@@ -72,7 +74,7 @@ def run_teacher_forced(
                 run = functools.partial(checkpoint, mixer, use_reentrant=False) if checkpointing else mixer
                 visit(layer, run(**inputs)[0], output[0])
             if layer == last:
-                raise _Enough
+                raise _StopForward
 
         return hook
 
@@ -83,7 +85,7 @@ def run_teacher_forced(
         with torch.no_grad():
             inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
             return teacher.base_model(**inputs).last_hidden_state
-    except _Enough:
+    except _StopForward:
         return None
     finally:
         for handle in handles:

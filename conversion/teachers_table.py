@@ -21,7 +21,7 @@ NORM_OPTIONS = ("use_qk_norm", "qk_layernorm")
 
 
 def teachers_table() -> str:
-    """Markdown: a row for all families that agree in everything, and what mixers do with positions."""
+    """Markdown: one row for all families with equal properties, and which mixers use rotary embeddings."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for model_type in sorted(FAMILIES):
         rows.setdefault(traits(model_type), []).append(f"`{model_type}`")
@@ -30,7 +30,7 @@ def teachers_table() -> str:
 
 
 def refusals() -> str:
-    """Markdown: the families that are refused by name, with the reason, families with the same one together."""
+    """Markdown: the families that are refused, grouped by the reason."""
     swap = {name: row.refused for name, row in BACKBONES.items() if row.refused}
     conversion = {name: row.no_conversion for name, row in BACKBONES.items() if row.no_conversion}
     return "\n\n".join(
@@ -52,7 +52,7 @@ def _by_reason(refused: dict[str, str]) -> str:
 
 
 def traits(model_type: str) -> tuple[str, ...]:
-    """All columns but the first, of a family as its default configuration has it."""
+    """All columns except the first one, for the default configuration of a family."""
     family, (config, attention) = FAMILIES[model_type], _default(model_type)
     layout = LAYOUTS[family.layout] + (", Conv1D" if family.transposed else "")
     kv_heads = "grouped" if "num_key_value_heads" in config.to_dict() else "as many as of q"
@@ -61,14 +61,18 @@ def traits(model_type: str) -> tuple[str, ...]:
 
 
 def positions_of_mixers() -> str:
-    """Which mixers rotate q and k as their teacher did: those whose options for a rotating attention say so."""
+    """A sentence: which mixers apply the teacher's rotary embeddings to q and k, and which do not."""
     attention = _default(SUGGESTED[0])[1]
-    own = {name: m for name, m in MIXERS.items() if m.__module__.startswith("hf_memmix.mixers.")}  # none of a user's
+    # without mixers that a user has registered
+    own = {name: m for name, m in MIXERS.items() if m.__module__.startswith("hf_memmix.mixers.")}
     able = {name: STARTS[name] for name in own if name in STARTS}
     keep = [name for name, start in able.items() if start.options(attention).get("use_rope")]
     drop = [name for name in able if name not in keep]
     names = [", ".join(f"`{name}`" for name in part) for part in (keep, drop)]
-    return f"Rotary embeddings stay in {names[0]}; {names[1]} have positions of their own and drop them."
+    return (
+        f"{names[0]} keep the rotary embeddings; {names[1]} do not use them, because their states depend on the order"
+        " of the tokens."
+    )
 
 
 def _default(model_type: str, **options) -> tuple[AutoConfig, AttentionWeights]:
@@ -79,7 +83,7 @@ def _default(model_type: str, **options) -> tuple[AutoConfig, AttentionWeights]:
 
 
 def _shallow(config):
-    """The same with two layers, which are as good as all; without experts where the first layers have none."""
+    """Reduce a configuration to two layers, which is enough here; without experts if the first layers have none."""
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
         if getattr(config, name, None):
             setattr(config, name, getattr(config, name)[:2])

@@ -1,11 +1,11 @@
-"""The one door to what transformers does not promise to keep: private methods, attributes and tables.
+"""All uses of private methods, attributes and tables of transformers, which may change in any release.
 
-No other module of hf_memmix and hf_memmix.conversion touches them; the Trainer's are in
-`hf_memmix.training._trainer_hooks`. Every name has a line here that says why, and a row in tests/core/test_door.py
-that fails when the library moves it or changes how it is called. The classes translate private methods of the library
-into methods with names of our own, which the model classes write.
+No other module of hf_memmix and hf_memmix.conversion uses them; those of the Trainer are in
+`hf_memmix.training._trainer_hooks`. A comment here explains why each one is needed, and a row in
+tests/core/test_door.py fails if the library renames it or changes its arguments. The classes below override private
+methods of the library and call methods with public names, which the model classes implement.
 
-Read at transformers 5.17 and 5.23.
+Checked against transformers 5.17 and 5.23.
 """
 
 import re
@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-# names of activation functions and of rotary embeddings, to refuse unknown ones in one line
+# names of activation functions and types of rotary embeddings, for clear errors about unknown ones
 from transformers.activations import ACT2FN
 
-# renames and merges of checkpoint tensors, which the library finds by the name of a class that it knows
+# renames and merges of checkpoint tensors, which the library finds by the name of the model class
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-# the backbones that the library has: configuration class by model type, model class by configuration class, and the
-# same by name, which loads no modelling code
+# the library's models: configuration class by model type, model class by configuration class, and tables of class
+# names, which can be read without loading modelling code
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -37,7 +37,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-# of the names above, those that others read from here
+# also the imported names that other modules use
 __all__ = [
     "ACT2FN",
     "CONFIG_MAPPING",
@@ -74,7 +74,7 @@ _MODELS = {
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     ),
 }
-# fields of a configuration that do not change what a model computes, or that a save writes anew
+# fields of a configuration that do not change what a model computes, or that are written again at every save
 IDLE_FIELDS = (
     "_name_or_path",
     "architectures",
@@ -90,7 +90,7 @@ IDLE_FIELDS = (
 
 
 def model_class_of(config_class: type, auto_class: type = AutoModelForCausalLM) -> type | None:
-    """The model class that an Auto class builds from a configuration class, registered ones too; None without one."""
+    """The model class that an Auto class builds from a configuration class, or None. Includes registered classes."""
     models, _ = _MODELS[auto_class]
     return models.get(config_class, None)
 
@@ -119,29 +119,32 @@ def native_class(model_class: type) -> type:
 
 
 def change_class(model: nn.Module, model_class: type):
-    """Make a built base model one of a subclass.
+    """Change the class of an existing base model to a subclass.
 
-    A constructor cannot do it: the native class with a head names its base class in its own `__init__`, and building
-    the base twice would take the memory and the random numbers of a second model. What the constructor registers for
-    a class (`_CAN_RECORD_REGISTRY`, without which `output_hidden_states` silently gives nothing) is registered anew.
+    A constructor cannot do this: the `__init__` of the native class with a head creates its base model by name, and
+    building the base twice would need twice the memory and draw other random numbers. The constructor also registers
+    the class in `_CAN_RECORD_REGISTRY`. This is repeated here; without it, `output_hidden_states` returns nothing.
     """
     model.__class__ = model_class
-    # 5.17 has a plain dict by the class's name; the subclass of 5.23 takes a model as key and stores the same
+    # in 5.17 it is a plain dict with the name of the class as key; in 5.23 a subclass of dict with the same content
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(model_class), model._can_record_outputs)
 
 
 def keep_in_fp32(model: nn.Module, patterns: set[str]):
-    """Have the parameters that match stay in fp32, whatever dtype the model is loaded in; before `post_init`."""
+    """Keep the matching parameters in fp32, whatever dtype the model is loaded in. Call it before `post_init`."""
     model._keep_in_fp32_modules_strict = {*fp32_patterns_of(model), *patterns}
 
 
 def fp32_patterns_of(model: nn.Module) -> set[str]:
-    """What `keep_in_fp32` and the native class have asked for."""
+    """The patterns of `keep_in_fp32` and of the native class."""
     return set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
 def attention_implementation(config) -> str:
-    """Which attention runs, "" if a configuration does not say: flash attention makes no mask."""
+    """The attention implementation of a configuration, e.g. "sdpa" or "flash_attention_2", which has no mask.
+
+    "" if none is set.
+    """
     return getattr(config, "_attn_implementation", None) or ""
 
 
@@ -151,7 +154,7 @@ def is_given_by_user(cache) -> bool:
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """Where a module computes, which is not where its parameters lie if accelerate offloads them: then on "meta"."""
+    """The device on which a module computes. If accelerate offloads its parameters, these are on "meta" instead."""
     hook = getattr(module, "_hf_hook", None)  # accelerate's
     for one in getattr(hook, "hooks", [hook]):
         if getattr(one, "execution_device", None) is not None:
@@ -187,7 +190,7 @@ def name_in_plan(model: nn.Module, paths):
 
 
 class ConstructionHooks:
-    """How a model with mixers is built. Goes before a native class."""
+    """How a model with mixers is built. A base class that stands before a native class."""
 
     # generate() refuses assisted decoding for models whose cache cannot be rolled back; ours can
     _is_stateful = False
@@ -196,30 +199,30 @@ class ConstructionHooks:
 
     @classmethod
     def concrete_class(cls, config) -> type:
-        """The class to build for a configuration: this one, unless it stands for those of all backbones."""
+        """The class to build for a configuration. `MemMixModel` etc. return the class of the backbone instead."""
         return cls
 
     @classmethod
     def _from_config(cls, config, **kwargs):
-        """`AutoModel.from_config` ends here."""
+        """`AutoModel.from_config` calls it."""
         concrete = cls.concrete_class(config)
         return super()._from_config(config, **kwargs) if concrete is cls else concrete._from_config(config, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """The native class fills the modules that it knows; `initialization` leaves loaded tensors alone."""
+        """Initialise ours after the native class's modules. `transformers.initialization` skips loaded tensors."""
         super()._init_weights(module)
         if isinstance(module, self.own_modules):
             module.init_weights()
 
     def _initialize_weights(self, module, *args, **kwargs):
-        """The library passes over a module that has parameters in its children alone."""
+        """The library skips a module whose parameters are all in its children."""
         if isinstance(module, self.own_modules) and not getattr(module, "_is_hf_initialized", False):
             self._init_weights(module)
             module._is_hf_initialized = True
         super()._initialize_weights(module, *args, **kwargs)
 
-    # the library looks for both in the source of `cls.__module__`: ask the class whose source it should read
+    # the library searches the source code of `cls.__module__` for both, so the native class must answer
 
     @classmethod
     def _can_set_attn_implementation(cls):
@@ -265,22 +268,25 @@ class DistributionHooks:
 
 
 class GenerationHooks:
-    """The places of generate() where a cache with memories needs something else. Goes before a native class."""
+    """The methods of generate() that must change for a cache with recurrent states. Stands before a native class."""
 
     def fit_cache(self, cache, rows: int, given: bool):
-        """The cache to generate with, for `rows` sequences, from the library's; `given`: the user's own."""
+        """The cache to generate with, made from the library's `cache`. `given`: the user has passed it."""
         raise NotImplementedError
 
     def heads_with_keys(self, heads: list[int]) -> list[int]:
-        """Heads per layer that a static cache allocates keys and values for."""
+        """Number of heads, per layer, for which a static cache allocates keys and values."""
         raise NotImplementedError
 
     def sampling(self, cache, rows: int, criteria, outlives: bool):
-        """A context of the sampling loop that gives its stopping criteria; `outlives`: the caller keeps the cache."""
+        """A context manager around the sampling loop, which yields its stopping criteria.
+
+        `outlives`: the caller can use the cache after the loop.
+        """
         raise NotImplementedError
 
     def assisted_decoding(self, cache):
-        """A context of assisted and prompt-lookup decoding."""
+        """A context manager around assisted and prompt-lookup decoding."""
         raise NotImplementedError
 
     def _prepare_cache_for_generation(
@@ -296,10 +302,10 @@ class GenerationHooks:
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         cache = model_kwargs["past_key_values"] = self.fit_cache(model_kwargs["past_key_values"], rows, given)
         if getattr(generation_config, "is_assistant", False):
-            cache.activate_past_recording()  # the layers that were replaced had been told before
+            cache.activate_past_recording()  # the library has activated it in the layers that were replaced since
 
     def _get_static_cache_init_shape(self):
-        """The library allocates a static cache before a chunked prefill, memories or not."""
+        """The library allocates keys and values of a static cache before a chunked prefill, for all layers."""
         shape = super()._get_static_cache_init_shape()
         if shape is None:
             return None
@@ -320,7 +326,7 @@ class GenerationHooks:
             return super()._assisted_decoding(*args, **kwargs)
 
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
-        """5.17 does not tell the later chunks of a prompt from decode steps: `memmix_prefill` does."""
+        """In 5.17, the later chunks of a prompt look like decode steps; `memmix_prefill` marks them."""
         model_kwargs["memmix_prefill"] = True
         try:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)

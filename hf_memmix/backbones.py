@@ -1,12 +1,12 @@
-"""The one table of decoder families: all that this project knows about a family of transformers stands in its row.
+"""The table of decoder families. Everything that the code needs to know about a family of transformers is in its row.
 
     backbone_of(config).rotates(config, layer_idx)
 
-`BACKBONES` holds a frozen row per family, by `model_type`. A family without a row gets `UNLISTED`: what most decoders
-do, so that mixers can be put into a family that nobody has looked at. It cannot be converted without a row.
+`BACKBONES` holds one frozen row per family, by `model_type`. A family without a row gets `UNLISTED`, the properties of
+most decoders. So mixers can be used in families that are not in the table, but such a family cannot be converted.
 
-The row also holds what only `hf_memmix.conversion` reads (how the tensors of the attention lie, `no_conversion`,
-`gka_release`). Two tables would have to be kept in step, and a new family would need two edits.
+Some fields are read only by `hf_memmix.conversion` (layout of the attention tensors, `no_conversion`, `gka_release`).
+They are in the same table so that a new family needs only one row.
 
 This module imports neither torch nor transformers.
 """
@@ -21,7 +21,7 @@ def _every_layer(config, layer_idx: int) -> bool:
 
 
 def _listed_layers(config, layer_idx: int) -> bool:
-    return bool(config.no_rope_layers[layer_idx])  # in spite of its name it holds 1 where there is rotation
+    return bool(config.no_rope_layers[layer_idx])  # in spite of its name, 1 means that the layer rotates
 
 
 def _sliding_layers(config, layer_idx: int) -> bool:
@@ -34,9 +34,9 @@ def _sliding_layers_or_all(config, layer_idx: int) -> bool:
 
 @dataclass(frozen=True)
 class Logits:
-    """What follows the output projection: the name of the config field that holds each number, None for no such step.
+    """Steps after the output projection. A field is the name of the config field with the number; None: no such step.
 
-    The order is logits / divisor, * factor, then softcap * tanh(logits / softcap). A field may hold None.
+    The order is logits / divisor, * factor, then softcap * tanh(logits / softcap). The config field may be None.
     """
 
     divisor: str | None = None
@@ -48,33 +48,33 @@ class Logits:
 class Backbone:
     """One decoder family.
 
-    Where the modules lie. The first name that exists counts; a family has one, `UNLISTED` has several.
+    Names of modules. The first name that exists is used; a family has one name, `UNLISTED` has several.
         layers: the list of decoder layers, in the base model.
         attention: the attention, in a decoder layer.
         feed_forward: the MLP, in a decoder layer.
 
-    What the model computes.
+    What the model computes:
         rotary: layout of the cos and sin that the layers receive: "half" = [c, c], "pairs" = every entry twice in a
             row, "single" = c alone, None = no rotary embeddings but a learned table of positions.
-        interleaved: rotation turns the channels (2i, 2i + 1) together, not (i, i + d/2).
+        interleaved: the rotation pairs the channels (2i, 2i + 1) instead of (i, i + d/2).
         rotates: function of (config, layer_idx): whether the attention of that layer applies the rotary embeddings.
-        window: the config has `sliding_window`, see `window_of`.
+        window: the config may have a `sliding_window`, see `window_of`.
         logits: see `Logits`.
 
-    What is refused, with the reason. It completes the sentence "FAMILY is not supported: REASON".
-        refused: no mixer can take the place of the attention.
-        no_conversion: a mixer can, but the weights of the attention cannot be taken over.
+    Reasons why a family is refused; the text completes "FAMILY is not supported: REASON".
+        refused: no mixer can replace the attention.
+        no_conversion: a mixer can replace the attention, but cannot be initialised from its weights.
 
-    How the attention module stores its tensors. Only the conversion reads this.
+    How the attention module stores its tensors; only the conversion reads this.
         qkv: names of three projections (separate) or of one (fused).
         out: name of the output projection.
         layout: "separate"; "stacked" = one projection with all query rows, then all key rows, then all value rows;
             "per_head" = one projection with q, k, v of head 0, then of head 1, ...
         transposed: weights are `[in, out]` (Conv1D), not `[out, in]` (nn.Linear).
-        q_norm, k_norm: names of the norms of q and k; a model without them is fine.
-        norm_offset: is added to the weights of these norms (Gemma's 1 + w).
-        norm_last: q and k are rotated and then normalised; mixers normalise first.
-        extra: names of tensors without a counterpart in `AttentionWeights`, which are passed on by name.
+        q_norm, k_norm: names of the norms of q and k, if the model has them.
+        norm_offset: number that is added to the weights of these norms (Gemma's 1 + w).
+        norm_last: q and k are rotated first and normalised then; mixers do it in the other order.
+        extra: names of further tensors, which go to `AttentionWeights.extra`.
         gka_release: the official GKA release has checkpoints of this family.
     """
 
@@ -116,10 +116,10 @@ _DIVIDED = Logits(divisor="logits_scaling")
 _SCALED = Logits(factor="logit_scale")
 _CAPPED = Logits(softcap="final_logit_softcapping")
 _HUNYUAN = Backbone(q_norm="query_layernorm", k_norm="key_layernorm", norm_last=True)
-_NO_LAYOUT = Backbone(refused="its decoder tells its layers neither padding nor packing")
-_SHARED = Backbone(refused="its layers share keys and values, so a replaced layer would starve others")
+_NO_LAYOUT = Backbone(refused="its decoder does not pass padding and packing on to its layers")
+_SHARED = Backbone(refused="layers use the keys and values of other layers, so these cannot be replaced")
 _RECURRENT = Backbone(refused="some of its layers are recurrent already")
-_UNKNOWN_NAMES = Backbone(refused="its layers or their attention lie under names that the swap does not know")
+_UNKNOWN_NAMES = Backbone(refused="its layers or attention modules have unrecognised names")
 _OUTPUT_GATE = "its attention has an output gate that depends on the token"
 _LATENT = Backbone(no_conversion="latent attention: k and v have no projections of x")
 
@@ -216,9 +216,9 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
 SUGGESTED = ("llama", "qwen3", "gemma3_text")
 USE_ANOTHER = f"Use a decoder such as {', '.join(SUGGESTED[:-1])} or {SUGGESTED[-1]}"  # the end of a refusal
 
-# kinds of layers in `config.layer_types` that carry a state already
+# entries of `config.layer_types` for layers that are recurrent already
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-# generate() changes its behaviour on these words in a class name: no default cache, another name for it
+# if a class name contains one of these words, generate() makes no default cache or passes it by another name
 _RESERVED_WORDS = ("mamba", "rwkv", "minimax", "xlstm", "xlnet", "reformer")
 
 
@@ -228,17 +228,17 @@ def family_name(config) -> str:
 
 
 def backbone_of(config) -> Backbone:
-    """The row of a model's family, or `UNLISTED`. `config` is transformers' own or that of a memmix model."""
+    """The row of a model's family, or `UNLISTED`. `config`: a configuration of transformers or of a memmix model."""
     return BACKBONES.get(family_name(config), UNLISTED)
 
 
 def refusal_of(config, class_name: str) -> str | None:
     """Why no mixer can take the place of attention in a causal language model; None if one can.
 
-    The row of the family decides first. Then the config is asked, as most families have no row.
+    The row of the family decides first. Families without a row are judged by the fields of the configuration.
 
     Args:
-        class_name: of transformers' own model class, e.g. "LlamaForCausalLM".
+        class_name: name of transformers' own model class, e.g. "LlamaForCausalLM".
     """
     row = backbone_of(config)
     if row.refused is not None:
@@ -253,16 +253,16 @@ def refusal_of(config, class_name: str) -> str | None:
 
 
 def layer_rotates(config, layer_idx: int) -> bool:
-    """Whether the backbone's attention in this layer would use rotary embeddings: some families leave out a few."""
+    """Whether the backbone's attention uses rotary embeddings in this layer. In some families a few layers do not."""
     return backbone_of(config).rotates(config, layer_idx)
 
 
 def window_of(config, layer_idx: int) -> int | None:
-    """How many tokens, itself included, a token of this attention layer reads; None if it reads all before it.
+    """Length of the sliding window of this attention layer, with the current token; None without a window.
 
-    `config.layer_types` says which layers have the window. Where there is no such list, all of them have it.
+    `config.layer_types` lists the layers that have the window. Without this list, all layers have it.
     """
     kinds = getattr(config, "layer_types", None)
     if not backbone_of(config).window or (kinds and kinds[layer_idx] != "sliding_attention"):
         return None
-    return getattr(config, "sliding_window", None) or None  # a few configurations say 0 for no window
+    return getattr(config, "sliding_window", None) or None  # in a few configurations, 0 means no window

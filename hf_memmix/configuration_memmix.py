@@ -2,7 +2,8 @@
 
     config = memmix_config(AutoConfig.from_pretrained("Qwen/Qwen3-0.6B"), mixer_types=["gka"] * 27 + ["attention"])
 
-It is the backbone's own configuration, an instance of its class, plus three fields; `config.json` is flat:
+The class is a subclass of the backbone's configuration class and adds three fields. In `config.json` all fields are on
+one level:
 
     {"model_type": "memmix", "backbone_model_type": "qwen3", "mixer_types": ["attention", "gka", ...],
      "mixers": {"gka": {"solver_phases": [12, 10], ...}}, ...the backbone's fields...}
@@ -44,25 +45,26 @@ _AUTO_MAP = {
 }
 
 
-# called with every configuration class that comes into use, to make its models. `hf_memmix` puts a function here that
-# imports the modelling code when it is called: a configuration neither imports nor loads it
+# functions that make the model classes of a new configuration class. `hf_memmix` adds a function that imports the
+# modelling code when it is called, so that this module does not import it
 model_makers: list[Callable[[type], None]] = []
 
 
 class MemMixConfig(PreTrainedConfig):
-    """What all memmix configurations share. Instances belong to a class of their backbone.
+    """Base class of all memmix configurations. An instance has the generated class of its backbone.
 
     Args:
         backbone_model_type: `model_type` of the backbone, e.g. "qwen3".
-        mixer_types: one entry a layer, "attention" (the backbone's own) or a name in `MIXERS`; None keeps all.
-        mixers: options of each mixer by name; missing ones get their defaults, and are saved with them.
+        mixer_types: one entry per layer, "attention" (the backbone's own) or a name in `MIXERS`; None means attention
+            in all layers.
+        mixers: options by the name of the mixer. Missing options get their default values, which are saved too.
 
-    Once a model was built, `mixer_types` and `mixers` are read-only; `model.set_mixer_options` changes options that
-    may be changed at inference.
+    After a model was built from it, `mixer_types` and `mixers` are read-only. `model.set_mixer_options` changes those
+    options that may be changed at inference.
 
     Raises:
-        ValueError: the backbone is not supported, `mixer_types` has another length than there are layers, a mixer is
-            unknown, or its options are.
+        ValueError: the backbone is not supported, the length of `mixer_types` differs from the number of layers, or a
+            mixer or an option is unknown.
     """
 
     model_type: ClassVar[str] = "memmix"
@@ -74,13 +76,13 @@ class MemMixConfig(PreTrainedConfig):
     mixers: dict[str, Any] | None = None
 
     def __new__(cls, *args, **kwargs):
-        # the bare class stands for all: it builds an instance of the backbone's class
+        # MemMixConfig(...) itself returns an instance of the backbone's class
         if cls is MemMixConfig and kwargs.get("backbone_model_type") is not None:
             cls = config_class_for(kwargs["backbone_model_type"])
         return super().__new__(cls)
 
     def __post_init__(self, **kwargs):
-        check_sizes(self)  # first: the library divides by some of them
+        check_sizes(self)  # before the library, which divides by some of them
         super().__post_init__(**kwargs)
         if type(self).__dict__.get("_generic", False):
             return
@@ -90,7 +92,7 @@ class MemMixConfig(PreTrainedConfig):
 
     @classmethod
     def _register_models(cls):
-        """Make the model classes known to the Auto classes; here, as a configuration always comes before its model."""
+        """Register the model classes with the Auto classes. A model is always built after its configuration."""
         for make_models in model_makers:
             make_models(cls)
 
@@ -100,23 +102,27 @@ class MemMixConfig(PreTrainedConfig):
         return f"MemMix{native_name}".replace("LMHeadModel", "ForCausalLM")
 
     def make_feed_forward(self, layer_idx: int):
-        """A `FeedForward` in place of a layer's MLP, None for the backbone's own; a family may override it."""
+        """A `FeedForward` that replaces a layer's MLP, or None for the backbone's MLP. A family may override it."""
         return None
 
     def validate_mixers(self):
-        """Complete and check `mixer_types` and `mixers`; called on creation, before saving and by every model."""
+        """Check `mixer_types` and `mixers`, add missing options. Called on creation, on saving and by every model."""
         check_backbone(self)
         check_sizes(self)
         check_rope(self)
         layers = self.num_hidden_layers
         kinds = [ATTENTION] * layers if self.mixer_types is None else self.mixer_types
         if not isinstance(kinds, (list, tuple)):
-            raise ValueError(f"mixer_types={kinds!r} must be a list with one entry a layer")
+            raise ValueError(f"mixer_types={kinds!r} must be a list with one entry per layer")
         kinds = list(kinds)
         if len(kinds) != layers:
-            raise ValueError(f"mixer_types has {len(kinds)} entries, but the model has {layers} layers; give one each")
+            raise ValueError(
+                f"mixer_types has {len(kinds)} entries, but the model has {layers} layers; give one entry per layer"
+            )
         if not isinstance(self.mixers or {}, dict):
-            raise ValueError(f"mixers={self.mixers!r} must be a dictionary of the options of each mixer by its name")
+            raise ValueError(
+                f"mixers={self.mixers!r} must be a dictionary from mixer names to dictionaries of options"
+            )
         mixers = plain(self.mixers or {})
         known = [ATTENTION, *MIXERS]
         for name in [*kinds, *mixers]:
@@ -129,7 +135,7 @@ class MemMixConfig(PreTrainedConfig):
             except ValueError as error:
                 raise ValueError(f"mixers[{name!r}]: {error}") from error
         if self._is_frozen:
-            return  # complete, as a model was built from them
+            return  # they are complete, because a model was built from them
         self.mixer_types, self.mixers = kinds, mixers
 
     @property
@@ -142,7 +148,7 @@ class MemMixConfig(PreTrainedConfig):
         self.__dict__["mixer_types"] = frozen(self.mixer_types)
 
     def of_a_new_model(self) -> "MemMixConfig":
-        """This configuration, or a copy if it is another model's: `set_mixer_options` changes that of one model."""
+        """This configuration, or a copy if another model was built from it: `set_mixer_options` changes one model."""
         if not self._is_frozen:
             return self
         own = copy.deepcopy(self)
@@ -150,7 +156,7 @@ class MemMixConfig(PreTrainedConfig):
         return own
 
     def replace_mixers(self, mixers: dict[str, dict]):
-        """Set read-only options; for `set_mixer_options`, which changes the layers with them."""
+        """Set the read-only options. Only `set_mixer_options` calls it, which also changes the layers."""
         self.__dict__["mixers"] = frozen(mixers)
 
     def __setattr__(self, name, value):
@@ -172,7 +178,7 @@ class MemMixConfig(PreTrainedConfig):
         return [i for i, kind in enumerate(self.mixer_types) if kind != ATTENTION]
 
     def backbone_config(self) -> PreTrainedConfig:
-        """The plain configuration of the backbone, all layers attention."""
+        """The configuration of the backbone without mixers."""
         fields = self.to_dict()
         for name in (*_OWN_FIELDS, "model_type", "architectures", "auto_map"):
             fields.pop(name, None)
@@ -184,10 +190,10 @@ class MemMixConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """As in transformers; called on the bare class it makes the class that `model_type` names.
+        """As in transformers. `MemMixConfig.from_dict` returns an instance of the class of `model_type`.
 
         Raises:
-            ValueError: a field has an impossible value, or a memmix model is not told which layers have a mixer.
+            ValueError: a field has an impossible value, or `mixer_types` is missing.
         """
         if cls is MemMixConfig:
             kind = config_dict.get("model_type", cls.model_type)
@@ -196,29 +202,31 @@ class MemMixConfig(PreTrainedConfig):
             return target.from_dict(config_dict, **kwargs)
         if cls.model_type == MemMixConfig.model_type and config_dict.get("mixer_types") is None:
             raise ValueError(
-                f"mixer_types is {'null' if 'mixer_types' in config_dict else 'missing'}: name the mixer of every"
-                f' layer, or "{ATTENTION}"'
+                f"mixer_types is {'null' if 'mixer_types' in config_dict else 'missing'}: give a list with one entry"
+                f' per layer, the name of its mixer or "{ATTENTION}"'
             )
         try:
             return super().from_dict(config_dict, **kwargs)
         except StrictDataclassError as error:
             raise ValueError(" ".join(str(error).split())) from None
         except (TypeError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
-            # of the library, at a value of a type or size that it does not expect
-            culprit = _culprit(super().from_dict, config_dict, error)
-            if culprit is None:
+            # the library raises these for a value of an unexpected type or size
+            wrong_field = _wrong_field(super().from_dict, config_dict, error)
+            if wrong_field is None:
                 raise
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ValueError(f"{culprit}={config_dict[culprit]!r} is no value of this model's ({reason})") from error
+            raise ValueError(
+                f"{wrong_field}={config_dict[wrong_field]!r} is not a valid value for this model ({reason})"
+            ) from error
 
     @classmethod
     def register_for_auto_class(cls, *args, **kwargs):
         """Nothing: after a load through `auto_map` the library calls this, to copy our sources at the next save."""
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Write config.json, and the `auto_map` stub for loading without `import hf_memmix`.
+        """Write config.json, and modeling_memmix.py, with which the model can be loaded without `import hf_memmix`.
 
-        The models' save_pretrained and push_to_hub come through here too.
+        `save_pretrained` and `push_to_hub` of the models call this method too.
         """
         self.validate_mixers()
         self.auto_map = dict(_AUTO_MAP)
@@ -242,9 +250,9 @@ def memmix_config(
     """The configuration of `backbone_config`'s model with mixers in place of attention.
 
     Args:
-        backbone_config: of a transformers decoder, or of a memmix model whose layers are to be chosen anew.
-        mixer_types: one entry a layer, "attention" or the name of a mixer; None keeps all attention.
-        mixers: options of the mixers by name.
+        backbone_config: configuration of a transformers decoder, or of a memmix model, whose mixers are ignored.
+        mixer_types: one entry per layer, "attention" or the name of a mixer; None means attention in all layers.
+        mixers: options by the name of the mixer.
 
     Raises:
         ValueError: as in `MemMixConfig`.
@@ -263,7 +271,7 @@ def memmix_config(
 def lora_target_modules(model_or_config) -> list[str]:
     """Names of the modules that LoRA adapts by default, for `peft.LoraConfig(target_modules=...)`.
 
-    Those that each mixer of the model declares, and q_proj and v_proj of attention that is kept.
+    These are the modules that each mixer of the model declares, and q_proj and v_proj of kept attention layers.
 
     Args:
         model_or_config: a memmix model, or its configuration.
@@ -294,10 +302,10 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 
 def check_sizes(config: PreTrainedConfig):
-    """Raise ValueError if a size, epsilon or activation of a backbone is one with which no model can be built."""
+    """Raise ValueError if a size, epsilon or activation of a backbone has an impossible value."""
     for name, largest in _SIZES.items():
         value = getattr(config, name, None)
-        if value is None or isinstance(value, list):  # a few families have one a layer
+        if value is None or isinstance(value, list):  # a few families have one value per layer
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
             raise ValueError(f"{name}={value!r} must be an integer from 1 to {largest}")
@@ -308,18 +316,20 @@ def check_sizes(config: PreTrainedConfig):
     for name in _ACTIVATIONS:
         value = getattr(config, name, None)
         if isinstance(value, str) and value not in ACT2FN:
-            raise ValueError(f"{name}={value!r} is no activation of transformers; known: {', '.join(sorted(ACT2FN))}")
+            raise ValueError(
+                f"{name}={value!r} is not an activation of transformers; known: {', '.join(sorted(ACT2FN))}"
+            )
 
 
 def check_rope(config: PreTrainedConfig):
-    """Raise ValueError if the rotary embeddings of a backbone are of a kind that transformers does not know."""
+    """Raise ValueError if the parameters of the rotary embeddings are invalid or transformers has no such type."""
     known = sorted({"default", *ROPE_INIT_FUNCTIONS})
     parameters = getattr(config, "rope_parameters", None)
     if parameters is None:
         return
     if not isinstance(parameters, dict):
         raise ValueError(f"rope_parameters={parameters!r} must be a dictionary with rope_type and rope_theta")
-    # of the model, or one a kind of layer
+    # one dictionary for the model, or one per layer type
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for one in nested or [parameters]:
         kind, theta = one.get("rope_type", "default"), one.get("rope_theta")
@@ -331,8 +341,8 @@ def check_rope(config: PreTrainedConfig):
             raise ValueError(f"rope_parameters: rope_theta={theta!r} must be a positive finite number")
 
 
-def _culprit(load, fields: dict[str, Any], error: Exception) -> str | None:
-    """The field that makes `load(fields)` fail: it loads without it, or fails in the same way with it alone."""
+def _wrong_field(load, fields: dict[str, Any], error: Exception) -> str | None:
+    """The field that makes `load(fields)` fail: without it the call works, or with it alone the same error occurs."""
 
     def failure(fields):
         try:
@@ -354,9 +364,9 @@ def check_backbone(config: PreTrainedConfig):
     elif kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         reason = "it is an encoder, not a decoder"
     elif config.get_text_config(decoder=True) is not config:
-        reason = "it has a language model inside; pass `config.get_text_config()` and convert that model"
+        reason = "it contains a language model; pass `config.get_text_config()` and convert that model"
     elif kind not in MODEL_MAPPING_NAMES or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        reason = "it is no causal language model of transformers"
+        reason = "it is not a causal language model of transformers"
     else:
         reason = refusal_of(config, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
     if reason is not None:
@@ -370,11 +380,11 @@ def config_class_for(backbone_model_type: str | None) -> type[MemMixConfig]:
     """The configuration class `MemMix<Family>Config` of a backbone, made on first use.
 
     Raises:
-        ValueError: transformers knows no such model type.
+        ValueError: transformers has no such model type.
     """
     if not isinstance(backbone_model_type, str) or backbone_model_type not in CONFIG_MAPPING_NAMES:
         raise ValueError(
-            f"backbone_model_type={backbone_model_type!r} is no model type of this transformers version; build the"
+            f"backbone_model_type={backbone_model_type!r} is not a model type of this transformers version; build the"
             " configuration with memmix_config(backbone_config, mixer_types=[...])"
         )
     backbone = CONFIG_MAPPING[backbone_model_type]
@@ -393,7 +403,7 @@ def config_class_for(backbone_model_type: str | None) -> type[MemMixConfig]:
 
 
 def __getattr__(name: str):
-    """Make a generated class from its name again: pickles are loaded in processes that have not made it yet."""
+    """Make a generated class by its name. Unpickling needs it in a process that has not made the class yet."""
     for model_type, config_name in CONFIG_MAPPING_NAMES.items():
         if name == f"MemMix{config_name}":
             return config_class_for(model_type)

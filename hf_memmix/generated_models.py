@@ -1,4 +1,4 @@
-"""Model classes made from a native class and one of ours, and registered with the Auto classes."""
+"""Makes model classes from a native class and one of this package, and registers them with the Auto classes."""
 
 import sys
 
@@ -10,8 +10,8 @@ def register(config_class: type[MemMixConfig], kinds: tuple[type, ...]):
     """Make the model classes of a configuration class and register them with the Auto classes, once.
 
     Args:
-        config_class: they go into the module that it names (`_models_module`).
-        kinds: classes of ours that go before the native one, each with its `_auto_class_for`.
+        config_class: its `_models_module` is the module to which the classes are added.
+        kinds: base classes of this package, which stand before the native class; each has an `_auto_class_for`.
     """
     backbone, module = config_class._backbone_class, sys.modules[config_class._models_module]
     for kind in kinds:
@@ -33,7 +33,7 @@ def register(config_class: type[MemMixConfig], kinds: tuple[type, ...]):
 
 
 def config_class_of_model(name: str, kinds: tuple[type, ...]) -> type[MemMixConfig] | None:
-    """The configuration class of a generated model class by its name, None for any other name."""
+    """The configuration class that belongs to the name of a generated model class; None for any other name."""
     for kind in kinds:
         for model_type, native_name in native_class_names(kind._auto_class_for).items():
             if name == MemMixConfig._model_name(native_name):

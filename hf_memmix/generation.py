@@ -1,4 +1,4 @@
-"""generate() of a model with memories: its cache, rows that end early, assisted decoding, padding."""
+"""generate() of a model with mixers: its cache, rows that end early, assisted decoding, padding."""
 
 from contextlib import contextmanager
 
@@ -15,10 +15,10 @@ NO_CONTINUOUS_BATCHING = (
 
 
 class MemoryGeneration(GenerationHooks):
-    """Goes before a native causal language model."""
+    """A base class that stands before a native causal language model."""
 
     def fit_cache(self, cache, rows: int, given: bool):
-        """A cache that was given is made fit in place; any other becomes a `RecurrentStateCache`."""
+        """The user's cache, changed in place, or a new `RecurrentStateCache` if the library has made `cache`."""
         if given:
             return adopt_cache(cache, self.config)
         cache = RecurrentStateCache.from_cache(cache, self.config)
@@ -27,17 +27,17 @@ class MemoryGeneration(GenerationHooks):
         return cache
 
     def _allocate_states(self, cache, batch: int):
-        """A place for the states at fixed addresses, before a compiled forward could be the first to make them."""
+        """Allocate the states at fixed addresses now: they must not be allocated inside a compiled forward."""
         for i, mixer in memory_mixers(self).items():
             cache.layers[i].allocate(mixer.allocate_states(batch, execution_device(mixer), self.dtype))
 
     def heads_with_keys(self, heads: list[int]) -> list[int]:
-        """None at the memories, whose cache layers are replaced right after."""
+        """0 for layers with a mixer, because their cache layers are replaced afterwards."""
         return [n if kind == ATTENTION else 0 for n, kind in zip(heads, self.config.mixer_types, strict=True)]
 
     @contextmanager
     def sampling(self, cache, rows: int, criteria, outlives: bool):
-        """Rows that end before the others get back the states of that time, if anyone will read them."""
+        """If the cache is used after the loop, rows that end early get their states from before the pads back."""
         if cache is None or not outlives or rows == 1 or not feeds_pads(criteria):
             yield criteria
             return
@@ -49,22 +49,22 @@ class MemoryGeneration(GenerationHooks):
 
     @contextmanager
     def assisted_decoding(self, cache):
-        """Raise ValueError for a cache that holds tokens; forget what was recorded to roll back."""
+        """Raise ValueError if the cache is not empty. Afterwards, delete what was recorded for the rollback."""
         if cache is not None and (seen := int(cache.get_seq_length())):
-            # the library would feed the whole prompt on top of them, here and in its own models
+            # the library would feed the whole prompt again, also with its own models
             raise ValueError(
-                f"assisted and prompt-lookup decoding start from an empty cache, this one holds {seen} tokens; leave"
+                f"assisted and prompt-lookup decoding need an empty cache, but this one holds {seen} tokens; leave"
                 " past_key_values out, or decode without assistance"
             )
         try:
             yield
         finally:
             if isinstance(cache, RecurrentStateCache):
-                cache.stop_past_recording()  # a long text after it would pile up snapshots
+                cache.stop_past_recording()  # otherwise every later forward would add to the record
 
     # the var-keyword must be spelled `kwargs`: generate() looks for that name to see what the model accepts
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, inputs_embeds=None, **kwargs):
-        """As in transformers, with the padding of the new tokens where forward could not read it from the mask."""
+        """As in transformers; adds the padding mask of the new tokens if forward() cannot read it from the mask."""
         prefill = kwargs.pop("memmix_prefill", kwargs.get("is_first_iteration"))
         inputs = super().prepare_inputs_for_generation(
             input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
@@ -78,8 +78,8 @@ class MemoryGeneration(GenerationHooks):
         if compileable or attention_mask is None:
             check_hidden(cache, attention_mask)
         if compileable:
-            # the 2D mask has become a 4D one or a dict: the mixers need the padding itself. Of any other cache forward
-            # reads the mask in hand, which may have grown by then (PEFT's prompt tuning puts tokens in front)
+            # generate() has replaced the 2D mask by a 4D mask or a dict, but the mixers need the padding. With all
+            # other caches, forward() reads the 2D mask, which may be longer then (PEFT's prompt tuning adds tokens)
             seen, static = cache.get_seq_length(), static_length_of(cache) is not None
             mask = padding_of(attention_mask, batch, length, seen, static)
             inputs["memmix_mask"] = None if mask is None else mask.contiguous()

@@ -1,7 +1,7 @@
 """Forward pre-hooks of decoder layers: they make sure that padding and packing reach every mixer and attention layer.
 
-Whether a family's decoder passes them on is decided in the code of transformers, which changes between versions. If it
-does not, the hooks raise an error.
+Whether a family's decoder passes them on depends on the code of transformers, which changes between versions. If it
+does not pass them on, the hooks raise an error.
 """
 
 import torch
@@ -11,7 +11,7 @@ from transformers.utils import is_torchdynamo_compiling
 from ._transformers import attention_implementation
 
 
-def carry_layout(layer: nn.Module, args, kwargs):
+def pass_padding_and_packing(layer: nn.Module, args, kwargs):
     """Hook of a layer with a mixer: put the padding and packing into `attention_mask` too.
 
     Some families (StableLM, Nemotron) pass no further keyword arguments to their attention module. A mixer does not
@@ -28,7 +28,7 @@ def carry_layout(layer: nn.Module, args, kwargs):
     return args, kwargs
 
 
-def demand_packed_mask(layer: nn.Module, args, kwargs):
+def check_packed_mask(layer: nn.Module, args, kwargs):
     """Hook of a layer that kept its attention: raise ValueError if packed sequences would see each other.
 
     Some families (GPT-OSS, BLOOM) make their masks without reading the positions, and positions may contradict
@@ -39,7 +39,7 @@ def demand_packed_mask(layer: nn.Module, args, kwargs):
         return
     # GPT-2 passes the mask as a positional argument
     masks = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim == 4]
-    if not masks or not (is_torchdynamo_compiling() or separates(masks[0], boundaries)):
+    if not masks or not (is_torchdynamo_compiling() or sequences_are_separate(masks[0], boundaries)):
         raise ValueError(
             f"the attention of {type(layer).__name__} would attend across packed sequences: this family ignores"
             " packing, or position_ids do not start again where cu_seq_lens_q or seq_idx say. Pad the sequences"
@@ -47,7 +47,7 @@ def demand_packed_mask(layer: nn.Module, args, kwargs):
         )
 
 
-def separates(mask: Tensor, boundaries: Tensor) -> bool:
+def sequences_are_separate(mask: Tensor, boundaries: Tensor) -> bool:
     """Whether the first token of every packed sequence cannot see the token before it.
 
     `mask` [B or 1, heads or 1, T, T] is boolean or additive; `boundaries` [N + 1] count over the flattened batch.

@@ -24,8 +24,8 @@ from .swap import memory_mixers
 class MemMixModel(MemMixPreTrained):
     """A base model with mixers: `MemMixModel(config)` and `MemMixModel.from_pretrained(folder)` build any family's.
 
-    forward() takes what the native model takes. Beside a 2D `attention_mask` (padding of any pattern) it understands
-    packed sequences: `cu_seq_lens_q`, `seq_idx` [B, T], or `position_ids` that start again.
+    forward() has the arguments of the native model. The 2D `attention_mask` [B, T] may hide tokens in any pattern.
+    Packed sequences are given by `cu_seq_lens_q`, `seq_idx` [B, T], or `position_ids` that start at 0 again.
     """
 
     def __init__(self, config):
@@ -53,7 +53,7 @@ class MemMixModel(MemMixPreTrained):
             raise ValueError("give either input_ids or inputs_embeds")
         batch, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
         if batch * length == 0:
-            raise ValueError(f"the input holds no token: {batch} rows of {length}; a forward needs at least one")
+            raise ValueError(f"the input has no tokens: {batch} rows of {length}; give at least one row of one token")
         given = past_key_values
         checkpoints = self._checkpoints_activations()
         if given is not None and checkpoints:
@@ -71,7 +71,7 @@ class MemMixModel(MemMixPreTrained):
         else:
             seen = 0 if given is None else given.get_seq_length()
             mask = padding_of(attention_mask, batch, length, seen, static_length_of(given) is not None)
-            # without a mask the memories still know their pads; attention would see them
+            # states never contain pads, but attention layers would read the pads if the mask is missing
             if attention_mask is not None or ATTENTION in self.config.mixer_types:
                 check_hidden(given, attention_mask)
         resetting = position_ids if given is None and mask is None else None
@@ -80,10 +80,10 @@ class MemMixModel(MemMixPreTrained):
             if mask is not None or given is not None or use_cache:
                 what = "a padding mask" if mask is not None else "a cache"
                 raise ValueError(f"packed sequences cannot be combined with {what}; drop one of the two")
-            # attention layers that are kept see the packing through the positions
+            # kept attention layers recognise packed sequences by the positions
             position_ids = positions_in(boundaries, batch, length) if position_ids is None else position_ids
             attention_mask, use_cache = None, False
-        # sorted once for all layers; always both keys, even None: a key that comes and goes would recompile
+        # sorted once for all layers. Both keys are always present: torch.compile would recompile if they changed
         rows = None if mask is None else PaddedRows.of(mask)
         kwargs |= {"memmix_rows": rows, "memmix_cu_seqlens": boundaries}
 
@@ -103,7 +103,7 @@ class MemMixModel(MemMixPreTrained):
         )
 
     def _take_over_dtype(self, cache):
-        """Cast what a model of another dtype has left in a cache to what this one would have left."""
+        """Cast a cache that was filled by a model of another dtype to the dtypes of this model."""
         before = getattr(cache, "memmix_dtype", None)
         if before == self.dtype:
             return
@@ -115,7 +115,7 @@ class MemMixModel(MemMixPreTrained):
 
 
 class _WithHead(MemMixPreTrained):
-    """A model with a head on a base model: the native constructor runs once, then its base model changes class."""
+    """A base model with a head. After the native constructor, the class of its base model is changed."""
 
     def __init__(self, config):
         super().__init__(config.of_a_new_model())
@@ -127,7 +127,7 @@ class _WithHead(MemMixPreTrained):
 
 
 class MemMixForCausalLM(MemoryGeneration, _WithHead):
-    """A causal language model with mixers, with all of generate(); see `MemMixModel`."""
+    """A causal language model with mixers and generate(); see `MemMixModel`."""
 
     _auto_class_for = AutoModelForCausalLM
 
@@ -147,7 +147,7 @@ def register_generated_models(config_class):
 
 
 def __getattr__(name: str):
-    """Make a generated class from its name again: pickles are loaded in processes that have not made it yet."""
+    """Make a generated class by its name. Unpickling needs it in a process that has not made the class yet."""
     config_class = generated_models.config_class_of_model(name, _KINDS)
     if config_class is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

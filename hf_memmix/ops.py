@@ -1,4 +1,4 @@
-"""The functional API: the ops behind the mixers, for use outside of them.
+"""The ops of the mixers as functions, for use in other models.
 
 q, k, v are [B, T, H, D]; log-decays [B, T, H] are <= 0; ops return `(o, final_state)` and take `initial_state`,
 `cu_seqlens` (packed sequences). Each runs on Triton on an NVIDIA GPU and on plain torch elsewhere

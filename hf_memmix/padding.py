@@ -113,7 +113,7 @@ def check_finite(inputs_embeds: Tensor):
 
 
 def none_if_full(mask: Tensor | None) -> Tensor | None:
-    """None for a mask without pads, because this common case has a shorter path. Compiled graphs keep the mask."""
+    """None for a mask without pads, because this common case is faster. In a compiled graph the mask is returned."""
     if mask is None or (not is_torchdynamo_compiling() and bool(mask.all())):
         return None
     return mask

@@ -1,4 +1,4 @@
-"""What the base model and the models with a head share: which class is built, loading, the swap, options."""
+"""Base class of the base model and the models with a head: which class is built, loading, mixers and their options."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -25,7 +25,7 @@ class MemMixPreTrained(DistributionHooks, ConstructionHooks):
 
     @classmethod
     def concrete_class(cls, config) -> type:
-        """The bare class stands for all: the one to build is that of the configuration."""
+        """This class; for a general class such as `MemMixModel`, the class for the configuration's backbone."""
         if "config_class" in cls.__dict__:
             return cls
         found = model_class_of(type(config), cls._auto_class_for)
@@ -40,7 +40,7 @@ class MemMixPreTrained(DistributionHooks, ConstructionHooks):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As in transformers; the bare classes load the class that the checkpoint names.
+        """As in transformers. The general classes (`MemMixModel`...) return the class of the checkpoint's backbone.
 
         Raises:
             ValueError: a mixer cannot use its parameters (`MemoryMixer.check_weights`); or tensor parallelism is asked

@@ -1,4 +1,4 @@
-"""The swap itself: finding a decoder layer's attention module, or its MLP, and putting another in its place."""
+"""Finds the attention module or the MLP of a decoder layer, and replaces it."""
 
 import dataclasses
 import re
@@ -8,7 +8,7 @@ from torch import nn
 from ._transformers import fp32_patterns_of
 from .backbones import backbone_of
 from .frozen import plain
-from .layout_hooks import carry_layout, demand_packed_mask
+from .layout_hooks import check_packed_mask, pass_padding_and_packing
 from .mixers import ATTENTION, MIXERS, MemoryMixer
 
 
@@ -18,7 +18,7 @@ def layers_name(base: nn.Module) -> str:
     for name in names:
         if isinstance(getattr(base, name, None), nn.ModuleList):
             return name
-    raise ValueError(f"{type(base).__name__} is not supported: none of {names} are its decoder layers")
+    raise ValueError(f"{type(base).__name__} is not supported: it has no list of decoder layers under {names}")
 
 
 def decoder_layers(base: nn.Module) -> nn.ModuleList:
@@ -46,9 +46,9 @@ def swap_attention(base: nn.Module, config):
     for i, kind in enumerate(config.mixer_types):
         if kind != ATTENTION:
             setattr(layers[i], attention_name(base, i), MIXERS[kind](config, i))
-            layers[i].register_forward_pre_hook(carry_layout, with_kwargs=True)
+            layers[i].register_forward_pre_hook(pass_padding_and_packing, with_kwargs=True)
         else:
-            layers[i].register_forward_pre_hook(demand_packed_mask, with_kwargs=True)
+            layers[i].register_forward_pre_hook(check_packed_mask, with_kwargs=True)
 
 
 def swap_feed_forward(base: nn.Module, config):
@@ -74,7 +74,7 @@ def set_mixer_options(model: nn.Module, config, mixer: str | None, changes: dict
         options_class = MIXERS[kind].options_class
         known = {field.name for field in dataclasses.fields(options_class)}
         for name, value in changes.items():
-            named = options_class.upgrade({name: value})  # an old name may stand for another
+            named = options_class.upgrade({name: value})  # the name may be an old one
             if not named.keys() <= known:
                 continue
             if fixed := sorted(named.keys() - set(options_class.inference_options)):
@@ -101,11 +101,11 @@ def set_mixer_options(model: nn.Module, config, mixer: str | None, changes: dict
 def fp32_parameter_names(model: nn.Module) -> set[str]:
     """Full names of the parameters of a model (or a wrapper of one) that stay in fp32 when the rest is cast.
 
-    They are those that `from_pretrained(dtype=torch.bfloat16)` leaves in fp32: what the mixers declare in
-    `MemoryMixer.fp32_parameters`, as far as the layer has them, and what the backbone's own class names.
+    `from_pretrained(dtype=torch.bfloat16)` leaves the same parameters in fp32: those that the mixers declare in
+    `MemoryMixer.fp32_parameters`, and those that the backbone's own class declares.
     """
     own = set(_fp32_names(model))
-    # the library's own reading of these names, `build_glob_alternation`
+    # the library reads these names in the same way, in `build_glob_alternation`
     patterns = [re.compile(pattern.replace("*", ".*")) for pattern in fp32_patterns_of(model)]
     return own | {name for name, _ in model.named_parameters() if any(p.search(name) for p in patterns)}
 

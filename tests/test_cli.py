@@ -70,7 +70,7 @@ def test_slices_are_merged_and_distilled_from_a_cache(workspace):
     assert result_of(memmix(*run))["steps"] == 3
     (at["teacher"] / "model.safetensors").write_bytes((at["done"] / "model.safetensors").read_bytes())
     again = memmix(*run, "--overwrite")
-    assert again.exit_code == 1 and "is of other teacher" in again.stderr
+    assert again.exit_code == 1 and "has another teacher" in again.stderr
 
 
 def test_tables_for_people(workspace):
@@ -125,7 +125,7 @@ def test_truncated_weights_are_one_clear_line(workspace):
     [
         ("config.json", '{"model_type": "llama", "hidden_size": 30}', "impossible values"),
         ("config.json", '{"model_type": "deepseek_v3"}', "latent attention"),
-        ("config.json", "{", "is no JSON"),
+        ("config.json", "{", "is not JSON"),
         ("tokenizer.json", '{"version": "1.0", ', "tokenizer that cannot be read"),
     ],
 )

@@ -116,7 +116,9 @@ def test_trackers_are_checked_before_the_models_are_read(cached, monkeypatch):
     align = ["align", "--teacher", "me/teacher", "--student", "me/teacher", "--text", "text.txt", "--out", "s"]
     run = memmix(*align, "--report-to", "nosuch")
     assert (
-        run.exit_code == 1 and "--report-to is 'nosuch', which is no tracker" in run.output and "wandb" in run.output
+        run.exit_code == 1
+        and "--report-to is 'nosuch', which is not a tracker" in run.output
+        and "wandb" in run.output
     )
     run = memmix(*align, "--report-to", "clearml")
     assert (

@@ -96,7 +96,7 @@ def change_weights(model):
 def test_measurements_of_other_weights_are_refused(folder):
     change_weights(folder / "student")
     run = write_card(folder)
-    assert run.exit_code == 1 and "is of other weights" in run.output.splitlines()[-1]
+    assert run.exit_code == 1 and "was measured with other weights" in run.output.splitlines()[-1]
     (folder / "broken.json").write_text("[]")
     for report, message in (("none.json", "there is no measurement"), ("broken.json", "lacks teacher_ppl")):
         run = memmix("card", folder / "student", "--report", folder / report, *ABOUT)

@@ -1,7 +1,8 @@
-"""The door of training to what transformers' Trainer does not promise to keep; `hf_memmix._transformers` has the rest.
+"""All uses of private methods of transformers' Trainer; those of the rest of transformers are in
+`hf_memmix._transformers`.
 
-Every name has a line here that says why, and a row in tests/core/test_door.py that fails when the library moves it or
-changes how it is called. `TrainerHooks` translates the Trainer's private methods into methods with names of our own.
+A comment here explains why each one is needed, and a row in tests/core/test_door.py fails if the library renames it or
+changes its arguments. `TrainerHooks` overrides private methods of the Trainer and calls methods with public names.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.data import Sampler
 from transformers import Trainer, TrainingArguments
 
-# the trackers by name, and what says which of them are known and installed: `--report-to` is checked before a run
+# the known and the installed trackers, with which `--report-to` is checked before a run
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -19,63 +20,63 @@ __all__ = [
     "INTEGRATION_TO_CALLBACK",
     "TrainerHooks",
     "WrappedByUnits",
-    "become",
     "get_available_reporting_integrations",
     "get_reporting_integration_callbacks",
+    "replace_contents",
     "use_one_gpu",
 ]
 
 
 def use_one_gpu(arguments: TrainingArguments):
-    """Train on one of several visible GPUs: the Trainer would wrap the model in nn.DataParallel."""
+    """Train on only one of several visible GPUs. Otherwise the Trainer would wrap the model in nn.DataParallel."""
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # `n_gpu` cannot be set
 
 
-def become(model: nn.Module, fresh: nn.Module):
-    """Give `model` the modules and parameters of `fresh`, a new one of its class, in place.
+def replace_contents(model: nn.Module, fresh: nn.Module):
+    """Replace the modules and parameters of `model`, in place, by those of `fresh`, a new model of the same class.
 
-    A constructor cannot do it: the caller holds this object, on which FSDP2 and DeepSpeed have put hooks and
-    containers of parameters that cannot be taken off. What the caller has set on it beside them stays.
+    The object must stay the same, because the caller holds it. FSDP2 and DeepSpeed have added hooks and parameter
+    containers to its old modules, which cannot be removed. Other attributes that the caller has set are kept.
     """
     extra = {name: value for name, value in model.__dict__.items() if name not in fresh.__dict__}
     model.__dict__ = fresh.__dict__ | extra | {"generation_config": model.generation_config}
 
 
 class WrappedByUnits:
-    """A module whose `units()` are sharded one by one. Goes before nn.Module."""
+    """A module whose `units()` are sharded one by one. This base class stands before nn.Module."""
 
     def units(self) -> Iterator[nn.Module]:
-        """Modules that are gathered and freed as a whole when parameters are sharded."""
+        """Modules whose sharded parameters are gathered and freed together."""
         raise NotImplementedError
 
     @property
     def _no_split_modules(self) -> list[str]:
-        """What accelerate wraps one by one under FSDP2."""
+        """Names of the classes whose modules accelerate wraps one by one under FSDP2."""
         return sorted({type(module).__name__ for module in self.units()})
 
 
 class TrainerHooks(Trainer):
-    """The places where a run of ours is another than the Trainer's."""
+    """The methods of the Trainer that our runs change."""
 
     def rows_of_an_epoch(self, sampler: Sampler | None) -> Sampler | None:
-        """The sampler to train with, from the library's."""
+        """The sampler to train with, made from the library's `sampler`."""
         return sampler
 
     def folder_of_checkpoints(self) -> str | None:
-        """Where checkpoints are written now; None for the library's folder."""
+        """The folder in which checkpoints are written; None for the library's folder."""
         return None
 
     def checkpoint_writing(self) -> AbstractContextManager:
-        """A context in which the library writes all files of a checkpoint."""
+        """A context manager around the writing of all files of a checkpoint."""
         return nullcontext()
 
     def write_student(self, folder: str):
-        """Write the weights of a checkpoint; every process is called."""
+        """Write the weights of a checkpoint. It is called in every process."""
         raise NotImplementedError
 
     def write_optimizer(self, folder: str) -> bool:
-        """Write optimizer and scheduler of a checkpoint; False leaves it to the library."""
+        """Write optimizer and scheduler of a checkpoint, and return True; False lets the library write them."""
         return False
 
     def read_student(self, folder: str):
@@ -83,27 +84,27 @@ class TrainerHooks(Trainer):
         raise NotImplementedError
 
     def _get_train_sampler(self, *args, **kwargs):
-        """Asked for when the loader of the training data is made."""
+        """The Trainer calls it when it makes the data loader."""
         return self.rows_of_an_epoch(super()._get_train_sampler(*args, **kwargs))
 
     def _get_output_dir(self, trial=None) -> str:
-        """The folder of the folders `checkpoint-<step>`."""
+        """The folder that holds the folders `checkpoint-<step>`."""
         return self.folder_of_checkpoints() or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model, trial=None):
-        """Called every `save_steps` steps."""
+        """The Trainer calls it every `save_steps` steps."""
         with self.checkpoint_writing():
             super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        """A part of `_save_checkpoint`, which alone passes `_internal_call`."""
+        """`_save_checkpoint` calls it; no other caller passes `_internal_call`."""
         self.write_student(output_dir or self.args.output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str):
-        """A part of `_save_checkpoint`."""
+        """`_save_checkpoint` calls it."""
         if not self.write_optimizer(output_dir):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        """Called at the start of a run that resumes."""
+        """The Trainer calls it at the start of a run that resumes."""
         self.read_student(resume_from_checkpoint)

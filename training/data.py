@@ -1,8 +1,8 @@
-"""Documents -> tokens -> rows of a fixed length that every step reads whole.
+"""Turns documents into rows of a fixed number of tokens.
 
-Rows are cut from the stream of all documents, so none is padded and every token counts. Packed rows also say where
-each document starts: position ids that begin again at 0, across which neither attention nor a memory looks; a document
-that does not fit continues in the next row as one of its own.
+All documents are joined to one stream, which is cut into rows, so there is no padding. Packed rows also have position
+ids that start at 0 in every document; then no layer mixes tokens of two documents. If a document does not fit into a
+row, its rest is treated as a new document in the next row.
 """
 
 import hashlib
@@ -22,16 +22,16 @@ Sources = str | Path | Iterable[str | Path]
 
 
 def tokenize_documents(sources: Sources, tokenizer) -> Iterator[list[int]]:
-    """The tokens of each document in order, closed by the tokenizer's end-of-sequence token, if it has one."""
+    """The tokens of each document in order, followed by the end-of-sequence token if the tokenizer has one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for source in list_of(sources):
         for text in documents(source):
-            # verbose=False: the length warning is about feeding all of it to a model at once
+            # verbose=False: the warning about long texts does not apply, because the tokens are cut into rows
             yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end
 
 
 def tokenize_files(files: Sources, tokenizer) -> Tensor:
-    """All tokens of the files in order, [N] int64; an end-of-sequence token, if there is one, closes each document."""
+    """All tokens of the files in order, [N] int64. Each document is followed by the end-of-sequence token, if any."""
     return torch.tensor([token for tokens in tokenize_documents(files, tokenizer) for token in tokens])
 
 
@@ -42,16 +42,16 @@ def tokenizer_hash(tokenizer) -> str:
 
 
 def positions_of(lengths: list[int], block_size: int) -> Tensor:
-    """Position ids [rows, block_size] of documents of these lengths laid one after the other; the rest is left out."""
+    """Position ids [rows, block_size] of joined documents of these lengths. Tokens that fill no row are left out."""
     stream = torch.cat([torch.arange(length) for length in lengths])
     rows = stream[: len(stream) // block_size * block_size].view(-1, block_size).clone()
-    # the document that goes on from the row before starts at 0 again, up to the next start
+    # a document that continues from the row before starts at 0 again
     carried = (rows == 0).cumsum(1) == 0
     return torch.where(carried, torch.arange(block_size), rows)
 
 
 class TokenBlocks(Dataset):
-    """Consecutive rows of a token stream [N]: item i is `{"input_ids": [block_size]}`; the rest is left out.
+    """Rows of a token stream [N]: item i is `{"input_ids": [block_size]}`. Tokens that fill no row are left out.
 
     With `positions` [rows, block_size] (packed documents) an item also has `"position_ids"`.
     """
@@ -68,7 +68,7 @@ class TokenBlocks(Dataset):
 
     @classmethod
     def from_files(cls, files: Sources, tokenizer, block_size: int, pack: bool = False) -> "TokenBlocks":
-        """Rows of local files; `pack`: with the boundaries of their documents."""
+        """Rows of local files. `pack`: rows also have position ids that start at 0 in every document."""
         if not pack:
             return cls(tokenize_files(files, tokenizer), block_size, tokenizer=tokenizer_hash(tokenizer))
         parts = list(tokenize_documents(files, tokenizer))
@@ -109,9 +109,10 @@ class TokenBlocks(Dataset):
 
 
 class StreamedBlocks(IterableDataset):
-    """The same rows without holding them: read, tokenized and cut as training goes, from the start again at the end.
+    """The same rows, but read, tokenized and cut during training. After the last row it starts again with the first.
 
-    A resumed run reads again what it has seen, to skip it. The order is that of the files: shuffle them before.
+    A resumed run reads the rows that it has used before again, and skips them. Rows are not shuffled: shuffle the
+    files before.
     """
 
     def __init__(self, sources: Sources, tokenizer, block_size: int, pack: bool = False):
@@ -120,7 +121,7 @@ class StreamedBlocks(IterableDataset):
         self.block_size, self.tokenizer, self.vocabulary = block_size, tokenizer_hash(tokenizer), None
 
     def check_vocabulary(self, size: int) -> None:
-        """Have every row checked when it is read."""
+        """Check every row when it is read, and raise ValueError if a token is outside a vocabulary of this size."""
         self.vocabulary = size
 
     def document_lengths(self) -> Tensor:

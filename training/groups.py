@@ -1,4 +1,4 @@
-"""Learning rate and weight decay of every parameter, by the recipe's patterns over the student's names."""
+"""Learning rate and weight decay of every parameter, by the recipe's patterns for the names of the parameters."""
 
 import re
 
@@ -10,7 +10,7 @@ from hf_memmix.training.recipe import Recipe
 
 
 def parameter_rates(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """`{parameter name: (learning rate, weight decay)}`. Raises ValueError for a pattern that matches nothing."""
+    """`{parameter name: (learning rate, weight decay)}`. Raises ValueError if a pattern decides for no parameter."""
     mixers = {id(p) for layer in converted_layers(student) for p in attention_module(student, layer).parameters()}
     used, result = set(), {}
     for name, parameter in student.named_parameters():
@@ -24,16 +24,16 @@ def parameter_rates(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float
                 values |= {key: value for key, value in row.items() if key != "match"}
                 break
         result[name] = values["learning_rate"], values["weight_decay"]
-    if idle := [row["match"] for row in recipe.groups if row["match"] not in used]:
+    if unused := [row["match"] for row in recipe.groups if row["match"] not in used]:
         raise ValueError(
-            f"group {idle[0]!r} matches no parameter, or rows before it take them all; names look like"
+            f"group {unused[0]!r} matches no parameter, or only those that earlier groups match; names look like"
             f" {', '.join(list(result)[:3])}"
         )
     return result
 
 
 def freeze_by_rate(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """`parameter_rates`, with every parameter of rate 0 frozen. Raises ValueError if none is left to train."""
+    """`parameter_rates`; parameters with learning rate 0 are frozen. Raises ValueError if all are frozen."""
     result = parameter_rates(student, recipe)
     for name, parameter in student.named_parameters():
         if result[name][0] == 0:
@@ -44,15 +44,18 @@ def freeze_by_rate(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float,
 
 
 def refuse_shared(student: nn.Module, teacher: nn.Module) -> None:
-    """Raise ValueError if a tensor trains that the teacher uses too."""
+    """Raise ValueError if a parameter that is trained is also used by the teacher."""
     theirs = {id(parameter) for parameter in teacher.parameters()}
     for name, parameter in student.named_parameters():
         if parameter.requires_grad and id(parameter) in theirs:
-            raise ValueError(f"a group trains {name}, which the teacher shares; give it the rate 0.0, or use lora")
+            raise ValueError(
+                f"a group trains {name}, but the teacher uses the same tensor; give it the rate 0.0, or set teacher to"
+                " lora"
+            )
 
 
 def optimizer_groups(student: nn.Module, parameters: list[nn.Parameter], by_name: dict) -> list[dict]:
-    """Groups for an optimizer of the trainable ones of `parameters`, the largest rate first."""
+    """Parameter groups of an optimizer for those of `parameters` that are trained, with the largest rate first."""
     names = {id(parameter): name for name, parameter in student.named_parameters()}
     groups: dict[tuple[float, float], list] = {}
     for parameter in parameters:

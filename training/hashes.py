@@ -14,7 +14,7 @@ def file_hash(path: str | Path) -> str:
 
 
 def teacher_hash(teacher: nn.Module | str | Path) -> str:
-    """A hash of a teacher's weights: of the files of a folder, or of the tensors of a model. The two differ."""
+    """A hash of the files of a folder, or of the tensors of a model. The two hashes of one teacher differ."""
     digest = hashlib.sha256()
     if isinstance(teacher, nn.Module):
         for name, tensor in teacher.state_dict().items():

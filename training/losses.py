@@ -1,9 +1,10 @@
-"""The two losses of the conversion: per-layer relative error for `align`, forward KL of the logits for `distill`.
+"""The two training losses: relative error per layer for `align`, forward KL divergence of the logits for `distill`.
 
     relative_mse = ||s - t||^2 / ||t||^2            forward_kl = sum_v p_t(v) (log p_t(v) - log p_s(v)), T = 1
 
-RADLADS (arXiv:2505.03005) is the source of the two stages; the ratio makes layers of any magnitude weigh the same.
-A teacher of which only the top k probabilities were kept is compared over k + 1 classes: those tokens and the rest.
+The two stages are those of RADLADS (arXiv:2505.03005). The division by ||t||^2 gives all layers the same weight,
+whatever the size of their outputs. If only the teacher's k largest probabilities are stored, the distributions are
+compared over k + 1 classes: these tokens, and all others together.
 """
 
 from collections.abc import Callable
@@ -15,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def relative_mse(student: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Squared error of `student` over the squared size of `target`, both [B, T, d], as an fp32 scalar.
+    """||student - target||^2 / ||target||^2 of two tensors [B, T, d], as an fp32 scalar.
 
-    `mask` [B, T] selects the tokens that count. The target is a constant; a target of zeros gives a finite value.
+    `mask` [B, T] is 1 at the tokens that are used. No gradient flows to the target. The value is finite also if the
+    target is zero.
     """
     error, size = squares(student, target, mask)
     return error / size.clamp_min(1e-12)
@@ -33,7 +35,7 @@ def squares(student: Tensor, target: Tensor, mask: Tensor | None = None) -> tupl
 
 
 def mean_over_processes(tensor: Tensor) -> Tensor:
-    """The mean of a tensor without gradient over the processes of a distributed run; the tensor itself in others."""
+    """The mean over the processes of a distributed run, without gradient; in other runs the tensor itself."""
     if not (dist.is_available() and dist.is_initialized()):
         return tensor
     total = tensor.clone()
@@ -59,9 +61,9 @@ def chunked_forward_kl(
 ) -> Tensor:
     """Mean forward KL per token from the last hidden states [B, T, d] and the heads d -> V, as a scalar.
 
-    Logits exist for `chunk_tokens` tokens at a time: forward frees them and backward computes them again, so memory is
-    a few fp32 tensors of `chunk_tokens * V` instead of `B * T * V`, and the gradients are exactly those of the dense
-    loss.
+    Only the logits of `chunk_tokens` tokens are in memory at a time: they are freed in the forward pass and computed
+    again in the backward pass. So the memory is a few fp32 tensors of size `chunk_tokens * V` instead of `B * T * V`.
+    The gradients are those of the loss without chunks.
     """
     student_hidden = student_hidden.flatten(0, -2)
     teacher_hidden = teacher_hidden.detach().flatten(0, -2)
@@ -79,9 +81,10 @@ def chunked_forward_kl(
 
 
 def top_k_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities [..., k] of the k likeliest tokens, their ids [..., k], log-probability [...] of the rest.
+    """Log-probabilities [..., k] of the k likeliest tokens, their ids [..., k], and the log-probability [...] of all
+    other tokens together.
 
-    All fp32; the rest of k = V is minus infinity. Raises ValueError for k outside 1 to V.
+    Probabilities are fp32. For k = V the last one is minus infinity. Raises ValueError if k is not in 1 to V.
     """
     if not 1 <= k <= logits.shape[-1]:
         raise ValueError(f"k is {k}; it must be 1 to the vocabulary's {logits.shape[-1]}")
@@ -93,7 +96,7 @@ def top_k_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def top_k_kl(student_logits: Tensor, log_probs: Tensor, ids: Tensor, log_rest: Tensor) -> Tensor:
     """KL(teacher || student) of every token over the teacher's top k [..., k] and the rest [...], fp32: [...].
 
-    Merging tokens into one class loses information, so this is at most `forward_kl`, and equal to it for k = V.
+    It is at most `forward_kl`, because the other tokens are one class, and equal to it for k = V.
     """
     log_s = student_logits.to(torch.promote_types(student_logits.dtype, torch.float32)).log_softmax(-1)
     ids, log_probs, log_rest = ids.long(), log_probs.to(log_s.dtype), log_rest.to(log_s.dtype)
@@ -133,7 +136,7 @@ def _log_rest(log_p: Tensor, ids: Tensor) -> Tensor:
 
 
 def _sum_over_chunks(total: Callable[..., Tensor], chunk_tokens: int, *tensors: Tensor | None) -> Tensor:
-    """The sum of `total` of `chunk_tokens` rows of the tensors (or None) at a time; backward computes each anew."""
+    """The sum of `total` over chunks of `chunk_tokens` rows of the tensors (or None); each chunk is checkpointed."""
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     loss = 0.0

@@ -1,8 +1,8 @@
-"""`merge_students`: one student from several, each of which trained some of its layers with `align --layers`.
+"""`merge_students`: joins students of which each has trained some of the layers with `align --layers`.
 
-Alignment is teacher-forced, so no layer needs another: slices train on separate machines that never talk.
-A layer is taken from the student that changed it, compared with the student that all of them began from. The result is
-that of one run, up to the norm by which gradients are clipped: it is over the layers that train together.
+In `align`, the inputs of a mixer come from the teacher, so the layers do not depend on each other and can be trained
+on separate machines. A layer is taken from the student in which it differs from the common start. The result equals
+that of one run, except for gradient clipping: the clipped norm is over the layers that are trained together.
 """
 
 from pathlib import Path
@@ -17,10 +17,11 @@ from hf_memmix.conversion.teacher_forcing import converted_layers
 
 @torch.no_grad()
 def merge_students(start: str | Path, folders: list[str | Path]) -> tuple[PreTrainedModel, dict[int, str]]:
-    """The student of the folder `start` with the layers that the others trained, and which layer came from where.
+    """The student of the folder `start` with the trained layers of `folders`, and the folder of each of these layers.
 
     Raises:
-        ValueError: a folder holds another model, two of them trained the same layer, or one changed more than mixers.
+        ValueError: a folder holds another model, two of them have trained the same layer, or one has changed
+            parameters outside the mixers.
     """
     merged = load_model(start)
     state = merged.state_dict()
@@ -46,7 +47,7 @@ def merge_students(start: str | Path, folders: list[str | Path]) -> tuple[PreTra
             changed -= names
         if changed:
             raise ValueError(
-                f"{str(folder)!r} changed {sorted(changed)[0]}, which is no mixer, so slices of it cannot be merged;"
-                " merge after align, before distill"
+                f"{str(folder)!r} has changed {sorted(changed)[0]}, which is not part of a mixer, so it cannot be"
+                " merged; merge after align and before distill"
             )
     return merged, origin

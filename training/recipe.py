@@ -1,4 +1,4 @@
-"""A recipe: every number of one training stage, read from YAML. `training/recipes` holds the bundled ones."""
+"""A recipe: all settings of one training stage, read from a YAML file. The bundled ones are in `training/recipes`."""
 
 import re
 from dataclasses import dataclass, field, fields
@@ -30,25 +30,26 @@ RATES = ("learning_rate", "rest_learning_rate", "weight_decay")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The numbers of one stage. `trainer` takes further TrainingArguments of transformers by name.
+    """The settings of one stage.
 
     One step reads `batch_size * gradient_accumulation * block_size` tokens, however many processes share them. The
     learning rate rises over `warmup_steps` (None: 20, or all steps of a shorter run) and falls as a cosine to
     `min_lr_ratio` of its peak.
 
-    groups: rows `{"match": regular expression, "learning_rate": ..., "weight_decay": ...}` over the student's
-        parameter names; the first that matches decides, both rates are optional in it. A rate of 0 freezes. What no
-        row matches has `learning_rate` in mixers and `rest_learning_rate` elsewhere.
-    layers: converted layers that `align` trains, e.g. "0-3,8"; "all" or "" for all of them. Several machines may each
-        train a part, to be merged by `memmix merge`.
-    teacher: where the teacher's distribution comes from. "copy": a second model; "shared": one whose tensors outside
-        the converted attention are the student's own, which stay frozen; "lora": the same, and the student learns low
-        rank corrections of them, of rank `lora_rank`; "cache:DIR": the top-k probabilities that
-        `memmix cache-teacher` wrote, without a teacher in memory.
-    chunk_tokens: tokens whose logits exist at a time.
-    bf16: autocast over fp32 weights; "auto": on a GPU.
-    pack: no token sees across the boundary of two documents.
-    stream: read the data as training goes instead of holding all tokens.
+    groups: rows `{"match": regular expression, "learning_rate": ..., "weight_decay": ...}` for the student's parameter
+        names. The first row that matches decides; both rates are optional. A learning rate of 0 freezes a parameter.
+        Without a matching row, parameters of mixers have `learning_rate`, all others `rest_learning_rate`.
+    layers: converted layers that `align` trains, e.g. "0-3,8"; "all" or "" for all of them. Several machines can
+        train different layers; `memmix merge` joins them.
+    teacher: where the teacher's distribution comes from. "copy": a second model. "shared": a model that uses the
+        student's tensors outside the converted attention; they are frozen. "lora": the same, but the student also
+        learns corrections of these tensors of rank `lora_rank`. "cache:DIR": the top-k probabilities that
+        `memmix cache-teacher` has written; no teacher is in memory.
+    chunk_tokens: number of tokens whose logits are in memory at a time.
+    bf16: use autocast to bf16 with fp32 weights; "auto": only on a GPU.
+    pack: no layer mixes tokens of two documents.
+    stream: read the data during training instead of loading all tokens first.
+    trainer: further TrainingArguments of transformers, by name.
     """
 
     stage: str = "align"
@@ -106,8 +107,8 @@ class Recipe:
             raise ValueError(f"teacher is {self.teacher!r}, but align reads the teacher's attention; use copy")
         if self.teacher == "shared" and self.rest_learning_rate:
             raise ValueError(
-                f"teacher is 'shared', so its tensors cannot be trained at rest_learning_rate"
-                f" {self.rest_learning_rate:g}; set it to 0.0, or use lora or copy"
+                "teacher is 'shared', so the tensors that it uses cannot be trained, but rest_learning_rate is"
+                f" {self.rest_learning_rate:g}; set it to 0.0, or set teacher to lora or copy"
             )
         if self.layers not in ("", "all") and self.stage != "align":
             raise ValueError(f"layers is {self.layers!r}, but only align trains a part of the layers")
@@ -125,16 +126,19 @@ class Recipe:
         return self.batch_size * self.gradient_accumulation * self.block_size
 
     def layer_slice(self, converted: list[int], num_layers: int) -> list[int]:
-        """Those of the `converted` layers, of `num_layers` in all, that `layers` names.
+        """The `converted` layers that the field `layers` names, in a model of `num_layers` layers.
 
-        Raises ValueError if it names no converted layer or one that the model does not have.
+        Raises:
+            ValueError: it names no converted layer, or a layer that does not exist.
         """
         if self.layers in ("", "all"):
             return converted
         named = LayerChoice.listed(self.layers, "layers").layers(num_layers)
         chosen = [layer for layer in converted if layer in named]
         if not chosen:
-            raise ValueError(f"layers is {self.layers!r}, which names no converted layer; those are {converted}")
+            raise ValueError(
+                f"layers is {self.layers!r}, which names no converted layer; converted layers are {converted}"
+            )
         return chosen
 
 
@@ -146,20 +150,22 @@ def _check_group(row) -> None:
     try:
         re.compile(row["match"])
     except re.error as error:
-        raise ValueError(f"group {row['match']!r} is no regular expression: {error}") from None
+        raise ValueError(f"group {row['match']!r} is not a regular expression: {error}") from None
     _check_rates(f"group {row['match']!r}", {key: value for key, value in row.items() if key != "match"})
 
 
 def _check_rates(where: str, rates: dict) -> None:
     for name, value in rates.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"{name} of {where} is {value!r}, not a number; in YAML write 1.0e-3, as 1e-3 is a text")
+            raise ValueError(
+                f"{name} of {where} is {value!r}, not a number; in YAML write 1.0e-3, because 1e-3 is read as text"
+            )
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value} in {where}; it must lie in [0, 1)")
 
 
 def load_recipe(recipe: str | Path, **overrides) -> Recipe:
-    """A recipe by name ("align", "distill", ...) or YAML path, with `overrides` on top (None means: leave it).
+    """A recipe by its name ("align", "distill", ...) or the path of a YAML file.
 
     If `steps` alone is overridden by fewer than the recipe's `warmup_steps`, the learning rate rises over all of them.
 

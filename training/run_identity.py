@@ -1,8 +1,9 @@
-"""What a run is, so that it is continued by itself alone: its recipe, data, and the weights that it began from.
+"""The identity of a run: its recipe, its data, and the weights of student and teacher at its start.
 
-Every checkpoint holds this beside the hashes of its own files. Weights are compared by sha256 over all their bytes, at
-0.4 to 2 GB a second: a model of 1B parameters in bf16 takes 1 to 6 seconds, and student and teacher are read side by
-side. Files of a checkpoint are hashed once when it is written and once at a resume, several at a time.
+A run continues only a checkpoint with the same identity, which is stored in the checkpoint together with the hashes of
+its files. Weights are compared by sha256 over all their bytes, at 0.4 to 2 GB per second: this takes 1 to 6 seconds
+for a model of 1B parameters in bf16. Student and teacher are hashed in parallel. The files of a checkpoint are hashed
+when it is written and when a run resumes from it, several at a time.
 """
 
 import json
@@ -22,10 +23,10 @@ from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.recipe import Recipe
 
 RUN_FILE = "memmix_run.json"
-FORMAT = 2  # 1, without this field: neither weights nor files were hashed
+FORMAT = 2  # files without this field are of format 1, which has no hashes of weights and files
 # fields of a recipe that do not change what a run computes
 RESUME_MAY_CHANGE = ("save_every", "chunk_tokens", "gradient_checkpointing")
-# arguments of the Trainer of which that is true, too
+# arguments of the Trainer that do not change what a run computes
 TRAINER_MAY_CHANGE = (
     "dataloader_num_workers",
     "dataloader_pin_memory",
@@ -42,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 def identity_of(student: nn.Module, teacher: nn.Module | None, data, recipe: Recipe) -> dict:
-    """What a run and a checkpoint that it continues must have in common, as JSON values.
+    """The identity of a run, as JSON values. A run and the checkpoint that it continues must have the same.
 
-    `teacher` is None where `data` holds the teacher's answers, whose hash is in the data's.
+    `teacher` is None if `data` holds the teacher's probabilities; then the fingerprint of `data` includes its hash.
     """
-    with ThreadPoolExecutor(2) as pool:  # hashing leaves the interpreter free
+    with ThreadPoolExecutor(2) as pool:  # hashing releases the GIL
         hashes = list(pool.map(lambda model: None if model is None else teacher_hash(model), (student, teacher)))
     fields = {k: v for k, v in asdict(recipe).items() if k not in RESUME_MAY_CHANGE}
     fields["trainer"] = {k: v for k, v in recipe.trainer.items() if k not in TRAINER_MAY_CHANGE}
@@ -69,7 +70,7 @@ def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:
     """The last checkpoint of `output_dir`, or None.
 
     Raises:
-        ValueError: it belongs to another run, or one of its files is missing or not what was written.
+        ValueError: it belongs to another run, or one of its files is missing or was changed.
     """
     if not Path(output_dir).is_dir():
         return None
@@ -83,14 +84,16 @@ def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:
     if not isinstance(saved, dict):
         raise ValueError(f"{last} has no readable {RUN_FILE}; {_remedy(last)}")
     if "format" not in saved:
-        logger.warning("%s is of an earlier version: its files and the weights it began from are not compared", last)
+        logger.warning(
+            "%s was written by an earlier version: its files and the weights at its start are not compared", last
+        )
         identity = {k: v for k, v in identity.items() if k not in ("format", "student", "teacher")}
         identity["recipe"] = {k: v for k, v in identity["recipe"].items() if k != "trainer"}
     different = "; ".join(_differences(saved, identity))
     if different:
         raise ValueError(
-            f"{last} is of another run ({different}); give what that run began with, begin anew with resume off, or"
-            " give another output folder"
+            f"{last} belongs to another run ({different}); give the recipe, data and models of that run, start again"
+            " with resume off, or give another output folder"
         )
     files = saved.get("files", {} if "format" not in saved else None)
     if not isinstance(files, dict):
@@ -100,7 +103,7 @@ def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:
 
 
 def _differences(saved: dict, now: dict, within: str = "") -> Iterator[str]:
-    """What two runs' identities differ in, field by field. Versions of transformers may add fields to a config."""
+    """The fields in which the identities of two runs differ. A config may have new fields of a later transformers."""
     for key in sorted(now.keys() & saved.keys()) if within.endswith("config.") else now:
         old, value = saved.get(key), now[key]
         if isinstance(old, dict) and isinstance(value, dict):
@@ -115,13 +118,13 @@ def _short(value) -> str:
 
 
 def write_run_file(folder: Path, identity: dict) -> None:
-    """Write the identity and the hashes of all files that a finished checkpoint has by now into it."""
+    """Write the identity and the hashes of all files of a complete checkpoint into its folder."""
     record = {**identity, "files": hash_files(folder)}
     write_json(folder / RUN_FILE, record)
 
 
 def hash_files(folder: str | Path) -> dict[str, str]:
-    """sha256 of every file below a folder but the run file, by relative path."""
+    """sha256 of every file in a folder except the run file, by relative path."""
     names = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
     names = [name for name in names if name != RUN_FILE]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -131,7 +134,7 @@ def hash_files(folder: str | Path) -> dict[str, str]:
 def check_files(folder: str | Path, hashes: dict[str, str]) -> None:
     """Raise ValueError for the first file of a checkpoint that is missing or differs from what was written."""
     if int(os.environ.get("RANK", "0")):
-        return  # one process of a launch reads all files; the launcher ends the others with it
+        return  # only rank 0 reads the files. If it fails, the launcher ends the other processes
     for name in hashes:
         if not (Path(folder) / name).is_file():
             raise ValueError(f"{name} is missing in {folder}; {_remedy(folder)}")
@@ -144,5 +147,5 @@ def check_files(folder: str | Path, hashes: dict[str, str]) -> None:
 def _remedy(checkpoint: str | Path) -> str:
     folder = Path(checkpoint)
     others = sorted(p.name for p in folder.parent.glob("checkpoint-*") if p.name != folder.name)
-    before = f"continue from {others[-1]}" if others else "begin anew"
+    before = f"continue from {others[-1]}" if others else "start again"
     return f"remove that folder and run the same command again to {before}"

@@ -1,7 +1,7 @@
-"""One process at a time works in a folder: the second is told who does. A lock dies with the process that holds it.
+"""A lock, so that only one process at a time works in a folder. A second process gets an error that names the first.
 
-The lock is the kernel's own on a file beside the folder (POSIX record locks, which NFS has too and forked workers do
-not inherit), so a killed run leaves nothing to clear away; the file only says who holds it.
+It is a POSIX record lock of the operating system on a file beside the folder. Such locks also work on NFS and are not
+inherited by forked processes. When a process is killed, its lock ends. The content of the file names the process.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from hf_memmix.conversion.saving import check_target, discard
+from hf_memmix.conversion.saving import check_target, remove_folder
 
 PARTIAL_FILE = "unfinished.json"  # in the folder of a teacher's cache that is being written
 
@@ -22,17 +22,19 @@ _held: set[Path] = set()
 
 
 def lock_file(folder: str | Path) -> Path:
-    """Where the lock of a run folder lies."""
+    """The lock file of a run folder."""
     folder = Path(folder).absolute()
     return folder.with_name(f".{folder.name.lstrip('.')}.lock")
 
 
 @contextlib.contextmanager
 def run_lock(folder: str | Path) -> Iterator[None]:
-    """Hold the lock of a run folder; within one process it may be taken again while it is held.
+    """Hold the lock of a run folder. The process that holds it may take it again.
 
-    Of several processes of one launch (`accelerate launch`) rank 0 takes it for all.
-    Raises ValueError, with process, host and time, if another process holds it.
+    If a launch (`accelerate launch`) has several processes, rank 0 takes it for all.
+
+    Raises:
+        ValueError: another process holds it; the message has the process id, the host and the time.
     """
     path = lock_file(folder)
     if path in _held or int(os.environ.get("RANK", "0")):
@@ -46,7 +48,7 @@ def run_lock(folder: str | Path) -> Iterator[None]:
     finally:
         _held.discard(path)
         with contextlib.suppress(OSError):
-            path.unlink()  # before it is free: whoever has opened it sees that and opens anew
+            path.unlink()  # before unlocking: a process that has opened the file notices it and opens a new one
         os.close(handle)
 
 
@@ -63,8 +65,8 @@ def _acquire(path: Path, folder: str | Path) -> int:
                     f"cannot lock {str(path)!r} ({error.strerror}); use a file system with locks"
                 ) from None
             raise ValueError(
-                f"another process works in {str(folder)!r}: {_told(holder)}. Wait for it or end it, or give another"
-                " output folder"
+                f"another process works in {str(folder)!r}: {_holder_text(holder)}. Wait for it or end it, or give"
+                " another output folder"
             ) from None
         if os.fstat(handle).st_nlink:
             break
@@ -75,21 +77,23 @@ def _acquire(path: Path, folder: str | Path) -> int:
     return handle
 
 
-def _told(holder: bytes) -> str:
+def _holder_text(holder: bytes) -> str:
     try:
         record = json.loads(holder)
         return f"process {record['pid']} on {record['host']}, since {record['since']}"
     except (ValueError, KeyError, TypeError):
-        return "it has not yet said which"
+        return "its process id is not known yet"
 
 
 @contextlib.contextmanager
 def run_folder(out_dir: str | Path, resume: bool = True, overwrite: bool = False) -> Iterator[Path]:
-    """The locked folder, beside the output `out_dir`, in which a command keeps its checkpoints until that is written.
+    """A locked folder beside the output `out_dir`, in which a command keeps checkpoints until the output is written.
 
-    It outlives an exception or a kill, so that the same command continues from there, and vanishes otherwise; without
-    `resume` what is there is removed first.
-    Raises ValueError if another process works there, or if the output may not be written.
+    After an exception or a kill the folder stays, so that the same command can continue. Otherwise it is removed at
+    the end. Without `resume`, an existing one is removed first.
+
+    Raises:
+        ValueError: another process works there, or the output may not be written.
     """
     out_dir = Path(out_dir).absolute()
     folder = out_dir.with_name(f".{out_dir.name}.run")
@@ -98,19 +102,19 @@ def run_folder(out_dir: str | Path, resume: bool = True, overwrite: bool = False
             check_target(out_dir, overwrite)
         except ValueError:
             if _is_leftover(folder, out_dir):
-                discard(folder, beside=out_dir)
+                remove_folder(folder, beside=out_dir)
             raise
-        if not resume and "WORLD_SIZE" not in os.environ:  # of several processes none may find what another removes
-            discard(folder, beside=out_dir)
+        if not resume and "WORLD_SIZE" not in os.environ:  # with several processes, another one may be reading it
+            remove_folder(folder, beside=out_dir)
         yield folder
         if not int(os.environ.get("RANK", "0")):
-            discard(folder, beside=out_dir)
+            remove_folder(folder, beside=out_dir)
 
 
 def _is_leftover(folder: Path, out_dir: Path) -> bool:
-    """Whether a kill came between the appearance of the output and the removal of its run folder.
+    """Whether a process was killed after it had written the output, but before it removed its run folder.
 
-    Then the output is the newer of the two, and nothing in the run folder waits to be continued.
+    Then the output is newer than the run folder, and the run in the folder is complete.
     """
     written = [path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()]
     finished = [path.stat().st_mtime_ns for path in out_dir.rglob("*") if path.is_file()]

@@ -1,4 +1,4 @@
-"""Text written by the teacher itself: as much as wanted, and from the very distribution that `distill` is to match."""
+"""Training text that is sampled from the teacher, and so from the distribution that `distill` has to match."""
 
 import contextlib
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def sample_blocks(
     """`count` blocks [count, block_size] sampled at temperature 1, on the CPU.
 
     Each starts with `prompt_tokens` tokens from a random place of `stream` [N], so that blocks begin in the middle of
-    all kinds of sentences as blocks of real text do. A block goes on after an end-of-text token.
+    a sentence, as blocks of real text do. A block continues after an end-of-text token.
     """
     if not 0 < prompt_tokens < block_size:
         raise ValueError(f"prompt_tokens is {prompt_tokens}; it must be 1 to {block_size - 1}")

@@ -1,7 +1,7 @@
-"""Weights of a `StudentTeacher` under every launcher: gathered into a plain state dict of the student, and put back.
+"""Gathers the weights of a `StudentTeacher` into a plain state dict of the student, and loads one, for every launcher.
 
-Plain, DDP: the parameters themselves. FSDP2: every tensor is a DTensor, gathered one at a time on all processes.
-ZeRO-3: DeepSpeed's own consolidation, in the precision it trains in.
+One process and DDP: the parameters themselves. FSDP2: every tensor is a DTensor; they are gathered one at a time on
+all processes. ZeRO-3: DeepSpeed gathers them, in the dtype in which it trains.
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import initialization as init
 
-from hf_memmix.training._trainer_hooks import become
+from hf_memmix.training._trainer_hooks import replace_contents
 from hf_memmix.training.student_teacher import StudentTeacher
-from hf_memmix.training.teachers import merged
+from hf_memmix.training.teachers import without_lora
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -21,17 +21,17 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered (all processes must ask); any other tensor itself."""
+    """The full tensor of a sharded one (all processes must call this); any other tensor itself."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def is_sharded(pair: StudentTeacher) -> bool:
-    """Whether a part of the tensors is elsewhere (FSDP2)."""
+    """Whether the parameters are spread over several processes (FSDP2)."""
     return any(hasattr(parameter, "full_tensor") for parameter in pair.parameters())
 
 
 def gather(pair: StudentTeacher, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """The pair's own tensors, whole, on the CPU, by name. Every process must iterate; without `keep` for nothing."""
+    """Names and full tensors of the pair, on the CPU. Every process must iterate; without `keep` it yields nothing."""
     for name, tensor in pair.state_dict().items():
         full = whole(tensor)
         if keep:
@@ -39,24 +39,26 @@ def gather(pair: StudentTeacher, keep: bool = True) -> Iterator[tuple[str, Tenso
 
 
 def student_state(pair: StudentTeacher, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The plain student's state dict from the pair's own `state` and whatever of the student is not in it."""
+    """The student's state dict: tensors of the pair's `state`; those that are not in `state` come from the student."""
     names = pair.student_names()
     ours = {names[name]: tensor for name, tensor in state.items()}
     own = {name: ours.get(name, tensor) for name, tensor in pair.plain_student.state_dict().items()}
-    plain = merged(pair.plain_student, own)
+    plain = without_lora(pair.plain_student, own)
     tied = getattr(pair.plain_student, "all_tied_weights_keys", None) or {}
     return {name: tensor for name, tensor in plain.items() if name not in tied}
 
 
 @torch.no_grad()
 def load(pair: StudentTeacher, state: dict[str, Tensor]) -> None:
-    """Copy the student's tensors `state` into the pair. Raises ValueError if one of the pair's is missing."""
+    """Copy the student's tensors `state` into the pair. Raises ValueError if one of them is missing."""
     names = pair.student_names()
     tied = getattr(pair.plain_student, "all_tied_weights_keys", None) or {}
     for name, tensor in pair.state_dict().items():
         source = names[name] if names[name] in state else tied.get(names[name])
         if source not in state:
-            raise ValueError(f"the checkpoint lacks {names[name]}; it is of another student, start in another folder")
+            raise ValueError(
+                f"the checkpoint has no {names[name]}, so it belongs to another student; give another output folder"
+            )
         value = state[source].to(local(tensor).device, tensor.dtype)
         if hasattr(tensor, "full_tensor"):
             from torch.distributed.tensor import distribute_tensor
@@ -66,10 +68,10 @@ def load(pair: StudentTeacher, state: dict[str, Tensor]) -> None:
 
 
 def unshard_student(pair: StudentTeacher) -> None:
-    """Make `pair.plain_student` a plain model on the CPU again, on every process, in place."""
+    """Turn `pair.plain_student` back into a model that is not sharded, on the CPU, in every process, in place."""
     student = pair.plain_student
     with init.no_init_weights():
         fresh = type(student)(student.config).float()
-    fresh.load_state_dict(student_state(pair, dict(gather(pair))), strict=False)  # lacks tied names only
+    fresh.load_state_dict(student_state(pair, dict(gather(pair))), strict=False)  # only tied names are missing
     fresh.tie_weights()
-    become(student, fresh)
+    replace_contents(student, fresh)

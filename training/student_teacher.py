@@ -1,8 +1,8 @@
 """Student and teacher as one module for the Hugging Face Trainer: the loss is computed inside `forward`.
 
-One forward and one backward of one module serve every parallel wrapper (DDP, FSDP2, ZeRO-3). Only what trains or is
-needed for it is a registered child: the teacher is in no state dict, no checkpoint and no optimizer, and is not
-sharded.
+So every parallel wrapper (DDP, FSDP2, ZeRO-3) sees one module with one forward and one backward pass. Only modules
+that are trained, or that these need, are registered as children. The teacher is not registered: it is in no state
+dict, checkpoint or optimizer, and is not sharded.
 """
 
 import copy
@@ -18,9 +18,9 @@ from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, mean
 
 
 class StudentTeacher(WrappedByUnits, nn.Module):
-    """A student that trains and a frozen teacher (or None); `forward` gives `{"loss": scalar}`, a mean over tokens.
+    """A student that is trained and a frozen teacher (or None). `forward` returns `{"loss": mean over tokens}`.
 
-    All rows of a batch are full, so the mean over processes is the mean over all their tokens.
+    All rows have the same number of tokens, so the mean over processes is the mean over all tokens.
     """
 
     main_input_name = "input_ids"
@@ -31,7 +31,7 @@ class StudentTeacher(WrappedByUnits, nn.Module):
         self.bf16 = bf16
         if teacher is not None:
             teacher.eval().requires_grad_(False)
-        self._unregistered = (student, teacher)  # a tuple hides them from nn.Module
+        self._unregistered = (student, teacher)  # nn.Module does not register modules in a tuple
 
     @property
     def plain_student(self) -> nn.Module:
@@ -42,12 +42,12 @@ class StudentTeacher(WrappedByUnits, nn.Module):
         return self._unregistered[1]
 
     def place_teacher(self, device: torch.device) -> None:
-        """Move what no wrapper moves."""
+        """Move the teacher, because no wrapper does."""
         if self.teacher is not None:
             self.teacher.to(device)
 
     def student_names(self) -> dict[str, str]:
-        """From the names of this module's tensors to the student's."""
+        """The student's name of each tensor, by its name in this module."""
         raise NotImplementedError
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **targets: Tensor) -> dict[str, Tensor]:
@@ -57,10 +57,10 @@ class StudentTeacher(WrappedByUnits, nn.Module):
 
 
 class AlignStudentTeacher(StudentTeacher):
-    """Mean over layers of the relative error of each mixer on the teacher's layer inputs; only mixers train.
+    """The loss of `align`: mean over layers of the relative error of each mixer on the inputs of the teacher's layers.
 
-    The mixers of `layers` (default: all converted ones) are the only children; the rest of the student stays where it
-    is. The teacher runs no further than the last of them.
+    Only the mixers of `layers` (default: all converted layers) are children and are trained; the rest of the student
+    is not moved to another device. The teacher stops after the last of these layers.
     """
 
     def __init__(self, student, teacher, layers: list[int] | None = None, bf16=False, checkpointing=False):
@@ -94,14 +94,14 @@ class AlignStudentTeacher(StudentTeacher):
             checkpointing=self.checkpointing,
         )
         errors, sizes = (torch.stack(column) for column in zip(*pairs, strict=True))
-        # one size for all processes, so that the mean of their losses is the relative error over all their tokens
+        # the same denominator in all processes: then the mean of their losses is the relative error over all tokens
         return (errors / mean_over_processes(sizes).clamp_min(1e-12)).mean()
 
 
 class DistillStudentTeacher(StudentTeacher):
-    """Forward KL of the student's next-token distribution from the teacher's; all of the student is a child.
+    """The loss of `distill`: forward KL divergence of the next-token distributions. The whole student is a child.
 
-    With `teacher` None, `forward` takes the top-k of the teacher's distribution, see `chunked_top_k_kl`.
+    If `teacher` is None, `forward` takes the teacher's top-k probabilities, see `chunked_top_k_kl`.
     """
 
     def __init__(self, student, teacher, chunk_tokens: int = 2048, bf16: bool = False):

@@ -1,10 +1,10 @@
-"""The teacher's distribution on disk: the top k log-probabilities of every token and that of all others together.
+"""The teacher's distribution on disk: for every token, the k largest log-probabilities and that of all other tokens.
 
     6 k + 4 bytes per token: fp16 log-probabilities and int32 ids [rows, T, k], fp32 rest [rows, T]
 
-One pass of the teacher over the rows writes it (`memmix cache-teacher`); a `distill` run with `teacher: cache:DIR`
-then has no teacher in memory. Rows are read from memory-mapped safetensors files. The folder knows the hashes of data,
-tokenizer and teacher, and is refused with others.
+`memmix cache-teacher` writes it in one pass of the teacher over the rows. A `distill` run with `teacher: cache:DIR`
+then needs no teacher in memory. Rows are read from memory-mapped safetensors files. The folder stores the hashes of
+data, tokenizer and teacher; a run with others is refused.
 """
 
 import json
@@ -21,7 +21,7 @@ from hf_memmix.conversion.limits import check_transformer
 from hf_memmix.conversion.loading import check_finite_weights
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.records import write_json
-from hf_memmix.conversion.saving import clear_write_errors, discard, replace_folder
+from hf_memmix.conversion.saving import explain_write_errors, remove_folder, replace_folder
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.losses import top_k_of
@@ -45,15 +45,25 @@ def write_cache(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
-    """Run the teacher over all rows and write its top k into `folder`, whole or not at all; returns what it is of.
+    """Run the teacher over all rows and write its k largest probabilities into `folder`; returns the cache's settings.
 
-    After a kill the same call goes on from the last whole file; until the end all lies in a folder beside `folder`.
+    Files are written to a folder beside `folder`, which is renamed at the end. After a kill, the same call continues
+    after the last complete file.
 
-    teacher_id: `teacher_hash` of the teacher's folder; of the model's tensors by default.
-    Raises ValueError for data that cannot be addressed by row (streams), tokens outside the vocabulary, or a bad k.
+    Args:
+        k: number of probabilities per token.
+        teacher_id: `teacher_hash` of the teacher's folder; default: the hash of the model's tensors.
+        batch_size: rows that are computed together.
+        chunk_tokens: number of tokens whose logits are in memory at a time.
+        shard_rows: rows per file.
+        progress: `progress(done, total)` is called after every batch.
+
+    Raises:
+        ValueError: the data is a stream, tokens are outside the vocabulary, k is not in 1 to V, or the teacher is
+            itself converted or has weights that are not finite.
     """
     if not isinstance(data, TokenBlocks):
-        raise ValueError("a teacher's cache needs rows in memory; set stream: false")
+        raise ValueError("a teacher cache cannot be made from streamed data; set stream: false")
     data.check_vocabulary(teacher.config.vocab_size)
     check_transformer(teacher)
     check_finite_weights(teacher, "the teacher")
@@ -70,12 +80,12 @@ def write_cache(
     teacher.eval()
     head, device = logits_head(teacher), teacher.get_input_embeddings().weight.device
     remedy = f"It needs {len(data) * data.block_size * (6 * k + 4):,} bytes; make room and run the same again to go on"
-    # what the numbers of a file depend on, to the last bit
+    # these settings change the last bits of the numbers, so one cache must not mix them
     how = {"batch_size": batch_size, "chunk_tokens": chunk_tokens, "dtype": str(teacher.dtype), "device": device.type}
-    with clear_write_errors(folder, remedy), run_folder(folder, overwrite=overwrite) as work:
+    with explain_write_errors(folder, remedy), run_folder(folder, overwrite=overwrite) as work:
         done = _finished_files(work, meta | how)
         if not done:
-            discard(work, beside=Path(folder).absolute())
+            remove_folder(work, beside=Path(folder).absolute())
         for first in range(0, len(data), shard_rows):
             last, name, parts = min(first + shard_rows, len(data)), _shard_name(first // shard_rows), []
             if name in done:
@@ -99,7 +109,7 @@ def write_cache(
 
 
 def _finished_files(work: Path, settings: dict) -> dict[str, str]:
-    """The whole files, with their hashes, of a cache of the same settings whose writing was interrupted."""
+    """Names and hashes of the complete files of an interrupted cache with the same settings."""
     try:
         record = json.loads((work / PARTIAL_FILE).read_text())
     except (OSError, ValueError):
@@ -113,7 +123,7 @@ def _finished_files(work: Path, settings: dict) -> dict[str, str]:
 
 
 def _top_k(head, hidden: Tensor, k: int, chunk_tokens: int) -> tuple[Tensor, ...]:
-    """`top_k_of` of hidden states [B, T, d], in the dtypes of the file."""
+    """`top_k_of` for hidden states [B, T, d], in the dtypes of the file."""
     parts = [top_k_of(head(chunk), k) for chunk in hidden.flatten(0, 1).split(chunk_tokens)]
     columns = (torch.cat(column).unflatten(0, hidden.shape[:2]).cpu() for column in zip(*parts, strict=True))
     return tuple(x.to(dtype) for x, dtype in zip(columns, (torch.float16, torch.int32, torch.float32), strict=True))
@@ -126,8 +136,10 @@ def _shard_name(index: int) -> str:
 class CachedBlocks(Dataset):
     """Rows of `data` with the teacher's `teacher_log_probs`, `teacher_ids` [T, k] and `teacher_log_rest` [T].
 
-    teacher: folder, model or `teacher_hash`, to be compared with the cache's; None: not compared.
-    Raises ValueError if the cache is of other data, another tokenizer or another teacher, or broken.
+    teacher: folder, model or `teacher_hash` that the cache must belong to; None: this is not checked.
+
+    Raises:
+        ValueError: the cache is broken, or belongs to other data, another tokenizer or another teacher.
     """
 
     def __init__(self, data: TokenBlocks, folder: str | Path, teacher=None):
@@ -139,7 +151,7 @@ class CachedBlocks(Dataset):
                 f"{str(folder)!r} is no teacher cache (no readable {META_FILE}); write one with memmix cache-teacher"
             ) from None
         if not isinstance(data, TokenBlocks):
-            raise ValueError("a teacher's cache needs rows in memory; set stream: false")
+            raise ValueError("a teacher cache cannot be used with streamed data; set stream: false")
         found = {"data": data.fingerprint(), "tokenizer": data.tokenizer}
         if teacher is not None:
             found["teacher"] = teacher if isinstance(teacher, str) and ":" in teacher else teacher_hash(teacher)
@@ -147,7 +159,7 @@ class CachedBlocks(Dataset):
             known = self.meta.get(name)
             if known != value and not (name == "tokenizer" and "" in (known, value)):
                 raise ValueError(
-                    f"the teacher cache {str(folder)!r} is of other {name} ({known}, not {value}); write it anew for"
+                    f"the teacher cache {str(folder)!r} has another {name} ({known}, not {value}); write it again for"
                     " these files, block size, packing, tokenizer and teacher"
                 )
         self._shards: dict[int, object] = {}
@@ -165,7 +177,7 @@ class CachedBlocks(Dataset):
         return self.data.document_lengths()
 
     def fingerprint(self) -> str:
-        """That of the rows, with teacher and k."""
+        """The fingerprint of the rows, the hash of the teacher, and k."""
         return f"{self.data.fingerprint()} {self.meta['teacher']} {self.meta['k']}"
 
     def __len__(self) -> int:
@@ -178,6 +190,6 @@ class CachedBlocks(Dataset):
             try:
                 self._shards[shard] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise ValueError(f"{str(path)!r} is missing or broken ({error}); write the cache anew") from None
+                raise ValueError(f"{str(path)!r} is missing or broken ({error}); write the cache again") from None
         file = self._shards[shard]
         return self.data[index] | {f"teacher_{name}": file.get_slice(name)[row] for name in TENSORS}

@@ -1,8 +1,8 @@
-"""Where the teacher's distribution comes from without a second copy of the model.
+"""A teacher that needs no second copy of the weights.
 
-A converted layer differs from the teacher in its attention alone. `share_weights` lets the teacher read every other
-tensor from the student, which must not change them: they stay frozen, or `add_lora` gives them low-rank corrections
-(LoRA, arXiv:2106.09685) that only the student has. The corrections are added to the weights when the student is saved.
+Student and teacher differ only in the attention of converted layers. With `share_weights`, the teacher uses all other
+tensors of the student, which are frozen. `add_lora` adds low-rank corrections (LoRA, arXiv:2106.09685) to them, which
+only the student uses. The corrections are added to the weights when the student is saved.
 """
 
 import torch
@@ -16,9 +16,10 @@ ADAPTER = "memmix"
 
 @torch.no_grad()
 def share_weights(student: nn.Module, teacher: nn.Module) -> int:
-    """Let the teacher use the student's parameters outside the converted attention; returns how many it shares.
+    """Let the teacher use the student's parameters outside the converted attention; returns their number.
 
-    Raises ValueError if one of them differs: more of the student was trained than its mixers.
+    Raises:
+        ValueError: the values of one of them differ, because more than the mixers of the student was trained.
     """
     teacher.to(student.dtype)
     replaced = tuple(attention_prefix(student, layer) + "." for layer in converted_layers(student))
@@ -40,7 +41,7 @@ def share_weights(student: nn.Module, teacher: nn.Module) -> int:
 
 @torch.no_grad()
 def unshare_weights(student: nn.Module, teacher: nn.Module) -> None:
-    """Give the teacher tensors of its own again."""
+    """Give the teacher copies of the tensors that it shares with the student."""
     ours = {id(parameter) for parameter in student.parameters()}
     copies: dict[int, nn.Parameter] = {}  # tied tensors stay tied
     for module in teacher.modules():
@@ -51,7 +52,10 @@ def unshare_weights(student: nn.Module, teacher: nn.Module) -> None:
 
 
 def add_lora(student: nn.Module, rank: int, seed: int = 0) -> None:
-    """Freeze all but the mixers and give every other linear layer but the head a trainable correction of this rank."""
+    """Freeze everything except the mixers, and add a trainable correction of this rank to all other linear layers.
+
+    The output projection gets no correction.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     mixers = {id(m) for layer in converted_layers(student) for m in attention_module(student, layer).modules()}
@@ -75,8 +79,8 @@ def lora_layers(student: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in student.named_modules() if ADAPTER in getattr(m, "lora_A", {})}
 
 
-def merged(student: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of the student without corrections: they are added to the weights. Others pass unchanged."""
+def without_lora(student: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a student after its corrections were added to the weights; unchanged if it has none."""
     layers = lora_layers(student)
     if not layers:
         return state
@@ -95,8 +99,8 @@ def merged(student: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merge_lora(student: nn.Module) -> None:
-    """Replace every corrected layer by a plain one, in place; the teacher that shares the weights keeps its own."""
-    state = merged(student, student.state_dict())
+    """Add the corrections to the weights of the student, in place. The shared tensors of the teacher do not change."""
+    state = without_lora(student, student.state_dict())
     for name, layer in lora_layers(student).items():
         parent, _, key = name.rpartition(".")
         layer.base_layer.weight = nn.Parameter(state[f"{name}.weight"])

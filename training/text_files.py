@@ -1,4 +1,4 @@
-"""Documents from local text, JSON lines and Parquet files, and from the Hub as a stream.
+"""Reads documents from local text, JSON lines and Parquet files, or streams them from the Hub.
 
 A text file is one document. A JSON line or a Parquet row is one document, in its field `text`. `hub:NAME` and
 `hub:NAME:SPLIT` stream a data set through the package `datasets`.
@@ -13,7 +13,7 @@ FIELD = "text"
 
 
 def read_text(path: str | Path) -> str:
-    """One UTF-8 text file. Raises ValueError for a missing, empty or binary file, naming it."""
+    """The content of a UTF-8 text file. Raises ValueError with its name if it is missing, empty or binary."""
     raw = _existing(path).read_bytes()
     if b"\0" in raw:
         raise ValueError(f"{str(path)!r} is binary (it holds NUL bytes); give plain UTF-8 text")
@@ -27,7 +27,7 @@ def read_text(path: str | Path) -> str:
 
 
 def text_record(path: str | Path) -> dict:
-    """Which text was read: name, size and sha256 of the file, for the record of a measurement."""
+    """Name, size and sha256 of a text file, for the record of a measurement."""
     content = Path(path).read_bytes()
     return {"file": Path(path).name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
@@ -62,13 +62,13 @@ def documents(source: str | Path) -> Iterator[str]:
 
 
 def _check_characters(text: str, place: str, name: str) -> None:
-    """Raise ValueError for a text that is not Unicode, which no tokenizer takes: JSON can spell such ones."""
+    """Raise ValueError for text that is not valid Unicode. JSON can hold such text, but tokenizers refuse it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{place} of {name!r} has half a surrogate pair at character {error.start} "
-            f"(\\u{ord(text[error.start]):04x}), which is no text; write the row again from its source, or remove it"
+            f"(\\u{ord(text[error.start]):04x}), which is not valid text; correct the row, or remove it"
         ) from None
 
 
@@ -92,7 +92,7 @@ def _parquet(path: str | Path) -> Iterator[tuple[str, object]]:
     try:
         file = parquet.ParquetFile(_existing(path))
     except ArrowInvalid as error:
-        raise ValueError(f"{str(path)!r} is not a Parquet file ({error}); copy it anew") from None
+        raise ValueError(f"{str(path)!r} is not a Parquet file ({error}); copy it again") from None
     if FIELD not in file.schema_arrow.names:
         raise ValueError(
             f"{str(path)!r} has no column {FIELD!r}, only {', '.join(file.schema_arrow.names)}; rename one"

@@ -1,12 +1,13 @@
 """`align` and `distill`: train a converted student against its teacher, on the Hugging Face Trainer and Accelerate.
 
-    align    mixers only, teacher-forced per-layer relative error      (cheap: removes most of the gap)
-    distill  everything, forward KL of the logits, T = 1, no CE        (mixers at `learning_rate`, the rest at
-                                                                        `rest_learning_rate`)
+    align    trains the mixers: relative error per layer, on the inputs of the teacher's layers. It is cheap and
+             removes most of the difference.
+    distill  trains all parameters: forward KL divergence of the logits, at temperature 1, without cross-entropy. The
+             mixers have `learning_rate`, all other parameters `rest_learning_rate`.
 
-Recipes are YAML files in `training/recipes`; every number can be given as an argument instead. An interrupted run
+Recipes are YAML files in `training/recipes`; every setting can be given as an argument instead. An interrupted run
 resumes from its last checkpoint and ends with exactly the weights of an uninterrupted one (on the same device).
-`accelerate launch` with a file of `training/accelerate` runs the same recipe on several GPUs, with the same batches.
+`accelerate launch` with a file of `training/accelerate` runs the same recipe with the same batches on several GPUs.
 """
 
 import logging
@@ -60,22 +61,29 @@ def train(
     callbacks: list[TrainerCallback] | None = None,
     **overrides,
 ) -> dict:
-    """Run one stage; `student` holds the trained weights (fp32) afterwards, and is back in eval mode.
+    """Run one stage. Afterwards `student` has the trained weights in fp32 and is in eval mode.
 
-    `output_dir` receives `checkpoint-<step>` folders every `save_every` steps (0: none); with `resume` the last one
-    there is continued, and is refused if data, recipe, teacher or the student's start differ, or if a file is not what
-    was written. One process at a time may train there. `callbacks` take the place of the library's progress bar.
-    `overrides`: fields of `Recipe`. Under `accelerate launch` every process calls this with the same arguments, and
-    every process has the whole student afterwards. Returns `{"stage", "steps", "tokens",
-    "first_loss", "last_loss", "seconds", "log": [{"step", "loss", "learning_rate", "tokens"}]}`.
+    Under `accelerate launch` every process calls this function with the same arguments and gets the whole student.
 
-    With `teacher: cache:DIR` in the recipe, `teacher` is only compared with the cache's: its folder, or None for no
-    comparison.
+    Args:
+        student: a converted model, which is trained in place.
+        teacher: the transformer that it was made from. With `teacher: cache:DIR` in the recipe: the teacher's folder,
+            which is compared with the cache, or None for no comparison.
+        output_dir: folder for `checkpoint-<step>` folders, every `save_every` steps (0: none). Only one process at a
+            time may train there.
+        recipe: name, path or `Recipe`.
+        resume: continue from the last checkpoint in `output_dir`.
+        callbacks: replace the library's progress bar.
+        overrides: fields of `Recipe`.
+
+    Returns:
+        `{"stage", "steps", "tokens", "first_loss", "last_loss", "seconds", "log": [{"step", "loss", "learning_rate",
+        "tokens"}]}`.
 
     Raises:
-        ValueError: data, teacher, recipe and student do not fit, teacher or student have weights that are not finite,
-            a checkpoint in `output_dir` is broken or of another run (with `resume` off: there is one), another process
-            trains there, it cannot be written, or training diverges; checkpoints are intact then.
+        ValueError: data, teacher, recipe and student do not fit together; a weight is not finite; a checkpoint in
+            `output_dir` is broken or belongs to another run, or there is one although `resume` is off; another process
+            trains there; a checkpoint cannot be written; or training diverges. Earlier checkpoints stay intact.
     """
     recipe = _recipe_of(recipe, overrides)
     with run_lock(output_dir):
@@ -83,7 +91,7 @@ def train(
 
 
 def _recipe_of(recipe: str | Path | Recipe, overrides: dict) -> Recipe:
-    """A recipe with `overrides`. Raises ValueError if these ask for a stage that is not the recipe's."""
+    """A recipe with `overrides`. Raises ValueError if their `stage` differs from that of the recipe."""
     if not isinstance(recipe, Recipe):
         return load_recipe(recipe, **overrides)
     if (stage := overrides.get("stage", recipe.stage)) != recipe.stage:
@@ -99,7 +107,10 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
     identity = identity_of(student, teacher, data, recipe)
     checkpoint = find_checkpoint(output_dir, identity) if resume else None
     if not resume and output_dir.is_dir() and (last := get_last_checkpoint(str(output_dir))):
-        raise ValueError(f"{last} is of an earlier run, which resume=False would mix with this one; remove it first")
+        raise ValueError(
+            f"{last} belongs to an earlier run, but resume is off, so the two would be mixed; remove it, or give"
+            " another output folder"
+        )
 
     pair = make_pair(student.float().train(), teacher, recipe)
     try:
@@ -144,7 +155,7 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
 
 
 def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> StudentTeacher:
-    """The module that a stage trains."""
+    """The module of student and teacher that a stage trains. Raises ValueError if weights are sharded and shared."""
     bf16 = torch.cuda.is_available() if recipe.bf16 == "auto" else recipe.bf16
     student.requires_grad_(True)
     if recipe.stage == "align":
@@ -166,7 +177,10 @@ def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> 
 
 def _check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recipe) -> None:
     if data.block_size != recipe.block_size:
-        raise ValueError(f"data has blocks of {data.block_size} tokens, the recipe asks for {recipe.block_size}")
+        raise ValueError(
+            f"data has blocks of {data.block_size} tokens, but block_size of the recipe is {recipe.block_size}; give"
+            " data with blocks of this size"
+        )
     rows = recipe.tokens_per_step // recipe.block_size
     if not isinstance(data, StreamedBlocks) and len(data) < rows:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer over a `StudentTeacher`: rates by group, tokens counted, checkpoints whole or absent."""
+"""The Hugging Face Trainer for a `StudentTeacher`: learning rates by group, counted tokens, atomic checkpoints."""
 
 import shutil
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_memmix.conversion.convert import load_model
-from hf_memmix.conversion.saving import clear_write_errors, replace_folder
+from hf_memmix.conversion.saving import explain_write_errors, replace_folder
 from hf_memmix.training import sharded
 from hf_memmix.training._trainer_hooks import TrainerHooks
 from hf_memmix.training.groups import optimizer_groups
@@ -23,21 +23,21 @@ LORA_FILE = "memmix_lora.safetensors"
 
 
 class _LogTheLastStep(TrainerCallback):
-    """Also where `logging_steps` does not divide the number of steps."""
+    """Log the last step, even if `logging_steps` does not divide the number of steps."""
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_log |= state.global_step >= state.max_steps
 
 
 class PairTrainer(TrainerHooks):
-    """Trainer over a `StudentTeacher`, under `accelerate launch` on one process, DDP, FSDP2 or ZeRO-3.
+    """Trainer for a `StudentTeacher`, with `accelerate launch` on one process, DDP, FSDP2 or ZeRO-3.
 
     Args:
         parameter_rates: learning rate and weight decay by the student's parameter names, see `groups.parameter_rates`.
-        identity: what a run must share with the checkpoint it resumes from; it is written beside it.
+        identity: see `run_identity.identity_of`; it is written into every checkpoint.
         tokens_per_step: tokens of one optimizer step over all processes, for the log and the trainer's state.
 
-    A run that diverges raises ValueError before it writes anything.
+    If training diverges, ValueError is raised before a checkpoint is written.
     """
 
     def __init__(self, *args, parameter_rates: dict, identity: dict, tokens_per_step: int, **kwargs):
@@ -50,19 +50,19 @@ class PairTrainer(TrainerHooks):
             plugin = self.accelerator.state.fsdp_plugin
             if getattr(plugin, "fsdp_version", 1) != 2:
                 raise ValueError("FSDP1 is not supported; use fsdp_version: 2, as training/accelerate/fsdp2.yaml does")
-            # the forward is autocast by the pair: a cast of all parameters would take the fp32 of the decays as well
+            # the pair uses autocast itself; this policy would also cast the parameters that must stay fp32 (decays)
             plugin.mixed_precision_policy = None
-            plugin.cpu_ram_efficient_loading = False  # every process has loaded the weights
+            plugin.cpu_ram_efficient_loading = False  # every process has already loaded the weights
         self.model.place_teacher(self.args.device)
 
     def run(self, checkpoint: str | None) -> float:
         """Train from the start or from a checkpoint to the last step; returns the seconds of this call's training."""
-        if self.is_world_process_zero():  # of a run that was killed in a save
+        if self.is_world_process_zero():  # left by a run that was killed while it saved
             shutil.rmtree(Path(self.args.output_dir) / STAGING, ignore_errors=True)
         if checkpoint is not None:
             state = TrainerState.load_from_json(Path(checkpoint) / "trainer_state.json")
             if state.global_step >= self.args.max_steps:
-                self.state = state  # complete but for its export: the library would train one step more
+                self.state = state  # training is complete; the library would train one more step
                 self.read_student(checkpoint)
                 return 0.0
         result = super().train(resume_from_checkpoint=checkpoint)
@@ -70,7 +70,10 @@ class PairTrainer(TrainerHooks):
         return result.metrics["train_runtime"]
 
     def rows_of_an_epoch(self, sampler):
-        """Rows of whole optimizer steps: accumulation would end an epoch with a step of fewer."""
+        """A sampler that leaves out rows so that an epoch has whole optimizer steps.
+
+        With gradient accumulation, the last step of an epoch would otherwise have fewer rows.
+        """
         step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         if not isinstance(sampler, RandomSampler) or len(sampler.data_source) < step:
             return sampler
@@ -88,12 +91,13 @@ class PairTrainer(TrainerHooks):
         loss = super().training_step(*args, **kwargs)
         if not torch.isfinite(loss):
             raise ValueError(self._diverged(f"the loss is {loss.item()}"))
-        # of this process and of the last micro-batch; accumulation has divided it. Progress shows it between two logs
+        # the loss of this process and the last micro-batch, which the Trainer has divided by the accumulation steps.
+        # The progress display shows it between two logs
         self.state.newest_loss = loss.item() * self.current_gradient_accumulation_steps
         return loss
 
     def check_weights(self) -> None:
-        """Raise ValueError if a trained weight is not finite: a finite loss may have an infinite gradient."""
+        """Raise ValueError if a trained weight is not finite: the gradient of a finite loss can be infinite."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and not torch.isfinite(sharded.local(parameter)).all():
                 raise ValueError(self._diverged(f"{name} has NaN or infinite entries"))
@@ -106,7 +110,7 @@ class PairTrainer(TrainerHooks):
         )
 
     def log(self, logs: dict, *args, **kwargs) -> None:
-        """With the tokens seen so far, which also stand in the trainer's state."""
+        """Add the number of tokens read so far to the log and to the trainer's state."""
         self.state.num_input_tokens_seen = self.state.global_step * self.tokens_per_step
         if "loss" in logs:
             logs["tokens"] = self.state.num_input_tokens_seen
@@ -115,12 +119,12 @@ class PairTrainer(TrainerHooks):
     # ---- checkpoints
 
     def folder_of_checkpoints(self) -> str | None:
-        """A hidden folder while a checkpoint is written."""
+        """The hidden folder in which a checkpoint is being written, or None."""
         return None if self._staging is None else str(self._staging)
 
     @contextmanager
     def checkpoint_writing(self):
-        """Write to a hidden folder, flush, rename: a kill at any moment leaves the last checkpoint whole."""
+        """Write to a hidden folder, flush it to disk and rename it, so that a kill cannot damage a checkpoint."""
         self.check_weights()
         self.state.num_input_tokens_seen = self.state.global_step * self.tokens_per_step
         home = Path(self.args.output_dir)
@@ -129,9 +133,9 @@ class PairTrainer(TrainerHooks):
         if self.is_world_process_zero():
             shutil.rmtree(self._staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        remedy = "The checkpoints before it are whole: make room and run the same command again to continue from there"
+        remedy = "Earlier checkpoints are complete: make room and run the same command again to continue from the last"
         try:
-            with clear_write_errors(home / name, remedy):
+            with explain_write_errors(home / name, remedy):
                 yield
                 self.accelerator.wait_for_everyone()
                 if self.is_world_process_zero():
@@ -145,7 +149,7 @@ class PairTrainer(TrainerHooks):
             self._staging = None
 
     def write_student(self, folder: str) -> None:
-        """The plain student as a folder that `from_pretrained` loads, in its fp32 training weights."""
+        """Write the student's fp32 weights to a folder that `from_pretrained` can load."""
         pair, writes = self.model, self.args.should_save
         if self.is_deepspeed_enabled:
             state = self.accelerator.get_state_dict(self.deepspeed)  # all processes take part
@@ -163,7 +167,7 @@ class PairTrainer(TrainerHooks):
             save_file({name: tensor for name, tensor in own.items() if ".lora_" in name}, folder / LORA_FILE)
 
     def write_optimizer(self, folder: str) -> bool:
-        """Under FSDP2 the weights are in the student's own files: only the optimizer is left to write."""
+        """With FSDP2, write the optimizer but not the sharded weights, which `write_student` has written already."""
         if not self.is_fsdp_enabled:
             return False
         from accelerate.utils import save_fsdp_optimizer
@@ -175,11 +179,11 @@ class PairTrainer(TrainerHooks):
         return True
 
     def read_student(self, folder: str) -> None:
-        """The weights of a checkpoint, into the pair."""
+        """Load the weights of a checkpoint into the pair."""
         folder = Path(folder)
         state = load_model(folder, torch.float32).state_dict()
         if lora_layers(self.model.plain_student):
-            # what the file holds is merged; frozen weights are those that the run began with
+            # the file holds weights with merged corrections; the frozen weights are those from the start of the run
             own = self.model.plain_student.state_dict()
             state = {name: state.get(name, tensor) for name, tensor in own.items()} | load_file(folder / LORA_FILE)
         sharded.load(self.model, state)

@@ -1,4 +1,4 @@
-"""A recipe as arguments of transformers' Trainer, and what of them `trainer:` in a recipe may set."""
+"""The arguments of transformers' Trainer for a recipe; its field `trainer` may set some of them, which is checked."""
 
 import math
 import os
@@ -16,8 +16,8 @@ from hf_memmix.training._trainer_hooks import (
 )
 from hf_memmix.training.recipe import Recipe
 
-# arguments that a field of the recipe, or of `train`, decides
-DECIDED = {
+# arguments that `trainer` must not set, and the field of the recipe or argument of `train` that sets them
+DECIDED_ELSEWHERE = {
     "output_dir": "the output folder of the command",
     "resume_from_checkpoint": "resume",
     "max_steps": "steps",
@@ -46,8 +46,9 @@ BELOW_ONE = ("adam_beta1", "adam_beta2")
 def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArguments:
     """The arguments of one process of a run.
 
-    Raises ValueError if the processes cannot share a batch, or `trainer` has an unknown name, one that a field of the
-    recipe decides, or an impossible value.
+    Raises:
+        ValueError: the number of processes does not divide the batch size, or `trainer` has an unknown name, a name in
+            `DECIDED_ELSEWHERE`, or an impossible value.
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if recipe.batch_size % processes:
@@ -83,7 +84,7 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
     except (TypeError, ValueError, ImportError) as error:
         raise ValueError(f"trainer of the recipe: {str(error).strip().splitlines()[0]}") from None
     check_trackers(arguments.report_to)
-    use_one_gpu(arguments)  # several need a launcher (accelerate launch); nn.DataParallel cannot split a pair
+    use_one_gpu(arguments)  # several GPUs need `accelerate launch`; nn.DataParallel cannot run a `StudentTeacher`
     return arguments
 
 
@@ -92,8 +93,8 @@ def _check(given: dict) -> None:
     if unknown := sorted(str(name) for name in given if name not in types):
         raise ValueError(f"trainer names {', '.join(unknown)}, which transformers.TrainingArguments does not have")
     for name, value in given.items():
-        if name in DECIDED:
-            raise ValueError(f"trainer sets {name}, which {DECIDED[name]} decides; remove it from trainer")
+        if name in DECIDED_ELSEWHERE:
+            raise ValueError(f"trainer sets {name}, which {DECIDED_ELSEWHERE[name]} decides; remove it from trainer")
         try:
             if not (types[name] is float and type(value) is int):
                 type_validator(name, value, types[name])
@@ -114,13 +115,13 @@ def _check_number(name: str, value: float) -> None:
 
 
 def check_trackers(names: list[str], option: str = "report_to") -> None:
-    """Raise ValueError for a tracker that transformers does not know, or whose package is not installed.
+    """Raise ValueError if transformers does not support a tracker, or its package is not installed.
 
-    option: what the user calls the list of trackers.
+    option: name of the option that lists the trackers, for error messages.
     """
     names = set(names) - {"none", "all"}
     if unknown := sorted(names - set(INTEGRATION_TO_CALLBACK)):
         known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-        raise ValueError(f"{option} is {unknown[0]!r}, which is no tracker of transformers; give one of {known}")
+        raise ValueError(f"{option} is {unknown[0]!r}, which is not a tracker of transformers; give one of {known}")
     if missing := sorted(names - set(get_available_reporting_integrations())):
         raise ValueError(f"{option} is {missing[0]!r}, which is not installed; pip install {missing[0]}")

@@ -1,4 +1,4 @@
-"""Files that ship with the package, so that every command runs offline: a teacher, a converted student, and text."""
+"""Files of the package with which every command runs offline: a teacher, a converted student, and texts."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""A cache as one safetensors file: the state of a long document, to resume from later.
+"""Writes a cache to one safetensors file and reads it, e.g. to continue a long document later.
 
-Tensors are named `<layer>.<state>`. The header holds what is needed to rebuild the layers, what the states mean (the
-fields of the configuration that decide it), and a checksum over all of it.
+Tensors are named `<layer>.<state>`. The header holds a description of the layers, the fields of the configuration that
+decide what the states mean, and a checksum over everything.
 """
 
 import hashlib
@@ -45,7 +45,10 @@ def save_cache(cache, directory: str | os.PathLike) -> Path:
         named, description = _describe(layer)
         for name, tensor in named.items():
             if not torch.isfinite(tensor).all():
-                raise ValueError(f"layer {i}: {name} has NaN or infinite entries; this state is not worth saving")
+                raise ValueError(
+                    f"layer {i}: {name} has NaN or infinite entries, so the cache is not saved; check the inputs and"
+                    " weights of the model"
+                )
             tensors[f"{i}.{name}"] = tensor.detach().to("cpu").contiguous().clone()
         layers.append(description)
     if not tensors:
@@ -63,7 +66,7 @@ def save_cache(cache, directory: str | os.PathLike) -> Path:
 
 
 def _describe(layer) -> tuple[dict[str, Tensor], dict]:
-    """The tensors of a cache layer, and what rebuilds it around them."""
+    """The tensors of a cache layer, and a description with which `_restore` rebuilds the layer."""
     if isinstance(layer, RecurrentLayer):
         states = layer.states if layer.is_initialized else {}
         description = {"kind": "recurrent", "static": layer.static, "seen": int(layer.seen)}
@@ -127,7 +130,7 @@ def load_cache(cls, directory: str | os.PathLike, config=None, device=None):
         named = {k.removeprefix(prefix): v.to(device or "cpu") for k, v in tensors.items() if k.startswith(prefix)}
         for name, tensor in named.items():
             if not torch.isfinite(tensor).all():
-                raise ValueError(f"{path}: layer {i}: {name} has NaN or infinite entries; write the file anew")
+                raise ValueError(f"{path}: layer {i}: {name} has NaN or infinite entries; write the file again")
         if named and isinstance(layer, RecurrentLayer):
             mixer = MIXERS[config.mixer_types[i]]
             options = mixer.options_class.from_dict(config.mixers.get(mixer.name, {}))
@@ -136,7 +139,7 @@ def load_cache(cls, directory: str | os.PathLike, config=None, device=None):
             except ValueError as error:
                 raise ValueError(f"{path}: layer {i}: {error}") from error
         _restore(layer, named, description)
-    # files of older versions do not say it
+    # files of older versions have no dtype
     cache.memmix_dtype = getattr(torch, header.get("dtype", "None"), None)
     return cache
 
@@ -147,11 +150,11 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is truncated or corrupt ({error}); write it anew with save_pretrained") from error
+        raise ValueError(f"{path} is truncated or corrupt ({error}); write it again with save_pretrained") from error
     if header.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {header.get('format')!r}, expected {FORMAT!r}: it is no saved cache")
+        raise ValueError(f"{path} has format {header.get('format')!r}, expected {FORMAT!r}: it is not a saved cache")
     if header.get("checksum") != _checksum(tensors, header):
-        raise ValueError(f"{path} is corrupt: its checksum does not fit; write it anew with save_pretrained")
+        raise ValueError(f"{path} is corrupt: its checksum is wrong; write it again with save_pretrained")
     return tensors, header
 
 

@@ -1,9 +1,9 @@
-"""Rows that end early in generate(): it feeds them pads until the last row ends, which must not change their states.
+"""Keeps the states of rows that end early in generate(), which feeds them pads until the last row ends.
 
-Attention ignores pads as soon as the next turn masks them; a state cannot forget them. A compiled decode step treats
-all rows equally. So the states of a row that ends are copied once, after its last token, and restored when sampling is
-over. The count of tokens, which all rows share, includes the pads: the next turn must mask them, and `check_hidden`
-checks that it does.
+Attention can ignore these pads later, by a mask; a state cannot forget them. A compiled decode step treats all rows
+equally. So the states of a row that ends are copied once, after its last token, and restored after sampling. The count
+of tokens is the same for all rows and includes the pads. So the mask of the next turn must hide them, which
+`check_hidden` verifies.
 """
 
 from transformers import StoppingCriteriaList
@@ -13,11 +13,11 @@ from .layer import RecurrentLayer, RowsOfStates
 
 
 class FinishedRows(StoppingCriteriaList):
-    """The stopping criteria of a sampling loop; after every token they say which rows have ended.
+    """The stopping criteria of a sampling loop, which also copy the states of a row that has ended.
 
     Args:
-        criteria: the criteria themselves.
-        cache: the cache of the loop; the states in its recurrent layers are copied and restored.
+        criteria: the stopping criteria of generate().
+        cache: the cache of the loop.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, cache: Cache):
@@ -44,5 +44,5 @@ class FinishedRows(StoppingCriteriaList):
 
 
 def feeds_pads(criteria: StoppingCriteriaList) -> bool:
-    """Whether generate() feeds pads to a row that has ended; without an end-of-sequence token it samples on."""
+    """Whether generate() feeds pads to a row that has ended. Without an end-of-sequence token no row ends early."""
     return any(hasattr(criterion, "eos_token_id") for criterion in criteria)

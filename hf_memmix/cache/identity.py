@@ -1,11 +1,11 @@
-"""Which model a cache belongs to: the fields of the configuration that decide what its states mean."""
+"""Which model a cache belongs to, by the fields of the configuration that decide what its states mean."""
 
 import json
 
 from .._transformers import tensor_parallel_size
 from ..mixers import ATTENTION, MIXERS
 
-# what a state means depends on these fields of the backbone, wherever a family has them
+# the meaning of a state depends on these fields of the backbone; a family may lack some of them
 _FIELDS = (
     "backbone_model_type",
     "vocab_size",
@@ -44,4 +44,4 @@ def check_same_model(saved, config):
     differ = [name for name in sorted(saved.keys() | wanted.keys()) if saved.get(name) != wanted.get(name)]
     if differ:
         details = "; ".join(f"{name}: cache {saved.get(name)!r}, model {wanted.get(name)!r}" for name in differ)
-        raise ValueError(f"this cache is of another model: {details}. Use it with the model that wrote it")
+        raise ValueError(f"this cache belongs to another model: {details}. Use it with the model that wrote it")

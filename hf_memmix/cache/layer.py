@@ -1,8 +1,9 @@
 """One layer of a recurrent cache: named states of fixed size, a token count, and exact rollback.
 
-A mixer calls `get`, `put` and `advance`; everything else is what transformers calls on a cache layer. While the layer
-records its past it keeps a stack of (states before a forward, its length, how to replay a prefix of it), so `crop` is
-exact: whole forwards are popped, and of the last one the accepted prefix is replayed.
+A mixer calls `get`, `put` and `advance`; transformers calls the other methods. While the layer records its past, it
+keeps a stack with one entry per forward: the states before it, its number of tokens, and a function that computes the
+states after a prefix of these tokens. So `crop` is exact: it removes whole forwards, and computes the last one again
+for the prefix that stays.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ Replay = Callable[[States | None, int], States]
 
 
 class Recorded(NamedTuple):
-    """A forward that `crop` can take back: what the layer held before it, and how to replay a prefix of it."""
+    """A forward that `crop` can undo: the states before it, and a function that replays a prefix of it."""
 
     states: States | None
     hidden: Tensor | None
@@ -36,10 +37,11 @@ class RowsOfStates(NamedTuple):
 
 
 def count_hidden(mask: Tensor, start) -> Tensor:
-    """[B, 2]: how many columns a mask [B, T] hides, and the sum of the squares of their places.
+    """[B, 2]: how many tokens a mask [B, T] hides, and the sum of the squares of their positions.
 
-    Masks with equal numbers hide the same tokens, but for coincidences; the numbers of consecutive masks add up.
-    `start`: the tokens before the first column, an integer or a tensor.
+    If these two numbers agree for two masks, the masks almost certainly hide the same tokens. The numbers of
+    consecutive parts of a mask can be added.
+    `start`: the number of tokens before the first column, an integer or a tensor.
     """
     hidden = mask == 0
     place = start + torch.arange(1, mask.shape[1] + 1, device=mask.device)
@@ -49,15 +51,15 @@ def count_hidden(mask: Tensor, start) -> Tensor:
 class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     """Named states of one memory layer.
 
-    Both bases are needed. As a linear-attention layer it is passed over where the library looks for the layer that
-    sizes the causal mask; as a `CacheLayerMixin` it answers `get_seq_length` and `get_mask_sizes` even in a cache that
-    holds nothing else.
+    Both base classes are needed. The library skips linear-attention layers when it looks for the layer that gives the
+    size of the causal mask. As a `CacheLayerMixin` the layer has `get_seq_length` and `get_mask_sizes`, which a cache
+    without attention layers needs too.
 
     Args:
         static: keep the states at one address and the token count on the device, so that a decode step can be
             compiled and replayed as a CUDA graph.
-        mask_length: key length of the causal masks of a static cache with attention layers (anything else than None
-            in a dynamic one); None where no attention layer reads a mask, which then need not cover the past.
+        mask_length: key length of the causal masks in a static cache with attention layers; any integer in a dynamic
+            one. None if the model has no attention layers: then a mask need not include past tokens.
     """
 
     is_sliding = False
@@ -71,7 +73,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.mask_length = mask_length
         self.states: States = {}
         self.seen = torch.zeros((), dtype=torch.long) if static else 0
-        # which of the tokens seen are in no state, as `count_hidden` has it; None: all of them are in the states
+        # `count_hidden` of the tokens that are not in the states (pads); None: all tokens are in the states
         self.hidden: Tensor | None = None
         self._past: list[Recorded] = []
 
@@ -84,7 +86,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     def get(self) -> States | None:
         """The states by name, which a one-token step may change in place.
 
-        None before the first token, also where a static cache has allocated them: an empty state need not be zero.
+        None before the first token, even if a static cache has allocated them: an initial state need not be zero.
         """
         if not self.is_initialized:
             return None
@@ -122,7 +124,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.seen += tokens
 
     def allocate(self, states: States):
-        """Hold these states, or write the first ones to their place; in a static cache their addresses stay."""
+        """Set the tensors that hold the states. In a static cache their addresses do not change afterwards."""
         self.states = states
         self.device = next(iter(states.values())).device
         if self.static:
@@ -187,7 +189,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Key length and offset of a mask; of a fixed length in a static cache, as a growing one recompiles."""
+        """Key length and offset of a mask. In a static cache the length is fixed, so that nothing is recompiled."""
         if self.mask_length is None:
             return query_length, 0
         return (self.mask_length if self.static else self.seen + query_length), 0
@@ -206,7 +208,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
     # ---- for a model of another dtype
 
     def cast(self, dtypes: dict[str, torch.dtype]):
-        """Cast the states by name; what was recorded is forgotten."""
+        """Cast the states by name. Recorded forwards are deleted."""
         self.states = {name: state.to(dtypes[name]) for name, state in self.states.items()}
         self._past = []
         if self.static:
@@ -252,7 +254,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             )
 
     def crop(self, tokens: int):
-        """Forget the last `-tokens` tokens, and what was recorded of the others."""
+        """Forget the last `-tokens` tokens. All recorded forwards are deleted."""
         tokens = int(tokens)
         self.check_crop(tokens)
         remaining = -tokens
@@ -290,11 +292,11 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         """Nothing to do: states are made by the first `put`."""
 
     def update(self, key_states, value_states, *args, **kwargs):
-        if key_states is None:  # an empty probe of the library
+        if key_states is None:  # a call by which the library only tests the method
             return None, None
         raise ValueError(
-            "this layer keeps recurrent states, not keys and values: the cache belongs to another model than the one"
-            " that writes to it"
+            "this layer of the cache holds recurrent states, not keys and values: the cache belongs to another model;"
+            " use the cache of this model, or an empty one"
         )
 
     def update_conv_state(self, *args, **kwargs):
@@ -324,7 +326,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
 
 def fix_addresses(*tensors: Tensor):
-    """Tell torch.compile that these tensors stay where they are, as the replay of a CUDA graph requires."""
+    """Promise torch.compile that the addresses of these tensors do not change, as CUDA graphs require."""
     if not is_torchdynamo_compiling():
         for tensor in tensors:
             torch._dynamo.mark_static_address(tensor)

@@ -1,10 +1,9 @@
-"""The cache of a model with memory layers: a fixed number of bytes whatever the context, plus keys and values of the
-attention layers that were kept.
+"""The cache of a model with mixers: states of fixed size of the mixers, keys and values of kept attention layers.
 
-    cache = RecurrentStateCache(model.config)
-    model(document_ids, past_key_values=cache)
-    cache.save_pretrained("document")                              # later, in another process:
-    cache = RecurrentStateCache.from_pretrained("document").expand(8)
+cache = RecurrentStateCache(model.config)
+model(document_ids, past_key_values=cache)
+cache.save_pretrained("document")                              # later, in another process:
+cache = RecurrentStateCache.from_pretrained("document").expand(8)
 """
 
 import copy
@@ -26,8 +25,8 @@ class RecurrentStateCache(Cache):
     Args:
         config: the model's configuration.
         max_cache_len: None for a dynamic cache; else the length of a static one, whose decode step can be compiled.
-            Without attention layers the length limits nothing.
-        offloading, offload_only_non_sliding: as in transformers' caches; recurrent states are small and stay.
+            Without attention layers there is no limit to the number of tokens.
+        offloading, offload_only_non_sliding: as in transformers' caches. Recurrent states are not offloaded.
     """
 
     def __init__(
@@ -50,12 +49,12 @@ class RecurrentStateCache(Cache):
 
     @property
     def config(self):
-        """The configuration of the model whose memory this is."""
+        """The configuration of the model to which the cache belongs."""
         return self.memmix_config
 
     @classmethod
     def from_cache(cls, cache: Cache, config) -> "RecurrentStateCache":
-        """The same layers, with recurrent ones where `config` has mixers; from a cache that holds nothing there."""
+        """A cache with the layers of `cache`, where layers with mixers get a `RecurrentLayer`; they must be empty."""
         static_length = static_length_of(cache)
         adopt_cache(cache, config)
         new = cls.__new__(cls)
@@ -173,7 +172,7 @@ class RecurrentStateCache(Cache):
 
 
 def static_length_of(cache: Cache | None) -> int | None:
-    """The number of tokens a static cache was made for, None for a dynamic one."""
+    """The length of a static cache in tokens; None for a dynamic cache."""
     if isinstance(cache, StaticCache) and not hasattr(cache, "static_length"):
         return max(layer.max_cache_len for layer in cache.layers)
     return getattr(cache, "static_length", None)
@@ -193,11 +192,11 @@ def cast_cache(cache: Cache, dtype: torch.dtype, state_dtypes: dict[int, dict[st
 def replace_layers(layers: list, config, static: bool):
     """Put an empty `RecurrentLayer` at every memory layer of a list of cache layers, in place."""
     kinds = config.mixer_types
-    # the longest, as transformers 5.17 may size the causal mask from a recurrent layer
+    # the largest length, because transformers 5.17 may take the size of the causal mask from a recurrent layer
     attention = [layer for layer, kind in zip(layers, kinds, strict=False) if kind == ATTENTION]
     mask_length = max((getattr(layer, "max_cache_len", -1) for layer in attention), default=None)
     for i, kind in enumerate(kinds):
-        # drafting with early exit runs fewer layers than the configuration names
+        # with early-exit drafting, the cache has fewer layers than the configuration
         if kind == ATTENTION or i >= len(layers) or isinstance(layers[i], RecurrentLayer):
             continue
         old = layers[i]
@@ -212,9 +211,9 @@ def replace_layers(layers: list, config, static: bool):
 
 
 def adopt_cache(cache: Cache | None, config) -> Cache | None:
-    """Make any empty dynamic or static cache fit for the memory layers of `config`, in place, and return it.
+    """Prepare an empty dynamic or static cache for the mixers of `config`, in place, and return it.
 
-    The work is done once for a cache and a configuration; every later forward with both returns at once.
+    This is done once per cache and configuration. Later calls with both return at once.
 
     Raises:
         ValueError: the cache is of another model, or of a kind that cannot hold recurrent states.
@@ -243,13 +242,16 @@ def _replace_layers_of(cache: Cache, config):
     kinds = config.mixer_types
     recurrent = [isinstance(layer, RecurrentLayer) for layer in cache.layers]
     if any(kind != ATTENTION and not done for kind, done in zip(kinds, recurrent, strict=False)):
-        cache.static_length = static_length_of(cache)  # the layers that know it may all be replaced
+        cache.static_length = static_length_of(cache)  # before all layers that hold it may be replaced
         replace_layers(cache.layers, config, static=isinstance(cache, StaticCache))
     elif any(kind == ATTENTION and done for kind, done in zip(kinds, recurrent, strict=False)):
-        raise ValueError("this cache holds recurrent states at an attention layer: it is of another model")
+        raise ValueError(
+            "this cache holds recurrent states at an attention layer, so it belongs to another model; start from an"
+            " empty cache"
+        )
 
 
 def _mark_adopted(cache: Cache, config):
-    """Note on a cache which model it belongs to, and one of its memory layers or None; all have the same rows."""
+    """Store in the cache the configuration of its model, and a recurrent layer (or None) for checks of its rows."""
     cache.memmix_config = config
     cache.memmix_layer = next((layer for layer in cache.layers if isinstance(layer, RecurrentLayer)), None)

@@ -1,4 +1,4 @@
-"""Whether an input may continue a cache: it has the same rows, and hides of them what was hidden when it came."""
+"""Checks whether an input may continue a cache: it has as many rows, and its mask hides the tokens that were pads."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from .layer import count_hidden
 
 
 def check_rows(cache: Cache, batch: int):
-    """Raise ValueError if an adopted cache holds another number of sequences than the `batch` that continues them."""
+    """Raise ValueError if the number of sequences in an adopted cache is not `batch`."""
     layer = cache.memmix_layer
     if layer is None or not layer.states or layer.batch_size == batch:
         return
@@ -20,9 +20,9 @@ def check_rows(cache: Cache, batch: int):
 
 
 def check_hidden(cache: Cache | None, attention_mask: Tensor | None):
-    """Raise ValueError if a mask hides other tokens of the cache than those that were pads when they came.
+    """Raise ValueError unless the mask hides exactly those cached tokens that were pads when they were read.
 
-    `attention_mask` [B, tokens], the cached ones first; None hides nothing. Not decided inside a compiled graph.
+    `attention_mask` [B, tokens], the cached ones first; None hides nothing. A compiled graph skips this check.
     """
     layer = getattr(cache, "memmix_layer", None)  # a cache that no model has adopted yet holds no memory
     if layer is None or not layer.is_initialized or is_torchdynamo_compiling():
@@ -37,9 +37,9 @@ def check_hidden(cache: Cache | None, attention_mask: Tensor | None):
     if torch.equal(shown, known):
         return
     row = int((shown != known).any(1).nonzero()[0])
-    counts = f"{int(shown[row, 0])} of the {seen} tokens in the cache, {int(known[row, 0])} of which were pads"
+    hides, pads = int(shown[row, 0]), int(known[row, 0])
     raise ValueError(
-        f"attention_mask hides in row {row} {counts} when they came: a memory can neither forget a token nor take in"
-        " a pad. Hide the pads alone, also those that generate() fed after a row's last token, or start from an empty"
-        " cache"
+        f"attention_mask hides {hides} of the {seen} tokens in the cache in row {row}, but it must hide exactly the"
+        f" {pads} that were pads when they were read, because a recurrent state cannot forget a token. Pads are also"
+        " the tokens that generate() fed after the end of a row. Correct the mask, or start from an empty cache"
     )

@@ -32,7 +32,7 @@ COMMANDS = {
 }
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
-# options after the program's name are the program's, --help too
+# options after the name of the program, also --help, are passed to the program
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 app.command("run", context_settings=_PASS_ON)(run.run)
 

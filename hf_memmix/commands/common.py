@@ -59,7 +59,7 @@ def quiet_library() -> None:
 
 
 def load(folder: Path, device: str | None, dtype=None):
-    """A model on a device. `dtype` None: the stored dtype on a GPU; fp32 on a CPU, because bf16 is slow there."""
+    """Load a model on a device. `dtype` None: the stored dtype on a GPU; fp32 on a CPU, because bf16 is slow there."""
     import torch
 
     from hf_memmix.conversion import load_model
@@ -115,7 +115,7 @@ def choice_of_layers(layers: str | None, count: str | None, keep: str | None, ke
     given = {"--keep-layers": layers, "--keep-count": count, "--keep": keep}
     given = {name: text for name, text in given.items() if text is not None}
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} say the same thing, which layers stay attention; give one of them")
+        raise ValueError(f"{' and '.join(given)} both choose the layers that stay attention; give one of them")
     if not given:
         return None
     ((name, text),) = given.items()

@@ -1,6 +1,6 @@
-"""One line for what a user can cause, a traceback for everything else.
+"""Errors that a user can cause are reported in one line; all others keep their traceback.
 
-What is reported in one line, without a traceback:
+These are reported in one line:
 
 - a ValueError that a `raise` statement of this project raises: it was written for the user;
 - an OSError: files, the disk, the network, the Hub;
@@ -31,15 +31,15 @@ def message_of(error: BaseException) -> str | None:
     """The line that tells the user what to change; None for a defect, which keeps its traceback."""
     if isinstance(error, ImportError):
         name = error.name or ""
-        # without a name, a library misses one of its own optional packages
+        # an ImportError without a name comes from a library that lacks one of its optional packages
         if _is_ours(name) or not (isinstance(error, ModuleNotFoundError) or not name):
             return None
         return f"{error}; pip install 'hf-memmix[train,eval]' brings what training and measuring need"
     if isinstance(error, OSError):
         return str(error)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        told = (str(error).splitlines() or [""])[0]
-        return f"there is not enough memory ({told}); give a smaller batch or block size, or another device"
+        reason = (str(error).splitlines() or [""])[0]
+        return f"there is not enough memory ({reason}); give a smaller batch or block size, or another device"
     if isinstance(error, ValueError) and _written_by_us(error):
         return str(error)
     return str(error) if isinstance(error, (ValueError, RuntimeError)) and _read_by_a_library(error) else None
@@ -72,7 +72,7 @@ def one_line_errors(command):
 def _written_by_us(error: BaseException) -> bool:
     """Whether a `raise` statement in one of our modules has raised the error.
 
-    The bytecode says so, not the source: a file may have been edited since the program started.
+    This is decided by the bytecode, not by the source: a file may have been edited since the program started.
     """
     last = list(_steps(error.__traceback__))[-1]
     return _is_ours(_module(last)) and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE

@@ -1,10 +1,10 @@
-"""Models by name: a folder on this machine, or NAME/MODEL on the Hub."""
+"""Finds the folder of a model by its name: a folder on this machine, or NAME/MODEL on the Hub."""
 
 import re
 from pathlib import Path
 
 # the files of a repository that a model and its tokenizer need
-FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -21,20 +21,20 @@ def model_folder(name: Path | None) -> Path | None:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
-    told = f"{str(name)!r} is not a folder on this machine"
+    missing = f"{str(name)!r} is not a folder on this machine"
     try:
-        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=FILES))
+        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=MODEL_FILES))
     except LocalEntryNotFoundError:
         raise ValueError(
-            f"{told}, and the Hub cannot be reached (or HF_HUB_OFFLINE is set) while its cache here has no such model;"
-            " give a folder, or download the model where there is a network: hf download " + str(name)
+            f"{missing}, the Hub cannot be reached (or HF_HUB_OFFLINE is set), and its cache on this machine does not"
+            " have the model; give a folder, or download the model where there is a network: hf download " + str(name)
         ) from None
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         remedy = {401: "it does not exist, or needs a login (hf auth login)", 403: "your token may not read it"}
         reason = remedy.get(status, error.server_message or str(error).splitlines()[0])
-        raise ValueError(f"{told}, and the Hub refuses it ({status}): {reason}") from None
+        raise ValueError(f"{missing}, and the Hub refuses it ({status}): {reason}") from None
     except HFValidationError as error:
-        raise ValueError(f"{told} and not a valid name of a model on the Hub: {error}") from None
+        raise ValueError(f"{missing} and not a valid name of a model on the Hub: {error}") from None
     except HTTPError as error:  # the connection failed
-        raise ValueError(f"{told}, and the Hub cannot be reached ({error})") from None
+        raise ValueError(f"{missing}, and the Hub cannot be reached ({error})") from None

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hf_memmix.commands.common import err
 
-SECONDS = 30  # between two lines
+SECONDS_BETWEEN_LINES = 30
 
 Advance = Callable[..., None]
 
@@ -50,7 +50,7 @@ class Lines:
         seconds: time between two lines.
     """
 
-    def __init__(self, title: str, show: Callable[[str], None], seconds: float = SECONDS):
+    def __init__(self, title: str, show: Callable[[str], None], seconds: float = SECONDS_BETWEEN_LINES):
         self.title, self.show, self.seconds = title, show, seconds
         self._newest = self._shown = self._first = None
         self._lock, self._closed = threading.Lock(), threading.Event()

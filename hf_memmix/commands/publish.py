@@ -11,7 +11,7 @@ from hf_memmix.commands.errors import one_line_errors
 
 Folder = Annotated[Path, typer.Argument(help="Folder of a converted model.")]
 # files in the folder of a run that are not part of a model
-LEFT_OUT = [".*", "**/.*", "checkpoint-*/**", "*.tmp", "optimizer*", "runs/**"]
+NOT_UPLOADED = [".*", "**/.*", "checkpoint-*/**", "*.tmp", "optimizer*", "runs/**"]
 
 
 @one_line_errors
@@ -78,7 +78,7 @@ def push(
     student_config(model)
     check_card(model)
     if dry_run:
-        _say_what_is_uploaded(model, repo, revision, as_json)
+        _list_upload(model, repo, revision, as_json)
         return
     token = huggingface_hub.get_token()
     if token is None:
@@ -91,13 +91,13 @@ def push(
             url = api.create_repo(repo, private=private or None, exist_ok=True)
             commit = api.upload_folder(
                 repo_id=url.repo_id, folder_path=model, revision=revision, commit_message=message,
-                ignore_patterns=LEFT_OUT,
+                ignore_patterns=NOT_UPLOADED,
             )  # fmt: skip
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
         remedy = {401: "; the token is not valid there", 403: "; the token may not write there"}.get(status, "")
-        told = error.server_message or str(error).splitlines()[0]
-        raise ValueError(f"{api.endpoint} refused {repo!r} ({status}): {told}{remedy}") from None
+        answer = error.server_message or str(error).splitlines()[0]
+        raise ValueError(f"{api.endpoint} refused {repo!r} ({status}): {answer}{remedy}") from None
     except HTTPError as error:  # the connection failed
         raise ValueError(f"{api.endpoint} cannot be reached ({error}); nothing was committed") from None
     if as_json:
@@ -106,7 +106,7 @@ def push(
         out.print(f"{url} is at commit {commit.oid}")
 
 
-def _say_what_is_uploaded(model: Path, repo: str, revision: str | None, as_json: bool) -> None:
+def _list_upload(model: Path, repo: str, revision: str | None, as_json: bool) -> None:
     """Print the files that `push` would upload, with their sizes; no request is sent to the Hub."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError
@@ -117,7 +117,7 @@ def _say_what_is_uploaded(model: Path, repo: str, revision: str | None, as_json:
     except HFValidationError as error:
         raise ValueError(f"{repo!r} is not a valid name on the Hub: {error}") from None
     names = sorted(path.relative_to(model).as_posix() for path in model.rglob("*") if path.is_file())
-    files = {name: (model / name).stat().st_size for name in filter_repo_objects(names, ignore_patterns=LEFT_OUT)}
+    files = {name: (model / name).stat().st_size for name in filter_repo_objects(names, ignore_patterns=NOT_UPLOADED)}
     if as_json:
         print_json({"repo": repo, "revision": revision or "main", "files": files, "dry_run": True})
         return

@@ -1,4 +1,4 @@
-"""What all memory mixers share: registry, options, and a forward that knows padding, packing and the cache.
+"""Base class and registry of all memory mixers. The base class handles options, padding, packing and the cache.
 
     y, states = scan(project(x), states);  out = readout(y, x)
 
@@ -98,10 +98,10 @@ class MemoryMixer(nn.Module):
         self.layer_idx = layer_idx
         self.options = self.options_class.from_dict(config.mixers.get(self.name, {}))  # may change: set_mixer_options
 
-    # ---- a mixer writes these five
+    # ---- every mixer implements these five methods
 
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
-        """What `scan` needs, computed for each token alone: tensors [B, T, ...].
+        """The inputs of `scan`, computed for each token independently: tensors [B, T, ...].
 
         `rotary`: cos and sin [B, T, d] of the layer, None in a backbone without rotary embeddings.
         """
@@ -131,10 +131,10 @@ class MemoryMixer(nn.Module):
         raise NotImplementedError
 
     def init_weights(self):
-        """Fill the parameters with `transformers.initialization`, which leaves loaded ones alone."""
+        """Fill the parameters by `transformers.initialization`, which does not change loaded ones."""
         raise NotImplementedError
 
-    # ---- and may write these
+    # ---- a mixer may override these
 
     def step(
         self, tokens: dict[str, Tensor], states: dict[str, Tensor], state_indices: Tensor | None = None
@@ -185,7 +185,7 @@ class MemoryMixer(nn.Module):
             f" parallelism (device_map, FSDP or data parallelism), or write {type(self).__name__}.tp_plan"
         )
 
-    # ---- the same for all
+    # ---- the same for all mixers
 
     def allocate_states(self, batch: int, device, dtype: torch.dtype) -> dict[str, Tensor]:
         """Zeros with the shapes and dtypes of the states of `batch` sequences."""
@@ -258,7 +258,7 @@ class MemoryMixer(nn.Module):
         Args:
             hidden_states: the layer's normed input [B, T, hidden].
             position_embeddings: cos and sin [B or 1, T, d].
-            attention_mask: ignored, unless it is the pair (memmix_rows, memmix_cu_seqlens) that `layout_hooks`
+            attention_mask: ignored, except if it is the pair (memmix_rows, memmix_cu_seqlens) that `layout_hooks`
                 puts there for families whose decoder layer drops further keyword arguments.
             past_key_values, layer_past: the cache, under the name that the family uses.
             memmix_rows: `PaddedRows.of(mask)` of the padding mask [B, T]; None if all tokens are real.
@@ -269,7 +269,7 @@ class MemoryMixer(nn.Module):
             kwargs: `token_arguments` of the mixer, for the tokens of this forward; all others are ignored.
 
         Raises:
-            ValueError: a token argument has another shape, or packed sequences meet a cache.
+            ValueError: a token argument has a wrong shape, or there are both packed sequences and a cache.
         """
         if memmix_replay is not None:
             return self.scan(*memmix_replay)

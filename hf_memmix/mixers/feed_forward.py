@@ -17,5 +17,5 @@ class FeedForward(nn.Module):
         return TensorParallelPlan(ranks)
 
     def init_weights(self):
-        """Fill the parameters with `transformers.initialization`, which leaves loaded ones alone."""
+        """Fill the parameters by `transformers.initialization`, which does not change loaded ones."""
         raise NotImplementedError

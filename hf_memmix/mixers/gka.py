@@ -68,7 +68,7 @@ class GKAOptions(MixerOptions):
     inference_options: ClassVar[tuple[str, ...]] = ("solver_phases", "chunk_size")
 
     solver_phases: list[int] = checked(lambda: list(PHASES), _check_phases)
-    # smaller ridges are lost in float32; with larger ones the solution is nothing but the query
+    # smaller ridges are rounded away in float32; with larger ones the solution is proportional to the query
     ridge: float | int = between(0.02, 1e-7, 100, "the paper's is 0.02")
     chunk_size: int = between(64, 1, LARGEST_CHUNK, "the default is 64")
     use_decay: bool = True

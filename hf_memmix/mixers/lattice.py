@@ -33,7 +33,7 @@ from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, 
 
 ENC_STEP = 1.5  # largest step: errors become smaller below 2, and faster the further below
 STEP_SIZES = ("sigmoid", "softplus", "constant")
-KEPT = 4.0  # logit of the forget gate at the start: 0.98
+FORGET_GATE_BIAS = 4.0  # at the start; the gate is then 0.98
 
 
 @mixer_options
@@ -188,7 +188,7 @@ class LatticeMixer(HeadsMixer):
         if self.options.step_size == "constant":
             init.zeros_(self.gamma_bias)
         if self.options.use_forget_gate:
-            init.constant_(self.f_proj.bias, KEPT)
+            init.constant_(self.f_proj.bias, FORGET_GATE_BIAS)
 
     @classmethod
     def check_states(cls, options, states):

@@ -81,7 +81,7 @@ class RMSNorm(nn.Module):
         return y if gate is None else y * GATES[activation](gate)
 
 
-def one_angle_a_pair(x: Tensor, layout: str) -> Tensor:
+def one_angle_per_pair(x: Tensor, layout: str) -> Tensor:
     """cos or sin [B, T, d] in one of `ROPE_LAYOUTS` -> [B, T, d/2]; "single" has this shape already."""
     if layout == "pairs":
         return x[..., ::2]

@@ -130,7 +130,7 @@ class Mamba2Mixer(MemoryMixer):
         xBC, conv = self.conv1d(tokens["xBC"], past.get("conv"), lengths=lengths, cu_seqlens=cu_seqlens)
         dt = tokens["dt"]
         if lengths is not None:
-            # a pad has no time: it neither decays nor writes
+            # with dt = 0 a pad neither decays nor writes
             dt = torch.where(before_the_end(lengths, dt.shape[1])[..., None], dt, 0)
         x, memory = self._recurrence(xBC, dt)
         y, ssm = chunk_gla(

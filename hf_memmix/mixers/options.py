@@ -1,4 +1,4 @@
-"""Options of a mixer: a strict dataclass of huggingface_hub. Its fields say which values they accept, and why.
+"""Options of a mixer: a strict dataclass of huggingface_hub. Each field declares which values are allowed, and why.
 
     @mixer_options
     class GKAOptions(MixerOptions):
@@ -71,7 +71,7 @@ def checked(default_factory: Callable[[], Any], check: Callable[[Any], None]):
 
 
 def _key(options: dict) -> str:
-    """Options as text, in any order; it tells 1, 1.0 and True apart."""
+    """Options as text, independent of their order; 1, 1.0 and True give different texts."""
     return repr(sorted(options.items(), key=repr))
 
 

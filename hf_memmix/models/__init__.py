@@ -1,4 +1,4 @@
-"""Families that are trained from scratch: fixed backbones with the mixers of their papers.
+"""Model families that are trained from scratch: a backbone of transformers with the mixers of a paper.
 
 Importing this package registers their configurations; model classes are created, and modelling code is loaded, on
 first use.

@@ -1,4 +1,4 @@
-"""The paper's core module around one COFFEE layer: tokens in, distances to the embeddings out, no matrices.
+"""The paper's core module: an embedding, one COFFEE layer, and logits from distances to the embeddings; no matrices.
 
     u_k = E[token_k];  y = COFFEE(u);  d_m = |y - E[m]|;  p = softmin(d);  logits = log(p / (1 - p))
 
@@ -132,7 +132,7 @@ class CoffeeCore(CoreModule, PyTorchModelHubMixin):
 
 
 def logit_of_softmin(distance: Tensor) -> Tensor:
-    """log(p / (1 - p)) with p = softmin(distance) over the last dimension, exact also where p rounds to 1."""
+    """log(p / (1 - p)) with p = softmin(distance) over the last dimension, accurate even if p rounds to 1."""
     score = -distance
     itself = torch.eye(score.shape[-1], dtype=torch.bool, device=score.device)
     others = score[..., None, :].masked_fill(itself, float("-inf"))

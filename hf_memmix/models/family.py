@@ -1,4 +1,4 @@
-"""What all families that are trained from scratch share: presets, the mixer of each layer, and registration.
+"""Base class of the families that are trained from scratch: presets, the mixer of each layer, and registration.
 
 A family is one file: its sizes and a configuration class over a backbone of transformers,
 
@@ -24,7 +24,7 @@ _HEADS = ("Model", "ForCausalLM", "ForSequenceClassification")
 
 
 class FamilyConfig(MemMixConfig):
-    """Base class of the configurations of families; it comes before the backbone's class.
+    """Base class of the configurations of families. It stands before the backbone's configuration class.
 
     Args:
         attention_layers: layers that keep softmax attention; ignored if `mixer_types` is given.
@@ -70,7 +70,7 @@ class FamilyConfig(MemMixConfig):
 
 
 def register_family(cls):
-    """Class decorator: make a family known to AutoConfig, and its models by name in `hf_memmix`.
+    """Class decorator: register a family with AutoConfig, and its model names in `hf_memmix`.
 
     Raises:
         ValueError: the class does not subclass `FamilyConfig` and a configuration class of transformers.

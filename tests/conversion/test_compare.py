@@ -60,7 +60,7 @@ def test_unknown_logit_transform_is_refused():
         return output
 
     teacher.forward = forward
-    with pytest.raises(ValueError, match="hf_memmix/backbones.py does not say"):
+    with pytest.raises(ValueError, match="hf_memmix/backbones.py does not describe"):
         logits_head(teacher)
 
 

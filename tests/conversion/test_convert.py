@@ -150,15 +150,15 @@ def test_wrong_teachers_and_mixers_are_refused(tmp_path):
 
 
 def test_silent_drop_is_an_error(monkeypatch):
-    """A mixer that forgets to say what becomes of a tensor is stopped."""
+    """A mixer must report a fate for every tensor."""
     honest = STARTS["gka"]
     silent = Start(honest.options, lambda m, a: [f for f in honest.take_over(m, a) if f.field != "q_weight"])
     monkeypatch.setitem(STARTS, "gka", silent)
-    with pytest.raises(ValueError, match="what becomes of q_weight"):
+    with pytest.raises(ValueError, match="one fate for each tensor, but does not for q_weight"):
         convert_model(tiny_teacher())
     twice = Start(honest.options, lambda m, a: [*honest.take_over(m, a), TensorFate("v_bias", "dropped", reason="no")])
     monkeypatch.setitem(STARTS, "gka", twice)
-    with pytest.raises(ValueError, match="does not say once what becomes of v_bias"):
+    with pytest.raises(ValueError, match="one fate for each tensor, but does not for v_bias"):
         convert_model(tiny_teacher("qwen2"))
 
 

@@ -119,5 +119,5 @@ def test_a_false_use_is_an_error(monkeypatch):
         return fates
 
     monkeypatch.setitem(STARTS, "gka", Start(honest.options, false))
-    with pytest.raises(ValueError, match="says v_weight is used in v_proj.weight, which differs"):
+    with pytest.raises(ValueError, match="reports that v_weight was copied to v_proj.weight, but"):
         convert_model(tiny_teacher())

@@ -315,13 +315,15 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path):
     key = "model.layers.1.gka.alpha_proj.bias"
     changes = {
         "lacks 1 tensors: model.layers.1.gka.alpha_proj.bias;": lambda t: t.pop(key),
-        "1 tensors without a place: model.layers.1.gka.k_rep": lambda t: t.update(
+        "1 tensors that the model does not have: model.layers.1.gka.k_rep": lambda t: t.update(
             {"model.layers.1.gka.k_rep": torch.zeros(2)}
         ),
-        "1 tensors without a place: model.layers.1.self_attn.q_norm.weight": lambda t: t.update(
+        "1 tensors that the model does not have: model.layers.1.self_attn.q_norm.weight": lambda t: t.update(
             {"model.layers.1.self_attn.q_norm.weight": torch.zeros(D)}
         ),
-        r"gka.alpha_proj.bias has shape \[3\], config.json makes it \[4\]": lambda t: t.update({key: torch.zeros(3)}),
+        r"gka.alpha_proj.bias has shape \[3\], but config.json requires \[4\]": lambda t: t.update(
+            {key: torch.zeros(3)}
+        ),
     }
     for i, (message, change) in enumerate(changes.items()):
         tensors = release_tensors(config)
@@ -342,5 +344,5 @@ def test_broken_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="lacks the weight files model.safetensors"):
         import_hmf(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         import_hmf(folder)

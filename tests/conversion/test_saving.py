@@ -103,7 +103,7 @@ LEFT = """
     if moment == "discarding":
         (path.parent / ".student.run").mkdir()
         saving.shutil.rmtree = die
-        saving.discard(path.parent / ".student.run", beside=path)
+        saving.remove_folder(path.parent / ".student.run", beside=path)
     if moment == "between two renames":
         saving._exchange = lambda one, other: False
         replace = os.replace

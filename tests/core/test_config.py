@@ -313,7 +313,7 @@ def test_additive_mask():
 @pytest.mark.parametrize("shape", ((0, 5), (2, 0), (0, 0)))
 @pytest.mark.parametrize("layout", ("first", "all"))
 def test_input_without_tokens(layout, shape):
-    with pytest.raises(ValueError, match=f"holds no token: {shape[0]} rows of {shape[1]}"):
+    with pytest.raises(ValueError, match=f"has no tokens: {shape[0]} rows of {shape[1]}"):
         tiny_model("llama", layout)(torch.zeros(shape, dtype=torch.long))
 
 

@@ -8,7 +8,7 @@ from transformers.cache_utils import StaticLayer
 
 from core.checks import assert_same_generation, check_padded_generation, greedy, left_padded, uncached_greedy
 from hf_memmix import RecurrentStateCache
-from hf_memmix.layout_hooks import separates
+from hf_memmix.layout_hooks import sequences_are_separate
 from testing import MIXERS, assert_same, assert_same_tokens, base_model, random_ids, tiny_model, word_tokenizer
 
 LAYOUTS = ("first", "all")
@@ -392,7 +392,7 @@ def test_position_ids_that_jump(layout, mixer):
 @pytest.mark.parametrize("row", (0, 1))
 @pytest.mark.parametrize("additive", (False, True))
 def test_mask_of_kept_attention_that_leaks(additive, row):
-    """Of packed rows every one is looked at, and only a large negative entry separates."""
+    """Of packed rows every one is looked at, and only a large negative entry separates sequences."""
     boundaries = torch.tensor([0, 3, 6, 8, 12], dtype=torch.int32)
     mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
     mask[0, :, 3:, :3] = mask[1, :, 2:, :2] = False
@@ -403,9 +403,9 @@ def test_mask_of_kept_attention_that_leaks(additive, row):
         mask, leaking = (torch.zeros(m.shape).masked_fill(~m, -1e9) for m in (mask, leaking))
         biased = mask.clone()
         biased[row, :, first, first - 1] = -2.0  # a bias as of ALiBi, no separation
-        assert not separates(biased, boundaries)
-    assert separates(mask, boundaries)
-    assert not separates(leaking, boundaries)
+        assert not sequences_are_separate(biased, boundaries)
+    assert sequences_are_separate(mask, boundaries)
+    assert not sequences_are_separate(leaking, boundaries)
 
 
 @torch.no_grad()

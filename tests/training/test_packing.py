@@ -161,7 +161,7 @@ def test_a_stream_trains_and_resumes_like_rows_in_memory(sources, tmp_path):
         run(tmp_path / "broken", callbacks=[Stop()])
     resumed, _ = run(tmp_path / "broken")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    with pytest.raises(ValueError, match=r"is of another run \(data was"):
+    with pytest.raises(ValueError, match=r"belongs to another run \(data was"):
         run(tmp_path / "broken", files[:2])
 
 

@@ -58,7 +58,7 @@ def test_groups_reach_the_weights(student, tmp_path):
     ("fields", "message"),
     [
         ({"groups": [{"learning_rate": 1e-3}]}, "needs a regular expression"),
-        ({"groups": [{"match": "(", "learning_rate": 1e-3}]}, "is no regular expression"),
+        ({"groups": [{"match": "(", "learning_rate": 1e-3}]}, "is not a regular expression"),
         ({"groups": [{"match": "x", "lr": 1e-3}]}, "it takes learning_rate and weight_decay"),
         ({"groups": [{"match": "x", "learning_rate": "1e-3"}]}, "in YAML write 1.0e-3"),
         ({"learning_rate": 1.5}, r"learning_rate is 1.5 in the recipe; it must lie in \[0, 1\)"),
@@ -136,7 +136,10 @@ def test_a_recipe_object_is_run_for_fewer_steps(student, tmp_path):
         ({"max_grad_norm": None}, "trainer sets max_grad_norm to None, which is not of type float"),
         ({"use_cpu": "yes"}, "trainer sets use_cpu to 'yes', which is not of type bool"),
         ({"optim": "nosuch"}, "trainer of the recipe: .*nosuch"),
-        ({"report_to": "nosuch"}, "report_to is 'nosuch', which is no tracker of transformers; give one of .*wandb"),
+        (
+            {"report_to": "nosuch"},
+            "report_to is 'nosuch', which is not a tracker of transformers; give one of .*wandb",
+        ),
         ({"report_to": "clearml"}, "report_to is 'clearml', which is not installed; pip install clearml"),
     ],
 )

@@ -88,7 +88,7 @@ def killed_before_the_run_folder_goes(workspace, monkeypatch, *more):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("hf_memmix.training.run_lock.discard", killed)
+        patched.setattr("hf_memmix.training.run_lock.remove_folder", killed)
         assert CliRunner().invoke(app, command(workspace, "align", *more)).exit_code == 130
     assert (workspace / "out" / "config.json").is_file() and (workspace / ".out.run").is_dir()
 

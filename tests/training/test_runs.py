@@ -42,17 +42,19 @@ def weights(model):
 
 def test_another_student_or_teacher_does_not_continue_a_run(tmp_path, teacher, data):
     align(convert_model(teacher), teacher, data, tmp_path, **OPTIONS)
-    with pytest.raises(ValueError, match=r"is of another run \(student.config.mixers.gka.ridge was 0.0[0-9]*, is 0.2"):
+    with pytest.raises(
+        ValueError, match=r"belongs to another run \(student.config.mixers.gka.ridge was 0.0[0-9]*, is 0.2"
+    ):
         align(convert_model(teacher, ridge=0.2), teacher, data, tmp_path, **OPTIONS)
     moved = convert_model(teacher)
     moved.lm_head.weight.data[0, 0] += 1
-    with pytest.raises(ValueError, match=r"is of another run \(student.weights was"):
+    with pytest.raises(ValueError, match=r"belongs to another run \(student.weights was"):
         align(moved, teacher, data, tmp_path, **OPTIONS)
     other = copy.deepcopy(teacher)
     attention_module(other, 1).q_proj.weight.data *= 1.1
-    with pytest.raises(ValueError, match=r"is of another run \(teacher.weights was"):
+    with pytest.raises(ValueError, match=r"belongs to another run \(teacher.weights was"):
         align(convert_model(teacher), other, data, tmp_path, **OPTIONS)
-    with pytest.raises(ValueError, match=r"is of another run \(recipe.trainer.max_grad_norm was None, is 0.5"):
+    with pytest.raises(ValueError, match=r"belongs to another run \(recipe.trainer.max_grad_norm was None, is 0.5"):
         align(convert_model(teacher), teacher, data, tmp_path, trainer={"max_grad_norm": 0.5}, **OPTIONS)
     align(convert_model(teacher), teacher, data, tmp_path, trainer={"logging_steps": 1}, **OPTIONS)
 
@@ -66,7 +68,7 @@ def test_a_checkpoint_of_an_earlier_version_is_continued(tmp_path, teacher, data
     del record["recipe"]["trainer"]
     file.write_text(json.dumps(record))
     align(second, teacher, data, tmp_path, **OPTIONS)
-    assert "of an earlier version" in caplog.text
+    assert "by an earlier version" in caplog.text
     assert all(torch.equal(tensor, weights(first)[name]) for name, tensor in weights(second).items())
 
 

@@ -110,12 +110,12 @@ def test_a_complete_run_is_not_trained_further_when_it_is_asked_for_again(tmp_pa
 def test_checkpoint_of_another_run_is_refused(tmp_path, data, teacher):
     options = {"steps": 2, "save_every": 1, **SMALL}
     align(convert_model(teacher), teacher, data, tmp_path, **options)
-    with pytest.raises(ValueError, match=r"is of another run \(recipe.learning_rate was [0-9.e-]+, is 0.5\)"):
+    with pytest.raises(ValueError, match=r"belongs to another run \(recipe.learning_rate was [0-9.e-]+, is 0.5\)"):
         align(convert_model(teacher), teacher, data, tmp_path, **(options | {"learning_rate": 0.5}))
-    with pytest.raises(ValueError, match="is of another run .*mixer_types"):
+    with pytest.raises(ValueError, match="belongs to another run .*mixer_types"):
         align(convert_model(teacher, keep=[0]), teacher, data, tmp_path, **options)
     other = TokenBlocks(data.blocks.flatten().flip(0), 16)
-    with pytest.raises(ValueError, match="is of another run .*data"):
+    with pytest.raises(ValueError, match="belongs to another run .*data"):
         align(convert_model(teacher), teacher, other, tmp_path, **options)
     (tmp_path / "checkpoint-2" / "memmix_run.json").unlink()
     with pytest.raises(ValueError, match="no readable memmix_run.json"):
@@ -159,7 +159,7 @@ def test_plain_student_is_refused(tmp_path, data, teacher):
 def test_no_resume_does_not_mix_two_runs(tmp_path, data, teacher):
     options = {"steps": 2, "save_every": 1, **SMALL}
     align(convert_model(teacher), teacher, data, tmp_path, **options)
-    with pytest.raises(ValueError, match="checkpoint-2 is of an earlier run"):
+    with pytest.raises(ValueError, match="checkpoint-2 belongs to an earlier run"):
         align(convert_model(teacher), teacher, data, tmp_path, resume=False, **options)
 
 
@@ -199,7 +199,7 @@ def test_truncated_checkpoint_is_named(tmp_path, data, teacher):
 
 
 def test_data_that_does_not_fit_is_refused(tmp_path, data, teacher):
-    with pytest.raises(ValueError, match="blocks of 16 tokens, the recipe asks for 32"):
+    with pytest.raises(ValueError, match="blocks of 16 tokens, but block_size of the recipe is 32"):
         align(convert_model(teacher), teacher, data, tmp_path, block_size=32)
     with pytest.raises(ValueError, match="outside the vocabulary of 64"):
         align(convert_model(teacher), teacher, TokenBlocks(torch.full((64,), 99), 16), tmp_path, **SMALL)

@@ -1,1 +1,1 @@
-"""The bundled models: the scripts that make them and their texts, and the demonstration on them."""
+"""Scripts that make the bundled models and their texts, and the demonstration of these models."""

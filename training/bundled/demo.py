@@ -1,9 +1,10 @@
-"""`make demo`: the whole way from a pretrained transformer to a small folder with constant memory, offline, on a CPU.
+"""`make demo`: converts, trains and measures the bundled transformer, offline, on a CPU.
 
-Converts the bundled transformer to GKA, aligns and distils it briefly on the bundled text, then measures both models:
-perplexity and agreement on held-out text, bytes of the cache and time per token against context, text of both. Writes
-`results.json`, `plot.png` and the checkpoint `student/`, and loads that one in a new Python process. Whoever changes
-rates or steps compares on `--text hf_memmix/assets/dev.txt`, so that the held-out text has no part in the choice.
+It converts the bundled transformer to GKA, aligns and distils it briefly on the bundled text, and measures both
+models: perplexity and agreement on held-out text, bytes of the cache and time per token by context length, and
+generated text. It writes `results.json`, `plot.png` and the checkpoint `student/`, and loads this checkpoint in a new
+Python process. To change learning rates or steps, compare with `--text hf_memmix/assets/dev.txt`: the held-out text
+must not be used for choices.
 """
 
 import json
@@ -33,7 +34,7 @@ from hf_memmix.training.train import align, distill
 
 CONTEXTS = (1024, 4096, 32768, 131072)
 PROMPT_TOKENS = 24
-# short schedules want higher rates than the recipes'
+# these short schedules need higher rates than the recipes
 LEARNING_RATES = {
     "align": {"learning_rate": 5e-3},
     "distill": {"learning_rate": 5e-4, "rest_learning_rate": 5e-5},
@@ -41,7 +42,7 @@ LEARNING_RATES = {
 WARMUP_STEPS = 5
 NEW_TOKENS = 80
 STAGE_SECONDS = 100  # a slow or busy machine stops training here, so that the whole takes less than five minutes
-# what the new process runs: it knows the folder and the prompt, nothing else
+# the code of the new process, which gets only the folder and the prompt
 LOAD_AND_GENERATE = """
 import sys, torch, hf_memmix
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -88,7 +89,7 @@ def run_demo(
     contexts: tuple[int, ...] = CONTEXTS,
     new_tokens: int = NEW_TOKENS,
 ) -> dict:
-    """Do everything of the module docstring into the folder `output` and return what `results.json` holds.
+    """Run the demo, write its files into the folder `output`, and return the content of `results.json`.
 
     The models are compared on the first `text_tokens` tokens of the file `text`, the bundled held-out text by default.
     """
@@ -115,7 +116,7 @@ def run_demo(
         )
         seconds[name] = stages[-1]["seconds"]
 
-    # from here on the student is what the folder holds: weights rounded to bf16, computed in fp32
+    # from here on the student is the saved one: weights that were rounded to bf16, computed in fp32
     folder = output / "student"
     save_student(student, folder, tokenizer, overwrite=True, dtype=torch.bfloat16)
     student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -199,7 +200,7 @@ def tokens_of_new_process(folder: Path, prompt: str, new_tokens: int) -> list[in
 
 
 def show(results: dict, output: Path, console: Console) -> None:
-    """The table and the two texts."""
+    """Print the table and the two texts."""
     quality, cost = results["quality"], results["context_cost"]
     table = Table(title=f"{results['student']['converted_layers']} of {results['student']['layers']} layers are GKA")
     for column, side in (("", "left"), ("transformer", "right"), ("GKA student", "right")):

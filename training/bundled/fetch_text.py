@@ -5,9 +5,9 @@
 Downloads the packages with `apt-get download`, unpacks them with `dpkg -x` into a scratch folder, extracts and cleans
 the texts, and writes `train.txt`, `dev.txt`, `heldout.txt`, `sample.txt` (part of `train.txt`) and `sources.json`.
 A document is a chapter; documents are separated by a line holding `<|endoftext|>`, paragraphs by an empty line.
-The split is by chapter (novels) or whole book (scripture and its commentary, which quote each other), and is made
-before anything is learnt from the text, the tokenizer included. What chooses (a schedule, a default) reads `dev.txt`,
-what reports reads `heldout.txt`. It needs apt and dpkg.
+The split is by chapter (novels) or whole book (scripture and its commentary, which quote each other). It is made
+before the tokenizer or a model is trained. Choices (a schedule, a default) use `dev.txt`, reported figures use
+`heldout.txt`. The script needs apt and dpkg.
 """
 
 import hashlib
@@ -165,7 +165,7 @@ def henry(root: Path) -> Iterator[Document]:
 
 
 def spurgeon(root: Path) -> Iterator[Document]:
-    """The expositions alone, and all for training: they quote the psalms verse by verse."""
+    """Only the expositions. All of them are training text, because they quote the psalms verse by verse."""
     marks = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"") | {0x2014: "--", 0x2013: "-"}
     for psalm in read_sword_blocks(root / "usr/share/sword/modules/comments/zcom/tdavid/ot", "c"):
         for part in re.split(r"(?=<title)", psalm):

@@ -3,10 +3,10 @@
     python -m hf_memmix.training.bundled.make_tiny_gka --keep auto --text train.txt --out out/tiny_gka --minutes 7
     python -m hf_memmix.training.bundled.make_tiny_gka --keep none --text train.txt --out out/tiny_gka_pure --minutes 7
 
-Meant for one GPU. The number of steps follows from `--minutes` and a few measured steps, so the run ends in time on
-any machine. Part of the data is text that the teacher writes itself. `--keep auto` aligns all layers, then keeps the
-one whose replacement alone costs most. `--out` receives the model in bf16 and `metrics.json`. The held-out text is
-read once, at the end; what is shown on the way is measured on the development text.
+It is meant for one GPU. The number of steps is computed from `--minutes` and the time of a few steps, so the run ends
+in time on any machine. A part of the data is sampled from the teacher. `--keep auto` aligns all layers, and then keeps
+the layer whose replacement changes the teacher's predictions most. The model in bf16 and `metrics.json` are written to
+`--out`. The held-out text is read once, at the end; all other figures are measured on the development text.
 """
 
 import json
@@ -126,13 +126,13 @@ def main(
 
 
 def measure(student, teacher, tokenizer, text: Path, block_size: int, max_tokens: int | None = None) -> dict:
-    """The report on the first `max_tokens` tokens of a file, and which file it was."""
+    """The comparison on the first `max_tokens` tokens of a file, and the record of this file."""
     tokens = tokenize_files(text, tokenizer)
     return {"text": text_record(text)} | report(student, teacher, tokens[:max_tokens], block_size=block_size)
 
 
 def measure_export(folder: Path, teacher: Path, heldout: Path, block_size: int, device: str = "cpu") -> dict:
-    """What is reported of a student: its folder against the teacher's on the held-out text, both in float32."""
+    """The comparison of the student in `folder` with the teacher, on the held-out text, both in float32."""
     student, target = (load_model(path, dtype=torch.float32).to(device) for path in (folder, teacher))
     result = measure(student, target, AutoTokenizer.from_pretrained(folder), heldout, block_size)
     return result | {"arithmetic": "float32 on the saved bfloat16 weights", "device": device}
@@ -148,7 +148,7 @@ def with_kept(aligned, teacher, keep: list[int], options: dict):
 def most_needed_layer(
     aligned, teacher, tokens: torch.Tensor, block_size: int, options: dict
 ) -> tuple[list[int], list[float]]:
-    """The layer whose replacement alone moves the teacher's predictions most, and that KL for every layer."""
+    """The layer whose replacement changes the teacher's predictions most, and the KL divergence for every layer."""
     layers = range(teacher.config.num_hidden_layers)
     scores = []
     for layer in layers:
@@ -158,7 +158,7 @@ def most_needed_layer(
 
 
 def make_data(teacher, stream: torch.Tensor, args, say) -> TokenBlocks:
-    """Real text cut at several offsets, and as many blocks as asked for by the teacher itself."""
+    """Blocks of real text, cut at several offsets, and blocks that are sampled from the teacher."""
     size = args.block_size
     offsets = [i * size // OFFSETS for i in range(OFFSETS) if len(stream) > i * size // OFFSETS + size]
     parts = [TokenBlocks(stream[offset:], size).blocks for offset in offsets]
@@ -191,7 +191,7 @@ def stage_recipe(stage: str, steps: int, args) -> Recipe:
 
 
 def measure_step(stage: str, teacher, data: TokenBlocks, args, keep, options) -> float:
-    """Seconds of one step, from a short run on a throw-away student after a shorter one that compiles kernels."""
+    """Seconds of one step of a copy of the student, measured after a shorter run that compiles the kernels."""
     student = convert_model(teacher, "gka", keep, **options)
     with tempfile.TemporaryDirectory() as scratch:
         for steps in (3, 23) if torch.cuda.is_available() else (1, 2):

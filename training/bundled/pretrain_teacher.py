@@ -6,9 +6,9 @@
         --out .scratch/teacher/model --metrics .scratch/teacher/metrics.json
 
 Learns a byte-level BPE tokenizer on the training text, then the model (Touvron et al. 2023, arXiv:2302.13971, with
-grouped key/value heads and tied embeddings). After each epoch the loss on the dev text is taken; the best weights are
-kept, and the run ends once `--patience` epochs brought no better ones. The held-out text is read once, at the end.
-Text files hold documents separated by a line `<|endoftext|>`, which is the tokenizer's bos and eos.
+grouped key/value heads and tied embeddings). After each epoch the loss on the dev text is measured and the best
+weights are kept. The run ends after `--patience` epochs without an improvement. The held-out text is read once, at the
+end. Text files hold documents separated by a line `<|endoftext|>`, which is the tokenizer's bos and eos.
 """
 
 import copy
@@ -112,9 +112,9 @@ def build_model(args: SimpleNamespace, tokenizer: PreTrainedTokenizerFast) -> Ll
 
 
 def add_dropout(model: LlamaForCausalLM, p: float) -> None:
-    """Drop out the embeddings and what each attention and MLP adds to the residual stream, while training.
+    """Add dropout to the embeddings and to the outputs of each attention and MLP, during training.
 
-    The Llama of transformers has attention dropout alone; hooks leave its code and its saved config as they are.
+    The Llama of transformers has only attention dropout. Hooks do not change its code or its saved config.
     """
 
     def hook(module, _, output):
@@ -134,7 +134,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 
 
 def train(args: SimpleNamespace) -> dict:
-    """Train as `args` says, leave the best model and its tokenizer in `args.out`, return the record of the run."""
+    """Train with the settings `args`, write the best model and its tokenizer to `args.out`, and return a record."""
     texts = {name: read_documents(getattr(args, name)) for name in ("train", "dev", "heldout")}
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     set_seed(args.seed)
@@ -200,7 +200,7 @@ def train(args: SimpleNamespace) -> dict:
 
 
 def measure_export(folder: Path, heldout: Path, context: int, device="cpu") -> dict:
-    """What is reported of a teacher: loss of its folder on the held-out text, in windows of `context` tokens."""
+    """The loss of the saved teacher in `folder` on the held-out text, in windows of `context` tokens."""
     text = read_documents(heldout)
     model = load_model(folder, torch.float32).to(device)
     ids = encode(AutoTokenizer.from_pretrained(folder), text)

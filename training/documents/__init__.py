@@ -1,1 +1,1 @@
-"""What writes the documents: tables of README files and model cards, from committed measurements."""
+"""Writes the tables of README files, and model cards, from committed measurements."""

@@ -1,7 +1,7 @@
-"""The card of a converted model, from measurements alone: `memmix report`, `memmix eval`, the stages, the plan.
+"""The card of a converted model. All its figures come from the JSON output of memmix commands.
 
-Every measurement names the weights that it measured. A card and an upload are refused when these are
-not the weights of the folder.
+Every measurement contains a hash of the weights that were measured. If the weights in the folder have another hash,
+writing the card and uploading the folder are refused.
 """
 
 import hashlib
@@ -31,10 +31,10 @@ MIXERS = {
 
 
 def weights_of(folder: str | Path) -> str:
-    """A sum of the weights in a model folder, by which measurements say what they are of.
+    """A hash of the weights in a model folder, which is stored in measurements.
 
     Raises:
-        ValueError: the folder holds no safetensors.
+        ValueError: the folder holds no safetensors files.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
@@ -47,22 +47,22 @@ def weights_of(folder: str | Path) -> str:
 
 
 def student_config(folder: Path) -> dict:
-    """config.json of a converted model. Raises ValueError if the folder holds none, or another model."""
+    """config.json of a converted model. Raises ValueError if the folder holds no converted model."""
     config = read_config(folder).to_dict()
     if "mixer_types" not in config:
-        raise ValueError(f"{str(folder)!r} is no converted model; memmix convert makes one")
+        raise ValueError(f"{str(folder)!r} is not a converted model; memmix convert makes one")
     return config
 
 
 def read_measurement(path: str | Path, *needs: str) -> dict:
-    """A JSON object from a file. Raises ValueError if there is none, or if it lacks one of the keys in `needs`."""
+    """The JSON object in a file. Raises ValueError if the file is missing or broken, or lacks a key of `needs`."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"there is no measurement {str(path)!r}")
+        raise ValueError(f"the file {str(path)!r} does not exist; give the JSON file of a measurement")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} is no JSON ({error}); measure anew") from None
+        raise ValueError(f"{str(path)!r} is not JSON ({error}); repeat the measurement") from None
     missing = [key for key in needs if not isinstance(content, dict) or key not in content]
     if missing:
         raise ValueError(f"{str(path)!r} lacks {', '.join(missing)}; is it the JSON of another command?")
@@ -81,16 +81,19 @@ def student_card(
     stages: list[dict] | None = None,
     plan: dict | None = None,
 ) -> str:
-    """The card's text.
+    """The text of the card.
 
     Args:
-        report: `memmix report --json` of the folder.
-        probes, stages, plan: `memmix eval`, the `--json` of `memmix align` and `distill`, and `memmix select`.
-        repo: where the model will lie; default: the name of the folder.
+        report: output of `memmix report --json` for this folder.
+        base_model, license, language: the teacher's name, its licence and the language, as the Hub writes them.
+        probes: output of `memmix eval`.
+        stages: outputs of `memmix align --json` and `memmix distill --json`.
+        plan: the plan of `memmix select`.
+        repo: name that the model will have on the Hub; default: the name of the folder.
 
     Raises:
-        ValueError: the folder is no converted model, a measurement is of other weights, the plan is another, or
-            a name is none that the Hub knows.
+        ValueError: the folder is not a converted model, other weights were measured, the model was converted by
+            another plan, or a name is not valid on the Hub.
     """
     _check_names(base_model, repo, license, language)
     folder = Path(folder)
@@ -98,7 +101,9 @@ def student_card(
     weights = weights_of(folder)
     for what, measured in (("report", report.get("weights")), ("probes", _probed(probes))):
         if measured is not None and measured != weights:
-            raise ValueError(f"the {what} is of other weights than those in {str(folder)!r}; measure these")
+            raise ValueError(
+                f"the {what} was measured with other weights than those in {str(folder)!r}; repeat the measurement"
+            )
     kinds = config["mixer_types"]
     kept = [i for i, kind in enumerate(kinds) if kind == "attention"]
     used = sorted({kind for kind in kinds if kind != "attention"})
@@ -154,20 +159,22 @@ def student_card(
 
 
 def check_card(folder: str | Path) -> ModelCard:
-    """The card in a model folder, fit to be uploaded.
+    """The card in a model folder.
 
     Raises:
-        ValueError: there is none, `memmix card` did not write it, or it is of other weights.
+        ValueError: there is no card, it was not written by `memmix card`, or it describes other weights.
     """
     path = Path(folder) / "README.md"
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} has no card (README.md); memmix card writes one from measurements")
     card = ModelCard.load(path)
-    told = re.search(r"<!-- weights ([0-9a-f]{64}) -->", card.content)
-    if told is None or "hf_memmix" not in (card.data.tags or []):
+    described = re.search(r"<!-- weights ([0-9a-f]{64}) -->", card.content)
+    if described is None or "hf_memmix" not in (card.data.tags or []):
         raise ValueError(f"{str(path)!r} is not a card of memmix card, which writes one from measurements")
-    if told[1] != weights_of(folder):
-        raise ValueError(f"{str(path)!r} tells of other weights than those beside it; measure and write it anew")
+    if described[1] != weights_of(folder):
+        raise ValueError(
+            f"{str(path)!r} describes other weights than those in its folder; repeat memmix report and memmix card"
+        )
     return card
 
 
@@ -189,10 +196,12 @@ def _check_plan(plan: dict | None, kinds: list[str], kept: list[int], used: list
     """Raise ValueError if the model was not converted by this plan."""
     if plan is None:
         return
-    told = {"num_layers": len(kinds), "keep": kept, "mixer": used[0] if len(used) == 1 else used}
-    for name, value in told.items():
+    converted = {"num_layers": len(kinds), "keep": kept, "mixer": used[0] if len(used) == 1 else used}
+    for name, value in converted.items():
         if name in plan and plan[name] != value:
-            raise ValueError(f"the plan has {name} {plan[name]}, the model {value}; give the plan it was converted by")
+            raise ValueError(
+                f"the plan has {name} {plan[name]}, but the model has {value}; give the plan of its conversion"
+            )
 
 
 def _probed(probes: dict | None) -> str | None:

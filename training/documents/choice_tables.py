@@ -1,4 +1,4 @@
-"""What a user needs to choose a mixer: quality after conversion, memory, and where it is slower than attention."""
+"""The tables of the README by which a user chooses a mixer: quality after conversion, memory, and speed."""
 
 import statistics
 from pathlib import Path

@@ -7,8 +7,8 @@ from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.documents.measurements import MEASUREMENTS, read
 from hf_memmix_kernels.coffee.sizes import coffee_method
 
-ATTENTION_SHAPED = ("sdpa", "short_conv", "gla", "gka")  # the others have shapes of their own: `op_table`
-# variant, pass, T and milliseconds that were asked for at B=8, 12 heads of 64 channels and slots, in bf16
+ATTENTION_SHAPED = ("sdpa", "short_conv", "gla", "gka")  # ops with other shapes are in `op_table`
+# variant, pass, T and the target in milliseconds, at B=8, 12 heads of 64 channels and slots, in bf16
 LATTICE_TARGETS = (
     ("dec", "fwd", 4096, 1.2),
     ("dec", "fwd+bwd", 4096, 5),
@@ -18,7 +18,7 @@ LATTICE_TARGETS = (
     ("sim", "fwd+bwd", 4096, 1.5),
     ("dec", "decode_graph", 1, 0.02),
 )
-# what every row of the kernels' JSON has; further fields tell variants of an op apart
+# the fields that every row of the kernels' JSON has; other fields describe variants of an op
 ROW = ("op", "B", "T", "H", "D", "dtype", "pass", "ms", "peak_mib", "gpu", "torch", "triton", "commit", "note")
 
 aligned_table = partial(markdown_table, figures=True)
@@ -174,7 +174,7 @@ def lattice_profile_table(root: Path) -> str:
 
 
 def lattice_targets_table(root: Path) -> str:
-    """What was asked of Lattice's kernels, and the milliseconds measured."""
+    """The targets of Lattice's kernels, and the measured milliseconds."""
     rows = [row for row in read("kernels", root) if row["op"] == "lattice"]
     lines = []
     for variant, name, tokens, target in LATTICE_TARGETS:
@@ -190,7 +190,7 @@ def lattice_targets_table(root: Path) -> str:
 
 
 def lattice_counters_table(root: Path) -> str:
-    """What the warps of every Lattice kernel wait for."""
+    """The shares of time in which the warps of each Lattice kernel issue instructions or wait, with the reason."""
     found = read("lattice_counters", root)
     lines = []
     for row in found["rows"]:

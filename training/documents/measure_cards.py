@@ -1,11 +1,11 @@
-"""Measure the models of the cards anew on the bundled texts, by the functions of the scripts that made the models.
+"""Measure the models of the cards again on the bundled texts, with the functions of the scripts that made them.
 
     python -m hf_memmix.training.documents.measure_cards --sources .scratch/teacher/sources.json
     python -m hf_memmix.training.documents.measure_cards --folder tiny_gka/metrics_pure=out/tiny_gka_pure
 
-Rewrites what `model_cards/*/metrics*.json` say of the held-out and the development text and of the shipped files;
-nothing of how the models were made. A variant that is not bundled is measured where `--folder` says it lies, else left
-as it is. `python model_cards/build.py` then writes the cards of the students.
+Writes the figures on the held-out and the development text, and the hashes of the bundled files, into
+`model_cards/*/metrics*.json`. The records of how the models were made do not change. A model that is not bundled is
+measured only if `--folder` gives its folder. Afterwards, `python model_cards/build.py` writes the students' cards.
 """
 
 import json
@@ -39,10 +39,10 @@ def measure_teacher(record: dict) -> None:
 
 
 def measure_student(metrics: dict, folder: Path) -> None:
-    """Renew the figures of the student in `folder` on both texts, in place; its untrained form is converted anew.
+    """Update the figures of the student in `folder` on both texts, in place, and those of a new, untrained student.
 
     Raises:
-        ValueError: a conversion of today has other mixer options than the student.
+        ValueError: the mixer options of a new conversion differ from the student's.
     """
     source, arguments = asset_path("tiny_teacher"), metrics["arguments"]
     block_size = int(arguments["block_size"])
@@ -51,7 +51,7 @@ def measure_student(metrics: dict, folder: Path) -> None:
     (mixer,) = metrics["mixer_options"]
     untrained = convert_model(teacher, mixer, "none", seed=int(arguments["seed"]))
     options = json.loads(json.dumps(untrained.config.mixers))
-    # figures of older versions have older names
+    # older records have old names of options
     if options[mixer] != MIXERS[mixer].options_class.from_dict(metrics["mixer_options"][mixer]).to_dict():
         raise ValueError(f"{folder} was converted with {metrics['mixer_options']}, today's options are {options}")
     metrics["untrained"] = make_tiny_gka.measure(

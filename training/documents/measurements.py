@@ -1,4 +1,4 @@
-"""Where each committed measurement lies: the one table that all documents, plots and tests read.
+"""The files of the committed measurements. All documents, plots and tests read this table.
 
 Paths are relative to the root of the checkout.
 """

@@ -1,11 +1,11 @@
-"""Write every figure of the documents from the committed measurements, and the plot of README.md.
+"""Write the tables of all documents, and the plot of README.md, from the committed measurements.
 
     python -m hf_memmix.training.documents.readme_tables            # after new measurements
-    python -m hf_memmix.training.documents.readme_tables --check    # exit code 1 if a document says anything else
+    python -m hf_memmix.training.documents.readme_tables --check    # exit code 1 if a table is out of date
 
-A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. NAME is a key of `tables.TABLES` and the words
-after it: `op lattice` is the table of an op's measurements, `results recall` the report of the measurement `recall`;
-`measurements.MEASUREMENTS` says where each measurement lies.
+A table is between `<!-- begin NAME -->` and `<!-- end NAME -->`. NAME is a key of `tables.TABLES`, followed by its
+arguments: `op lattice` is the table of the measurements of an op, `results recall` the report of the measurement
+`recall`. `measurements.MEASUREMENTS` lists the files of the measurements.
 """
 
 import re
@@ -38,10 +38,10 @@ def documents(root: Path) -> list[Path]:
 
 
 def render(text: str, root: Path) -> str:
-    """`text` of a document with every table written anew.
+    """`text` of a document with every table written again.
 
     Raises:
-        ValueError: a begin lacks its end, or there is no such table.
+        ValueError: a begin mark has no end mark, or there is no such table.
     """
     for name in re.findall(r"<!-- (?:begin|end) ([^>]+?) -->", text):
         if not MARK.search(text[text.find(f"<!-- begin {name} -->") :]) or f"<!-- end {name} -->" not in text:
@@ -59,7 +59,7 @@ def render(text: str, root: Path) -> str:
 def main(
     check: Annotated[bool, typer.Option(help="change nothing; exit code 1 if a document is out of date")] = False,
 ):
-    """Write the tables of all documents anew, and the plot of README.md."""
+    """Write the tables of all documents again, and the plot of README.md."""
     stale = []
     for path in documents(CHECKOUT):
         text = path.read_text(encoding="utf-8")

@@ -41,7 +41,7 @@ def demo_table(root: Path) -> str:
 
 
 def student_table(root: Path) -> str:
-    """Every student whose measurements are among the model cards."""
+    """One row for every student that has measurements in `model_cards`."""
     lines, devices, tokens = [], set(), set()
     for path in sorted((root / CARDS).glob("*/metrics*.json")):
         metrics = json.loads(path.read_text())
@@ -74,7 +74,7 @@ def student_table(root: Path) -> str:
 
 
 def experiment_tables(root: Path, *names: str) -> str:
-    """What the experiments' own reports say about the measurements of these names."""
+    """The reports of the experiments for the measurements of these names."""
     return _report([read(name, root) for name in names])
 
 
@@ -122,7 +122,7 @@ def teacher_table(root: Path) -> str:
 
 
 def refused_table(root: Path) -> str:
-    """The families that are refused by name."""
+    """The families that are refused."""
     return refusals()
 
 

@@ -1,1 +1,1 @@
-"""What is measured of a model: recall by probes, the cost of a context, which layers should stay attention."""
+"""Measurements of a model: recall by probes, memory and time by context length, which layers should stay attention."""

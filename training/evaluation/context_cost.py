@@ -1,9 +1,8 @@
-"""What a context costs at decode time: bytes of the cache and milliseconds per token, measured on real caches.
+"""Cost of a context at decode time: bytes of the cache and milliseconds per token.
 
-A real prefill of a few hundred tokens fills the cache. The attention layers are then extended to the wanted
-context with random keys and values of the model's shape and dtype: bytes and time do not depend on the values, and a
-prefill of 128k tokens through full attention would take hours on a CPU. Recurrent layers do not grow,
-so nothing is added to them.
+A prefill of a few hundred tokens fills the cache. Then random keys and values are added to the attention layers, up to
+the wanted context length: bytes and time do not depend on the values, and a prefill of 128k tokens would take hours on
+a CPU. Recurrent layers do not grow, so nothing is added to them.
 """
 
 import statistics
@@ -29,7 +28,7 @@ def cache_bytes(cache: Cache) -> int:
 
 @torch.inference_mode()
 def filled_cache(model: nn.Module, context: int, max_cache_len: int | None = None) -> Cache:
-    """A cache of one sequence of `context` tokens: growing, or static with room for `max_cache_len`."""
+    """A cache of one sequence of `context` tokens: dynamic, or static with the length `max_cache_len`."""
     cache = _new_cache(model, max_cache_len)
     prefill = min(context, PREFILL)
     ids = torch.randint(model.config.vocab_size, (1, prefill), device=model.device)
@@ -48,7 +47,7 @@ def filled_cache(model: nn.Module, context: int, max_cache_len: int | None = Non
 def milliseconds_per_token(model: nn.Module, cache: Cache, context: int, steps: int) -> float:
     """Time of an eager decode step from `cache`, which holds `context` tokens and grows by WARMUP + ROUNDS * steps.
 
-    The smallest median of ROUNDS rounds: other processes on the machine only ever add time.
+    It is the smallest median of ROUNDS rounds, because other processes on the machine can only add time.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     times = []
@@ -66,8 +65,8 @@ def milliseconds_per_token(model: nn.Module, cache: Cache, context: int, steps: 
 def context_cost(model: nn.Module, context: int, steps: int = 7) -> dict:
     """`{"context", "cache_bytes", "ms_per_token", "cache"}` of `model` after `context` tokens of one sequence.
 
-    The bytes are those of the growing cache, which holds exactly `context` tokens. The time is that of the faster of
-    the growing and the static cache, named by "cache": the growing one copies itself at every step.
+    The bytes are those of the dynamic cache, which holds exactly `context` tokens. The time is the smaller one of the
+    dynamic and the static cache ("cache" names it), because the dynamic cache copies itself at every step.
     """
     growing = filled_cache(model, context)
     row = {"context": context, "cache_bytes": cache_bytes(growing)}

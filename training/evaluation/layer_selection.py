@@ -1,11 +1,12 @@
-"""Which layers should stay attention: forward passes only, no training for each candidate.
+"""Measures which layers should stay attention. This needs forward passes, but no training for each candidate.
 
-One layer of the teacher at a time is replaced by its mixer. The score of a layer is what the replacement costs:
+One layer of the teacher at a time is replaced by its mixer. The score of a layer is the loss by this replacement:
 
     score_l = KL(teacher || teacher with layer l swapped) + weight (nll_l - nll)
 
-with the mean nll of the answers of recall probes. The layers with the highest scores stay attention. Use aligned
-mixers: the scores of fresh mixers tell how well each layer starts, not how much is lost with it.
+where nll is the mean negative log-likelihood of the answers of recall probes. The layers with the highest scores stay
+attention. Use aligned mixers: with fresh mixers, the scores measure how close each start is to the attention, not how
+much is lost after training.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from hf_memmix.training.evaluation.probes.score import score
 
 @contextlib.contextmanager
 def swapped(teacher: nn.Module, student: nn.Module, layers: list[int]) -> Iterator[None]:
-    """Within it, `layers` of the teacher give what the student's mixers make of their inputs."""
+    """A context in which the student's mixers compute the outputs of `layers` of the teacher."""
     handles = []
 
     def hook_for(layer: int):
@@ -58,7 +59,7 @@ def cost_of_swaps(
     batch_size: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict, list[dict]]:
-    """What each set of swapped layers costs; all layers of a set are swapped at once.
+    """The loss by each set of swapped layers. All layers of a set are swapped at once.
 
     Args:
         swaps: sets of the student's converted layers.
@@ -71,7 +72,7 @@ def cost_of_swaps(
     """
     have = converted_layers(student)
     if bad := sorted({layer for layers in swaps for layer in layers} - set(have)):
-        raise ValueError(f"layers {bad} of the student are no memory layers; those are {have}")
+        raise ValueError(f"layers {bad} of the student are not converted; converted layers are {have}")
     modes = teacher.training, student.training
     teacher.eval(), student.eval()
     try:
@@ -138,11 +139,12 @@ def _divergence(head, target: Tensor, hidden: Tensor) -> float:
 def rank_layers(teacher, student, blocks: Tensor, samples: dict[str, list[Sample]], *, weight=1.0, **options) -> dict:
     """Score the student's converted layers one by one; options as in `cost_of_swaps`.
 
-    Returns `{"teacher", "layers"}`: rows `{"layer", "kl", "answers", "nll", "score", "rank"}` in the order of layers,
-    `nll` being the rise of the answers' nll, the mean over tasks; rank 1 is the layer that costs most.
+    Returns:
+        `{"teacher", "layers"}`, with rows `{"layer", "kl", "answers", "nll", "score", "rank"}` in the order of layers.
+        `nll` is the increase of the answers' nll, averaged over tasks. The layer with the highest score has rank 1.
     """
     if not weight >= 0:
-        raise ValueError(f"the weight of the answers is {weight}; it must be 0 or more")
+        raise ValueError(f"the weight of the answers is {weight}; it must be at least 0")
     layers = converted_layers(student)
     base, costs = cost_of_swaps(teacher, student, [[layer] for layer in layers], blocks, samples, **options)
     rows = []
@@ -152,24 +154,26 @@ def rank_layers(teacher, student, blocks: Tensor, samples: dict[str, list[Sample
         rows.append({"layer": layer, "kl": cost["kl"], "answers": cost["answers"], "nll": nll})
         rows[-1]["score"] = cost["kl"] + weight * nll
         if not math.isfinite(rows[-1]["score"]):
-            raise ValueError(f"layer {layer} has no finite score; are the mixers diverged or broken?")
+            raise ValueError(
+                f"the score of layer {layer} is not finite; its mixer is broken or has diverged, give another student"
+            )
     for rank, row in enumerate(sorted(rows, key=lambda row: -row["score"]), 1):
         row["rank"] = rank
     return {"teacher": base, "layers": rows}
 
 
 def choose(ranking: dict, keep: float | int, num_layers: int) -> list[int]:
-    """The layers that cost most. `keep`: how many, or a fraction of `num_layers` (at least one).
+    """The layers with the highest scores. `keep`: their number, or a fraction of `num_layers` (at least one layer).
 
     Raises:
-        ValueError: as many as, or more than, there are to convert.
+        ValueError: `keep` is not smaller than the number of ranked layers.
     """
     rows = sorted(ranking["layers"], key=lambda row: row["rank"])
     return sorted(row["layer"] for row in rows[: count_of(keep, num_layers, len(rows))])
 
 
 def count_of(keep: float | int, num_layers: int, ranked: int) -> int:
-    """How many layers stay; arguments and errors as in `choose`, `ranked` of `num_layers` can be converted."""
+    """The number of layers that `choose` returns; `ranked`: the number of ranked layers. Errors as in `choose`."""
     count = keep if isinstance(keep, int) else max(1, round(keep * num_layers))
     if not 1 <= count < ranked or (isinstance(keep, float) and not 0 < keep < 1):
         raise ValueError(f"keep is {keep}; give a number from 1 to {ranked - 1}, or a fraction between 0 and 1")
@@ -177,7 +181,7 @@ def count_of(keep: float | int, num_layers: int, ranked: int) -> int:
 
 
 def plot_ranking(plan: dict, path) -> None:
-    """Draw a plan as a PNG: what each layer costs, split in its two parts; bars of layers that stay are filled."""
+    """Draw the plan of `memmix select` as a PNG: the two parts of each layer's score; kept layers have solid bars."""
     import matplotlib
 
     matplotlib.use("Agg")

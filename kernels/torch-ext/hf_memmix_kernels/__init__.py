@@ -1,4 +1,4 @@
-"""Operators with a memory of fixed size, one folder per op: float64 reference, torch path and Triton kernels."""
+"""Operators (ops) with states of fixed size, one folder per op: float64 reference, torch path and Triton kernels."""
 
 from .coffee import (
     check_coffee,

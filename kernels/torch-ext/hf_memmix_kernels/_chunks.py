@@ -1,4 +1,4 @@
-"""Which sequence and which chunk a program works on, for packed inputs. Computed on the device, without a sync."""
+"""Tables for packed inputs: the sequence and the chunk of every program. Computed on the device, without a sync."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What all ops share: input checks, the layout of sequences, and chunks with decay on the torch path.
+"""Functions for all ops: checks of inputs, the layout of sequences, and chunks with decay on the torch path.
 
 Letters in shapes: N sequences, B batch, T tokens, H heads, D head size. A packed input is [1, sum of lengths, ...],
 and `cu_seqlens` [N+1] holds the boundaries of its sequences.
@@ -116,7 +116,7 @@ def scan_chunks(
         initial: [..., I, J].
 
     Returns:
-        S as every chunk found it [..., chunks, I, J], in the chunks' order, and S after all of them.
+        S before every chunk [..., chunks, I, J], in the order of the chunks, and S after all of them.
     """
     states, state = [], initial
     steps = list(zip(additions.unbind(-3), chunk_decay[..., None, None].unbind(-3), strict=True))

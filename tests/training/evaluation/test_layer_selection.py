@@ -85,7 +85,7 @@ def test_mistakes(pair, blocks):
     broken = convert_model(teacher, "gka")
     with torch.no_grad():
         attention_module(broken, 1).o_proj.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="layer 1 has no finite score"):
+    with pytest.raises(ValueError, match="score of layer 1 is not finite"):
         rank_layers(teacher, broken, blocks, {})
 
 

@@ -1,4 +1,4 @@
-"""Models side by side on every task, length and depth: what `memmix eval` writes as JSON."""
+"""Scores models on every task, length and depth; `memmix eval` writes the result as JSON."""
 
 from collections.abc import Callable
 
@@ -28,15 +28,18 @@ def run_probes(
     """Score every model on the same sequences.
 
     Args:
-        samples: sequences per cell; tasks whose answers have their own depths draw as many for all depths together.
+        samples: sequences per cell. A task without depths draws this number of sequences per length.
 
-    Returns `settings`, `cells` and `summary`. A cell is `{"task", "length", "depth", "answers", "chance"}` and for
-    every model what `means` gives of its answers, or None where the length is over the model's limit; `summary` holds
-    the same over all cells of a task that every model could read. `chance` and `choice` are None without candidates.
-    Raises ValueError for an unknown task, a bad depth, or a length that a task does not fit in.
+    Returns:
+        `settings`, `cells` and `summary`. A cell has `{"task", "length", "depth", "answers", "chance"}` and, for every
+        model, the `means` of its answers, or None if the length is over the model's limit. `summary` has the means
+        over all cells of a task that every model can read. `chance` and `choice` are None without candidates.
+
+    Raises:
+        ValueError: a task is unknown, a depth is outside 0 to 1, or a length is too short for a task.
     """
     _check(tasks, lengths, depths, samples)
-    drawn = {}  # everything before the first model runs, so that a length that is too short is told at once
+    drawn = {}  # all samples are drawn before a model runs, so that a length that is too short is refused at once
     for task in tasks:
         for length in lengths:
             asked = depths if TASKS[task].depths else (None,)
@@ -62,14 +65,14 @@ def run_probes(
 
 
 def means(scores: list[Scores]) -> dict:
-    """Means over answers of what `Scores` holds, and the standard error of the gain's."""
-    told = [s.choice for s in scores if s.choice is not None]
+    """Means of the fields of `Scores` over answers, and the standard error of the mean gain."""
+    choices = [s.choice for s in scores if s.choice is not None]
     count = max(1, len(scores))
     gain = sum(s.gain for s in scores) / count
     return {
         "nll": sum(s.nll for s in scores) / count,
         "exact": sum(s.exact for s in scores) / count,
-        "choice": sum(told) / len(told) if told else None,
+        "choice": sum(choices) / len(choices) if choices else None,
         "gain": gain,
         "gain_error": (sum((s.gain - gain) ** 2 for s in scores) / max(1, count - 1) / count) ** 0.5,
     }

@@ -1,7 +1,6 @@
-"""What probes are made of: filler, keys and values of a text, as tokens of whatever tokenizer.
+"""The material of probes: filler text, keys and values, as tokens of any tokenizer.
 
-A prompt is put together from token pieces, not from a string, so that every sequence has the asked length to the token
-and positions of answers are exact.
+A prompt is built from lists of tokens, not from a string. So its length and the positions of answers are exact.
 """
 
 import functools
@@ -13,16 +12,16 @@ from dataclasses import dataclass
 MAX_WORD_TOKENS = 3
 MAX_VALUES = 128
 MAX_KEYS = 1024
-COMMON = 150  # the most frequent words stay out of the pools: every model expects them everywhere
+COMMON = 150  # so many of the most frequent words are not used: a model predicts them without recall
 DOCUMENT_MARK = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens [start, stop) of a sequence that a model with recall predicts.
+    """Tokens [start, stop) of a sequence, which a model can predict by recall.
 
-    depth: where in the sequence's context the answer stands, 0 the beginning and 1 the end, None if everywhere.
-    candidates: first tokens of the words that may be the answer, this one among them; empty if that is any token.
+    depth: position of the answer in the context, from 0 (start) to 1 (end); None if it is in many places.
+    candidates: first tokens of all possible answers, with the right one; empty if every token is possible.
     """
 
     start: int
@@ -33,7 +32,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sequence with its answers, and `control`: the same with other words where the context says the answers."""
+    """A sequence with answers. In `control`, the context has other words in the place of the answers."""
 
     ids: list[int]
     control: list[int]
@@ -41,13 +40,13 @@ class Sample:
 
 
 class Material:
-    """Filler, keys and values of `text` as tokens; keys are names as far as the text has them.
+    """Filler, keys and values of `text`, as tokens. Keys are names first, then other words.
 
-    Words are those of one to three tokens, no two of a pool with the same first token, neither very frequent nor
-    met once.
+    A word has one to three tokens, occurs more than once, and is not one of the most frequent words. No two keys, and
+    no two values, have the same first token.
 
     Raises:
-        ValueError: fewer than 8 such words for keys or for values.
+        ValueError: there are fewer than 8 such words for keys or for values.
     """
 
     def __init__(self, tokenizer, text: str):
@@ -77,11 +76,11 @@ class Material:
 
     @functools.cached_property
     def pair_counts(self) -> Counter:
-        """How often each pair of neighbouring tokens stands in the filler."""
+        """How often each pair of neighbouring tokens occurs in the filler."""
         return Counter(zip(self.filler[:-1], self.filler[1:], strict=True))
 
     def is_word(self, token: int) -> bool:
-        """Whether a token is three letters or more of a word rather than a mark or a suffix."""
+        """Whether a token has at least three letters and nothing else."""
         if token not in self._words:
             text = self.tokenizer.decode([token]).strip()
             self._words[token] = len(text) > 2 and text.isalpha()
@@ -91,14 +90,14 @@ class Material:
         return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
     def piece(self, text: str) -> list[int]:
-        """The tokens of `text` in the middle of a text: some tokenizers put a space before the first word."""
+        """The tokens of `text` inside a longer text. At the start of a text, some tokenizers add a space."""
         if text not in self._pieces:
             head, whole = self.encode("a"), self.encode("a" + text)
             self._pieces[text] = whole[len(head) :] if whole[: len(head)] == head else self.encode(text)
         return self._pieces[text]
 
     def window(self, length: int, draw: random.Random) -> list[int]:
-        """`length` tokens of filler from a random place; the text starts anew where it is too short."""
+        """`length` tokens of filler from a random place. A text that is too short is repeated."""
         start = draw.randrange(max(1, len(self.filler) - length))
         tokens = self.filler[start : start + length]
         while len(tokens) < length:

@@ -1,4 +1,4 @@
-"""Answers of a model, teacher-forced: one forward per sequence, no generation, logits at answer tokens only."""
+"""Scores the answers of a model, with teacher forcing: one forward per sequence, logits of answer tokens only."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import nn
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.training.evaluation.probes.material import Answer, Sample
 
-CHUNK = 256  # answer tokens whose logits exist at a time
+CHUNK = 256  # number of answer tokens whose logits are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class Scores:
     """The scores of one answer.
 
     nll: nats per token.
-    exact: whether every token of the answer is the likeliest token.
-    choice: whether its first token is the likeliest of the candidates' first tokens; None without candidates.
-    gain: how much higher the nll is in the control; None if the control was not read.
+    exact: whether every token of the answer has the highest probability.
+    choice: whether its first token is the likeliest one among the candidates' first tokens; None without candidates.
+    gain: nll in the control minus nll; None if the control was not read.
     """
 
     answer: Answer
@@ -32,10 +32,10 @@ class Scores:
 def score(model: nn.Module, samples: list[Sample], batch_size: int = 8, control: bool = True) -> list[Scores]:
     """Scores of all answers of `samples`, in their order; all samples have the same length.
 
-    control: whether the controls of the samples are read as well.
+    control: whether the controls of the samples are read, too.
 
     Raises:
-        ValueError: the samples have tokens that the model's vocabulary lacks.
+        ValueError: the samples have tokens that are not in the model's vocabulary.
     """
     highest = max((max(sample.ids) for sample in samples), default=0)
     if highest >= model.config.vocab_size:
@@ -48,14 +48,16 @@ def score(model: nn.Module, samples: list[Sample], batch_size: int = 8, control:
     try:
         for begin in range(0, len(samples), batch_size):
             batch = samples[begin : begin + batch_size]
-            said = _look(model, head, [sample.ids for sample in batch], batch, device)
-            told = _look(model, head, [sample.control for sample in batch], batch, device) if control else None
+            results = _look(model, head, [sample.ids for sample in batch], batch, device)
+            control_results = (
+                _look(model, head, [sample.control for sample in batch], batch, device) if control else None
+            )
             at = 0
             for answer in (answer for sample in batch for answer in sample.answers):
                 span = slice(at, at + answer.stop - answer.start)
                 at = span.stop
-                rows, nll = said[span], _nll(said[span])
-                gain = _nll(told[span]) - nll if control else None
+                rows, nll = results[span], _nll(results[span])
+                gain = _nll(control_results[span]) - nll if control else None
                 scores.append(Scores(answer, nll, all(row[1] for row in rows), rows[0][2], gain))
     finally:
         model.train(training)
@@ -67,7 +69,9 @@ def _nll(rows: list[tuple]) -> float:
 
 
 def _look(model: nn.Module, head, rows: list[list[int]], batch: list[Sample], device) -> list[tuple]:
-    """For every answer token: its log probability, whether it is the likeliest, and that among the candidates."""
+    """For every answer token: its log probability, whether it is the likeliest token, and whether it is the likeliest
+    candidate (None without candidates).
+    """
     hidden = model.base_model(input_ids=torch.tensor(rows, device=device), use_cache=False).last_hidden_state
     places = [(row, at, a) for row, s in enumerate(batch) for a in s.answers for at in range(a.start, a.stop)]
     found = []

@@ -1,14 +1,15 @@
 """The tasks: needles, dictionaries, chains of variables, associative recall, the commonest word, second mentions.
 
     niah, niah_multi   one key and value, or four of them, in filler text (RULER, arXiv:2404.06654)
-    kv                 a list of keys and values that fills the context; one key is asked for
-    variables          three chains of two assignments each; the last name of one chain is asked for
+    kv                 a list of keys and values that fills the context; the question is the value of one key
+    variables          three chains of two assignments each; the question is the value of the last name of one chain
     mqar               keys and values, then every key again in another order (Zoology, arXiv:2312.04927)
-    common_words       a list in which one word stands much more often than the others
-    mentions           real text: the second token of a rare pair that the window has had once before
+    common_words       a list in which one word occurs much more often than the others
+    mentions           real text: the second token of a rare pair that occurs for the second time in the window
 
-Every generator takes the material, a length, a depth and a random generator and gives one `Sample` of exactly that
-length. In the control of a sample the context says other values, so what a model loses there, it had recalled.
+Every function takes the material, a length, a depth and a random generator, and returns one `Sample` of exactly this
+length. In the control of a sample, the context has other values. So the difference between the two scores measures
+recall.
 """
 
 import random
@@ -19,24 +20,24 @@ from hf_memmix.training.evaluation.probes.material import MAX_WORD_TOKENS, Answe
 
 NEEDLES = 4
 CHAINS, HOPS = 3, 2
-NAMES = 64  # keys that sentences are about, the first ones being names
-NEAR = 24  # a needle moves so many tokens at most to stand between sentences
+NAMES = 64  # the number of keys used in sentences; the first ones are names
+NEAR = 24  # a needle is moved by at most this number of tokens to the end of a sentence
 COMMON_EVERY = 4  # every fourth word of the list is the same one
-RARE_PAIR = 8  # a pair of tokens that the whole text has at most so often is recalled rather than known
-WINDOWS = 64  # tried until one has a second mention
-MENTIONS = 16  # the control breaks the first mention of each, so a window asks for a few only
+RARE_PAIR = 8  # a pair is rare if it occurs at most this often in the whole text, so that it must be recalled
+WINDOWS = 64  # number of windows that are tried to find a second mention
+MENTIONS = 16  # largest number of answers per window; the control changes the first mention of each
 
 
 @dataclass(frozen=True)
 class Task:
-    """`depths`: whether a sample is drawn for a depth; else its answers tell their own, or None."""
+    """`depths`: whether a sample is drawn for a depth. Otherwise each answer has a depth of its own, or None."""
 
     make: Callable[[Material, int, float, random.Random], Sample]
     depths: bool
 
 
 def draw(task: str, material: Material, length: int, depth: float | None, seed: int, count: int) -> list[Sample]:
-    """`count` samples of a cell; the arguments alone decide them.
+    """`count` samples of a cell. The same arguments give the same samples.
 
     Raises:
         ValueError: there is no such task, or it does not fit in `length` tokens.
@@ -52,7 +53,7 @@ def draw(task: str, material: Material, length: int, depth: float | None, seed: 
 
 
 def _sentence(material: Material, *parts) -> tuple[int, ...]:
-    """The tokens of literal strings and of words of a pool, one behind the other."""
+    """The joined tokens of strings and of words of the material."""
     return tuple(t for part in parts for t in (material.piece(part) if isinstance(part, str) else part[1]))
 
 
@@ -65,10 +66,10 @@ def _fit(needed: int, length: int, what: str) -> int:
 def _haystack(material: Material, length: int, draw: random.Random, needles, question, answer, candidates) -> Sample:
     """Filler with sentences at their depths, then a question and its answer.
 
-    needles: rows (depth, tokens, tokens in the control); the first is the one that is asked for.
+    needles: rows (depth, tokens, tokens in the control). The question is about the first one.
     """
-    said = sum(len(tokens) for _, tokens, _ in needles)
-    room = _fit(len(material.start) + said + len(question) + len(answer), length, "this probe")
+    size = sum(len(tokens) for _, tokens, _ in needles)
+    room = _fit(len(material.start) + size + len(question) + len(answer), length, "this probe")
     filler = material.window(room, draw)
     ids, control, last = list(material.start), list(material.start), 0
     for depth, tokens, other in sorted(needles, key=lambda row: row[0]):
@@ -82,14 +83,14 @@ def _haystack(material: Material, length: int, draw: random.Random, needles, que
 
 
 def _sentence_end(material: Material, filler: list[int], place: int) -> int:
-    """The end of the sentence around `place` if it is near, else `place`."""
+    """The nearest end of a sentence if it is at most NEAR tokens from `place`, else `place`."""
     stop = material.piece(".")[-1]
     ends = [i for i in range(max(0, place - NEAR), min(len(filler), place + NEAR)) if i == 0 or filler[i - 1] == stop]
     return min(ends, key=lambda i: abs(i - place), default=place)
 
 
 def _equally_long(values: list, chosen: list, draw: random.Random) -> list:
-    """Another value of as many tokens for each of the chosen, for the control; itself if there is none."""
+    """For the control: another value with as many tokens for each chosen one, or the same one if there is no other."""
     others = []
     for value in chosen:
         same = [v for v in values if len(v[1]) == len(value[1]) and v not in chosen]
@@ -103,10 +104,10 @@ def needle(material: Material, length: int, depth: float, draw: random.Random, c
     needles = []
     for i in range(count):
         where = depth if i == 0 else draw.random()
-        said = [_sentence(material, " The password of", keys[i], " is", v, ".") for v in (values[i], others[i])]
-        needles.append((where, *said))
+        texts = [_sentence(material, " The password of", keys[i], " is", v, ".") for v in (values[i], others[i])]
+        needles.append((where, *texts))
     question = _sentence(material, " The password of", keys[0], " is")
-    # one needle: told from words that the context does not say; several: from the values of the other keys
+    # with one needle, the other candidates are not in the context; with several, they are the values of the other keys
     candidates = values if count > 1 else [values[0], *draw.sample([v for v in material.values if v not in values], 7)]
     return _haystack(material, length, draw, needles, question, values[0][1], candidates)
 
@@ -123,66 +124,71 @@ def variables(material: Material, length: int, depth: float, draw: random.Random
     for chain in range(CHAINS):
         name = names[chain * (HOPS + 1) : (chain + 1) * (HOPS + 1)]
         begin = depth if chain == 0 else draw.random()
-        for hop in range(HOPS + 1):  # a chain is told in its order, from its depth to the end of the context
+        for hop in range(
+            HOPS + 1
+        ):  # the sentences of a chain stand in order, from its depth to the end of the context
             where = begin + (1 - begin) * hop / (HOPS + 1)
             if hop:
-                said = [_sentence(material, name[hop], " has what", name[hop - 1], " has.")] * 2
+                texts = [_sentence(material, name[hop], " has what", name[hop - 1], " has.")] * 2
             else:
-                said = [
+                texts = [
                     _sentence(material, name[0], " has the", value, ".") for value in (values[chain], others[chain])
                 ]
-            needles.append((where, *said))
+            needles.append((where, *texts))
     question = _sentence(material, " So what", names[HOPS], " has is the")
     return _haystack(material, length, draw, needles, question, values[0][1], values)
 
 
 def _pairs(material: Material, room: int, draw: random.Random, *frame: str) -> tuple[list, list]:
-    """Pairs of a key and a value that fit in `room` tokens, and each as tokens, with the strings of `frame` behind."""
-    pairs, said, size = [], [], 0
+    """Pairs of a key and a value that fit in `room` tokens, and the tokens of each pair.
+
+    `frame`: a string after the key and one after the value.
+    """
+    pairs, texts, size = [], [], 0
     for key in draw.sample(material.keys, len(material.keys)):
         value = draw.choice(material.values)
-        tokens = _said(material, key, value, frame)
+        tokens = _pair_tokens(material, key, value, frame)
         size += len(tokens)
         if size > room:
             break
         pairs.append((key, value))
-        said.append(tokens)
+        texts.append(tokens)
     if len(pairs) < 4:
         raise ValueError(f"{room} tokens have room for {len(pairs)} pairs of key and value; give a longer length")
-    return pairs, said
+    return pairs, texts
 
 
-def _said(material: Material, key, value, frame) -> tuple[int, ...]:
+def _pair_tokens(material: Material, key, value, frame) -> tuple[int, ...]:
     return _sentence(material, key, *frame[:1], value, *frame[1:])
 
 
 def dictionary(material: Material, length: int, depth: float, draw: random.Random) -> Sample:
     frame = (":", "\n")
     room = length - len(material.start) - 2 * MAX_WORD_TOKENS - len(_sentence(material, *frame))
-    pairs, said = _pairs(material, room, draw, *frame)
+    pairs, texts = _pairs(material, room, draw, *frame)
     asked = round(depth * (len(pairs) - 1))
     key, value = pairs[asked]
     (other,) = _equally_long(material.values, [value], draw)
     tail = [*_sentence(material, key, ":"), *value[1]]
-    head = [*material.start, *material.window(length - len(material.start) - sum(map(len, said)) - len(tail), draw)]
-    told = said[:asked] + [_said(material, key, other, frame)] + said[asked + 1 :]
+    head = [*material.start, *material.window(length - len(material.start) - sum(map(len, texts)) - len(tail), draw)]
+    control_texts = texts[:asked] + [_pair_tokens(material, key, other, frame)] + texts[asked + 1 :]
     firsts = tuple({v[1][0]: None for _, v in pairs})
     answers = [Answer(length - len(value[1]), length, depth, firsts)]
-    return Sample(head + _joined(said) + tail, head + _joined(told) + tail, answers)
+    return Sample(head + _joined(texts) + tail, head + _joined(control_texts) + tail, answers)
 
 
 def recall(material: Material, length: int, depth: float | None, draw: random.Random) -> Sample:
-    pairs, said = _pairs(material, (length - len(material.start)) // 2, draw)
+    pairs, texts = _pairs(material, (length - len(material.start)) // 2, draw)
     others = _equally_long(material.values, [value for _, value in pairs], draw)
-    told = [_said(material, key, other, ()) for (key, _), other in zip(pairs, others, strict=True)]
-    head = [*material.start, *material.window(length - len(material.start) - 2 * sum(map(len, said)), draw)]
+    control_texts = [_pair_tokens(material, key, other, ()) for (key, _), other in zip(pairs, others, strict=True)]
+    head = [*material.start, *material.window(length - len(material.start) - 2 * sum(map(len, texts)), draw)]
     firsts = tuple({value[1][0]: None for _, value in pairs})
-    queries, answers, end = [], [], len(head) + sum(map(len, said))
+    queries, answers, end = [], [], len(head) + sum(map(len, texts))
     for i in draw.sample(range(len(pairs)), len(pairs)):
-        queries += said[i]
-        end += len(said[i])
+        queries += texts[i]
+        end += len(texts[i])
         answers.append(Answer(end - len(pairs[i][1][1]), end, i / (len(pairs) - 1), firsts))
-    return Sample(head + _joined(said) + queries, head + _joined(told) + queries, answers)
+    return Sample(head + _joined(texts) + queries, head + _joined(control_texts) + queries, answers)
 
 
 def _joined(parts) -> list[int]:
@@ -206,11 +212,11 @@ def common_words(material: Material, length: int, depth: float | None, draw: ran
         raise ValueError(f"common_words needs more than {length} tokens; give a longer length")
     draw.shuffle(items)
     filler = material.window(room - sum(len(word[1]) + len(comma) for word in items), draw)
-    said, told = (_joined((*word[1], *comma) for word in words)
+    texts, control_texts = (_joined((*word[1], *comma) for word in words)
                   for words in (items, [other if word is often else word for word in items]))  # fmt: skip
     head, tail = [*material.start, *filler], [*question, *often[1]]
     answers = [Answer(length - len(often[1]), length, None, tuple({word[1][0]: None for word in items}))]
-    return Sample(head + said + tail, head + told + tail, answers)
+    return Sample(head + texts + tail, head + control_texts + tail, answers)
 
 
 def mentions(material: Material, length: int, depth: float | None, draw: random.Random) -> Sample:
@@ -231,7 +237,7 @@ def mentions(material: Material, length: int, depth: float | None, draw: random.
 
 
 def _second_mentions(material: Material, ids: list[int]) -> list[tuple[int, int]]:
-    """Positions of the second token of rare pairs: in the mention before and in this one."""
+    """Positions of the second token of rare pairs: at the first mention and at the second one."""
     seen, found = {}, []
     for i in range(len(material.start), len(ids) - 1):
         pair = ids[i], ids[i + 1]

@@ -40,7 +40,7 @@ _STROKES = (
 
 
 def glyphs(train: int = 50_000, test: int = 10_000, seed: int = 0, device: torch.device | str = "cpu"):
-    """Digits of pen strokes, 25 x 25, drawn anew: points, slant, size, place, thickness and ink vary."""
+    """Digits of pen strokes, 25 x 25, drawn at random: points, slant, size, place, thickness and ink vary."""
     generator = torch.Generator(device).manual_seed(seed)
     parts = [_render(min(2000, train + test - i), generator) for i in range(0, train + test, 2000)]
     images, labels = (torch.cat(part) for part in zip(*parts, strict=True))

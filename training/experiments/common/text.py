@@ -56,7 +56,7 @@ def describe_training_text(path: Path) -> dict:
 
 
 class Windows:
-    """Batches of windows of one stream; epoch e cuts it at another offset and shuffles the windows anew.
+    """Batches of windows of one stream; epoch e cuts it at another offset and shuffles the windows again.
 
     `windows(step)` gives [batch, length] int64 on the stream's device. Seed, length and batch alone decide it, so all
     models read the same text in the same order.

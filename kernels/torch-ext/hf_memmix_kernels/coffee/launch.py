@@ -18,9 +18,9 @@ from .kernels.step import coffee_step_kernel
 from .kernels.tiles import FORMS, PORTABLE, REFINED
 from .sizes import CHECKPOINT, GROUP, padded_states
 
-# from so many lanes on a thread holds four states; with fewer lanes special function units would be idle
+# from this number of lanes on, a thread holds four states; with fewer lanes special function units would be idle
 MANY_LANES = 50_000
-# up to so many lanes backward runs segments of the sequence in parallel; tokens per segment
+# up to this number of lanes, backward runs segments of the sequence in parallel; tokens per segment
 FEW_LANES = 16_384
 SEGMENT = 512
 # iterations of DEER between two checks of convergence; each check waits for the GPU

@@ -18,7 +18,7 @@ from .sizes import CHECKPOINT, padded_states, shooting_chunk
 
 # iterations between two checks of convergence; each check waits for the GPU
 CHECK_EVERY = 2
-# if more were needed, too many chunks amplify what enters them, and more would rarely help
+# largest number of iterations: if it is not enough, too many chunks amplify errors, and more iterations rarely help
 MAX_ITERATIONS = 18
 # from this iteration on, give up if more than this share of the programs (32 lanes of a chunk or fewer) still move
 PATIENCE = 6

@@ -76,7 +76,7 @@ def _deer(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance
 
 
 def _shooting(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping):
-    """The same by multiple shooting. Only GPUs gain by it, so the torch path scans."""
+    """The same by multiple shooting. It is faster on GPUs only, so the torch path uses the scan."""
     if not use_triton(u):
         return coffee_fwd_torch(u, lam, w, C, w_filter, gate, initial_state, None, feedback, save)
     from . import launch_shooting
@@ -325,8 +325,8 @@ def chunk_coffee(
 ) -> tuple[Tensor, Tensor]:
     """COFFEE: s_k = gate_k phi_k, x_k = (1 + lam s_k) x_{k-1} + s_k u_k, y_k = sum_j C_j x_{k,j} (equations 5, 7).
 
-    A padded token has gate = 0: it leaves the state as it is. The step bias B of equations 4 and 6 is not an argument:
-    where the gate does not depend on the state, B in front of u is the same as C * B in place of C.
+    A padded token has gate = 0: it does not change the state. The step bias B of equations 4 and 6 is not an argument:
+    if the gate does not depend on the state, C * B in place of C gives the same result as B in front of u.
 
     Args:
         u: [B, T, D], one input per feature.
@@ -335,19 +335,19 @@ def chunk_coffee(
         C: [D, n].
         w_filter: [D, n] of the output filter y_k <- sigmoid(w_filter . x_k) y_k (Remark 2), or None.
         gate: [B, T] or [B, T, D], a factor of the gate; 1 when None.
-        feedback: phi: "sigmoid" is sigmoid(w x_{k-1}); the ablation's others are "linear" w x_{k-1}, "input"
-            sigmoid(w u_k), no feedback, and "token" 1, equation 4, where `gate` is the whole gate.
+        feedback: phi. "sigmoid" is sigmoid(w x_{k-1}). From the paper's ablation: "linear" is w x_{k-1}; "input" is
+            sigmoid(w u_k), without feedback; "token" is 1 (equation 4), then `gate` is the whole gate.
         initial_state: [N, D, n]; zeros when None.
         cu_seqlens: boundaries [N + 1] of packed sequences; B must be 1. N = B without it.
-        method: "scan"; "shooting" or "deer", Newton's iterations in parallel over time (packed inputs are scanned
-            instead, and so are all without a GPU that ask for shooting); or "auto", see `coffee_method`.
+        method: "scan"; "shooting" or "deer", Newton's iterations in parallel over time (packed inputs always use the
+            scan, and "shooting" without a GPU does, too); or "auto", see `coffee_method`.
 
     Returns:
         y [B, T, D] in u.dtype and the final state [N, D, n] in float32 (float64 for float64 inputs), both
         differentiable in every tensor.
 
     Raises:
-        ValueError: shapes or options outside the above.
+        ValueError: a shape or option is none of these.
     """
     if method not in METHODS:
         raise ValueError(f"chunk_coffee: method={method!r} is not one of {METHODS}")
@@ -387,14 +387,15 @@ def deer_coffee(
 ) -> tuple[Tensor, Tensor]:
     """`chunk_coffee` by DEER: Newton's iterations on the whole trajectory, each a linear scan, parallel over time.
 
-    Exact, the Jacobian being diagonal, and so is its gradient: that of the scan at the trajectory found. Where the
-    iterations do not converge the scan runs instead and a warning says so once. Packed inputs and CUDA graph capture
-    always run the scan.
+    It is exact, because the Jacobian is diagonal. The gradient is exact, too: it is that of the scan at the trajectory
+    found. If the iterations do not converge, the scan runs instead, with one warning. Packed inputs and CUDA graph
+    capture always run the scan.
 
     Args:
-        tolerance: largest last update, relative to 1 + |x|; None is 1e-4, in float64 1e-7. Newton's iterations being
-            quadratic, the error left is far below it.
-        max_iterations: after so many iterations the scan runs instead.
+        tolerance: largest last update, relative to 1 + |x|; None is 1e-4, in float64 1e-7. Newton's iterations
+        converge
+            quadratically, so the remaining error is much smaller.
+        max_iterations: if this number of iterations is not enough, the scan runs instead.
         damping: mu >= 0 of ELK, the paper's Levenberg-Marquardt variant: updates are kept small where the plain ones
             overflow. Runs as torch operations on any device, at more iterations.
 

@@ -3,8 +3,9 @@
 # tokens between two states that forward keeps for backward, and tokens whose states backward holds in registers
 CHECKPOINT = 8
 GROUP = 8
-# multiple shooting replaces the scan on a GPU from so many tokens and up to so many lanes on (grid in README.md). With
-# fewer tokens the scan is faster than the iterations. With more lanes some do not settle, and then the scan runs too
+# multiple shooting replaces the scan on a GPU from this number of tokens on, up to this number of lanes (grid in
+# README.md). With fewer tokens the scan is faster. With more lanes some do not converge, and then the scan runs as
+# well
 SHOOTING_TOKENS = 65_536
 SHOOTING_LANES = 256
 

@@ -76,8 +76,8 @@ def newton(
 ) -> tuple[Tensor | None, int]:
     """The states [T, n, B, D] after every token, or None where they did not converge; and the iterations run.
 
-    Converged means that the last update was at most `tolerance` of 1 + |x| everywhere: Newton being quadratic, what is
-    left is far below it.
+    Converged means that the last update was at most `tolerance` of 1 + |x| everywhere. Newton's method converges
+    quadratically, so the remaining error is much smaller.
     """
     rows = slice(0, lanes.tokens)
     x = start.expand(lanes.tokens, *start.shape).clone()

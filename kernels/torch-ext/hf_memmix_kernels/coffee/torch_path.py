@@ -11,7 +11,8 @@ from torch import Tensor
 from .._common import SequenceLayout, compute_dtype
 from .._pages import read_pages, write_pages
 
-# up to so many elements, all states are kept and not recomputed; elements of the states of a chunk, to fit a cache
+# up to this number of elements all states are kept instead of recomputed; elements of the states of a chunk (CPU
+# cache)
 KEEP_ALL = 2**24
 CHUNK_ELEMENTS = 2**18
 
@@ -22,7 +23,7 @@ def checkpoint_interval(tokens: int, lanes: int) -> int:
 
 
 def chunk_length(tokens: int, lanes: int) -> int:
-    """Tokens that are processed together; more of them where only their first state is kept."""
+    """Number of tokens that are processed together; more if only their first state is kept."""
     return max(1 if tokens * lanes <= KEEP_ALL else 16, min(64, CHUNK_ELEMENTS // max(1, lanes)))
 
 

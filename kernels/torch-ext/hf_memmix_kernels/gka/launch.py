@@ -99,7 +99,7 @@ class _Launch:
 
 
 def gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size):
-    """(o in q's dtype, x float32, final H, final U); the chunk length is the kernels' own, it changes no result."""
+    """(o in q's dtype, x float32, final H, final U). The kernels choose the chunk length; it changes no result."""
     q, k, v, log_decay, alpha, beta, h0, u0 = (t.contiguous() for t in (q, k, v, log_decay, alpha, beta, h0, u0))
     launch = _Launch(q, k, v, cu_seqlens, phases, ridge)
     H0, UT0, h_final, u_final = launch.scan_states(k, v, log_decay, beta, h0, u0)

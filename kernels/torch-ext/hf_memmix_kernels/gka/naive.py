@@ -15,7 +15,7 @@ from .schedule import as_phases, omegas
 def naive_chebyshev(A: torch.Tensor, q: torch.Tensor, step: torch.Tensor, num_iterations: int, ridge: float):
     """`num_iterations` Chebyshev steps on A x = q from x = step * q.
 
-    A [..., D, D]; q [..., D]; step [..., 1] = 2 / (L + mu), the bounds being mu = lambda and L = |H| + lambda.
+    A [..., D, D]; q [..., D]; step [..., 1] = 2 / (L + mu), with the bounds mu = lambda and L = |H| + lambda.
     """
     x_prev, x = torch.zeros_like(q), step * q
     for omega in omegas(num_iterations, ridge):
@@ -54,9 +54,9 @@ def naive_gka(
     initial_state: tuple[torch.Tensor, torch.Tensor] | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """The recurrence as written, in float64, by autograd differentiable in every tensor.
+    """The recurrence as in the paper, in float64; autograd can differentiate it in every tensor.
 
-    Shapes and meaning of the arguments as in `chunk_gka`. Everything, the result too, is float64.
+    Shapes and meaning of the arguments are as in `chunk_gka`. All results are float64.
     """
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()

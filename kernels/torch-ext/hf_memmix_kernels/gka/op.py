@@ -189,7 +189,7 @@ def chunk_gka(
         H_t = e^g H + beta^2 k k^T;  U_t = e^g U + beta^2 v k^T;  x_t = CH(H_t + ridge |H_t| I, q_t)
         o_t = scale * U_t (q_t + alpha_t (x_t - q_t))
 
-    A padded token is one with log_decay = 0 and beta = 0: it neither writes nor decays. Where H_t = 0, x_t = 0.
+    A padded token has log_decay = 0 and beta = 0: it neither writes nor decays. If H_t = 0, then x_t = 0.
 
     Args:
         q: queries [B, T, H, D], D <= 256; unit norm in the GKA layer.

@@ -19,7 +19,7 @@ from .schedule import richardson_steps
 
 
 class _Chunks:
-    """What forward and backward need of every chunk: k, v, w, G, D, and the states before it."""
+    """The tensors of every chunk that forward and backward need: k, v, w, G, D, and the states before it."""
 
     def __init__(self, k, v, g, beta, h0, u0, ridge):
         self.k, self.v, self.ridge = k, v, ridge

@@ -27,10 +27,10 @@ def frozen_lattice(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence of `chunk_lattice` with all gradients of a chunk taken at the state before its first token.
 
-    Nothing runs token by token: a chunk is six batched products on whatever device, and autograd does the backward.
-    `chunk_size=1` is the recurrence itself. Beyond that it is a different model, the more so the larger its steps:
-    relative error of the output against the recurrence, in percent, on random q, k, v of unit norm, d = m = 64, 512
-    tokens (`python kernels/benchmarks/lattice_frozen.py`, float64):
+    Nothing runs token by token: a chunk is six batched products on any device, and autograd differentiates them.
+    `chunk_size=1` is the recurrence itself. With larger chunks it is a different model, and the difference grows with
+    the step size. Relative error of the output against the recurrence, in percent, for random q, k, v of unit norm,
+    d = m = 64, 512 tokens (`python kernels/benchmarks/lattice_frozen.py`, float64):
 
         gamma   variant   C = 4   C = 16  C = 64
         0.1     dec       0.4     0.93    1.8
@@ -43,15 +43,15 @@ def frozen_lattice(
         1.0     enc       19      42      71
         1.0     sim       2.4     7.2     20
 
-    So train and decode with the same chunk size. `LatticeMixer` has no such mode: its decode step would have to keep,
-    beside the state, every write of the chunk so far and how far each row of the batch is in it.
+    So train and decode with the same chunk size. `LatticeMixer` does not have this mode: its decode step would have to
+    keep, in addition to the state, all writes of the current chunk and the position of each row of the batch in it.
 
     Args:
         q, k: [B, T, H, m], m <= d <= 128.
         v: [B, T, H, d].
         gamma: step sizes >= 0 [B, T, H]. A token at gamma = 0 is padding: it writes nothing.
-        chunk_size: C, which divides T. The state of a call is the start of the next call's first chunk, so calls
-            over consecutive pieces give what one call over all gives.
+        chunk_size: C, which divides T. So several calls on consecutive pieces of a sequence give the same result as
+            one call.
         variant: "dec", "enc" or "sim". Slots are of unit norm; there is no forget gate.
         initial_state: [B, H, d, m], normalised; None is the identity.
 

@@ -36,7 +36,7 @@ def naive_write(
     S = mu * S - gamma * (direction if project or variant in BASELINES else direction / norm) * c.mT
     if l1:
         kept = S.sign() * (S.abs() - gamma * l1).clamp_min(0)  # eq. 18
-        # a column shrunk to nothing has no direction: it stays as it was
+        # a column that would become zero has no direction, so it is not changed
         S = torch.where((kept != 0).any(-2, keepdim=True), kept, S)
     return S / torch.linalg.vector_norm(S, dim=-2, keepdim=True) if project else S  # eq. 14
 
@@ -54,9 +54,9 @@ def naive_lattice(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence as written, in float64, by autograd differentiable in every tensor.
+    """The recurrence as in the paper, in float64; autograd can differentiate it in every tensor.
 
-    Shapes and meaning of the arguments as in `chunk_lattice`. Everything, the result too, is float64.
+    Shapes and meaning of the arguments are as in `chunk_lattice`. All results are float64.
     """
     options = {"variant": variant, "project": project, "l1": l1}
     if cu_seqlens is not None:

@@ -11,12 +11,12 @@ from .naive import BASELINES, VARIANTS
 from .sizes import CHECKPOINT, MAX_DIM, dual_sizes, kept_sizes, runs_dual
 from .torch_path import lattice_bwd_torch, lattice_fwd_torch, lattice_step_torch
 
-# e^-20 is the strongest decay after which float32 still holds something of the old direction
+# after a decay stronger than e^-20, float32 holds nothing of the old direction
 STRONGEST_DECAY = -20.0
 
 
 def _path(x: Tensor, dual: bool = False):
-    """The functions forward, backward and step of the backend that runs `x`; the dual form is Triton's alone."""
+    """The functions forward, backward and step of the backend that runs `x`. Only Triton has the dual form."""
     if not use_triton(x):
         return lattice_fwd_torch, lattice_bwd_torch, lattice_step_torch
     from .launch import lattice_bwd_triton, lattice_fwd_triton, lattice_step_triton
@@ -180,7 +180,7 @@ def check_lattice(
     Args:
         gamma: step sizes, any shape; 0 only at padding.
         state: [..., d, m], e.g. loaded from disk; None skips it.
-        tolerance: how far from 1 a slot's norm may be.
+        tolerance: largest allowed difference between a slot's norm and 1.
         tensors: more tensors that must be finite, by name.
 
     Raises:
@@ -239,7 +239,7 @@ def fused_recurrent_lattice(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`chunk_lattice` token by token whatever the variant: the same arguments, results and errors."""
+    """`chunk_lattice` token by token, for every variant, with the same arguments, results and errors."""
     return _run(q, k, v, gamma, log_decay, variant, project, l1, initial_state, cu_seqlens, False)
 
 

@@ -1,8 +1,8 @@
 """Lattice in torch, for any device: one batched update per token, and its exact adjoint.
 
 An update changes a slot only by s_i' = a_i s_i + b_i h. The adjoint of the scalars a_i, b_i therefore needs two inner
-products per slot, s_i . g_i and h . g_i. Forward keeps a state every 64
-tokens for backward. Here states are [G, m, d], slots as rows, G = sequences * heads.
+products per slot, s_i . g_i and h . g_i. Forward keeps a state every 64 tokens for backward. Here states are
+[G, m, d], with slots as rows and G = sequences * heads.
 """
 
 from typing import NamedTuple

@@ -134,14 +134,14 @@ def short_conv(
         activation: "silu" or None.
         initial_state: [N, C, K-1], the K-1 inputs before the first token, oldest first; zeros when None.
         cu_seqlens: [N+1] integer offsets of packed sequences; B must be 1. N = B without it.
-        lengths: [B] number of valid tokens of each right-padded row. Beyond it y and dx are zero, whatever x holds.
+        lengths: [B] number of valid tokens of each right-padded row. At padded tokens y and dx are zero for every x.
 
     Returns:
         y [B, T, C] and the final state [N, C, K-1] (the last K-1 valid inputs), both in x.dtype. Sums run in float32
         (float64 for float64 inputs). Differentiable in x, weight, bias and initial_state, through both outputs.
 
     Raises:
-        ValueError: on shapes or options outside the above.
+        ValueError: a shape or option is none of these.
     """
     silu = _check(x, weight, bias, activation)
     if cu_seqlens is not None:

@@ -14,7 +14,7 @@ from .._pages import read_pages, write_pages
 
 
 class _Window:
-    """The padded buffer [.., K-1 state rows + tokens, C] of one call, and where its taps and final states lie."""
+    """The padded buffer [.., K-1 state rows + tokens, C] of one call, and the rows of its taps and final states."""
 
     def __init__(self, x: Tensor, taps: int, cu_seqlens: Tensor | None, lengths: Tensor | None):
         self.batch, self.tokens, self.channels = x.shape

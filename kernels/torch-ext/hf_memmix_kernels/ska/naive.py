@@ -84,7 +84,7 @@ def naive_ska(
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The recurrence as written, in float64, differentiable by autograd; `chunk_size=None` is the prefix mode.
+    """The recurrence as in the paper, in float64, differentiable by autograd; `chunk_size=None` is the prefix mode.
 
     Shapes and meaning of the arguments as in `chunk_ska` and `prefix_ska`; chunk_size=1 is the paper's re-estimation
     at every token.
@@ -147,8 +147,8 @@ def naive_ska(
 def cg_lift(x: Tensor) -> Tensor:
     """Invariant and second harmonic of complex pairs w = a + ib: [..., r] -> [|w|^2, Re w^2, Im w^2] [..., 3 r / 2].
 
-    |w|^2 does not see a rotation of the pair, w^2 turns by twice its angle (the appendix' Clebsch-Gordan lift); a
-    linear map then goes back to rank r.
+    A rotation of the pair does not change |w|^2, and rotates w^2 by twice its angle (the Clebsch-Gordan lift of the
+    appendix). A linear map then goes back to rank r.
     """
     if x.shape[-1] % 2:
         raise ValueError(f"cg_lift pairs neighbouring features, their number {x.shape[-1]} must be even")

@@ -179,7 +179,7 @@ def check(q, k, v, mask, gamma, eta, state, power, eps, chunk_size, sigma_floor,
 
 
 def masked(k: Tensor, mask: Tensor | None) -> Tensor:
-    """z = m k: a token outside of the action mask leaves the statistics alone. A bool mask also stops NaN."""
+    """z = m k: a token outside of the action mask does not change the statistics. A bool mask also stops NaN."""
     if mask is None:
         return k
     mask = mask[:, :, None, None]
@@ -236,7 +236,7 @@ def chunk_ska(
         q: queries [B, T, H, r], r <= 128; Triton runs r <= 64, the torch path larger ranks.
         k: keys [B, T, Hk, r] with Hk dividing H; query head h reads key head h // (H / Hk).
         v: values [B, T, Hk, P], P <= 256.
-        mask: action mask [B, T], bool or a factor: tokens at 0 are not stored, and pair with no neighbour.
+        mask: action mask [B, T], bool or a factor. A token with mask 0 is not stored, and forms no pair (t, t-1).
         gamma, eta: scalars or [H]; None is 1. The paper initialises them with 1 and 1.5.
         power: K >= 0; 0 is ridge regression.
         eps: ridge, in units of nu^2.
@@ -248,7 +248,7 @@ def chunk_ska(
             [N, Hk, r], nu [N, Hk], position in the chunk [N, Hk]) before the first token; None is zeros. Their values
             are not checked, see `check_ska_state`.
         cu_seqlens: boundaries [N + 1] of packed sequences; B is 1 then. Without it N = B.
-        lengths: [B]; tokens of row b from lengths[b] on are padding: they read zero and leave the state alone.
+        lengths: [B]; tokens of row b from lengths[b] on are padding: their o is zero and they do not change the state.
 
     Returns:
         o [B, T, H, P] in q's dtype and the final state, float32 (float64 for float64 inputs). Differentiable in every

@@ -31,13 +31,13 @@ def prefix_ska(
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, State]:
-    """Spectral Koopman Attention whose every query reads the statistics of its whole sequence: not causal.
+    """Spectral Koopman Attention in which every query reads the statistics of its whole sequence; it is not causal.
 
     With `mask` this is the paper's masked mode. Arguments and errors as in `chunk_ska`.
 
     Returns:
-        o [B, T, H, P] in q's dtype and the state after the prefix, its operator that of the whole prefix and its
-        position 0: `chunk_ska` and `ska_step` go on from there.
+        o [B, T, H, P] in q's dtype and the state after the prefix, from which `chunk_ska` and `ska_step` can continue:
+        its operator is that of the whole prefix, its position is 0.
     """
     check(q, k, v, mask, gamma, eta, initial_state, power, eps, 1, sigma_floor, "running_max")
     batch, T, heads, rank = q.shape

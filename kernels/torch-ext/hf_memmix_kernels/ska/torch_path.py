@@ -18,7 +18,7 @@ from .operator import Operator, inverse, ridge_of, split_statistics
 
 
 class _Slots:
-    """Where every slot of every chunk lies in the flattened tokens, and which slots hold one."""
+    """The index of every slot of every chunk in the flattened tokens, and which slots hold a token."""
 
     def __init__(self, k: Tensor, position: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None, c: int):
         batch, T = k.shape[:2]
@@ -84,7 +84,7 @@ def _exclusive(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Forward:
-    """Everything the forward pass makes and the backward pass needs again."""
+    """The results of the forward pass that the backward pass also needs."""
 
     def __init__(self, q, k, v, gain, state, cu_seqlens, lengths, chunk_size, power, eps, spectral_norm, sigma_floor):
         S0, W0, previous, nu0, position = state

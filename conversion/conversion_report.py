@@ -1,4 +1,4 @@
-"""What became of every tensor in a conversion: used, transformed, fresh, dropped or copied."""
+"""The report of a conversion: whether each tensor was used, transformed, dropped or copied, or is fresh."""
 
 import re
 from collections import Counter
@@ -7,8 +7,11 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass
 class ConversionReport:
-    """What became of every tensor. `tensors`: rows `{"layer", "source", "fate", "targets", "reason"}` of the converted
-    attention layers; `fresh`: mixer parameters that no teacher tensor filled; `copied`: names that are bit-equal.
+    """What a conversion did with every tensor.
+
+    `tensors`: rows `{"layer", "source", "fate", "targets", "reason"}` for the attention tensors of converted layers.
+    `fresh`: parameters of mixers that were not filled from the teacher.
+    `copied`: names of tensors outside the converted attention, which are bit-equal.
     """
 
     mixer: str
@@ -25,8 +28,8 @@ class ConversionReport:
         return counts | {"fresh": len(self.fresh), "copied": len(self.copied)}
 
     def kinds(self) -> list[dict]:
-        """The tensors of all converted layers, one row per name and fate: `{"source", "fate", "targets",
-        "reason", "layers"}`; fresh parameters have no source. "{i}" stands for the layer.
+        """The tensors of all converted layers, one row for those that differ in the layer only: `{"source", "fate",
+        "targets", "reason", "layers"}`. "{i}" stands for the layer. Fresh parameters have an empty source.
         """
         rows: dict[tuple, list[int]] = {}
         for row in self.tensors:
@@ -40,7 +43,7 @@ class ConversionReport:
         return [dict(zip(names, (*own, layers), strict=True)) for own, layers in rows.items()]
 
     def record(self) -> dict:
-        """All of it as JSON values, with the counts."""
+        """All fields and the counts, as JSON values."""
         return asdict(self) | {"counts": self.counts()}
 
 

@@ -15,7 +15,7 @@ from hf_memmix_kernels.rowwise import rotate, unit_heads
 
 from ..backbones import layer_rotates
 from .base import AttentionShape, MemoryMixer
-from .layers import GATES, RMSNorm, ShortConvolution, one_angle_a_pair
+from .layers import GATES, RMSNorm, ShortConvolution, one_angle_per_pair
 from .tensor_parallel import heads_plan
 
 UNIT_EPS = 1e-6  # added to the norm of q and k, as in the GKA release
@@ -97,7 +97,7 @@ class HeadsMixer(MemoryMixer):
                 f"use_rope=True, but this backbone has no rotary embeddings; set mixers[{self.name!r}]['use_rope'] to"
                 " False"
             )
-        return tuple(one_angle_a_pair(t, self.options.rope_layout) for t in rotary)
+        return tuple(one_angle_per_pair(t, self.options.rope_layout) for t in rotary)
 
     def convolve(self, tokens, states, lengths, cu_seqlens):
         """q, k and v [B, T, C] after the short convolutions, and the states of the convolutions."""

@@ -7,7 +7,7 @@ write must keep its value.
 import pytest
 import torch
 
-from core.test_mixer_options import VARIANTS, every_variant, made
+from core.mixer_variants import VARIANTS, every_variant, made
 from hf_memmix.mixers import MIXERS, pages
 from testing import assert_same
 

@@ -1,0 +1,54 @@
+"""Every mixer with every value of its options, for the tests at the level of the mixer."""
+
+import pytest
+import torch
+
+from hf_memmix import MIXERS as MIXER_CLASSES
+from testing import MIXERS, tiny_config
+
+# other values of options that are no flags; flags are turned over
+VALUES = {
+    "gka": {"solver_phases": [[5, 4]], "conv_size": [2], "conv_activation": [None], "qk_norm": ["head", "full"]},
+    "lattice": {
+        "variant": ["enc", "sim", "ttt", "delta"],
+        "slots": [1, None],
+        "step_size": ["softplus", "constant"],
+        "l1": [0.01],
+        "conv_activation": [None],
+    },
+    "coffee": {"conv_activation": [None], "method": ["scan", "shooting", "deer"]},
+    "ska": {"power": [0], "chunk_size": [1], "refresh_every": [1]},
+    "mamba2": {"n_groups": [1], "time_step_limit": [[0.01, 0.05]]},
+}
+# options that a flag needs beside it
+BESIDE = {"use_rope": {"slots": None}, "qk_norm": {"share_qk": False}}
+
+
+def variants():
+    for mixer, row in MIXERS.items():
+        options_class = MIXER_CLASSES[mixer].options_class
+        defaults = options_class.from_dict(row).to_dict()
+        yield mixer, {}
+        for name, default in defaults.items():
+            for value in [not default] if isinstance(default, bool) else VALUES[mixer].get(name, []):
+                beside = {k: v for k, v in BESIDE.get(name, {}).items() if k in defaults}
+                yield mixer, {name: value, **beside}
+
+
+VARIANTS = list(variants())
+every_variant = pytest.mark.parametrize(("mixer", "options"), VARIANTS, ids=str)
+
+
+@torch.no_grad()
+def made(mixer, options):
+    """A random mixer in float64, its input [3, 13, 32] and the angles of rotary embeddings."""
+    generator = torch.Generator().manual_seed(0)
+    layer = MIXER_CLASSES[mixer](tiny_config("llama", (0,), mixer, options), 0)
+    torch.manual_seed(0)
+    layer.init_weights()
+    for parameter in layer.parameters():
+        if parameter.ndim == 2 and parameter.shape[-1] > 3:  # projections: those of 0.02 hardly move a state
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    angles = torch.randn(3, 13, 4, generator=generator, dtype=torch.float64).repeat(1, 1, 2)
+    x = torch.randn(3, 13, 32, generator=generator, dtype=torch.float64)
+    return layer.double(), x, (angles.cos(), angles.sin())

@@ -70,7 +70,7 @@ def test_slices_are_merged_and_distilled_from_a_cache(workspace):
     assert result_of(memmix(*run))["steps"] == 3
     (at["teacher"] / "model.safetensors").write_bytes((at["done"] / "model.safetensors").read_bytes())
     again = memmix(*run, "--overwrite")
-    assert again.exit_code == 1 and "has another teacher" in again.stderr
+    assert again.exit_code == 1 and "with another teacher" in again.stderr
 
 
 def test_tables_for_people(workspace):

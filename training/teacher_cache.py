@@ -160,8 +160,8 @@ class CachedBlocks(Dataset):
             if known != value and not (name == "tokenizer" and "" in (known, value)):
                 what = "other data" if name == "data" else f"another {name}"
                 raise ValueError(
-                    f"the teacher cache {str(folder)!r} was made with {what} ({known}, not {value}); write it again for"
-                    " these files, block size, packing, tokenizer and teacher"
+                    f"the teacher cache {str(folder)!r} was made with {what} ({known}, not {value}); write it again"
+                    " for these files, block size, packing, tokenizer and teacher"
                 )
         self._shards: dict[int, object] = {}
 

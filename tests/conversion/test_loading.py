@@ -64,7 +64,8 @@ def test_biases_that_the_config_does_not_name(tmp_path, mixer):
     (convert_model(teacher, mixer) if mixer else teacher).save_pretrained(tmp_path)
     edit_tensors(tmp_path, lambda t: t.update({"model.layers.1.self_attn.nosuch.bias": torch.ones(32)}))
     refused(
-        tmp_path, "1 tensors that a model of its config.json does not have: model.layers.1.self_attn.nosuch.bias. Rest"
+        tmp_path,
+        "1 tensors that a model of its config.json does not have: model.layers.1.self_attn.nosuch.bias. They would be lost",
     )
 
 

@@ -41,7 +41,7 @@ def greedy_from_embeds(model, embeds):
 @pytest.mark.parametrize("family", ("llama", "gpt_neox", "gemma3_text", "gpt2"))
 @torch.no_grad()
 def test_hidden_states(family):
-    """One entry a layer and one for the embeddings, as from the native model; alone and inside the causal LM."""
+    """One entry per layer and one for the embeddings, as from the native model; alone and inside the causal LM."""
     model, native = tiny_model(family, "odd"), tiny_model(family, None)
     ids = random_ids(1, 6)
     out, expected = (m(ids, output_hidden_states=True) for m in (model, native))

@@ -59,7 +59,7 @@ def test_slots_keep_unit_norm(variant):
     ids=str,
 )
 def test_layer_is_the_recurrence_on_its_projections(options):
-    """Shared projection, separate convolutions, a step size a head and token, values repeated for their queries."""
+    """Shared projection, separate convolutions, a step size per head and token, values repeated for their queries."""
     mixer = randomize(fresh(**{"use_forget_gate": False, **options})).double()
     x = X.double()
     tokens = mixer.project(x, None)

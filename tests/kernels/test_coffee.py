@@ -83,7 +83,7 @@ def test_torch_path_with_states_that_are_recomputed(monkeypatch):
 
 
 LAUNCH_OPTIONS = [
-    # states a thread, warps, tokens a group, shared reciprocal, short chain, segment
+    # states per thread, warps, tokens per group, shared reciprocal, short chain, segment
     ((4, 4, 8, True, False, 0), (4, 4, 8, True, False, 0)),
     ((2, 1, 16, True, False, 0), (2, 1, 4, True, False, 0)),
     ((1, 1, 4, False, True, 0), (1, 1, 8, False, False, 16)),

@@ -137,7 +137,7 @@ def test_a_model_without_its_card_is_not_uploaded(folder):
     refused("is not a card of memmix card")
     assert write_card(folder, "--overwrite").exit_code == 0
     change_weights(folder / "student")
-    refused("of other weights")
+    refused("describes other weights")
 
 
 def test_a_refusal_by_the_hub_is_one_clear_line(folder):

@@ -78,7 +78,7 @@ def test_how_many_layers_stay():
 
 def test_mistakes(pair, blocks):
     teacher, student = pair
-    with pytest.raises(ValueError, match="are no memory layers"):
+    with pytest.raises(ValueError, match="are not converted"):
         cost_of_swaps(teacher, student, [[7]], blocks, {})
     with pytest.raises(ValueError, match="weight"):
         rank_layers(teacher, student, blocks, {}, weight=-1.0)

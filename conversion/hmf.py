@@ -174,7 +174,7 @@ def _gka_options(given: dict, config) -> dict:
     if wrong:
         raise ValueError(f"gka_config has {', '.join(wrong)}; a GKA layer here has the sizes of the attention")
     if settings["solver_type"] != "chebyshev":
-        raise ValueError(f"solver_type={settings['solver_type']!r} is unknown; the release knows 'chebyshev'")
+        raise ValueError(f"solver_type={settings['solver_type']!r} is unknown; the release supports 'chebyshev'")
     if settings["kv_proj_rank"] is not None:
         raise ValueError(f"kv_proj_rank={settings['kv_proj_rank']} (learned key/value heads) is not supported")
     if settings["use_forgetting_gate"] and not settings["use_forgetting_gate_kk"]:

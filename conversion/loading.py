@@ -230,7 +230,7 @@ def _check_functions(folder: Path, config: PreTrainedConfig) -> None:
     for name, value, known in named:
         if isinstance(value, str) and value not in known:
             raise ValueError(
-                f"{str(folder)!r} has {name} {value!r} in config.json; transformers knows {', '.join(sorted(known))}"
+                f"{str(folder)!r} has {name} {value!r} in config.json; transformers has {', '.join(sorted(known))}"
             )
 
 

@@ -66,7 +66,7 @@ def test_texts_share_no_document():
 
 
 def figures_and_their_text():
-    """(file, key of the figures in it or None, text): what reports reads held-out text, what chooses the dev text."""
+    """(file, key of the figures in it or None, text): reports use the held-out text, choices use the dev text."""
     for path in sorted(CARDS.glob("*/metrics*.json")):
         yield path, "heldout", "heldout.txt"
         if "untrained" in json.loads(path.read_text()):

@@ -40,7 +40,7 @@ def test_from_teacher_to_generated_text(workspace):
 
 
 def test_the_old_keep_keeps_its_meaning_with_a_warning(workspace):
-    """It named layers in convert and counted them in select."""
+    """In convert it was a list of layers, in select a number of layers."""
     teacher = ["--teacher", workspace / "teacher"]
     for old, new, kept in ((["1"], "--keep-layers 1", [1]), (["0.5"], "--keep-count 0.5", [1])):
         run = memmix("convert", *teacher, "--out", workspace / "s", "--overwrite", "--json", "--keep", *old)
@@ -54,7 +54,7 @@ def test_the_old_keep_keeps_its_meaning_with_a_warning(workspace):
 
 
 def test_slices_are_merged_and_distilled_from_a_cache(workspace):
-    """Two machines' worth of align, their merge, and a distillation that never loads the teacher."""
+    """Two runs of align on different layers, their merge, and a distillation from the teacher's cache."""
     at = {name: workspace / name for name in ("teacher", "s0", "a", "b", "merged", "cache", "done", "text.txt")}
     pair = ["--teacher", at["teacher"], "--text", at["text.txt"], "--json"]
     assert memmix("convert", "--teacher", at["teacher"], "--out", at["s0"]).exit_code == 0
@@ -70,7 +70,7 @@ def test_slices_are_merged_and_distilled_from_a_cache(workspace):
     assert result_of(memmix(*run))["steps"] == 3
     (at["teacher"] / "model.safetensors").write_bytes((at["done"] / "model.safetensors").read_bytes())
     again = memmix(*run, "--overwrite")
-    assert again.exit_code == 1 and "has another teacher" in again.stderr
+    assert again.exit_code == 1 and "with another teacher" in again.stderr
 
 
 def test_tables_for_people(workspace):
@@ -136,7 +136,7 @@ def test_broken_folders_are_one_clear_line(workspace, file, content, message):
     assert "error:" in run.output and message in run.output and not (workspace / "s").exists()
 
 
-def test_numbers_that_yaml_takes_for_text(workspace):
+def test_numbers_that_yaml_reads_as_text(workspace):
     result_of(memmix("convert", "--teacher", workspace / "teacher", "--out", workspace / "s", "--json",
                      "--option", "ridge=1e-2"))  # fmt: skip
     assert json.loads((workspace / "s" / "config.json").read_text())["mixers"]["gka"]["ridge"] == 0.01

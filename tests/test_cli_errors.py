@@ -15,7 +15,7 @@ from hf_memmix.training.text_files import documents
 
 
 def outcome(cause, capsys):
-    """What a command makes of it: ("line", the message), or ("defect", the exception)."""
+    """How a command reports an exception: ("line", the message), or ("defect", the exception)."""
 
     def command():
         cause()
@@ -88,7 +88,7 @@ def defects(tmp_path):
     "a value that we refuse", "a value that we refuse in a with block", "a file that is not there",
     "a folder that transformers cannot read", "a package that is missing", "memory",
 ])  # fmt: skip
-def test_what_a_user_can_cause_is_one_line(name, tmp_path, capsys):
+def test_mistakes_of_a_user_are_one_line(name, tmp_path, capsys):
     cause, message = mistakes(tmp_path)[name]
     kind, told = outcome(cause, capsys)
     assert kind == "line" and told.startswith("error:") and message in told and "Traceback" not in told
@@ -104,7 +104,7 @@ def test_defects_keep_their_traceback(name, tmp_path, capsys):
 
 
 def test_every_command_reports_in_one_line():
-    """Also the ones that are added later: a command is wrapped, or runs a program of somebody else."""
+    """Every command is decorated, except `run`, which starts another program."""
     for command in app.registered_commands:
         wrapped = command.callback.__wrapped__ if hasattr(command.callback, "__wrapped__") else None
         assert wrapped is not None or command.name == "run", command.name

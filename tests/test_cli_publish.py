@@ -137,10 +137,10 @@ def test_a_model_without_its_card_is_not_uploaded(folder):
     refused("is not a card of memmix card")
     assert write_card(folder, "--overwrite").exit_code == 0
     change_weights(folder / "student")
-    refused("of other weights")
+    refused("describes other weights")
 
 
-def test_what_the_hub_refuses_is_one_clear_line(folder):
+def test_a_refusal_by_the_hub_is_one_clear_line(folder):
     def mistake(run, message):
         last = run.stderr.splitlines()[-1]
         assert run.returncode == 1 and last.startswith("error:") and message in last, run.stderr
@@ -171,7 +171,7 @@ def test_a_dry_run_names_the_files_and_sends_nothing(folder):
     assert "has no card" in memmix("push", folder / "student", "me/small", "--dry-run").output
 
 
-def test_a_card_refuses_names_that_are_none(folder):
+def test_a_card_refuses_invalid_names(folder):
     about = {"--base-model": "me/teacher", "--license": "mit", "--language": "en", "--repo": "me/small"}
     for option, value in (
         ("--base-model", "../../etc"),

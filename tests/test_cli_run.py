@@ -77,7 +77,7 @@ def test_importing_torch_imports_nothing_of_ours():
     assert "entry-points" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_the_other_way_is_remote_code(site):
+def test_a_saved_model_also_loads_by_trust_remote_code(site):
     """A saved model names its classes in `auto_map`, so that a host with trust_remote_code needs no `memmix run`."""
     code = "import sys; from transformers import AutoModelForCausalLM as A;"
     code += "print(type(A.from_pretrained(sys.argv[1], trust_remote_code=True)).__name__)"

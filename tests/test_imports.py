@@ -112,7 +112,7 @@ def test_triton_stays_in_the_kernels_and_is_lazy():
     ], "modules that import triton at the top are imported inside functions only"
 
 
-def test_no_circles():
+def test_no_circular_imports():
     """Imports inside functions count as well: they would only hide a circle."""
     remaining = {
         name: {found.target for found in IMPORTS if found.importer == name} & MODULES.keys() - {name}
@@ -140,7 +140,7 @@ def test_no_import_by_a_string():
 
 @pytest.mark.parametrize("folder", ["mixers", "models"])
 def test_no_family_imports_another(folder):
-    """What two families share stands in a module that registers none."""
+    """Code of two families belongs in a module that registers no family."""
     from hf_memmix.mixers import MIXERS
     from hf_memmix.models import FAMILIES
 

@@ -105,7 +105,7 @@ def test_wheel_holds_nothing_else(wheel):
 
 
 def test_a_package_added_after_an_editable_install_is_found(tmp_path):
-    """Nobody re-installs after adding a file: the editable finder maps folders, not files."""
+    """The editable install maps folders, so a new file is found without a new installation."""
     source, site = tmp_path / "source", tmp_path / "site"
     for folder in PACKAGE_DIRS.values():
         (source / folder).mkdir(parents=True)

@@ -165,7 +165,7 @@ def test_tables_are_refused_without_their_end_or_by_an_unknown_name():
         render("<!-- begin op tea -->\n<!-- end op tea -->", ROOT)
 
 
-def test_links_lead_somewhere():
+def test_links_of_the_readme_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("http") or (ROOT / target).exists(), target
     for path in re.findall(r"`((?:hf_memmix|kernels|conversion|training|tests|model_cards)/[\w./-]+)`", README):

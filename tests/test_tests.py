@@ -13,7 +13,7 @@ TESTS = Path(__file__).resolve().parent
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
 def test_imports_no_test_and_leaves_the_path_alone(path):
-    """What several tests need stands in a module that is no test; `pythonpath` of pyproject.toml finds it."""
+    """Code of several tests belongs in a module without tests; `pythonpath` of pyproject.toml finds it."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

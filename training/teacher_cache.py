@@ -158,9 +158,10 @@ class CachedBlocks(Dataset):
         for name, value in found.items():
             known = self.meta.get(name)
             if known != value and not (name == "tokenizer" and "" in (known, value)):
+                what = "other data" if name == "data" else f"another {name}"
                 raise ValueError(
-                    f"the teacher cache {str(folder)!r} has another {name} ({known}, not {value}); write it again for"
-                    " these files, block size, packing, tokenizer and teacher"
+                    f"the teacher cache {str(folder)!r} was made with {what} ({known}, not {value}); write it again"
+                    " for these files, block size, packing, tokenizer and teacher"
                 )
         self._shards: dict[int, object] = {}
 

@@ -1,6 +1,6 @@
 """How a Lattice layer is initialised from a softmax attention.
 
-q, k, v and o are the attention's: k says to which slots a value is written, q says which slots are read. So q and k
+q, k, v and o are the attention's: k selects the slots to which a value is written, q those that are read. So q and k
 have separate projections, without the SiLU, which would lose their signs. The convolutions return their last token.
 The step size and the gate do not depend on the token: their weights start at zero. S_0 stays orthonormal. Slots
 always have unit norm. So the values are scaled up, and the output is scaled back: large values soon replace the

@@ -22,7 +22,7 @@ class Start:
     """How a layer of one mixer is initialised from an attention.
 
     `options(attention)`: the options, other than the defaults, that the mixer needs to hold the weights of this
-    attention. `take_over(mixer, attention)`: fills the mixer in place and says what became of every entry of
+    attention. `take_over(mixer, attention)`: fills the mixer in place and returns a fate for every entry of
     `attention.tensors()`; raises ValueError for a tensor that the mixer cannot hold.
     """
 

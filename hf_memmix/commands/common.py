@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleDimensions
 
 
 class _Console(Console):
-    """Wraps lines on a terminal only: a file or another program receives whole lines, whatever COLUMNS says."""
+    """Wraps lines on a terminal only: a file or another program receives whole lines, for every value of COLUMNS."""
 
     @property
     def size(self) -> ConsoleDimensions:

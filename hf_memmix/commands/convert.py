@@ -69,7 +69,9 @@ def convert(
     chosen = choice_of_layers(keep_layers, keep_count, keep, keep_counts=False)
     if plan is not None:
         if chosen is not None:
-            raise ValueError(f"{chosen.written}, but --plan also says which layers stay attention; give one of them")
+            raise ValueError(
+                f"{chosen.written}, but --plan also chooses the layers that stay attention; give one of them"
+            )
         planned = read_plan(plan, read_config(teacher).num_hidden_layers)
         mixer, chosen = planned["mixer"], planned["keep"]
     chosen = "none" if chosen is None else chosen

@@ -28,7 +28,7 @@ READERS = {"from_pretrained", "load_dataset"}
 
 
 def message_of(error: BaseException) -> str | None:
-    """The line that tells the user what to change; None for a defect, which keeps its traceback."""
+    """The message for an error that the user can correct; None for a defect, which keeps its traceback."""
     if isinstance(error, ImportError):
         name = error.name or ""
         # an ImportError without a name comes from a library that lacks one of its optional packages

@@ -64,8 +64,8 @@ def test_unknown_logit_transform_is_refused():
         logits_head(teacher)
 
 
-def test_models_in_train_mode_come_back_in_train_mode():
-    """And those in eval mode in eval mode, whatever the other's is."""
+def test_compare_restores_train_and_eval_mode():
+    """Each model gets its own mode back."""
     teacher = tiny_teacher()
     student = convert_model(teacher)
     for student_trains, teacher_trains in ((True, True), (True, False), (False, True), (False, False)):

@@ -19,7 +19,7 @@ def test_the_snippet_runs(tmp_path):
     assert (tmp_path / "student" / "conversion.json").exists()
 
 
-def test_links_lead_somewhere():
+def test_links_of_the_readme_exist():
     targets = re.findall(r"\]\(([^)#]+)\)", TEXT)
     assert targets and not [target for target in targets if not (PAGE.parent / target).exists()]
 

@@ -64,7 +64,7 @@ def test_student_of_every_family_ignores_padding_and_is_saved(model_type, tmp_pa
 
 
 @pytest.mark.parametrize("mixer", ["gka", "lattice"])
-def test_layers_without_rotary_embeddings_stay_without(mixer, tmp_path):
+def test_mixers_do_not_rotate_in_layers_without_rotary_embeddings(mixer, tmp_path):
     convert_model(tiny_teacher("smollm3", layers=5), mixer).save_pretrained(tmp_path)
     student = load_model(tmp_path)
     assert [attention_module(student, i).use_rope for i in range(5)] == [True, True, True, False, True]
@@ -149,7 +149,7 @@ def test_wrong_teachers_and_mixers_are_refused(tmp_path):
         convert_model(convert_model(tiny_teacher(), keep=[0]))
 
 
-def test_silent_drop_is_an_error(monkeypatch):
+def test_a_tensor_without_a_fate_is_an_error(monkeypatch):
     """A mixer must report a fate for every tensor."""
     honest = STARTS["gka"]
     silent = Start(honest.options, lambda m, a: [f for f in honest.take_over(m, a) if f.field != "q_weight"])
@@ -162,7 +162,7 @@ def test_silent_drop_is_an_error(monkeypatch):
         convert_model(tiny_teacher("qwen2"))
 
 
-def test_seed_fixes_the_fresh_parameters_and_spares_the_global_generator():
+def test_seed_decides_fresh_parameters_and_global_generator_does_not_change():
     teacher = tiny_teacher()
     state = torch.get_rng_state()
     # without its bias the output gate is the one parameter that starts at random
@@ -181,7 +181,7 @@ def test_bf16_teacher_gives_a_bf16_student_with_fp32_decays():
 
 
 def test_generation_settings_are_carried_over(tmp_path):
-    """As a copy, and into the folder."""
+    """They are copied, and saved in the folder."""
     teacher = tiny_teacher()
     teacher.generation_config.update(do_sample=True, temperature=0.7, top_k=5, eos_token_id=[2, 9])
     student = convert_model(teacher)
@@ -207,7 +207,7 @@ def test_save_and_load_give_the_same_model(tmp_path):
 
 
 def test_folder_that_lacks_tensors_is_refused(tmp_path):
-    """The library would fill them with random numbers and go on."""
+    """The library would fill missing tensors with random numbers."""
     convert_model(tiny_teacher()).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.self_attn.q_proj.weight"]

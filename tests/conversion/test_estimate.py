@@ -52,7 +52,7 @@ def test_estimate_is_what_the_conversion_makes(tmp_path, mixer, dtype):
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "mistral", "gpt_neox", "gpt2"])
 def test_memory_of_a_sequence_is_what_the_caches_hold(tmp_path, model_type):
-    """Sliding windows, grouped keys and fused projections included."""
+    """Also with sliding windows, grouped keys and fused projections."""
     windows = {} if model_type in ("llama", "gpt_neox", "gpt2") else {"sliding_window": 6}
     teacher = tiny_teacher(model_type, **windows)
     (row,) = estimate(on_meta(tmp_path, teacher), "gka", [1], (LENGTH,))["state"]
@@ -108,8 +108,8 @@ def test_report_is_saved_beside_the_student_and_printed_by_kind(tmp_path):
         assert word in run.stdout, word
 
 
-def test_a_false_use_is_an_error(monkeypatch):
-    """A mixer that says it copied a tensor, and changed it."""
+def test_a_wrong_report_of_a_copied_tensor_is_an_error(monkeypatch):
+    """The mixer reports a copy of a tensor, but has changed its values."""
     honest = STARTS["gka"]
 
     def false(mixer, attention):

@@ -23,13 +23,13 @@ def test_layers_by_index(text, layers):
 @pytest.mark.parametrize(
     ("text", "layers"), [("2", [2, 6]), ("0.25", [2, 6]), ("1", [4]), ("8", list(range(8))), ("0.01", [4])]
 )
-def test_layers_by_how_many(text, layers):
+def test_layers_by_count(text, layers):
     choice = LayerChoice.counted(text, "--keep-count")
     assert choice.layers(8) == layers and choice.number(8) == len(layers)
 
 
 @pytest.mark.parametrize("text", ["", "x", "3-1", "-1", "1-", "1,,2", "0.5", "1;2", "1 2", "1-2-3", "²", "9" * 30])
-def test_bad_lists_are_refused_with_the_option_the_value_and_the_way_out(text):
+def test_errors_of_bad_lists_name_option_value_and_remedy(text):
     with pytest.raises(ValueError, match='--keep-layers is .*e.g. "0-3,8"') as refused:
         LayerChoice.listed(text, "--keep-layers")
     assert repr(text) in str(refused.value)
@@ -41,7 +41,7 @@ def test_bad_counts_are_refused(text):
         LayerChoice.counted(text, "--keep-count")
 
 
-def test_layers_that_there_are_not_and_layers_named_twice_are_refused():
+def test_missing_layers_and_repeated_layers_are_refused():
     for text, message in (("2-4", "names layers 2-4, but there are layers 0 to 3"), ("1,0-2", "names a layer twice")):
         with pytest.raises(ValueError, match=message):
             LayerChoice.listed(text).layers(4)

@@ -59,17 +59,20 @@ def test_more_layers_than_the_config_names(tmp_path):
 
 @pytest.mark.parametrize("mixer", ["", *MIXERS])
 def test_biases_that_the_config_does_not_name(tmp_path, mixer):
-    """Of a transformer, and in a layer of every mixer."""
+    """In a transformer, and in a layer of every mixer."""
     teacher = tiny_teacher(layers=2)
     (convert_model(teacher, mixer) if mixer else teacher).save_pretrained(tmp_path)
     edit_tensors(tmp_path, lambda t: t.update({"model.layers.1.self_attn.nosuch.bias": torch.ones(32)}))
-    refused(tmp_path, "1 tensors that .* no place, so they would be lost: model.layers.1.self_attn.nosuch.bias. Rest")
+    refused(
+        tmp_path,
+        "1 tensors that a model of .* does not have: model.layers.1.self_attn.nosuch.bias. They would be lost",
+    )
 
 
-def test_mixers_of_which_the_config_knows_nothing(tmp_path):
+def test_tensors_of_mixers_that_are_not_in_the_config(tmp_path):
     convert_model(tiny_teacher(layers=2)).save_pretrained(tmp_path)
     edit_config(tmp_path, mixer_types=["attention", "attention"])
-    refused(tmp_path, "no place.*model.layers.0.self_attn.A_log")
+    refused(tmp_path, "does not have: model.layers.0.self_attn.A_log")
 
 
 @pytest.mark.parametrize(
@@ -80,17 +83,17 @@ def test_mixers_of_which_the_config_knows_nothing(tmp_path):
         ("gpt_neox", ["gpt_neox.layers.0.attention.bias", "gpt_neox.layers.0.attention.masked_bias"]),
     ],
 )
-def test_masks_and_angles_of_old_checkpoints_are_no_loss(tmp_path, family, tensors):
+def test_masks_and_angles_of_old_checkpoints_are_ignored(tmp_path, family, tensors):
     edit_tensors(saved(tmp_path, family), lambda t: t.update({name: torch.ones(1) for name in tensors}))
     load_model(tmp_path)
 
 
 def test_tensors_of_another_shape(tmp_path):
     edit_config(saved(tmp_path), intermediate_size=50)
-    refused(tmp_path, r"6 tensors of another shape.*mlp.down_proj.weight is \[32, 48\], not \[32, 50\]")
+    refused(tmp_path, r"6 tensors whose shape is not .*mlp.down_proj.weight is \[32, 48\], not \[32, 50\]")
 
 
-def test_output_projection_that_is_tied_and_differs(tmp_path):
+def test_tied_output_projection_that_differs_is_refused(tmp_path):
     """A conversion would copy the embeddings and then the projection into the one tensor."""
     saved(tmp_path, tie_word_embeddings=True)
     embeddings = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
@@ -130,7 +133,7 @@ def test_students_that_are_not_finite(tmp_path, mixer):
         load_model(tmp_path)
 
 
-def test_command_says_which_tensor(tmp_path):
+def test_command_names_the_tensor(tmp_path):
     edit_tensors(saved(tmp_path / "teacher"), lambda t: t[UP][0, :1].fill_(math.nan))
     run = memmix("convert", "--teacher", tmp_path / "teacher", "--out", tmp_path / "student")
     assert run.exit_code == 1 and "Traceback" not in run.output and not (tmp_path / "student").exists()
@@ -160,7 +163,7 @@ def test_a_conversion_reads_every_weight_once_for_this_check(tmp_path, monkeypat
         ({"num_hidden_layers": 0}, "num_hidden_layers 0 .*at least 1"),
         ({"num_attention_heads": 0}, "num_attention_heads 0"),
         ({"num_key_value_heads": 0}, "num_key_value_heads 0"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 .*no multiple of num_key_value_heads, 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 .*must be a multiple of num_key_value_heads, 3"),
         ({"head_dim": -8}, "head_dim -8"),
         ({"vocab_size": 0}, "vocab_size 0"),
         ({"hidden_act": "nosuch"}, "hidden_act 'nosuch'.*silu"),
@@ -187,7 +190,7 @@ def test_activations_under_other_names(tmp_path, family, field):
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "no JSON object"), ("{}", "model_type")])
-def test_configs_that_are_none(tmp_path, text, message):
+def test_files_that_are_not_a_config(tmp_path, text, message):
     (saved(tmp_path) / "config.json").write_text(text)
     refused(tmp_path, message)
 
@@ -218,7 +221,7 @@ def test_shards(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 1000])
-def test_files_that_are_no_safetensors(tmp_path, content):
+def test_files_that_are_not_safetensors(tmp_path, content):
     (saved(tmp_path) / "model.safetensors").write_bytes(content)
     refused(tmp_path, "corrupt or truncated weights")
     (tmp_path / "model.safetensors").unlink()
@@ -236,7 +239,7 @@ class Touch:
 
 
 def test_pickles(tmp_path):
-    """Plain tensors load; anything else is neither run nor a traceback."""
+    """Plain tensors load. Other objects are refused in one line and are not executed."""
     tensors = load_file(saved(tmp_path) / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     file, trace = tmp_path / "pytorch_model.bin", tmp_path / "trace"
@@ -249,13 +252,13 @@ def test_pickles(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantized_tensors_without_a_word_in_the_config(tmp_path, dtype):
+def test_quantized_tensors_that_the_config_does_not_mention(tmp_path, dtype):
     edit_tensors(saved(tmp_path), lambda t: t.update({Q_WEIGHT: t[Q_WEIGHT].to(dtype)}))
     refused(tmp_path, f"1 weights of the type .*{Q_WEIGHT}.*original weights")
 
 
 def test_mxfp4_is_read_as_plain_weights(tmp_path):
-    """gpt_oss is released so; transformers takes the blocks apart."""
+    """gpt_oss is released in this form; transformers dequantizes it while loading."""
     saved(tmp_path, "gpt_oss", intermediate_size=32)
 
     def pack(tensors):

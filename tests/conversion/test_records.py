@@ -9,7 +9,7 @@ import transformers
 from hf_memmix.conversion import records
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_file_is_replaced_atomically(tmp_path, monkeypatch):
     path = tmp_path / "new" / "results.json"
     records.write_json(path, {"rows": [1]})
     assert path.read_text() == '{\n "rows": [\n  1\n ]\n}\n'

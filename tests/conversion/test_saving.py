@@ -42,7 +42,7 @@ def test_a_folder_is_overwritten_and_nothing_is_left_beside_it(path, swaps, monk
     assert [p.name for p in path.parent.iterdir()] == ["student"] and [p.name for p in path.iterdir()] == ["other"]
 
 
-def test_what_cannot_be_renamed_leaves_the_old_folder(path, monkeypatch):
+def test_a_failed_rename_keeps_the_old_folder(path, monkeypatch):
     real, calls = os.replace, []
 
     def second_fails(source, target):
@@ -58,7 +58,7 @@ def test_what_cannot_be_renamed_leaves_the_old_folder(path, monkeypatch):
     assert (path / "weights").read_text() == "old" and [p.name for p in path.parent.iterdir()] == ["student"]
 
 
-def test_a_kill_while_overwriting_leaves_a_whole_folder(path):
+def test_a_kill_during_overwriting_leaves_a_complete_folder(path):
     (path.parent / "a").mkdir()
     if not saving._exchange(path.parent / "a", path):
         pytest.skip("folders cannot be swapped here")
@@ -76,7 +76,7 @@ def modes(folder):
     ("mask", "folders", "files"), [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600), (2, 0o775, 0o664)]
 )
 def test_saved_files_have_the_mode_of_the_umask(tmp_path, mask, folders, files):
-    """Also those of safetensors, which writes 0600, and the folder, which mkdtemp makes 0700."""
+    """Also safetensors files, which are written with 0600, and the folder, which mkdtemp makes with 0700."""
     before = os.umask(mask)
     try:
         with saving.atomic_folder(tmp_path / "student") as folder:
@@ -116,7 +116,7 @@ LEFT = """
 
 
 @pytest.mark.parametrize("moment", ["writing", "between two renames", "discarding"])
-def test_the_next_command_clears_what_a_kill_left(path, moment):
+def test_the_next_command_removes_leftovers_of_a_kill(path, moment):
     running = path.with_name(f".student.{saving._host()}-{os.getpid()}-abc.tmp")
     elsewhere = path.with_name(".student.another-host-1-abc.tmp")
     for folder in (running, elsewhere):
@@ -130,7 +130,7 @@ def test_the_next_command_clears_what_a_kill_left(path, moment):
     assert {p.name for p in path.parent.iterdir()} == {"student", running.name, elsewhere.name}
 
 
-def test_the_conversion_report_outlives_a_load(tmp_path):
+def test_the_conversion_report_is_kept_when_a_loaded_student_is_saved(tmp_path):
     save_student(convert_model(tiny_teacher("llama", layers=2)), tmp_path / "a")
     save_student(load_model(tmp_path / "a"), tmp_path / "b")
     report = (tmp_path / "b" / "conversion.json").read_text()

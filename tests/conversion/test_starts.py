@@ -104,7 +104,7 @@ def test_mamba2_start(family):
 # ---- the table
 
 
-def test_one_start_for_a_mixer():
+def test_a_second_start_of_a_mixer_is_refused():
     with pytest.raises(ValueError, match="'gka' has a start from attention already"):
         starts("gka")(lambda mixer, attention: [])
 
@@ -117,8 +117,8 @@ def test_mixers_without_a_start_are_refused_by_name(monkeypatch):
         convert_model(tiny_teacher(), "nosuch")
 
 
-def test_a_start_among_the_methods_of_a_mixer_still_works(monkeypatch):
-    """As mixers were written before there was a table."""
+def test_the_old_method_init_from_attention_still_works(monkeypatch):
+    """Mixers had this method before the table of starts existed."""
     start = STARTS["gka"]
     monkeypatch.delitem(STARTS, "gka")
     monkeypatch.setattr(MIXERS["gka"], "options_for", staticmethod(start.options), raising=False)

@@ -57,8 +57,8 @@ def test_rows_are_frozen():
 
 
 @pytest.mark.parametrize("name", [name for name, row in BACKBONES.items() if not row.refused])
-def test_a_row_says_what_the_configuration_has(name):
-    """Of the steps after the output projection and of the window; what a row leaves out is left out in silence."""
+def test_rows_agree_with_the_configurations(name):
+    """Checks the window and the steps after the output projection: a missing entry would cause no error."""
     row, fields = BACKBONES[name], AutoConfig.for_model(name).to_dict()
     for step in dataclasses.fields(UNLISTED.logits):
         field = getattr(UNLISTED.logits, step.name)
@@ -68,25 +68,25 @@ def test_a_row_says_what_the_configuration_has(name):
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_the_first_name_of_a_row_is_the_module(name):
-    """A family has one name for each module, and a model without its row would be read in the same way."""
+def test_rows_name_the_modules(name):
+    """A family has one name for each module, and `UNLISTED` finds the same module."""
     row, base = BACKBONES[name], tiny_teacher(name, layers=2).base_model
     assert (layers_name(base),) == row.layers and (attention_name(base, 1),) == row.attention
     assert {*row.layers} < {*UNLISTED.layers} and {*row.attention} < {*UNLISTED.attention}
 
 
-def test_a_family_without_a_row_is_read_as_most_are():
+def test_a_family_without_a_row_gets_the_common_properties():
     config = AutoConfig.for_model("xglm")
     assert backbone_of(config) is UNLISTED and layer_rotates(config, 0)
     with pytest.raises(ValueError, match="'xglm' is not supported; supported: .*hf_memmix/backbones.py"):
         family_of(config)
     assert refusal_of(config, "XGLMForCausalLM") is None
-    told = {
-        "its layers share keys and values": ({"num_kv_shared_layers": 2}, "XForCausalLM"),
+    reasons = {
+        "layers use the keys and values of other layers": ({"num_kv_shared_layers": 2}, "XForCausalLM"),
         "some of its layers are recurrent already": ({"layer_types": ["full_attention", "conv"]}, "XForCausalLM"),
         "it has no attention cache of the usual kind": ({}, "SomeMambaForCausalLM"),
     }
-    for reason, (fields, class_name) in told.items():
+    for reason, (fields, class_name) in reasons.items():
         assert refusal_of(PreTrainedConfig(**fields), class_name).startswith(reason)
 
 
@@ -118,7 +118,7 @@ def difference_of_a_padded_row(model):
 
 @pytest.mark.parametrize("name", [name for name, row in BACKBONES.items() if row.no_conversion])
 def test_families_that_cannot_be_converted_can_have_mixers(name):
-    """As conversion/README.md says: a padded row then is what it is alone."""
+    """As conversion/README.md states. A padded row gives the same logits as the row alone."""
     own = {**MOE, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
     own |= LATENT if "latent" in BACKBONES[name].no_conversion else {}
     native = tiny_teacher(name, layers=LAYERS, **own).eval()
@@ -153,7 +153,7 @@ def test_windows():
     assert window_of(AutoConfig.for_model("llama"), 0) is None
 
 
-def test_the_table_needs_no_library():
+def test_the_table_imports_neither_torch_nor_transformers():
     tree = ast.parse(Path(backbones.__file__).read_text(encoding="utf-8"))
     imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert imported == ["collections.abc", "dataclasses", "types"]

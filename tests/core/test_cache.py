@@ -34,7 +34,7 @@ def continues(model, cache, ids, following, tokens=None):
 # ---- size
 
 
-def test_bytes_do_not_grow():
+def test_bytes_do_not_grow_with_the_context():
     model = tiny_model("llama", "all")
     short, long = (read(model, random_ids(2, n)).nbytes for n in (3, 200))
     assert short == long > 0
@@ -66,7 +66,7 @@ def test_states_are_fp32_in_a_bf16_model():
 @pytest.mark.parametrize("layout", ("odd", "all"))
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_states_are_fp32_in_a_bf16_model_of_every_mixer(mixer, layout, length):
-    """A static cache has the place before the first token; a dynamic one takes what the mixer makes."""
+    """A static cache allocates the states before the first token; in a dynamic one the mixer makes them."""
     model = tiny_model("llama", layout, mixer, fresh=True).bfloat16()
     ids = random_ids(2, 7)
     if length is None:
@@ -86,7 +86,7 @@ def test_states_are_fp32_in_a_bf16_model_of_every_mixer(mixer, layout, length):
 @pytest.mark.parametrize("length", (None, 24))
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_model_of_another_dtype(mixer, length, way, tmp_path):
-    """A cache, alive or from a file, goes on as one whose states were cast by hand before."""
+    """A cache in memory or from a file continues as if its states had been cast before."""
     for layout in ("odd", "all"):
         wide = tiny_model("llama", layout, mixer, fresh=True, dtype=torch.float32).bfloat16().float()
         narrow = copy.deepcopy(wide).bfloat16()
@@ -116,7 +116,7 @@ def test_model_of_another_dtype(mixer, length, way, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_expand(family):
-    """One document read once serves a batch of questions, and again the next batch."""
+    """One document is read once, and used for two batches of questions."""
     model = tiny_model(family, "odd")
     document, questions = random_ids(1, 9), random_ids(3, 4, seed=5)
     cache = read(model, document)
@@ -135,7 +135,7 @@ def test_expand_refuses():
 
 @pytest.mark.parametrize("static", (False, True))
 def test_reset(static):
-    """After reset() a cache is as new, for another batch size too if it is dynamic."""
+    """After reset() a cache works like a new one; a dynamic one also with another batch size."""
     model = tiny_model("llama", "odd")
     cache = read(model, random_ids(2, 5), max_cache_len=20 if static else None)
     cache.reset()
@@ -149,7 +149,7 @@ def test_reset(static):
 
 
 def test_static_addresses_stay():
-    """The states of a static cache stay at one address: what a CUDA graph needs."""
+    """The addresses of the states in a static cache do not change, as CUDA graphs require."""
     model = tiny_model("llama", "all")
     cache = read(model, random_ids(1, 5), max_cache_len=16)
     before = [state.data_ptr() for layer in cache.layers for state in layer.get().values()]
@@ -192,7 +192,7 @@ def test_duplicates(duplicate):
 
 
 def test_inference_mode_cache_is_usable_outside():
-    """A prefix read under inference_mode, questions asked under no_grad: no error, no stale state."""
+    """A prefix is read under inference_mode and continued under no_grad, without an error or an old state."""
     model = tiny_model("llama", "odd")
     ids, following = random_ids(1, 6), random_ids(1, 1, seed=4)
     with torch.inference_mode():
@@ -230,7 +230,7 @@ def test_crop_refuses_more_than_was_recorded():
 @pytest.mark.parametrize("layout", ("odd", "all"))
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_crop_to_nothing(mixer, layout):
-    """A cache that gave back all its tokens is as a fresh one, to a single token too."""
+    """A cache after crop() of all its tokens works like a new one, also for one token."""
     model, ids = tiny_model("llama", layout, mixer), random_ids(2, 5)
     cache = RecurrentStateCache(model.config)
     cache.activate_past_recording()
@@ -246,8 +246,8 @@ def test_crop_to_nothing(mixer, layout):
 
 @torch.no_grad()
 @pytest.mark.parametrize("forget", ("stop_past_recording", "reset"))
-def test_crop_reaches_nothing_that_was_forgotten(forget):
-    """Neither what was recorded before the recording stopped, nor what came before a reset."""
+def test_crop_does_not_go_back_before_a_reset(forget):
+    """Records from before a reset, or before recording was stopped, cannot be used."""
     model, ids = tiny_model("llama", "all"), random_ids(1, 6)
     cache = RecurrentStateCache(model.config)
     cache.activate_past_recording()
@@ -274,8 +274,8 @@ def test_crop_reaches_nothing_that_was_forgotten(forget):
 )
 @pytest.mark.parametrize("layout", ("odd", "all"))
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_crop_reaches_nothing_before_a_change_of_rows(mixer, layout, change, argument, rows):
-    """What was recorded of the rows as they were is forgotten; what comes later rolls back exactly."""
+def test_crop_does_not_go_back_before_a_change_of_rows(mixer, layout, change, argument, rows):
+    """Records of the rows before the change are deleted; later tokens are rolled back exactly."""
     model, ids = tiny_model("llama", layout, mixer), random_ids(2, 9)
     cache = RecurrentStateCache(model.config)
     model(ids[:, :4], past_key_values=cache)
@@ -292,8 +292,8 @@ def test_crop_reaches_nothing_before_a_change_of_rows(mixer, layout, change, arg
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ("llama", "mistral", "gemma2"))
-def test_nothing_grows_after_the_recording_was_stopped(family):
-    """Layers of sliding windows keep all keys while they record, memories all their inputs."""
+def test_memory_does_not_grow_after_recording_was_stopped(family):
+    """While recording, layers with a sliding window keep all keys, and mixers keep all inputs."""
     model, caches = (
         tiny_model(family, "odd"),
         [RecurrentStateCache(tiny_model(family, "odd").config) for _ in range(2)],
@@ -331,7 +331,7 @@ def test_crop_of_padded_rows():
 @pytest.mark.parametrize("layout", ("odd", "all"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_resume(family, layout, tmp_path):
-    """A saved cache goes on in a fresh object, token by token and through generate()."""
+    """A loaded cache continues token by token and in generate()."""
     model = tiny_model(family, layout)
     document, question = random_ids(1, 11), random_ids(1, 4, seed=5)
     cache = read(model, document)
@@ -366,7 +366,7 @@ def saved_file(model, folder):
     return file
 
 
-def test_saved_state_is_small_and_free_of_pickle(tmp_path):
+def test_saved_state_is_small_and_no_pickle(tmp_path):
     model = tiny_model("llama", "all")
     file = saved_file(model, tmp_path)
     assert file.stat().st_size < read(model, random_ids(1, 7)).nbytes + 16_000
@@ -415,8 +415,8 @@ def test_empty_cache_is_not_saved(tmp_path):
         RecurrentStateCache(tiny_model("llama", "odd").config).save_pretrained(tmp_path)
 
 
-def test_forgotten_cache_is_not_saved(tmp_path):
-    """A static cache keeps the place of its states, but they are no longer any."""
+def test_a_cache_after_reset_is_not_saved(tmp_path):
+    """A static cache keeps its tensors after reset(), but they hold no states."""
     model = tiny_model("llama", "all")
     cache = read(model, random_ids(1, 5), max_cache_len=20)
     cache.reset()
@@ -461,7 +461,7 @@ def test_live_cache_of_another_model():
             target(random_ids(1, 3), past_key_values=cache)
 
 
-def test_refused_kinds():
+def test_other_cache_classes_are_refused():
     model = tiny_model("llama", "odd")
     with pytest.raises(ValueError, match="LlamaConfig"):
         RecurrentStateCache(tiny_model("llama", None).config)
@@ -480,7 +480,7 @@ def test_library_caches_are_adopted_in_place(kind):
 
 
 def test_adopted_cache_of_another_model():
-    """Its layers are of the right kinds, and only their sizes are not."""
+    """The layers have the right kinds, but wrong sizes."""
     cache = DynamicCache()
     with torch.no_grad():
         tiny_model("llama", "odd")(random_ids(1, 5), past_key_values=cache)

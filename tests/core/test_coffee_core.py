@@ -57,7 +57,7 @@ def test_embeddings_start_orthonormal_and_the_fixed_one_is_one():
 
 
 def test_copies_are_independent_models():
-    """Each copy computes, and learns, what a model of its own with the same parameters does."""
+    """Each copy computes and learns the same as a separate model with its parameters."""
     many = core(copies=3, fixed=1).double()
     ids = torch.randint(9, (3, 5, 7), generator=torch.Generator().manual_seed(1))
     logits = many(ids)
@@ -132,8 +132,8 @@ def test_states_that_are_not_finite_are_refused():
         check_coffee(lam, state)
 
 
-def test_deer_that_does_not_converge_falls_back_and_says_so_once():
-    """Gates as sharp as trained ones: the answer is the scan's, with one warning."""
+def test_deer_that_does_not_converge_runs_the_scan_with_one_warning():
+    """With steep gates, as in trained models, the result is that of the scan, with one warning."""
     g = torch.Generator().manual_seed(0)
     u, w, C = (6 * torch.randn(*shape, generator=g) for shape in ((1, 300, 8), (8, 4), (8, 4)))
     lam = -0.05 * torch.rand(8, 4, generator=g)

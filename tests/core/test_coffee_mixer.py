@@ -83,7 +83,7 @@ def test_layer_is_its_equations(options):
 
 @pytest.mark.parametrize(("name", "value"), [("lam_logit", math.nan), ("w", math.inf), ("C", math.nan)])
 def test_a_checkpoint_that_diverged_is_refused(name, value, tmp_path):
-    """What is left of lambda outside [-2, 0]: a logit that is not a number."""
+    """lambda can leave [-2, 0] only if its logit is NaN."""
     model = AutoModelForCausalLM.from_config(tiny_config("llama", (0,), "coffee", {}))
     with torch.no_grad():
         getattr(mixers_of(model)[0], name)[1, 0] = value
@@ -129,7 +129,7 @@ def test_bad_options(options, message):
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
-def test_every_family_converts_and_says_what_became_of_each_tensor(model_type):
+def test_every_family_converts_and_reports_every_tensor(model_type):
     teacher = tiny_teacher(model_type)
     student = convert_model(teacher, "coffee", keep=[1], states=4)
     dropped = [row for row in student.conversion_report.tensors if row["fate"] == "dropped"]
@@ -159,7 +159,7 @@ def test_start_is_the_mean_of_averages_of_values(filtered):
     torch.testing.assert_close(mixer(x)[0], 0.75 * attention.o_proj(expected), rtol=1e-3, atol=1e-5)
 
 
-def test_attention_that_has_no_place_is_refused():
+def test_attention_that_the_mixer_cannot_hold_is_refused():
     with pytest.raises(ValueError, match="inner_size=32"):
         convert_model(tiny_teacher("llama"), "coffee", inner_size=48)
     with pytest.raises(ValueError, match="v_bias would be lost.*u_bias=True"):

@@ -41,7 +41,7 @@ def greedy_from_embeds(model, embeds):
 @pytest.mark.parametrize("family", ("llama", "gpt_neox", "gemma3_text", "gpt2"))
 @torch.no_grad()
 def test_hidden_states(family):
-    """One entry a layer and one for the embeddings, as from the native model; alone and inside the causal LM."""
+    """One entry per layer and one for the embeddings, as from the native model; alone and inside the causal LM."""
     model, native = tiny_model(family, "odd"), tiny_model(family, None)
     ids = random_ids(1, 6)
     out, expected = (m(ids, output_hidden_states=True) for m in (model, native))
@@ -119,7 +119,7 @@ def test_prompt_tuning_of_a_padded_batch(mixer, layout):
 @pytest.mark.parametrize("layout", ("odd", "all"))
 @pytest.mark.parametrize("implementation", (None, "static"))
 def test_prefix_tuning_is_refused(layout, implementation):
-    """A prefix is keys and values, which a memory cannot take in."""
+    """A prefix consists of keys and values, which a recurrent state cannot hold."""
     config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = get_peft_model(tiny_model("llama", layout, fresh=True), config).double().eval()
     ids = random_ids(2, 5)
@@ -160,7 +160,7 @@ def test_static_multi_turn(model):
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ("first", "all"))
 def test_chunked_prefill_of_a_static_cache(layout, monkeypatch):
-    """No keys and values are allocated, not even in passing, for layers that are memories: they would be gigabytes."""
+    """Keys and values are never allocated for layers with mixers: they would take gigabytes."""
     model, ids, made = tiny_model("llama", layout), random_ids(1, 12), []
     initialize = StaticLayer.lazy_initialization
 
@@ -202,7 +202,7 @@ def test_beams_on_a_static_cache(model):
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_samples_on_a_static_cache(mixer):
-    """Three samples a prompt: the cache has a row for each."""
+    """Three samples per prompt: the cache has one row per sample."""
     for layout in LAYOUTS:
         model, (ids, mask) = tiny_model("llama", layout, mixer), left_padded([random_ids(1, 7), random_ids(1, 4)])
         out = []
@@ -217,7 +217,7 @@ def test_samples_on_a_static_cache(mixer):
 @pytest.mark.parametrize("cache", (None, "static"))
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_padded_prompt_token_by_token(mixer, cache):
-    """A chunk of the prompt may be one pad; a new token of a decode step, as short, never is."""
+    """A chunk of the prompt may be a single pad; the new token of a decode step is never a pad."""
     for layout in LAYOUTS:
         check_padded_generation(tiny_model("llama", layout, mixer), prefill_chunk_size=1, cache_implementation=cache)
 
@@ -254,7 +254,7 @@ def test_assistant_of_another_kind(model):
 
 @torch.no_grad()
 def test_assisted_decoding_from_a_filled_cache_is_refused(model):
-    """transformers feeds the whole prompt on top of the cache; its own models answer wrongly without a word."""
+    """transformers would feed the whole prompt again; its own models then give wrong results without an error."""
     ids = random_ids(1, 8)
     cache = greedy(model, ids, 4).past_key_values
     for kwargs in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
@@ -263,8 +263,8 @@ def test_assisted_decoding_from_a_filled_cache_is_refused(model):
 
 
 @torch.no_grad()
-def test_a_turn_after_assisted_decoding(model):
-    """The cache that assisted decoding leaves behind serves a plain second turn."""
+def test_a_second_turn_after_assisted_decoding(model):
+    """The cache of assisted decoding can be used for a second turn without assistance."""
     ids = random_ids(1, 8)
     first = greedy(model, ids, 6, prompt_lookup_num_tokens=3)
     turn = torch.cat([first.sequences, ids[:, :5]], 1)
@@ -275,7 +275,7 @@ def test_a_turn_after_assisted_decoding(model):
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_assisted_decoding_leaves_no_recording(mixer):
-    """A recorded forward keeps its inputs and the states before it: a long text after it would pile them up."""
+    """Every recorded forward keeps its inputs and states, so recording must stop after assisted decoding."""
     for layout in LAYOUTS:
         model = tiny_model("llama", layout, mixer)
         cache = greedy(model, random_ids(1, 8), 6, prompt_lookup_num_tokens=3).past_key_values
@@ -351,7 +351,7 @@ def test_pipeline(model):
 
 @torch.no_grad()
 def test_packed_rows():
-    """Rows with boundaries of their own."""
+    """Each row has its own boundaries."""
     model = tiny_model("llama", "all")
     ids = random_ids(2, 10)
     lengths = ((4, 6), (7, 3))
@@ -377,8 +377,8 @@ def test_indices_of_sequences_in_any_order(layout, mixer):
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("layout", ("odd", "all"))
-def test_position_ids_that_jump(layout, mixer):
-    """A position that does not follow its predecessor starts a sequence, be it smaller or larger."""
+def test_position_ids_that_are_not_consecutive(layout, mixer):
+    """A position that is not its predecessor plus one starts a new sequence, also if it is larger."""
     model, ids = tiny_model("llama", layout, mixer), random_ids(1, 7)
     for positions in ([0, 1, 2, 7, 8, 9, 10], [0, 1, 2, 2, 3, 4, 5]):
         positions = torch.tensor([positions])
@@ -391,8 +391,8 @@ def test_position_ids_that_jump(layout, mixer):
 @torch.no_grad()
 @pytest.mark.parametrize("row", (0, 1))
 @pytest.mark.parametrize("additive", (False, True))
-def test_mask_of_kept_attention_that_leaks(additive, row):
-    """Of packed rows every one is looked at, and only a large negative entry separates sequences."""
+def test_a_mask_that_does_not_separate_packed_sequences_is_refused(additive, row):
+    """All packed rows are checked. Only a large negative entry of the mask separates two sequences."""
     boundaries = torch.tensor([0, 3, 6, 8, 12], dtype=torch.int32)
     mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
     mask[0, :, 3:, :3] = mask[1, :, 2:, :2] = False

@@ -22,7 +22,7 @@ def fresh(**options):
 
 
 @pytest.mark.parametrize("slots", (1, 6, None))
-def test_slots_start_orthonormal_and_heads_apart(slots):
+def test_slots_start_orthonormal_and_differ_between_heads(slots):
     mixer = fresh(slots=slots)
     S0 = mixer.S0.detach()
     assert S0.shape == (4, 8, slots or 8) and S0.dtype == torch.float32
@@ -59,7 +59,7 @@ def test_slots_keep_unit_norm(variant):
     ids=str,
 )
 def test_layer_is_the_recurrence_on_its_projections(options):
-    """Shared projection, separate convolutions, a step size a head and token, values repeated for their queries."""
+    """Shared projection, separate convolutions, a step size per head and token, values repeated for their queries."""
     mixer = randomize(fresh(**{"use_forget_gate": False, **options})).double()
     x = X.double()
     tokens = mixer.project(x, None)
@@ -96,7 +96,7 @@ def test_layer_is_the_recurrence_on_its_projections(options):
     ({"use_forget_gate": True}, {}, {"gamma_max": 9.0}, {"step_size": "softplus"}),
     ids=str,
 )
-def test_enc_learns_a_repeated_token_however_large(options):
+def test_enc_learns_a_repeated_token_of_any_size(options):
     """S^T v = k in the end, and the gradient reaching the start has shrunk; both diverge where gamma |v|^2 > 2."""
     mixer = randomize(fresh(**{"variant": "enc", "use_forget_gate": False, **options})).double()
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_saved_state_with_columns_of_another_norm(options, tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("value", (0.0, float("nan")))
 def test_saved_start_without_direction(value, tmp_path):
-    """Any other norm is a checkpoint as training leaves it: S_0 is normalised when used."""
+    """Columns of any norm except zero are allowed, because S_0 is normalised when it is used."""
     model = AutoModelForCausalLM.from_config(tiny_config("llama", (0,), "lattice"))
     S0 = mixers_of(model)[0].S0
     S0[1, :, 2] = 7.0

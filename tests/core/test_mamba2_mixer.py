@@ -187,7 +187,7 @@ def test_no_nan(scale, constant):
 
 @torch.no_grad()
 @pytest.mark.parametrize("size", (1e20, 1e30))
-def test_readout_past_the_clamp(size):
+def test_readout_larger_than_the_clamp(size):
     """Its square would be infinite in float32, and the normed readout zero: it is that of the largest readout."""
     norm = GatedRMSNorm(8, 2, 1e-5)
     y = torch.linspace(-1, 1, 8).sign().expand(1, 3, 8)

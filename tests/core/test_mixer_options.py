@@ -18,7 +18,7 @@ def assert_same_states(actual, expected, row, what):
 @torch.no_grad()
 @every_variant
 def test_pads_write_nothing(mixer, options):
-    """What follows a row's end changes neither its outputs nor its states."""
+    """Tokens after the end of a row change neither its outputs nor its states."""
     layer, x, rotary = made(mixer, options)
     tokens, lengths = layer.project(x, rotary), torch.tensor([9, 13, 4])
     y, states = layer.scan(tokens, None, lengths=lengths)
@@ -52,7 +52,7 @@ def test_splits_and_steps(mixer, options):
 @torch.no_grad()
 @pytest.mark.parametrize(("mixer", "options"), [row for row in VARIANTS if row[0] == "lattice"], ids=str)
 def test_norm_of_lattices_start_does_not_matter(mixer, options):
-    """S_0 is of unit norm when it is used, also where writes do not bring slots back to it."""
+    """S_0 is normalised when it is used, also if the writes do not normalise the slots."""
     layer, x, rotary = made(mixer, options)
     tokens = layer.project(x, rotary)
     y, states = layer.scan(tokens, None)
@@ -78,7 +78,7 @@ def test_gka_without_an_output_norm_is_not_scaled():
 @torch.no_grad()
 @pytest.mark.parametrize("use_beta", (True, False))
 def test_pads_of_gka_have_no_write_strength(use_beta):
-    """Not only because the convolution leaves zeros there: the memory is told so itself."""
+    """beta is set to zero at pads; this does not depend on the zeros that the convolution leaves there."""
     layer, x, rotary = made("gka", {"use_beta": use_beta})
     *_, log_decay, beta, _ = layer.memory_inputs(layer.project(x, rotary), None, torch.tensor([9, 13, 4]), None)
     for row, length in enumerate((9, 13, 4)):
@@ -88,7 +88,7 @@ def test_pads_of_gka_have_no_write_strength(use_beta):
 
 @every_variant
 def test_a_layer_learns_from_its_shortest_training_sequence(mixer, options):
-    """From there on its output depends on its input; with one token less it does not."""
+    """With this length the output depends on the input; with one token less it does not."""
     layer, x, rotary = made(mixer, options)
     least = layer.minimum_training_length(layer.options)
     for length in {least, max(least - 1, 1)}:
@@ -100,7 +100,7 @@ def test_a_layer_learns_from_its_shortest_training_sequence(mixer, options):
 
 
 def test_options_are_checked_once(monkeypatch, tmp_path):
-    """On the way from a dictionary to the layers, in saving and in loading; each layer has its own copy."""
+    """This holds for building, saving and loading a model. Each layer has its own copy."""
     made, check = [], MixerOptions._check.__func__
 
     def counted(cls, options):

@@ -95,7 +95,7 @@ def test_default_initialisation(name):
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_files(name, layout, tmp_path):
-    """Own model type, own classes, which load through Auto too and pickle."""
+    """Each family has its own model type and classes, which Auto classes load and pickle supports."""
     model, ids = tiny(name, layout), random_ids(1, 7)
     base_class, model_class = (getattr(hf_memmix, name + head) for head in ("Model", "ForCausalLM"))
     model.save_pretrained(tmp_path)

@@ -216,7 +216,7 @@ def model(registered):
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_check(model, check):
-    """Two kinds of memory and attention in one model."""
+    """Two kinds of mixers and attention in one model."""
     CHECKS[check](model)
 
 
@@ -239,7 +239,7 @@ def test_static_decode_is_one_graph():
 
 @torch.no_grad()
 def test_learned_start(model):
-    """It reaches the logits; a cache that was reset starts there again, a static one that is new too."""
+    """A learned initial state changes the logits; a cache after reset(), and a new static cache, start from it."""
     ids = random_ids(2, 6)
     expected = model(ids, use_cache=False).logits
     for length in (None, 20):
@@ -280,7 +280,7 @@ def test_lora_finds_the_mixers_own_projections():
     assert adapted == {"in_proj"}
 
 
-def test_op_equals_its_truth():
+def test_op_equals_its_reference():
     """Outputs, state and gradients, with tokens that are not real, from a state that is not zero."""
     draw = torch.Generator().manual_seed(0)
     u, h = (torch.randn(*s, generator=draw, dtype=torch.float64).requires_grad_() for s in ((2, 9, 5), (2, 5)))
@@ -312,7 +312,7 @@ def test_conversion(with_start):
 
 
 def test_card(with_start, tmp_path, monkeypatch):
-    """A converted model's card tells what its mixer is."""
+    """The card of a converted model describes its mixer."""
     teacher = AutoModelForCausalLM.from_config(backbone_config("llama"))
     student = convert_model(teacher, "leaky", keep=[3])
     save_student(student, tmp_path)

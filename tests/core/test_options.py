@@ -61,7 +61,7 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_edits_after_building_are_refused(mixer, edit):
-    """The layers would not follow, the saved configuration would."""
+    """Otherwise the saved configuration would differ from the layers."""
     model = build(tiny_config("llama", "odd", mixer))
     before = model.config.to_dict()
     for config in (model.config, copy.deepcopy(model).config, pickle.loads(pickle.dumps(model.config))):
@@ -70,7 +70,7 @@ def test_edits_after_building_are_refused(mixer, edit):
         assert config.to_dict() == before
 
 
-def test_before_building_and_in_copies_as_plain_values_edits_are_free(tmp_path):
+def test_edits_before_building_and_of_plain_copies_are_allowed(tmp_path):
     config = tiny_config("llama", "odd")
     config.mixers["gka"]["chunk_size"] = 16
     assert mixers_of(build(config))[1].options.chunk_size == 16
@@ -128,7 +128,7 @@ def test_a_change_of_the_schedule_reaches_the_outputs():
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_options_that_are_part_of_the_model_are_refused(mixer):
-    """By name, whichever it is, and nothing is changed."""
+    """The error names the option, and nothing is changed."""
     model = build(tiny_config("llama", "odd", mixer))
     before, options_class = model.config.to_dict(), MIXER_CLASSES[mixer].options_class
     fixed = set(options_class().to_dict()) - set(options_class.inference_options)
@@ -163,7 +163,7 @@ def test_one_option_of_two_mixers():
 
 @pytest.mark.parametrize("value", ("missing", None))
 def test_a_file_that_does_not_name_the_mixers_is_refused(value, tmp_path):
-    """It would load as pure attention."""
+    """Otherwise the model would load with attention in all layers."""
     tiny_config("llama", "odd").save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     fields = json.loads(file.read_text())

@@ -38,7 +38,7 @@ def test_forward(family, sorts, batch):
 
 
 def test_gradient_checkpointing(sorts, batch):
-    """The layers are run again in the backward, with the rows of the forward."""
+    """The backward pass computes the layers again, with the same padded rows."""
     model = tiny_model("llama", "all", fresh=True).train()
     model.gradient_checkpointing_enable()
     runs = []
@@ -55,7 +55,7 @@ def test_gradient_checkpointing(sorts, batch):
     ids=("dynamic", "static", "chunks"),
 )
 def test_generation(options, sorts, batch):
-    """A sort for each forward that holds pads, which a decode step does not."""
+    """Every forward with pads sorts its rows once; a decode step has no pads and does not sort."""
     greedy(tiny_model("llama", "all"), batch["input_ids"], attention_mask=batch["attention_mask"], **options)
     # of three chunks the first holds three pads and the second one
     assert sorts == ([(2, 3)] * 2 if "prefill_chunk_size" in options else [(2, 9)])

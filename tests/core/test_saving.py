@@ -81,7 +81,7 @@ def test_teacher_checkpoint(family, tmp_path):
 
 
 def test_missing_parameters_are_initialised(tmp_path):
-    """Parameters that a checkpoint lacks are drawn as in a fresh model, and not left as they lay in memory."""
+    """Parameters that are missing in a checkpoint are initialised as in a new model."""
     torch.manual_seed(0)
     tiny_model("llama", None).save_pretrained(tmp_path)
     student = AutoModelForCausalLM.from_pretrained(tmp_path, config=tiny_config("llama", "all"))
@@ -161,7 +161,7 @@ def test_resized_embeddings(tmp_path):
 
 @pytest.mark.parametrize("damage", ("truncated", "header", "lost shard"))
 def test_damaged_checkpoint(damage, tmp_path):
-    """A damaged file is an error, never a model with random weights in it."""
+    """A damaged file raises an error; it must not give a model with random weights."""
     tiny_model("llama", "odd").save_pretrained(tmp_path, max_shard_size="20KB")
     file = sorted(tmp_path.glob("*.safetensors"))[1]
     content = file.read_bytes()
@@ -257,7 +257,7 @@ torch.save({"logits": logits, "tokens": tokens, "class": type(model).__name__}, 
 
 
 def test_load_without_the_import(tmp_path):
-    """A process that has never heard of us loads through auto_map if it trusts the code, saves, and unpickles."""
+    """A process without `import hf_memmix` loads by auto_map and trust_remote_code, saves and unpickles the model."""
     model = build(tiny_config("gemma3_text", "odd"))
     folder, again = tmp_path / "first", tmp_path / "again"
     model.save_pretrained(folder)
@@ -279,7 +279,7 @@ def test_load_without_the_import(tmp_path):
 
 
 def test_trusting_remote_code_after_the_import(tmp_path):
-    """With the package imported its classes are used, trusted or not, and the next save copies no source."""
+    """After `import hf_memmix` its classes are used, with and without trust_remote_code; no source code is saved."""
     model = tiny_model("llama", "odd")
     model.save_pretrained(tmp_path / "first")
     trusted = AutoModelForCausalLM.from_pretrained(tmp_path / "first", trust_remote_code=True)
@@ -316,7 +316,7 @@ def test_backbone_config_alone():
 
 
 def test_backbone_config_of_a_saved_model(tmp_path):
-    """It names none of our classes: neither as architectures nor in an auto_map."""
+    """It names no class of this package, neither in architectures nor in auto_map."""
     build(tiny_config("qwen3", "odd")).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     assert config.architectures == ["MemMixQwen3ForCausalLM"]

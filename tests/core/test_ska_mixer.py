@@ -61,8 +61,8 @@ def test_refreshing_at_every_token_is_a_chunk_of_one():
 
 
 @torch.no_grad()
-def test_sequence_max_is_the_paper_s():
-    """It moves the ridge only: another result, but not by much."""
+def test_sequence_max_normalization():
+    """It changes only the ridge, so the result differs a little."""
     ids = random_ids(2, 19)
     moved = with_options(normalization="sequence_max")(ids).logits - with_options()(ids).logits
     assert moved.abs().max() > 0 and moved.isfinite().all()
@@ -190,7 +190,7 @@ def test_scores_of_a_lower_rank_are_the_best(rank):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_scores_of_full_rank_are_the_attention_s(family):
+def test_scores_of_full_rank_equal_those_of_the_attention(family):
     """q . k of every pair of tokens, biases included; a norm leaves its scale."""
     teacher = tiny_teacher(family).double()
     generator = torch.Generator().manual_seed(1)
@@ -213,6 +213,6 @@ def test_scores_of_full_rank_are_the_attention_s(family):
     assert_same(tokens["v"].flatten(2), attention.v_proj(x), tolerance=1e-6)
 
 
-def test_attention_that_has_no_place_is_refused():
+def test_attention_that_the_mixer_cannot_hold_is_refused():
     with pytest.raises(ValueError, match="bias would be lost.*qkv_bias=True"):
         convert_model(tiny_teacher("qwen2"), "ska", qkv_bias=False)

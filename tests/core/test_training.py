@@ -73,8 +73,8 @@ def test_every_mixer_parameter_gets_a_gradient(family, mixer):
             assert parameter.grad.any(), f"layer {i}: {name} has gradient zero"
 
 
-def test_frozen_parameters_get_none():
-    """Align trains the mixers alone."""
+def test_frozen_parameters_get_no_gradient():
+    """As in `align`, which trains only the mixers."""
     model = tiny_model("llama", "odd", fresh=True)
     model.requires_grad_(False)
     for mixer in mixers_of(model).values():
@@ -99,7 +99,7 @@ def test_autocast(dtype, mixer):
 
 @every_mixer
 def test_gradient_flows_through_a_carried_state(mixer):
-    """Two chunks with the cache between them give the gradients of the whole: no detach on the way."""
+    """Two chunks with a cache between them give the same gradients as the whole sequence."""
     model = build(tiny_config("llama", "all", mixer, options=CONVERGED.get(mixer)), dtype=torch.float64)
     # the rest of the tokens at once, and one token, which steps in place where nothing trains
     for start in (6, IDS.shape[1] - 1):
@@ -163,7 +163,7 @@ def test_lora_target_modules(mixer):
 
 
 def test_lora_without_targets_is_refused_by_peft():
-    """Nothing of PEFT's is changed: with no targets it names what is missing, whatever was loaded before."""
+    """Importing this package does not change PEFT's tables, so PEFT raises its own error."""
     before = dict(constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)
     model = build(tiny_config("llama", "odd"))
     model.config.to_dict()
@@ -208,7 +208,7 @@ def parameters(model):
 
 @pytest.mark.parametrize(("family", "mixer"), [*(("llama", mixer) for mixer in MIXERS), ("gpt2", HOUSE_MIXER)])
 def test_trainer_resumes(family, mixer, tmp_path):
-    """Three steps, a stop and three more give the very weights of six steps."""
+    """Three steps, a stop and three more steps give the same weights as six steps."""
     config = tiny_config(family, "odd", mixer)
     whole = trainer(build(config), tmp_path / "whole")
     whole.train()

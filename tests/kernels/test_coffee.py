@@ -1,4 +1,4 @@
-"""What the contract's rows of COFFEE leave open: the ablation's gates, launch plans, DEER, bad values, stability."""
+"""What the contract's rows of COFFEE leave open: the ablation's gates, launch options, DEER, bad values, stability."""
 
 import warnings
 
@@ -71,8 +71,8 @@ def test_every_number_of_states(n, backend):
     agrees(K.scan_coffee, draw(1, 18, 3, n))
 
 
-def test_checkpoints_every_so_often(monkeypatch):
-    """The torch path beyond the size up to which it keeps all states."""
+def test_torch_path_with_states_that_are_recomputed(monkeypatch):
+    """The torch path with inputs so large that it does not keep all states."""
     from hf_memmix_kernels.coffee import torch_path as path
 
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
@@ -82,8 +82,8 @@ def test_checkpoints_every_so_often(monkeypatch):
         agrees(K.deer_coffee, draw(2, T, 3, 2, gate=2))
 
 
-PLANS = [
-    # states a thread, warps, tokens a group, shared reciprocal, short chain, segment
+LAUNCH_OPTIONS = [
+    # states per thread, warps, tokens per group, shared reciprocal, short chain, segment
     ((4, 4, 8, True, False, 0), (4, 4, 8, True, False, 0)),
     ((2, 1, 16, True, False, 0), (2, 1, 4, True, False, 0)),
     ((1, 1, 4, False, True, 0), (1, 1, 8, False, False, 16)),
@@ -91,13 +91,13 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("plans", PLANS, ids=str)
+@pytest.mark.parametrize("options", LAUNCH_OPTIONS, ids=str)
 @pytest.mark.parametrize("bounds", [None, [0, 0, 3, 27, 37]], ids=["batched", "packed"])
-def test_every_launch_plan(plans, bounds, monkeypatch):
-    """The plans that small inputs do not get, at a length that fills no group."""
+def test_every_choice_of_launch_options(options, bounds, monkeypatch):
+    """Launch options that small inputs do not get otherwise, with a length that is no multiple of a group."""
     triton_path = pytest.importorskip("hf_memmix_kernels.coffee.launch")
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
-    forward, backward = (triton_path.LaunchOptions(*plan) for plan in plans)
+    forward, backward = (triton_path.LaunchOptions(*values) for values in options)
     if bounds and backward.segment:
         backward = backward._replace(segment=0)
     monkeypatch.setattr(triton_path, "forward_options", lambda *a: forward)
@@ -110,7 +110,7 @@ def test_every_launch_plan(plans, bounds, monkeypatch):
 
 @pytest.mark.parametrize("T", [1, 2, 17, 70])
 def test_deer_equals_the_scan(T, backend, recwarn):
-    """Outputs, states and every gradient; it did converge, or a warning would say otherwise."""
+    """Outputs, states and all gradients. Without convergence there would be a warning."""
     coffee_op._warn_not_converged.cache_clear()
     agrees(K.deer_coffee, draw(2, T, 3, 4, gate=2))
     assert not recwarn.list
@@ -152,7 +152,7 @@ def wild(T: int) -> dict:
     return {**inputs, "w": 3 * inputs["w"], "u": 8 * inputs["u"], "lam": 0 * inputs["lam"]}
 
 
-def test_deer_falls_back_to_the_scan_and_says_so_once(backend):
+def test_deer_without_convergence_runs_the_scan_with_one_warning(backend):
     inputs = wild(64)
     coffee_op._warn_not_converged.cache_clear()
     want, want_state = K.scan_coffee(**inputs)
@@ -164,7 +164,7 @@ def test_deer_falls_back_to_the_scan_and_says_so_once(backend):
         K.deer_coffee(**inputs, max_iterations=6)
 
 
-def test_shooting_gives_up_early_where_chunks_do_not_settle(monkeypatch):
+def test_shooting_gives_up_early_if_chunks_do_not_converge(monkeypatch):
     """Of 24 chunks of such inputs most move at every iteration: the scan's results after PATIENCE of them."""
     shooting = pytest.importorskip("hf_memmix_kernels.coffee.launch_shooting")
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")

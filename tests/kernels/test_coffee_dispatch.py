@@ -28,7 +28,7 @@ def cells() -> dict[tuple[int, int, int, int], dict[str, float]]:
 
 @pytest.mark.parametrize(("size", "times"), cells().items(), ids=str)
 def test_the_rule_picks_a_method_near_the_best(size, times):
-    """One that converged, at most SLOWER times as slow as the fastest that did."""
+    """The chosen method converged, and takes at most SLOWER times as long as the fastest one that converged."""
     picked = K.coffee_method(*size)
     assert picked in times, f"{picked} did not converge"
     assert times[picked] <= SLOWER * min(times.values())
@@ -41,13 +41,13 @@ def test_both_methods_and_both_sides_of_the_rule_were_measured():
     assert {K.coffee_method(*size) for size in found} == {"scan", "shooting"}
 
 
-def test_what_was_not_measured_says_why():
+def test_cells_that_were_not_measured_give_the_reason():
     for row in json.loads(GRID.read_text())["rows"]:
         assert (row["ms"] is None) == bool(row["note"]), row
 
 
 @pytest.mark.parametrize("tokens", [SHOOTING_TOKENS * k for k in (1, 2, 3, 4, 16, 64)])
-def test_shooting_that_fails_has_walked_few_tokens(tokens):
-    """Whether it converges depends on the data, what it may cost does not: of so many chunks it walks so few."""
+def test_shooting_that_fails_has_computed_few_tokens(tokens):
+    """Convergence depends on the data, but the largest cost of a failed attempt does not."""
     shooting = pytest.importorskip("hf_memmix_kernels.coffee.launch_shooting")
     assert (shooting.MAX_ITERATIONS + 1) * shooting_chunk(tokens) <= FALLBACK * tokens

@@ -140,8 +140,8 @@ def test_split_with_carried_state_equals_whole(op, backend):
 
 
 @pytest.mark.parametrize("options", [{"num_iterations": 8}, {"refinement": (3, 4)}], ids=str)
-def test_gka_gradients_of_few_iterations_know_no_cuts(options, backend):
-    """Far from convergence, where the solver leaves a residual, neither a split nor the chunk size shows."""
+def test_gka_gradients_of_few_iterations_do_not_depend_on_splits(options, backend):
+    """Without convergence the solver leaves a residual. Even then the gradients do not depend on splits."""
     op = next(op for op in OPS if op.name == "gka")
     op = dataclasses.replace(op, options=options)
     shape, dtype = SMALL._replace(T=150), torch.float64 if backend == "torch" else torch.float32
@@ -276,7 +276,7 @@ def test_is_causal(op, backend):
 
 @every_op
 def test_gradcheck_of_naive(op):
-    """The truth itself: its autograd gradient against finite differences in float64."""
+    """The gradients of the reference by autograd equal finite differences in float64."""
     if "refinement" in op.options:
         pytest.skip("the same recurrence as the row without refinement")
     op = dataclasses.replace(op, options=op.smooth)

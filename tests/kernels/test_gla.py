@@ -9,7 +9,7 @@ import hf_memmix_kernels as K
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="reads what the interpreter computes in rows nobody stores")
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 20, 21, 40]], ids=["plain", "packed"])
-def test_nothing_infinite_is_computed_beyond_the_end(cu_seqlens, monkeypatch):
+def test_gla_computes_no_infinite_values_after_the_end(cu_seqlens, monkeypatch):
     """A decay up to the end, seen from a row after it, is a growth without bound; times a score of zero it is NaN."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
     q, k, v = (torch.randn(1, 40, 1, 16, requires_grad=True) for _ in range(3))

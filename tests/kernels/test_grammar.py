@@ -122,7 +122,7 @@ def test_the_readme_names_files_that_exist(folder):
         ("sizes.py", "X = 1\n", "no docstring"),
     ],
 )
-def test_the_check_sees_each_fault(tmp_path, name, source, fault):
+def test_the_check_finds_each_fault(tmp_path, name, source, fault):
     for file in FILES:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text('"""What it is."""\n')

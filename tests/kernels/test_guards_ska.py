@@ -38,7 +38,7 @@ def test_ties_share_the_gradient_of_the_norm(places, backend):
 
 @pytest.mark.parametrize("power", [0, 2])
 @pytest.mark.parametrize("equal", [2, 3, 4], ids=lambda n: f"{n} equal features")
-def test_pivots_that_rounding_ate(equal, power, monkeypatch):
+def test_pivots_lost_by_rounding(equal, power, monkeypatch):
     """Keys in one direction and a ridge below float32's rounding of their sums: outputs and gradients stay finite.
 
     In exact arithmetic the second pivot of the inverse is the ridge; in float32 it is zero.

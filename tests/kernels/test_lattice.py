@@ -56,7 +56,7 @@ def test_every_rule_on_a_gpu(variant, project, l1, dtype):
 
 
 @pytest.mark.parametrize("variant", ["enc", "sim"])
-def test_a_slot_that_keeps_nothing(variant, backend):
+def test_a_slot_whose_old_value_is_erased(variant, backend):
     """keep = 1 + gamma c p = 0 in a token of the second window: nothing may be divided by it. Packed.
 
     Only in the first of two heads: another kernel walks back the second one.
@@ -132,7 +132,7 @@ def test_a_slot_that_decays_all_along(variant, a, backend, monkeypatch):
 
 
 def test_forget_gate_is_a_larger_step():
-    """P_C(mu s + Delta) = P_C(s + Delta / mu), in the truth too."""
+    """P_C(mu s + Delta) = P_C(s + Delta / mu), in the reference, too."""
     inputs = draw(SHAPE, torch.float64)
     log_decay = -rand(*inputs["gamma"].shape, dtype=torch.float64)
     (o, state) = K.naive_lattice(**inputs, log_decay=log_decay)

@@ -92,7 +92,7 @@ def test_frozen_in_low_precision():
 
 
 def test_huge_writes_stay_finite():
-    """The size of a sum of writes is a difference of large numbers: rounding must not make a slot imaginary."""
+    """The squared norm of a sum of writes is a difference of large numbers: rounding must not make it negative."""
     inputs, start = frozen_inputs()
     q, k, v, gamma = (x.float().requires_grad_() for x in inputs)
     y, S = K.frozen_lattice(q, k, 1e4 * v, gamma, chunk_size=12, variant="sim")

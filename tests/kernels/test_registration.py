@@ -150,7 +150,7 @@ def test_step_refuses_two_tokens(op):
 
 @every_op
 def test_step_refuses_the_state_of_another_batch(op):
-    """It would be written out of bounds."""
+    """Otherwise the step would write outside of the tensor."""
     inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 1))
     with pytest.raises(ValueError, match="state"):
         op.step(op, inputs, op.draw_state(SHAPE, 3, torch.float32))

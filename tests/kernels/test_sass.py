@@ -56,7 +56,7 @@ def test_sound_code_passes():
 
 
 def test_a_register_that_was_never_written():
-    """As found in GKA's read-out at key size 64, value size 32, bf16."""
+    """This fault was found in GKA's read-out at key size 64, value size 32, bf16."""
     found = faults(SOUND.replace("UP0, UR6, 0x40", "UP0, UR7, 0x40"))
     assert found[0] == "UR7 is read before it is written at 0x0070: UIADD3 UR8, UP0, UR7, 0x40, URZ"
     assert "UR18 and UR19" in found[1] and "0x00c0" in found[1]

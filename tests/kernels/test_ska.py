@@ -154,7 +154,7 @@ def test_action_mask(normalization, backend):
     assert error(soft, got) <= 1e-6
 
 
-def test_sequence_max_of_padded_rows_knows_no_pads(backend):
+def test_sequence_max_ignores_pads(backend):
     """The largest key of a row is one of its tokens, however large the padding."""
     inputs, lengths = draw(SHAPE, torch.float32), torch.tensor([SHAPE.T, 9], device=DEVICE)
     inputs["k"][1, 9:] *= 100
@@ -244,7 +244,7 @@ def test_extreme_inputs_stay_finite(case, backend):
             assert torch.isfinite(y).all() and all(torch.isfinite(t).all() for t in s)
 
 
-def test_statistics_that_are_no_gram_matrix():
+def test_statistics_that_are_not_a_gram_matrix():
     inputs, state = draw(SHAPE, torch.float32), draw_state(SHAPE, 2, torch.float32)
     K.check_ska_state(state, 16)
     bad = state[0].clone()

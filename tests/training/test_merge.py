@@ -32,7 +32,7 @@ def trained(teacher, data, folder, layers, **options):
     return folder / layers
 
 
-def test_merged_slices_are_one_run(tmp_path, teacher, data):
+def test_merged_slices_equal_one_run(tmp_path, teacher, data):
     save_student(convert_model(teacher, keep=[2]), tmp_path / "start")
     whole = load_model(trained(teacher, data, tmp_path, "all"))
     # Adam does not care for the scale of a loss, here a mean over fewer layers, but for its epsilon
@@ -54,7 +54,7 @@ def test_a_slice_trains_its_layers_alone(tmp_path, teacher, data):
     assert changed and all(name.startswith("model.layers.1.self_attn.") for name in changed)
 
 
-def test_what_cannot_be_merged_is_refused(tmp_path, teacher, data):
+def test_students_that_cannot_be_merged_are_refused(tmp_path, teacher, data):
     save_student(convert_model(teacher, keep=[2]), tmp_path / "start")
     first = trained(teacher, data, tmp_path, "0-1", steps=2)
     second = trained(teacher, data, tmp_path, "1", steps=2)
@@ -63,7 +63,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path, teacher, data):
     student = convert_model(teacher, keep=[2])
     distill(student, teacher, data, tmp_path / "run", **(OPTIONS | {"steps": 2}), rest_learning_rate=1e-3)
     save_student(student, tmp_path / "distilled")
-    with pytest.raises(ValueError, match="which is no mixer, .*merge after align, before distill"):
+    with pytest.raises(ValueError, match="not part of a mixer, .*merge after align and before distill"):
         merge_students(tmp_path / "start", [tmp_path / "distilled"])
     save_student(convert_model(teacher, keep=[1]), tmp_path / "other")
     with pytest.raises(ValueError, match="is another model than"):

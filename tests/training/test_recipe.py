@@ -87,7 +87,7 @@ def test_groups_reach_the_weights(student, tmp_path):
         ({"steps": True}, "steps is True, not of type int"),
         ({"stage": "distill", "teacher": "cache:"}, "copy, shared, lora or cache:DIR"),
         ({"stage": "align", "teacher": "lora"}, "align reads the teacher's attention"),
-        ({"stage": "distill", "teacher": "shared"}, "set it to 0.0, or use lora or copy"),
+        ({"stage": "distill", "teacher": "shared"}, "set it to 0.0, or set teacher to lora or copy"),
         ({"stage": "distill", "layers": "0-1"}, "only align trains a part"),
     ],
 )

@@ -186,7 +186,7 @@ def hold(folder):
     return process
 
 
-def test_the_second_process_is_told_who_holds_a_run(tmp_path, teacher, data, monkeypatch):
+def test_a_second_process_gets_an_error_that_names_the_first(tmp_path, teacher, data, monkeypatch):
     folder = tmp_path / "run"
     process = hold(folder)
     try:

@@ -74,14 +74,14 @@ def test_a_cache_of_something_else_is_refused(tmp_path, teacher, data):
     write_cache(teacher, data, tmp_path / "c", 4)
     CachedBlocks(data, tmp_path / "c", teacher)
     for other, message in [
-        (TokenBlocks(data.blocks.flatten().flip(0), 16, data.positions, "tokenizer"), "of other data"),
-        (TokenBlocks(data.blocks.flatten(), 16, None, "tokenizer"), "of other data"),
-        (TokenBlocks(data.blocks.flatten(), 8, None, "tokenizer"), "of other data"),
-        (TokenBlocks(data.blocks.flatten(), 16, data.positions, "another"), "of other tokenizer"),
+        (TokenBlocks(data.blocks.flatten().flip(0), 16, data.positions, "tokenizer"), "with other data"),
+        (TokenBlocks(data.blocks.flatten(), 16, None, "tokenizer"), "with other data"),
+        (TokenBlocks(data.blocks.flatten(), 8, None, "tokenizer"), "with other data"),
+        (TokenBlocks(data.blocks.flatten(), 16, data.positions, "another"), "with another tokenizer"),
     ]:
         with pytest.raises(ValueError, match=message):
             CachedBlocks(other, tmp_path / "c")
-    with pytest.raises(ValueError, match="of other teacher"):
+    with pytest.raises(ValueError, match="with another teacher"):
         CachedBlocks(data, tmp_path / "c", tiny_teacher("llama", layers=2, seed=1))
     with pytest.raises(ValueError, match="is no teacher cache"):
         CachedBlocks(data, tmp_path / "nothing")
@@ -140,7 +140,7 @@ def test_an_interrupted_cache_goes_on_and_ends_like_a_whole_one(tmp_path, teache
     assert {path.name for path in tmp_path.iterdir()} == {"c", "whole"}
 
 
-def test_an_interrupted_cache_of_another_teacher_is_begun_anew(tmp_path, teacher, data):
+def test_an_interrupted_cache_of_another_teacher_is_started_again(tmp_path, teacher, data):
     options, other = {"batch_size": 2, "shard_rows": 4}, tiny_teacher("llama", layers=2, seed=1)
 
     def stop(done, total):

@@ -1,1 +1,1 @@
-"""Experiments on small models trained from scratch: one harness, equal parameters and tokens for all mixers."""
+"""Experiments on small models that are trained from scratch, with equal parameters and tokens for all mixers."""

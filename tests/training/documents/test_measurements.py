@@ -18,7 +18,7 @@ def test_all_results_are_listed_once():
 
 
 def test_installed_modules_do_not_need_the_experiments():
-    """The wheel has none: only the tables import them, inside a function."""
+    """The wheel has no experiments. Only the tables import them, inside a function."""
     folders = [CHECKOUT / name for name in ("hf_memmix", "conversion", "training")]
     files = [file for folder in folders for file in folder.rglob("*.py") if "experiments" not in file.parts]
     assert len(files) > 60

@@ -27,7 +27,7 @@ def samples():
     return {"niah": draw("niah", material, 48, 0.5, 0, 3), "mqar": draw("mqar", material, 48, None, 0, 1)}
 
 
-def test_a_swap_is_the_hybrid_of_these_layers(pair, blocks):
+def test_swapped_layers_equal_a_student_with_these_mixers(pair, blocks):
     teacher, student = pair
     hybrid = convert_model(teacher, "gka", [0, 2])
     attention_module(hybrid, 1).load_state_dict(attention_module(student, 1).state_dict())
@@ -41,7 +41,7 @@ def test_a_swap_is_the_hybrid_of_these_layers(pair, blocks):
     assert base["loss"] == pytest.approx(torch.tensor(compared["teacher_ppl"]).log().item(), rel=1e-4)
 
 
-def test_nothing_swapped_costs_nothing_and_hooks_are_gone(pair, blocks, samples):
+def test_no_swap_has_no_cost_and_hooks_are_removed(pair, blocks, samples):
     teacher, student = pair
     before = teacher(blocks).logits
     seen = []
@@ -54,7 +54,7 @@ def test_nothing_swapped_costs_nothing_and_hooks_are_gone(pair, blocks, samples)
     assert torch.equal(teacher(blocks).logits, before)
 
 
-def test_the_layer_that_does_most_stays_attention(blocks, samples):
+def test_the_layer_with_the_highest_score_stays_attention(blocks, samples):
     teacher = tiny_teacher(layers=3)
     silent = convert_model(teacher, "gka")  # its mixers give zero, so a swap costs what the attention did
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_how_many_layers_stay():
 
 def test_mistakes(pair, blocks):
     teacher, student = pair
-    with pytest.raises(ValueError, match="are no memory layers"):
+    with pytest.raises(ValueError, match="are not converted"):
         cost_of_swaps(teacher, student, [[7]], blocks, {})
     with pytest.raises(ValueError, match="weight"):
         rank_layers(teacher, student, blocks, {}, weight=-1.0)

@@ -89,7 +89,7 @@ def test_depth_is_where_the_answer_stands(bundled, task):
         assert changed[0] / 512 == pytest.approx(depth, abs=0.08)
 
 
-def test_a_copier_answers_and_a_deaf_model_does_not(bundled):
+def test_a_copying_model_recalls_and_a_constant_model_does_not(bundled):
     models = {"copier": Copier(4096), "deaf": Copier(4096, deaf=True)}
     results = run_probes(models, bundled, tasks=ANSWERED_BY_COPYING, lengths=(128,), depths=(0.0, 1.0), samples=2)
     for row in results["summary"]:
@@ -136,8 +136,8 @@ def test_mistakes(small, bundled):
         Material(tiny_tokenizer(), "the cat sat")
 
 
-def test_the_bundled_teacher_owes_answers_to_a_near_context(bundled):
-    """Five million parameters have no induction heads: what they keep is which words came a short while ago."""
+def test_the_bundled_teacher_recalls_only_from_a_near_context(bundled):
+    """A model of five million parameters has no induction heads; it only predicts words that came shortly before."""
     from hf_memmix.conversion import load_model
 
     model = {"teacher": load_model(asset_path("tiny_teacher"), torch.float32)}

@@ -127,7 +127,7 @@ def test_refreshing_changes_a_model_and_decoding_does_not():
     assert (a - b).abs().max() > 1e-4
 
 
-def test_a_measurement_that_fails_loses_nothing_else(args, monkeypatch):
+def test_a_failed_measurement_does_not_affect_others(args, monkeypatch):
     """What was trained comes first; a cell that fails is named, and leaves the others and the report as they are."""
     measure = echo_suite.measure
 

@@ -149,7 +149,7 @@ def test_longer_contexts_take_the_rate_that_was_best_on_dev_text():
     assert {(row["context"], row["seed"]) for row in rows} == {(16, 0), (8, 1), (16, 1)}
 
 
-def test_ablation_plan_repeats_the_ladder_with_a_second_seed():
+def test_ablation_repeats_all_rows_with_a_second_seed():
     args = argparse.Namespace(context=8, lrs=[1e-2])
     assert len(lattice_ablation.rows_to_run([], args)) == len(lattice_ablation.LADDER)
     dec = finished(1e-2, 1.0, rung="+ projection", context=8, seed=0)
@@ -159,7 +159,7 @@ def test_ablation_plan_repeats_the_ladder_with_a_second_seed():
     }  # fmt: skip
 
 
-def test_recall_plan_tries_rates_in_each_cell():
+def test_recall_tries_rates_in_each_cell():
     args = argparse.Namespace(cells=[[16, 2], [32, 4]], lrs=[1e-2], models=["dec", "gka"])
     assert len(recall.rows_to_run([], args)) == 4
     done = [finished(1e-2, 1.0, model="gka", length=32, pairs=4, seed=0)]

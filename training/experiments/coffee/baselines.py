@@ -1,8 +1,8 @@
-"""What COFFEE is compared with in its paper, in the same core module: S6 (eq. 2) and COFFEE with a token gate (eq. 4).
+"""The baselines of the COFFEE paper, in the same core module: S6 (eq. 2) and COFFEE with a token gate (eq. 4).
 
 S6: x_k = e^(A D_k) x_{k-1} + (e^(A D_k) - I) / A B_k u_k,  y_k = C_k x_k,  D, B, C = softplus(W_D u), W_B u, W_C u
 
-Only outputs at the last positions are wanted, and they have a closed form with no loop over time. Shapes as in
+Only the outputs at the last positions are needed; they have a closed form without a loop over time. Shapes as in
 `coffee_core`: S copies, B batch, L tokens, D features, n states.
 """
 

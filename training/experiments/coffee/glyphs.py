@@ -1,7 +1,7 @@
 """Images of digits for the COFFEE paper's classifier: jittered strokes, scikit-learn's digits, or MNIST's own files.
 
-The strokes stand in for MNIST where it is not at hand: they are easier to get and not the same task, so their figures
-are not MNIST's. Each function gives (training images, labels, test images, labels): floats in [0, 1] [N, H, W].
+The strokes replace MNIST where its files are missing. They are another task, so their figures cannot be compared with
+those of MNIST. Each function returns (training images, labels, test images, labels): floats in [0, 1] [N, H, W].
 """
 
 import gzip
@@ -68,7 +68,7 @@ def mnist(folder: str | Path):
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not what its name says.
+        ValueError: a file does not hold the data that its name promises.
     """
     folder, found = Path(folder), []
     for part in ("train", "t10k"):

@@ -3,8 +3,8 @@
     python training/experiments/coffee/language.py --text text.npy --out coffee_language.json
 
 Text, sizes and the choice of learning rates are those of `lattice/language.py`; the paper trains no language model.
-"mamba2" is the successor of S6, with its own block. All mixers are placed in the same Llama, whose MLP is narrowed so
-that all models have the same size.
+"mamba2" is the successor of S6, with the block of its paper. All mixers are used in the same Llama, whose MLP is made
+smaller so that all models have the same size.
 """
 
 import typer

@@ -17,7 +17,7 @@ IMAGES_HEAD = ("model", "parameters", "paper, MNIST", "best", "median", "worst",
 
 
 def report(reports: list[dict]) -> str:
-    """One section a table, and one for each set of images; accuracies over seeds."""
+    """One section per table and per set of images; accuracies over seeds."""
     sections, tables = [], {}
     for found in reports:
         if "data" in found:

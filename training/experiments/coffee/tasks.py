@@ -1,4 +1,4 @@
-"""The induction head task of the COFFEE paper (Appendix E): say what followed the trigger when it comes again.
+"""The induction head task of the COFFEE paper (Appendix E): repeat the symbols that followed the first trigger.
 
     noise | trigger | gap | target | noise | trigger | zeros
 

@@ -1,8 +1,8 @@
 """Trains many tiny models at once: all seeds of a setting are one model, a step is one CUDA graph, settings overlap.
 
-A `Run` has a model of S copies, what draws a batch for each, and how long to train. `train(runs)` takes them in turn
-on streams of their own, which fills a GPU that none of them could fill alone. As the copies' losses are summed and
-Adam works elementwise, each copy trains as if it were alone.
+A `Run` has a model of S copies, a function that draws a batch for each copy, and the number of steps. `train(runs)`
+runs them on separate CUDA streams, because one of them alone cannot use the whole GPU. The losses of the copies are
+summed and Adam works elementwise, so each copy is trained as if it were alone.
 """
 
 import functools
@@ -26,14 +26,14 @@ class Run:
         name: key of its results.
         model: maps the inputs that `draw` gives to logits [S, B, ..., classes].
         draw: (batch, generator) -> (inputs, labels [S, B, ...]), without waiting for the device.
-        test: generator -> pairs of inputs and labels; what accuracy is measured on.
-        seed: of the training data; the test's is another. The model's start is whoever made it.
-        learning_rate: of Adam.
-        iterations: at most so many steps.
-        evaluate_every: steps from one evaluation to the next.
+        test: generator -> pairs of inputs and labels, for measuring accuracy.
+        seed: seed of the training data. The test data have another seed; the model is initialised by the caller.
+        learning_rate: learning rate of Adam.
+        iterations: largest number of steps.
+        evaluate_every: number of steps between two evaluations.
         enough: stop when every copy has this accuracy.
-        lower_rate: (loss, rate): the rate once the copies' mean training loss is below that loss.
-        info: goes into the results.
+        lower_rate: (loss, rate): use this rate when the mean training loss of the copies is below this loss.
+        info: further entries of the results.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Run:
         return self.done >= self.iterations or bool(self.curve and min(self.curve[-1]["accuracy"]) >= self.enough)
 
     def results(self) -> dict:
-        """What is known so far: per seed, the best evaluation (the paper keeps the best model) and the last."""
+        """The results so far: for each seed, the best evaluation (the paper keeps the best model) and the last one."""
         best = [max(row["accuracy"][s] for row in self.curve) for s in range(len(self.curve[0]["accuracy"]))]
         ranked = sorted(best)
         return {
@@ -158,9 +158,9 @@ class Run:
 
 
 def train(runs: list[Run], device: torch.device, seconds: float = float("inf"), report=print) -> dict[str, dict]:
-    """Train all, side by side, for at most so many seconds; their results by name.
+    """Train all runs at the same time, for at most this number of seconds; returns their results by name.
 
-    One that fails has {"error": ...} as its result and leaves the others alone.
+    The result of a run that fails is {"error": ...}; the others continue.
     """
     start, found, active = time.perf_counter(), {}, []
     for run in runs:

@@ -50,7 +50,7 @@ def parameters(config) -> int:
 
 
 def build(args: SimpleNamespace, mixer: str, options: dict, *, vocab: int, context: int, seed: int):
-    """A model with `mixer` in all layers, as large as the transformer of the same sizes: its MLP makes up for it."""
+    """A model with `mixer` in all layers. Its MLP is sized so that it has as many parameters as the transformer."""
 
     def config(kind, options, intermediate):
         backbone = LlamaConfig(
@@ -74,7 +74,7 @@ def build(args: SimpleNamespace, mixer: str, options: dict, *, vocab: int, conte
 
 
 class Deadline(TrainerCallback):
-    """Ends a row that the command has no time for."""
+    """Ends the training of a row at the command's deadline."""
 
     def __init__(self, args):
         self.args = args
@@ -168,7 +168,7 @@ def learn_text(row: dict, args: SimpleNamespace, mixer: str, options: dict) -> d
 
 @torch.no_grad()
 def gates(model, ids: Tensor) -> dict[str, list]:
-    """What a trained model does with its gates on one window: by layer the 5, 50 and 95 % quantiles of each."""
+    """The 5, 50 and 95 % quantiles of each gate of a trained model on one window, for every layer."""
     found, mixers = {}, memory_mixers(model).values()
 
     def noting(project):

@@ -1,4 +1,4 @@
-"""A function of tensors as one CUDA graph: what small models need, whose kernels are shorter than their launches."""
+"""Runs a function of tensors as one CUDA graph. Kernels of small models take less time than their launches."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ class Graphed:
         return self.output
 
     def _aside(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """As it is, on a stream that is not the default one, as a capture demands of what it follows."""
+        """Call the function without a graph, on a stream that is not the default one, as required before a capture."""
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):

@@ -34,7 +34,7 @@ _OWN = ("out", "plot", "workers", "seconds", "deadline", "text")
 
 
 class OutOfTime(Exception):
-    """The time limit of the command came before the end of a row, which is then left for the next command."""
+    """The time limit of the command has passed before a row has ended; the next command runs this row again."""
 
 
 def device() -> torch.device:
@@ -42,13 +42,13 @@ def device() -> torch.device:
 
 
 def check_time(args: SimpleNamespace) -> None:
-    """Raise OutOfTime after the command's deadline; called now and then by a row."""
+    """Raise OutOfTime after the command's deadline. Functions that run a row call it regularly."""
     if time.time() > args.deadline:
         raise OutOfTime
 
 
 def attempt(errors: dict[str, str], name: str, function: Callable, *args, **kwargs):
-    """What the function returns; None if it fails, and `errors[name]` then says why."""
+    """The result of the function; None if it fails, and then `errors[name]` holds the reason."""
     try:
         return function(*args, **kwargs)
     except OutOfTime:
@@ -152,7 +152,7 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: C
 
 
 def _record(results: dict, row: dict, outcome: dict) -> None:
-    """Put the outcome in place of what is known of the row; an error stands beside the parts that came before it."""
+    """Replace the record of a row by its outcome. An error is added to the parts that are already recorded."""
     known = [record for record in results["rows"] if matches(record, row)]
     results["rows"] = [record for record in results["rows"] if not matches(record, row)]
     parts = {k: v for k, v in known[0].items() if k != "unfinished"} if known and "error" in outcome else row
@@ -174,7 +174,7 @@ def _start(context, module: str, args: SimpleNamespace, place: str):
 
 
 def work(pipe, module: str, args: SimpleNamespace, place: str) -> None:
-    """Body of a worker: rows in, results out; None for a row that time did not suffice for."""
+    """The loop of a worker: receives rows and sends results, or None for a row that ran out of time."""
     os.environ["CUDA_VISIBLE_DEVICES"] = place  # read when CUDA is first used, so not too late
     experiment = importlib.import_module(module)
     while True:

@@ -22,7 +22,7 @@ MeasuredTokens = Annotated[int, typer.Option(help="measured tokens of each text"
 
 
 def settings(values: dict) -> SimpleNamespace:
-    """The arguments of a command, `locals()` at its start, as an object that plans, rows and results share."""
+    """The arguments of a command (`locals()` at its start) as one object."""
     return SimpleNamespace(**values)
 
 

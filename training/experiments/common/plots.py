@@ -1,4 +1,4 @@
-"""What the plots of the experiments share, and the plot of language models by context."""
+"""Helpers for the plots of all experiments, and the plot of language models by context."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def figure_of(panels: int, caption: str):
 
 
 def save(figure, path: str | Path, dpi: int = 150) -> None:
-    """Write a figure as a PNG and forget it; the same numbers give the same file: it holds no time and no version."""
+    """Write a figure as a PNG and close it. The file holds no time and no version: equal figures give equal files."""
     from matplotlib import pyplot
 
     figure.savefig(path, dpi=dpi, metadata={"Software": None})
@@ -78,7 +78,7 @@ def log_scale(axis) -> None:
 
 
 def name_lost(panel, lost: list[dict], keys: tuple[str, ...]) -> None:
-    """Say which rows are missing because they diverged."""
+    """Write into the plot which rows are missing because they diverged."""
     names = dict.fromkeys(" ".join(str(row[key]) for key in (*keys, "lr")) for row in lost)
     if names:
         panel.set_xlabel(f"{panel.get_xlabel()}\ndiverged, not shown: {', '.join(names)}", fontsize=7)

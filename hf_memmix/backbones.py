@@ -32,6 +32,11 @@ def _sliding_layers_or_all(config, layer_idx: int) -> bool:
     return config.sliding_window is None or _sliding_layers(config, layer_idx)
 
 
+def _sliding_or_first_dense_layers(config, layer_idx: int) -> bool:
+    dense = config.mlp_layer_types[layer_idx] == "dense" and config.prefix_dense_sliding_window_pattern == 1
+    return dense or _sliding_layers(config, layer_idx)
+
+
 @dataclass(frozen=True)
 class Logits:
     """Steps after the output projection. A field is the name of the config field with the number; None: no such step.
@@ -121,6 +126,7 @@ _SHARED = Backbone(refused="layers use the keys and values of other layers, so t
 _RECURRENT = Backbone(refused="some of its layers are recurrent already")
 _UNKNOWN_NAMES = Backbone(refused="its layers or attention modules have unrecognised names")
 _OUTPUT_GATE = "its attention has an output gate that depends on the token"
+_UNTESTED = "its conversion has not been tested"
 _LATENT = Backbone(no_conversion="latent attention: k and v have no projections of x")
 
 BACKBONES: Mapping[str, Backbone] = MappingProxyType(
@@ -194,6 +200,7 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
         "jamba": _RECURRENT,
         "olmo_hybrid": _RECURRENT,
         "qwen3_next": _RECURRENT,
+        "llama4_text": Backbone(refused="its rotary embeddings are complex numbers, which no mixer reads"),
         "mpt": _UNKNOWN_NAMES,
         "opt": _UNKNOWN_NAMES,
         # no mixer can take over the weights of their attention
@@ -204,8 +211,18 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
         "afmoe": Backbone(rotates=_sliding_layers, window=True, no_conversion=_OUTPUT_GATE),
         "laguna": Backbone(window=True, no_conversion=_OUTPUT_GATE),
         "bitnet": Backbone(no_conversion="a norm stands between its attention and the output projection"),
+        "cohere2_moe": Backbone(
+            rotary="pairs",
+            interleaved=True,
+            rotates=_sliding_or_first_dense_layers,
+            window=True,
+            logits=_SCALED,
+            no_conversion=_UNTESTED,
+        ),
         "diffllama": Backbone(no_conversion="its attention is a difference of two softmaxes"),
         "doge": Backbone(window=True, no_conversion="its attention mask is computed from the values"),
+        "flint": Backbone(rotates=_sliding_layers, window=True, extra=("sinks",), no_conversion=_UNTESTED),
+        "kolibri1": Backbone(rotates=_sliding_layers_or_all, window=True, no_conversion=_UNTESTED),
         "nanochat": Backbone(
             logits=_CAPPED, no_conversion="its q and k norms have no weights and follow the rotation"
         ),

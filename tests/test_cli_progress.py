@@ -117,7 +117,8 @@ def test_lines_are_not_wrapped_where_there_is_no_terminal(columns):
     env |= {} if columns is None else {"COLUMNS": columns}
     long = "/a/long/path" * 20
     code = (
-        "from hf_memmix.commands.common import err, out; from rich.table import Table;"
+        "import importlib.util as u, sys; sys.modules['hf_memmix'] = u.module_from_spec(u.find_spec('hf_memmix'));"
+        "from hf_memmix.commands.common import err, out; from rich.table import Table;"  # torch is not imported
         f"[console.print('written to {long}') for console in (out, err)];"
         f"table = Table('name'); table.add_row('{long}'); out.print(table)"
     )

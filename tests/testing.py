@@ -274,12 +274,13 @@ def distinct_ids(batch, length, seed=0):
     return torch.stack([3 + torch.randperm(VOCAB - 3, generator=generator)[:length] for _ in range(batch)])
 
 
-def word_tokenizer():
-    """A tokenizer whose words are w0, w1, ... for the ids of the tiny models."""
-    core = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w2"))
+def word_tokenizer(unknown="w2"):
+    """A tokenizer whose words are w0, w1, ... for the ids of the tiny models; `unknown`: the word of id 2."""
+    words = [unknown if i == 2 else f"w{i}" for i in range(VOCAB)]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unknown))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="w0", bos_token="w1", unk_token="w2", padding_side="left"
+        tokenizer_object=core, pad_token="w0", bos_token="w1", unk_token=unknown, padding_side="left"
     )
 
 

@@ -26,6 +26,13 @@ from hf_memmix.commands.hub import model_folder
 from hf_memmix.commands.progress import progress
 
 Recipe = Annotated[str | None, typer.Option(help="Name of a bundled recipe or a YAML file.")]
+OutDir = Annotated[Path, typer.Option("--out", help="Folder to write the trained model to.")]
+Steps = Annotated[int | None, typer.Option(help="Number of optimizer steps.")]
+BatchSize = Annotated[int | None, typer.Option(help="Number of blocks per step.")]
+BlockSize = Annotated[int | None, typer.Option(help="Number of tokens per block.")]
+LearningRate = Annotated[float | None, typer.Option(help="Peak learning rate of the mixers.")]
+SaveEvery = Annotated[int | None, typer.Option(help="Number of steps between two checkpoints; 0 writes none.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the order in which the data is read.")]
 ReportTo = Annotated[
     list[str] | None, typer.Option(help="Tracker that receives the logs, e.g. tensorboard or wandb; repeatable.")
 ]
@@ -46,16 +53,14 @@ def align(
     student: Student,
     teacher: Teacher,
     text: Texts,
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder to write the trained model to.")],
+    out_dir: OutDir,
     recipe: Recipe = "align",
-    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Number of blocks per step.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Number of tokens per block.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of the mixers.")] = None,
-    save_every: Annotated[
-        int | None, typer.Option(help="Number of steps between two checkpoints; 0 writes none.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the order in which the data is read.")] = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    block_size: BlockSize = None,
+    learning_rate: LearningRate = None,
+    save_every: SaveEvery = None,
+    seed: Seed = None,
     layers: Annotated[
         str | None, typer.Option(help='Train these layers only, e.g. "0-3,8"; memmix merge joins the parts.')
     ] = None,
@@ -69,7 +74,7 @@ def align(
     """Train only the mixers: each learns the output of the attention that it replaced."""
     overrides = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
     overrides |= {"save_every": save_every, "seed": seed, "layers": layers}
-    trainer = {"report_to": list(dict.fromkeys(report_to or [])) or None, "logging_steps": logging_steps}
+    trainer = {"report_to": report_to, "logging_steps": logging_steps}
     _train("align", student, teacher, text, out_dir, recipe, overrides, trainer, device, resume, overwrite, as_json)
 
 
@@ -78,19 +83,17 @@ def distill(
     student: Student,
     teacher: Teacher,
     text: Texts,
-    out_dir: Annotated[Path, typer.Option("--out", help="Folder to write the trained model to.")],
+    out_dir: OutDir,
     recipe: Recipe = "distill",
-    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Number of blocks per step.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Number of tokens per block.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of the mixers.")] = None,
+    steps: Steps = None,
+    batch_size: BatchSize = None,
+    block_size: BlockSize = None,
+    learning_rate: LearningRate = None,
     rest_learning_rate: Annotated[
         float | None, typer.Option(help="Peak learning rate of all other parameters.")
     ] = None,
-    save_every: Annotated[
-        int | None, typer.Option(help="Number of steps between two checkpoints; 0 writes none.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the order in which the data is read.")] = None,
+    save_every: SaveEvery = None,
+    seed: Seed = None,
     report_to: ReportTo = None,
     logging_steps: LoggingSteps = None,
     device: TrainDevice = None,
@@ -101,7 +104,7 @@ def distill(
     """Train the whole student to predict what the teacher predicts (forward KL divergence)."""
     overrides = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
     overrides |= {"rest_learning_rate": rest_learning_rate, "save_every": save_every, "seed": seed}
-    trainer = {"report_to": list(dict.fromkeys(report_to or [])) or None, "logging_steps": logging_steps}
+    trainer = {"report_to": report_to, "logging_steps": logging_steps}
     _train("distill", student, teacher, text, out_dir, recipe, overrides, trainer, device, resume, overwrite, as_json)
 
 
@@ -184,7 +187,8 @@ def _train(
     choose_device(device)
     check_processes()
     settings = load_recipe(recipe, **overrides, stage=stage)
-    given = {name: value for name, value in trainer.items() if value is not None}
+    given = {name: value for name, value in trainer.items() if value}
+    given |= {"report_to": list(dict.fromkeys(given["report_to"]))} if "report_to" in given else {}
     check_trackers(given.get("report_to", []), "--report-to")
     settings = replace(settings, trainer=settings.trainer | given | ({"use_cpu": True} if device == "cpu" else {}))
     _keep_tensorboard(settings.trainer.get("report_to") or [], out_dir)

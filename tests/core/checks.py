@@ -42,6 +42,17 @@ def uncached_greedy(model, ids, new_tokens=NEW_TOKENS):
     return ids, torch.stack(logits, 1)
 
 
+@torch.no_grad()
+def greedy_along(model, sequences, new_tokens=NEW_TOKENS):
+    """What `uncached_greedy` gives for the prompts of `sequences`, by one forward, if it gives their new tokens too.
+
+    A forward of prompt and new tokens has the logits of every step. Where the new tokens are not those of greedy
+    search, the tokens returned differ from `sequences` at the first wrong one.
+    """
+    logits = model(sequences[:, :-1], use_cache=False).logits[:, -new_tokens:]
+    return torch.cat([sequences[:, :-new_tokens], logits.argmax(-1)], 1), logits
+
+
 def greedy(model, ids, new_tokens=NEW_TOKENS, **kwargs):
     """generate() without sampling; the result holds `sequences`, `logits` and `past_key_values`."""
     kwargs.setdefault("attention_mask", torch.ones_like(ids))
@@ -161,25 +172,27 @@ def check_padding(model, kinds=("left", "right", "mixed")):
     """A padded row equals the row alone, forward and backward; pads get zero gradient, whatever they hold."""
     length, lengths = 13, (9, 13, 4)
     embed = model.get_input_embeddings()
-    ids = distinct_ids(3, length)  # pads hold ordinary tokens: only the mask tells them apart
-    weights = random_weights(model, 3, length)
+    pads, weights = embed(distinct_ids(3, length)).detach(), random_weights(model, 3, length)
+    rows = [embed(distinct_ids(1, n, seed=n)).detach() for n in lengths]
+    row_weights = [weights[i : i + 1, :n] for i, n in enumerate(lengths)]
+    alone = [
+        _forward_and_gradients(model, row, None, torch.arange(n)[None], w)
+        for row, n, w in zip(rows, lengths, row_weights, strict=True)
+    ]
     for kind in kinds:
         mask = _padded_batch(kind, lengths, length)
-        embeds = embed(ids).detach()
-        logits, grad, parameter_grads = _forward_and_gradients(model, embeds, mask, positions_of(mask), weights)
+        valid = mask.bool()
+        # pads hold ordinary tokens: only the mask tells them apart
+        embeds = pads.masked_scatter(valid[..., None], torch.cat(rows, 1))
+        padded_weights = weights.masked_scatter(valid[..., None], torch.cat(row_weights, 1))
+        logits, grad, parameter_grads = _forward_and_gradients(model, embeds, mask, positions_of(mask), padded_weights)
         assert torch.isfinite(grad).all(), f"{kind}: gradients are not finite"
         assert not grad[mask == 0].any(), f"{kind}: a pad got a gradient"
-        summed = None
-        for i in range(3):
-            valid = mask[i].bool()
-            alone = _forward_and_gradients(
-                model, embeds[i : i + 1, valid], None, positions_of(mask[i : i + 1, valid]), weights[i : i + 1, valid]
-            )
-            assert_same(logits[i, valid], alone[0][0], f"{kind} padding, row {i}")
-            assert_same(grad[i, valid], alone[1][0], f"{kind} padding, row {i}, gradient")
-            summed = alone[2] if summed is None else [a + b for a, b in zip(summed, alone[2], strict=True)]
-        for got, expected in zip(parameter_grads, summed, strict=True):
-            assert_same(got, expected, f"{kind} padding, gradient of a parameter")
+        for i, (row_logits, row_grad, _) in enumerate(alone):
+            assert_same(logits[i, valid[i]], row_logits[0], f"{kind} padding, row {i}")
+            assert_same(grad[i, valid[i]], row_grad[0], f"{kind} padding, row {i}, gradient")
+        for got, *parts in zip(parameter_grads, *(row[2] for row in alone), strict=True):
+            assert_same(got, sum(parts), f"{kind} padding, gradient of a parameter")
 
 
 def packed_kwargs(lengths, kind):
@@ -273,7 +286,8 @@ def check_padded_generation(model, **kwargs):
     rows = [random_ids(1, n, seed=n) for n in (11, 4, 7)]
     ids, mask = left_padded(rows)
     out = greedy(model, ids, attention_mask=mask, **kwargs)
-    alone = [uncached_greedy(model, row) for row in rows]
+    new = out.sequences[:, -NEW_TOKENS:]
+    alone = [greedy_along(model, torch.cat([row, new[i : i + 1]], 1)) for i, row in enumerate(rows)]
     new = torch.cat([tokens[:, -NEW_TOKENS:] for tokens, _ in alone])
     logits = torch.cat([logits for _, logits in alone])
     assert_same_generation(out, (torch.cat([ids, new], 1), logits), f"left-padded batch {kwargs}")
@@ -283,8 +297,8 @@ def check_padded_generation(model, **kwargs):
 def check_static_cache(model):
     """The static cache generates the same tokens, for a plain and for a padded batch."""
     ids = random_ids(2, 11, seed=1)
-    expected = uncached_greedy(model, ids)
-    assert_same_generation(greedy(model, ids, cache_implementation="static"), expected, "static cache")
+    out = greedy(model, ids, cache_implementation="static")
+    assert_same_generation(out, greedy_along(model, out.sequences), "static cache")
     check_padded_generation(model, cache_implementation="static")
 
 
@@ -292,9 +306,9 @@ def check_static_cache(model):
 def check_chunked_prefill(model):
     """A prompt fed in pieces generates the same tokens."""
     ids = random_ids(2, 13, seed=1)
-    expected = uncached_greedy(model, ids)
     for size in (4, 5):
-        assert_same_generation(greedy(model, ids, prefill_chunk_size=size), expected, f"prefill in chunks of {size}")
+        out = greedy(model, ids, prefill_chunk_size=size)
+        assert_same_generation(out, greedy_along(model, out.sequences), f"prefill in chunks of {size}")
     check_padded_generation(model, prefill_chunk_size=3)
 
 
@@ -310,13 +324,11 @@ def check_multi_turn(model):
         "DynamicCache(config)": DynamicCache(config=config),
         "StaticCache": StaticCache(config=config, max_cache_len=40),
     }
-    second = None
     for kind, cache in kinds.items():
         first = greedy(model, ids, 4, past_key_values=cache)
         turn = torch.cat([first.sequences, random_ids(1, 5, seed=2)], 1)
-        second = uncached_greedy(model, turn) if second is None else second
-        out = greedy(model, turn, past_key_values=first.past_key_values)
-        assert_same_generation(out, second, f"second turn, cache: {kind}")
+        out = greedy(model, turn, 4, past_key_values=first.past_key_values)
+        assert_same_generation(out, greedy_along(model, out.sequences, 4), f"second turn, cache: {kind}")
 
 
 @torch.no_grad()
@@ -453,10 +465,9 @@ def check_sampling(model):
 def check_prompt_lookup(model):
     """Prompt-lookup decoding equals greedy decoding, and took back rejected tokens on the way."""
     ids = prompt_with_repeats()
-    expected = uncached_greedy(model, ids, 10)
     with recorded_crops(model) as crops:
         out = greedy(model, ids, 10, prompt_lookup_num_tokens=3, max_matching_ngram_size=2)
-    assert_same_generation(out, expected, "prompt lookup")
+    assert_same_generation(out, greedy_along(model, out.sequences, 10), "prompt lookup")
     assert any(crops), "no proposal was rejected: the check shows nothing"
 
 
@@ -464,9 +475,9 @@ def check_prompt_lookup(model):
 def check_assistant(model, assistant):
     """Decoding with a draft model equals greedy decoding; some drafts are taken back, some accepted."""
     ids = prompt_with_repeats()
-    expected = uncached_greedy(model, ids, 10)
     with recorded_crops(model) as crops:
         out = greedy(model, ids, 10, assistant_model=assistant)
+    expected = greedy_along(model, out.sequences, 10)
     assert_same_generation(out, expected, "assistant with other weights")
     assert any(crops), "no draft was rejected: the check shows nothing"
     assert_same_generation(greedy(model, ids, 10, assistant_model=model), expected, "its own assistant")

@@ -1,6 +1,7 @@
 """What the tests of torch.compile share: counted graphs, generation with a compiled static cache, bounds."""
 
 import torch
+from torch._dynamo import lookup_backend
 from transformers import CompileConfig
 
 from core.checks import greedy
@@ -14,10 +15,12 @@ ROUNDINGS = 4
 class Graphs(list):
     """A backend that keeps the graphs it is given, to count them; generate() copies its options, but no function."""
 
-    def backend(self):
+    def backend(self, then=None):
+        """`then`: the name of a backend that compiles the graphs, e.g. "aot_eager"; None: they run as they are."""
+
         def compile_graph(graph, inputs):
             self.append(graph)
-            return graph.forward
+            return graph.forward if then is None else lookup_backend(then)(graph, inputs)
 
         return compile_graph
 

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from hf_memmix import backbones, memmix_config
+from hf_memmix._transformers import CONFIG_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from hf_memmix.backbones import BACKBONES, UNLISTED, backbone_of, layer_rotates, refusal_of, window_of
 from hf_memmix.conversion.families import FAMILIES, REFUSED, family_of
 from hf_memmix.swap import attention_name, layers_name
@@ -17,8 +20,11 @@ from testing import HOUSE_MIXER, LAYERS, MIXERS, build, difference, mixer_types
 from tiny_teachers import MOE, tiny_teacher
 
 ROOT = Path(__file__).parents[2]
+MODELS = Path(transformers.__file__).parent / "models"
 ROOMS = ("hf_memmix", "conversion", "training")
 TABLE = ROOT / "hf_memmix" / "backbones.py"
+# the oldest supported transformers does not have all of them
+ROWS = {name: row for name, row in BACKBONES.items() if name in CONFIG_MAPPING_NAMES}
 
 
 def families_named_in(file):
@@ -56,7 +62,7 @@ def test_rows_are_frozen():
     assert not [name for name, row in BACKBONES.items() if row.refused and row.no_conversion]
 
 
-@pytest.mark.parametrize("name", [name for name, row in BACKBONES.items() if not row.refused])
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.refused])
 def test_rows_agree_with_the_configurations(name):
     """Checks the window and the steps after the output projection: a missing entry would cause no error."""
     row, fields = BACKBONES[name], AutoConfig.for_model(name).to_dict()
@@ -65,6 +71,29 @@ def test_rows_agree_with_the_configurations(name):
         assert getattr(row.logits, step.name) == (field if field in fields else None), step.name
     assert row.window == ("sliding_window" in fields)
     assert ("no_rope_layers" in fields) == (row.rotates is BACKBONES["smollm3"].rotates)
+
+
+def rotates_by_a_condition(file):
+    """Whether an attention of a modelling file applies the rotary embeddings under a condition on its layer."""
+    conditions = (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.If))
+    return any(
+        re.search(r"self\.(sliding_window|is_sliding|is_local|use_rope|force_rope|layer_type)", ast.unparse(node.test))
+        and any("apply_rotary" in ast.unparse(line) for line in node.body)
+        for node in conditions
+    )
+
+
+def test_every_family_with_layers_that_do_not_rotate_has_a_row():
+    """By the source of all causal language models of this transformers: without a row, all layers rotate."""
+    found = set()
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & CONFIG_MAPPING_NAMES.keys():
+        source = MODELS / model_type_to_module_name(name)
+        if any(rotates_by_a_condition(file) for file in source.glob("modeling_*.py")):
+            found.add(name)
+    assert {"cohere2", "smollm3"} <= found
+    texts = {AutoConfig.for_model(name).get_text_config().model_type for name in found}  # of a model with parts
+    rows = {name: BACKBONES.get(name, UNLISTED) for name in texts}
+    assert not [name for name, row in rows.items() if row.rotates is UNLISTED.rotates and not row.refused]
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -90,7 +119,7 @@ def test_a_family_without_a_row_gets_the_common_properties():
         assert refusal_of(PreTrainedConfig(**fields), class_name).startswith(reason)
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() & ROWS.keys()))
 def test_refusals_give_the_reason_of_the_row(name):
     config = AutoConfig.for_model(name)
     with pytest.raises(
@@ -116,7 +145,7 @@ def difference_of_a_padded_row(model):
         return difference(padded, model(ids[:1, 4:]).logits[0])
 
 
-@pytest.mark.parametrize("name", [name for name, row in BACKBONES.items() if row.no_conversion])
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.no_conversion])
 def test_families_that_cannot_be_converted_can_have_mixers(name):
     """As conversion/README.md states. A padded row gives the same logits as the row alone."""
     own = {**MOE, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
@@ -140,6 +169,14 @@ def test_where_layers_rotate():
     assert rotation("cohere2", sliding_window=None, layer_types=["full_attention"] * 4) == [False] * 4
     assert rotation("smollm3", no_rope_layers=[1, 0, 1, 1]) == [True, False, True, True]
     assert rotation("gemma2", layer_types=kinds) == [True] * 4
+    for name in {"flint", "kolibri1"} & ROWS.keys():
+        assert rotation(name, layer_types=kinds) == [True, False, True, False]
+    if "cohere2_moe" in ROWS:
+        dense = {"layer_types": kinds[::-1], "mlp_layer_types": ["dense", *["sparse"] * 3]}
+        assert rotation("cohere2_moe", **dense, prefix_dense_sliding_window_pattern=1) == [True, True, False, True]
+        assert rotation("cohere2_moe", **dense, prefix_dense_sliding_window_pattern=4) == [False, True, False, True]
+    if "exaone4_5" in CONFIG_MAPPING_NAMES:  # has a language model of the family that has a row
+        assert AutoConfig.for_model("exaone4_5").get_text_config().model_type == "exaone4"
     config = memmix_config(AutoConfig.for_model("smollm3", num_hidden_layers=2, no_rope_layers=[0, 1]))
     assert [layer_rotates(config, i) for i in range(2)] == [False, True]  # a converted model keeps its family
 

@@ -16,7 +16,7 @@ from transformers import (
 from core.checks import an_end_token, assert_follows, greedy, left_padded
 from hf_memmix import RecurrentStateCache
 from hf_memmix.cache import FinishedRows
-from testing import MIXERS, assert_same, random_ids, tiny_model
+from testing import MIXERS, assert_same, random_ids, tiny_model, word_tokenizer
 
 NEW = 9
 REFUSED = "attention_mask hides .* of the .* tokens in the cache in row"
@@ -68,6 +68,34 @@ def test_caches_of_the_library(kind, mixer):
 def test_cache_of_generate_that_is_static():
     batch = Batch(tiny_model("llama", "all"))  # without attention a static cache has no end
     out = batch.generate(cache_implementation="static")
+    batch.second_turn(out.sequences, out.past_key_values, batch.seen())
+
+
+@pytest.mark.parametrize("pads", (True, False))
+def test_rows_that_end_by_a_stop_string(batch, pads):
+    """With an end-of-sequence token, which never comes here, they get pads; without one they are sampled on."""
+    new = batch.generate(eos_token_id=None).sequences[:, 9:]
+    never = next(i for i in range(3, 90) if i not in new)
+    # a word that begins with the stop string holds it too
+    ends = [[str(token).startswith(str(batch.end)) for token in row] for row in new.tolist()]
+    ends = [(row + [True]).index(True) + 1 for row in ends]
+    ends = [min(end, NEW) for end in ends]
+    assert min(ends) < max(ends)
+    tokenizer = word_tokenizer(unknown="abcdef")  # which the library looks for in a decoded text
+    out = batch.generate(stop_strings=f"w{batch.end}", tokenizer=tokenizer, eos_token_id=never if pads else None)
+    lengths = ends if pads else [max(ends)] * 3
+    assert (out.sequences[:, 9:] != 0).sum(1).tolist() == lengths
+    batch.second_turn(out.sequences, out.past_key_values, batch.seen(lengths))
+
+
+def test_rows_that_end_under_synced_gpus(batch, tmp_path):
+    """The loop of sharded models (ZeRO-3, FSDP), which asks all processes whether one goes on; here there is one."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        out = batch.generate(synced_gpus=True)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(out.sequences, batch.generate().sequences)
     batch.second_turn(out.sequences, out.past_key_values, batch.seen())
 
 

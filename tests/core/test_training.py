@@ -9,7 +9,6 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -175,16 +174,6 @@ def test_lora_without_targets_is_refused_by_peft():
 # ---- Trainer
 
 
-class StopAt(TrainerCallback):
-    """Ends a training early, as a lost machine would."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
-
-
 def trainer(model, folder, **kwargs):
     rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in random_ids(12, 10, seed=7)]
     arguments = TrainingArguments(
@@ -212,14 +201,13 @@ def test_trainer_resumes(family, mixer, tmp_path):
     config = tiny_config(family, "odd", mixer)
     whole = trainer(build(config), tmp_path / "whole")
     whole.train()
-    trainer(build(config), tmp_path / "parts", callbacks=[StopAt(3)]).train()
-    resumed = trainer(build(config, seed=5), tmp_path / "parts")
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trainer(build(config, seed=5), tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert resumed.state.global_step == 6
     assert torch.equal(parameters(resumed.model), parameters(whole.model))
     losses = [[row["loss"] for row in t.state.log_history if "loss" in row] for t in (whole, resumed)]
     assert losses[0] == losses[1]
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "parts" / "checkpoint-6")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "resumed" / "checkpoint-6")
     assert torch.equal(parameters(loaded), parameters(resumed.model))
 
 

@@ -14,7 +14,15 @@ from ._transformers import (
 )
 from .mixers import ATTENTION, FeedForward, MemoryMixer
 from .swap import fp32_patterns, set_mixer_options, swap_attention, swap_feed_forward
-from .tensor_parallel import DividedModule, check_attention, check_mesh, divided_modules, set_aside, whole_tensors
+from .tensor_parallel import (
+    DividedModule,
+    check_attention,
+    check_distributed_checkpoint,
+    check_mesh,
+    divided_modules,
+    set_aside,
+    whole_tensors,
+)
 
 
 class MemMixPreTrained(DistributionHooks, ConstructionHooks):
@@ -78,6 +86,9 @@ class MemMixPreTrained(DistributionHooks, ConstructionHooks):
 
     def whole_tensors(self, tensors):
         return whole_tensors(self, tensors)
+
+    def check_distributed_checkpoint(self):
+        check_distributed_checkpoint(self)
 
     @classmethod
     def register_for_auto_class(cls, *args, **kwargs):

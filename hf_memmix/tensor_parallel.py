@@ -87,8 +87,10 @@ class DividedModule:
         self.module, self.mesh, self.ranks, self.group = module, mesh, mesh.size(), mesh.get_group()
         plan = module.tp_plan(self.ranks)
         self.cuts: dict[str, Cut] = plan.cuts(module)
-        # added after the sum over the ranks: their gradients are whole
-        self.row_biases = {f"{name}.bias" for name in plan.rows}
+        # what the forward replaces; biases of `rows` are added after the sum and have whole gradients
+        row_biases = {f"{name}.bias" for name in plan.rows}
+        paths = [path for path, _ in module.named_parameters() if path not in row_biases]
+        self.parameters = [(*self._owner(path), self.cuts.get(path)) for path in paths]
         for path, cut in self.cuts.items():
             if cut.is_even(self.ranks):  # the others are loaded whole and cut in `finish`
                 owner, leaf = self._owner(path)
@@ -123,18 +125,18 @@ class DividedModule:
     def local_parameters(self) -> Iterator[None]:
         """The module has plain tensors with what this rank holds in place of its parameters."""
         trains, swapped = torch.is_grad_enabled(), []
-        for path, parameter in list(self.module.named_parameters()):
-            cut = self.cuts.get(path)
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if trains and parameter.requires_grad and path not in self.row_biases:
+        for owner, leaf, cut in self.parameters:
+            if cut is None and not trains:
+                continue
+            parameter = owner._parameters[leaf]
+            local = parameter if cut is None else parameter.to_local()
+            if trains and parameter.requires_grad:
                 if cut is None:
                     local = _SumBackward.apply(local, self.group)
                 elif not cut.is_even(self.ranks):
                     local = _SumCopies.apply(local, cut, self.mesh)
-            if local is not parameter:
-                owner, leaf = self._owner(path)
-                swapped.append((owner, leaf, parameter))
-                owner._parameters[leaf] = local
+            swapped.append((owner, leaf, parameter))
+            owner._parameters[leaf] = local
         try:
             yield
         finally:
@@ -199,6 +201,17 @@ def check_mesh(distributed_config):
                 f"tensor parallelism of a model with memory layers cannot be combined with {name}={size}; take"
                 f" tp_size={distributed_config.tp_size} alone, or tp_size=1"
             )
+
+
+def check_distributed_checkpoint(model: nn.Module):
+    """Raise ValueError if a DTensor of the model does not have its entries in the order of the whole parameter."""
+    for path, divided in divided_modules(model).items():
+        for name, cut in divided.cuts.items():
+            if not cut.is_even(divided.ranks):
+                raise ValueError(
+                    f"a distributed checkpoint cannot hold {path}.{name}, whose parts are shared out one by one; save"
+                    " without distributed_checkpoint=True, which writes whole weights"
+                )
 
 
 def check_attention(config, ranks: int):

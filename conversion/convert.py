@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_memmix
+from hf_memmix._transformers import tensor_parallel_size
 from hf_memmix.conversion.attention_weights import AttentionWeights
 from hf_memmix.conversion.families import attention_module, attention_prefix, extract_attention, family_of
 from hf_memmix.conversion.from_attention import Start, start_of
@@ -84,7 +85,15 @@ def save_student(
     The report of a converted model goes along as conversion.json, also that of the folder which it was loaded from.
 
     `dtype`: cast the student to it first, in place. `files`: contents of further files by name.
+
+    Raises:
+        ValueError: the folder cannot be written, or the student is shared out over several processes.
     """
+    if (ranks := tensor_parallel_size(student.config)) > 1:
+        raise ValueError(
+            f"save_student writes from one process, and this model is shared out over {ranks}: call"
+            " save_pretrained on all of them, which gathers the weights"
+        )
     remedy = "Nothing was left there, an earlier folder is untouched; make room and save again"
     with clear_write_errors(path, remedy), atomic_folder(path, overwrite) as folder:
         if dtype is not None:

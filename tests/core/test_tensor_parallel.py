@@ -11,10 +11,11 @@ from torch import nn
 import hf_memmix
 from child import TESTS, child_env
 from hf_memmix import RecurrentStateCache, memmix_config
+from hf_memmix.conversion import save_student
 from hf_memmix.mixers import MIXERS as REGISTERED
 from hf_memmix.mixers import KoopmanMLP, MemoryMixer
 from hf_memmix.mixers.tensor_parallel import Cut, Part, TensorParallelPlan, divide
-from hf_memmix.tensor_parallel import check_distributed_checkpoint, check_mesh
+from hf_memmix.tensor_parallel import check_attention, check_distributed_checkpoint, check_mesh
 from tensor_parallel_run import load, measure
 from testing import MIXERS, backbone_config, build, difference, family_fields, mixer_types, random_ids, tiny_model
 
@@ -204,6 +205,15 @@ def test_another_kind_of_parallelism_beside_it_is_refused(field):
         check_mesh(SimpleNamespace(tp_size=2, **{field: 2}))
 
 
+def test_kept_attention_that_the_family_does_not_share_out_by_heads_may_have_any_heads():
+    config = config_of("gka", "phi3", num_key_value_heads=1)
+    plan = {"model.layers.*.self_attn.qkv_proj": "colwise_gather_output", "model.layers.*.mlp.down_proj": "colwise"}
+    check_attention(config, plan, 2)
+    with pytest.raises(ValueError, match="attention layers: 1 key/value heads"):
+        check_attention(config, plan | {"model.layers.*.self_attn.k_proj": "colwise"}, 2)
+    check_attention(config_of("gka", layout=ALL, num_key_value_heads=1), {"layers.*.self_attn.k_proj": "colwise"}, 2)
+
+
 def test_a_distributed_checkpoint_of_parts_that_lie_apart_is_refused():
     """DTensor would put them in the order of the ranks."""
     model = nn.Module()
@@ -224,6 +234,9 @@ def test_states_of_a_rank_are_neither_saved_nor_taken_for_whole_ones(tmp_path):
     cache.save_pretrained(tmp_path)
 
     model.config.distributed_config = SimpleNamespace(tp_size=2)
+    with pytest.raises(ValueError, match="save_pretrained on all of them"):
+        save_student(model, tmp_path / "student")
+    assert not (tmp_path / "student").exists()
     with pytest.raises(ValueError, match="one rank's heads"):
         cache.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="tensor_parallel_size"):

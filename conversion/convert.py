@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_memmix
+from hf_memmix._transformers import tensor_parallel_size
 from hf_memmix.conversion.attention_weights import AttentionWeights
 from hf_memmix.conversion.conversion_report import ConversionReport
 from hf_memmix.conversion.families import attention_module, attention_prefix, extract_attention, family_of
@@ -97,8 +98,14 @@ def save_student(
         files: contents of further files by name.
 
     Raises:
-        ValueError: the folder is not empty and `overwrite` is not set, or a file cannot be written.
+        ValueError: the folder is not empty and `overwrite` is not set, a file cannot be written,
+            or the student is divided among several processes (tensor parallelism).
     """
+    if (ranks := tensor_parallel_size(student.config)) > 1:
+        raise ValueError(
+            f"save_student writes from one process, and this model is divided among {ranks}: call"
+            " save_pretrained on all of them, which gathers the weights"
+        )
     remedy = "Nothing was left there, an earlier folder is untouched; make room and save again"
     with explain_write_errors(path, remedy), atomic_folder(path, overwrite) as folder:
         if dtype is not None:

@@ -247,6 +247,10 @@ class DistributionHooks:
         """Tensors of a state dict by name, sharded ones as a whole."""
         raise NotImplementedError
 
+    def check_distributed_checkpoint(self):
+        """Raise ValueError if the ranks must not write what they hold."""
+        raise NotImplementedError
+
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, mesh, *args, **kwargs):
         """`from_pretrained` calls it after construction, when all parameters are on "meta", and before loading.
@@ -260,6 +264,11 @@ class DistributionHooks:
             model = super().maybe_distribute_model(model, distributed_config, mesh, *args, **kwargs)
             shard_the_rest(tensor_parallel_mesh(model))
         return model
+
+    def save_distributed_checkpoint(self, *args, **kwargs):
+        """`save_pretrained(distributed_checkpoint=True)`: every rank writes what it holds."""
+        self.check_distributed_checkpoint()
+        return super().save_distributed_checkpoint(*args, **kwargs)
 
     def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs):
         """`save_pretrained` writes what this returns."""

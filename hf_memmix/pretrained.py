@@ -1,23 +1,14 @@
 """Base class of the base model and the models with a head: which class is built, loading, mixers and their options."""
 
-from contextlib import contextmanager, nullcontext
-
 from transformers import AutoModel
 
-from ._transformers import (
-    ConstructionHooks,
-    DistributionHooks,
-    drop_unmatched_rules,
-    keep_in_fp32,
-    model_class_of,
-    name_in_plan,
-)
-from .mixers import ATTENTION, FeedForward, MemoryMixer
+from ._transformers import ConstructionHooks, keep_in_fp32, model_class_of
+from .mixers import FeedForward, MemoryMixer
 from .swap import fp32_patterns, layers_name, set_mixer_options, swap_attention, swap_feed_forward
-from .tensor_parallel import DividedModule, check_attention, check_mesh, divided_modules, set_aside, whole_tensors
+from .tensor_parallel import TensorParallelModel
 
 
-class MemMixPreTrained(DistributionHooks, ConstructionHooks):
+class MemMixPreTrained(TensorParallelModel, ConstructionHooks):
     """Base of all model classes with mixers. Goes before a native class."""
 
     own_modules = (FeedForward, MemoryMixer)
@@ -50,34 +41,9 @@ class MemMixPreTrained(DistributionHooks, ConstructionHooks):
             return cls._auto_class_for.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        divided = divided_modules(model)
-        for module in divided.values():
-            module.finish()
-        for path, module in model.named_modules():
-            if isinstance(module, MemoryMixer):
-                with divided[path].local_parameters() if path in divided else nullcontext():
-                    module.check_weights()
+        for mixer in model.ready_mixers():
+            mixer.check_weights()
         return loaded
-
-    @contextmanager
-    def sharding(self, ranks: int):
-        """Tensor parallelism: mixers and their feed-forward layers are divided by their own plans."""
-        check_mesh(self.config.distributed_config)
-        if ATTENTION in self.config.mixer_types:
-            check_attention(self.config, ranks)
-
-        with set_aside(self, self.own_modules) as modules:
-            drop_unmatched_rules(self)
-
-            def divide_modules(mesh):
-                for module in modules.values():
-                    module.memmix_divided = DividedModule(module, mesh)
-                name_in_plan(self, modules)
-
-            yield divide_modules
-
-    def whole_tensors(self, tensors):
-        return whole_tensors(self, tensors)
 
     @classmethod
     def register_for_auto_class(cls, *args, **kwargs):

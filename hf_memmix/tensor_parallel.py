@@ -16,9 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from ._transformers import DistributionHooks, drop_unmatched_rules, name_in_plan
+from .backbones import backbone_of
+from .mixers import ATTENTION, FeedForward, MemoryMixer
 from .mixers.tensor_parallel import Cut, divide
+
+if dist.is_available():  # it is not in every build of torch
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 class _SumForward(torch.autograd.Function):
@@ -87,8 +92,10 @@ class DividedModule:
         self.module, self.mesh, self.ranks, self.group = module, mesh, mesh.size(), mesh.get_group()
         plan = module.tp_plan(self.ranks)
         self.cuts: dict[str, Cut] = plan.cuts(module)
-        # added after the sum over the ranks: their gradients are whole
-        self.row_biases = {f"{name}.bias" for name in plan.rows}
+        # what the forward replaces; biases of `rows` are added after the sum and have whole gradients
+        row_biases = {f"{name}.bias" for name in plan.rows}
+        paths = [path for path, _ in module.named_parameters() if path not in row_biases]
+        self.parameters = [(*self._owner(path), self.cuts.get(path)) for path in paths]
         for path, cut in self.cuts.items():
             if cut.is_even(self.ranks):  # the others are loaded whole and cut in `finish`
                 owner, leaf = self._owner(path)
@@ -123,18 +130,18 @@ class DividedModule:
     def local_parameters(self) -> Iterator[None]:
         """The module has plain tensors with what this rank holds in place of its parameters."""
         trains, swapped = torch.is_grad_enabled(), []
-        for path, parameter in list(self.module.named_parameters()):
-            cut = self.cuts.get(path)
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if trains and parameter.requires_grad and path not in self.row_biases:
+        for owner, leaf, cut in self.parameters:
+            if cut is None and not trains:
+                continue
+            parameter = owner._parameters[leaf]
+            local = parameter if cut is None else parameter.to_local()
+            if trains and parameter.requires_grad:
                 if cut is None:
                     local = _SumBackward.apply(local, self.group)
                 elif not cut.is_even(self.ranks):
                     local = _SumCopies.apply(local, cut, self.mesh)
-            if local is not parameter:
-                owner, leaf = self._owner(path)
-                swapped.append((owner, leaf, parameter))
-                owner._parameters[leaf] = local
+            swapped.append((owner, leaf, parameter))
+            owner._parameters[leaf] = local
         try:
             yield
         finally:
@@ -201,8 +208,23 @@ def check_mesh(distributed_config):
             )
 
 
-def check_attention(config, ranks: int):
-    """Raise ValueError if the heads of attention layers that were kept cannot be shared out over the ranks."""
+def check_distributed_checkpoint(model: nn.Module):
+    """Raise ValueError if a DTensor of the model does not have its entries in the order of the whole parameter."""
+    for path, divided in divided_modules(model).items():
+        for name, cut in divided.cuts.items():
+            if not cut.is_even(divided.ranks):
+                raise ValueError(
+                    f"a distributed checkpoint cannot hold {path}.{name}, whose parts are shared out one by one; save"
+                    " without distributed_checkpoint=True, which writes whole weights"
+                )
+
+
+def check_attention(config, plan: dict[str, str], ranks: int):
+    """Raise ValueError if the family's plan shares out attention layers that were kept, and their heads cannot be."""
+    names = backbone_of(config).attention
+    by_heads = any(style == "colwise" and {*rule.split(".")[:-1]} & {*names} for rule, style in plan.items())
+    if ATTENTION not in config.mixer_types or not by_heads:
+        return
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for what, count in (("heads", config.num_attention_heads), ("key/value heads", kv_heads)):
         if count % ranks:
@@ -215,6 +237,8 @@ def check_attention(config, ranks: int):
 def whole_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Parameters of a model, or their gradients, by name: DTensors become whole tensors. All ranks must call it."""
     divided, whole = divided_modules(model), {}
+    if not divided:
+        return tensors
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             owner = next((path for path in divided if name.startswith(f"{path}.")), None)
@@ -224,3 +248,37 @@ def whole_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Ten
                 tensor = divided[owner].whole(name.removeprefix(f"{owner}."), tensor)
         whole[name] = tensor
     return whole
+
+
+class TensorParallelModel(DistributionHooks):
+    """A model whose mixers and feed-forward layers are divided by their own plans. Goes before a native class."""
+
+    @contextlib.contextmanager
+    def sharding(self, ranks: int):
+        check_mesh(self.config.distributed_config)
+        check_attention(self.config, self.tp_plan, ranks)
+        with set_aside(self, (MemoryMixer, FeedForward)) as modules:
+            drop_unmatched_rules(self)
+
+            def divide_modules(mesh):
+                for module in modules.values():
+                    module.memmix_divided = DividedModule(module, mesh)
+                name_in_plan(self, modules)
+
+            yield divide_modules
+
+    def ready_mixers(self) -> Iterator[MemoryMixer]:
+        """The mixers after loading, each with its parameters as plain tensors until the next one is asked for."""
+        divided = divided_modules(self)
+        for module in divided.values():
+            module.finish()
+        for path, module in self.named_modules():
+            if isinstance(module, MemoryMixer):
+                with divided[path].local_parameters() if path in divided else contextlib.nullcontext():
+                    yield module
+
+    def whole_tensors(self, tensors):
+        return whole_tensors(self, tensors)
+
+    def check_distributed_checkpoint(self):
+        check_distributed_checkpoint(self)

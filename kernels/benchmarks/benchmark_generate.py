@@ -31,7 +31,8 @@ class Clock(StoppingCriteria):
         self.times = []
 
     def __call__(self, input_ids, scores, **kwargs):
-        torch.cuda.synchronize()
+        if input_ids.is_cuda:
+            torch.cuda.synchronize()
         self.times.append(time.perf_counter())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 

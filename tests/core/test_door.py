@@ -48,6 +48,7 @@ METHODS = {
     "transformers.PreTrainedModel._can_set_attn_implementation": "",
     "transformers.PreTrainedModel._can_set_experts_implementation": "",
     "transformers.PreTrainedModel.maybe_distribute_model": "model distributed_config",
+    "transformers.PreTrainedModel.save_distributed_checkpoint": "model_to_save save_directory",
     "transformers.PreTrainedModel.gather_sharded_state_dict_for_save": "model_to_save state_dict",
     "transformers.GenerationMixin._prepare_cache_for_generation": (
         "generation_config model_kwargs generation_mode batch_size"

@@ -2,27 +2,31 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import hf_memmix
 from child import TESTS, child_env
 from hf_memmix import RecurrentStateCache, memmix_config
+from hf_memmix.conversion import save_student
 from hf_memmix.mixers import MIXERS as REGISTERED
 from hf_memmix.mixers import KoopmanMLP, MemoryMixer
 from hf_memmix.mixers.tensor_parallel import Cut, Part, TensorParallelPlan, divide
-from hf_memmix.tensor_parallel import check_mesh
+from hf_memmix.tensor_parallel import check_attention, check_distributed_checkpoint, check_mesh
 from tensor_parallel_run import load, measure
 from testing import MIXERS, backbone_config, build, difference, family_fields, mixer_types, random_ids, tiny_model
 
 # a wrong gradient is wrong by more; parameters that stay in float32 have gradients in float32
 LARGEST_DIFFERENCE = 1e-6
 LAYOUT = (0, 1, 3)  # the third layer keeps its attention
+EVEN = {"vocab_size": 100}  # transformers 5.17 shares out the vocabulary equally or not at all
 
 
 def config_of(mixer, family="llama", layout=LAYOUT, options=None, **fields):
-    backbone = backbone_config(family, **fields)
+    backbone = backbone_config(family, **EVEN, **fields)
     types = mixer_types(layout, mixer, backbone.num_hidden_layers)
     return memmix_config(backbone, mixer_types=types, mixers={mixer: {**MIXERS[mixer], **(options or {})}})
 
@@ -46,8 +50,8 @@ ROWS = {
     ),
     "ska, one key head": lambda: config_of("ska", layout=ALL, options={"use_cg_lift": True}, num_key_value_heads=1),
     "ska, an operator per token": lambda: config_of("ska", layout=ALL, options={"refresh_every": 1}),
-    "echo": lambda: hf_memmix.EchoConfig(**family_fields("Echo")),
-    "echo, gated": lambda: hf_memmix.EchoConfig(**family_fields("Echo"), feed_forward="koopman_gated"),
+    "echo": lambda: hf_memmix.EchoConfig(**family_fields("Echo") | EVEN),
+    "echo, gated": lambda: hf_memmix.EchoConfig(**family_fields("Echo") | EVEN, feed_forward="koopman_gated"),
     # fused projections, sliding windows, experts
     "gka in gpt_neox": lambda: config_of("gka", "gpt_neox"),
     "gka in gemma2": lambda: config_of("gka", "gemma2"),
@@ -197,12 +201,29 @@ def tiny_mixer(name, options):
 
 @pytest.mark.parametrize("field", ["fsdp_size", "pp_size"])
 def test_another_kind_of_parallelism_beside_it_is_refused(field):
-    class Distributed:
-        tp_size = 2
-
-    setattr(Distributed, field, 2)
     with pytest.raises(ValueError, match=f"{field}=2; take tp_size=2 alone"):
-        check_mesh(Distributed())
+        check_mesh(SimpleNamespace(tp_size=2, **{field: 2}))
+
+
+def test_kept_attention_that_the_family_does_not_share_out_by_heads_may_have_any_heads():
+    config = config_of("gka", "phi3", num_key_value_heads=1)
+    plan = {"model.layers.*.self_attn.qkv_proj": "colwise_gather_output", "model.layers.*.mlp.down_proj": "colwise"}
+    check_attention(config, plan, 2)
+    with pytest.raises(ValueError, match="attention layers: 1 key/value heads"):
+        check_attention(config, plan | {"model.layers.*.self_attn.k_proj": "colwise"}, 2)
+    check_attention(config_of("gka", layout=ALL, num_key_value_heads=1), {"layers.*.self_attn.k_proj": "colwise"}, 2)
+
+
+def test_a_distributed_checkpoint_of_parts_that_lie_apart_is_refused():
+    """DTensor would put them in the order of the ranks."""
+    model = nn.Module()
+    model.mixer = tiny_mixer("mamba2", {})
+    cuts = model.mixer.tp_plan(2).cuts(model.mixer)
+    model.mixer.memmix_divided = SimpleNamespace(ranks=2, cuts=cuts)
+    with pytest.raises(ValueError, match=r"cannot hold mixer\.in_proj\.weight.*without distributed_checkpoint"):
+        check_distributed_checkpoint(model)
+    model.mixer.memmix_divided = SimpleNamespace(ranks=2, cuts={"A_log": cuts["A_log"]})
+    check_distributed_checkpoint(model)
 
 
 def test_states_of_a_rank_are_neither_saved_nor_taken_for_whole_ones(tmp_path):
@@ -212,10 +233,10 @@ def test_states_of_a_rank_are_neither_saved_nor_taken_for_whole_ones(tmp_path):
         model(random_ids(1, 5), past_key_values=cache)
     cache.save_pretrained(tmp_path)
 
-    class Distributed:
-        tp_size = 2
-
-    model.config.distributed_config = Distributed()
+    model.config.distributed_config = SimpleNamespace(tp_size=2)
+    with pytest.raises(ValueError, match="save_pretrained on all of them"):
+        save_student(model, tmp_path / "student")
+    assert not (tmp_path / "student").exists()
     with pytest.raises(ValueError, match="one rank's heads"):
         cache.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="tensor_parallel_size"):

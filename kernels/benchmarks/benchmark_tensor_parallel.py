@@ -1,0 +1,133 @@
+"""Tensor parallelism of transformers: greedy tokens and milliseconds per token on several GPUs, against one.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 kernels/benchmarks/benchmark_tensor_parallel.py \
+        --out kernels/benchmarks/results/tensor_parallel_h200.json
+
+A Llama shape of 1B parameters with random weights whose layers are all memories. Rank 0 runs it alone first, then all
+ranks run it together. The tokens are compared in fp32, where two orders of summation do not reach the greedy choice;
+the time is taken in bf16. `--tiny` takes a shape for a CPU (gloo).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from benchmark_generate import SHAPE, Clock
+from transformers import AutoModelForCausalLM, LlamaConfig, StoppingCriteriaList
+from transformers.distributed import DistributedConfig
+
+import hf_memmix
+
+TINY = {
+    "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def save_model(folder: Path, mixer: str, shape: dict, device: str):
+    """Random fp32 weights of the shape with memories in all layers."""
+    config = LlamaConfig(**shape, bos_token_id=0, eos_token_id=None, pad_token_id=0)
+    config = hf_memmix.memmix_config(config, mixer_types=[mixer] * config.num_hidden_layers)
+    torch.manual_seed(0)
+    with torch.device(device):
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def measure(model, prompt, new_tokens: int, cache: str | None) -> dict:
+    """The greedy tokens, and the median time per token after the first quarter of them."""
+    clock = Clock()
+    tokens = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        cache_implementation=cache,
+        stopping_criteria=StoppingCriteriaList([clock]),
+    )
+    steps = [1e3 * (b - a) for a, b in zip(clock.times, clock.times[1:], strict=False)][new_tokens // 4 :]
+    return {"tokens": tokens[:, prompt.shape[1] :].tolist(), "ms_per_token": statistics.median(steps)}
+
+
+def run(folder, args, device, dtype, distributed: bool) -> dict:
+    """Measurements of the model in `folder`, on this process alone or on all of them."""
+    # tensor parallelism places the weights itself
+    where = {"distributed_config": DistributedConfig(tp_size=dist.get_world_size())} if distributed else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **where)
+    model = model if distributed else model.to(device)
+    prompt = torch.randint(
+        3, model.config.vocab_size, (args.batch, args.context), generator=torch.Generator().manual_seed(1)
+    )
+    found = measure(model, prompt.to(device), args.new_tokens, None if args.cache == "dynamic" else args.cache)
+    found["weight_bytes"] = sum(
+        getattr(p, "to_local", lambda p=p: p)().numel() * p.element_size() for p in model.parameters()
+    )
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mixer", default="gka")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--cache", choices=["dynamic", "static"], default="static", help="static compiles on a GPU")
+    parser.add_argument("--tiny", action="store_true", help="a small shape, for a CPU")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    on_gpu = torch.cuda.is_available()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    box = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    folder = Path(box[0])
+    shape = TINY if args.tiny else SHAPE
+    if rank == 0:
+        save_model(folder, args.mixer, shape, device)
+    dist.barrier()
+
+    results = {}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        alone = run(folder, args, device, dtype, distributed=False) if rank == 0 else None
+        dist.barrier()
+        results[name] = {"alone": alone, "together": run(folder, args, device, dtype, distributed=True)}
+        dist.barrier()
+
+    if rank == 0:
+        shutil.rmtree(folder)
+        exact, timed = results["float32"], results["bfloat16"]
+        row = {
+            "mixer": args.mixer,
+            "shape": shape,
+            "batch": args.batch,
+            "context": args.context,
+            "new_tokens": args.new_tokens,
+            "cache": args.cache,
+            "ranks": ranks,
+            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "float32_tokens_equal": exact["alone"]["tokens"] == exact["together"]["tokens"],
+            "float32_ms_per_token": {name: found["ms_per_token"] for name, found in exact.items()},
+            "bfloat16_tokens_equal": timed["alone"]["tokens"] == timed["together"]["tokens"],
+            "bfloat16_ms_per_token": {name: found["ms_per_token"] for name, found in timed.items()},
+            "bfloat16_weight_bytes_per_rank": {name: found["weight_bytes"] for name, found in timed.items()},
+        }
+        print(json.dumps(row, indent=1))
+        if args.out is not None:
+            args.out.write_text(json.dumps(row, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

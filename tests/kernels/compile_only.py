@@ -101,7 +101,11 @@ def report(kernel, case: str) -> tuple[str, bool]:
     if meta.shared > MAX_SHARED:
         faults.append(f"{meta.shared} bytes of shared memory, the limit is {MAX_SHARED}")
     names = kernel.src.fn.arg_names
-    constants = " ".join(f"{names[path[0]]}={value}" for path, value in kernel.src.constants.items())
+    # (3,) is the fourth argument, (3, 1) the second member of the group that the fourth argument is
+    constants = " ".join(
+        f"{names[first]}{''.join(f'[{i}]' for i in rest)}={value}"
+        for (first, *rest), value in kernel.src.constants.items()
+    )
     sizes = f"registers={used['reg']} local={used['local'] + used['stack']} shared={meta.shared}"
     line = f"{case} {kernel.name} {sizes} warps={meta.num_warps} stages={meta.num_stages} {constants}"
     return "\n    ".join([f"{'BAD' if faults else 'ok '} {line}", *faults]), bool(faults)

@@ -17,6 +17,17 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (1 + reach) * tensor.element_size()
 
 
+def tensors_in(arguments) -> list[torch.Tensor]:
+    """All tensors with elements among the arguments of a launch, also those inside groups (tuples)."""
+    found = []
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            found += tensors_in(argument)
+        elif isinstance(argument, torch.Tensor) and argument.numel():
+            found.append(argument)
+    return found
+
+
 def check(pointers: np.ndarray, mask: np.ndarray, size: int, extents: list[tuple[int, int]], what: str) -> None:
     """Raise unless `size` bytes from every pointer under the mask lie in one extent.
 
@@ -61,8 +72,7 @@ def bounds_checked():
 
     def remember(self, args, kwargs):
         args, kwargs = init(self, args, kwargs)
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.numel()]
-        extents[:] = [_extent(t) for t in tensors]
+        extents[:] = [_extent(t) for t in tensors_in((*args, *kwargs.values()))]
         return args, kwargs
 
     def atomic(self, operation, pointers, value, mask, *args):

@@ -11,6 +11,7 @@ ROOT = Path(hf_memmix_kernels.__file__).parent
 OPS = sorted(path.parent for path in ROOT.glob("*/__init__.py"))
 FILES = ("README.md", "naive.py", "op.py", "torch_path.py", "launch.py", "kernels/__init__.py")
 LONGEST = 450  # lines
+MOST_ARGUMENTS = 12  # of a kernel, besides its constants; a group of tensors counts as one
 
 WITHOUT_STATE = "rowwise"  # functions of each token alone: no decode step, plain operators under torch.compile
 
@@ -62,6 +63,13 @@ def faults(folder: Path) -> list[str]:
                 found.append(f"{path} imports torch: a kernel file holds device code only")
             host = {f.name for f in functions(tree)} - set(decorated(tree, "triton.jit"))
             found += [f"{path}: {f} has no @triton.jit; host code belongs in launch.py" for f in sorted(host)]
+            for f in functions(tree):
+                # helpers are inlined and named without the word
+                count = sum(not (a.annotation and "constexpr" in ast.unparse(a.annotation)) for a in f.args.args)
+                if "kernel" in f.name and count > MOST_ARGUMENTS:
+                    found.append(
+                        f"{path}: {f.name} has {count} arguments, the limit is {MOST_ARGUMENTS}; group its tensors"
+                    )
         elif decorated(tree, "triton.jit"):
             found.append(f"{path} defines a kernel: kernels are in kernels/, one file per pass")
         if (decorated(tree, "custom_op") or decorated(tree, "chunk_op")) and path != "op.py":
@@ -110,6 +118,13 @@ def test_the_readme_names_files_that_exist(folder):
     assert not written - covered, "the table of files does not name these modules"
 
 
+MANY_ARGUMENTS = f"""'S.'
+@triton.jit
+def step_kernel({", ".join(f"x{i}" for i in range(13))}, N: tl.constexpr):
+    pass
+"""
+
+
 @pytest.mark.parametrize(
     ("name", "source", "fault"),
     [
@@ -118,6 +133,7 @@ def test_the_readme_names_files_that_exist(folder):
         ("launch.py", '"""Launch."""\nimport triton\n@triton.jit\ndef f(x):\n    pass\n', "defines a kernel"),
         ("kernels/forward.py", '"""Forward."""\nimport torch\n', "device code only"),
         ("kernels/forward.py", '"""Forward."""\ndef grid(x):\n    pass\n', "no @triton.jit"),
+        ("kernels/step.py", MANY_ARGUMENTS, "13 arguments, the limit is 12"),
         ("step.py", '"""S."""\n@torch.library.custom_op("a::b")\ndef f(x):\n    pass\n', "op.py does"),
         ("sizes.py", "X = 1\n", "no docstring"),
     ],

@@ -38,8 +38,12 @@ def test_every_access_is_inside(op, packed):
     assert seen["accesses"]
 
 
-def test_finds_an_access_outside():
-    """One element beyond a tensor that another's memory surrounds; under a mask it is no access."""
+@pytest.mark.parametrize("grouped", [False, True], ids=["flat", "grouped"])
+def test_finds_an_access_outside(grouped):
+    """One element beyond a tensor that another's memory surrounds; under a mask it is no access.
+
+    A tensor is known by its own argument or by the group (a tuple, also one within another) that holds it.
+    """
     import triton
     import triton.language as tl
 
@@ -48,9 +52,24 @@ def test_finds_an_access_outside():
         o = tl.arange(0, SIZE)
         tl.store(target + o, tl.load(source + o, mask=o < length, other=0.0))
 
+    @triton.jit
+    def copy_group(tensors, length, SIZE: tl.constexpr):
+        source, rest = tensors
+        none, target = rest
+        o = tl.arange(0, SIZE)
+        tl.store(target + o, tl.load(source + o, mask=o < length, other=0.0))
+
+    def launch(source, target, length):
+        if grouped:
+            copy_group[(1,)]((source, (None, target)), length, SIZE=8)
+        else:
+            copy[(1,)](source, target, length, SIZE=8)
+
     memory, target = torch.ones(16), torch.empty(8)
-    with bounds_checked():
-        copy[(1,)](memory[4:11], target, 7, SIZE=8)
+    with bounds_checked() as seen:
+        launch(memory[4:11], target, 7)
+        assert seen["accesses"] == 2
         for source, out, length in ((memory[4:11], target, 8), (memory[4:12], target[:7], 8)):
             with pytest.raises(Exception, match="outside every argument"):
-                copy[(1,)](source, out, length, SIZE=8)
+                launch(source, out, length)
+    assert target.tolist() == [1] * 7 + [0]

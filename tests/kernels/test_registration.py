@@ -130,6 +130,53 @@ def test_bad_pages_raise(op, message, change):
         op.step(op, inputs, tuple(states), indices)
 
 
+class Fills(TorchDispatchMode):
+    """Collects the sizes of all tensors that are filled with zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "zero" in func.name():
+            self.sizes.append(result.numel())
+        return result
+
+
+@once_per_function
+def test_an_unused_output_counts_as_one_with_a_zero_gradient(op, backend):
+    """Autograd hands over None for it."""
+    inputs = {name: t.requires_grad_() for name, t in op.draw(SHAPE, torch.float32).items()}
+    state = tuple(s.requires_grad_() for s in op.draw_state(SHAPE, 1, torch.float32))
+    o, final = op.run(op.fast, inputs, state)
+    results = [t for t in (o, *final) if t.requires_grad]
+    assert len(results) > 1
+    for used in results:
+        zeros = sum(t.square().sum() * (1 if t is used else 0) for t in results)
+        got, want = (
+            torch.autograd.grad(
+                loss, [*inputs.values(), *state], retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            for loss in (used.square().sum(), zeros)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op.name in ("coffee", "lattice", "gka")], ids=str)
+def test_what_forward_keeps_is_never_filled_with_zeros(op, backend):
+    """It has no gradient, and it is the largest tensor of a call."""
+    inputs = {name: t.requires_grad_() for name, t in op.draw(SHAPE, torch.float32).items()}
+    with Recorder() as recorder:
+        o, _ = op.run(op.fast, inputs)
+    ((forward, (args, kwargs)),) = recorder.calls.items()
+    sizes = [t.numel() for t in forward(*args, **kwargs)]
+    with Fills() as fills:
+        o.sum().backward()
+    kept = sizes[1] if op.name == "gka" else sizes[2]
+    assert kept and fills.sizes and kept not in fills.sizes
+
+
 @pytest.mark.parametrize(("op", "message", "change"), [(op, *bad) for op in OPS for bad in op.bad])
 def test_bad_input_raises(op, message, change):
     inputs = op.draw(SHAPE._replace(B=2), torch.float32)

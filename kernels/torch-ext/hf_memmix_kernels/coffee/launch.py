@@ -111,7 +111,7 @@ def coffee_fwd_triton(
     S, L = NP // chosen.per_thread, max(32 * chosen.warps, NP // chosen.per_thread)
     grid = (N * cdiv(D * S, L),)
     coffee_fwd_kernel[grid](
-        u, lam, w, C, w_filter, gate, x0, y, final, checkpoints, cu_seqlens, T, *_gate_strides(gate, D),
+        (u, lam, w, C, w_filter, gate), x0, (y, final, checkpoints), cu_seqlens, T, _gate_strides(gate, D),
         D=D, N=n, NP=NP, S=S, NS=chosen.per_thread, L=L, P=chosen.group, CK=CHECKPOINT, FORM=FORMS[feedback],
         FILTER=w_filter is not None, GATE=gate is not None, PACKED=cu_seqlens is not None, SAVE=save,
         SHARE=chosen.share, CHAIN=chosen.chain and gate is None and feedback == "sigmoid", MATH=_math(u),
@@ -181,18 +181,19 @@ def coffee_bwd_triton(
         "SHARE": chosen.share, "MATH": _math(u), "ACC": accumulator(u.dtype), "num_warps": chosen.warps,
     }  # fmt: skip
     grid = (N * segments * cdiv(D * S, L),)
-    carries = A = None
+    upstream, inputs = (dy, dfinal), (u, lam, w, C, w_filter, gate)
+    states, grads = (checkpoints, scratch), (du, dgate, dparams, dx0)
+    strides, carries, A = _gate_strides(gate, D), None, None
     if segments > 1:
         A, b = (dx0.new_empty(N, segments, D * NP) for _ in range(2))
         coffee_bwd_kernel[grid](
-            dy, dfinal, u, lam, w, C, w_filter, gate, checkpoints, scratch, du, dgate, dparams, dx0, A, b, cu_seqlens,
-            T, *_gate_strides(gate, D), segment, segments, DGATE=False, PARALLEL=False, SUMMARY=True, **options,
+            upstream, inputs, states, grads, (A, b), cu_seqlens, T, strides, segment, segments,
+            DGATE=False, PARALLEL=False, SUMMARY=True, **options,
         )  # fmt: skip
         carries = affine_scan(A, b, _pad_states(dfinal), reverse=True)
     coffee_bwd_kernel[grid](
-        dy, dfinal, u, lam, w, C, w_filter, gate, checkpoints, scratch, du, dgate, dparams, dx0, A, carries,
-        cu_seqlens, T, *_gate_strides(gate, D), segment or T, segments, DGATE=gate_grad, PARALLEL=segments > 1,
-        SUMMARY=False, **options,
+        upstream, inputs, states, grads, (A, carries), cu_seqlens, T, strides, segment or T, segments,
+        DGATE=gate_grad, PARALLEL=segments > 1, SUMMARY=False, **options,
     )  # fmt: skip
     dlam, dw, dC = dparams[:, :3].sum(0)
     dfilter = torch.zeros_like(dC) if w_filter is None else dparams[:, 3].sum(0)
@@ -259,7 +260,7 @@ def deer_fwd_triton(
 
     def iterate(old: Tensor, new: Tensor, init: bool) -> None:
         coffee_deer_kernel[(programs,)](
-            u, lam, w, gate, trajectory, old, new, A, R, ends, worst, T, chunks, *_gate_strides(gate, D),
+            (u, lam, w, gate), (trajectory, old, new), (A, R, ends), worst, T, chunks, _gate_strides(gate, D),
             D=D, N=n, NP=NP, L=L, P=8, LC=LC, FORM=FORMS[feedback], GATE=gate is not None, INIT=init, MATH=_math(u),
             ACC=accumulator(u.dtype), num_warps=max(1, L // 32),
         )  # fmt: skip

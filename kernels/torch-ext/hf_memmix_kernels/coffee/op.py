@@ -10,7 +10,7 @@ from .._chunks import checkpoint_slots
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import use_triton
 from .._pages import check_step_states
-from .._registration import chunk_op, step_op
+from .._registration import chunk_op, or_zeros, step_op
 from .sizes import CHECKPOINT, coffee_method, padded_states
 from .torch_deer import deer_fwd_torch
 from .torch_path import checkpoint_interval, coffee_bwd_torch, coffee_fwd_torch, coffee_step_torch
@@ -175,11 +175,13 @@ def _setup_context(ctx, inputs, output):
     *tensors, ctx.feedback, _, _, _, _, _ = inputs
     ctx.save_for_backward(*tensors, output[2])
     ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dy, dfinal, _):
     *inputs, cu_seqlens, checkpoints = ctx.saved_tensors
     gate_grad = ctx.needs_input_grad[5]
+    dy, dfinal = or_zeros(dy, inputs[0]), or_zeros(dfinal, inputs[6])
     grads = _bwd(dy, dfinal, *inputs, checkpoints, cu_seqlens, ctx.feedback, gate_grad)
     du, dlam, dw, dC, dfilter, dgate, dinitial = grads
     dfilter = None if inputs[4] is None else dfilter

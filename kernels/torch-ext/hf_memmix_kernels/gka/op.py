@@ -5,7 +5,7 @@ import torch
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
 from .._pages import check_step_states
-from .._registration import chunk_op, step_op
+from .._registration import chunk_op, or_zeros, step_op
 from . import torch_path
 from .schedule import as_phases
 from .torch_path import gka_step_torch
@@ -111,10 +111,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, do, _dx, dh_final, du_final):
     *tensors, cu_seqlens, x = ctx.saved_tensors
     q, _, v, *_, h0, u0 = tensors
-    do = q.new_zeros(*q.shape[:3], v.shape[-1]) if do is None else do
-    dh_final = torch.zeros_like(h0) if dh_final is None else dh_final
-    du_final = torch.zeros_like(u0) if du_final is None else du_final
-    grads = _gka_bwd(do, dh_final, du_final, *tensors, x, cu_seqlens, ctx.phases, ctx.ridge, ctx.scale, ctx.chunk_size)
+    do = or_zeros(do, q, (*q.shape[:3], v.shape[-1]))
+    d_final = or_zeros(dh_final, h0), or_zeros(du_final, u0)
+    grads = _gka_bwd(do, *d_final, *tensors, x, cu_seqlens, ctx.phases, ctx.ridge, ctx.scale, ctx.chunk_size)
     return *grads, None, None, None, None, None
 
 

@@ -34,12 +34,14 @@ class _Launch:
         self.kv_heads, V = v.shape[2:]
         rows, N = B * T, num_sequences(B, cu_seqlens)
         self.chunk_size = chunk_size
-        self.cu_seqlens, self.first, self.sequence = cu_seqlens, None, None
+        first = sequence = None
         NT = cdiv(T, chunk_size)
         self.chunks = B * NT
         if cu_seqlens is not None:
-            self.first, self.sequence, self.chunks = chunk_table(cu_seqlens, T, chunk_size)
-        self.N, self.T, self.NT, self.H, self.K, self.V, self.rows = N, T, NT, H, K, V, rows
+            first, sequence, self.chunks = chunk_table(cu_seqlens, T, chunk_size)
+        self.layout = (cu_seqlens, first, sequence)
+        self.N, self.H, self.K, self.V = N, H, K, V
+        self.sizes = (T, NT, N, H, K, V, rows)
         self.options = {"BT": chunk_size, "PACKED": cu_seqlens is not None}
         self.dots = {
             "ACC": accumulator(q.dtype),
@@ -48,16 +50,8 @@ class _Launch:
         self.G = log_decay.new_empty(H, rows)
         BH = min(16, next_power_of_2(H))
         gla_cumsum_kernel[(self.chunks, cdiv(H, BH))](
-            log_decay.contiguous(), self.G, *self.tables, T, NT, N, H, rows, BH=BH, num_warps=2, **self.options
+            log_decay.contiguous(), self.G, self.layout, T, NT, N, H, rows, BH=BH, num_warps=2, **self.options
         )
-
-    @property
-    def tables(self):
-        return self.cu_seqlens, self.first, self.sequence
-
-    @property
-    def sizes(self):
-        return self.T, self.NT, self.N, self.H, self.K, self.V, self.rows
 
     def scan(self, a: Tensor, b: Tensor, initial: Tensor, scale: float, reverse: bool) -> tuple[Tensor, Tensor]:
         """States per chunk [chunks, H, K, V] in a's dtype and the last state, like `initial`."""
@@ -67,7 +61,7 @@ class _Launch:
         grid = (cdiv(self.K, tiles["BK"]) * cdiv(self.V, tiles["BV"]) * self.N * self.H,)
         T, NT, _, *sizes = self.sizes
         gla_scan_kernel[grid](
-            a, b, self.G, initial.contiguous(), states, final, self.cu_seqlens, self.first, scale, T, NT, *sizes,
+            (a, b, self.G), initial.contiguous(), states, final, self.layout[:2], scale, (T, NT, *sizes),
             GROUPS=self.H // a.shape[2], REVERSE=reverse, **tiles, **self.options, **self.dots,
         )  # fmt: skip
         return states, final
@@ -90,7 +84,7 @@ def gla_fwd_triton(
     o = q.new_empty(*q.shape[:3], v.shape[-1])
     tiles = _tiles(q, chunk_size, launch.K, launch.V, 64, 128, 1)
     gla_fwd_kernel[(cdiv(launch.V, tiles["BV"]) * launch.chunks, launch.H)](
-        q, k, v, launch.G, states, o, *launch.tables, scale, *launch.sizes,
+        (q, k, v, launch.G), states, o, launch.layout, scale, launch.sizes,
         GROUPS=launch.H // launch.kv_heads, **tiles, **launch.options, **launch.dots,
     )  # fmt: skip
     return o, final
@@ -120,12 +114,12 @@ def gla_bwd_triton(
     blocks = cdiv(launch.K, tiles["BK"])
     dg = log_decay.new_empty(blocks, *log_decay.shape)
     gla_bwd_kernel_dqkg[(blocks * launch.chunks, launch.kv_heads)](
-        do, q, k, v, launch.G, states, dstates, dq, dk, dg, *launch.tables, scale, *launch.sizes,
+        do, (q, k, v, launch.G), (states, dstates), (dq, dk, dg), launch.layout, scale, launch.sizes,
         GROUPS=groups, **tiles, **launch.options, **launch.dots,
     )  # fmt: skip
     tiles = _tiles(q, chunk_size, launch.K, launch.V, 64, 128, 2)
     gla_bwd_kernel_dv[(cdiv(launch.V, tiles["BV"]) * launch.chunks, launch.kv_heads)](
-        do, q, k, launch.G, dstates, dv, *launch.tables, scale, *launch.sizes,
+        do, (q, k, launch.G), dstates, dv, launch.layout, scale, launch.sizes,
         GROUPS=groups, **tiles, **launch.options, **launch.dots,
     )  # fmt: skip
     return dq, dk, dv, dg.sum(0) if blocks > 1 else dg[0], dinitial

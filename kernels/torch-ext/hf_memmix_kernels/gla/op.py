@@ -5,7 +5,7 @@ from torch import Tensor
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
 from .._pages import check_step_states
-from .._registration import chunk_op, step_op
+from .._registration import chunk_op, or_zeros, step_op
 from .torch_path import gla_bwd_torch, gla_fwd_torch, gla_step_torch
 
 CHUNK_SIZES = (16, 32, 64, 128)
@@ -62,9 +62,12 @@ def _(do, dfinal, q, k, v, log_decay, initial_state, cu_seqlens, scale, chunk_si
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.scale, ctx.chunk_size = inputs
     ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, dfinal):
+    q, _, v, _, initial_state, _ = ctx.saved_tensors
+    do, dfinal = or_zeros(do, q, (*q.shape[:3], v.shape[-1])), or_zeros(dfinal, initial_state)
     grads = _bwd(do, dfinal, *ctx.saved_tensors, ctx.scale, ctx.chunk_size)
     return *grads, None, None, None
 

@@ -70,7 +70,7 @@ def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, var
     if keeps_h(*rule):
         h, p = kept.split(kept_sizes(v, initial_state, cu_seqlens, rule))[1:] if save else (start, start)
     lattice_fwd_kernel[(N * H,)](
-        q, k, v, gamma, log_decay, start, o, final, kept, h, p, int(save), cu_seqlens, v.shape[1], float(l1),
+        (q, k, v, gamma, log_decay), start, (o, final), (kept, h, p), int(save), cu_seqlens, v.shape[1], float(l1),
         H=H, **sizes, **_split(_warps(WARPS_FWD, initial_state), sizes), VARIANT=variant, PROJECT=project, L1=l1 > 0,
         CHECKPOINT=CHECKPOINT, BLOCK=BLOCK,
     )  # fmt: skip
@@ -94,7 +94,7 @@ def lattice_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kep
     states = end.new_empty(N * H, BLOCK + CHECKPOINT // BLOCK, tile)
     notes = end.new_empty(N * H, CHECKPOINT, note)
     lattice_bwd_kernel[(N * H,)](
-        do, end, q, k, v, gamma, log_decay, kept, dq, dk, dv, *shares, dstart, states, notes, cu_seqlens,
+        (do, end), (q, k, v, gamma, log_decay), kept, (dq, dk, dv, *shares, dstart), (states, notes), cu_seqlens,
         v.shape[1], float(l1),
         H=H, **sizes, VARIANT=variant, PROJECT=project, L1=l1 > 0,
         CHECKPOINT=CHECKPOINT, BLOCK=BLOCK, AHEAD=tile <= 4096, num_warps=_warps(WARPS_BWD, initial_state),
@@ -113,7 +113,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     windows, table = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens, CHECKPOINT), (None, None)
     if cu_seqlens is not None:
         *table, windows = chunk_table(cu_seqlens, v.shape[1], CHECKPOINT)
-    where = (cu_seqlens, *table, v.shape[1], N)
+    layout = (cu_seqlens, *table, v.shape[1], N)
     end = _to_tiles(dfinal, sizes)
     dstart, BD = torch.empty_like(end), end.shape[2]
     hh, dalpha, dz = (end.new_empty(x.shape) for x in (gamma, q, v))
@@ -137,19 +137,21 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     }  # fmt: skip
 
     def read(*operands):
-        lattice_slots_kernel[(windows * H,)](*operands, refused, *where, **by_division)
-        lattice_slots_levels_kernel[(windows * H,)](*operands, refused, *where, **by_levels)
+        lattice_slots_kernel[(windows * H,)](*operands, refused, layout, **by_division)
+        lattice_slots_levels_kernel[(windows * H,)](*operands, refused, layout, **by_levels)
 
-    read(do, k, gamma, h, a, b, kept, None, dq, None, None)
+    moves = k, gamma, h, a, b
+    read(do, moves, kept, None, (dq, None, None))
     lattice_middle_kernel[(windows * H,)](
-        a, b, h, kept, middle, *where, **shared, GROUP=2, num_warps=split["num_warps"]
+        a, b, h, kept, middle, layout, **shared, GROUP=2, num_warps=split["num_warps"]
     )
     lattice_adjoint_kernel[(N * H,)](
-        end, do, q, k, gamma, h, p, hh, a, b, kept, middle, dz, dalpha, dstart, scratch, cu_seqlens, v.shape[1],
+        (end, do), (q, k, gamma), (h, p, hh, a, b), (kept, middle), (dz, dalpha, dstart), scratch,
+        cu_seqlens, v.shape[1],
         **shared, WARPS=split["WARPS"], LANES=split["LANES"], num_warps=split["num_warps"],
         GROUP=max(2, split["GROUP"]), FETCH=on_gpu(v),
     )  # fmt: skip
-    read(dz, k, gamma, h, a, b, kept, dalpha, dk, dv, dgamma)
+    read(dz, moves, kept, dalpha, (dk, dv, dgamma))
     return dq, dk, dv, dgamma, None, _from_tiles(dstart, dfinal)
 
 

@@ -81,14 +81,14 @@ class _Launch:
         """|v|^2 of every token and head, gamma by windows, and v_t . v_j of all pairs in every chunk."""
         hh = v.new_empty(v.shape[:3], dtype=self.dtype)
         steps, gram = hh.new_empty(*self.reads, CHECKPOINT), hh.new_empty(*self.reads, CHECKPOINT, self.gram["P"])
-        lattice_gram_kernel[self.reads](v, gamma, hh, gram, steps, *self.across, **self.gram)
+        lattice_gram_kernel[self.reads](v, gamma, hh, gram, steps, self.across, **self.gram)
         return hh, steps, gram
 
     def products_back(self, do: Tensor, v: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `products`, with h_t . h_j and dy_t . h_j of all pairs in every chunk."""
         hh = v.new_empty(v.shape[:3], dtype=self.dtype)
         steps, gram = hh.new_empty(*self.reads, CHECKPOINT), hh.new_empty(*self.reads, CHECKPOINT, 2, CHUNK_BACK)
-        lattice_gram_adjoint_kernel[self.reads](do, v, gamma, hh, gram, steps, *self.across, **self.gram_back)
+        lattice_gram_adjoint_kernel[self.reads](do, v, gamma, hh, gram, steps, self.across, **self.gram_back)
         return hh, steps, gram
 
 
@@ -100,11 +100,11 @@ def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, varian
     kept = start.new_empty(sum(launch.sizes))
     states, final, p = kept.split(launch.sizes)
     (hh, steps, gram), o = launch.products(v, gamma), torch.empty_like(v)
-    lattice_walk_kernel[launch.walks](k, v, steps, gram, start, final, states, p, *launch.along, **launch.walk)
+    lattice_walk_kernel[launch.walks]((k, v, steps, gram), start, (final, states, p), launch.along, **launch.walk)
     refused = torch.empty(launch.reads, dtype=torch.int32, device=v.device)
-    read = q, k, v, hh, gamma, states, p, o
-    lattice_read_kernel[launch.reads](*read, refused, *launch.across, **launch.read)
-    lattice_read_levels_kernel[launch.seekers](refused, refused.numel(), *read, *launch.across, **launch.levels)
+    read = (q, k, v, hh, gamma), (states, p), o
+    lattice_read_kernel[launch.reads](*read, refused, launch.across, **launch.read)
+    lattice_read_levels_kernel[launch.seekers](refused, refused.numel(), *read, launch.across, **launch.levels)
     return o, final.view(start.shape).mT, kept if save else kept.new_empty(0)
 
 
@@ -118,19 +118,16 @@ def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, 
     end = launch.rows(dfinal)
     reads, dalpha, z, ends, dstart = (torch.empty_like(x) for x in (p, p, p, states, end))
     flags, refused = torch.empty(2, *launch.reads, dtype=torch.int32, device=v.device)
-    read = do, k, v, hh, gamma, states, p, dq, reads
-    lattice_read_adjoint_kernel[launch.reads](*read, flags, refused, *launch.across, **launch.read)
-    lattice_read_adjoint_levels_kernel[launch.seekers](
-        refused, refused.numel(), *read, *launch.across, **launch.levels
-    )
-    found = states, final, p, reads, flags, dalpha, z, ends, dstart
-    lattice_walk_adjoint_kernel[launch.walks](do, end, q, k, v, steps, gram, *found, *launch.along, **launch.back)
-    lattice_careful_adjoint_kernel[launch.walks_by_token](
-        do, end, q, k, v, hh, gamma, *found, *launch.along, **launch.by_token
-    )
-    write = do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma
-    lattice_write_adjoint_kernel[launch.reads](*write, *launch.across, **launch.write)
+    read = do, (k, v, hh, gamma), (states, p), (dq, reads)
+    lattice_read_adjoint_kernel[launch.reads](*read, flags, refused, launch.across, **launch.read)
+    lattice_read_adjoint_levels_kernel[launch.seekers](refused, refused.numel(), *read, launch.across, **launch.levels)
+    upstream, inputs = (do, end), (q, k, v, hh, gamma)
+    back = (states, final, p, reads, flags), (dalpha, z, ends, dstart), launch.along
+    lattice_walk_adjoint_kernel[launch.walks](upstream, (q, k, v, steps, gram), *back, **launch.back)
+    lattice_careful_adjoint_kernel[launch.walks_by_token](upstream, inputs, *back, **launch.by_token)
+    write = do, inputs, (states, p, dalpha, z, ends), (dk, dv, dgamma)
+    lattice_write_adjoint_kernel[launch.reads](*write, launch.across, **launch.write)
     lattice_write_adjoint_levels_kernel[launch.seekers](
-        refused, refused.numel(), *write, *launch.across, **launch.levels
+        refused, refused.numel(), *write, launch.across, **launch.levels
     )
     return dq, dk, dv, dgamma, None, dstart.mT

@@ -6,7 +6,7 @@ from torch import Tensor
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import use_triton
 from .._pages import check_step_states
-from .._registration import chunk_op, step_op
+from .._registration import chunk_op, or_zeros, step_op
 from .naive import BASELINES, VARIANTS
 from .sizes import CHECKPOINT, MAX_DIM, dual_sizes, kept_sizes, runs_dual
 from .torch_path import lattice_bwd_torch, lattice_fwd_torch, lattice_step_torch
@@ -108,11 +108,13 @@ def _setup_context(ctx, inputs, output):
     *tensors, ctx.variant, ctx.project, ctx.l1, ctx.chunked, _ = inputs
     ctx.save_for_backward(*tensors, output[2])
     ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, dfinal, _):
     *inputs, cu_seqlens, kept = ctx.saved_tensors
     rule = (ctx.variant, ctx.project, ctx.l1, ctx.chunked)
+    do, dfinal = or_zeros(do, inputs[2]), or_zeros(dfinal, inputs[5])
     dq, dk, dv, dgamma, dlog, dinitial = _bwd(do, dfinal, *inputs, kept, cu_seqlens, *rule)
     return dq, dk, dv, dgamma, None if inputs[4] is None else dlog, dinitial, *[None] * 6
 

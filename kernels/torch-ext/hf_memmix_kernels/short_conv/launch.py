@@ -44,7 +44,7 @@ def short_conv_fwd_triton(
     BT, BC = (64 if T > 512 else 16), min(512, next_power_of_2(C))
     first, sequence, NT, tiles = _launch_shape(x, cu_seqlens, BT)
     short_conv_fwd_kernel[(tiles, cdiv(C, BC))](
-        x, weight, bias, initial_state, y, final, cu_seqlens, first, sequence, lengths, T, NT, N, C,
+        (x, weight, bias, initial_state), y, final, (cu_seqlens, first, sequence, lengths), T, NT, N, C,
         K=K, BT=BT, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None,
         HAS_STATE=initial_state is not None, PACKED=cu_seqlens is not None, RAGGED=lengths is not None, num_warps=4,
     )  # fmt: skip
@@ -75,8 +75,8 @@ def short_conv_bwd_triton(
         tiles, K + 1, C, dtype=compute_dtype(x.dtype), device=x.device
     )
     short_conv_bwd_kernel[(tiles, cdiv(C, BC))](
-        dy, dstate, x, weight, bias, initial_state, dx, dparams, dinitial, cu_seqlens, first, sequence, lengths,
-        T, NT, num_sequences(x.shape[0], cu_seqlens), C,
+        (dy, dstate), (x, weight, bias, initial_state), (dx, dparams, dinitial),
+        (cu_seqlens, first, sequence, lengths), T, NT, num_sequences(x.shape[0], cu_seqlens), C,
         K=K, BT=BT, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None,
         HAS_STATE=initial_state is not None, PACKED=cu_seqlens is not None, RAGGED=lengths is not None, num_warps=4,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from .._chunks import sequence_ids
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
 from .._pages import check_step_states
-from .._registration import chunk_op, step_op
+from .._registration import chunk_op, or_zeros, step_op
 from . import torch_path
 from .state import State, check_state, state_shapes
 from .torch_path import ska_step_torch
@@ -104,8 +104,8 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, do, *d_state):
     tensors = ctx.saved_tensors
     q, _, v, _, *state = tensors[:9]
-    do = q.new_zeros(*q.shape[:3], v.shape[-1]) if do is None else do
-    d_state = [torch.zeros_like(s) if d is None else d for s, d in zip(state, d_state, strict=True)]
+    do = or_zeros(do, q, (*q.shape[:3], v.shape[-1]))
+    d_state = [or_zeros(d, s) for s, d in zip(state, d_state, strict=True)]
     options = ctx.chunk_size, ctx.power, ctx.eps, ctx.spectral_norm, ctx.sigma_floor
     grads = _ska_bwd(do, *d_state[:4], *tensors, *options)
     # position counts tokens: its derivative is 1, and nothing else depends on it smoothly

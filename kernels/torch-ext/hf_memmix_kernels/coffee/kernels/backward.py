@@ -26,11 +26,13 @@ from .tiles import (
 
 @triton.jit
 def _reverse_group(
-    x, carry, prod, grads, us, dys, factors, lam, w, w2, C, F, p_du, p_dg, D, m_y,
+    x, carry, prod, grads, rows, weights, p_du, p_dg, D, m_y,
     P: tl.constexpr, NS: tl.constexpr, L: tl.constexpr, S: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr,
     GATE: tl.constexpr, DGATE: tl.constexpr, SUMMARY: tl.constexpr, SHARE: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """P tokens from the states x before them; grads holds dlam, dw, dC and dw_filter, NS of each, in one tuple."""
+    us, dys, factors = rows
+    lam, w, w2, C, F = weights
     # forward: the states and gates of the group, flat [P * NS]
     xs, phis, dvalue, dfilter = x, (), (), ()
     for k in tl.static_range(P):
@@ -117,10 +119,9 @@ def _walk(
     return x
 
 
-@triton.jit(do_not_specialize=("T", "gate_t", "gate_d", "segment", "segments"))
+@triton.jit(do_not_specialize=("T", "gate_strides", "segment", "segments"))
 def coffee_bwd_kernel(
-    dy, dfinal, u, lam, w, C, F, gate, checkpoints, scratch, du, dgate, dparams, dx0, A, b, cu_seqlens,
-    T, gate_t, gate_d, segment, segments,
+    upstream, inputs, states, grads, maps, cu_seqlens, T, gate_strides, segment, segments,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr,
     P: tl.constexpr, R: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
     DGATE: tl.constexpr, PACKED: tl.constexpr, PARALLEL: tl.constexpr, SUMMARY: tl.constexpr, SHARE: tl.constexpr,
@@ -131,6 +132,12 @@ def coffee_bwd_kernel(
     dparams is [programs' rows, 4, D, N]: each program's share of dlam, dw, dC, dw_filter. In PARALLEL `b` holds the
     carries that enter the segments, with SUMMARY it receives their maps together with A.
     """
+    dy, dfinal = upstream
+    u, lam, w, C, F, gate = inputs
+    checkpoints, scratch = states
+    du, dgate, dparams, dx0 = grads
+    A, b = maps
+    gate_t, gate_d = gate_strides
     BLOCKS: tl.constexpr = (D * S + L - 1) // L
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i_n = row // segments
@@ -155,16 +162,17 @@ def coffee_bwd_kernel(
     b_F = b_C
     if FILTER:
         b_F = load_states(F, o_p, m_f, S, NS, ACC, N - split)
+    weights = b_lam, b_w, b_w2, b_C, b_F
     o_x = (i_n * D + f) * N + split
     o_s = (row * D + f) * NP + split
     zero = tl.zeros([L], ACC)
     one = zero + 1
-    grads, prod, carry = (), (), ()
+    sums, prod, carry = (), (), ()
     for _i in tl.static_range(NS):
         prod = prod + (one,)
         carry = carry + (zero,)
     for _i in tl.static_range(4 * NS if FILTER else 3 * NS):
-        grads = grads + (zero,)
+        sums = sums + (zero,)
     if not SUMMARY:
         if PARALLEL:
             carry = load_states(b, o_s, m_f, S, NS, ACC, NP)
@@ -194,8 +202,8 @@ def coffee_bwd_kernel(
                 us_one = load_rows(p_u, (t + k) * D, D, m_f, 1, 1, ACC, False)
                 dys_one = load_rows(p_dy, (t + k) * D, D, m_f, 1, 1, ACC, False)
                 factors = load_gates(p_g, (t + k) * gate_t, gate_t, m_f, 1, 1, ACC, GATE)
-                carry, prod, grads = _reverse_group(
-                    before, carry, prod, grads, us_one, dys_one, factors, b_lam, b_w, b_w2, b_C, b_F,
+                carry, prod, sums = _reverse_group(
+                    before, carry, prod, sums, (us_one, dys_one, factors), weights,
                     p_du + (t + k) * D, p_dg + (t + k) * D, D, m_y, 1, NS, L, S, FORM, FILTER, GATE, DGATE, SUMMARY,
                     SHARE, MATH,
                 )  # fmt: skip
@@ -215,9 +223,9 @@ def coffee_bwd_kernel(
             us = load_rows(p_u, t * D, D, m_f, P, P, ACC, False)
             dys = load_rows(p_dy, t * D, D, m_f, P, P, ACC, False)
             factors = load_gates(p_g, t * gate_t, gate_t, m_f, P, P, ACC, GATE)
-            carry, prod, grads = _reverse_group(
-                x, carry, prod, grads, us, dys, factors, b_lam, b_w, b_w2, b_C, b_F, p_du + t * D, p_dg + t * D, D,
-                m_y, P, NS, L, S, FORM, FILTER, GATE, DGATE, SUMMARY, SHARE, MATH,
+            carry, prod, sums = _reverse_group(
+                x, carry, prod, sums, (us, dys, factors), weights, p_du + t * D, p_dg + t * D, D, m_y,
+                P, NS, L, S, FORM, FILTER, GATE, DGATE, SUMMARY, SHARE, MATH,
             )  # fmt: skip
     if SUMMARY:
         store_states(A, o_s, m_f, S, prod, NS, NP)
@@ -227,4 +235,4 @@ def coffee_bwd_kernel(
             store_states(dx0, o_x, m_f, S, carry, NS, N - split)
         p_p = dparams + row * (4 * D * N) + o_p
         for j in tl.static_range(4 if FILTER else 3):
-            store_states(p_p + j * D * N, 0, m_f, S, grads[j * NS : j * NS + NS], NS, N - split)
+            store_states(p_p + j * D * N, 0, m_f, S, sums[j * NS : j * NS + NS], NS, N - split)

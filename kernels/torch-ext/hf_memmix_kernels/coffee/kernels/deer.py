@@ -25,9 +25,9 @@ def local(x, u, factor, lam, w, w2, FORM: tl.constexpr, MATH: tl.constexpr):
     return x + s * v, J
 
 
-@triton.jit(do_not_specialize=("T", "chunks", "gate_t", "gate_d"))
+@triton.jit(do_not_specialize=("T", "chunks", "gate_strides"))
 def coffee_deer_kernel(
-    u, lam, w, gate, trajectory, entered, entering, A, R, ends, worst, T, chunks, gate_t, gate_d,
+    inputs, states, maps, worst, T, chunks, gate_strides,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, P: tl.constexpr, LC: tl.constexpr,
     FORM: tl.constexpr, GATE: tl.constexpr, INIT: tl.constexpr, MATH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -35,6 +35,10 @@ def coffee_deer_kernel(
 
     INIT writes the first guess, the state that enters the chunk everywhere, and only forms the map.
     """
+    u, lam, w, gate = inputs
+    trajectory, entered, entering = states
+    A, R, ends = maps
+    gate_t, gate_d = gate_strides
     BLOCKS: tl.constexpr = (D * NP + L - 1) // L
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i_n = row // chunks

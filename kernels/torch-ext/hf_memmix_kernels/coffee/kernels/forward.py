@@ -28,12 +28,13 @@ def filtered(x, C, F, NS: tl.constexpr, L: tl.constexpr, S: tl.constexpr, FILTER
 
 @triton.jit
 def _group(
-    x, z, us, factors, lam, w, C, F, p_y, p_k, t, m_f, m_y,
+    x, z, us, factors, weights, p_y, p_k, t, m_f, m_y,
     D: tl.constexpr, NP: tl.constexpr, CK: tl.constexpr, SAVE: tl.constexpr, P: tl.constexpr, NS: tl.constexpr,
     L: tl.constexpr, S: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
     SHARE: tl.constexpr, CHAIN: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """P tokens: their outputs stored, the states after them (and with CHAIN what their next gates take, z = w x)."""
+    lam, w, C, F = weights
     for k in tl.static_range(P):
         # where CK > P only every CK // P th group keeps its state
         if SAVE and k % CK == 0:  # noqa: SIM102
@@ -48,15 +49,18 @@ def _group(
     return x, z
 
 
-@triton.jit(do_not_specialize=("T", "gate_t", "gate_d"))
+@triton.jit(do_not_specialize=("T", "gate_strides"))
 def coffee_fwd_kernel(
-    u, lam, w, C, F, gate, x0, y, final, checkpoints, cu_seqlens, T, gate_t, gate_d,
+    inputs, x0, outputs, cu_seqlens, T, gate_strides,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr,
     P: tl.constexpr, CK: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
     PACKED: tl.constexpr, SAVE: tl.constexpr, SHARE: tl.constexpr, CHAIN: tl.constexpr, MATH: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
     """One sequence, L lanes: y of every token, the final state, and the state before every CK-th token."""
+    u, lam, w, C, F, gate = inputs
+    y, final, checkpoints = outputs
+    gate_t, gate_d = gate_strides
     BLOCKS: tl.constexpr = (D * S + L - 1) // L
     i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
     lane = tl.program_id(0) % BLOCKS * L + tl.arange(0, L)
@@ -77,6 +81,7 @@ def coffee_fwd_kernel(
     b_F = b_C
     if FILTER:
         b_F = load_states(F, f * N + split, m_f, S, NS, ACC, N - split)
+    weights = b_lam, b_w, b_C, b_F
     x = load_states(x0, (i_n * D + f) * N + split, m_f, S, NS, ACC, N - split)
     z = ()
     for i in tl.static_range(NS):
@@ -95,7 +100,7 @@ def coffee_fwd_kernel(
         if GATE:
             factors_next = load_gates(p_g, P * gate_t, gate_t, m_f, left, P, ACC, GATE)
         x, z = _group(
-            x, z, us, factors, b_lam, b_w, b_C, b_F, p_y, p_k, t, m_f, m_y, D, NP, CK, SAVE,
+            x, z, us, factors, weights, p_y, p_k, t, m_f, m_y, D, NP, CK, SAVE,
             P, NS, L, S, FORM, FILTER, GATE, SHARE, CHAIN, MATH,
         )  # fmt: skip
         us = us_next
@@ -109,7 +114,7 @@ def coffee_fwd_kernel(
         us_one = load_rows(p_u, 0, D, m_f, 1, 1, ACC, False)
         factors_one = load_gates(p_g, 0, gate_t, m_f, 1, 1, ACC, GATE)
         x, z = _group(
-            x, z, us_one, factors_one, b_lam, b_w, b_C, b_F, p_y, p_k, t, m_f, m_y, D, NP, CK, SAVE,
+            x, z, us_one, factors_one, weights, p_y, p_k, t, m_f, m_y, D, NP, CK, SAVE,
             1, NS, L, S, FORM, FILTER, GATE, SHARE, CHAIN, MATH,
         )  # fmt: skip
         if GATE:

@@ -16,9 +16,9 @@ STEEP = tl.constexpr(4.0)
 SLOPELESS = tl.constexpr(1e4)
 
 
-@triton.jit(do_not_specialize=("T", "chunks", "length", "gate_t", "gate_d"))
+@triton.jit(do_not_specialize=("T", "chunks", "length", "gate_strides"))
 def coffee_chunk_kernel(
-    u, lam, w, gate, entered, entering, A, ends, worst, T, chunks, length, gate_t, gate_d,
+    inputs, states, maps, worst, T, chunks, length, gate_strides,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, P: tl.constexpr, FORM: tl.constexpr,
     GATE: tl.constexpr, MATH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -27,6 +27,10 @@ def coffee_chunk_kernel(
     `worst` is the largest |entering - entered| / (1 + |entering|), times the slope where that is above 1, and times
     SLOPELESS where the slope is not used.
     """
+    u, lam, w, gate = inputs
+    entered, entering = states
+    A, ends = maps
+    gate_t, gate_d = gate_strides
     BLOCKS: tl.constexpr = (D * NP + L - 1) // L
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i_n = row // chunks

@@ -28,16 +28,17 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["length", "per_sequence", "N"])
+@triton.jit(do_not_specialize=["layout"])
 def gka_bwd_kernel_read(
-    q, k, v, log_decay, alpha, beta, UT0, x, do, high, low, dalpha, local,
-    cu, first, sequence, N, length, per_sequence, scale,
+    inputs, UT0, x, do, outputs, layout, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """The gradient of m, scale * U_t^T do_t, as high + low, with dalpha and `local` = <m, its gradient>."""
+    q, k, v, log_decay, alpha, beta = inputs
+    high, low, dalpha, local = outputs
     i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
-    i_n, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    i_n, token, rows = locate_chunk(i_chunk, layout, C)
     if rows <= 0:
         return
     head, kv_head = token * H + i_h, token * HK + i_h // (H // HK)
@@ -63,17 +64,19 @@ def gka_bwd_kernel_read(
     store_gate(local + head, tl.sum(b_q * d_mixed, 1) + mix * along, rows, H, C)
 
 
-@triton.jit(do_not_specialize=["length", "per_sequence", "N"])
+@triton.jit(do_not_specialize=["layout"])
 def gka_bwd_kernel_ridge(
-    q, k, log_decay, alpha, beta, H0, x, z, d_mixed, norms, dq, decayed_x, decayed_m, ridge_t, from_start, local,
-    cu, first, sequence, N, length, per_sequence, ridge, scale,
+    inputs, solved, outputs, layout, ridge, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dq; ridge_t = 2 a (x . z) / |H| and its decayed sum `from_start`; the rest of `local`; x and m decayed since the
     chunk's start.
     """
+    q, k, log_decay, alpha, beta = inputs
+    H0, x, z, d_mixed, norms = solved
+    dq, decayed_x, decayed_m, ridge_t, from_start, local = outputs
     i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
-    _, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    _, token, rows = locate_chunk(i_chunk, layout, C)
     if rows <= 0:
         return
     head = token * H + i_h
@@ -107,10 +110,9 @@ def gka_bwd_kernel_ridge(
     store_rows(dq + head * D, (1.0 - mix)[:, None] * b_dm + b_z.to(tl.float32), rows, H * D, D, C, DK)
 
 
-@triton.jit(do_not_specialize=["length", "per_sequence"])
+@triton.jit(do_not_specialize=["layout"])
 def gka_bwd_kernel_scan(
-    k, log_decay, beta, H0, UT0, z, decayed_x, decayed_m, do, ridge_t, from_start,
-    dh_final, du_final, h_final, u_final, E, carried, dh0, du0, cu, first, length, per_sequence,
+    inputs, states, terms, upstream, final, sums, grads, layout,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
     C: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -119,12 +121,19 @@ def gka_bwd_kernel_scan(
     R^T at a chunk's end takes the place of U^T before the next chunk, which the sum `share` has consumed by then.
     `carried` gets each tile's share of <dS, S> at every chunk's end.
     """
+    k, log_decay, beta = inputs
+    H0, UT0 = states
+    z, decayed_x, decayed_m, do, ridge_t, from_start = terms
+    dh_final, du_final = upstream
+    h_final, u_final = final
+    E, carried = sums
+    dh0, du0 = grads
     tiles: tl.constexpr = (DK // TILE) * (DK // TILE)
     i_tile, i_nh = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     i_0, j_0 = (i_tile // (DK // TILE)) * TILE, (i_tile % (DK // TILE)) * TILE
     i, j = i_0 + tl.arange(0, TILE), j_0 + tl.arange(0, TILE)
-    token, rows, chunk, chunks = locate_sequence(i_n, cu, first, length, per_sequence)
+    token, rows, chunk, chunks = locate_sequence(i_n, layout)
 
     in_h, in_u = (i < D)[:, None] & (j < D)[None, :], (i < D)[:, None] & (j < DVR)[None, :]
     at_h, at_hT = i_nh * D * D + i[:, None] * D + j[None, :], i_nh * D * D + j[None, :] * D + i[:, None]
@@ -187,16 +196,19 @@ def key_dot(k, a):
     return dot(k, tl.trans(high)) + dot(k, tl.trans((a - high.to(tl.float32)).to(k.dtype)))
 
 
-@triton.jit(do_not_specialize=["length", "per_sequence", "N"])
+@triton.jit(do_not_specialize=["layout"])
 def gka_bwd_kernel_dkv(
-    q, k, v, log_decay, alpha, beta, H0, x, do, z, ridge_t, from_start, local, E, RT, carried,
-    dk, dv, dg, dbeta, cu, first, sequence, N, length, per_sequence, scale,
+    inputs, terms, sums, grads, layout, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
     C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """dk, dv (per query head), dlog_decay and dbeta of one chunk and head."""
+    q, k, v, log_decay, alpha, beta = inputs
+    H0, x, do, z, ridge_t, from_start, local = terms
+    E, RT, carried = sums
+    dk, dv, dg, dbeta = grads
     i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
-    i_n, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    i_n, token, rows = locate_chunk(i_chunk, layout, C)
     if rows <= 0:
         return
     head, kv_head = token * H + i_h, token * HK + i_h // (H // HK)

@@ -16,9 +16,9 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["length", "per_sequence"])
+@triton.jit(do_not_specialize=["layout"])
 def gka_fwd_kernel_scan(
-    k, v, log_decay, beta, h0, u0, H0, UT0, h_final, u_final, cu, first, length, per_sequence,
+    inputs, initial, states, final, layout,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
     C: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -26,12 +26,16 @@ def gka_fwd_kernel_scan(
 
     Each sequence has one slot more for U^T than it has chunks: see `gka_bwd_kernel_scan`.
     """
+    k, v, log_decay, beta = inputs
+    h0, u0 = initial
+    H0, UT0 = states
+    h_final, u_final = final
     tiles: tl.constexpr = (DK // TILE) * (DK // TILE)
     i_tile, i_nh = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     i_n, i_h = i_nh // H, i_nh % H
     i_0, j_0 = (i_tile // (DK // TILE)) * TILE, (i_tile % (DK // TILE)) * TILE
     i, j = i_0 + tl.arange(0, TILE), j_0 + tl.arange(0, TILE)
-    token, rows, chunk, chunks = locate_sequence(i_n, cu, first, length, per_sequence)
+    token, rows, chunk, chunks = locate_sequence(i_n, layout)
 
     in_h, in_u = (i < D)[:, None] & (j < D)[None, :], (i < D)[:, None] & (j < DVR)[None, :]
     at_h = i_nh * D * D + i[:, None] * D + j[None, :]
@@ -67,15 +71,16 @@ def gka_fwd_kernel_scan(
     tl.store(u_final + at_u, b_u, mask=in_u)
 
 
-@triton.jit(do_not_specialize=["length", "per_sequence", "N"])
+@triton.jit(do_not_specialize=["layout"])
 def gka_fwd_kernel_read(
-    q, k, v, log_decay, alpha, beta, UT0, x, o, cu, first, sequence, N, length, per_sequence, scale,
+    inputs, UT0, x, o, layout, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """o = scale * U_t (q + alpha (x - q)) of one chunk and head."""
+    q, k, v, log_decay, alpha, beta = inputs
     i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
-    i_n, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    i_n, token, rows = locate_chunk(i_chunk, layout, C)
     if rows <= 0:
         return
     head, kv_head = token * H + i_h, token * HK + i_h // (H // HK)

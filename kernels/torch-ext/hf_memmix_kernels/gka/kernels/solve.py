@@ -51,9 +51,9 @@ def load_rhs(high, low, rows, stride, width, C: tl.constexpr, COLS: tl.constexpr
     return value
 
 
-@triton.jit(do_not_specialize=["length", "per_sequence", "N"])
+@triton.jit(do_not_specialize=["layout"])
 def gka_kernel_solve(
-    high, low, factor, k, log_decay, beta, H0, x, norms, cu, first, sequence, N, length, per_sequence, table, ridge,
+    rhs, matrix, x, norms, layout, table, ridge,
     PHASES: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """x [total, H, D] and |H_t| (`norms` [total, H]) of one chunk and head, from rhs = factor * (high + low).
@@ -61,8 +61,10 @@ def gka_kernel_solve(
     `low` and `factor` may be None. `x` may be the memory of `low`: it is written after the last read. `table` holds
     the iteration count of every phase, then all steps.
     """
+    high, low, factor = rhs
+    k, log_decay, beta, H0 = matrix
     i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
-    _, token, rows = locate_chunk(i_chunk, cu, first, sequence, N, length, per_sequence, C)
+    _, token, rows = locate_chunk(i_chunk, layout, C)
     if rows <= 0:
         return
     head = token * H + i_h

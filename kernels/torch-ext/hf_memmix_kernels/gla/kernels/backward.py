@@ -12,7 +12,7 @@ from .tiles import locate_chunk
 
 @triton.jit
 def gla_bwd_kernel_dqkg(
-    do, q, k, v, G, states, dstates, dq, dk, dg, cu_seqlens, first, sequence, scale, T, NT, N, H, K, V, rows,
+    do, inputs, chunk_states, grads, layout, scale, sizes,
     GROUPS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -21,8 +21,12 @@ def gla_bwd_kernel_dqkg(
     g_t decays what tokens i >= t read of the state before the chunk, what tokens j < t leave in the state after it,
     what i >= t read of j < t, and the state that passes through: dg_t sums these four, and nothing cancels.
     """
+    q, k, v, G = inputs
+    states, dstates = chunk_states
+    dq, dk, dg = grads
+    T, NT, N, H, K, V, rows = sizes
     i_k, i_c, i_kv = tl.program_id(0) % tl.cdiv(K, BK), tl.program_id(0) // tl.cdiv(K, BK), tl.program_id(1)
-    bos, length = locate_chunk(i_c, cu_seqlens, first, sequence, T, NT, N, BT, PACKED)
+    bos, length = locate_chunk(i_c, layout, T, NT, N, BT, PACKED)
     if PACKED and length <= 0:
         return
     o_t, o_k = tl.arange(0, BT), i_k * BK + tl.arange(0, BK)
@@ -80,13 +84,15 @@ def gla_bwd_kernel_dqkg(
 
 @triton.jit
 def gla_bwd_kernel_dv(
-    do, q, k, G, dstates, dv, cu_seqlens, first, sequence, scale, T, NT, N, H, K, V, rows,
+    do, inputs, dstates, dv, layout, scale, sizes,
     GROUPS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dv of one chunk, one value head with its query heads, one block of V."""
+    q, k, G = inputs
+    T, NT, N, H, K, V, rows = sizes
     i_v, i_c, i_kv = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV), tl.program_id(1)
-    bos, length = locate_chunk(i_c, cu_seqlens, first, sequence, T, NT, N, BT, PACKED)
+    bos, length = locate_chunk(i_c, layout, T, NT, N, BT, PACKED)
     if PACKED and length <= 0:
         return
     o_t, o_v = tl.arange(0, BT), i_v * BV + tl.arange(0, BV)

@@ -14,12 +14,12 @@ from .tiles import locate_chunk, locate_sequence
 
 @triton.jit
 def gla_cumsum_kernel(
-    g, G, cu_seqlens, first, sequence, T, NT, N, H, rows,
+    g, G, layout, T, NT, N, H, rows,
     BT: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """G [H, rows] = cumsum of g [rows, H] inside each chunk."""
     i_c, i_h = tl.program_id(0), tl.program_id(1)
-    bos, length = locate_chunk(i_c, cu_seqlens, first, sequence, T, NT, N, BT, PACKED)
+    bos, length = locate_chunk(i_c, layout, T, NT, N, BT, PACKED)
     if PACKED and length <= 0:
         return
     o_t, o_h = tl.arange(0, BT), i_h * BH + tl.arange(0, BH)
@@ -30,11 +30,14 @@ def gla_cumsum_kernel(
 
 @triton.jit
 def gla_scan_kernel(
-    a, b, G, initial, states, final, cu_seqlens, first, scale, T, NT, H, K, V, rows,
+    inputs, initial, states, final, layout, scale, sizes,
     GROUPS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """S <- e^(G_C) S + a^T (w * b) over the chunks: a, b = k, v forward and q, do in reverse."""
+    a, b, G = inputs
+    cu_seqlens, first = layout
+    T, NT, H, K, V, rows = sizes
     i_k, i_v = tl.program_id(0) % tl.cdiv(K, BK), tl.program_id(0) // tl.cdiv(K, BK) % tl.cdiv(V, BV)
     i_nh = tl.program_id(0) // (tl.cdiv(K, BK) * tl.cdiv(V, BV))
     i_n, i_h = i_nh // H, i_nh % H
@@ -69,13 +72,15 @@ def gla_scan_kernel(
 
 @triton.jit
 def gla_fwd_kernel(
-    q, k, v, G, states, o, cu_seqlens, first, sequence, scale, T, NT, N, H, K, V, rows,
+    inputs, states, o, layout, scale, sizes,
     GROUPS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """o = scale * (e^G * (q S_0) + (q k^T * D) v) of one chunk, one head, one block of V."""
+    q, k, v, G = inputs
+    T, NT, N, H, K, V, rows = sizes
     i_v, i_c, i_h = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV), tl.program_id(1)
-    bos, length = locate_chunk(i_c, cu_seqlens, first, sequence, T, NT, N, BT, PACKED)
+    bos, length = locate_chunk(i_c, layout, T, NT, N, BT, PACKED)
     if PACKED and length <= 0:
         return
     o_t, o_v = tl.arange(0, BT), i_v * BV + tl.arange(0, BV)

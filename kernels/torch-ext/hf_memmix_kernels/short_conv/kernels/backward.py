@@ -8,12 +8,15 @@ from .tiles import PREFETCH, load_window, locate_tile
 
 @triton.jit
 def short_conv_bwd_kernel(
-    dy, dfinal, x, weight, bias, state, dx, dparams, dstate, cu_seqlens, first, sequence, lengths,
-    T, NT, N, C,
+    upstream, inputs, grads, layout, T, NT, N, C,
     K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, ACC: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """dx of one tile and its share of dw and db [K + 1, C]; a sequence's first tile writes the state's gradient."""
+    dy, dfinal = upstream
+    x, weight, bias, state = inputs
+    dx, dparams, dstate = grads
+    cu_seqlens, first, sequence, lengths = layout
     i_t, i_c = tl.program_id(0), tl.program_id(1)
     if PACKED:  # noqa: SIM102
         if tl.load(sequence + i_t) >= N:

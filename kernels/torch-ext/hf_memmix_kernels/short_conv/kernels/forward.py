@@ -11,12 +11,13 @@ from .tiles import PREFETCH, load_window, locate_tile
 
 @triton.jit
 def short_conv_fwd_kernel(
-    x, weight, bias, state, y, final, cu_seqlens, first, sequence, lengths,
-    T, NT, N, C,
+    inputs, y, final, layout, T, NT, N, C,
     K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, ACC: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """y of one tile of rows and one block of channels; the tile of the last token writes the final state."""
+    x, weight, bias, state = inputs
+    cu_seqlens, first, sequence, lengths = layout
     i_t, i_c = tl.program_id(0), tl.program_id(1)
     if PACKED:  # noqa: SIM102
         # the grid is an upper bound: programs beyond the last chunk have nothing to do

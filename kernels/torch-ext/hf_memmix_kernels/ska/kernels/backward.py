@@ -26,10 +26,9 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "per_sequence", "N"])
+@triton.jit(do_not_specialize=["layout"])
 def ska_bwd_kernel_operator(
-    q, do, gain, S, nu, W0, dW_final, dq, dgain, dS, dnu, dW0,
-    position, cu, lengths, first, sequence, T, per_sequence, N, eps, sigma_floor,
+    inputs, states, dW_final, grads, layout, eps, sigma_floor,
     H: tl.constexpr, HK: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     POWER: tl.constexpr, SPECTRAL: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -37,6 +36,10 @@ def ska_bwd_kernel_operator(
 
     In chunk 0, which reads the carried operator, Q = I and C = W.
     """
+    q, do, gain = inputs
+    S, nu, W0 = states
+    dq, dgain, dS, dnu, dW0 = grads
+    position, cu, lengths, first, sequence, T, per_sequence, N = layout
     i_h, i_chunk = tl.program_id(0) % HK, tl.program_id(0) // HK
     i_n = sequence_of(i_chunk, sequence, per_sequence, N)
     token, length, offset, chunk, last = locate_sequence(
@@ -121,12 +124,16 @@ def ska_bwd_kernel_operator(
         tl.store(dnu + state, tl.where(b_nu > SMALLEST, 2 * eps * b_nu * trace, 0.0))
 
 
-@triton.jit(do_not_specialize=["T", "per_sequence"])
+@triton.jit(do_not_specialize=["layout"])
 def ska_bwd_kernel_scan(
-    dS, nu, dnu, dS_final, nu_final, dnu_final, dS0, dnu0, position, cu, lengths, first, T, per_sequence,
+    statistics, final, grads, layout,
     HK: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """In place of a chunk's dS the sum over all later chunks, and of its dnu what its keys receive from nu."""
+    dS, nu, dnu = statistics
+    dS_final, nu_final, dnu_final = final
+    dS0, dnu0 = grads
+    position, cu, lengths, first, T, per_sequence = layout
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     i_block, i_nh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_n, i_h = i_nh // HK, i_nh % HK
@@ -156,14 +163,17 @@ def ska_bwd_kernel_scan(
         tl.store(dnu0 + i_nh, carried)
 
 
-@triton.jit(do_not_specialize=["T", "per_sequence", "N"])
+@triton.jit(do_not_specialize=["layout"])
 def ska_bwd_kernel_dkv(
-    k, v, dS, dnu, previous, dprevious_final, dk, dv, dprevious,
-    position, cu, lengths, first, sequence, T, per_sequence, N,
+    inputs, statistics, previous, dprevious_final, grads, layout,
     HK: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BR: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one chunk and key head from the gradients of all later statistics."""
+    k, v = inputs
+    dS, dnu = statistics
+    dk, dv, dprevious = grads
+    position, cu, lengths, first, sequence, T, per_sequence, N = layout
     i_h, i_chunk = tl.program_id(0) % HK, tl.program_id(0) // HK
     i_n = sequence_of(i_chunk, sequence, per_sequence, N)
     token, length, offset, chunk, last = locate_sequence(

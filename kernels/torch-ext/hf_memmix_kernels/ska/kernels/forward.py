@@ -50,13 +50,17 @@ def _sum_products(
     return acc, nu
 
 
-@triton.jit(do_not_specialize=["T", "per_sequence"])
+@triton.jit(do_not_specialize=["layout"])
 def ska_fwd_kernel_scan(
-    k, v, S0, previous, nu0, position, S, nu, S_final, previous_final, nu_final, position_final,
-    cu, lengths, first, T, per_sequence,
+    inputs, initial, statistics, final, layout,
     HK: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """[G | M^T | C^T] before every chunk but the first, BR columns per program; the final state, not its operator."""
+    k, v = inputs
+    S0, previous, nu0, position = initial
+    S, nu = statistics
+    S_final, previous_final, nu_final, position_final = final
+    cu, lengths, first, T, per_sequence = layout
     tiles: tl.constexpr = 2 + (V + BR - 1) // BR
     i_tile, i_nh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     i_n, i_h = i_nh // HK, i_nh % HK
@@ -105,13 +109,16 @@ def ska_fwd_kernel_scan(
         store_tile(S_final + at + 2 * R + j, acc, o_r, R, WIDTH, o_r, V - j)
 
 
-@triton.jit(do_not_specialize=["T", "per_sequence", "N"])
+@triton.jit(do_not_specialize=["layout"])
 def ska_fwd_kernel_read(
-    q, gain, S, nu, W0, o, W_final, position, cu, lengths, first, sequence, T, per_sequence, N, eps, sigma_floor,
+    inputs, states, o, W_final, layout, eps, sigma_floor,
     H: tl.constexpr, HK: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     POWER: tl.constexpr, SPECTRAL: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """W^T = Q^T C^T of one chunk and key head, and o = gain q W^T of its tokens."""
+    q, gain = inputs
+    S, nu, W0 = states
+    position, cu, lengths, first, sequence, T, per_sequence, N = layout
     i_h, i_chunk = tl.program_id(0) % HK, tl.program_id(0) // HK
     i_n = sequence_of(i_chunk, sequence, per_sequence, N)
     token, length, offset, chunk, last = locate_sequence(

@@ -25,8 +25,9 @@ def write_rule(p, k, gamma, hh, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def span(i_n, cu_seqlens, first, T, C: tl.constexpr):
+def span(i_n, layout, C: tl.constexpr):
     """First token, length and first window of a sequence."""
+    cu_seqlens, first, T = layout
     if cu_seqlens is None:
         return i_n * T, T, i_n * tl.cdiv(T, C)
     else:
@@ -44,8 +45,9 @@ def goes_by_token(flags, length, H: tl.constexpr, C: tl.constexpr, CHUNK: tl.con
 
 
 @triton.jit
-def locate(i_c, cu_seqlens, first, sequence, T, N, C: tl.constexpr):
+def locate(i_c, layout, C: tl.constexpr):
     """First token of window i_c and the number of its tokens, 0 for a window beyond the last."""
+    cu_seqlens, first, sequence, T, N = layout
     if cu_seqlens is None:
         windows = tl.cdiv(T, C)
         i_w = i_c % windows

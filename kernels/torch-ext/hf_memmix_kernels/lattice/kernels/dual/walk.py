@@ -24,13 +24,13 @@ from .tiles import load_rows, locate, span
 
 @triton.jit
 def lattice_gram_kernel(
-    v, gamma, hh, gram, steps, cu_seqlens, first, sequence, T, N,
+    v, gamma, hh, gram, steps, layout,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
     PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """|v_t|^2 of all tokens, v_t . v_j of all pairs in every chunk [windows, H, C, P], gamma as [windows, H, C]."""
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
+    start, tokens = locate(i_c, layout, C)
     at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
     b_v = load_rows(v + at * D, o_t, o_d, D, H * D, tokens, ACC)
     tl.store(hh + at + o_t * H, tl.sum(b_v * b_v, 1), mask=o_t < tokens)
@@ -181,18 +181,20 @@ def walk_chunk(U, k, gamma, gram, o_z, VARIANT: tl.constexpr):
 
 @triton.jit
 def lattice_walk_kernel(
-    k, v, steps, gram, start_state, final_state, states, p, cu_seqlens, first, T,
+    inputs, start_state, outputs, layout,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, VARIANT: tl.constexpr,
     C: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """p of all tokens and the states before every C-th one, for MB slots of one (sequence, head)."""
+    k, v, steps, gram = inputs
+    final_state, states, p = outputs
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1  # h = v or -v
     LANES: tl.constexpr = 2 * MB  # one warp, two lanes per slot
     MP: tl.constexpr = (M + MB - 1) // MB * MB  # `kept_slots`
     KW: tl.constexpr = 2 if v.dtype.element_ty.primitive_bitwidth == 16 else 1
     i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
     i_n, i_h = i_s // H, i_s % H
-    start, length, window = span(i_n, cu_seqlens, first, T, C)
+    start, length, window = span(i_n, layout, C)
     i_m = tl.program_id(0) % tl.cdiv(M, MB) * MB
     o_m, o_d, o_l = i_m + tl.arange(0, MB), tl.arange(0, BD), tl.arange(0, LANES)
     # the "and" hides from Triton that neighbours are adjacent in memory, so that a lane holds all tokens of its slot

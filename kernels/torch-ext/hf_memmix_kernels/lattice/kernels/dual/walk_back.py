@@ -37,7 +37,7 @@ from .walk import (
 
 @triton.jit
 def lattice_gram_adjoint_kernel(
-    do, v, gamma, hh, gram, steps, cu_seqlens, first, sequence, T, N,
+    do, v, gamma, hh, gram, steps, layout,
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, P: tl.constexpr, VARIANT: tl.constexpr,
     PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def lattice_gram_adjoint_kernel(
     """
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
+    start, tokens = locate(i_c, layout, C)
     at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
     b_v = load_rows(v + at * D, o_t, o_d, D, H * D, tokens, ACC)
     b_do = load_rows(do + at * D, o_t, o_d, D, H * D, tokens, ACC)
@@ -153,18 +153,22 @@ def tangent(E, S):
 
 @triton.jit
 def lattice_walk_adjoint_kernel(
-    do, dfinal, q, k, v, steps, gram, states, final, p, reads, flags, dalpha, z, ends, dstart, cu_seqlens, first, T,
+    upstream, inputs, walked, grads, layout,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, VARIANT: tl.constexpr,
     C: tl.constexpr, P: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     """dalpha and z of all tokens and the gradients of the states after every window, for MB slots of one head."""
+    do, dfinal = upstream
+    q, k, v, steps, gram = inputs
+    states, final, p, reads, flags = walked
+    dalpha, z, ends, dstart = grads
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1  # h = v or -v
     LANES: tl.constexpr = 2 * MB  # one warp, two lanes per slot
     MP: tl.constexpr = (M + MB - 1) // MB * MB  # `kept_slots`
     KW: tl.constexpr = 2 if v.dtype.element_ty.primitive_bitwidth == 16 else 1
     i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
     i_n, i_h = i_s // H, i_s % H
-    start, length, window = span(i_n, cu_seqlens, first, T, C)
+    start, length, window = span(i_n, layout, C)
     if goes_by_token(flags + window * H + i_h, length, H, C, P):
         return
     i_m = tl.program_id(0) % tl.cdiv(M, MB) * MB

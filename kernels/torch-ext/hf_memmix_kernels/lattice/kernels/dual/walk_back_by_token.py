@@ -134,15 +134,19 @@ def load_tokens(
 
 @triton.jit
 def lattice_careful_adjoint_kernel(
-    do, dfinal, q, k, v, hh, gamma, states, final, p, reads, flags, dalpha, z, ends, dstart, cu_seqlens, first, T,
+    upstream, inputs, walked, grads, layout,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, VARIANT: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dalpha and z of all tokens and the gradients of the states after every window, for MB slots of one head."""
+    do, dfinal = upstream
+    q, k, v, hh, gamma = inputs
+    states, final, p, reads, flags = walked
+    dalpha, z, ends, dstart = grads
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1
     i_s = (tl.program_id(0) // tl.cdiv(M, MB)).to(tl.int64)
     i_n, i_h = i_s // H, i_s % H
-    start, length, window = span(i_n, cu_seqlens, first, T, C)
+    start, length, window = span(i_n, layout, C)
     if not goes_by_token(flags + window * H + i_h, length, H, C, CHUNK):
         return
     o_m = tl.program_id(0) % tl.cdiv(M, MB) * MB + tl.arange(0, MB)

@@ -80,14 +80,16 @@ def load_raw(p, o_t, o_w, width: tl.constexpr, stride, tokens):
 
 @triton.jit
 def lattice_read_kernel(
-    q, k, v, hh, gamma, states, p, o, refused, cu_seqlens, first, sequence, T, N,
+    inputs, walked, o, refused, layout,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """o of one window of one head, from MB slots at a time."""
+    q, k, v, hh, gamma = inputs
+    states, p = walked
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
+    start, tokens = locate(i_c, layout, C)
     at, o_t, o_d = start * H + i_h, token_order(C), tl.arange(0, BD)
     q, k, i_w = q + at * M, k + at * M, i_c.to(tl.int64) * H + i_h
     states, p = states + i_w * (M * D), p + i_w * (C * kept_slots(M))
@@ -115,14 +117,17 @@ def lattice_read_kernel(
 
 @triton.jit
 def lattice_read_adjoint_kernel(
-    do, k, v, hh, gamma, states, p, dq, reads, flags, refused, cu_seqlens, first, sequence, T, N,
+    do, inputs, walked, found, flags, refused, layout,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dq of one window of one head, also as `reads`; `flags` is set where a is so small that x loses digits."""
+    k, v, hh, gamma = inputs
+    states, p = walked
+    dq, reads = found
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
+    start, tokens = locate(i_c, layout, C)
     at, o_t, o_d = start * H + i_h, token_order(C), tl.arange(0, BD)
     i_w = i_c.to(tl.int64) * H + i_h
     o_p = i_w * (C * kept_slots(M))
@@ -156,14 +161,17 @@ def lattice_read_adjoint_kernel(
 
 @triton.jit
 def lattice_write_adjoint_kernel(
-    do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma, cu_seqlens, first, sequence, T, N,
+    do, inputs, walked, grads, layout,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and dgamma of one window of one head."""
+    q, k, v, hh, gamma = inputs
+    states, p, dalpha, z, ends = walked
+    dk, dv, dgamma = grads
     SIGN: tl.constexpr = 1 if VARIANT == "enc" else -1
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
+    start, tokens = locate(i_c, layout, C)
     at, o_t, o_d = start * H + i_h, token_order(C), tl.arange(0, BD)
     row, column = o_t[:, None], o_t[None, :]
     i_w = i_c.to(tl.int64) * H + i_h

@@ -21,13 +21,15 @@ def any_refused(refused, first, windows, PROGRAMS: tl.constexpr, AHEAD: tl.const
 
 @triton.jit
 def read_window(
-    i_w, q, k, v, hh, gamma, states, p, o, cu_seqlens, first, sequence, T, N,
+    i_w, inputs, walked, o, layout,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """o of one window of one head, from MB slots at a time."""
+    q, k, v, hh, gamma = inputs
+    states, p = walked
     i_c, i_h = i_w // H, i_w % H
-    start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
+    start, tokens = locate(i_c, layout, C)
     at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
     q, k, i_s = q + at * M, k + at * M, i_c.to(tl.int64) * H + i_h
     states, p = states + i_s * (M * D), p + i_s * (C * kept_slots(M))
@@ -58,7 +60,7 @@ def read_window(
 
 @triton.jit
 def lattice_read_levels_kernel(
-    refused, windows, q, k, v, hh, gamma, states, p, o, cu_seqlens, first, sequence, T, N,
+    refused, windows, inputs, walked, o, layout,
     PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
@@ -70,21 +72,21 @@ def lattice_read_levels_kernel(
             for j in range(0, AHEAD):
                 i_w = first_w + j * PROGRAMS
                 if tl.load(refused + i_w, mask=i_w < windows, other=0) != 0:
-                    read_window(
-                        i_w, q, k, v, hh, gamma, states, p, o, cu_seqlens, first, sequence, T, N,
-                        H, M, D, MB, BD, VARIANT, C, LEVELS, PRECISION, ACC,
-                    )  # fmt: skip
+                    read_window(i_w, inputs, walked, o, layout, H, M, D, MB, BD, VARIANT, C, LEVELS, PRECISION, ACC)
 
 
 @triton.jit
 def read_adjoint_window(
-    i_w, do, k, v, hh, gamma, states, p, dq, reads, cu_seqlens, first, sequence, T, N,
+    i_w, do, inputs, walked, found, layout,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dq of one window of one head, also as `reads`."""
+    k, v, hh, gamma = inputs
+    states, p = walked
+    dq, reads = found
     i_c, i_h = i_w // H, i_w % H
-    start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
+    start, tokens = locate(i_c, layout, C)
     at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
     states += (i_c.to(tl.int64) * H + i_h) * (M * D)
     b_hh, b_gamma = load_column(hh + at, o_t, H, tokens, ACC), load_column(gamma + at, o_t, H, tokens, ACC)
@@ -115,7 +117,7 @@ def read_adjoint_window(
 
 @triton.jit
 def lattice_read_adjoint_levels_kernel(
-    refused, windows, do, k, v, hh, gamma, states, p, dq, reads, cu_seqlens, first, sequence, T, N,
+    refused, windows, do, inputs, walked, found, layout,
     PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
@@ -128,20 +130,22 @@ def lattice_read_adjoint_levels_kernel(
                 i_w = first_w + j * PROGRAMS
                 if tl.load(refused + i_w, mask=i_w < windows, other=0) != 0:
                     read_adjoint_window(
-                        i_w, do, k, v, hh, gamma, states, p, dq, reads, cu_seqlens, first, sequence, T, N,
-                        H, M, D, MB, BD, VARIANT, C, LEVELS, PRECISION, ACC,
-                    )  # fmt: skip
+                        i_w, do, inputs, walked, found, layout, H, M, D, MB, BD, VARIANT, C, LEVELS, PRECISION, ACC
+                    )
 
 
 @triton.jit
 def write_adjoint_window(
-    i_w, do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma, cu_seqlens, first, sequence, T, N,
+    i_w, do, inputs, walked, grads, layout,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """dk, dv and dgamma of one window of one head."""
+    q, k, v, hh, gamma = inputs
+    states, p, dalpha, z, ends = walked
+    dk, dv, dgamma = grads
     i_c, i_h = i_w // H, i_w % H
-    start, tokens = locate(i_c, cu_seqlens, first, sequence, T, N, C)
+    start, tokens = locate(i_c, layout, C)
     at, o_t, o_d = start * H + i_h, tl.arange(0, C), tl.arange(0, BD)
     o_w = (i_c.to(tl.int64) * H + i_h) * (M * D)
     b_hh, b_gamma = load_column(hh + at, o_t, H, tokens, ACC), load_column(gamma + at, o_t, H, tokens, ACC)
@@ -192,8 +196,7 @@ def write_adjoint_window(
 
 @triton.jit
 def lattice_write_adjoint_levels_kernel(
-    refused, windows, do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma,
-    cu_seqlens, first, sequence, T, N, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
+    refused, windows, do, inputs, walked, grads, layout, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr,
     VARIANT: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -205,6 +208,5 @@ def lattice_write_adjoint_levels_kernel(
                 i_w = first_w + j * PROGRAMS
                 if tl.load(refused + i_w, mask=i_w < windows, other=0) != 0:
                     write_adjoint_window(
-                        i_w, do, q, k, v, hh, gamma, states, p, dalpha, z, ends, dk, dv, dgamma,
-                        cu_seqlens, first, sequence, T, N, H, M, D, MB, BD, VARIANT, C, LEVELS, PRECISION, ACC,
-                    )  # fmt: skip
+                        i_w, do, inputs, walked, grads, layout, H, M, D, MB, BD, VARIANT, C, LEVELS, PRECISION, ACC
+                    )

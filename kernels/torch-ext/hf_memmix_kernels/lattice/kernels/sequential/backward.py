@@ -138,7 +138,7 @@ def write_adjoint(
 
 @triton.jit
 def lattice_bwd_kernel(
-    do, dfinal, q, k, v, gamma, log_decay, kept, dq, dk, dv, dgamma, dmu, dstart, states, notes, cu_seqlens, T, l1,
+    upstream, inputs, kept, grads, scratch, cu_seqlens, T, l1,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     VARIANT: tl.constexpr, PROJECT: tl.constexpr, L1: tl.constexpr,
     CHECKPOINT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, ACC: tl.constexpr,
@@ -149,6 +149,10 @@ def lattice_bwd_kernel(
 
     Scratch of a program: BLOCK + CHECKPOINT / BLOCK tiles of `states`, CHECKPOINT rows [BM + D1 * D2] of `notes`.
     """
+    do, dfinal = upstream
+    q, k, v, gamma, log_decay = inputs
+    dq, dk, dv, dgamma, dmu, dstart = grads
+    states, notes = scratch
     READS: tl.constexpr = VARIANT != "enc" and VARIANT != "sim"
     BASELINE: tl.constexpr = VARIANT == "ttt" or VARIANT == "delta"
     TILE: tl.constexpr = BM * D1 * D2

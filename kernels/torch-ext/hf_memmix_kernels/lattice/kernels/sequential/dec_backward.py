@@ -67,14 +67,14 @@ def load_pair(
 
 @triton.jit
 def lattice_middle_kernel(
-    a, b, h, kept, middle, cu_seqlens, first, sequence_of, T, N,
+    a, b, h, kept, middle, layout,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     CHECKPOINT: tl.constexpr, GROUP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The tile in the middle of a window of one head, if tokens follow it."""
     HALF: tl.constexpr = CHECKPOINT // 2
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    begin, tokens, row = window_of(i_c, cu_seqlens, first, sequence_of, T, N, CHECKPOINT)
+    begin, tokens, row = window_of(i_c, layout, CHECKPOINT)
     o_m, o_d = tl.arange(0, BM), tl.arange(0, D1)[:, None] * D2 + tl.arange(0, D2)[None, :]
     o_s = (row * H + i_h) * (BM * D1 * D2) + slots(o_m) * (D1 * D2) + entries(o_d)
     at = begin * H + i_h
@@ -127,7 +127,7 @@ def fetch_tokens(
 
 @triton.jit
 def lattice_adjoint_kernel(
-    dfinal, do, q, k, gamma, h, p, hh, a, b, kept, middle, dz, dalpha, dstart, scratch, cu_seqlens, T,
+    upstream, inputs, moves, states, grads, scratch, cu_seqlens, T,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     WARPS: tl.constexpr, LANES: tl.constexpr, CHECKPOINT: tl.constexpr, GROUP: tl.constexpr, ACC: tl.constexpr,
     FETCH: tl.constexpr,
@@ -137,6 +137,11 @@ def lattice_adjoint_kernel(
     Tokens go in pairs: `scratch` [CHECKPOINT / 4 tiles per program] holds the state before each pair of half a window,
     and the state between its tokens is found from it. A token that fills up the last pair writes nothing (gamma = 0).
     """
+    dfinal, do = upstream
+    q, k, gamma = inputs
+    h, p, hh, a, b = moves
+    kept, middle = states
+    dz, dalpha, dstart = grads
     TILE: tl.constexpr = BM * D1 * D2
     HALF: tl.constexpr = CHECKPOINT // 2
     i_s = tl.program_id(0).to(tl.int64)

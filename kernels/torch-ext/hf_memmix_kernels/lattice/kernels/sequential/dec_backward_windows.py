@@ -13,8 +13,9 @@ from .tiles import rescale
 
 
 @triton.jit
-def window_of(i_c, cu_seqlens, first, sequence_of, T, N, CHECKPOINT: tl.constexpr):
+def window_of(i_c, layout, CHECKPOINT: tl.constexpr):
     """First token, length and checkpoint of window i_c; windows beyond the last are empty."""
+    cu_seqlens, first, sequence_of, T, N = layout
     if cu_seqlens is None:
         windows = tl.cdiv(T, CHECKPOINT)
         begin = i_c % windows * CHECKPOINT
@@ -51,7 +52,7 @@ def lattice_rule_kernel(
 
 @triton.jit
 def lattice_slots_kernel(
-    x, k, gamma, h, a, b, kept, dalpha, dx, dv, dgamma, refused, cu_seqlens, first, sequence_of, T, N,
+    x, moves, kept, dalpha, grads, refused, layout,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, MB: tl.constexpr,
     WIDE: tl.constexpr, CHECKPOINT: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -59,9 +60,11 @@ def lattice_slots_kernel(
 
     `refused` is set where decays are of no size to divide by: what is written then has no meaning.
     """
+    k, gamma, h, a, b = moves
+    dx, dv, dgamma = grads
     C: tl.constexpr = CHECKPOINT
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    begin, tokens, row = window_of(i_c, cu_seqlens, first, sequence_of, T, N, C)
+    begin, tokens, row = window_of(i_c, layout, C)
     at, o_t, o_d = begin * H + i_h, token_order(C), tl.arange(0, WIDE)
     kept += (row * H + i_h) * (BM * BD)
     raw_x = load_raw(x + at * D, o_t, o_d, D, H * D, tokens)
@@ -101,16 +104,18 @@ def lattice_slots_kernel(
 
 @triton.jit
 def lattice_slots_levels_kernel(
-    x, k, gamma, h, a, b, kept, dalpha, dx, dv, dgamma, refused, cu_seqlens, first, sequence_of, T, N,
+    x, moves, kept, dalpha, grads, refused, layout,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, MB: tl.constexpr,
     WIDE: tl.constexpr, CHECKPOINT: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """`lattice_slots_kernel` of the windows that it flags as `refused`, by levels: dual/windows_by_levels.py."""
     if tl.load(refused + tl.program_id(0)) == 0:
         return
+    k, gamma, h, a, b = moves
+    dx, dv, dgamma = grads
     C: tl.constexpr = CHECKPOINT
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    begin, tokens, row = window_of(i_c, cu_seqlens, first, sequence_of, T, N, C)
+    begin, tokens, row = window_of(i_c, layout, C)
     at, o_t, o_d = begin * H + i_h, tl.arange(0, C), tl.arange(0, WIDE)
     kept += (row * H + i_h) * (BM * BD)
     b_gamma = load_column(gamma + at, o_t, H, tokens, ACC)

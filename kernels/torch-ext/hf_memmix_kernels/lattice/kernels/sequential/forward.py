@@ -62,7 +62,7 @@ def load_group(p, offsets, mask, stride, left, GROUP: tl.constexpr):
 
 @triton.jit
 def lattice_fwd_kernel(
-    q, k, v, gamma, log_decay, start_state, o, final_state, kept, h, p, saves, cu_seqlens, T, l1,
+    inputs, start_state, outputs, saved, saves, cu_seqlens, T, l1,
     H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     WARPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
     VARIANT: tl.constexpr, PROJECT: tl.constexpr, L1: tl.constexpr,
@@ -73,6 +73,9 @@ def lattice_fwd_kernel(
     `saves` is a value and not a constant on purpose: without a branch in the loop, the loads for the next group would
     sink to where they are used.
     """
+    q, k, v, gamma, log_decay = inputs
+    o, final_state = outputs
+    kept, h, p = saved
     i_s = tl.program_id(0).to(tl.int64)
     i_h = i_s % H
     start, length, row = sequence(i_s // H, cu_seqlens, T, CHECKPOINT)

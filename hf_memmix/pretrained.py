@@ -34,8 +34,9 @@ class MemMixPreTrained(TensorParallelModel, ConstructionHooks):
         """As in transformers. The general classes (`MemMixModel`...) return the class of the checkpoint's backbone.
 
         Raises:
-            ValueError: a mixer cannot use its parameters (`MemoryMixer.check_weights`); or tensor parallelism is asked
-                for, and a mixer cannot be shared out (`MemoryMixer.tp_plan`), or FSDP or a pipeline is asked for, too.
+            ValueError: a mixer cannot use its parameters (`MemoryMixer.check_weights`); or `distributed_config` asks
+                for tensor parallelism and a mixer cannot be divided (`MemoryMixer.tp_plan`), or it also asks for FSDP
+                or a pipeline.
         """
         if "config_class" not in cls.__dict__:
             return cls._auto_class_for.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

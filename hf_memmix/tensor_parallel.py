@@ -1,12 +1,13 @@
 """transformers' tensor parallelism of a model with mixers: `from_pretrained(..., distributed_config=...)`.
 
 The library shards single layers by name. A mixer is divided as a whole, by its own plan (`mixers.tensor_parallel`).
-Its parameters become DTensors, its forward runs on what this rank holds, and two sums over the ranks make it one layer
-again: the outputs of the last linear layer in forward, the gradient of the input in backward. Parameters that are
-whole on every rank see this rank's heads alone, so their gradients are summed, too.
+Its parameters become DTensors, and its forward runs on the parts that this rank holds. Two sums over the ranks
+complete the layer: in forward the outputs of the last linear layer are summed, in backward the gradients of the input.
+A parameter that every rank holds as a whole gets its gradient from the heads of this rank only, so these gradients are
+summed, too.
 
-The mixers are set aside while the library shards the rest of the model, because its rules for attention, such as
-"layers.*.self_attn.q_proj", would match them.
+The model has empty modules in place of the mixers while the library shards the rest of it, because the library's rules
+for attention, such as "layers.*.self_attn.q_proj", would match the mixers.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ if dist.is_available():  # it is not in every build of torch
 
 
 class _SumForward(torch.autograd.Function):
-    """The sum over the ranks. The gradient of the sum is that of every term."""
+    """The sum of a tensor over the ranks. In backward, every term gets the gradient of the sum."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -41,7 +42,9 @@ class _SumForward(torch.autograd.Function):
 
 
 class _SumBackward(torch.autograd.Function):
-    """The same tensor on all ranks, which use it in different ways: its gradient is the sum of theirs."""
+    """A tensor that is equal on all ranks and used differently by each rank. Its gradient is the sum over
+    the ranks.
+    """
 
     @staticmethod
     def forward(ctx, x, group):
@@ -56,7 +59,9 @@ class _SumBackward(torch.autograd.Function):
 
 
 class _SumCopies(torch.autograd.Function):
-    """A rank's part of a parameter whose parts overlap: an entry's gradient is the sum over the ranks that hold it."""
+    """A rank's part of a parameter of which several ranks hold the same entries. The gradient of an entry is the sum
+    over the ranks that hold it.
+    """
 
     @staticmethod
     def forward(ctx, local, cut, mesh):
@@ -66,7 +71,7 @@ class _SumCopies(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         cut, mesh = ctx.cut, ctx.mesh
-        # zeros everywhere else: every rank adds its own entries
+        # a rank fills its own entries and leaves the others zero, so the sum adds the gradients of every entry
         whole = cut.whole([torch.zeros_like(gradient)] * mesh.size())
         start = 0
         for where in cut.slices(mesh.get_local_rank(), mesh.size()):
@@ -78,26 +83,27 @@ class _SumCopies(torch.autograd.Function):
 
 
 class DividedModule:
-    """A mixer or feed-forward layer of which this rank holds a part. Made on the meta device, before loading.
+    """A mixer or feed-forward layer of which this rank holds a part. It is made on the meta device, before loading.
 
     Args:
         module: the whole module, with a `tp_plan`.
         mesh: the mesh of one dimension over the ranks.
 
     Raises:
-        ValueError: the module has no plan, or cannot be shared out equally.
+        ValueError: the module has no plan, or cannot be divided equally among the ranks.
     """
 
     def __init__(self, module: nn.Module, mesh):
         self.module, self.mesh, self.ranks, self.group = module, mesh, mesh.size(), mesh.get_group()
         plan = module.tp_plan(self.ranks)
         self.cuts: dict[str, Cut] = plan.cuts(module)
-        # what the forward replaces; biases of `rows` are added after the sum and have whole gradients
+        # the parameters that forward replaces; not the biases of `rows`, which are added after the sum and therefore
+        # have complete gradients
         row_biases = {f"{name}.bias" for name in plan.rows}
         paths = [path for path, _ in module.named_parameters() if path not in row_biases]
         self.parameters = [(*self._owner(path), self.cuts.get(path)) for path in paths]
         for path, cut in self.cuts.items():
-            if cut.is_even(self.ranks):  # the others are loaded whole and cut in `finish`
+            if cut.is_even(self.ranks):  # the other parameters are loaded as a whole, and `finish` cuts them
                 owner, leaf = self._owner(path)
                 placed = distribute_tensor(owner._parameters[leaf], mesh, [Shard(cut.dim)], src_data_rank=None)
                 owner._parameters[leaf] = nn.Parameter(placed)
@@ -108,9 +114,10 @@ class DividedModule:
             self._run_locally(module)
 
     def finish(self):
-        """After loading: cut what DTensor cannot describe before, parts that lie apart or are held by several ranks.
+        """After loading, cut the parameters of which a rank holds several ranges or several ranks hold the same range.
 
-        As a DTensor, such a parameter is what the ranks hold, one after the other; `whole` puts it in order.
+        A DTensor cannot describe such a cut while the weights are loaded. Afterwards, the DTensor of such a parameter
+        is the concatenation of the ranks' parts; `whole` restores the order of the whole parameter.
         """
         for path, cut in self.cuts.items():
             owner, leaf = self._owner(path)
@@ -122,13 +129,13 @@ class DividedModule:
             owner._parameters[leaf] = nn.Parameter(placed, requires_grad=whole.requires_grad)
 
     def whole(self, path: str, tensor: DTensor) -> Tensor:
-        """The whole of a parameter, or of its gradient. All ranks must call it."""
+        """A whole parameter, or its whole gradient. All ranks must call this function."""
         cut, gathered = self.cuts[path], tensor.full_tensor()
         return gathered if cut.is_even(self.ranks) else cut.whole(list(gathered.chunk(self.ranks, cut.dim)))
 
     @contextlib.contextmanager
     def local_parameters(self) -> Iterator[None]:
-        """The module has plain tensors with what this rank holds in place of its parameters."""
+        """In this block, the parameters of the module are plain tensors with the parts that this rank holds."""
         trains, swapped = torch.is_grad_enabled(), []
         for owner, leaf, cut in self.parameters:
             if cut is None and not trains:
@@ -161,7 +168,9 @@ class DividedModule:
         module.forward = forward
 
     def _sum_outputs(self, linear: nn.Linear):
-        """Its inputs are this rank's features: the products are summed over the ranks, then the bias is added."""
+        """Make a linear layer that gets the features of this rank sum its products over the ranks, then add
+        the bias.
+        """
 
         def forward(x):
             y = _SumForward.apply(F.linear(x, linear.weight), self.group)
@@ -170,7 +179,7 @@ class DividedModule:
         linear.forward = forward
 
     def _average(self, x: Tensor) -> Tensor:
-        """The mean over the ranks; every rank goes on with it in its own way."""
+        """The mean over the ranks. Every rank uses it differently, so its gradients are summed over the ranks."""
         return _SumBackward.apply(_SumForward.apply(x, self.group) / self.ranks, self.group)
 
     def _owner(self, path: str) -> tuple[nn.Module, str]:
@@ -185,8 +194,8 @@ def divided_modules(model: nn.Module) -> dict[str, DividedModule]:
 
 
 @contextlib.contextmanager
-def set_aside(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[dict[str, nn.Module]]:
-    """The modules of these classes by their path; in the block, the model has empty ones in their place."""
+def replaced_by_identity(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[dict[str, nn.Module]]:
+    """In this block, the model has nn.Identity in place of its modules of these classes. Yields them by their path."""
     found = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
     for path in found:
         model.set_submodule(path, nn.Identity())
@@ -198,29 +207,30 @@ def set_aside(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[
 
 
 def check_mesh(distributed_config):
-    """Raise ValueError if tensor parallelism is to be combined with another kind."""
+    """Raise ValueError if the configuration combines tensor parallelism with another kind of parallelism."""
     for name in ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size"):
         size = getattr(distributed_config, name, None) or 1
         if size > 1:
             raise ValueError(
-                f"tensor parallelism of a model with memory layers cannot be combined with {name}={size}; take"
+                f"tensor parallelism of a model with memory layers cannot be combined with {name}={size}; use"
                 f" tp_size={distributed_config.tp_size} alone, or tp_size=1"
             )
 
 
 def check_distributed_checkpoint(model: nn.Module):
-    """Raise ValueError if a DTensor of the model does not have its entries in the order of the whole parameter."""
+    """Raise ValueError if the entries of a DTensor are not in the order of the whole parameter."""
     for path, divided in divided_modules(model).items():
         for name, cut in divided.cuts.items():
             if not cut.is_even(divided.ranks):
                 raise ValueError(
-                    f"a distributed checkpoint cannot hold {path}.{name}, whose parts are shared out one by one; save"
-                    " without distributed_checkpoint=True, which writes whole weights"
+                    f"a distributed checkpoint cannot hold {path}.{name}, of which a rank holds several parts or"
+                    " several ranks hold the same part; save without distributed_checkpoint=True, which writes whole"
+                    " weights"
                 )
 
 
 def check_attention(config, plan: dict[str, str], ranks: int):
-    """Raise ValueError if the family's plan shares out attention layers that were kept, and their heads cannot be."""
+    """Raise ValueError if the family's plan divides kept attention layers by heads and the heads cannot be divided."""
     names = backbone_of(config).attention
     by_heads = any(style == "colwise" and {*rule.split(".")[:-1]} & {*names} for rule, style in plan.items())
     if ATTENTION not in config.mixer_types or not by_heads:
@@ -229,13 +239,16 @@ def check_attention(config, plan: dict[str, str], ranks: int):
     for what, count in (("heads", config.num_attention_heads), ("key/value heads", kv_heads)):
         if count % ranks:
             raise ValueError(
-                f"attention layers: {count} {what} cannot be shared out equally over {ranks} ranks; take a"
+                f"attention layers: {count} {what} cannot be divided equally among {ranks} ranks; use a"
                 f" tensor-parallel size that divides {count}, or convert all layers"
             )
 
 
 def whole_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters of a model, or their gradients, by name: DTensors become whole tensors. All ranks must call it."""
+    """Parameters of a model or their gradients by name, in which DTensors are replaced by whole tensors.
+
+    All ranks must call this function.
+    """
     divided, whole = divided_modules(model), {}
     if not divided:
         return tensors
@@ -251,13 +264,16 @@ def whole_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Ten
 
 
 class TensorParallelModel(DistributionHooks):
-    """A model whose mixers and feed-forward layers are divided by their own plans. Goes before a native class."""
+    """Mixin for a model whose mixers and feed-forward layers are divided by their own plans.
+
+    It stands before the native class among the base classes.
+    """
 
     @contextlib.contextmanager
     def sharding(self, ranks: int):
         check_mesh(self.config.distributed_config)
         check_attention(self.config, self.tp_plan, ranks)
-        with set_aside(self, (MemoryMixer, FeedForward)) as modules:
+        with replaced_by_identity(self, (MemoryMixer, FeedForward)) as modules:
             drop_unmatched_rules(self)
 
             def divide_modules(mesh):
@@ -268,7 +284,9 @@ class TensorParallelModel(DistributionHooks):
             yield divide_modules
 
     def ready_mixers(self) -> Iterator[MemoryMixer]:
-        """The mixers after loading, each with its parameters as plain tensors until the next one is asked for."""
+        """Yield the mixers after loading. Until the next one is yielded, the parameters of a mixer are
+        plain tensors.
+        """
         divided = divided_modules(self)
         for module in divided.values():
             module.finish()

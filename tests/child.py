@@ -1,4 +1,4 @@
-"""The environment of a script that a test runs in a process of its own."""
+"""The environment of a script that a test runs in a new process."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,6 @@ TESTS = Path(__file__).resolve().parent
 
 
 def child_env(**variables: str) -> dict[str, str]:
-    """This process' environment, the modules of the tests and the checkout importable, one thread."""
+    """The environment of this process, with one thread, in which the test modules and the checkout can be imported."""
     paths = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"} | variables

@@ -1,4 +1,4 @@
-"""The command line, run inside the test's process."""
+"""Runs the command line inside the process of the test."""
 
 import json
 
@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from hf_memmix.commands import app
 
-# a training of a moment
+# options of a very short training
 SMALL = ["--batch-size", "4", "--block-size", "16", "--steps", "3"]
 
 
@@ -16,6 +16,6 @@ def memmix(*args):
 
 
 def result_of(run):
-    """What a successful run with --json printed."""
+    """The JSON that a successful run with --json printed."""
     assert run.exit_code == 0, run.output
     return json.loads(run.stdout)

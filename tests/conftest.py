@@ -1,4 +1,4 @@
-"""What every test runs under: offline, one thread a process, Triton's interpreter where there is no GPU."""
+"""The environment of all tests: offline, one thread per process, and Triton's interpreter if there is no GPU."""
 
 import os
 
@@ -9,7 +9,7 @@ import error_ratios
 import everyday
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# before the first `import triton`: without a GPU the kernels run in the interpreter, with one they are compiled
+# set before the first `import triton`: without a GPU the kernels run in the interpreter, with a GPU they are compiled
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -1,9 +1,10 @@
-"""How far each bound is from what was measured: pytest --error-ratios FILE, then python tests/error_ratios.py FILE.
+"""Records how close measured errors are to their bounds: pytest --error-ratios FILE, then
+python tests/error_ratios.py FILE.
 
-A bound that a correct result just meets on one processor fails on another. With the option, every comparison of
+A bound that a correct result only just meets on one processor may fail on another. With the option, each comparison of
 `testing.py`, `kernels/checks.py`, torch.testing.assert_close and pytest.approx records measured error / bound (for a
 lower bound: bound / measured), and each test appends its largest ratio to FILE. The script prints the largest ones.
-Comparisons with a bound of zero demand equality and are left out.
+Comparisons with a bound of zero require equality and are not recorded.
 """
 
 import sys
@@ -14,7 +15,7 @@ ABOVE = 0.1  # the script lists the ratios above this
 
 
 class Measured(float):
-    """A measured error that reports how it compares with a bound."""
+    """A measured error that records its ratio to every bound with which it is compared."""
 
     record = None
 
@@ -46,7 +47,7 @@ def _ratio_of_tensors(actual, expected, rtol, atol):
 
 
 class Recorder:
-    """The plugin: it wraps the comparisons and writes one line a test."""
+    """The pytest plugin. It wraps the comparisons and writes one line per test."""
 
     def __init__(self, path):
         self.path, self.largest = path, None
@@ -57,7 +58,7 @@ class Recorder:
             self.largest = (ratio, measured, bound)
 
     def wrap_measure(self, module, name):
-        """From now on the function returns an error that reports the bounds it meets."""
+        """Replace the function by one whose result records the bounds with which it is compared."""
         measure = getattr(module, name)
         setattr(module, name, lambda *args, **kwargs: Measured(measure(*args, **kwargs)))
 

@@ -1,9 +1,9 @@
-"""transformers' own float32 parts, run in float64 inside a float64 model.
+"""Runs the parts of transformers that always compute in float32 in float64 inside a float64 model.
 
 The library computes norms, rotary angles, softmax, router weights, losses and the logits of generate() in float32,
 whatever the dtype of the model. Two correct runs of a float64 model then differ by float32 roundings, and the network
-amplifies these by a factor that depends on the processor. With the casts kept in float64, two correct runs differ by
-float64 roundings only: one bound is far above these and far below a wrong answer on every machine.
+amplifies these by a factor that depends on the processor. If the casts stay in float64, two correct runs differ by
+float64 roundings only, so one bound is far above these and far below a wrong result on every machine.
 
 Only casts of float64 values in the library's code of models, losses and generation change. Casts in our own code
 stay as they are, so the checks still find a float32 state of ours in a float64 model. torch.compile cannot trace the
@@ -21,9 +21,9 @@ _LIBRARY = ("transformers.models.", "transformers.generation.", "transformers.lo
 
 
 def _stays_float64(x, frame) -> bool:
-    """Whether the frame's function belongs to the library and casts a value of a float64 model to float32.
+    """Whether the function of this frame belongs to transformers and casts a value of a float64 model to float32.
 
-    A rotary embedding casts integer positions too: there its own buffers tell the dtype of the model.
+    A rotary embedding also casts integer positions; the dtype of its buffers is then the dtype of the model.
     """
     if not frame.f_globals.get("__name__", "").startswith(_LIBRARY):
         return False
@@ -47,7 +47,7 @@ def _with_dtype(function):
 
 
 def _float(function):
-    """Tensor.float that gives float64 where the value stays in float64."""
+    """Tensor.float that returns float64 where the value stays in float64."""
 
     def patched(x, *args, **kwargs):
         return x.double() if _stays_float64(x, sys._getframe(1)) else function(x, *args, **kwargs)
@@ -57,7 +57,7 @@ def _float(function):
 
 @contextlib.contextmanager
 def library_in_float64():
-    """While this runs, the library does not cast values of float64 models to float32."""
+    """In this block, transformers does not cast values of float64 models to float32."""
     with contextlib.ExitStack() as stack:
         for owner, name, wrap in (
             (torch.Tensor, "to", _with_dtype),

@@ -1,7 +1,7 @@
-"""A stand-in of the Hub's HTTP API on this machine: repositories, large files, commits; nothing leaves the computer.
+"""A small local server with the Hub's HTTP API for uploads. No request goes to the network.
 
-It knows what an upload of `huggingface_hub` asks for: create, validate-yaml, preupload, the LFS batch with upload and
-verification, and the commit, whose files it keeps.
+It answers the requests of an upload by `huggingface_hub`: create, validate-yaml, preupload, the LFS batch with upload
+and verification, and the commit. It keeps the files of the commit.
 """
 
 import base64
@@ -105,7 +105,7 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.server.objects[value["oid"]]
-        self.server.repos[name] |= files  # whole or not at all
+        self.server.repos[name] |= files  # all files of a commit at once
         oid = hashlib.sha1(body).hexdigest()
         self.server.commits.append((name, revision, summary, sorted(files)))
         return self.answer({"success": True, "commitOid": oid, "commitUrl": f"{self.server.url}/{name}/commit/{oid}"})
@@ -113,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def hub():
-    """A running stand-in, ended with the block."""
+    """A running server, which is stopped at the end of the block."""
     server = Hub()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

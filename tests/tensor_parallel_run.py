@@ -1,4 +1,5 @@
-"""What tests/core/test_tensor_parallel.py compares: one process against two. Also the program that the two run.
+"""Measurements that tests/core/test_tensor_parallel.py compares between one process and two. The two processes run
+this module as a program.
 
     python -m torch.distributed.run --nproc-per-node 2 tensor_parallel_run.py FOLDER...
 
@@ -30,7 +31,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def measure(model) -> dict[str, torch.Tensor]:
-    """Outputs of a model by name: forward, all ways to generate, and one training step."""
+    """Outputs of a model by name: of a forward, of all kinds of generation, and of one training step."""
     ids, mask = batch()
     found = {}
 
@@ -72,13 +73,13 @@ def measure(model) -> dict[str, torch.Tensor]:
 def load(folder, **kwargs):
     """The saved model, in the dtype of its file."""
     has_experts = hasattr(AutoConfig.from_pretrained(folder), "num_experts_per_tok")
-    # the library's grouped matrix product of experts has no float64
+    # transformers' grouped matrix product of experts does not support float64
     experts = {"experts_implementation": "eager"} if has_experts else {}
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **experts, **kwargs)
 
 
 def run(folder: Path) -> dict:
-    """The measurements of the model in a folder over all processes, or the text of the error."""
+    """The measurements of the model in a folder, divided over all processes, or the text of the error."""
     ranks = int(os.environ["WORLD_SIZE"])
     try:
         model = load(folder, distributed_config=DistributedConfig(tp_size=ranks))
@@ -86,7 +87,7 @@ def run(folder: Path) -> dict:
         return {"error": str(error)}
     found = measure(model)
     model.save_pretrained(folder / "again")
-    # the older way to ask for it
+    # the older argument for tensor parallelism
     model, ids, mask = load(folder, tp_plan="auto", tp_size=ranks), *batch()
     with torch.no_grad():
         return found | {"logits by tp_plan": model(ids, attention_mask=mask, use_cache=False).logits}

@@ -1,9 +1,9 @@
-"""Tables and helpers shared by all tests: decoder families, mixers, layouts, tiny models, comparisons.
+"""Tables and helpers of all tests: decoder families, mixers, layouts, tiny models, comparisons.
 
-A new mixer joins every test of `tests/core` by one row of MIXERS, a family trained from scratch by one row of MODELS,
-a decoder family of transformers by one row of FAMILIES. Models are tiny, random and cached per process: a test that
-changes one asks for `fresh=True`. Most comparisons are made in float64, where a wrong answer and a rounding error are
-ten orders of magnitude apart.
+With a row in MIXERS, every test of `tests/core` also runs for a new mixer; MODELS has the rows of families that are
+trained from scratch, FAMILIES those of transformers' decoder families. Models are tiny, random and cached per process;
+a test that changes a model passes `fresh=True`. Most comparisons are made in float64, where a wrong result and a
+rounding error differ by ten orders of magnitude.
 """
 
 import copy
@@ -21,13 +21,13 @@ from hf_memmix.swap import memory_mixers as mixers_of  # noqa: F401, the replace
 VOCAB = 99
 LAYERS = 4
 
-# the options that keep a mixer tiny; few solver iterations, and a chunk shorter than the prompts so that chunk borders
-# fall inside them
+# options that make each mixer tiny, with few solver iterations; chunks are shorter than the prompts, so that prompts
+# contain boundaries of chunks
 MIXERS = {
     "gka": {"solver_phases": [8], "chunk_size": 8},
     # fewer slots than channels
     "lattice": {"slots": 6, "use_forget_gate": True},
-    # without the output gate, which in a tiny random model is near zero and hides the state; it has its own tests
+    # without the output gate, which in a tiny random model is near zero, so the state would hardly change the output
     "coffee": {"states": 3, "inner_size": 48, "use_gate": False},
     # a rank below the head size, a chunk shorter than the prompts; a ridge at which fp32 gradients keep three digits
     "ska": {"rank": 6, "chunk_size": 4, "eps": 0.1},
@@ -35,7 +35,7 @@ MIXERS = {
     "mamba2": {"state_size": 24, "head_dim": 32, "n_groups": 2, "chunk_size": 16},
 }
 # the mixer of tests that are not about one mixer
-HOUSE_MIXER = "gka"
+DEFAULT_MIXER = "gka"
 
 # families trained from scratch: fields that keep one tiny; layouts by further fields; presets with their layers,
 # hidden size and stated number of parameters
@@ -91,12 +91,12 @@ _SIZES = {
     "bos_token_id": 1,
     "eos_token_id": None,  # generation in tests always runs to max_new_tokens
 }
-# both kinds fall on both sides of every layout that keeps attention
+# in every layout that keeps attention, both kinds occur in kept and in replaced layers
 _ALTERNATE = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 
-# model_type -> what differs from _SIZES; the trait that earns the row its place is named
+# model_type -> fields that differ from _SIZES; the comment names the property for which the family is tested
 FAMILIES = {
-    "llama": {"tie_word_embeddings": False},  # the plain one
+    "llama": {"tie_word_embeddings": False},  # the simplest family
     "qwen2": {"tie_word_embeddings": True},  # q, k, v biases
     "qwen3": {"head_dim": 16, "tie_word_embeddings": False},  # qk-norm, heads wider than hidden / heads
     "mistral": {"sliding_window": 7, "head_dim": 8},  # every attention layer slides
@@ -137,15 +137,15 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
-# the native model does not tell packed sequences apart: with attention kept, packed input is refused
+# families whose native model does not separate packed sequences; if attention is kept, packed input is refused
 NO_NATIVE_PACKING = {"gpt_oss"}
 
 
-# ---- which combinations the everyday run covers
+# ---- combinations that `make test` runs
 
 
 def _pairs():
-    """Places (mixer, family) such that every mixer meets three families and every family a mixer."""
+    """Pairs (mixer, family) such that every mixer occurs with three families and every family with one mixer."""
     slots = max(len(FAMILIES), 3 * len(MIXERS))
     return {(slot % len(MIXERS), slot % len(FAMILIES)) for slot in range(slots)}
 
@@ -153,12 +153,12 @@ def _pairs():
 def over_tables(*names, **choices):
     """Parametrize a test over all combinations of tables; most of them have the marker `product`.
 
-    `make test` runs the pairs of a mixer and a family that `_pairs` chooses, each with every further choice and one
-    layout in turn; `make test-all` runs the product.
+    `make test` runs the pairs of mixer and family from `_pairs`, each with one layout and with all values of
+    `choices`; `make test-all` runs all combinations.
 
     Args:
-        names: "mixer", "family" and, where the test has it, "layout".
-        choices: a further name with its values.
+        names: "mixer", "family" and, if the test has this argument, "layout".
+        choices: names of further arguments with their values.
     """
     tables = {"mixer": list(MIXERS), "family": list(FAMILIES), "layout": list(LAYOUTS), **choices}
     names, pairs, rows = [*names, *choices], _pairs(), []
@@ -185,13 +185,13 @@ def family_fields(name):
     return {**_SIZES, "num_hidden_layers": 3, **MODELS[name]["fields"]}
 
 
-def mixer_types(layout, mixer=HOUSE_MIXER, layers=LAYERS):
+def mixer_types(layout, mixer=DEFAULT_MIXER, layers=LAYERS):
     """One entry per layer; `layout` is a name of LAYOUTS or the replaced layers' indices."""
     replaced = LAYOUTS.get(layout, layout) if isinstance(layout, str) else layout
     return [mixer if i in replaced else "attention" for i in range(layers)]
 
 
-def tiny_config(family="llama", layout="first", mixer=HOUSE_MIXER, options=None, **overrides):
+def tiny_config(family="llama", layout="first", mixer=DEFAULT_MIXER, options=None, **overrides):
     """The memmix configuration of a tiny native family."""
     backbone = backbone_config(family, **overrides)
     types = mixer_types(layout, mixer, backbone.num_hidden_layers)
@@ -200,7 +200,9 @@ def tiny_config(family="llama", layout="first", mixer=HOUSE_MIXER, options=None,
 
 @torch.no_grad()
 def randomize(model, seed=0):
-    """Redraw all matrices at unit gain: with the library's std of 0.02 a wrong mixer would hardly move the logits."""
+    """Draw all matrices again at unit gain. With transformers' std of 0.02, a wrong mixer would hardly change the
+    logits.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
@@ -214,7 +216,7 @@ def randomize(model, seed=0):
 def build(config, seed=0, dtype=torch.float32):
     """A random causal LM of a configuration, in evaluation mode."""
     torch.manual_seed(seed)
-    # the library's grouped matrix product of experts has no float64
+    # transformers' grouped matrix product of experts does not support float64
     eager = dtype == torch.float64 and hasattr(config, "num_experts_per_tok")
     experts = {"experts_implementation": "eager"} if eager else {}
     return randomize(AutoModelForCausalLM.from_config(config, **experts), seed).to(dtype).eval()
@@ -226,8 +228,8 @@ def _tiny_model(family, layout, mixer, seed, dtype):
     return build(config, seed, dtype)
 
 
-def tiny_model(family="llama", layout="first", mixer=HOUSE_MIXER, seed=0, fresh=False, dtype=torch.float64):
-    """A tiny random causal LM; `layout=None` gives the native one. Shared between tests unless `fresh`."""
+def tiny_model(family="llama", layout="first", mixer=DEFAULT_MIXER, seed=0, fresh=False, dtype=torch.float64):
+    """A tiny random causal LM; with `layout=None` the native model. Tests share it unless `fresh` is set."""
     model = _tiny_model(family, layout, mixer, seed, dtype)
     return copy.deepcopy(model) if fresh else model
 
@@ -239,9 +241,9 @@ def base_model(model):
 
 @functools.cache
 def sliding_cache_records_one_forward():
-    """Whether this transformers' own sliding-window layer forgets how to attend in the second recorded forward.
+    """Whether the sliding-window layer of this release of transformers records only one forward correctly.
 
-    True for 5.17, where a draft model with sliding windows fails for that reason, whatever its other layers are.
+    True for 5.17, where a draft model with sliding windows therefore fails, with or without mixers.
     """
     model = tiny_model("mistral", None)
     cache = model(random_ids(1, 3), use_cache=True).past_key_values
@@ -265,10 +267,10 @@ def random_ids(batch, length, seed=0):
 
 
 def distinct_ids(batch, length, seed=0):
-    """As `random_ids`, but no row holds a token twice.
+    """As `random_ids`, but no row contains a token twice.
 
-    Equal tokens have equal keys in the first layer, and SKA's gradient of the largest norm goes to one of those that
-    share it: to which one is decided by the rounding of a matrix product, so by the processor and the batch.
+    Equal tokens have equal keys in the first layer. SKA's gradient of the largest norm goes to one of several equal
+    keys; which one depends on the rounding of a matrix product, so on the processor and the batch.
     """
     generator = torch.Generator().manual_seed(seed)
     return torch.stack([3 + torch.randperm(VOCAB - 3, generator=generator)[:length] for _ in range(batch)])
@@ -286,8 +288,8 @@ def word_tokenizer(unknown="w2"):
 
 # ---- comparisons
 
-# largest difference over largest value. These networks amplify rounding: at unit gain fp32 loses three digits. In
-# float64 two correct runs differ by less than 1e-12, a wrong one by more than 1e-6 (float64.py, test_controls.py)
+# bounds of `difference`. These networks amplify rounding: at unit gain fp32 loses three digits. In float64 two correct
+# runs differ by less than 1e-12, and a wrong run by more than 1e-6 (float64.py, test_controls.py)
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3}
 
 
@@ -300,10 +302,10 @@ def difference(actual, expected):
 
 
 def float32_noise(compute, embeddings, seeds=3):
-    """How much one rounding of the embeddings to float32 changes each tensor of compute(embeddings): a list of floats.
+    """The change of each tensor of compute(embeddings) by one rounding of the embeddings to float32: a list of floats.
 
-    Where the library computes parts of a float64 model in float32, this is the model's own measure of what one such
-    part may change. A sign is drawn for each value and seed: all move by half a unit in the last place of float32.
+    It bounds the effect of one part of a float64 model that transformers computes in float32. Every value changes by
+    half a unit in the last place of float32, with a sign that is drawn for each value and seed.
     """
     exact, effects = compute(embeddings), []
     for seed in range(seeds):
@@ -314,13 +316,13 @@ def float32_noise(compute, embeddings, seeds=3):
 
 
 def assert_same(actual, expected, what="", tolerance=None):
-    """Equal up to rounding; exactly for tolerance 0."""
+    """Both tensors are equal up to rounding, or exactly if the tolerance is 0."""
     error = difference(actual, expected)
     tolerance = TOLERANCES[expected.dtype] if tolerance is None else tolerance
     assert error <= tolerance, f"{what}: relative difference {error:.1e}, at most {tolerance:.0e} is allowed"
 
 
 def assert_same_tokens(actual, expected, what=""):
-    """Equal token by token."""
+    """Both lists of tokens are equal."""
     actual, expected = actual.tolist(), expected.tolist()
     assert actual == expected, f"{what}: tokens {actual}, expected {expected}"

@@ -31,7 +31,9 @@ MULTI_HEAD = {"biogpt", "gpt2", "gpt_neox"}  # families without grouped keys
 
 
 def tiny_teacher(model_type="llama", layers=3, seed=0, vocab_size=64, **overrides):
-    """A causal LM of a few thousand parameters with no zero biases and no unit norms, so that nothing hides."""
+    """A causal LM of a few thousand parameters. No bias is zero and no norm is one, so a lost tensor changes the
+    output.
+    """
     fields = {
         "vocab_size": vocab_size,
         "hidden_size": 32,

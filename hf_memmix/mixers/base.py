@@ -178,7 +178,7 @@ class MemoryMixer(nn.Module):
         """What each of `ranks` ranks of tensor parallelism holds of the layer; asked of a layer that is still whole.
 
         Raises:
-            ValueError: the mixer has no plan, or its heads or channels cannot be shared out equally.
+            ValueError: the mixer has no plan, or its heads or channels cannot be divided equally among the ranks.
         """
         raise ValueError(
             f"{self.name} of layer {self.layer_idx} has no tensor-parallel plan; run the model without tensor"

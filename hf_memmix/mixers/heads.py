@@ -1,4 +1,4 @@
-"""What a mixer with attention's heads has around its memory. GKA and Lattice share it.
+"""The layers before and after the memory of a mixer that has the heads of attention. GKA and Lattice use them.
 
     before: q, k, v = W x;  norms of q and k;  short convolutions;  rotary embeddings
     after:  out = W_o (norm per head(y) * gate(W_g x))
@@ -22,15 +22,15 @@ UNIT_EPS = 1e-6  # added to the norm of q and k, as in the GKA release
 
 
 class HeadsMixer(MemoryMixer):
-    """Base class of such mixers. A subclass calls `add_inputs` and `add_output` in `__init__`, its own parameters
-    between them, and writes what happens between `convolve` and `readout`.
+    """Base class of such mixers. The `__init__` of a subclass calls `add_inputs`, makes the subclass's own parameters
+    and calls `add_output`. The subclass also defines the computation between `convolve` and `readout`.
 
     It reads these options of the subclass: qkv_bias, o_bias, conv_size, conv_activation, use_rope, rope_layout,
     qk_norm, use_o_norm, use_gate, gate_bias, norm_eps.
     """
 
-    max_head_dim: ClassVar[int]  # of the kernels
-    head_parameters: ClassVar[tuple[str, ...]]  # the subclass's own layers and parameters, one row per head
+    max_head_dim: ClassVar[int]  # largest head size of the kernels
+    head_parameters: ClassVar[tuple[str, ...]]  # names of the subclass's layers and parameters with one row per head
     gate_activation: ClassVar[str] = "silu"  # a key of layers.GATES
 
     def __init__(self, config, layer_idx: int):
@@ -41,12 +41,12 @@ class HeadsMixer(MemoryMixer):
         self.hidden, self.heads, self.kv_heads, self.head_dim = dataclasses.astuple(shape)
 
     def add_inputs(self, key_dim: int, share_qk: bool = False, convolve_v: bool = False):
-        """The projections, that of the output too, and the short convolutions.
+        """Make the projections, also that of the output, and the short convolutions.
 
         Args:
             key_dim: K.
-            share_qk: one projection for q and k; both then have H heads.
-            convolve_v: v passes through a short convolution, too.
+            share_qk: whether q and k share one projection; both then have H heads.
+            convolve_v: whether v also passes through a short convolution.
         """
         options = self.options
         self.key_dim, self.key_heads = key_dim, self.heads if share_qk else self.kv_heads
@@ -63,7 +63,7 @@ class HeadsMixer(MemoryMixer):
         self.v_conv1d = ShortConvolution(v_width, options.conv_size, options.conv_activation) if convolve_v else None
 
     def add_output(self):
-        """The output gate, and the norms of q, k and of the output."""
+        """Make the output gate, the norms of q and k, and the norm of the output."""
         options = self.options
         if options.use_gate:
             self.g_proj = nn.Linear(self.hidden, self.heads * self.head_dim, bias=options.gate_bias)
@@ -91,7 +91,11 @@ class HeadsMixer(MemoryMixer):
         return tokens
 
     def angles(self, rotary):
-        """cos and sin, one angle for each pair of channels. Raises ValueError in a backbone without rotation."""
+        """cos and sin, with one angle per pair of channels.
+
+        Raises:
+            ValueError: the backbone has no rotary embeddings.
+        """
         if rotary is None:
             raise ValueError(
                 f"use_rope=True, but this backbone has no rotary embeddings; set mixers[{self.name!r}]['use_rope'] to"
@@ -109,7 +113,7 @@ class HeadsMixer(MemoryMixer):
         return convolved["q"], convolved["k"], convolved["v"], new
 
     def convolve_step(self, tokens, states, state_indices):
-        """As `convolve`, for one token; changes the states of the convolutions in place, on pages if there are any."""
+        """As `convolve`, for one token. The states of the convolutions, or their pages, are updated in place."""
         convolved, where = dict(tokens), {"in_place": True, "state_indices": state_indices}
         for name, convolution in self._convolutions():
             convolved[name], _ = convolution(tokens[name], states[f"conv_{name}"], **where)
@@ -124,7 +128,7 @@ class HeadsMixer(MemoryMixer):
         return self.o_proj(y.flatten(2))
 
     def tp_plan(self, ranks):
-        """By heads: what `add_inputs` and `add_output` have made, and the parameters `head_parameters`."""
+        """Divide the layers of `add_inputs` and `add_output` and the parameters `head_parameters` by heads."""
         of_q, of_k, of_v = ["qk_proj", "q_proj", "q_conv1d"], ["k_proj", "k_conv1d"], ["v_proj", "v_conv1d"]
         wide = ("q_norm", "k_norm") if self.options.qk_norm == "full" else ()
         if wide:
@@ -136,7 +140,7 @@ class HeadsMixer(MemoryMixer):
         return dataclasses.replace(plan, sizes={**plan.sizes, "key_heads": key_heads})
 
     def convolution_shapes(self, batch, dtype):
-        """The part of `state_shapes` that belongs to the convolutions."""
+        """The shapes of the convolutions' states, a part of `state_shapes`."""
         widths = {
             "q": self.heads * self.key_dim,
             "k": self.key_heads * self.key_dim,

@@ -56,7 +56,9 @@ class KoopmanMLP(FeedForward):
         return self.out_proj(u)
 
     def tp_plan(self, ranks):
-        """By pairs of features. If they cannot be shared out equally, all ranks hold all of the layer."""
+        """The plan divides by pairs of features. If they cannot be divided equally, every rank holds the
+        whole layer.
+        """
         pairs = self.spectrum.shape[1]
         if pairs % ranks:
             return TensorParallelPlan(ranks)

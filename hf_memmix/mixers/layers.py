@@ -54,7 +54,7 @@ class ShortConvolution(nn.Module):
 
 
 def mean_square(x: Tensor, average_over_ranks: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """The mean of x^2 over the last dimension, which tensor parallelism may have shared out over several ranks."""
+    """The mean of x^2 over the last dimension, of which each rank of tensor parallelism may hold a part."""
     mean = x.square().mean(-1, keepdim=True)
     return mean if average_over_ranks is None else average_over_ranks(mean)
 

@@ -162,10 +162,11 @@ class Mamba2Mixer(MemoryMixer):
         }
 
     def tp_plan(self, ranks):
-        """By heads; each part of `in_proj` [z | x | B | C | dt] and of the convolution [x | B | C] for itself.
+        """The plan divides by heads, separately in each part of `in_proj` [z | x | B | C | dt] and of the convolution
+        [x | B | C].
 
-        All ranks hold a single group, over whose features the norm is an average over the ranks. Several groups are
-        shared out.
+        With one group, every rank holds the whole group, and the mean square of the norm is averaged over the ranks.
+        Several groups are divided among the ranks.
         """
         options, one_group = self.options, self.groups == 1
         heads = share(self, "heads", self.heads, ranks)

@@ -1,8 +1,7 @@
-"""States in pages, as servers keep them: a page holds all states of one sequence as bytes, a pool is many pages.
+"""States in pages, as servers keep them. A page holds all states of one sequence as bytes; a pool consists of pages.
 
 `carve` makes one tensor [pages, ...] per state, a view of the pool whose stride(0) is the page stride.
-`MemoryMixer.step` reads and writes such views in place. The other functions copy the pages of some sequences out and
-back.
+`MemoryMixer.step` reads and writes such views in place. The other functions copy states from pages and to pages.
 """
 
 import math
@@ -10,16 +9,17 @@ import math
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64  # bytes; kernels then load several numbers at once
+ALIGNMENT = 64  # bytes; with aligned states, one load instruction of a kernel reads several elements
 
 States = dict[str, Tensor]
 StateShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def page_layout(shapes: StateShapes) -> tuple[dict[str, int], int]:
-    """Offset of each state within a page, in bytes, and the bytes of a page; both are multiples of `ALIGNMENT`.
+    """The offset of each state within a page and the size of a page, both in bytes and multiples of `ALIGNMENT`.
 
-    `shapes`: `MemoryMixer.state_shapes(1, dtype)`.
+    Args:
+        shapes: `MemoryMixer.state_shapes(1, dtype)`.
     """
     offsets, end = {}, 0
     for name, (shape, dtype) in shapes.items():
@@ -32,11 +32,11 @@ def carve(pool: Tensor, shapes: StateShapes) -> States:
     """Views [pages, ...] of the states in a pool.
 
     Args:
-        pool: uint8 [pages, bytes], each page contiguous; pages may lie further apart than their bytes.
+        pool: uint8 [pages, bytes]. Each page is contiguous; there may be other bytes between two pages.
         shapes: `MemoryMixer.state_shapes(1, dtype)`.
 
     Raises:
-        ValueError: a page is too small, or its address does not fit the dtype of a state.
+        ValueError: a page is too small, or its address is not a multiple of the largest element size of the states.
     """
     offsets, needed = page_layout(shapes)
     if pool.dtype != torch.uint8 or pool.dim() != 2 or pool.shape[1] < needed or pool.stride(1) != 1:
@@ -64,14 +64,18 @@ def read_pages(pools: States, state_indices: Tensor) -> States:
 
 
 def write_pages(pools: States, state_indices: Tensor, states: States):
-    """Write states [B, ...] to the pages state_indices [B]. Of several rows for one page, one of them remains."""
+    """Write states [B, ...] to the pages state_indices [B]. If several rows have the same page, one of them
+    is kept.
+    """
     where = state_indices.long()
     for name, pool in pools.items():
         pool.index_copy_(0, where, states[name].to(pool.dtype))
 
 
 def start_anew(states: States, starts_anew: Tensor, initial: States) -> States:
-    """States [N, ...] with `initial` [1 or N, ...] where starts_anew [N] is true, whatever the states hold there."""
+    """States [N, ...] in which the rows with starts_anew [N] are replaced by `initial` [1 or N, ...], even if they
+    hold NaN.
+    """
     return {
         name: torch.where(starts_anew.view(-1, *[1] * (state.dim() - 1)), initial[name].to(state.dtype), state)
         for name, state in states.items()

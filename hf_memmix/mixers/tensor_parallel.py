@@ -1,9 +1,9 @@
-"""How a mixer is divided over the ranks of tensor parallelism: which part of which parameter each rank holds.
+"""The plan of tensor parallelism for a mixer: which part of each parameter each rank holds.
 
 Each rank computes some heads (or channels) of every mixer. The linear layers before the memory are cut by output
-features, the one after it by input features, and its outputs are summed over the ranks. A plan only says so; it knows
-no library. transformers' own tensor parallelism (`hf_memmix.tensor_parallel`) and vLLM (`hf_memmix.serving.vllm`)
-carry it out.
+features. The linear layer after the memory is cut by input features, and its outputs are summed over the ranks. A plan
+is only data and depends on no library. transformers' own tensor parallelism (`hf_memmix.tensor_parallel`) and vLLM
+(`hf_memmix.serving.vllm`) divide the modules by it.
 
 Shapes: R ranks, H heads, Hk key/value heads.
 """
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A stretch of a dimension, in equal pieces: rank r of R holds piece r * pieces // R.
+    """A range of a dimension in equal pieces; rank r of R holds piece r * pieces // R.
 
-    As many pieces as ranks: the stretch is divided. Fewer pieces: several ranks hold the same one, as they do with
-    key/value heads of which there are fewer than ranks. One piece: all ranks hold all of it.
+    With as many pieces as ranks, every rank holds another piece. With fewer pieces, several ranks hold the same piece;
+    so it is for key/value heads if there are fewer heads than ranks. With one piece, every rank holds the whole range.
     """
 
     size: int
@@ -35,7 +35,7 @@ class Cut:
     parts: tuple[Part, ...]
 
     def slices(self, rank: int, ranks: int) -> list[slice]:
-        """Where the entries of a rank are in the whole dimension, in order."""
+        """The ranges of the whole dimension that a rank holds, in order."""
         found, start = [], 0
         for part in self.parts:
             width = part.size // part.pieces
@@ -45,16 +45,16 @@ class Cut:
         return found
 
     def local_size(self) -> int:
-        """Entries of the dimension that a rank holds; it is the same for all ranks."""
+        """The number of entries of the dimension that a rank holds; it is the same for all ranks."""
         return sum(part.size // part.pieces for part in self.parts)
 
     def local(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """What a rank holds of the whole parameter: a view if it is one stretch, else a copy."""
+        """The part of the whole parameter that a rank holds: a view if it is one range, else a copy."""
         found = [whole[(slice(None),) * self.dim + (where,)] for where in self.slices(rank, ranks)]
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)
 
     def whole(self, locals: list[Tensor]) -> Tensor:
-        """The whole parameter from what all ranks hold, in the order of the ranks."""
+        """The whole parameter from the parts of all ranks, given in the order of the ranks."""
         shape = list(locals[0].shape)
         shape[self.dim] = sum(part.size for part in self.parts)
         whole = locals[0].new_empty(shape)
@@ -65,21 +65,21 @@ class Cut:
         return whole
 
     def is_even(self, ranks: int) -> bool:
-        """Whether the ranks hold equal stretches one after the other, without copies."""
+        """Whether the ranks hold equal ranges one after the other, and no entry is held twice."""
         return len(self.parts) == 1 and self.parts[0].pieces == ranks
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallelPlan:
-    """What each rank holds of a module. Parameters that are not named are whole on every rank.
+    """The part of a module that each rank holds. Every rank holds the parameters that are not named here as a whole.
 
     Args:
         ranks: R, the tensor-parallel size.
         columns: nn.Linear layers whose weight and bias are cut evenly by output features ("colwise").
         rows: nn.Linear layers whose weight is cut evenly by input features ("rowwise"). The outputs are summed over
             the ranks; the bias is whole and is added once, after the sum.
-        parameters: all other parameters that are cut, by their path.
-        sizes: attributes of the module by their path, with the value on each rank. `divide` sets them.
+        parameters: the cuts of all other divided parameters, by their path.
+        sizes: the values on each rank of attributes of the module, by their path. `divide` sets them.
         wide_norms: norms over all heads or channels, whose mean square is an average over the ranks.
     """
 
@@ -91,7 +91,7 @@ class TensorParallelPlan:
     wide_norms: tuple[str, ...] = ()
 
     def cuts(self, module: nn.Module) -> dict[str, Cut]:
-        """Every parameter that is cut, those of the linear layers too. `module` still has its whole parameters."""
+        """The cuts of all divided parameters, also of the linear layers. `module` still has its whole parameters."""
         found = dict(self.parameters)
         for name in self.columns:
             for leaf, parameter in module.get_submodule(name).named_parameters(recurse=False):
@@ -110,13 +110,14 @@ def plan_of(
     wide_norms: Iterable[str] = (),
     parameters: dict[str, Cut] | None = None,
 ) -> TensorParallelPlan:
-    """The plan of a module whose parameters are cut along dimension 0; names that it does not have are left out.
+    """The plan of a module whose parameters are cut along dimension 0. Names that the module does not have are
+    ignored.
 
     Args:
-        pieces: pairs of a number of pieces and the names of linear layers, convolutions, norms and parameters that
-            are cut into that many.
+        pieces: pairs of a number of pieces and the names of the linear layers, convolutions, norms and parameters that
+            are cut into this number of pieces.
         rows, sizes, wide_norms: see `TensorParallelPlan`.
-        parameters: further parameters by path, which are cut in another way.
+        parameters: the cuts of parameters that are cut in another way, by their path.
     """
     columns, cut = [], dict(parameters or {})
     for count, names in pieces:
@@ -134,7 +135,7 @@ def plan_of(
 
 
 def divide(module: nn.Module, plan: TensorParallelPlan, average: Callable[[Tensor], Tensor] | None = None):
-    """Give a module the sizes of one rank. Its parameters are not touched: whoever loads them cuts them.
+    """Set the sizes of a module to those of one rank. Its parameters stay as they are; the loader cuts them.
 
     Args:
         average: the mean of a tensor over the ranks, differentiable if the module is trained.
@@ -154,14 +155,14 @@ def divide(module: nn.Module, plan: TensorParallelPlan, average: Callable[[Tenso
 
 
 def share(mixer, what: str, count: int, ranks: int, may_copy: bool = False) -> int:
-    """How many of `count` heads or channels each rank computes.
+    """The number of `count` heads or channels that each rank computes.
 
     Args:
-        what: what they are, for the error text.
-        may_copy: fewer of them than ranks are possible; several ranks then hold the same one.
+        what: the name of these heads or channels in the error text.
+        may_copy: whether there may be fewer of them than ranks; several ranks then hold the same one.
 
     Raises:
-        ValueError: they cannot be shared out equally.
+        ValueError: they cannot be divided equally among the ranks.
     """
     if count % ranks == 0:
         return count // ranks
@@ -169,8 +170,8 @@ def share(mixer, what: str, count: int, ranks: int, may_copy: bool = False) -> i
         return 1
     sizes = [n for n in range(1, 65) if count % n == 0 or (may_copy and n % count == 0)]
     raise ValueError(
-        f"{mixer.name} of layer {mixer.layer_idx}: {count} {what} cannot be shared out equally over {ranks} ranks;"
-        f" take a tensor-parallel size of {', '.join(map(str, sizes))}"
+        f"{mixer.name} of layer {mixer.layer_idx}: {count} {what} cannot be divided equally among {ranks} ranks;"
+        f" use a tensor-parallel size of {', '.join(map(str, sizes))}"
     )
 
 
@@ -178,12 +179,12 @@ def heads_plan(mixer, ranks: int, by_heads, by_kv_heads, wide_norms=(), **sizes:
     """The plan of a mixer that takes the place of attention: `heads`, `kv_heads` and a last linear layer `o_proj`.
 
     Args:
-        by_heads, by_kv_heads: names of what is cut by query heads and by key/value heads.
+        by_heads, by_kv_heads: names of the layers and parameters that are cut by query heads and by key/value heads.
         wide_norms: see `TensorParallelPlan`.
         sizes: further attributes with their value on each rank.
 
     Raises:
-        ValueError: the heads cannot be shared out equally.
+        ValueError: the heads cannot be divided equally among the ranks.
     """
     heads = share(mixer, "heads", mixer.heads, ranks)
     kv_heads = share(mixer, "key/value heads", mixer.kv_heads, ranks, may_copy=True)

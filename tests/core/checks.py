@@ -1,7 +1,7 @@
-"""What every model must hold, whatever its family, mixer and layout: one function a property.
+"""Properties that hold for every model of every family, mixer and layout; one function per property.
 
-Each takes a model and raises AssertionError if the property fails. `test_families.py` runs them over the tables of
-`testing.py`; `test_controls.py` breaks the code on purpose and demands that they notice.
+Each function takes a model and raises AssertionError if the property does not hold. `test_families.py` runs them over
+the tables of `testing.py`; `test_controls.py` breaks the code on purpose and tests that they fail.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ NEW_TOKENS = 6
 
 @torch.no_grad()
 def uncached_greedy(model, ids, new_tokens=NEW_TOKENS):
-    """The prompt with its greedy continuation and the logits [B, new_tokens, V] behind it, by full forwards."""
+    """The prompt with its greedy continuation, and the logits [B, new_tokens, V] of its steps, by full forwards."""
     logits = []
     for _ in range(new_tokens):
         logits.append(model(ids, use_cache=False).logits[:, -1])
@@ -44,10 +44,10 @@ def uncached_greedy(model, ids, new_tokens=NEW_TOKENS):
 
 @torch.no_grad()
 def greedy_along(model, sequences, new_tokens=NEW_TOKENS):
-    """What `uncached_greedy` gives for the prompts of `sequences`, by one forward, if it gives their new tokens too.
+    """The result of `uncached_greedy` for the prompts of `sequences`, by one forward, if `sequences` are greedy.
 
-    A forward of prompt and new tokens has the logits of every step. Where the new tokens are not those of greedy
-    search, the tokens returned differ from `sequences` at the first wrong one.
+    A forward of prompt and new tokens has the logits of every step. If a new token is not that of greedy search, the
+    returned tokens differ from `sequences` at the first such token.
     """
     logits = model(sequences[:, :-1], use_cache=False).logits[:, -new_tokens:]
     return torch.cat([sequences[:, :-new_tokens], logits.argmax(-1)], 1), logits
@@ -62,13 +62,17 @@ def greedy(model, ids, new_tokens=NEW_TOKENS, **kwargs):
 
 
 def assert_same_generation(out, expected, what, tolerance=None):
-    """The same tokens for the same reasons: equal tokens alone hide a damaged state if it does not tip the argmax."""
+    """Tokens and logits are equal. Equal tokens alone would not show a damaged state that does not change
+    the argmax.
+    """
     assert_same(torch.stack(out.logits, 1).to(expected[1].dtype), expected[1], f"{what}, logits", tolerance)
     assert_same_tokens(out.sequences, expected[0], what)
 
 
 def prompt_with_repeats(length=14):
-    """A prompt in which n-grams come back with different continuations, so that lookups propose and get rejected."""
+    """A prompt that repeats n-grams with other continuations, so that prompt lookup makes proposals that
+    are rejected.
+    """
     ids = random_ids(1, length, seed=3)
     ids[:, 5:7] = ids[:, 1:3]
     ids[:, -3:-1] = ids[:, 1:3]
@@ -97,7 +101,7 @@ def cache_layer_class(model):
 
 @contextlib.contextmanager
 def recorded_crops(model):
-    """How many tokens each crop of a recurrent layer took back while the block runs."""
+    """A list to which every crop of a recurrent layer in this block appends the number of tokens that it removes."""
     cls = cache_layer_class(model)
     original, taken = cls.crop, []
 
@@ -117,12 +121,12 @@ def recorded_crops(model):
 
 @torch.no_grad()
 def check_memory_reaches_the_end(model):
-    """The first token still moves the last logits: without this no other check could see a lost state."""
+    """The first token changes the last logits. Otherwise no other check could find a lost state."""
     ids = random_ids(1, 19)
     other = ids.clone()
     other[:, 0] = ids[:, 0] % 90 + 5
     moved = difference(model(other, use_cache=False).logits[:, -1], model(ids, use_cache=False).logits[:, -1])
-    assert moved > 0.01, f"the first token moves the last logits by {moved:.1e} only"
+    assert moved > 0.01, f"the first token changes the last logits by {moved:.1e} only"
 
 
 @torch.no_grad()
@@ -141,13 +145,13 @@ def check_splits(model):
 
 
 def random_weights(model, batch, length):
-    """Weights of the logits, whose weighted sum is a loss that looks at all of them."""
+    """Random weights of the logits; the weighted sum of all logits is the loss."""
     shape = (batch, length, model.config.vocab_size)
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(model.dtype)
 
 
 def _padded_batch(kind, lengths, length):
-    """Mask [B, length] with `lengths` valid tokens a row."""
+    """Mask [B, length] with `lengths` valid tokens per row."""
     mask = torch.zeros(len(lengths), length, dtype=torch.long)
     for i, valid in enumerate(lengths):
         starts = {"left": length - valid, "right": 0, "mixed": (length - valid) * (2 - i) // 2}
@@ -169,7 +173,9 @@ def _forward_and_gradients(model, embeds, mask, positions, weights):
 
 
 def check_padding(model, kinds=("left", "right", "mixed")):
-    """A padded row equals the row alone, forward and backward; pads get zero gradient, whatever they hold."""
+    """A padded row equals the row alone, forward and backward. Padded positions get zero gradient for any tokens
+    there.
+    """
     length, lengths = 13, (9, 13, 4)
     embed = model.get_input_embeddings()
     pads, weights = embed(distinct_ids(3, length)).detach(), random_weights(model, 3, length)
@@ -182,7 +188,7 @@ def check_padding(model, kinds=("left", "right", "mixed")):
     for kind in kinds:
         mask = _padded_batch(kind, lengths, length)
         valid = mask.bool()
-        # pads hold ordinary tokens: only the mask tells them apart
+        # padded positions hold ordinary tokens; only the mask marks them
         embeds = pads.masked_scatter(valid[..., None], torch.cat(rows, 1))
         padded_weights = weights.masked_scatter(valid[..., None], torch.cat(row_weights, 1))
         logits, grad, parameter_grads = _forward_and_gradients(model, embeds, mask, positions_of(mask), padded_weights)
@@ -196,7 +202,7 @@ def check_padding(model, kinds=("left", "right", "mixed")):
 
 
 def packed_kwargs(lengths, kind):
-    """The arguments that say where packed sequences of these lengths begin."""
+    """The arguments with the boundaries of packed sequences of these lengths."""
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     if kind == "position_ids":
         return {"position_ids": positions}
@@ -233,7 +239,7 @@ def check_packed(model, kinds=("position_ids", "seq_idx", "cu_seq_lens_q")):
 
 
 def check_gradient_checkpointing(model):
-    """Checkpointing changes no gradient. The model must be the caller's own."""
+    """Gradient checkpointing changes no gradient. The check changes the model, so it must not be a shared one."""
     ids = random_ids(2, 13)
     mask = _padded_batch("mixed", (9, 13), 13)
     model.train()
@@ -252,7 +258,7 @@ def check_gradient_checkpointing(model):
 
 
 def check_checkpointing_refuses_a_cache(model):
-    """Checkpointed layers run without their cache: one that is given, filled or not, is refused and left as it was."""
+    """A cache is refused with gradient checkpointing, whether it is filled or empty, and stays as it was."""
     ids = random_ids(2, 9)
     filled = model.eval()(ids[:, :5], use_cache=True).past_key_values
     for cache, seen in ((filled, 5), (hf_memmix.RecurrentStateCache(model.config), 0), (DynamicCache(), 0)):
@@ -261,7 +267,9 @@ def check_checkpointing_refuses_a_cache(model):
             model(ids[:, 5:], past_key_values=cache)
         assert int(cache.get_seq_length()) == seen
         model.eval()
-        decoder_layers(base_model(model))[1].train()  # one layer is fine-tuned: it alone would drop the cache
+        decoder_layers(base_model(model))[
+            1
+        ].train()  # only this layer is trained, so only this layer would ignore the cache
         with pytest.raises(ValueError, match=r"gradient checkpointing.*past_key_values"):
             model(ids[:, 5:], past_key_values=cache)
         assert int(cache.get_seq_length()) == seen
@@ -314,7 +322,7 @@ def check_chunked_prefill(model):
 
 @torch.no_grad()
 def check_multi_turn(model):
-    """A cache returned by one generate() serves the next turn, and may come from the user in any kind."""
+    """A cache that generate() returned can be used in the next turn. Users may pass a cache of every kind."""
     ids = random_ids(1, 9, seed=1)
     config = model.config
     kinds = {
@@ -333,7 +341,7 @@ def check_multi_turn(model):
 
 @torch.no_grad()
 def check_wide_masks(model):
-    """The mask beside a static cache may end anywhere between the last new token and the end of the cache."""
+    """With a static cache, the mask may end at any position between the last new token and the end of the cache."""
     ids, mask = random_ids(2, 11), torch.ones(2, 20, dtype=torch.long)
     mask[0, :4] = mask[1, 9] = 0
     expected = model(ids, attention_mask=mask[:, :11], position_ids=positions_of(mask)[:, :11], use_cache=False).logits
@@ -352,10 +360,10 @@ def check_wide_masks(model):
 
 
 def assert_follows(model, out, ids, mask, lengths, what):
-    """The first `lengths` [B] tokens that generate() gave the rows of `ids` are those of full forwards of the rows.
+    """The first `lengths` [B] new tokens of generate() for the rows of `ids` are those of full forwards of the rows.
 
-    `mask` covers `ids` and the new tokens. Each row is run alone; with sliding windows, whose width counts pads in the
-    middle of a row, the rows are run together.
+    `mask` covers `ids` and the new tokens. Each row runs alone. With sliding windows the rows run together, because
+    pads in the middle of a row count in the width of the window.
     """
     new = len(out.logits)
     logits = torch.stack(out.logits, 1)
@@ -376,7 +384,9 @@ def assert_follows(model, out, ids, mask, lengths, what):
 
 
 def an_end_token(rows):
-    """A token [V] that ends some rows of generated tokens [B, T] long before others, and the rows' lengths with it."""
+    """A token that ends some rows of generated tokens [B, T] long before others, and the lengths of the
+    rows with it.
+    """
     for token in rows.unique().tolist():
         lengths = [(row + [token]).index(token) + 1 for row in rows.tolist()]
         lengths = [min(length, rows.shape[1]) for length in lengths]
@@ -387,7 +397,9 @@ def an_end_token(rows):
 
 @torch.no_grad()
 def check_finished_rows(model):
-    """Rows that end early leave their states as they were; the next turn, its pads masked, equals each row alone."""
+    """The states of rows that end early do not change afterwards. In the next turn, with masked pads, each row equals
+    the row alone.
+    """
     ids, mask = left_padded([random_ids(1, n, seed=n) for n in (9, 5, 7)])
     end, lengths = an_end_token(greedy(model, ids, 9, attention_mask=mask).sequences[:, 9:])
     real = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
@@ -410,7 +422,7 @@ def check_finished_rows(model):
 
 @torch.no_grad()
 def check_fork(model):
-    """A copied cache and its original go separate ways."""
+    """A copied cache and its original can be continued independently."""
     ids, (left, right) = random_ids(1, 9), random_ids(2, 6, seed=4).split(1)
     cache = model(ids, use_cache=True).past_key_values
     fork = copy.deepcopy(cache)
@@ -440,7 +452,7 @@ def check_beams(model):
 
 @torch.no_grad()
 def check_sampling(model):
-    """Several samples a prompt, with and without a cache, from the same seed."""
+    """Several samples per prompt are equal with and without a cache from the same seed."""
     ids, mask = left_padded([random_ids(1, n, seed=n) for n in (9, 5)])
     out = []
     for use_cache in (True, False):
@@ -463,7 +475,7 @@ def check_sampling(model):
 
 @torch.no_grad()
 def check_prompt_lookup(model):
-    """Prompt-lookup decoding equals greedy decoding, and took back rejected tokens on the way."""
+    """Prompt-lookup decoding equals greedy decoding, and some proposed tokens were rejected."""
     ids = prompt_with_repeats()
     with recorded_crops(model) as crops:
         out = greedy(model, ids, 10, prompt_lookup_num_tokens=3, max_matching_ngram_size=2)
@@ -473,7 +485,7 @@ def check_prompt_lookup(model):
 
 @torch.no_grad()
 def check_assistant(model, assistant):
-    """Decoding with a draft model equals greedy decoding; some drafts are taken back, some accepted."""
+    """Decoding with a draft model equals greedy decoding; some drafts are rejected and some accepted."""
     ids = prompt_with_repeats()
     with recorded_crops(model) as crops:
         out = greedy(model, ids, 10, assistant_model=assistant)
@@ -485,7 +497,7 @@ def check_assistant(model, assistant):
 
 @torch.no_grad()
 def check_crop(model):
-    """After a crop the cache is as if the tokens had never come."""
+    """After a crop the cache equals one that never read the removed tokens."""
     ids, following = random_ids(2, 13), random_ids(2, 4, seed=5)
     recorded = [(3, 13)] if slides(model) and sliding_cache_records_one_forward() else [(3, 8), (8, 13)]
     for removed in (1, 4, 5, 6, 10):  # inside the last forward, all of it, and beyond it
@@ -503,7 +515,7 @@ def check_crop(model):
 
 @torch.no_grad()
 def check_batch_operations(model):
-    """reorder, repeat, select and expand move every state of a row together."""
+    """reorder, repeat, select and expand apply to all states of a row."""
     ids, following = random_ids(3, 9), random_ids(3, 4, seed=5)
     order = torch.tensor([2, 0, 0])
 
@@ -524,7 +536,7 @@ def check_batch_operations(model):
     expect(after(lambda c: c.batch_repeat_interleave(2)), repeated, "batch_repeat_interleave")
 
 
-# what a model of any family and layout must pass: the rows of test_families.py
+# the checks that a model of every family and layout must pass: the rows of test_families.py
 CHECKS = {
     check.__name__.removeprefix("check_"): check
     for check in (

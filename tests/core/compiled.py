@@ -1,4 +1,4 @@
-"""What the tests of torch.compile share: counted graphs, generation with a compiled static cache, bounds."""
+"""Helpers of the tests of torch.compile: counted graphs, generation with a compiled static cache, bounds."""
 
 import torch
 from torch._dynamo import lookup_backend
@@ -7,16 +7,20 @@ from transformers import CompileConfig
 from core.checks import greedy
 from testing import float32_noise, random_ids
 
-# A tiny model has about twelve float32 parts of the library in a row: norms, rotary angles, the logits of generate().
-# Their roundings are independent, so together they move an output by the root of twelve times what one does.
+# A tiny model has about twelve parts in a row that transformers computes in float32: norms, rotary angles, the logits
+# of generate(). Their roundings are independent, so all together change an output by sqrt(12) times the change by one.
 ROUNDINGS = 4
 
 
 class Graphs(list):
-    """A backend that keeps the graphs it is given, to count them; generate() copies its options, but no function."""
+    """A list of the graphs that a compiler backend received. The backend is a function, because generate() copies its
+    options, but not functions.
+    """
 
     def backend(self, then=None):
-        """`then`: the name of a backend that compiles the graphs, e.g. "aot_eager"; None: they run as they are."""
+        """The backend, a function. `then`: name of a backend that compiles the graphs, e.g. "aot_eager"; None: they
+        run without compilation.
+        """
 
         def compile_graph(graph, inputs):
             self.append(graph)
@@ -33,6 +37,6 @@ def compiled_generation(model, ids, backend, **kwargs):
 
 @torch.no_grad()
 def bound_of_logits(model, length=15):
-    """The relative difference that float32 roundings in the library may make in the model's logits."""
+    """Bound of the relative difference of the model's logits by float32 roundings in transformers."""
     embeddings = model.get_input_embeddings()(random_ids(2, length))
     return ROUNDINGS * max(float32_noise(lambda e: [model(inputs_embeds=e, use_cache=False).logits], embeddings))

@@ -1,4 +1,4 @@
-"""Every mixer with every value of its options, for the tests at the level of the mixer."""
+"""Every mixer with every value of its options, for tests of single mixers."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from hf_memmix import MIXERS as MIXER_CLASSES
 from testing import MIXERS, tiny_config
 
-# other values of options that are no flags; flags are turned over
+# other values of options that are not flags; the value of a flag is inverted
 VALUES = {
     "gka": {"solver_phases": [[5, 4]], "conv_size": [2], "conv_activation": [None], "qk_norm": ["head", "full"]},
     "lattice": {
@@ -20,7 +20,7 @@ VALUES = {
     "ska": {"power": [0], "chunk_size": [1], "refresh_every": [1]},
     "mamba2": {"n_groups": [1], "time_step_limit": [[0.01, 0.05]]},
 }
-# options that a flag needs beside it
+# options that a flag requires
 BESIDE = {"use_rope": {"slots": None}, "qk_norm": {"share_qk": False}}
 
 
@@ -47,7 +47,9 @@ def made(mixer, options):
     torch.manual_seed(0)
     layer.init_weights()
     for parameter in layer.parameters():
-        if parameter.ndim == 2 and parameter.shape[-1] > 3:  # projections: those of 0.02 hardly move a state
+        if (
+            parameter.ndim == 2 and parameter.shape[-1] > 3
+        ):  # projections: with a std of 0.02 they would hardly change a state
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
     angles = torch.randn(3, 13, 4, generator=generator, dtype=torch.float64).repeat(1, 1, 2)
     x = torch.randn(3, 13, 32, generator=generator, dtype=torch.float64)

@@ -16,7 +16,7 @@ from hf_memmix._transformers import CONFIG_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MA
 from hf_memmix.backbones import BACKBONES, UNLISTED, backbone_of, layer_rotates, refusal_of, window_of
 from hf_memmix.conversion.families import FAMILIES, REFUSED, family_of
 from hf_memmix.swap import attention_name, layers_name
-from testing import HOUSE_MIXER, LAYERS, MIXERS, build, difference, mixer_types
+from testing import DEFAULT_MIXER, LAYERS, MIXERS, build, difference, mixer_types
 from tiny_teachers import MOE, tiny_teacher
 
 ROOT = Path(__file__).parents[2]
@@ -154,7 +154,7 @@ def test_families_that_cannot_be_converted_can_have_mixers(name):
     # the attention of Doge in transformers 5.17 sees pads: no layer may keep it there
     layout = "first" if difference_of_a_padded_row(native) < 1e-3 else "all"
     assert layout == "first" or name == "doge"
-    model = build(memmix_config(native.config, mixer_types(layout), {HOUSE_MIXER: MIXERS[HOUSE_MIXER]}))
+    model = build(memmix_config(native.config, mixer_types(layout), {DEFAULT_MIXER: MIXERS[DEFAULT_MIXER]}))
     assert difference_of_a_padded_row(model) < 1e-3
 
 

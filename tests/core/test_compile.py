@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from core.checks import an_end_token, assert_follows, assert_same_generation, greedy, left_padded, uncached_greedy
 from core.compiled import ROUNDINGS, Graphs, bound_of_logits, compiled_generation
 from hf_memmix.swap import decoder_layers
-from testing import HOUSE_MIXER, MIXERS, assert_same, base_model, build, float32_noise, random_ids, tiny_config
+from testing import DEFAULT_MIXER, MIXERS, assert_same, base_model, build, float32_noise, random_ids, tiny_config
 
 pytestmark = pytest.mark.compiles
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.compiles
 LAYERS = {"mixed": (1,), "all": (0, 1)}
 
 
-def small(family, layout, dtype=torch.float64, mixer=HOUSE_MIXER):
+def small(family, layout, dtype=torch.float64, mixer=DEFAULT_MIXER):
     types = {"layer_types": ["full_attention"] * 2} if family == "gemma3_text" else {}
     return build(tiny_config(family, LAYERS[layout], mixer, num_hidden_layers=2, **types), dtype=dtype)
 
@@ -32,7 +32,7 @@ def fresh_dynamo():
     ("family", "layout", "mixer"),
     [
         *(("llama", layout, mixer) for layout in LAYERS for mixer in MIXERS),
-        *((family, "mixed", HOUSE_MIXER) for family in ("gpt_neox", "gemma3_text", "stablelm")),
+        *((family, "mixed", DEFAULT_MIXER) for family in ("gpt_neox", "gemma3_text", "stablelm")),
     ],
 )
 def test_static_decode_is_one_graph(family, layout, mixer):
@@ -80,7 +80,7 @@ def test_finished_rows_of_a_compiled_decode():
     assert_follows(model, out, turn, shown, [4, 4], "second turn")
 
 
-@pytest.mark.parametrize(("family", "mixer"), [*(("llama", mixer) for mixer in MIXERS), ("stablelm", HOUSE_MIXER)])
+@pytest.mark.parametrize(("family", "mixer"), [*(("llama", mixer) for mixer in MIXERS), ("stablelm", DEFAULT_MIXER)])
 @pytest.mark.parametrize("layout", ("padded", "plain"))
 def test_training_graph(family, mixer, layout):
     """Forward and backward of a whole model in one graph each, with and without padding."""

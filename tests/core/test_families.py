@@ -10,8 +10,8 @@ from core.checks import (
     check_padding,
 )
 from testing import (
+    DEFAULT_MIXER,
     FAMILIES,
-    HOUSE_MIXER,
     LAYOUTS,
     MIXERS,
     NO_NATIVE_PACKING,
@@ -47,7 +47,7 @@ def test_gradient_checkpointing(mixer, family):
 
 @pytest.mark.parametrize("layout", ("odd", "all"))
 @pytest.mark.parametrize(
-    ("mixer", "family"), [*((mixer, "llama") for mixer in MIXERS), *((HOUSE_MIXER, family) for family in FAMILIES)]
+    ("mixer", "family"), [*((mixer, "llama") for mixer in MIXERS), *((DEFAULT_MIXER, family) for family in FAMILIES)]
 )
 def test_checkpointing_refuses_a_cache(mixer, family, layout):
     check_checkpointing_refuses_a_cache(tiny_model(family, layout, mixer, fresh=True))

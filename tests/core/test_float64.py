@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from testing import FAMILIES, HOUSE_MIXER, MIXERS, random_ids, tiny_model
+from testing import DEFAULT_MIXER, FAMILIES, MIXERS, random_ids, tiny_model
 
 
 class Float32Values(TorchFunctionMode):
@@ -23,7 +23,10 @@ class Float32Values(TorchFunctionMode):
 
 @pytest.mark.parametrize(
     ("family", "mixer"),
-    [*((family, HOUSE_MIXER) for family in FAMILIES), *(("llama", mixer) for mixer in MIXERS if mixer != HOUSE_MIXER)],
+    [
+        *((family, DEFAULT_MIXER) for family in FAMILIES),
+        *(("llama", mixer) for mixer in MIXERS if mixer != DEFAULT_MIXER),
+    ],
 )
 def test_no_float32(family, mixer):
     """Forward with a loss; generation hands out float64 logits."""

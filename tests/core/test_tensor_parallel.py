@@ -161,7 +161,7 @@ def test_parts_that_lie_apart():
 
 @pytest.mark.parametrize(("name", "text"), [("gka", "4 heads"), ("coffee", "48 channels"), ("mamba2", "2 heads")])
 def test_a_size_that_does_not_fit_names_those_that_do(name, text):
-    with pytest.raises(ValueError, match=f"{name} of layer 0: {text} cannot be shared out equally over 5 ranks.*1, 2"):
+    with pytest.raises(ValueError, match=f"{name} of layer 0: {text} cannot be divided equally among 5 ranks.*1, 2"):
         tiny_mixer(name, {}).tp_plan(5)
 
 
@@ -201,7 +201,7 @@ def tiny_mixer(name, options):
 
 @pytest.mark.parametrize("field", ["fsdp_size", "pp_size"])
 def test_another_kind_of_parallelism_beside_it_is_refused(field):
-    with pytest.raises(ValueError, match=f"{field}=2; take tp_size=2 alone"):
+    with pytest.raises(ValueError, match=f"{field}=2; use tp_size=2 alone"):
         check_mesh(SimpleNamespace(tp_size=2, **{field: 2}))
 
 

@@ -15,8 +15,8 @@ from transformers import (
 from hf_memmix import MIXERS as MIXER_CLASSES
 from hf_memmix import lora_target_modules
 from testing import (
+    DEFAULT_MIXER,
     FAMILIES,
-    HOUSE_MIXER,
     MIXERS,
     assert_same,
     build,
@@ -53,7 +53,8 @@ def mixer_gradients(loss, model):
 
 @pytest.mark.parametrize("layout", ("odd", "all"))
 @pytest.mark.parametrize(
-    ("family", "mixer"), [*(("llama", mixer) for mixer in MIXERS), ("gpt_neox", HOUSE_MIXER), ("mixtral", HOUSE_MIXER)]
+    ("family", "mixer"),
+    [*(("llama", mixer) for mixer in MIXERS), ("gpt_neox", DEFAULT_MIXER), ("mixtral", DEFAULT_MIXER)],
 )
 def test_loss_falls(family, mixer, layout):
     losses = fit(build(tiny_config(family, layout, mixer)).train())
@@ -116,9 +117,9 @@ def test_gradient_flows_through_a_carried_state(mixer):
     ("family", "targets", "mixer"),
     [
         *(("llama", None, mixer) for mixer in MIXERS),
-        ("gpt_neox", ["q_proj", "v_proj"], HOUSE_MIXER),
-        ("gemma3_text", "all-linear", HOUSE_MIXER),
-        ("gpt2", ["q_proj", "o_proj"], HOUSE_MIXER),
+        ("gpt_neox", ["q_proj", "v_proj"], DEFAULT_MIXER),
+        ("gemma3_text", "all-linear", DEFAULT_MIXER),
+        ("gpt2", ["q_proj", "o_proj"], DEFAULT_MIXER),
     ],
 )
 def test_lora(family, targets, mixer, tmp_path):
@@ -195,7 +196,7 @@ def parameters(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize(("family", "mixer"), [*(("llama", mixer) for mixer in MIXERS), ("gpt2", HOUSE_MIXER)])
+@pytest.mark.parametrize(("family", "mixer"), [*(("llama", mixer) for mixer in MIXERS), ("gpt2", DEFAULT_MIXER)])
 def test_trainer_resumes(family, mixer, tmp_path):
     """Three steps, a stop and three more steps give the same weights as six steps."""
     config = tiny_config(family, "odd", mixer)

@@ -98,7 +98,10 @@ def test_measurements_of_other_weights_are_refused(folder):
     run = write_card(folder)
     assert run.exit_code == 1 and "was measured with other weights" in run.output.splitlines()[-1]
     (folder / "broken.json").write_text("[]")
-    for report, message in (("none.json", "give the JSON file of a measurement"), ("broken.json", "lacks teacher_ppl")):
+    for report, message in (
+        ("none.json", "give the JSON file of a measurement"),
+        ("broken.json", "lacks teacher_ppl"),
+    ):
         run = memmix("card", folder / "student", "--report", folder / report, *ABOUT)
         assert run.exit_code == 1 and message in run.output.splitlines()[-1]
     run = memmix("card", folder / "teacher", "--report", folder / "report.json", *ABOUT)

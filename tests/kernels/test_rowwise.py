@@ -151,7 +151,7 @@ def test_compiled_code_sees_plain_operators(backend):
         (lambda x, w: unit_heads(x, x[..., 0, :4], None, EPS), "or neither"),
         (lambda x, w: unit_heads(x, x[..., 0, :12], x[..., 0, :12], EPS), "0 < 2 r <= 16"),
         (lambda x, w: gated_norm(x, x[:1], w, EPS), "shape of y"),
-        (lambda x, w: gated_norm(x, x, w[:3], EPS), "weight must be \\[16\\]"),
+        (lambda x, w: gated_norm(x, x, w[:3], EPS), "weight must be \\[D=16\\]"),
         (lambda x, w: gated_norm(x, x, w, EPS, activation="relu"), "'relu' is not one of"),
     ],
 )

@@ -5,7 +5,7 @@ from hf_memmix.training.experiments.common.report import language_section
 
 TITLES = {
     1: "Table 1: COFFEE and S6",
-    2: "Table 2: one state a feature",
+    2: "Table 2: one state per feature",
     3: "Table 3: noise before the target",
     4: "Table 4: trigger and target",
     5: "Table 5: length",

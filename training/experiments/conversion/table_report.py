@@ -64,7 +64,7 @@ def section(results: dict) -> str:
     settings = results["settings"]
     tokens = max((row.get("trained_tokens", 0) for row in results["rows"]), default=0)
     return (
-        f"{table(results)}\n\n{tokens / 1e6:.1f}M tokens a student, {settings['align_steps']} steps of align and "
+        f"{table(results)}\n\n{tokens / 1e6:.1f}M tokens per student, {settings['align_steps']} steps of align and "
         f"{settings['distill_steps']} of distill; {measured_at(results)}."
     )
 
@@ -74,7 +74,7 @@ def plot(results: dict, path: str | Path) -> None:
     teacher = [row for row in results["rows"] if row["mixer"] == TEACHER and "error" not in row]
     tasks = list(teacher[0]["probes"]) if teacher else []
     tokens = max((row.get("trained_tokens", 0) for row in results["rows"]), default=0)
-    caption = f"{tokens / 1e6:.0f}M tokens a student; {measured_at(results)}"
+    caption = f"{tokens / 1e6:.0f}M tokens per student; {measured_at(results)}"
     figure, panels = figure_of(1 + len(tasks), caption)
     mixers = dict.fromkeys(row["mixer"] for row in results["rows"] if row["mixer"] != TEACHER)
     for mixer, mark in zip(mixers, MARKERS, strict=False):

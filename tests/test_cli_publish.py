@@ -105,7 +105,7 @@ def test_measurements_of_other_weights_are_refused(folder):
         run = memmix("card", folder / "student", "--report", folder / report, *ABOUT)
         assert run.exit_code == 1 and message in run.output.splitlines()[-1]
     run = memmix("card", folder / "teacher", "--report", folder / "report.json", *ABOUT)
-    assert run.exit_code == 1 and "no converted model" in run.output
+    assert run.exit_code == 1 and "is not a converted model" in run.output
     assert not (folder / "student" / "README.md").exists()
 
 

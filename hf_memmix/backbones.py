@@ -64,6 +64,8 @@ class Backbone:
     What is refused, with the reason. It completes the sentence "FAMILY is not supported: REASON".
         refused: no mixer can take the place of the attention.
         no_conversion: a mixer can, but the weights of the attention cannot be taken over.
+        no_serving: vLLM's Transformers backend cannot run the model. It completes "FAMILY cannot be served by vLLM:
+            REASON".
 
     How the attention module stores its tensors. Only the conversion reads this.
         qkv: names of three projections (separate) or of one (fused).
@@ -90,6 +92,7 @@ class Backbone:
 
     refused: str | None = None
     no_conversion: str | None = None
+    no_serving: str | None = None
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out: str = "o_proj"

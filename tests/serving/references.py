@@ -1,0 +1,54 @@
+"""What transformers computes, in a process without vLLM: python references.py FOLDER CASE ...
+
+vLLM changes the decoder classes of transformers when it builds a model of them. So a process of its own makes the
+models, saves them, and writes what `generate()` answers.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+import serving_cases
+from testing import build
+
+
+def answers(model, prompts, new_tokens: int) -> list[dict]:
+    """For each prompt the greedy tokens and the logits [tokens, vocabulary] that each was chosen by."""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens = out.sequences[0, len(prompt) :].tolist()
+        found.append({"prompt": prompt, "tokens": tokens, "logits": torch.stack(out.logits)[:, 0].float()})
+    return found
+
+
+@torch.inference_mode()
+def write(folder: Path, name: str):
+    """Save the model of a case and its answers."""
+    case = serving_cases.CASES[name]
+    model = build(case.config())
+    model.save_pretrained(folder / name)
+    references = {
+        dtype: {
+            which: answers(model.to(getattr(torch, dtype)), serving_cases.PROMPTS[which], case.new_tokens)
+            for which in case.prompts
+        }
+        for dtype in case.dtypes
+    }
+    torch.save(references, folder / name / "references.pt")
+
+
+if __name__ == "__main__":
+    target, *names = sys.argv[1:]
+    torch.set_num_threads(1)
+    for each in names:
+        write(Path(target), each)

@@ -34,8 +34,9 @@ for name, value in SETTINGS.items():
 @pytest.fixture(scope="session")
 def folders(request, tmp_path_factory):
     """The folder that holds a folder with model and references for each case of the collected tests."""
-    import child
     from serving_cases import CASES
+
+    import child
 
     root = tmp_path_factory.mktemp("models")
     wanted = {value for item in request.session.items for value in _strings(item) if value in CASES}

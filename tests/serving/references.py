@@ -7,21 +7,21 @@ models, saves them, and writes what `generate()` answers.
 import sys
 from pathlib import Path
 
+import serving_cases
 import torch
 
-import serving_cases
 from testing import build
 
 
-def answers(model, prompts, new_tokens: int) -> list[dict]:
-    """For each prompt the greedy tokens and the logits [tokens, vocabulary] that each was chosen by."""
+def answers(model, which: str) -> list[dict]:
+    """For each of these prompts the greedy tokens and the logits [tokens, vocabulary] that each was chosen by."""
     found = []
-    for prompt in prompts:
+    for prompt in serving_cases.PROMPTS[which]:
         ids = torch.tensor([prompt])
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
+            max_new_tokens=serving_cases.NEW_TOKENS[which],
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,
@@ -38,10 +38,7 @@ def write(folder: Path, name: str):
     model = build(case.config())
     model.save_pretrained(folder / name)
     references = {
-        dtype: {
-            which: answers(model.to(getattr(torch, dtype)), serving_cases.PROMPTS[which], case.new_tokens)
-            for which in case.prompts
-        }
+        dtype: {which: answers(model.to(getattr(torch, dtype)), which) for which in case.prompts}
         for dtype in case.dtypes
     }
     torch.save(references, folder / name / "references.pt")

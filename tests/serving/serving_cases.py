@@ -20,13 +20,14 @@ MULTI_HEAD = {"gpt_neox", "gpt2"}  # as many key/value heads as heads, whatever 
 PROMPTS = {
     "plain": [random_ids(1, n, seed=n)[0].tolist() for n in (1, 2, 7, 63, 64, 65, 300, 700)],
     "few": [random_ids(1, n, seed=n)[0].tolist() for n in (1, 7, 65, 130)],
-    # all about to begin their second block
-    "edge": [random_ids(1, BLOCK - 3, seed=1000 + n)[0].tolist() for n in range(10)],
+    # all begin their second block while they decode
+    "edge": [random_ids(1, BLOCK - 20, seed=1000 + n)[0].tolist() for n in range(10)],
     "prefix": [
         random_ids(1, PREFIX, seed=7)[0].tolist() + random_ids(1, 5 + 9 * n, seed=2000 + n)[0].tolist()
         for n in range(8)
     ],
 }
+NEW_TOKENS = {"plain": 16, "few": 10, "edge": 40, "prefix": 10}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,6 @@ class Case:
     layout: str | None = None
     prompts: tuple[str, ...] = ("plain",)
     dtypes: tuple[str, ...] = ("float32",)
-    new_tokens: int = 16
 
     def config(self):
         if self.layout is not None:
@@ -74,5 +74,7 @@ SCRATCH = {
     for family, row in MODELS.items()
     for layout in row["layouts"]
 }
-BACKBONES = {f"backbone_{name}": Case(("gka", _KEPT, "gka", _KEPT), family=name, prompts=("few",)) for name in FAMILIES}
+BACKBONES = {
+    f"backbone_{name}": Case(("gka", _KEPT, "gka", _KEPT), family=name, prompts=("few",)) for name in FAMILIES
+}
 CASES = HYBRIDS | PURE | LOW | SCRATCH | BACKBONES

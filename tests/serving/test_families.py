@@ -1,12 +1,11 @@
 """Every decoder family and every family that is trained from scratch: the tokens are those of `generate()`."""
 
 import pytest
-
 from greedy import ask, assert_greedy, references_of, tokens_of
 from serving_cases import BACKBONES, SCRATCH
 
 
-@pytest.mark.parametrize("case", [*SCRATCH, *BACKBONES])
+@pytest.mark.parametrize("case", [*SCRATCH, *BACKBONES], scope="module")
 def test_family(case, engines):
     """The logits too: vLLM must know what the family does to them."""
     references = references_of(engines.folders, case, "few")

@@ -74,7 +74,6 @@ SCRATCH = {
     for family, row in MODELS.items()
     for layout in row["layouts"]
 }
-BACKBONES = {
-    f"backbone_{name}": Case(("gka", _KEPT, "gka", _KEPT), family=name, prompts=("few",)) for name in FAMILIES
-}
+_HALF = ("gka", _KEPT, "gka", _KEPT)
+BACKBONES = {f"backbone_{name}": Case(_HALF, family=name, prompts=("few",)) for name in FAMILIES}
 CASES = HYBRIDS | PURE | LOW | SCRATCH | BACKBONES

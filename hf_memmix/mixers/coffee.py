@@ -108,9 +108,9 @@ class CoffeeMixer(MemoryMixer):
         )
         return y, {"conv_u": conv_u, "x": x}
 
-    def step(self, tokens, states):
-        u, _ = self.u_conv1d(tokens["u"], states["conv_u"], in_place=True)
-        return coffee_step(u, **self._recurrence(), state=states["x"])
+    def step(self, tokens, states, state_indices=None):
+        u, _ = self.u_conv1d(tokens["u"], states["conv_u"], in_place=True, state_indices=state_indices)
+        return coffee_step(u, **self._recurrence(), state=states["x"], state_indices=state_indices)
 
     def readout(self, y, x):
         y = self.o_norm(y) if self.options.use_o_norm else y

@@ -233,17 +233,17 @@ class GKAMixer(MemoryMixer):
             beta = valid.expand_as(log_decay) if beta is None else beta * valid
         return q, k, v, log_decay, beta, new
 
-    def step(self, tokens, states):
-        q, _ = self.q_conv1d(tokens["q"], states["conv_q"], in_place=True)
-        k, _ = self.k_conv1d(tokens["k"], states["conv_k"], in_place=True)
+    def step(self, tokens, states, state_indices=None):
+        where = {"in_place": True, "state_indices": state_indices}
+        q, _ = self.q_conv1d(tokens["q"], states["conv_q"], **where)
+        k, _ = self.k_conv1d(tokens["k"], states["conv_k"], **where)
         v = tokens["v"]
         if self.options.use_v_conv:
-            v, _ = self.v_conv1d(v, states["conv_v"], in_place=True)
+            v, _ = self.v_conv1d(v, states["conv_v"], **where)
         q, k, v = self._heads_for_memory(q, k, v, tokens)
+        gates = tokens["log_decay"], tokens.get("alpha"), tokens.get("beta")
         memory = (states["H"], states["U"])
-        return gka_step(
-            q, k, v, tokens["log_decay"], tokens.get("alpha"), tokens.get("beta"), memory, **self._solver()
-        )
+        return gka_step(q, k, v, *gates, memory, state_indices=state_indices, **self._solver())
 
     def readout(self, y, x):
         y = (self.o_norm(y) if self.options.use_o_norm else y).flatten(2)

@@ -201,11 +201,13 @@ class LatticeMixer(MemoryMixer):
         )
         return y, {"conv_q": conv_q, "conv_k": conv_k, "S": S}
 
-    def step(self, tokens, states):
-        q, _ = self.q_conv1d(tokens["q"], states["conv_q"], in_place=True)
-        k, _ = self.k_conv1d(tokens["k"], states["conv_k"], in_place=True)
+    def step(self, tokens, states, state_indices=None):
+        where = {"in_place": True, "state_indices": state_indices}
+        q, _ = self.q_conv1d(tokens["q"], states["conv_q"], **where)
+        k, _ = self.k_conv1d(tokens["k"], states["conv_k"], **where)
         q, k, v = self._heads_for_memory(q, k, tokens)
-        return lattice_step(q, k, v, tokens["gamma"], tokens.get("log_decay"), state=states["S"], **self._recurrence())
+        memory = {"state": states["S"], "state_indices": state_indices}
+        return lattice_step(q, k, v, tokens["gamma"], tokens.get("log_decay"), **memory, **self._recurrence())
 
     def readout(self, y, x):
         y = (self.o_norm(y) if self.options.use_o_norm else y).flatten(2)

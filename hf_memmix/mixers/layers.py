@@ -31,12 +31,16 @@ class ShortConvolution(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def forward(
-        self, x: Tensor, state=None, lengths=None, cu_seqlens=None, in_place: bool = False
+        self, x: Tensor, state=None, lengths=None, cu_seqlens=None, in_place: bool = False, state_indices=None
     ) -> tuple[Tensor, Tensor]:
-        """The output [B, T, C] and the state after it. `in_place` is for one token: it changes `state` itself."""
+        """The output [B, T, C] and the state after it.
+
+        `in_place` is for one token: it changes `state` itself, or its pages `state_indices` (`MemoryMixer.step`).
+        """
         weight = self.weight.squeeze(1)
         if in_place:
-            return short_conv_step(x, weight, self.bias, state, self.activation), state
+            y = short_conv_step(x, weight, self.bias, state, self.activation, state_indices=state_indices)
+            return y, state
         state = None if state is None else state.to(x.dtype)
         return short_conv(
             x, weight, self.bias, activation=self.activation, initial_state=state, lengths=lengths,

@@ -136,10 +136,11 @@ class Mamba2Mixer(MemoryMixer):
         )
         return self._skip_and_norm(y, x, tokens["z"]), {"conv": conv, "ssm": ssm}
 
-    def step(self, tokens, states):
-        xBC, _ = self.conv1d(tokens["xBC"], states["conv"], in_place=True)
+    def step(self, tokens, states, state_indices=None):
+        xBC, _ = self.conv1d(tokens["xBC"], states["conv"], in_place=True, state_indices=state_indices)
         x, memory = self._recurrence(xBC, tokens["dt"])
-        return self._skip_and_norm(gla_step(*memory, states["ssm"], scale=1.0), x, tokens["z"])
+        y = gla_step(*memory, states["ssm"], scale=1.0, state_indices=state_indices)
+        return self._skip_and_norm(y, x, tokens["z"])
 
     def readout(self, y, x):
         return self.out_proj(y)

@@ -1,7 +1,8 @@
 """States in pages, as servers keep them: a page holds all states of one sequence as bytes, a pool is many pages.
 
-`carve` makes one tensor [pages, ...] per state, a view of the pool whose stride(0) is the page stride: `step` reads and
-writes such views in place. The other functions copy the pages of some sequences out and back.
+`carve` makes one tensor [pages, ...] per state, a view of the pool whose stride(0) is the page stride.
+`MemoryMixer.step` reads and writes such views in place. The other functions copy the pages of some sequences out and
+back.
 """
 
 import math
@@ -52,7 +53,7 @@ def carve(pool: Tensor, shapes: StateShapes) -> States:
     return {
         name: pool[:, offsets[name] : offsets[name] + math.prod(shape) * dtype.itemsize]
         .view(dtype)
-        .unflatten(1, shape[1:])
+        .view(-1, *shape[1:])
         for name, (shape, dtype) in shapes.items()
     }
 

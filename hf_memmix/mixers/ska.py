@@ -125,7 +125,7 @@ class SKAMixer(MemoryMixer):
             state = ska_per_token_state(state, eps=options.eps)
         return y, dict(zip(STATES, state, strict=True))
 
-    def step(self, tokens, states):
+    def step(self, tokens, states, state_indices=None):
         options = self.options
         state = tuple(states[name] for name in STATES)
         return ska_step(
@@ -134,6 +134,7 @@ class SKAMixer(MemoryMixer):
             **self._model(),
             chunk_size=options.chunk_size,
             refresh_every=options.refresh_every,
+            state_indices=state_indices,
         )
 
     def readout(self, y, x):

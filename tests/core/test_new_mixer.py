@@ -31,6 +31,7 @@ from hf_memmix.mixers import (
     MemoryMixer,
     MixerOptions,
     mixer_options,
+    pages,
     register_mixer,
 )
 from hf_memmix.mixers.options import between
@@ -100,19 +101,26 @@ class LeakyMixer(MemoryMixer):
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
         u = tokens["u"]
+        states = states or self.initial_states(
+            len(u) if cu_seqlens is None else len(cu_seqlens) - 1, u.device, u.dtype
+        )
         if cu_seqlens is not None:
-            parts = [self.scan({"u": part}, None)[0] for part in u.split(cu_seqlens.diff().tolist(), 1)]
-            return torch.cat(parts, 1), {}
-        if states is None:
-            h, count = self.start.to(u.dtype).expand(len(u), -1), torch.zeros(len(u), dtype=torch.long)
-        else:
-            h, count = states["h"], states["count"]
+            parts = []
+            for n, part in enumerate(u.split(cu_seqlens.diff().tolist(), 1)):
+                parts.append(self.scan({"u": part}, {name: state[n : n + 1] for name, state in states.items()}))
+            ends = {name: torch.cat([end[name] for _, end in parts]) for name in states}
+            return torch.cat([y for y, _ in parts], 1), ends
+        h, count = states["h"], states["count"]
         at = torch.arange(u.shape[1])[None]
         real = (at >= 0).expand(len(u), -1) if lengths is None else at < lengths[:, None]
         y, h = leaky(u, self.options.rate, real, h)
         counts = count[:, None] + real.cumsum(1)
         y = torch.where((counts % PERIOD == 0)[..., None], 0.5 * y, y)
         return y, {"h": h, "count": count + real.sum(1)}
+
+    def initial_states(self, batch, device, dtype):
+        start = self.start.to(device, dtype).expand(batch, -1)
+        return {"h": start, "count": torch.zeros(batch, dtype=torch.long, device=device)}
 
     def readout(self, y, x):
         return self.out_proj(y)
@@ -350,6 +358,44 @@ def test_family(tmp_path):
     model = model.double()
     for check in ("splits", "static_cache", "crop"):
         CHECKS[check](model)
+
+
+class OwnStep(LeakyMixer):
+    """With a step that knows nothing about pages."""
+
+    def step(self, tokens, states):
+        y, new = self.scan(tokens, states)
+        for name, state in states.items():
+            state.copy_(new[name])
+        return y
+
+
+@pytest.fixture
+def own_step():
+    register_mixer("own_step")(OwnStep)
+    yield OwnStep
+    del MIXERS["own_step"]
+
+
+@torch.no_grad()
+def test_pages_need_no_code_of_the_mixer(own_step):
+    """Without a step, and with one that has no `state_indices`: pages are copied out and back; new ones start anew."""
+    config = hf_memmix.memmix_config(backbone_config("llama"), ["leaky"] * 4)
+    for cls in (LeakyMixer, own_step):
+        mixer = cls(config, 0).double()
+        mixer.init_weights()
+        x = torch.randn(3, 5, 32, dtype=torch.float64)
+        tokens = mixer.project_rows(x)
+        want, _ = mixer.scan(tokens, None)
+        shapes = mixer.state_shapes(1, torch.float64)
+        memory = torch.full((6, pages.page_layout(shapes)[1]), 255, dtype=torch.uint8)
+        pools, indices = pages.carve(memory, shapes), torch.tensor([4, 0, 3], dtype=torch.int32)
+        flat = {"u": tokens["u"][:, :3].reshape(1, 9, -1)}
+        bounds, anew = torch.tensor([0, 3, 6, 9]), torch.ones(3, dtype=torch.bool)
+        first, _ = mixer.scan_sequences(flat, pools, bounds, anew, indices)
+        rest = [mixer.step({"u": tokens["u"][:, t : t + 1]}, pools, indices) for t in (3, 4)]
+        assert_same(torch.cat([first.view(3, 3, -1), *rest], 1), want)
+        assert (memory[[1, 2, 5]] == 255).all()
 
 
 def test_registration_refuses():

@@ -36,8 +36,8 @@ def _draw_state(shape, sequences: int, dtype: torch.dtype) -> tuple[Tensor, ...]
     return (randn(sequences, D, n, dtype=torch.float64 if dtype == torch.float64 else torch.float32),)
 
 
-def _step(op, inputs: dict, state: tuple) -> Tensor:
-    return K.coffee_step(**inputs, state=state[0])
+def _step(op, inputs: dict, state: tuple, state_indices: Tensor | None = None) -> Tensor:
+    return K.coffee_step(**inputs, state=state[0], state_indices=state_indices)
 
 
 def _with(**changes) -> object:

@@ -25,6 +25,7 @@ import torch
 import triton
 from checks import outputs_and_gradients
 from ops_table import OPS, Op, Shape
+from pool import Pool
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -78,14 +79,17 @@ class Kernels:
 
 
 def launch_everything(op: Op, shape: Shape, dtype: torch.dtype, bounds: list[int] | None, carried: bool) -> None:
-    """Forward and backward, forward without gradients, and a decode step."""
+    """Forward and backward, forward without gradients, and decode steps: on a batch of states and on pages."""
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
     inputs = op.draw(shape, dtype)
     state = op.draw_state(shape, shape.B if bounds is None else len(bounds) - 1, dtype)
     outputs_and_gradients(op, op.fast, inputs, state if carried else None, cu_seqlens, weights=[])
     with torch.no_grad():
         op.run(op.fast, inputs, state if carried else None, cu_seqlens)
-        op.step(op, op.tokens(inputs, slice(0, 1)), op.draw_state(shape, shape.B, dtype))
+        one, state = op.tokens(inputs, slice(0, 1)), op.draw_state(shape, shape.B, dtype)
+        op.step(op, one, state)
+        rows = list(range(shape.B))
+        op.step(op, one, Pool(state, rows, shape.B, gap=64).states, torch.tensor(rows, dtype=torch.int32))
 
 
 def report(kernel, case: str) -> tuple[str, bool]:

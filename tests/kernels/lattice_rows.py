@@ -29,8 +29,8 @@ def draw_state(shape, sequences: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return (state.to(torch.float64 if dtype == torch.float64 else torch.float32),)
 
 
-def _step(op, inputs: dict, state: tuple) -> Tensor:
-    return K.lattice_step(**inputs, state=state[0], **op.options)
+def _step(op, inputs: dict, state: tuple, state_indices: Tensor | None = None) -> Tensor:
+    return K.lattice_step(**inputs, state=state[0], **op.options, state_indices=state_indices)
 
 
 def _with(**changes) -> object:

@@ -48,7 +48,7 @@ class Op:
 
     Attributes:
         fast, naive: the op and its float64 truth, called as fn(**inputs, **options, <state argument>, cu_seqlens=).
-        step: fn(op, inputs of one token, state) -> o; advances the state in place.
+        step: fn(op, inputs of one token, state, state_indices=None) -> o; advances the state, or pages, in place.
         converged: the options with which an iterative op equals its truth in float64 too.
         smooth: the options with which the truth's own gradient is compared with finite differences.
         draw: (shape, dtype) -> inputs. Names in `parameters` have no token axis.
@@ -93,6 +93,10 @@ class Op:
     def tokens(self, inputs: dict, rows: slice | Tensor) -> dict:
         """The inputs with their token axis cut or reordered."""
         return {name: t if name in self.parameters else t[:, rows] for name, t in inputs.items()}
+
+    def rows(self, inputs: dict, rows: slice | list[int]) -> dict:
+        """The inputs with their batch axis cut or reordered."""
+        return {name: t if name in self.parameters else t[rows] for name, t in inputs.items()}
 
     def tolerance(self, dtype: torch.dtype, grad: bool = False) -> float:
         if dtype == torch.float32 and self.tf32 and DEVICE == "cuda":
@@ -152,16 +156,16 @@ def _zeroed(inputs: dict[str, Tensor], mask: Tensor, names: tuple[str, ...]) -> 
     }
 
 
-def _step_gla(op: Op, inputs: dict, state: tuple) -> Tensor:
-    return K.gla_step(**inputs, state=state[0])
+def _step_gla(op: Op, inputs: dict, state: tuple, state_indices: Tensor | None = None) -> Tensor:
+    return K.gla_step(**inputs, state=state[0], state_indices=state_indices)
 
 
-def _step_gka(op: Op, inputs: dict, state: tuple) -> Tensor:
-    return K.gka_step(**inputs, state=state, **op.options)
+def _step_gka(op: Op, inputs: dict, state: tuple, state_indices: Tensor | None = None) -> Tensor:
+    return K.gka_step(**inputs, state=state, **op.options, state_indices=state_indices)
 
 
-def _step_conv(op: Op, inputs: dict, state: tuple) -> Tensor:
-    return K.short_conv_step(**inputs, state=state[0])
+def _step_conv(op: Op, inputs: dict, state: tuple, state_indices: Tensor | None = None) -> Tensor:
+    return K.short_conv_step(**inputs, state=state[0], state_indices=state_indices)
 
 
 def _with(**changes: Callable) -> Callable:

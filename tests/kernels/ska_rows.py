@@ -51,9 +51,10 @@ def draw_state(shape, sequences: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return tuple(s.to(torch.float64 if dtype == torch.float64 else torch.float32) for s in state)
 
 
-def _step(op, inputs: dict, state: tuple) -> Tensor:
+def _step(op, inputs: dict, state: tuple, state_indices: Tensor | None = None) -> Tensor:
     tokens = {name: t for name, t in inputs.items() if name in "qkv"}
-    return K.ska_step(**tokens, mask=None, gamma=None, eta=None, state=state, **op.options)
+    where = {"state": state, "state_indices": state_indices}
+    return K.ska_step(**tokens, mask=None, gamma=None, eta=None, **where, **op.options)
 
 
 def _with(**changes) -> object:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from checks import assert_close, error, outputs_and_gradients
 from ops_table import DEVICE, OPS, Shape
+from pool import Pool
 
 # any T around the chunk size of 64, head sizes that are no powers of two, grouped heads
 SHAPES = [
@@ -164,6 +165,40 @@ def test_steps_equal_chunks(op, backend):
     got = torch.cat([op.step(op, op.tokens(inputs, slice(t, t + 1)), state) for t in range(shape.T)], 1)
     assert error(got, want) <= op.tolerance(torch.float32)
     assert all(error(a, b) <= op.tolerance(torch.float32) for a, b in zip(state, want_state, strict=True))
+
+
+@every_op
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("gap", [64, 24])  # with the second one, no state begins at a multiple of 16 bytes
+def test_steps_on_pages(op, gap, index_dtype, backend):
+    """Two steps on pages, in two orders, are steps on states of their own, and the truth.
+
+    Two padding rows share a page full of NaN. No byte of another page or between the states changes.
+    """
+    shape = Shape(5, 2, 4, 2, 48, 32)
+    inputs, start = op.draw(shape, torch.float32), op.draw_state(shape, 3, torch.float32)
+    garbage, where = 0, [4, 1, 3]
+    pool, mine = Pool(start, where, pages=6, gap=gap), tuple(s.clone() for s in start)
+    untouched = pool.outside([garbage, *where])
+    outputs = []
+    for t, order in enumerate(([0, 1, 2], [2, 0, 1])):
+        one = op.tokens(inputs, slice(t, t + 1))
+        indices = torch.tensor([*(where[row] for row in order), garbage, garbage], dtype=index_dtype, device=DEVICE)
+        got = op.step(op, op.rows(one, [*order, 3, 4]), pool.states, indices)
+        want = op.step(op, op.rows(one, slice(0, 3)), mine)
+        assert error(got[:3], want[order]) <= op.tolerance(torch.float32)
+        outputs.append(want)
+    assert all(
+        error(pages[where], state) <= op.tolerance(torch.float32)
+        for pages, state in zip(pool.states, mine, strict=True)
+    )
+    assert torch.equal(pool.outside([garbage, *where]), untouched)
+    truth, final = op.run(op.naive, op.rows(inputs, slice(0, 3)), start)
+    assert error(torch.cat(outputs, 1), truth) <= op.tolerance(torch.float32)
+    assert all(
+        error(pages[where], state) <= op.tolerance(torch.float32)
+        for pages, state in zip(pool.states, final, strict=True)
+    )
 
 
 @every_op

@@ -4,6 +4,7 @@ import pytest
 import torch
 from checks import assert_close, error, outputs_and_gradients
 from ops_table import OPS, RATIO_TO_TORCH, Shape
+from pool import Pool
 
 pytestmark = pytest.mark.gpu
 
@@ -98,3 +99,82 @@ def test_step_inside_a_cuda_graph(op):
         outputs.append(o.clone())
     assert error(torch.cat(outputs, 1), want) <= op.tolerance(torch.bfloat16)
     assert all(error(a, b) <= op.tolerance(torch.bfloat16) for a, b in zip(mine, want_state, strict=True))
+
+
+@every_op
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_steps_on_pages_inside_a_cuda_graph(op, index_dtype):
+    """One graph; between replays the rows change places, one sequence pauses, and rows that are free share a page.
+
+    Every sequence goes through its own tokens: what it does not do at one replay, it does at a later one.
+    """
+    sequences, rows, garbage = 3, 4, 0
+    shape = Shape(sequences, 6, 4, 2, 128, 128)
+    inputs, state = op.draw(shape, torch.bfloat16), op.draw_state(shape, sequences, torch.bfloat16)
+    want, want_state = op.run(op.naive, inputs, state)
+    where = [5, 2, 7]
+    pool = Pool(state, where, pages=9, gap=64)
+    start, untouched = pool.memory.clone(), pool.outside([garbage, *where])
+    first = op.tokens(inputs, slice(0, 1))
+    one = {name: t.clone() for name, t in op.rows(first, [0, 1, 2, 0]).items()}
+    indices = torch.full((rows,), garbage, dtype=index_dtype, device="cuda")
+    op.step(op, one, pool.states, indices)  # compile before capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = op.step(op, one, pool.states, indices)
+    pool.memory.copy_(start)
+    done, outputs, replay = [0] * sequences, [[] for _ in range(sequences)], 0
+    while min(done) < shape.T:
+        order = [(row + replay) % rows for row in range(rows)]  # row -> sequence; `sequences` and more are padding
+        active = [(row, n) for row, n in enumerate(order) if n < sequences and n != replay % 4 and done[n] < shape.T]
+        pages = [garbage] * rows
+        for row, n in active:
+            pages[row] = where[n]
+            for name, value in op.rows(op.tokens(inputs, slice(done[n], done[n] + 1)), slice(n, n + 1)).items():
+                if name not in op.parameters:
+                    one[name][row : row + 1].copy_(value)
+        indices.copy_(torch.tensor(pages))
+        graph.replay()
+        for row, n in active:
+            outputs[n].append(o[row : row + 1].clone())
+            done[n] += 1
+        replay += 1
+    got = torch.cat([torch.cat(parts, 1) for parts in outputs])
+    assert error(got, want) <= op.tolerance(torch.bfloat16)
+    for pages, final in zip(pool.states, want_state, strict=True):
+        assert error(pages[where], final) <= op.tolerance(torch.bfloat16)
+    assert torch.equal(pool.outside([garbage, *where]), untouched)
+
+
+@every_op
+def test_steps_on_pages_beyond_int32(op):
+    """A page that starts more than 2^31 elements of float32 into a pool of 9 GiB."""
+    shape = Shape(2, 1, 4, 2, 64, 64)
+    inputs, state = op.draw(shape, torch.float32), op.draw_state(shape, 2, torch.float32)
+    mine, pages = tuple(s.clone() for s in state), 12
+    stride = 3 * 2**28  # bytes
+    memory = torch.empty(pages * stride, dtype=torch.uint8, device="cuda").view(pages, stride)
+    pool = Pool(state, [0, 1], pages=2, gap=64)
+    views, indices = pool.carve(memory), torch.tensor([pages - 1, 3], device="cuda")
+    for view, start in zip(views, state, strict=True):
+        view[indices] = start
+    want, got = op.step(op, inputs, mine), op.step(op, inputs, views, indices)
+    assert error(got, want) <= op.tolerance(torch.float32)
+    assert all(
+        error(view[indices], expected) <= op.tolerance(torch.float32)
+        for view, expected in zip(views, mine, strict=True)
+    )
+
+
+@every_op
+def test_steps_on_one_shared_page_end(op):
+    """Programs that race for one page of garbage, thousands of times: they end, and no other page is touched."""
+    shape = Shape(256, 1, 4, 2, 64, 64)
+    inputs, state = op.draw(shape, torch.float32), op.draw_state(shape, 1, torch.float32)
+    pool = Pool(state, [1], pages=3, gap=64)
+    untouched = pool.outside([1])
+    indices = torch.ones(shape.B, dtype=torch.int32, device="cuda")
+    for _ in range(40):
+        op.step(op, inputs, pool.states, indices)
+    torch.cuda.synchronize()
+    assert torch.equal(pool.outside([1]), untouched)

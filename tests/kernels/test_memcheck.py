@@ -7,6 +7,7 @@ import torch
 from checks import outputs_and_gradients
 from memcheck import bounds_checked
 from ops_table import OPS, Shape
+from pool import Pool
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="checks interpreted kernels")
 
@@ -31,7 +32,9 @@ def test_every_access_is_inside(op, packed):
         outputs_and_gradients(op, op.fast, inputs, state, cu_seqlens, weights=[])
         if not packed:
             with torch.no_grad():
-                op.step(op, op.tokens(inputs, slice(0, 1)), op.draw_state(shape, 1, torch.float32))
+                one, state = op.tokens(inputs, slice(0, 1)), op.draw_state(shape, 1, torch.float32)
+                op.step(op, one, state)
+                op.step(op, one, Pool(state, [2], pages=3, gap=8).states, torch.tensor([2]))
     assert seen["accesses"]
 
 

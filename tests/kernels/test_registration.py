@@ -4,6 +4,7 @@ import pytest
 import torch
 from checks import error
 from ops_table import DEVICE, OPS, Shape
+from pool import Pool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPE = Shape(1, 20, 2, 1, 32, 32)
@@ -75,6 +76,58 @@ def test_opcheck(op):
         if func.name().endswith("_fwd"):
             args = [a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
         torch.library.opcheck(func, args, kwargs)
+
+
+@every_op
+def test_step_on_pages_compiles(op, backend):
+    """A graph that gets the memory and carves the states out of it; the indices may change between calls."""
+    shape = SHAPE._replace(B=2)
+    inputs = op.tokens(op.draw(shape, torch.float32), slice(0, 1))
+    state = op.draw_state(shape, 2, torch.float32)
+    mine, theirs = (Pool(state, [3, 1], pages=4, gap=64) for _ in range(2))
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda memory, indices: op.step(op, inputs, mine.carve(memory), indices), fullgraph=True, backend="aot_eager"
+    )
+    for order in ([3, 1], [1, 3]):
+        indices = torch.tensor(order, device=DEVICE)
+        got, want = compiled(mine.memory, indices), op.step(op, inputs, theirs.states, indices)
+        assert error(got, want) <= 1e-6
+        for a, b in zip(mine.states, theirs.states, strict=True):
+            assert error(a[[1, 3]], b[[1, 3]]) <= 1e-6
+    assert torch.equal(mine.outside([1, 3]), theirs.outside([1, 3]))
+
+
+@once_per_function
+def test_opcheck_of_a_step_on_pages(op):
+    inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 1))
+    pool = Pool(op.draw_state(SHAPE, 1, torch.float32), [1], pages=2, gap=64)
+    with Recorder() as recorder:
+        op.step(op, inputs, pool.states, torch.tensor([1], device=DEVICE))
+    ((func, (args, kwargs)),) = recorder.calls.items()
+    torch.library.opcheck(func, args, kwargs)
+
+
+@once_per_function
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("int32 or int64", lambda states, indices: (states, indices.float())),
+        (r"\[B\] = \[2\]", lambda states, indices: (states, indices[:1])),
+        (r"\[B\] = \[2\]", lambda states, indices: (states, indices[None])),
+        ("contiguous int32", lambda states, indices: (states, indices.repeat_interleave(2)[::2])),
+        (r"must be \[pages", lambda states, indices: ([s[..., :-1] for s in states], indices)),
+        ("must be contiguous", lambda states, indices: ([torch.stack([s, s], -1)[..., 0] for s in states], indices)),
+        ("apart from", lambda states, indices: ([s[:1].expand(s.shape) for s in states], indices)),
+    ],
+)
+def test_bad_pages_raise(op, message, change):
+    shape = SHAPE._replace(B=2)
+    inputs = op.tokens(op.draw(shape, torch.float32), slice(0, 1))
+    pool = Pool(op.draw_state(shape, 2, torch.float32), [3, 1], pages=4, gap=64)
+    states, indices = change(pool.states, torch.tensor([3, 1], device=DEVICE))
+    with pytest.raises(ValueError, match=message):
+        op.step(op, inputs, tuple(states), indices)
 
 
 @pytest.mark.parametrize(("op", "message", "change"), [(op, *bad) for op in OPS for bad in op.bad])

@@ -13,3 +13,8 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
 def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors with contiguous memory, which the kernels assume; None stays None."""
     return [None if t is None else t.contiguous() for t in tensors]
+
+
+def page_strides(state_indices: Tensor | None, *states: Tensor) -> list[int | None]:
+    """Elements between two pages of each state; None, as the kernels expect it, where there are no pages."""
+    return [None if state_indices is None else state.stride(0) for state in states]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._chunks import checkpoint_slots
 from .._common import num_sequences
-from .._launch import accumulator, contiguous
+from .._launch import accumulator, contiguous, page_strides
 from .kernels.affine_scan import affine_scan_kernel
 from .kernels.backward import coffee_bwd_kernel
 from .kernels.deer import coffee_deer_kernel
@@ -208,9 +208,10 @@ def coffee_step_triton(
     w_filter: Tensor | None,
     gate: Tensor | None,
     state: Tensor,
+    state_indices: Tensor | None,
     feedback: str,
 ) -> Tensor:
-    """One token [B, 1, D]; advances the contiguous `state` [B, D, n] in place, in one launch."""
+    """One token [B, 1, D]; advances the contiguous `state` [B, D, n], or its pages, in place, in one launch."""
     u, lam, w, C, w_filter, gate = contiguous(u, lam, w, C, w_filter, gate)
     (B, _, D), n = u.shape, lam.shape[1]
     NP = padded_states(n)
@@ -218,7 +219,8 @@ def coffee_step_triton(
     S, L = NP // NS, 128
     y = torch.empty_like(u)
     coffee_step_kernel[(B * triton.cdiv(D * S, L),)](
-        u, lam, w, C, w_filter, gate, state, y, *_gate_strides(gate, D),
+        u, lam, w, C, w_filter, gate, state, state_indices, *page_strides(state_indices, state), y,
+        *_gate_strides(gate, D),
         D=D, N=n, S=S, NS=NS, L=L, FORM=FORMS[feedback], FILTER=w_filter is not None, GATE=gate is not None,
         MATH=_math(u), ACC=accumulator(u.dtype), num_warps=4,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 from .._chunks import checkpoint_slots
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import use_triton
+from .._pages import check_step_states
 from .._registration import step_op
 from .sizes import CHECKPOINT, coffee_method, padded_states
 from .torch_deer import deer_fwd_torch
@@ -197,17 +198,18 @@ def _step(
     w_filter: Tensor | None,
     gate: Tensor | None,
     state: Tensor,
+    state_indices: Tensor | None,
     feedback: str,
 ) -> Tensor:
     if use_triton(u):
         from .launch import coffee_step_triton as step
     else:
         step = coffee_step_torch
-    return step(u, lam, w, C, w_filter, gate, state, feedback)
+    return step(u, lam, w, C, w_filter, gate, state, state_indices, feedback)
 
 
 @_step.register_fake
-def _(u, lam, w, C, w_filter, gate, state, feedback):
+def _(u, lam, w, C, w_filter, gate, state, state_indices, feedback):
     return u.new_empty(u.shape)
 
 
@@ -420,10 +422,17 @@ def coffee_step(
     state: Tensor,
     gate: Tensor | None = None,
     feedback: str = "sigmoid",
+    state_indices: Tensor | None = None,
 ) -> Tensor:
-    """One token of `chunk_coffee`: u [B, 1, D]; the contiguous `state` [B, D, n] is advanced in place. No autograd.
+    """One token of `chunk_coffee`, without autograd.
 
-    Returns y [B, 1, D] in u.dtype.
+    Args:
+        u: [B, 1, D]; lam, w, C, w_filter, gate, feedback: as in `chunk_coffee`.
+        state: contiguous [B, D, n], updated IN PLACE; with `state_indices` pages [pages, D, n].
+        state_indices: int32 or int64 [B], the page of each row; see kernels/README.md.
+
+    Returns:
+        y [B, 1, D] in u.dtype.
 
     Raises:
         ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
@@ -431,9 +440,5 @@ def coffee_step(
     w = _check("coffee_step", u, lam, w, C, w_filter, gate, feedback)
     if u.shape[1] != 1:
         raise ValueError(f"coffee_step advances by one token, got {u.shape[1]}; use chunk_coffee for several")
-    expected = (u.shape[0], *lam.shape)
-    if tuple(state.shape) != expected or not state.is_contiguous():
-        raise ValueError(
-            f"coffee_step updates its state in place: pass a contiguous {expected}, got {tuple(state.shape)}"
-        )
-    return _step(u, lam, w, C, w_filter, gate, state, feedback)
+    check_step_states("coffee_step", (state,), ((u.shape[0], *lam.shape),), state_indices)
+    return _step(u, lam, w, C, w_filter, gate, state, state_indices, feedback)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._common import SequenceLayout, compute_dtype
+from .._pages import read_pages, write_pages
 
 # up to so many elements, all states are kept and not recomputed; elements of the states of a chunk, to fit a cache
 KEEP_ALL = 2**24
@@ -247,13 +248,16 @@ def coffee_step_torch(
     C: Tensor,
     w_filter: Tensor | None,
     gate: Tensor | None,
-    state: Tensor,
+    pool: Tensor,
+    state_indices: Tensor | None,
     feedback: str,
 ) -> Tensor:
-    """One token [B, 1, D]; advances `state` [B, D, n] in place."""
+    """One token [B, 1, D]; advances the state [B, D, n], or its pages in `pool`, in place."""
+    (state,) = read_pages(state_indices, pool)
     lanes = Lanes(u, lam, w, C, w_filter, gate, feedback)
     after = lanes.advance(slice(0, 1), lanes.state(state), lanes.lam.new_empty(1, *lanes.lam.shape))
     value, gain = lanes.output(after[None])
     state.copy_(after.permute(1, 2, 0))
+    write_pages(state_indices, (pool,), (state,))
     y = value if gain is None else value * gain
     return y.transpose(0, 1).to(u.dtype, memory_format=torch.contiguous_format)

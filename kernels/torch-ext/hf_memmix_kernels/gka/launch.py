@@ -9,7 +9,7 @@ import torch
 import triton
 
 from .._chunks import chunk_table
-from .._launch import accumulator
+from .._launch import accumulator, page_strides
 from .kernels.backward import gka_bwd_kernel_dkv, gka_bwd_kernel_read, gka_bwd_kernel_ridge, gka_bwd_kernel_scan
 from .kernels.forward import gka_fwd_kernel_read, gka_fwd_kernel_scan
 from .kernels.solve import gka_kernel_solve, gka_kernel_steps
@@ -171,11 +171,15 @@ def gka_step_triton(
     beta: torch.Tensor,
     h: torch.Tensor,
     u: torch.Tensor,
+    state_indices: torch.Tensor | None,
     phases: list[int],
     ridge: float,
     scale: float,
 ) -> torch.Tensor:
-    """Advance (h, u) in place by the one token of q, k, v [B, 1, heads, D] and return o [B, 1, H, Dv] in q's dtype."""
+    """Advance (h, u), or their pages, in place by the one token of q, k, v [B, 1, heads, D].
+
+    Returns o [B, 1, H, Dv] in q's dtype.
+    """
     batch, _, heads, D = q.shape
     V = v.shape[-1]
     o = q.new_empty(batch, 1, heads, V)
@@ -183,8 +187,8 @@ def gka_step_triton(
     # one column of H per thread; half a column at D = 256, where H fills the registers of a multiprocessor
     num_warps = max(1, BD // 32) if BD <= 128 else BD // 16
     gka_step_kernel[(batch * heads,)](
-        *(t.contiguous() for t in (q, k, v, log_decay, alpha, beta)), h, u, o,
-        float(ridge), float(scale), heads,
+        *(t.contiguous() for t in (q, k, v, log_decay, alpha, beta)), h, u,
+        state_indices, *page_strides(state_indices, h, u), o, float(ridge), float(scale), heads,
         D=D, V=V, GROUPS=heads // k.shape[2], PHASES=tuple(phases), BD=BD, BV=BV,
         ACC=accumulator(h.dtype), num_warps=num_warps,
     )  # fmt: skip

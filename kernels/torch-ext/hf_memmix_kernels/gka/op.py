@@ -4,6 +4,7 @@ import torch
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
+from .._pages import check_step_states
 from .._registration import step_op
 from . import torch_path
 from .schedule import as_phases
@@ -130,6 +131,7 @@ def _gka_step(
     beta: torch.Tensor,
     h: torch.Tensor,
     u: torch.Tensor,
+    state_indices: torch.Tensor | None,
     phases: list[int],
     ridge: float,
     scale: float,
@@ -138,27 +140,32 @@ def _gka_step(
         from .launch import gka_step_triton as step
     else:
         step = gka_step_torch
-    return step(q, k, v, log_decay, alpha, beta, h, u, phases, ridge, scale)
+    return step(q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale)
 
 
 @_gka_step.register_fake
-def _(q, k, v, log_decay, alpha, beta, h, u, phases, ridge, scale):
+def _(q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale):
     return q.new_empty(*q.shape[:3], v.shape[-1])
 
 
 def check(q, k, v, log_decay, alpha, beta, state, cu_seqlens, ridge):
-    """Raise ValueError unless the arguments of `chunk_gka` or `gka_step` fit together."""
+    """Raise ValueError unless the arguments of `chunk_gka`, or of `gka_step` but its state, fit together."""
     check_heads("gka", q, k, v, log_decay=log_decay, alpha=alpha, beta=beta)
     if not ridge > 0:
         raise ValueError(f"gka: ridge={ridge} must be positive; the paper's is 0.02")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q.shape[0])
     if state is not None:
-        states, heads, dim = num_sequences(q.shape[0], cu_seqlens), *q.shape[2:]
-        expected = ((states, heads, dim, dim), (states, heads, v.shape[-1], dim))
+        expected = state_shapes(num_sequences(q.shape[0], cu_seqlens), q, v)
         got = tuple(tuple(s.shape) for s in state)
         if got != expected:
             raise ValueError(f"gka: the state (H, U) must have the shapes {expected}, got {got}")
+
+
+def state_shapes(sequences: int, q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of H and U."""
+    heads, dim = q.shape[2:]
+    return (sequences, heads, dim, dim), (sequences, heads, v.shape[-1], dim)
 
 
 def chunk_gka(
@@ -240,12 +247,15 @@ def gka_step(
     refinement: tuple[int, ...] | None = None,
     ridge: float = 0.02,
     scale: float | None = None,
+    state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One decoding step of `chunk_gka`, without autograd.
 
     Args:
         q, k, v: [B, 1, H, D], [B, 1, Hk, D], [B, 1, Hk, Dv]; log_decay, alpha, beta: [B, 1, H]; as in `chunk_gka`.
-        state: contiguous (H [B, H, D, D], U [B, H, Dv, D]), float32 or float64, updated IN PLACE.
+        state: contiguous (H [B, H, D, D], U [B, H, Dv, D]), float32 or float64, updated IN PLACE. With
+            `state_indices` pages [pages, ...] of them.
+        state_indices: int32 or int64 [B], the page of each row; see kernels/README.md.
 
     Returns:
         o [B, 1, H, Dv] in q's dtype.
@@ -253,14 +263,13 @@ def gka_step(
     Raises:
         ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
     """
-    check(q, k, v, log_decay, alpha, beta, state, None, ridge)
+    check(q, k, v, log_decay, alpha, beta, None, None, ridge)
     if q.shape[1] != 1:
         raise ValueError(f"gka_step advances by one token, got {q.shape[1]}; use chunk_gka for several")
+    check_step_states("gka_step", state, state_shapes(q.shape[0], q, v), state_indices)
     h, u = state
-    if not (h.is_contiguous() and u.is_contiguous()):
-        raise ValueError("gka_step updates its state in place: pass contiguous (H, U), e.g. by .contiguous()")
     alpha = torch.ones_like(log_decay) if alpha is None else alpha
     beta = torch.ones_like(log_decay) if beta is None else beta
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     phases = as_phases(num_iterations, refinement)
-    return _gka_step(q, k, v, log_decay, alpha, beta, h, u, list(phases), ridge, scale)
+    return _gka_step(q, k, v, log_decay, alpha, beta, h, u, state_indices, list(phases), ridge, scale)

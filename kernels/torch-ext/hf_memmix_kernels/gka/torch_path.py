@@ -14,6 +14,7 @@ import functools
 import torch
 
 from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks
+from .._pages import read_pages, write_pages
 from .schedule import richardson_steps
 
 
@@ -196,8 +197,12 @@ def _solve_token(h: torch.Tensor, q: torch.Tensor, phases: list[int], ridge: flo
     return x.view_as(q)
 
 
-def gka_step_torch(q, k, v, log_decay, alpha, beta, h, u, phases, ridge, scale):
-    """Advance (h, u) in place by the one token of q, k, v [B, 1, heads, D] and return o [B, 1, H, Dv] in q's dtype."""
+def gka_step_torch(q, k, v, log_decay, alpha, beta, h_pool, u_pool, state_indices, phases, ridge, scale):
+    """Advance (h, u), or their pages, in place by the one token of q, k, v [B, 1, heads, D].
+
+    Returns o [B, 1, H, Dv] in q's dtype.
+    """
+    h, u = read_pages(state_indices, h_pool, u_pool)
     groups = q.shape[2] // k.shape[2]
     queries, keys, values = (t[:, 0].to(h.dtype) for t in (q, k, v))
     if groups > 1:
@@ -206,6 +211,7 @@ def gka_step_torch(q, k, v, log_decay, alpha, beta, h, u, phases, ridge, scale):
     written = (beta[:, 0].to(h.dtype).square()[..., None] * keys)[..., None, :]
     h.mul_(decay).addcmul_(keys[..., :, None], written)
     u.mul_(decay).addcmul_(values[..., :, None], written)
+    write_pages(state_indices, (h_pool, u_pool), (h, u))
     x = _solve_token(h, queries, phases, ridge)
     mixed = queries + alpha[:, 0].to(h.dtype)[..., None] * (x - queries)
     return (scale * (mixed[..., None, :] @ u.mT)[..., 0, :]).to(q.dtype)[:, None]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .._chunks import chunk_table
 from .._common import num_sequences
-from .._launch import accumulator
+from .._launch import accumulator, page_strides
 from .kernels.backward import gla_bwd_kernel_dqkg, gla_bwd_kernel_dv
 from .kernels.forward import gla_cumsum_kernel, gla_fwd_kernel, gla_scan_kernel
 from .kernels.step import gla_step_kernel
@@ -132,14 +132,17 @@ def gla_bwd_triton(
     return dq, dk, dv, dg.sum(0) if blocks > 1 else dg[0], dinitial
 
 
-def gla_step_triton(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> Tensor:
-    """One token [B, 1, heads, D]; `state` [B, H, K, V] is advanced in place, in one launch."""
+def gla_step_triton(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, state_indices: Tensor | None, scale: float
+) -> Tensor:
+    """One token [B, 1, heads, D]; `state` [B, H, K, V], or its pages, is advanced in place, in one launch."""
     B, _, H, K = q.shape
     V = v.shape[-1]
     o = q.new_empty(B, 1, H, V)
     BK, BV = triton.next_power_of_2(K), min(32, triton.next_power_of_2(V))
     gla_step_kernel[(B * H, triton.cdiv(V, BV))](
-        *(t.contiguous() for t in (q, k, v, log_decay)), state, o, scale, H, K, V,
+        *(t.contiguous() for t in (q, k, v, log_decay)), state, state_indices, *page_strides(state_indices, state), o,
+        scale, H, K, V,
         GROUPS=H // k.shape[2], BK=BK, BV=BV, num_warps=4,
         ACC=accumulator(state.dtype),
     )  # fmt: skip

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
+from .._pages import check_step_states
 from .._registration import step_op
 from .torch_path import gla_bwd_torch, gla_fwd_torch, gla_step_torch
 
@@ -73,16 +74,18 @@ _fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 @step_op("hf_memmix::gla_step", mutates_args=("state",))
-def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> Tensor:
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, state_indices: Tensor | None, scale: float
+) -> Tensor:
     if use_triton(q):
         from .launch import gla_step_triton as step
     else:
         step = gla_step_torch
-    return step(q, k, v, log_decay, state, scale)
+    return step(q, k, v, log_decay, state, state_indices, scale)
 
 
 @_step.register_fake
-def _(q, k, v, log_decay, state, scale):
+def _(q, k, v, log_decay, state, state_indices, scale):
     return q.new_empty(*q.shape[:3], v.shape[-1])
 
 
@@ -133,11 +136,25 @@ def chunk_gla(
 
 
 def gla_step(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    *,
+    scale: float | None = None,
+    state_indices: Tensor | None = None,
 ) -> Tensor:
-    """One token of `chunk_gla`: tensors [B, 1, ...]; the contiguous `state` [B, H, K, V] is advanced in place.
+    """One token of `chunk_gla`, without autograd.
 
-    Returns o [B, 1, H, V] in q.dtype; no autograd.
+    Args:
+        q, k, v, log_decay: one token [B, 1, ...], as in `chunk_gla`.
+        state: contiguous [B, H, K, V], updated IN PLACE; with `state_indices` pages [pages, H, K, V].
+        scale: as in `chunk_gla`.
+        state_indices: int32 or int64 [B], the page of each row; see kernels/README.md.
+
+    Returns:
+        o [B, 1, H, V] in q.dtype.
 
     Raises:
         ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
@@ -146,8 +163,6 @@ def gla_step(
     if q.shape[1] != 1:
         raise ValueError(f"gla_step advances by one token, got {q.shape[1]}; use chunk_gla for several")
     expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
-    if tuple(state.shape) != expected or not state.is_contiguous():
-        raise ValueError(
-            f"gla_step updates its state in place: pass a contiguous {expected}, got {tuple(state.shape)}"
-        )
-    return _step(q, k, v, log_decay, state, float(q.shape[-1] ** -0.5 if scale is None else scale))
+    check_step_states("gla_step", (state,), (expected,), state_indices)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _step(q, k, v, log_decay, state, state_indices, float(scale))

@@ -8,6 +8,7 @@ Inside this file tensors are [N, Hk, G, chunks, C, D]: a key/value head is broad
 from torch import Tensor
 
 from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks
+from .._pages import read_pages, write_pages
 
 
 class _Chunks:
@@ -89,10 +90,14 @@ def gla_bwd_torch(
     return dq, dk, dv, c.merge(dg[..., None])[..., 0].to(log_decay.dtype), dinitial.flatten(1, 2)
 
 
-def gla_step_torch(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float) -> Tensor:
-    """One token [B, 1, heads, D]; `state` [B, H, K, V] is advanced in place."""
+def gla_step_torch(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, pool: Tensor, state_indices: Tensor | None, scale: float
+) -> Tensor:
+    """One token [B, 1, heads, D]; the state [B, H, K, V], or its pages in `pool`, is advanced in place."""
+    (state,) = read_pages(state_indices, pool)
     groups = q.shape[2] // k.shape[2]
     query, keys, values = (t[:, 0].to(state.dtype) for t in (q, k, v))
     keys, values = (t.repeat_interleave(groups, 1) for t in (keys, values))
     state.mul_(log_decay[:, 0].to(state.dtype).exp()[..., None, None]).add_(keys[..., :, None] * values[..., None, :])
+    write_pages(state_indices, (pool,), (state,))
     return (scale * (query[..., None, :] @ state)[..., 0, :]).to(q.dtype)[:, None]

@@ -5,7 +5,7 @@ import triton
 from torch import Tensor
 
 from .._chunks import checkpoint_slots, chunk_table
-from .._launch import accumulator
+from .._launch import accumulator, page_strides
 from .kernels.sequential.backward import lattice_bwd_kernel
 from .kernels.sequential.dec_backward import lattice_adjoint_kernel, lattice_middle_kernel
 from .kernels.sequential.dec_backward_windows import (
@@ -154,14 +154,15 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     return dq, dk, dv, dgamma, None, _from_tiles(dstart, dfinal)
 
 
-def lattice_step_triton(q, k, v, gamma, log_decay, state, variant, project, l1):
-    """Advance the state [B, H, d, m] in place by one token; o [B, 1, H, d] in v's dtype."""
+def lattice_step_triton(q, k, v, gamma, log_decay, state, state_indices, variant, project, l1):
+    """Advance the state [B, H, d, m], or its pages, in place by one token; o [B, 1, H, d] in v's dtype."""
     sizes = _sizes(state, LANES_FWD)
     q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
     log_decay = None if log_decay is None else log_decay.contiguous()
     o = torch.empty_like(v)
-    lattice_step_kernel[(state.shape[0] * state.shape[1],)](
-        q, k, v, gamma, log_decay, state, o, float(l1),
+    heads = v.shape[2]
+    lattice_step_kernel[(v.shape[0] * heads,)](
+        q, k, v, gamma, log_decay, state, state_indices, *page_strides(state_indices, state), o, float(l1), heads,
         **sizes, VARIANT=variant, PROJECT=project, L1=l1 > 0, num_warps=_warps(WARPS_FWD, state),
     )  # fmt: skip
     return o

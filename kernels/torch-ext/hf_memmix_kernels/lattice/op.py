@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import use_triton
+from .._pages import check_step_states
 from .._registration import step_op
 from .naive import BASELINES, VARIANTS
 from .sizes import CHECKPOINT, MAX_DIM, dual_sizes, kept_sizes, runs_dual
@@ -127,15 +128,16 @@ def _step(
     gamma: Tensor,
     log_decay: Tensor | None,
     state: Tensor,
+    state_indices: Tensor | None,
     variant: str,
     project: bool,
     l1: float,
 ) -> Tensor:
-    return _path(v)[2](q, k, v, gamma, log_decay, state, variant, project, l1)
+    return _path(v)[2](q, k, v, gamma, log_decay, state, state_indices, variant, project, l1)
 
 
 @_step.register_fake
-def _(q, k, v, gamma, log_decay, state, variant, project, l1):
+def _(q, k, v, gamma, log_decay, state, state_indices, variant, project, l1):
     return v.new_empty(v.shape)
 
 
@@ -300,13 +302,15 @@ def lattice_step(
     variant: str = "dec",
     project: bool = True,
     l1: float = 0.0,
+    state_indices: Tensor | None = None,
 ) -> Tensor:
     """One decoding step of `chunk_lattice`, without autograd.
 
     Args:
         q, k, v, gamma, log_decay: one token, as in `chunk_lattice`.
-        state: contiguous [B, H, d, m], float32 or float64, updated IN PLACE. With `project` its columns
-            have unit norm.
+        state: contiguous [B, H, d, m], float32 or float64, updated IN PLACE; with `state_indices` pages
+            [pages, H, d, m]. With `project` its columns have unit norm.
+        state_indices: int32 or int64 [B], the page of each row; see kernels/README.md.
 
     Returns:
         y [B, 1, H, d] in v's dtype.
@@ -314,11 +318,11 @@ def lattice_step(
     Raises:
         ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
     """
-    _check(q, k, v, gamma, log_decay, state, None, variant, project, l1)
+    _check(q, k, v, gamma, log_decay, None, None, variant, project, l1)
     if q.shape[1] != 1:
         raise ValueError(f"lattice_step advances by one token, got {q.shape[1]}; use chunk_lattice for several")
-    if not state.is_contiguous():
-        raise ValueError("lattice_step updates its state in place: pass a contiguous one, e.g. by .contiguous()")
+    (B, _, H, m), d = q.shape, v.shape[-1]
+    check_step_states("lattice_step", (state,), ((B, H, d, m),), state_indices)
     if project and log_decay is not None:
         gamma, log_decay = _fold(gamma, log_decay)
-    return _step(q, k, v, gamma, log_decay, state, variant, project, float(l1))
+    return _step(q, k, v, gamma, log_decay, state, state_indices, variant, project, float(l1))

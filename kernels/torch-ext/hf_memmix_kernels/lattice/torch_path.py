@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._common import SequenceLayout, compute_dtype
+from .._pages import read_pages, write_pages
 from .naive import BASELINES
 from .sizes import CHECKPOINT
 
@@ -204,10 +205,12 @@ def lattice_bwd_torch(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept
     return *found, g.mT.unflatten(0, initial_state.shape[:2])
 
 
-def lattice_step_torch(q, k, v, gamma, log_decay, state, variant, project, l1):
-    """Advance the state [B, H, d, m] in place by one token; o [B, 1, H, d] in v's dtype."""
+def lattice_step_torch(q, k, v, gamma, log_decay, pool, state_indices, variant, project, l1):
+    """Advance the state [B, H, d, m], or its pages in `pool`, in place by one token; o [B, 1, H, d] in v's dtype."""
+    (state,) = read_pages(state_indices, pool)
     layout = SequenceLayout(q.shape[0], 1, 1, None)
     (x,) = _inputs(layout, state.dtype, k, v, gamma, log_decay)
     S = write(state.flatten(0, 1).mT, *x, variant, project, l1).next
     state.copy_(S.mT.unflatten(0, state.shape[:2]))
+    write_pages(state_indices, (pool,), (state,))
     return _gather([_sum(S, *_steps(layout, state.dtype, q)[0])], layout, v)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .._chunks import chunk_table
 from .._common import compute_dtype, num_sequences
-from .._launch import accumulator
+from .._launch import accumulator, page_strides
 from .kernels.backward import short_conv_bwd_kernel
 from .kernels.forward import short_conv_fwd_kernel
 from .kernels.step import short_conv_step_kernel
@@ -85,18 +85,21 @@ def short_conv_bwd_triton(
     return dx, dparams[:K].T.contiguous(), dparams[K].clone(), dinitial
 
 
-def short_conv_step_triton(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool) -> Tensor:
-    """One token [B, 1, C]; shifts `state` [B, C, K-1] in place, in one launch."""
+def short_conv_step_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, state_indices: Tensor | None, silu: bool
+) -> Tensor:
+    """One token [B, 1, C]; shifts `state` [B, C, K-1], or its pages, in place, in one launch."""
     x, weight = x.contiguous(), weight.contiguous()
     B, _, C = x.shape
     K = weight.shape[1]
-    target = state if state.is_contiguous() else state.contiguous()
+    in_place = state_indices is not None or state.is_contiguous()
+    target = state if in_place else state.contiguous()
     y = torch.empty_like(x)
     BC = min(256, triton.next_power_of_2(C))
     short_conv_step_kernel[(B, triton.cdiv(C, BC))](
-        x, weight, bias, target, y, C,
+        x, weight, bias, target, state_indices, *page_strides(state_indices, target), y, C,
         K=K, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None, num_warps=2,
     )  # fmt: skip
-    if target is not state:
+    if not in_place:
         state.copy_(target)
     return y

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .._common import check_cu_seqlens, num_sequences
 from .._dispatch import use_triton
+from .._pages import check_step_states
 from .._registration import step_op
 from .torch_path import short_conv_bwd_torch, short_conv_fwd_torch, short_conv_step_torch
 
@@ -84,16 +85,18 @@ _fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 @step_op("hf_memmix::short_conv_step", mutates_args=("state",))
-def _step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool) -> Tensor:
+def _step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, state_indices: Tensor | None, silu: bool
+) -> Tensor:
     if use_triton(x):
         from .launch import short_conv_step_triton as step
     else:
         step = short_conv_step_torch
-    return step(x, weight, bias, state, silu)
+    return step(x, weight, bias, state, state_indices, silu)
 
 
 @_step.register_fake
-def _(x, weight, bias, state, silu):
+def _(x, weight, bias, state, state_indices, silu):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -154,9 +157,23 @@ def short_conv(
 
 
 def short_conv_step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None = "silu"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    activation: str | None = "silu",
+    *,
+    state_indices: Tensor | None = None,
 ) -> Tensor:
-    """One token of `short_conv`: x [B, 1, C] -> y [B, 1, C]; `state` [B, C, K-1] is shifted in place. No autograd.
+    """One token of `short_conv`, without autograd.
+
+    Args:
+        x: [B, 1, C]; weight, bias, activation: as in `short_conv`.
+        state: [B, C, K-1], shifted IN PLACE; with `state_indices` pages [pages, C, K-1].
+        state_indices: int32 or int64 [B], the page of each row; see kernels/README.md.
+
+    Returns:
+        y [B, 1, C] in x.dtype.
 
     Raises:
         ValueError: more than one token, or shapes or an activation that `short_conv` refuses.
@@ -165,6 +182,5 @@ def short_conv_step(
     if x.shape[1] != 1:
         raise ValueError(f"short_conv_step takes one token, got T={x.shape[1]}; use short_conv for more.")
     expected = (x.shape[0], x.shape[2], weight.shape[1] - 1)
-    if tuple(state.shape) != expected:
-        raise ValueError(f"short_conv_step: state must be {expected}, got {tuple(state.shape)}.")
-    return _step(x, weight, bias, state, silu)
+    check_step_states("short_conv_step", (state,), (expected,), state_indices, any_stride=True)
+    return _step(x, weight, bias, state, state_indices, silu)

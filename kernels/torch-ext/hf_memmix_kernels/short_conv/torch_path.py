@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._chunks import sequence_ids
 from .._common import compute_dtype
+from .._pages import read_pages, write_pages
 
 
 class _Window:
@@ -131,11 +132,15 @@ def short_conv_bwd_torch(
     return dx, dweight, dz.sum((0, 1)), dinitial
 
 
-def short_conv_step_torch(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool) -> Tensor:
-    """One token [B, 1, C]; shifts `state` [B, C, K-1] in place."""
+def short_conv_step_torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, state_indices: Tensor | None, silu: bool
+) -> Tensor:
+    """One token [B, 1, C]; shifts the state [B, C, K-1], or its pages in `pool`, in place."""
+    (state,) = read_pages(state_indices, pool)
     dtype = compute_dtype(x.dtype)
     window = torch.cat([state.to(dtype), x[:, 0, :, None].to(dtype)], -1)
     z = (window * weight.to(dtype)).sum(-1)
     z = z if bias is None else z + bias.to(dtype)
     state.copy_(window[..., 1:])
+    write_pages(state_indices, (pool,), (state,))
     return (F.silu(z) if silu else z).to(x.dtype)[:, None]

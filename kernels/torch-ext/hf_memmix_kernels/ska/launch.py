@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .._launch import contiguous
+from .._launch import contiguous, page_strides
 from .kernels.backward import ska_bwd_kernel_dkv, ska_bwd_kernel_operator, ska_bwd_kernel_scan
 from .kernels.forward import ska_fwd_kernel_read, ska_fwd_kernel_scan
 from .kernels.step import ska_step_kernel
@@ -131,15 +131,17 @@ def ska_backward(
 
 
 def ska_step_triton(
-    q, k, v, gain, S, W, previous, nu, position, chunk_size, per_token, power, eps, spectral_norm, sigma_floor
-):
-    """Advance the state in place by the one token of q, k, v [B, 1, heads, D]; o [B, 1, H, P] in q's dtype."""
+    q, k, v, gain, S, W, previous, nu, position, state_indices,
+    chunk_size, per_token, power, eps, spectral_norm, sigma_floor,
+):  # fmt: skip
+    """Advance the state, or its pages, in place by one token, q, k, v [B, 1, heads, D]; o [B, 1, H, P] like q."""
     batch, _, heads, R = q.shape
     kv_heads, V = v.shape[2:]
     o = q.new_empty(batch, 1, heads, V)
     BR, BV = (max(16, triton.next_power_of_2(size)) for size in (R, min(V, 64)))
     ska_step_kernel[(batch * kv_heads,)](
-        *(t.contiguous() for t in (q, k, v, gain)), S, W, previous, nu, position, o, eps, sigma_floor,
+        *(t.contiguous() for t in (q, k, v, gain)), S, W, previous, nu, position,
+        state_indices, *page_strides(state_indices, S, W, previous, nu, position), o, eps, sigma_floor,
         H=heads, HK=kv_heads, R=R, V=V, C=chunk_size, PER_TOKEN=per_token, POWER=power, SPECTRAL=spectral_norm,
         BR=BR, BV=BV, num_warps=4 if R <= 32 else 8,
     )  # fmt: skip

@@ -6,6 +6,7 @@ from torch import Tensor
 from .._chunks import sequence_ids
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import use_triton
+from .._pages import check_step_states
 from .._registration import step_op
 from . import torch_path
 from .state import State, check_state, state_shapes
@@ -125,6 +126,7 @@ def _ska_step(
     previous: Tensor,
     nu: Tensor,
     position: Tensor,
+    state_indices: Tensor | None,
     chunk_size: int,
     per_token: bool,
     power: int,
@@ -139,7 +141,7 @@ def _ska_step(
         if q.shape[-1] <= MAX_TRITON_RANK:
             step = ska_step_triton
     return step(
-        q, k, v, gain, statistics, operator, previous, nu, position,
+        q, k, v, gain, statistics, operator, previous, nu, position, state_indices,
         chunk_size, per_token, power, eps, spectral_norm, sigma_floor,
     )  # fmt: skip
 
@@ -294,16 +296,19 @@ def ska_step(
     refresh_every: int | None = None,
     spectral_norm: bool = True,
     sigma_floor: float = 0.1,
+    state_indices: Tensor | None = None,
 ) -> Tensor:
     """One decoding step of `chunk_ska`, without autograd.
 
     Args:
         q, k, v: [B, 1, H, r], [B, 1, Hk, r], [B, 1, Hk, P]; mask [B, 1]; gamma, eta: as in `chunk_ska`.
-        state: as in `chunk_ska`, contiguous, updated IN PLACE.
+        state: as in `chunk_ska`, contiguous, updated IN PLACE; with `state_indices` pages [pages, ...] of each tensor.
         chunk_size: tokens between two estimates of the operator, the same as in training.
         refresh_every: None is `chunk_size`. 1 is the paper's re-estimation at every token, the model of
             `chunk_ska(chunk_size=1)`: rank-one updates of P = (G + eps nu^2 I)^-1 at O(r^2) per token. P is computed
             anew where a key exceeds nu and after every `chunk_size` tokens. Its state comes from `per_token_state`.
+        state_indices: int32 or int64 [B], the page of each row; see kernels/README.md. On a CPU too, statistics that
+            are not positive definite then raise nothing: they may lie in a page that no sequence reads.
 
     Returns:
         o [B, 1, H, P] in q's dtype.
@@ -324,10 +329,8 @@ def ska_step(
     expected = state_shapes(batch, k.shape[2], rank, values)
     if per_token:
         expected = (expected[0], (*expected[2], rank), *expected[2:])
-    check_state(state, expected)
-    if not all(s.is_contiguous() for s in state):
-        raise ValueError("ska_step updates its state in place: pass contiguous tensors, e.g. by .contiguous()")
+    check_step_states("ska_step", state, expected, state_indices)
     return _ska_step(
-        q, masked(k, mask), v, gain_of(q, gamma, eta, power), *state,
+        q, masked(k, mask), v, gain_of(q, gamma, eta, power), *state, state_indices,
         chunk_size, per_token, power, float(eps), spectral_norm, float(sigma_floor),
     )  # fmt: skip

@@ -24,11 +24,11 @@ def ridge_of(nu: Tensor, eps: float) -> Tensor:
     return eps * nu.clamp_min(SMALLEST_NORM).square()
 
 
-def inverse(G: Tensor, ridge: Tensor, check: bool) -> tuple[Tensor, Tensor]:
-    """(Gt, Gt^-1) with Gt = G + ridge I; a ridge 10, 100, 1000 times as large where the factorisation fails.
+def inverse(G: Tensor, ridge: Tensor, check: bool, refuse: bool = True) -> tuple[Tensor, Tensor]:
+    """(Gt, Gt^-1) with Gt = G + ridge I; with `check` a ridge 10, 100, 1000 times as large where that fails.
 
     Raises:
-        ValueError: `check`, and a matrix is not positive definite even so.
+        ValueError: `check` and `refuse`, and a matrix is not positive definite even so.
     """
     eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     ridge = ridge[..., None, None]
@@ -40,7 +40,7 @@ def inverse(G: Tensor, ridge: Tensor, check: bool) -> tuple[Tensor, Tensor]:
                 break
             regular = torch.where((info > 0)[..., None, None], G + jitter * ridge * eye, regular)
             L, info = torch.linalg.cholesky_ex(regular)
-        if info.any():
+        if refuse and info.any():
             place = info.nonzero()[0].tolist()
             raise ValueError(
                 f"ska: the statistics of sequence {place[0]}, head {place[1]} are not positive definite, even with a"
@@ -65,10 +65,10 @@ def spectral_scale(Gt: Tensor, P: Tensor, MT: Tensor, NT: Tensor, power: int, si
 class Operator:
     """P, N^T, s and Q^T of a batch of statistics S [..., r, 2 r + P] with key norms nu [...]."""
 
-    def __init__(self, S, nu, power, eps, spectral_norm, sigma_floor, check):
+    def __init__(self, S, nu, power, eps, spectral_norm, sigma_floor, check, refuse=True):
         self.power, self.eps, self.nu = power, eps, nu
         G, self.MT, self.CT = split_statistics(S)
-        Gt, self.P = inverse(G, ridge_of(nu, eps), check)
+        Gt, self.P = inverse(G, ridge_of(nu, eps), check, refuse)
         self.NT = self.P @ self.MT
         self.scale = torch.ones_like(nu)
         if spectral_norm and power:

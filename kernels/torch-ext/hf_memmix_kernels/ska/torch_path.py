@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._common import compute_dtype
+from .._pages import read_pages, write_pages
 from .naive import POWER_ITERATIONS, start_vector
 from .operator import Operator, inverse, ridge_of, split_statistics
 
@@ -195,10 +196,13 @@ def _read_per_token(S, P, nu, q, power, eps, spectral_norm, sigma_floor):
 
 
 def ska_step_torch(
-    q, k, v, gain, S, W, previous, nu, position, chunk_size, per_token, power, eps, spectral_norm, sigma_floor
-):
-    """Advance the state in place by the one token of q, k, v [B, 1, heads, D]; o [B, 1, H, P] in q's dtype."""
+    q, k, v, gain, S, W, previous, nu, position, state_indices,
+    chunk_size, per_token, power, eps, spectral_norm, sigma_floor,
+):  # fmt: skip
+    """Advance the state, or its pages, in place by one token, q, k, v [B, 1, heads, D]; o [B, 1, H, P] like q."""
     options = (power, eps, spectral_norm, sigma_floor)
+    pools = (S, W, previous, nu, position)
+    S, W, previous, nu, position = read_pages(state_indices, *pools)
     queries = q[:, 0].to(S.dtype).unflatten(1, (k.shape[2], -1))
     z, values = k[:, 0].to(S.dtype), v[:, 0].to(S.dtype)
     read = _read_per_token(S, W, nu, queries, *options) if per_token else queries @ W
@@ -218,7 +222,10 @@ def ska_step_torch(
         due |= grown
     check = q.device.type == "cpu"
     if not check or due.any():  # a GPU is not asked: it may be recording a graph
-        new = inverse(G, ridge_of(nu, eps), check)[1] if per_token else Operator(S, nu, *options, check).WT
+        # among pages one may be garbage, which must not stop the others
+        checks = check, state_indices is None
+        new = inverse(G, ridge_of(nu, eps), *checks)[1] if per_token else Operator(S, nu, *options, *checks).WT
         W.copy_(torch.where(due[..., None, None], new, W))
         position.masked_fill_(due, 0)
+    write_pages(state_indices, pools, (S, W, previous, nu, position))
     return o.to(q.dtype)[:, None]

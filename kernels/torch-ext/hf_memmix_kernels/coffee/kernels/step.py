@@ -3,13 +3,14 @@
 import triton
 import triton.language as tl
 
+from ..._page_offset import state_offset
 from .forward import filtered
 from .tiles import advance, load_states, scaled, store_states
 
 
 @triton.jit(do_not_specialize=("gate_b", "gate_d"))
 def coffee_step_kernel(
-    u, lam, w, C, F, gate, state, y, gate_b, gate_d,
+    u, lam, w, C, F, gate, state, pages, stride, y, gate_b, gate_d,
     D: tl.constexpr, N: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr, FORM: tl.constexpr,
     FILTER: tl.constexpr, GATE: tl.constexpr, MATH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -25,7 +26,7 @@ def coffee_step_kernel(
     b_F = b_C
     if FILTER:
         b_F = load_states(F, f * N + split, m_f, S, NS, ACC, N - split)
-    o_x = (i_n * D + f) * N + split
+    o_x = state_offset(i_n, 1, D * N, pages, stride) + f * N + split
     x = load_states(state, o_x, m_f, S, NS, ACC, N - split)
     b_u = tl.load(u + i_n * D + f, mask=m_f, other=0).to(ACC)
     factor = b_u

@@ -13,6 +13,8 @@ without shuffles and partial sums.
 import triton
 import triton.language as tl
 
+from ..._page_offset import state_offset
+
 
 @triton.jit
 def _relaxed(b_h, b_x, shrink):
@@ -39,7 +41,7 @@ def _chebyshev(b_h, b_r, shrink, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["h"])
 def gka_step_kernel(
-    q, k, v, log_decay, alpha, beta, h, u, o,
+    q, k, v, log_decay, alpha, beta, h, u, pages, h_stride, u_stride, o,
     ridge, scale, heads,
     D: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr, PHASES: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     ACC: tl.constexpr,
@@ -51,7 +53,7 @@ def gka_step_kernel(
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     m_dd = m_d[:, None] & m_d[None, :]
-    p_h = h + i_s * D * D + o_d[:, None] * D + o_d[None, :]
+    p_h = h + state_offset(i_s, heads, D * D, pages, h_stride) + o_d[:, None] * D + o_d[None, :]
     b_h = tl.load(p_h, mask=m_dd, other=0)
     b_decay = tl.exp(tl.load(log_decay + i_s).to(ACC))
     b_write = tl.load(beta + i_s).to(ACC)
@@ -76,11 +78,12 @@ def gka_step_kernel(
             b_r = b_r - b_xi + _relaxed(b_h, b_xi, shrink)
 
     b_m = scale * (b_q + tl.load(alpha + i_s).to(ACC) * (b_x - b_q))
+    p_us = u + state_offset(i_s, heads, V * D, pages, u_stride)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         m_v = o_v < V
         # transposed: the threads of a warp hold D, so the read-out sums over rows too
-        p_u = u + i_s * V * D + o_v[None, :] * D + o_d[:, None]
+        p_u = p_us + o_v[None, :] * D + o_d[:, None]
         m_dv = m_d[:, None] & m_v[None, :]
         b_v = tl.load(v + i_k * V + o_v, mask=m_v, other=0).to(ACC)
         b_u = b_decay * tl.load(p_u, mask=m_dv, other=0) + (b_write * b_k)[:, None] * b_v[None, :]

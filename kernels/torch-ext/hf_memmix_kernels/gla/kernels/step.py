@@ -3,10 +3,12 @@
 import triton
 import triton.language as tl
 
+from ..._page_offset import state_offset
+
 
 @triton.jit
 def gla_step_kernel(
-    q, k, v, g, state, o, scale, H, K, V,
+    q, k, v, g, state, pages, stride, o, scale, H, K, V,
     GROUPS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One token: the state's block of V columns is read once and written once."""
@@ -15,7 +17,7 @@ def gla_step_kernel(
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     m_k, m_v = o_k < K, o_v < V
     m_s = m_k[:, None] & m_v[None, :]
-    p_s = state + i_s * K * V + o_k[:, None] * V + o_v[None, :]
+    p_s = state + state_offset(i_s, H, K * V, pages, stride) + o_k[:, None] * V + o_v[None, :]
     b_s = tl.load(p_s, mask=m_s, other=0)
     b_q = tl.load(q + i_s * K + o_k, mask=m_k, other=0).to(ACC)
     b_k = tl.load(k + i_kv * K + o_k, mask=m_k, other=0).to(ACC)

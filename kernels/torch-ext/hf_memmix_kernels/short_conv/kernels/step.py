@@ -3,17 +3,19 @@
 import triton
 import triton.language as tl
 
+from ..._page_offset import state_offset
+
 
 @triton.jit
 def short_conv_step_kernel(
-    x, weight, bias, state, y, C,
+    x, weight, bias, state, pages, stride, y, C,
     K: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, ACC: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """One token of one sequence and block of channels: y, and the state shifted by one."""
     i_b, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_c = i_c * BC + tl.arange(0, BC)
     m_c = o_c < C
-    p_s = state + (i_b * C + o_c) * (K - 1)
+    p_s = state + state_offset(i_b, 1, C * (K - 1), pages, stride) + o_c * (K - 1)
     b_x = tl.load(x + i_b * C + o_c, mask=m_c, other=0)
     b_z = b_x.to(ACC) * tl.load(weight + o_c * K + K - 1, mask=m_c, other=0).to(ACC)
     if HAS_BIAS:

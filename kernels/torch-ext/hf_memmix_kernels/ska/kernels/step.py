@@ -7,6 +7,7 @@ rows of a batch may therefore have different positions, and a CUDA graph holds b
 import triton
 import triton.language as tl
 
+from ..._page_offset import state_offset
 from .tiles import (
     SMALLEST,
     STEPS,
@@ -59,8 +60,21 @@ def _scale_per_token(G, MT, P, ridge, sigma_floor, o_r, R: tl.constexpr, POWER: 
 
 
 @triton.jit
+def _same_for_all(p, pages):
+    """The number at p, the same for all warps, which branch on it, even while a program with the same page writes it.
+
+    One thread reads it, by adding 0, and tells the others. Without pages no other program writes it.
+    """
+    if pages is None:
+        return tl.load(p)
+    else:
+        return tl.atomic_add(p, 0.0)
+
+
+@triton.jit
 def ska_step_kernel(
-    q, k, v, gain, S, W, previous, nu, position, o, eps, sigma_floor,
+    q, k, v, gain, S, W, previous, nu, position,
+    pages, S_stride, W_stride, previous_stride, nu_stride, position_stride, o, eps, sigma_floor,
     H: tl.constexpr, HK: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PER_TOKEN: tl.constexpr,
     POWER: tl.constexpr, SPECTRAL: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
@@ -71,13 +85,17 @@ def ska_step_kernel(
     o_r, o_v = tl.arange(0, BR), tl.arange(0, BV)
     m_r = o_r < R
     first_head = i_s % HK * GROUPS
-    p_S = S + i_s * R * WIDTH
+    p_S = S + state_offset(i_s, HK, R * WIDTH, pages, S_stride)
+    p_previous = previous + state_offset(i_s, HK, R, pages, previous_stride)
+    p_nu = nu + state_offset(i_s, HK, 1, pages, nu_stride)
+    p_position = position + state_offset(i_s, HK, 1, pages, position_stride)
     b_k = tl.load(k + i_s * R + o_r, mask=m_r, other=0.0).to(tl.float32)
-    b_nu = tl.load(nu + i_s)
-    b_previous = tl.load(previous + i_s * R + o_r, mask=m_r, other=0.0)
+    b_nu = _same_for_all(p_nu, pages)
+    b_position = _same_for_all(p_position, pages) + 1
+    b_previous = tl.load(p_previous + o_r, mask=m_r, other=0.0)
 
     if PER_TOKEN:
-        p_W = W + i_s * R * R
+        p_W = W + state_offset(i_s, HK, R * R, pages, W_stride)
         b_P = load_tile(p_W, o_r, R, R, o_r, R)
         b_MT = load_tile(p_S + R, o_r, R, WIDTH, o_r, R)
         scale = 1.0
@@ -86,7 +104,7 @@ def ska_step_kernel(
             ridge = eps * tl.maximum(b_nu, SMALLEST) * tl.maximum(b_nu, SMALLEST)
             scale = _scale_per_token(b_G, b_MT, b_P, ridge, sigma_floor, o_r, R, POWER)
     else:
-        p_W = W + i_s * R * V
+        p_W = W + state_offset(i_s, HK, R * V, pages, W_stride)
     for g in range(GROUPS):
         i_q = i_s * GROUPS + g
         b_gain = tl.load(gain + first_head + g)
@@ -112,15 +130,14 @@ def ska_step_kernel(
         b_v = tl.load(v + i_s * V + j + o_v, mask=o_v < V - j, other=0.0).to(tl.float32)
         _add(S, p_S + 2 * R + j, b_k, b_v, o_r, R, o_v, V - j, WIDTH)
     norm = tl.sqrt(tl.sum(b_k * b_k, 0))
-    due = tl.load(position + i_s) + 1 >= C
+    due = b_position >= C
     if PER_TOKEN:
         due = due | (norm > b_nu)
     b_nu = tl.maximum(b_nu, norm)
-    tl.store(nu + i_s, b_nu)
-    tl.store(previous + i_s * R + o_r, b_k, mask=m_r)
-    b_position = tl.load(position + i_s) + 1
+    tl.store(p_nu, b_nu)
+    tl.store(p_previous + o_r, b_k, mask=m_r)
     tl.debug_barrier()
-    tl.store(position + i_s, tl.where(due, 0.0, b_position))
+    tl.store(p_position, tl.where(due, 0.0, b_position))
     if PER_TOKEN:
         if due:
             b_G, ridge = load_gram(p_S, b_nu, eps, o_r, R, WIDTH)

@@ -3,13 +3,14 @@
 import triton
 import triton.language as tl
 
+from ...._page_offset import state_offset
 from .forward import load_write
 from .tiles import advance, coefficients, direction, entries, inverse_norm, known, over_entries, slots
 
 
 @triton.jit
 def lattice_step_kernel(
-    q, k, v, gamma, log_decay, state, o, l1,
+    q, k, v, gamma, log_decay, state, pages, stride, o, l1, heads,
     M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     VARIANT: tl.constexpr, PROJECT: tl.constexpr, L1: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -17,7 +18,7 @@ def lattice_step_kernel(
     i_s = tl.program_id(0).to(tl.int64)
     o_m, o_d = tl.arange(0, BM), tl.arange(0, D1)[:, None] * D2 + tl.arange(0, D2)[None, :]
     m_s = entries(o_d < D) & slots(o_m < M)
-    p_s = state + i_s * (D * M) + entries(o_d) * M + slots(o_m)
+    p_s = state + state_offset(i_s, heads, D * M, pages, stride) + entries(o_d) * M + slots(o_m)
     S = tl.load(p_s, mask=m_s, other=0)
     b_k, b_v, b_gamma, b_mu = load_write(k, v, gamma, log_decay, i_s, True, o_m, o_d, M, D, ACC)
     b_q = tl.load(q + i_s * M + o_m, mask=o_m < M, other=0).to(ACC)

@@ -8,6 +8,8 @@ into methods with names of our own, which the model classes write.
 Read at transformers 5.17 and 5.23.
 """
 
+import re
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -46,17 +48,22 @@ __all__ = [
     "MODEL_MAPPING_NAMES",
     "ROPE_INIT_FUNCTIONS",
     "ConstructionHooks",
+    "DistributionHooks",
     "GenerationHooks",
     "attention_implementation",
     "change_class",
     "copy_tensor_renames",
+    "drop_unmatched_rules",
     "execution_device",
     "fp32_patterns_of",
     "is_given_by_user",
     "keep_in_fp32",
     "model_class_of",
+    "name_in_plan",
     "native_class",
     "native_class_names",
+    "tensor_parallel_mesh",
+    "tensor_parallel_size",
 ]
 
 _MODELS = {
@@ -152,6 +159,30 @@ def execution_device(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
+def tensor_parallel_size(config) -> int:
+    """How many ranks share the layers of a model of this configuration."""
+    return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
+
+
+def tensor_parallel_mesh(model: nn.Module):
+    """The mesh of the ranks that share the layers of a model."""
+    mesh = model._device_mesh
+    return mesh["tp"] if mesh.ndim > 1 else mesh
+
+
+def drop_unmatched_rules(model: nn.Module):
+    """Take the rules that name nothing in a model out of its tensor-parallel plan; the library warns about each."""
+    names = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
+    names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
+    model._tp_plan = {rule: style for rule, style in (model._tp_plan or {}).items() if rule in names}
+
+
+def name_in_plan(model: nn.Module, paths):
+    """Note in a model's plan that modules are sharded already, so that the library does not report them as missed."""
+    rules = {re.sub(r"\.\d+(?=\.|$)", ".*", path): "memmix" for path in paths}
+    model._tp_plan = {**(model._tp_plan or {}), **rules}
+
+
 # ---- methods
 
 
@@ -197,6 +228,40 @@ class ConstructionHooks:
     @classmethod
     def _can_set_experts_implementation(cls):
         return native_class(cls)._can_set_experts_implementation()
+
+
+class DistributionHooks:
+    """How a model is spread over several processes by `from_pretrained`. Goes before a native class."""
+
+    @contextmanager
+    def sharding(self, ranks: int):
+        """A context in which the library shards the model for tensor parallelism; it gives a function of the mesh
+        that shards the rest.
+        """
+        raise NotImplementedError
+
+    def whole_tensors(self, tensors: dict) -> dict:
+        """Tensors of a state dict by name, sharded ones as a whole."""
+        raise NotImplementedError
+
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, mesh, *args, **kwargs):
+        """`from_pretrained` calls it after construction, when all parameters are on "meta", and before loading.
+
+        `mesh` is a mesh in 5.17 and an object that makes meshes in 5.23, and None if one process does it all.
+        """
+        ranks = getattr(distributed_config, "tp_size", None) or 1
+        if mesh is None or ranks == 1:
+            return super().maybe_distribute_model(model, distributed_config, mesh, *args, **kwargs)
+        with model.sharding(ranks) as shard_the_rest:
+            model = super().maybe_distribute_model(model, distributed_config, mesh, *args, **kwargs)
+            shard_the_rest(tensor_parallel_mesh(model))
+        return model
+
+    def gather_sharded_state_dict_for_save(self, model_to_save, state_dict, *args, **kwargs):
+        """`save_pretrained` writes what this returns."""
+        state_dict = self.whole_tensors(state_dict)
+        return super().gather_sharded_state_dict_for_save(model_to_save, state_dict, *args, **kwargs)
 
 
 class GenerationHooks:

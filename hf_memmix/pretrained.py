@@ -1,13 +1,23 @@
 """What the base model and the models with a head share: which class is built, loading, the swap, options."""
 
+from contextlib import contextmanager, nullcontext
+
 from transformers import AutoModel
 
-from ._transformers import ConstructionHooks, keep_in_fp32, model_class_of
-from .mixers import FeedForward, MemoryMixer
-from .swap import fp32_patterns, memory_mixers, set_mixer_options, swap_attention, swap_feed_forward
+from ._transformers import (
+    ConstructionHooks,
+    DistributionHooks,
+    drop_unmatched_rules,
+    keep_in_fp32,
+    model_class_of,
+    name_in_plan,
+)
+from .mixers import ATTENTION, FeedForward, MemoryMixer
+from .swap import fp32_patterns, set_mixer_options, swap_attention, swap_feed_forward
+from .tensor_parallel import DividedModule, check_attention, check_mesh, divided_modules, set_aside, whole_tensors
 
 
-class MemMixPreTrained(ConstructionHooks):
+class MemMixPreTrained(DistributionHooks, ConstructionHooks):
     """Base of all model classes with mixers. Goes before a native class."""
 
     own_modules = (FeedForward, MemoryMixer)
@@ -33,19 +43,41 @@ class MemMixPreTrained(ConstructionHooks):
         """As in transformers; the bare classes load the class that the checkpoint names.
 
         Raises:
-            ValueError: tensor parallelism is asked for, whose plans do not know the mixers; or a mixer cannot use
-                its parameters (`MemoryMixer.check_weights`).
+            ValueError: a mixer cannot use its parameters (`MemoryMixer.check_weights`); or tensor parallelism is asked
+                for, and a mixer cannot be shared out (`MemoryMixer.tp_plan`), or FSDP or a pipeline is asked for, too.
         """
-        distributed = kwargs.get("distributed_config")
-        sharded = [kwargs.get("tp_plan"), kwargs.get("tp_size"), getattr(distributed, "tp_size", None)]
-        if any(value not in (None, 1) for value in sharded):
-            raise ValueError("memory mixers have no tensor-parallel plan; use device_map, FSDP or data parallelism")
         if "config_class" not in cls.__dict__:
             return cls._auto_class_for.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        for mixer in memory_mixers(loaded[0] if isinstance(loaded, tuple) else loaded).values():
-            mixer.check_weights()
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        divided = divided_modules(model)
+        for module in divided.values():
+            module.finish()
+        for path, module in model.named_modules():
+            if isinstance(module, MemoryMixer):
+                with divided[path].local_parameters() if path in divided else nullcontext():
+                    module.check_weights()
         return loaded
+
+    @contextmanager
+    def sharding(self, ranks: int):
+        """Tensor parallelism: mixers and their feed-forward layers are divided by their own plans."""
+        check_mesh(self.config.distributed_config)
+        if ATTENTION in self.config.mixer_types:
+            check_attention(self.config, ranks)
+
+        with set_aside(self, self.own_modules) as modules:
+            drop_unmatched_rules(self)
+
+            def divide_modules(mesh):
+                for module in modules.values():
+                    module.memmix_divided = DividedModule(module, mesh)
+                name_in_plan(self, modules)
+
+            yield divide_modules
+
+    def whole_tensors(self, tensors):
+        return whole_tensors(self, tensors)
 
     @classmethod
     def register_for_auto_class(cls, *args, **kwargs):

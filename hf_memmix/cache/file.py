@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from .._transformers import tensor_parallel_size
 from ..configuration_memmix import MemMixConfig
 from ..mixers import MIXERS
 from .identity import check_same_model, fingerprint
@@ -34,6 +35,11 @@ FORMAT = "hf_memmix.cache.1"
 
 def save_cache(cache, directory: str | os.PathLike) -> Path:
     """See `RecurrentStateCache.save_pretrained`."""
+    if (ranks := tensor_parallel_size(cache.config)) > 1:
+        raise ValueError(
+            f"a cache under tensor parallelism holds the states of one rank's heads, one of {ranks}: run the document"
+            " through a model that was loaded without tensor parallelism, and save that cache"
+        )
     tensors, layers = {}, []
     for i, layer in enumerate(cache.layers):
         named, description = _describe(layer)

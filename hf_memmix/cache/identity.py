@@ -2,6 +2,7 @@
 
 import json
 
+from .._transformers import tensor_parallel_size
 from ..mixers import ATTENTION, MIXERS
 
 # what a state means depends on these fields of the backbone, wherever a family has them
@@ -32,6 +33,8 @@ def fingerprint(config) -> dict:
             for key, value in options.to_dict().items()
             if key not in options.inference_options
         }
+    if (ranks := tensor_parallel_size(config)) > 1:
+        fields["tensor_parallel_size"] = ranks  # a rank's states are those of its own heads
     return json.loads(json.dumps(fields))
 
 

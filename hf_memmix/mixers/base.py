@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..padding import PaddedRows
 from .options import MixerOptions
 from .pages import read_pages, start_anew, write_pages
+from .tensor_parallel import TensorParallelPlan
 
 ATTENTION = "attention"
 MIXERS: dict[str, type["MemoryMixer"]] = {}
@@ -175,6 +176,17 @@ class MemoryMixer(nn.Module):
 
     def check_weights(self):
         """Raise ValueError if the layer cannot use its parameters; called on a loaded checkpoint."""
+
+    def tp_plan(self, ranks: int) -> TensorParallelPlan:
+        """What each of `ranks` ranks of tensor parallelism holds of the layer; asked of a layer that is still whole.
+
+        Raises:
+            ValueError: the mixer has no plan, or its heads or channels cannot be shared out equally.
+        """
+        raise ValueError(
+            f"{self.name} of layer {self.layer_idx} has no tensor-parallel plan; run the model without tensor"
+            f" parallelism (device_map, FSDP or data parallelism), or write {type(self).__name__}.tp_plan"
+        )
 
     # ---- the same for all
 

@@ -24,6 +24,7 @@ from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
 from .layers import ACTIVATIONS, RMSNorm, ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
+from .tensor_parallel import plan_of, share
 
 MAX_FEATURES = 2**20
 TIME_SCALES = (1.0, 1000.0)  # tokens after which 1 / e of a state is left, before training, when its gate is one half
@@ -127,6 +128,18 @@ class CoffeeMixer(MemoryMixer):
             "conv_u": ((batch, self.features, self.options.conv_size - 1), dtype),
             "x": ((batch, self.features, self.options.states), torch.promote_types(dtype, torch.float32)),
         }
+
+    def tp_plan(self, ranks):
+        """By channels."""
+        norm = ("o_norm",) if self.options.use_o_norm else ()
+        return plan_of(
+            self,
+            ranks,
+            [(ranks, ("u_proj", "u_conv1d", "z_proj", *self._state_parameters(), *norm))],
+            rows=("o_proj",),
+            sizes={"features": share(self, "channels", self.features, ranks)},
+            wide_norms=norm,
+        )
 
     def init_weights(self):
         """N(0, 0.02) matrices and taps, zero biases, unit norms; time scales log-uniform in `TIME_SCALES`.

@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from .tensor_parallel import TensorParallelPlan
+
 
 class FeedForward(nn.Module):
     """Base class of such modules; a family's configuration makes them in `make_feed_forward`."""
@@ -9,6 +11,10 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, hidden] -> [B, T, hidden], token by token."""
         raise NotImplementedError
+
+    def tp_plan(self, ranks: int) -> TensorParallelPlan:
+        """What each of `ranks` ranks of tensor parallelism holds of the module; by default, all of it."""
+        return TensorParallelPlan(ranks)
 
     def init_weights(self):
         """Fill the parameters with `transformers.initialization`, which leaves loaded ones alone."""

@@ -10,7 +10,6 @@ Shapes: B batch, T tokens, H query heads, Hk key/value heads, D head size.
 """
 
 import math
-from dataclasses import astuple
 from typing import ClassVar
 
 import torch
@@ -22,21 +21,10 @@ from hf_memmix_kernels import chunk_gka, gka_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
 from hf_memmix_kernels.gka.schedule import MAX_PHASES
 
-from ..backbones import layer_rotates
 from ..padding import before_the_end
-from .base import AttentionShape, MemoryMixer, register_mixer
-from .layers import (
-    ACTIVATIONS,
-    QK_NORMS,
-    ROPE_LAYOUTS,
-    RMSNorm,
-    ShortConvolution,
-    at_least_fp32,
-    init_layers,
-    one_angle_a_pair,
-    rotate,
-    unit,
-)
+from .base import register_mixer
+from .heads import HeadsMixer
+from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, init_layers, unit
 from .options import LARGEST_CHUNK, MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
 
 EPS = 1e-6  # of the unit norm of q and k, and added to beta, as released
@@ -135,61 +123,30 @@ class GKAOptions(MixerOptions):
 
 
 @register_mixer("gka")
-class GKAMixer(MemoryMixer):
+class GKAMixer(HeadsMixer):
     """The GKA layer. States: H [B, H, D, D] and U [B, H, D, D] in fp32, conv_q, conv_k, conv_v [B, C, taps - 1]."""
 
     options_class = GKAOptions
     fp32_parameters = ("A_log", "dt_bias")
+    max_head_dim = MAX_HEAD_DIM
+    head_parameters = ("a_proj", "A_log", "dt_bias", "b_proj", "alpha_proj")
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        options, shape = self.options, AttentionShape.of(config)
-        shape.check(self, MAX_HEAD_DIM)
-        self.use_rope = options.use_rope and layer_rotates(config, layer_idx)
-        hidden, self.heads, self.kv_heads, self.head_dim = astuple(shape)
-        q_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden, q_dim, bias=options.qkv_bias)
-        self.k_proj = nn.Linear(hidden, kv_dim, bias=options.qkv_bias)
-        self.v_proj = nn.Linear(hidden, kv_dim, bias=options.qkv_bias)
-        self.o_proj = nn.Linear(q_dim, hidden, bias=options.o_bias)
-        self.q_conv1d = ShortConvolution(q_dim, options.conv_size, options.conv_activation)
-        self.k_conv1d = ShortConvolution(kv_dim, options.conv_size, options.conv_activation)
-        if options.use_v_conv:
-            self.v_conv1d = ShortConvolution(kv_dim, options.conv_size, options.conv_activation)
+        options = self.options
+        self.add_inputs(key_dim=self.head_dim, convolve_v=options.use_v_conv)
         if options.use_decay:
-            self.a_proj = nn.Linear(hidden, self.heads, bias=False)
+            self.a_proj = nn.Linear(self.hidden, self.heads, bias=False)
             self.A_log = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
             self.dt_bias = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
         if options.use_beta:
-            self.b_proj = nn.Linear(hidden, self.heads, bias=True)
+            self.b_proj = nn.Linear(self.hidden, self.heads, bias=True)
         if options.use_alpha:
-            self.alpha_proj = nn.Linear(hidden, self.heads, bias=True)
-        if options.use_gate:
-            self.g_proj = nn.Linear(hidden, q_dim, bias=options.gate_bias)
-        if options.qk_norm is not None:
-            full = options.qk_norm == "full"
-            self.q_norm = RMSNorm(q_dim if full else self.head_dim, options.norm_eps)
-            self.k_norm = RMSNorm(kv_dim if full else self.head_dim, options.norm_eps)
-        if options.use_o_norm:
-            self.o_norm = RMSNorm(self.head_dim, options.norm_eps)
+            self.alpha_proj = nn.Linear(self.hidden, self.heads, bias=True)
+        self.add_output()
 
     def project(self, x, rotary):
-        options = self.options
-        tokens = {"q": self.q_proj(x), "k": self.k_proj(x), "v": self.v_proj(x)}
-        if options.qk_norm == "full":
-            tokens |= {"q": self.q_norm(tokens["q"]), "k": self.k_norm(tokens["k"])}
-        elif options.qk_norm == "head":
-            tokens |= {
-                "q": self.q_norm(self._heads(tokens["q"])).flatten(2),
-                "k": self.k_norm(self._heads(tokens["k"])).flatten(2),
-            }
-        if self.use_rope:
-            if rotary is None:
-                raise ValueError(
-                    "use_rope=True, but this backbone has no rotary embeddings; set mixers['gka']['use_rope'] to False"
-                )
-            cos, sin = (one_angle_a_pair(t, options.rope_layout) for t in rotary)
-            tokens |= {"cos": cos, "sin": sin}
+        options, tokens = self.options, self.project_heads(x, rotary)
         if options.use_decay:
             rate = F.softplus(at_least_fp32(self.a_proj(x)) + at_least_fp32(self.dt_bias))
             tokens["log_decay"] = -at_least_fp32(self.A_log).exp() * rate
@@ -219,12 +176,7 @@ class GKAMixer(MemoryMixer):
 
     def memory_inputs(self, tokens, states, lengths, cu_seqlens):
         """q, k, v as the memory reads them; log_decay, beta, without effect at padding; states of the convolutions."""
-        past, where = states or {}, {"lengths": lengths, "cu_seqlens": cu_seqlens}
-        q, conv_q = self.q_conv1d(tokens["q"], past.get("conv_q"), **where)
-        k, conv_k = self.k_conv1d(tokens["k"], past.get("conv_k"), **where)
-        v, new = tokens["v"], {"conv_q": conv_q, "conv_k": conv_k}
-        if self.options.use_v_conv:
-            v, new["conv_v"] = self.v_conv1d(v, past.get("conv_v"), **where)
+        q, k, v, new = self.convolve(tokens, states, lengths, cu_seqlens)
         q, k, v = self._heads_for_memory(q, k, v, tokens)
         log_decay, beta = tokens["log_decay"], tokens.get("beta")
         if lengths is not None:
@@ -234,31 +186,14 @@ class GKAMixer(MemoryMixer):
         return q, k, v, log_decay, beta, new
 
     def step(self, tokens, states, state_indices=None):
-        where = {"in_place": True, "state_indices": state_indices}
-        q, _ = self.q_conv1d(tokens["q"], states["conv_q"], **where)
-        k, _ = self.k_conv1d(tokens["k"], states["conv_k"], **where)
-        v = tokens["v"]
-        if self.options.use_v_conv:
-            v, _ = self.v_conv1d(v, states["conv_v"], **where)
-        q, k, v = self._heads_for_memory(q, k, v, tokens)
+        q, k, v = self._heads_for_memory(*self.convolve_step(tokens, states, state_indices), tokens)
         gates = tokens["log_decay"], tokens.get("alpha"), tokens.get("beta")
         memory = (states["H"], states["U"])
         return gka_step(q, k, v, *gates, memory, state_indices=state_indices, **self._solver())
 
-    def readout(self, y, x):
-        y = (self.o_norm(y) if self.options.use_o_norm else y).flatten(2)
-        if self.options.use_gate:
-            y = y * F.silu(self.g_proj(x))
-        return self.o_proj(y)
-
     def state_shapes(self, batch, dtype=torch.float32):
-        options, memory = self.options, (batch, self.heads, self.head_dim, self.head_dim)
-        q_dim, kv_dim, taps = self.heads * self.head_dim, self.kv_heads * self.head_dim, options.conv_size - 1
-        shapes = {"conv_q": ((batch, q_dim, taps), dtype), "conv_k": ((batch, kv_dim, taps), dtype)}
-        if options.use_v_conv:
-            shapes["conv_v"] = ((batch, kv_dim, taps), dtype)
-        wide_dtype = torch.promote_types(dtype, torch.float32)
-        return shapes | {"H": (memory, wide_dtype), "U": (memory, wide_dtype)}
+        memory = (batch, self.heads, self.head_dim, self.head_dim), torch.promote_types(dtype, torch.float32)
+        return self.convolution_shapes(batch, dtype) | {"H": memory, "U": memory}
 
     def init_weights(self):
         """N(0, 0.02) matrices and taps, zero biases, unit norms; decay A ~ U(0, 16), dt log-uniform in [1e-3, 0.1]."""
@@ -268,14 +203,9 @@ class GKAMixer(MemoryMixer):
             init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(0, 16).clamp_min(1e-4).log())
             init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
 
-    def _heads(self, x):
-        return x.unflatten(-1, (-1, self.head_dim))
-
     def _heads_for_memory(self, q, k, v, tokens):
         """[B, T, C] after the convolutions -> q, k of unit norm and v, [B, T, H or Hk, D]."""
-        q, k, v = self._heads(q), self._heads(k), self._heads(v)
-        if self.use_rope:
-            q, k = (rotate(x, tokens["cos"], tokens["sin"]) for x in (q, k))
+        q, k, v = self.split_heads(q, k, v, tokens)
         return unit(q, EPS), unit(k, EPS), v
 
     def _solver(self) -> dict:

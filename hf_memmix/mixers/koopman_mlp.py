@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .feed_forward import FeedForward
+from .tensor_parallel import Cut, Part, TensorParallelPlan
 
 
 class KoopmanMLP(FeedForward):
@@ -53,6 +54,14 @@ class KoopmanMLP(FeedForward):
         if self.gate_proj is not None:
             u = u * F.silu(self.gate_proj(x))
         return self.out_proj(u)
+
+    def tp_plan(self, ranks):
+        """By pairs of features. If they cannot be shared out equally, all ranks hold all of the layer."""
+        pairs = self.spectrum.shape[1]
+        if pairs % ranks:
+            return TensorParallelPlan(ranks)
+        columns = ("in_proj",) if self.gate_proj is None else ("in_proj", "gate_proj")
+        return TensorParallelPlan(ranks, columns, ("out_proj",), {"spectrum": Cut(1, (Part(pairs, ranks),))})
 
     def init_weights(self):
         """N(0, 0.02) matrices; radius 1, angles evenly from 0 to pi."""

@@ -15,8 +15,6 @@ Paper: Karami and Mirrokni, "Lattice: Learning to Efficiently Compress the Memor
 Shapes: B batch, T tokens, H heads, Hk key/value heads, d head size, m slots.
 """
 
-from dataclasses import astuple
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,21 +24,10 @@ from hf_memmix_kernels.lattice import check_lattice, chunk_lattice, lattice_step
 from hf_memmix_kernels.lattice.naive import VARIANTS
 from hf_memmix_kernels.lattice.sizes import MAX_DIM
 
-from ..backbones import layer_rotates
 from ..padding import before_the_end
-from .base import AttentionShape, MemoryMixer, register_mixer
-from .layers import (
-    ACTIVATIONS,
-    QK_NORMS,
-    ROPE_LAYOUTS,
-    RMSNorm,
-    ShortConvolution,
-    at_least_fp32,
-    init_layers,
-    one_angle_a_pair,
-    rotate,
-    unit,
-)
+from .base import register_mixer
+from .heads import HeadsMixer
+from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, init_layers, unit
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
 
 EPS = 1e-6  # of the unit norm of q and k, and of v of ENC
@@ -106,7 +93,7 @@ class LatticeOptions(MixerOptions):
 
 
 @register_mixer("lattice")
-class LatticeMixer(MemoryMixer):
+class LatticeMixer(HeadsMixer):
     """The Lattice layer. States: S [B, H, d, m] in fp32, conv_q, conv_k [B, C, taps - 1].
 
     S starts at the learned `S0`. Its columns start orthonormal, and are brought to unit norm whenever it is used.
@@ -115,59 +102,32 @@ class LatticeMixer(MemoryMixer):
     options_class = LatticeOptions
     fp32_parameters = ("S0",)
     lora_targets = ("qk_proj", "q_proj", "v_proj")
+    max_head_dim = MAX_DIM
+    head_parameters = ("S0", "gamma_bias", "gamma_proj", "f_proj")
+    gate_activation = staticmethod(F.gelu)
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        options, shape = self.options, AttentionShape.of(config)
-        shape.check(self, MAX_DIM)
-        self.use_rope = options.use_rope and layer_rotates(config, layer_idx)
-        hidden, self.heads, self.kv_heads, self.head_dim = astuple(shape)
+        options = self.options
         self.slots = options.slots or self.head_dim
         if self.slots > self.head_dim:
             raise ValueError(
                 f"layer {layer_idx}: {self.slots} slots of size {self.head_dim} cannot start orthogonal; set slots to"
                 f" at most {self.head_dim}"
             )
-        self.key_heads = self.heads if options.share_qk else self.kv_heads
-        q_dim, k_dim, out_dim = self.heads * self.slots, self.key_heads * self.slots, self.heads * self.head_dim
-        if options.share_qk:
-            self.qk_proj = nn.Linear(hidden, q_dim, bias=options.qkv_bias)
-        else:
-            self.q_proj = nn.Linear(hidden, q_dim, bias=options.qkv_bias)
-            self.k_proj = nn.Linear(hidden, k_dim, bias=options.qkv_bias)
-        self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=options.qkv_bias)
-        self.o_proj = nn.Linear(out_dim, hidden, bias=options.o_bias)
-        self.q_conv1d = ShortConvolution(q_dim, options.conv_size, options.conv_activation)
-        self.k_conv1d = ShortConvolution(k_dim, options.conv_size, options.conv_activation)
+        self.add_inputs(key_dim=self.slots, share_qk=options.share_qk)
         self.S0 = nn.Parameter(torch.empty(self.heads, self.head_dim, self.slots, dtype=torch.float32))
         if options.step_size == "constant":
             self.gamma_bias = nn.Parameter(torch.empty(self.heads))
         else:
-            self.gamma_proj = nn.Linear(hidden, self.heads, bias=True)
+            self.gamma_proj = nn.Linear(self.hidden, self.heads, bias=True)
         if options.use_forget_gate:
-            self.f_proj = nn.Linear(hidden, self.heads, bias=True)
-        if options.use_gate:
-            self.g_proj = nn.Linear(hidden, out_dim, bias=options.gate_bias)
-        if options.qk_norm is not None:
-            full = options.qk_norm == "full"
-            self.q_norm = RMSNorm(q_dim if full else self.slots, options.norm_eps)
-            self.k_norm = RMSNorm(k_dim if full else self.slots, options.norm_eps)
-        if options.use_o_norm:
-            self.o_norm = RMSNorm(self.head_dim, options.norm_eps)
+            self.f_proj = nn.Linear(self.hidden, self.heads, bias=True)
+        self.add_output()
 
     def project(self, x, rotary):
-        options = self.options
-        if options.share_qk:
-            q = k = self.qk_proj(x)
-        else:
-            q, k = self.q_proj(x), self.k_proj(x)
-        if options.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
-        elif options.qk_norm == "head":
-            q, k = (norm(self._slots(t)).flatten(2) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
-        tokens = {"q": q, "k": k, "v": self.v_proj(x), "gamma": self._step_size(x)}
-        if self.use_rope:
-            tokens["cos"], tokens["sin"] = self._angles(rotary)
+        options, tokens = self.options, self.project_heads(x, rotary)
+        tokens["gamma"] = self._step_size(x)
         if options.use_forget_gate:
             tokens["log_decay"] = F.logsigmoid(at_least_fp32(self.f_proj(x)))
         if options.variant == "enc":
@@ -178,9 +138,7 @@ class LatticeMixer(MemoryMixer):
         return tokens
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
-        past, where = states or {}, {"lengths": lengths, "cu_seqlens": cu_seqlens}
-        q, conv_q = self.q_conv1d(tokens["q"], past.get("conv_q"), **where)
-        k, conv_k = self.k_conv1d(tokens["k"], past.get("conv_k"), **where)
+        q, k, _, new = self.convolve(tokens, states, lengths, cu_seqlens)
         q, k, v = self._heads_for_memory(q, k, tokens)
         gamma, log_decay = tokens["gamma"], tokens.get("log_decay")
         if lengths is not None:
@@ -189,31 +147,23 @@ class LatticeMixer(MemoryMixer):
             gamma = gamma * valid
             log_decay = None if log_decay is None else log_decay * valid
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-        y, S = chunk_lattice(
+        y, new["S"] = chunk_lattice(
             q,
             k,
             v,
             gamma,
             log_decay,
-            initial_state=past["S"] if past else self.start().expand(sequences, -1, -1, -1),
+            initial_state=states["S"] if states else self.start().expand(sequences, -1, -1, -1),
             cu_seqlens=cu_seqlens,
             **self._recurrence(),
         )
-        return y, {"conv_q": conv_q, "conv_k": conv_k, "S": S}
+        return y, new
 
     def step(self, tokens, states, state_indices=None):
-        where = {"in_place": True, "state_indices": state_indices}
-        q, _ = self.q_conv1d(tokens["q"], states["conv_q"], **where)
-        k, _ = self.k_conv1d(tokens["k"], states["conv_k"], **where)
+        q, k, _ = self.convolve_step(tokens, states, state_indices)
         q, k, v = self._heads_for_memory(q, k, tokens)
         memory = {"state": states["S"], "state_indices": state_indices}
         return lattice_step(q, k, v, tokens["gamma"], tokens.get("log_decay"), **memory, **self._recurrence())
-
-    def readout(self, y, x):
-        y = (self.o_norm(y) if self.options.use_o_norm else y).flatten(2)
-        if self.options.use_gate:
-            y = y * F.gelu(self.g_proj(x))
-        return self.o_proj(y)
 
     def initial_states(self, batch, device, dtype):
         states = self.allocate_states(batch, device, dtype)
@@ -225,12 +175,8 @@ class LatticeMixer(MemoryMixer):
         return F.normalize(at_least_fp32(self.S0), dim=1)
 
     def state_shapes(self, batch, dtype=torch.float32):
-        taps = self.options.conv_size - 1
-        return {
-            "conv_q": ((batch, self.heads * self.slots, taps), dtype),
-            "conv_k": ((batch, self.key_heads * self.slots, taps), dtype),
-            "S": ((batch, self.heads, self.head_dim, self.slots), torch.promote_types(dtype, torch.float32)),
-        }
+        memory = (batch, self.heads, self.head_dim, self.slots), torch.promote_types(dtype, torch.float32)
+        return self.convolution_shapes(batch, dtype) | {"S": memory}
 
     def init_weights(self):
         """N(0, 0.02) matrices and taps, zero biases, unit norms; orthonormal S_0, gamma_max / 2, a forget gate near 1.
@@ -260,9 +206,6 @@ class LatticeMixer(MemoryMixer):
                 " direction; give them any other value, or take another checkpoint"
             )
 
-    def _slots(self, x):
-        return x.unflatten(-1, (-1, self.slots))
-
     def _step_size(self, x):
         """gamma [B, T, H] in fp32."""
         options = self.options
@@ -271,13 +214,8 @@ class LatticeMixer(MemoryMixer):
         logits = at_least_fp32(self.gamma_proj(x))
         return F.softplus(logits) if options.step_size == "softplus" else options.gamma_max * logits.sigmoid()
 
-    def _angles(self, rotary):
-        """cos, sin [B, T, r], one angle for each of r pairs of channels."""
-        if rotary is None:
-            raise ValueError(
-                "use_rope=True, but this backbone has no rotary embeddings; set mixers['lattice']['use_rope'] to False"
-            )
-        cos, sin = (one_angle_a_pair(t, self.options.rope_layout) for t in rotary)
+    def angles(self, rotary):
+        cos, sin = super().angles(rotary)
         if 2 * cos.shape[-1] > self.slots:
             raise ValueError(
                 f"layer {self.layer_idx}: rotary embeddings turn {2 * cos.shape[-1]} channels, q and k have"
@@ -286,10 +224,8 @@ class LatticeMixer(MemoryMixer):
         return cos, sin
 
     def _heads_for_memory(self, q, k, tokens):
-        """[B, T, C] after the convolutions -> q, k [B, T, H, m] and v [B, T, H, d]."""
-        q, k, v = self._slots(q), self._slots(k), tokens["v"].unflatten(-1, (-1, self.head_dim))
-        if self.use_rope:
-            q, k = (rotate(x, tokens["cos"], tokens["sin"]) for x in (q, k))
+        """[B, T, C] after the convolutions -> q, k [B, T, H, m] and v [B, T, H, d]; unit norms by options."""
+        q, k, v = self.split_heads(q, k, tokens["v"], tokens)
         if self.options.use_unit_qk:
             q, k = unit(q, EPS), unit(k, EPS)
         if self.options.variant == "enc":

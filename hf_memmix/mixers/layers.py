@@ -4,6 +4,8 @@ Parameter names are those of nn.Conv1d, nn.Linear and transformers' norms, so th
 name.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -48,17 +50,27 @@ class ShortConvolution(nn.Module):
         )  # fmt: skip
 
 
+def mean_square(x: Tensor, average_over_ranks: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """The mean of x^2 over the last dimension, which tensor parallelism may have shared out over several ranks."""
+    mean = x.square().mean(-1, keepdim=True)
+    return mean if average_over_ranks is None else average_over_ranks(mean)
+
+
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, in fp32."""
+    """x / rms(x) * weight over the last dimension, in fp32.
+
+    `average_over_ranks`, the mean of a tensor over the ranks, is set where each rank has a part of the dimension
+    (`mixers.tensor_parallel`).
+    """
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
-        self.eps = eps
+        self.eps, self.average_over_ranks = eps, None
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
         y = at_least_fp32(x)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        y = y * torch.rsqrt(mean_square(y, self.average_over_ranks) + self.eps)
         return (y * self.weight).to(x.dtype)
 
 

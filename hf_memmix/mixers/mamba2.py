@@ -24,8 +24,9 @@ from hf_memmix_kernels.gla.op import CHUNK_SIZES
 
 from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
-from .layers import ShortConvolution, at_least_fp32, init_layers
+from .layers import ShortConvolution, at_least_fp32, init_layers, mean_square
 from .options import MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
+from .tensor_parallel import Cut, Part, plan_of, share
 
 TIME_STEPS = (1e-3, 0.1)  # dt at the start, log-uniform
 # a layer multiplies five features and squares the product; within these limits float32 does not overflow
@@ -73,14 +74,14 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, features: int, groups: int, eps: float):
         super().__init__()
-        self.groups, self.eps = groups, eps
+        self.groups, self.eps, self.average_over_ranks = groups, eps, None
         self.weight = nn.Parameter(torch.ones(features))
 
     def forward(self, y, z):
         """y and z [B, T, features]."""
         x = at_least_fp32(y).clamp(-LARGEST_READOUT, LARGEST_READOUT) * F.silu(at_least_fp32(z))
         x = x.unflatten(-1, (self.groups, -1))
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        x = x * torch.rsqrt(mean_square(x, self.average_over_ranks) + self.eps)
         return self.weight * x.flatten(-2).to(y.dtype)
 
 
@@ -102,12 +103,13 @@ class Mamba2Mixer(MemoryMixer):
                 f"layer {layer_idx}: expand={options.expand} times the hidden size {hidden} gives {self.features}"
                 f" features; they must be heads of head_dim={options.head_dim}, in n_groups={options.n_groups} groups"
             )
-        self.conv_dim = self.features + 2 * options.n_groups * options.state_size
+        self.groups = options.n_groups
+        self.conv_dim = self.features + 2 * self.groups * options.state_size
         self.in_proj = nn.Linear(hidden, self.features + self.conv_dim + self.heads, bias=options.use_bias)
         self.conv1d = ShortConvolution(self.conv_dim, options.conv_size, "silu", bias=options.use_conv_bias)
         for name in self.fp32_parameters:
             setattr(self, name, nn.Parameter(torch.empty(self.heads, dtype=torch.float32)))
-        self.norm = GatedRMSNorm(self.features, options.n_groups, options.norm_eps)
+        self.norm = GatedRMSNorm(self.features, self.groups, options.norm_eps)
         self.out_proj = nn.Linear(self.features, hidden, bias=options.use_bias)
 
     def project(self, x, rotary):
@@ -155,6 +157,39 @@ class Mamba2Mixer(MemoryMixer):
             ),
         }
 
+    def tp_plan(self, ranks):
+        """By heads; each part of `in_proj` [z | x | B | C | dt] and of the convolution [x | B | C] for itself.
+
+        All ranks hold a single group, over whose features the norm is an average over the ranks. Several groups are
+        shared out.
+        """
+        options, one_group = self.options, self.groups == 1
+        heads = share(self, "heads", self.heads, ranks)
+        groups = 1 if one_group else share(self, "groups", self.groups, ranks)
+        features = Part(self.features, ranks)
+        B = C = Part(self.groups * options.state_size, 1 if one_group else ranks)
+        projected, convolved = Cut(0, (features, features, B, C, Part(self.heads, ranks))), Cut(0, (features, B, C))
+        cuts = {"in_proj": projected, "conv1d": convolved}
+        return plan_of(
+            self,
+            ranks,
+            [(ranks, (*self.fp32_parameters, "norm"))],
+            rows=("out_proj",),
+            sizes={
+                "heads": heads,
+                "features": heads * options.head_dim,
+                "groups": groups,
+                "norm.groups": groups,
+                "conv_dim": convolved.local_size(),
+            },
+            wide_norms=("norm",) if one_group else (),
+            parameters={
+                f"{name}.{leaf}": cut
+                for name, cut in cuts.items()
+                for leaf, _ in self.get_submodule(name).named_parameters()
+            },
+        )
+
     def init_weights(self):
         """N(0, 0.02) matrices, nn.Conv1d's taps, A = 1 .. H, D = 1, dt log-uniform in `TIME_STEPS`."""
         init_layers(self)
@@ -170,11 +205,10 @@ class Mamba2Mixer(MemoryMixer):
     def _recurrence(self, xBC, dt):
         """x [B, T, H, P] and the arguments q, k, v, log_decay of gated linear attention."""
         options = self.options
-        bc = options.n_groups * options.state_size
+        bc = self.groups * options.state_size
         x, B, C = xBC.split([self.features, bc, bc], -1)
         x = x.unflatten(-1, (self.heads, options.head_dim))
-        share = self.heads // options.n_groups
-        B, C = (t.unflatten(-1, (options.n_groups, -1)).repeat_interleave(share, 2) for t in (B, C))
+        B, C = (t.unflatten(-1, (self.groups, -1)).repeat_interleave(self.heads // self.groups, 2) for t in (B, C))
         return x, (C, B, x * dt[..., None].to(x.dtype), -at_least_fp32(self.A_log).exp() * dt)
 
     def _skip_and_norm(self, y, x, z):

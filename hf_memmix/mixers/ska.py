@@ -24,6 +24,7 @@ from hf_memmix_kernels.ska.operator import Operator
 from .base import AttentionShape, MemoryMixer, register_mixer
 from .layers import at_least_fp32, init_layers
 from .options import MixerOptions, between, mixer_options, one_of
+from .tensor_parallel import heads_plan
 
 MAX_POWER = 8
 MAX_CHUNK = 2**20  # tokens; a limit is needed because the operator is used only after its chunk has ended
@@ -146,6 +147,9 @@ class SKAMixer(MemoryMixer):
         if self._per_token:
             shapes["operator"] = (batch, self.kv_heads, rank, rank)
         return {name: (shape, dtype) for name, shape in shapes.items()}
+
+    def tp_plan(self, ranks):
+        return heads_plan(self, ranks, by_heads=("q_proj", "gamma", "eta"), by_kv_heads=("k_proj", "v_proj"))
 
     def init_weights(self):
         """As in the paper: orthogonal q and k, N(0, 0.02) values, zero output, gamma = 1, eta = `ETA`."""

@@ -1,0 +1,156 @@
+"""What a mixer with attention's heads has around its memory. GKA and Lattice share it.
+
+    before: q, k, v = W x;  norms of q and k;  short convolutions;  rotary embeddings
+    after:  out = W_o (norm per head(y) * gate(W_g x))
+
+Shapes: B batch, T tokens, H query heads, Hk key/value heads, D head size of v, K head size of q and k.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import nn
+
+from ..backbones import layer_rotates
+from .base import AttentionShape, MemoryMixer
+from .layers import RMSNorm, ShortConvolution, one_angle_a_pair, rotate
+from .tensor_parallel import heads_plan
+
+
+class HeadsMixer(MemoryMixer):
+    """Base class of such mixers. A subclass calls `add_inputs` and `add_output` in `__init__`, its own parameters
+    between them, and writes what happens between `convolve` and `readout`.
+
+    It reads these options of the subclass: qkv_bias, o_bias, conv_size, conv_activation, use_rope, rope_layout,
+    qk_norm, use_o_norm, use_gate, gate_bias, norm_eps.
+    """
+
+    max_head_dim: ClassVar[int]  # of the kernels
+    head_parameters: ClassVar[tuple[str, ...]]  # the subclass's own layers and parameters, one row per head
+    gate_activation = staticmethod(F.silu)
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        shape = AttentionShape.of(config)
+        shape.check(self, self.max_head_dim)
+        self.use_rope = self.options.use_rope and layer_rotates(config, layer_idx)
+        self.hidden, self.heads, self.kv_heads, self.head_dim = dataclasses.astuple(shape)
+
+    def add_inputs(self, key_dim: int, share_qk: bool = False, convolve_v: bool = False):
+        """The projections, that of the output too, and the short convolutions.
+
+        Args:
+            key_dim: K.
+            share_qk: one projection for q and k; both then have H heads.
+            convolve_v: v passes through a short convolution, too.
+        """
+        options = self.options
+        self.key_dim, self.key_heads = key_dim, self.heads if share_qk else self.kv_heads
+        q_width, k_width, v_width = self.heads * key_dim, self.key_heads * key_dim, self.kv_heads * self.head_dim
+        if share_qk:
+            self.qk_proj = nn.Linear(self.hidden, q_width, bias=options.qkv_bias)
+        else:
+            self.q_proj = nn.Linear(self.hidden, q_width, bias=options.qkv_bias)
+            self.k_proj = nn.Linear(self.hidden, k_width, bias=options.qkv_bias)
+        self.v_proj = nn.Linear(self.hidden, v_width, bias=options.qkv_bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, self.hidden, bias=options.o_bias)
+        self.q_conv1d = ShortConvolution(q_width, options.conv_size, options.conv_activation)
+        self.k_conv1d = ShortConvolution(k_width, options.conv_size, options.conv_activation)
+        self.v_conv1d = ShortConvolution(v_width, options.conv_size, options.conv_activation) if convolve_v else None
+
+    def add_output(self):
+        """The output gate, and the norms of q, k and of the output."""
+        options = self.options
+        if options.use_gate:
+            self.g_proj = nn.Linear(self.hidden, self.heads * self.head_dim, bias=options.gate_bias)
+        if options.qk_norm is not None:
+            q_heads, k_heads = (self.heads, self.key_heads) if options.qk_norm == "full" else (1, 1)
+            self.q_norm = RMSNorm(q_heads * self.key_dim, options.norm_eps)
+            self.k_norm = RMSNorm(k_heads * self.key_dim, options.norm_eps)
+        if options.use_o_norm:
+            self.o_norm = RMSNorm(self.head_dim, options.norm_eps)
+
+    def project_heads(self, x, rotary):
+        """q, k and v [B, T, C], with norms of q and k; cos and sin [B, T, r / 2] if they will be rotated."""
+        options = self.options
+        if hasattr(self, "qk_proj"):
+            q = k = self.qk_proj(x)
+        else:
+            q, k = self.q_proj(x), self.k_proj(x)
+        if options.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        elif options.qk_norm == "head":
+            q, k = (norm(self._key_heads(t)).flatten(2) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
+        tokens = {"q": q, "k": k, "v": self.v_proj(x)}
+        if self.use_rope:
+            tokens["cos"], tokens["sin"] = self.angles(rotary)
+        return tokens
+
+    def angles(self, rotary):
+        """cos and sin, one angle for each pair of channels. Raises ValueError in a backbone without rotation."""
+        if rotary is None:
+            raise ValueError(
+                f"use_rope=True, but this backbone has no rotary embeddings; set mixers[{self.name!r}]['use_rope'] to"
+                " False"
+            )
+        return tuple(one_angle_a_pair(t, self.options.rope_layout) for t in rotary)
+
+    def convolve(self, tokens, states, lengths, cu_seqlens):
+        """q, k and v [B, T, C] after the short convolutions, and the states of the convolutions."""
+        past, convolved, new = states or {}, dict(tokens), {}
+        for name, convolution in self._convolutions():
+            convolved[name], new[f"conv_{name}"] = convolution(
+                tokens[name], past.get(f"conv_{name}"), lengths=lengths, cu_seqlens=cu_seqlens
+            )
+        return convolved["q"], convolved["k"], convolved["v"], new
+
+    def convolve_step(self, tokens, states, state_indices=None):
+        """As `convolve`, for one token; changes the states of the convolutions, or their pages, in place."""
+        convolved, where = dict(tokens), {"in_place": True, "state_indices": state_indices}
+        for name, convolution in self._convolutions():
+            convolved[name], _ = convolution(tokens[name], states[f"conv_{name}"], **where)
+        return convolved["q"], convolved["k"], convolved["v"]
+
+    def readout(self, y, x):
+        y = (self.o_norm(y) if self.options.use_o_norm else y).flatten(2)
+        if self.options.use_gate:
+            y = y * self.gate_activation(self.g_proj(x))
+        return self.o_proj(y)
+
+    def tp_plan(self, ranks):
+        """By heads: what `add_inputs` and `add_output` have made, and the parameters `head_parameters`."""
+        of_q, of_k, of_v = ["qk_proj", "q_proj", "q_conv1d"], ["k_proj", "k_conv1d"], ["v_proj", "v_conv1d"]
+        wide = ("q_norm", "k_norm") if self.options.qk_norm == "full" else ()
+        if wide:
+            of_q, of_k = [*of_q, "q_norm"], [*of_k, "k_norm"]
+        shared = self.key_heads == self.heads
+        by_heads = [*of_q, *(of_k if shared else ()), "g_proj", *self.head_parameters]
+        plan = heads_plan(self, ranks, by_heads, [*of_v, *(() if shared else of_k)], wide)
+        key_heads = plan.sizes["heads" if shared else "kv_heads"]
+        return dataclasses.replace(plan, sizes={**plan.sizes, "key_heads": key_heads})
+
+    def convolution_shapes(self, batch, dtype):
+        """The part of `state_shapes` that belongs to the convolutions."""
+        widths = {
+            "q": self.heads * self.key_dim,
+            "k": self.key_heads * self.key_dim,
+            "v": self.kv_heads * self.head_dim,
+        }
+        taps = self.options.conv_size - 1
+        return {f"conv_{name}": ((batch, widths[name], taps), dtype) for name, _ in self._convolutions()}
+
+    def _convolutions(self):
+        """Pairs of "q", "k" or "v" and its convolution."""
+        found = (("q", self.q_conv1d), ("k", self.k_conv1d), ("v", self.v_conv1d))
+        return [(name, convolution) for name, convolution in found if convolution is not None]
+
+    def split_heads(self, q, k, v, tokens):
+        """[B, T, C] after the convolutions -> q, k [B, T, H or Hk, K], rotated, and v [B, T, Hk, D]."""
+        q, k = self._key_heads(q), self._key_heads(k)
+        if self.use_rope:
+            q, k = (rotate(t, tokens["cos"], tokens["sin"]) for t in (q, k))
+        return q, k, v.unflatten(-1, (-1, self.head_dim))
+
+    def _key_heads(self, x):
+        return x.unflatten(-1, (-1, self.key_dim))

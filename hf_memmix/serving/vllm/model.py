@@ -17,12 +17,12 @@ from vllm.model_executor.models.transformers import (
 )
 
 from ...backbones import backbone_of
-from ...mixers import ATTENTION, MIXERS, MemoryMixer
-from ...swap import attention_name, decoder_layers, layers_name, swap_attention, swap_feed_forward
+from ...mixers import ATTENTION, MIXERS, FeedForward, MemoryMixer
+from ...swap import decoder_layers, swap_attention, swap_feed_forward
 from .compat import KeptAttention
 from .config import original_config
 from .layer import MemoryLayer, page_bytes
-from .linear import replace_parameters
+from .parameters import local_sizes, replace_parameters
 
 
 class MemMixMixin(KeptAttention):
@@ -39,7 +39,8 @@ class MemMixMixin(KeptAttention):
         """One state: the bytes of the largest page. vLLM makes all pages of a model equally large."""
         config = original_config(vllm_config.model_config.hf_config)
         dtype = vllm_config.model_config.dtype
-        return ((max(page_bytes(mixer, dtype) for mixer in mixers_of(config)),),)
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        return ((max(page_bytes(local_sizes(mixer, ranks), dtype) for mixer in mixers_of(config)),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config) -> tuple[torch.dtype, ...]:
@@ -95,22 +96,19 @@ class MemMixMixin(KeptAttention):
         with torch.device("meta"):
             swap_attention(base, self.memmix_config)
             swap_feed_forward(base, self.memmix_config)
-        layers = decoder_layers(base)
-        self.mixers: dict[str, MemoryMixer] = {}
-        for i, layer in enumerate(layers):
+        for layer in decoder_layers(base):
             # they pass on padding and packing, which do not exist here
             layer._forward_pre_hooks.clear()
             layer._forward_pre_hooks_with_kwargs.clear()
-            if self.memmix_config.mixer_types[i] != ATTENTION:
-                path = f"{layers_name(base)}.{i}.{attention_name(base, i)}"
-                self.mixers[path] = base.get_submodule(path)
-                base.set_submodule(path, nn.Identity())
+        own = {path: module for path, module in base.named_modules() if isinstance(module, (MemoryMixer, FeedForward))}
+        for path in own:
+            base.set_submodule(path, nn.Identity())
         super().recursive_replace()
-        for path, mixer in self.mixers.items():
-            replace_parameters(
-                mixer, f"model.{path}", self.model_config.dtype, self.device_config.device, self.quant_config
-            )
-            base.set_submodule(path, mixer)
+        dtype, device = self.model_config.dtype, self.device_config.device
+        for path, module in own.items():
+            replace_parameters(module, f"model.{path}", dtype, device, self.quant_config)
+            base.set_submodule(path, module)
+        self.mixers = {path: module for path, module in own.items() if isinstance(module, MemoryMixer)}
 
     def memory_layers(self) -> dict[int, str]:
         """For `KeptAttention`: the paths of the layers without attention."""

@@ -48,9 +48,8 @@ TAIL = 64  # tokens of a prompt that are new although its prefix is known
 
 def save_model(folder: Path, model: str, shape: str) -> Path:
     """A folder with a config.json, from which vLLM makes random weights."""
-    config = LlamaConfig(
-        **SHAPES[shape], dtype="bfloat16", bos_token_id=0, eos_token_id=1, architectures=["LlamaForCausalLM"]
-    )
+    config = LlamaConfig(**SHAPES[shape], dtype="bfloat16", bos_token_id=0, eos_token_id=1)
+    config.architectures = ["LlamaForCausalLM"]
     if model != "llama":
         every = 4 if model == "gka_3of4" else config.num_hidden_layers + 1
         kinds = ["attention" if i % every == every - 1 else "gka" for i in range(config.num_hidden_layers)]
@@ -115,15 +114,14 @@ class Engine:
             if decode_start is None and len(first) == count:
                 decode_start, decoded = now, sum(produced.values())
         seconds, total = time.perf_counter() - start, sum(produced.values())
-        decoding = start + seconds - decode_start
+        # the time in which all of them decode; there is none if the last prompt was read when others were done
+        together = running == count and total > decoded
+        decode_speed = (total - decoded) / (start + seconds - decode_start) if together else None
         return {
             "seconds": round(seconds, 3),
             "requests_per_s": round(count / seconds, 3),
             "output_tokens_per_s": round(total / seconds, 1),
-            # none if the last prompt was read only when others were done
-            "decode_tokens_per_s": round((total - decoded) / decoding, 1)
-            if total > decoded and running == count
-            else None,
+            "decode_tokens_per_s": round(decode_speed, 1) if together else None,
             "first_token_s": round(statistics.median(first.values()), 4),
             "most_running": running,
         }
@@ -204,11 +202,8 @@ def plot(record: dict, path: Path):
     figure, panels = plt.subplots(1, len(lengths), figsize=(4.2 * len(lengths), 3.6), squeeze=False)
     for panel, length in zip(panels[0], lengths, strict=True):
         for model, name in MODELS.items():
-            found = sorted(
-                (r["sequences"], r["output_tokens_per_s"])
-                for r in rows
-                if r["tokens"] == length and r["model"] == model
-            )
+            chosen = [row for row in rows if (row["tokens"], row["model"]) == (length, model)]
+            found = sorted((row["sequences"], row["output_tokens_per_s"]) for row in chosen)
             if found:
                 panel.plot(*zip(*found, strict=True), marker="o", label=name)
         panel.set(xscale="log", yscale="log", title=f"prompts of {length:,} tokens", xlabel="sequences at once")

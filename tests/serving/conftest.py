@@ -52,7 +52,8 @@ def _strings(item):
     parameters = getattr(item, "callspec", None)
     for value in parameters.params.values() if parameters else ():
         yield from value if isinstance(value, tuple) else (value,)
-    yield from item.get_closest_marker("cases").args if item.get_closest_marker("cases") else ()
+    marker = item.get_closest_marker("cases")
+    yield from marker.args if marker else ()
 
 
 class Engines:

@@ -4,12 +4,15 @@ vLLM changes the decoder classes of transformers when it builds a model of them.
 models, saves them, and writes what `generate()` answers.
 """
 
+import shutil
 import sys
 from pathlib import Path
 
 import serving_cases
 import torch
+from transformers import AutoModelForCausalLM
 
+from hf_memmix.assets import asset_path
 from testing import build
 
 
@@ -23,6 +26,7 @@ def answers(model, which: str) -> list[dict]:
             attention_mask=torch.ones_like(ids),
             max_new_tokens=serving_cases.NEW_TOKENS[which],
             do_sample=False,
+            eos_token_id=None,
             output_logits=True,
             return_dict_in_generate=True,
         )
@@ -35,8 +39,12 @@ def answers(model, which: str) -> list[dict]:
 def write(folder: Path, name: str):
     """Save the model of a case and its answers."""
     case = serving_cases.CASES[name]
-    model = build(case.config())
-    model.save_pretrained(folder / name)
+    if name == serving_cases.ASSET:
+        shutil.copytree(asset_path(name), folder / name)
+        model = AutoModelForCausalLM.from_pretrained(asset_path(name), dtype=torch.float32)
+    else:
+        model = build(case.config())
+        model.save_pretrained(folder / name)
     references = {
         dtype: {which: answers(model.to(getattr(torch, dtype)), which) for which in case.prompts}
         for dtype in case.dtypes

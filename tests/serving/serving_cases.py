@@ -77,3 +77,8 @@ SCRATCH = {
 _HALF = ("gka", _KEPT, "gka", _KEPT)
 BACKBONES = {f"backbone_{name}": Case(_HALF, family=name, prompts=("few",)) for name in FAMILIES}
 CASES = HYBRIDS | PURE | LOW | SCRATCH | BACKBONES
+# the bundled model, which has a tokenizer
+ASSET = "tiny_gka"
+CASES[ASSET] = Case()
+# served by two ranks
+DIVIDED = ("several", "coffee", "ska", "Echo_pure")

@@ -14,6 +14,7 @@ PREFIX = 2 * BLOCK + 30  # crosses two boundaries of blocks
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
 SIZES |= {"head_dim": 32, "max_position_embeddings": LONGEST}
 GPT2_SIZES = {"n_embd": 64, "n_inner": 96, "n_head": 2, "n_positions": LONGEST}
+GPT2_SIZES |= dict.fromkeys(("hidden_size", "num_attention_heads", "max_position_embeddings"))  # its names for them
 MULTI_HEAD = {"gpt_neox", "gpt2"}  # as many key/value heads as heads, whatever the configuration says
 
 # prompts by name: token ids; several lengths at once, from one token to several blocks

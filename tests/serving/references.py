@@ -10,10 +10,10 @@ from pathlib import Path
 
 import serving_cases
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_memmix.assets import asset_path
-from testing import build
+from testing import build, randomize
 
 
 def answers(model, which: str) -> list[dict]:
@@ -35,6 +35,17 @@ def answers(model, which: str) -> list[dict]:
     return found
 
 
+def pooled(model, case) -> list[dict]:
+    """For each prompt the logits of a classifier, or the last hidden state of a decoder, scaled to unit norm."""
+    found = []
+    for prompt in serving_cases.PROMPTS["few"]:
+        ids = torch.tensor([prompt])
+        vector = model(ids).logits[0] if case.labels else model.model(ids).last_hidden_state[0, -1]
+        vector = vector.softmax(-1) if case.labels else torch.nn.functional.normalize(vector, dim=-1)
+        found.append({"prompt": prompt, "vector": vector})
+    return found
+
+
 @torch.inference_mode()
 def write(folder: Path, name: str):
     """Save the model of a case and its answers."""
@@ -42,13 +53,18 @@ def write(folder: Path, name: str):
     if name == serving_cases.ASSET:
         shutil.copytree(asset_path(name), folder / name)
         model = AutoModelForCausalLM.from_pretrained(asset_path(name), dtype=torch.float32)
+    elif case.labels:
+        torch.manual_seed(0)
+        model = randomize(AutoModelForSequenceClassification.from_config(case.config())).eval()
     else:
         model = build(case.config())
+    if name != serving_cases.ASSET:
         model.save_pretrained(folder / name)
-    references = {
-        dtype: {which: answers(model.to(getattr(torch, dtype)), which) for which in case.prompts}
-        for dtype in case.dtypes
-    }
+    references = {"pooled": pooled(model, case)} if case.labels or name == serving_cases.ASSET else {}
+    if not case.labels:
+        for dtype in case.dtypes:
+            model = model.to(getattr(torch, dtype))
+            references[dtype] = {which: answers(model, which) for which in case.prompts}
     torch.save(references, folder / name / "references.pt")
 
 

@@ -39,6 +39,7 @@ class Case:
         kinds: the mixer of each layer.
         family: of the backbone; or the name of a family that is trained from scratch, with `layout`.
         dtypes: of the references.
+        labels: of a sequence classifier; 0 for a language model.
     """
 
     kinds: tuple[str, ...] = ()
@@ -46,6 +47,7 @@ class Case:
     layout: str | None = None
     prompts: tuple[str, ...] = ("plain",)
     dtypes: tuple[str, ...] = ("float32",)
+    labels: int = 0
 
     def config(self):
         if self.layout is not None:
@@ -58,6 +60,8 @@ class Case:
             sizes = {**sizes, "num_key_value_heads": None}
         if self.family == "llama":
             sizes = {**sizes, "num_hidden_layers": len(self.kinds)}
+        if self.labels:
+            sizes = {**sizes, "num_labels": self.labels}
         mixers = {kind: MIXERS[kind] for kind in self.kinds if kind in MIXERS}
         return memmix_config(backbone_config(self.family, **sizes), list(self.kinds), mixers)
 
@@ -81,5 +85,6 @@ CASES = HYBRIDS | PURE | LOW | SCRATCH | BACKBONES
 # the bundled model, which has a tokenizer
 ASSET = "tiny_gka"
 CASES[ASSET] = Case()
+CASES["classifier"] = Case(("gka", _KEPT, "lattice", "ska"), prompts=("few",), labels=3)
 # served by two ranks
 DIVIDED = ("several", "coffee", "ska", "Echo_pure")

@@ -5,6 +5,8 @@ linear layers, norms and the attention function by vLLM's. Here the mixers are p
 out of these replacements: only their linear layers become vLLM's.
 """
 
+import re
+
 import torch
 from torch import nn
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -156,3 +158,12 @@ class MemMixForSequenceClassification(
     """A sequence classifier with mixers; it reads the last token, as transformers' decoders do."""
 
     default_seq_pooling_type = "LAST"
+
+    def __init__(self, *, vllm_config, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        # the heads of encoders take [B, 1, hidden]; that of a decoder is a linear layer, for the last token itself
+        self.classifier.__class__ = nn.Linear
+
+    def load_weights(self, weights):
+        """vLLM calls the last layer `classifier`, whatever its name in the checkpoint."""
+        return super().load_weights((re.sub(r"^score\.", "classifier.", name), weight) for name, weight in weights)

@@ -70,6 +70,7 @@ class Engines:
             self.close()
             fixed = {"max_model_len": 1024, "enforce_eager": True, "enable_prefix_caching": False, "seed": 0}
             fixed |= {"dtype": "float32", "skip_tokenizer_init": True, "disable_log_stats": False}
+            fixed |= {"max_num_batched_tokens": 2048, "max_num_seqs": 16}  # an engine starts with a batch of this size
             self.engine = LLM(str(self.folders / case), **(fixed | options))
             self.key = key
         return self.engine

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from serving_cases import ASSET
 
 

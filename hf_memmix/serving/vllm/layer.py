@@ -90,7 +90,8 @@ class MemoryLayer(MambaBase):
         parts = []
         if decodes:
             rows = {name: t[:, :decodes].transpose(0, 1) for name, t in tokens.items()}
-            y = self.mixer.step(rows, self.pools, batch.state_indices_tensor_d[:decodes, 0])
+            # a column of vLLM's table of blocks; contiguous already when a graph is captured
+            y = self.mixer.step(rows, self.pools, batch.state_indices_tensor_d[:decodes, 0].contiguous())
             parts.append(y.transpose(0, 1))
         if prefills:
             y, _ = self.mixer.scan_sequences(
@@ -98,7 +99,7 @@ class MemoryLayer(MambaBase):
                 self.pools,
                 cu_seqlens=batch.query_start_loc_p,
                 starts_anew=~batch.has_initial_states_p,
-                state_indices=batch.state_indices_tensor_p,
+                state_indices=batch.state_indices_tensor_p.contiguous(),
             )
             parts.append(y)
         y = torch.cat(parts, 1) if len(parts) > 1 else parts[0]

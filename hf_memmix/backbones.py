@@ -124,7 +124,10 @@ _SHARED = Backbone(refused="its layers share keys and values, so a replaced laye
 _RECURRENT = Backbone(refused="some of its layers are recurrent already")
 _UNKNOWN_NAMES = Backbone(refused="its layers or their attention lie under names that the swap does not know")
 _OUTPUT_GATE = "its attention has an output gate that depends on the token"
-_LATENT = Backbone(no_conversion="latent attention: k and v have no projections of x")
+_LATENT = Backbone(
+    no_conversion="latent attention: k and v have no projections of x",
+    no_serving="vLLM computes its latent attention in a form that the plugin does not know",
+)
 
 BACKBONES: Mapping[str, Backbone] = MappingProxyType(
     {

@@ -7,6 +7,7 @@ All references are computed first, by one process without vLLM; engines run in t
 
 import gc
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -29,6 +30,37 @@ SETTINGS = {
 }
 for name, value in SETTINGS.items():
     os.environ.setdefault(name, value)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--matrix", metavar="FILE", help="write which model was tested with which feature to FILE")
+
+
+class Matrix:
+    """Collects the outcomes of the tests over models: a test without "test_" is a feature."""
+
+    def __init__(self, file: Path):
+        self.file, self.outcomes = file, {}
+
+    def pytest_runtest_logreport(self, report):
+        test, bracket, case = report.nodeid.split("::")[-1].partition("[")
+        if bracket and (report.when == "call" or report.failed):
+            feature = test.removeprefix("test_").replace("_", " ")
+            self.outcomes.setdefault(feature, {})[case.rstrip("]")] = "yes" if report.passed else "no"
+
+    def pytest_sessionfinish(self):
+        import torch
+        import transformers
+        import vllm
+
+        versions = {module.__name__: module.__version__ for module in (vllm, torch, transformers)}
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(versions | {"matrix": self.outcomes}, indent=1) + "\n")
+
+
+def pytest_configure(config):
+    if config.getoption("matrix"):
+        config.pluginmanager.register(Matrix(Path(config.getoption("matrix"))))
 
 
 @pytest.fixture(scope="session")

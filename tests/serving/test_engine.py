@@ -136,3 +136,26 @@ def test_bf16(case, engines):
         a == b for got, r in zip(tokens, references, strict=True) for a, b in zip(got, r["tokens"], strict=True)
     )
     assert same > math.prod(torch.tensor(tokens).shape) // 2
+
+
+@pytest.mark.cases("gka")
+def test_compiled(engines):
+    """The model around the mixers is one graph per layer, cut at the operator."""
+    references = references_of(engines.folders, "gka", "few")
+    engine = engines.get("gka", enforce_eager=False)
+    assert_greedy(tokens_of(ask(engine, references)), references)
+    assert engine.llm_engine.vllm_config.compilation_config.mode > 0
+
+
+def test_graphs_are_cut_at_the_operator():
+    """For the configuration of our model only."""
+    from vllm.config import CompilationConfig, CompilationMode
+
+    from hf_memmix.serving.vllm.config import OP, cut_graphs
+
+    ours, other = (CompilationConfig(mode=CompilationMode.VLLM_COMPILE) for _ in range(2))
+    cut_graphs(ours)
+    for each in (ours, other):
+        each.set_splitting_ops_for_v1(all2all_backend="naive")
+    assert OP in ours.splitting_ops and ours.splitting_ops_contain_attention()
+    assert OP not in other.splitting_ops and OP not in CompilationConfig._attention_ops

@@ -53,13 +53,19 @@ class MemMixVerifyAndUpdate(VerifyAndUpdateConfig):
             raise ValueError(
                 "pipeline parallelism is not supported with memory mixers on vLLM; use --tensor-parallel-size"
             )
-        compilation = vllm_config.compilation_config
-        # an attribute of this configuration, not of the class: other models of the process keep their list
-        if OP not in compilation._attention_ops:
-            object.__setattr__(compilation, "_attention_ops", [*compilation._attention_ops, OP])
+        cut_graphs(vllm_config.compilation_config)
         cache = vllm_config.cache_config
         if cache.enable_prefix_caching and cache.mamba_cache_mode == "none":
             cache.mamba_cache_mode = "align"
+
+
+def cut_graphs(compilation):
+    """Have vLLM cut the graphs of one model at the operator, as it does at attention.
+
+    The list becomes an attribute of this configuration, not of its class: other models of the process keep theirs.
+    """
+    if OP not in compilation._attention_ops:
+        object.__setattr__(compilation, "_attention_ops", [*compilation._attention_ops, OP])
 
 
 def original_config(hf_config) -> MemMixConfig:

@@ -16,6 +16,10 @@ from ...mixers import MemoryMixer
 from ...mixers.pages import carve, page_layout
 from .metadata import MemoryBackend, MemoryMetadata
 
+# all states of a sequence are one array for vLLM. It is not uint8: vLLM 0.26 finds out strides by an empty tensor in fp32
+# with as many elements as all pages have, which would be four times their memory
+PAGE_DTYPE = torch.int32
+
 
 class MemoryLayer(MambaBase):
     """The server of one mixer (`MemoryMixer.server`).
@@ -45,10 +49,10 @@ class MemoryLayer(MambaBase):
     # ---- what vLLM asks
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return ((self.page_bytes,),)
+        return page_shape(self.page_bytes)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        return (torch.uint8,)
+        return (PAGE_DTYPE,)
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -60,13 +64,13 @@ class MemoryLayer(MambaBase):
 
     @property
     def kv_cache(self) -> tuple[Tensor, ...]:
-        """The pages [pages, bytes] of uint8, in a tuple of one."""
+        """The pages [pages, page size] of `PAGE_DTYPE`, in a tuple of one; () when vLLM takes its memory back."""
         return self._pages
 
     @kv_cache.setter
     def kv_cache(self, pages):
-        self._pages = tuple(pages)  # empty when vLLM takes its memory back
-        self.pools = carve(self._pages[0], self.shapes) if self._pages else {}
+        self._pages = tuple(pages)
+        self.pools = carve(self._pages[0].view(torch.uint8), self.shapes) if self._pages else {}
 
     # ---- the computation
 
@@ -113,6 +117,11 @@ class MemoryLayer(MambaBase):
         bounds[-1] = length
         states = self.mixer.initial_states(rows, self.device, self.dtype)
         return self.mixer.scan_sequences(tokens, states, cu_seqlens=bounds)[0]
+
+
+def page_shape(size: int) -> tuple[tuple[int, ...], ...]:
+    """What vLLM is told of the states of a page of `size` bytes: one array of `PAGE_DTYPE`."""
+    return ((size // PAGE_DTYPE.itemsize,),)
 
 
 def page_bytes(mixer: MemoryMixer, dtype: torch.dtype) -> int:

@@ -23,7 +23,7 @@ from ...mixers import ATTENTION, MIXERS, FeedForward, MemoryMixer
 from ...swap import decoder_layers, swap_attention, swap_feed_forward
 from .compat import KeptAttention
 from .config import original_config
-from .layer import MemoryLayer, page_bytes
+from .layer import PAGE_DTYPE, MemoryLayer, page_bytes, page_shape
 from .parameters import local_sizes, replace_parameters
 
 
@@ -42,11 +42,11 @@ class MemMixMixin(KeptAttention):
         config = original_config(vllm_config.model_config.hf_config)
         dtype = vllm_config.model_config.dtype
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        return ((max(page_bytes(local_sizes(mixer, ranks), dtype) for mixer in mixers_of(config)),),)
+        return page_shape(max(page_bytes(local_sizes(mixer, ranks), dtype) for mixer in mixers_of(config)))
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config) -> tuple[torch.dtype, ...]:
-        return (torch.uint8,)
+        return (PAGE_DTYPE,)
 
     @classmethod
     def get_mamba_state_copy_func(cls):

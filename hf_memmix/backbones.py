@@ -69,6 +69,8 @@ class Backbone:
     Reasons why a family is refused; the text completes "FAMILY is not supported: REASON".
         refused: no mixer can replace the attention.
         no_conversion: a mixer can replace the attention, but cannot be initialised from its weights.
+        no_serving: vLLM's Transformers backend cannot run the model. It completes "FAMILY cannot be served by vLLM:
+            REASON".
 
     How the attention module stores its tensors; only the conversion reads this.
         qkv: names of three projections (separate) or of one (fused).
@@ -95,6 +97,7 @@ class Backbone:
 
     refused: str | None = None
     no_conversion: str | None = None
+    no_serving: str | None = None
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out: str = "o_proj"
@@ -127,7 +130,10 @@ _RECURRENT = Backbone(refused="some of its layers are recurrent already")
 _UNKNOWN_NAMES = Backbone(refused="its layers or attention modules have unrecognised names")
 _OUTPUT_GATE = "its attention has an output gate that depends on the token"
 _UNTESTED = "its conversion has not been tested"
-_LATENT = Backbone(no_conversion="latent attention: k and v have no projections of x")
+_LATENT = Backbone(
+    no_conversion="latent attention: k and v have no projections of x",
+    no_serving="vLLM computes its latent attention in a form that the plugin does not know",
+)
 
 BACKBONES: Mapping[str, Backbone] = MappingProxyType(
     {

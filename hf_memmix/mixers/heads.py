@@ -108,7 +108,7 @@ class HeadsMixer(MemoryMixer):
             )
         return convolved["q"], convolved["k"], convolved["v"], new
 
-    def convolve_step(self, tokens, states, state_indices):
+    def convolve_step(self, tokens, states, state_indices=None):
         """As `convolve`, for one token; changes the states of the convolutions in place, on pages if there are any."""
         convolved, where = dict(tokens), {"in_place": True, "state_indices": state_indices}
         for name, convolution in self._convolutions():

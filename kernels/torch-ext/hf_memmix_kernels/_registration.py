@@ -16,13 +16,16 @@ def step_op(name: str, mutates_args: tuple[str, ...]) -> Callable:
 
     def decorate(function: Callable) -> Callable:
         op = torch.library.custom_op(name, mutates_args=mutates_args)(function)
-        direct = torch.no_grad()(function)
+        without_grad = torch.no_grad()(function)
 
         @functools.wraps(function)
         def call(*args):
             # torch has no public question for an active dispatch mode
             traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-            return op(*args) if traced else direct(*args)
+            if traced:
+                return op(*args)
+            # a generating program has switched gradients off already: doing it again costs some microseconds
+            return without_grad(*args) if torch.is_grad_enabled() else function(*args)
 
         call.register_fake = op.register_fake
         return call

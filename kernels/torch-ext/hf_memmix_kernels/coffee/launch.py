@@ -112,7 +112,7 @@ def coffee_fwd_triton(
     S, L = NP // chosen.per_thread, max(32 * chosen.warps, NP // chosen.per_thread)
     grid = (N * triton.cdiv(D * S, L),)
     coffee_fwd_kernel[grid](
-        (u, lam, w, C, w_filter, gate), x0, (y, final, checkpoints), cu_seqlens, T, _gate_strides(gate, D),
+        (u, lam, w, C, w_filter, gate), x0, (y, final, checkpoints), cu_seqlens, T, *_gate_strides(gate, D),
         D=D, N=n, NP=NP, S=S, NS=chosen.per_thread, L=L, P=chosen.group, CK=CHECKPOINT, FORM=FORMS[feedback],
         FILTER=w_filter is not None, GATE=gate is not None, PACKED=cu_seqlens is not None, SAVE=save,
         SHARE=chosen.share, CHAIN=chosen.chain and gate is None and feedback == "sigmoid", MATH=_math(u),
@@ -188,12 +188,12 @@ def coffee_bwd_triton(
     if segments > 1:
         A, b = (dx0.new_empty(N, segments, D * NP) for _ in range(2))
         coffee_bwd_kernel[grid](
-            upstream, inputs, states, grads, (A, b), cu_seqlens, T, strides, segment, segments,
+            upstream, inputs, states, grads, (A, b), cu_seqlens, T, *strides, segment, segments,
             DGATE=False, PARALLEL=False, SUMMARY=True, **options,
         )  # fmt: skip
         carries = affine_scan(A, b, _pad_states(dfinal), reverse=True)
     coffee_bwd_kernel[grid](
-        upstream, inputs, states, grads, (A, carries), cu_seqlens, T, strides, segment or T, segments,
+        upstream, inputs, states, grads, (A, carries), cu_seqlens, T, *strides, segment or T, segments,
         DGATE=gate_grad, PARALLEL=segments > 1, SUMMARY=False, **options,
     )  # fmt: skip
     dlam, dw, dC = dparams[:, :3].sum(0)
@@ -259,7 +259,7 @@ def deer_fwd_triton(
 
     def iterate(old: Tensor, new: Tensor, init: bool) -> None:
         coffee_deer_kernel[(programs,)](
-            (u, lam, w, gate), (trajectory, old, new), (A, R, ends), worst, T, chunks, _gate_strides(gate, D),
+            (u, lam, w, gate), (trajectory, old, new), (A, R, ends), worst, T, chunks, *_gate_strides(gate, D),
             D=D, N=n, NP=NP, L=L, P=8, LC=LC, FORM=FORMS[feedback], GATE=gate is not None, INIT=init, MATH=_math(u),
             ACC=accumulator(u.dtype), num_warps=max(1, L // 32),
         )  # fmt: skip

@@ -119,9 +119,9 @@ def _walk(
     return x
 
 
-@triton.jit(do_not_specialize=("T", "gate_strides", "segment", "segments"))
+@triton.jit(do_not_specialize=("T", "gate_t", "gate_d", "segment", "segments"))
 def coffee_bwd_kernel(
-    upstream, inputs, states, grads, maps, cu_seqlens, T, gate_strides, segment, segments,
+    upstream, inputs, states, grads, maps, cu_seqlens, T, gate_t, gate_d, segment, segments,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr,
     P: tl.constexpr, R: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
     DGATE: tl.constexpr, PACKED: tl.constexpr, PARALLEL: tl.constexpr, SUMMARY: tl.constexpr, SHARE: tl.constexpr,
@@ -137,7 +137,6 @@ def coffee_bwd_kernel(
     checkpoints, scratch = states
     du, dgate, dparams, dx0 = grads
     A, b = maps
-    gate_t, gate_d = gate_strides
     BLOCKS: tl.constexpr = (D * S + L - 1) // L
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i_n = row // segments

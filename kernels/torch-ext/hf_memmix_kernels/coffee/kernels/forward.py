@@ -49,9 +49,9 @@ def _group(
     return x, z
 
 
-@triton.jit(do_not_specialize=("T", "gate_strides"))
+@triton.jit(do_not_specialize=("T", "gate_t", "gate_d"))
 def coffee_fwd_kernel(
-    inputs, x0, outputs, cu_seqlens, T, gate_strides,
+    inputs, x0, outputs, cu_seqlens, T, gate_t, gate_d,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr,
     P: tl.constexpr, CK: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
     PACKED: tl.constexpr, SAVE: tl.constexpr, SHARE: tl.constexpr, CHAIN: tl.constexpr, MATH: tl.constexpr,
@@ -60,7 +60,6 @@ def coffee_fwd_kernel(
     """One sequence, L lanes: y of every token, the final state, and the state before every CK-th token."""
     u, lam, w, C, F, gate = inputs
     y, final, checkpoints = outputs
-    gate_t, gate_d = gate_strides
     BLOCKS: tl.constexpr = (D * S + L - 1) // L
     i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
     lane = tl.program_id(0) % BLOCKS * L + tl.arange(0, L)

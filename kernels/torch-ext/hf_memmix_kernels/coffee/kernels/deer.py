@@ -14,7 +14,7 @@ from .tiles import LINEAR, SIGMOID, gates, load_gates, load_rows, scaled
 @triton.jit
 def local(x, u, factor, lam, w, w2, FORM: tl.constexpr, MATH: tl.constexpr):
     """f(x) and its slope."""
-    phi = gates((x,), u, w2, 1, FORM, False, MATH)[0]
+    phi = gates((x,), u, w2, 1, FORM, MATH)[0]
     v = lam * x + u
     s = phi * factor
     J = 1 + lam * s

@@ -1,13 +1,13 @@
-"""Time and memory of every op and of torch's attention in the same run, on one GPU.
+"""Measures time and memory of every op, and of torch's attention in the same run, on one GPU.
 
     PYTHONPATH=kernels/torch-ext python kernels/benchmarks/benchmark.py --out kernels/benchmarks/results/h200.json
 
-Operators only, no projections. "fwd" runs without autograd, "fwd+bwd" is torch.autograd.grad with respect to every
-input; both are medians of triton.testing.do_bench, which flushes the L2 cache. "decode" is one step called by Python,
-launch overhead included; "decode_graph" one step of a captured CUDA graph that goes round states larger than the L2
-cache together. `peak_mib` is what is allocated above the inputs. A pass that a peer's op refuses to run has null for
-both and its reason as `note`. Rows that --out already holds are replaced when they describe the same measurement, all
-others are kept. A new op is one row of BENCHES.
+The measured calls are operators without projections. "fwd" runs without autograd; "fwd+bwd" is torch.autograd.grad
+with respect to every input. Both are medians of triton.testing.do_bench, which flushes the L2 cache. "decode" is one
+step that Python calls, with the launch overhead; "decode_graph" is one step of a captured CUDA graph that uses several
+states in turn, which together are larger than the L2 cache. `peak_mib` is the memory allocated in addition to the
+inputs. A pass that another library's op refuses to run has null for both, and the reason as `note`. Rows of --out that
+describe the same measurement are replaced; all other rows are kept. To measure a new op, add one row to BENCHES.
 """
 
 import argparse
@@ -36,7 +36,9 @@ L2_BYTES = 60e6
 
 @dataclass(frozen=True)
 class Bench:
-    """One op: `draw(B, T, H, D)` gives its inputs, `forward(inputs)` its output tensors, `step` advances a token."""
+    """One op: `draw(B, T, H, D)` returns its inputs, `forward(inputs)` its output tensors, `step` runs one decode
+    step.
+    """
 
     op: str
     draw: Callable[[int, int, int, int], dict[str, Tensor]]
@@ -46,7 +48,7 @@ class Bench:
     fields: dict = field(default_factory=dict)
     chunk_shapes: list[tuple[int, int, int, int]] = field(default_factory=lambda: CHUNK_SHAPES)
     decode_shapes: list[tuple[int, int, int, int]] = field(default_factory=lambda: DECODE_SHAPES)
-    # of a peer's op: the start of the RuntimeError with which it refuses a pass
+    # for an op of another library: the start of the RuntimeError text with which it refuses a pass
     refusal: str | None = None
 
 
@@ -84,7 +86,7 @@ def gka_state(B: int, H: int, D: int) -> tuple[Tensor, ...]:
 
 
 def flat(outputs) -> tuple[Tensor, ...]:
-    """(o, state or states) -> all tensors in one tuple."""
+    """Turn (o, state) or (o, (state, ...)) into one tuple of all tensors."""
     o, state = outputs
     return (o, *state) if isinstance(state, tuple) else (o, state)
 
@@ -118,7 +120,7 @@ BENCHES = [
         lambda B, H, D: (randn(B, H, D, D, dtype=torch.float32),),
         lambda x, state: K.gla_step(**x, state=state[0]),
     ),
-    # H and D of a row are COFFEE's features and states
+    # in rows of COFFEE, H is the number of features and D the number of states per feature
     Bench(
         "coffee",
         draw_coffee,
@@ -136,7 +138,7 @@ BENCHES = [
 
 
 def measure_peak(fn: Callable) -> float:
-    """MiB allocated above what is allocated now."""
+    """The peak of allocated memory during `fn`, in MiB above the memory that is allocated before it."""
     fn()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -207,13 +209,16 @@ def time_decode(bench: Bench, shape: tuple, steps: int = 16) -> list[dict]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, where there is one."""
+    """The commit of the checkout; None outside a git checkout."""
     result = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
     return result.stdout.strip() or None
 
 
 def merge(path: Path, rows: list[dict], measured: tuple[str, ...] = ()) -> list[dict]:
-    """The rows of the file, those that `rows` measured again replaced. Columns in `measured` are results too."""
+    """The rows of the file; `rows` replaces those that describe the same measurement, and adds the new ones.
+
+    measured: columns that hold results, besides `MEASURED`; all other columns describe the measurement.
+    """
     results = {*MEASURED, *measured}
 
     def key(row):
@@ -227,11 +232,13 @@ def main() -> None:
     names = list(dict.fromkeys(bench.op for bench in BENCHES))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", nargs="+", choices=names, default=names)
-    parser.add_argument("--out", type=Path, help="JSON list to write the rows to; printed only without it")
-    parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file to which the rows are written; without it they are only printed"
+    )
+    parser.add_argument("--commit", default=commit(), help="commit to record; needed where there is no git checkout")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("the benchmark needs an NVIDIA GPU, torch sees none")
+        parser.error("the benchmark needs an NVIDIA GPU, but torch finds none")
     torch.manual_seed(0)
     machine = {
         "gpu": torch.cuda.get_device_name(),

@@ -1,9 +1,10 @@
-"""Milliseconds per token of `generate()` with a static cache: a Llama shape, and the same with every layer a memory.
+"""Measures milliseconds per token of `generate()` with a static cache: a Llama, and the same Llama with memory mixers.
 
     python kernels/benchmarks/benchmark_generate.py --out kernels/benchmarks/results/generate_h200.json
 
-Random weights, bf16; the prompt is random tokens. The time of a token is taken between the calls of a stopping
-criterion, so it holds everything that `generate()` does; the first tokens, which compile, are left out.
+The weights (bf16) and the prompt are random. In the second model every layer has a mixer in place of attention. The
+time of a token is the time between two calls of a stopping criterion, so it includes everything that `generate()`
+does. The first tokens, which compile, are not counted.
 """
 
 import argparse
@@ -24,8 +25,8 @@ SHAPE = {
 }  # fmt: skip
 
 
-class Clock(StoppingCriteria):
-    """Notes the time of every token; stops nothing."""
+class TokenTimer(StoppingCriteria):
+    """A stopping criterion that records the time of every token and never stops the generation."""
 
     def __init__(self):
         self.times = []
@@ -38,7 +39,7 @@ class Clock(StoppingCriteria):
 
 
 def build(mixer: str | None):
-    """The Llama shape with random bf16 weights on the GPU; every attention layer replaced if `mixer` is given."""
+    """A Llama of `SHAPE` with random bf16 weights on the GPU; `mixer`, if given, replaces attention in every layer."""
     config = LlamaConfig(**SHAPE, dtype="bfloat16", bos_token_id=0, eos_token_id=None, pad_token_id=0)
     if mixer is not None:
         config = hf_memmix.memmix_config(config, mixer_types=[mixer] * config.num_hidden_layers)
@@ -48,19 +49,21 @@ def build(mixer: str | None):
 
 
 def measure(model, batch: int, context: int, new_tokens: int, cache: str) -> dict:
-    """Median ms per token after the first quarter of `new_tokens`, and where the time before the first token went."""
+    """Median and 90th percentile of the ms per token after the first quarter of `new_tokens`, the seconds before the
+    first token, and the peak memory.
+    """
     prompt = torch.randint(3, SHAPE["vocab_size"], (batch, context), device="cuda")
     options = {"max_new_tokens": new_tokens, "do_sample": False, "cache_implementation": cache}
     if context > 16384:
         options["prefill_chunk_size"] = 8192
-    clock = Clock()
+    timer = TokenTimer()
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    model.generate(prompt, stopping_criteria=StoppingCriteriaList([clock]), **options)
-    steps = [1e3 * (b - a) for a, b in zip(clock.times, clock.times[1:], strict=False)][new_tokens // 4 :]
+    model.generate(prompt, stopping_criteria=StoppingCriteriaList([timer]), **options)
+    steps = [1e3 * (b - a) for a, b in zip(timer.times, timer.times[1:], strict=False)][new_tokens // 4 :]
     return {
         "B": batch, "context": context, "cache": cache, "ms": round(statistics.median(steps), 3),
-        "ms_p90": round(sorted(steps)[int(0.9 * len(steps))], 3), "first_token_s": round(clock.times[0] - start, 2),
+        "ms_p90": round(sorted(steps)[int(0.9 * len(steps))], 3), "first_token_s": round(timer.times[0] - start, 2),
         "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20),
     }  # fmt: skip
 
@@ -68,10 +71,15 @@ def measure(model, batch: int, context: int, new_tokens: int, cache: str) -> dic
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown", help="commit of the tree, where the machine has no git")
+    parser.add_argument("--commit", default="unknown", help="commit to record")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--long", type=int, default=2**20, help="the long context of the memory model")
-    parser.add_argument("--only", nargs="*", choices=("llama", "gka"), help="leave the other model out")
+    parser.add_argument(
+        "--long",
+        type=int,
+        default=2**20,
+        help="tokens of the long context, which only the model with memory mixers runs",
+    )
+    parser.add_argument("--only", nargs="*", choices=("llama", "gka"), help="measure only this model")
     args = parser.parse_args()
 
     only = set(args.only or ("llama", "gka"))

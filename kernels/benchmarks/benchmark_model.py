@@ -1,14 +1,16 @@
-"""Whole models on one GPU: a Llama shape of 1.04 billion parameters beside the same with every layer a memory mixer.
+"""Measures whole models on one GPU: a Llama of 1.04 billion parameters, and the same Llama with a mixer in every
+layer.
 
     python kernels/benchmarks/benchmark_model.py --out kernels/benchmarks/results/model_h200.json
 
-Random weights and random tokens, bf16. "decode" is `generate()` with a static cache after a prompt of 1024 tokens, and
-holds everything that `generate()` does between two tokens. "prefill" is one forward that fills a dynamic cache and
-computes the last logits. "train" is forward, backward and one fused AdamW step, without gradient checkpointing. `ms`
-is a median by CUDA events (decode: by the clock between two tokens), `kernel_ms` the sum of the times of all GPU
-kernels in one call by the profiler, `kernels` the same sum by kind of kernel. `mfu` counts 6 FLOP per parameter and
-token for training, 2 for prefill, over 989 TFLOP/s. Rows that --out already holds are replaced when they describe the
-same measurement, all others are kept.
+Weights (bf16) and tokens are random. "decode" is `generate()` with a static cache after a prompt of 1024 tokens; its
+time includes everything that `generate()` does between two tokens. "prefill" is one forward that fills a dynamic cache
+and computes the last logits. "train" is forward, backward and one fused AdamW step, without gradient checkpointing.
+
+`ms` is a median. CUDA events measure it; for decode it is the time between two tokens. `kernel_ms` is the sum of the
+times of all GPU kernels in one call, as the profiler measures them, and `kernels` the same sum by kind of kernel.
+`mfu` is the model FLOP utilisation: 6 FLOP per parameter and token for training, 2 for prefill, divided by 989
+TFLOP/s. Rows of --out that describe the same measurement are replaced; all other rows are kept.
 """
 
 import argparse
@@ -31,7 +33,7 @@ TRAIN = ((8, 2048), (2, 8192))
 PHASES = ("prefill", "train", "decode")
 MIXERS = ("attention", "gka", "lattice", "mamba2", "ska", "coffee")
 MEASURED = ("ms", "tokens_s", "mfu", "peak_mib", "kernel_ms", "kernels", "first_token_s")
-# the first row whose words appear in a kernel's name gives its kind
+# kind: words in the names of its kernels; a kernel has the first kind of which a word appears in its name
 KINDS = (
     ("mixers", ("gka_", "gla_", "lattice_", "coffee_", "ska_", "short_conv_", "unit_heads", "gated_norm")),
     ("attention", ("flash", "fmha", "attention")),
@@ -44,12 +46,14 @@ KINDS = (
 
 
 def kind_of(kernel: str) -> str:
-    """The row of `KINDS` that a kernel's name belongs to."""
+    """The kind of a kernel by its name, see `KINDS`; "other" if no word appears in it."""
     return next((kind for kind, words in KINDS if any(word in kernel for word in words)), "other")
 
 
-def profiled(call: Callable[[], object]) -> tuple[float, dict[str, float], list]:
-    """Milliseconds of all kernels of one call, the same by kind, and the longest kernels as [name, calls, ms]."""
+def kernel_times(call: Callable[[], object]) -> tuple[float, dict[str, float], list]:
+    """Milliseconds of all kernels of one call, by kind of kernel, and by kernel as [name, calls, ms],
+    longest first.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
@@ -63,8 +67,8 @@ def profiled(call: Callable[[], object]) -> tuple[float, dict[str, float], list]
     return sum(kinds.values()), {kind: round(ms, 3) for kind, ms in kinds.most_common()}, rows
 
 
-def timed(call: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds of a call by CUDA events, after two warm ones."""
+def median_ms(call: Callable[[], object], repeats: int) -> float:
+    """Median milliseconds of a call between CUDA events, after two calls that are not timed."""
     call()
     call()
     times = []
@@ -94,11 +98,13 @@ def decode(model, batch: int) -> dict:
 
 
 def throughput(call, tokens: int, flops: float, repeats: int) -> tuple[dict, list]:
-    """The measured columns of a call over `tokens` tokens, `flops` FLOP each, and its longest kernels."""
+    """The measured columns of a call that reads `tokens` tokens with `flops` FLOP per token, and its
+    kernels by time.
+    """
     torch.cuda.reset_peak_memory_stats()
-    ms = timed(call, repeats)
+    ms = median_ms(call, repeats)
     peak = torch.cuda.max_memory_allocated() / 2**20
-    kernel_ms, kinds, longest = profiled(call)
+    kernel_ms, kinds, longest = kernel_times(call)
     row = {
         "ms": round(ms, 2),
         "tokens_s": round(1e3 * tokens / ms),

@@ -1,11 +1,12 @@
-"""Tensor parallelism of transformers: greedy tokens and milliseconds per token on several GPUs, against one.
+"""Compares tensor parallelism on several GPUs with one GPU: greedy tokens and milliseconds per token.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 kernels/benchmarks/benchmark_tensor_parallel.py \
         --out kernels/benchmarks/results/tensor_parallel_h200.json
 
-A Llama shape of 1B parameters with random weights whose layers are all memories. Rank 0 runs it alone first, then all
-ranks run it together. The tokens are compared in fp32, where two orders of summation do not reach the greedy choice;
-the time is taken in bf16. `--tiny` takes a shape for a CPU (gloo).
+The model is a Llama of 1B parameters with random weights and a memory mixer in every layer. Rank 0 runs it alone
+first, then all ranks run it together. The tokens are compared in fp32, because there the other order of summation is
+too small a difference to change the greedy choice. The time is measured in bf16. `--tiny` runs a small shape on a CPU
+(gloo).
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from benchmark_generate import SHAPE, Clock
+from benchmark_generate import SHAPE, TokenTimer
 from transformers import AutoModelForCausalLM, LlamaConfig, StoppingCriteriaList
 from transformers.distributed import DistributedConfig
 
@@ -32,7 +33,7 @@ TINY = {
 
 
 def save_model(folder: Path, mixer: str, shape: dict, device: str):
-    """Random fp32 weights of the shape with memories in all layers."""
+    """Save a model of the shape with random fp32 weights and a memory mixer in every layer."""
     config = LlamaConfig(**shape, bos_token_id=0, eos_token_id=None, pad_token_id=0)
     config = hf_memmix.memmix_config(config, mixer_types=[mixer] * config.num_hidden_layers)
     torch.manual_seed(0)
@@ -42,22 +43,22 @@ def save_model(folder: Path, mixer: str, shape: dict, device: str):
 
 def measure(model, prompt, new_tokens: int, cache: str | None) -> dict:
     """The greedy tokens, and the median time per token after the first quarter of them."""
-    clock = Clock()
+    timer = TokenTimer()
     tokens = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=new_tokens,
         do_sample=False,
         cache_implementation=cache,
-        stopping_criteria=StoppingCriteriaList([clock]),
+        stopping_criteria=StoppingCriteriaList([timer]),
     )
-    steps = [1e3 * (b - a) for a, b in zip(clock.times, clock.times[1:], strict=False)][new_tokens // 4 :]
+    steps = [1e3 * (b - a) for a, b in zip(timer.times, timer.times[1:], strict=False)][new_tokens // 4 :]
     return {"tokens": tokens[:, prompt.shape[1] :].tolist(), "ms_per_token": statistics.median(steps)}
 
 
 def run(folder, args, device, dtype, distributed: bool) -> dict:
-    """Measurements of the model in `folder`, on this process alone or on all of them."""
-    # tensor parallelism places the weights itself
+    """Measure the model in `folder`, on this process alone or on all processes together."""
+    # tensor parallelism moves the weights to the devices itself
     where = {"distributed_config": DistributedConfig(tp_size=dist.get_world_size())} if distributed else {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **where)
     model = model if distributed else model.to(device)
@@ -77,8 +78,10 @@ def main():
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--cache", choices=["dynamic", "static"], default="static", help="static compiles on a GPU")
-    parser.add_argument("--tiny", action="store_true", help="a small shape, for a CPU")
+    parser.add_argument(
+        "--cache", choices=["dynamic", "static"], default="static", help="on a GPU, a static cache compiles"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 

@@ -1,11 +1,12 @@
-"""How many iterations COFFEE's multiple shooting needs over random draws: what bounds `coffee_method` beside time.
+"""How many iterations does COFFEE's multiple shooting need? `coffee_method` also depends on these counts.
 
     PYTHONPATH=kernels/torch-ext python kernels/benchmarks/coffee_convergence.py \
         --out kernels/benchmarks/results/coffee_convergence.json
 
-The iteration of `coffee_chunk_kernel` in float32 torch on the CPU, with its chunks, tolerance and rules for giving up;
-no times. Inputs are as benchmark.py draws them, u and w times `scale`: u, w ~ scale N(0, 1), lambda ~ U(-1, 0).
-A row counts `draws`, those that `converged` and those `given_up` early, and has the median `iterations` of the former.
+The script runs the iteration of `coffee_chunk_kernel` in float32 torch on the CPU, with the kernel's chunks, tolerance
+and rules for stopping early. It measures no times. Inputs are random as in benchmark.py, with u and w times `scale`:
+u, w ~ scale N(0, 1), lambda ~ U(-1, 0). A row has the number of `draws`, the number of them that `converged` and that
+were `given_up` early, and the median `iterations` of those that converged.
 """
 
 import argparse
@@ -22,17 +23,19 @@ from hf_memmix_kernels.coffee.launch_shooting import CHECK_EVERY, MAX_ITERATIONS
 from hf_memmix_kernels.coffee.op import TOLERANCE
 from hf_memmix_kernels.coffee.sizes import SHOOTING_TOKENS, shooting_chunk
 
-# tokens, features, states of a feature, scale, draws
+# tokens, features, states per feature, scale, draws
 CELLS = (
     *((SHOOTING_TOKENS, D, 8, 1.0, 40) for D in (4, 16, 32, 64, 128)),
     *((T, 16, 8, 1.0, 40) for T in (16384, 262144)),
     *((SHOOTING_TOKENS, 16, 8, scale, 40) for scale in (1.5, 3.0)),
 )
-LANES = 32  # of a program
+LANES = 32  # states that one program of the kernel computes
 
 
 def walk(u: Tensor, lam: Tensor, w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Ends of the chunks u [chunks, length, D] from the states x [chunks, D, n], and their slopes by x."""
+    """The states after the chunks u [chunks, length, D] that begin with the states x [chunks, D, n], and the
+    derivatives of these states by x.
+    """
     slope = torch.ones_like(x)
     for u_k in u.unbind(1):
         s, v = torch.sigmoid(w * x), lam * x + u_k[..., None]
@@ -42,7 +45,9 @@ def walk(u: Tensor, lam: Tensor, w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def iterations(u: Tensor, lam: Tensor, w: Tensor) -> tuple[int, bool]:
-    """After how many the states between chunks of u [T, D] stood, or it was given up; and whether they stood."""
+    """The number of iterations until the states between the chunks of u [T, D] converge, or until the iteration stops
+    early; and whether they converged.
+    """
     T, D = u.shape
     chunks = u.view(-1, shooting_chunk(T), D)
     start = torch.zeros_like(lam)
@@ -52,7 +57,7 @@ def iterations(u: Tensor, lam: Tensor, w: Tensor) -> tuple[int, bool]:
         moved = (entering - entered).abs() / (1 + entering.abs())
         gentle = slope.abs() <= STEEP.value
         change = moved * torch.where(gentle, slope.abs().clamp(min=1), slope.abs() * SLOPELESS.value)
-        # what is not finite has not settled
+        # a comparison with a value that is not finite is False, so such a state counts as not converged
         settled = (moved == 0) | (change <= TOLERANCE[u.dtype])
         after, x = [], start
         for end, by, old, use in zip(ends, slope, entering, gentle, strict=True):
@@ -87,7 +92,7 @@ def measure(T: int, D: int, n: int, scale: float, draws: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON to write; printed only without it")
+    parser.add_argument("--out", type=Path, help="JSON file to write; without it the rows are only printed")
     args = parser.parse_args()
     found = {"torch": torch.__version__, "commit": commit(), "max_iterations": MAX_ITERATIONS, "patience": PATIENCE}
     found["rows"] = [measure(*cell) for cell in CELLS]

@@ -1,13 +1,13 @@
-"""COFFEE's ways through a sequence, scan, DEER and multiple shooting, over a grid of sizes on one GPU.
+"""Times COFFEE's methods for a sequence (scan, DEER and multiple shooting) over a grid of sizes, on one GPU.
 
     PYTHONPATH=kernels/torch-ext python kernels/benchmarks/coffee_dispatch.py \
         --out kernels/benchmarks/results/coffee_dispatch_h200.json
 
-Forward passes without autograd, of inputs as benchmark.py draws them: u, w, C ~ N(0, 1), lambda ~ U(-1, 0). How many
-iterations DEER and shooting need depends on these. A row is one size and method: `ms`, the median of 3 calls or more
-after one to compile, with the L2 cache flushed before each; or null and a `note` that says why. Calls above 100 ms are
-not timed, nor longer inputs of the same width and method. The rule `coffee_method` is drawn from this grid, and
-tests/kernels/test_coffee_dispatch.py holds it to that.
+The calls are forward passes without autograd. Inputs are random as in benchmark.py: u, w, C ~ N(0, 1), lambda ~ U(-1,
+0); the number of iterations of DEER and shooting depends on them. A row is one size and one method. `ms` is the median
+of at least 3 calls after one that compiles, with the L2 cache flushed before each call; where it is null, `note` has
+the reason. Calls above 100 ms are not timed, and neither are longer inputs of the same width and method. The rule
+`coffee_method` was derived from this grid, and tests/kernels/test_coffee_dispatch.py tests it against the grid.
 """
 
 import argparse
@@ -27,20 +27,23 @@ from hf_memmix_kernels.coffee import op as coffee_op
 
 METHODS = ("scan", "deer", "shooting")
 TOKENS = [4**k for k in range(5, 11)]
-# B, D, n: few values of D, for which kernels are compiled; B * D * n from 128, the published small shape, to a million
+# B, D, n: few values of D, because each needs compiled kernels; B * D * n from 128, the paper's small shape, to a
+# million
 WIDTHS = [(1, 16, 8), (1, 64, 16), (4, 64, 16), *((B, 1024, 16) for B in (1, 4, 16, 64))]
 MAX_MS = 100.0
-BUDGET_MS = 100.0  # of the timed calls of a row, at least 3
+BUDGET_MS = 100.0  # total time of the timed calls of a row, but at least 3 calls
 MAX_BYTES = 100e9
 
 
 def needed_bytes(method: str, B: int, T: int, D: int, n: int) -> float:
-    """What a call holds at once: u and y in bfloat16; DEER's states after every token, again while C reads them."""
+    """Bytes that a call needs at the same time: u and y in bfloat16, and for DEER the states after every token and the
+    copy of them that is multiplied by C.
+    """
     return B * T * D * (4 + (2 * 4 * n if method == "deer" else 0))
 
 
 def timed(method: str, inputs: dict[str, Tensor], flush: Tensor) -> tuple[float | None, str | None]:
-    """Median milliseconds of `chunk_coffee` by one method, or why there are none."""
+    """Median milliseconds of `chunk_coffee` with one method and None, or None and the reason why it was not timed."""
     coffee_op._warn_not_converged.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -71,7 +74,7 @@ def timed(method: str, inputs: dict[str, Tensor], flush: Tensor) -> tuple[float 
 
 @torch.no_grad()
 def measure(width: tuple[int, int, int], flush: Tensor) -> list[dict]:
-    """Rows of every length and method at one width."""
+    """The rows of every length and method at one width."""
     B, D, n = width
     rows, slow = [], {}
     for T in TOKENS:
@@ -94,11 +97,11 @@ def measure(width: tuple[int, int, int], flush: Tensor) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON to write; printed only without it")
-    parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")
+    parser.add_argument("--out", type=Path, help="JSON file to write; without it the rows are only printed")
+    parser.add_argument("--commit", default=commit(), help="commit to record; needed where there is no git checkout")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("the benchmark needs an NVIDIA GPU, torch sees none")
+        parser.error("the benchmark needs an NVIDIA GPU, but torch finds none")
     torch.manual_seed(0)
     flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
     found = {

@@ -1,12 +1,14 @@
-"""GKA in bf16 on a GPU against float64: error and time of solver schedules, the table behind the default.
+"""Compares GKA in bf16 on a GPU with float64: error and time of solver schedules. The default schedule was chosen by
+it.
 
     python kernels/benchmarks/gka_accuracy.py --out kernels/benchmarks/results/gka_accuracy_h200.json
 
-A random layer is initialised as a model's and fed unit-variance noise; its weights are rounded to bf16 once, so both
-sides hold the same numbers. `layer` is the error of the layer's output, the float64 layer being the truth; o, dq, dk,
-dv, dg are the op's errors on that layer's own q, k, v rounded to bf16. All are rms(error) / rms(truth), the worst
-over seeds, head sizes and lengths. Times are medians of the op alone at B=4, T=8192, H=8, D=128. `--part errors` and
-`--part times` fill the same file one after the other, so that errors may share the GPU with other work.
+A layer is initialised as in a model and gets noise of unit variance as its input. Its weights are rounded to bf16
+once, so the bf16 layer and the float64 layer have equal weights. `layer` is the error of the layer's output; the
+reference is the float64 layer. o, dq, dk, dv and dg are the errors of the op on this layer's q, k and v, rounded to
+bf16. All errors are rms(error) / rms(reference), and the largest over seeds, head sizes and lengths. Times are medians
+of the op alone at B=4, T=8192, H=8, D=128. `--part errors` and `--part times` write to the same file one after the
+other, so that the GPU may do other work while the errors are measured.
 """
 
 import argparse
@@ -32,7 +34,7 @@ NAMES = ("o", "dq", "dk", "dv", "dg")
 
 @contextlib.contextmanager
 def backend(name: str):
-    """Force the ops onto a path."""
+    """Make the ops use one path, "triton" or "torch", in this block."""
     os.environ["HF_MEMMIX_BACKEND"] = name
     try:
         yield
@@ -41,7 +43,11 @@ def backend(name: str):
 
 
 def rms_ratio(value: torch.Tensor, truth: torch.Tensor) -> float:
-    """rms(value - truth) / rms(truth); raises on non-finite values, which a ratio could hide."""
+    """rms(value - truth) / rms(truth).
+
+    Raises:
+        ValueError: a value is not finite, which the ratio could hide.
+    """
     if not torch.isfinite(value).all():
         raise ValueError("non-finite values in a result")
     return ((value.double() - truth).norm() / truth.norm()).item()
@@ -59,7 +65,9 @@ def random_layer(seed: int, dim: int, length: int, batch: int = 2, heads: int = 
     mixer.init_weights()
     for name, parameter in mixer.named_parameters():
         if name.endswith("proj.weight"):
-            torch.nn.init.normal_(parameter, std=hidden**-0.5)  # unit-variance activations: gates away from 1/2
+            torch.nn.init.normal_(
+                parameter, std=hidden**-0.5
+            )  # activations of unit variance, so the gates differ from 1/2
         elif name.endswith("conv1d.weight"):
             torch.nn.init.normal_(parameter, std=0.5)
     keep = set(GKAMixer.fp32_parameters)
@@ -71,7 +79,9 @@ def random_layer(seed: int, dim: int, length: int, batch: int = 2, heads: int = 
 
 
 def op_inputs(mixer, x):
-    """What the layer hands to chunk_gka, q, k, v rounded to bf16, and a random gradient of the output."""
+    """The arguments of `chunk_gka` in this layer, with q, k and v rounded to bf16, and a random gradient of its
+    output.
+    """
     seen = {}
 
     def record(q, k, v, log_decay, alpha, beta, **kwargs):
@@ -98,7 +108,7 @@ def op_results(inputs, do, dtype, schedule):
 
 
 def case_errors(case: tuple[int, int, int]) -> list[dict[str, float]]:
-    """The error of each quantity in one case, by schedule."""
+    """For each schedule, the error of each quantity in one case."""
     mixer, x = random_layer(*case)
     reference = copy.deepcopy(mixer).double()
     reference.options.refinement = list(EXACT)
@@ -119,7 +129,7 @@ def case_errors(case: tuple[int, int, int]) -> list[dict[str, float]]:
 
 
 def errors() -> list[dict[str, float]]:
-    """The worst error of each quantity over CASES, by schedule."""
+    """For each schedule, the largest error of each quantity over CASES."""
     with multiprocessing.get_context("spawn").Pool(len(CASES)) as pool:
         cases = pool.map(case_errors, CASES, chunksize=1)
     return [
@@ -128,7 +138,7 @@ def errors() -> list[dict[str, float]]:
 
 
 def times(schedule) -> dict[str, float]:
-    """Median ms, forward under no_grad and forward + backward."""
+    """Median milliseconds of the forward under no_grad and of forward and backward."""
     from triton.testing import do_bench
 
     torch.manual_seed(0)
@@ -156,7 +166,7 @@ def times(schedule) -> dict[str, float]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown", help="commit of the tree, where the machine has no git")
+    parser.add_argument("--commit", default="unknown", help="commit to record")
     parser.add_argument("--part", choices=("errors", "times", "all"), default="all")
     args = parser.parse_args()
     rows = {str(list(schedule)): {"schedule": list(schedule)} for schedule in SCHEDULES}

@@ -2,8 +2,9 @@
 
     python kernels/benchmarks/gka_profile.py --out kernels/benchmarks/results/gka_profile_h200.json
 
-B=4, T=8192, H=8, D=128, bf16, refinement (12, 10). A kernel that runs in both passes counts twice. Rows that --out
-already holds from other commits are kept: they are the history behind gka/README.md, "Floor, and attempts".
+The shape is B=4, T=8192, H=8, D=128 in bf16, with refinement (12, 10). The time of a kernel that runs in both passes
+is the sum of both. Rows of --out from other commits are kept; the section "Floor, and attempts" of gka/README.md
+refers to them.
 """
 
 import argparse
@@ -20,7 +21,7 @@ CONFIGURATIONS = [(4, 1, 64), (4, 2, 64), (4, 3, 64), (8, 1, 64), (8, 3, 64), (4
 
 
 def draw() -> list[torch.Tensor]:
-    """q, k, v, log-decay, alpha, beta, all leaves."""
+    """q, k, v, log-decay, alpha and beta, as leaves that require gradients."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(4, 8192, 8, 128, device="cuda") for _ in range(3))
     q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
@@ -31,7 +32,7 @@ def draw() -> list[torch.Tensor]:
 
 
 def profile(inputs: list[torch.Tensor]) -> dict[str, float]:
-    """Milliseconds by kernel name."""
+    """The milliseconds of each kernel, by its name."""
 
     def both():
         o, _ = chunk_gka(*inputs, refinement=(12, 10))
@@ -43,7 +44,7 @@ def profile(inputs: list[torch.Tensor]) -> dict[str, float]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown", help="commit of the tree, where the machine has no git")
+    parser.add_argument("--commit", default="unknown", help="commit to record")
     args = parser.parse_args()
     rows = json.loads(args.out.read_text()) if args.out.exists() else []
     rows = [row for row in rows if row["commit"] != args.commit]

@@ -1,6 +1,7 @@
-"""Rows of `benchmark.py`: every variant of Lattice, and its recurrence where `chunk_lattice` runs the dual form.
+"""Rows of `benchmark.py` for Lattice: every variant, and the recurrence of the variants that `chunk_lattice` computes
+in their dual form.
 
-D of a row is both the number of slots and their size.
+D of a row is both the number of slots and the size of a slot.
 """
 
 import torch

@@ -1,10 +1,11 @@
-"""What the warps of every Lattice kernel wait for, from the hardware counters of one GPU, read by Nsight Compute.
+"""What do the warps of every Lattice kernel wait for? Reads the hardware counters of one GPU with Nsight Compute.
 
     python kernels/benchmarks/lattice_counters.py --out kernels/benchmarks/results/lattice_counters_h200.json
 
-B=8, T=4096, 12 heads of 64 channels and slots, bf16, one forward and backward of each variant. `warp` are shares of a
-warp's time: `issue`, in which it issues an instruction, then what it waits for, from the most on. `hbm` is the share
-of the memory's peak. Counters are read in several runs of a kernel with cold caches: for times see lattice_profile.py.
+The shape is B=8, T=4096, 12 heads of 64 channels and slots in bf16; one forward and backward of each variant. `warp`
+holds shares of the time of a warp: `issue`, the share in which it issues an instruction, then the reasons for which it
+waits, the longest first. `hbm` is the share of the memory's peak bandwidth. The counters are read in several runs of a
+kernel with cold caches, so they give no times; lattice_profile.py measures times.
 """
 
 import argparse
@@ -36,11 +37,11 @@ WAITS = {
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 LATENCY = "smsp__average_warp_latency_per_inst_issued.ratio"
 HBM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
-SMALLEST = 0.02  # share of what is named
+SMALLEST = 0.02  # smaller shares are not listed
 
 
 def once(variant: str) -> None:
-    """One forward and backward."""
+    """Run one forward and backward of a variant."""
     B, T, H, D = SHAPES[0]
     torch.manual_seed(0)
     inputs = {name: x.requires_grad_() for name, x in draw(B, T, H, D).items()}
@@ -51,10 +52,10 @@ def once(variant: str) -> None:
 
 
 def counters(variant: str) -> list[dict[str, str]]:
-    """A row of counters a launch, in order.
+    """One row of counters per kernel launch, in the order of the launches.
 
     Raises:
-        RuntimeError: ncu is missing or may not read the counters; its own words are in the message.
+        RuntimeError: ncu is missing or may not read the counters; the message contains the output of ncu.
     """
     metrics = [HBM, LATENCY, *(STALL.format(name) for name in WAITS)]
     with tempfile.TemporaryDirectory() as folder:
@@ -67,12 +68,12 @@ def counters(variant: str) -> list[dict[str, str]]:
             raise RuntimeError(f"ncu read no counters, exit status {run.returncode}: {(run.stderr + text)[-500:]}")
     lines = text.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith('"ID"'))
-    units, *rows = csv.DictReader(lines[first:])  # the first line below the names gives units
+    units, *rows = csv.DictReader(lines[first:])  # the first line below the names holds the units
     return rows
 
 
 def shares(row: dict[str, str]) -> dict:
-    """The row of the result of a launch."""
+    """The row of the result for one kernel launch."""
     parts = {name: float(row[STALL.format(stall)]) / float(row[LATENCY]) for stall, name in WAITS.items()}
     named = {name: round(x, 3) for name, x in sorted(parts.items(), key=lambda item: -item[1]) if x >= SMALLEST}
     return {"kernel": row["Kernel Name"].split("(")[0], "warp": named, "hbm": round(float(row[HBM]) / 100, 3)}
@@ -81,8 +82,10 @@ def shares(row: dict[str, str]) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", default="unknown", help="commit of the tree, where the machine has no git")
-    parser.add_argument("--once", help="run one forward and backward of this variant: what ncu calls")
+    parser.add_argument("--commit", default="unknown", help="commit to record")
+    parser.add_argument(
+        "--once", help="run one forward and backward of this variant; ncu runs the script with this option"
+    )
     args = parser.parse_args()
     if args.once:
         once(args.once)

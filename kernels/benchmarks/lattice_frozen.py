@@ -1,9 +1,9 @@
-"""How far Lattice's frozen-state mode is from its recurrence: relative error of the output, in float64 on a CPU.
+"""How close is Lattice's frozen-state mode to its recurrence? Relative error of the output, in float64 on a CPU.
 
     python kernels/benchmarks/lattice_frozen.py --out kernels/benchmarks/results/lattice_frozen_cpu.json
 
-Random q, k and v of unit norm, a constant step, orthonormal slots at the start; 2 sequences of 512 tokens. Prints the
-table of `frozen_lattice`.
+q, k and v are random with unit norm, the step size is constant, and the slots start orthonormal; there are 2 sequences
+of 512 tokens. The script prints the table in the docstring of `frozen_lattice`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ STEPS = (0.1, 0.5, 1.0)
 
 
 def measure(variant: str, gamma: float, seed: int = 0) -> dict:
-    """One row: the error at each chunk size."""
+    """One row: the relative error at each chunk size."""
     generator = torch.Generator().manual_seed(seed)
     B, T, H, m, d = SIZES.values()
     q, k, v = (
@@ -38,7 +38,7 @@ def measure(variant: str, gamma: float, seed: int = 0) -> dict:
 
 
 def line(row: dict) -> str:
-    """A row as the docstring of `frozen_lattice` has it."""
+    """A row in the format of the table in the docstring of `frozen_lattice`."""
     errors = (f"{100 * x:<8.2g}" for x in row["error"].values())
     return f"{row['gamma']:<8}{row['variant']:<10}{''.join(errors)}".rstrip()
 

@@ -1,9 +1,10 @@
-"""Instructions a warp and token in the Lattice kernels that walk through time, counted in their SASS for an H200.
+"""Counts instructions per warp and token of the Lattice kernels that loop over tokens, in their SASS for an H200.
 
     python kernels/benchmarks/lattice_issue.py --out kernels/benchmarks/results/lattice_issue_sm90.json
 
-Needs no GPU. A scheduler issues at most one instruction a cycle, so this and the time of a token (lattice_profile.py)
-say how much of it is issue. All of a loop counts, also what runs every 16th or 64th token only: an upper bound.
+The script needs no GPU. A scheduler issues at most one instruction per cycle, so this count and the time per token
+(lattice_profile.py) give the share of the time in which instructions are issued. The count is an upper bound: it also
+includes the instructions of a loop that run only at every 16th or 64th token.
 """
 
 import argparse
@@ -18,7 +19,8 @@ import sass
 import torch
 import triton
 
-# tokens an iteration of each loop, in the order of their ends; None is not counted: a replay that is rarely taken
+# tokens per iteration of each loop of a kernel, in the order of the loops' last instructions; a loop with None is not
+# counted, because it recomputes states and rarely runs
 TOKENS = {
     "lattice_fwd_kernel": (4,),
     "lattice_adjoint_kernel": (4, 2, 32),
@@ -28,7 +30,9 @@ TOKENS = {
 
 
 def loops(code: list[sass.Instruction]) -> list[int]:
-    """Instructions of every loop, without those of the loops inside it, by the loops' ends."""
+    """The number of instructions of each loop without those of its inner loops, ordered by the loops' last
+    instructions.
+    """
     where = {instruction.address: i for i, instruction in enumerate(code)}
     spans = []
     for last, instruction in enumerate(code):
@@ -43,7 +47,7 @@ def loops(code: list[sass.Instruction]) -> list[int]:
 
 
 def compiled(variant: str) -> dict:
-    """The kernels of one forward and backward at the shape of lattice_benches.py but for the number of tokens."""
+    """The kernels of one forward and backward. The shape is that of lattice_benches.py, with fewer tokens."""
     from hf_memmix_kernels import chunk_lattice
 
     tokens = torch.zeros(8, 128, 12, 64, dtype=torch.bfloat16)

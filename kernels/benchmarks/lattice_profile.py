@@ -2,9 +2,9 @@
 
     python kernels/benchmarks/lattice_profile.py --out kernels/benchmarks/results/lattice_profile_h200.json
 
-B=8, T=4096, 12 heads of 64 channels and slots, bf16. `ns_per_token` is of the kernels that walk through time, whose
-programs, one or more a (sequence, head), all run at once: it is how long a token takes, however many run beside it.
-Rows that --out already holds from other commits are kept: they are the history behind lattice/README.md.
+The shape is B=8, T=4096, 12 heads of 64 channels and slots in bf16. `ns_per_token` is given for the kernels that loop
+over tokens. Their programs, one or more per (sequence, head), all run at the same time, so it is the time of one token
+in a program. Rows of --out from other commits are kept; lattice/README.md refers to them.
 """
 
 import argparse
@@ -21,7 +21,7 @@ SEQUENTIAL = ("lattice_fwd_kernel", "lattice_adjoint_kernel", "lattice_walk_kern
 
 
 def profile(variant: str, backward: bool) -> dict[str, float]:
-    """Milliseconds by kernel name of one pass."""
+    """The milliseconds of each kernel of one pass, by its name."""
     B, T, H, D = SHAPES[0]
     torch.manual_seed(0)
     inputs = {name: x.requires_grad_(backward) for name, x in draw(B, T, H, D).items()}
@@ -39,7 +39,7 @@ def profile(variant: str, backward: bool) -> dict[str, float]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown", help="commit of the tree, where the machine has no git")
+    parser.add_argument("--commit", default="unknown", help="commit to record")
     args = parser.parse_args()
     rows = json.loads(args.out.read_text()) if args.out.exists() else []
     rows = [row for row in rows if row["commit"] != args.commit]

@@ -1,4 +1,4 @@
-"""Time of kernels by name, for the scripts that say where an op's time goes."""
+"""Measures the time of kernels by name, for the scripts that divide the time of an op among its kernels."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,9 @@ REPEATS = 3
 
 
 def kernel_ms(call: Callable[[], object], prefix: str) -> dict[str, float]:
-    """Milliseconds of one call by kernel, of those whose name begins with `prefix`; mean of three warm calls."""
+    """Milliseconds of each kernel of a call whose name begins with `prefix`; the mean of three calls after
+    a warm-up.
+    """
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:

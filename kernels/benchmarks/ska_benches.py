@@ -1,6 +1,7 @@
-"""Rows of `benchmark.py`: SKA, the same by batched torch.linalg, and Mamba-2's SSD as our `gla` and as FLA's.
+"""Rows of `benchmark.py`: SKA by its kernels and by batched torch.linalg, and Mamba-2's SSD by our `gla` and by FLA.
 
-D of a row is the size P of a value; the Koopman rank r is a field. FLA's row is there where FLA is installed.
+D of a row is the size P of a value; the Koopman rank r is a field of its own. The rows of FLA need FLA to be
+installed.
 """
 
 import functools
@@ -27,7 +28,7 @@ def draw(rank: int):
 
 
 def state(rank: int):
-    """Rows stand anywhere in their chunks, so that steps that refresh an operator are among those timed."""
+    """The sequences are at different positions of their chunks, so some of the timed steps refresh the operator."""
 
     def drawn(B: int, H: int, D: int) -> tuple[Tensor, ...]:
         *tensors, position = (torch.zeros(shape, device="cuda") for shape in K.ska_state_shapes(B, H, rank, D))
@@ -69,10 +70,10 @@ SSD = {"op": "ssd", "draw": draw_ssd, "chunk_shapes": [(8, 4096, 12, 64), (4, 81
 
 
 def fla_ssd(refuses: bool):
-    """FLA's op, gated by token.
+    """FLA's op with a decay per token.
 
-    FLA 0.6 refuses its backward on Hopper between Triton 3.4 and 3.7.1, under which its gradients would be wrong.
-    `refuses=False` lifts that: the time is that of the same work, the gradients are not looked at.
+    On Hopper, FLA 0.6 refuses its backward with Triton 3.4 to 3.7.1, because its gradients would be wrong there.
+    `refuses=False` disables this check: the work and so the time are the same, and the gradients are not used.
     """
 
     def forward(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -95,7 +96,9 @@ def constant_decay(heads: int) -> Tensor:
 
 
 def fla_constant(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """FLA's op with one decay a head, whose backward it does not refuse: less work, no gradient of a gate."""
+    """FLA's op with one decay per head. FLA does not refuse its backward; it does less work, as the decay has no
+    gradient.
+    """
     from fla.ops.simple_gla import chunk_simple_gla
 
     decay = constant_decay(x["q"].shape[2])

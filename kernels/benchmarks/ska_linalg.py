@@ -1,4 +1,6 @@
-"""Chunk-causal SKA as the paper computes it: batched torch.linalg in float32, a yardstick for the fused kernels."""
+"""Chunk-causal SKA as the paper computes it, by batched torch.linalg in float32. The fused kernels are compared with
+it.
+"""
 
 import torch
 from torch import Tensor
@@ -9,10 +11,11 @@ from hf_memmix_kernels.ska.naive import POWER_ITERATIONS, start_vector
 def linalg_ska(
     q: Tensor, k: Tensor, v: Tensor, *, power: int = 2, eps: float = 1e-3, chunk_size: int = 64
 ) -> tuple[Tensor, Tensor]:
-    """o [B, T, H, P] and the Gram matrices before every chunk, of q, k [B, T, H, r], v [B, T, H, P].
+    """SKA of q, k [B, T, H, r] and v [B, T, H, P]. Returns o [B, T, H, P] and the Gram matrices before every chunk.
 
-    T must be a multiple of chunk_size. Cholesky factor, two triangular solves for A_w, a Cholesky solve for the value
-    map, power iteration by products with vectors, power filter by products of matrices; gradients by autograd.
+    T must be a multiple of chunk_size. The steps are a Cholesky factorisation, two triangular solves for A_w, a
+    Cholesky solve for the value map, the power iteration by matrix-vector products and the power filter by matrix
+    products. Autograd computes the gradients.
     """
     q, k, v = (t.float().unflatten(1, (-1, chunk_size)).permute(0, 3, 1, 2, 4) for t in (q, k, v))
     flat = k.flatten(2, 3)

@@ -1,4 +1,6 @@
-"""How results are compared: RMS ratio against float64, finite values first."""
+"""Comparisons of results with the float64 reference: first all values must be finite, then the RMS ratio is
+bounded.
+"""
 
 import torch
 from torch import Tensor
@@ -7,10 +9,10 @@ SILENCE = 1e-2
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """rms(got - want) / rms(want); infinite for a value that is not finite or for a wrong shape.
+    """rms(got - want) / rms(want); infinite if a value is not finite or the shape is wrong.
 
-    The inputs being of order one, an rms below `SILENCE` counts as that: what is zero in exact arithmetic is left over
-    from terms of order one.
+    An rms(want) below `SILENCE` counts as `SILENCE`: the inputs are of order one, so a result that is zero in exact
+    arithmetic is the rounding error of terms of order one.
     """
     if got.shape != want.shape or not torch.isfinite(got).all():
         return float("inf")
@@ -21,7 +23,9 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance) -> None:
-    """Every tensor of `got` within `tolerance(name)` of its namesake; all failures in one message."""
+    """Every tensor of `got` is within `tolerance(name)` of the tensor of this name in `want`; one message lists all
+    failures.
+    """
     assert got.keys() == want.keys()
     errors = {name: error(got[name], want[name]) for name in want}
     bad = {name: f"{e:.1e} > {tolerance(name):.0e}" for name, e in errors.items() if not e <= tolerance(name)}
@@ -33,7 +37,7 @@ def outputs_and_gradients(
 ) -> dict:
     """Outputs "o", "state0", ... and gradients "d <input>" of a random linear function of all outputs.
 
-    `weights` is the function's coefficients; an empty list is filled, so that a second path gets the same ones.
+    `weights` holds the coefficients of the function. An empty list is filled, so that a second path can use the same.
     """
     leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
     if state is not None:
@@ -43,17 +47,17 @@ def outputs_and_gradients(
     if not weights:
         weights.extend(torch.randn_like(t, dtype=torch.float64) for t in results)
     loss = sum((t.double() * w).sum() for t, w in zip(results, weights, strict=True))
-    # nothing can decay in the first token of a fresh state: its gradient is zero in exact arithmetic, noise otherwise
+    # before the first token the state is zero, so the gradient of its decay is zero in exact arithmetic
     skipped = {"log_decay"} if state is None and inputs.get("q", o).shape[1] == 1 else set()
     sources = {f"d {name}": t for name, t in leaves.items() if name not in skipped}
     sources |= {} if state is None else {f"d state{i}": s for i, s in enumerate(state)}
     grads = list(torch.autograd.grad(loss, list(sources.values())))
     named = {"o": o} | {f"state{i}": s for i, s in enumerate(final)}
     if op.name.startswith("gka") and state is not None:
-        # H is symmetric, so only the symmetric part of its gradient means anything
+        # H is symmetric, so only the symmetric part of its gradient is compared
         grads = [(g + g.mT) / 2 if name == "d state0" else g for name, g in zip(sources, grads, strict=True)]
     if op.name.startswith("lattice") and state is not None and op.options.get("project", True):
-        # slots are unit vectors, so only what is orthogonal to them means anything
+        # slots are unit vectors, so only the part of the gradient that is orthogonal to them is compared
         slots = torch.nn.functional.normalize(state[0].double(), dim=-2)
         grads[-1] = (grads[-1] - slots * (slots * grads[-1]).sum(-2, keepdim=True)).to(grads[-1])
     return {name: t.detach() for name, t in named.items()} | dict(zip(sources, grads, strict=True))

@@ -1,4 +1,4 @@
-"""The COFFEE rows of OPS: eq. 7 as it is, and with every option that adds a tensor."""
+"""The COFFEE rows of OPS: eq. 7 without options, and with every option that adds a tensor."""
 
 import torch
 from draw import rand, randn
@@ -8,7 +8,9 @@ import hf_memmix_kernels as K
 
 
 def _sizes(shape) -> tuple[int, int]:
-    """Features and states of a Shape: 3 and 6 states come up too, and features that fill no warp."""
+    """Features and states for a Shape. They include 3 and 6 states, and numbers of features that do not
+    fill a warp.
+    """
     return max(1, shape.H * shape.D // 12), max(1, shape.Dv // 16)
 
 
@@ -63,8 +65,8 @@ _BAD = [
 ]
 
 _COMMON = {
-    # parameters' gradients are sums of large terms that cancel: a dy rounded to bfloat16, as every path of bfloat16
-    # outputs gets it, costs the float64 truth itself up to 2.5 times the limit in 1 of 40 draws
+    # gradients of parameters are sums of large terms that cancel: if dy is rounded to bfloat16, as on every path with
+    # bfloat16 outputs, even the float64 reference errs by up to 2.5 times the limit in 1 of 40 draws
     "rounding": 3.0,
     "fast": K.chunk_coffee,
     "naive": K.naive_coffee,

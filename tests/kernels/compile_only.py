@@ -1,10 +1,10 @@
-"""Compiles every kernel that an op launches for an H200, launches none of them, and checks the SASS; needs no GPU.
+"""Compiles every kernel that an op launches for an H200 and checks its SASS. It launches no kernel and needs no GPU.
 
     python tests/kernels/compile_only.py gla gka --dtypes bfloat16 --sizes 64x32
 
-Prints a line a kernel: registers a thread, bytes of local memory (spills and stack) and of shared memory, constants. A
-line that starts with BAD holds a defect, and the exit status is then 1. The ops run on CPU tensors that claim to be on
-a GPU, with a Triton driver that knows its target only: what they compute is garbage and may not be looked at.
+It prints one line per kernel: registers per thread, bytes of local memory (spills and stack) and of shared memory, and
+the constants. A line that starts with BAD reports a defect, and the exit status is then 1. The ops run on CPU tensors
+that report a GPU as their device, with a Triton driver that only names its target. Their results are not valid.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # read when Triton and the ops are imported; CPU tensors, so that it also runs where a GPU is
+    # Triton and the ops read these at their import; with CPU tensors the script also runs on a machine with a GPU
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.pop("HF_MEMMIX_BACKEND", None)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -39,7 +39,7 @@ LAYOUTS = {
 
 
 class Driver:
-    """Enough of a Triton driver to compile by."""
+    """The part of a Triton driver that compilation needs."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -52,7 +52,7 @@ class Driver:
 
 
 class Kernels:
-    """From `install` on, what ops launch is compiled and collected instead."""
+    """After `install`, the kernels that ops launch are compiled and collected, and not run."""
 
     def __init__(self):
         self.found, self.seen = [], set()
@@ -73,7 +73,7 @@ class Kernels:
         JITFunction.run = compile_only
 
     def take(self) -> list:
-        """The kernels that are new since the last call."""
+        """The kernels that were compiled since the last call."""
         found, self.found = self.found, []
         return found
 
@@ -93,7 +93,7 @@ def launch_everything(op: Op, shape: Shape, dtype: torch.dtype, bounds: list[int
 
 
 def report(kernel, case: str) -> tuple[str, bool]:
-    """A line, or several for a kernel with a defect, and whether it has one."""
+    """The lines to print for a kernel (several if it has a defect), and whether it has a defect."""
     cuobjdump = str(TOOLS / "cuobjdump")
     cubin, meta = kernel.asm["cubin"], kernel.metadata
     used = sass.resources(cubin, cuobjdump)
@@ -101,7 +101,7 @@ def report(kernel, case: str) -> tuple[str, bool]:
     if meta.shared > MAX_SHARED:
         faults.append(f"{meta.shared} bytes of shared memory, the limit is {MAX_SHARED}")
     names = kernel.src.fn.arg_names
-    # (3,) is the fourth argument, (3, 1) the second member of the group that the fourth argument is
+    # (3,) is the fourth argument; (3, 1) is the second member of the fourth argument, which is then a tuple
     constants = " ".join(
         f"{names[first]}{''.join(f'[{i}]' for i in rest)}={value}"
         for (first, *rest), value in kernel.src.constants.items()

@@ -1,4 +1,6 @@
-"""The kernels' tests run every op on its torch and its Triton path, the latter interpreted where there is no GPU."""
+"""The kernels' tests run every op on its torch path and its Triton path. Without a GPU, Triton's
+interpreter runs it.
+"""
 
 import interpreter
 import pytest
@@ -9,14 +11,14 @@ interpreter.enable()
 
 @pytest.fixture(params=["torch", "triton"])
 def backend(request, monkeypatch):
-    """Both implementations, chosen by the environment override that users have too."""
+    """Both paths, chosen by the environment variable `HF_MEMMIX_BACKEND`."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", request.param)
     return request.param
 
 
 @pytest.fixture
 def poisoned_empty(monkeypatch):
-    """Uninitialised memory holds NaN, so that an element no kernel writes shows."""
+    """Uninitialised memory holds NaN, so a test fails if a kernel leaves an element unwritten."""
     empty, new_empty, empty_like = torch.empty, torch.Tensor.new_empty, torch.empty_like
 
     def poison(t):

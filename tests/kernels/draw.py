@@ -1,4 +1,4 @@
-"""Where the kernels' tests draw their inputs, and how."""
+"""Random inputs of the kernels' tests, on the device on which the tests run."""
 
 import torch
 from torch import Tensor

@@ -9,13 +9,15 @@ import hf_memmix_kernels as K
 
 
 def sizes(shape) -> tuple[int, int, int]:
-    """Heads, slots m and their size d >= m of a Shape; the interpreter runs a head at a time: few."""
+    """Heads, slots m and their size d >= m for a Shape. Heads are few, because the interpreter runs them
+    one by one.
+    """
     d, m = (min(128, x) for x in (max(shape.D, shape.Dv), min(shape.D, shape.Dv)))
     return min(2, shape.H) if shape.T <= 20 else 1, m, d
 
 
 def draw(shape, dtype: torch.dtype) -> dict[str, Tensor]:
-    """gamma |v|^2 < 2, the step size at which "enc" still converges: beyond it rounding errors grow without limit."""
+    """Random inputs with gamma |v|^2 < 2. With larger steps "enc" diverges, and rounding errors grow without limit."""
     H, m, d = sizes(shape)
     inputs = {name: randn(shape.B, shape.T, H, n, dtype=torch.float64) for name, n in (("q", m), ("k", m), ("v", d))}
     inputs = {name: F.normalize(t, dim=-1).to(dtype) for name, t in inputs.items()}

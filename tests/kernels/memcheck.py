@@ -1,8 +1,8 @@
-"""Out-of-bounds accesses of interpreted kernels: every lane that is not masked must lie in an argument of the launch.
+"""Finds out-of-bounds accesses of interpreted kernels.
 
-The interpreter reads and writes whatever an address points to, which on a CPU seldom faults. `bounds_checked` makes it
-raise where a GPU might, and where one would silently touch a neighbour: tensors handed to a launch are the only memory
-it may touch, each as far as its elements reach. int32 overflow of an address is not modelled.
+The interpreter reads and writes any address, and on a CPU a wrong address seldom faults. With `bounds_checked`, a load
+or store raises if a lane that is not masked is outside the elements of all tensors passed to the launch. This also
+finds accesses that on a GPU would silently read or write another tensor. int32 overflow of an address is not modelled.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def tensors_in(arguments) -> list[torch.Tensor]:
-    """All tensors with elements among the arguments of a launch, also those inside groups (tuples)."""
+    """All tensors with at least one element among the arguments of a launch, also inside tuples."""
     found = []
     for argument in arguments:
         if isinstance(argument, tuple):
@@ -29,10 +29,10 @@ def tensors_in(arguments) -> list[torch.Tensor]:
 
 
 def check(pointers: np.ndarray, mask: np.ndarray, size: int, extents: list[tuple[int, int]], what: str) -> None:
-    """Raise unless `size` bytes from every pointer under the mask lie in one extent.
+    """Check that `size` bytes from every pointer that the mask selects are inside one extent.
 
     Raises:
-        ValueError: the first address that lies in none.
+        ValueError: an address is outside all extents; the message has the first one.
     """
     pointers = np.asarray(pointers).reshape(-1)[np.asarray(mask, dtype=bool).reshape(-1)].astype(np.int64)
     inside = np.zeros(pointers.shape, dtype=bool)
@@ -47,7 +47,7 @@ def check(pointers: np.ndarray, mask: np.ndarray, size: int, extents: list[tuple
 
 @contextlib.contextmanager
 def bounds_checked():
-    """Within it, the interpreter's loads, stores and atomics raise outside the tensors of their launch.
+    """In this block, loads, stores and atomics of the interpreter raise outside the tensors of their launch.
 
     Yields a dictionary whose "accesses" counts the checked ones.
     """
@@ -58,7 +58,7 @@ def bounds_checked():
 
     def checked(create, what):
         def access(self, pointers, *args):
-            # mask: the second argument of a load, the third of a store and an atomic's
+            # the mask is the second argument of a load and the third argument of a store or an atomic
             mask = args[0 if what == "load" else 1].data
             size = np.dtype(interpreter._get_np_dtype(pointers.get_element_ty())).itemsize
             check(pointers.data, mask, size, extents, what)

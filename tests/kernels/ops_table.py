@@ -1,7 +1,8 @@
-"""OPS: one row an op, saying how to draw inputs, how to pad and what is illegal; every contract test runs over it.
+"""OPS, the table over which every contract test runs. A row describes one op: its inputs, padding and invalid
+arguments.
 
-Every call goes through `Op.run(fn, inputs, state, cu_seqlens)` -> (o, states): per-token tensors [B, T, ...] and
-parameters travel in one dict, states in a tuple, so that the tests need not know the op.
+Every call goes through `Op.run(fn, inputs, state, cu_seqlens)` -> (o, states). Per-token tensors [B, T, ...] and
+parameters are in one dict and states in a tuple, so the tests are the same for all ops.
 """
 
 import os
@@ -21,15 +22,15 @@ import hf_memmix_kernels as K
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# RMS ratio against float64, for the outputs; gradients may err by twice as much. Nothing is loosened to pass: an op
-# that amplifies rounding says by how much in its row.
+# RMS ratio against float64 for the outputs; the limit of gradients is twice as large. If an op amplifies rounding, its
+# row has the factor.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, "tf32": 1e-3, torch.float16: 2e-3, torch.bfloat16: 5e-3}
-# and with float32 inputs a Triton path errs at most this many times more than the torch path
+# with float32 inputs, the error of a Triton path is at most this many times that of the torch path
 RATIO_TO_TORCH = 2.0
 
 
 class Shape(NamedTuple):
-    """B sequences of T tokens, H query heads reading Hk key/value heads, head sizes D and Dv."""
+    """B sequences of T tokens, H query heads, Hk key/value heads, head sizes D and Dv."""
 
     B: int
     T: int
@@ -47,19 +48,21 @@ class Op:
     """One op of the contract.
 
     Attributes:
-        fast, naive: the op and its float64 truth, called as fn(**inputs, **options, <state argument>, cu_seqlens=).
-        step: fn(op, inputs of one token, state, state_indices=None) -> o; advances the state, or pages, in place.
-        converged: the options with which an iterative op equals its truth in float64 too.
-        smooth: the options with which the truth's own gradient is compared with finite differences.
+        fast, naive: the op and its float64 reference, called as fn(**inputs, **options, <state argument>,
+            cu_seqlens=).
+        step: fn(op, inputs of one token, state, state_indices=None) -> o; updates the state, or its pages, in place.
+        converged: options with which an iterative op equals its reference in float64.
+        smooth: options with which the gradient of the reference is compared with finite differences.
         draw: (shape, dtype) -> inputs. Names in `parameters` have no token axis.
         draw_state: (shape, number of sequences, dtype) -> tuple of states.
-        silence: inputs, mask [B, T] of padded tokens -> inputs whose padded tokens write and decay nothing.
-        rounding: how many times more than its inputs' rounding the op may err.
-        tf32: whether float32 inputs meet tensor cores in TF32 on a GPU.
-        sequential: whether its kernels go token by token, slowly in the interpreter.
-        brief: whether it differs from another row by an option: the interpreter runs one comparison.
-        low_precision: whether the op keeps the table's promise for float16 and bfloat16.
-        bad: what must raise ValueError: (part of the message, the changed arguments given the inputs).
+        silence: (inputs, mask [B, T] of padded tokens) -> inputs whose padded tokens leave the state as it is.
+        rounding: factor by which the op may amplify the rounding of its inputs; it multiplies the tolerance.
+        tf32: whether tensor cores compute float32 inputs in TF32 on a GPU.
+        sequential: whether its kernels loop over tokens, which is slow in the interpreter.
+        brief: whether the row differs from another row only by an option; the interpreter then runs one comparison.
+        low_precision: whether the tolerances for float16 and bfloat16 hold for the op.
+        bad: calls that must raise ValueError: (part of the message, a function of the inputs to the changed
+            arguments).
     """
 
     name: str
@@ -91,11 +94,11 @@ class Op:
         return o, final if isinstance(final, tuple) else (final,)
 
     def tokens(self, inputs: dict, rows: slice | Tensor) -> dict:
-        """The inputs with their token axis cut or reordered."""
+        """The inputs with a part of the tokens, or with the tokens in another order."""
         return {name: t if name in self.parameters else t[:, rows] for name, t in inputs.items()}
 
     def rows(self, inputs: dict, rows: slice | list[int]) -> dict:
-        """The inputs with their batch axis cut or reordered."""
+        """The inputs with a part of the rows, or with the rows in another order."""
         return {name: t if name in self.parameters else t[rows] for name, t in inputs.items()}
 
     def tolerance(self, dtype: torch.dtype, grad: bool = False) -> float:
@@ -134,7 +137,7 @@ def _state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _draw_gka_state(shape: Shape, sequences: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    # what 2 D earlier tokens would have left: H is positive semidefinite
+    # the state after 2 D earlier tokens, so H is positive semidefinite
     keys = F.normalize(randn(sequences, shape.H, 2 * shape.D, shape.D, dtype=torch.float64), dim=-1)
     values = randn(sequences, shape.H, 2 * shape.D, shape.Dv, dtype=torch.float64)
     return (keys.mT @ keys).to(_state_dtype(dtype)), (values.mT @ keys).to(_state_dtype(dtype))
@@ -149,7 +152,7 @@ def _draw_conv_state(shape: Shape, sequences: int, dtype: torch.dtype) -> tuple[
 
 
 def _zeroed(inputs: dict[str, Tensor], mask: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Padded tokens of the named tensors become 0; all others keep whatever the pad holds."""
+    """The inputs in which the padded tokens of the named tensors are 0; the other tensors keep their padded values."""
     return {
         n: t.masked_fill(mask.view(*mask.shape, *[1] * (t.dim() - 2)), 0) if n in names else t
         for n, t in inputs.items()
@@ -169,7 +172,7 @@ def _step_conv(op: Op, inputs: dict, state: tuple, state_indices: Tensor | None 
 
 
 def _with(**changes: Callable) -> Callable:
-    """The inputs with some tensors replaced by a function of the old ones."""
+    """A function of the inputs that replaces some tensors by functions of the old ones."""
     return lambda inputs: {**inputs, **{name: change(inputs.get(name)) for name, change in changes.items()}}
 
 
@@ -208,10 +211,11 @@ _GKA = {
     "step": _step_gka,
     "draw": _draw_gka,
     "draw_state": _draw_gka_state,
-    # autograd differentiates the iterations that ran, however few
+    # autograd of the reference differentiates the iterations themselves, even if they have not converged
     "smooth": {"num_iterations": 6},
     "silence": lambda inputs, mask: _zeroed(inputs, mask, ("log_decay", "beta")),
-    # y = U x reads x where the keys do not reach: rounding grows with the condition number, 51 at ridge 0.02
+    # y = U x also reads the parts of x outside the span of the keys: rounding grows with the condition number, 51 at
+    # ridge 0.02
     "rounding": 4.0,
     "tf32": True,
 }
@@ -238,13 +242,14 @@ OPS = [
         silence=lambda inputs, mask: _zeroed(inputs, mask, ("log_decay", "v")),
         bad=[*_bad_heads("gla"), ("chunk_size", _with(chunk_size=lambda _: 48))],
     ),
-    # the gradients are those of the converged solution (7e-4 off at the paper's 30 iterations): the rows converge
+    # the gradients are those of the converged solution, so the rows use options that converge (with the paper's 30
+    # iterations the gradients differ by 7e-4)
     Op(
         name="gka",
         **_GKA,
         options={"num_iterations": 48},
         converged={"num_iterations": 120},
-        # plain iterations lose accuracy in 16 bits, that is what refinement is for
+        # in 16 bits iterations without refinement lose accuracy
         low_precision=False,
         bad=[
             *_bad_heads("gka"),

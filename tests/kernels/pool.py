@@ -1,4 +1,4 @@
-"""States in pages of one pool of bytes, as servers keep them, with gaps that no step may touch."""
+"""States in pages of one pool of bytes, as in a server, with gaps between them that a step must not change."""
 
 import math
 
@@ -10,7 +10,7 @@ DIRT = 255
 
 
 class Pool:
-    """Pages that hold a copy of some states each, between gaps; all other bytes are `DIRT`.
+    """Pages that each hold a copy of some states, with gaps between the states; all other bytes are `DIRT`.
 
     Attributes:
         memory: uint8 [pages, bytes of a page and of the gap after it].
@@ -18,7 +18,9 @@ class Pool:
     """
 
     def __init__(self, states: tuple[Tensor, ...], indices: list[int], pages: int, gap: int):
-        """`states` [B, ...]; row b goes to page indices[b]. `gap` bytes lie before, between and after states."""
+        """Copy row b of `states` [B, ...] to page indices[b], with `gap` bytes before, between and after
+        the states.
+        """
         starts, end = [], gap
         for state in states:
             starts.append(end)
@@ -36,7 +38,7 @@ class Pool:
         )
 
     def outside(self, used: list[int]) -> Tensor:
-        """A copy of the memory with zeros for the states of the `used` pages."""
+        """A copy of the memory in which the states of the `used` pages are zero."""
         rest = self.memory.clone()
         for state in self.carve(rest):
             state[used] = 0

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Triton and the ops read these when they are imported; CPU tensors, so that it also runs where a GPU is
+    # Triton and the ops read these at their import; with CPU tensors the script also runs on a machine with a GPU
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.pop("HF_MEMMIX_BACKEND", None)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -29,7 +29,7 @@ from compile_only import LAYOUTS, Kernels, launch_everything
 from ops_table import OPS
 from triton.backends.nvidia.compiler import CUDABackend
 
-# what else a caller may choose that compiles other kernels than the op's defaults
+# options with which other kernels are compiled than with the op's defaults
 OPTIONS = {
     "gla": [{"chunk_size": 32}],
     "coffee": [{"method": "shooting"}, {"method": "deer"}, {"feedback": "input"}, {"feedback": "linear"}],
@@ -49,7 +49,7 @@ def digest(ptx: str, name: str) -> str:
 
 def record(names: list[str], dtypes: list[str], sizes: list[str]) -> dict[str, list[list[str]]]:
     """Pairs (kernel, digest) of every case "op options dtype size layout"."""
-    # the PTX is all that is compared: assembling it would take most of the time
+    # only the PTX is compared; assembling it would take most of the time
     CUDABackend.make_cubin = lambda self, src, metadata, opt, capability: src.encode()
     kernels, found = Kernels(), {}
     kernels.install()

@@ -1,10 +1,10 @@
-"""Finds wgmma descriptors that a kernel's SASS puts together from the wrong uniform registers.
+"""Finds wgmma descriptors that a kernel's SASS builds from the wrong uniform registers.
 
-ptxas 12.8, which Triton 3.6 brings along, now and then takes a descriptor, or the base it adds an offset to, from a
-register that was never written or that still holds something else (kernels/README.md, "Compiler traps"). The check
-carries three facts a register along every path from the kernel's entry and keeps what holds on all of them: it was
-written; it holds the low word of a descriptor, a shared-memory address cut to 14 bits, plus offsets; it holds a high
-word, made of constants. Register names and widths are those of sm_90.
+ptxas 12.8, which Triton 3.6 includes, sometimes reads a descriptor, or the base to which it adds an offset, from a
+register that was never written or that still holds another value (kernels/README.md, "Compiler traps"). The check
+follows every path from the kernel's entry and records three facts per register that hold on all paths: it was written;
+it holds the low word of a descriptor (a shared-memory address cut to 14 bits, plus offsets); it holds a high word,
+made of constants. Register names and widths are those of sm_90.
 """
 
 import re
@@ -35,11 +35,11 @@ class Instruction:
     """One line of a listing, and the numbers of the 32-bit uniform registers it touches.
 
     Attributes:
-        guard: the predicate it runs under, or an empty string.
-        descriptors: the registers of its wgmma descriptors as (low, high), none unless it is a wgmma.
+        guard: the predicate under which it runs, or an empty string.
+        descriptors: the registers of its wgmma descriptors as (low, high); empty for other instructions.
 
     Raises:
-        ValueError: a uniform instruction this module does not know.
+        ValueError: a uniform instruction is in none of this module's tables.
     """
 
     def __init__(self, address: str, guard: str, text: str):
@@ -56,12 +56,12 @@ class Instruction:
 
     def _read(self, operand: re.Match, kind: str | None, register: int) -> None:
         if kind == "gdesc[":
-            # four registers: a's descriptor, unless a is in registers, and b's
+            # four registers: the descriptors of a (unless a is in registers) and of b
             a_in_shared = re.match(r"\S+\s+R\w+, gdesc", self.text)
             self.descriptors = [(low, low + 1) for low in ([register] if a_in_shared else []) + [register + 2]]
             self.reads += [word for descriptor in self.descriptors for word in descriptor]
             return
-        # of a * b + c only c is 64 bits wide
+        # in a * b + c only c is 64 bits wide
         addend = "WIDE" in self.modifiers and "," not in self.text[operand.end() :]
         pairs = self.family.startswith("U") and "64" in self.modifiers
         self.reads += _registers(register, bool(operand[3]) or addend or pairs or kind == "desc[")
@@ -86,12 +86,12 @@ class Facts(NamedTuple):
         return Facts(*(a & b for a, b in zip(self, other, strict=True)))
 
     def after(self, instruction: Instruction) -> "Facts":
-        """What holds after an instruction; one under a predicate counts as executed."""
+        """The facts after an instruction. An instruction under a predicate counts as executed."""
         family, reads, writes = instruction.family, instruction.reads, instruction.writes
         if not writes:
             return self
         if family == "R2UR":
-            # computed in registers this check does not follow
+            # the value comes from registers that this check does not follow
             low, high = writes, writes
         elif family == "UIADD3" and len(writes) == 2:
             low = writes[:1] if any(self.low >> r & 1 for r in reads[::2]) else []
@@ -99,7 +99,7 @@ class Facts(NamedTuple):
         elif (
             family == "ULOP3" and ", 0x3c," in instruction.text and all((self.low | self.high) >> r & 1 for r in reads)
         ):
-            # three of these exchange two registers: either word may be in either
+            # three of these instructions exchange two registers, so each word may be in each of them
             low, high = writes, writes
         else:
             cut = family in _CUTS and _CUTS[family] in instruction.text
@@ -118,12 +118,12 @@ def _bits(registers: list[int]) -> int:
 
 
 def disassemble(cubin: bytes, cuobjdump: str) -> str:
-    """What `cuobjdump -sass` prints."""
+    """The output of `cuobjdump -sass`."""
     return _dump(cubin, cuobjdump, "-sass")
 
 
 def resources(cubin: bytes, cuobjdump: str) -> dict[str, int]:
-    """Registers a thread ("reg"), and bytes a thread of stack with spills ("stack") and of "local" memory."""
+    """Per thread: registers ("reg"), bytes of the stack with spills ("stack") and bytes of "local" memory."""
     found = re.findall(r"\b(REG|STACK|LOCAL):(\d+)", _dump(cubin, cuobjdump, "--dump-resource-usage"))
     return {name.lower(): int(size) for name, size in found}
 
@@ -150,7 +150,7 @@ def _following(code: list[Instruction]) -> list[list[int]]:
             raise ValueError(f"cannot follow a jump through a register: {instruction.text}")
         if family in ("BRA", "CALL"):
             target = re.search(r"0x([0-9a-f]+)$", instruction.text)
-            # `BRA UP0, 0x40` is conditional without a guard, and a call comes back
+            # `BRA UP0, 0x40` is conditional although it has no guard, and a call returns
             always = not instruction.guard and "," not in instruction.text and family == "BRA"
             nexts = [index[int(target[1], 16)], *([] if always else nexts)]
         elif family in ("EXIT", "RET") and not instruction.guard:
@@ -160,7 +160,7 @@ def _following(code: list[Instruction]) -> list[list[int]]:
 
 
 def defects(listing: str) -> list[Defect]:
-    """Reads of registers that some path has not written, and descriptors whose words are none."""
+    """Reads of registers that are not written on every path, and descriptors whose words are not descriptor words."""
     code = parse(listing)
     following = _following(code)
     facts: list[Facts | None] = [None] * len(code)

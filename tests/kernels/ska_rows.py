@@ -1,6 +1,7 @@
-"""The SKA row of OPS: chunk-causal, carried states that stand within a chunk, one key head for several queries.
+"""The SKA row of OPS: chunk-causal, with states that were carried over within a chunk, and grouped key heads.
 
-The factors gamma and eta are in test_ska.py: a gradient that is one sum of random signs may come out near zero.
+test_ska.py tests the factors gamma and eta: their gradient is one sum of terms with random signs and may be near zero,
+which the RMS ratio cannot bound.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 import hf_memmix_kernels as K
 
 CHUNK = 16
-# drawn states stand here in their first chunk: the decode tests of 8 and 9 tokens refresh the operator
+# position of drawn states in their first chunk, such that decode tests of 8 and 9 tokens refresh the operator
 POSITION = 11
 
 
@@ -21,7 +22,7 @@ def _rank(shape) -> int:
 
 
 def _features(*size: int, dtype: torch.dtype) -> Tensor:
-    """Vectors of norms between 1/2 and 1: no two share the largest."""
+    """Vectors with norms between 1/2 and 1; the largest norm occurs once."""
     lengths = 0.5 + 0.5 * rand(*size[:-1], 1, dtype=torch.float64)
     return (F.normalize(randn(*size, dtype=torch.float64), dim=-1) * lengths).to(dtype)
 
@@ -36,7 +37,7 @@ def draw(shape, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def draw_state(shape, sequences: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What 2 r earlier tokens would have left."""
+    """The state after 2 r earlier tokens."""
     heads, rank = (sequences, shape.Hk), _rank(shape)
     keys = _features(*heads, 2 * rank, rank, dtype=torch.float64)
     values = randn(*heads, 2 * rank, shape.Dv, dtype=torch.float64)
@@ -109,13 +110,13 @@ ROWS = [
         "step": _step,
         "draw": draw,
         "draw_state": draw_state,
-        # padding moves the chunks' boundaries: `lengths` pads, see test_ska.py
+        # padding would move the boundaries of chunks, so SKA takes `lengths`: see test_ska.py
         "silence": None,
         "bad": _BAD,
         # a ridge of 0.05 nu^2 keeps the condition number below about 100; the paper's is tested in test_ska.py
         "options": {"chunk_size": CHUNK, "eps": 0.05},
         "converged": {"chunk_size": CHUNK, "eps": 0.05},
-        # sigma is detached; chunks of 13 refresh the operator from the second token on
+        # sigma is detached; chunks of 13 tokens refresh the operator
         "smooth": {"chunk_size": POSITION + 2, "eps": 0.05, "spectral_norm": False},
         # o = C P (M P)^2 q, and nu's gradient is a trace of products with P: rounding grows with the condition number
         "rounding": 4.0,

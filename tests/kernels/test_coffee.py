@@ -1,4 +1,4 @@
-"""What the contract's rows of COFFEE leave open: the ablation's gates, launch options, DEER, bad values, stability."""
+"""COFFEE beyond the contract tests: the gates of the ablation, launch options, DEER, invalid values, stability."""
 
 import warnings
 
@@ -13,9 +13,9 @@ from hf_memmix_kernels.coffee import op as coffee_op
 
 
 def draw(B: int, T: int, D: int, n: int, *, dtype=torch.float32, feedback="sigmoid", gate=0, filtered=False) -> dict:
-    """Inputs of one call; `gate` is its number of axes, 0 for none."""
+    """Inputs of one call; `gate` is the number of axes of the gate, 0 for no gate."""
     inputs = {"u": randn(B, T, D, dtype=dtype), "lam": -rand(D, n, dtype=dtype), "C": randn(D, n, dtype=dtype)}
-    # a linear gate grows without bound where its feedback is strong
+    # with strong feedback the states of a linear gate grow without bound
     scale = 0.02 if feedback == "linear" else 1.0
     inputs["w"] = None if feedback == "token" else scale * randn(D, n, dtype=dtype)
     if gate:
@@ -39,7 +39,7 @@ def results(fn, inputs: dict, weights: list, **options) -> dict[str, Tensor]:
 
 
 def agrees(fn, inputs: dict, tolerance: float = 1e-5, **options) -> None:
-    """`fn` equals the float64 truth; gradients may err twice as much."""
+    """`fn` equals the float64 reference; the limit of gradients is twice as large."""
     weights, common = [], {name: options[name] for name in ("feedback", "cu_seqlens") if name in options}
     want = results(K.naive_coffee, inputs, weights, **common)
     got = results(fn, inputs, weights, **options)
@@ -49,13 +49,13 @@ def agrees(fn, inputs: dict, tolerance: float = 1e-5, **options) -> None:
 @pytest.mark.parametrize("feedback", ["sigmoid", "linear", "input", "token"])
 @pytest.mark.parametrize(("gate", "filtered"), [(0, True), (2, False), (3, True)], ids=["filter", "row", "both"])
 def test_every_gate(feedback, gate, filtered, backend, poisoned_empty):
-    """Table 6's forms, with gates a token or a feature, with and without the output filter."""
+    """The forms of Table 6, with gates per token or per feature, with and without the output filter."""
     gate = gate or 2 * (feedback == "token")
     agrees(K.scan_coffee, draw(2, 19, 5, 3, feedback=feedback, gate=gate, filtered=filtered), feedback=feedback)
 
 
 def test_equation_4_with_its_bias():
-    """x = (1 + lam d) x + d B u of equation 4 is the token gate with C * B for C."""
+    """Equation 4, x = (1 + lam d) x + d B u, equals the token gate with C * B in place of C."""
     inputs = draw(2, 12, 4, 3, dtype=torch.float64, feedback="token", gate=3)
     B, delta, lam, C = randn(4, 3, dtype=torch.float64), inputs["gate"][..., None], inputs["lam"], inputs["C"]
     x, outputs = torch.zeros_like(inputs["initial_state"]), []
@@ -72,7 +72,7 @@ def test_every_number_of_states(n, backend):
 
 
 def test_torch_path_with_states_that_are_recomputed(monkeypatch):
-    """The torch path with inputs so large that it does not keep all states."""
+    """For large inputs the torch path does not keep all states and computes them again in backward."""
     from hf_memmix_kernels.coffee import torch_path as path
 
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
@@ -94,7 +94,7 @@ LAUNCH_OPTIONS = [
 @pytest.mark.parametrize("options", LAUNCH_OPTIONS, ids=str)
 @pytest.mark.parametrize("bounds", [None, [0, 0, 3, 27, 37]], ids=["batched", "packed"])
 def test_every_choice_of_launch_options(options, bounds, monkeypatch):
-    """Launch options that small inputs do not get otherwise, with a length that is no multiple of a group."""
+    """Launch options that are only chosen for larger inputs, with a length that is not a multiple of a group."""
     triton_path = pytest.importorskip("hf_memmix_kernels.coffee.launch")
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
     forward, backward = (triton_path.LaunchOptions(*values) for values in options)
@@ -110,7 +110,7 @@ def test_every_choice_of_launch_options(options, bounds, monkeypatch):
 
 @pytest.mark.parametrize("T", [1, 2, 17, 70])
 def test_deer_equals_the_scan(T, backend, recwarn):
-    """Outputs, states and all gradients. Without convergence there would be a warning."""
+    """Outputs, states and all gradients are equal. A warning would mean that DEER did not converge."""
     coffee_op._warn_not_converged.cache_clear()
     agrees(K.deer_coffee, draw(2, T, 3, 4, gate=2))
     assert not recwarn.list
@@ -125,7 +125,9 @@ def test_deer_takes_every_gate(feedback, backend, recwarn):
 
 @pytest.mark.parametrize("T", [1, 15, 16, 70])
 def test_shooting_equals_the_scan(T, backend, monkeypatch, recwarn):
-    """Chunks of 16: fewer tokens than one, one, and four with a rest; gradients from checkpoints in every chunk."""
+    """With chunks of 16: less than one chunk, one chunk, and four chunks and a rest. Gradients use checkpoints per
+    chunk.
+    """
     if backend == "triton":
         from hf_memmix_kernels.coffee import launch_shooting as shooting
 
@@ -147,7 +149,7 @@ def test_shooting_takes_every_gate(feedback, backend, monkeypatch, recwarn):
 
 
 def wild(T: int) -> dict:
-    """Weights and inputs as large as trained ones: Newton's first products overflow."""
+    """Weights and inputs as large as in trained models, with which the first products of Newton's method overflow."""
     inputs = draw(1, T, 4, 4)
     return {**inputs, "w": 3 * inputs["w"], "u": 8 * inputs["u"], "lam": 0 * inputs["lam"]}
 
@@ -165,7 +167,9 @@ def test_deer_without_convergence_runs_the_scan_with_one_warning(backend):
 
 
 def test_shooting_gives_up_early_if_chunks_do_not_converge(monkeypatch):
-    """Of 24 chunks of such inputs most move at every iteration: the scan's results after PATIENCE of them."""
+    """Most of the 24 chunks of `wild` inputs still change after PATIENCE iterations, so the scan computes
+    the results.
+    """
     shooting = pytest.importorskip("hf_memmix_kernels.coffee.launch_shooting")
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
     monkeypatch.setattr(shooting, "shooting_chunk", lambda T: 16)
@@ -181,7 +185,7 @@ def test_shooting_gives_up_early_if_chunks_do_not_converge(monkeypatch):
 
 
 def test_damped_newton_equals_the_scan(recwarn):
-    """ELK with a fixed trust region: where the state forgets it converges, at more iterations than without."""
+    """ELK with a fixed trust region converges if the state forgets; it needs more iterations than undamped Newton."""
     coffee_op._warn_not_converged.cache_clear()
     inputs = draw(2, 64, 3, 4, dtype=torch.float64, gate=2)
     inputs["lam"] = inputs["lam"] - 1
@@ -238,7 +242,7 @@ def test_bad_values_are_named():
 
 
 def test_stays_bounded_over_a_million_steps(monkeypatch):
-    """2^20 tokens of +-1 in pieces with a carried state, lambda from one end of [-2, 0] to the other.
+    """2^20 tokens of +-1 in pieces with a carried state, with lambda from -2 to 0.
 
     |x'| <= |1 + lam s| |x| + s: a state is bounded by the sum of all inputs, and by 1 / |lam| for lam in [-1, 0).
     """
@@ -257,7 +261,7 @@ def test_stays_bounded_over_a_million_steps(monkeypatch):
 
 
 def test_the_old_name_still_works(monkeypatch):
-    """`coffee(...)` was public; the name now belongs to the package."""
+    """`hf_memmix_kernels.coffee(...)` was public; the name is now that of the package, which can still be called."""
     from hf_memmix import ops
 
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")

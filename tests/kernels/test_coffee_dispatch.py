@@ -10,12 +10,14 @@ import hf_memmix_kernels as K
 from hf_memmix_kernels.coffee.sizes import SHOOTING_TOKENS, shooting_chunk
 
 GRID = Path(__file__).parents[2] / "kernels/benchmarks/results/coffee_dispatch_h200.json"
-SLOWER = 1.25  # than the best measured method
-FALLBACK = 0.3  # of the scan's tokens, which shooting may walk before it gives up
+SLOWER = 1.25  # allowed time relative to the fastest measured method
+FALLBACK = 0.3  # share of the scan's tokens that shooting may compute before it stops without convergence
 
 
 def cells() -> dict[tuple[int, int, int, int], dict[str, float]]:
-    """(B, T, D, n): milliseconds of every method that converged; sizes of which none was timed are left out."""
+    """For each size (B, T, D, n), the milliseconds of every method that converged; only sizes that have a timed
+    method.
+    """
     found = {}
     for size, rows in groupby(
         json.loads(GRID.read_text())["rows"], lambda row: (row["B"], row["T"], row["D"], row["n"])

@@ -1,4 +1,4 @@
-"""The contract every op keeps, forward and backward, on both of its paths (ops_table.py: one row an op)."""
+"""The properties that every op must have, forward and backward, on both paths. ops_table.py has one row per op."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from checks import assert_close, error, outputs_and_gradients
 from ops_table import DEVICE, OPS, Shape
 from pool import Pool
 
-# any T around the chunk size of 64, head sizes that are no powers of two, grouped heads
+# lengths around the chunk size of 64, head sizes that are not powers of two, grouped heads
 SHAPES = [
     Shape(2, 1, 2, 2, 32, 32),
     Shape(1, 17, 4, 2, 48, 32),
@@ -26,7 +26,7 @@ every_op = pytest.mark.parametrize("op", OPS, ids=str)
 
 @pytest.fixture(autouse=True)
 def affordable(request):
-    """The interpreter is slow: rows that differ by an option only run one comparison there."""
+    """In the slow interpreter, rows that differ from another row only by an option run one comparison."""
     params = request.node.callspec.params
     interpreted = params.get("backend") == "triton" and DEVICE == "cpu"
     op, shape = params.get("op"), params.get("shape")
@@ -58,8 +58,8 @@ def test_equals_naive(op, shape, carried, backend, poisoned_empty):
 
 @every_op
 def test_each_gradient_alone(op):
-    """Training one input alone, a gate or the start of the memory, gives the gradient that it has among all others."""
-    shape = Shape(1, 70, 2, 1, 8, 8)  # past the first state that is kept for backward
+    """If only one input requires a gradient, the gradient is the same as if all inputs require one."""
+    shape = Shape(1, 70, 2, 1, 8, 8)  # 70 tokens, so that forward keeps more than one state for backward
     inputs, state = op.draw(shape, torch.float64), op.draw_state(shape, 1, torch.float64)
     weights = []
 
@@ -85,7 +85,7 @@ def test_each_gradient_alone(op):
 
 @every_op
 def test_float64(op, backend):
-    """The formulas without rounding: outputs, states and every gradient, on any path that accepts the dtype."""
+    """In float64, where rounding is small: outputs, states and every gradient, on each path that accepts float64."""
     if backend == "triton" and DEVICE == "cuda":
         pytest.skip("the choice by device keeps float64 off a GPU's Triton kernels")
     op = dataclasses.replace(op, options=op.converged)
@@ -100,7 +100,7 @@ def test_float64(op, backend):
 @every_op
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_low_precision(op, dtype, backend):
-    """Inputs of 16 bits: o and gradients in the inputs' dtype, memories in float32."""
+    """With inputs of 16 bits, o and gradients have the inputs' dtype and the states are float32."""
     if backend == "triton" and DEVICE == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies no bfloat16")
     if backend == "triton" and not op.low_precision:
@@ -116,7 +116,7 @@ def test_low_precision(op, dtype, backend):
 
 
 def in_parts(op, cuts):
-    """`op.fast` called once a part, each part starting from the state of the one before it."""
+    """`op.fast` called once per part of the sequence; each part starts from the final state of the part before it."""
 
     def split(**leaves):
         parts, state = [], leaves.pop("initial_state")
@@ -132,7 +132,7 @@ def in_parts(op, cuts):
 
 @every_op
 def test_split_with_carried_state_equals_whole(op, backend):
-    """Outputs, final state, and the gradients that reach the first part and its state through the states between."""
+    """Outputs, final state and all gradients are equal; gradients reach earlier parts through the carried states."""
     inputs, state, weights = op.draw(SMALL, torch.float32), op.draw_state(SMALL, 1, torch.float32), []
     want = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
     got = outputs_and_gradients(op, in_parts(op, (0, 1, 30, SMALL.T)), inputs, state, weights=weights)
@@ -141,7 +141,9 @@ def test_split_with_carried_state_equals_whole(op, backend):
 
 @pytest.mark.parametrize("options", [{"num_iterations": 8}, {"refinement": (3, 4)}], ids=str)
 def test_gka_gradients_of_few_iterations_do_not_depend_on_splits(options, backend):
-    """Without convergence the solver leaves a residual. Even then the gradients do not depend on splits."""
+    """With few iterations the solver has not converged. The gradients still do not depend on splits of the
+    sequence.
+    """
     op = next(op for op in OPS if op.name == "gka")
     op = dataclasses.replace(op, options=options)
     shape, dtype = SMALL._replace(T=150), torch.float64 if backend == "torch" else torch.float32
@@ -171,9 +173,9 @@ def test_steps_equal_chunks(op, backend):
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("gap", [64, 24])  # with the second one, no state begins at a multiple of 16 bytes
 def test_steps_on_pages(op, gap, index_dtype, backend):
-    """Two steps on pages, in two orders, are steps on states of their own, and the truth.
+    """Two steps on pages, in two orders of the rows, equal steps on contiguous states and the float64 reference.
 
-    Two padding rows share a page full of NaN. No byte of another page or between the states changes.
+    Two padding rows share a page full of NaN. No byte of other pages or between the states changes.
     """
     shape = Shape(5, 2, 4, 2, 48, 32)
     inputs, start = op.draw(shape, torch.float32), op.draw_state(shape, 3, torch.float32)
@@ -231,14 +233,14 @@ def test_packed_equals_separate(op, backend):
 
 @pytest.mark.parametrize("op", [op for op in OPS if op.silence], ids=str)
 def test_padding_writes_nothing(op, backend):
-    """A row padded on the left and one padded on both sides equal the rows alone; no gradient reaches a pad."""
+    """Rows padded on the left or on both sides equal the rows without padding; gradients at padded tokens are zero."""
     shape = SMALL._replace(B=2)
     mask = torch.zeros(2, shape.T, dtype=torch.bool, device=DEVICE)
     mask[0, :21] = mask[1, :5] = mask[1, 33:] = True
     leaves = {name: t.requires_grad_() for name, t in op.draw(shape, torch.float32).items()}
     o, final = op.run(op.fast, op.silence(leaves, mask))
     assert torch.isfinite(o).all()
-    # what comes out at padding is thrown away
+    # outputs at padded tokens are not used
     loss = o.masked_fill(mask.view(*mask.shape, *[1] * (o.dim() - 2)), 0).square().sum()
     loss = loss + sum(s.square().sum() for s in final)
     grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
@@ -294,7 +296,9 @@ def test_gradcheck_of_naive(op):
 
 @every_op
 def test_gradient_of_log_decay_stays_local(op, backend):
-    """Its sums run inside chunks: the error does not grow with the length of the sequence."""
+    """The gradient of the decay is summed within chunks, so its error does not grow with the length of the
+    sequence.
+    """
     if "log_decay" not in op.draw(SMALL, torch.float32):
         pytest.skip("no decay")
     if "refinement" in op.options:
@@ -320,7 +324,7 @@ def test_extreme_decay(op, decay, backend):
     want = outputs_and_gradients(op, op.naive, inputs, None, weights=weights)
     got = outputs_and_gradients(op, op.fast, inputs, None, weights=weights)
     if decay < 0:
-        # zero in exact arithmetic, here what is left over from sums of order ten
+        # zero in exact arithmetic; in floats it is the rounding error of sums of order ten
         assert got.pop("d log_decay").abs().max() <= 1e-4
         want.pop("d log_decay")
     assert_close(got, want, within(op))

@@ -1,4 +1,4 @@
-"""What only a GPU can show: every dtype and tile size against float64, long inputs, decode inside a CUDA graph."""
+"""Tests that need a GPU: every dtype and tile size against float64, long inputs, decode inside a CUDA graph."""
 
 import pytest
 import torch
@@ -9,10 +9,11 @@ from pool import Pool
 pytestmark = pytest.mark.gpu
 
 every_op = pytest.mark.parametrize("op", OPS, ids=str)
-STEADY = 16  # numbers, of which an rms error is no longer a matter of luck
+STEADY = 16  # number of elements from which an rms error varies little between draws
 SHAPES = [
     Shape(2, 150, 4, 2, 64, 64),
-    # the decay's gradient holds <state, its gradient>, a sum of random signs per head: enough heads for a steady rms
+    # the gradient of the decay contains <state, its gradient>, one sum of random signs per head; with many heads its
+    # rms varies little between draws
     Shape(1, 200, 8, 4, 128, 128),
     Shape(1, 130, 2, 1, 96, 48),
     Shape(2, 130, 2, 1, 64, 32),
@@ -24,10 +25,10 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_dtype(op, dtype, shape, monkeypatch, poisoned_empty):
-    """Within the table; in float32, moreover, at most twice the error of the torch path.
+    """Errors are within the tolerances of the table; in float32 they are also at most twice those of the torch path.
 
-    That ratio is taken over as many draws as give every result `STEADY` numbers: of two equally large
-    random errors of one number, the first is more than twice the second in three cases of ten.
+    This ratio is taken over so many draws that every result has `STEADY` elements. With one element it would be
+    chance: of two random errors of equal size, the first is more than twice the second in three of ten cases.
     """
     if not op.low_precision and dtype != torch.float32:
         pytest.skip("this row makes no promise in 16 bits")
@@ -67,7 +68,7 @@ def test_gla_gradients_at_every_tile_size(D, chunk_size):
 
 @every_op
 def test_split_of_a_long_input(op):
-    """Two halves with a carried state equal the whole at a length that no other test reaches."""
+    """Two halves with a carried state equal the whole, for an input longer than in all other tests."""
     shape = Shape(2, 4096, 4, 2, 64, 64)
     inputs = op.draw(shape, torch.bfloat16)
     whole, state = op.run(op.fast, inputs)
@@ -104,9 +105,10 @@ def test_step_inside_a_cuda_graph(op):
 @every_op
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 def test_steps_on_pages_inside_a_cuda_graph(op, index_dtype):
-    """One graph; between replays the rows change places, one sequence pauses, and rows that are free share a page.
+    """One graph serves all steps. Between replays the rows change their order, one sequence pauses, and free rows
+    share one page.
 
-    Every sequence goes through its own tokens: what it does not do at one replay, it does at a later one.
+    Every sequence reads all of its own tokens; a token that it does not read at one replay, it reads at a later one.
     """
     sequences, rows, garbage = 3, 4, 0
     shape = Shape(sequences, 6, 4, 2, 128, 128)
@@ -168,7 +170,9 @@ def test_steps_on_pages_beyond_int32(op):
 
 @every_op
 def test_steps_on_one_shared_page_end(op):
-    """Programs that race for one page of garbage, thousands of times: they end, and no other page is touched."""
+    """Many programs write to one page at the same time, thousands of times. The kernel ends and changes no
+    other page.
+    """
     shape = Shape(256, 1, 4, 2, 64, 64)
     inputs, state = op.draw(shape, torch.float32), op.draw_state(shape, 1, torch.float32)
     pool = Pool(state, [1], pages=3, gap=64)

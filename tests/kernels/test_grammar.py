@@ -1,4 +1,4 @@
-"""Every op folder has the same files, and each file holds what its name promises: CONTRIBUTING.md, "Add a mixer"."""
+"""Every op folder has the same files, and each file contains what CONTRIBUTING.md, "Add a mixer", says of its name."""
 
 import ast
 from pathlib import Path
@@ -11,11 +11,11 @@ ROOT = Path(hf_memmix_kernels.__file__).parent
 OPS = sorted(path.parent for path in ROOT.glob("*/__init__.py"))
 FILES = ("README.md", "naive.py", "op.py", "torch_path.py", "launch.py", "kernels/__init__.py")
 LONGEST = 450  # lines
-MOST_ARGUMENTS = 12  # of a kernel, besides its constants; a group of tensors counts as one
+MOST_ARGUMENTS = 12  # arguments of a kernel without its constants; a tuple of tensors counts as one
 # groups of every op, some of which kernels hand on without unpacking them: kernels/README.md
 GROUPS = {"inputs", "outputs", "upstream", "grads", "layout"}
 
-WITHOUT_STATE = "rowwise"  # functions of each token alone: no decode step, plain operators under torch.compile
+WITHOUT_STATE = "rowwise"  # its functions treat each token alone, so it has no decode step and registers no operators
 
 every_op = pytest.mark.parametrize("folder", OPS, ids=lambda path: path.name)
 
@@ -28,7 +28,7 @@ def modules(folder: Path) -> list[tuple[str, ast.Module]]:
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """First parts of the names of packages that a module imports absolutely, anywhere in it."""
+    """The top-level packages that a module imports by absolute imports, at any place in it."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -73,7 +73,7 @@ def in_kernels(path: str) -> bool:
 
 
 def faults(folder: Path) -> list[str]:
-    """What an op folder does otherwise than the grammar says; one line for each."""
+    """One line for every rule that an op folder does not follow."""
     found = [f"{name} is missing" for name in FILES if not (folder / name).is_file()]
     for path, tree in modules(folder):
         name = Path(path).name
@@ -90,7 +90,7 @@ def faults(folder: Path) -> list[str]:
                 f"{path}: {f} unpacks `{name}`: do_not_specialize has no effect in it" for f, name in unpacked(tree)
             ]
             for f in functions(tree):
-                # helpers are inlined and named without the word
+                # device functions without "kernel" in their names are inlined and may have more arguments
                 count = sum(not (a.annotation and "constexpr" in ast.unparse(a.annotation)) for a in f.args.args)
                 if "kernel" in f.name and count > MOST_ARGUMENTS:
                     found.append(
@@ -118,7 +118,7 @@ def test_an_op_folder_follows_the_grammar(folder):
 
 @pytest.mark.parametrize("folder", [path for path in OPS if path.name != WITHOUT_STATE], ids=lambda path: path.name)
 def test_an_op_registers_its_operators(folder):
-    """Forward, backward and the decode step."""
+    """op.py registers operators for forward, backward and the decode step."""
     tree = ast.parse((folder / "op.py").read_text())
     names = {
         node.args[0].value.rsplit("_", 1)[-1]
@@ -130,7 +130,7 @@ def test_an_op_registers_its_operators(folder):
 
 @every_op
 def test_the_readme_names_files_that_exist(folder):
-    """The first column of its table of files."""
+    """The first column of the table of files in the README names all modules and only files that exist."""
     readme = (folder / "README.md").read_text()
     table = readme.split("| file | content |", 1)
     assert len(table) == 2, "the README has a table of files with the head `| file | content |`"

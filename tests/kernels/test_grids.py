@@ -1,4 +1,4 @@
-"""No launch ends at CUDA's 65535: of a grid, only the first dimension grows with tokens and sequences."""
+"""Only the first dimension of a grid grows with tokens and sequences, because CUDA limits the others to 65535."""
 
 import os
 
@@ -9,13 +9,13 @@ from ops_table import DEVICE, OPS, Shape
 
 import hf_memmix_kernels as K
 
-LIMIT = 65535  # of a grid's second and third dimension; the first holds 2^31 - 1
+LIMIT = 65535  # limit of a grid's second and third dimension; the limit of the first is 2^31 - 1
 
 every_op = pytest.mark.parametrize("op", OPS, ids=str)
 
 
 def run_everything(op, sequences: int, tokens: int, packed: bool) -> None:
-    """Forward, backward and a step of `sequences` of `tokens` each."""
+    """Run forward, backward and a step with `sequences` sequences of `tokens` tokens."""
     shape = Shape(1, sequences * tokens, 4, 2, 32, 32) if packed else Shape(sequences, tokens, 4, 2, 32, 32)
     bounds = torch.arange(sequences + 1, dtype=torch.int32) * tokens if packed else None
     inputs, state = op.draw(shape, torch.float32), op.draw_state(shape, sequences, torch.float32)
@@ -29,7 +29,7 @@ def run_everything(op, sequences: int, tokens: int, packed: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["batched", "packed"])
 @every_op
 def test_tokens_and_sequences_are_on_the_first_dimension(op, packed, monkeypatch):
-    """Grids of inputs three times as long, then of three times as many, in launches that run nothing."""
+    """With three times as many tokens or sequences, only the first dimension of the grids changes. No kernel runs."""
     from triton.runtime.interpreter import GridExecutor
 
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
@@ -47,7 +47,7 @@ def test_tokens_and_sequences_are_on_the_first_dimension(op, packed, monkeypatch
 @pytest.mark.gpu
 @every_op
 def test_more_sequences_than_a_dimension_holds(op):
-    """The last of 70,000 packed sequences equal themselves alone, forward and backward."""
+    """The last of 70,000 packed sequences give the same results as alone, forward and backward."""
     sequences, tokens, few = LIMIT + 4465, 2, 50
     shape = Shape(1, sequences * tokens, 1, 1, 16, 16)
     bounds = torch.arange(sequences + 1, dtype=torch.int32, device=DEVICE) * tokens
@@ -65,7 +65,7 @@ def test_more_sequences_than_a_dimension_holds(op):
 
 @pytest.mark.gpu
 def test_ska_with_more_chunks_than_a_dimension_holds():
-    """An operator for every token of 70,000, against the torch path; gradients too."""
+    """70,000 tokens with one operator per token equal the torch path, also in the gradients."""
     leaves = [torch.randn(1, LIMIT + 4465, 1, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
     results = []
     for backend in ("triton", "torch"):

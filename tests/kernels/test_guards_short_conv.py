@@ -1,4 +1,4 @@
-"""Short convolution over padded rows: no gradient from what comes out at padding."""
+"""Short convolution over padded rows: the outputs at padded tokens give no gradient."""
 
 import torch
 from checks import error
@@ -10,7 +10,9 @@ LENGTHS = (9, 0, 4)
 
 
 def test_outputs_at_padding_give_no_gradient(backend):
-    """The loss weighs all outputs at random, those at padding too: a loss of squares is flat where they are 0."""
+    """The loss is a random weighted sum of all outputs, also at padding; the gradient of a sum of squares would be 0
+    at the outputs 0 anyway.
+    """
     tokens, channels = max(LENGTHS), 6
     x, weights = (randn(len(LENGTHS), tokens, channels, dtype=torch.float32) for _ in range(2))
     parameters = [randn(channels, 4, dtype=torch.float32), randn(channels, dtype=torch.float32)]

@@ -1,4 +1,4 @@
-"""SKA where its norms tie and where rounding eats a pivot."""
+"""SKA in two special cases: several keys have the largest norm, and rounding makes a pivot zero."""
 
 import pytest
 import torch
@@ -10,18 +10,20 @@ import hf_memmix_kernels as K
 
 CHUNK = 80
 SHAPE = Shape(1, 170, 1, 1, 8, 6)
-# places of two keys that share the largest norm: within a block of 64 tokens of a chunk, across its blocks, and across
-# chunks
+# positions of two keys that both have the largest norm: in one block of 64 tokens, in two blocks of a chunk, and in
+# two chunks
 TIES = {"block": (3, 9), "blocks": (3, 70), "chunks": (3, 117)}
 
 
 @pytest.mark.parametrize("places", TIES.values(), ids=TIES)
 def test_ties_share_the_gradient_of_the_norm(places, backend):
-    """Scaling both keys together scales nu, so the sum of both shares is the same for every rule of dividing it."""
+    """If both keys are scaled, nu is scaled. So the sum of both gradients does not depend on how the gradient of nu is
+    divided between them.
+    """
     inputs = draw(SHAPE, torch.float32)
     inputs["k"] *= 0.25
     signs = torch.tensor([1.0, 1, 1, 1, 1, -1, 1, 1], device=DEVICE)
-    # entries of one half: the norm is a power of two times sqrt(2), without rounding of the sum in any order
+    # with entries of 1/2 the norm is a power of two times sqrt(2), and the sum is exact in any order
     for place, sign in zip(places, (torch.ones_like(signs), signs), strict=True):
         inputs["k"][0, place, 0] = 0.5 * sign
     weights = torch.randn(1, SHAPE.T, 1, SHAPE.Dv, dtype=torch.float64, device=DEVICE)
@@ -32,7 +34,7 @@ def test_ties_share_the_gradient_of_the_norm(places, backend):
         loss = (o.double() * weights).sum() + 3 * final[3].double().sum()
         grad = torch.autograd.grad(loss, leaves["k"])[0].double()
         shares[fn] = sum((grad[0, place, 0] * inputs["k"][0, place, 0].double()).sum() for place in places)
-    # nu is 3 sqrt(2) in the loss: were a share missing or counted twice, this would show by more than one
+    # nu is 3 sqrt(2) in the loss, so a missing or doubled share changes the result by more than one
     assert abs(shares[K.chunk_ska] - shares[K.naive_ska]) <= 1e-3
 
 

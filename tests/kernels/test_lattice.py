@@ -1,4 +1,4 @@
-"""What the contract does not ask of Lattice: every option, unit norms over 100k steps, and what values are refused."""
+"""Lattice beyond the contract tests: every option, unit norms over 100k steps, and the values that are refused."""
 
 import itertools
 
@@ -21,7 +21,7 @@ RULES = [
 
 
 def compare(options, shape, dtype, tolerance, bounds=None, **scales):
-    """`fused_recurrent_lattice` against the truth: outputs, state and every gradient."""
+    """`fused_recurrent_lattice` equals the float64 reference: outputs, state and every gradient."""
     inputs = draw(shape, dtype)
     inputs["log_decay"] = -0.05 * rand(*inputs["gamma"].shape, dtype=inputs["gamma"].dtype)
     cu_seqlens = None if bounds is None else torch.tensor(bounds, device=DEVICE)
@@ -38,7 +38,7 @@ def compare(options, shape, dtype, tolerance, bounds=None, **scales):
 
 @pytest.mark.parametrize(("variant", "project", "l1"), RULES)
 def test_every_rule_in_float64(variant, project, l1, backend):
-    """Formulas and kernels without rounding, packed, with a forget gate. Soft thresholds have kinks: float64 only."""
+    """Packed sequences with a forget gate. Only float64 is compared, because soft thresholds have kinks."""
     if backend == "triton" and DEVICE == "cuda":
         pytest.skip("the choice by device keeps float64 off a GPU's Triton kernels")
     bounds = [0, 0, 17, 18] if backend == "torch" else None
@@ -57,9 +57,9 @@ def test_every_rule_on_a_gpu(variant, project, l1, dtype):
 
 @pytest.mark.parametrize("variant", ["enc", "sim"])
 def test_a_slot_whose_old_value_is_erased(variant, backend):
-    """keep = 1 + gamma c p = 0 in a token of the second window: nothing may be divided by it. Packed.
+    """In one token of the second window, keep = 1 + gamma c p = 0, so the kernels must not divide by it. Packed input.
 
-    Only in the first of two heads: another kernel walks back the second one.
+    Only the first of two heads has such a token; the backward of the second head runs another kernel.
     """
     if backend == "triton" and DEVICE == "cuda":
         pytest.skip("the choice by device keeps float64 off a GPU's Triton kernels")
@@ -87,9 +87,9 @@ def test_a_slot_whose_old_value_is_erased(variant, backend):
 @pytest.mark.parametrize("a", [0.5, 0.01, -0.9])
 @pytest.mark.parametrize("variant", ["dec", "enc", "sim"])
 def test_a_slot_that_decays_all_along(variant, a, backend, monkeypatch):
-    """v stays near a slot for most of a window: s' = a s + b h has nearly this a there in every token.
+    """v stays near a slot for most of a window, so s' = a s + b h has about the given a in every one of these tokens.
 
-    Products of the small ones over a window may not be divided by, and are found by the other kernels.
+    The product of small a over a window is too small to divide by; other kernels compute such windows.
     """
     if backend == "triton" and DEVICE == "cuda":
         pytest.skip("the choice by device keeps float64 off a GPU's Triton kernels")
@@ -97,7 +97,7 @@ def test_a_slot_that_decays_all_along(variant, a, backend, monkeypatch):
     inputs, state = draw(shape, torch.float64), draw_state(shape, 1, torch.float64)
     near = torch.nn.functional.normalize(state[0][0, :, :, 0] + 0.02 * randn(60, 1, 5, dtype=torch.float64), dim=-1)
     inputs["gamma"][:, :60] = 0.75
-    if variant == "dec":  # reads this slot alone: h is the slot minus v
+    if variant == "dec":  # the token reads only this slot, so h is the slot minus v
         inputs["v"][0, :60] = near * (1 + (1 - a) / 0.75)
         inputs["k"][:, :60] = torch.eye(4, dtype=torch.float64)[0]
     else:
@@ -127,12 +127,12 @@ def test_a_slot_that_decays_all_along(variant, a, backend, monkeypatch):
         for fn in (K.naive_lattice, K.fused_recurrent_lattice if variant == "dec" else K.chunk_lattice)
     )
     assert_close(got, want, lambda name: 1e-10)
-    # the error of "dec" grows with a slot that has changed its sign, and its a with that
+    # in "dec" the error and a grow when a slot has changed its sign
     assert backend != "triton" or refused[0].tolist() == [abs(a) < 0.6 or variant == "dec", False]
 
 
 def test_forget_gate_is_a_larger_step():
-    """P_C(mu s + Delta) = P_C(s + Delta / mu), in the reference, too."""
+    """P_C(mu s + Delta) = P_C(s + Delta / mu) holds in the op and in the reference."""
     inputs = draw(SHAPE, torch.float64)
     log_decay = -rand(*inputs["gamma"].shape, dtype=torch.float64)
     (o, state) = K.naive_lattice(**inputs, log_decay=log_decay)
@@ -151,7 +151,7 @@ def test_total_decay_is_finite():
 
 @pytest.mark.parametrize("variant", ["dec", "enc", "sim"])
 def test_norms_stay_one_for_100k_steps(variant):
-    """float32, 25 rounds of 4000 steps through the state, two slots of size four."""
+    """25 calls of 4000 steps in float32 with a carried state, two slots of size four."""
     shape = Shape(1, 4000, 1, 1, 2, 4)
     inputs = {name: t.to(DEVICE) for name, t in draw(shape, torch.float32).items()}
     state, worst = None, 0.0

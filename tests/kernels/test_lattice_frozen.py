@@ -1,4 +1,6 @@
-"""The frozen-state mode of Lattice: what it is at any chunk size, the recurrence at one, and its table of errors."""
+"""The frozen-state mode of Lattice: its definition at several chunk sizes, and the table of errors in its
+docstring.
+"""
 
 import importlib.util
 import json
@@ -24,14 +26,16 @@ def frozen_inputs(**tensors) -> tuple[list, dict]:
 
 
 def definition(q, k, v, gamma, start, chunk, variant):
-    """Token by token: every write of a chunk as the recurrence would make it at the chunk's start, then normalised."""
+    """The definition, token by token: the writes of a chunk are computed at the state before it, and their sum is then
+    normalised.
+    """
     outputs, state = [], start
     for t in range(q.shape[1]):
         if t % chunk == 0:
             first = total = state
         one = torch.ones_like(gamma[:, t, :, None, None])
         token = (x[:, t, ..., None] for x in (k, v, gamma[..., None]))
-        # the write before it is normalised: without projection, at slots of unit norm
+        # the write without its normalisation: `project=False` at slots of unit norm
         total = total + naive_write(first, *token, one, variant, False, 0.0) - first
         state = total / torch.linalg.vector_norm(total, dim=-2, keepdim=True)
         outputs.append((state @ q[:, t, ..., None])[..., 0])
@@ -41,7 +45,7 @@ def definition(q, k, v, gamma, start, chunk, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chunk", (1, 4, 12))
 def test_frozen_is_its_definition(variant, chunk):
-    """Output, state and gradients; at one token a chunk it is the recurrence."""
+    """Output, state and gradients equal the definition; with chunks of one token they equal the recurrence."""
     inputs, start = frozen_inputs()
     tensors = [*inputs, start["initial_state"]]
     weights = [torch.randn(x.shape, dtype=torch.float64) for x in (inputs[2], tensors[-1])]
@@ -92,7 +96,9 @@ def test_frozen_in_low_precision():
 
 
 def test_huge_writes_stay_finite():
-    """The squared norm of a sum of writes is a difference of large numbers: rounding must not make it negative."""
+    """The squared norm of a sum of writes is a difference of large numbers; rounding must not make the result
+    infinite.
+    """
     inputs, start = frozen_inputs()
     q, k, v, gamma = (x.float().requires_grad_() for x in inputs)
     y, S = K.frozen_lattice(q, k, 1e4 * v, gamma, chunk_size=12, variant="sim")
@@ -118,7 +124,7 @@ def test_frozen_refuses(options, message):
 
 
 def test_table_of_errors():
-    """The docstring has what the JSON has, and a row of the JSON is measured again."""
+    """The table of the docstring equals the JSON, and a row of the JSON is measured again."""
     spec = importlib.util.spec_from_file_location("lattice_frozen", BENCHMARKS / "lattice_frozen.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

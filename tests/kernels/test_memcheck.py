@@ -20,7 +20,9 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("packed", [False, True], ids=["batched", "packed"])
 @pytest.mark.parametrize("op", [op for op in OPS if not op.brief], ids=str)
 def test_every_access_is_inside(op, packed):
-    """A size that is no power of two and a last chunk of one token; sequences of none, one and several tokens."""
+    """With a size that is not a power of two, a last chunk of one token, and sequences of zero, one and several
+    tokens.
+    """
     shape = Shape(1, 17, 4, 2, 48, 32)
     bounds = [0, 0, 1, 17]
     inputs, state = (
@@ -40,9 +42,10 @@ def test_every_access_is_inside(op, packed):
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["flat", "grouped"])
 def test_finds_an_access_outside(grouped):
-    """One element beyond a tensor that another's memory surrounds; under a mask it is no access.
+    """An access one element after a tensor is found, although this memory belongs to a larger tensor. A masked lane is
+    not an access.
 
-    A tensor is known by its own argument or by the group (a tuple, also one within another) that holds it.
+    The tensor is an argument itself or a member of a tuple, which may be nested.
     """
     import triton
     import triton.language as tl

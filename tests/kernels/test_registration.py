@@ -1,4 +1,6 @@
-"""Ops as torch sees them: torch.compile without graph breaks, torch.library's own checks, and errors for bad input."""
+"""Registration of the ops: torch.compile without graph breaks, the checks of torch.library, and errors for
+bad input.
+"""
 
 import pytest
 import torch
@@ -80,7 +82,7 @@ def test_opcheck(op):
 
 @every_op
 def test_step_on_pages_compiles(op, backend):
-    """A graph that gets the memory and carves the states out of it; the indices may change between calls."""
+    """The compiled function gets the memory of a pool and makes views of its states; the page indices change."""
     shape = SHAPE._replace(B=2)
     inputs = op.tokens(op.draw(shape, torch.float32), slice(0, 1))
     state = op.draw_state(shape, 2, torch.float32)
@@ -146,7 +148,7 @@ class Fills(TorchDispatchMode):
 
 @once_per_function
 def test_an_unused_output_counts_as_one_with_a_zero_gradient(op, backend):
-    """Autograd hands over None for it."""
+    """The gradient of an unused output is None in backward."""
     inputs = {name: t.requires_grad_() for name, t in op.draw(SHAPE, torch.float32).items()}
     state = tuple(s.requires_grad_() for s in op.draw_state(SHAPE, 1, torch.float32))
     o, final = op.run(op.fast, inputs, state)
@@ -165,7 +167,7 @@ def test_an_unused_output_counts_as_one_with_a_zero_gradient(op, backend):
 
 @pytest.mark.parametrize("op", [op for op in OPS if op.name in ("coffee", "lattice", "gka")], ids=str)
 def test_what_forward_keeps_is_never_filled_with_zeros(op, backend):
-    """It has no gradient, and it is the largest tensor of a call."""
+    """The tensor kept for backward has no gradient and is the largest of a call."""
     inputs = {name: t.requires_grad_() for name, t in op.draw(SHAPE, torch.float32).items()}
     with Recorder() as recorder:
         o, final = op.run(op.fast, inputs)
@@ -197,7 +199,7 @@ def test_step_refuses_two_tokens(op):
 
 @every_op
 def test_step_refuses_the_state_of_another_batch(op):
-    """Otherwise the step would write outside of the tensor."""
+    """Otherwise the step would write outside the tensor."""
     inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 1))
     with pytest.raises(ValueError, match="state"):
         op.step(op, inputs, op.draw_state(SHAPE, 3, torch.float32))
@@ -205,8 +207,8 @@ def test_step_refuses_the_state_of_another_batch(op):
 
 @once_per_function
 def test_step_refuses_a_state_that_is_not_contiguous(op):
-    """Each part of it: kernels write to where a contiguous one would lie. The convolution's, which any mixer may have
-    cut out of a larger tensor, is written as it is.
+    """Kernels compute addresses for contiguous states, so each state of the op must be contiguous. The state of the
+    convolution may have any strides, because a mixer may slice it from a larger tensor.
     """
     shape = SHAPE._replace(B=2, H=4, Hk=2)
     inputs = op.tokens(op.draw(shape, torch.float32), slice(0, 1))
@@ -241,7 +243,7 @@ def test_unknown_backend_raises(value, monkeypatch):
 
 
 def test_short_conv_pads_by_lengths(backend):
-    """Right-padded rows equal the rows alone, whatever the padding holds; no gradient reaches it."""
+    """Right-padded rows equal the rows without padding for any values at the padding, whose gradient is zero."""
     import hf_memmix_kernels as K
 
     op, shape = OPS[0], Shape(3, 19, 1, 1, 40, 1)
@@ -260,7 +262,7 @@ def test_short_conv_pads_by_lengths(backend):
 
 @once_per_function
 def test_eager_calls_bypass_the_registered_op(op, monkeypatch):
-    """Its layers cost more host time than small kernels run; the results and gradients are the same."""
+    """The layers of a registered op cost more host time than small kernels run. Results and gradients are the same."""
     inputs, state = op.draw(SHAPE, torch.float32), op.draw_state(SHAPE, 1, torch.float32)
     weights = []
     with Recorder():
@@ -274,7 +276,7 @@ def test_eager_calls_bypass_the_registered_op(op, monkeypatch):
 
 @once_per_function
 def test_a_gradient_cannot_be_differentiated_again(op):
-    """Kernels compute it, so a second derivative would be wrong without a word."""
+    """Kernels compute the gradient, so autograd would return a wrong second derivative; it must raise instead."""
     inputs = {name: t.requires_grad_() for name, t in op.draw(SHAPE, torch.float32).items()}
     o, _ = op.run(op.fast, inputs)
     leaf = next(t for t in inputs.values() if t.is_floating_point())

@@ -1,4 +1,4 @@
-"""The rowwise functions against float64, forward and backward, on both paths; the kernels interpreted on a CPU."""
+"""The rowwise functions equal the float64 reference, forward and backward, on both paths."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str, indirect=True)
 
 
 def results(fn, leaves: dict, weight: torch.Tensor) -> dict:
-    """The output, and the gradients of a linear function of it with these coefficients."""
+    """The output, and the gradients of a linear function of it with the coefficients `weight`."""
     leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
     out = fn(**leaves)
     grads = torch.autograd.grad((out.double() * weight).sum(), list(leaves.values()))
@@ -36,7 +36,7 @@ def results(fn, leaves: dict, weight: torch.Tensor) -> dict:
 
 
 def angles(batch, length, pairs, dtype, scale=1.3):
-    """cos and sin as a layer gets them: one row for all of the batch, a part of a wider tensor, scaled as by YaRN."""
+    """cos and sin as in a model: one row for the whole batch, a slice of a wider tensor, scaled as by YaRN."""
     angle = randn(1, length, 2 * pairs, dtype=torch.float32)[..., :pairs].expand(batch, -1, -1)
     return scale * angle.cos().to(dtype), scale * angle.sin().to(dtype)
 
@@ -77,7 +77,7 @@ def test_gated_norm_equals_naive(shape, activation, norm_first, limit, dtype, ba
 
 
 def test_inputs_need_not_be_contiguous(backend):
-    """Parts of a fused projection, and gradients that a transpose hands back."""
+    """Inputs may be slices of a fused projection, and their gradients may be transposed."""
     x = randn(2, 7, 3 * 64, dtype=torch.float32)
     rotary = angles(2, 7, 8, torch.float32)
     rotary = rotary[0], rotary[1].contiguous()  # other strides than those of cos
@@ -95,7 +95,7 @@ def test_inputs_need_not_be_contiguous(backend):
 
 
 def test_rows_of_zeros(backend):
-    """A padded token: zero goes out, and the gradient is finite."""
+    """For a row of zeros, as at padding, the output is zero and the gradient is finite."""
     x = torch.zeros(1, 2, 2, 16, device=DEVICE, requires_grad=True)
     y = unit_heads(x, None, None, EPS)
     (dx,) = torch.autograd.grad(y.sum(), x)
@@ -125,7 +125,7 @@ def test_no_rows(size, backend):
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_compiled_code_sees_plain_operators(backend):
-    """So that a compiler fuses them; the values agree with the kernels'."""
+    """torch.compile traces plain operators, which it can fuse, and the results equal those of the kernels."""
     leaves = randn(2, 5, 3, 32, dtype=torch.float32), randn(2, 5, 3, 32, dtype=torch.float32)
     weight = torch.ones(32, device=DEVICE)
 

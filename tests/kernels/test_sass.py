@@ -1,6 +1,7 @@
 """Compiled for an H200, no kernel reads a descriptor from the wrong register (kernels/README.md, "Compiler traps").
 
-One kernel by default; every op, dtype and size with `-m slow`, one process a case: `-n 8` runs 8 of them at a time.
+By default one kernel is compiled. `-m slow` compiles every op, dtype and size, each case in its own process; `-n 8`
+runs 8 of them at the same time.
 """
 
 import os
@@ -14,15 +15,15 @@ import sass
 from ops_table import OPS
 
 SIZES = ["16x16", "32x32", "64x64", "128x128", "256x256", "64x32", "32x64", "96x48", "128x64", "40x72"]
-# what a caller may choose and what then compiles to other kernels
+# options with which other kernels are compiled than with the op's defaults
 OPTIONS = {
     "gla": ['{"chunk_size": 32}', '{"chunk_size": 128}'],
     "coffee": ['{"method": "shooting"}', '{"method": "deer"}'],
 }
 CASES = [(op.name, options) for op in OPS for options in ["{}", *OPTIONS.get(op.name, [])]]
 
-# how ptxas builds descriptors: UR6 is the address; UR12 .. UR15 the first one, of b in UR14 and UR15; then one 64
-# units on; a loop over it
+# how ptxas builds descriptors: UR6 is the address, UR12 .. UR15 hold the first descriptors (that of b in UR14 and
+# UR15); then one that is 64 units further, and a loop over it
 SOUND = """
     /*0000*/                   S2UR UR4, SR_CgaCtaId ;          /* 0x00000000000479c3 */
                                                                 /* 0x000e220000008800 */
@@ -74,7 +75,7 @@ def test_a_high_word_that_is_no_constant():
 
 
 def test_words_exchanged_by_exclusive_or():
-    """ptxas exchanges two registers so: the words written to the wrong ones of UR14 and UR15 are put right."""
+    """ptxas exchanges two registers by three exclusive ors; after them UR14 and UR15 hold the right words."""
     swap = "".join(
         f"\n    /*006{i}*/                   ULOP3.LUT UR{to}, UR14, UR15, URZ, 0x3c, !UPT ;"
         for i, to in enumerate((14, 15, 14), start=1)
@@ -86,7 +87,9 @@ def test_words_exchanged_by_exclusive_or():
 
 
 def test_every_path_has_to_write():
-    """A jump past the write is a path on which it does not happen; one under a predicate is not followed further."""
+    """On a path that jumps over the write, the register is not written. A write under a predicate counts as
+    executed.
+    """
     assert faults(SOUND.replace("UMOV UR5, 0x400", "@P1 BRA 0x30"))[0].startswith("UR5 is read before it is written")
     assert not faults(SOUND.replace("                   UMOV UR5, 0x400", "               @P1 UMOV UR5, 0x400"))
 
@@ -123,7 +126,7 @@ def test_unknown_uniform_instructions_are_an_error():
 
 
 def compile_op(*arguments: str) -> None:
-    """Compile in a process of its own: this one may have Triton's interpreter for a compiler."""
+    """Compile in a new process, because this process may run Triton's interpreter in place of the compiler."""
     triton = pytest.importorskip("triton", reason="triton is not installed")
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):

@@ -1,4 +1,4 @@
-"""SKA beyond the contract: the paper's propositions, its modes, padding, bad statistics and extreme inputs."""
+"""SKA beyond the contract tests: the paper's propositions, its modes, padding, bad statistics and extreme inputs."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ SHAPE = Shape(2, 40, 4, 2, 8, 6)
 
 
 def draw(shape: Shape, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tokens, a factor gamma for every head and one eta for all."""
+    """Inputs with a factor gamma per head and one eta for all heads."""
     factors = {"gamma": 0.5 + rand(shape.H, dtype=dtype), "eta": 1 + rand(1, dtype=dtype)[0]}
     return draw_tokens(shape, dtype) | factors
 
@@ -39,7 +39,7 @@ def test_every_power(power, spectral_norm, backend):
     shape = SHAPE._replace(B=1, T=26)
     inputs, state = draw(shape, dtype), draw_state(shape, 1, dtype)
     o, final = K.naive_ska(**inputs, **options, initial_state=state)
-    # with o for the weights of o nothing cancels in the factors' gradients
+    # with o as the weights of o, no terms cancel in the gradients of the factors
     weights = [o, *(randn(*s.shape, dtype=F64) for s in final)]
     if power == 0:
         inputs.pop("gamma")  # its power is 1
@@ -48,7 +48,7 @@ def test_every_power(power, spectral_norm, backend):
         return outputs_and_gradients(SKA, lambda **x: fn(**x | options), inputs, state, weights=weights)
 
     want, got = run(K.naive_ska), run(K.chunk_ska)
-    # the smallest sigma allowed is a tenth: to the power K it multiplies what rounding left
+    # sigma is at least 0.1, so the filter multiplies rounding errors by at most 10 to the power K
     assert_close(got, want, lambda name: (1e-10 if dtype == F64 else 1e-4) * (10 if power > 2 else 1))
 
 
@@ -89,7 +89,7 @@ def test_whitened_operator_never_expands():
 
 
 def test_nu_cancels(backend):
-    """Keys and queries of another size give the same output: the ridge is in units of nu^2."""
+    """If keys and queries are scaled, the output is the same, because the ridge is in units of nu^2."""
     inputs = draw(SHAPE._replace(B=1), torch.float32)
     options = {"chunk_size": 12, "eps": 0.05}
     o, _ = K.chunk_ska(**inputs, **options)
@@ -138,7 +138,9 @@ def test_prefix_mode_of_several_sequences(layout):
 
 @pytest.mark.parametrize("normalization", ["running_max", "sequence_max"])
 def test_action_mask(normalization, backend):
-    """A token outside of the mask is read but not stored, and is nobody's neighbour; its key gets no gradient."""
+    """A token outside the mask reads but is not stored and is not a neighbour of other tokens; its key gets no
+    gradient.
+    """
     dtype = F64 if backend == "torch" else torch.float32
     shape = SHAPE._replace(B=1)
     inputs = {name: t.requires_grad_() for name, t in draw(shape, dtype).items()}
@@ -155,7 +157,7 @@ def test_action_mask(normalization, backend):
 
 
 def test_sequence_max_ignores_pads(backend):
-    """The largest key of a row is one of its tokens, however large the padding."""
+    """The largest key norm of a row is that of a token, even if padded keys are larger."""
     inputs, lengths = draw(SHAPE, torch.float32), torch.tensor([SHAPE.T, 9], device=DEVICE)
     inputs["k"][1, 9:] *= 100
     options = {"normalization": "sequence_max", "chunk_size": 4, "eps": 0.1}
@@ -167,7 +169,7 @@ def test_sequence_max_ignores_pads(backend):
 
 
 def test_padding_by_lengths(backend):
-    """Right-padded rows equal the rows alone, whatever the padding holds; no gradient reaches it."""
+    """Right-padded rows equal the rows without padding for any values at the padding, whose gradient is zero."""
     shape = SHAPE._replace(B=3)
     inputs, state = draw(shape, torch.float32), draw_state(shape, 3, torch.float32)
     lengths = torch.tensor([SHAPE.T, 0, 7], device=DEVICE)
@@ -196,7 +198,7 @@ def test_padding_by_lengths(backend):
 
 
 def test_step_at_every_token(backend):
-    """refresh_every=1 is the model of chunks of one token, whatever the tokens between two inversions."""
+    """refresh_every=1 gives the results of chunks of one token, for every number of tokens between two inversions."""
     dtype = F64 if backend == "torch" else torch.float32
     shape = SHAPE._replace(T=12)
     inputs, state = draw(shape, dtype), draw_state(shape, 2, dtype)
@@ -219,7 +221,7 @@ def test_step_at_every_token(backend):
 
 @pytest.mark.parametrize("case", ["zero", "constant", "one direction", "huge", "tiny", "growing"])
 def test_extreme_inputs_stay_finite(case, backend):
-    """Outputs, states and gradients at the paper's ridge."""
+    """Outputs, states and gradients are finite at the paper's ridge."""
     shape = SHAPE._replace(B=1, T=20, H=2, Hk=1)
     inputs = draw(shape, torch.float32)
     steps = torch.arange(shape.T, device=DEVICE)[:, None, None]
@@ -280,7 +282,7 @@ def test_step_refuses_what_does_not_fit():
 
 
 def test_cg_lift_ignores_rotations():
-    """Theorem .2: the first third does not see a rotation of the pairs, the rest turns by twice its angle."""
+    """Theorem .2: a rotation of the pairs does not change the first third, and rotates the rest by twice its angle."""
     x = randn(5, 8, dtype=F64)
     angle = randn(5, 4, dtype=F64)
     w = torch.view_as_complex(x.view(5, 4, 2))

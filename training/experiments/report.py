@@ -27,14 +27,17 @@ from hf_memmix.training.experiments.lattice import report as lattice
 
 @dataclass(frozen=True)
 class Experiment:
-    """`table`: results to Markdown; `plot`: results and path to a PNG; None where there is no such thing.
+    """The functions that show one kind of results.
 
-    joined: the functions take a list of results, because the tables are spread over several files.
+    table: takes the results and returns Markdown; None if the experiment has no table.
+    plot: takes the results and the path of the PNG to write; None if the experiment has no plot.
+    takes_all_files: both functions take the list of all result files, because the tables are spread over several
+        files.
     """
 
     table: Callable | None
     plot: Callable | None
-    joined: bool = False
+    takes_all_files: bool = False
 
 
 EXPERIMENTS = {
@@ -42,7 +45,7 @@ EXPERIMENTS = {
     "lattice_ablation": Experiment(lattice.ablation, lattice_plots.plot_ablation),
     "recall": Experiment(gka.recall, gka_plots.plot_recall),
     "coffee_language": Experiment(coffee.language, plot_language),
-    "coffee_tables": Experiment(coffee.report, coffee_plots.plot_tables, joined=True),
+    "coffee_tables": Experiment(coffee.report, coffee_plots.plot_tables, takes_all_files=True),
     "coffee_ih0": Experiment(None, coffee_plots.plot_ih0),
     "echo_transfer": Experiment(echo.report, echo_plots.plot_transfer),
     "echo_ablation": Experiment(echo.report, echo_plots.plot_ablation),
@@ -59,16 +62,16 @@ def kind_of(results: dict) -> str:
 
 
 def report(files: list[dict]) -> str:
-    """The tables of the results, which are joined where one experiment has several files.
+    """The tables of all result files, in the order of the files.
 
     Raises:
-        ValueError: the results have no table.
+        ValueError: this kind of results has a plot but no table.
     """
     kinds = [kind_of(results) for results in files]
     for kind in kinds:
         if EXPERIMENTS[kind].table is None:
             raise ValueError(f"{kind} has no table, only a plot; give --plot")
-    if EXPERIMENTS[kinds[0]].joined:
+    if EXPERIMENTS[kinds[0]].takes_all_files:
         return EXPERIMENTS[kinds[0]].table(files)
     return "\n\n".join(EXPERIMENTS[kind].table(results) for kind, results in zip(kinds, files, strict=True))
 
@@ -85,7 +88,7 @@ def main(
     experiment = EXPERIMENTS[kind_of(files[0])]
     if experiment.plot is None:
         raise typer.BadParameter(f"{kind_of(files[0])} has no plot", param_hint="--plot")
-    experiment.plot(files if experiment.joined else files[0], plot)
+    experiment.plot(files if experiment.takes_all_files else files[0], plot)
 
 
 if __name__ == "__main__":

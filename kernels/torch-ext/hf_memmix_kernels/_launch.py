@@ -21,10 +21,10 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n >= 1; as Triton's, without its cost on the host."""
+    """The smallest power of two that is at least n >= 1. Triton's own function costs microseconds per call."""
     return 1 << (n - 1).bit_length()
 
 
 def page_strides(state_indices: Tensor | None, *states: Tensor) -> list[int | None]:
-    """Elements between two pages of each state; None, as the kernels expect it, where there are no pages."""
+    """Elements between two pages of each state. Without pages each entry is None, as the kernels expect."""
     return [None if state_indices is None else state.stride(0) for state in states]

@@ -1,4 +1,4 @@
-"""Where the program of a decode step finds its state: device code for the `kernels/step.py` of every op."""
+"""The address of the state of one program of a decode step: device code for the `kernels/step.py` of every op."""
 
 import triton
 import triton.language as tl

@@ -79,7 +79,9 @@ def read_pages(state_indices: Tensor | None, *pools: Tensor) -> tuple[Tensor, ..
 
 
 def write_pages(state_indices: Tensor | None, pools: tuple[Tensor, ...], rows: tuple[Tensor, ...]) -> None:
-    """Put what `read_pages` copied back into the pages. Of several rows for one page, one of them remains."""
+    """Copy `rows` into the pages that `read_pages` copied from. If several rows have the same page, one of them is
+    kept.
+    """
     if state_indices is not None:
         where = state_indices.long()
         for pool, row in zip(pools, rows, strict=True):

@@ -16,8 +16,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def needs_op(args: tuple) -> bool:
-    """Whether somebody other than eager PyTorch looks at this call: a compiler, a dispatch mode, a tensor subclass."""
-    # torch has no public question for an active dispatch mode
+    """Whether the call must go through the registered op: under a compiler, a dispatch mode or a tensor subclass."""
+    # torch has no public function that returns whether a dispatch mode is active
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -26,18 +26,18 @@ def needs_op(args: tuple) -> bool:
 
 
 def or_zeros(gradient: Tensor | None, like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """The gradient of an output; where it is None, because nothing used the output, zeros as `like` (of `shape`).
+    """The gradient of an output. If it is None, because the output was not used: zeros like `like` (of `shape`).
 
-    Ops call `ctx.set_materialize_grads(False)`: autograd would otherwise fill zeros for what forward keeps for
-    backward, too, which never has a gradient (403 MB per call for COFFEE at 8 x 4096 x 1536 x 16).
+    Ops call `ctx.set_materialize_grads(False)`. Otherwise autograd would also fill zeros for the tensors that forward
+    keeps for backward. These never have a gradient (403 MB per call for COFFEE at 8 x 4096 x 1536 x 16).
     """
     return like.new_zeros(like.shape if shape is None else shape) if gradient is None else gradient
 
 
 def step_op(name: str, mutates_args: tuple[str, ...]) -> Callable:
-    """Decorator: a function without autograd that changes tensors in place, as a custom op named `name`.
+    """Decorator that registers a function as a custom op named `name`. The function changes tensors in place.
 
-    Arguments are positional. `register_fake` of the result is that of the op.
+    The op has no autograd and takes positional arguments. `register_fake` of the result is that of the op.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -58,9 +58,10 @@ def step_op(name: str, mutates_args: tuple[str, ...]) -> Callable:
 
 
 def eager_function(name: str, forward: Callable, backward: Callable, setup_context: Callable) -> Callable:
-    """`forward(*args)` with `backward(ctx, *gradients)`, for eager calls, as cheap as autograd allows.
+    """`forward(*args)` with the gradient `backward(ctx, *gradients)`, for eager calls, at the least host time.
 
-    `setup_context(ctx, args, output)` keeps what backward needs. The gradient cannot be differentiated again.
+    `setup_context(ctx, args, output)` keeps the tensors that backward needs. The gradient cannot be differentiated
+    again.
     """
     backward = once_differentiable(backward)
 
@@ -74,7 +75,7 @@ def eager_function(name: str, forward: Callable, backward: Callable, setup_conte
         return type(f"{name}_autograd", (torch.autograd.Function,), methods).apply
 
     with_grad = function(forward=with_context, backward=backward)
-    # transforms of torch.func ask for a context apart, which costs the time of an inspected signature per call
+    # torch.func needs `setup_context` as a method of its own, and then every call inspects the signature of forward
     with_transforms = function(forward=forward, backward=backward, setup_context=setup_context)
 
     def call(*args):
@@ -88,7 +89,7 @@ def eager_function(name: str, forward: Callable, backward: Callable, setup_conte
 
 
 class ChunkOp:
-    """A function of a whole sequence that changes no argument, as a custom op; made by `chunk_op`."""
+    """A function of a whole sequence that changes no argument, registered as a custom op by `chunk_op`."""
 
     def __init__(self, name: str, function: Callable):
         self._op = torch.library.custom_op(name, mutates_args=())(function)
@@ -106,8 +107,8 @@ class ChunkOp:
 
 
 def chunk_op(name: str) -> Callable[[Callable], ChunkOp]:
-    """Decorator: a function that changes no argument, as a custom op named `name`. Arguments are positional.
+    """Decorator that registers a function as a custom op named `name`. The function changes none of its arguments.
 
-    `register_fake` and `register_autograd` of the result are those of the op.
+    Arguments are positional. `register_fake` and `register_autograd` of the result are those of the op.
     """
     return functools.partial(ChunkOp, name)

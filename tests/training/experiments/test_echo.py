@@ -39,7 +39,7 @@ ENVIRONMENT = {"hardware": "CPU", "commit": "0000000"}
 
 @pytest.fixture
 def args(monkeypatch):
-    monkeypatch.setattr(echo_suite, "AHEAD", 2)
+    monkeypatch.setattr(echo_suite, "BATCHES_PER_DRAW", 2)
     monkeypatch.setattr(echo_suite, "PAIRS", (2, 4))
     return argparse.Namespace(**SMALL)
 
@@ -103,7 +103,7 @@ def test_variants_change_what_the_model_computes():
         model = echo_suite.build("ska", 0, **options)
         open_outputs(model)
         with torch.no_grad():
-            found.append(echo_suite.logits(model, examples, masked))
+            found.append(echo_suite.value_logits(model, examples, masked))
     for i, a in enumerate(found):
         assert all((a - b).abs().max() > 1e-5 for b in found[:i])
 
@@ -123,7 +123,7 @@ def test_refreshing_changes_a_model_and_decoding_does_not():
     refreshed = copy.deepcopy(model)
     echo_suite.set_ska(refreshed, refresh_every=1)
     with torch.no_grad():
-        a, b = (echo_suite.logits(m, examples, True) for m in (model, refreshed))
+        a, b = (echo_suite.value_logits(m, examples, True) for m in (model, refreshed))
     assert (a - b).abs().max() > 1e-4
 
 
@@ -180,7 +180,7 @@ def test_the_rate_is_held_and_then_falls():
         seen.append(x.item())
         return x.sum() + 1
 
-    fit(model, loss, 200, 1e-3, args, lambda step: (), hold=0.6)
+    fit(model, loss, 200, 1e-3, args, lambda step: (), constant_rate_share=0.6)
     steps = -torch.tensor(seen).diff() / 1e-3
     torch.testing.assert_close(steps[10:119], torch.ones(109), rtol=1e-2, atol=0)
     assert steps[0] < 0.2 and steps[-1] < 0.11 and (steps[121:].diff() < 0).all()
@@ -190,5 +190,5 @@ def test_training_ends_when_the_loss_is_small():
     args = argparse.Namespace(deadline=math.inf)
     model = torch.nn.Linear(4, 1)
     x = torch.ones(2, 4)
-    result = fit(model, lambda x: model(x).square().mean(), 400, 1e-1, args, lambda step: (x,), enough=1e-3)
+    result = fit(model, lambda x: model(x).square().mean(), 400, 1e-1, args, lambda step: (x,), stop_below_loss=1e-3)
     assert result["steps"] < 400 and result["curve"][-1][1] < 1e-3 and result["steps"] == result["curve"][-1][0]

@@ -13,8 +13,8 @@ import torch
 
 from hf_memmix.conversion.records import write_json
 from hf_memmix.training.experiments.common import fit, harness, language
-from hf_memmix.training.experiments.common.fit import MODELS, build, parameters
-from hf_memmix.training.experiments.common.rates import chosen_rows, learnt_and_lost, rates_to_try
+from hf_memmix.training.experiments.common.fit import MODELS, build, parameter_count
+from hf_memmix.training.experiments.common.rates import chosen_rows, rates_to_try, trained_and_failed
 from hf_memmix.training.experiments.common.text import Windows, measured_tokens, train_tokens
 from hf_memmix.training.experiments.echo import mqar as echo_mqar
 from hf_memmix.training.experiments.gka import recall
@@ -35,7 +35,7 @@ def test_models_have_equal_parameters(name, tmp_path):
     sizes = [build(args, *MODELS[n], vocab=128, context=32, seed=0).num_parameters() for n in ("transformer", name)]
     assert abs(sizes[1] / sizes[0] - 1) < 0.005
     model = build(args, *MODELS[name], vocab=128, context=32, seed=0)
-    assert parameters(model.config) == sizes[1]
+    assert parameter_count(model.config) == sizes[1]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -59,8 +59,8 @@ def test_a_graph_trains_as_single_launches_do(mixer, tmp_path, monkeypatch):
     """The same batches by a CUDA graph and launch by launch: the same losses up to rounding in bf16."""
     args, losses = arguments(tmp_path), []
     batches = torch.randint(32, (20, 4, 128), generator=torch.Generator().manual_seed(0)).cuda() // 2
-    for graphed in (fit.Graphed, lambda function: function):
-        monkeypatch.setattr(fit, "Graphed", graphed)
+    for graphed in (fit.GraphedFunction, lambda function: function):
+        monkeypatch.setattr(fit, "GraphedFunction", graphed)
         model = build(args, *mixer, vocab=32, context=128, seed=0)
         loss = functools.partial(fit.next_token_loss, model)
         result = fit.fit(model, loss, 20, 3e-3, args, lambda step: (batches[step],))
@@ -106,7 +106,7 @@ def test_language_row(tmp_path, text):
 
 def test_ablation_rows_differ_by_their_options(tmp_path, text):
     args = arguments(tmp_path, text=text, heads=1)  # 64 channels, more than any number of slots
-    rungs = [*lattice_ablation.LADDER, *lattice_ablation.OPEN]
+    rungs = [*lattice_ablation.IN_PAPER, *lattice_ablation.NOT_IN_PAPER]
     rows = [{"rung": rung, "context": 16, "lr": 1e-2, "seed": 0} for rung in rungs]
     losses = [lattice_ablation.run(row, args)["heldout_loss"] for row in rows]
     assert len(set(losses)) == len(rungs)
@@ -151,11 +151,11 @@ def test_longer_contexts_take_the_rate_that_was_best_on_dev_text():
 
 def test_ablation_repeats_all_rows_with_a_second_seed():
     args = argparse.Namespace(context=8, lrs=[1e-2])
-    assert len(lattice_ablation.rows_to_run([], args)) == len(lattice_ablation.LADDER)
+    assert len(lattice_ablation.rows_to_run([], args)) == len(lattice_ablation.IN_PAPER)
     dec = finished(1e-2, 1.0, rung="+ projection", context=8, seed=0)
     rows = [row for row in lattice_ablation.rows_to_run([dec], args) if row["rung"] == "+ projection" or row["seed"]]
     assert {(row["rung"], row["seed"]) for row in rows} == {
-        ("+ projection", 0), ("+ projection", 1), *((rung, 1) for rung in lattice_ablation.OPEN)
+        ("+ projection", 0), ("+ projection", 1), *((rung, 1) for rung in lattice_ablation.NOT_IN_PAPER)
     }  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def test_what_is_drawn():
     other = finished(1.0, 1.0, model="b", seed=0)
     found = [other, *rows, *lost, {"model": "a", "lr": 3.0, "seed": 0, "error": "killed"}]
     results = {"rows": found, "chance_loss": 8.0, "settings": {"models": ["a", "b"]}}
-    assert learnt_and_lost(results) == ([*rows, other], lost)
+    assert trained_and_failed(results) == ([*rows, other], lost)
     assert chosen_rows(rows, model="a") == rows[1:]
     assert chosen_rows(rows, model="b") == []
 

@@ -1,9 +1,11 @@
-"""The COFFEE paper's smallest model, IH0: two states and six parameters, seen in the plane (Section 6, Figure 2).
+"""The COFFEE paper's smallest model, IH0: it has two states, so its path can be drawn in a plane (Section 6, Figure
+2).
 
     python -m hf_memmix.training.experiments.coffee.ih0 OUT.json
 
-Four symbols of {1, 2, 3}, the trigger 1 twice, once at the end: eight sequences, all of them trained on. lambda = 0
-and C = w = 1, so that a state is its output; only the embeddings are learned.
+A sequence has four symbols of {1, 2, 3}. The trigger 1 occurs twice, the second time at the end, so there are eight
+sequences; all of them are trained on. lambda = 0 and C = w = 1, so the output is the state. Only the embeddings, six
+parameters, are learned.
 """
 
 import time
@@ -19,13 +21,13 @@ from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.models.coffee_core import CoffeeCore
 
 START = ((6.0, 6.0), (-10.0, -1.0), (-1.0, -10.0))
-# what the paper reports: its learned embeddings, and the last states of its Figure 2 by sequence
+# the paper's learned embeddings, and the last states in its Figure 2 by sequence
 PAPER = {
     "embeddings": ((5.394, 5.343), (-10.264, -1.575), (-1.539, -10.340)),
     "last_states": {"1231": (-6.92, -6.73), "3121": (-6.41, -5.11)},
 }
 LEARNING_RATE = 0.01
-STEPS = 60  # the loss goes on falling and the embeddings growing: the paper stopped early as well
+STEPS = 60  # with more steps the loss still falls and the embeddings still grow; the paper stopped early as well
 
 
 def sequences() -> tuple[Tensor, Tensor]:
@@ -36,7 +38,7 @@ def sequences() -> tuple[Tensor, Tensor]:
 
 
 def model_with(embeddings) -> CoffeeCore:
-    """The reduced model; only its embeddings are to be learned."""
+    """The model with these embeddings; only its embeddings can be learned."""
     model = CoffeeCore(symbols=3, dim=2, states=1)
     with torch.no_grad():
         model.embedding.copy_(torch.tensor(embeddings)[None])
@@ -49,7 +51,7 @@ def model_with(embeddings) -> CoffeeCore:
 
 @torch.no_grad()
 def describe(model: CoffeeCore) -> dict:
-    """Embeddings, how many of the eight are right, the loss, and the states of every sequence, which start at 0."""
+    """Embeddings, number of right answers, loss, and the states after every symbol of each sequence."""
     ids, targets = sequences()
     logits, states = model(ids, last=1)[:, 0], model.outputs(ids[None])[0]
     return {
@@ -64,7 +66,7 @@ def describe(model: CoffeeCore) -> dict:
 
 
 def learn(embeddings=START, steps: int = STEPS, learning_rate: float = LEARNING_RATE) -> CoffeeCore:
-    """Adam on all eight sequences at once."""
+    """Train the model with Adam; every step uses all eight sequences."""
     model, (ids, targets) = model_with(embeddings), sequences()
     optimizer = torch.optim.Adam([model.embedding], lr=learning_rate)
     for _ in range(steps):
@@ -75,7 +77,7 @@ def learn(embeddings=START, steps: int = STEPS, learning_rate: float = LEARNING_
 
 
 def main(out: Annotated[Path, typer.Argument(help="the JSON file to write")]) -> None:
-    """Train the model and describe it before, after, and with the paper's embeddings."""
+    """Train the model and write its description before training, after training, and with the paper's embeddings."""
     start = time.perf_counter()
     report = {
         "environment": environment("cpu"),

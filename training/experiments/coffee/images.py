@@ -1,11 +1,11 @@
-"""Table 7 of the COFFEE paper: an image read in four directions, classified from the four last outputs.
+"""Table 7 of the COFFEE paper: layers read an image in four directions, and their last outputs classify it.
 
     python -m hf_memmix.training.experiments.coffee.images OUT.json --data glyphs --seconds 200
     python -m hf_memmix.training.experiments.coffee.images OUT.json --data mnist --folder WHERE_THE_IDX_FILES_ARE
 
-Rows, columns, and both in reverse order are sequences of D features, each for a layer of its own. Only two small
-linear layers follow (Appendix I). Ten seeds of a setting are trained at once. The figures are those after the last
-step: the test images are not used for any choice.
+The rows, the columns, the rows in reverse order and the columns in reverse order are four sequences of D features.
+Each has its own layer. Two small linear layers follow (Appendix I). Ten seeds of a setting are trained at once. The
+reported accuracy is that after the last step, so the test images are not used for any choice.
 """
 
 import math
@@ -32,7 +32,7 @@ PAPER = {("coffee", 2): 0.966, ("coffee with output filter", 2): 0.970, ("S6", 2
 
 
 class CoffeeLayers(nn.Module):
-    """The four directions' COFFEE layers of S copies, folded into features."""
+    """The COFFEE layers of four directions and S copies of the model, computed as features of one layer."""
 
     def __init__(self, dim: int, states: int, copies: int, output_filter: bool):
         super().__init__()
@@ -49,7 +49,7 @@ class CoffeeLayers(nn.Module):
 
 
 class FourDirections(nn.Module):
-    """Images [S, B, D, D] to logits [S, B, 10]; `model` is a name of `PAPER`."""
+    """S copies of a classifier: images [S, B, D, D] to logits [S, B, 10]. `model` is a name in `PAPER`."""
 
     def __init__(self, model: str, dim: int, states: int, copies: int, classes: int = 10):
         super().__init__()
@@ -78,13 +78,13 @@ class FourDirections(nn.Module):
 
     @torch.no_grad()
     def project_(self):
-        """Bring lambda back into [-2, 0]."""
+        """Clamp lambda to [-2, 0] in place."""
         if isinstance(self.layers, CoffeeLayers):
             self.layers.lam.clamp_(-2, 0)
 
 
 def roto_translated(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image [N, H, W] turned by up to 5 degrees and shifted by up to 1 %, as in the paper."""
+    """Each image [N, H, W] rotated by up to 5 degrees and shifted by up to 1 %, as in the paper."""
 
     def uniform(limit, *shape):
         return limit * (2 * torch.rand(len(images), *shape, device=images.device, generator=generator) - 1)
@@ -98,7 +98,7 @@ def roto_translated(images: Tensor, generator: torch.Generator) -> Tensor:
 def make_run(
     model: str, states: int, data: tuple, epochs: int, seeds: int = 10, seed: int = 0, batch: int = 512
 ) -> Run:
-    """The training of `seeds` classifiers on data that `glyphs.py` gives."""
+    """The training of `seeds` classifiers on `data`: images, labels, test images and test labels from `glyphs.py`."""
     images, labels, test_images, test_labels = data
     torch.manual_seed(seed)
 
@@ -128,8 +128,8 @@ def make_run(
 
 def main(
     out: Annotated[Path, typer.Argument(help="the JSON file to write")],
-    data: Annotated[Literal["glyphs", "digits", "mnist"], typer.Option(help="which images")] = "glyphs",
-    folder: Annotated[Path | None, typer.Option(help="of MNIST's idx files")] = None,
+    data: Annotated[Literal["glyphs", "digits", "mnist"], typer.Option(help="the images to classify")] = "glyphs",
+    folder: Annotated[Path | None, typer.Option(help="folder of MNIST's idx files")] = None,
     epochs: int = 100,
     seeds: int = 10,
     batch: int = 512,

@@ -9,7 +9,7 @@ smaller so that all models have the same size.
 
 import typer
 
-from hf_memmix.training.experiments.common.fit import MODELS, learn_text
+from hf_memmix.training.experiments.common.fit import MODELS, train_language_model
 from hf_memmix.training.experiments.common.language import Contexts, Models, run_command
 from hf_memmix.training.experiments.common.options import (
     BatchTokens,
@@ -30,7 +30,7 @@ COMPARED = ("coffee", "coffee-filter", "mamba2", "linear-decay", "gka", "transfo
 
 
 def run(row: dict, args) -> dict:
-    return learn_text(row, args, *MODELS[row["model"]])
+    return train_language_model(row, args, *MODELS[row["model"]])
 
 
 def main(

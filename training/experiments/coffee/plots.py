@@ -1,7 +1,8 @@
 """The plots of the COFFEE paper's experiments.
 
-`plot_ih0` is the paper's Figure 2: embeddings, the path of the state for two sequences and the region of each answer.
-`plot_tables` is accuracy against the epoch: the median seed of each setting, in a band from the worst to the best.
+`plot_ih0` draws the paper's Figure 2: embeddings, the path of the state for two sequences, and the region of each
+answer. `plot_tables` draws accuracy against epochs: a line for the median seed of each setting, a band from the worst
+to the best seed.
 """
 
 from pathlib import Path
@@ -15,7 +16,7 @@ PATHS = {"1231": BLUE, "3121": RED}
 
 
 def plot_ih0(results: dict, path: Path) -> None:
-    """State trajectories of the learned model and of the paper's embeddings, side by side."""
+    """Plot the paths of the states of the learned model and of the model with the paper's embeddings, side by side."""
     pyplot = pyplot_without_screen()
     import numpy as np
 
@@ -43,7 +44,7 @@ def plot_ih0(results: dict, path: Path) -> None:
 
 
 def plot_tables(reports: list[dict], path: Path) -> None:
-    """One panel per table."""
+    """Plot accuracy against epochs, with one panel per table."""
     pyplot = pyplot_without_screen()
     runs = [(name, run) for report in reports for name, run in report["runs"].items() if "error" not in run]
     tables = sorted({run["table"] for _, run in runs})

@@ -1,12 +1,13 @@
-"""Tables 1 to 6 of the COFFEE paper: the induction head task, all seeds of all settings trained side by side.
+"""Tables 1 to 6 of the COFFEE paper: the induction head task. All seeds of all settings are trained at the same time.
 
     python -m hf_memmix.training.experiments.coffee.tables training/results/coffee_table3.json --tables 3 --seconds 450
 
-One epoch is the paper's, 10,000 batches of 512 new sequences. Where it trains up to 100, the time limit decides how
-many: the JSON says so. It also keeps the paper's figure beside each setting.
+An epoch is that of the paper: 10,000 batches of 512 new sequences. Where the paper trains up to 100 epochs, the time
+limit determines how many run; the JSON records their number. It also holds the paper's figure of each setting.
 
-512 parameters are those of nine symbols with one embedding fixed at 1; the paper does not say which. Here it is that
-of the last symbol of the noise: further rows of Table 1 fix the trigger's, of a symbol that is no input, or none.
+The paper's model has 512 parameters: the embeddings of nine symbols, of which one is fixed at 1. The paper does not
+name the fixed symbol. Here it is the last noise symbol. Further rows of Table 1 fix the embedding of the padding, of
+the trigger, of a symbol that does not occur in the input, or none.
 """
 
 import time
@@ -42,7 +43,7 @@ MODELS = {
 
 
 def settings(table: int) -> list[dict]:
-    """The rows of a table: model, sizes, task, rate, epochs at most, and what the paper found."""
+    """The rows of a table: model, sizes, task, learning rate, largest number of epochs, and the paper's accuracy."""
     if table == 1:
         return [
             _row(1, "coffee", paper=0.99),
@@ -91,7 +92,7 @@ def _row(table, model, *, paper, states=8, dim=16, rate=0.01, epochs=1, seeds=8,
 
 
 def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512) -> Run:
-    """The run of a row of `settings`."""
+    """The training run of one row of `settings`."""
     model_class, options = MODELS[row["model"]]
     copies, task = row["seeds"], InductionHead(**row["task"])
     torch.manual_seed(seed)
@@ -113,14 +114,14 @@ def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512) -> Run:
         iterations=row["epochs"] * epoch,
         # often enough to stop early and to draw a curve
         evaluate_every=epoch // (10 if row["epochs"] == 1 else 5),
-        # one epoch is always trained to its end; more are the paper's "stopped early"
+        # a run of one epoch is trained to its end; longer runs stop early, as in the paper
         enough=0.995 if row["epochs"] > 1 else 2.0,
         info={"fixed": model.fixed} | {key: row[key] for key in ("table", "model", "states", "dim", "task", "paper")},
     )
 
 
 def best_weights(run: Run) -> dict:
-    """The parameters, as lists, of the copy whose last evaluation was the best."""
+    """The parameters, as lists, of the copy with the highest accuracy in the last evaluation."""
     accuracy = run.curve[-1]["accuracy"]
     best = accuracy.index(max(accuracy))
     return {name: p[best].tolist() for name, p in run.model.named_parameters()}
@@ -139,7 +140,7 @@ def main(
     tables: Annotated[list[int], typer.Option(help="numbers of tables, 1 to 6; repeatable")] = (1, 2, 3, 4, 5, 6),
     models: Annotated[list[str], typer.Option(help="only these models; repeatable")] = (),
     seconds: Annotated[float, typer.Option(help="time limit of all training together")] = float("inf"),
-    seeds: Annotated[int | None, typer.Option(help="instead of each row's own number")] = None,
+    seeds: Annotated[int | None, typer.Option(help="number of seeds of every row; default: as in the table")] = None,
     seed: int = 0,
 ) -> None:
     """Train the rows of the tables."""

@@ -1,8 +1,14 @@
-"""Linear attention for comparison, S_t = e^g S_{t-1} + k_t v_t^T, y_t = S_t^T q_t, in the blocks of two of the mixers.
+"""Linear attention as a baseline: S_t = e^g S_{t-1} + k_t v_t^T, y_t = S_t^T q_t.
 
-"linear" in the Lattice paper's block: Katharopoulos et al., arXiv:2006.16236, without its normaliser (g = 0), or
-with a decay per head and token, the recurrence of Mamba-2 (Dao and Gu, arXiv:2405.21060). "gla" in GKA's block. The
-delta rule and TTT are variants of `LatticeMixer`.
+The module registers two mixers. Each uses the projections, convolutions and gates of another mixer, so that only the
+memory differs.
+
+- "linear" uses the block of the Lattice paper. With g = 0 it is the linear attention of Katharopoulos et al.,
+  arXiv:2006.16236, without the normaliser. With a decay per head and token it is the recurrence of Mamba-2 (Dao and
+  Gu, arXiv:2405.21060).
+- "gla" (gated linear attention) uses the block of GKA.
+
+The other baselines, the delta rule and TTT, are variants of `LatticeMixer`.
 """
 
 from dataclasses import astuple
@@ -16,17 +22,23 @@ from hf_memmix.conversion import AttentionWeights, TensorFate, starts
 from hf_memmix.conversion.from_attention import gka as gka_start
 from hf_memmix.mixers import GKAMixer, GKAOptions, MixerOptions, mixer_options
 from hf_memmix.mixers.base import AttentionShape, MemoryMixer, register_mixer
-from hf_memmix.mixers.layers import RMSNorm, ShortConvolution, at_least_fp32, init_layers, unit
+from hf_memmix.mixers.layers import RMSNorm, ShortConvolution, at_least_fp32, init_layers
 from hf_memmix.padding import before_the_end
 from hf_memmix_kernels import chunk_gla
+from hf_memmix_kernels.rowwise import unit_heads
 
 EPS = 1e-6
-GLA_GATE_BIAS = 1.2785  # silu of it is 1: measured by conversion/starts.py
+GLA_GATE_BIAS = 1.2785  # silu(1.2785) = 1; conversion/starts.py measured that this gate is the best start
 
 
 @mixer_options
 class LinearOptions(MixerOptions):
-    """`decay`: g_t = log sigmoid(W x + b) per head, b spread over half-lives of 2 to 512 tokens; g = 0 without it."""
+    """Options of `LinearMixer`.
+
+    decay: use g_t = log sigmoid(W x + b) per head. At the start, b gives the heads half-lives of 2 to 512 tokens.
+        Without this option g is 0.
+    conv_size: taps of the short convolutions of q and k.
+    """
 
     decay: bool = False
     conv_size: int = 4
@@ -34,7 +46,10 @@ class LinearOptions(MixerOptions):
 
 @register_mixer("linear")
 class LinearMixer(MemoryMixer):
-    """One projection for q and k, a short convolution for each, a GELU gate: `LatticeMixer` with another memory."""
+    """The block of `LatticeMixer` with linear attention as its memory.
+
+    q and k share one projection and have a short convolution each; a GELU gate multiplies the output.
+    """
 
     options_class = LinearOptions
 
@@ -70,7 +85,8 @@ class LinearMixer(MemoryMixer):
             valid = before_the_end(lengths, q.shape[1])[..., None]
             v, log_decay = v * valid[..., None].to(v.dtype), log_decay * valid
         initial = past.get("S")
-        y, S = chunk_gla(unit(q, EPS), unit(k, EPS), v, log_decay, initial_state=initial, cu_seqlens=cu_seqlens)
+        q, k = (unit_heads(x, None, None, EPS) for x in (q, k))
+        y, S = chunk_gla(q, k, v, log_decay, initial_state=initial, cu_seqlens=cu_seqlens)
         return y, {"conv_q": conv_q, "conv_k": conv_k, "S": S}
 
     def readout(self, y, x):
@@ -82,7 +98,7 @@ class LinearMixer(MemoryMixer):
         return {"conv_q": conv, "conv_k": conv, "S": (memory, torch.promote_types(dtype, torch.float32))}
 
     def init_weights(self):
-        """N(0, 0.02) matrices and taps; a decay of e^g = 2^(-1 / half-life)."""
+        """Draw matrices and convolution taps from N(0, 0.02); set the decay to e^g = 2^(-1 / half-life)."""
         init_layers(self)
         if self.options.decay:
             keep = 0.5 ** (1 / torch.linspace(1, 9, self.heads, device=self.f_proj.bias.device).exp2())
@@ -91,16 +107,19 @@ class LinearMixer(MemoryMixer):
 
 @mixer_options
 class GLAOptions(GKAOptions):
-    """`GKAOptions` without the blend of solution and query: there is no solution."""
+    """`GKAOptions` with `use_alpha` off: GLA solves no ridge regression, so there is no solution to mix with the
+    query.
+    """
 
     use_alpha: bool = False
 
 
 @register_mixer("gla")
 class GLAMixer(GKAMixer):
-    """`GKAMixer` without the ridge: y = U q, gated linear attention with the same parameters and block.
+    """Gated linear attention, y = U q, with the parameters and the block of `GKAMixer` but without the ridge
+    regression.
 
-    From attention it starts as GKA does, with an output gate that is `GLA_GATE_BIAS`.
+    Its conversion from attention is that of GKA, except that the bias of the output gate is `GLA_GATE_BIAS`.
     """
 
     options_class = GLAOptions
@@ -108,7 +127,7 @@ class GLAMixer(GKAMixer):
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
         q, k, v, log_decay, beta, new = self.memory_inputs(tokens, states, lengths, cu_seqlens)
-        # beta belongs to the query heads
+        # beta has one value per query head, so keys and values are repeated for the query heads first
         k, v = (x.repeat_interleave(self.heads // self.kv_heads, 2) for x in (k, v))
         if beta is not None:
             v = v * beta.square().to(v.dtype)[..., None]
@@ -123,7 +142,7 @@ class GLAMixer(GKAMixer):
 @starts("gla", options=gka_start.options_for)
 @torch.no_grad()
 def take_over(mixer: GLAMixer, attention: AttentionWeights) -> list[TensorFate]:
-    """As GKA starts, with another output gate."""
+    """Start from attention as GKA does, with `GLA_GATE_BIAS` as the bias of the output gate."""
     fates = gka_start.take_over(mixer, attention)
     if mixer.options.use_gate and mixer.options.gate_bias:
         mixer.g_proj.bias.fill_(GLA_GATE_BIAS)

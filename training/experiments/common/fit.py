@@ -1,6 +1,7 @@
-"""Models of equal size over one small Llama, and the loop that trains all of them alike.
+"""Small Llama models of equal size with different mixers, and the loop that trains all of them in the same way.
 
-AdamW(0.9, 0.95), weight decay 0.1 on matrices, clip 1, linear warm-up, cosine to a tenth; bf16 autocast on a GPU.
+The loop uses AdamW with betas (0.9, 0.95), weight decay 0.1 on matrices, gradients clipped to norm 1, a linear warm-up
+and a cosine decay of the learning rate to a tenth. On a GPU it runs under bf16 autocast.
 """
 
 import contextlib
@@ -20,11 +21,11 @@ from hf_memmix.mixers import ATTENTION
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.bundled.language_model import decay_matrices, mean_loss, next_token_loss
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "linear"
-from hf_memmix.training.experiments.common.graphs import Graphed
+from hf_memmix.training.experiments.common.graphs import GraphedFunction
 from hf_memmix.training.experiments.common.harness import check_time, device
 from hf_memmix.training.experiments.common.text import VOCAB, Windows, measured_tokens, train_tokens
 
-# name: mixer of all layers and its options
+# the name of a model: the mixer of all its layers and the mixer's options
 MODELS = {
     "transformer": (ATTENTION, {}),
     "linear": ("linear", {}),
@@ -44,13 +45,13 @@ MODELS = {
 }
 
 
-def parameters(config) -> int:
+def parameter_count(config) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def build(args: SimpleNamespace, mixer: str, options: dict, *, vocab: int, context: int, seed: int):
-    """A model with `mixer` in all layers. Its MLP is sized so that it has as many parameters as the transformer."""
+    """A model with `mixer` in all layers. The width of its MLP gives it as many parameters as the transformer has."""
 
     def config(kind, options, intermediate):
         backbone = LlamaConfig(
@@ -67,14 +68,14 @@ def build(args: SimpleNamespace, mixer: str, options: dict, *, vocab: int, conte
         return memmix_config(backbone, mixer_types=[kind] * args.layers, mixers=mixers)
 
     width = args.hidden_size * 5 // 2
-    surplus = parameters(config(mixer, options, width)) - parameters(config(ATTENTION, {}, width))
+    surplus = parameter_count(config(mixer, options, width)) - parameter_count(config(ATTENTION, {}, width))
     narrower = round(surplus / (3 * args.hidden_size * args.layers))
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config(mixer, options, width - narrower)).to(device())
 
 
 class Deadline(TrainerCallback):
-    """Ends the training of a row at the command's deadline."""
+    """A Trainer callback that ends the training of a row at the command's deadline."""
 
     def __init__(self, args):
         self.args = args
@@ -94,31 +95,36 @@ def fit(
     lr: float,
     args: SimpleNamespace,
     batch_of: Callable[[int], tuple[Tensor, ...]],
-    enough: float = 0.0,
-    hold: float = 0.0,
+    stop_below_loss: float = 0.0,
+    constant_rate_share: float = 0.0,
 ) -> dict:
-    """Train on `loss_of(*batch_of(step))`; the losses on the way, and whether they stayed finite.
+    """Train a model on the loss `loss_of(*batch_of(step))`.
 
-    On a GPU a step is one CUDA graph: models so small would wait for their kernels' launches.
+    On a GPU a training step is one CUDA graph, because for such small models launching the kernels takes longer than
+    running them.
 
     Args:
-        batch_of: gives tensors of the same shapes at every step.
-        enough: a loss, looked at 20 times, below which training ends before `steps`.
-        hold: the share of the steps at the full rate, before the cosine.
+        batch_of: returns the tensors of a step; their shapes are the same at every step.
+        stop_below_loss: training ends early when the loss is below this value. The loss is read 20 times in a run.
+        constant_rate_share: the share of the steps that run at the full learning rate before the cosine decay begins.
+
+    Returns:
+        "curve", a list of [step, loss]; "steps", the number of steps that ran; "finite", whether the losses are
+        finite; "ms_per_step".
 
     Raises:
-        OutOfTime: the command's deadline came first.
+        OutOfTime: the command's deadline passed before the training ended.
     """
     model.train()
     groups = decay_matrices(model, 0.1)
     on_gpu = device().type == "cuda"
-    rate = torch.tensor(lr, device=device()) if on_gpu else lr  # a graph reads it from memory
+    rate = torch.tensor(lr, device=device()) if on_gpu else lr  # a CUDA graph reads the rate from device memory
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
     warmup = max(1, steps // 20)
 
     def share_of_rate(step: int) -> float:
-        falling = max(0.0, step / steps - hold) / (1 - hold)
-        return min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * falling))
+        decayed = max(0.0, step / steps - constant_rate_share) / (1 - constant_rate_share)
+        return min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * decayed))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
 
@@ -131,7 +137,7 @@ def fit(
         optimizer.step()
         return loss.detach()
 
-    update = Graphed(update) if on_gpu else update
+    update = GraphedFunction(update) if on_gpu else update
     every, curve, began, finite = max(1, steps // 20), [], time.time(), True
     for step in range(steps):
         loss = update(*batch_of(step))
@@ -140,15 +146,19 @@ def fit(
             check_time(args)
             curve.append([step + 1, round(loss.item(), 4)])
             finite = math.isfinite(curve[-1][1])
-            if not finite or curve[-1][1] < enough:
+            if not finite or curve[-1][1] < stop_below_loss:
                 break
     took = time.time() - began
     optimizer.zero_grad()
     return {"curve": curve, "steps": step + 1, "finite": finite, "ms_per_step": round(1000 * took / (step + 1), 2)}
 
 
-def learn_text(row: dict, args: SimpleNamespace, mixer: str, options: dict) -> dict:
-    """A language model of `row["context"]` on the training text: losses on dev and held-out text, perplexity."""
+def train_language_model(row: dict, args: SimpleNamespace, mixer: str, options: dict) -> dict:
+    """Train a language model with a context of `row["context"]` tokens on the training text and measure it.
+
+    Returns the result of `fit`, the number of parameters and of trained tokens, the losses on the development and the
+    held-out text, the held-out perplexity, and `gate_quantiles`.
+    """
     context, seed = row["context"], row["seed"]
     model = build(args, mixer, options, vocab=VOCAB, context=context, seed=seed)
     batch = max(1, args.batch_tokens // context)
@@ -162,16 +172,16 @@ def learn_text(row: dict, args: SimpleNamespace, mixer: str, options: dict) -> d
     with autocast():
         for name in ("dev", "heldout"):
             result[f"{name}_loss"] = mean_loss(model, measured_tokens(name), context, batch)
-        result |= gates(model, windows(0)[:1])
+        result |= gate_quantiles(model, windows(0)[:1])
     return result | {"perplexity": math.exp(result["heldout_loss"])}
 
 
 @torch.no_grad()
-def gates(model, ids: Tensor) -> dict[str, list]:
-    """The 5, 50 and 95 % quantiles of each gate of a trained model on one window, for every layer."""
+def gate_quantiles(model, ids: Tensor) -> dict[str, list]:
+    """The 5 %, 50 % and 95 % quantiles of each gate ("gamma", "log_decay") on one window of text, per layer."""
     found, mixers = {}, memory_mixers(model).values()
 
-    def noting(project):
+    def record_gates(project):
         def wrapped(x, rotary):
             tokens = project(x, rotary)
             for name in tokens.keys() & {"gamma", "log_decay"}:
@@ -183,7 +193,7 @@ def gates(model, ids: Tensor) -> dict[str, list]:
         return wrapped
 
     for mixer in mixers:
-        mixer.project = noting(mixer.project)
+        mixer.project = record_gates(mixer.project)
     try:
         model(input_ids=ids, use_cache=False)
     finally:
@@ -192,12 +202,13 @@ def gates(model, ids: Tensor) -> dict[str, list]:
     return found
 
 
-def answer(model, ids: Tensor, positions: Tensor) -> Tensor:
-    """Logits [B, n, V] at the queries alone."""
+def query_logits(model, ids: Tensor, positions: Tensor) -> Tensor:
+    """Logits [B, n, V] at the positions [B, n] of the queries only."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     index = positions[..., None].expand(-1, -1, hidden.shape[-1])
     return model.lm_head(hidden.gather(1, index)).float()
 
 
 def recall_loss(model, ids: Tensor, positions: Tensor, values: Tensor) -> Tensor:
-    return F.cross_entropy(answer(model, ids, positions).flatten(0, 1), values.flatten())
+    """Cross-entropy of the values [B, n] that the model should answer at the queries."""
+    return F.cross_entropy(query_logits(model, ids, positions).flatten(0, 1), values.flatten())

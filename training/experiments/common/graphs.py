@@ -1,18 +1,21 @@
-"""Runs a function of tensors as one CUDA graph. Kernels of small models take less time than their launches."""
+"""Runs a function of tensors as one CUDA graph, because launching the kernels of a small model takes longer than
+running them.
+"""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-WARM_UP = 3  # calls before the capture: they compile kernels and allocate what an optimizer keeps
+WARM_UP = 3  # calls before the capture: they compile the kernels and allocate the states of the optimizer
 
 
-class Graphed:
-    """Calls `function(*tensors)` a few times as it is, and from then on replays its graph.
+class GraphedFunction:
+    """Calls `function(*tensors)` without a graph `WARM_UP` times, then captures it, and then replays the graph.
 
-    Every call must bring tensors of the same shapes and dtypes, and the function must neither wait for the device nor
-    decide anything on the host that differs between calls. What a replay returns is overwritten by the next one.
+    The tensors of all calls must have the same shapes and dtypes. The function must not wait for the device, and the
+    work that it starts must not depend on values that differ between calls. The tensors that a call returns are
+    overwritten by the next call.
     """
 
     def __init__(self, function: Callable[..., Tensor]):
@@ -23,7 +26,7 @@ class Graphed:
         if self.graph is None:
             self.calls += 1
             if self.calls <= WARM_UP:
-                return self._aside(tensors)
+                return self._call_without_graph(tensors)
             self.inputs = [t.clone() for t in tensors]
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
@@ -33,8 +36,8 @@ class Graphed:
         self.graph.replay()
         return self.output
 
-    def _aside(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Call the function without a graph, on a stream that is not the default one, as required before a capture."""
+    def _call_without_graph(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Call the function on a side stream, as PyTorch requires of the calls before a capture."""
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):

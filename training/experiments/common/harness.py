@@ -1,7 +1,7 @@
 """Runs the rows of an experiment in several processes on one device, and writes finished rows to a JSON file.
 
-An experiment is a module with two functions. `rows_to_run(done, args)` gives the rows that can run now, in the order
-of their importance. `run(row, args)` gives the results of one row. Rows and results are dictionaries of JSON values.
+An experiment is a module with two functions. `rows_to_run(done, args)` returns the rows that can run now, the most
+important first. `run(row, args)` returns the results of one row. Rows and results are dictionaries of JSON values.
 Finished rows do not run again, so the same command resumes a run that a time limit stopped. A row that fails is
 recorded with its error, does not stop the others, and is tried again by the next command.
 
@@ -28,13 +28,13 @@ import torch
 from hf_memmix.conversion.records import environment, write_json
 
 PACKAGE = "hf_memmix.training.experiments"
-GRACE = 20.0  # seconds
-# of a command, not of what is measured: a resumed run may change these
-_OWN = ("out", "plot", "workers", "seconds", "deadline", "text")
+GRACE = 20.0  # seconds after the deadline in which a running row may still end
+# options that do not change what is measured: a resumed run may change them
+_RESUME_MAY_CHANGE = ("out", "plot", "workers", "seconds", "deadline", "text")
 
 
 class OutOfTime(Exception):
-    """The time limit of the command has passed before a row has ended; the next command runs this row again."""
+    """The time limit of the command passed before a row ended. The next command runs this row again."""
 
 
 def device() -> torch.device:
@@ -48,7 +48,7 @@ def check_time(args: SimpleNamespace) -> None:
 
 
 def attempt(errors: dict[str, str], name: str, function: Callable, *args, **kwargs):
-    """The result of the function; None if it fails, and then `errors[name]` holds the reason."""
+    """The result of the function. If it raises, the result is None and `errors[name]` holds the error's text."""
     try:
         return function(*args, **kwargs)
     except OutOfTime:
@@ -63,24 +63,26 @@ def _message(error: Exception) -> str:
 
 
 def measured_at(results: dict) -> str:
-    """Hardware of the results and commits of their rows, which differ where a run was resumed at a later one."""
+    """The hardware of the results and the commits of their rows. A run that was resumed may have several commits."""
     where = results["environment"]
     commits = dict.fromkeys(row.get("commit") or where["commit"] for row in results["rows"])
     return f"{where['hardware']}, commit {', '.join(commits)}"
 
 
 def matches(record: dict, row: dict) -> bool:
-    """Whether a record of the results is of this row."""
+    """Whether a record of the results has all values of this row."""
     return all(record.get(key) == value for key, value in row.items())
 
 
 def load_results(args: SimpleNamespace, name: str) -> dict:
-    """The results so far in `args.out`.
+    """The results that `args.out` holds, without rows that failed or are unfinished; no rows if there is no file.
 
     Raises:
-        ValueError: they were measured under other settings.
+        ValueError: the file's results were measured with other settings.
     """
-    settings = json.loads(json.dumps({key: value for key, value in vars(args).items() if key not in _OWN}))
+    settings = json.loads(
+        json.dumps({key: value for key, value in vars(args).items() if key not in _RESUME_MAY_CHANGE})
+    )
     results = {"experiment": name, "environment": environment(), "settings": settings, "rows": []}
     if args.out.exists():
         old = json.loads(args.out.read_text())
@@ -92,20 +94,20 @@ def load_results(args: SimpleNamespace, name: str) -> dict:
 
 
 def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: Callable, **about) -> dict:
-    """Run the rows that `rows_to_run` gives until there is none left or the time is over.
+    """Run the rows that `rows_to_run` returns until all of them have run or the time limit has passed.
 
     Args:
         name: the experiment's name in its results.
         script: the file of the experiment, in a folder of `training/experiments`; the workers import it for its `run`.
-        about: what the results say about the data.
+        about: further entries of the results, for example the description of the training text.
 
-    Returns what `args.out` then holds: "experiment", "environment", "settings", `about`, and "rows".
+    Returns the content of `args.out`: "experiment", "environment", "settings", the entries of `about`, and "rows".
     """
     args.deadline = time.time() + args.seconds
     args.out.parent.mkdir(parents=True, exist_ok=True)
     results = load_results(args, name) | about
     module = f"{PACKAGE}.{Path(script).parent.name}.{Path(script).stem}"
-    context, places = multiprocessing.get_context("spawn"), itertools.cycle(_places())
+    context, gpus = multiprocessing.get_context("spawn"), itertools.cycle(_gpus_of_workers())
     idle, busy, limit = [], {}, max(1, args.workers)
     try:
         while True:
@@ -115,12 +117,12 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: C
             if time.time() > args.deadline:
                 waiting = []
             while waiting and len(busy) < limit:
-                pipe, process = idle.pop() if idle else _start(context, module, args, next(places))
+                pipe, process = idle.pop() if idle else _start(context, module, args, next(gpus))
                 pipe.send(waiting[0])
                 busy[pipe] = (waiting.pop(0), process)
             if not busy:
                 break
-            # a row in the middle of its measurement gets a little longer; one that hangs is given up
+            # a row that is running gets GRACE seconds more; after them the command stops waiting for it
             rest = args.deadline + GRACE - time.time()
             ready = wait(list(busy), None if rest == float("inf") else max(rest, 0))
             if not ready:
@@ -135,7 +137,7 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: C
                 if outcome is not None and "unfinished" in outcome:
                     busy[pipe] = (row, process)
                 elif outcome is not None and outcome.keys() & {"error", "errors"}:
-                    process.terminate()  # what failed may have left its device unusable
+                    process.terminate()  # after a failure the CUDA context of the process may be unusable
                 else:
                     idle.append((pipe, process))
                 if outcome is None:
@@ -152,30 +154,30 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: C
 
 
 def _record(results: dict, row: dict, outcome: dict) -> None:
-    """Replace the record of a row by its outcome. An error is added to the parts that are already recorded."""
+    """Replace the record of a row by its outcome. If the outcome is an error, keep the parts already recorded."""
     known = [record for record in results["rows"] if matches(record, row)]
     results["rows"] = [record for record in results["rows"] if not matches(record, row)]
     parts = {k: v for k, v in known[0].items() if k != "unfinished"} if known and "error" in outcome else row
     results["rows"].append({**parts, **outcome, "commit": results["environment"]["commit"]})
 
 
-def _places() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES is for one worker and the next: a GPU each, in turn."""
+def _gpus_of_workers() -> list[str]:
+    """The values of CUDA_VISIBLE_DEVICES for the workers, in turn: each worker sees one GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [str(i) for i in range(max(1, torch.cuda.device_count()))] if visible is None else visible.split(",")
 
 
-def _start(context, module: str, args: SimpleNamespace, place: str):
+def _start(context, module: str, args: SimpleNamespace, gpu: str):
     here, there = context.Pipe()
-    process = context.Process(target=work, args=(there, module, args, place), daemon=True)
+    process = context.Process(target=work, args=(there, module, args, gpu), daemon=True)
     process.start()
     there.close()
     return here, process
 
 
-def work(pipe, module: str, args: SimpleNamespace, place: str) -> None:
-    """The loop of a worker: receives rows and sends results, or None for a row that ran out of time."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = place  # read when CUDA is first used, so not too late
+def work(pipe, module: str, args: SimpleNamespace, gpu: str) -> None:
+    """The loop of a worker: it receives rows and sends results, or None for a row that the deadline stopped."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # set before the first use of CUDA, when it is read
     experiment = importlib.import_module(module)
     while True:
         try:

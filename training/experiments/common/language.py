@@ -1,4 +1,4 @@
-"""Language models beside each other at growing context: which rows there are, and the command that runs them."""
+"""A comparison of language models at several context lengths: its rows, and the function that runs them."""
 
 from types import SimpleNamespace
 from typing import Annotated
@@ -17,12 +17,12 @@ Models = Annotated[list[str], typer.Option(help="models to compare; repeatable")
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    """Every rate at the shortest context; the chosen one at all contexts, with every seed."""
+    """Rows with every learning rate at the shortest context, then the chosen rate at all contexts with every seed."""
     first, rows, chosen = args.contexts[0], [], {}
     for name in args.models:
         lrs, chosen[name] = rates_to_try(done, args.lrs, model=name, context=first, seed=0)
         rows += [(lrs.index(lr), {"model": name, "context": first, "lr": lr, "seed": 0}) for lr in lrs]
-    # one rate of all models before the next: what a time limit leaves out is the same for all
+    # all models run with one rate before any runs with the next, so a time limit leaves out the same rates of all
     rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
     for seed in SEEDS:
         for context in args.contexts:

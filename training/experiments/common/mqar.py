@@ -1,8 +1,10 @@
-"""Multi-query associative recall: keys and values first, then the keys again, each asking for its value.
+"""Multi-query associative recall: a sequence lists key-value pairs, then repeats the keys, each as a query for its
+value.
 
-The `multiquery_ar` generator of zoology (Arora et al., "Zoology: Measuring and Improving Recall in Efficient Language
-Models", arXiv:2312.04927), drawn on the device: k_1 v_1 ... k_n v_n, then the query of pair i at 2 n + 2 slot_i. Slots
-are drawn without replacement with p_s ~ a s^(a - 1), so most queries come soon; answers never enter the input.
+The data follow the `multiquery_ar` generator of zoology (Arora et al., "Zoology: Measuring and Improving Recall in
+Efficient Language Models", arXiv:2312.04927) and are drawn on the device. A sequence is k_1 v_1 ... k_n v_n, then the
+query of pair i stands at position 2 n + 2 slot_i. Slots are drawn without replacement with p_s ~ a s^(a - 1), so most
+queries stand soon after the pairs. The input does not contain the answers.
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ TEST_SEED, DEV_SEED = 10**6, 10**6 // 2  # training seeds are smaller
 
 @dataclass(frozen=True)
 class Recall:
-    """A batch: `ids` [B, L], and for each of the n queries its position and the value to answer there, both [B, n]."""
+    """A batch: token ids [B, L], the positions [B, n] of the n queries, and the values [B, n] that answer them."""
 
     ids: Tensor
     positions: Tensor
@@ -47,7 +49,7 @@ def draw_recall(
     Args:
         pairs: n, with 4 n <= length.
         power: a of the slots' distribution.
-        random_non_queries: fill what is neither pair nor query with random tokens instead of zeros.
+        random_non_queries: fill the positions outside pairs and queries with random tokens instead of zeros.
 
     Raises:
         ValueError: see `check_cell`.
@@ -55,13 +57,13 @@ def draw_recall(
     check_cell(length, pairs, vocab)
     place = {"generator": generator, "device": generator.device}
     half = vocab // 2
-    # the n largest of independent random numbers: a sample without replacement, in random order
+    # the n largest of independent random numbers are a sample without replacement, in random order
     keys = torch.rand(batch, half - 1, **place).topk(pairs).indices + 1
     values = torch.rand(batch, vocab - half, **place).topk(pairs).indices + half
     space = (length - 2 * pairs) // 2
     slot = torch.arange(1, space + 1, device=generator.device)
     weight = (power * slot.double() ** (power - 1)).log()
-    # Gumbel noise makes the n largest a sample without replacement with these weights, in the order of drawing
+    # with Gumbel noise the n largest are a sample without replacement with these weights, in the order of drawing
     noise = (
         -torch.empty(batch, space, dtype=torch.double, device=generator.device).exponential_(generator=generator).log()
     )

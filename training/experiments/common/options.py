@@ -6,19 +6,23 @@ from typing import Annotated
 
 import typer
 
-Out = Annotated[Path, typer.Option(help="JSON file of the results; continued if it exists")]
+Out = Annotated[Path, typer.Option(help="JSON file of the results; if it exists, the run is resumed")]
 Plot = Annotated[bool, typer.Option(help="also draw the results as a PNG beside --out")]
 Workers = Annotated[int, typer.Option(help="rows that run at the same time, each in its own process")]
-Seconds = Annotated[float, typer.Option(help="time limit; the rows that are not finished then run next time")]
-TrainingText = Annotated[Path, typer.Option(help="training text: .txt, or .npy of common/text.py")]
+Seconds = Annotated[float, typer.Option(help="time limit in seconds; the same command runs the remaining rows later")]
+TrainingText = Annotated[
+    Path, typer.Option(help="training text: a .txt file, or the .npy file that common/text.py writes")
+]
 Rates = Annotated[list[float], typer.Option(help="learning rates to try; repeatable")]
-HiddenSize = Annotated[int, typer.Option(help="of the Llama backbone; the transformer's MLP is 2.5 times as wide")]
+HiddenSize = Annotated[
+    int, typer.Option(help="hidden size of the Llama backbone; the transformer's MLP is 2.5 times as wide")
+]
 Layers = Annotated[int, typer.Option(help="decoder layers")]
 Heads = Annotated[int, typer.Option(help="heads, each of hidden_size / heads channels")]
 BatchTokens = Annotated[int, typer.Option(help="tokens per optimizer step")]
-Tokens = Annotated[int, typer.Option(help="tokens of a training, the same for all models")]
+Tokens = Annotated[int, typer.Option(help="training tokens per model, the same for all models")]
 Steps = Annotated[int, typer.Option(help="optimizer steps")]
-MeasuredTokens = Annotated[int, typer.Option(help="measured tokens of each text")]
+MeasuredTokens = Annotated[int, typer.Option(help="number of tokens of each text that are measured")]
 
 
 def settings(values: dict) -> SimpleNamespace:
@@ -27,7 +31,7 @@ def settings(values: dict) -> SimpleNamespace:
 
 
 def check_names(option: str, names: list[str], known) -> None:
-    """Raise a usage error if `names` holds one that is not in `known`."""
+    """Raise a usage error if one of `names` is not in `known`."""
     unknown = [name for name in names if name not in known]
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r} is unknown; choose from {', '.join(known)}", param_hint=option)

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from hf_memmix.training.experiments.common.harness import measured_at
-from hf_memmix.training.experiments.common.rates import chosen_rows, learnt_and_lost
+from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
 
 MARKERS = "osD^vP*Xh<>"
 
 
 def pyplot_without_screen():
-    """matplotlib's pyplot, which then draws into files only."""
+    """matplotlib's pyplot with a backend that needs no display and draws into files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -19,7 +19,7 @@ def pyplot_without_screen():
 
 
 def figure_of(panels: int, caption: str):
-    """A figure with so many panels beside each other and a caption below, and its panels."""
+    """A figure with `panels` panels in one row and a caption below them. Returns the figure and its panels."""
     figure, axes = pyplot_without_screen().subplots(
         1, panels, figsize=(5.2 * panels, 4), constrained_layout=True, squeeze=False
     )
@@ -31,7 +31,10 @@ def figure_of(panels: int, caption: str):
 
 
 def save(figure, path: str | Path, dpi: int = 150) -> None:
-    """Write a figure as a PNG and close it. The file holds no time and no version: equal figures give equal files."""
+    """Write a figure as a PNG and close it.
+
+    The file contains neither the time nor a version number, so equal figures give equal files.
+    """
     from matplotlib import pyplot
 
     figure.savefig(path, dpi=dpi, metadata={"Software": None})
@@ -39,14 +42,17 @@ def save(figure, path: str | Path, dpi: int = 150) -> None:
 
 
 def sized_figure(panels: int, results: dict):
-    """`figure_of` with the size of the models and the place of measurement as its caption."""
+    """`figure_of` with a caption that states the size of the models, the hardware and the commits."""
     settings = results["settings"]
     size = f"{settings['layers']} layers of {settings['hidden_size']}, {settings['tokens'] / 1e6:.0f}M tokens"
     return figure_of(panels, f"{size}; {measured_at(results)}")
 
 
 def bars(panel, points: list[tuple[float, list[float]]], label: str, style: dict, across: bool = False) -> None:
-    """The mean of each point's values, with a line from the least to the largest."""
+    """Draw the mean of each point's values with an error bar from the smallest to the largest value.
+
+    across: draw the values along the x axis.
+    """
     if not points:
         return
     at, values = zip(*points, strict=True)
@@ -58,7 +64,9 @@ def bars(panel, points: list[tuple[float, list[float]]], label: str, style: dict
 
 
 def styles_of(rows: list[dict]) -> dict[str, dict]:
-    """Marker and colour of each model, the same in all panels; a "-small" one is its model with open markers."""
+    """Marker and colour of each model, the same in all panels. A "-small" model has its model's style, with open
+    markers.
+    """
     names = dict.fromkeys(row["model"].removesuffix("-small") for row in rows)
     styles = {
         name: {"marker": mark, "color": f"C{i}"} for i, (name, mark) in enumerate(zip(names, MARKERS, strict=False))
@@ -68,7 +76,7 @@ def styles_of(rows: list[dict]) -> dict[str, dict]:
 
 
 def log_scale(axis) -> None:
-    """A log scale with plain numbers."""
+    """Give the axis a log scale whose labels are plain numbers, not powers."""
     from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
@@ -77,16 +85,16 @@ def log_scale(axis) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def name_lost(panel, lost: list[dict], keys: tuple[str, ...]) -> None:
-    """Write into the plot which rows are missing because they diverged."""
-    names = dict.fromkeys(" ".join(str(row[key]) for key in (*keys, "lr")) for row in lost)
+def list_failed_rows(panel, failed: list[dict], keys: tuple[str, ...]) -> None:
+    """Write below the panel which rows it does not show because they diverged."""
+    names = dict.fromkeys(" ".join(str(row[key]) for key in (*keys, "lr")) for row in failed)
     if names:
         panel.set_xlabel(f"{panel.get_xlabel()}\ndiverged, not shown: {', '.join(names)}", fontsize=7)
 
 
 def plot_language(results: dict, path: str | Path) -> None:
-    """Held-out perplexity against context, ours and the paper's, if it has such."""
-    rows, lost = learnt_and_lost(results)
+    """Plot held-out perplexity against context; a second panel shows the paper's figures if the rows hold them."""
+    rows, failed = trained_and_failed(results)
     key = "paper_perplexity_on_books"
     figure, panels = sized_figure(1 + any(key in row for row in rows), results)
     ours = panels[0]
@@ -102,6 +110,6 @@ def plot_language(results: dict, path: str | Path) -> None:
         panel.set_xlabel("context, tokens")
         panel.set_xticks(results["settings"]["contexts"], results["settings"]["contexts"])
         log_scale(panel.yaxis)
-    name_lost(ours, lost, ("model", "context"))
+    list_failed_rows(ours, failed, ("model", "context"))
     figure.legend(*ours.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     save(figure, path)

@@ -1,10 +1,10 @@
-"""Real text for language models: a long stream of tokens to train on, the bundled dev and held-out text to measure on.
+"""The texts of the language models: a long training text, and the bundled development and held-out texts.
 
     python -m hf_memmix.training.bundled.fetch_text --out .scratch/teacher
     python training/experiments/common/text.py --text .scratch/teacher/train.txt --out text.npy
 
-The second command tokenises the training text with the bundled tokenizer into a uint16 array that a machine without
-the text can read. What chooses reads the dev loss, what reports the held-out loss.
+The second command tokenises the training text with the bundled tokenizer and writes a uint16 array. A machine that has
+the array does not need the text. Learning rates are chosen by the development loss; the held-out loss is reported.
 """
 
 import functools
@@ -30,7 +30,7 @@ def tokenizer():
 
 @functools.cache
 def train_tokens(path: Path) -> Tensor:
-    """The training stream [N] int32, from a text file or from the array that this module's command writes."""
+    """The training tokens [N] int32, from a text file or from the array that this module's command writes."""
     if path.suffix != ".npy":
         return tokenize_files(path, tokenizer()).int()
     return torch.from_numpy(numpy.load(path, allow_pickle=False).astype(numpy.int32))
@@ -38,15 +38,15 @@ def train_tokens(path: Path) -> Tensor:
 
 @functools.cache
 def measured_tokens(name: str) -> Tensor:
-    """The tokens [N] int64 of "dev" or "heldout"."""
+    """The tokens [N] int64 of the bundled text "dev" or "heldout"."""
     return tokenize_files(asset_path(f"{name}.txt"), tokenizer())
 
 
 def describe_training_text(path: Path) -> dict:
-    """What a result has to say of the text it is from.
+    """The description of the training text that a result file records.
 
-    "text": number and sha256 of the training tokens; "chance_loss": the loss on dev text of the tokens' frequencies
-    alone, above which a model has learnt nothing.
+    "text": the number of the training tokens and their sha256. "chance_loss": the loss on the development text of a
+    model that predicts every token by its frequency alone; a model with a higher loss has learnt nothing.
     """
     tokens = train_tokens(path)
     counts = torch.bincount(tokens.long(), minlength=VOCAB) + 1
@@ -56,10 +56,10 @@ def describe_training_text(path: Path) -> dict:
 
 
 class Windows:
-    """Batches of windows of one stream; epoch e cuts it at another offset and shuffles the windows again.
+    """Batches of windows of one sequence of tokens. Each epoch cuts it at a new offset and shuffles the windows again.
 
-    `windows(step)` gives [batch, length] int64 on the stream's device. Seed, length and batch alone decide it, so all
-    models read the same text in the same order.
+    `windows(step)` returns [batch, length] int64 on the device of the tokens. It depends only on step, seed, length
+    and batch, so all models read the same text in the same order.
     """
 
     def __init__(self, tokens: Tensor, length: int, batch: int, seed: int):

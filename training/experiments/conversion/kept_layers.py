@@ -1,10 +1,11 @@
-"""Which layers stay attention: the layers that `memmix select` keeps beside a uniform choice and all other sets.
+"""Which layers should stay attention? Compares the choice of `memmix select` with uniform spacing and all other sets.
 
     python training/experiments/conversion/kept_layers.py --text train.txt --out compare_plans.json --plot
 
-Aligns every layer of the bundled transformer once, ranks the layers on the development text, then distils one student
-for every set of kept layers of the given sizes, from the same aligned mixers, with the same tokens in the same order.
-As every set is trained, a random choice is the exact mean over all sets. All reported figures are of held-out text.
+The script aligns every layer of the bundled transformer once and ranks the layers on the development text. Then it
+distils one student for every set of kept layers of the given sizes, from the same aligned mixers, with the same tokens
+in the same order. As every set is trained, the expected result of a random choice is the mean over all sets. All
+reported figures are measured on the held-out text.
 """
 
 import itertools
@@ -78,7 +79,7 @@ def run(row: dict, args) -> dict:
 
 
 def align(teacher, args) -> dict:
-    """Align all layers, keep them for the other rows, and rank them on the development text."""
+    """Align all layers, save the student for the other rows, and rank the layers on the development text."""
     student = convert_model(teacher, args.mixer, "none")
     done = _train(student, teacher, args, "align", ALIGN | {"steps": args.align_steps})
     save_student(student, _folder(args), overwrite=True)
@@ -119,10 +120,11 @@ def _read(name: str, args) -> tuple[torch.Tensor, dict]:
 
 
 def summary(results: dict) -> list[dict]:
-    """For every number of kept layers: the sets that a rule chose, by the rule's name, and the mean, deviation, best
-    and worst of all sets.
+    """One dictionary for every number of kept layers.
 
-    A named set has its figures and `better`, the share of the other sets that it beats in KL after distillation.
+    "named" holds, under the name of each rule, the set that the rule chose, its figures, and "better": the share of
+    the other sets whose KL after distillation is higher. "kl" and "ppl_ratio" hold the mean, standard deviation,
+    lowest ("best") and highest ("worst") value of all sets of this size.
     """
     (ranking,) = (row["ranking"] for row in results["rows"] if row["stage"] == "align")
     trained = {tuple(row["keep"]): row["trained"] for row in results["rows"] if row["stage"] == "distill"}
@@ -158,7 +160,7 @@ def _chosen(ranking: dict, parts: tuple[str, ...], size: int) -> tuple[int, ...]
 
 
 def table(results: dict) -> str:
-    """Students by which layers kept their attention: the sets that rules chose, the mean and the worst of all sets."""
+    """One line for every set that a rule chose, and per number of kept layers the mean and the worst of all sets."""
     lines = []
     for found in summary(results):
         if not found["named"]:
@@ -174,14 +176,14 @@ def table(results: dict) -> str:
 
 
 def draw_sets(results: dict, path: Path) -> None:
-    """KL to the teacher on held-out text after distillation, every set a dot, the named ones marked."""
+    """Plot the KL to the teacher on held-out text after distillation: one dot per set, markers for the rules' sets."""
     from hf_memmix.training.experiments.common.plots import figure_of, save
 
     rows, trained = summary(results), [row for row in results["rows"] if row["stage"] == "distill"]
     caption = f"{results['settings']['distill_steps']} steps of distillation; {measured_at(results)}"
     figure, (panel,) = figure_of(1, caption)
     panel.plot([len(r["keep"]) for r in trained], [r["trained"]["kl"] for r in trained], ".", color="#999999")
-    # open and of several sizes: two rules may choose the same set
+    # open markers of several sizes, because two rules may choose the same set
     for marker, size, name in zip("*sDo", (16, 12, 8, 8), [*SCORES, "uniform"], strict=True):
         points = [(row["kept"], row["named"][name]["kl"]) for row in rows if name in row["named"]]
         style = {"markersize": size, "markerfacecolor": "none", "label": name}

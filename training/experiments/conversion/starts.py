@@ -1,14 +1,17 @@
-"""How close to the attention it replaces is each mixer before any training? Several starts of each mixer.
+"""How close is each mixer to the attention that it replaces, before any training? Compares several initialisations.
 
     python training/experiments/conversion/starts.py --out init_table.json
 
-Every layer of the bundled transformer is converted, and each mixer gets the inputs of its attention. The figure is
-|mixer - attention|^2 / |attention|^2 per layer; an output of zero gives 1. The development text chooses, the held-out
-text reports. "default" is what `convert_model` gives; the other starts differ from it as their names say. A start must
-be useful for training: no output gate is below 0.1, because a smaller one blocks the gradients, and in each mixer some
-head or state keeps half of a token for 16 tokens.
+A start is one initialisation of a mixer. Every layer of the bundled transformer is converted, and each mixer gets the
+inputs that its attention gets in the teacher. The figure is |mixer - attention|^2 / |attention|^2 per layer; an output
+of zero gives 1. Starts are chosen on the development text, and the held-out text is used for the reported figures.
+"default" is the initialisation of `convert_model`; each other start differs from it as its name says. Every start can
+be
+trained: no output gate is below 0.1, because a smaller gate makes the gradients small, and each mixer has a head or a
+state with a half-life of at least 16 tokens.
 
-The closest starts of each mixer on the development text and the default are then aligned for a few steps, all alike.
+Then the default and the starts of each mixer with the lowest error on the development text are aligned for a few
+steps, with the same recipe.
 """
 
 import math
@@ -47,10 +50,11 @@ Change = Callable[[nn.Module], object]
 
 @dataclass(frozen=True)
 class Start:
-    """A student of `options`, over those of a conversion, whose parameters are then changed.
+    """One initialisation of a mixer.
 
-    fresh: parameters or modules of a mixer that get the values of a model from scratch.
-    changes: what every mixer then passes through.
+    options: options of the mixer that differ from those of a conversion.
+    fresh: names of parameters or modules of the mixer that keep the values of an untrained model.
+    changes: functions that change the parameters of every mixer after the conversion.
     """
 
     options: dict = field(default_factory=dict)
@@ -66,13 +70,13 @@ def changed(*changes: Change, **values) -> Start:
     return Start(values, changes=changes)
 
 
-def chance(value: float, name: str) -> Change:
-    """A projection whose sigmoid is `value`, whatever the token."""
+def sigmoid_bias(value: float, name: str) -> Change:
+    """Set the bias of the projection `name` so that its sigmoid starts at `value`."""
     return lambda mixer: getattr(mixer, name).bias.fill_(math.log(value / (1 - value)))
 
 
 def gate(value: float) -> Change:
-    """An output gate of `value`, whatever the token."""
+    """Set the bias of the output gate so that the gate starts at `value`."""
 
     def fill(mixer):
         activation = F.gelu if mixer.name == "lattice" else F.silu
@@ -99,7 +103,7 @@ def eta(value: float) -> Change:
     return lambda mixer: mixer.eta.fill_(value)
 
 
-# as a model from scratch has them
+# initialised as in an untrained model
 CONVOLUTIONS = Start(fresh=("q_conv1d", "k_conv1d", "v_conv1d", "u_conv1d"))
 GATES = Start(fresh=("a_proj", "A_log", "dt_bias", "b_proj", "alpha_proj", "g_proj"))
 
@@ -112,11 +116,11 @@ GATED_MEMORY = {
     "half-lives 1 to 64": changed(half_lives(1, 64)),
     "half-lives 1 to 256": changed(half_lives(1, 256)),
     "half-lives 4 to 64": changed(half_lives(4, 64)),
-} | {f"beta {value:g}": changed(chance(value, "b_proj")) for value in (0.25, 0.75)}
+} | {f"beta {value:g}": changed(sigmoid_bias(value, "b_proj")) for value in (0.25, 0.75)}
 
 STARTS: dict[str, dict[str, Start]] = {
     "gka": GATED_MEMORY
-    | {f"alpha {value:g}": changed(chance(value, "alpha_proj")) for value in (0.25, 0.75, 0.9)}
+    | {f"alpha {value:g}": changed(sigmoid_bias(value, "alpha_proj")) for value in (0.25, 0.75, 0.9)}
     | {f"ridge {value:g}": options(ridge=value) for value in (0.005, 0.02, 0.1)}
     | {f"gate {value:g}": changed(gate(value)) for value in (0.2, 0.3, 1.0)}
     | {"half-lives 1 to 64, ridge 0.02, gate 0.3": changed(half_lives(1, 64), gate(0.3), ridge=0.02)},
@@ -142,7 +146,7 @@ STARTS: dict[str, dict[str, Start]] = {
         "no rotary embedding": options(use_rope=False),
         "forget gate": options(use_forget_gate=True),
     }
-    | {f"step {value:g}": changed(chance(value, "gamma_proj")) for value in (0.1, 0.25, 0.75, 0.9)}
+    | {f"step {value:g}": changed(sigmoid_bias(value, "gamma_proj")) for value in (0.1, 0.25, 0.75, 0.9)}
     | {f"gate {value:g}": changed(gate(value)) for value in (0.1, 0.2, 0.5)}
     | {f"values of size {value:g}": changed(values_of_size(value)) for value in (2, 5, 20, 50)},
     "coffee": {
@@ -181,18 +185,18 @@ def build(teacher: nn.Module, mixer: str, start: Start, seed: int) -> nn.Module:
 
 
 def is_random(mixer: str, start: Start) -> bool:
-    """Whether seeds differ: in parameters from scratch, and in where Lattice's slots start."""
+    """Whether the start depends on the seed: Lattice draws its initial slots, and `fresh` parameters are drawn."""
     return mixer == "lattice" or bool(start.fresh)
 
 
-def figure(rows: list[dict], mixer: str, start: str, key: str = "dev") -> float:
-    """Mean over layers and seeds of one of the errors."""
+def mean_error(rows: list[dict], mixer: str, start: str, key: str = "dev") -> float:
+    """Mean over layers and seeds of the error on the text `key`, "dev" or "heldout"."""
     found = [row for row in rows if (row["mixer"], row["start"]) == (mixer, start) and key in row]
     return statistics.fmean(statistics.fmean(row[key]) for row in found)
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    """Every start; the contenders of a mixer are aligned when all its starts are measured."""
+    """Rows for all starts; when all starts of a mixer are measured, also rows that align the best `contenders`."""
     rows = []
     for mixer in args.mixers:
         starts = STARTS[mixer]
@@ -204,7 +208,7 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
         rows += own
         measured = [row for row in done if row["mixer"] == mixer and row["steps"] == 0]
         if args.steps and len(measured) == len(own):
-            closest = sorted(starts, key=lambda name: figure(measured, mixer, name))[: args.contenders]
+            closest = sorted(starts, key=lambda name: mean_error(measured, mixer, name))[: args.contenders]
             rows += [
                 {"mixer": mixer, "start": name, "seed": 0, "steps": args.steps}
                 for name in dict.fromkeys((DEFAULT, *closest))
@@ -240,10 +244,12 @@ def main(
     workers: Workers = 1,
     seconds: Seconds = float("inf"),
     mixers: Annotated[list[str], typer.Option(help="repeatable")] = tuple(STARTS),
-    seeds: Annotated[int, typer.Option(help="of starts that are random")] = 3,
+    seeds: Annotated[int, typer.Option(help="number of seeds of starts that are random")] = 3,
     measured_tokens: MeasuredTokens = 4096,
     block_size: int = 512,
-    contenders: Annotated[int, typer.Option(help="starts of a mixer that are also aligned")] = 2,
+    contenders: Annotated[
+        int, typer.Option(help="number of starts per mixer, those of the lowest error, that are also aligned")
+    ] = 2,
     steps: Annotated[int, typer.Option(help="steps of align, with 4 rows of half a block each")] = 24,
 ) -> None:
     """Measure every start and write the results."""

@@ -1,4 +1,4 @@
-"""The table of `starts.py`: the starts of each mixer, closest first."""
+"""The table of `starts.py`: the starts of each mixer in the order of their error on the development text."""
 
 import statistics
 
@@ -13,7 +13,7 @@ def mean(rows: list[dict], text: str) -> float:
 
 
 def table(rows: list[dict]) -> str:
-    """Means over seeds and, but in the last column, over layers."""
+    """A table of errors: means over seeds and layers; the last column has one mean over seeds per layer."""
     rows = [row for row in rows if "error" not in row]
     lines = []
     for mixer in dict.fromkeys(row["mixer"] for row in rows):
@@ -35,7 +35,7 @@ def table(rows: list[dict]) -> str:
 
 
 def section(results: dict) -> str:
-    """The table and, below it, what it is from."""
+    """The table, and below it the measured texts, the hardware and the commits."""
     settings = results["settings"]
     return (
         f"{table(results['rows'])}\n\n{settings['measured_tokens']} tokens of each text in blocks of "

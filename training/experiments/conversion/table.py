@@ -1,11 +1,12 @@
-"""Which mixer replaces attention best, and what kept attention layers buy: the bundled teacher, equal budgets.
+"""Which mixer replaces attention best, and how much do kept attention layers help? Equal budgets for all mixers.
 
     python training/experiments/conversion/table.py --text text.npy --out conversion_table.json --plot
 
-Each row converts the bundled transformer, aligns and distils it on the same tokens in the same order, and measures it:
-its perplexity on the held-out text beside the teacher's, and the probes of `memmix eval` that this small teacher can
-answer in part. Each mixer is trained with every learning rate where all layers are converted. The rate with the lowest
-development loss is used for every number of kept layers. "gla" is gated linear attention in GKA's block.
+Each row converts the bundled transformer, then aligns and distils the student on the same tokens in the same order. It
+measures the perplexity on the held-out text relative to the teacher, and those probes of `memmix eval` that this small
+teacher can answer in part. With all layers converted, each mixer is trained with every learning rate. The rate with
+the lowest development loss is then used for every number of kept layers. "gla" is gated linear attention in GKA's
+block.
 """
 
 import itertools
@@ -35,14 +36,14 @@ from hf_memmix.training.experiments.common.options import (
     Workers,
     settings,
 )
-from hf_memmix.training.experiments.common.rates import best
+from hf_memmix.training.experiments.common.rates import lowest_dev_loss
 from hf_memmix.training.experiments.common.text import describe_training_text, train_tokens
 from hf_memmix.training.experiments.common.text import measured_tokens as tokens_of
 from hf_memmix.training.train import Recipe, train
 
 MIXERS = ("gka", "ska", "lattice", "coffee", "gla")
 KEPT = (0.0, 0.125, 0.25, 0.5)
-# highest rates of the stages, times the row's "scale"
+# peak learning rates of the stages and parameter groups; the row's "scale" multiplies them
 STAGE_RATES = {"align": 3e-3, "mixers": 1.5e-3, "rest": 4e-4}
 PROBES = {"tasks": ("niah", "mqar", "mentions"), "lengths": (256, 512, 1024)}
 
@@ -53,9 +54,9 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
     chosen = {}
     for mixer in args.mixers:
         tried = [row for row in done if row["mixer"] == mixer and row["kept"] == 0 and row["seed"] == 0]
-        if len(tried) >= len(args.scales) and (row := best(tried)) is not None:
+        if len(tried) >= len(args.scales) and (row := lowest_dev_loss(tried)) is not None:
             chosen[mixer] = row["scale"]
-    # the whole table of one seed before the next, in case time is short
+    # the whole table runs with one seed before any row runs with the next seed
     cells = itertools.product(range(args.seeds), KEPT, chosen)
     return rows + [{"mixer": m, "kept": kept, "scale": chosen[m], "seed": seed} for seed, kept, m in cells]
 
@@ -99,7 +100,7 @@ def run(row: dict, args) -> dict:
 
 
 def recalled(model, args) -> dict:
-    """What a model recalls, for each probe: see `training.probes.grid.means`."""
+    """The means of each probe: the summary of `run_probes` by task."""
     folder = asset_path("tiny_teacher")
     material = Material(AutoTokenizer.from_pretrained(folder), asset_path("heldout.txt").read_text())
     probes = run_probes({"model": model}, material, samples=args.samples, batch_size=32, **PROBES)
@@ -114,7 +115,7 @@ def main(
     seconds: Seconds = float("inf"),
     mixers: Annotated[list[str], typer.Option(help="repeatable")] = MIXERS,
     scales: Annotated[list[float], typer.Option(help="factors of the learning rates; repeatable")] = (1.0, 0.5, 2.0),
-    seeds: Annotated[int, typer.Option(help="at the chosen rate")] = 2,
+    seeds: Annotated[int, typer.Option(help="number of seeds at the chosen rate")] = 2,
     align_steps: int = 100,
     distill_steps: int = 500,
     batch_size: int = 32,

@@ -1,4 +1,4 @@
-"""The table and the plot of `table.py`: mixer by number of attention layers kept."""
+"""The table and the plot of `table.py`: each mixer with each number of kept attention layers."""
 
 import statistics
 from pathlib import Path
@@ -6,40 +6,40 @@ from pathlib import Path
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
-from hf_memmix.training.experiments.common.rates import best
+from hf_memmix.training.experiments.common.rates import lowest_dev_loss
 
 TEACHER = "attention"
 HEAD = ("mixer", "layers kept", "rates", "perplexity ratio", "top-1 recall", "gain", "training, s")
 
 
 def chosen(results: dict, mixer: str, kept: float) -> list[dict]:
-    """A mixer's rows of all seeds at the rate that was chosen for it."""
+    """The rows of a mixer, of all seeds, at the learning rate that was chosen for it."""
     rows = results["rows"]
-    first = best(rows, mixer=mixer, kept=0.0, seed=0)
+    first = lowest_dev_loss(rows, mixer=mixer, kept=0.0, seed=0)
     if first is None:
         return []
     found = [row for row in rows if row.get("finite") and (row["mixer"], row["kept"]) == (mixer, kept)]
     return [row for row in found if row["scale"] == first["scale"]]
 
 
-def shown(values: list[float], digits: int) -> str:
-    """The mean, and the largest distance of a seed from it."""
+def mean_and_range(values: list[float], digits: int) -> str:
+    """The mean over seeds and the largest distance of a seed from it, as text."""
     mean = statistics.fmean(values)
     spread = max(abs(value - mean) for value in values)
     return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if len(values) > 1 else "")
 
 
 def recall(rows: list[dict], key: str, digits: int) -> str:
-    """One figure of every probe."""
+    """The mean and range of one figure ("exact" or "gain") of every probe, as text."""
     parts = []
     for task, probe in rows[0]["probes"].items():
         if probe[key] is not None:
-            parts.append(f"{task} {shown([row['probes'][task][key] for row in rows], digits)}")
+            parts.append(f"{task} {mean_and_range([row['probes'][task][key] for row in rows], digits)}")
     return ", ".join(parts)
 
 
 def table(results: dict) -> str:
-    """Means over seeds; recall is the share of answers that are right, or likeliest of the candidates."""
+    """A table of means over seeds. Recall is the share of answers that are exact."""
     lines = []
     teacher = [row for row in results["rows"] if row["mixer"] == TEACHER and "error" not in row]
     if teacher:
@@ -51,7 +51,7 @@ def table(results: dict) -> str:
         for mixer in mixers:
             rows = chosen(results, mixer, kept)
             if rows:
-                ratio = shown([row["heldout_ppl_ratio"] for row in rows], 3)
+                ratio = mean_and_range([row["heldout_ppl_ratio"] for row in rows], 3)
                 seconds = f"{statistics.fmean(row['training_seconds'] for row in rows):.0f}"
                 layers = f"{len(rows[0]['kept_layers'])} ({100 * kept:g} %)"
                 figures = (ratio, recall(rows, "exact", 3), recall(rows, "gain", 2), seconds)
@@ -60,7 +60,7 @@ def table(results: dict) -> str:
 
 
 def section(results: dict) -> str:
-    """The table and, below it, what it is from."""
+    """The table, and below it the training budget, the hardware and the commits."""
     settings = results["settings"]
     tokens = max((row.get("trained_tokens", 0) for row in results["rows"]), default=0)
     return (
@@ -70,7 +70,7 @@ def section(results: dict) -> str:
 
 
 def plot(results: dict, path: str | Path) -> None:
-    """Perplexity ratio and the gain of every probe against the share of layers kept."""
+    """Plot the perplexity ratio and the gain of every probe against the share of kept layers."""
     teacher = [row for row in results["rows"] if row["mixer"] == TEACHER and "error" not in row]
     tasks = list(teacher[0]["probes"]) if teacher else []
     tokens = max((row.get("trained_tokens", 0) for row in results["rows"]), default=0)

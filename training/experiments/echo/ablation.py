@@ -1,11 +1,12 @@
-"""Which part of SKA helps: action mask, powers, spectral norm, normalisation, and how often the operator is estimated.
+"""Which part of SKA helps? Varies the action mask, the power, the spectral norm, the normalisation and the chunk size.
 
     python training/experiments/echo/ablation.py --lr 3e-3 --out echo_ablation.json --plot
 
-The SKA model of `transfer.py` with one option changed; training and measurement are the same as there. All variants
-run with one seed before any runs with the next. Chunks of one token are the paper's prefix mode for questions after
-all facts: every token reads all tokens before it. "refreshed" in a row is the same model measured with an estimate of
-the operator at every token (`refresh_every=1`), whatever its chunks in training.
+Each variant is the SKA model of `transfer.py` with one option changed; training and measurement are the same as there.
+All variants run with one seed before any runs with the next. With chunks of one token, every token reads all tokens
+before it; this is the paper's prefix mode for questions that follow all facts. "refreshed" in a row holds the
+accuracies of the same model when the operator is estimated at every token (`refresh_every=1`); the chunks of the
+training stay.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from hf_memmix.training.experiments.common.harness import execute
 from hf_memmix.training.experiments.common.options import Out, Plot, Seconds, Steps, Workers, check_names, settings
 from hf_memmix.training.experiments.echo.protocol import Batch, Length, Lengths, Pairs, Sequences, learn_and_measure
 
-# variant: options of the SKA layers, and whether they store facts only
+# the name of a variant: options of its SKA layers, and whether these layers store the tokens of facts only
 VARIANTS = {
     "K = 2, chunks of 8": ({}, True),
     "no action mask": ({}, False),
@@ -56,7 +57,7 @@ def main(
     pairs: Pairs = (2, 4, 8),
     lengths: Lengths = (64, 256, 1024, 4096),
     sequences: Sequences = 128,
-    lr: Annotated[float, typer.Option(help="the best of the transfer suite for SKA")] = 3e-3,
+    lr: Annotated[float, typer.Option(help="learning rate; default: the best of the transfer suite for SKA")] = 3e-3,
     seeds: int = 3,
     variants: Annotated[list[str], typer.Option(help="variants to compare; repeatable")] = tuple(VARIANTS),
 ) -> None:

@@ -1,11 +1,12 @@
-"""Echo's grid of multi-query recall: n pairs, a gap of noise, then all n questions; one model per cell.
+"""Echo's grid of multi-query recall. A sequence has n pairs, a gap of noise and n questions; each cell has its own
+model.
 
     python training/experiments/echo/mqar.py --workers 6 --out echo_mqar.json --plot
 
-The paper trains models of 50M parameters with gaps of 64 to 4,096 tokens. There SKA answers everything in every cell,
-attention answers everything but in one cell, and Mamba-2 stays at chance. Here the models are those of `suite.py`,
-whose keys have 24 dimensions, in fewer cells. The accuracy is that of the learning rate with the lowest mean loss on
-development sequences.
+The paper trains models of 50M parameters with gaps of 64 to 4,096 tokens. There SKA answers all questions in every
+cell, attention answers all questions in every cell but one, and Mamba-2 stays at chance. Here the models are those of
+`suite.py`, whose keys have 24 dimensions, and the grid has fewer cells. The reported accuracy is that of the learning
+rate with the lowest mean loss on development sequences.
 """
 
 import json
@@ -28,15 +29,15 @@ def tokens(pairs: int, gap: int) -> int:
 
 
 def batches(row: dict, args) -> Iterator[Examples]:
-    length, generator = tokens(row["pairs"], row["gap"]), suite.stream(row["seed"])
+    length, generator = tokens(row["pairs"], row["gap"]), suite.seeded_generator(row["seed"])
     batch = max(1, min(args.batch, args.batch_tokens // length))
     while True:
-        drawn = draw_examples("mqar", batch * suite.AHEAD, length, row["pairs"], generator, gap=row["gap"])
-        yield from (drawn[i * batch : (i + 1) * batch] for i in range(suite.AHEAD))
+        drawn = draw_examples("mqar", batch * suite.BATCHES_PER_DRAW, length, row["pairs"], generator, gap=row["gap"])
+        yield from (drawn[i * batch : (i + 1) * batch] for i in range(suite.BATCHES_PER_DRAW))
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    """All cells at every rate with a seed before any with the next."""
+    """The rows of all cells and learning rates with one seed, then those with the next seed."""
     return [
         {"model": name, "pairs": pairs, "gap": gap, "lr": lr, "seed": seed}
         for seed in range(args.seeds)
@@ -49,7 +50,7 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
 def run(row: dict, args) -> Iterator[dict]:
     pairs, gap, errors = row["pairs"], row["gap"], {}
     model, masked = suite.build(row["model"], row["seed"]), row["model"] == "ska"
-    result = suite.learn(model, batches(row, args), masked, row, args, enough=args.enough)
+    result = suite.learn(model, batches(row, args), masked, row, args, stop_below_loss=args.enough)
     yield result | {"parameters": model.num_parameters()}
     if not result["finite"]:
         return
@@ -66,7 +67,9 @@ def main(
     plot: Plot = False,
     workers: Workers = 1,
     seconds: Seconds = float("inf"),
-    steps: Annotated[int, typer.Option(help="at most; a cell whose loss is small ends earlier")] = 3000,
+    steps: Annotated[
+        int, typer.Option(help="optimizer steps at most; training ends earlier when the loss is below --enough")
+    ] = 3000,
     batch: Annotated[int, typer.Option(help="sequences per step, at most")] = 64,
     batch_tokens: Annotated[int, typer.Option(help="tokens per step, at most")] = 16384,
     enough: Annotated[float, typer.Option(help="the loss at which training ends")] = 0.002,

@@ -1,4 +1,4 @@
-"""Plots of the Echo experiments' JSON files, the paper's figures dotted or in brackets."""
+"""Plots of the Echo experiments' JSON files. Crosses and dotted lines show the paper's figures."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def _figure(panels: int, results: dict):
 
 
 def plot_transfer(results: dict, path: str | Path) -> None:
-    """Accuracy by task and by length, mean over seeds; the paper's as crosses and dotted lines."""
+    """Plot accuracy by task and by length, as means over seeds, with the paper's figures as crosses and dotted lines."""
     figure, (tasks, lengths) = _figure(2, results)
     for place, (model, rows) in enumerate(chosen(results["rows"]).items()):
         at = [i + 0.27 * (place - 1) for i in range(len(TASKS_PAPER))]
@@ -46,7 +46,7 @@ def plot_transfer(results: dict, path: str | Path) -> None:
 
 
 def plot_ablation(results: dict, path: str | Path) -> None:
-    """Mean accuracy of each variant over all cells, and on the trained tasks when refreshed at every token."""
+    """Plot the mean accuracy of each variant over all cells, and on the trained tasks with `refresh_every=1`."""
     figure, (panel,) = _figure(1, results)
     names = list(dict.fromkeys(row["variant"] for row in results["rows"] if "cells" in row))[::-1]
     for kind, style in (("cells", "o"), ("refreshed", "x")):
@@ -61,7 +61,7 @@ def plot_ablation(results: dict, path: str | Path) -> None:
 
 
 def plot_grid(results: dict, path: str | Path) -> None:
-    """Accuracy of each model in each cell of the recall grid."""
+    """Plot the accuracy of each model in each cell of the recall grid."""
     figure, (panel,) = _figure(1, results)
     cells = [tuple(cell) for cell in results["settings"]["cells"]]
     for model in results["settings"]["models"]:

@@ -18,7 +18,7 @@ Sequences = Annotated[int, typer.Option(help="sequences measured per cell, at le
 
 
 def cells(args: SimpleNamespace) -> Iterator[tuple[str, int, int]]:
-    """Every (task, length, pairs) that there is room for."""
+    """Every (task, length, pairs) whose facts and questions fit into the length."""
     for task in TASKS:
         for length in args.lengths:
             for pairs in suite.PAIRS if task != "niah" else (1,):
@@ -30,7 +30,7 @@ def cells(args: SimpleNamespace) -> Iterator[tuple[str, int, int]]:
 
 
 def accuracies(model, grid: Iterable[tuple], masked: bool, args: SimpleNamespace, errors: dict) -> list[list]:
-    """[task, length, pairs, accuracy] for each cell whose measurement did not fail."""
+    """[task, length, pairs, accuracy] for each cell; a cell whose measurement fails adds its error to `errors`."""
     found = []
     for cell in grid:
         name = " ".join(map(str, cell))
@@ -40,7 +40,11 @@ def accuracies(model, grid: Iterable[tuple], masked: bool, args: SimpleNamespace
 
 
 def learn_and_measure(row: dict, args: SimpleNamespace, masked: bool = True, **ska) -> Iterator[dict]:
-    """Train the row's model, then its accuracy in every cell: "cells" [[task, length, pairs, accuracy]]."""
+    """Train the row's model and measure it; yields the parts of its results.
+
+    "cells" holds [task, length, pairs, accuracy] for every cell; "refreshed" the same for the trained tasks of a SKA
+    model whose operator is estimated at every token.
+    """
     model, errors = suite.build(row["model"], row["seed"], **ska), {}
     masked = masked and row["model"] == "ska"
     batches = suite.training_batches(row["seed"], args.batch, args.length, args.pairs)

@@ -1,7 +1,7 @@
-"""The tables of the Echo experiments: the paper's figures in brackets beside those measured here.
+"""The tables of the Echo experiments, with the paper's figures in brackets.
 
-Accuracies are in percent: mean and standard deviation over seeds. A task's accuracy is the mean over its cells, a
-length's that over the cells of the two trained tasks.
+Accuracies are in percent: mean and standard deviation over seeds. The accuracy of a task is the mean over its cells.
+The accuracy at a length is the mean over the cells of the two trained tasks at this length.
 """
 
 import math
@@ -34,9 +34,10 @@ LENGTHS_PAPER = {
 
 
 def at_best_rate(rows: list[dict], **wanted) -> list[dict]:
-    """Trained rows with these values, of all seeds, at the learning rate of lowest mean dev loss.
+    """The trained rows with the wanted values, of all seeds, at the learning rate with the lowest mean development
+    loss.
 
-    The mean is over the seeds that every rate has finished; a training that diverged rules its rate out.
+    The mean is over the seeds that every rate has finished. A rate is not chosen if one of its trainings diverged.
     """
     by_rate = {}
     for row in rows:
@@ -54,20 +55,23 @@ def at_best_rate(rows: list[dict], **wanted) -> list[dict]:
 
 
 def chosen(rows: list[dict]) -> dict[str, list[dict]]:
-    """For each model its measured rows of all seeds at its best learning rate."""
+    """For each model, the measured rows of all seeds at its best learning rate."""
     found = {model: [row for row in at_best_rate(rows, model=model) if "cells" in row] for model in MODELS}
     return {model: rows for model, rows in found.items() if rows}
 
 
 def mean_of(row: dict, kind: str = "cells", tasks=tuple(TASKS_PAPER), length: int | None = None) -> float | None:
-    """Mean accuracy in percent of a row's cells of the tasks, and of a length; None where there is no such cell."""
+    """Mean accuracy in percent over the cells of a row with these tasks and this length; None without such cells."""
     tasks = (tasks,) if isinstance(tasks, str) else tasks
     accuracies = [a for task, n, _, a in row[kind] if task in tasks and length in (None, n)]
     return 100 * statistics.fmean(accuracies) if accuracies else None
 
 
 def mean_and_spread(values: list[float | None]) -> tuple[float, float]:
-    """Mean and standard deviation of what was measured: 0 for one value, NaN and 0 for none."""
+    """Mean and standard deviation of the values that are not None.
+
+    The deviation of one value is 0; without values the mean is NaN and the deviation 0.
+    """
     values = [value for value in values if value is not None]
     mean = statistics.fmean(values) if values else math.nan
     return mean, statistics.stdev(values) if len(values) > 1 else 0.0
@@ -82,7 +86,7 @@ def _figures(values: list[float | None], paper: float | None = None) -> str:
 
 
 def transfer_tables(results: dict) -> str:
-    """Tables 3 and 2."""
+    """The paper's Tables 3 (accuracy by task) and 2 (accuracy by length), with the figures measured here."""
     models, lengths = chosen(results["rows"]), results["settings"]["lengths"]
     head = [
         f"{name}, {rows[0]['parameters'] / 1e6:.2f}M, rate {rows[0]['lr']:g}, {len(rows)} seeds"
@@ -131,13 +135,13 @@ def transfer_tables(results: dict) -> str:
 
 
 def _task_mean(row: dict) -> float | None:
-    """Mean of the tasks' means; None if a task was not measured."""
+    """The mean over tasks of the mean accuracy per task; None if a task was not measured."""
     means = [mean_of(row, tasks=task) for task in TASKS_PAPER]
     return None if None in means else statistics.fmean(means)
 
 
 def ablation_table(results: dict) -> str:
-    """One line a variant: trained tasks, the others, lengths, and the trained tasks refreshed at every token."""
+    """One line per variant: accuracy on the trained tasks, on the other tasks, by length, and with `refresh_every=1`."""
     lengths, variants = results["settings"]["lengths"], {}
     for row in results["rows"]:
         if "cells" in row:
@@ -159,13 +163,13 @@ def ablation_table(results: dict) -> str:
 
 
 def grid_accuracies(results: dict, model: str, pairs: int, gap: int) -> list[float]:
-    """A model's accuracies in percent in a cell, of all seeds at the learning rate of lowest dev loss."""
+    """The accuracies in percent of a model in a cell, of all seeds, at the rate with the lowest development loss."""
     rows = at_best_rate(results["rows"], model=model, pairs=pairs, gap=gap)
     return [100 * row["accuracy"] for row in rows if "accuracy" in row]
 
 
 def grid_table(results: dict) -> str:
-    """Accuracy of every model in every cell."""
+    """A table of the accuracy of every model in every cell."""
     models, cells = results["settings"]["models"], results["settings"]["cells"]
     lines = [
         (pairs, gap, *(_figures(grid_accuracies(results, name, pairs, gap)) for name in models))
@@ -178,7 +182,7 @@ REPORTS = {"echo_transfer": transfer_tables, "echo_ablation": ablation_table, "e
 
 
 def report(results: dict) -> str:
-    """The tables of one experiment, how many measurements failed, and what they are from."""
+    """The tables of one experiment, the number of measurements that failed, the hardware and the commits."""
     text = REPORTS[results["experiment"]](results)
     failed = sum(len(row.get("errors", ())) + ("error" in row) for row in results["rows"])
     text += f"\n\n{failed} measurements failed." if failed else ""

@@ -1,6 +1,6 @@
-"""Echo's models of a million parameters, how they learn a task of `tasks.py`, and how they are measured on it.
+"""Echo's models of a million parameters, their training on a task of `tasks.py`, and their measurement.
 
-Three models of 4 layers that differ in the inner two: Mamba-2 throughout, with softmax attention, with SKA. A model
+The three models have 4 layers. The outer two are Mamba-2; the inner two are Mamba-2, softmax attention or SKA. A model
 answers with the most likely of the 50 values, so chance is 2 %.
 """
 
@@ -27,15 +27,16 @@ MODELS = {
 TRAINED = ("system_prompt", "tool_trace")
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 PAIRS = (2, 4, 8, 16)
-AHEAD = 64  # batches drawn at a time
-FORWARD_TOKENS = 2**16  # of a forward when measuring
-DEV_SEED = TEST_SEED // 2  # dev and test sequences are those of no training
-# losses stay on a plateau for thousands of steps before recall is learned: a rate that fell then would keep them there
-HOLD = 0.6
+BATCHES_PER_DRAW = 64
+FORWARD_TOKENS = 2**16  # tokens of one forward in a measurement
+DEV_SEED = TEST_SEED // 2  # training seeds are smaller, so development and test sequences are new to the models
+# share of the steps at the full rate: the loss stays on a plateau for thousands of steps before recall is learned, and
+# a rate that decays during the plateau keeps the loss there
+CONSTANT_RATE_SHARE = 0.6
 
 
 def build(model: str, seed: int, **ska) -> EchoForCausalLM:
-    """One of `MODELS` with options of its SKA layers beside the preset's, on the device.
+    """One of `MODELS` on the device; `ska` holds options of its SKA layers that differ from the preset.
 
     Raises:
         ValueError: there is no such model.
@@ -56,12 +57,12 @@ def set_ska(model, **options) -> None:
             layer.options = dataclasses.replace(layer.options, **options)
 
 
-def stream(seed: int) -> torch.Generator:
+def seeded_generator(seed: int) -> torch.Generator:
     return torch.Generator(device()).manual_seed(seed)
 
 
-def logits(model, examples: Examples, masked: bool) -> Tensor:
-    """Of the values, at every question [B, n, 50]; `masked`: SKA layers store facts only."""
+def value_logits(model, examples: Examples, masked: bool) -> Tensor:
+    """Logits [B, n, V] at every question; with `masked`, SKA layers store the tokens of facts only."""
     extra = {"action_mask": examples.action_mask} if masked else {}
     hidden = model.model(input_ids=examples.ids, use_cache=False, **extra).last_hidden_state
     index = examples.positions[..., None].expand(-1, -1, hidden.shape[-1])
@@ -69,7 +70,7 @@ def logits(model, examples: Examples, masked: bool) -> Tensor:
 
 
 def learn(model, batches: Iterable[Examples], masked: bool, row: dict, args: SimpleNamespace, **fit_options) -> dict:
-    """Train on a stream of batches for `args.steps` steps at the row's rate; the loss is at the answers alone."""
+    """Train for `args.steps` steps, one batch per step, at the row's rate; the loss counts the answers only."""
     stream_of = iter(batches)
 
     def batch_of(step: int) -> tuple[Tensor, ...]:
@@ -78,28 +79,30 @@ def learn(model, batches: Iterable[Examples], masked: bool, row: dict, args: Sim
 
     def loss_of(*tensors: Tensor) -> Tensor:
         examples = Examples(*tensors)
-        return F.cross_entropy(logits(model, examples, masked).flatten(0, 1), examples.values.flatten())
+        return F.cross_entropy(value_logits(model, examples, masked).flatten(0, 1), examples.values.flatten())
 
-    return fit(model, loss_of, args.steps, row["lr"], args, batch_of, hold=HOLD, **fit_options)
+    return fit(
+        model, loss_of, args.steps, row["lr"], args, batch_of, constant_rate_share=CONSTANT_RATE_SHARE, **fit_options
+    )
 
 
 def training_batches(seed: int, batch: int, length: int, pairs: Iterable[int]) -> Iterator[Examples]:
-    """System prompts and tool traces of one length in equal parts, with each of the numbers of pairs."""
-    generator = stream(seed)
+    """Batches of the two trained tasks, with each of the numbers of pairs, all in equal parts and of one length."""
+    generator = seeded_generator(seed)
     while True:
-        yield from mixture(TRAINED, batch, length, list(pairs), generator, AHEAD)
+        yield from mixture(TRAINED, batch, length, list(pairs), generator, BATCHES_PER_DRAW)
 
 
 @torch.no_grad()
 def measure(model, task: str, length: int, pairs: int, sequences: int, masked: bool, seed: int, **options) -> dict:
-    """Loss and accuracy on sequences that no training draws."""
+    """Loss and accuracy on sequences that the seed draws; training uses other seeds."""
     model.eval()
     batch = max(1, min(sequences, FORWARD_TOKENS // length))
-    generator, losses, right = stream(seed), [], []
+    generator, losses, right = seeded_generator(seed), [], []
     for _ in range(-(-sequences // batch)):
         examples = draw_examples(task, batch, length, pairs, generator, **options)
         with autocast():
-            found = logits(model, examples, masked)
+            found = value_logits(model, examples, masked)
         losses.append(F.cross_entropy(found.flatten(0, 1), examples.values.flatten()))
         values = found[..., VALUES.start : VALUES.stop].argmax(-1) + VALUES.start
         right.append((values == examples.values).float().mean())
@@ -107,19 +110,19 @@ def measure(model, task: str, length: int, pairs: int, sequences: int, masked: b
 
 
 def training_loss(model, masked: bool, length: int, pairs: Iterable[int], sequences: int) -> float:
-    """Mean loss on dev sequences of what a model was trained on; chooses learning rates."""
+    """Mean loss on development sequences of the trained tasks; learning rates are chosen by it."""
     found = [measure(model, task, length, n, sequences, masked, DEV_SEED)["loss"] for task in TRAINED for n in pairs]
     return sum(found) / len(found)
 
 
 @torch.no_grad()
 def decode_agreement(model, masked: bool, length: int, pairs: int, sequences: int) -> float:
-    """Share of answers that are the same token by token through the cache as in one forward."""
+    """Share of answers that are equal when the model reads token by token through its cache and in one forward."""
     model.eval()
-    examples = draw_examples(TRAINED[0], sequences, length, pairs, stream(DEV_SEED))
+    examples = draw_examples(TRAINED[0], sequences, length, pairs, seeded_generator(DEV_SEED))
     cache, steps = None, []
     with autocast():
-        whole = logits(model, examples, masked)
+        whole = value_logits(model, examples, masked)
         for t in range(length):
             extra = {"action_mask": examples.action_mask[:, t : t + 1]} if masked else {}
             out = model(input_ids=examples.ids[:, t : t + 1], past_key_values=cache, use_cache=True, **extra)

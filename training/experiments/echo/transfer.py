@@ -1,12 +1,12 @@
-"""Echo's transfer suite: train once on two tasks at 64 tokens, answer these and four other tasks, up to 4096 tokens.
+"""Echo's transfer suite: a model is trained on two tasks at 64 tokens and measured on six tasks at up to 4096 tokens.
 
     python training/experiments/echo/transfer.py --workers 10 --out echo_transfer.json --plot
 
-Tables 2 and 3 of the paper, with its three models of a million parameters and AdamW. The paper takes 6,000 steps of 16
-sequences. Trained like that, three of eight of our models were still on the plateau before recall when their learning
-rate had fallen. Therefore the batches here are larger, and the rate falls only in the last part of the training, for
-all models alike. Each learning rate runs with every seed. The rate of a model is the one with the lowest mean loss on
-development sequences of the trained tasks.
+The script repeats Tables 2 and 3 of the paper, with its three models of a million parameters and AdamW. The paper
+takes 6,000 steps of 16 sequences. With these settings, three of eight models here had not yet learned recall when
+their learning rate had decayed. Therefore the batches here are larger, and the rate decays only in the last part of
+the training, for all models in the same way. Each learning rate runs with every seed. The rate of a model is the one
+with the lowest mean loss on development sequences of the trained tasks.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from hf_memmix.training.experiments.echo.protocol import Batch, Length, Lengths,
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    """Every rate and seed of one model after another, the paper's own first."""
+    """Rows with every seed and rate, one model after another; SKA, the paper's mixer, comes first."""
     return [
         {"model": name, "lr": lr, "seed": seed}
         for name in reversed(args.models)

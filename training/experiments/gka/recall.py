@@ -1,10 +1,10 @@
-"""Multi-query associative recall (`common/mqar.py`): how many key-value pairs does a memory recall?
+"""How many key-value pairs does a memory recall? Multi-query associative recall (`common/mqar.py`).
 
     python training/experiments/gka/recall.py --out recall.json
 
 The models have two layers. One model is trained for each cell (length, pairs) and learning rate (`rates_to_try`), on
 new sequences at every step, until the loss is below 0.01 or all tokens are used. The learning rate is chosen by the
-loss on development sequences. The reported accuracy is of test sequences, for this rate and for a second seed.
+loss on development sequences. The reported accuracy is measured on test sequences, at this rate, with two seeds.
 """
 
 import functools
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from hf_memmix.training.experiments.common.fit import MODELS, answer, autocast, build, fit, recall_loss
+from hf_memmix.training.experiments.common.fit import MODELS, autocast, build, fit, query_logits, recall_loss
 from hf_memmix.training.experiments.common.harness import device, execute
 from hf_memmix.training.experiments.common.mqar import DEV_SEED, TEST_SEED, VOCAB, check_cell, draw_recall
 from hf_memmix.training.experiments.common.options import (
@@ -60,12 +60,12 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
 
 @torch.no_grad()
 def measure(model, batch: int, length: int, pairs: int, seed: int) -> tuple[float, float]:
-    """Loss and accuracy on sequences of a seed of their own."""
+    """Loss and accuracy on sequences that the seed draws; training uses other seeds."""
     draws, found = generator(seed), []
     with autocast():
         for _ in range(TEST_BATCHES):
             recall = draw_recall(batch, length, pairs, draws)
-            logits = answer(model, recall.ids, recall.positions)
+            logits = query_logits(model, recall.ids, recall.positions)
             loss = F.cross_entropy(logits.flatten(0, 1), recall.values.flatten())
             found.append(torch.stack([loss, (logits.argmax(-1) == recall.values).float().mean()]))
     loss, accuracy = torch.stack(found).mean(0).tolist()
@@ -84,7 +84,7 @@ def run(row: dict, args) -> dict:
         return recall.ids, recall.positions, recall.values
 
     loss_of = functools.partial(recall_loss, model)
-    result = fit(model, loss_of, steps, row["lr"], args, batch_of, enough=SOLVED)
+    result = fit(model, loss_of, steps, row["lr"], args, batch_of, stop_below_loss=SOLVED)
     result |= {"parameters": model.num_parameters(), "sequences": result["steps"] * batch}
     if not result["finite"]:
         return result

@@ -1,8 +1,8 @@
 """The table of associative recall."""
 
 from hf_memmix.conversion.records import markdown_table
-from hf_memmix.training.experiments.common.rates import chosen_rows, learnt_and_lost
-from hf_memmix.training.experiments.common.report import caption, figure
+from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
+from hf_memmix.training.experiments.common.report import caption, mean_and_range
 
 
 def recall_table(rows: list[dict]) -> str:
@@ -11,11 +11,11 @@ def recall_table(rows: list[dict]) -> str:
     table = []
     for name in dict.fromkeys(row["model"] for row in rows):
         chosen = [chosen_rows(rows, model=name, length=length, pairs=pairs) for length, pairs in cells]
-        table.append([name, *(figure(found, "accuracy", 2, scale=100) for found in chosen)])
+        table.append([name, *(mean_and_range(found, "accuracy", 2, scale=100) for found in chosen)])
     return markdown_table(["model", *(f"{length} tokens, {pairs} pairs" for length, pairs in cells)], table)
 
 
 def recall(results: dict) -> str:
     """The table with its caption."""
-    rows, lost = learnt_and_lost(results)
-    return f"{recall_table(rows)}\n\n{caption(results, lost)}"
+    rows, failed = trained_and_failed(results)
+    return f"{recall_table(rows)}\n\n{caption(results, failed)}"

@@ -1,16 +1,16 @@
-"""Lattice as a language model beside other mixers of equal size and with equal data, at growing context.
+"""Compares Lattice as a language model with other mixers, at equal size, with equal data, at several context lengths.
 
     python training/experiments/lattice/language.py --text text.npy --out lattice_language.json
 
 At the shortest context each model is trained with every learning rate (`rates_to_try`). The rate with the lowest dev
 loss is used for the longer contexts and for a second seed. The reported figure is the perplexity on held-out text.
-Karami and Mirrokni, Table 2, has the same comparison at 110M parameters and 2.4B tokens. "-small" means a gamma of at
-most 0.25.
+Table 2 of Karami and Mirrokni is the same comparison at 110M parameters and 2.4B tokens. "-small" in the name of a
+model means that its step size gamma is at most 0.25.
 """
 
 import typer
 
-from hf_memmix.training.experiments.common.fit import MODELS, learn_text
+from hf_memmix.training.experiments.common.fit import MODELS, train_language_model
 from hf_memmix.training.experiments.common.language import Contexts, Models, run_command
 from hf_memmix.training.experiments.common.options import (
     BatchTokens,
@@ -38,12 +38,12 @@ PAPER = {
     "enc": {512: 19.11, 2048: 17.22, 8192: 16.66},
     "sim": {512: 19.08, 2048: 17.23, 8192: 16.73},
 }
-# with gamma of at most 0.25: what the ablation found of the step
+# variants with gamma of at most 0.25, the best limit in the ablation
 SMALL_STEPS = ("dec-small", "enc-small", "sim-small")
 
 
 def run(row: dict, args) -> dict:
-    result = learn_text(row, args, *MODELS[row["model"]])
+    result = train_language_model(row, args, *MODELS[row["model"]])
     paper = PAPER.get(row["model"], {}).get(row["context"])
     return result | ({} if paper is None else {"paper_perplexity_on_books": paper})
 

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from hf_memmix.training.experiments.common.plots import bars, log_scale, name_lost, save, sized_figure
-from hf_memmix.training.experiments.common.rates import chosen_rows, learnt_and_lost
-from hf_memmix.training.experiments.lattice.rungs import LADDER, OPEN
+from hf_memmix.training.experiments.common.plots import bars, list_failed_rows, log_scale, save, sized_figure
+from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
+from hf_memmix.training.experiments.lattice.variants import IN_PAPER, NOT_IN_PAPER
 
 
 def plot_ablation(results: dict, path: str | Path) -> None:
-    """Held-out perplexity of each rung of `lattice_ablation`, from the least to the largest of its seeds."""
+    """Plot the held-out perplexity of each variant of `ablation.py`: the mean, and an error bar over the seeds."""
     figure, (panel,) = sized_figure(1, results)
-    rows, lost = learnt_and_lost(results, [*LADDER, *OPEN])
+    rows, failed = trained_and_failed(results, [*IN_PAPER, *NOT_IN_PAPER])
     names = list(dict.fromkeys(row["rung"] for row in rows))[::-1]
     found = [(i, chosen_rows(rows, rung=name)) for i, name in enumerate(names)]
     bars(
@@ -23,5 +23,5 @@ def plot_ablation(results: dict, path: str | Path) -> None:
     panel.set_yticks(range(len(names)), names, fontsize=8)
     panel.set_title("held-out perplexity", fontsize=11)
     log_scale(panel.xaxis)
-    name_lost(panel, lost, ("rung",))
+    list_failed_rows(panel, failed, ("rung",))
     save(figure, path)

@@ -1,11 +1,12 @@
-"""One recipe on one GPU, on two GPUs with DDP and on two GPUs with FSDP2.
+"""Compares the training of one recipe on one GPU, on two GPUs with DDP and on two GPUs with FSDP2.
 
     python training/experiments/several_gpus/compare_launches.py
 
 For each launch and stage it measures the loss curve, tokens/s, peak memory, and the scaling efficiency: tokens/s on
-two GPUs divided by twice those on one. The global batch is the same everywhere, so the curves should differ by
-rounding alone. A run on one GPU with two accumulation steps shows how large that difference is. There are two models:
-the bundled teacher, and a randomly initialised Llama of 1.2 billion parameters whose layers all become GKA.
+two GPUs divided by twice those on one. The global batch is the same in all launches, so the curves should differ only
+by rounding. A run on one GPU with two accumulation steps shows how large that difference is. There are two models: the
+bundled teacher, and a randomly initialised Llama of 1.2 billion parameters. All their layers become GKA; the second
+student has 1.3 billion parameters.
 """
 
 import gc
@@ -49,8 +50,8 @@ ONE_B = {
 WARM_UP = 5  # steps that are not timed
 
 
-class Clock(TrainerCallback):
-    """Seconds of every step."""
+class StepTimer(TrainerCallback):
+    """A Trainer callback that records the seconds of every step."""
 
     def __init__(self):
         self.seconds = []
@@ -69,7 +70,7 @@ class Clock(TrainerCallback):
 
 
 def models(name: str, device: torch.device):
-    """Teacher, student and data, the same on every process."""
+    """Teacher, student and data; they are the same in every process."""
     size = MODELS[name]
     if name == "1b":
         torch.manual_seed(0)
@@ -89,7 +90,7 @@ def models(name: str, device: torch.device):
 
 
 def work(name: str, accumulation: int, folder: Path) -> dict:
-    """Both stages of one model in this process (one of a launch); the record of rank 0."""
+    """Run both stages of one model in this process of a launch. Returns the measurements of this process."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
@@ -97,7 +98,7 @@ def work(name: str, accumulation: int, folder: Path) -> dict:
     teacher, student, data = models(name, device)
     record = {"parameters": student.num_parameters(), "stages": {}}
     for stage, count in MODELS[name]["steps"].items():
-        clock = Clock()
+        timer = StepTimer()
         recipe = Recipe(
             stage=stage,
             steps=count,
@@ -113,8 +114,8 @@ def work(name: str, accumulation: int, folder: Path) -> dict:
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        result = train(student, teacher, data, folder / stage, recipe=recipe, callbacks=[clock])
-        step = statistics.median(clock.seconds[min(WARM_UP, len(clock.seconds) - 1) :])
+        result = train(student, teacher, data, folder / stage, recipe=recipe, callbacks=[timer])
+        step = statistics.median(timer.seconds[min(WARM_UP, len(timer.seconds) - 1) :])
         record["stages"][stage] = {
             "steps": result["steps"],
             "tokens_per_step": recipe.tokens_per_step,
@@ -126,8 +127,8 @@ def work(name: str, accumulation: int, folder: Path) -> dict:
     return record
 
 
-def command(kind: str, cpu: bool) -> list[str]:
-    """The start of a launch: accelerate with the file that ships, or the same on two CPU processes for a try."""
+def launcher_command(kind: str, cpu: bool) -> list[str]:
+    """The beginning of a command line: accelerate with the recipe's config file, or torchrun on two CPU processes."""
     if kind == "single":
         return [sys.executable]
     if cpu:
@@ -137,7 +138,7 @@ def command(kind: str, cpu: bool) -> list[str]:
 
 
 def start(kind: str, names: list[str], folder: Path, gpu: int | None = None, accumulation: int = 1):
-    """Start one launch that trains these models one after the other; their records go to `folder/<name>.json`."""
+    """Start one launch that trains these models one after the other and writes `folder/<name>_<kind>.json` for each."""
     title = "_".join([*names, kind]) + ("_accumulated" if accumulation > 1 else "")
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"), "TOKENIZERS_PARALLELISM": "false"}
     if gpu is not None:
@@ -150,12 +151,12 @@ def start(kind: str, names: list[str], folder: Path, gpu: int | None = None, acc
     script += ["--folder", str(folder), *(part for name in names for part in ("--model", name))]
     log = (folder / f"{title}.log").open("w")
     began = time.perf_counter()
-    process = subprocess.Popen([*command(kind, cpu), *script], env=env, stdout=log, stderr=log)
+    process = subprocess.Popen([*launcher_command(kind, cpu), *script], env=env, stdout=log, stderr=log)
     return title, process, began
 
 
 def finish(*launches) -> bool:
-    """Wait for launches that run at the same time; whether all went well."""
+    """Wait for launches that run at the same time. Returns whether all of them exited with code 0."""
     codes = []
     for title, process, began in launches:
         codes.append(process.wait())
@@ -164,7 +165,7 @@ def finish(*launches) -> bool:
 
 
 def compare(results: dict) -> dict:
-    """Scaling efficiency, and the largest relative difference of each loss curve from one GPU's."""
+    """The scaling efficiency of each launch, and the largest relative difference of its losses from those of one GPU."""
     summary = {}
     for model in {name.split("_")[0] for name in results}:
         if f"{model}_single" not in results:
@@ -205,18 +206,18 @@ def main(
             if not int(os.environ.get("RANK", "0")):
                 write_json(logs / f"{title}.json", record)
         return
-    # on one GPU each, at the same time
+    # the launches on one GPU run at the same time, each on its own GPU
     first, *others = (start("single", [name], logs, gpu=None if cpu else i) for i, name in enumerate(names))
-    whole = finish(first)
-    whole &= finish(start("single", names[:1], logs, gpu=None if cpu else 0, accumulation=2), *others)
+    succeeded = finish(first)
+    succeeded &= finish(start("single", names[:1], logs, gpu=None if cpu else 0, accumulation=2), *others)
     for kind in ("ddp", "fsdp2"):
-        whole &= finish(start(kind, names, logs))
+        succeeded &= finish(start(kind, names, logs))
     found = {path.stem: json.loads(path.read_text()) for path in sorted(logs.glob("*.json"))}
     table = environment() | {"gpus": torch.cuda.device_count()}
     table |= {"summary": compare(found), "launches": found}
     write_json(out, table)
     print(json.dumps(table["summary"], indent=1))
-    if not whole:
+    if not succeeded:
         raise typer.Exit(1)
 
 

@@ -86,7 +86,7 @@ class _Launch:
         return H0, UT0, h_final, u_final
 
     def solve(self, high, low, factor, k, log_decay, beta, H0, x):
-        """x in place, from factor * (high + low); returns |H_t| [B, T, H]."""
+        """Write the solution for factor * (high + low) into x; returns |H_t| [B, T, H]."""
         (norms,) = self.gates(1)
         steps = [tau for count in self.phases for tau in richardson_steps(count, self.ridge)]
         table = norms.new_empty(len(self.phases) + len(steps))
@@ -99,7 +99,7 @@ class _Launch:
 
 
 def gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size):
-    """(o in q's dtype, x float32, final H, final U). The kernels choose the chunk length; it changes no result."""
+    """(o in q's dtype, x float32, final H, final U). The kernels choose the chunk length, `chunk_size` is not used."""
     q, k, v, log_decay, alpha, beta, h0, u0 = (t.contiguous() for t in (q, k, v, log_decay, alpha, beta, h0, u0))
     launch = _Launch(q, k, v, cu_seqlens, phases, ridge)
     H0, UT0, h_final, u_final = launch.scan_states(k, v, log_decay, beta, h0, u0)
@@ -123,7 +123,7 @@ def gka_backward(
     launch = _Launch(q, k, v, cu_seqlens, phases, ridge)
     H0, UT0, h_final, u_final = launch.scan_states(k, v, log_decay, beta, h0, u0)
 
-    # dq and z hold the solver's right side, high and low part, until they get their own values: peak memory
+    # to save memory, dq and z first hold the high and low part of the solver's right side
     dq, z = torch.empty_like(q), torch.empty_like(q)
     low = None if q.dtype == torch.float32 else z
     dalpha, local, ridge_t, from_start = launch.gates(4)
@@ -149,7 +149,7 @@ def gka_backward(
         **launch.sizes, **launch.tiles, **launch.options("bwd_scan"),
     )  # fmt: skip
     RT = UT0  # its new content
-    del decayed_x, decayed_m  # before dk and dv: peak memory
+    del decayed_x, decayed_m  # freed before dk and dv are allocated, for a lower peak of memory
 
     dk, dv = torch.empty_like(q), q.new_empty(*q.shape[:3], launch.DVR)
     dg, dbeta = launch.gates(2)

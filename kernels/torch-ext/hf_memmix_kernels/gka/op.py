@@ -14,8 +14,8 @@ from .torch_path import gka_step_torch
 def _chunk_path(q: torch.Tensor, v: torch.Tensor):
     """The module whose gka_forward and gka_backward run.
 
-    It is torch in float64, which the Triton kernels would round to float32, and if a state does not fit into shared
-    memory.
+    It is the torch path for float64 inputs, because the Triton kernels would round them to float32, and for states
+    that do not fit into shared memory.
     """
     if use_triton(q) and q.dtype != torch.float64:
         from . import launch
@@ -148,7 +148,9 @@ def _(q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale
 
 
 def check(q, k, v, log_decay, alpha, beta, state, cu_seqlens, ridge):
-    """Raise ValueError unless the arguments of `chunk_gka`, or of `gka_step` but its state, fit together."""
+    """Raise ValueError unless the arguments of `chunk_gka` or `gka_step` fit together; the state is not
+    checked here.
+    """
     check_heads("gka", q, k, v, log_decay=log_decay, alpha=alpha, beta=beta)
     if not ridge > 0:
         raise ValueError(f"gka: ridge={ridge} must be positive; the paper's is 0.02")

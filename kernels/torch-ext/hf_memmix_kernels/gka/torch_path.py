@@ -181,7 +181,7 @@ def _solve_token(h: torch.Tensor, q: torch.Tensor, phases: list[int], ridge: flo
     norm = torch.linalg.vector_norm(h, dim=(-2, -1), keepdim=True)
     inverse = torch.where(norm == 0, 0.0, 1 / norm)
     a = (h * inverse).view(-1, dim, dim)
-    # H is symmetric, so vectors may stand as rows: a third of the time of columns on a CPU
+    # H is symmetric, so the vectors can be rows; on a CPU this takes a third of the time of columns
     right = (q[..., None, :] * inverse).view(-1, 1, dim)
     x = None
     for iterations in phases:

@@ -26,7 +26,7 @@ def _tiles(x: Tensor, chunk_size: int, K: int, V: int, limit_k: int, limit_v: in
 class _Launch:
     """Grids, tables and constants that the kernels of one call share.
 
-    Chunks and sequences are on the first dimension of a grid: the others are limited to 65535.
+    Chunks and sequences are on the first dimension of a grid, because the other dimensions are limited to 65535.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None, chunk_size: int):
@@ -128,7 +128,7 @@ def gla_bwd_triton(
 def gla_step_triton(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, state_indices: Tensor | None, scale: float
 ) -> Tensor:
-    """One token [B, 1, heads, D]; `state` [B, H, K, V], or its pages, is advanced in place, in one launch."""
+    """One launch that reads one token [B, 1, heads, D] and updates `state` [B, H, K, V], or its pages, in place."""
     B, _, H, K = q.shape
     V = v.shape[-1]
     o = q.new_empty(B, 1, H, V)

@@ -104,7 +104,7 @@ def chunk_gla(
 ) -> tuple[Tensor, Tensor]:
     """Linear attention with one decay per head: S_t = e^g S_{t-1} + k_t v_t^T, o_t = scale * S_t^T q_t.
 
-    A padded token has log_decay = 0 and v = 0: it neither decays nor writes.
+    A padded token has log_decay = 0 and v = 0, so it leaves the state as it is.
 
     Args:
         q: [B, T, H, K], K <= 256.

@@ -93,7 +93,7 @@ def gla_bwd_torch(
 def gla_step_torch(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, pool: Tensor, state_indices: Tensor | None, scale: float
 ) -> Tensor:
-    """One token [B, 1, heads, D]; the state [B, H, K, V], or its pages in `pool`, is advanced in place."""
+    """Read one token [B, 1, heads, D] and update the state [B, H, K, V], or its pages in `pool`, in place."""
     (state,) = read_pages(state_indices, pool)
     groups = q.shape[2] // k.shape[2]
     query, keys, values = (t[:, 0].to(state.dtype) for t in (q, k, v))

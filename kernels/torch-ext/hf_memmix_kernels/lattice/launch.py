@@ -33,13 +33,15 @@ def _sizes(state: Tensor, lanes: int) -> dict:
 
 
 def _split(warps: int, sizes: dict) -> dict:
-    """How slots are dealt to warps and lanes, and how many tokens registers hold (kernels/sequential/tiles.py)."""
+    """How slots are distributed over warps and lanes, and how many tokens registers hold
+    (kernels/sequential/tiles.py).
+    """
     group = 4 if sizes["BM"] * sizes["D1"] * sizes["D2"] <= 4096 else 1
     return {"WARPS": warps, "LANES": 32 // (sizes["D2"] // 4), "GROUP": group, "num_warps": warps}
 
 
 def _warps(warps: int, state: Tensor) -> int:
-    """More warps for larger states, which lie in their registers."""
+    """Number of warps; larger states get more, because their registers hold the state."""
     tile = padded(state.shape[2]) * padded(state.shape[3])
     return max(1, min(8, warps * tile // 4096))
 
@@ -58,7 +60,7 @@ def _from_tiles(tiles: Tensor, like: Tensor) -> Tensor:
 
 
 def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
-    """o, the final state [N, H, d, m] and, in one buffer, what `kept_sizes` says."""
+    """o, the final state [N, H, d, m] and, in one buffer, the tensors for backward (`kept_sizes`)."""
     N, H, _, _ = initial_state.shape
     sizes, rule = _sizes(initial_state, LANES_FWD), (variant, project, l1)
     q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
@@ -156,7 +158,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
 
 
 def lattice_step_triton(q, k, v, gamma, log_decay, state, state_indices, variant, project, l1):
-    """Advance the state [B, H, d, m], or its pages, in place by one token; o [B, 1, H, d] in v's dtype."""
+    """Update the state [B, H, d, m], or its pages, in place by one token; returns o [B, 1, H, d] in v's dtype."""
     sizes = _sizes(state, LANES_FWD)
     q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
     log_decay = None if log_decay is None else log_decay.contiguous()

@@ -28,7 +28,7 @@ PROGRAMS, AHEAD = 256, 32
 
 
 class _Launch:
-    """Sizes and grids. What forward keeps: states before every window and at the end, rows of slots, and p."""
+    """Sizes and grids. Forward keeps the states before every window and at the end, as rows of slots, and p."""
 
     def __init__(self, v: Tensor, state: Tensor, cu_seqlens: Tensor | None, variant: str):
         N, H, D, M = state.shape
@@ -93,7 +93,7 @@ class _Launch:
 
 
 def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
-    """o, the final state [N, H, d, m], and what backward needs in one buffer."""
+    """o, the final state [N, H, d, m], and one buffer with the tensors for backward."""
     q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
     launch = _Launch(v, initial_state, cu_seqlens, variant)
     start = launch.rows(initial_state)
@@ -109,7 +109,9 @@ def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, varian
 
 
 def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, variant, project, l1):
-    """Gradients of q, k, v, gamma, log_decay (None: folded into gamma) and the initial state."""
+    """Gradients of q, k, v, gamma, log_decay and the initial state. That of log_decay is None: gamma contains the
+    decay.
+    """
     do, q, k, v, gamma = (x.contiguous() for x in (do, q, k, v, gamma))
     launch = _Launch(v, initial_state, cu_seqlens, variant)
     states, final, p = kept.split(launch.sizes)

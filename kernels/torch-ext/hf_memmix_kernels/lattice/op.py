@@ -16,7 +16,7 @@ STRONGEST_DECAY = -20.0
 
 
 def _path(x: Tensor, dual: bool = False):
-    """The functions forward, backward and step of the backend that runs `x`. Only Triton has the dual form."""
+    """The functions for forward, backward and step on the path that runs `x`. Only Triton has the dual form."""
     if not use_triton(x):
         return lattice_fwd_torch, lattice_bwd_torch, lattice_step_torch
     from .launch import lattice_bwd_triton, lattice_fwd_triton, lattice_step_triton
@@ -32,12 +32,12 @@ def _path(x: Tensor, dual: bool = False):
 def _kept_shape(
     v: Tensor, state: Tensor, cu_seqlens: Tensor | None, rule: tuple[str, bool, float], dual: bool, save: bool
 ) -> tuple[int, ...]:
-    """Shape of what forward keeps for backward, which each backend lays out for itself."""
+    """Shape of the buffer that forward keeps for backward. Each path has its own layout."""
     N, H, d, m = state.shape
     if use_triton(v):
         size = sum(dual_sizes(v, state, cu_seqlens) if dual else kept_sizes(v, state, cu_seqlens, rule))
         return (size if save else 0,)
-    # only the device knows the longest packed sequence: backward runs forward again
+    # the longest packed sequence is not known without a device read, so backward runs forward again
     return (-(-v.shape[1] // CHECKPOINT) if save and cu_seqlens is None else 0, N * H, m, d)
 
 
@@ -223,7 +223,7 @@ def _run(q, k, v, gamma, log_decay, variant, project, l1, initial_state, cu_seql
 
 
 def _fold(gamma: Tensor, log_decay: Tensor) -> tuple[Tensor, None]:
-    """P_C(mu s + Delta) = P_C(s + Delta / mu): under projection a forget gate is a larger step."""
+    """P_C(mu s + Delta) = P_C(s + Delta / mu), so with projection a forget gate is the same as a larger step."""
     dtype = torch.promote_types(gamma.dtype, torch.float32)
     return gamma.to(dtype) * (-log_decay.to(dtype).clamp_min(STRONGEST_DECAY)).exp(), None
 
@@ -268,9 +268,9 @@ def chunk_lattice(
         q, k: [B, T, H, m], m <= d <= 128.
         v: [B, T, H, d].
         gamma: step sizes >= 0 [B, T, H], best in float32. A token at gamma = 0 (and log_decay = 0) is padding: it
-            neither writes nor decays.
+            leaves the state as it is.
         log_decay: log of the forget gate mu (eq. 16) <= 0 [B, T, H]; None is mu = 1. With `project` it is the same as
-            a step gamma / mu, and has effect down to mu = e^-20.
+            a step gamma / mu; values below -20 act as -20.
         variant: "dec": h = S k - v, c = k (eq. 7); "enc": h = v, c = S^T v - k (eq. 10); "sim": h = -v, c = k
             (eq. 12). "enc" is a least mean squares step: it needs gamma |v|^2 < 2, or errors grow. Baselines, which
             need project=False: "ttt", the output normalised instead of the slots (eq. 19), and "delta", the delta

@@ -1,4 +1,4 @@
-"""Sizes on which the fake kernels, the torch path and the Triton launches of Lattice must agree. Imports no Triton."""
+"""Sizes that the fake kernels, the torch path and the Triton launches of Lattice share. Does not import Triton."""
 
 import os
 
@@ -15,7 +15,7 @@ MAX_DIM = 128
 
 
 def padded(n: int) -> int:
-    """The next power of two, at least 16."""
+    """The smallest power of two that is at least n, and at least 16."""
     return max(16, 1 << (n - 1).bit_length())
 
 
@@ -46,7 +46,9 @@ def keeps_h(variant: str, project: bool, l1: float) -> bool:
 
 
 def kept_sizes(v: Tensor, state: Tensor, cu_seqlens: Tensor | None, rule: tuple[str, bool, float]) -> list[int]:
-    """Numbers that forward keeps for backward: tiles of states, then h and p of all tokens where `keeps_h`."""
+    """Numbers of elements that forward keeps for backward: tiles of states, then h and p of all tokens if
+    `keeps_h`.
+    """
     _, H, d, m = state.shape
     slots = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens, CHECKPOINT)
     tokens = v.shape[0] * v.shape[1] * H if keeps_h(*rule) else 0
@@ -54,7 +56,7 @@ def kept_sizes(v: Tensor, state: Tensor, cu_seqlens: Tensor | None, rule: tuple[
 
 
 def dual_sizes(v: Tensor, state: Tensor, cu_seqlens: Tensor | None) -> list[int]:
-    """Numbers that the dual form keeps for backward: states of windows, states at the end, p of whole windows."""
+    """Numbers of elements that the dual form keeps for backward: states before windows, final states, p of windows."""
     N, H, d, m = state.shape
     windows, slots = checkpoint_slots(v.shape[0], v.shape[1], cu_seqlens, CHECKPOINT), -(-m // WALKED) * WALKED
     return [windows * H * m * d, N * H * m * d, windows * H * CHECKPOINT * slots]

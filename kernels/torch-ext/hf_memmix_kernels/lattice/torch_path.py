@@ -17,7 +17,9 @@ from .sizes import CHECKPOINT
 
 
 class Write(NamedTuple):
-    """What the adjoint of one update reads: `norm` is |s_i| before it, `size` the divisor after it, or None."""
+    """The values that the adjoint of one update reads. `norm` is |s_i| before the update; `size` is the divisor after
+    it, or None.
+    """
 
     S: Tensor
     h: Tensor
@@ -42,7 +44,7 @@ def _sum(S: Tensor, x: Tensor) -> Tensor:
 
 
 def _inverse_norm(z: Tensor) -> Tensor:
-    """1 / |z| [G, 1], 0 where z = 0: there TTT's gradient is undefined, and nothing is written."""
+    """1 / |z| [G, 1]; 0 where z = 0, because TTT's gradient is undefined there and the update writes nothing."""
     size = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
     return torch.where(size > 0, size.reciprocal(), 0)
 
@@ -99,7 +101,7 @@ def write_adjoint(g: Tensor, w: Write, k, v, gamma, variant, project, l1) -> tup
         g = (g - w.next * (w.next * g).sum(-1, keepdim=True)) / w.size
     dgamma = 0
     if l1:
-        # the threshold's sign is that of the shrunk value; what was shrunk to zero passes nothing on
+        # the threshold has the sign of the shrunk value; entries that were shrunk to zero have gradient 0
         passed = torch.where(w.shrunk, g * (w.next != 0), g)
         dgamma = -l1 * (torch.where(w.shrunk, w.next.sign(), 0) * g).sum((-1, -2))[:, None]
         g = passed
@@ -206,7 +208,7 @@ def lattice_bwd_torch(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept
 
 
 def lattice_step_torch(q, k, v, gamma, log_decay, pool, state_indices, variant, project, l1):
-    """Advance the state [B, H, d, m], or its pages in `pool`, in place by one token; o [B, 1, H, d] in v's dtype."""
+    """Update the state [B, H, d, m], or its pages in `pool`, in place by one token; returns o [B, 1, H, d]."""
     (state,) = read_pages(state_indices, pool)
     # [B, 1, H, ...] as [G, ...]
     q_t, k_t, v_t = (x.to(state.dtype).flatten(0, 2) for x in (q, k, v))

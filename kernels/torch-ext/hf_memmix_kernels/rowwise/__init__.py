@@ -1,4 +1,6 @@
-"""What surrounds a recurrence, each token alone: rotary embedding and unit norm of heads, gated RMSNorm."""
+"""Functions before and after a recurrence that treat each token alone: rotary embedding and unit norm of heads, and
+gated RMSNorm.
+"""
 
 from .naive import naive_gated_norm, naive_unit_heads
 from .op import gated_norm, unit_heads

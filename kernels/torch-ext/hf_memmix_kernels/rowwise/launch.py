@@ -7,22 +7,22 @@ from .._launch import accumulator, cdiv, next_power_of_2
 from .kernels.gated_norm import gated_norm_bwd_kernel, gated_norm_fwd_kernel
 from .kernels.unit_heads import unit_heads_bwd_kernel, unit_heads_fwd_kernel
 
-TILE = 4096  # numbers that one program holds of each tensor
-LOOPS = 16  # tiles of a program of the norm's backward, which sums the gradient of the weight over them
+TILE = 4096  # elements of each tensor that one program holds
+LOOPS = 16  # tiles per program in the backward of the norm, which sums the gradient of the weight over them
 
 
 def _rows_per_program(width: int) -> int:
-    """A power of two, of rows that take `width` numbers."""
+    """Number of rows of `width` elements that one program holds, a power of two."""
     return next_power_of_2(max(1, TILE // width) + 1) // 2
 
 
 def _warps(rows: int, width: int) -> int:
-    """num_warps: a power of two, about 32 numbers per thread."""
+    """num_warps, a power of two that gives each thread about 32 elements."""
     return min(16, next_power_of_2(max(1, rows * width // 1024)))
 
 
 def _unit_arguments(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> tuple[dict, tuple[int]]:
-    """What both passes share, and the grid."""
+    """The kernel arguments that forward and backward share, and the grid."""
     batch, length, heads, D = x.shape
     rows, half = batch * length * heads, 0 if cos is None else cos.shape[-1]
     half_block = next_power_of_2(max(1, half))
@@ -90,7 +90,7 @@ def gated_norm_bwd_triton(do, y, gate, weight, eps, activation, norm_first, limi
     dy, dgate = torch.empty_like(y), None if gate is None else torch.empty_like(gate)
     arguments = _norm_arguments(y, gate, weight, eps, activation, norm_first, limit)
     groups, D = arguments["groups"], arguments["D"]
-    # a program stays within a group, so that it sums one row of weights
+    # a program reads rows of one group only, so it sums the gradient of one row of weights
     per_group = cdiv(cdiv(arguments["rows"] // max(1, groups), arguments["R"]), LOOPS)
     dweight = torch.empty(
         groups, per_group, D, dtype=torch.promote_types(weight.dtype, torch.float32), device=y.device

@@ -1,4 +1,6 @@
-"""The functions of this folder in float64, written as in the papers; autograd differentiates them."""
+"""The functions of this folder as plain formulas in float64, which autograd differentiates: the reference for the fast
+paths.
+"""
 
 import torch
 from torch import Tensor

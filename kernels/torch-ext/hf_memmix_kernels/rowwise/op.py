@@ -1,7 +1,7 @@
-"""Functions of each token alone: checks of the arguments, choice of the path, autograd.
+"""The rowwise functions: checks of the arguments, choice of the path, autograd.
 
-They keep no state and need no registration with torch.library: what torch.compile traces are plain operators, which
-it fuses with the projections around them.
+They keep no state and are not registered with torch.library. torch.compile traces the plain operators of the torch
+path and fuses them with the operators before and after them.
 """
 
 from torch import Tensor
@@ -10,11 +10,11 @@ from .._dispatch import use_triton
 from .._registration import eager_function, needs_op
 from .torch_path import ACTIVATIONS, gated_norm_torch, unit_heads_torch
 
-MAX_ROW = 16384  # numbers in a row, which a program of the kernels holds in registers
+MAX_ROW = 16384  # elements per row; a program of the kernels holds a row in registers
 
 
 def _fused(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether one kernel computes the function and one its gradient."""
+    """Whether the Triton kernels run, one for the function and one for its gradient."""
     return not needs_op((x, *others)) and use_triton(x) and 0 < x.shape[-1] <= MAX_ROW
 
 
@@ -62,8 +62,8 @@ def unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) ->
 
     Args:
         x: [B, T, H, D].
-        cos, sin: [B, T, r] with 2 r <= D, one angle for each pair of channels (i, i + r); channels from 2 r on stay.
-            None: no rotation. They get no gradient.
+        cos, sin: [B, T, r] with 2 r <= D, one angle per pair of channels (i, i + r). Channels from 2 r on are not
+            rotated. None means no rotation. cos and sin get no gradient.
         eps: added to the norm.
 
     Returns:
@@ -75,7 +75,7 @@ def unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) ->
     if x.dim() != 4:
         raise ValueError(f"unit_heads: x must be [B, T, H, D], got {tuple(x.shape)}")
     if (cos is None) != (sin is None):
-        raise ValueError("unit_heads: give cos and sin, or neither")
+        raise ValueError("unit_heads: only one of cos and sin is given; pass both, or neither for no rotation")
     if cos is not None and (
         cos.shape != sin.shape or cos.shape[:-1] != x.shape[:2] or not 0 < 2 * cos.shape[-1] <= x.shape[-1]
     ):
@@ -103,12 +103,12 @@ def gated_norm(
 
     Args:
         y: [..., D]; the norm is over D.
-        gate: the shape of y; None is no gate.
-        weight: [D], or [G D] where G is the size of y's dimension before the last: groups with weights of their own.
+        gate: a tensor of y's shape; None means no gate.
+        weight: [D]; or [G D], with one weight per group and channel, where G is y.shape[-2].
         eps: added to the mean square.
-        activation: "silu" or "gelu", of the gate.
-        norm_first: whether the gate follows the norm.
-        limit: y is cut to [-limit, limit] first; None is no limit.
+        activation: activation function of the gate, "silu" or "gelu".
+        norm_first: whether the norm is computed before the gate is applied.
+        limit: y is clamped to [-limit, limit] first; None means no limit.
 
     Returns:
         The shape and dtype of y, computed in float32 (float64 for float64 inputs).
@@ -121,8 +121,7 @@ def gated_norm(
     groups, rest = divmod(weight.numel(), max(1, y.shape[-1]))
     if weight.dim() != 1 or rest or not (groups == 1 or (y.dim() > 1 and groups == y.shape[-2])):
         raise ValueError(
-            f"gated_norm: weight must be [{y.shape[-1]}], or hold that many numbers for each group, got"
-            f" {tuple(weight.shape)}"
+            f"gated_norm: weight must be [D={y.shape[-1]}], or [G D] with G = y.shape[-2], got {tuple(weight.shape)}"
         )
     if gate is not None and activation not in ACTIVATIONS:
         raise ValueError(f"gated_norm: activation={activation!r} is not one of {list(ACTIVATIONS)}")

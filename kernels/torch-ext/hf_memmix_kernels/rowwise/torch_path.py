@@ -1,4 +1,4 @@
-"""The torch path: plain operators, which autograd differentiates and torch.compile fuses with what stands around."""
+"""The torch path: plain operators, which autograd differentiates and torch.compile fuses with their neighbours."""
 
 import torch
 import torch.nn.functional as F

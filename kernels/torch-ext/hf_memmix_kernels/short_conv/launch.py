@@ -35,7 +35,7 @@ def short_conv_fwd_triton(
     (_, T, C), K = x.shape, weight.shape[1]
     N = num_sequences(x.shape[0], cu_seqlens)
     y = torch.empty_like(x)
-    # a sequence without tokens has no tile that writes its final state: it keeps the initial one
+    # no tile writes the final state of a sequence without tokens, so the result starts as the initial state
     if initial_state is None:
         final = x.new_zeros(N, C, K - 1)
     else:
@@ -87,7 +87,7 @@ def short_conv_bwd_triton(
 def short_conv_step_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, state_indices: Tensor | None, silu: bool
 ) -> Tensor:
-    """One token [B, 1, C]; shifts `state` [B, C, K-1], or its pages, in place, in one launch."""
+    """One launch that reads one token [B, 1, C] and shifts `state` [B, C, K-1], or its pages, in place."""
     x, weight = x.contiguous(), weight.contiguous()
     B, _, C = x.shape
     K = weight.shape[1]

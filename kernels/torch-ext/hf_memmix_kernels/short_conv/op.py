@@ -141,7 +141,7 @@ def short_conv(
         (float64 for float64 inputs). Differentiable in x, weight, bias and initial_state, through both outputs.
 
     Raises:
-        ValueError: a shape or option is none of these.
+        ValueError: a shape or option is not one of those above.
     """
     silu = _check(x, weight, bias, activation)
     if cu_seqlens is not None:

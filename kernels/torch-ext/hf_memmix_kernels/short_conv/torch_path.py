@@ -46,7 +46,7 @@ class _Window:
         return self.tap(buffer, self.taps - 1)
 
     def tap(self, buffer: Tensor, j: int) -> Tensor:
-        """What every token sees through tap j, [B, T, C]."""
+        """The input of tap j at every token, [B, T, C]."""
         if self.base is None:
             return buffer.view(self.batch, -1, self.channels)[:, j : j + self.tokens]
         return buffer[self.base + j][None]
@@ -135,7 +135,7 @@ def short_conv_bwd_torch(
 def short_conv_step_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, state_indices: Tensor | None, silu: bool
 ) -> Tensor:
-    """One token [B, 1, C]; shifts the state [B, C, K-1], or its pages in `pool`, in place."""
+    """Read one token [B, 1, C] and shift the state [B, C, K-1], or its pages in `pool`, in place."""
     (state,) = read_pages(state_indices, pool)
     dtype = compute_dtype(x.dtype)
     window = torch.cat([state.to(dtype), x.mT.to(dtype)], -1)

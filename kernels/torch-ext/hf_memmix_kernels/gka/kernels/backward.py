@@ -106,7 +106,7 @@ def gka_bwd_kernel_ridge(
     mixed = b_q + mix[:, None] * (b_x - b_q)
     store_rows(decayed_m + head * D, (scale * zeta)[:, None] * mixed, rows, H * D, D, C, DK)
     b_dm = load_rows(d_mixed + head * D, rows, H * D, D, C, DK).to(tl.float32)
-    tl.debug_barrier()  # dq may be the memory of d_mixed: all have read before any overwrites
+    tl.debug_barrier()  # dq may share the memory of d_mixed, so all threads read it before any thread overwrites it
     store_rows(dq + head * D, (1.0 - mix)[:, None] * b_dm + b_z.to(tl.float32), rows, H * D, D, C, DK)
 
 
@@ -225,7 +225,7 @@ def gka_bwd_kernel_dkv(
     to_end = tl.exp(tl.sum(g, 0) - G)[:, None]
     late_keys = (b_k.to(tl.float32) * to_end).to(dtype)
 
-    # what reaches tokens beyond the chunk, or comes from before it
+    # contributions to tokens after the chunk, and from tokens before it
     b_RT = load_state(RT + (state + (i_n + 1) * H) * DK * DK, DK, DK)
     R_k = dot(late_keys, b_RT)
     dw = tl.sum(b_v.to(tl.float32) * R_k, 1)

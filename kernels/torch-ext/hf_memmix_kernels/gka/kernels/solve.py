@@ -89,10 +89,10 @@ def gka_kernel_solve(
     b_x = tl.zeros([C, DK], tl.float32)
     step = table + PHASES
     for phase in tl.static_range(PHASES):
-        # read again by each phase: the loop below needs all registers
+        # each phase reads q again, because the loop below needs all registers
         r = load_rhs(high, low, rows, H * D, D, C, DK) * rhs_scale[:, None]
         if phase > 0:
-            # the true residual, x in two parts: what the iterations' low precision lost comes back here
+            # the exact residual, from x in two parts; it contains what the low precision of the iterations lost
             r -= ridge * b_x + split_dot(b_x, b_H0) * start_weight + split_dot(split_dot(b_x, kT) * weights, b_k)
         count = tl.load(table + phase).to(tl.int32)
         for _ in range(count):
@@ -106,5 +106,5 @@ def gka_kernel_solve(
             step += 1
         b_x += tl.load(step) * r
         step += 1
-        tl.debug_barrier()  # keeps the phases' loads apart, which would be merged and held in registers
+        tl.debug_barrier()  # without it the compiler merges the loads of the phases and keeps the values in registers
     store_rows(x + head * D, b_x, rows, H * D, D, C, DK)

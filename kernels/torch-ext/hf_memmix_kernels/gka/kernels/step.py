@@ -24,7 +24,7 @@ def _relaxed(b_h, b_x, shrink):
 
 @triton.jit
 def _chebyshev(b_h, b_r, shrink, N: tl.constexpr):
-    """N Chebyshev steps on the scaled right side b_r = s q."""
+    """N Chebyshev steps for the scaled right side b_r = s q."""
     omega = tl.full([], 2.0, b_r.dtype)
     b_x, b_prev = b_r, tl.zeros_like(b_r)
     # two steps per iteration, so that the two vectors swap roles without a copy
@@ -46,7 +46,7 @@ def gka_step_kernel(
     D: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr, PHASES: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """One token of one (sequence, head): h [D, D] and u [V, D] advanced in place, o [V]."""
+    """One token of one (sequence, head): updates h [D, D] and u [V, D] in place and writes o [V]."""
     i_s = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_s // heads, i_s % heads
     i_k = i_b * (heads // GROUPS) + i_h // GROUPS
@@ -82,7 +82,7 @@ def gka_step_kernel(
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         m_v = o_v < V
-        # transposed: the threads of a warp hold D, so the read-out sums over rows too
+        # loaded transposed, so that the read-out also sums over rows: the threads of a warp hold D
         p_u = p_us + o_v[None, :] * D + o_d[:, None]
         m_dv = m_d[:, None] & m_v[None, :]
         b_v = tl.load(v + i_k * V + o_v, mask=m_v, other=0).to(ACC)

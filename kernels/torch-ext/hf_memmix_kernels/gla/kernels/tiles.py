@@ -21,7 +21,7 @@ def locate_chunk(i_c, layout, T, NT, N, BT: tl.constexpr, PACKED: tl.constexpr):
     """First row of chunk i_c and the number of its tokens, 0 or less in a program beyond the last chunk."""
     cu_seqlens, first, sequence = layout
     if PACKED:  # noqa: SIM102
-        # the grid is an upper bound: of programs beyond the last chunk `sequence` is N
+        # the grid is an upper bound; in programs beyond the last chunk `sequence` is N
         i_n = tl.load(sequence + i_c)
         last = tl.minimum(i_n, N - 1)
         bos, length = locate_sequence(last, cu_seqlens, T, PACKED)

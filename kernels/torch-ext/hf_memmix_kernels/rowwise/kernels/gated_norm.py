@@ -1,4 +1,4 @@
-"""RMSNorm with a gate before or after it: a program holds R rows of D channels."""
+"""RMSNorm with a gate before or after it. A program holds R rows of D channels."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def _activation(b_g, GELU: tl.constexpr):
 
 @triton.jit
 def _cut(b_y, limit):
-    """b_y within [-limit, limit]; NaN stays NaN."""
+    """b_y clamped to [-limit, limit]; NaN stays NaN."""
     return tl.where(b_y > limit, limit, tl.where(b_y < -limit, -limit, b_y))
 
 
@@ -49,7 +49,7 @@ def gated_norm_bwd_kernel(
     LOOPS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, HAS_GATE: tl.constexpr,
     GELU: tl.constexpr, NORM_FIRST: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dy and dgate of LOOPS times R rows of one group, and their part of the gradient of its weights.
+    """dy and dgate of LOOPS times R rows of one group, and the share of these rows in the gradient of its weights.
 
     n = u / rms(u); with dn the gradient of n, du = (dn - n mean(dn n)) / rms(u).
     """
@@ -59,7 +59,7 @@ def gated_norm_bwd_kernel(
     b_w = tl.load(weight + i_g * D + o_d, mask=m_d, other=0).to(ACC)[None, :]
     b_dw = tl.zeros([BD], ACC)
     for loop in range(LOOPS):
-        i_m = (i_p.to(tl.int64) * LOOPS + loop) * R + tl.arange(0, R)  # among the rows of this group
+        i_m = (i_p.to(tl.int64) * LOOPS + loop) * R + tl.arange(0, R)  # row number within this group
         i_r = i_m * groups + i_g
         m = (i_r < rows)[:, None] & m_d[None, :]
         o = i_r[:, None] * D + o_d[None, :]

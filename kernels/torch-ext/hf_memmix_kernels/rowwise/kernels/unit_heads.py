@@ -1,6 +1,7 @@
-"""Rotary embedding and unit norm per head: a program holds R rows (a head of a token each) of D channels.
+"""Rotary embedding and unit norm per head. A program holds R rows of D channels; a row is one head of one token.
 
-A row is held in three tiles: the first and second channels of the pairs [R, BH], and the channels that stay [R, BR].
+A row is held in three tiles: the first and the second channels of the pairs, [R, BH] each, and the channels that are
+not rotated, [R, BR].
 """
 
 import triton
@@ -71,7 +72,7 @@ def unit_heads_bwd_kernel(
     x, dy, dx, cos, sin, rows, heads, length, s_b, s_t, s_r, eps,
     D: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, R: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """With r = R x, n = |r| and s = n + eps: dr = dy / s - r (r . dy) / (n s^2), and dx is dr turned back."""
+    """With r = R x, n = |r| and s = n + eps: dr = dy / s - r (r . dy) / (n s^2), and dx = R^T dr."""
     i_r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     m_r = i_r < rows
     b_first, b_second, b_rest = _load_rows(x, i_r, m_r, rows, D, HALF, BH, BR, ACC)
@@ -87,7 +88,7 @@ def unit_heads_bwd_kernel(
         b_dot += tl.sum(b_first * g_first + b_second * g_second, 1)
     b_norm = tl.sqrt(b_square)
     b_scale = 1 / (b_norm + eps)
-    # a row of zeros has no direction; there y = x / eps
+    # for a row of zeros n = 0 and y = x / eps, so the second term is left out
     b_along = tl.where(b_norm > 0, b_dot * b_scale * b_scale / tl.where(b_norm > 0, b_norm, 1), 0)[:, None]
     b_scale = b_scale[:, None]
     g_first = g_first * b_scale - b_first * b_along

@@ -1,4 +1,6 @@
-"""Backward kernel of short_conv: as forward, with the last K gradients of the preactivation in registers too."""
+"""Backward kernel of short_conv. It reads tokens as the forward kernel does and also keeps the last K gradients of the
+preactivation in registers.
+"""
 
 import triton
 import triton.language as tl
@@ -53,7 +55,7 @@ def short_conv_bwd_kernel(
                 b_g = 1 / (1 + tl.exp(-b_z))
                 b_dz = b_dz * b_g * (1 + b_z * (1 - b_g))
             dzs = dzs[1:] + (b_dz,)
-            # gradients of the parameters belong to the tile's own rows, not to the K-1 it looks ahead
+            # gradients of the parameters count the tile's own rows, not the K-1 rows after it that it also reads
             b_own = tl.where(i_s < stop, b_dz, 0)
             b_db += b_own
             acc = ()

@@ -1,4 +1,5 @@
-"""Forward kernel of short_conv: a program walks its tile in time order with the last K inputs in registers.
+"""Forward kernel of short_conv: a program reads the tokens of its tile in order and keeps the last K inputs in
+registers.
 
 Every element is loaded once and its activation is evaluated once.
 """
@@ -20,7 +21,7 @@ def short_conv_fwd_kernel(
     cu_seqlens, first, sequence, lengths = layout
     i_t, i_c = tl.program_id(0), tl.program_id(1)
     if PACKED:  # noqa: SIM102
-        # the grid is an upper bound: programs beyond the last chunk have nothing to do
+        # the grid is an upper bound; programs beyond the last chunk return
         if tl.load(sequence + i_t) >= N:
             return
     i_n, bos, length, start = locate_tile(i_t, cu_seqlens, first, sequence, lengths, T, NT, BT, PACKED, RAGGED)

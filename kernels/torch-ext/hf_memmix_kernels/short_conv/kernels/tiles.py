@@ -35,7 +35,9 @@ def load_window(
     x, weight, state, o_c, m_c, o_n, bos, start, length, C,
     K: tl.constexpr, ACC: tl.constexpr, HAS_STATE: tl.constexpr,
 ):  # fmt: skip
-    """The taps, and the K inputs before the tile, oldest first, the oldest about to leave."""
+    """The taps, and the last K inputs before the tile, oldest first; the loop replaces the oldest at its
+    first token.
+    """
     w, xs = (), ()
     for j in tl.static_range(K):
         w = w + (tl.load(weight + o_c * K + j, mask=m_c, other=0).to(ACC),)

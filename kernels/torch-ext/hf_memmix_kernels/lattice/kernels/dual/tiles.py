@@ -1,4 +1,4 @@
-"""What the kernels of the dual form share: coefficients from what is saved, windows, products of decays by levels.
+"""Device functions of the dual form's kernels: coefficients of the updates, windows, products of decays by levels.
 
 Within a window of 64 tokens s_t = (a_t ... a_1) s_0 + sum_j (a_t ... a_{j+1}) b_j h_j. The product between two tokens
 j < t is split at the end of the segment that holds j: the suffix of this segment times a prefix of the next one.
@@ -37,7 +37,9 @@ def span(i_n, layout, C: tl.constexpr):
 
 @triton.jit
 def goes_by_token(flags, length, H: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr):
-    """Whether to walk back over a (sequence, head) token by token: a window is flagged, or no chunk is whole."""
+    """Whether the walk back of a (sequence, head) goes token by token: a window is flagged, or every chunk
+    is partial.
+    """
     found, windows, o_w = tl.zeros([32], tl.int32), tl.cdiv(length, C), tl.arange(0, 32)
     for i_w in range(0, windows, 32):
         found |= tl.load(flags + (i_w + o_w) * H, mask=i_w + o_w < windows, other=0)

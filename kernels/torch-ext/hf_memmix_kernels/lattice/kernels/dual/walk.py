@@ -42,7 +42,9 @@ def lattice_gram_kernel(
 
 @triton.jit
 def asked_offsets(P: tl.constexpr, BD: tl.constexpr):
-    """Token and entry of what a lane loads in a row for `as_asked`: [P / 8, 2, 8, 4, BD / 8] in a row."""
+    """Offsets (token and entry) of the elements that a lane loads in a row for `as_asked`; [P / 8, 2, 8, 4,
+    BD / 8].
+    """
     E: tl.constexpr = BD // 8
     o = tl.arange(0, P * BD)
     return o // (64 * E) * 8 + o // (4 * E) % 8, (o // E % 4 * 2 + o // (32 * E) % 2) * E + o % E
@@ -50,7 +52,7 @@ def asked_offsets(P: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def as_asked(x, P: tl.constexpr, BD: tl.constexpr):
-    """H^T [BD, P] of S H^T."""
+    """The loaded elements as H^T [BD, P], the right operand of S H^T."""
     return tl.reshape(tl.permute(tl.reshape(x, [P // 8, 2, 8, 4, BD // 8]), 4, 1, 3, 0, 2), [BD, P])
 
 
@@ -72,7 +74,7 @@ def written_offsets(P: tl.constexpr, BD: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def as_written(x, P: tl.constexpr, BD: tl.constexpr, W: tl.constexpr):
-    """H [P, BD] of W H."""
+    """The loaded elements as H [P, BD], the right operand of W H."""
     return tl.reshape(tl.permute(tl.reshape(x, [P // (4 * W), W, 8, 4, BD // 8]), 0, 3, 1, 4, 2), [P, BD])
 
 
@@ -85,7 +87,7 @@ def load_tile(p, offsets, stride, left, D: tl.constexpr):
 
 @triton.jit
 def by_columns(S):
-    """Slots [M, BD] whose entries are in order, in that of the columns."""
+    """Slots [M, BD] from the order of their entries to the order of the columns."""
     M: tl.constexpr = S.shape[0]
     BD: tl.constexpr = S.shape[1]
     return tl.reshape(tl.permute(tl.reshape(S, [M, 8, BD // 8]), 0, 2, 1), [M, BD])
@@ -101,7 +103,7 @@ def by_entries(S):
 
 @triton.jit
 def load_fours(p, o_r, P: tl.constexpr):
-    """Rows [lanes, P] from `o_r` on, four numbers a load."""
+    """Rows [lanes, P] from `o_r` on, four elements per load."""
     if P == 4:
         return tl.load(p + o_r[:, None] + tl.arange(0, 4)[None, :])
     else:
@@ -111,7 +113,9 @@ def load_fours(p, o_r, P: tl.constexpr):
 
 @triton.jit
 def pick(x, column, i):
-    """Column i of a tile with one row per lane, without an instruction: the others are added as integer zeros."""
+    """Column i of a tile with one row per lane. It costs no instruction: the other columns are added as
+    integer zeros.
+    """
     bits = x.to(tl.int64 if x.dtype == tl.float64 else tl.int32, bitcast=True)
     return tl.sum(tl.where(column == i, bits, 0), 1).to(x.dtype, bitcast=True)
 

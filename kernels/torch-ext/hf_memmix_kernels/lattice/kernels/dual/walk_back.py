@@ -110,7 +110,7 @@ def load_tokens(q, k, p, reads, steps, o_q, m_q, o_p, o_z, row, MP: tl.constexpr
 
 @triton.jit
 def fetch_both(one, o_one, other, o_other):
-    """`fetch` of numbers of two tensors, by half of the lanes each."""
+    """`fetch` for two tensors; half of the lanes fetch each of them."""
     one, other = (one + o_one).to(tl.int64, bitcast=True), (other + o_other).to(tl.int64, bitcast=True)
     fetch(tl.where(tl.arange(0, 32) < 16, one, other))
 
@@ -120,7 +120,7 @@ def fetch_chunk(
     q, k, v, do, p, reads, steps, gram, after, part, row, stride, i_m,
     M: tl.constexpr, MP: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """`fetch` of what a chunk needs of 16 slots from `i_m` on, two lanes for each of its tokens.
+    """`fetch` of all that a chunk reads of 16 slots from `i_m` on, with two lanes for each of its tokens.
 
     `row` is where it starts in what is kept by windows, `part` its share of the slots `after` its window. All loads
     share six scoreboards, so a wait for a near load also waits for a far one on the same scoreboard. After this fetch
@@ -141,7 +141,9 @@ def fetch_chunk(
 
 @triton.jit
 def row_before(row, t, BACK: tl.constexpr, H: tl.constexpr, C: tl.constexpr, P: tl.constexpr):
-    """Where the chunk before that of token t - BACK starts in what is kept by windows: `row`, if that is the first."""
+    """The row, in the tensors stored by windows, at which the chunk before that of token t - BACK starts; `row` if the
+    chunk of token t - BACK is the first.
+    """
     return row - tl.where(t > BACK, tl.where((t - BACK) % C == 0, (H - 1) * C + P, P), 0)
 
 
@@ -230,7 +232,7 @@ def lattice_walk_adjoint_kernel(
         tl.store(dalpha + row * MP + o_p, alpha_u * u + alpha_z * b_z)
         tl.store(z + row * MP + o_p, b_z)
         E += write(g * before * SIGN, as_written(written.to(ACC), P, BD, KW), PRECISION, ACC)
-        # adds zero: the loads bring the next products and slots into L1
+        # the added value is zero; its loads bring the next products and slots into L1
         t, left, row, along = t - P, P, row_next, along + 0 * ahead
         b_v, b_q, b_k, b_p, b_r, b_gamma = v_next, q_next, k_next, p_next, r_next, gamma_next
     E = tangent(E, by_columns(tl.load(states + o_s, mask=m_s, other=0)))

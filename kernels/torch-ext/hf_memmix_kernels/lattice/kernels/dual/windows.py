@@ -62,7 +62,7 @@ def transposed(x):
 
 @triton.jit
 def multiply(x, y, acc, PRECISION: tl.constexpr):
-    """acc + x y of `parts`, without the product of the low ones."""
+    """acc + x y of `parts`, without the product of the two low parts."""
     HOW: tl.constexpr = "ieee" if PRECISION == "pairs" else PRECISION
     for i in tl.static_range(len(x)):
         for j in tl.static_range(len(y)):
@@ -195,7 +195,7 @@ def lattice_write_adjoint_kernel(
         b_dgamma -= tl.sum(c * b_dalpha, 1)
         own = -tl.sum(b * b * b_z, 1)
         A, inverse, end, _ = decays(a)
-        # of two tokens the earlier one writes; the later one reads that, or hands its gradient back to there
+        # of two tokens, the later one reads what the earlier one writes, and its gradient goes to the earlier one
         write = parts(SIGN * b * inverse, PRECISION, ACC)
         step = parts(SIGN * g * (A / a), PRECISION, ACC)
         read = parts(tl.load(q + o_k, mask=mask_k, other=0).to(ACC) * A, PRECISION, ACC)

@@ -173,7 +173,7 @@ def write_adjoint_window(
         for level in tl.static_range(LEVELS):
             second, mask, transposed = pairs(o_t, 1 << level)
             scale = tl.where(second, prefix, suffix)
-            # of a pair one row writes, b, and one reads, g or read: each row has one of them at a level
+            # in each pair one row writes (b) and one row reads (g or read); at one level a row does only one of both
             both = tl.where(second, g, b) * scale
             found = tl.dot(both, tl.trans(both), input_precision=PRECISION, out_dtype=ACC)
             score_h += tl.where(mask | transposed, found, 0)

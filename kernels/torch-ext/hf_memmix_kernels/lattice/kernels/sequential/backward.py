@@ -1,6 +1,6 @@
 """Lattice backward, token by token: windows of CHECKPOINT tokens, from the last to the first.
 
-For each window the kernel first runs forward from the state kept before it, and notes h, p and the state before every
+For each window the kernel first runs forward from the state kept before it, and stores h, p and the state before every
 BLOCK tokens. Then, block by block from the last, it runs forward once more without reductions, stores the state before
 each token in scratch memory that stays in the cache, and computes the adjoint in reverse. The recurrence is never
 inverted, because a_i may be zero.
@@ -145,7 +145,7 @@ def lattice_bwd_kernel(
 ):  # fmt: skip
     """All tokens of one (sequence, head). dgamma and dmu [tokens, H, M] are shares to be summed over slots.
 
-    AHEAD loads states one token ahead, where registers last.
+    AHEAD loads states one token ahead, if there are enough registers.
 
     Scratch of a program: BLOCK + CHECKPOINT / BLOCK tiles of `states`, CHECKPOINT rows [BM + D1 * D2] of `notes`.
     """

@@ -113,7 +113,7 @@ def fetch_tokens(
     q, k, p, a, b, do, h, gamma, hh, at,
     TOKENS: tl.constexpr, H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Has L2 bring what the walk reads of TOKENS tokens from `at` on."""
+    """Prefetch into L2 the inputs of TOKENS tokens from `at` on."""
     fetch_rows(q + at * (H * M), H * M, TOKENS, M, BM)
     fetch_rows(k + at * (H * M), H * M, TOKENS, M, BM)
     fetch_rows(p + at * (H * M), H * M, TOKENS, M, BM)
@@ -210,7 +210,7 @@ def lattice_adjoint_kernel(
             g += slots(k_0) * entries(dz_0)
             S = tl.load(scratch + before * TILE)
             at, two = first + 2 * pair, 2 * pair + 1 < tokens
-            # stored as tiles of which one slot is written: Triton would rearrange a vector first
+            # stored as tiles of which one slot is written, because Triton would rearrange a vector before its store
             tl.store(dz + at * (H * D) + o_one, tl.broadcast_to(entries(dz_0), S.shape), mask=m_one)
             tl.store(dz + (at + 1) * (H * D) + o_one, tl.broadcast_to(entries(dz_1), S.shape), mask=m_one & two)
             both = over_shares((tl.reshape(dalpha_0, [1, BM]), tl.reshape(dalpha_1, [1, BM])), 2)

@@ -1,4 +1,5 @@
-"""Parallel kernels of Lattice's backward for "dec": the coefficients of all tokens, and what reads the states.
+"""Parallel kernels of Lattice's backward for "dec": the coefficients of all tokens, and the gradients that read
+states.
 
 Given h and p, which forward keeps, the states of a window are linear in the state before it, as in the dual form of
 "enc" and "sim": s_t = A_t s_0 + sum_{j <= t} (A_t / A_j) b_j h_j, A_t = a_t ... a_1. See dual/windows.py.
@@ -58,7 +59,7 @@ def lattice_slots_kernel(
 ):  # fmt: skip
     """x = do: dq = S'^T x of one window of one head. x = dz, where there is dalpha: dk, dv and dgamma.
 
-    `refused` is set where decays are of no size to divide by: what is written then has no meaning.
+    `refused` is set where a product of decays is too small or too large to divide by; the results are then invalid.
     """
     k, gamma, h, a, b = moves
     dx, dv, dgamma = grads

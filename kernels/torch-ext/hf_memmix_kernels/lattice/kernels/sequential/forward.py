@@ -125,7 +125,8 @@ def lattice_fwd_kernel(
             S = advance(S, b_h, b_p, b_alpha, b_keep, b_gamma * l1, PROJECT, L1)
             shares = shares + (share_over_slots(S * slots(qs[i].to(ACC)), WARPS, LANES),)
             if h is not None:
-                # stored as a tile of which one slot is written: Triton would rearrange a vector first
+                # stored as a tile of which one slot is written, because Triton would rearrange a vector before its
+                # store
                 h_s = h + i * (H * D) + entries(o_d) + 0 * slots(o_m)
                 tl.store(h_s, tl.broadcast_to(entries(b_h), S.shape), mask=m_h & (t + i < length) & (saves != 0))
                 ps = ps + (tl.reshape(b_p, [1, BM]),)

@@ -14,7 +14,7 @@ def lattice_step_kernel(
     M: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     VARIANT: tl.constexpr, PROJECT: tl.constexpr, L1: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One token of one (sequence, head): state [D, M] advanced in place, o [D]."""
+    """One token of one (sequence, head): updates the state [D, M] in place and writes o [D]."""
     i_s = tl.program_id(0).to(tl.int64)
     o_m, o_d = tl.arange(0, BM), tl.arange(0, D1)[:, None] * D2 + tl.arange(0, D2)[None, :]
     m_s = entries(o_d < D) & slots(o_m < M)

@@ -1,8 +1,8 @@
-"""How the kernels hold the state of one head, and one update of it.
+"""Device functions for the state of one head, held as a tile, and for one update of it.
 
 A tile is [M, D1, D2]: M slots, and the d = D1 * D2 entries of a slot along the two other axes, entry i1 * D2 + i2.
-Triton deals the last axis to the lanes, four entries per lane, and then the slots to the remaining lanes and warps. D2
-therefore decides how many lanes share a slot, and D1 stays within a lane.
+Triton distributes the last axis over lanes, four entries per lane, and then the slots over the other lanes and warps.
+D2 therefore decides how many lanes share a slot, and D1 stays within a lane.
 
 s_i' = a_i s_i + b_i h: `coefficients` and `advance` follow naive.py.
 """
@@ -33,7 +33,7 @@ def over_entries(x):
 
 @triton.jit
 def fold(x):
-    """Sum over the last axis, which every thread fetches whole: one trip through shared memory."""
+    """Sum over the last axis. Every thread reads the whole axis, so the sum passes through shared memory once."""
     A: tl.constexpr = x.shape[0]
     B: tl.constexpr = x.shape[1]
     N: tl.constexpr = x.shape[2]
@@ -97,7 +97,7 @@ def share_over_slots(x, WARPS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def over_shares(shares, GROUP: tl.constexpr):
-    """Sums [GROUP, D] of the shares of GROUP tokens, in one trip."""
+    """Sums [GROUP, D] of the shares of GROUP tokens, with one pass through shared memory."""
     N: tl.constexpr = shares[0].shape[0]
     D: tl.constexpr = shares[0].shape[1]
     if GROUP == 1:
@@ -111,7 +111,7 @@ def over_shares(shares, GROUP: tl.constexpr):
 
 @triton.jit
 def squared(h, M: tl.constexpr):
-    """|h|^2 [M], found by every slot for itself, beside its h . s_i."""
+    """|h|^2 [M]: every slot computes it, together with its own h . s_i."""
     wide = tl.broadcast_to(entries(h), [M, h.shape[0], h.shape[1]])
     return over_entries(wide * wide)
 
@@ -124,13 +124,13 @@ def total(x):
 
 @triton.jit
 def slots(x):
-    """[M] against a tile."""
+    """[M] with the shape that broadcasts against a tile."""
     return tl.expand_dims(tl.expand_dims(x, 1), 1)
 
 
 @triton.jit
 def entries(x):
-    """[D1, D2] against a tile."""
+    """[D1, D2] with the shape that broadcasts against a tile."""
     return x[None, :, :]
 
 
@@ -143,7 +143,7 @@ def rsqrt(x):
 
 @triton.jit
 def inverse_norm(S):
-    """1 / |s_i|, 0 for the empty slots that fill up a tile."""
+    """1 / |s_i|; 0 for the empty slots that pad a tile."""
     squared = over_entries(S * S)
     return tl.where(squared > 0, rsqrt(tl.where(squared > 0, squared, 1)), 0)
 

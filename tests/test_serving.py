@@ -104,6 +104,17 @@ def test_command_refuses_in_one_line(arguments, message, vllm_is_here, monkeypat
     assert result.exit_code == 1 and last.startswith("error:") and re.search(message, last), result.output
 
 
+def test_command_refuses_an_unknown_mixer(vllm_is_here, tmp_path):
+    """vLLM itself puts this line into a longer error."""
+    config = json.loads((TINY / "config.json").read_text())
+    config["mixer_types"][0] = "nothing"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = memmix("serve", tmp_path)
+    assert (
+        result.exit_code == 1 and "unknown mixer 'nothing' in mixer_types; known: [" in result.stderr.splitlines()[-1]
+    )
+
+
 def test_installation_is_checked(monkeypatch):
     def refusal(found):
         monkeypatch.setattr(capacities, "installed_version", lambda: found)

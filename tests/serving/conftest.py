@@ -33,7 +33,7 @@ for name, value in SETTINGS.items():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--matrix", metavar="FILE", help="write which model was tested with which feature to FILE")
+    parser.addoption("--matrix", metavar="FILE", help="add which model was tested with which feature to FILE")
 
 
 class Matrix:
@@ -54,8 +54,11 @@ class Matrix:
         import vllm
 
         versions = {module.__name__: module.__version__ for module in (vllm, torch, transformers)}
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(versions | {"matrix": self.outcomes}, indent=1) + "\n")
+        earlier = json.loads(self.file.read_text()) if self.file.exists() else {}
+        matrix = earlier["matrix"] if earlier.items() >= versions.items() else {}
+        for feature, cases in self.outcomes.items():
+            matrix[feature] = matrix.get(feature, {}) | cases
+        self.file.write_text(json.dumps(versions | {"matrix": matrix}, indent=1) + "\n")
 
 
 def pytest_configure(config):

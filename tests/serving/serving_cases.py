@@ -2,9 +2,12 @@
 
 import dataclasses
 
-from hf_memmix import memmix_config
+from transformers import AutoConfig
+
+from hf_memmix import backbones, memmix_config
 from hf_memmix.models import FAMILIES as FROM_SCRATCH
 from testing import FAMILIES, MIXERS, MODELS, VOCAB, backbone_config, random_ids
+from tiny_teachers import MIXTURES, MOE
 
 BLOCK = 128  # tokens per block of the cache, so large that its page holds the states of every model here
 LONGEST = 1024
@@ -16,6 +19,9 @@ SIZES |= {"head_dim": 32, "max_position_embeddings": LONGEST}
 GPT2_SIZES = {"n_embd": 64, "n_inner": 96, "n_head": 2, "n_positions": LONGEST}
 GPT2_SIZES |= dict.fromkeys(("hidden_size", "num_attention_heads", "max_position_embeddings"))  # its names for them
 MULTI_HEAD = {"gpt_neox", "gpt2"}  # as many key/value heads as heads, whatever the configuration says
+# some mixtures of experts read one of these fields, some the other
+WIDE_EXPERTS = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
+OTHERS = {"biogpt": {"num_key_value_heads": 2}, "diffllama": {"num_attention_heads": 4, "num_key_value_heads": 2}}
 
 # prompts by name: token ids; several lengths at once, from one token to several blocks
 PROMPTS = {
@@ -55,15 +61,23 @@ class Case:
             fields = {"num_hidden_layers": 3, "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1}
             fields |= {"eos_token_id": None} | row["fields"] | SIZES | row["layouts"][self.layout]
             return FROM_SCRATCH[self.family](**fields)
-        sizes = GPT2_SIZES if "n_embd" in FAMILIES[self.family] else SIZES
+        row = FAMILIES.get(self.family, {})
+        sizes = GPT2_SIZES if "n_embd" in row else SIZES
         if self.family in MULTI_HEAD:
             sizes = {**sizes, "num_key_value_heads": None}
         if self.family == "llama":
             sizes = {**sizes, "num_hidden_layers": len(self.kinds)}
         if self.labels:
             sizes = {**sizes, "num_labels": self.labels}
+        if self.family not in FAMILIES:
+            sizes = {**sizes, **(MOE | WIDE_EXPERTS if self.family in MIXTURES else {}), **OTHERS.get(self.family, {})}
+            window = {"sliding_window": 16} if backbones.BACKBONES[self.family].window else {}
+            fields = {"vocab_size": VOCAB, "num_hidden_layers": len(self.kinds), "pad_token_id": 0, "bos_token_id": 1}
+            backbone = AutoConfig.for_model(self.family, **fields, **sizes, **window)
+        else:
+            backbone = backbone_config(self.family, **sizes)
         mixers = {kind: MIXERS[kind] for kind in self.kinds if kind in MIXERS}
-        return memmix_config(backbone_config(self.family, **sizes), list(self.kinds), mixers)
+        return memmix_config(backbone, list(self.kinds), mixers)
 
 
 _KEPT = "attention"
@@ -81,7 +95,13 @@ SCRATCH = {
 }
 _HALF = ("gka", _KEPT, "gka", _KEPT)
 BACKBONES = {f"backbone_{name}": Case(_HALF, family=name, prompts=("few",)) for name in FAMILIES}
-CASES = HYBRIDS | PURE | LOW | SCRATCH | BACKBONES
+# all other families that are not refused; only `make serve-test PYTEST="-m product"` serves them
+MORE_BACKBONES = {
+    f"backbone_{name}": Case(_HALF[:2], family=name, prompts=("few",))
+    for name, row in backbones.BACKBONES.items()
+    if name not in FAMILIES and not (row.refused or row.no_serving)
+}
+CASES = HYBRIDS | PURE | LOW | SCRATCH | BACKBONES | MORE_BACKBONES
 # the bundled model, which has a tokenizer
 ASSET = "tiny_gka"
 CASES[ASSET] = Case()

@@ -23,10 +23,15 @@ def altered(engines, tmp_path):
 
 
 def refused(engines, folder, **options) -> str:
+    """The messages of the error and of what has caused it: vLLM puts some errors of a configuration into its own."""
     engines.close()
-    with pytest.raises(Exception) as error:
+    with pytest.raises(Exception) as raised:
         engines.get(str(folder), **options)
-    return str(error.value)
+    error, found = raised.value, []
+    while error is not None:
+        found.append(str(error))
+        error = error.__cause__ or error.__context__
+    return "\n".join(found)
 
 
 def test_unknown_mixer(engines, altered):

@@ -16,8 +16,8 @@ from ...mixers import MemoryMixer
 from ...mixers.pages import carve, page_layout
 from .metadata import MemoryBackend, MemoryMetadata
 
-# all states of a sequence are one array for vLLM. It is not uint8: vLLM 0.26 finds out strides by an empty tensor in fp32
-# with as many elements as all pages have, which would be four times their memory
+# all states of a sequence are one array for vLLM. It is not uint8: vLLM 0.26 finds out strides by an empty tensor in
+# fp32 with as many elements as all pages have, which would be four times their memory
 PAGE_DTYPE = torch.int32
 
 

@@ -92,7 +92,8 @@ def faults(folder: Path) -> list[str]:
             for f in functions(tree):
                 # device functions without "kernel" in their names are inlined and may have more arguments
                 count = sum(not (a.annotation and "constexpr" in ast.unparse(a.annotation)) for a in f.args.args)
-                if "kernel" in f.name and count > MOST_ARGUMENTS:
+                step = path == "kernels/step.py"  # a decode step is launched per token: a group costs host time
+                if "kernel" in f.name and not step and count > MOST_ARGUMENTS:
                     found.append(
                         f"{path}: {f.name} has {count} arguments, the limit is {MOST_ARGUMENTS}; group its tensors"
                     )

@@ -18,6 +18,7 @@ from vllm.model_executor.models.transformers import (
     TransformersMoEForCausalLM,
 )
 
+from ..._transformers import load_every_tensor
 from ...backbones import backbone_of
 from ...mixers import ATTENTION, MIXERS, FeedForward, MemoryMixer
 from ...swap import decoder_layers, swap_attention, swap_feed_forward
@@ -84,12 +85,8 @@ class MemMixMixin(KeptAttention):
         super()._patch_config()
 
     def _create_hf_to_vllm_mapper(self):
-        """Drop no tensor: a checkpoint of ours has those of the model.
-
-        The base class reads the patterns of tensors to be ignored as regular expressions; "attn.bias" of GPT-2 would
-        drop the bias of its `c_attn`.
-        """
-        self.model._keys_to_ignore_on_load_unexpected = None
+        """Drop no tensor, because a checkpoint of ours contains those of the model and no others."""
+        load_every_tensor(self.model)
         super()._create_hf_to_vllm_mapper()
 
     def recursive_replace(self):

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # for `import serving_cases`
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["*.py"]

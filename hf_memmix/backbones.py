@@ -215,7 +215,11 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
         "minicpm3": _LATENT,
         "youtu": _LATENT,
         "afmoe": Backbone(rotates=_sliding_layers, window=True, no_conversion=_OUTPUT_GATE),
-        "laguna": Backbone(window=True, no_conversion=_OUTPUT_GATE),
+        "laguna": Backbone(
+            window=True,
+            no_conversion=_OUTPUT_GATE,
+            no_serving="its Transformers backend does not load the shared experts of this family",
+        ),
         "bitnet": Backbone(no_conversion="a norm stands between its attention and the output projection"),
         "cohere2_moe": Backbone(
             rotary="pairs",
@@ -225,14 +229,20 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
             logits=_SCALED,
             no_conversion=_UNTESTED,
         ),
-        "diffllama": Backbone(no_conversion="its attention is a difference of two softmaxes"),
+        "diffllama": Backbone(
+            no_conversion="its attention is a difference of two softmaxes",
+            no_serving="the attention of this family does not use the attention interface of transformers",
+        ),
         "doge": Backbone(window=True, no_conversion="its attention mask is computed from the values"),
         "flint": Backbone(rotates=_sliding_layers, window=True, extra=("sinks",), no_conversion=_UNTESTED),
         "kolibri1": Backbone(rotates=_sliding_layers_or_all, window=True, no_conversion=_UNTESTED),
         "nanochat": Backbone(
             logits=_CAPPED, no_conversion="its q and k norms have no weights and follow the rotation"
         ),
-        "persimmon": Backbone(no_conversion="its q and k norms are LayerNorms"),
+        "persimmon": Backbone(
+            no_conversion="its q and k norms are LayerNorms",
+            no_serving="its Transformers backend computes other logits than transformers for this family",
+        ),
     }
 )
 

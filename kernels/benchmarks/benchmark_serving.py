@@ -126,14 +126,17 @@ class Engine:
             "most_running": running,
         }
 
-    def prefix(self, length: int) -> dict:
-        """Seconds to the first token, alone on the machine, cold and with a known prefix."""
+    def prefix(self, length: int, first_seed: int) -> dict:
+        """Seconds to the first token, alone on the machine, cold and with a known prefix.
+
+        `first_seed`: of the prompts, which must be new to this engine.
+        """
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
         cold, hit, cached = [], [], []
         for attempt in range(self.args.repeats):
-            (prompt, tail) = prompts_of(2, length, self.vocabulary, seed=1000 * length + attempt)
+            (prompt, tail) = prompts_of(2, length, self.vocabulary, seed=first_seed + attempt)
             shared = prompt["prompt_token_ids"]
             second = {"prompt_token_ids": shared[:-TAIL] + tail["prompt_token_ids"][-TAIL:]}
             for times, request in ((cold, prompt), (hit, second)):
@@ -170,8 +173,8 @@ def measure(folder: Path, args):
                 if "fit" in parts:
                     yield {"part": "fit", **point, "sequences": engine.fit(length + args.new_tokens)}
                 if "prefix" in parts:
-                    engine.prefix(length)  # compiles
-                    yield {"part": "prefix", **point, **engine.prefix(length)}
+                    engine.prefix(length, first_seed=1000 * length)  # compiles
+                    yield {"part": "prefix", **point, **engine.prefix(length, first_seed=1000 * length + 500)}
                 if "throughput" in parts:
                     engine.throughput(min(length, 512), 1)  # compiles
                     for count in args.concurrency:

@@ -21,7 +21,7 @@ GPT2_SIZES |= dict.fromkeys(("hidden_size", "num_attention_heads", "max_position
 MULTI_HEAD = {"gpt_neox", "gpt2"}  # as many key/value heads as heads, whatever the configuration says
 # some mixtures of experts read one of these fields, some the other
 WIDE_EXPERTS = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
-OTHERS = {"biogpt": {"num_key_value_heads": 2}, "diffllama": {"num_attention_heads": 4, "num_key_value_heads": 2}}
+OTHERS = {"biogpt": {"num_key_value_heads": 2}}
 
 # prompts by name: token ids; several lengths at once, from one token to several blocks
 PROMPTS = {

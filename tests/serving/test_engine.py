@@ -31,8 +31,11 @@ def test_one_batch(case, engines):
 
 @pytest.mark.parametrize("case", HYBRIDS, scope="module")
 def test_several_answers_and_seeds(case, engines):
-    """Answers to one prompt branch off the same states; a seed gives the same answer alone and in a batch."""
-    engine, references = engines.get(case, **ROOMY), references_of(engines.folders, case, "plain")
+    """Answers to one prompt branch off the same states; a seed gives the same answer alone and in a batch.
+
+    The prompts fit into one batch: vLLM on a CPU has no seeds for a prompt that is read in pieces.
+    """
+    engine, references = engines.get(case, **ROOMY), references_of(engines.folders, case, "plain")[:6]
     for output, reference in zip(ask(engine, references, n=3, temperature=1.0, top_k=1), references, strict=True):
         assert_greedy([list(answer.token_ids) for answer in output.outputs], [reference] * 3)
     sampled = {"temperature": 1.0, "seed": 5}

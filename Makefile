@@ -3,6 +3,7 @@
 #   make test                       the everyday tests on a CPU; TRANSFORMERS=5.17.0 tests another version in its own venv
 #   make test-all                   also every mixer with every decoder family in every layout
 #   make test-processors            comparisons of numbers as older processors compute them
+#   make serve-test                 models served by vLLM on a CPU, in its own venv, .venv-vllm
 #   make lint                       ruff check and ruff format --check
 #   make bench                      the kernels on this machine's NVIDIA GPU
 #   make card                       figures of README.md and of the model cards against the committed measurements
@@ -17,16 +18,16 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 # the models are small: with more than one thread per process, the two processes only wait for each other
-test test-all test-processors: export OMP_NUM_THREADS = 1
+test test-all test-processors serve-test: export OMP_NUM_THREADS = 1
 # a waiting thread stops spinning early: it wastes less time if other programs run, and costs a few percent if none do
 demo: export GOMP_SPINCOUNT = 1000
-test test-all test-processors demo: export HF_HUB_OFFLINE = 1
-test test-all test-processors demo: export TOKENIZERS_PARALLELISM = false
+test test-all test-processors serve-test demo: export HF_HUB_OFFLINE = 1
+test test-all test-processors serve-test demo: export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-all test-processors lint bench card clean
+.PHONY: help demo test test-all test-processors serve-test lint bench card clean
 
 help:
-	@sed -n '2,10s/^# *//p' Makefile
+	@sed -n '2,11s/^# *//p' Makefile
 
 $(STAMP): pyproject.toml setup.py constraints.txt .ci/venv
 	@.ci/venv $(VENV) $(TRANSFORMERS)
@@ -50,6 +51,15 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONED
 test-processors: $(STAMP)
 	$(SSE4) $(BIN)/python -m pytest -n $(JOBS) $(NUMBERS)
 	$(AVX2) $(BIN)/python -m pytest -n $(JOBS) $(NUMBERS)
+
+# vLLM pins other versions than constraints.txt
+SERVE_VENV := .venv-vllm
+
+$(SERVE_VENV)/.installed-vllm: pyproject.toml setup.py constraints.txt .ci/venv .ci/venv-vllm
+	@.ci/venv-vllm $(SERVE_VENV)
+
+serve-test: $(SERVE_VENV)/.installed-vllm
+	$(SERVE_VENV)/bin/python -m pytest tests/serving $(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

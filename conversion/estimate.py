@@ -7,13 +7,12 @@ fates of tensors and the numbers of parameters are those of the real conversion.
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_memmix.backbones import window_of
 from hf_memmix.conversion.convert import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.loading import read_config
-from hf_memmix.mixers.base import AttentionShape
+from hf_memmix.serving.footprint import layer_kv_bytes, state_bytes
 from hf_memmix.swap import memory_mixers
 
 CONTEXTS = (4096, 32768, 131072)
@@ -77,17 +76,3 @@ def estimate(
 def parameter_bytes(model: PreTrainedModel) -> int:
     """Bytes of a model's parameters. Tied parameters are counted once."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def state_bytes(mixer, dtype: torch.dtype) -> int:
-    """Bytes of a mixer's states for one sequence."""
-    shapes = mixer.state_shapes(1, dtype).values()
-    return sum(torch.Size(shape).numel() * state_dtype.itemsize for shape, state_dtype in shapes)
-
-
-def layer_kv_bytes(config: PreTrainedConfig, layer: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of `length` tokens in one attention layer; at most those of its sliding window."""
-    if window := window_of(config, layer):
-        length = min(length, window - 1)  # the window includes the next token, which is not in the cache yet
-    shape = AttentionShape.of(config)
-    return 2 * length * shape.kv_heads * shape.head_dim * dtype.itemsize

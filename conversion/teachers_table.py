@@ -36,15 +36,16 @@ def refusals() -> str:
     return "\n\n".join(
         [
             "No mixer can take the place of the attention of these families. `memmix_config` refuses them too:",
-            _by_reason(swap),
+            by_reason(swap),
             "These can have mixers in a model that is trained from scratch, but no pretrained model of theirs can be"
             " converted:",
-            _by_reason(conversion),
+            by_reason(conversion),
         ]
     )
 
 
-def _by_reason(refused: dict[str, str]) -> str:
+def by_reason(refused: dict[str, str]) -> str:
+    """Markdown: a line for each reason with its families."""
     reasons: dict[str, list[str]] = {}
     for name, reason in refused.items():
         reasons.setdefault(reason, []).append(f"`{name}`")

@@ -140,6 +140,14 @@ def fp32_patterns_of(model: nn.Module) -> set[str]:
     return set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
+def load_every_tensor(model: nn.Module):
+    """Forget the patterns of tensors that old checkpoints of the native class may contain and the library ignores.
+
+    vLLM reads these patterns as regular expressions: "attn.bias" of GPT-2 would drop the bias of its `c_attn`.
+    """
+    model._keys_to_ignore_on_load_unexpected = None
+
+
 def attention_implementation(config) -> str:
     """The attention implementation of a configuration, e.g. "sdpa" or "flash_attention_2", which has no mask.
 

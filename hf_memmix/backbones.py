@@ -69,6 +69,8 @@ class Backbone:
     Reasons why a family is refused; the text completes "FAMILY is not supported: REASON".
         refused: no mixer can replace the attention.
         no_conversion: a mixer can replace the attention, but cannot be initialised from its weights.
+        no_serving: vLLM's Transformers backend cannot run the model. It completes "FAMILY cannot be served by vLLM:
+            REASON".
 
     How the attention module stores its tensors; only the conversion reads this.
         qkv: names of three projections (separate) or of one (fused).
@@ -95,6 +97,7 @@ class Backbone:
 
     refused: str | None = None
     no_conversion: str | None = None
+    no_serving: str | None = None
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out: str = "o_proj"
@@ -127,7 +130,10 @@ _RECURRENT = Backbone(refused="some of its layers are recurrent already")
 _UNKNOWN_NAMES = Backbone(refused="its layers or attention modules have unrecognised names")
 _OUTPUT_GATE = "its attention has an output gate that depends on the token"
 _UNTESTED = "its conversion has not been tested"
-_LATENT = Backbone(no_conversion="latent attention: k and v have no projections of x")
+_LATENT = Backbone(
+    no_conversion="latent attention: k and v have no projections of x",
+    no_serving="vLLM computes its latent attention in a form that the plugin does not know",
+)
 
 BACKBONES: Mapping[str, Backbone] = MappingProxyType(
     {
@@ -209,7 +215,11 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
         "minicpm3": _LATENT,
         "youtu": _LATENT,
         "afmoe": Backbone(rotates=_sliding_layers, window=True, no_conversion=_OUTPUT_GATE),
-        "laguna": Backbone(window=True, no_conversion=_OUTPUT_GATE),
+        "laguna": Backbone(
+            window=True,
+            no_conversion=_OUTPUT_GATE,
+            no_serving="its Transformers backend does not load the shared experts of this family",
+        ),
         "bitnet": Backbone(no_conversion="a norm stands between its attention and the output projection"),
         "cohere2_moe": Backbone(
             rotary="pairs",
@@ -219,14 +229,20 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
             logits=_SCALED,
             no_conversion=_UNTESTED,
         ),
-        "diffllama": Backbone(no_conversion="its attention is a difference of two softmaxes"),
+        "diffllama": Backbone(
+            no_conversion="its attention is a difference of two softmaxes",
+            no_serving="the attention of this family does not use the attention interface of transformers",
+        ),
         "doge": Backbone(window=True, no_conversion="its attention mask is computed from the values"),
         "flint": Backbone(rotates=_sliding_layers, window=True, extra=("sinks",), no_conversion=_UNTESTED),
         "kolibri1": Backbone(rotates=_sliding_layers_or_all, window=True, no_conversion=_UNTESTED),
         "nanochat": Backbone(
             logits=_CAPPED, no_conversion="its q and k norms have no weights and follow the rotation"
         ),
-        "persimmon": Backbone(no_conversion="its q and k norms are LayerNorms"),
+        "persimmon": Backbone(
+            no_conversion="its q and k norms are LayerNorms",
+            no_serving="its Transformers backend computes other logits than transformers for this family",
+        ),
     }
 )
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_memmix.commands import serve
 from hf_memmix.conversion.estimate import estimate, meta_teacher
+from hf_memmix.serving import capacity
 from hf_memmix.training.documents import choice_tables
 from hf_memmix.training.documents.measurements import read
 from hf_memmix.training.documents.readme_tables import documents, render
@@ -54,12 +56,17 @@ def test_memmix_commands_run_in_order(tmp_path, monkeypatch):
 
     (tmp_path / "hf_memmix").symlink_to(ROOT / "hf_memmix")
     monkeypatch.chdir(tmp_path)
+    # no server: vLLM has an environment of its own (make serve-test)
+    monkeypatch.setattr(capacity, "check_installation", lambda: None)
+    started = []
+    monkeypatch.setattr(serve.os, "execv", lambda program, arguments: started.append(arguments))
     names = [command[1] for command in commands("memmix")]
-    assert names == ["convert", "convert", "align", "distill", "report", "generate"]
+    assert names == ["convert", "convert", "align", "distill", "report", "generate", "serve"]
     for command in commands("memmix"):
         assert HUB_ID not in command, "the test runs offline"
         result = CliRunner().invoke(app, command[1:] + SHORT.get(command[1], []))
         assert result.exit_code == 0, f"{shlex.join(command)}: {result.output}\n{result.exception!r}"
+    assert [arguments[-3:] for arguments in started] == [command[2:] for command in commands("vllm")]
 
 
 def test_times_of_the_distil_block_are_those_of_the_measurements():
@@ -89,7 +96,7 @@ def test_times_of_the_distil_block_are_those_of_the_measurements():
 
 
 def test_make_targets_exist():
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     assert commands("make")
     for command in commands("make"):
         assert command[1] in targets
@@ -100,7 +107,7 @@ def test_every_block_is_tested():
     assert {kind for kind, _ in BLOCKS} == tested
     for kind, text in BLOCKS:
         if kind == "bash":
-            assert {line.split()[0] for line in text.splitlines() if line.strip()} <= {"make", "memmix", "pip"}
+            assert {line.split()[0] for line in text.splitlines() if line.strip()} <= {"make", "memmix", "pip", "vllm"}
 
 
 def test_install_command_names_extras_that_exist():

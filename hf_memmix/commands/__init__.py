@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.commands import convert, generate, measure, publish, run, train
+from hf_memmix.commands import convert, generate, measure, publish, run, serve, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,6 +35,7 @@ for _name, _command in COMMANDS.items():
 # options after the name of the program, also --help, are passed to the program
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 app.command("run", context_settings=_PASS_ON)(run.run)
+app.command("serve", context_settings=_PASS_ON)(serve.serve)
 
 
 def _print_version(wanted: bool) -> None:

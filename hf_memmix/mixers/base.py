@@ -11,6 +11,7 @@ Shapes: B batch, T tokens, N sequences (B, or the number of packed ones).
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -92,6 +93,8 @@ class MemoryMixer(nn.Module):
     fp32_parameters: ClassVar[tuple[str, ...]] = ()  # kept in fp32 when the model is loaded in fp16 or bf16
     lora_targets: ClassVar[tuple[str, ...]] = ("q_proj", "v_proj")  # where PEFT puts LoRA by default
     token_arguments: ClassVar[tuple[str, ...]] = ()  # arguments [B, T] of the model that `scan` gets among its tokens
+    # where the states live in a server's memory, it runs the layer: f(hidden_states, position_embeddings) -> output
+    server: Callable | None = None
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -271,6 +274,8 @@ class MemoryMixer(nn.Module):
         Raises:
             ValueError: a token argument has a wrong shape, or there are both packed sequences and a cache.
         """
+        if self.server is not None:
+            return self.server(hidden_states, position_embeddings), None
         if memmix_replay is not None:
             return self.scan(*memmix_replay)
         if isinstance(attention_mask, tuple):

@@ -112,7 +112,7 @@ class HeadsMixer(MemoryMixer):
             )
         return convolved["q"], convolved["k"], convolved["v"], new
 
-    def convolve_step(self, tokens, states, state_indices):
+    def convolve_step(self, tokens, states, state_indices=None):
         """As `convolve`, for one token. The states of the convolutions, or their pages, are updated in place."""
         convolved, where = dict(tokens), {"in_place": True, "state_indices": state_indices}
         for name, convolution in self._convolutions():

@@ -167,8 +167,7 @@ class LatticeMixer(HeadsMixer):
 
     def initial_states(self, batch, device, dtype):
         states = self.allocate_states(batch, device, dtype)
-        start = self.start().to(states["S"])
-        return states | {"S": start.expand(batch, -1, -1, -1)}
+        return states | {"S": self.start().to(states["S"]).repeat(batch, 1, 1, 1)}
 
     def start(self):
         """S_0 [H, d, m] with columns of unit norm."""

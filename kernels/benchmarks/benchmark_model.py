@@ -35,7 +35,7 @@ MIXERS = ("attention", "gka", "lattice", "mamba2", "ska", "coffee")
 MEASURED = ("ms", "tokens_s", "mfu", "peak_mib", "kernel_ms", "kernels", "first_token_s")
 # kind: words in the names of its kernels; a kernel has the first kind of which a word appears in its name
 KINDS = (
-    ("mixers", ("gka_", "gla_", "lattice_", "coffee_", "ska_", "short_conv_", "row_norm", "unit_norm", "gate")),
+    ("mixers", ("gka_", "gla_", "lattice_", "coffee_", "ska_", "short_conv_", "unit_heads", "gated_norm")),
     ("attention", ("flash", "fmha", "attention")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "splitk")),
     ("optimizer", ("multi_tensor", "FusedAdam", "foreach")),
@@ -134,23 +134,29 @@ def train(model, batch: int, length: int, size: int, optimizer) -> tuple[dict, l
     return throughput(call, batch * length, 6 * size, 5)
 
 
-def rows_of(mixer: str, phases: list[str], decode_batches: list[int]):
-    """Yield each measurement's row and its kernels by time; the kernels are printed and not written to the file."""
+def rows_of(mixer: str, phases: list[str], decode_batches: list[int], compiled: bool):
+    """One row per measurement, each as soon as it is there; the longest kernels go to the output only.
+
+    `compiled`: prefill and training by `torch.compile(model)`, at the first of their shapes; `generate()` compiles
+    decode with a static cache anyway.
+    """
     model = build(None if mixer == "attention" else mixer)
     size = sum(p.numel() for p in model.parameters())
+    call = torch.compile(model) if compiled else model
+    shapes = slice(0, 1) if compiled else slice(None)
     if "prefill" in phases:
-        for batch, length in PREFILL:
-            row, longest = prefill(model, batch, length, size)
-            yield {"phase": "prefill", "B": batch, "T": length, **row}, longest
+        for batch, length in PREFILL[shapes]:
+            row, longest = prefill(call, batch, length, size)
+            yield {"phase": "prefill", "B": batch, "T": length, "compiled": compiled, **row}, longest
     if "decode" in phases:
         for batch in decode_batches:
-            yield {"phase": "decode", "B": batch, "T": DECODE_CONTEXT, **decode(model, batch)}, []
+            yield {"phase": "decode", "B": batch, "T": DECODE_CONTEXT, "compiled": True, **decode(model, batch)}, []
     if "train" in phases:
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        for batch, length in TRAIN:
-            row, longest = train(model, batch, length, size, optimizer)
-            yield {"phase": "train", "B": batch, "T": length, **row}, longest
+        for batch, length in TRAIN[shapes]:
+            row, longest = train(call, batch, length, size, optimizer)
+            yield {"phase": "train", "B": batch, "T": length, "compiled": compiled, **row}, longest
 
 
 def main():
@@ -161,13 +167,14 @@ def main():
         "--phases", nargs="+", choices=("prefill", "decode", "train"), default=["prefill", "train", "decode"]
     )
     parser.add_argument("--decode-batches", nargs="+", type=int, default=list(DECODE_BATCHES))
-    parser.add_argument("--longest", type=int, default=0, help="number of the longest kernels to print for each row")
-    parser.add_argument("--commit", default=commit(), help="commit to record; needed where there is no git checkout")
+    parser.add_argument("--compile", action="store_true", help="prefill and training by torch.compile")
+    parser.add_argument("--longest", type=int, default=0, help="print so many of the longest kernels of each row")
+    parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")
     args = parser.parse_args()
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     rows = []
     for mixer in args.mixers:
-        for row, longest in rows_of(mixer, args.phases, args.decode_batches):
+        for row, longest in rows_of(mixer, args.phases, args.decode_batches, args.compile):
             rows.append({"mixer": mixer, **row, **machine, "commit": args.commit})
             print(json.dumps({name: value for name, value in rows[-1].items() if name not in machine}), flush=True)
             for found in longest[: args.longest]:

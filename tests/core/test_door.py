@@ -156,6 +156,9 @@ ATTRIBUTES = {
     ),
     "_can_record_outputs": lambda name: LlamaModel._can_record_outputs["hidden_states"],
     "_CAN_RECORD_REGISTRY": registers,
+    "_keys_to_ignore_on_load_unexpected": lambda name: (
+        hasattr(tiny(), name) and reads("transformers.modeling_utils", name)
+    ),
     "_keep_in_fp32_modules_strict": lambda name: (
         tiny()._keep_in_fp32_modules_strict == set() and reads("transformers.modeling_utils", name)
     ),

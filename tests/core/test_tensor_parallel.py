@@ -89,7 +89,20 @@ def launch(folders, processes=2):
     "row", [pytest.param(row, marks=[] if row in EVERYDAY else [pytest.mark.product]) for row in ROWS]
 )
 def test_two_processes_equal_one(row, launched):
-    folder = launched(row)
+    check_against_one_process(launched(row))
+
+
+@pytest.mark.product
+def test_four_processes_of_which_two_hold_the_same_key_head(tmp_path):
+    config = config_of("gka", layout=ALL, options={"qk_norm": "full", "qkv_bias": True})
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
+    build(config, dtype=torch.float64).save_pretrained(tmp_path)
+    launch([tmp_path], processes=4)
+    check_against_one_process(tmp_path)
+
+
+def check_against_one_process(folder):
+    """What the processes measured and saved is what this process computes."""
     model = load(folder)
     expected, found = measure(model), torch.load(folder / "measured.pt")
     expected["logits by tp_plan"] = expected["logits"]
@@ -107,7 +120,7 @@ def test_two_processes_equal_one(row, launched):
 @pytest.mark.product
 def test_what_cannot_be_shared_out_is_refused(tmp_path):
     wrong = {
-        "heads": (config_of("gka", layout=ALL, num_attention_heads=3, num_key_value_heads=3, head_dim=8), "3 heads"),
+        "channels": (config_of("coffee", layout=ALL, options={"inner_size": 47}), "coffee of layer 0: 47 channels"),
         "kept attention": (config_of("gka", num_key_value_heads=1), "attention layers: 1 key/value heads"),
     }
     for name, (config, _) in wrong.items():

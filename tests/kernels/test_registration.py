@@ -170,13 +170,13 @@ def test_what_forward_keeps_is_never_filled_with_zeros(op, backend):
     """The tensor kept for backward has no gradient and is the largest of a call."""
     inputs = {name: t.requires_grad_() for name, t in op.draw(SHAPE, torch.float32).items()}
     with Recorder() as recorder:
-        o, _ = op.run(op.fast, inputs)
+        o, final = op.run(op.fast, inputs)
     ((forward, (args, kwargs)),) = recorder.calls.items()
     sizes = [t.numel() for t in forward(*args, **kwargs)]
     with Fills() as fills:
-        o.sum().backward()
+        (o.sum() + sum(t.sum() for t in final)).backward()
     kept = sizes[1] if op.name == "gka" else sizes[2]
-    assert kept and fills.sizes and kept not in fills.sizes
+    assert kept and kept not in fills.sizes
 
 
 @pytest.mark.parametrize(("op", "message", "change"), [(op, *bad) for op in OPS for bad in op.bad])

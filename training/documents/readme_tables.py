@@ -22,6 +22,7 @@ from hf_memmix.training.evaluation.context_cost_plot import plot_context_cost
 DOCUMENTS = (
     "README.md",
     "conversion/README.md",
+    "hf_memmix/serving/README.md",
     "training/README.md",
     "training/experiments/*/README.md",
     "kernels/README.md",

@@ -8,6 +8,7 @@ from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.conversion.teachers_table import refusals, teachers_table
 from hf_memmix.training.documents import choice_tables as choice
 from hf_memmix.training.documents import kernel_tables as kernels
+from hf_memmix.training.documents import serving_tables as serving
 from hf_memmix.training.documents.measurements import CARDS, read
 
 aligned_table = partial(markdown_table, figures=True)
@@ -153,4 +154,7 @@ TABLES = {
     "refusals": refused_table,
     "gpus": gpus_table,
     "plans": plans_table,
+    "serving_families": serving.families_table,
+    "serving_costs": serving.costs_table,
+    "serving_matrix": serving.matrix_table,
 }

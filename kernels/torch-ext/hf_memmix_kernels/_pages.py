@@ -29,16 +29,26 @@ def check_step_states(
         state_indices: int32 or int64 [B], or None.
         any_stride: whether states without `state_indices` may have any strides.
     """
-    if state_indices is None:
-        if tuple(tuple(s.shape) for s in states) != shapes:
-            raise ValueError(f"{op}: the state must be {_listed(shapes)}, got {_listed(s.shape for s in states)}")
-        if not (any_stride or all(s.is_contiguous() for s in states)):
-            raise ValueError(f"{op} updates its state in place: pass contiguous tensors, e.g. by .contiguous()")
+    if state_indices is not None:
+        _check_pages(op, states, shapes, state_indices)
         return
+    if len(states) != len(shapes):
+        raise ValueError(f"{op}: the state must be {len(shapes)} tensors, got {len(states)}")
+    for state, shape in zip(states, shapes, strict=True):
+        if state.shape != shape:
+            raise ValueError(f"{op}: the state must be {_listed(shapes)}, got {_listed(s.shape for s in states)}")
+        if not (any_stride or state.is_contiguous()):
+            raise ValueError(f"{op} updates its state in place: pass contiguous tensors, e.g. by .contiguous()")
+
+
+def _check_pages(
+    op: str, states: tuple[Tensor, ...], shapes: tuple[tuple[int, ...], ...], state_indices: Tensor
+) -> None:
+    """`check_step_states` with `state_indices`."""
     batch, device = shapes[0][0], states[0].device
     if (
         state_indices.dtype not in (torch.int32, torch.int64)
-        or tuple(state_indices.shape) != (batch,)
+        or state_indices.shape != (batch,)
         or state_indices.device != device
         or not state_indices.is_contiguous()
     ):
@@ -46,13 +56,20 @@ def check_step_states(
             f"{op}: state_indices must be a contiguous int32 or int64 tensor [B] = [{batch}] on {device}, got"
             f" {state_indices.dtype} {list(state_indices.shape)} on {state_indices.device}"
         )
-    for state, (_, *page) in zip(states, shapes, strict=True):
-        if list(state.shape[1:]) != page:
-            raise ValueError(f"{op}: with state_indices the state must be [pages, *{page}], got {list(state.shape)}")
-        if state.stride()[1:] != _contiguous_strides(page) or state.stride(0) < math.prod(page):
+    for state, shape in zip(states, shapes, strict=True):
+        page = shape[1:]
+        if state.shape[1:] != page:
+            raise ValueError(f"{op}: with state_indices the state must be {_paged(page)}, got {list(state.shape)}")
+        stride, *strides = state.stride()
+        elements = 1
+        for size, step in zip(reversed(page), reversed(strides), strict=True):
+            if step != elements and size != 1:
+                elements = math.inf  # the page is not contiguous
+            elements *= size
+        if stride < elements:
             raise ValueError(
-                f"{op}: with state_indices each page of the state [pages, *{page}] must be contiguous and apart from"
-                f" the next, got strides {state.stride()}"
+                f"{op}: with state_indices each page of the state {_paged(page)} must be contiguous, and apart from"
+                f" the next page, got strides {state.stride()}"
             )
 
 
@@ -71,9 +88,9 @@ def write_pages(state_indices: Tensor | None, pools: tuple[Tensor, ...], rows: t
             pool.index_copy_(0, where, row)
 
 
-def _contiguous_strides(shape: list[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
 def _listed(shapes) -> str:
     return " and ".join(str(tuple(shape)) for shape in shapes)
+
+
+def _paged(page: tuple[int, ...]) -> str:
+    return f"[pages, {', '.join(map(str, page))}]"

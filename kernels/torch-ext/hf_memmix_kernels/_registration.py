@@ -42,11 +42,14 @@ def step_op(name: str, mutates_args: tuple[str, ...]) -> Callable:
 
     def decorate(function: Callable) -> Callable:
         op = torch.library.custom_op(name, mutates_args=mutates_args)(function)
-        direct = torch.no_grad()(function)
+        without_grad = torch.no_grad()(function)
 
         @functools.wraps(function)
         def call(*args):
-            return op(*args) if needs_op(args) else direct(*args)
+            if needs_op(args):
+                return op(*args)
+            # a generating program has switched gradients off already: doing it again costs some microseconds
+            return without_grad(*args) if torch.is_grad_enabled() else function(*args)
 
         call.register_fake = op.register_fake
         return call

@@ -6,9 +6,7 @@ from hf_memmix.training.experiments.common.harness import matches
 
 
 def lowest_dev_loss(done: list[dict], **wanted) -> dict | None:
-    """The row with the lowest development loss among the finished rows with the wanted values; None without
-    such rows.
-    """
+    """The finished row with the wanted values that has the lowest development loss; None without such rows."""
     rows = [row for row in done if row.get("finite") and matches(row, wanted)]
     return min(rows, key=lambda row: row["dev_loss"], default=None)
 

@@ -22,9 +22,7 @@ def _figure(panels: int, results: dict):
 
 
 def plot_transfer(results: dict, path: str | Path) -> None:
-    """Plot accuracy by task and by length, as means over seeds, with the paper's figures as crosses and
-    dotted lines.
-    """
+    """Plot accuracy by task and by length, as means over seeds. Crosses and dotted lines are the paper's figures."""
     figure, (tasks, lengths) = _figure(2, results)
     for place, (model, rows) in enumerate(chosen(results["rows"]).items()):
         at = [i + 0.27 * (place - 1) for i in range(len(TASKS_PAPER))]

@@ -141,9 +141,7 @@ def _task_mean(row: dict) -> float | None:
 
 
 def ablation_table(results: dict) -> str:
-    """One line per variant: accuracy on the trained tasks, on the other tasks, by length, and with
-    `refresh_every=1`.
-    """
+    """One line per variant: accuracy on trained tasks, on other tasks, by length, and with `refresh_every=1`."""
     lengths, variants = results["settings"]["lengths"], {}
     for row in results["rows"]:
         if "cells" in row:

@@ -47,9 +47,7 @@ class Examples(Recall):
 
 @dataclass(frozen=True)
 class _Layout:
-    """Facts [B, f, 4], their first positions [B, f], questions [B, q, w], their first positions, and
-    answers [B, q].
-    """
+    """Facts [B, f, 4], their first positions [B, f], questions [B, q, w], first positions of these, answers [B, q]."""
 
     facts: Tensor
     fact_starts: Tensor

@@ -138,9 +138,7 @@ def launcher_command(kind: str, cpu: bool) -> list[str]:
 
 
 def start(kind: str, names: list[str], folder: Path, gpu: int | None = None, accumulation: int = 1):
-    """Start one launch that trains these models one after the other and writes `folder/<name>_<kind>.json`
-    for each.
-    """
+    """Start one launch that trains these models one by one and writes `folder/<name>_<kind>.json` for each."""
     title = "_".join([*names, kind]) + ("_accumulated" if accumulation > 1 else "")
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"), "TOKENIZERS_PARALLELISM": "false"}
     if gpu is not None:
@@ -167,9 +165,7 @@ def finish(*launches) -> bool:
 
 
 def compare(results: dict) -> dict:
-    """The scaling efficiency of each launch, and the largest relative difference of its losses from those
-    of one GPU.
-    """
+    """The scaling efficiency of each launch, and how far its losses are from those of one GPU, relatively."""
     summary = {}
     for model in {name.split("_")[0] for name in results}:
         if f"{model}_single" not in results:

@@ -34,7 +34,6 @@ class LaunchOptions(NamedTuple):
         per_thread: states of a feature per thread.
         warps: warps per program.
         group: tokens loaded together (and in backward kept in registers).
-        share: whether two states share a reciprocal.
         chain: whether the argument of a gate is computed without waiting for the state.
         segment: tokens per segment, where backward runs segments in parallel; 0 for the whole sequence at once.
     """
@@ -42,7 +41,6 @@ class LaunchOptions(NamedTuple):
     per_thread: int
     warps: int
     group: int
-    share: bool
     chain: bool = False
     segment: int = 0
 
@@ -57,14 +55,14 @@ def forward_options(sequences: int, features: int, n: int, refined: bool) -> Lau
     NP = padded_states(n)
     if sequences * features * NP >= MANY_LANES:
         per_thread = _per_thread(NP, 4)
-        return LaunchOptions(per_thread, 4, 8, per_thread > 1 and not refined)
+        return LaunchOptions(per_thread, 4, 8)
     per_thread = _per_thread(NP, 1)
-    return LaunchOptions(per_thread, 1, 16, False, chain=not refined)
+    return LaunchOptions(per_thread, 1, 16, chain=not refined)
 
 
 @functools.lru_cache(maxsize=256)
 def backward_options(
-    sequences: int, tokens: int, features: int, n: int, packed: bool, filtered: bool, refined: bool
+    sequences: int, tokens: int, features: int, n: int, packed: bool, filtered: bool
 ) -> LaunchOptions:
     NP = padded_states(n)
     lanes = sequences * features * NP
@@ -72,7 +70,7 @@ def backward_options(
     # four states per thread and the gradients of the filter would take all registers, and twice as long to compile
     per_thread = _per_thread(NP, (2 if filtered else 4) if many else 1)
     segment = SEGMENT if lanes <= FEW_LANES and tokens > 2 * SEGMENT and not packed else 0
-    return LaunchOptions(per_thread, 4 if many else 1, GROUP, many and per_thread > 1 and not refined, segment=segment)
+    return LaunchOptions(per_thread, 4 if many else 1, GROUP, segment=segment)
 
 
 def _math(x: Tensor) -> int:
@@ -111,10 +109,10 @@ def coffee_fwd_triton(
     S, L = NP // chosen.per_thread, max(32 * chosen.warps, NP // chosen.per_thread)
     grid = (N * cdiv(D * S, L),)
     coffee_fwd_kernel[grid](
-        (u, lam, w, C, w_filter, gate), x0, (y, final, checkpoints), cu_seqlens, T, _gate_strides(gate, D),
+        (u, lam, w, C, w_filter, gate), x0, (y, final, checkpoints), cu_seqlens, T, *_gate_strides(gate, D),
         D=D, N=n, NP=NP, S=S, NS=chosen.per_thread, L=L, P=chosen.group, CK=CHECKPOINT, FORM=FORMS[feedback],
         FILTER=w_filter is not None, GATE=gate is not None, PACKED=cu_seqlens is not None, SAVE=save,
-        SHARE=chosen.share, CHAIN=chosen.chain and gate is None and feedback == "sigmoid", MATH=_math(u),
+        CHAIN=chosen.chain and gate is None and feedback == "sigmoid", MATH=_math(u),
         ACC=accumulator(u.dtype), num_warps=chosen.warps,
     )  # fmt: skip
     return y, final, checkpoints
@@ -160,13 +158,11 @@ def coffee_bwd_triton(
     gate_grad: bool,
     chosen: LaunchOptions | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns du, dlam, dw, dC, dw_filter, dgate [B, T, D] (empty unless `gate_grad`) and the initial states'."""
+    """du, dlam, dw, dC, dw_filter (empty without a filter), dgate [B, T, D] (empty unless `gate_grad`), dinitial."""
     dy, dfinal, u, lam, w, C, w_filter, gate = contiguous(dy, dfinal, u, lam, w, C, w_filter, gate)
     (B, T, D), n = u.shape, lam.shape[1]
     N, NP = num_sequences(B, cu_seqlens), padded_states(n)
-    chosen = chosen or backward_options(
-        N, T, D, n, cu_seqlens is not None, w_filter is not None, _math(u) >= REFINED.value
-    )
+    chosen = chosen or backward_options(N, T, D, n, cu_seqlens is not None, w_filter is not None)
     P, R = chosen.group, CHECKPOINT // chosen.group
     segment = chosen.segment // CHECKPOINT * R
     segments = cdiv(cdiv(T, P), segment) if segment else 1
@@ -178,7 +174,7 @@ def coffee_bwd_triton(
     options = {
         "D": D, "N": n, "NP": NP, "S": S, "NS": chosen.per_thread, "L": L, "P": P, "R": R, "FORM": FORMS[feedback],
         "FILTER": w_filter is not None, "GATE": gate is not None, "PACKED": cu_seqlens is not None,
-        "SHARE": chosen.share, "MATH": _math(u), "ACC": accumulator(u.dtype), "num_warps": chosen.warps,
+        "MATH": _math(u), "ACC": accumulator(u.dtype), "num_warps": chosen.warps,
     }  # fmt: skip
     grid = (N * segments * cdiv(D * S, L),)
     upstream, inputs = (dy, dfinal), (u, lam, w, C, w_filter, gate)
@@ -187,16 +183,16 @@ def coffee_bwd_triton(
     if segments > 1:
         A, b = (dx0.new_empty(N, segments, D * NP) for _ in range(2))
         coffee_bwd_kernel[grid](
-            upstream, inputs, states, grads, (A, b), cu_seqlens, T, strides, segment, segments,
+            upstream, inputs, states, grads, (A, b), cu_seqlens, T, *strides, segment, segments,
             DGATE=False, PARALLEL=False, SUMMARY=True, **options,
         )  # fmt: skip
         carries = affine_scan(A, b, _pad_states(dfinal), reverse=True)
     coffee_bwd_kernel[grid](
-        upstream, inputs, states, grads, (A, carries), cu_seqlens, T, strides, segment or T, segments,
+        upstream, inputs, states, grads, (A, carries), cu_seqlens, T, *strides, segment or T, segments,
         DGATE=gate_grad, PARALLEL=segments > 1, SUMMARY=False, **options,
     )  # fmt: skip
     dlam, dw, dC = dparams[:, :3].sum(0)
-    dfilter = torch.zeros_like(dC) if w_filter is None else dparams[:, 3].sum(0)
+    dfilter = dC.new_empty(0) if w_filter is None else dparams[:, 3].sum(0)
     return du, dlam, dw, dC, dfilter, dgate, dx0
 
 
@@ -260,7 +256,7 @@ def deer_fwd_triton(
 
     def iterate(old: Tensor, new: Tensor, init: bool) -> None:
         coffee_deer_kernel[(programs,)](
-            (u, lam, w, gate), (trajectory, old, new), (A, R, ends), worst, T, chunks, _gate_strides(gate, D),
+            (u, lam, w, gate), (trajectory, old, new), (A, R, ends), worst, T, chunks, *_gate_strides(gate, D),
             D=D, N=n, NP=NP, L=L, P=8, LC=LC, FORM=FORMS[feedback], GATE=gate is not None, INIT=init, MATH=_math(u),
             ACC=accumulator(u.dtype), num_warps=max(1, L // 32),
         )  # fmt: skip

@@ -159,14 +159,17 @@ def _bwd(
         dgate = u.new_empty(0)
     else:
         dgate = (dgate.sum(-1) if gate.dim() == 2 else dgate).to(gate.dtype, memory_format=torch.contiguous_format)
-    pairs = ((du, u), (dlam, lam), (dw, w), (dC, C), (dfilter, C if w_filter is None else w_filter))
+    if w_filter is None:
+        dfilter = u.new_empty(0)
+    # those of the parameters are parts of one tensor, which results of a custom op may not be
+    pairs = ((dlam, lam), (dw, w), (dC, C), (dfilter, C if w_filter is None else w_filter))
     grads = (t.to(like.dtype, memory_format=torch.contiguous_format, copy=True) for t, like in pairs)
-    return *grads, dgate, dinitial
+    return du.to(u.dtype).contiguous(), *grads, dgate, dinitial
 
 
 @_bwd.register_fake
 def _(dy, dfinal, u, lam, w, C, w_filter, gate, initial_state, checkpoints, cu_seqlens, feedback, gate_grad):
-    likes = (u, lam, w, C, C if w_filter is None else w_filter)
+    likes = (u, lam, w, C, C.new_empty(0) if w_filter is None else w_filter)
     dgate = u.new_empty(0) if gate is None or not gate_grad else gate.new_empty(gate.shape)
     return *(t.new_empty(t.shape) for t in likes), dgate, initial_state.new_empty(initial_state.shape)
 

@@ -255,10 +255,21 @@ def coffee_step_torch(
 ) -> Tensor:
     """One token [B, 1, D]; advances the state [B, D, n], or its pages in `pool`, in place."""
     (state,) = read_pages(state_indices, pool)
-    lanes = Lanes(u, lam, w, C, w_filter, gate, feedback)
-    after = lanes.advance(slice(0, 1), lanes.state(state), lanes.lam.new_empty(1, *lanes.lam.shape))
-    value, gain = lanes.output(after[None])
-    state.copy_(after.permute(1, 2, 0))
+    # one token has no loop to lay out memory for: that would take longer than the token
+    dtype = compute_dtype(u.dtype)
+    x, token = state.to(dtype), u.to(dtype).mT
+    lam, w, C = (p.to(dtype) for p in (lam, w, C))
+    if feedback == "token":
+        s = torch.ones_like(x)
+    else:
+        s = w * (token if feedback == "input" else x)
+        s = s if feedback == "linear" else s.sigmoid_()
+    if gate is not None:
+        s = s * gate.reshape(len(u), -1, 1).to(dtype)
+    x = torch.addcmul(x, s, torch.addcmul(token, lam, x))
+    state.copy_(x)
     write_pages(state_indices, (pool,), (state,))
-    y = value if gain is None else value * gain
-    return y.transpose(0, 1).to(u.dtype, memory_format=torch.contiguous_format)
+    y = (x * C).sum(-1)
+    if w_filter is not None:
+        y *= (x * w_filter.to(dtype)).sum(-1).sigmoid_()
+    return y.to(u.dtype)[:, None]

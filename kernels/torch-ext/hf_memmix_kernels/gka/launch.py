@@ -52,8 +52,8 @@ class _Launch:
         else:
             self.N, cu = cu_seqlens.numel() - 1, cu_seqlens.to(torch.int32)
             first, sequence, self.chunks = chunk_table(cu, batch * length, self.C)
-        self.by_sequence = (cu, first, length, per_sequence)
-        self.by_chunk = (cu, first, sequence, self.N, length, per_sequence)
+        self.by_sequence = (cu, first), length, per_sequence
+        self.by_chunk = (cu, first, sequence), self.N, length, per_sequence
         self.heads = {"H": self.H, "D": self.D, "DK": self.DK, "C": self.C}
         self.sizes = {**self.heads, "HK": self.HK, "DVR": self.DVR}
         # with few sequences tiles are smaller, so that the sequential scans still fill the GPU
@@ -80,7 +80,7 @@ class _Launch:
         H0, UT0 = self.scratch(), self.scratch(more=self.N)
         h_final, u_final = torch.empty_like(h0), torch.empty_like(u0)
         gka_fwd_kernel_scan[self.scan_grid](
-            (k, v, log_decay, beta), (h0, u0), (H0, UT0), (h_final, u_final), self.by_sequence,
+            (k, v, log_decay, beta), (h0, u0), (H0, UT0), (h_final, u_final), *self.by_sequence,
             **self.sizes, **self.tiles, **self.options("fwd_scan"),
         )  # fmt: skip
         return H0, UT0, h_final, u_final
@@ -92,7 +92,7 @@ class _Launch:
         table = norms.new_empty(len(self.phases) + len(steps))
         gka_kernel_steps[(1,)](table, VALUES=(*map(float, self.phases), *steps), num_warps=1)
         gka_kernel_solve[self.chunk_grid](
-            (high, low, factor), (k, log_decay, beta, H0), x, norms, self.by_chunk, table, self.ridge,
+            (high, low, factor), (k, log_decay, beta, H0), x, norms, *self.by_chunk, table, self.ridge,
             PHASES=len(self.phases), **self.heads, HK=self.HK, **self.options("solve"),
         )  # fmt: skip
         return norms
@@ -107,7 +107,7 @@ def gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, rid
     launch.solve(q, None, None, k, log_decay, beta, H0, x)
     o = q.new_empty(*q.shape[:3], v.shape[-1])
     gka_fwd_kernel_read[launch.chunk_grid](
-        (q, k, v, log_decay, alpha, beta), UT0, x, o, launch.by_chunk, scale,
+        (q, k, v, log_decay, alpha, beta), UT0, x, o, *launch.by_chunk, scale,
         **launch.sizes, **launch.options("fwd_read"),
     )  # fmt: skip
     return o, x, h_final, u_final
@@ -129,14 +129,14 @@ def gka_backward(
     dalpha, local, ridge_t, from_start = launch.gates(4)
     inputs = q, k, v, log_decay, alpha, beta
     gka_bwd_kernel_read[launch.chunk_grid](
-        inputs, UT0, x, do, (dq, low, dalpha, local), launch.by_chunk, scale,
+        inputs, UT0, x, do, (dq, low, dalpha, local), *launch.by_chunk, scale,
         **launch.sizes, **launch.options("bwd_read"),
     )  # fmt: skip
     norms = launch.solve(dq, low, alpha, k, log_decay, beta, H0, z)
     decayed_x, decayed_m = torch.empty_like(q), torch.empty_like(q)
     gka_bwd_kernel_ridge[launch.chunk_grid](
         (q, k, log_decay, alpha, beta), (H0, x, z, dq, norms),
-        (dq, decayed_x, decayed_m, ridge_t, from_start, local), launch.by_chunk, ridge, scale,
+        (dq, decayed_x, decayed_m, ridge_t, from_start, local), *launch.by_chunk, ridge, scale,
         **launch.heads, HK=launch.HK, **launch.options("ridge"),
     )  # fmt: skip
 
@@ -145,7 +145,7 @@ def gka_backward(
     dh0, du0 = torch.empty_like(h0), torch.empty_like(u0)
     gka_bwd_kernel_scan[launch.scan_grid](
         (k, log_decay, beta), (H0, UT0), (z, decayed_x, decayed_m, do, ridge_t, from_start),
-        (dh_final, du_final), (h_final, u_final), (E, carried), (dh0, du0), launch.by_sequence,
+        (dh_final, du_final), (h_final, u_final), (E, carried), (dh0, du0), *launch.by_sequence,
         **launch.sizes, **launch.tiles, **launch.options("bwd_scan"),
     )  # fmt: skip
     RT = UT0  # its new content
@@ -155,7 +155,7 @@ def gka_backward(
     dg, dbeta = launch.gates(2)
     gka_bwd_kernel_dkv[launch.chunk_grid](
         inputs, (H0, x, do, z, ridge_t, from_start, local), (E, RT, carried), (dk, dv, dg, dbeta),
-        launch.by_chunk, scale, **launch.sizes, TILES=launch.tile_count,
+        *launch.by_chunk, scale, **launch.sizes, TILES=launch.tile_count,
         **launch.options("bwd_dkv"),
     )  # fmt: skip
     if launch.HK != launch.H:

@@ -97,7 +97,9 @@ def gla_step_torch(
     (state,) = read_pages(state_indices, pool)
     groups = q.shape[2] // k.shape[2]
     query, keys, values = (t[:, 0].to(state.dtype) for t in (q, k, v))
-    keys, values = (t.repeat_interleave(groups, 1) for t in (keys, values))
-    state.mul_(log_decay[:, 0].to(state.dtype).exp()[..., None, None]).add_(keys[..., :, None] * values[..., None, :])
+    if groups > 1:
+        keys, values = (t.repeat_interleave(groups, 1) for t in (keys, values))
+    decay = log_decay[:, 0].to(state.dtype).exp()[..., None, None]
+    state.mul_(decay).addcmul_(keys[..., :, None], values[..., None, :])
     write_pages(state_indices, (pool,), (state,))
     return (scale * (query[..., None, :] @ state)[..., 0, :]).to(q.dtype)[:, None]

@@ -210,9 +210,11 @@ def lattice_bwd_torch(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept
 def lattice_step_torch(q, k, v, gamma, log_decay, pool, state_indices, variant, project, l1):
     """Update the state [B, H, d, m], or its pages in `pool`, in place by one token; returns o [B, 1, H, d]."""
     (state,) = read_pages(state_indices, pool)
-    layout = SequenceLayout(q.shape[0], 1, 1, None)
-    (x,) = _inputs(layout, state.dtype, k, v, gamma, log_decay)
-    S = write(state.flatten(0, 1).mT, *x, variant, project, l1).next
-    state.copy_(S.mT.unflatten(0, state.shape[:2]))
+    # [B, 1, H, ...] as [G, ...]
+    q_t, k_t, v_t = (x.to(state.dtype).flatten(0, 2) for x in (q, k, v))
+    gamma = gamma.to(state.dtype).reshape(-1, 1)
+    mu = torch.ones_like(gamma) if log_decay is None else log_decay.to(state.dtype).reshape(-1, 1).exp()
+    S = write(state.flatten(0, 1).mT.contiguous(), k_t, v_t, gamma, mu, variant, project, l1).next
+    state.copy_(S.mT.view_as(state))
     write_pages(state_indices, (pool,), (state,))
-    return _gather([_sum(S, *_steps(layout, state.dtype, q)[0])], layout, v)
+    return _sum(S, q_t).view(v.shape).to(v.dtype)

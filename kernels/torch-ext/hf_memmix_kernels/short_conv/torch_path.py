@@ -138,7 +138,7 @@ def short_conv_step_torch(
     """Read one token [B, 1, C] and shift the state [B, C, K-1], or its pages in `pool`, in place."""
     (state,) = read_pages(state_indices, pool)
     dtype = compute_dtype(x.dtype)
-    window = torch.cat([state.to(dtype), x[:, 0, :, None].to(dtype)], -1)
+    window = torch.cat([state.to(dtype), x.mT.to(dtype)], -1)
     z = (window * weight.to(dtype)).sum(-1)
     z = z if bias is None else z + bias.to(dtype)
     state.copy_(window[..., 1:])

@@ -45,8 +45,9 @@ class _Launch:
             torch.cumsum(counts, 0, dtype=torch.int32, out=first[1:])
             steps = torch.arange(self.chunks, device=q.device, dtype=torch.int32)
             sequence = torch.searchsorted(first[1:], steps, right=True, out_int32=True)
-        self.by_sequence = (position, cu_seqlens, lengths, first, T, per_sequence)
-        self.by_chunk = (position, cu_seqlens, lengths, first, sequence, T, per_sequence, self.N)
+        self.layout = (position, cu_seqlens, lengths, first)
+        self.by_sequence = T, per_sequence
+        self.by_chunk = (*self.layout, sequence), T, per_sequence, self.N
         BR, BV = (max(16, next_power_of_2(size)) for size in (R, min(V, 64)))
         self.sizes = {"HK": self.HK, "R": R, "V": V, "C": chunk_size, "BR": BR}
         self.values = {"BV": BV}
@@ -67,7 +68,7 @@ class _Launch:
         nu = nu0.new_empty(self.chunks, self.HK)
         final = tuple(torch.empty_like(t) for t in (S0, previous, nu0, position))
         ska_fwd_kernel_scan[((2 + cdiv(V, BR)) * self.N * self.HK,)](
-            (k, v), (S0, previous, nu0, position), (S, nu), final, self.by_sequence[1:],
+            (k, v), (S0, previous, nu0, position), (S, nu), final, self.layout[1:], *self.by_sequence,
             **self.sizes, **self.launch("fwd_scan"),
         )  # fmt: skip
         return S, nu, final
@@ -89,7 +90,7 @@ def ska_forward(q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, leng
     o = (q.new_empty if lengths is None else q.new_zeros)(shape, dtype=dtype)
     W_final = torch.empty_like(W0)
     ska_fwd_kernel_read[launch.chunk_grid](
-        (q, gain), (S, nu, W0), o, W_final, launch.by_chunk, H=launch.H,
+        (q, gain), (S, nu, W0), o, W_final, *launch.by_chunk, H=launch.H,
         **launch.sizes, **launch.values, **launch.options, **launch.launch("fwd_read"),
     )  # fmt: skip
     return o, S_final, W_final, previous_final, nu_final, position_final
@@ -112,16 +113,16 @@ def ska_backward(
     dgain = nu.new_zeros(launch.chunks, launch.H)
     dS0, dW0, dprevious, dnu0 = (torch.empty_like(t) for t in (S0, W0, previous, nu0))
     ska_bwd_kernel_operator[launch.chunk_grid](
-        (q, do, gain), (S, nu, W0), dW_final, (dq, dgain, dS, dnu, dW0), launch.by_chunk, H=launch.H,
+        (q, do, gain), (S, nu, W0), dW_final, (dq, dgain, dS, dnu, dW0), *launch.by_chunk, H=launch.H,
         **launch.sizes, **launch.values, **launch.options, **launch.launch("bwd_operator"),
     )  # fmt: skip
     size = S0[0, 0].numel()
     ska_bwd_kernel_scan[(cdiv(size, SCAN_BLOCK) * launch.N * launch.HK,)](
-        (dS, nu, dnu), (dS_final, nu_final, dnu_final), (dS0, dnu0), launch.by_sequence,
+        (dS, nu, dnu), (dS_final, nu_final, dnu_final), (dS0, dnu0), launch.layout, *launch.by_sequence,
         HK=launch.HK, SIZE=size, C=chunk_size, BLOCK=SCAN_BLOCK,
     )  # fmt: skip
     ska_bwd_kernel_dkv[launch.chunk_grid](
-        (k, v), (dS, dnu), previous, dprevious_final, (dk, dv, dprevious), launch.by_chunk,
+        (k, v), (dS, dnu), previous, dprevious_final, (dk, dv, dprevious), *launch.by_chunk,
         **launch.sizes, **launch.values, **launch.launch("bwd_dkv"),
     )  # fmt: skip
     return dq, dk, dv, dgain.sum(0), dS0, dW0, dprevious, dnu0

@@ -207,8 +207,9 @@ def ska_step_torch(
     z, values = k[:, 0].to(S.dtype), v[:, 0].to(S.dtype)
     read = _read_per_token(S, W, nu, queries, *options) if per_token else queries @ W
     o = read.flatten(1, 2) * gain[:, None]
-    grown = torch.linalg.vector_norm(z, dim=-1) > nu
-    nu.copy_(torch.maximum(nu, torch.linalg.vector_norm(z, dim=-1)))
+    norm = torch.linalg.vector_norm(z, dim=-1)
+    grown = norm > nu if per_token else None
+    nu.copy_(torch.maximum(nu, norm))
     G, MT, CT = split_statistics(S)
     G += z[..., :, None] * z[..., None, :]
     MT += previous[..., :, None] * z[..., None, :]

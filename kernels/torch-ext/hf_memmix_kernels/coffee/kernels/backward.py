@@ -11,8 +11,8 @@ import triton.language as tl
 
 from .tiles import (
     INPUT,
-    LOG2E,
     advance,
+    argument,
     dot,
     load_gates,
     load_rows,
@@ -28,7 +28,7 @@ from .tiles import (
 def _reverse_group(
     x, carry, prod, grads, rows, weights, p_du, p_dg, D, m_y,
     P: tl.constexpr, NS: tl.constexpr, L: tl.constexpr, S: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr,
-    GATE: tl.constexpr, DGATE: tl.constexpr, SUMMARY: tl.constexpr, SHARE: tl.constexpr, MATH: tl.constexpr,
+    GATE: tl.constexpr, DGATE: tl.constexpr, SUMMARY: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """P tokens from the states x before them; grads holds dlam, dw, dC and dw_filter, NS of each, in one tuple."""
     us, dys, factors = rows
@@ -36,11 +36,11 @@ def _reverse_group(
     # forward: the states and gates of the group, flat [P * NS]
     xs, phis, dvalue, dfilter = x, (), (), ()
     for k in tl.static_range(P):
-        x, phi = advance(x, us[k], factors[k], lam, w2, NS, FORM, GATE, SHARE, MATH)
+        x, phi = advance(x, us[k], factors[k], lam, w2, NS, FORM, GATE, MATH)
         xs = xs + x
         phis = phis + phi
         if FILTER:
-            gain = sigmoid(dot(x, F, NS, L, S) * -LOG2E, MATH)
+            gain = sigmoid(argument(dot(x, F, NS, L, S), MATH), MATH)
             dvalue = dvalue + (dys[k] * gain,)
             dfilter = dfilter + (dys[k] * dot(x, C, NS, L, S) * gain * (1 - gain),)
         else:
@@ -109,22 +109,22 @@ def _reverse_group(
 @triton.jit
 def _walk(
     x, p_u, p_g, t, tokens, gate_t, m_f, lam, w2, D, NS: tl.constexpr, FORM: tl.constexpr, GATE: tl.constexpr,
-    SHARE: tl.constexpr, MATH: tl.constexpr, ACC: tl.constexpr,
+    MATH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The states `tokens` tokens after x, which is the one before token t."""
     for k in range(tokens):
         us = load_rows(p_u, (t + k) * D, D, m_f, 1, 1, ACC, False)
         factors = load_gates(p_g, (t + k) * gate_t, gate_t, m_f, 1, 1, ACC, GATE)
-        x, phi = advance(x, us[0], factors[0], lam, w2, NS, FORM, GATE, SHARE, MATH)
+        x, phi = advance(x, us[0], factors[0], lam, w2, NS, FORM, GATE, MATH)
     return x
 
 
-@triton.jit(do_not_specialize=("T", "gate_strides", "segment", "segments"))
+@triton.jit(do_not_specialize=("T", "gate_t", "gate_d", "segment", "segments"))
 def coffee_bwd_kernel(
-    upstream, inputs, states, grads, maps, cu_seqlens, T, gate_strides, segment, segments,
+    upstream, inputs, states, grads, maps, cu_seqlens, T, gate_t, gate_d, segment, segments,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr,
     P: tl.constexpr, R: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
-    DGATE: tl.constexpr, PACKED: tl.constexpr, PARALLEL: tl.constexpr, SUMMARY: tl.constexpr, SHARE: tl.constexpr,
+    DGATE: tl.constexpr, PACKED: tl.constexpr, PARALLEL: tl.constexpr, SUMMARY: tl.constexpr,
     MATH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One segment of `segment` groups of one sequence, L lanes; a checkpoint every R groups.
@@ -137,7 +137,6 @@ def coffee_bwd_kernel(
     checkpoints, scratch = states
     du, dgate, dparams, dx0 = grads
     A, b = maps
-    gate_t, gate_d = gate_strides
     BLOCKS: tl.constexpr = (D * S + L - 1) // L
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i_n = row // segments
@@ -194,18 +193,18 @@ def coffee_bwd_kernel(
                 for r in range(whole % R):
                     store_states(p_x, r * D * NP, m_f, S, x, NS, NP)
                     t = ((whole // R) * R + r).to(tl.int64) * P
-                    x = _walk(x, p_u, p_g, t, P, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, SHARE, MATH, ACC)
+                    x = _walk(x, p_u, p_g, t, P, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, MATH, ACC)
             t = whole.to(tl.int64) * P
             for back in range(length - whole * P):
                 k = length - whole * P - 1 - back
-                before = _walk(x, p_u, p_g, t, k, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, SHARE, MATH, ACC)
+                before = _walk(x, p_u, p_g, t, k, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, MATH, ACC)
                 us_one = load_rows(p_u, (t + k) * D, D, m_f, 1, 1, ACC, False)
                 dys_one = load_rows(p_dy, (t + k) * D, D, m_f, 1, 1, ACC, False)
                 factors = load_gates(p_g, (t + k) * gate_t, gate_t, m_f, 1, 1, ACC, GATE)
                 carry, prod, sums = _reverse_group(
                     before, carry, prod, sums, (us_one, dys_one, factors), weights,
                     p_du + (t + k) * D, p_dg + (t + k) * D, D, m_y, 1, NS, L, S, FORM, FILTER, GATE, DGATE, SUMMARY,
-                    SHARE, MATH,
+                    MATH,
                 )  # fmt: skip
         for back in range(whole - first):
             g = whole - 1 - back
@@ -216,7 +215,7 @@ def coffee_bwd_kernel(
                     for j in range(g % R + 1):
                         store_states(p_x, j * D * NP, m_f, S, x, NS, NP)
                         o_t = ((g // R) * R + j).to(tl.int64) * P
-                        x = _walk(x, p_u, p_g, o_t, P, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, SHARE, MATH, ACC)
+                        x = _walk(x, p_u, p_g, o_t, P, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, MATH, ACC)
                 x = load_states(p_x, (g % R) * D * NP, m_f, S, NS, ACC, NP)
             else:
                 x = load_states(p_k, g.to(tl.int64) * D * NP, m_f, S, NS, ACC, NP)
@@ -225,7 +224,7 @@ def coffee_bwd_kernel(
             factors = load_gates(p_g, t * gate_t, gate_t, m_f, P, P, ACC, GATE)
             carry, prod, sums = _reverse_group(
                 x, carry, prod, sums, (us, dys, factors), weights, p_du + t * D, p_dg + t * D, D, m_y,
-                P, NS, L, S, FORM, FILTER, GATE, DGATE, SUMMARY, SHARE, MATH,
+                P, NS, L, S, FORM, FILTER, GATE, DGATE, SUMMARY, MATH,
             )  # fmt: skip
     if SUMMARY:
         store_states(A, o_s, m_f, S, prod, NS, NP)

@@ -14,7 +14,7 @@ from .tiles import LINEAR, SIGMOID, gates, load_gates, load_rows, scaled
 @triton.jit
 def local(x, u, factor, lam, w, w2, FORM: tl.constexpr, MATH: tl.constexpr):
     """f(x) and its slope."""
-    phi = gates((x,), u, w2, 1, FORM, False, MATH)[0]
+    phi = gates((x,), u, w2, 1, FORM, MATH)[0]
     v = lam * x + u
     s = phi * factor
     J = 1 + lam * s
@@ -25,9 +25,9 @@ def local(x, u, factor, lam, w, w2, FORM: tl.constexpr, MATH: tl.constexpr):
     return x + s * v, J
 
 
-@triton.jit(do_not_specialize=("T", "chunks", "gate_strides"))
+@triton.jit(do_not_specialize=("T", "chunks", "gate_t", "gate_d"))
 def coffee_deer_kernel(
-    inputs, states, maps, worst, T, chunks, gate_strides,
+    inputs, states, maps, worst, T, chunks, gate_t, gate_d,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, P: tl.constexpr, LC: tl.constexpr,
     FORM: tl.constexpr, GATE: tl.constexpr, INIT: tl.constexpr, MATH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +38,6 @@ def coffee_deer_kernel(
     u, lam, w, gate = inputs
     trajectory, entered, entering = states
     A, R, ends = maps
-    gate_t, gate_d = gate_strides
     BLOCKS: tl.constexpr = (D * NP + L - 1) // L
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i_n = row // chunks

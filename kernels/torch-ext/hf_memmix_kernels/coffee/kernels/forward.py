@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from .tiles import (
-    LOG2E,
     advance,
     advance_short,
+    argument,
     dot,
     load_gates,
     load_rows,
@@ -22,7 +22,7 @@ def filtered(x, C, F, NS: tl.constexpr, L: tl.constexpr, S: tl.constexpr, FILTER
     """y = C . x, through the output filter if there is one."""
     y = dot(x, C, NS, L, S)
     if FILTER:
-        y = y * sigmoid(dot(x, F, NS, L, S) * -LOG2E, MATH)
+        y = y * sigmoid(argument(dot(x, F, NS, L, S), MATH), MATH)
     return y
 
 
@@ -31,7 +31,7 @@ def _group(
     x, z, us, factors, weights, p_y, p_k, t, m_f, m_y,
     D: tl.constexpr, NP: tl.constexpr, CK: tl.constexpr, SAVE: tl.constexpr, P: tl.constexpr, NS: tl.constexpr,
     L: tl.constexpr, S: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
-    SHARE: tl.constexpr, CHAIN: tl.constexpr, MATH: tl.constexpr,
+    CHAIN: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """P tokens: their outputs stored, the states after them (and with CHAIN what their next gates take, z = w x)."""
     lam, w, C, F = weights
@@ -41,26 +41,25 @@ def _group(
             if CK <= P or t % CK == 0:
                 store_states(p_k + tl.cast((t + k) // CK, tl.int64) * (D * NP), 0, m_f, S, x, NS, NP)
         if CHAIN:
-            x, z = advance_short(x, z, us[k], lam, w, NS, SHARE, MATH)
+            x, z = advance_short(x, z, us[k], lam, w, NS, MATH)
         else:
-            x, phi = advance(x, us[k], factors[k], lam, w, NS, FORM, GATE, SHARE, MATH)
+            x, phi = advance(x, us[k], factors[k], lam, w, NS, FORM, GATE, MATH)
         y = filtered(x, C, F, NS, L, S, FILTER, MATH)
         tl.store(p_y + k * D, y.to(p_y.dtype.element_ty), mask=m_y)
     return x, z
 
 
-@triton.jit(do_not_specialize=("T", "gate_strides"))
+@triton.jit(do_not_specialize=("T", "gate_t", "gate_d"))
 def coffee_fwd_kernel(
-    inputs, x0, outputs, cu_seqlens, T, gate_strides,
+    inputs, x0, outputs, cu_seqlens, T, gate_t, gate_d,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr,
     P: tl.constexpr, CK: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
-    PACKED: tl.constexpr, SAVE: tl.constexpr, SHARE: tl.constexpr, CHAIN: tl.constexpr, MATH: tl.constexpr,
+    PACKED: tl.constexpr, SAVE: tl.constexpr, CHAIN: tl.constexpr, MATH: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
     """One sequence, L lanes: y of every token, the final state, and the state before every CK-th token."""
     u, lam, w, C, F, gate = inputs
     y, final, checkpoints = outputs
-    gate_t, gate_d = gate_strides
     BLOCKS: tl.constexpr = (D * S + L - 1) // L
     i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
     lane = tl.program_id(0) % BLOCKS * L + tl.arange(0, L)
@@ -101,7 +100,7 @@ def coffee_fwd_kernel(
             factors_next = load_gates(p_g, P * gate_t, gate_t, m_f, left, P, ACC, GATE)
         x, z = _group(
             x, z, us, factors, weights, p_y, p_k, t, m_f, m_y, D, NP, CK, SAVE,
-            P, NS, L, S, FORM, FILTER, GATE, SHARE, CHAIN, MATH,
+            P, NS, L, S, FORM, FILTER, GATE, CHAIN, MATH,
         )  # fmt: skip
         us = us_next
         if GATE:
@@ -115,7 +114,7 @@ def coffee_fwd_kernel(
         factors_one = load_gates(p_g, 0, gate_t, m_f, 1, 1, ACC, GATE)
         x, z = _group(
             x, z, us_one, factors_one, weights, p_y, p_k, t, m_f, m_y, D, NP, CK, SAVE,
-            1, NS, L, S, FORM, FILTER, GATE, SHARE, CHAIN, MATH,
+            1, NS, L, S, FORM, FILTER, GATE, CHAIN, MATH,
         )  # fmt: skip
         if GATE:
             p_g += gate_t

@@ -16,9 +16,9 @@ STEEP = tl.constexpr(4.0)
 SLOPELESS = tl.constexpr(1e4)
 
 
-@triton.jit(do_not_specialize=("T", "chunks", "length", "gate_strides"))
+@triton.jit(do_not_specialize=("T", "chunks", "length", "gate_t", "gate_d"))
 def coffee_chunk_kernel(
-    inputs, states, maps, worst, T, chunks, length, gate_strides,
+    inputs, states, maps, worst, T, chunks, length, gate_t, gate_d,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, P: tl.constexpr, FORM: tl.constexpr,
     GATE: tl.constexpr, MATH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -30,7 +30,6 @@ def coffee_chunk_kernel(
     u, lam, w, gate = inputs
     entered, entering = states
     A, ends = maps
-    gate_t, gate_d = gate_strides
     BLOCKS: tl.constexpr = (D * NP + L - 1) // L
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i_n = row // chunks

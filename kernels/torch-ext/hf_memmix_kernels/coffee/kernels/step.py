@@ -32,7 +32,7 @@ def coffee_step_kernel(
     factor = b_u
     if GATE:
         factor = tl.load(gate + i_n * gate_b + f * gate_d, mask=m_f, other=0).to(ACC)
-    x, phi = advance(x, b_u, factor, b_lam, b_w, NS, FORM, GATE, False, MATH)
+    x, phi = advance(x, b_u, factor, b_lam, b_w, NS, FORM, GATE, MATH)
     store_states(state, o_x, m_f, S, x, NS, N - split)
     b_y = filtered(x, b_C, b_F, NS, L, S, FILTER, MATH)
     tl.store(y + i_n * D + f, b_y.to(y.dtype.element_ty), mask=m_f & (split == 0))

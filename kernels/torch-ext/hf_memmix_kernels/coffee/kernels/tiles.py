@@ -15,15 +15,14 @@ INPUT = tl.constexpr(1)
 LINEAR = tl.constexpr(2)
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# two gates share 1 / (a b): at most 2^60 each, so that the product is finite; a gate of 2^-60 is zero in every dtype
-LARGEST = tl.constexpr(60.0)
-# the limit where each gate has its own reciprocal
+# 1 + 2^z is finite up to here
 LARGEST_FINITE = tl.constexpr(126.0)
 
-# MATH: special functions as instructions of the GPU (odd) or portable (even), and from REFINED on, for float32 inputs,
-# -w log2(e) in two parts and exact reciprocals: an error of the one is the same in every token and adds up over them
+# MATH: special functions as instructions of the GPU (odd) or portable (even). INSTRUCTIONS, for 16-bit inputs, takes
+# the GPU's tanh. From REFINED on, for float32 inputs, a sigmoid is 1 / (1 + 2^z) with -w log2(e) in two parts and an
+# exact reciprocal: an error of the one is the same in every token and adds up over them
 PORTABLE = 0
-INSTRUCTIONS = 1
+INSTRUCTIONS = tl.constexpr(1)
 REFINED = tl.constexpr(2)
 
 
@@ -50,31 +49,35 @@ def reciprocal(x, MATH: tl.constexpr):
 
 
 @triton.jit
-def sigmoid(z, MATH: tl.constexpr):
-    """1 / (1 + 2^z)."""
-    if MATH >= REFINED:
-        z = tl.minimum(z, LARGEST_FINITE)
-    return reciprocal(1 + exp2(z, MATH), MATH)
+def argument(x, MATH: tl.constexpr):
+    """What `sigmoid` takes for x."""
+    return x * 0.5 if MATH == INSTRUCTIONS else x * -LOG2E
 
 
 @triton.jit
-def sigmoids(z, NS: tl.constexpr, SHARE: tl.constexpr, MATH: tl.constexpr):
-    """1 / (1 + 2^z) of NS values; with SHARE two of them share one reciprocal: 1.5 special functions each, not 2."""
-    s = ()
-    if SHARE:
-        for i in tl.static_range(NS // 2):
-            a = 1 + exp2(tl.minimum(z[2 * i], LARGEST), MATH)
-            b = 1 + exp2(tl.minimum(z[2 * i + 1], LARGEST), MATH)
-            r = reciprocal(a * b, MATH)
-            s = s + (r * b, r * a)
+def sigmoid(z, MATH: tl.constexpr):
+    """1 / (1 + e^-x) of z = `argument`(x): (1 + tanh z) / 2 by one special function, or 1 / (1 + 2^z) by two."""
+    if MATH == INSTRUCTIONS:
+        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z], tl.float32, True, 1)
+        s = 0.5 + 0.5 * t
     else:
-        for i in tl.static_range(NS):
-            s = s + (sigmoid(z[i], MATH),)
+        if MATH >= REFINED:
+            z = tl.minimum(z, LARGEST_FINITE)
+        s = reciprocal(1 + exp2(z, MATH), MATH)
     return s
 
 
 @triton.jit
-def gates(x, u, w, NS: tl.constexpr, FORM: tl.constexpr, SHARE: tl.constexpr, MATH: tl.constexpr):
+def sigmoids(z, NS: tl.constexpr, MATH: tl.constexpr):
+    """`sigmoid` of NS values."""
+    s = ()
+    for i in tl.static_range(NS):
+        s = s + (sigmoid(z[i], MATH),)
+    return s
+
+
+@triton.jit
+def gates(x, u, w, NS: tl.constexpr, FORM: tl.constexpr, MATH: tl.constexpr):
     """phi of NS states; for the two sigmoids w is `scaled`."""
     z = ()
     for i in tl.static_range(NS):
@@ -91,7 +94,7 @@ def gates(x, u, w, NS: tl.constexpr, FORM: tl.constexpr, SHARE: tl.constexpr, MA
         else:
             z = z + (w[i] * of,)
     if FORM <= INPUT:
-        z = sigmoids(z, NS, SHARE, MATH)
+        z = sigmoids(z, NS, MATH)
     return z
 
 
@@ -132,7 +135,7 @@ def store_states(p, offset, mask, stride, x, NS: tl.constexpr, limit):
 
 @triton.jit
 def scaled(w, NS: tl.constexpr, FORM: tl.constexpr, MATH: tl.constexpr):
-    """-w log2(e) where phi is a sigmoid, REFINED as NS rounded values and NS remainders; w elsewhere."""
+    """`argument` of w where phi is a sigmoid, REFINED as NS rounded values and NS remainders; w elsewhere."""
     z = w
     if FORM <= INPUT:
         z, rest = (), ()
@@ -142,7 +145,7 @@ def scaled(w, NS: tl.constexpr, FORM: tl.constexpr, MATH: tl.constexpr):
                 z = z + (exact.to(tl.float32),)
                 rest = rest + ((exact - z[i].to(tl.float64)).to(tl.float32),)
             else:
-                z = z + (w[i] * -LOG2E,)
+                z = z + (argument(w[i], MATH),)
         z = z + rest
     return z
 
@@ -174,10 +177,10 @@ def load_gates(gate, offset, stride, mask, left, P: tl.constexpr, ACC: tl.conste
 @triton.jit
 def advance(
     x, u, factor, lam, w,
-    NS: tl.constexpr, FORM: tl.constexpr, GATE: tl.constexpr, SHARE: tl.constexpr, MATH: tl.constexpr,
+    NS: tl.constexpr, FORM: tl.constexpr, GATE: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """One token: the states after it and phi; GATE says whether there is a gate factor."""
-    phi = gates(x, u, w, NS, FORM, SHARE, MATH)
+    phi = gates(x, u, w, NS, FORM, MATH)
     y = ()
     for i in tl.static_range(NS):
         v = lam[i] * x[i] + u
@@ -189,9 +192,9 @@ def advance(
 
 
 @triton.jit
-def advance_short(x, z, u, lam, w, NS: tl.constexpr, SHARE: tl.constexpr, MATH: tl.constexpr):
+def advance_short(x, z, u, lam, w, NS: tl.constexpr, MATH: tl.constexpr):
     """`advance` of phi = sigmoid(w x) given z = w x; also the next z, without waiting for the next x."""
-    phi = sigmoids(z, NS, SHARE, MATH)
+    phi = sigmoids(z, NS, MATH)
     y, after = (), ()
     for i in tl.static_range(NS):
         v = lam[i] * x[i] + u

@@ -28,9 +28,9 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_bwd_kernel_read(
-    inputs, UT0, x, do, outputs, layout, scale,
+    inputs, UT0, x, do, outputs, layout, N, length, per_sequence, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +38,7 @@ def gka_bwd_kernel_read(
     q, k, v, log_decay, alpha, beta = inputs
     high, low, dalpha, local = outputs
     i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
-    i_n, token, rows = locate_chunk(i_chunk, layout, C)
+    i_n, token, rows = locate_chunk(i_chunk, layout, N, length, per_sequence, C)
     if rows <= 0:
         return
     head, kv_head = token * H + i_h, token * HK + i_h // (H // HK)
@@ -64,9 +64,9 @@ def gka_bwd_kernel_read(
     store_gate(local + head, tl.sum(b_q * d_mixed, 1) + mix * along, rows, H, C)
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_bwd_kernel_ridge(
-    inputs, solved, outputs, layout, ridge, scale,
+    inputs, solved, outputs, layout, N, length, per_sequence, ridge, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dq; ridge_t = 2 a (x . z) / |H| and its decayed sum `from_start`; the rest of `local`; x and m decayed since the
@@ -76,7 +76,7 @@ def gka_bwd_kernel_ridge(
     H0, x, z, d_mixed, norms = solved
     dq, decayed_x, decayed_m, ridge_t, from_start, local = outputs
     i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
-    _, token, rows = locate_chunk(i_chunk, layout, C)
+    _, token, rows = locate_chunk(i_chunk, layout, N, length, per_sequence, C)
     if rows <= 0:
         return
     head = token * H + i_h
@@ -110,9 +110,9 @@ def gka_bwd_kernel_ridge(
     store_rows(dq + head * D, (1.0 - mix)[:, None] * b_dm + b_z.to(tl.float32), rows, H * D, D, C, DK)
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit(do_not_specialize=["length", "per_sequence"])
 def gka_bwd_kernel_scan(
-    inputs, states, terms, upstream, final, sums, grads, layout,
+    inputs, states, terms, upstream, final, sums, grads, layout, length, per_sequence,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
     C: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +133,7 @@ def gka_bwd_kernel_scan(
     i_n, i_h = i_nh // H, i_nh % H
     i_0, j_0 = (i_tile // (DK // TILE)) * TILE, (i_tile % (DK // TILE)) * TILE
     i, j = i_0 + tl.arange(0, TILE), j_0 + tl.arange(0, TILE)
-    token, rows, chunk, chunks = locate_sequence(i_n, layout)
+    token, rows, chunk, chunks = locate_sequence(i_n, layout, length, per_sequence)
 
     in_h, in_u = (i < D)[:, None] & (j < D)[None, :], (i < D)[:, None] & (j < DVR)[None, :]
     at_h, at_hT = i_nh * D * D + i[:, None] * D + j[None, :], i_nh * D * D + j[None, :] * D + i[:, None]
@@ -196,9 +196,9 @@ def key_dot(k, a):
     return dot(k, tl.trans(high)) + dot(k, tl.trans((a - high.to(tl.float32)).to(k.dtype)))
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_bwd_kernel_dkv(
-    inputs, terms, sums, grads, layout, scale,
+    inputs, terms, sums, grads, layout, N, length, per_sequence, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
     C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -208,7 +208,7 @@ def gka_bwd_kernel_dkv(
     E, RT, carried = sums
     dk, dv, dg, dbeta = grads
     i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
-    i_n, token, rows = locate_chunk(i_chunk, layout, C)
+    i_n, token, rows = locate_chunk(i_chunk, layout, N, length, per_sequence, C)
     if rows <= 0:
         return
     head, kv_head = token * H + i_h, token * HK + i_h // (H // HK)

@@ -16,9 +16,9 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit(do_not_specialize=["length", "per_sequence"])
 def gka_fwd_kernel_scan(
-    inputs, initial, states, final, layout,
+    inputs, initial, states, final, layout, length, per_sequence,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
     C: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +35,7 @@ def gka_fwd_kernel_scan(
     i_n, i_h = i_nh // H, i_nh % H
     i_0, j_0 = (i_tile // (DK // TILE)) * TILE, (i_tile % (DK // TILE)) * TILE
     i, j = i_0 + tl.arange(0, TILE), j_0 + tl.arange(0, TILE)
-    token, rows, chunk, chunks = locate_sequence(i_n, layout)
+    token, rows, chunk, chunks = locate_sequence(i_n, layout, length, per_sequence)
 
     in_h, in_u = (i < D)[:, None] & (j < D)[None, :], (i < D)[:, None] & (j < DVR)[None, :]
     at_h = i_nh * D * D + i[:, None] * D + j[None, :]
@@ -71,16 +71,16 @@ def gka_fwd_kernel_scan(
     tl.store(u_final + at_u, b_u, mask=in_u)
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_fwd_kernel_read(
-    inputs, UT0, x, o, layout, scale,
+    inputs, UT0, x, o, layout, N, length, per_sequence, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """o = scale * U_t (q + alpha (x - q)) of one chunk and head."""
     q, k, v, log_decay, alpha, beta = inputs
     i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
-    i_n, token, rows = locate_chunk(i_chunk, layout, C)
+    i_n, token, rows = locate_chunk(i_chunk, layout, N, length, per_sequence, C)
     if rows <= 0:
         return
     head, kv_head = token * H + i_h, token * HK + i_h // (H // HK)

@@ -51,9 +51,9 @@ def load_rhs(high, low, rows, stride, width, C: tl.constexpr, COLS: tl.constexpr
     return value
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_kernel_solve(
-    rhs, matrix, x, norms, layout, table, ridge,
+    rhs, matrix, x, norms, layout, N, length, per_sequence, table, ridge,
     PHASES: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """x [total, H, D] and |H_t| (`norms` [total, H]) of one chunk and head, from rhs = factor * (high + low).
@@ -64,7 +64,7 @@ def gka_kernel_solve(
     high, low, factor = rhs
     k, log_decay, beta, H0 = matrix
     i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
-    _, token, rows = locate_chunk(i_chunk, layout, C)
+    _, token, rows = locate_chunk(i_chunk, layout, N, length, per_sequence, C)
     if rows <= 0:
         return
     head = token * H + i_h

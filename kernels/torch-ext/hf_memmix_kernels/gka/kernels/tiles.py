@@ -9,13 +9,13 @@ import triton.language as tl
 
 
 @triton.jit
-def locate_chunk(i_chunk, layout, C: tl.constexpr):
+def locate_chunk(i_chunk, layout, N, length, per_sequence, C: tl.constexpr):
     """(sequence, first token, number of tokens) of a global chunk; no token for the unused tail of a packed input.
 
     Packed: boundaries `cu`, each sequence's `first` chunk and each chunk's `sequence`. Batched: these are None, and
     every sequence has `length` tokens in `per_sequence` chunks.
     """
-    cu, first, sequence, N, length, per_sequence = layout
+    cu, first, sequence = layout
     if cu is None:
         i_n = i_chunk // per_sequence
         start = i_n * length + (i_chunk - i_n * per_sequence) * C
@@ -30,9 +30,9 @@ def locate_chunk(i_chunk, layout, C: tl.constexpr):
 
 
 @triton.jit
-def locate_sequence(i_n, layout):
+def locate_sequence(i_n, layout, length, per_sequence):
     """(first token, number of tokens, first chunk, number of chunks) of a sequence."""
-    cu, first, length, per_sequence = layout
+    cu, first = layout
     if cu is None:
         token, rows = i_n * length, length
         chunk, chunks = i_n * per_sequence, per_sequence

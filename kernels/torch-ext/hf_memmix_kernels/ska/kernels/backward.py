@@ -26,9 +26,9 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit(do_not_specialize=["T", "per_sequence", "N"])
 def ska_bwd_kernel_operator(
-    inputs, states, dW_final, grads, layout, eps, sigma_floor,
+    inputs, states, dW_final, grads, layout, T, per_sequence, N, eps, sigma_floor,
     H: tl.constexpr, HK: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     POWER: tl.constexpr, SPECTRAL: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -39,7 +39,7 @@ def ska_bwd_kernel_operator(
     q, do, gain = inputs
     S, nu, W0 = states
     dq, dgain, dS, dnu, dW0 = grads
-    position, cu, lengths, first, sequence, T, per_sequence, N = layout
+    position, cu, lengths, first, sequence = layout
     i_h, i_chunk = tl.program_id(0) % HK, tl.program_id(0) // HK
     i_n = sequence_of(i_chunk, sequence, per_sequence, N)
     token, length, offset, chunk, last = locate_sequence(
@@ -124,16 +124,16 @@ def ska_bwd_kernel_operator(
         tl.store(dnu + state, tl.where(b_nu > SMALLEST, 2 * eps * b_nu * trace, 0.0))
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit(do_not_specialize=["T", "per_sequence"])
 def ska_bwd_kernel_scan(
-    statistics, final, grads, layout,
+    statistics, final, grads, layout, T, per_sequence,
     HK: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """In place of a chunk's dS the sum over all later chunks, and of its dnu what its keys receive from nu."""
     dS, nu, dnu = statistics
     dS_final, nu_final, dnu_final = final
     dS0, dnu0 = grads
-    position, cu, lengths, first, T, per_sequence = layout
+    position, cu, lengths, first = layout
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     i_block, i_nh = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_n, i_h = i_nh // HK, i_nh % HK
@@ -163,9 +163,9 @@ def ska_bwd_kernel_scan(
         tl.store(dnu0 + i_nh, carried)
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit(do_not_specialize=["T", "per_sequence", "N"])
 def ska_bwd_kernel_dkv(
-    inputs, statistics, previous, dprevious_final, grads, layout,
+    inputs, statistics, previous, dprevious_final, grads, layout, T, per_sequence, N,
     HK: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BR: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +173,7 @@ def ska_bwd_kernel_dkv(
     k, v = inputs
     dS, dnu = statistics
     dk, dv, dprevious = grads
-    position, cu, lengths, first, sequence, T, per_sequence, N = layout
+    position, cu, lengths, first, sequence = layout
     i_h, i_chunk = tl.program_id(0) % HK, tl.program_id(0) // HK
     i_n = sequence_of(i_chunk, sequence, per_sequence, N)
     token, length, offset, chunk, last = locate_sequence(

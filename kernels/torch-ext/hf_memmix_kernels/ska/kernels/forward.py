@@ -50,9 +50,9 @@ def _sum_products(
     return acc, nu
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit(do_not_specialize=["T", "per_sequence"])
 def ska_fwd_kernel_scan(
-    inputs, initial, statistics, final, layout,
+    inputs, initial, statistics, final, layout, T, per_sequence,
     HK: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """[G | M^T | C^T] before every chunk but the first, BR columns per program; the final state, not its operator."""
@@ -60,7 +60,7 @@ def ska_fwd_kernel_scan(
     S0, previous, nu0, position = initial
     S, nu = statistics
     S_final, previous_final, nu_final, position_final = final
-    cu, lengths, first, T, per_sequence = layout
+    cu, lengths, first = layout
     tiles: tl.constexpr = 2 + (V + BR - 1) // BR
     i_tile, i_nh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     i_n, i_h = i_nh // HK, i_nh % HK
@@ -109,16 +109,16 @@ def ska_fwd_kernel_scan(
         store_tile(S_final + at + 2 * R + j, acc, o_r, R, WIDTH, o_r, V - j)
 
 
-@triton.jit(do_not_specialize=["layout"])
+@triton.jit(do_not_specialize=["T", "per_sequence", "N"])
 def ska_fwd_kernel_read(
-    inputs, states, o, W_final, layout, eps, sigma_floor,
+    inputs, states, o, W_final, layout, T, per_sequence, N, eps, sigma_floor,
     H: tl.constexpr, HK: tl.constexpr, R: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     POWER: tl.constexpr, SPECTRAL: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """W^T = Q^T C^T of one chunk and key head, and o = gain q W^T of its tokens."""
     q, gain = inputs
     S, nu, W0 = states
-    position, cu, lengths, first, sequence, T, per_sequence, N = layout
+    position, cu, lengths, first, sequence = layout
     i_h, i_chunk = tl.program_id(0) % HK, tl.program_id(0) // HK
     i_n = sequence_of(i_chunk, sequence, per_sequence, N)
     token, length, offset, chunk, last = locate_sequence(

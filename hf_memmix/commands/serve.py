@@ -1,0 +1,70 @@
+"""`memmix serve FOLDER ...`: check the installation and the model, say what a sequence costs, and start vLLM."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from hf_memmix.commands.common import err, out, print_json
+from hf_memmix.commands.errors import one_line_errors
+from hf_memmix.commands.hub import model_folder
+
+LENGTHS = (2048, 16384, 65536)
+# the module behind the command `vllm`, which may be missing from PATH
+VLLM = "vllm.entrypoints.cli.main"
+GIB = 2**30
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[Path, typer.Argument(help="A converted model: a folder or a Hub id.")],
+    check: Annotated[bool, typer.Option("--check", help="Check and print, and do not start the server.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As --check, and print one JSON object to stdout.")] = False,
+) -> None:
+    """Serve a converted model with vLLM. Options of `vllm serve` follow the model: memmix serve DIR --port 8001.
+
+    First it prints the memory that one sequence takes, and how many sequences fit into the memory.
+    """
+    prepare(model, context.args, show=not as_json, as_json=as_json)
+    if not (check or as_json):
+        os.execv(sys.executable, [sys.executable, "-m", VLLM, "serve", str(model), *context.args])
+
+
+@one_line_errors
+def prepare(model: Path, arguments: list[str], show: bool, as_json: bool) -> None:
+    """Raise ValueError if vLLM cannot serve the model; print what it costs."""
+    from hf_memmix.serving.capacity import capacity, check_installation, check_model
+
+    check_installation()
+    folder = model_folder(model)
+    config = check_model(folder)
+    record = capacity(folder, config, arguments, LENGTHS)
+    if as_json:
+        print_json(record)
+    if show:
+        _print(record)
+    if record["fit"] is not None and not min(record["fit"].values()):
+        longest = max(record["bytes"])
+        raise ValueError(
+            f"{record['free'] / GIB:.2f} GiB are left for sequences, but one of {longest} tokens takes"
+            f" {record['bytes'][longest] / GIB:.2f} GiB: give more (--gpu-memory-utilization, or on a CPU"
+            " VLLM_CPU_KVCACHE_SPACE in GiB), or lower --max-model-len"
+        )
+
+
+def _print(record: dict) -> None:
+    from hf_memmix.conversion.records import bytes_text
+
+    layers = ", ".join(f"{row['layers']} x {row['mixer']} of {bytes_text(row['bytes'])}" for row in record["states"])
+    err.print(f"states of one sequence, whatever its length: {layers}", markup=False, highlight=False)
+    table = Table("tokens", "states", "keys and values", "one sequence", "sequences that fit")
+    for length, total in record["bytes"].items():
+        state = record["state_bytes"]
+        fit = "unknown" if record["fit"] is None else f"{record['fit'][length]:,}"
+        table.add_row(f"{length:,}", bytes_text(state), bytes_text(total - state), bytes_text(total), fit)
+    out.print(table)
+    free = "unknown" if record["free"] is None else f"about {bytes_text(record['free'])}"
+    err.print(f"memory for sequences: {free} ({record['memory']})", markup=False, highlight=False)

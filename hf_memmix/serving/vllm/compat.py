@@ -1,0 +1,52 @@
+"""Where the interface differs between the versions of vLLM in `versions.py`: 0.26 and 0.32 were read and tested.
+
+The Transformers backend makes one attention per layer. From a layer without attention it either makes one that nobody
+uses, which would get memory for its keys (0.26), or it refuses the model (0.32).
+"""
+
+from vllm.model_executor.models.utils import maybe_prefix
+
+ATTENTION_NAME = "attn"  # of vLLM's attention
+
+
+class KeptAttention:
+    """Attention in the layers alone that have kept it. Goes before a class of the Transformers backend."""
+
+    def memory_layers(self) -> dict[int, str]:
+        """The layers without attention: path of their mixer in this module by index."""
+        raise NotImplementedError
+
+    def connect_memories(self, prefix: str):
+        """Called when vLLM's table of layers with a cache has no surplus entries."""
+        raise NotImplementedError
+
+    def create_attention_instances(self) -> dict:
+        """0.26: attention by the index of its layer; the model passes this dictionary on."""
+        instances = super().create_attention_instances()
+        for i in self.memory_layers():
+            del instances[i], self._table()[f"{i}.{ATTENTION_NAME}"]
+        self.connect_memories("")
+        return instances
+
+    def _create_attention_instances(self, prefix: str = ""):
+        """0.32: attention as a child of the module that it serves, if that was found to have an attention."""
+        layers = self.memory_layers()
+        self.attention_fusers |= {i: (path, _NoAttention()) for i, path in layers.items()}
+        super()._create_attention_instances(prefix)
+        for path in layers.values():
+            delattr(self.get_submodule(path), ATTENTION_NAME)
+            del self._table()[maybe_prefix(prefix, f"{path}.{ATTENTION_NAME}")]
+        self.connect_memories(prefix)
+
+    def _table(self) -> dict:
+        return self.compilation_config.static_forward_context
+
+
+class _NoAttention:
+    """What 0.32 asks about a layer's attention, for a layer that has none."""
+
+    def scale(self, module) -> float:
+        return 1.0
+
+    def sinks(self, module) -> None:
+        return None

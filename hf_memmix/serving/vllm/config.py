@@ -1,0 +1,79 @@
+"""What vLLM must know of a memmix configuration before it builds the model, and what is refused at that point."""
+
+import copy
+
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from ...configuration_memmix import MemMixConfig
+from ...mixers import ATTENTION
+from ..families import refusal_of_serving
+
+OP = "vllm::memmix_mix"  # the operator of layer.py
+_LAYER_TYPES = "memmix_backbone_layer_types"
+
+
+class MemMixVerifyAndUpdate(VerifyAndUpdateConfig):
+    """vLLM calls the first method when it has read config.json, the second when all options are known."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config):
+        """Say which layers have states, in the two ways in which vLLM asks.
+
+        It counts layers by `layers_block_type`, and it takes a model for a plain transformer if all of `layer_types`
+        are "full_attention". The backbone's own list is kept, see `original_config`.
+
+        Raises:
+            ValueError: the family cannot be served.
+        """
+        config = model_config.hf_config
+        if refusal := refusal_of_serving(config):
+            raise ValueError(refusal)
+        kinds = config.mixer_types
+        config.layers_block_type = ["attention" if kind == ATTENTION else "mamba" for kind in kinds]
+        types = getattr(config, "layer_types", None)
+        if types is not None and not hasattr(config, _LAYER_TYPES):
+            setattr(config, _LAYER_TYPES, list(types))
+            config.layer_types = [
+                t if k == ATTENTION else "linear_attention" for t, k in zip(types, kinds, strict=True)
+            ]
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config):
+        """Cut piecewise graphs around the operator; keep the states of prefixes at the ends of blocks ("align").
+
+        Raises:
+            ValueError: speculative decoding is asked for, or pipeline parallelism.
+        """
+        if vllm_config.speculative_config is not None:
+            raise ValueError(
+                "speculative decoding is not supported with memory mixers on vLLM: a rejected token cannot be taken"
+                " out of a state. Leave --speculative-config out"
+            )
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError(
+                "pipeline parallelism is not supported with memory mixers on vLLM; use --tensor-parallel-size"
+            )
+        cut_graphs(vllm_config.compilation_config)
+        cache = vllm_config.cache_config
+        if cache.enable_prefix_caching and cache.mamba_cache_mode == "none":
+            cache.mamba_cache_mode = "align"
+
+
+def cut_graphs(compilation):
+    """Have vLLM cut the graphs of one model at the operator, as it does at attention.
+
+    The list becomes an attribute of this configuration, not of its class: other models of the process keep theirs.
+    """
+    if OP not in compilation._attention_ops:
+        object.__setattr__(compilation, "_attention_ops", [*compilation._attention_ops, OP])
+
+
+def original_config(hf_config) -> MemMixConfig:
+    """A copy of the configuration as config.json has it, without what `MemMixVerifyAndUpdate` has changed."""
+    config = copy.deepcopy(hf_config)
+    if hasattr(config, _LAYER_TYPES):
+        config.layer_types = getattr(config, _LAYER_TYPES)
+        delattr(config, _LAYER_TYPES)
+    if hasattr(config, "layers_block_type"):
+        del config.layers_block_type
+    return config

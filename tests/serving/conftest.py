@@ -1,0 +1,126 @@
+"""The tests of serving run in an environment of their own, with vLLM: `make serve-test`.
+
+Elsewhere (`make test`) nothing here is collected: vLLM pins other versions of torch and transformers.
+
+All references are computed first, by one process without vLLM; engines run in the process of the tests, one at a time.
+"""
+
+import gc
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["*.py"]
+
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # tracebacks of the engine, and its scheduler within reach
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_MEMMIX_BACKEND": "torch",
+}
+for name, value in SETTINGS.items():
+    os.environ.setdefault(name, value)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--matrix", metavar="FILE", help="add which model was tested with which feature to FILE")
+
+
+class Matrix:
+    """Collects the outcomes of the tests over models: a test without "test_" is a feature."""
+
+    def __init__(self, file: Path):
+        self.file, self.outcomes = file, {}
+
+    def pytest_runtest_logreport(self, report):
+        test, bracket, case = report.nodeid.split("::")[-1].partition("[")
+        if bracket and (report.when == "call" or report.failed):
+            feature = test.removeprefix("test_").replace("_", " ")
+            self.outcomes.setdefault(feature, {})[case.rstrip("]")] = "yes" if report.passed else "no"
+
+    def pytest_sessionfinish(self):
+        import torch
+        import transformers
+        import vllm
+
+        versions = {module.__name__: module.__version__ for module in (vllm, torch, transformers)}
+        earlier = json.loads(self.file.read_text()) if self.file.exists() else {}
+        matrix = earlier["matrix"] if earlier.items() >= versions.items() else {}
+        for feature, cases in self.outcomes.items():
+            matrix[feature] = matrix.get(feature, {}) | cases
+        self.file.write_text(json.dumps(versions | {"matrix": matrix}, indent=1) + "\n")
+
+
+def pytest_configure(config):
+    if config.getoption("matrix"):
+        config.pluginmanager.register(Matrix(Path(config.getoption("matrix"))))
+
+
+@pytest.fixture(scope="session")
+def folders(request, tmp_path_factory):
+    """The folder that holds a folder with model and references for each case of the collected tests."""
+    from serving_cases import CASES
+
+    import child
+
+    root = tmp_path_factory.mktemp("models")
+    wanted = {value for item in request.session.items for value in _strings(item) if value in CASES}
+    script = [sys.executable, str(HERE / "references.py"), str(root), *sorted(wanted)]
+    env = child.child_env(PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parents[1])]))
+    result = subprocess.run(script, env=env, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return root
+
+
+def _strings(item):
+    """The parameters of a test that may be names of cases, those of fixtures too."""
+    parameters = getattr(item, "callspec", None)
+    for value in parameters.params.values() if parameters else ():
+        yield from value if isinstance(value, tuple) else (value,)
+    marker = item.get_closest_marker("cases")
+    yield from marker.args if marker else ()
+
+
+class Engines:
+    """Makes vLLM's engines; one lives at a time, and it is kept while the same one is asked for."""
+
+    def __init__(self, folders: Path):
+        self.folders, self.key, self.engine = folders, None, None
+
+    def get(self, case: str, **options):
+        from vllm import LLM
+
+        key = (case, *sorted(options.items()))
+        if key != self.key:
+            self.close()
+            fixed = {"max_model_len": 1024, "enforce_eager": True, "enable_prefix_caching": False, "seed": 0}
+            fixed |= {"dtype": "float32", "skip_tokenizer_init": True, "disable_log_stats": False}
+            fixed |= {"max_num_batched_tokens": 2048, "max_num_seqs": 16}  # an engine starts with a batch of this size
+            self.engine = LLM(str(self.folders / case), **(fixed | options))
+            self.key = key
+        return self.engine
+
+    def close(self):
+        if self.engine is not None:
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            self.engine.llm_engine.engine_core.shutdown()
+            self.engine = self.key = None
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="session")
+def engines(folders):
+    made = Engines(folders)
+    yield made
+    made.close()

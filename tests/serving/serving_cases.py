@@ -1,0 +1,110 @@
+"""The models that the tests serve, and the prompts that they get: tiny, random, made from the tables of testing.py."""
+
+import dataclasses
+
+from transformers import AutoConfig
+
+from hf_memmix import backbones, memmix_config
+from hf_memmix.models import FAMILIES as FROM_SCRATCH
+from testing import FAMILIES, MIXERS, MODELS, VOCAB, backbone_config, random_ids
+from tiny_teachers import MIXTURES, MOE
+
+BLOCK = 128  # tokens per block of the cache, so large that its page holds the states of every model here
+LONGEST = 1024
+PREFIX = 2 * BLOCK + 30  # crosses two boundaries of blocks
+
+# the sizes of testing.py with heads of 32, the smallest that vLLM's attention on a CPU takes
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+SIZES |= {"head_dim": 32, "max_position_embeddings": LONGEST}
+GPT2_SIZES = {"n_embd": 64, "n_inner": 96, "n_head": 2, "n_positions": LONGEST}
+GPT2_SIZES |= dict.fromkeys(("hidden_size", "num_attention_heads", "max_position_embeddings"))  # its names for them
+MULTI_HEAD = {"gpt_neox", "gpt2"}  # as many key/value heads as heads, whatever the configuration says
+# some mixtures of experts read one of these fields, some the other
+WIDE_EXPERTS = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
+OTHERS = {"biogpt": {"num_key_value_heads": 2}}
+
+# prompts by name: token ids; several lengths at once, from one token to several blocks
+PROMPTS = {
+    "plain": [random_ids(1, n, seed=n)[0].tolist() for n in (1, 2, 7, 63, 64, 65, 300, 700)],
+    "few": [random_ids(1, n, seed=n)[0].tolist() for n in (1, 7, 65, 130)],
+    # all begin their second block while they decode
+    "edge": [random_ids(1, BLOCK - 20, seed=1000 + n)[0].tolist() for n in range(10)],
+    "prefix": [
+        random_ids(1, PREFIX, seed=7)[0].tolist() + random_ids(1, 5 + 9 * n, seed=2000 + n)[0].tolist()
+        for n in range(8)
+    ],
+}
+NEW_TOKENS = {"plain": 16, "few": 10, "edge": 40, "prefix": 10}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and which prompts its references are computed for.
+
+    Args:
+        kinds: the mixer of each layer.
+        family: of the backbone; or the name of a family that is trained from scratch, with `layout`.
+        dtypes: of the references.
+        labels: of a sequence classifier; 0 for a language model.
+    """
+
+    kinds: tuple[str, ...] = ()
+    family: str = "llama"
+    layout: str | None = None
+    prompts: tuple[str, ...] = ("plain",)
+    dtypes: tuple[str, ...] = ("float32",)
+    labels: int = 0
+
+    def config(self):
+        if self.layout is not None:
+            row = MODELS[self.family]
+            fields = {"num_hidden_layers": 3, "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1}
+            fields |= {"eos_token_id": None} | row["fields"] | SIZES | row["layouts"][self.layout]
+            return FROM_SCRATCH[self.family](**fields)
+        row = FAMILIES.get(self.family, {})
+        sizes = GPT2_SIZES if "n_embd" in row else SIZES
+        if self.family in MULTI_HEAD:
+            sizes = {**sizes, "num_key_value_heads": None}
+        if self.family == "llama":
+            sizes = {**sizes, "num_hidden_layers": len(self.kinds)}
+        if self.labels:
+            sizes = {**sizes, "num_labels": self.labels}
+        if self.family not in FAMILIES:
+            sizes = {**sizes, **(MOE | WIDE_EXPERTS if self.family in MIXTURES else {}), **OTHERS.get(self.family, {})}
+            window = {"sliding_window": 16} if backbones.BACKBONES[self.family].window else {}
+            fields = {"vocab_size": VOCAB, "num_hidden_layers": len(self.kinds), "pad_token_id": 0, "bos_token_id": 1}
+            backbone = AutoConfig.for_model(self.family, **fields, **sizes, **window)
+        else:
+            backbone = backbone_config(self.family, **sizes)
+        mixers = {kind: MIXERS[kind] for kind in self.kinds if kind in MIXERS}
+        return memmix_config(backbone, list(self.kinds), mixers)
+
+
+_KEPT = "attention"
+# every feature is tested with these
+HYBRIDS = {name: Case((_KEPT, name, _KEPT, name), prompts=tuple(PROMPTS)) for name in MIXERS}
+HYBRIDS["several"] = Case(("gka", "mamba2", _KEPT, "lattice"), prompts=tuple(PROMPTS))
+# no attention is left: only states
+PURE = {f"{name}_pure": Case((name,) * 3, prompts=("plain", "prefix")) for name in MIXERS}
+PURE["several_pure"] = Case(("gka", "mamba2", "coffee", "lattice", "ska"), prompts=("plain", "prefix"))
+LOW = {f"{name}_bf16": Case((_KEPT, name, name), dtypes=("bfloat16",)) for name in MIXERS}
+SCRATCH = {
+    f"{family}_{layout}": Case(family=family, layout=layout, prompts=("few",))
+    for family, row in MODELS.items()
+    for layout in row["layouts"]
+}
+_HALF = ("gka", _KEPT, "gka", _KEPT)
+BACKBONES = {f"backbone_{name}": Case(_HALF, family=name, prompts=("few",)) for name in FAMILIES}
+# all other families that are not refused; only `make serve-test PYTEST="-m product"` serves them
+MORE_BACKBONES = {
+    f"backbone_{name}": Case(_HALF[:2], family=name, prompts=("few",))
+    for name, row in backbones.BACKBONES.items()
+    if name not in FAMILIES and not (row.refused or row.no_serving)
+}
+CASES = HYBRIDS | PURE | LOW | SCRATCH | BACKBONES | MORE_BACKBONES
+# the bundled model, which has a tokenizer
+ASSET = "tiny_gka"
+CASES[ASSET] = Case()
+CASES["classifier"] = Case(("gka", _KEPT, "lattice", "ska"), prompts=("few",), labels=3)
+# served by two ranks
+DIVIDED = ("several", "coffee", "ska", "Echo_pure")

@@ -1,0 +1,164 @@
+"""Every feature of the engine, for every mixer: the tokens are those of `generate()`."""
+
+import math
+
+import pytest
+import torch
+from greedy import ask, assert_greedy, references_of, tokens_of
+from serving_cases import BLOCK, HYBRIDS, LOW, PREFIX, PURE
+
+# the engine that has room for everything; one that cuts prompts into pieces of 48 tokens and has few blocks; one that
+# keeps prefixes
+ROOMY = {}
+NARROW = {"max_num_batched_tokens": 48, "max_num_seqs": 12, "block_size": BLOCK, "max_model_len": 4 * BLOCK}
+NARROW |= {"num_gpu_blocks_override": 24}
+CACHING = {"enable_prefix_caching": True, "max_num_batched_tokens": 2 * BLOCK, "max_num_seqs": 4, "block_size": BLOCK}
+ALL = [*HYBRIDS, *PURE]
+
+
+def preemptions(engine) -> int:
+    return sum(int(metric.value) for metric in engine.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+@pytest.mark.parametrize("case", ALL, scope="module")
+def test_one_batch(case, engines):
+    references = references_of(engines.folders, case, "plain")
+    assert_greedy(tokens_of(ask(engines.get(case, **ROOMY), references)), references)
+    assert len({token for reference in references for token in reference["tokens"]}) > 10, (
+        "a model that repeats itself"
+    )
+
+
+@pytest.mark.parametrize("case", HYBRIDS, scope="module")
+def test_several_answers_and_seeds(case, engines):
+    """Answers to one prompt branch off the same states; a seed gives the same answer alone and in a batch.
+
+    The prompts fit into one batch: vLLM on a CPU has no seeds for a prompt that is read in pieces.
+    """
+    engine, references = engines.get(case, **ROOMY), references_of(engines.folders, case, "plain")[:6]
+    for output, reference in zip(ask(engine, references, n=3, temperature=1.0, top_k=1), references, strict=True):
+        assert_greedy([list(answer.token_ids) for answer in output.outputs], [reference] * 3)
+    sampled = {"temperature": 1.0, "seed": 5}
+    several = ask(engine, references, n=3, **sampled)
+    assert all(len({tuple(answer.token_ids) for answer in output.outputs}) > 1 for output in several)
+    together = tokens_of(ask(engine, references, **sampled))
+    assert together[-3:] == [tokens_of(ask(engine, [reference], **sampled))[0] for reference in references[-3:]]
+    assert together != tokens_of(ask(engine, references, temperature=1.0, seed=6))
+
+
+@pytest.mark.parametrize("case", HYBRIDS, scope="module")
+def test_log_probabilities(case, engines):
+    engine, references = engines.get(case, **ROOMY), references_of(engines.folders, case, "plain")
+    for output, reference in zip(ask(engine, references, logprobs=5), references, strict=True):
+        expected = reference["logits"].log_softmax(-1)
+        for step, found in enumerate(output.outputs[0].logprobs):
+            assert len(found) >= 5
+            for token, entry in found.items():
+                assert entry.logprob == pytest.approx(expected[step, token].item(), abs=2e-3)
+
+
+@pytest.mark.parametrize("case", HYBRIDS, scope="module")
+def test_a_budget_below_the_prompt(case, engines):
+    """Prompts are read in pieces of at most 48 tokens, next to rows that decode."""
+    references = [r for r in references_of(engines.folders, case, "plain") if len(r["prompt"]) < 400]
+    assert max(len(r["prompt"]) for r in references) > 5 * NARROW["max_num_batched_tokens"]
+    assert_greedy(tokens_of(ask(engines.get(case, **NARROW), references)), references)
+
+
+@pytest.mark.parametrize("case", HYBRIDS, scope="module")
+def test_preemption(case, engines):
+    """Ten sequences need more blocks than there are: some are thrown out and computed again."""
+    engine, references = engines.get(case, **NARROW), references_of(engines.folders, case, "edge")
+    before = preemptions(engine)
+    assert_greedy(tokens_of(ask(engine, references)), references)
+    assert preemptions(engine) > before
+
+
+@pytest.mark.parametrize("case", HYBRIDS, scope="module")
+def test_abort_and_reuse_of_the_block(case, engines):
+    """A request that is aborted in mid-decode leaves its states behind; the next owner of the block starts anew."""
+    from vllm import SamplingParams
+
+    engine, references = engines.get(case, **NARROW), references_of(engines.folders, case, "edge")
+    core, scheduler = engine.llm_engine, engine.llm_engine.engine_core.engine_core.scheduler
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+    answers = {}
+
+    def add(i):
+        core.add_request(str(i), {"prompt_token_ids": references[i]["prompt"]}, params)
+
+    def blocks() -> dict[int, set[int]]:
+        """The blocks of the running requests."""
+        found = {}
+        for name in scheduler.requests:
+            groups = scheduler.kv_cache_manager.get_block_ids(name)
+            found[int(name.split("-")[0])] = {block for group in groups for block in group}
+        return found
+
+    def step():
+        for output in core.step():
+            answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+
+    for i in range(3):
+        add(i)
+    while min(len(answers.get(i, ())) for i in range(3)) < 3:
+        step()
+    assert all(len(answers[i]) < 40 for i in range(3))
+    dirty = blocks()[1]
+    core.abort_request(["1"])
+    # as many new requests as blocks are free: one of them gets the block
+    for i in range(3, 10):
+        add(i)
+    reused = set()
+    while core.has_unfinished_requests():
+        step()
+        reused |= {block for i, owned in blocks().items() if i >= 3 for block in owned & dirty}
+    assert reused - {0}
+    kept = [0, 2, *range(3, 10)]
+    assert_greedy([answers[i] for i in kept], [references[i] for i in kept])
+
+
+@pytest.mark.parametrize("case", ALL, scope="module")
+def test_prefix_caching(case, engines):
+    """Eight prompts share more than two blocks. What is kept of the first ones serves the later ones."""
+    engine, references = engines.get(case, **CACHING), references_of(engines.folders, case, "prefix")
+    shared = PREFIX // BLOCK * BLOCK
+    for attempt in range(2):
+        outputs = ask(engine, references)
+        assert_greedy(tokens_of(outputs), references)
+        hits = [output.num_cached_tokens for output in outputs]
+        assert max(hits) >= shared if attempt == 0 else min(hits) >= shared, hits
+
+
+@pytest.mark.parametrize("case", LOW, scope="module")
+def test_bf16(case, engines):
+    references = references_of(engines.folders, case, "plain", "bfloat16")
+    tokens = tokens_of(ask(engines.get(case, dtype="bfloat16"), references))
+    assert_greedy(tokens, references, "bfloat16")
+    same = sum(
+        a == b for got, r in zip(tokens, references, strict=True) for a, b in zip(got, r["tokens"], strict=True)
+    )
+    assert same > math.prod(torch.tensor(tokens).shape) // 2
+
+
+@pytest.mark.cases("gka")
+def test_compiled(engines):
+    """The model around the mixers is one graph per layer, cut at the operator."""
+    references = references_of(engines.folders, "gka", "few")
+    engine = engines.get("gka", enforce_eager=False)
+    assert_greedy(tokens_of(ask(engine, references)), references)
+    assert engine.llm_engine.vllm_config.compilation_config.mode > 0
+
+
+def test_graphs_are_cut_at_the_operator():
+    """For the configuration of our model only."""
+    from vllm.config import CompilationConfig, CompilationMode
+
+    from hf_memmix.serving.vllm.config import OP, cut_graphs
+
+    ours, other = (CompilationConfig(mode=CompilationMode.VLLM_COMPILE) for _ in range(2))
+    cut_graphs(ours)
+    for each in (ours, other):
+        each.set_splitting_ops_for_v1(all2all_backend="naive")
+    assert OP in ours.splitting_ops and ours.splitting_ops_contain_attention()
+    assert OP not in other.splitting_ops and OP not in CompilationConfig._attention_ops

@@ -1,0 +1,20 @@
+"""Every decoder family and every family that is trained from scratch: the tokens are those of `generate()`."""
+
+import pytest
+from greedy import ask, assert_greedy, references_of, tokens_of
+from serving_cases import BACKBONES, MORE_BACKBONES, SCRATCH
+
+MORE = [pytest.param(name, marks=pytest.mark.product) for name in MORE_BACKBONES]
+
+
+@pytest.mark.parametrize("case", [*SCRATCH, *BACKBONES, *MORE], scope="module")
+def test_family(case, engines):
+    """The logits too: vLLM must know what the family does to them."""
+    references = references_of(engines.folders, case, "few")
+    outputs = ask(engines.get(case), references, logprobs=5)
+    assert_greedy(tokens_of(outputs), references)
+    for output, reference in zip(outputs, references, strict=True):
+        expected = reference["logits"].log_softmax(-1)
+        for step, found in enumerate(output.outputs[0].logprobs):
+            for token, entry in found.items():
+                assert entry.logprob == pytest.approx(expected[step, token].item(), abs=2e-3)

@@ -1,0 +1,81 @@
+"""What vLLM cannot serve is refused in a line that names it."""
+
+import json
+import shutil
+
+import pytest
+from serving_cases import BLOCK
+
+pytestmark = pytest.mark.cases("gka")
+
+
+@pytest.fixture
+def altered(engines, tmp_path):
+    """A copy of a model folder with other fields in config.json."""
+
+    def make(**fields):
+        folder = shutil.copytree(engines.folders / "gka", tmp_path / "gka")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+        return folder
+
+    return make
+
+
+def refused(engines, folder, **options) -> str:
+    """The messages of the error and of what has caused it: vLLM puts some errors of a configuration into its own."""
+    engines.close()
+    with pytest.raises(Exception) as raised:
+        engines.get(str(folder), **options)
+    error, found = raised.value, []
+    while error is not None:
+        found.append(str(error))
+        error = error.__cause__ or error.__context__
+    return "\n".join(found)
+
+
+def test_unknown_mixer(engines, altered):
+    message = refused(engines, altered(mixer_types=["attention", "gka", "attention", "nothing"]))
+    assert "unknown mixer 'nothing' in mixer_types; known: ['attention', " in message
+
+
+def test_no_mixer(engines, altered):
+    message = refused(engines, altered(mixer_types=["attention"] * 4))
+    assert "the model has no memory mixer: all of mixer_types are attention" in message
+
+
+def test_refused_family(engines, altered, monkeypatch):
+    import dataclasses
+    from types import MappingProxyType
+
+    from hf_memmix import backbones
+
+    row = dataclasses.replace(backbones.BACKBONES["llama"], no_serving="this is a test")
+    monkeypatch.setattr(backbones, "BACKBONES", MappingProxyType({**backbones.BACKBONES, "llama": row}))
+    assert "'llama' cannot be served by vLLM: this is a test" in refused(engines, altered())
+
+
+def test_speculative_decoding(engines):
+    options = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}
+    assert "speculative decoding is not supported with memory mixers" in refused(engines, "gka", **options)
+
+
+def test_too_little_memory(engines):
+    message = refused(engines, "gka", num_gpu_blocks_override=3, block_size=BLOCK)
+    assert "KV cache" in message and "max_model_len" in message
+
+
+def test_no_plan_for_tensor_parallelism():
+    import torch
+    from serving_cases import HYBRIDS
+
+    from hf_memmix.mixers import MIXERS, MemoryMixer
+    from hf_memmix.serving.vllm.parameters import local_sizes
+
+    class NoPlan(MIXERS["gka"]):
+        tp_plan = MemoryMixer.tp_plan
+
+    with torch.device("meta"):
+        mixer = NoPlan(HYBRIDS["gka"].config(), 1)
+    with pytest.raises(ValueError, match="gka of layer 1 has no tensor-parallel plan"):
+        local_sizes(mixer, 2)

@@ -9,7 +9,7 @@ import typer
 from transformers import AutoConfig, AutoTokenizer
 
 from cli_runner import memmix
-from hf_memmix.commands import app, errors
+from hf_memmix.commands import app, errors, serve
 from hf_memmix.conversion import layers_to_keep
 from hf_memmix.training.text_files import documents
 
@@ -104,10 +104,11 @@ def test_defects_keep_their_traceback(name, tmp_path, capsys):
 
 
 def test_every_command_reports_in_one_line():
-    """Every command is decorated, except `run`, which starts another program."""
+    """Every command is decorated, except those that start another program; `serve` checks before, in `prepare`."""
     for command in app.registered_commands:
         wrapped = command.callback.__wrapped__ if hasattr(command.callback, "__wrapped__") else None
-        assert wrapped is not None or command.name == "run", command.name
+        assert wrapped is not None or command.name in ("run", "serve"), command.name
+    assert serve.prepare.__wrapped__
 
 
 def test_text_that_is_not_unicode_is_one_clear_line(tmp_path):

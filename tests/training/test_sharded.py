@@ -26,5 +26,5 @@ def test_what_is_written_is_what_is_read(family, stage):
     for name, tensor in pair.plain_student.state_dict().items():
         assert torch.equal(tensor, other.plain_student.state_dict()[name]), name
     del state["model.layers.0.self_attn.q_proj.weight"]
-    with pytest.raises(ValueError, match="the checkpoint lacks model.layers.0.self_attn.q_proj.weight"):
+    with pytest.raises(ValueError, match="the checkpoint has no model.layers.0.self_attn.q_proj.weight"):
         sharded.load(other, state)

@@ -73,10 +73,15 @@ def backward_options(
     return LaunchOptions(per_thread, 4 if many else 1, GROUP, segment=segment)
 
 
-def _math(x: Tensor) -> int:
-    """MATH of kernels/tiles.py. The interpreter, and float64, which runs only there, have no special instructions."""
+def _math(x: Tensor, smooth: bool = False) -> int:
+    """MATH of kernels/tiles.py. The interpreter, and float64, which runs only there, have no special instructions.
+
+    `smooth`: for Newton's method, also 16-bit inputs use the functions of float32 inputs. The GPU's tanh has steps, at
+    which the iterations do not settle.
+    """
     instructions = x.is_cuda and x.dtype != torch.float64 and os.environ.get("TRITON_INTERPRET") != "1"
-    return instructions + (REFINED.value if x.dtype == torch.float32 else PORTABLE)
+    refined = x.dtype == torch.float32 or (smooth and x.dtype != torch.float64)
+    return instructions + (REFINED.value if refined else PORTABLE)
 
 
 def _gate_strides(gate: Tensor | None, features: int) -> tuple[int, int]:
@@ -257,8 +262,8 @@ def deer_fwd_triton(
     def iterate(old: Tensor, new: Tensor, init: bool) -> None:
         coffee_deer_kernel[(programs,)](
             (u, lam, w, gate), (trajectory, old, new), (A, R, ends), worst, T, chunks, *_gate_strides(gate, D),
-            D=D, N=n, NP=NP, L=L, P=8, LC=LC, FORM=FORMS[feedback], GATE=gate is not None, INIT=init, MATH=_math(u),
-            ACC=accumulator(u.dtype), num_warps=max(1, L // 32),
+            D=D, N=n, NP=NP, L=L, P=8, LC=LC, FORM=FORMS[feedback], GATE=gate is not None, INIT=init,
+            MATH=_math(u, smooth=True), ACC=accumulator(u.dtype), num_warps=max(1, L // 32),
         )  # fmt: skip
 
     iterate(entered, entered, True)

@@ -54,8 +54,8 @@ def shooting_fwd(
     for iteration in range(max_iterations + 1):
         coffee_chunk_kernel[(programs,)](
             (u, lam, w, gate), (entered, entering), (A, ends), worst, T, chunks, length, *_gate_strides(gate, D),
-            D=D, N=n, NP=NP, L=L, P=16, FORM=FORMS[feedback], GATE=gate is not None, MATH=_math(u),
-            ACC=accumulator(u.dtype), num_warps=1,
+            D=D, N=n, NP=NP, L=L, P=16, FORM=FORMS[feedback], GATE=gate is not None,
+            MATH=_math(u, smooth=True), ACC=accumulator(u.dtype), num_warps=1,
         )  # fmt: skip
         entered, entering = entering, affine_scan(A, zeros, start, base=ends, shift=entering)
         # the first iteration has nothing to compare with

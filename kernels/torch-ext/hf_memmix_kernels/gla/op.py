@@ -66,9 +66,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, do, dfinal):
-    q, _, v, _, initial_state, _ = ctx.saved_tensors
+    tensors = ctx.saved_tensors
+    q, _, v, _, initial_state, _ = tensors
     do, dfinal = or_zeros(do, q, (*q.shape[:3], v.shape[-1])), or_zeros(dfinal, initial_state)
-    grads = _bwd(do, dfinal, *ctx.saved_tensors, ctx.scale, ctx.chunk_size)
+    grads = _bwd(do, dfinal, *tensors, ctx.scale, ctx.chunk_size)
     return *grads, None, None, None
 
 

@@ -25,6 +25,10 @@ LEFT_OUT = [
     r"tests/kernels/test_coffee\.py::test_(deer_equals|shooting_equals|shooting_gives_up|stays_bounded).*",
     r"tests/kernels/test_memcheck\.py::test_every_access_is_inside\[(?!gla)",
     r"tests/kernels/test_registration\.py::test_compiles_to_one_graph\[triton",
+    # `make test` runs each kernel of the rowwise functions in float32 at three shapes, each op's gradients in torch
+    r"tests/kernels/test_rowwise\.py::test_gated_norm_equals_naive\[triton-.*(float16|bfloat16|float64|130\)|1000\))",
+    r"tests/kernels/test_rowwise\.py::test_unit_heads_equals_naive\[triton-.*(float16|bfloat16|float64|67, 5)",
+    r"tests/kernels/test_registration\.py::test_an_unused_output_counts.*\[triton-(ska|lattice|gka)",
     r"tests/kernels/test_sass\.py::test_one_kernel_compiles",
     r"tests/core/test_compile\.py::test_training_graph\[(?!padded-llama-gka)",
     r"tests/core/test_compile\.py::test_static_decode_is_one_graph\[(llama-all-(?!gka)|gpt_neox)",

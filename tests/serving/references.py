@@ -35,6 +35,13 @@ def answers(model, which: str) -> list[dict]:
     return found
 
 
+def add_exact_logits(model, found: list[dict]):
+    """Add to each answer what the same weights, moved to float32, give for the same tokens: "exact"."""
+    for answer in found:
+        ids = torch.tensor([answer["prompt"] + answer["tokens"][:-1]])
+        answer["exact"] = model(ids, use_cache=False).logits[0, len(answer["prompt"]) - 1 :]
+
+
 def pooled(model, case) -> list[dict]:
     """For each prompt the logits of a classifier, or the last hidden state of a decoder, scaled to unit norm."""
     found = []
@@ -65,6 +72,10 @@ def write(folder: Path, name: str):
         for dtype in case.dtypes:
             model = model.to(getattr(torch, dtype))
             references[dtype] = {which: answers(model, which) for which in case.prompts}
+            if dtype != "float32":
+                model = model.float()  # with the rounded weights
+                for found in references[dtype].values():
+                    add_exact_logits(model, found)
     torch.save(references, folder / name / "references.pt")
 
 

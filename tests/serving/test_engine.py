@@ -134,7 +134,7 @@ def test_prefix_caching(case, engines):
 def test_bf16(case, engines):
     references = references_of(engines.folders, case, "plain", "bfloat16")
     tokens = tokens_of(ask(engines.get(case, dtype="bfloat16"), references))
-    assert_greedy(tokens, references, "bfloat16")
+    assert_greedy(tokens, references)
     same = sum(
         a == b for got, r in zip(tokens, references, strict=True) for a, b in zip(got, r["tokens"], strict=True)
     )

@@ -185,7 +185,9 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
         "olmoe": Backbone(),
         "phi": Backbone(out="dense"),
         "phi3": Backbone(window=True, qkv=("qkv_proj",), layout="stacked"),
-        "phimoe": Backbone(window=True),
+        "phimoe": Backbone(
+            window=True, no_serving="its Transformers backend does not fit the router of this family's experts"
+        ),
         "qwen2": Backbone(window=True, gka_release=True),
         "qwen2_moe": Backbone(window=True),
         "qwen3": Backbone(window=True, gka_release=True),

@@ -123,7 +123,7 @@ def test_installation_is_checked(monkeypatch):
         return str(error.value)
 
     assert "vLLM is not installed: pip install 'hf-memmix[vllm]'" in refusal(None)
-    assert "vLLM 0.25.1 cannot serve memory mixers: the plugin is tested with 0.26 to 0.32" in refusal("0.25.1")
+    assert "vLLM 0.25.1 cannot serve memory mixers: the plugin works with 0.26 to 0.32" in refusal("0.25.1")
     assert versions.refusal_of_version("0.33.0") and versions.refusal_of_version("0.320.0")
     for good in ("0.26.0", "0.32.0+cpu", "0.32.1"):
         assert versions.refusal_of_version(good) is None

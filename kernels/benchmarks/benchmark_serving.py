@@ -11,7 +11,8 @@ file, a row of the same point is replaced, and the plot beside it is drawn anew.
                 tokens/s of the part in which all of them decode
     prefix      seconds to the first token of one prompt, and of a second prompt that shares all but its last tokens
 
-Llama runs as vLLM's own model. Engines run in this process, one after the other.
+Llama runs as vLLM's own model. Engines run in this process, one after the other. On a GPU give one model per call
+(--models): after the first engine, PyTorch 2.11 refuses to capture the CUDA graphs of the second.
 """
 
 import argparse
@@ -181,6 +182,7 @@ def measure(folder: Path, args):
                         if count * length > args.most_tokens:
                             print(f"left out: {count} sequences of {length} tokens, over --most-tokens", flush=True)
                             continue
+                        engine.throughput(length, min(count, 4))  # compiles the kernels of this length
                         row = engine.throughput(length, count)
                         yield {"part": "throughput", **point, "sequences": count, "new_tokens": args.new_tokens, **row}
             engine.close()

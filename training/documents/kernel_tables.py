@@ -211,3 +211,27 @@ def lattice_frozen_table(root: Path) -> str:
     head = ["variant", "gamma", *(f"C = {chunk}" for chunk in rows[0]["error"])]
     lines = [[row["variant"], f"{row['gamma']}", *(f"{100 * x:.2g} %" for x in row["error"].values())] for row in rows]
     return aligned_table(head, lines)
+
+
+def models_table(root: Path) -> str:
+    """Whole models beside the transformer of the same shape: milliseconds, tokens/s and memory."""
+    results = read("models", root)
+    order = list(dict.fromkeys((row["phase"], row["B"], row["T"]) for row in results))
+    attention = {(row["phase"], row["B"], row["T"]): row for row in results if row["mixer"] == "attention"}
+    rows = [
+        [
+            row["phase"],
+            f"{row['B']} x {row['T']:,}",
+            f"`{row['mixer']}`",
+            f"{row['ms']:.2f}" if row["phase"] == "decode" else f"{row['ms']:.1f}",
+            f"{row['kernel_ms']:.1f}" if "kernel_ms" in row else "",
+            f"{row['tokens_s']:,}",
+            f"{row['tokens_s'] / attention[row['phase'], row['B'], row['T']]['tokens_s']:.2f}",
+            f"{row['peak_mib'] / 1024:.1f}",
+            row["commit"][:7],
+        ]
+        for row in sorted(results, key=lambda row: order.index((row["phase"], row["B"], row["T"])))
+    ]
+    head = ["phase", "B x T", "mixer", "ms", "GPU ms", "tokens/s", "of attention", "GiB", "commit"]
+    ((gpu, torch, triton),) = {(row["gpu"], row["torch"], row["triton"]) for row in results}
+    return aligned_table(head, rows) + f"\n\nbf16. {gpu}, torch {torch}, Triton {triton}."

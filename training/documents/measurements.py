@@ -35,6 +35,8 @@ MEASUREMENTS = {
     "lattice_counters": f"{KERNELS}/lattice_counters_h200.json",
     "lattice_issue": f"{KERNELS}/lattice_issue_sm90.json",
     "lattice_frozen": f"{KERNELS}/lattice_frozen_cpu.json",
+    "models": f"{KERNELS}/model_h200.json",
+    "serving_speed": f"{KERNELS}/serving_h200.json",
     "serving_matrix": "hf_memmix/serving/results/matrix_cpu.json",
 }
 CARDS = "model_cards"

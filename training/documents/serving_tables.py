@@ -69,3 +69,32 @@ def matrix_table(root: Path) -> str:
         markdown_table(["model", *features], rows)
         + f"\n\nvLLM {results['vllm']}, torch {results['torch']}, transformers {results['transformers']}; on a CPU."
     )
+
+
+def speed_table(root: Path) -> str:
+    """Throughput on a GPU: a transformer and the same with GKA layers, by length of the prompts and their number."""
+    results = read("serving_speed", root)
+    fits = {(row["model"], row["tokens"]): row["sequences"] for row in results["rows"] if row["part"] == "fit"}
+    rows = [
+        [
+            f"{row['tokens']:,}",
+            row["sequences"],
+            f"`{row['model']}`",
+            f"{row['requests_per_s']:.1f}",
+            f"{row['output_tokens_per_s']:,.0f}",
+            f"{row['decode_tokens_per_s']:,.0f}" if row["decode_tokens_per_s"] else "",
+            f"{row['first_token_s']:.2f}",
+            f"{fits[row['model'], row['tokens']]:,}",
+        ]
+        for row in sorted(results["rows"], key=lambda row: (row["tokens"], row.get("sequences", 0)))
+        if row["part"] == "throughput"
+    ]
+    head = ["prompt", "sequences", "model", "requests/s", "tokens/s", "decode tokens/s", "first token, s", "fit"]
+    new = {row["new_tokens"] for row in results["rows"] if row["part"] == "throughput"}
+    return (
+        markdown_table(head, rows)
+        + f"\n\n{results['device']}, vLLM {results['vllm']}, torch {results['torch']}, commit {results['commit']};"
+        f" {results['dtype']}, {max(new)} new tokens per sequence. tokens/s: new tokens over the time of the run;"
+        " decode tokens/s: while all sequences decode; first token: the median; fit: sequences whose states and keys"
+        " fit into the memory."
+    )

@@ -142,6 +142,7 @@ TABLES = {
     "speed_limits": choice.speed_limits,
     "kernels": kernels.kernel_table,
     "generate": kernels.generate_table,
+    "models": kernels.models_table,
     "op": kernels.op_table,
     "coffee_grid": kernels.coffee_grid_table,
     "coffee_draws": kernels.coffee_draws_table,
@@ -157,4 +158,5 @@ TABLES = {
     "serving_families": serving.families_table,
     "serving_costs": serving.costs_table,
     "serving_matrix": serving.matrix_table,
+    "serving_speed": serving.speed_table,
 }

@@ -1,4 +1,4 @@
-"""Where the interface differs between the versions of vLLM in `versions.py`: 0.26 and 0.32 were read and tested.
+"""Where the interface differs between the versions of vLLM in `versions.py`, of which 0.26 and 0.32 were read and run.
 
 The Transformers backend makes one attention per layer. From a layer without attention it either makes one that nobody
 uses, which would get memory for its keys (0.26), or it refuses the model (0.32).

@@ -163,6 +163,7 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
             out="c_proj",
             layout="stacked",
             transposed=True,
+            no_serving="its Transformers backend does not fit the transposed projections of this family",
         ),
         "gpt_neox": Backbone(attention=("attention",), qkv=("query_key_value",), out="dense", layout="per_head"),
         "gpt_oss": Backbone(rotary="single", window=True, extra=("sinks",)),

@@ -84,7 +84,7 @@ def _default(model_type: str, **options) -> tuple[AutoConfig, AttentionWeights]:
 
 
 def _shallow(config):
-    """Reduce a configuration to two layers, which is enough here; without experts if the first layers have none."""
+    """Reduce a configuration to two layers, which is enough here, and without experts if these are dense."""
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
         if getattr(config, name, None):
             setattr(config, name, getattr(config, name)[:2])

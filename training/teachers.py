@@ -80,7 +80,7 @@ def lora_layers(student: nn.Module) -> dict[str, nn.Module]:
 
 
 def without_lora(student: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of a student after its corrections were added to the weights; unchanged if it has none."""
+    """The state dict of a student, with its LoRA corrections, if there are any, added to the weights."""
     layers = lora_layers(student)
     if not layers:
         return state

@@ -11,11 +11,11 @@ from typing import ClassVar
 
 from torch import nn
 
-from hf_memmix_kernels.rowwise import rotate, unit_heads
+from hf_memmix_kernels.rowwise import ACTIVATIONS, rotate, unit_heads
 
 from ..backbones import layer_rotates
 from .base import AttentionShape, MemoryMixer
-from .layers import GATES, RMSNorm, ShortConvolution, one_angle_per_pair
+from .layers import RMSNorm, ShortConvolution, one_angle_per_pair
 from .tensor_parallel import heads_plan
 
 UNIT_EPS = 1e-6  # added to the norm of q and k, as in the GKA release
@@ -31,7 +31,7 @@ class HeadsMixer(MemoryMixer):
 
     max_head_dim: ClassVar[int]  # largest head size of the kernels
     head_parameters: ClassVar[tuple[str, ...]]  # names of the subclass's layers and parameters with one row per head
-    gate_activation: ClassVar[str] = "silu"  # a key of layers.GATES
+    gate_activation: ClassVar[str] = "silu"  # a key of rowwise.ACTIVATIONS
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -124,7 +124,7 @@ class HeadsMixer(MemoryMixer):
         if self.options.use_o_norm:
             y = self.o_norm(y, gate, self.gate_activation)
         elif gate is not None:
-            y = y * GATES[self.gate_activation](gate)
+            y = y * ACTIVATIONS[self.gate_activation](gate)
         return self.o_proj(y.flatten(2))
 
     def tp_plan(self, ranks):

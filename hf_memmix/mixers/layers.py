@@ -4,10 +4,7 @@ Parameter names are those of nn.Conv1d, nn.Linear and transformers' norms, so th
 name.
 """
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -18,7 +15,6 @@ from hf_memmix_kernels.short_conv import short_conv, short_conv_step
 ROPE_LAYOUTS = ("half", "pairs", "single")
 ACTIVATIONS = (None, "silu")  # of a short convolution
 QK_NORMS = (None, "head", "full")
-GATES = {"silu": F.silu, "gelu": F.gelu}  # of an output gate
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -53,12 +49,6 @@ class ShortConvolution(nn.Module):
         )  # fmt: skip
 
 
-def mean_square(x: Tensor, average_over_ranks: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """The mean of x^2 over the last dimension, of which each rank of tensor parallelism may hold a part."""
-    mean = x.square().mean(-1, keepdim=True)
-    return mean if average_over_ranks is None else average_over_ranks(mean)
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, in fp32.
 
@@ -73,12 +63,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor | None = None, activation: str = "silu") -> Tensor:
         """The norm of x, times `activation` ("silu" or "gelu") of `gate`, which has the shape of x."""
-        if self.average_over_ranks is None:
-            return gated_norm(x, gate, self.weight, self.eps, activation=activation)
-        y = at_least_fp32(x)
-        y = y * torch.rsqrt(mean_square(y, self.average_over_ranks) + self.eps)
-        y = (y * self.weight).to(x.dtype)
-        return y if gate is None else y * GATES[activation](gate)
+        options = {"activation": activation, "average_over_ranks": self.average_over_ranks}
+        return gated_norm(x, gate, self.weight, self.eps, **options)
 
 
 def one_angle_per_pair(x: Tensor, layout: str) -> Tensor:

@@ -25,7 +25,7 @@ from hf_memmix_kernels.rowwise import gated_norm
 
 from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
-from .layers import ShortConvolution, at_least_fp32, init_layers, mean_square
+from .layers import ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
 from .tensor_parallel import Cut, Part, plan_of, share
 
@@ -80,13 +80,9 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, y, z):
         """y and z [B, T, features]."""
-        if self.average_over_ranks is None:
-            y, z = (t.unflatten(-1, (self.groups, -1)) for t in (y, z))
-            return gated_norm(y, z, self.weight, self.eps, norm_first=False, limit=LARGEST_READOUT).flatten(-2)
-        x = at_least_fp32(y).clamp(-LARGEST_READOUT, LARGEST_READOUT) * F.silu(at_least_fp32(z))
-        x = x.unflatten(-1, (self.groups, -1))
-        x = x * torch.rsqrt(mean_square(x, self.average_over_ranks) + self.eps)
-        return self.weight * x.flatten(-2).to(y.dtype)
+        y, z = (t.unflatten(-1, (self.groups, -1)) for t in (y, z))
+        options = {"norm_first": False, "limit": LARGEST_READOUT, "average_over_ranks": self.average_over_ranks}
+        return gated_norm(y, z, self.weight, self.eps, **options).flatten(-2)
 
 
 @register_mixer("mamba2")

@@ -43,7 +43,7 @@ class KeptAttention:
 
 
 class _NoAttention:
-    """What 0.32 asks about a layer's attention, for a layer that has none."""
+    """The two properties that 0.32 reads of every layer's attention, for a layer without attention."""
 
     def scale(self, module) -> float:
         return 1.0

@@ -4,6 +4,6 @@ gated RMSNorm.
 
 from .naive import naive_gated_norm, naive_unit_heads
 from .op import gated_norm, unit_heads
-from .torch_path import rotate
+from .torch_path import ACTIVATIONS, rotate
 
-__all__ = ["gated_norm", "naive_gated_norm", "naive_unit_heads", "rotate", "unit_heads"]
+__all__ = ["ACTIVATIONS", "gated_norm", "naive_gated_norm", "naive_unit_heads", "rotate", "unit_heads"]

@@ -4,6 +4,8 @@ They keep no state and are not registered with torch.library. torch.compile trac
 path and fuses them with the operators before and after them.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from .._dispatch import use_triton
@@ -97,6 +99,7 @@ def gated_norm(
     activation: str | None = "silu",
     norm_first: bool = True,
     limit: float | None = None,
+    average_over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """RMSNorm with a gate: y / rms(y) * weight * act(gate), or, with `norm_first=False`, u / rms(u) * weight with
     u = y * act(gate).
@@ -109,6 +112,7 @@ def gated_norm(
         activation: activation function of the gate, "silu" or "gelu".
         norm_first: whether the norm is computed before the gate is applied.
         limit: y is clamped to [-limit, limit] first; None means no limit.
+        average_over_ranks: the mean of a tensor over the ranks of tensor parallelism, if each rank has a part of D.
 
     Returns:
         The shape and dtype of y, computed in float32 (float64 for float64 inputs).
@@ -125,6 +129,6 @@ def gated_norm(
         )
     if gate is not None and activation not in ACTIVATIONS:
         raise ValueError(f"gated_norm: activation={activation!r} is not one of {list(ACTIVATIONS)}")
-    if not _fused(y, gate, weight):
-        return gated_norm_torch(y, gate, weight, eps, activation, norm_first, limit)
+    if average_over_ranks is not None or not _fused(y, gate, weight):
+        return gated_norm_torch(y, gate, weight, eps, activation, norm_first, limit, average_over_ranks)
     return _gated_norm(y, gate, weight, eps, activation, norm_first, limit)

@@ -1,5 +1,7 @@
 """The torch path: plain operators, which autograd differentiates and torch.compile fuses with their neighbours."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,13 +33,17 @@ def gated_norm_torch(
     activation: str | None,
     norm_first: bool,
     limit: float | None,
+    average_over_ranks: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     dtype, act = compute_dtype(y.dtype), ACTIVATIONS.get(activation)
     x, w = y.to(dtype), weight.view(-1, y.shape[-1])
     x = x if limit is None else x.clamp(-limit, limit)
     if gate is not None and not norm_first:
         x = x * act(gate.to(dtype))
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    mean_square = x.square().mean(-1, keepdim=True)
+    if average_over_ranks is not None:
+        mean_square = average_over_ranks(mean_square)
+    x = x * torch.rsqrt(mean_square + eps)
     if not norm_first:
         return (w * x.to(y.dtype)).to(y.dtype)
     x = (x * w).to(y.dtype)

@@ -36,10 +36,7 @@ def naive_gla(
     q, k, v = (t.repeat_interleave(heads // t.shape[2], 2) for t in (q, k, v))
     written = v if beta is None else beta.double()[..., None] * v
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if initial_state is None:
-        S = q.new_zeros(q.shape[0], heads, k.shape[-1], v.shape[-1])
-    else:
-        S = initial_state.double()
+    S = q.new_zeros(q.shape[0], heads, k.shape[-1], v.shape[-1]) if initial_state is None else initial_state.double()
     outputs = []
     for t in range(q.shape[1]):
         S = g[:, t, :, None, None].exp() * S + k[:, t, :, :, None] * written[:, t, :, None, :]

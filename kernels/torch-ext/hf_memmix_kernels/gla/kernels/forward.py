@@ -2,7 +2,9 @@
 
     S_t = e^g S_{t-1} + beta_t k_t v_t^T,  o_t = scale * S_t^T q_t + skip v_t
 
-RQ, RK and RV are the numbers of heads that share a head of q, k and v. The scan serves both directions: forward it stores the state before every chunk, in reverse the gradient of the state
+RQ, RK and RV are the numbers of heads that share a head of q, k and v.
+
+The scan serves both directions: forward it stores the state before every chunk, in reverse the gradient of the state
 after every chunk.
 """
 

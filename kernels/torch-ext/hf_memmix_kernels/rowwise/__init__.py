@@ -3,7 +3,7 @@ SwiGLU.
 """
 
 from .naive import naive_gated_norm, naive_gated_product, naive_unit_heads
-from .op import gated_norm, gated_product, runs_kernels, unit_heads
+from .op import gated_norm, gated_product, rms_norm, runs_kernels, unit_heads
 from .torch_path import ACTIVATIONS, rotate
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "naive_gated_norm",
     "naive_gated_product",
     "naive_unit_heads",
+    "rms_norm",
     "rotate",
     "runs_kernels",
     "unit_heads",

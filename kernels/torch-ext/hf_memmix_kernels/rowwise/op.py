@@ -107,6 +107,11 @@ def unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) ->
     return _unit_heads(x, cos, sin, eps)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight by the kernels of `gated_norm`, without its checks: only if `runs_kernels(x, weight)`."""
+    return _gated_norm(x, None, weight, eps, None, True, None, None)
+
+
 def gated_norm(
     y: Tensor,
     gate: Tensor | None,

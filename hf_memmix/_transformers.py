@@ -8,8 +8,8 @@ methods of the library and call methods with public names, which the model class
 Checked against transformers 5.17 and 5.23.
 """
 
-import importlib
 import re
+import sys
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -132,14 +132,14 @@ def change_class(model: nn.Module, model_class: type):
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(model_class), model._can_record_outputs)
 
 
-def same_forward(layer_class: type, reference: str) -> bool:
-    """Whether the forward of a layer class computes word for word what that of the class named `reference` does.
+def same_forward(layer_class: type, family: str, name: str) -> bool:
+    """Whether the forward of a layer class computes word for word what that of layer `name` of a family does.
 
     Families copy such layers from each other under new names, so the names do not tell what a layer computes.
     """
-    module, name = reference.rsplit(".", 1)
-    functions = layer_class.forward, getattr(importlib.import_module(module), name).forward
-    codes = [getattr(function, "__code__", None) for function in functions]
+    model_class = model_class_of(CONFIG_MAPPING[family], AutoModel)
+    reference = getattr(sys.modules[model_class.__module__], name)
+    codes = [getattr(layer.forward, "__code__", None) for layer in (layer_class, reference)]
     words = [code and (code.co_code, code.co_names, code.co_consts, code.co_varnames) for code in codes]
     return words[0] is not None and words[0] == words[1]
 

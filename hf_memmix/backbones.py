@@ -252,9 +252,9 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
 SUGGESTED = ("llama", "qwen3", "gemma3_text")
 USE_ANOTHER = f"Use a decoder such as {', '.join(SUGGESTED[:-1])} or {SUGGESTED[-1]}"  # the end of a refusal
 
-# layers that most families have word for word, see `fused_layers.py`
-RMS_NORM = "transformers.models.llama.modeling_llama.LlamaRMSNorm"
-GATED_MLP = "transformers.models.llama.modeling_llama.LlamaMLP"
+# layers that most families have word for word, by family and class name; see `fused_layers.py`
+RMS_NORM = ("llama", "LlamaRMSNorm")
+GATED_MLP = ("llama", "LlamaMLP")
 
 # entries of `config.layer_types` for layers that are recurrent already
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}

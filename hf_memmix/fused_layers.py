@@ -50,7 +50,7 @@ class FusedMLP(_Fused):
 def fused_class(native: type[nn.Module]) -> type[nn.Module] | None:
     """The class that a layer of a native class gets, or None if it computes something else."""
     for fused, reference in ((FusedRMSNorm, RMS_NORM), (FusedMLP, GATED_MLP)):
-        if same_forward(native, reference):
+        if same_forward(native, *reference):
             return type(native.__name__, (fused, native), {"__module__": __name__, "native": native})
     return None
 

@@ -164,8 +164,8 @@ def decay_bwd_triton(ddt: Tensor | None, dg: Tensor | None, x: Tensor, bias: Ten
     if not x.numel():
         return dx, torch.zeros_like(bias), torch.zeros_like(A_log)
     arguments = _decay_arguments(x, *limits)
-    programs = cdiv(arguments["rows"], arguments["R"] * LOOPS)
+    programs = cdiv(arguments["rows"], arguments["R"])
     dparams = torch.empty(programs, 2, x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    decay_bwd_kernel[(programs,)](upstream, (x, bias, A_log), dx, dparams, stride=stride, LOOPS=LOOPS, **arguments)
+    decay_bwd_kernel[(programs,)](upstream, (x, bias, A_log), dx, dparams, stride=stride, **arguments)
     dbias, dA_log = dparams.sum(0)
     return dx, dbias.to(bias.dtype), dA_log.to(A_log.dtype)

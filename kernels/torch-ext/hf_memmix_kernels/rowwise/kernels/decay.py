@@ -40,32 +40,28 @@ def decay_fwd_kernel(
 @triton.jit
 def decay_bwd_kernel(
     upstream, inputs, dx, dparams, rows, H, stride, limits,
-    LOOPS: tl.constexpr, R: tl.constexpr, BH: tl.constexpr, ACC: tl.constexpr,
+    R: tl.constexpr, BH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """dx of LOOPS times R tokens, and their share of the gradients of bias and A_log [2, H]."""
+    """dx of R tokens, and their share of the gradients of bias and A_log [2, H]."""
     ddt, dg = upstream
     x, bias, A_log = inputs
-    o_h = tl.arange(0, BH)
+    i_r, o_h = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, BH)
     m_h = o_h < H
+    m = (i_r < rows)[:, None] & m_h[None, :]
+    o = i_r[:, None] * H + o_h[None, :]
+    b_x = tl.load(x + i_r[:, None] * stride + o_h[None, :], mask=m, other=0).to(ACC)
     b_bias = tl.load(bias + o_h, mask=m_h, other=0).to(ACC)[None, :]
     b_rate = -tl.exp(tl.load(A_log + o_h, mask=m_h, other=0).to(ACC))[None, :]
-    b_dbias, b_dA = tl.zeros([BH], ACC), tl.zeros([BH], ACC)
-    for loop in range(LOOPS):
-        i_r = (tl.program_id(0).to(tl.int64) * LOOPS + loop) * R + tl.arange(0, R)
-        m = (i_r < rows)[:, None] & m_h[None, :]
-        o = i_r[:, None] * H + o_h[None, :]
-        b_x = tl.load(x + i_r[:, None] * stride + o_h[None, :], mask=m, other=0).to(ACC)
-        b_z, b_dt, m_z, m_x = _step_sizes(b_x, b_bias, limits)
-        b_ddt = tl.zeros([R, BH], ACC)
-        if ddt is not None:
-            b_ddt += tl.load(ddt + o, mask=m, other=0).to(ACC)
-        if dg is not None:
-            b_dg = tl.load(dg + o, mask=m, other=0).to(ACC)
-            b_ddt += b_dg * b_rate
-            b_dA += tl.sum(b_dg * b_rate * b_dt, 0)
-        b_dz = tl.where(m_z, b_ddt / (1 + tl.exp(-b_z)), 0)
-        b_dbias += tl.sum(b_dz, 0)
-        tl.store(dx + o, tl.where(m_x, b_dz, 0).to(dx.dtype.element_ty), mask=m)
+    b_z, b_dt, m_z, m_x = _step_sizes(b_x, b_bias, limits)
+    b_ddt, b_dA = tl.zeros([R, BH], ACC), tl.zeros([BH], ACC)
+    if ddt is not None:
+        b_ddt += tl.load(ddt + o, mask=m, other=0).to(ACC)
+    if dg is not None:
+        b_drate = tl.load(dg + o, mask=m, other=0).to(ACC) * b_rate
+        b_ddt += b_drate
+        b_dA += tl.sum(b_drate * b_dt, 0)
+    b_dz = tl.where(m_z, b_ddt / (1 + tl.exp(-b_z)), 0)
+    tl.store(dx + o, tl.where(m_x, b_dz, 0).to(dx.dtype.element_ty), mask=m)
     p = dparams + tl.program_id(0).to(tl.int64) * 2 * H + o_h
-    tl.store(p, b_dbias, mask=m_h)
+    tl.store(p, tl.sum(b_dz, 0), mask=m_h)
     tl.store(p + H, b_dA, mask=m_h)

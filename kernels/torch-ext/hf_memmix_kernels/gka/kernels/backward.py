@@ -1,4 +1,4 @@
-"""GKA's backward kernels except the solver and the scan: through the read-out and the ridge, then dv, dk and the gates.
+"""GKA's backward kernels except the solver and the scan: read-out and ridge, then dv, dk and the gates.
 
     E_i = sum_{t >= i} decay(i -> t) (z_t x_t^T + x_t z_t^T + ridge_t H_t)        minus twice the gradient of H_i
     R_i = sum_{t >= i} decay(i -> t) s do_t m_t^T         the gradient of U_i, with m = q + alpha (x - q), s the scale
@@ -66,8 +66,8 @@ def gka_bwd_kernel_ridge(
     inputs, solved, outputs, layout, N, length, per_sequence, ridge, scale,
     H: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """dq; ridge_t = 2 a (x . z) / |H| and its decayed sum `from_start`; `local` less e^G z . H_0 x and the ridge's part;
-    x and m decayed since the chunk's start.
+    """dq; ridge_t = 2 a (x . z) / |H| and its decayed sum `from_start`; `local` less e^G z . H_0 x and the part of the
+    ridge; x and m decayed since the chunk's start.
     """
     q, log_decay, alpha = inputs
     H0, x, z, d_mixed, norms = solved
@@ -103,12 +103,20 @@ def gka_bwd_kernel_ridge(
 
 
 @triton.jit
-def key_dot(k, a):
-    """k a^T [C, C] for a float32 `a` kept to about 16 bits."""
-    high = a.to(k.dtype)
-    if k.dtype == tl.float32:
-        return dot(k, tl.trans(high))
-    return dot(k, tl.trans(high)) + dot(k, tl.trans((a - high.to(tl.float32)).to(k.dtype)))
+def scores_of(
+    a, a_stride, b, b_stride, width, rows,
+    C: tl.constexpr, DK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """a b^T [C, C] for rows of two tensors, read block by block; a float32 `b` is kept to about 16 bits."""
+    scores = tl.zeros([C, C], tl.float32)
+    for i in tl.range(0, DK, BLOCK, num_stages=1):
+        b_a = load_rows(a + i, rows, a_stride, width - i, C, BLOCK)
+        b_b = load_rows(b + i, rows, b_stride, width - i, C, BLOCK)
+        high = b_b.to(b_a.dtype)
+        scores += dot(b_a, tl.trans(high))
+        if b_b.dtype != b_a.dtype:
+            scores += dot(b_a, tl.trans((b_b - high.to(tl.float32)).to(b_a.dtype)))
+    return scores
 
 
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
@@ -137,11 +145,8 @@ def gka_bwd_kernel_dv(
     R_k = add_product(tl.zeros([C, DK], tl.float32), k, rows, HK * D, D, to_end, RT, C, DK, BLOCK, False)
     b_v = load_rows(v + kv_head * DVR, rows, HK * DVR, DVR, C, DK)
     store_gate(later + head, tl.sum(b_v.to(tl.float32) * R_k, 1), rows, H, C)
-    k_x, k_q = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    for i in range(0, DK, BLOCK):
-        b_k = load_rows(k + i, rows, HK * D, D - i, C, BLOCK)
-        k_x += key_dot(b_k, load_rows(x + head * D + i, rows, H * D, D - i, C, BLOCK))
-        k_q += dot(b_k, tl.trans(load_rows(q + head * D + i, rows, H * D, D - i, C, BLOCK)))
+    k_x = scores_of(k, HK * D, x + head * D, H * D, D, rows, C, DK, BLOCK)
+    k_q = scores_of(k, HK * D, q + head * D, H * D, D, rows, C, DK, BLOCK)
     k_m = decay_until(G, C) * (mix * k_x + (1.0 - mix) * k_q)
     b_do = load_rows(do + head * DVR, rows, H * DVR, DVR, C, DK)
     R_k += dot((scale * k_m).to(b_do.dtype), b_do)
@@ -180,18 +185,12 @@ def gka_bwd_kernel_dk(
     mix = load_gate(alpha + head, rows, H, C)[None, :]
 
     # scores [key, token] of the pairs within the chunk
-    k_x, k_q = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    k_z, v_do = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    for i in range(0, DK, BLOCK):
-        b_k = load_rows(k + i, rows, HK * D, D - i, C, BLOCK)
-        k_x += key_dot(b_k, load_rows(x + i, rows, H * D, D - i, C, BLOCK))
-        k_q += dot(b_k, tl.trans(load_rows(q + i, rows, H * D, D - i, C, BLOCK)))
-        k_z += dot(b_k, tl.trans(load_rows(z + i, rows, H * D, D - i, C, BLOCK)))
-        b_v = load_rows(v + i, rows, HK * DVR, DVR - i, C, BLOCK)
-        v_do += dot(b_v, tl.trans(load_rows(do + i, rows, H * DVR, DVR - i, C, BLOCK)))
+    v_do = scale * scores_of(v, HK * DVR, do, H * DVR, DVR, rows, C, DK, BLOCK)
+    k_q = scores_of(k, HK * D, q, H * D, D, rows, C, DK, BLOCK)
+    k_x = scores_of(k, HK * D, x, H * D, D, rows, C, DK, BLOCK)
+    k_z = scores_of(k, HK * D, z, H * D, D, rows, C, DK, BLOCK)
     DT = decay_until(G, C)
-    v_do *= scale
-    # R v and E k cancel, by a factor of 15 where few keys fill the state: their scores are added before they are rounded
+    # R v and E k cancel, by a factor of 15 where few keys fill the state: scores are added before they are rounded
     by_z = (DT * k_x).to(dtype)
     by_x = (DT * (k_z - mix * v_do)).to(dtype)
     by_q = (DT * (mix - 1.0) * v_do).to(dtype)

@@ -1,9 +1,9 @@
 """GKA's scans over the chunks of a sequence: the states before every chunk, and their gradients at every chunk's end.
 
 A program has one [TI, TJ] tile of one state: of H or of U^T, of E or of R^T (backward.py). It takes the chunks of its
-part of the sequence in order. With few sequences a sequence is cut into equal parts, so that the programs fill the GPU:
-a first launch (SUMS) computes what each part adds to the state, and in the second launch each program starts from the
-initial state and the sums of the parts before its own.
+part of the sequence in order. If there are few sequences, each is cut into equal parts, so that the programs fill the
+GPU: a first launch (SUMS) computes what each part adds to the state, and in the second launch each program starts from
+the initial state and the sums of the parts before its own.
 """
 
 import triton
@@ -70,7 +70,7 @@ def gka_fwd_kernel_scan(
     """States before every chunk, and after the last one.
 
     `partial` = (what each part adds [N * H, parts, 2, DK, DK] float32, its log-decay [N * H, parts]): written with
-    SUMS, and read without.
+    SUMS, and read without; None if there is one part.
     """
     k, v, log_decay, beta = inputs
     h0, u0 = initial
@@ -101,7 +101,7 @@ def gka_fwd_kernel_scan(
         tile = tl.load(u0 + at_u, mask=valid, other=0.0)
     else:
         tile = tl.load(h0 + at_h, mask=valid, other=0.0)
-    if not SUMS:
+    if not SUMS and added is not None:
         for p in range(i_part):
             before = added + ((i_nh * parts + p) * 2 + second) * DK * DK
             tile = tl.exp(tl.load(decays + i_nh * parts + p)) * tile + tl.load(before + inside)
@@ -211,8 +211,8 @@ def gka_bwd_kernel_scan(
 ):  # fmt: skip
     """E and R^T at every chunk's end, and the gradients of the initial states.
 
-    R^T at a chunk's end takes the place of U^T before this chunk. `carried` gets the shares of each tile of E and of R^T
-    in e^(G_C) (<R_C, U_0> - <E_C, H_0> / 2). `partial` is as in the forward pass, with the parts in reverse order.
+    R^T at a chunk's end takes the place of U^T before this chunk. `carried` gets the shares of each tile of E and of
+    R^T in e^(G_C) (<R_C, U_0> - <E_C, H_0> / 2). `partial` is as in the forward pass, with the parts in reverse order.
     """
     k, log_decay, beta = inputs
     H0, UT0 = states
@@ -248,7 +248,7 @@ def gka_bwd_kernel_scan(
         tile = tl.load(du_final + at_u, mask=valid, other=0.0)
     else:
         tile = -tl.load(dh_final + at_h, mask=valid, other=0.0) - tl.load(dh_final + at_hT, mask=valid, other=0.0)
-    if not SUMS:
+    if not SUMS and added is not None:
         for p in range(parts - 1 - i_part):
             later = i_nh * parts + parts - 1 - p
             after = added + (later * 2 + second) * DK * DK

@@ -53,7 +53,7 @@ def load_rhs(high, low, rows, stride, width, C: tl.constexpr, COLS: tl.constexpr
 
 @triton.jit
 def row_weights(gates, inverse, rows, H: tl.constexpr, C: tl.constexpr):
-    """(e^(G_t) / |H_t| [C, 1], D[t, j] w_j / |H_t| [C, C]): the weights of the state and of the keys in H_t / |H_t|."""
+    """Weights of the state e^(G_t) / |H_t| [C, 1] and of the keys D[t, j] w_j / |H_t| [C, C] in H_t / |H_t|."""
     log_decay, beta = gates
     G = tl.cumsum(load_gate(log_decay, rows, H, C), 0)
     weight = load_gate(beta, rows, H, C)

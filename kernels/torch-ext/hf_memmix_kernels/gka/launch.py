@@ -21,6 +21,7 @@ ROWS_OF_TILE, COLUMNS_OF_TILE = 128, 64  # of the forward scan; the backward sca
 BLOCK = 64  # columns that the backward kernels read at a time
 SCAN_PROGRAMS = 256  # with fewer programs a scan leaves multiprocessors idle
 MAX_PARTS, CHUNKS_OF_PART = 32, 8
+CHAINS = 4  # independent sums of a product with H in the decode step
 # (num_warps, num_stages) by kernel, for head sizes up to 64, 128 and 256; measured on an H200: README.md
 LAUNCH = {
     "fwd_scan": ((4, 3), (4, 3), (4, 3)),
@@ -212,13 +213,15 @@ def gka_step_triton(
     batch, _, heads, D = q.shape
     V = v.shape[-1]
     o = q.new_empty(batch, 1, heads, V)
-    BD, BV = next_power_of_2(D), min(128, next_power_of_2(V))
+    BD, BV = next_power_of_2(D), min(64 if D > 128 else 128, next_power_of_2(V))
     # one column of H per thread; half a column at D = 256, where H fills the registers of a multiprocessor
     num_warps = max(1, BD // 32) if BD <= 128 else BD // 16
+    # there the iterations of 16-bit models use H in 16 bits, if a later phase corrects it
+    low = BD > 128 and q.element_size() == 2 and len(phases) > 1
     gka_step_kernel[(batch * heads,)](
         *(t.contiguous() for t in (q, k, v, log_decay, alpha, beta)), h, u,
         state_indices, *page_strides(state_indices, h, u), o, float(ridge), float(scale), heads,
         D=D, V=V, GROUPS=heads // k.shape[2], PHASES=tuple(phases), BD=BD, BV=BV,
-        ACC=accumulator(h.dtype), num_warps=num_warps,
+        CHAINS=min(CHAINS, BD), LOW=low, ASM=q.is_cuda, ACC=accumulator(h.dtype), num_warps=num_warps,
     )  # fmt: skip
     return o

@@ -184,25 +184,30 @@ def gka_bwd_kernel_dk(
     write = b * b
     mix = load_gate(alpha + head, rows, H, C)[None, :]
 
-    # scores [key, token] of the pairs within the chunk
-    v_do = scale * scores_of(v, HK * DVR, do, H * DVR, DVR, rows, C, DK, BLOCK)
-    k_q = scores_of(k, HK * D, q, H * D, D, rows, C, DK, BLOCK)
-    k_x = scores_of(k, HK * D, x, H * D, D, rows, C, DK, BLOCK)
-    k_z = scores_of(k, HK * D, z, H * D, D, rows, C, DK, BLOCK)
+    # scores [key, token] of the pairs within the chunk. R v and E k cancel, by a factor of 15 where few keys fill the
+    # state, so that their scores are added before they are rounded
     DT = decay_until(G, C)
-    # R v and E k cancel, by a factor of 15 where few keys fill the state: scores are added before they are rounded
-    by_z = (DT * k_x).to(dtype)
-    by_x = (DT * (k_z - mix * v_do)).to(dtype)
-    by_q = (DT * (mix - 1.0) * v_do).to(dtype)
-    pairs = DT * ((mix * k_x + (1.0 - mix) * k_q) * v_do - k_x * k_z)
+    v_do = DT * (scale * scores_of(v, HK * DVR, do, H * DVR, DVR, rows, C, DK, BLOCK))
+    by_q = ((mix - 1.0) * v_do).to(dtype)
+    pairs = (1.0 - mix) * v_do * scores_of(k, HK * D, q, H * D, D, rows, C, DK, BLOCK)
+    v_do *= mix
+    k_x = scores_of(k, HK * D, x, H * D, D, rows, C, DK, BLOCK)
+    pairs += v_do * k_x
+    k_x *= DT
+    by_z = k_x.to(dtype)
+    k_z = scores_of(k, HK * D, z, H * D, D, rows, C, DK, BLOCK)
+    pairs -= k_x * k_z
+    by_x = (DT * k_z - v_do).to(dtype)
     dw = tl.sum(pairs, 1)
     # a pair counts in the decay of every token from after its key to its query: sums over queries less sums over keys
     between = tl.sum(pairs * write[:, None], 0) - write * dw
 
+    tl.debug_barrier()  # computes the decays anew: there are no registers to keep them
+    G = tl.cumsum(load_gate(log_decay + head, rows, H, C), 0)
     # sum_t D[t, i] ridge_t D[t, j]: how much of k_j k_j^T token i's sum of ridge_t H_t holds
     b_k = load_rows(k, rows, HK * D, D, C, DK)
     gram = dot(b_k, tl.trans(b_k))
-    shared = gate_dot(DT * load_gate(ridge_t + head, rows, H, C)[None, :], decay_from(G, C), b_k)
+    shared = gate_dot(decay_until(G, C) * load_gate(ridge_t + head, rows, H, C)[None, :], decay_from(G, C), b_k)
     shared *= gram * write[None, :]
     from_ridge = tl.sum(shared * gram, 1)
     tl.debug_barrier()

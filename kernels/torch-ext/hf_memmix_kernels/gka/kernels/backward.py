@@ -32,7 +32,7 @@ def gka_bwd_kernel_read(
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of m, scale * U_t^T do_t, as high + low, with dalpha and `local` = <m, what U_0 adds to it>."""
+    """The gradient of m, scale * U_t^T do_t, as high + low, with dalpha and `local` = <m, its gradient>."""
     q, k, v, log_decay, alpha, beta = inputs
     high, low, dalpha, local = outputs
     i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
@@ -45,20 +45,21 @@ def gka_bwd_kernel_read(
     b_do = load_rows(do + head * DVR, rows, H * DVR, DVR, C, DK)
     G = tl.cumsum(load_gate(log_decay + head, rows, H, C), 0)
     b = load_gate(beta + head, rows, H, C)
-    scores = (scale * dot(b_do, tl.trans(b_v))) * decay_from(G, C) * (b * b)[None, :]
+    scores = dot(b_do, tl.trans(b_v)) * decay_from(G, C) * (b * b)[None, :]
     b_UT0 = load_state(UT0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DK, DK, DK)
-    d_mixed = dot(b_do, tl.trans(b_UT0)) * (scale * tl.exp(G))[:, None]
-    b_q = load_rows(q + head * D, rows, H * D, D, C, DK).to(tl.float32)
-    difference = load_rows(x + head * D, rows, H * D, D, C, DK) - b_q
-    mix = load_gate(alpha + head, rows, H, C)
-    store_gate(local + head, tl.sum(b_q * d_mixed, 1) + mix * tl.sum(difference * d_mixed, 1), rows, H, C)
-    d_mixed += split_dot(scores, b_k)
-    store_gate(dalpha + head, tl.sum(difference * d_mixed, 1), rows, H, C)
+    d_mixed = dot(b_do, tl.trans(b_UT0)) * tl.exp(G)[:, None]
+    d_mixed = scale * (d_mixed + split_dot(scores, b_k))
 
     b_high = d_mixed.to(high.dtype.element_ty)
     store_rows(high + head * D, b_high, rows, H * D, D, C, DK)
     if low is not None:
         store_rows(low + head * D, d_mixed - b_high.to(tl.float32), rows, H * D, D, C, DK)
+    b_q = load_rows(q + head * D, rows, H * D, D, C, DK).to(tl.float32)
+    difference = load_rows(x + head * D, rows, H * D, D, C, DK) - b_q
+    along = tl.sum(difference * d_mixed, 1)
+    store_gate(dalpha + head, along, rows, H, C)
+    mix = load_gate(alpha + head, rows, H, C)
+    store_gate(local + head, tl.sum(b_q * d_mixed, 1) + mix * along, rows, H, C)
 
 
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
@@ -189,22 +190,18 @@ def gka_bwd_kernel_dk(
     DT = decay_until(G, C)
     v_do = DT * (scale * scores_of(v, HK * DVR, do, H * DVR, DVR, rows, C, DK, BLOCK))
     by_q = ((mix - 1.0) * v_do).to(dtype)
-    pairs = (1.0 - mix) * v_do * scores_of(k, HK * D, q, H * D, D, rows, C, DK, BLOCK)
+    dw = tl.sum((1.0 - mix) * v_do * scores_of(k, HK * D, q, H * D, D, rows, C, DK, BLOCK), 1)
     v_do *= mix
     k_x = scores_of(k, HK * D, x, H * D, D, rows, C, DK, BLOCK)
-    pairs += v_do * k_x
+    dw += tl.sum(v_do * k_x, 1)
     k_x *= DT
     by_z = k_x.to(dtype)
     k_z = scores_of(k, HK * D, z, H * D, D, rows, C, DK, BLOCK)
-    pairs -= k_x * k_z
     by_x = (DT * k_z - v_do).to(dtype)
-    dw = tl.sum(pairs, 1)
-    # a pair counts in the decay of every token from after its key to its query: sums over queries less sums over keys
-    between = tl.sum(pairs * write[:, None], 0) - write * dw
-
-    tl.debug_barrier()  # computes the decays anew: there are no registers to keep them
-    G = tl.cumsum(load_gate(log_decay + head, rows, H, C), 0)
-    # sum_t D[t, i] ridge_t D[t, j]: how much of k_j k_j^T token i's sum of ridge_t H_t holds
+    k_z *= k_x
+    dw -= tl.sum(k_z, 1)
+    # what the pairs of query t give to its `local`
+    between = -tl.sum(k_z * write[:, None], 0) - write * dw
     b_k = load_rows(k, rows, HK * D, D, C, DK)
     gram = dot(b_k, tl.trans(b_k))
     shared = gate_dot(decay_until(G, C) * load_gate(ridge_t + head, rows, H, C)[None, :], decay_from(G, C), b_k)

@@ -30,9 +30,8 @@ def gka_kernel_steps(table, VALUES: tl.constexpr):
 
 
 @triton.jit
-def state_norm(k, H0, G, weight, C: tl.constexpr):
-    """|H_t|_F for the chunk's tokens [C], by expansion of the square."""
-    zeta, DW = tl.exp(G), decay_from(G, C) * weight[None, :]
+def state_norm(k, H0, zeta, DW):
+    """|H_t|_F for the chunk's tokens [C], by expansion of the square of zeta_t H_0 + sum_j DW[t, j] k_j k_j^T."""
     key_energy = tl.sum(dot(k, H0) * k.to(tl.float32), 1)  # k_j^T H_0 k_j
     gram = dot(k, tl.trans(k))
     start_state = H0.to(tl.float32)
@@ -52,12 +51,17 @@ def load_rhs(high, low, rows, stride, width, C: tl.constexpr, COLS: tl.constexpr
 
 
 @triton.jit
-def row_weights(gates, inverse, rows, H: tl.constexpr, C: tl.constexpr):
-    """Weights of the state e^(G_t) / |H_t| [C, 1] and of the keys D[t, j] w_j / |H_t| [C, C] in H_t / |H_t|."""
-    log_decay, beta = gates
+def inverse_or(value, otherwise):
+    """1 / value, or `otherwise` where value is 0; for values that are not negative."""
+    return tl.where(value > 0, 1.0 / tl.where(value > 0, value, 1.0), otherwise)
+
+
+@triton.jit
+def key_weights(log_decay, beta, key_sizes, rows, H: tl.constexpr, C: tl.constexpr):
+    """(cumulative decay e^(G_t) [C], weights D[t, j] w_j of the scaled keys [C, C])."""
     G = tl.cumsum(load_gate(log_decay, rows, H, C), 0)
-    weight = load_gate(beta, rows, H, C)
-    return (tl.exp(G) * inverse)[:, None], decay_from(G, C) * (weight * weight)[None, :] * inverse[:, None]
+    weight = load_gate(beta, rows, H, C) * key_sizes
+    return tl.exp(G), decay_from(G, C) * (weight * weight)[None, :]
 
 
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
@@ -71,9 +75,10 @@ def gka_kernel_solve(
     H, D] float32 holds the solution of the earlier phases, and may be the memory of `x`. `table` holds the iteration
     count of every phase, then all steps.
 
-    The system is solved in units of |H_t|: with A = H_t / |H_t| + ridge I, each phase adds the solution of A y = r to
-    y, and x = y / |H_t| at the end. The loop has to do without memory: registers hold r, its image and, of a phase
-    that a later one corrects, the solution in 16 bits.
+    For inputs in 16 bits the iterations run in float16, which rounds 8 times less than bfloat16. The system is scaled
+    so that all its numbers fit: with A = H_t / |H_t| + ridge I, y = |H_t| x is solved in units of the largest number
+    of each right side, and keys and state are divided by their largest numbers. The loop has to do without memory:
+    registers hold r, its image and, for a phase that a later one corrects, the solution in float16.
     """
     high, low, factor = rhs
     k, log_decay, beta, H0 = matrix
@@ -82,13 +87,16 @@ def gka_kernel_solve(
     _, token, rows = locate_chunk(i_chunk, layout, N, length, per_sequence, C)
     if rows <= 0:
         return
-    dtype: tl.constexpr = k.dtype.element_ty
-    # with one phase nothing would correct the rounding of a solution in 16 bits
-    packed: tl.constexpr = PHASES > 1 and dtype != tl.float32
-    held: tl.constexpr = tl.float16 if packed else tl.float32
-    shrink: tl.constexpr = 1.0 / 16.0 if packed else 1.0  # a solution is up to 51 times its right side
+    single: tl.constexpr = k.dtype.element_ty == tl.float32
+    low_type: tl.constexpr = tl.float32 if single else tl.float16
+    # with one phase nothing would correct the rounding of a solution in float16
+    held: tl.constexpr = low_type if PHASES > 1 else tl.float32
+    shrink: tl.constexpr = 1.0 / 16.0  # a solution is up to 51 times its right side
+    # with wide states r has to be in float16 too
+    residual_type: tl.constexpr = held if DK > 128 else tl.float32
     head = token * H + i_h
-    gates = (log_decay + head, beta + head)
+    log_decay += head
+    beta += head
     high += head * D
     parked += head * D
     x += head * D
@@ -96,50 +104,59 @@ def gka_kernel_solve(
         low += head * D
     b_k = load_rows(k + (token * HK + i_h // (H // HK)) * D, rows, HK * D, D, C, DK)
     b_H0 = load_state(H0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DK, DK, DK)
+    key_sizes = tl.full([C], 1.0, tl.float32)
+    state_size = tl.full([], 1.0, tl.float32)
+    if not single:
+        key_sizes = tl.max(tl.abs(b_k.to(tl.float32)), 1)
+        b_k = (b_k.to(tl.float32) * inverse_or(key_sizes, 0.0)[:, None]).to(low_type)
+        state_size = tl.max(tl.max(tl.abs(b_H0.to(tl.float32)), 1), 0)
+        b_H0 = (b_H0.to(tl.float32) * inverse_or(state_size, 0.0)).to(low_type)
     kT = tl.trans(b_k)
 
-    G = tl.cumsum(load_gate(log_decay + head, rows, H, C), 0)
-    weight = load_gate(beta + head, rows, H, C)
-    norm = state_norm(b_k, b_H0, G, weight * weight, C)
+    zeta, weights = key_weights(log_decay, beta, key_sizes, rows, H, C)
+    norm = state_norm(b_k, b_H0, zeta * state_size, weights)
     store_gate(norms + head, norm, rows, H, C)
-    inverse = tl.where(norm > 0, 1.0 / tl.where(norm > 0, norm, 1.0), 0.0)
-    tl.debug_barrier()
-    by_state, by_key = row_weights(gates, inverse, rows, H, C)
-    low_weights = by_key.to(dtype)
+    inverse = inverse_or(norm, 0.0)
+    by_state = (zeta * state_size * inverse)[:, None]
+    by_key = (weights * inverse[:, None]).to(low_type)
+    r = load_rhs(high, low, rows, H * D, D, C, DK)
+    if factor is not None:
+        r *= load_gate(factor + head, rows, H, C)[:, None]
+    largest = tl.max(tl.abs(r), 1)
+    r *= inverse_or(largest, 0.0)[:, None]
     step = table + PHASES
     for phase in tl.static_range(PHASES):
-        r = load_rhs(high, low, rows, H * D, D, C, DK)
-        if factor is not None:
-            r *= load_gate(factor + head, rows, H, C)[:, None]
         if phase > 0:
             # the exact residual, from y in two parts; it contains what the low precision of the iterations lost
+            unit = inverse_or(largest, 0.0)
+            if factor is not None:
+                unit *= load_gate(factor + head, rows, H, C)
             y = load_rows(parked, rows, H * D, D, C, DK)
-            _, by_key = row_weights(gates, inverse, rows, H, C)
-            r -= ridge * y + split_dot(y, b_H0) * by_state + split_dot(split_dot(y, kT) * by_key, b_k)
-        # the solution may have 16 bits because its right side is measured in units of its largest number
-        unit = tl.max(tl.abs(r), 1)
-        unit = tl.where(unit > 0, unit, 1.0)
-        r *= (1.0 / unit)[:, None]
+            _, weights = key_weights(log_decay, beta, key_sizes, rows, H, C)
+            image = split_dot(y, b_H0) * by_state
+            image += split_dot(split_dot(y, kT) * (weights * inverse[:, None]), b_k)
+            r = load_rhs(high, low, rows, H * D, D, C, DK) * unit[:, None] - (ridge * y + image)
+        r = r.to(residual_type)
         y = tl.zeros([C, DK], held)
         count = tl.load(table + phase).to(tl.int32)
         for _ in range(count):
             tau = tl.load(step)
             y += ((tau * shrink) * r).to(held)
-            rounded = r.to(dtype)
-            scores = dot(rounded, kT).to(dtype) * low_weights
+            rounded = r.to(low_type)
+            scores = dot(rounded, kT).to(low_type) * by_key
             image = dot(rounded, b_H0) * by_state
             image += dot(scores, b_k)
-            r = (1.0 - tau * ridge) * r - tau * image
+            r = ((1.0 - tau * ridge) * r - tau * image).to(residual_type)
             step += 1
         y += ((tl.load(step) * shrink) * r).to(held)
         step += 1
-        tl.debug_barrier()
-        solution = y.to(tl.float32) * (unit * (1.0 / shrink))[:, None]
+        tl.debug_barrier()  # without it the compiler keeps values of later phases in registers
+        solution = y.to(tl.float32) * (1.0 / shrink)
         if phase > 0:
             solution += load_rows(parked, rows, H * D, D, C, DK)
             tl.debug_barrier()
         if phase + 1 < PHASES:
             store_rows(parked, solution, rows, H * D, D, C, DK)
         else:
-            store_rows(x, solution * inverse[:, None], rows, H * D, D, C, DK)
+            store_rows(x, solution * (largest * inverse)[:, None], rows, H * D, D, C, DK)
         tl.debug_barrier()

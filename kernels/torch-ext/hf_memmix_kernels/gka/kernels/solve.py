@@ -92,8 +92,6 @@ def gka_kernel_solve(
     # with one phase nothing would correct the rounding of a solution in float16
     held: tl.constexpr = low_type if PHASES > 1 else tl.float32
     shrink: tl.constexpr = 1.0 / 16.0  # a solution is up to 51 times its right side
-    # with wide states r has to be in float16 too
-    residual_type: tl.constexpr = held if DK > 128 else tl.float32
     head = token * H + i_h
     log_decay += head
     beta += head
@@ -136,7 +134,6 @@ def gka_kernel_solve(
             image = split_dot(y, b_H0) * by_state
             image += split_dot(split_dot(y, kT) * (weights * inverse[:, None]), b_k)
             r = load_rhs(high, low, rows, H * D, D, C, DK) * unit[:, None] - (ridge * y + image)
-        r = r.to(residual_type)
         y = tl.zeros([C, DK], held)
         count = tl.load(table + phase).to(tl.int32)
         for _ in range(count):
@@ -146,7 +143,7 @@ def gka_kernel_solve(
             scores = dot(rounded, kT).to(low_type) * by_key
             image = dot(rounded, b_H0) * by_state
             image += dot(scores, b_k)
-            r = ((1.0 - tau * ridge) * r - tau * image).to(residual_type)
+            r = (1.0 - tau * ridge) * r - tau * image
             step += 1
         y += ((tl.load(step) * shrink) * r).to(held)
         step += 1

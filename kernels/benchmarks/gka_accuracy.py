@@ -6,10 +6,10 @@ it.
 A layer is initialised as in a model and gets noise of unit variance as its input. Its weights are rounded to bf16
 once, so the bf16 layer and the float64 layer have equal weights. `layer` is the error of the layer's output; the
 reference is the float64 layer. o, dq, dk, dv and dg are the errors of the op on this layer's q, k and v, rounded to
-bf16. Names with `_fast` are the same with the log-decays scaled to a mean of -0.75, as in a fresh layer: few keys then fill
-the state. All errors are rms(error) / rms(reference), and the largest over seeds, head sizes and lengths. Times are medians
-of the op alone at B=4, T=8192, H=8, D=128. `--part errors` and `--part times` write to the same file one after the
-other, so that the GPU may do other work while the errors are measured.
+bf16. Names with `_fast` are the same with the log-decays scaled to a mean of -0.75, as in a fresh layer: few keys then
+fill the state. All errors are rms(error) / rms(reference), and the largest over seeds, head sizes and lengths. Times
+are medians of the op alone at B=4, T=8192, H=8, D=128. `--part errors` and `--part times` write to the same file one
+after the other, so that the GPU may do other work while the errors are measured.
 """
 
 import argparse

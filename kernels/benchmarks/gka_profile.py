@@ -23,7 +23,7 @@ CONFIGURATIONS = [
     (4, 3, 64),
     (8, 2, 64),
     (4, 2, 32),
-]  # warps, stages, columns of a scan's tile
+]  # warps, stages, scan's columns
 
 
 def draw() -> list[torch.Tensor]:

@@ -42,12 +42,20 @@ def state_norm(k, H0, zeta, DW):
 
 
 @triton.jit
-def load_rhs(high, low, rows, stride, width, C: tl.constexpr, COLS: tl.constexpr):
+def load_rhs(high, low, rows, stride, width, C: tl.constexpr, COLS: tl.constexpr, first):
     """A right side in float32, held by one tensor or as the sum of two."""
-    value = load_rows(high, rows, stride, width, C, COLS).to(tl.float32)
+    value = load_rows(high, rows, stride, width, C, COLS, first).to(tl.float32)
     if low is not None:
-        value += load_rows(low, rows, stride, width, C, COLS).to(tl.float32)
+        value += load_rows(low, rows, stride, width, C, COLS, first).to(tl.float32)
     return value
+
+
+@triton.jit
+def hidden_zero(table):
+    """0, from a load: offsets that contain it are computed where they are used. Otherwise the compiler computes the
+    addresses of all phases once, and keeps them in memory because they take a hundred registers.
+    """
+    return tl.minimum(tl.load(table).to(tl.int32), 0)
 
 
 @triton.jit
@@ -89,9 +97,10 @@ def gka_kernel_solve(
         return
     single: tl.constexpr = k.dtype.element_ty == tl.float32
     low_type: tl.constexpr = tl.float32 if single else tl.float16
-    # with one phase nothing would correct the rounding of a solution in float16
-    held: tl.constexpr = low_type if PHASES > 1 else tl.float32
-    shrink: tl.constexpr = 1.0 / 16.0  # a solution is up to 51 times its right side
+    # beside wide rows the registers hold the solution of one phase in float16, if a later one corrects its rounding
+    park: tl.constexpr = DK > 128 and PHASES > 1 and not single
+    held: tl.constexpr = tl.float16 if park else tl.float32
+    shrink: tl.constexpr = 1.0 / 16.0 if park else 1.0  # a solution is up to 51 times its right side
     head = token * H + i_h
     log_decay += head
     beta += head
@@ -117,11 +126,12 @@ def gka_kernel_solve(
     inverse = inverse_or(norm, 0.0)
     by_state = (zeta * state_size * inverse)[:, None]
     by_key = (weights * inverse[:, None]).to(low_type)
-    r = load_rhs(high, low, rows, H * D, D, C, DK)
+    r = load_rhs(high, low, rows, H * D, D, C, DK, hidden_zero(table))
     if factor is not None:
         r *= load_gate(factor + head, rows, H, C)[:, None]
     largest = tl.max(tl.abs(r), 1)
     r *= inverse_or(largest, 0.0)[:, None]
+    y = tl.zeros([C, DK], held)
     step = table + PHASES
     for phase in tl.static_range(PHASES):
         if phase > 0:
@@ -129,12 +139,15 @@ def gka_kernel_solve(
             unit = inverse_or(largest, 0.0)
             if factor is not None:
                 unit *= load_gate(factor + head, rows, H, C)
-            y = load_rows(parked, rows, H * D, D, C, DK)
+            zero = hidden_zero(table)
+            if park:
+                y = load_rows(parked, rows, H * D, D, C, DK, zero)
             _, weights = key_weights(log_decay, beta, key_sizes, rows, H, C)
             image = split_dot(y, b_H0) * by_state
             image += split_dot(split_dot(y, kT) * (weights * inverse[:, None]), b_k)
-            r = load_rhs(high, low, rows, H * D, D, C, DK) * unit[:, None] - (ridge * y + image)
-        y = tl.zeros([C, DK], held)
+            r = load_rhs(high, low, rows, H * D, D, C, DK, zero) * unit[:, None] - (ridge * y + image)
+        if park:
+            y = tl.zeros([C, DK], held)
         count = tl.load(table + phase).to(tl.int32)
         for _ in range(count):
             tau = tl.load(step)
@@ -148,12 +161,13 @@ def gka_kernel_solve(
         y += ((tl.load(step) * shrink) * r).to(held)
         step += 1
         tl.debug_barrier()  # without it the compiler keeps values of later phases in registers
+        zero = hidden_zero(table)
         solution = y.to(tl.float32) * (1.0 / shrink)
-        if phase > 0:
-            solution += load_rows(parked, rows, H * D, D, C, DK)
+        if park and phase > 0:
+            solution += load_rows(parked, rows, H * D, D, C, DK, zero)
             tl.debug_barrier()
-        if phase + 1 < PHASES:
-            store_rows(parked, solution, rows, H * D, D, C, DK)
-        else:
-            store_rows(x, solution * (largest * inverse)[:, None], rows, H * D, D, C, DK)
+        if park and phase + 1 < PHASES:
+            store_rows(parked, solution, rows, H * D, D, C, DK, zero)
+        elif phase + 1 == PHASES:
+            store_rows(x, solution * (largest * inverse)[:, None], rows, H * D, D, C, DK, zero)
         tl.debug_barrier()

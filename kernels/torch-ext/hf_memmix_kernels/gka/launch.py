@@ -13,6 +13,7 @@ from .kernels.backward import gka_bwd_kernel_dk, gka_bwd_kernel_dv, gka_bwd_kern
 from .kernels.forward import gka_fwd_kernel_read
 from .kernels.scan import gka_bwd_kernel_scan, gka_fwd_kernel_scan
 from .kernels.solve import gka_kernel_solve, gka_kernel_steps
+from .kernels.solve_wide import gka_kernel_solve_wide
 from .kernels.step import gka_step_kernel
 from .schedule import gradient_phases, richardson_steps
 
@@ -21,7 +22,6 @@ ROWS_OF_TILE, COLUMNS_OF_TILE = 128, 64  # of the forward scan; the backward sca
 BLOCK = 64  # columns that the backward kernels read at a time
 SCAN_PROGRAMS = 256  # with fewer programs a scan leaves multiprocessors idle
 MAX_PARTS, CHUNKS_OF_PART = 32, 8
-CHAINS = 4  # independent sums of a product with H in the decode step
 # (num_warps, num_stages) by kernel, for head sizes up to 64, 128 and 256; measured on an H200: README.md
 LAUNCH = {
     "fwd_scan": ((4, 3), (4, 3), (4, 3)),
@@ -56,6 +56,7 @@ class _Launch:
         # states are square: at some unequal sizes ptxas 12.8 reads operands from a register that it never wrote
         self.DK = max(16, next_power_of_2(max(self.D, self.DVR)))
         self.phases, self.ridge = tuple(phases), ridge
+        self.wide = self.DK > 128  # the solver parks solutions in memory
         per_sequence = cdiv(length, self.C)
         if cu_seqlens is None:
             self.N, self.chunks = batch, batch * per_sequence
@@ -110,15 +111,22 @@ class _Launch:
         return H0, UT0, h_final, u_final
 
     def solve(self, phases, high, low, factor, k, log_decay, beta, H0, x, parked):
-        """Write the solution for factor * (high + low) into x; returns |H_t| [B, T, H]."""
+        """Write the solution for factor * (high + low) into x; returns |H_t| [B, T, H].
+
+        `parked` is memory for q.numel() float32 numbers, which only the solver of wide states uses; it may be x.
+        """
         (norms,) = self.gates(1)
         steps = [tau for count in phases for tau in richardson_steps(count, self.ridge)]
         table = norms.new_empty(len(phases) + len(steps))
         gka_kernel_steps[(1,)](table, VALUES=(*map(float, phases), *steps), num_warps=1)
-        gka_kernel_solve[self.chunk_grid](
-            (high, low, factor), (k, log_decay, beta, H0), (x, parked, norms), *self.by_chunk, table, self.ridge,
-            PHASES=len(phases), **self.heads, HK=self.HK, **self.options("solve"),
-        )  # fmt: skip
+        problem = (high, low, factor), (k, log_decay, beta, H0)
+        sizes = {"PHASES": len(phases), **self.heads, "HK": self.HK, **self.options("solve")}
+        if self.wide:
+            gka_kernel_solve_wide[self.chunk_grid](
+                *problem, (x, parked, norms), *self.by_chunk, table, self.ridge, **sizes
+            )
+        else:
+            gka_kernel_solve[self.chunk_grid](*problem, x, norms, *self.by_chunk, table, self.ridge, **sizes)
         return norms
 
 
@@ -157,8 +165,8 @@ def gka_backward(
         **launch.sizes, **launch.options("bwd_read"),
     )  # fmt: skip
     size = launch.chunks * launch.H * launch.DK**2
-    memory = q.new_empty(max(size, -(-4 * q.numel() // q.itemsize)))
-    E, parked = memory[:size], memory.view(torch.float32)
+    memory = q.new_empty(max(size, 2 * q.numel()) if launch.wide else size)
+    E, parked = memory[:size], memory.view(torch.float32) if launch.wide else None
     norms = launch.solve(gradient_phases(phases), dq, low, alpha, k, log_decay, beta, H0, z, parked)
     decayed_x, decayed_m = torch.empty_like(q), torch.empty_like(q)
     gka_bwd_kernel_ridge[launch.chunk_grid](
@@ -222,6 +230,6 @@ def gka_step_triton(
         *(t.contiguous() for t in (q, k, v, log_decay, alpha, beta)), h, u,
         state_indices, *page_strides(state_indices, h, u), o, float(ridge), float(scale), heads,
         D=D, V=V, GROUPS=heads // k.shape[2], PHASES=tuple(phases), BD=BD, BV=BV,
-        CHAINS=min(CHAINS, BD), LOW=low, ASM=q.is_cuda, ACC=accumulator(h.dtype), num_warps=num_warps,
+        LOW=low, ASM=q.is_cuda, ACC=accumulator(h.dtype), num_warps=num_warps,
     )  # fmt: skip
     return o

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 MAX_PHASES = 8
 # more iterations of z in the last of several phases, see `gradient_phases`
-MORE_FOR_GRADIENT = 4
+MORE_FOR_GRADIENT = 6
 
 
 def omegas(num_iterations: int, ridge: float) -> list[float]:

@@ -7,8 +7,7 @@ and r = s q, a Chebyshev step is xi_i = omega_i (P xi_{i-1} + r) - (omega_i - 1)
 refinement starts from the scaled residual r - xi + P xi, so no other product with H is needed. H is symmetric, so the
 product may sum over rows. The pointer of H is not specialised: because the compiler does not know its alignment, it
 gives every thread whole columns of H. A step is then D multiply-adds per thread and one exchange of the vector,
-without shuffles and partial sums. The rows lie in `CHAINS` groups, because a sum over D rows would be D additions
-that wait for each other.
+without shuffles and partial sums.
 
 With LOW, the registers of a multiprocessor cannot hold H in float32. The iterations then multiply by -s H in float16
 on the tensor cores, and the residual between two phases uses the float32 state in memory, which corrects what the
@@ -23,7 +22,7 @@ from ..._page_offset import state_offset
 
 @triton.jit
 def _product(b_h, b_x):
-    """-s H x, for -s H in the layout of `_advance`, or in float16 [D, D]."""
+    """-s H x, for -s H [D, D] in float16 or in the dtype of x."""
     if b_h.dtype == tl.float16:
         # the sum of two float16 numbers, high and low, is x to 22 bits. A product has at least 16 rows, so both fit
         high = b_x.to(tl.float16)
@@ -32,8 +31,7 @@ def _product(b_h, b_x):
         parts = tl.where(row == 0, high[None, :], tl.where(row == 1, low[None, :], 0.0))
         return tl.sum(tl.dot(parts, b_h), 0)
     else:
-        by_row = tl.reshape(b_x, b_h.shape[0], b_h.shape[1])
-        return tl.sum(tl.sum(b_h * by_row[:, :, None], 0), 0)
+        return tl.sum(b_h * b_x[:, None], 0)
 
 
 @triton.jit
@@ -60,15 +58,13 @@ def _chebyshev(b_h, b_r, shrink, N: tl.constexpr):
 
 
 @triton.jit
-def _advance(h, k, b_k, b_decay, b_write, i_0, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
-             CHAINS: tl.constexpr):  # fmt: skip
-    """Update rows i_0 .. i_0 + ROWS of H in place; returns them [ROWS / CHAINS, CHAINS, D]."""
-    o_r = i_0 + tl.arange(0, ROWS // CHAINS)[:, None] * CHAINS + tl.arange(0, CHAINS)[None, :]
-    o_d = tl.arange(0, BD)
-    mask = (o_r < D)[:, :, None] & (o_d < D)[None, None, :]
-    p_h = h + o_r[:, :, None] * D + o_d[None, None, :]
+def _advance(h, k, b_k, b_decay, b_write, i_0, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    """Update rows i_0 .. i_0 + ROWS of H in place, and return them."""
+    o_r, o_d = i_0 + tl.arange(0, ROWS), tl.arange(0, BD)
+    mask = (o_r < D)[:, None] & (o_d < D)[None, :]
+    p_h = h + o_r[:, None] * D + o_d[None, :]
     b_r = tl.load(k + o_r, mask=o_r < D, other=0).to(b_k.dtype)
-    b_h = b_decay * tl.load(p_h, mask=mask, other=0) + (b_write * b_r)[:, :, None] * b_k[None, None, :]
+    b_h = b_decay * tl.load(p_h, mask=mask, other=0) + (b_write * b_r)[:, None] * b_k[None, :]
     tl.store(p_h, b_h, mask=mask)
     return b_h
 
@@ -78,7 +74,7 @@ def gka_step_kernel(
     q, k, v, log_decay, alpha, beta, h, u, pages, h_stride, u_stride, o,
     ridge, scale, heads,
     D: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr, PHASES: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    CHAINS: tl.constexpr, LOW: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
+    LOW: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One token of one (sequence, head): updates h [D, D] and u [V, D] in place and writes o [V]."""
     i_s = tl.program_id(0).to(tl.int64)
@@ -97,11 +93,11 @@ def gka_step_kernel(
     if LOW:
         b_squared = tl.zeros([], ACC)
         for i_0 in range(0, D, 64):
-            b_h = _advance(p_hs, k + i_k * D, b_k, b_decay, b_write, i_0, D, BD, 64, CHAINS)
-            b_squared += tl.sum(tl.sum(tl.sum(b_h * b_h, 0), 0), 0)
+            b_h = _advance(p_hs, k + i_k * D, b_k, b_decay, b_write, i_0, D, BD, 64)
+            b_squared += tl.sum(tl.sum(b_h * b_h, 0), 0)
     else:
-        b_h = _advance(p_hs, k + i_k * D, b_k, b_decay, b_write, 0, D, BD, BD, CHAINS)
-        b_squared = tl.sum(tl.sum(tl.sum(b_h * b_h, 0), 0), 0)
+        b_h = _advance(p_hs, k + i_k * D, b_k, b_decay, b_write, 0, D, BD, BD)
+        b_squared = tl.sum(tl.sum(b_h * b_h, 0), 0)
     if LOW and ASM:
         # U is read after the solve: 128 bytes per address are on their way to the L2 cache until then
         p_line = p_us + tl.arange(0, BD * BD // 32) % (V * D // 32) * 32

@@ -44,16 +44,16 @@ def locate_sequence(i_n, layout, length, per_sequence):
 
 
 @triton.jit
-def load_rows(base, rows, stride, width, C: tl.constexpr, COLS: tl.constexpr, first=0):
-    """[C, COLS] from row `first` of `base`, zero beyond `rows` and `width`."""
-    i, j = first + tl.arange(0, C), tl.arange(0, COLS)
+def load_rows(base, rows, stride, width, C: tl.constexpr, COLS: tl.constexpr):
+    """[C, COLS] from `base`, zero beyond `rows` and `width`."""
+    i, j = tl.arange(0, C), tl.arange(0, COLS)
     return tl.load(base + i[:, None] * stride + j[None, :], mask=(i < rows)[:, None] & (j < width)[None, :], other=0.0)
 
 
 @triton.jit
-def store_rows(base, value, rows, stride, width, C: tl.constexpr, COLS: tl.constexpr, first=0):
+def store_rows(base, value, rows, stride, width, C: tl.constexpr, COLS: tl.constexpr):
     """The inverse of `load_rows`, in the destination's dtype."""
-    i, j = first + tl.arange(0, C), tl.arange(0, COLS)
+    i, j = tl.arange(0, C), tl.arange(0, COLS)
     mask = (i < rows)[:, None] & (j < width)[None, :]
     tl.store(base + i[:, None] * stride + j[None, :], value.to(base.dtype.element_ty), mask=mask)
 

@@ -91,7 +91,8 @@ def flat(outputs) -> tuple[Tensor, ...]:
     return (o, *state) if isinstance(state, tuple) else (o, state)
 
 
-def gka(**options) -> Bench:
+def gka(more_chunks: tuple = (), more_decode: tuple = (), **options) -> Bench:
+    """GKA with a schedule of its solver, at the common shapes and more."""
     iterations = options.get("refinement", options.get("num_iterations"))
     return Bench(
         "gka",
@@ -100,6 +101,8 @@ def gka(**options) -> Bench:
         gka_state,
         lambda x, state: K.gka_step(**x, state=state, **options),
         fields={"iterations": list(iterations) if isinstance(iterations, tuple) else iterations},
+        chunk_shapes=[*CHUNK_SHAPES, *more_chunks],
+        decode_shapes=[*DECODE_SHAPES, *more_decode],
     )
 
 
@@ -132,7 +135,12 @@ BENCHES = [
     ),
     gka(num_iterations=30),
     gka(refinement=(10, 10, 10)),
-    gka(refinement=(12, 10)),
+    # the default schedule of the layer, also for one long sequence and at the largest head size
+    gka(
+        more_chunks=((1, 131072, 8, 128), (4, 8192, 4, 256)),
+        more_decode=((8, 1, 16, 256), (64, 1, 16, 256)),
+        refinement=(12, 10),
+    ),
     *(Bench(**row) for row in (*LATTICE, *SKA)),
 ]
 

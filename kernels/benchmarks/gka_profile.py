@@ -17,7 +17,13 @@ from profiling import kernel_ms
 from hf_memmix_kernels import chunk_gka
 from hf_memmix_kernels.gka import launch
 
-CONFIGURATIONS = [(4, 1, 64), (4, 2, 64), (4, 3, 64), (8, 1, 64), (8, 3, 64), (4, 3, 32)]  # warps, stages, scan tile
+CONFIGURATIONS = [
+    (4, 1, 64),
+    (4, 2, 64),
+    (4, 3, 64),
+    (8, 2, 64),
+    (4, 2, 32),
+]  # warps, stages, scan's columns
 
 
 def draw() -> list[torch.Tensor]:
@@ -50,8 +56,8 @@ def main():
     rows = [row for row in rows if row["commit"] != args.commit]
     inputs = draw()
     for warps, stages, tile in CONFIGURATIONS:
-        launch.LAUNCH = dict.fromkeys(launch.LAUNCH, ((warps, stages),) * 2)
-        launch.SCAN_TILE = tile
+        launch.LAUNCH = dict.fromkeys(launch.LAUNCH, ((warps, stages),) * 3)
+        launch.COLUMNS_OF_TILE = tile
         rows.append(
             {"commit": args.commit, "gpu": torch.cuda.get_device_name(), "refinement": [12, 10], "warps": warps}
             | {"stages": stages, "tile": tile, "ms": profile(inputs)}

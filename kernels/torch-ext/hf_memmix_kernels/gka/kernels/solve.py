@@ -30,9 +30,8 @@ def gka_kernel_steps(table, VALUES: tl.constexpr):
 
 
 @triton.jit
-def state_norm(k, H0, G, weight, C: tl.constexpr):
-    """|H_t|_F for the chunk's tokens [C], by expansion of the square."""
-    zeta, DW = tl.exp(G), decay_from(G, C) * weight[None, :]
+def state_norm(k, H0, zeta, DW):
+    """|H_t|_F for the chunk's tokens [C], by expansion of the square of zeta_t H_0 + sum_j DW[t, j] k_j k_j^T."""
     key_energy = tl.sum(dot(k, H0) * k.to(tl.float32), 1)  # k_j^T H_0 k_j
     gram = dot(k, tl.trans(k))
     start_state = H0.to(tl.float32)
@@ -77,7 +76,7 @@ def gka_kernel_solve(
     b_k = load_rows(k + (token * HK + i_h // (H // HK)) * D, rows, HK * D, D, C, DK)
     b_H0 = load_state(H0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DK, DK, DK)
 
-    norm = state_norm(b_k, b_H0, G, weight, C)
+    norm = state_norm(b_k, b_H0, tl.exp(G), decay_from(G, C) * weight[None, :])
     store_gate(norms + head, norm, rows, H, C)
     inverse = tl.where(norm > 0, 1.0 / tl.where(norm > 0, norm, 1.0), 0.0)
     start_weight = (tl.exp(G) * inverse)[:, None]

@@ -1,0 +1,103 @@
+"""GKA beyond the common contract: gradients where the state forgets fast, as in a layer at its start.
+
+There few keys fill the state. R v and E k, whose difference is the gradient of k, are then up to 50 times larger than
+it, and so are the sums whose difference is the gradient of the log-decay.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import assert_close, error
+from draw import DEVICE, rand, randn
+from ops_table import OPS, Shape
+
+import hf_memmix_kernels as K
+from hf_memmix_kernels.gka.schedule import gradient_phases
+
+GKA = next(op for op in OPS if op.name == "gka")
+SCHEDULE, EXACT = (12, 10), (20, 20, 20)  # a layer's default, and one that leaves a residual of 1e-7
+MEAN_LOG_DECAY = -0.75
+LIMITS = {"d k": 0.03, "d log_decay": 0.05}
+
+
+def draw_fast(shape: Shape, dtype: torch.dtype, decays: str) -> dict[str, torch.Tensor]:
+    """Inputs with a mean log-decay of -0.75: equal, uniform, or the softplus of a Gaussian variable."""
+    inputs = GKA.draw(shape, dtype)
+    size = inputs["log_decay"].shape
+    drawn = {
+        "equal": lambda: torch.ones(size, device=DEVICE),
+        "uniform": lambda: rand(*size, dtype=torch.float32),
+        "softplus": lambda: F.softplus(randn(*size, dtype=torch.float32)),
+    }[decays]()
+    log_decay = drawn * (MEAN_LOG_DECAY / drawn.mean())
+    return {**inputs, "log_decay": log_decay.to(inputs["log_decay"].dtype)}
+
+
+def gradients(inputs: dict, dtype: torch.dtype, schedule: tuple[int, ...], weight: torch.Tensor) -> dict:
+    """o and the gradients of all inputs of <o, weight>."""
+    gate_dtype = torch.promote_types(dtype, torch.float32)
+    leaves = {
+        name: t.detach().to(dtype if name in "qkv" else gate_dtype).requires_grad_() for name, t in inputs.items()
+    }
+    o, _ = K.chunk_gka(**leaves, refinement=schedule)
+    grads = torch.autograd.grad((o.double() * weight).sum(), list(leaves.values()))
+    return {"o": o.detach()} | {f"d {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def test_the_gradient_runs_more_iterations_in_the_last_of_several_phases():
+    assert gradient_phases((12, 10)) == (12, 16)
+    assert gradient_phases([10, 10, 10]) == (10, 10, 16)
+    assert gradient_phases((30,)) == (30,)
+
+
+@pytest.mark.parametrize("decays", ["equal", "uniform", "softplus"])
+def test_fast_decays_converge(decays, monkeypatch):
+    """The schedule alone, in float32 on the torch path: what it leaves unsolved is within the limits."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    inputs = draw_fast(Shape(1, 150, 2, 1, 64, 64), torch.float32, decays)
+    weight = torch.randn(1, 150, 2, 64, dtype=torch.float64, device=DEVICE)
+    want = gradients(inputs, torch.float64, EXACT, weight)
+    got = gradients(inputs, torch.float32, SCHEDULE, weight)
+    for name, limit in LIMITS.items():
+        assert error(got[name], want[name]) <= limit, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("decays", ["equal", "uniform", "softplus"])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_fast_decays_in_16_bits(D, decays, dtype, monkeypatch):
+    """dk within 3 % and the gradient of the log-decay within 5 % of float64; all others as in every other regime."""
+    inputs = draw_fast(Shape(1, 520, 8, 4, D, D), dtype, decays)
+    weight = torch.randn(1, 520, 8, D, dtype=dtype, device=DEVICE).double()
+    got = gradients(inputs, dtype, SCHEDULE, weight)
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    want = gradients(inputs, torch.float64, EXACT, weight)
+    assert_close(got, want, lambda name: LIMITS.get(name, 0.02))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [1e-6, 1e4])
+def test_any_size_of_the_gradient(factor):
+    """The solver's float16 holds gradients of any size: scaled back, the results are those of size one."""
+    inputs = GKA.draw(Shape(1, 200, 2, 2, 64, 64), torch.bfloat16)
+    weight = torch.randn(1, 200, 2, 64, dtype=torch.float64, device=DEVICE)
+    want = gradients(inputs, torch.bfloat16, SCHEDULE, weight)
+    got = gradients(inputs, torch.bfloat16, SCHEDULE, factor * weight)
+    for name in ("d q", "d k", "d v"):
+        assert error(got[name] / factor, want[name]) <= 0.02, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [1e-3, 30.0])
+def test_keys_of_any_size(factor):
+    """Keys and their gradients without unit norm: the solver's float16 holds the scaled keys and states."""
+    inputs = GKA.draw(Shape(1, 200, 2, 2, 64, 64), torch.bfloat16)
+    inputs["k"] = inputs["k"] * factor
+    weight = torch.randn(1, 200, 2, 64, dtype=torch.float64, device=DEVICE)
+    got = gradients(inputs, torch.bfloat16, SCHEDULE, weight)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_MEMMIX_BACKEND", "torch")
+        want = gradients(inputs, torch.float64, SCHEDULE, weight)
+    assert error(got["o"] / factor, want["o"] / factor) <= 0.02
+    assert error(got["d v"] / factor, want["d v"] / factor) <= 0.02

@@ -21,6 +21,18 @@ def _launch_shape(x: Tensor, cu_seqlens: Tensor | None, BT: int):
     return first, sequence, 1, bound
 
 
+def _tokens(x: Tensor) -> tuple[Tensor, int]:
+    """x [B, T, C], copied unless its tokens lie at equal distances, and this distance in elements.
+
+    A part of the channels of a larger tensor is read where it is.
+    """
+    batch, length, channels = x.shape
+    distance = x.stride(1) if length > 1 else x.stride(0) if batch > 1 else channels
+    if x.stride(2) != 1 or (batch > 1 and x.stride(0) != length * distance):
+        return x.contiguous(), channels
+    return x, distance
+
+
 def short_conv_fwd_triton(
     x: Tensor,
     weight: Tensor,
@@ -31,10 +43,10 @@ def short_conv_fwd_triton(
     silu: bool,
 ) -> tuple[Tensor, Tensor]:
     """Returns y [B, T, C] and the final states [N, C, K-1], both in x.dtype."""
-    x, weight = x.contiguous(), weight.contiguous()
+    (x, S), weight = _tokens(x), weight.contiguous()
     (_, T, C), K = x.shape, weight.shape[1]
     N = num_sequences(x.shape[0], cu_seqlens)
-    y = torch.empty_like(x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     # no tile writes the final state of a sequence without tokens, so the result starts as the initial state
     if initial_state is None:
         final = x.new_zeros(N, C, K - 1)
@@ -44,7 +56,7 @@ def short_conv_fwd_triton(
     BT, BC = (64 if T > 512 else 16), min(512, next_power_of_2(C))
     first, sequence, NT, tiles = _launch_shape(x, cu_seqlens, BT)
     short_conv_fwd_kernel[(tiles, cdiv(C, BC))](
-        (x, weight, bias, initial_state), y, final, (cu_seqlens, first, sequence, lengths), T, NT, N, C,
+        (x, weight, bias, initial_state), y, final, (cu_seqlens, first, sequence, lengths), T, NT, N, C, S,
         K=K, BT=BT, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None,
         HAS_STATE=initial_state is not None, PACKED=cu_seqlens is not None, RAGGED=lengths is not None, num_warps=4,
     )  # fmt: skip
@@ -88,15 +100,15 @@ def short_conv_step_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, state_indices: Tensor | None, silu: bool
 ) -> Tensor:
     """One launch that reads one token [B, 1, C] and shifts `state` [B, C, K-1], or its pages, in place."""
-    x, weight = x.contiguous(), weight.contiguous()
+    (x, S), weight = _tokens(x), weight.contiguous()
     B, _, C = x.shape
     K = weight.shape[1]
     in_place = state_indices is not None or state.is_contiguous()
     target = state if in_place else state.contiguous()
-    y = torch.empty_like(x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     BC = min(256, next_power_of_2(C))
     short_conv_step_kernel[(B, cdiv(C, BC))](
-        x, weight, bias, target, state_indices, *page_strides(state_indices, target), y, C,
+        x, weight, bias, target, state_indices, *page_strides(state_indices, target), y, C, S,
         K=K, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None, num_warps=2,
     )  # fmt: skip
     if not in_place:

@@ -31,7 +31,7 @@ def short_conv_bwd_kernel(
     b_b = zero
     if HAS_BIAS:
         b_b = tl.load(bias + o_c, mask=m_c, other=0).to(ACC)
-    w, xs = load_window(x, weight, state, o_c, m_c, o_n, bos, start, length, C, K, ACC, HAS_STATE)
+    w, xs = load_window(x, weight, state, o_c, m_c, o_n, bos, start, length, C, C, K, ACC, HAS_STATE)
     dzs, dws = (), ()
     for _ in tl.static_range(K):
         dzs = dzs + (zero,)

@@ -12,11 +12,13 @@ from .tiles import PREFETCH, load_window, locate_tile
 
 @triton.jit
 def short_conv_fwd_kernel(
-    inputs, y, final, layout, T, NT, N, C,
+    inputs, y, final, layout, T, NT, N, C, S,
     K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, ACC: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """y of one tile of rows and one block of channels; the tile of the last token writes the final state."""
+    """y of one tile of rows and one block of channels; the tile of the last token writes the final state. The tokens
+    of x lie S elements apart.
+    """
     x, weight, bias, state = inputs
     cu_seqlens, first, sequence, lengths = layout
     i_t, i_c = tl.program_id(0), tl.program_id(1)
@@ -31,12 +33,12 @@ def short_conv_fwd_kernel(
     b_b = tl.zeros([BC], ACC)
     if HAS_BIAS:
         b_b = tl.load(bias + o_c, mask=m_c, other=0).to(ACC)
-    w, xs = load_window(x, weight, state, o_c, m_c, o_n, bos, start, length, C, K, ACC, HAS_STATE)
+    w, xs = load_window(x, weight, state, o_c, m_c, o_n, bos, start, length, C, S, K, ACC, HAS_STATE)
     stop = tl.minimum(start + BT, T if RAGGED else length)
     for t in range(start, stop, PREFETCH):
         rows = ()
         for u in tl.static_range(PREFETCH):
-            rows = rows + (tl.load(x + (bos + t + u) * C + o_c, mask=m_c & (t + u < length), other=0),)
+            rows = rows + (tl.load(x + (bos + t + u) * S + o_c, mask=m_c & (t + u < length), other=0),)
         for u in tl.static_range(PREFETCH):
             xs = xs[1:] + (rows[u].to(ACC),)
             b_z = b_b
@@ -51,7 +53,7 @@ def short_conv_fwd_kernel(
         # the tile of the last token writes the final state
         for j in tl.static_range(K - 1):
             i_s = length - (K - 1) + j
-            b_f = tl.load(x + (bos + i_s) * C + o_c, mask=m_c & (i_s >= 0), other=0)
+            b_f = tl.load(x + (bos + i_s) * S + o_c, mask=m_c & (i_s >= 0), other=0)
             if HAS_STATE:
                 b_f += tl.load(state + o_n + i_s + K - 1, mask=m_c & (i_s < 0), other=0).to(b_f.dtype)
             tl.store(final + o_n + j, b_f, mask=m_c)

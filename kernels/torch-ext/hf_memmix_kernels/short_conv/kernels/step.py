@@ -8,15 +8,17 @@ from ..._page_offset import state_offset
 
 @triton.jit
 def short_conv_step_kernel(
-    x, weight, bias, state, pages, stride, y, C,
+    x, weight, bias, state, pages, stride, y, C, S,
     K: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, ACC: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One token of one sequence and block of channels: y, and the state shifted by one."""
+    """One token of one sequence and block of channels: y, and the state shifted by one. The tokens of x lie S elements
+    apart.
+    """
     i_b, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_c = i_c * BC + tl.arange(0, BC)
     m_c = o_c < C
     p_s = state + state_offset(i_b, 1, C * (K - 1), pages, stride) + o_c * (K - 1)
-    b_x = tl.load(x + i_b * C + o_c, mask=m_c, other=0)
+    b_x = tl.load(x + i_b * S + o_c, mask=m_c, other=0)
     b_z = b_x.to(ACC) * tl.load(weight + o_c * K + K - 1, mask=m_c, other=0).to(ACC)
     if HAS_BIAS:
         b_z += tl.load(bias + o_c, mask=m_c, other=0).to(ACC)

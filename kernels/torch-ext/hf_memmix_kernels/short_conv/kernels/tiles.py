@@ -32,17 +32,17 @@ def locate_tile(
 
 @triton.jit
 def load_window(
-    x, weight, state, o_c, m_c, o_n, bos, start, length, C,
+    x, weight, state, o_c, m_c, o_n, bos, start, length, C, S,
     K: tl.constexpr, ACC: tl.constexpr, HAS_STATE: tl.constexpr,
 ):  # fmt: skip
     """The taps, and the last K inputs before the tile, oldest first; the loop replaces the oldest at its
-    first token.
+    first token. The tokens of x lie S elements apart.
     """
     w, xs = (), ()
     for j in tl.static_range(K):
         w = w + (tl.load(weight + o_c * K + j, mask=m_c, other=0).to(ACC),)
         o_s = start - K + j
-        b_x = tl.load(x + (bos + o_s) * C + o_c, mask=m_c & (o_s >= 0) & (o_s < length), other=0).to(ACC)
+        b_x = tl.load(x + (bos + o_s) * S + o_c, mask=m_c & (o_s >= 0) & (o_s < length), other=0).to(ACC)
         if HAS_STATE:
             b_x += tl.load(state + o_n + (o_s + K - 1), mask=m_c & (o_s < 0) & (o_s + K > 0), other=0).to(ACC)
         xs = xs + (b_x,)

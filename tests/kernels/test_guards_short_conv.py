@@ -29,3 +29,24 @@ def test_outputs_at_padding_give_no_gradient(backend):
         want = torch.autograd.grad(total, leaves)
         for name, a, b in zip(("x", "weight", "bias"), got, want, strict=True):
             assert error(a, b) <= 1e-5, (activation, name)
+
+
+def test_some_channels_of_a_larger_tensor(backend):
+    """A part of the channels is read where it lies: in batches, in packed rows, and in a step."""
+    batch, tokens, channels = 2, 7, 6
+    wide = randn(batch, tokens, channels + 10, dtype=torch.float32)
+    part, parameters = wide[..., 3 : 3 + channels], (randn(channels, 4, dtype=torch.float32), None)
+    packed, bounds = wide.view(1, -1, channels + 10)[..., 3 : 3 + channels], torch.tensor([0, 5, 14], device=DEVICE)
+    state = randn(batch, channels, 3, dtype=torch.float32)
+    every_other = wide[:, ::2]  # the tokens of a row, but not those of the batch, lie at equal distances
+    calls = {
+        "batch": lambda x: K.short_conv(x, *parameters, initial_state=state),
+        "packed": lambda x: K.short_conv(x, *parameters, cu_seqlens=bounds),
+        "step": lambda x: (K.short_conv_step(x, *parameters, after := state.clone()), after),
+    }
+    inputs = [("batch", part), ("packed", packed), ("batch", every_other[..., :channels])]
+    inputs += [("step", part[:, :1]), ("step", part[:1, 2:3].expand(batch, -1, -1))]
+    for name, x in inputs:
+        assert not x.is_contiguous()
+        for got, want in zip(calls[name](x), calls[name](x.contiguous()), strict=True):
+            assert got.is_contiguous() and torch.equal(got, want), name

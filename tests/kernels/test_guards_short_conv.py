@@ -5,6 +5,7 @@ from checks import error
 from draw import DEVICE, randn
 
 import hf_memmix_kernels as K
+from hf_memmix_kernels._chunks import chunk_table, keep_tables
 
 LENGTHS = (9, 0, 4)
 
@@ -50,3 +51,15 @@ def test_some_channels_of_a_larger_tensor(backend):
         assert not x.is_contiguous()
         for got, want in zip(calls[name](x), calls[name](x.contiguous()), strict=True):
             assert got.is_contiguous() and torch.equal(got, want), name
+
+
+def test_kept_tables_are_computed_once():
+    """Only for boundaries whose owner has asked for it: others may change."""
+    bounds = torch.tensor([0, 5, 14], dtype=torch.int32, device=DEVICE)
+    before = chunk_table(bounds, 14, 4)
+    assert chunk_table(bounds, 14, 4)[0] is not before[0]
+    keep_tables(bounds)
+    first = chunk_table(bounds, 14, 4)
+    assert chunk_table(bounds, 14, 4)[0] is first[0] and chunk_table(bounds.to(torch.int32), 14, 4)[1] is first[1]
+    assert all(torch.equal(a, b) for a, b in zip(before[:2], first[:2], strict=True)) and before[2] == first[2]
+    assert chunk_table(bounds, 14, 2)[2] == 14 // 2 + 2

@@ -15,6 +15,7 @@ _LAZY = {
     "MemMixForCausalLM": ".modeling_memmix",
     "MemMixForSequenceClassification": ".modeling_memmix",
     "MemMixModel": ".modeling_memmix",
+    "PromptGraph": ".prompt_graph",
     "RecurrentStateCache": ".cache",
     "ops": ".ops",
 }
@@ -37,6 +38,7 @@ __all__ = [
     "MemMixForCausalLM",
     "MemMixForSequenceClassification",
     "MemMixModel",
+    "PromptGraph",
     "RecurrentStateCache",
     "lora_target_modules",
     "memmix_config",

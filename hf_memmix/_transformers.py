@@ -8,6 +8,7 @@ methods of the library and call methods with public names, which the model class
 Checked against transformers 5.17 and 5.23.
 """
 
+import importlib
 import re
 from contextlib import contextmanager
 from typing import ClassVar
@@ -62,6 +63,7 @@ __all__ = [
     "name_in_plan",
     "native_class",
     "native_class_names",
+    "same_forward",
     "tensor_parallel_mesh",
     "tensor_parallel_size",
 ]
@@ -128,6 +130,18 @@ def change_class(model: nn.Module, model_class: type):
     model.__class__ = model_class
     # in 5.17 it is a plain dict with the name of the class as key; in 5.23 a subclass of dict with the same content
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(model_class), model._can_record_outputs)
+
+
+def same_forward(layer_class: type, reference: str) -> bool:
+    """Whether the forward of a layer class computes word for word what that of the class named `reference` does.
+
+    Families copy such layers from each other under new names, so the names do not tell what a layer computes.
+    """
+    module, name = reference.rsplit(".", 1)
+    functions = layer_class.forward, getattr(importlib.import_module(module), name).forward
+    codes = [getattr(function, "__code__", None) for function in functions]
+    words = [code and (code.co_code, code.co_names, code.co_consts, code.co_varnames) for code in codes]
+    return words[0] is not None and words[0] == words[1]
 
 
 def keep_in_fp32(model: nn.Module, patterns: set[str]):

@@ -252,6 +252,10 @@ BACKBONES: Mapping[str, Backbone] = MappingProxyType(
 SUGGESTED = ("llama", "qwen3", "gemma3_text")
 USE_ANOTHER = f"Use a decoder such as {', '.join(SUGGESTED[:-1])} or {SUGGESTED[-1]}"  # the end of a refusal
 
+# layers that most families have word for word, see `fused_layers.py`
+RMS_NORM = "transformers.models.llama.modeling_llama.LlamaRMSNorm"
+GATED_MLP = "transformers.models.llama.modeling_llama.LlamaMLP"
+
 # entries of `config.layer_types` for layers that are recurrent already
 _RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 # if a class name contains one of these words, generate() makes no default cache or passes it by another name

@@ -3,6 +3,7 @@
 from transformers import AutoModel
 
 from ._transformers import ConstructionHooks, keep_in_fp32, model_class_of
+from .fused_layers import fuse_layers
 from .mixers import FeedForward, MemoryMixer
 from .swap import fp32_patterns, layers_name, set_mixer_options, swap_attention, swap_feed_forward
 from .tensor_parallel import TensorParallelModel
@@ -55,6 +56,7 @@ class MemMixPreTrained(TensorParallelModel, ConstructionHooks):
         self._layers_name = layers_name(self)  # each forward needs it: looked up once
         swap_attention(self, self.config)
         swap_feed_forward(self, self.config)
+        fuse_layers(self)
         keep_in_fp32(self, fp32_patterns(self))
         self.post_init()
 

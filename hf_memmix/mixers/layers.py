@@ -32,19 +32,26 @@ class ShortConvolution(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def forward(
-        self, x: Tensor, state=None, lengths=None, cu_seqlens=None, in_place: bool = False, state_indices=None
+        self,
+        x: Tensor,
+        state=None,
+        lengths=None,
+        cu_seqlens=None,
+        in_place: bool = False,
+        state_indices=None,
+        limit: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The output [B, T, C] and the state after it.
+        """The output [B, T, C] and the state after it. x is clamped to [-limit, limit].
 
         `in_place` is for one token: it changes `state` itself, or its pages `state_indices` (`MemoryMixer.step`).
         """
         weight = self.weight.squeeze(1)
         if in_place:
-            y = short_conv_step(x, weight, self.bias, state, self.activation, state_indices=state_indices)
-            return y, state
+            where = {"limit": limit, "state_indices": state_indices}
+            return short_conv_step(x, weight, self.bias, state, self.activation, **where), state
         state = None if state is None else state.to(x.dtype)
         return short_conv(
-            x, weight, self.bias, activation=self.activation, initial_state=state, lengths=lengths,
+            x, weight, self.bias, activation=self.activation, limit=limit, initial_state=state, lengths=lengths,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
 

@@ -34,6 +34,11 @@ TIME_STEPS = (1e-3, 0.1)  # dt at the start, log-uniform
 LARGEST_FEATURE, LARGEST_READOUT = 1e6, 1e11
 
 
+def _largest_feature(dtype: torch.dtype) -> float:
+    """The limit of features of `dtype`. Each kernel clamps the features that it reads, so no clamped copy is kept."""
+    return min(LARGEST_FEATURE, torch.finfo(dtype).max)
+
+
 def _check_time_steps(limit: list | None):
     if limit is not None and not (len(limit) == 2 and 0 <= limit[0] < limit[1] < math.inf):
         raise ValueError("must be two finite times, 0 <= smallest < largest, or None")
@@ -81,8 +86,9 @@ class GatedRMSNorm(nn.Module):
     def forward(self, y, z):
         """y and z [B, T, features]."""
         y, z = (t.unflatten(-1, (self.groups, -1)) for t in (y, z))
-        options = {"norm_first": False, "limit": LARGEST_READOUT, "average_over_ranks": self.average_over_ranks}
-        return gated_norm(y, z, self.weight, self.eps, **options).flatten(-2)
+        limits = {"limit": LARGEST_READOUT, "gate_limit": _largest_feature(z.dtype)}
+        ranks = {"average_over_ranks": self.average_over_ranks}
+        return gated_norm(y, z, self.weight, self.eps, norm_first=False, **limits, **ranks).flatten(-2)
 
 
 @register_mixer("mamba2")
@@ -113,36 +119,35 @@ class Mamba2Mixer(MemoryMixer):
         self.out_proj = nn.Linear(self.features, hidden, bias=options.use_bias)
 
     def project(self, x, rotary):
-        features = self.in_proj(x)
-        limit = min(LARGEST_FEATURE, torch.finfo(features.dtype).max)
-        z, xBC, dt = features.clamp(-limit, limit).split([self.features, self.conv_dim, self.heads], -1)
-        dt = F.softplus(at_least_fp32(dt) + at_least_fp32(self.dt_bias))
+        z, xBC, dt = self.in_proj(x).split([self.features, self.conv_dim, self.heads], -1)
+        limit = _largest_feature(dt.dtype)
+        dt = F.softplus(at_least_fp32(dt.clamp(-limit, limit)) + at_least_fp32(self.dt_bias))
         if self.options.time_step_limit is not None:
             dt = dt.clamp(*self.options.time_step_limit)
         return {"z": z, "xBC": xBC, "dt": dt}
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
-        past = states or {}
-        xBC, conv = self.conv1d(tokens["xBC"], past.get("conv"), lengths=lengths, cu_seqlens=cu_seqlens)
+        past, xBC = states or {}, tokens["xBC"]
+        where = {"lengths": lengths, "cu_seqlens": cu_seqlens, "limit": _largest_feature(xBC.dtype)}
+        xBC, conv = self.conv1d(xBC, past.get("conv"), **where)
         dt = tokens["dt"]
         if lengths is not None:
             # with dt = 0 a pad neither decays nor writes
             dt = torch.where(before_the_end(lengths, dt.shape[1])[..., None], dt, 0)
-        x, memory = self._recurrence(xBC, dt)
         y, ssm = chunk_gla(
-            *memory,
-            scale=1.0,
+            **self._recurrence(xBC, dt),
             initial_state=past.get("ssm"),
             cu_seqlens=cu_seqlens,
             chunk_size=self.options.chunk_size,
         )
-        return self._skip_and_norm(y, x, tokens["z"]), {"conv": conv, "ssm": ssm}
+        return self.norm(y.flatten(2), tokens["z"]), {"conv": conv, "ssm": ssm}
 
     def step(self, tokens, states, state_indices=None):
-        xBC, _ = self.conv1d(tokens["xBC"], states["conv"], in_place=True, state_indices=state_indices)
-        x, memory = self._recurrence(xBC, tokens["dt"])
-        y = gla_step(*memory, states["ssm"], scale=1.0, state_indices=state_indices)
-        return self._skip_and_norm(y, x, tokens["z"])
+        xBC = tokens["xBC"]
+        where = {"in_place": True, "state_indices": state_indices, "limit": _largest_feature(xBC.dtype)}
+        xBC, _ = self.conv1d(xBC, states["conv"], **where)
+        y = gla_step(**self._recurrence(xBC, tokens["dt"]), state=states["ssm"], state_indices=state_indices)
+        return self.norm(y.flatten(2), tokens["z"])
 
     def readout(self, y, x):
         return self.out_proj(y)
@@ -203,14 +208,12 @@ class Mamba2Mixer(MemoryMixer):
         dt = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
         init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
 
-    def _recurrence(self, xBC, dt):
-        """x [B, T, H, P] and the arguments q, k, v, log_decay of gated linear attention."""
-        options = self.options
-        bc = self.groups * options.state_size
+    def _recurrence(self, xBC, dt) -> dict:
+        """The arguments of gated linear attention: queries C and keys B of a group, values x and gates of a head."""
+        bc = self.groups * self.options.state_size
         x, B, C = xBC.split([self.features, bc, bc], -1)
-        x = x.unflatten(-1, (self.heads, options.head_dim))
-        B, C = (t.unflatten(-1, (self.groups, -1)).repeat_interleave(self.heads // self.groups, 2) for t in (B, C))
-        return x, (C, B, x * dt[..., None].to(x.dtype), -at_least_fp32(self.A_log).exp() * dt)
-
-    def _skip_and_norm(self, y, x, z):
-        return self.norm((y + x * self.D[:, None].to(x.dtype)).flatten(2), z)
+        B, C = (t.unflatten(-1, (self.groups, -1)) for t in (B, C))
+        return {
+            "q": C, "k": B, "v": x.unflatten(-1, (self.heads, -1)), "log_decay": -at_least_fp32(self.A_log).exp() * dt,
+            "beta": dt, "skip": at_least_fp32(self.D), "scale": 1.0,
+        }  # fmt: skip

@@ -5,7 +5,9 @@ layer.
 
 Weights (bf16) and tokens are random. "decode" is `generate()` with a static cache after a prompt of 1024 tokens; its
 time includes everything that `generate()` does between two tokens. "prefill" is one forward that fills a dynamic cache
-and computes the last logits. "train" is forward, backward and one fused AdamW step, without gradient checkpointing.
+and computes the last logits. "graph" is the same as a CUDA graph, without the host time of Python: by
+`hf_memmix.PromptGraph`, for attention by a graph of the forward itself; its rows have the phase "prefill" and
+`cuda_graph`. "train" is forward, backward and one fused AdamW step, without gradient checkpointing.
 
 `ms` is a median. CUDA events measure it; for decode it is the time between two tokens. `kernel_ms` is the sum of the
 times of all GPU kernels in one call, as the profiler measures them, and `kernels` the same sum by kind of kernel.
@@ -25,17 +27,19 @@ import triton
 from benchmark import commit, merge
 from benchmark_generate import build, measure
 
+import hf_memmix
+
 PEAK_FLOPS = 989e12  # bf16, one H200
 DECODE_CONTEXT, NEW_TOKENS = 1024, 32
 DECODE_BATCHES = (1, 32, 128)
 PREFILL = ((1, 2048), (1, 32768))
 TRAIN = ((8, 2048), (2, 8192))
-PHASES = ("prefill", "train", "decode")
+PHASES = ("prefill", "graph", "train", "decode")
 MIXERS = ("attention", "gka", "lattice", "mamba2", "ska", "coffee")
 MEASURED = ("ms", "tokens_s", "mfu", "peak_mib", "kernel_ms", "kernels", "first_token_s")
 # kind: words in the names of its kernels; a kernel has the first kind of which a word appears in its name
 KINDS = (
-    ("mixers", ("gka_", "gla_", "lattice_", "coffee_", "ska_", "short_conv_", "unit_heads", "gated_norm")),
+    ("mixers", ("gka_", "gla_", "lattice_", "coffee_", "ska_", "short_conv_", "unit_heads", "gated_")),
     ("attention", ("flash", "fmha", "attention")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "splitk")),
     ("optimizer", ("multi_tensor", "FusedAdam", "foreach")),
@@ -123,6 +127,25 @@ def prefill(model, batch: int, length: int, size: int) -> tuple[dict, list]:
     return throughput(call, batch * length, 2 * size, 10)
 
 
+def graphed_prefill(model, batch: int, length: int, size: int) -> tuple[dict, list]:
+    tokens = random_tokens(model, batch, length)
+    if hasattr(model.config, "mixer_types"):
+        graph = hf_memmix.PromptGraph(model, batch, length)
+        return throughput(lambda: graph(tokens), batch * length, 2 * size, 10)
+
+    @torch.no_grad()
+    def forward():
+        return model(tokens, use_cache=True, logits_to_keep=1).logits
+
+    forward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = forward()
+    found = throughput(graph.replay, batch * length, 2 * size, 10)
+    del logits
+    return found
+
+
 def train(model, batch: int, length: int, size: int, optimizer) -> tuple[dict, list]:
     tokens = random_tokens(model, batch, length)
 
@@ -148,6 +171,10 @@ def rows_of(mixer: str, phases: list[str], decode_batches: list[int], compiled: 
         for batch, length in PREFILL[shapes]:
             row, longest = prefill(call, batch, length, size)
             yield {"phase": "prefill", "B": batch, "T": length, "compiled": compiled, **row}, longest
+    if "graph" in phases and not compiled:
+        batch, length = PREFILL[0]  # at the longer one the GPU does not wait
+        row, longest = graphed_prefill(model, batch, length, size)
+        yield {"phase": "prefill", "B": batch, "T": length, "compiled": False, "cuda_graph": True, **row}, longest
     if "decode" in phases:
         for batch in decode_batches:
             yield {"phase": "decode", "B": batch, "T": DECODE_CONTEXT, "compiled": True, **decode(model, batch)}, []
@@ -163,9 +190,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--mixers", nargs="+", choices=MIXERS, default=list(MIXERS))
-    parser.add_argument(
-        "--phases", nargs="+", choices=("prefill", "decode", "train"), default=["prefill", "train", "decode"]
-    )
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--decode-batches", nargs="+", type=int, default=list(DECODE_BATCHES))
     parser.add_argument("--compile", action="store_true", help="prefill and training by torch.compile")
     parser.add_argument("--longest", type=int, default=0, help="print so many of the longest kernels of each row")

@@ -73,6 +73,8 @@ METHODS = {
     "transformers.integrations.get_reporting_integration_callbacks": "report_to",
     "transformers.trainer_utils.rotate_checkpoints": "output_dir save_total_limit",
     "transformers.initialization.no_init_weights": "",
+    "transformers.models.llama.modeling_llama.LlamaRMSNorm.forward": "hidden_states",
+    "transformers.models.llama.modeling_llama.LlamaMLP.forward": "x",
 }
 
 

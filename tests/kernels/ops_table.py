@@ -116,6 +116,18 @@ def _draw_gla(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
     return inputs
 
 
+def _draw_gla_shared(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Heads that share q and k, as in Mamba-2; q, k and v are slices of one tensor, as after a fused projection."""
+    B, T, H, Hk, D, Dv = shape
+    inputs = _draw_gla(shape._replace(Hk=H), dtype)
+    parts = [inputs["q"][:, :, :Hk], inputs["k"][:, :, :Hk], inputs["v"]]
+    wide = torch.cat([t.flatten(2) for t in parts], -1).split([Hk * D, Hk * D, H * Dv], -1)
+    inputs |= {name: t.unflatten(-1, (-1, size)) for name, t, size in zip("qkv", wide, (D, D, Dv), strict=True)}
+    inputs["beta"] = 0.1 + 0.8 * torch.rand_like(inputs["log_decay"])
+    inputs["skip"] = randn(H, dtype=inputs["log_decay"].dtype)
+    return inputs
+
+
 def _draw_gka(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
     inputs = _draw_gla(shape, dtype)
     for gate in ("alpha", "beta"):
@@ -241,6 +253,26 @@ OPS = [
         draw_state=_draw_gla_state,
         silence=lambda inputs, mask: _zeroed(inputs, mask, ("log_decay", "v")),
         bad=[*_bad_heads("gla"), ("chunk_size", _with(chunk_size=lambda _: 48))],
+    ),
+    Op(
+        name="gla_shared",
+        fast=K.chunk_gla,
+        naive=K.naive_gla,
+        step=_step_gla,
+        draw=_draw_gla_shared,
+        draw_state=_draw_gla_state,
+        silence=lambda inputs, mask: _zeroed(inputs, mask, ("log_decay", "beta")),
+        parameters=("skip",),
+        bad=[
+            (
+                "value heads are not a multiple",
+                _with(**dict.fromkeys("qk", lambda t: t[:, :, :1].expand(-1, -1, 3, -1))),
+            ),
+            ("log_decay", _with(log_decay=lambda g: g[..., :1])),
+            ("beta", _with(beta=lambda b: b[..., :1])),
+            ("skip", _with(skip=lambda s: s[:1])),
+            ("state", _with(initial_state=lambda _: None)),
+        ],
     ),
     # the gradients are those of the converged solution, so the rows use options that converge (with the paper's 30
     # iterations the gradients differ by 7e-4)

@@ -1,5 +1,6 @@
 """Short convolution over padded rows: the outputs at padded tokens give no gradient."""
 
+import pytest
 import torch
 from checks import error
 from draw import DEVICE, randn
@@ -63,3 +64,28 @@ def test_kept_tables_are_computed_once():
     assert chunk_table(bounds, 14, 4)[0] is first[0] and chunk_table(bounds.to(torch.int32), 14, 4)[1] is first[1]
     assert all(torch.equal(a, b) for a, b in zip(before[:2], first[:2], strict=True)) and before[2] == first[2]
     assert chunk_table(bounds, 14, 2)[2] == 14 // 2 + 2
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 2, 9, 21]], ids=["batched", "packed"])
+def test_inputs_are_clamped_and_may_be_a_slice(cu_seqlens, backend, poisoned_empty):
+    """As in Mamba-2: x is a part of a fused projection. A step gives the same as the whole, also in its state."""
+    wide = randn(1, 21, 20, dtype=torch.float32)
+    x, weight, bias = wide[..., 4:16], randn(12, 4, dtype=torch.float32), randn(12, dtype=torch.float32)
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=DEVICE)
+    sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    state = 0.5 * randn(sequences, 12, 3, dtype=torch.float32)
+    leaves = [t.detach().requires_grad_() for t in (wide, weight, bias, state)]
+    weights = randn(1, 21, 12, dtype=torch.float32), randn(sequences, 12, 3, dtype=torch.float32)
+    results = []
+    for fn in (K.short_conv, K.naive_short_conv):
+        x, *parameters, start = leaves[0][..., 4:16], *leaves[1:]
+        y, final = fn(x, *parameters, limit=0.8, initial_state=start, cu_seqlens=bounds)
+        loss = (y * weights[0]).sum() + (final * weights[1]).sum()
+        results.append([y, final, *torch.autograd.grad(loss, leaves)])
+    for got, want in zip(*results, strict=True):
+        assert error(got, want) <= 1e-5
+    if cu_seqlens is None:
+        with torch.no_grad():
+            state, (y, final, *_) = state.clone(), results[1]
+            steps = [K.short_conv_step(t, weight, bias, state, limit=0.8) for t in wide[..., 4:16].split(1, 1)]
+        assert error(torch.cat(steps, 1), y) <= 1e-5 and error(state, final) <= 1e-5

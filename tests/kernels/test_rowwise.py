@@ -6,7 +6,14 @@ from checks import assert_close
 from draw import DEVICE, randn
 from ops_table import TOLERANCE
 
-from hf_memmix_kernels.rowwise import gated_norm, naive_gated_norm, naive_unit_heads, unit_heads
+from hf_memmix_kernels.rowwise import (
+    gated_norm,
+    gated_product,
+    naive_gated_norm,
+    naive_gated_product,
+    naive_unit_heads,
+    unit_heads,
+)
 
 EPS = 1e-6
 # B, T, H, D, and pairs of channels that rotate
@@ -92,6 +99,34 @@ def test_inputs_need_not_be_contiguous(backend):
         return lambda y, gate, weight: fn(y, gate, weight, EPS)
 
     compare(results(call(gated_norm), leaves, weight), results(call(naive_gated_norm), leaves, weight), torch.float32)
+
+
+@every_dtype
+@pytest.mark.parametrize("size", [(2, 3, 40), (5000,)], ids=str)
+def test_gated_product_equals_naive(size, dtype, backend, poisoned_empty):
+    leaves = {"gate": randn(*size, dtype=dtype), "up": randn(*size, dtype=dtype)}
+    weight = randn(*size, dtype=torch.float64)
+    compare(results(gated_product, leaves, weight), results(naive_gated_product, leaves, weight), dtype)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_gate_may_be_a_slice_and_is_clamped(heads, backend, poisoned_empty):
+    """As in Mamba-2: the gate is a part of a fused projection, and its rows lie apart."""
+    wide = randn(2, 3, 40 * heads, dtype=torch.float32)
+    leaves = {"y": randn(2, 3, heads, 16, dtype=torch.float32), "weight": randn(16 * heads, dtype=torch.float32)}
+    leaves["gate"] = wide[..., : 16 * heads].unflatten(-1, (heads, 16))
+    weight = randn(2, 3, heads, 16, dtype=torch.float64)
+
+    def call(fn):
+        options = {"norm_first": False, "gate_limit": 0.7}
+        return lambda y, gate, weight: fn(y, gate, weight, EPS, **options)
+
+    compare(results(call(gated_norm), leaves, weight), results(call(naive_gated_norm), leaves, weight), torch.float32)
+
+
+def test_product_needs_one_shape():
+    with pytest.raises(ValueError, match="one shape and dtype"):
+        gated_product(torch.ones(2, 3), torch.ones(3))
 
 
 def test_rows_of_zeros(backend):

@@ -215,22 +215,28 @@ def lattice_frozen_table(root: Path) -> str:
 
 def models_table(root: Path) -> str:
     """Whole models beside the transformer of the same shape: milliseconds, tokens/s and memory."""
+
+    def case(row: dict) -> tuple[str, int, int]:
+        way = ", CUDA graph" if row.get("cuda_graph") else ""
+        way = ", compiled" if row["compiled"] and row["phase"] != "decode" else way
+        return row["phase"] + way, row["B"], row["T"]
+
     results = read("models", root)
-    order = list(dict.fromkeys((row["phase"], row["B"], row["T"]) for row in results))
-    attention = {(row["phase"], row["B"], row["T"]): row for row in results if row["mixer"] == "attention"}
+    order = list(dict.fromkeys(map(case, results)))
+    attention = {case(row): row for row in results if row["mixer"] == "attention"}
     rows = [
         [
-            row["phase"],
+            case(row)[0],
             f"{row['B']} x {row['T']:,}",
             f"`{row['mixer']}`",
             f"{row['ms']:.2f}" if row["phase"] == "decode" else f"{row['ms']:.1f}",
             f"{row['kernel_ms']:.1f}" if "kernel_ms" in row else "",
             f"{row['tokens_s']:,}",
-            f"{row['tokens_s'] / attention[row['phase'], row['B'], row['T']]['tokens_s']:.2f}",
+            f"{row['tokens_s'] / attention[case(row)]['tokens_s']:.2f}",
             f"{row['peak_mib'] / 1024:.1f}",
             row["commit"][:7],
         ]
-        for row in sorted(results, key=lambda row: order.index((row["phase"], row["B"], row["T"])))
+        for row in sorted(results, key=lambda row: order.index(case(row)))
     ]
     head = ["phase", "B x T", "mixer", "ms", "GPU ms", "tokens/s", "of attention", "GiB", "commit"]
     ((gpu, torch, triton),) = {(row["gpu"], row["torch"], row["triton"]) for row in results}

@@ -15,6 +15,26 @@ def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else t.contiguous() for t in tensors]
 
 
+def by_rows(x: Tensor) -> tuple[Tensor, int]:
+    """x [B, T, ...] and the number of elements from one token to the next. The features of a token are contiguous.
+
+    A slice of a wider tensor, for example of a fused projection, needs no copy.
+    """
+    width, stride = 1, x.stride()
+    for size, step in zip(x.shape[:1:-1], stride[:1:-1], strict=True):
+        if step != width and size != 1:
+            break
+        width *= size
+    else:
+        # a token's stride is free if there is one token per row; a row's stride if there is one row
+        (rows, tokens), (row, token) = x.shape[:2], stride[:2]
+        if rows == 1 or row == token * tokens:
+            return x, token
+        if tokens == 1:
+            return x, row
+    return x.contiguous(), width
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up. Triton's own function of this name costs microseconds per call on the host."""
     return -(-a // b)

@@ -1,6 +1,6 @@
 """Gated linear attention with one decay per head, token by token in float64: the reference for the fast paths.
 
-S_t = e^g S_{t-1} + k_t v_t^T,  o_t = scale * S_t^T q_t
+S_t = e^g S_{t-1} + beta_t k_t v_t^T,  o_t = scale * S_t^T q_t + skip v_t
 
 This is Mamba-2 (Dao and Gu, "Transformers are SSMs", https://arxiv.org/abs/2405.21060) written as attention, and the
 output stage of Gated KalmaNet.
@@ -15,6 +15,8 @@ def naive_gla(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
+    beta: Tensor | None = None,
+    skip: Tensor | None = None,
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
@@ -25,21 +27,19 @@ def naive_gla(
         bounds = cu_seqlens.tolist()
         parts = []
         for n, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-            rows = (t[:, start:stop] for t in (q, k, v, log_decay))
+            rows = (t if t is None else t[:, start:stop] for t in (q, k, v, log_decay, beta))
             state = None if initial_state is None else initial_state[n : n + 1]
-            parts.append(naive_gla(*rows, scale=scale, initial_state=state))
+            parts.append(naive_gla(*rows, skip, scale=scale, initial_state=state))
         return torch.cat([o for o, _ in parts], 1), torch.cat([state for _, state in parts])
-    groups = q.shape[2] // k.shape[2]
+    heads = log_decay.shape[2]
     q, k, v, g = (t.double() for t in (q, k, v, log_decay))
-    k, v = (t.repeat_interleave(groups, 2) for t in (k, v))
+    q, k, v = (t.repeat_interleave(heads // t.shape[2], 2) for t in (q, k, v))
+    written = v if beta is None else beta.double()[..., None] * v
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if initial_state is None:
-        S = q.new_zeros(q.shape[0], q.shape[2], k.shape[-1], v.shape[-1])
-    else:
-        S = initial_state.double()
+    S = q.new_zeros(q.shape[0], heads, k.shape[-1], v.shape[-1]) if initial_state is None else initial_state.double()
     outputs = []
     for t in range(q.shape[1]):
-        S = g[:, t, :, None, None].exp() * S + k[:, t, :, :, None] * v[:, t, :, None, :]
+        S = g[:, t, :, None, None].exp() * S + k[:, t, :, :, None] * written[:, t, :, None, :]
         outputs.append(scale * (q[:, t, :, None, :] @ S)[..., 0, :])
-    o = torch.stack(outputs, 1) if outputs else v.new_zeros(*q.shape[:3], v.shape[-1])
-    return o, S
+    o = torch.stack(outputs, 1) if outputs else v.new_zeros(v.shape)
+    return (o if skip is None else o + skip.double()[:, None] * v), S

@@ -17,6 +17,8 @@ def _fwd(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
+    beta: Tensor | None,
+    skip: Tensor | None,
     initial_state: Tensor,
     cu_seqlens: Tensor | None,
     scale: float,
@@ -26,12 +28,12 @@ def _fwd(
         from .launch import gla_fwd_triton as fwd
     else:
         fwd = gla_fwd_torch
-    return fwd(q, k, v, log_decay, initial_state, cu_seqlens, scale, chunk_size)
+    return fwd(q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, scale, chunk_size)
 
 
 @_fwd.register_fake
-def _(q, k, v, log_decay, initial_state, cu_seqlens, scale, chunk_size):
-    return q.new_empty(*q.shape[:3], v.shape[-1]), initial_state.new_empty(initial_state.shape)
+def _(q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, scale, chunk_size):
+    return q.new_empty(*log_decay.shape, v.shape[-1]), initial_state.new_empty(initial_state.shape)
 
 
 @chunk_op("hf_memmix::gla_bwd")
@@ -42,21 +44,30 @@ def _bwd(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
+    beta: Tensor | None,
+    skip: Tensor | None,
     initial_state: Tensor,
     cu_seqlens: Tensor | None,
     scale: float,
     chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if use_triton(q):
         from .launch import gla_bwd_triton as bwd
     else:
         bwd = gla_bwd_torch
-    return bwd(do, dfinal, q, k, v, log_decay, initial_state, cu_seqlens, scale, chunk_size)
+    *grads, dbeta, dskip, dinitial = bwd(
+        do, dfinal, q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, scale, chunk_size
+    )
+    # results of a registered op are tensors
+    dbeta, dskip = (log_decay.new_empty(0) if t is None else t for t in (dbeta, dskip))
+    return *grads, dbeta, dskip, dinitial
 
 
 @_bwd.register_fake
-def _(do, dfinal, q, k, v, log_decay, initial_state, cu_seqlens, scale, chunk_size):
-    return tuple(t.new_empty(t.shape) for t in (q, k, v, log_decay, initial_state))
+def _(do, dfinal, q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, scale, chunk_size):
+    dbeta, dskip = (log_decay.new_empty((0,) if t is None else t.shape) for t in (beta, skip))
+    dq, dk, dv, dg, dinitial = (t.new_empty(t.shape) for t in (q, k, v, log_decay, initial_state))
+    return dq, dk, dv, dg, dbeta, dskip, dinitial
 
 
 def _setup_context(ctx, inputs, output):
@@ -67,10 +78,11 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, do, dfinal):
     tensors = ctx.saved_tensors
-    q, _, v, _, initial_state, _ = tensors
-    do, dfinal = or_zeros(do, q, (*q.shape[:3], v.shape[-1])), or_zeros(dfinal, initial_state)
-    grads = _bwd(do, dfinal, *tensors, ctx.scale, ctx.chunk_size)
-    return *grads, None, None, None
+    q, _, v, log_decay, beta, skip, initial_state, _ = tensors
+    do, dfinal = or_zeros(do, q, (*log_decay.shape, v.shape[-1])), or_zeros(dfinal, initial_state)
+    *grads, dbeta, dskip, dinitial = _bwd(do, dfinal, *tensors, ctx.scale, ctx.chunk_size)
+    dbeta, dskip = (None if t is None else dt for t, dt in ((beta, dbeta), (skip, dskip)))
+    return *grads, dbeta, dskip, dinitial, None, None, None
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
@@ -78,18 +90,45 @@ _fwd.register_autograd(_backward, setup_context=_setup_context)
 
 @step_op("hf_memmix::gla_step", mutates_args=("state",))
 def _step(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, state_indices: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    skip: Tensor | None,
+    state: Tensor,
+    state_indices: Tensor | None,
+    scale: float,
 ) -> Tensor:
     if use_triton(q):
         from .launch import gla_step_triton as step
     else:
         step = gla_step_torch
-    return step(q, k, v, log_decay, state, state_indices, scale)
+    return step(q, k, v, log_decay, beta, skip, state, state_indices, scale)
 
 
 @_step.register_fake
-def _(q, k, v, log_decay, state, state_indices, scale):
-    return q.new_empty(*q.shape[:3], v.shape[-1])
+def _(q, k, v, log_decay, beta, skip, state, state_indices, scale):
+    return q.new_empty(*log_decay.shape, v.shape[-1])
+
+
+def _check(op: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, skip: Tensor | None):
+    """Raise ValueError unless the shapes fit together, see `chunk_gla`."""
+    gates = {"log_decay": log_decay, "beta": beta}
+    if q.dim() == v.dim() == 4 and q.shape[2] < v.shape[2] and q.shape == k.shape:
+        # heads that share q and k: as many values as keys are enough for the other checks
+        if v.shape[2] % k.shape[2]:
+            raise ValueError(f"{op}: {v.shape[2]} value heads are not a multiple of {k.shape[2]} query/key heads")
+        check_heads(op, q, k, v[:, :, : k.shape[2]])
+        heads = v.shape[:3]
+    else:
+        check_heads(op, q, k, v)
+        heads = q.shape[:3]
+    for name, gate in gates.items():
+        if gate is not None and gate.shape != heads:
+            raise ValueError(f"{op}: {name} must be [B, T, H] = {tuple(heads)}, got {tuple(gate.shape)}")
+    if skip is not None and skip.shape != heads[2:]:
+        raise ValueError(f"{op}: skip must be [H] = {tuple(heads[2:])}, got {tuple(skip.shape)}")
 
 
 def chunk_gla(
@@ -97,20 +136,29 @@ def chunk_gla(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
+    beta: Tensor | None = None,
+    skip: Tensor | None = None,
     *,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """Linear attention with one decay per head: S_t = e^g S_{t-1} + k_t v_t^T, o_t = scale * S_t^T q_t.
+    """Linear attention with one decay per head.
 
-    A padded token has log_decay = 0 and v = 0, so it leaves the state as it is.
+        S_t = e^g S_{t-1} + beta_t k_t v_t^T,  o_t = scale * S_t^T q_t + skip v_t
+
+    The H heads either have queries of their own and share keys and values in groups (Hq = H, Hv = Hk), as in
+    attention, or they have values of their own and share queries and keys (Hq = Hk, Hv = H), as in Mamba-2. Head h
+    reads head h // (H / Hq) of q, and so on. Shared heads are read by index and never copied. A padded token has
+    log_decay = 0 and either v = 0 or beta = 0, so it leaves the state as it is.
 
     Args:
-        q: [B, T, H, K], K <= 256.
-        k, v: [B, T, Hk, K], [B, T, Hk, V], V <= 256; query head h reads head h // (H / Hk).
+        q: [B, T, Hq, K], K <= 256.
+        k, v: [B, T, Hk, K], [B, T, Hv, V], V <= 256.
         log_decay: g <= 0, finite, [B, T, H].
+        beta: write strength [B, T, H]; None is 1.
+        skip: factor [H] of v in the output; None is 0.
         scale: factor of the output; None is K^-1/2.
         initial_state: [N, H, K, V]; zeros when None.
         cu_seqlens: boundaries [N + 1] of packed sequences; B must be 1. N = B without it.
@@ -123,19 +171,20 @@ def chunk_gla(
     Raises:
         ValueError: shapes, head sizes or the chunk size do not fit.
     """
-    check_heads("gla", q, k, v, log_decay=log_decay)
+    _check("gla", q, k, v, log_decay, beta, skip)
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(f"gla: chunk_size={chunk_size} is not one of {CHUNK_SIZES}")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q.shape[0])
     dtype = compute_dtype(q.dtype)
-    expected = (num_sequences(q.shape[0], cu_seqlens), q.shape[2], q.shape[3], v.shape[3])
+    expected = (num_sequences(q.shape[0], cu_seqlens), log_decay.shape[2], q.shape[3], v.shape[3])
     if initial_state is None:
         initial_state = q.new_zeros(expected, dtype=dtype)
     elif tuple(initial_state.shape) != expected:
         raise ValueError(f"gla: initial_state must be {expected}, got {tuple(initial_state.shape)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _fwd(q, k, v, log_decay.to(dtype), initial_state.to(dtype), cu_seqlens, float(scale), chunk_size)
+    gates = (None if t is None else t.to(dtype) for t in (log_decay, beta, skip))
+    return _fwd(q, k, v, *gates, initial_state.to(dtype), cu_seqlens, float(scale), chunk_size)
 
 
 def gla_step(
@@ -145,13 +194,15 @@ def gla_step(
     log_decay: Tensor,
     state: Tensor,
     *,
+    beta: Tensor | None = None,
+    skip: Tensor | None = None,
     scale: float | None = None,
     state_indices: Tensor | None = None,
 ) -> Tensor:
     """One token of `chunk_gla`, without autograd.
 
     Args:
-        q, k, v, log_decay: one token [B, 1, ...], as in `chunk_gla`.
+        q, k, v, log_decay, beta: one token [B, 1, ...], as in `chunk_gla`; skip [H].
         state: contiguous [B, H, K, V], updated IN PLACE; with `state_indices` pages [pages, H, K, V].
         scale: as in `chunk_gla`.
         state_indices: int32 or int64 [B], the page of each row; see kernels/README.md.
@@ -162,10 +213,10 @@ def gla_step(
     Raises:
         ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
     """
-    check_heads("gla", q, k, v, log_decay=log_decay)
+    _check("gla", q, k, v, log_decay, beta, skip)
     if q.shape[1] != 1:
         raise ValueError(f"gla_step advances by one token, got {q.shape[1]}; use chunk_gla for several")
-    expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    expected = (q.shape[0], log_decay.shape[2], q.shape[3], v.shape[3])
     check_step_states("gla_step", (state,), (expected,), state_indices)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _step(q, k, v, log_decay, state, state_indices, float(scale))
+    return _step(q, k, v, log_decay, beta, skip, state, state_indices, float(scale))

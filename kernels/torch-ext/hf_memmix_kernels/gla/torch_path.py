@@ -1,8 +1,9 @@
 """gla in torch, in chunks, for any device and dtype: forward, the explicit backward and the decode step.
 
-With G = cumsum(g) inside a chunk and D[t, j] = e^(G_t - G_j) for j <= t:
-    o = scale * (e^G * (q S_0) + (q k^T * D) v),    S_C = e^(G_C) S_0 + (e^(G_C - G) * k)^T v
-Inside this file tensors are [N, Hk, G, chunks, C, D]: a key/value head is broadcast to its G query heads.
+With G = cumsum(g) inside a chunk, D[t, j] = e^(G_t - G_j) for j <= t, and w = beta v:
+    o = scale * (e^G * (q S_0) + (q k^T * D) w) + skip v,    S_C = e^(G_C) S_0 + (e^(G_C - G) * k)^T w
+Inside this file tensors are [N, Hk, G, chunks, C, D], with H = Hk G heads. Tensors with Hk heads have G = 1 and are
+broadcast.
 """
 
 from torch import Tensor
@@ -14,18 +15,21 @@ from .._pages import read_pages, write_pages
 class _Chunks:
     """The layout of one call, its inputs in chunks, decays, and the state before every chunk."""
 
-    def __init__(self, q, k, v, log_decay, initial_state, cu_seqlens, chunk_size):
+    def __init__(self, q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, chunk_size):
         self.layout = SequenceLayout(q.shape[0], q.shape[1], chunk_size, cu_seqlens)
         self.dtype = compute_dtype(q.dtype)
-        self.kv_heads, self.groups = k.shape[2], q.shape[2] // k.shape[2]
+        self.kv_heads = k.shape[2]
         self.q, self.k, self.v = (self.split(t) for t in (q, k, v))
         g = self.split(log_decay[..., None])[..., 0]
+        self.beta = None if beta is None else self.split(beta[..., None])
+        self.skip = None if skip is None else skip.to(self.dtype).view(self.kv_heads, -1, 1, 1, 1)
+        self.w = self.v if beta is None else self.beta * self.v
         G, self.D = decay_matrix(g)
         self.from_start = G.exp()[..., None]
         self.to_end = (G[..., -1:] - G).exp()[..., None]
         self.decay = G[..., -1].exp()
-        state = initial_state.to(self.dtype).unflatten(1, (self.kv_heads, self.groups))
-        self.states, self.final = scan_chunks((self.to_end * self.k).mT @ self.v, self.decay, state)
+        state = initial_state.to(self.dtype).unflatten(1, (self.kv_heads, -1))
+        self.states, self.final = scan_chunks((self.to_end * self.k).mT @ self.w, self.decay, state)
 
     def split(self, x: Tensor) -> Tensor:
         """[B, T, heads, D] -> [N, Hk, heads / Hk, chunks, C, D]."""
@@ -42,14 +46,17 @@ def gla_fwd_torch(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
+    beta: Tensor | None,
+    skip: Tensor | None,
     initial_state: Tensor,
     cu_seqlens: Tensor | None,
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Returns o [B, T, H, V] in q.dtype and the final states [N, H, K, V]."""
-    c = _Chunks(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
-    o = scale * (c.from_start * (c.q @ c.states) + ((c.q @ c.k.mT) * c.D) @ c.v)
+    c = _Chunks(q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, chunk_size)
+    o = scale * (c.from_start * (c.q @ c.states) + ((c.q @ c.k.mT) * c.D) @ c.w)
+    o = o if skip is None else o + c.skip * c.v
     return c.merge(o).to(q.dtype), c.final.flatten(1, 2)
 
 
@@ -60,24 +67,33 @@ def gla_bwd_torch(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
+    beta: Tensor | None,
+    skip: Tensor | None,
     initial_state: Tensor,
     cu_seqlens: Tensor | None,
     scale: float,
     chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns dq, dk, dv, dlog_decay and the gradient of the initial states."""
-    c = _Chunks(q, k, v, log_decay, initial_state, cu_seqlens, chunk_size)
-    do = scale * c.split(do)
-    dstate = dfinal.to(c.dtype).unflatten(1, (c.kv_heads, c.groups))
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Returns dq, dk, dv, dlog_decay, dbeta, dskip and the gradient of the initial states."""
+    c = _Chunks(q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, chunk_size)
+    do = c.split(do)
+    dskip = None if skip is None else (do * c.v).sum((0, 3, 4, 5)).flatten()
+    do, do_skip = scale * do, None if skip is None else c.skip * do
+    dstate = dfinal.to(c.dtype).unflatten(1, (c.kv_heads, -1))
     # gradients of the state after each chunk, and of the initial one
     dstates, dinitial = scan_chunks((c.from_start * c.q).mT @ do, c.decay, dstate, reverse=True)
 
-    scores, dscores = (c.q @ c.k.mT) * c.D, (do @ c.v.mT) * c.D
+    scores, dscores = (c.q @ c.k.mT) * c.D, (do @ c.w.mT) * c.D
     dq_start = c.from_start * (do @ c.states.mT)
-    dk_end = c.to_end * (c.v @ dstates.mT)
+    dk_end = c.to_end * (c.w @ dstates.mT)
     dq = dscores @ c.k + dq_start
     dk = dscores.mT @ c.q + dk_end
-    dv = scores.mT @ do + c.to_end * (c.k @ dstates)
+    dw = scores.mT @ do + c.to_end * (c.k @ dstates)
+    dv, dbeta = dw, None
+    if beta is not None:
+        dbeta = c.merge((dw * c.v).sum(-1, keepdim=True))[..., 0].to(beta.dtype)
+        dv = c.beta * dw
+    dv = dv if skip is None else dv + do_skip
     # g_t decays what i >= t read of the state before the chunk, what j < t leave in the state after it, what i >= t
     # read of j < t, and the state that passes through: four sums inside the chunk, none of which cancel
     pairs = (c.q @ c.k.mT) * dscores
@@ -85,21 +101,39 @@ def gla_bwd_torch(
     writes = (dk_end * c.k).sum(-1, keepdim=True)
     dg = (reads.tril() + writes.expand_as(pairs).triu(1)).sum(-2)
     dg = dg + ((dstates * c.states).sum((-1, -2)) * c.decay)[..., None]
-    dk, dv = (t.sum(2, keepdim=True) for t in (dk, dv))
-    dq, dk, dv = (c.merge(t).to(x.dtype) for t, x in ((dq, q), (dk, k), (dv, v)))
-    return dq, dk, dv, c.merge(dg[..., None])[..., 0].to(log_decay.dtype), dinitial.flatten(1, 2)
+    # the gradient of a shared head is the sum over the heads that share it
+    dq, dk, dv = (
+        c.merge(t if t.shape[2] == x.shape[2] else t.sum(2, keepdim=True)).to(x.dtype)
+        for t, x in ((dq, c.q), (dk, c.k), (dv, c.v))
+    )
+    dg = c.merge(dg[..., None])[..., 0].to(log_decay.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg, dbeta, dskip, dinitial.flatten(1, 2)
 
 
 def gla_step_torch(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, pool: Tensor, state_indices: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    skip: Tensor | None,
+    pool: Tensor,
+    state_indices: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Read one token [B, 1, heads, D] and update the state [B, H, K, V], or its pages in `pool`, in place."""
     (state,) = read_pages(state_indices, pool)
-    groups = q.shape[2] // k.shape[2]
-    query, keys, values = (t[:, 0].to(state.dtype) for t in (q, k, v))
-    if groups > 1:
-        keys, values = (t.repeat_interleave(groups, 1) for t in (keys, values))
+    heads = state.shape[1]
+    query, keys, values = (
+        t[:, 0].to(state.dtype)
+        if t.shape[2] == heads
+        else t[:, 0].to(state.dtype).repeat_interleave(heads // t.shape[2], 1)
+        for t in (q, k, v)
+    )
     decay = log_decay[:, 0].to(state.dtype).exp()[..., None, None]
-    state.mul_(decay).addcmul_(keys[..., :, None], values[..., None, :])
+    written = values if beta is None else values * beta[:, 0, :, None].to(state.dtype)
+    state.mul_(decay).addcmul_(keys[..., :, None], written[..., None, :])
     write_pages(state_indices, (pool,), (state,))
-    return (scale * (query[..., None, :] @ state)[..., 0, :]).to(q.dtype)[:, None]
+    o = scale * (query[..., None, :] @ state)[..., 0, :]
+    o = o if skip is None else o + skip[:, None].to(state.dtype) * values
+    return o.to(q.dtype)[:, None]

@@ -1,9 +1,19 @@
-"""Functions before and after a recurrence that treat each token alone: rotary embedding and unit norm of heads, and
-gated RMSNorm.
+"""Functions that treat each token alone: rotary embedding and unit norm of heads, gated RMSNorm, and the product of a
+SwiGLU.
 """
 
-from .naive import naive_gated_norm, naive_unit_heads
-from .op import gated_norm, unit_heads
+from .naive import naive_gated_norm, naive_gated_product, naive_unit_heads
+from .op import gated_norm, gated_product, runs_kernels, unit_heads
 from .torch_path import ACTIVATIONS, rotate
 
-__all__ = ["ACTIVATIONS", "gated_norm", "naive_gated_norm", "naive_unit_heads", "rotate", "unit_heads"]
+__all__ = [
+    "ACTIVATIONS",
+    "gated_norm",
+    "gated_product",
+    "naive_gated_norm",
+    "naive_gated_product",
+    "naive_unit_heads",
+    "rotate",
+    "runs_kernels",
+    "unit_heads",
+]

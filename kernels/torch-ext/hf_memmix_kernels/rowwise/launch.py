@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
-from .._launch import accumulator, cdiv, next_power_of_2
+from .._launch import accumulator, by_rows, cdiv, next_power_of_2
 from .kernels.gated_norm import gated_norm_bwd_kernel, gated_norm_fwd_kernel
+from .kernels.gated_product import gated_product_bwd_kernel, gated_product_fwd_kernel
 from .kernels.unit_heads import unit_heads_bwd_kernel, unit_heads_fwd_kernel
 
 TILE = 4096  # elements of each tensor that one program holds
+PRODUCT_TILE, PRODUCT_WARPS = 2048, 4  # the same of a program of the product, and its num_warps
 LOOPS = 16  # tiles per program in the backward of the norm, which sums the gradient of the weight over them
 
 
@@ -59,36 +61,41 @@ def unit_heads_bwd_triton(dy: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor
     return dx
 
 
-def _norm_arguments(y, gate, weight, eps, activation, norm_first, limit) -> dict:
+def _norm_arguments(y, gate, weight, eps, activation, norm_first, limit, gate_limit) -> tuple[Tensor | None, dict]:
+    """The gate, a copy if its rows lie too far apart, and the kernel arguments that forward and backward share."""
     D = y.shape[-1]
     block = next_power_of_2(D)
     R = _rows_per_program(block)
-    return {
+    place = 1, D
+    if gate is not None and not gate.is_contiguous():
+        gate, stride = by_rows(gate) if gate.dim() > 2 else (gate.contiguous(), D)
+        place = gate.shape[2:-1].numel(), stride
+    return gate, {
         "rows": y.numel() // max(1, D), "groups": weight.numel() // max(1, D), "eps": eps,
-        "limit": float("inf") if limit is None else limit, "D": D, "BD": block, "R": R,
+        "limits": tuple(float("inf") if x is None else float(x) for x in (limit, gate_limit)), "place": place,
+        "D": D, "BD": block, "R": R,
         "HAS_GATE": gate is not None, "GELU": activation == "gelu", "NORM_FIRST": norm_first,
         "ACC": accumulator(y.dtype), "num_warps": _warps(R, block),
     }  # fmt: skip
 
 
-def gated_norm_fwd_triton(y, gate, weight, eps, activation, norm_first, limit) -> Tensor:
-    """The output, contiguous, in the shape and dtype of y."""
+def gated_norm_fwd_triton(y, gate, weight, *options) -> Tensor:
+    """The output, contiguous, in the shape and dtype of y. `options` are those of `_norm_arguments`."""
     y, weight = y.contiguous(), weight.contiguous()
-    gate = None if gate is None else gate.contiguous()
     out = torch.empty_like(y)
     if y.numel():
-        arguments = _norm_arguments(y, gate, weight, eps, activation, norm_first, limit)
+        gate, arguments = _norm_arguments(y, gate, weight, *options)
         grid = (cdiv(arguments["rows"], arguments["R"]),)
         gated_norm_fwd_kernel[grid](y, gate, weight, out, **arguments)
     return out
 
 
-def gated_norm_bwd_triton(do, y, gate, weight, eps, activation, norm_first, limit):
+def gated_norm_bwd_triton(do, y, gate, weight, *options):
     """dy, dgate (None without a gate) and dweight, in the dtypes of their tensors."""
     y, weight, do = y.contiguous(), weight.contiguous(), do.contiguous()
-    gate = None if gate is None else gate.contiguous()
-    dy, dgate = torch.empty_like(y), None if gate is None else torch.empty_like(gate)
-    arguments = _norm_arguments(y, gate, weight, eps, activation, norm_first, limit)
+    dy = torch.empty_like(y)
+    dgate = None if gate is None else torch.empty_like(gate, memory_format=torch.contiguous_format)
+    gate, arguments = _norm_arguments(y, gate, weight, *options)
     groups, D = arguments["groups"], arguments["D"]
     # a program reads rows of one group only, so it sums the gradient of one row of weights
     per_group = cdiv(cdiv(arguments["rows"] // max(1, groups), arguments["R"]), LOOPS)
@@ -98,6 +105,28 @@ def gated_norm_bwd_triton(do, y, gate, weight, eps, activation, norm_first, limi
     if not y.numel():
         return dy, dgate, torch.zeros_like(weight)
     gated_norm_bwd_kernel[(groups * per_group,)](
-        do, y, gate, weight, dy, dgate, dweight, per_group=per_group, LOOPS=LOOPS, **arguments
+        do, (y, gate, weight), (dy, dgate, dweight), per_group=per_group, LOOPS=LOOPS, **arguments
     )
     return dy, dgate, dweight.sum(1).flatten().to(weight.dtype)
+
+
+def gated_product_fwd_triton(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, contiguous, in the dtype of the gate."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    if size := gate.numel():
+        gated_product_fwd_kernel[(cdiv(size, PRODUCT_TILE),)](
+            gate, up, out, size, BLOCK=PRODUCT_TILE, ACC=accumulator(gate.dtype), num_warps=PRODUCT_WARPS
+        )
+    return out
+
+
+def gated_product_bwd_triton(do: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up."""
+    do, gate, up = do.contiguous(), gate.contiguous(), up.contiguous()
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    if size := gate.numel():
+        gated_product_bwd_kernel[(cdiv(size, PRODUCT_TILE),)](
+            do, gate, up, dgate, dup, size, BLOCK=PRODUCT_TILE, ACC=accumulator(gate.dtype), num_warps=PRODUCT_WARPS
+        )
+    return dgate, dup

@@ -31,11 +31,22 @@ def naive_gated_norm(
     activation: str | None = "silu",
     norm_first: bool = True,
     limit: float | None = None,
+    gate_limit: float | None = None,
 ) -> Tensor:
     """`gated_norm` in float64; the result has the dtype of y."""
     x, w = y.double(), weight.double().view(-1, y.shape[-1])
     x = x if limit is None else x.clamp(-limit, limit)
-    a = torch.ones_like(x) if gate is None else ACTIVATIONS[activation](gate.double())
+    if gate is None:
+        a = torch.ones_like(x)
+    else:
+        gate = gate.double()
+        a = ACTIVATIONS[activation](gate if gate_limit is None else gate.clamp(-gate_limit, gate_limit))
     x = x if norm_first else x * a
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
     return (x * a if norm_first else x).to(y.dtype)
+
+
+def naive_gated_product(gate: Tensor, up: Tensor) -> Tensor:
+    """`gated_product` in float64; the result has the dtype of the gate."""
+    gate, up, dtype = gate.double(), up.double(), gate.dtype
+    return (ACTIVATIONS["silu"](gate) * up).to(dtype)

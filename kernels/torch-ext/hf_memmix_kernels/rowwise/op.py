@@ -10,13 +10,13 @@ from torch import Tensor
 
 from .._dispatch import use_triton
 from .._registration import eager_function, needs_op
-from .torch_path import ACTIVATIONS, gated_norm_torch, unit_heads_torch
+from .torch_path import ACTIVATIONS, gated_norm_torch, gated_product_torch, unit_heads_torch
 
 MAX_ROW = 16384  # elements per row; a program of the kernels holds a row in registers
 
 
-def _fused(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the Triton kernels run, one for the function and one for its gradient."""
+def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the functions run their Triton kernels on these tensors, one for a function and one for its gradient."""
     return not needs_op((x, *others)) and use_triton(x) and 0 < x.shape[-1] <= MAX_ROW
 
 
@@ -52,11 +52,28 @@ def _norm_bwd(ctx, do):
     from .launch import gated_norm_bwd_triton
 
     dy, dgate, dweight = gated_norm_bwd_triton(do, *ctx.saved_tensors, *ctx.options)
-    return dy, dgate, dweight, None, None, None, None
+    return dy, dgate, dweight, None, None, None, None, None
+
+
+def _product_fwd(*args):
+    from .launch import gated_product_fwd_triton
+
+    return gated_product_fwd_triton(*args)
+
+
+def _product_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _product_bwd(ctx, do):
+    from .launch import gated_product_bwd_triton
+
+    return gated_product_bwd_triton(do, *ctx.saved_tensors)
 
 
 _unit_heads = eager_function("unit_heads", _unit_fwd, _unit_bwd, _unit_context)
 _gated_norm = eager_function("gated_norm", _norm_fwd, _norm_bwd, _norm_context)
+_gated_product = eager_function("gated_product", _product_fwd, _product_bwd, _product_context)
 
 
 def unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
@@ -85,7 +102,7 @@ def unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) ->
             f"unit_heads: cos and sin must be [B={x.shape[0]}, T={x.shape[1]}, r] with 0 < 2 r <= {x.shape[-1]}, got"
             f" {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
-    if not _fused(x, cos, sin):
+    if not runs_kernels(x, cos, sin):
         return unit_heads_torch(x, cos, sin, eps)
     return _unit_heads(x, cos, sin, eps)
 
@@ -99,6 +116,7 @@ def gated_norm(
     activation: str | None = "silu",
     norm_first: bool = True,
     limit: float | None = None,
+    gate_limit: float | None = None,
     average_over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """RMSNorm with a gate: y / rms(y) * weight * act(gate), or, with `norm_first=False`, u / rms(u) * weight with
@@ -111,7 +129,7 @@ def gated_norm(
         eps: added to the mean square.
         activation: activation function of the gate, "silu" or "gelu".
         norm_first: whether the norm is computed before the gate is applied.
-        limit: y is clamped to [-limit, limit] first; None means no limit.
+        limit, gate_limit: y and the gate are clamped to [-limit, limit] first; None means no limit.
         average_over_ranks: the mean of a tensor over the ranks of tensor parallelism, if each rank has a part of D.
 
     Returns:
@@ -129,6 +147,28 @@ def gated_norm(
         )
     if gate is not None and activation not in ACTIVATIONS:
         raise ValueError(f"gated_norm: activation={activation!r} is not one of {list(ACTIVATIONS)}")
-    if average_over_ranks is not None or not _fused(y, gate, weight):
-        return gated_norm_torch(y, gate, weight, eps, activation, norm_first, limit, average_over_ranks)
-    return _gated_norm(y, gate, weight, eps, activation, norm_first, limit)
+    if average_over_ranks is not None or not runs_kernels(y, gate, weight):
+        return gated_norm_torch(y, gate, weight, eps, activation, norm_first, limit, gate_limit, average_over_ranks)
+    return _gated_norm(y, gate, weight, eps, activation, norm_first, limit, gate_limit)
+
+
+def gated_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, the product of a SwiGLU MLP.
+
+    Args:
+        gate, up: tensors of one shape and dtype.
+
+    Returns:
+        A tensor of this shape and dtype, computed in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: the shapes or dtypes differ.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"gated_product: gate and up must have one shape and dtype, got {tuple(gate.shape)} {gate.dtype} and"
+            f" {tuple(up.shape)} {up.dtype}"
+        )
+    if needs_op((gate, up)) or not use_triton(gate):
+        return gated_product_torch(gate, up)
+    return _gated_product(gate, up)

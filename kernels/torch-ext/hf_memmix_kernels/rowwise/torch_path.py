@@ -33,11 +33,14 @@ def gated_norm_torch(
     activation: str | None,
     norm_first: bool,
     limit: float | None,
+    gate_limit: float | None,
     average_over_ranks: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     dtype, act = compute_dtype(y.dtype), ACTIVATIONS.get(activation)
     x, w = y.to(dtype), weight.view(-1, y.shape[-1])
     x = x if limit is None else x.clamp(-limit, limit)
+    if gate is not None and gate_limit is not None:
+        gate = gate.clamp(-gate_limit, gate_limit)
     if gate is not None and not norm_first:
         x = x * act(gate.to(dtype))
     mean_square = x.square().mean(-1, keepdim=True)
@@ -48,3 +51,7 @@ def gated_norm_torch(
         return (w * x.to(y.dtype)).to(y.dtype)
     x = (x * w).to(y.dtype)
     return x if gate is None else x * act(gate)
+
+
+def gated_product_torch(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up

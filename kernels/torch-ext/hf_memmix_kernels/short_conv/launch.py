@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .._chunks import chunk_table
 from .._common import compute_dtype, num_sequences
-from .._launch import accumulator, cdiv, next_power_of_2, page_strides
+from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
 from .kernels.backward import short_conv_bwd_kernel
 from .kernels.forward import short_conv_fwd_kernel
 from .kernels.step import short_conv_step_kernel
@@ -21,18 +21,6 @@ def _launch_shape(x: Tensor, cu_seqlens: Tensor | None, BT: int):
     return first, sequence, 1, bound
 
 
-def _tokens(x: Tensor) -> tuple[Tensor, int]:
-    """x [B, T, C], copied unless its tokens lie at equal distances, and this distance in elements.
-
-    A part of the channels of a larger tensor is read where it is.
-    """
-    batch, length, channels = x.shape
-    distance = x.stride(1) if length > 1 else x.stride(0) if batch > 1 else channels
-    if x.stride(2) != 1 or (batch > 1 and x.stride(0) != length * distance):
-        return x.contiguous(), channels
-    return x, distance
-
-
 def short_conv_fwd_triton(
     x: Tensor,
     weight: Tensor,
@@ -41,9 +29,10 @@ def short_conv_fwd_triton(
     cu_seqlens: Tensor | None,
     lengths: Tensor | None,
     silu: bool,
+    limit: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns y [B, T, C] and the final states [N, C, K-1], both in x.dtype."""
-    (x, S), weight = _tokens(x), weight.contiguous()
+    (x, stride), weight = by_rows(x), weight.contiguous()
     (_, T, C), K = x.shape, weight.shape[1]
     N = num_sequences(x.shape[0], cu_seqlens)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -56,9 +45,10 @@ def short_conv_fwd_triton(
     BT, BC = (64 if T > 512 else 16), min(512, next_power_of_2(C))
     first, sequence, NT, tiles = _launch_shape(x, cu_seqlens, BT)
     short_conv_fwd_kernel[(tiles, cdiv(C, BC))](
-        (x, weight, bias, initial_state), y, final, (cu_seqlens, first, sequence, lengths), T, NT, N, C, S,
+        (x, weight, bias, initial_state), y, final, (cu_seqlens, first, sequence, lengths), T, NT, N, C, stride,
         K=K, BT=BT, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None,
-        HAS_STATE=initial_state is not None, PACKED=cu_seqlens is not None, RAGGED=lengths is not None, num_warps=4,
+        HAS_STATE=initial_state is not None, PACKED=cu_seqlens is not None, RAGGED=lengths is not None, LIMIT=limit,
+        num_warps=4,
     )  # fmt: skip
     return y, final
 
@@ -73,12 +63,14 @@ def short_conv_bwd_triton(
     cu_seqlens: Tensor | None,
     lengths: Tensor | None,
     silu: bool,
+    limit: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dx, dweight, dbias [C] and the gradient of the initial states [N, C, K-1]."""
-    dy, dstate, x, weight = dy.contiguous(), dstate.contiguous(), x.contiguous(), weight.contiguous()
+    dy, dstate, weight = dy.contiguous(), dstate.contiguous(), weight.contiguous()
+    x, stride = by_rows(x)
     initial_state = None if initial_state is None else initial_state.contiguous()
     (_, T, C), K = x.shape, weight.shape[1]
-    dx = torch.zeros_like(x) if lengths is not None else torch.empty_like(x)
+    dx = (torch.zeros_like if lengths is not None else torch.empty_like)(x, memory_format=torch.contiguous_format)
     dinitial = dstate.clone()
     BT, BC = (128 if T > 512 else 32), min(256, next_power_of_2(C))
     first, sequence, NT, tiles = _launch_shape(x, cu_seqlens, BT)
@@ -88,19 +80,26 @@ def short_conv_bwd_triton(
     )
     short_conv_bwd_kernel[(tiles, cdiv(C, BC))](
         (dy, dstate), (x, weight, bias, initial_state), (dx, dparams, dinitial),
-        (cu_seqlens, first, sequence, lengths), T, NT, num_sequences(x.shape[0], cu_seqlens), C,
+        (cu_seqlens, first, sequence, lengths), T, NT, num_sequences(x.shape[0], cu_seqlens), C, stride,
         K=K, BT=BT, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None,
-        HAS_STATE=initial_state is not None, PACKED=cu_seqlens is not None, RAGGED=lengths is not None, num_warps=4,
+        HAS_STATE=initial_state is not None, PACKED=cu_seqlens is not None, RAGGED=lengths is not None, LIMIT=limit,
+        num_warps=4,
     )  # fmt: skip
     dparams = dparams.sum(0)
     return dx, dparams[:K].T.contiguous(), dparams[K].clone(), dinitial
 
 
 def short_conv_step_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, state_indices: Tensor | None, silu: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    state_indices: Tensor | None,
+    silu: bool,
+    limit: float | None,
 ) -> Tensor:
     """One launch that reads one token [B, 1, C] and shifts `state` [B, C, K-1], or its pages, in place."""
-    (x, S), weight = _tokens(x), weight.contiguous()
+    (x, stride), weight = by_rows(x), weight.contiguous()
     B, _, C = x.shape
     K = weight.shape[1]
     in_place = state_indices is not None or state.is_contiguous()
@@ -108,8 +107,8 @@ def short_conv_step_triton(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     BC = min(256, next_power_of_2(C))
     short_conv_step_kernel[(B, cdiv(C, BC))](
-        x, weight, bias, target, state_indices, *page_strides(state_indices, target), y, C, S,
-        K=K, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None, num_warps=2,
+        x, weight, bias, target, state_indices, *page_strides(state_indices, target), y, C, stride,
+        K=K, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None, LIMIT=limit, num_warps=2,
     )  # fmt: skip
     if not in_place:
         state.copy_(target)

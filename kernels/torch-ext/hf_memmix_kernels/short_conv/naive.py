@@ -14,6 +14,7 @@ def naive_short_conv(
     bias: Tensor | None = None,
     *,
     activation: str | None = "silu",
+    limit: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -21,6 +22,7 @@ def naive_short_conv(
     """Shapes as `short_conv`; everything is computed and returned in float64, differentiable by plain autograd."""
     taps = weight.shape[1]
     x, weight = x.double(), weight.double()
+    x = x if limit is None else x.clamp(-limit, limit)
     bias = None if bias is None else bias.double()
     if cu_seqlens is None:
         spans = [(row, 0, x.shape[1] if lengths is None else int(lengths[row])) for row in range(x.shape[0])]

@@ -21,16 +21,17 @@ def _fwd(
     cu_seqlens: Tensor | None,
     lengths: Tensor | None,
     silu: bool,
+    limit: float | None,
 ) -> tuple[Tensor, Tensor]:
     if use_triton(x):
         from .launch import short_conv_fwd_triton as fwd
     else:
         fwd = short_conv_fwd_torch
-    return fwd(x, weight, bias, initial_state, cu_seqlens, lengths, silu)
+    return fwd(x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit)
 
 
 @_fwd.register_fake
-def _(x, weight, bias, initial_state, cu_seqlens, lengths, silu):
+def _(x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit):
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(
         sequences, x.shape[2], weight.shape[1] - 1
@@ -48,17 +49,18 @@ def _bwd(
     cu_seqlens: Tensor | None,
     lengths: Tensor | None,
     silu: bool,
+    limit: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if use_triton(x):
         from .launch import short_conv_bwd_triton as bwd
     else:
         bwd = short_conv_bwd_torch
-    dx, dweight, dbias, dinitial = bwd(dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, silu)
+    dx, dweight, dbias, dinitial = bwd(dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit)
     return dx, dweight.to(weight.dtype), dbias.to(weight.dtype if bias is None else bias.dtype), dinitial.to(x.dtype)
 
 
 @_bwd.register_fake
-def _(dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, silu):
+def _(dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit):
     dbias = weight.new_empty(weight.shape[0], dtype=weight.dtype if bias is None else bias.dtype)
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
@@ -69,16 +71,18 @@ def _(dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, silu):
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.silu = inputs
+    *tensors, ctx.silu, ctx.limit = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, dy, dstate):
     x, weight, bias, initial_state, cu_seqlens, lengths = ctx.saved_tensors
-    dx, dweight, dbias, dinitial = _bwd(dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, ctx.silu)
+    dx, dweight, dbias, dinitial = _bwd(
+        dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, ctx.silu, ctx.limit
+    )
     dbias = None if bias is None else dbias
     dinitial = None if initial_state is None else dinitial.to(initial_state.dtype)
-    return dx, dweight, dbias, dinitial, None, None, None
+    return dx, dweight, dbias, dinitial, None, None, None, None
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
@@ -86,17 +90,23 @@ _fwd.register_autograd(_backward, setup_context=_setup_context)
 
 @step_op("hf_memmix::short_conv_step", mutates_args=("state",))
 def _step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, state_indices: Tensor | None, silu: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    state_indices: Tensor | None,
+    silu: bool,
+    limit: float | None,
 ) -> Tensor:
     if use_triton(x):
         from .launch import short_conv_step_triton as step
     else:
         step = short_conv_step_torch
-    return step(x, weight, bias, state, state_indices, silu)
+    return step(x, weight, bias, state, state_indices, silu, limit)
 
 
 @_step.register_fake
-def _(x, weight, bias, state, state_indices, silu):
+def _(x, weight, bias, state, state_indices, silu, limit):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -121,6 +131,7 @@ def short_conv(
     bias: Tensor | None = None,
     *,
     activation: str | None = "silu",
+    limit: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -132,6 +143,7 @@ def short_conv(
         weight: [C, K]; tap K-1 multiplies the current token.
         bias: [C] or None.
         activation: "silu" or None.
+        limit: x is clamped to [-limit, limit] first, and its gradient is zero from there on; None means no limit.
         initial_state: [N, C, K-1], the K-1 inputs before the first token, oldest first; zeros when None.
         cu_seqlens: [N+1] integer offsets of packed sequences; B must be 1. N = B without it.
         lengths: [B] number of valid tokens of each right-padded row. At padded tokens y and dx are zero for every x.
@@ -153,7 +165,7 @@ def short_conv(
     expected = (num_sequences(x.shape[0], cu_seqlens), x.shape[2], weight.shape[1] - 1)
     if initial_state is not None and tuple(initial_state.shape) != expected:
         raise ValueError(f"short_conv: initial_state must be {expected}, got {tuple(initial_state.shape)}.")
-    return _fwd(x, weight, bias, initial_state, cu_seqlens, lengths, silu)
+    return _fwd(x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit)
 
 
 def short_conv_step(
@@ -163,12 +175,13 @@ def short_conv_step(
     state: Tensor,
     activation: str | None = "silu",
     *,
+    limit: float | None = None,
     state_indices: Tensor | None = None,
 ) -> Tensor:
     """One token of `short_conv`, without autograd.
 
     Args:
-        x: [B, 1, C]; weight, bias, activation: as in `short_conv`.
+        x: [B, 1, C]; weight, bias, activation, limit: as in `short_conv`.
         state: [B, C, K-1], shifted IN PLACE; with `state_indices` pages [pages, C, K-1].
         state_indices: int32 or int64 [B], the page of each row; see kernels/README.md.
 
@@ -183,4 +196,4 @@ def short_conv_step(
         raise ValueError(f"short_conv_step takes one token, got T={x.shape[1]}; use short_conv for more.")
     expected = (x.shape[0], x.shape[2], weight.shape[1] - 1)
     check_step_states("short_conv_step", (state,), (expected,), state_indices, any_stride=True)
-    return _step(x, weight, bias, state, state_indices, silu)
+    return _step(x, weight, bias, state, state_indices, silu, limit)

@@ -72,6 +72,10 @@ class _Window:
         return buffer
 
 
+def _cut(x: Tensor, limit: float | None) -> Tensor:
+    return x if limit is None else x.clamp(-limit, limit)
+
+
 def _preactivation(window: _Window, buffer: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     z = window.tap(buffer, 0) * weight[:, 0]
     for j in range(1, window.taps):
@@ -87,9 +91,11 @@ def short_conv_fwd_torch(
     cu_seqlens: Tensor | None,
     lengths: Tensor | None,
     silu: bool,
+    limit: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns y [B, T, C] and the final states [N, C, K-1], both in x.dtype."""
     dtype = compute_dtype(x.dtype)
+    x = _cut(x, limit)
     window = _Window(x, weight.shape[1], cu_seqlens, lengths)
     buffer = window.fill(x, initial_state, dtype)
     z = _preactivation(window, buffer, weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -109,9 +115,12 @@ def short_conv_bwd_torch(
     cu_seqlens: Tensor | None,
     lengths: Tensor | None,
     silu: bool,
+    limit: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dx, dweight, dbias [C] and the gradient of the initial states [N, C, K-1]."""
     dtype = compute_dtype(x.dtype)
+    inside = None if limit is None else x.abs() < limit
+    x = _cut(x, limit)
     window = _Window(x, weight.shape[1], cu_seqlens, lengths)
     buffer = window.fill(x, initial_state, dtype)
     w = weight.to(dtype)
@@ -129,16 +138,24 @@ def short_conv_bwd_torch(
     dweight = torch.stack([(dz * window.tap(buffer, j)).sum((0, 1)) for j in range(window.taps)], -1)
     dinitial = dbuffer[window.heads].transpose(1, 2).contiguous()
     dx = torch.empty_like(x, memory_format=torch.contiguous_format).copy_(window.tokens_of(dbuffer))
+    if inside is not None:
+        dx *= inside
     return dx, dweight, dz.sum((0, 1)), dinitial
 
 
 def short_conv_step_torch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, state_indices: Tensor | None, silu: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pool: Tensor,
+    state_indices: Tensor | None,
+    silu: bool,
+    limit: float | None,
 ) -> Tensor:
     """Read one token [B, 1, C] and shift the state [B, C, K-1], or its pages in `pool`, in place."""
     (state,) = read_pages(state_indices, pool)
     dtype = compute_dtype(x.dtype)
-    window = torch.cat([state.to(dtype), x.mT.to(dtype)], -1)
+    window = torch.cat([state.to(dtype), _cut(x, limit).mT.to(dtype)], -1)
     z = (window * weight.to(dtype)).sum(-1)
     z = z if bias is None else z + bias.to(dtype)
     state.copy_(window[..., 1:])

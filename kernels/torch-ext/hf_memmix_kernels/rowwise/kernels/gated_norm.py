@@ -21,12 +21,20 @@ def _cut(b_y, limit):
 
 
 @triton.jit
+def _gate_offsets(i_r, o_d, place, D: tl.constexpr):
+    """Where the rows of the gate lie: `per_token` rows one after another, and the tokens `stride` elements apart."""
+    per_token, stride = place
+    return ((i_r // per_token).to(tl.int64) * stride + i_r % per_token * D)[:, None] + o_d[None, :]
+
+
+@triton.jit
 def gated_norm_fwd_kernel(
-    y, gate, weight, out, rows, groups, eps, limit,
+    y, gate, weight, out, rows, groups, eps, limits, place,
     D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, HAS_GATE: tl.constexpr, GELU: tl.constexpr,
     NORM_FIRST: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """The output of R rows."""
+    limit, gate_limit = limits
     i_r, o_d = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, BD)
     m = (i_r < rows)[:, None] & (o_d < D)[None, :]
     o = i_r[:, None] * D + o_d[None, :]
@@ -34,7 +42,8 @@ def gated_norm_fwd_kernel(
     b_y = _cut(b_y, limit)
     b_w = tl.load(weight + (i_r % groups)[:, None] * D + o_d[None, :], mask=m, other=0).to(ACC)
     if HAS_GATE:
-        b_a, _ = _activation(tl.load(gate + o, mask=m, other=0).to(ACC), GELU)
+        b_g = tl.load(gate + _gate_offsets(i_r, o_d, place, D), mask=m, other=0).to(ACC)
+        b_a, _ = _activation(_cut(b_g, gate_limit), GELU)
         if NORM_FIRST:
             b_w *= b_a
         else:
@@ -45,7 +54,7 @@ def gated_norm_fwd_kernel(
 
 @triton.jit
 def gated_norm_bwd_kernel(
-    do, y, gate, weight, dy, dgate, dweight, per_group, rows, groups, eps, limit,
+    do, inputs, grads, per_group, rows, groups, eps, limits, place,
     LOOPS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, HAS_GATE: tl.constexpr,
     GELU: tl.constexpr, NORM_FIRST: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -53,6 +62,9 @@ def gated_norm_bwd_kernel(
 
     n = u / rms(u); with dn the gradient of n, du = (dn - n mean(dn n)) / rms(u).
     """
+    y, gate, weight = inputs
+    dy, dgate, dweight = grads
+    limit, gate_limit = limits
     i_g, i_p = tl.program_id(0) // per_group, tl.program_id(0) % per_group
     o_d = tl.arange(0, BD)
     m_d = o_d < D
@@ -69,7 +81,9 @@ def gated_norm_bwd_kernel(
         b_y = _cut(b_y, limit)
         b_u, b_a, b_slope = b_y, b_do, b_do
         if HAS_GATE:
-            b_a, b_slope = _activation(tl.load(gate + o, mask=m, other=0).to(ACC), GELU)
+            b_g = tl.load(gate + _gate_offsets(i_r, o_d, place, D), mask=m, other=0).to(ACC)
+            b_a, b_slope = _activation(_cut(b_g, gate_limit), GELU)
+            b_slope = tl.where(tl.abs(b_g) > gate_limit, 0, b_slope)
             if not NORM_FIRST:
                 b_u = b_y * b_a
         b_scale = (1 / tl.sqrt(tl.sum(b_u * b_u, 1) / D + eps))[:, None]

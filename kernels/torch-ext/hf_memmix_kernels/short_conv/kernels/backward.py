@@ -5,14 +5,15 @@ preactivation in registers.
 import triton
 import triton.language as tl
 
-from .tiles import PREFETCH, load_window, locate_tile
+from .tiles import PREFETCH, cut, load_window, locate_tile
 
 
 @triton.jit
 def short_conv_bwd_kernel(
-    upstream, inputs, grads, layout, T, NT, N, C,
+    upstream, inputs, grads, layout, T, NT, N, C, stride,
     K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, ACC: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     """dx of one tile and its share of dw and db [K + 1, C]; a sequence's first tile writes the state's gradient."""
     dy, dfinal = upstream
@@ -31,7 +32,7 @@ def short_conv_bwd_kernel(
     b_b = zero
     if HAS_BIAS:
         b_b = tl.load(bias + o_c, mask=m_c, other=0).to(ACC)
-    w, xs = load_window(x, weight, state, o_c, m_c, o_n, bos, start, length, C, C, K, ACC, HAS_STATE)
+    w, xs = load_window(x, stride, weight, state, o_c, m_c, o_n, bos, start, length, C, K, ACC, HAS_STATE, LIMIT)
     dzs, dws = (), ()
     for _ in tl.static_range(K):
         dzs = dzs + (zero,)
@@ -42,7 +43,8 @@ def short_conv_bwd_kernel(
         rows_x, rows_dy = (), ()
         for u in tl.static_range(PREFETCH):
             m_u = m_c & (t + u < length)
-            rows_x = rows_x + (tl.load(x + (bos + t + u) * C + o_c, mask=m_u, other=0).to(ACC),)
+            b_x = tl.load(x + (bos + t + u) * stride + o_c, mask=m_u, other=0).to(ACC)
+            rows_x = rows_x + (cut(b_x, LIMIT),)
             rows_dy = rows_dy + (tl.load(dy + (bos + t + u) * C + o_c, mask=m_u, other=0).to(ACC),)
         for u in tl.static_range(PREFETCH):
             i_s = t + u
@@ -68,9 +70,12 @@ def short_conv_bwd_kernel(
             o_f = i_p - (length - (K - 1))
             m_p = (i_p < stop) & (i_p < length)
             b_dx += tl.load(dfinal + o_n + o_f, mask=m_c & (o_f >= 0) & m_p, other=0).to(ACC)
-            tl.store(dx + (bos + i_p) * C + o_c, b_dx.to(dx.dtype.element_ty), mask=m_c & (i_p >= start) & m_p)
             m_s = (i_p < 0) & (start == 0)
             tl.store(dstate + o_n + i_s, b_dx.to(dstate.dtype.element_ty), mask=m_c & m_s)
+            if LIMIT is not None:
+                # xs[0] is the input whose gradient this is
+                b_dx = tl.where(tl.abs(xs[0]) < LIMIT, b_dx, 0)
+            tl.store(dx + (bos + i_p) * C + o_c, b_dx.to(dx.dtype.element_ty), mask=m_c & (i_p >= start) & m_p)
     p_w = dparams + i_t.to(tl.int64) * (K + 1) * C + o_c
     for j in tl.static_range(K):
         tl.store(p_w + j * C, dws[j], mask=m_c)

@@ -4,22 +4,22 @@ import triton
 import triton.language as tl
 
 from ..._page_offset import state_offset
+from .tiles import cut
 
 
 @triton.jit
 def short_conv_step_kernel(
-    x, weight, bias, state, pages, stride, y, C, S,
+    x, weight, bias, state, pages, stride, y, C, x_stride,
     K: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, ACC: tl.constexpr, HAS_BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """One token of one sequence and block of channels: y, and the state shifted by one. The tokens of x lie S elements
-    apart.
-    """
+    """One token of one sequence and block of channels: y, and the state shifted by one."""
     i_b, i_c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_c = i_c * BC + tl.arange(0, BC)
     m_c = o_c < C
     p_s = state + state_offset(i_b, 1, C * (K - 1), pages, stride) + o_c * (K - 1)
-    b_x = tl.load(x + i_b * S + o_c, mask=m_c, other=0)
-    b_z = b_x.to(ACC) * tl.load(weight + o_c * K + K - 1, mask=m_c, other=0).to(ACC)
+    b_x = cut(tl.load(x + i_b * x_stride + o_c, mask=m_c, other=0).to(ACC), LIMIT)
+    b_z = b_x * tl.load(weight + o_c * K + K - 1, mask=m_c, other=0).to(ACC)
     if HAS_BIAS:
         b_z += tl.load(bias + o_c, mask=m_c, other=0).to(ACC)
     for j in tl.static_range(K - 1):

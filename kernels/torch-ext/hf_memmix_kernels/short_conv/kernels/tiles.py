@@ -31,18 +31,28 @@ def locate_tile(
 
 
 @triton.jit
+def cut(b_x, LIMIT: tl.constexpr):
+    """b_x clamped to [-LIMIT, LIMIT]; NaN stays NaN. None means no limit."""
+    if LIMIT is None:
+        return b_x
+    else:
+        return tl.where(b_x > LIMIT, LIMIT, tl.where(b_x < -LIMIT, -LIMIT, b_x))
+
+
+@triton.jit
 def load_window(
-    x, weight, state, o_c, m_c, o_n, bos, start, length, C, S,
-    K: tl.constexpr, ACC: tl.constexpr, HAS_STATE: tl.constexpr,
+    x, stride, weight, state, o_c, m_c, o_n, bos, start, length, C,
+    K: tl.constexpr, ACC: tl.constexpr, HAS_STATE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """The taps, and the last K inputs before the tile, oldest first; the loop replaces the oldest at its
-    first token. The tokens of x lie S elements apart.
+    first token.
     """
     w, xs = (), ()
     for j in tl.static_range(K):
         w = w + (tl.load(weight + o_c * K + j, mask=m_c, other=0).to(ACC),)
         o_s = start - K + j
-        b_x = tl.load(x + (bos + o_s) * S + o_c, mask=m_c & (o_s >= 0) & (o_s < length), other=0).to(ACC)
+        b_x = tl.load(x + (bos + o_s) * stride + o_c, mask=m_c & (o_s >= 0) & (o_s < length), other=0).to(ACC)
+        b_x = cut(b_x, LIMIT)
         if HAS_STATE:
             b_x += tl.load(state + o_n + (o_s + K - 1), mask=m_c & (o_s < 0) & (o_s + K > 0), other=0).to(ACC)
         xs = xs + (b_x,)

@@ -9,30 +9,41 @@ import torch
 
 from .._chunks import chunk_table
 from .._launch import accumulator, cdiv, next_power_of_2, page_strides
-from .kernels.backward import gka_bwd_kernel_dkv, gka_bwd_kernel_read, gka_bwd_kernel_ridge, gka_bwd_kernel_scan
-from .kernels.forward import gka_fwd_kernel_read, gka_fwd_kernel_scan
+from .kernels.backward import gka_bwd_kernel_dk, gka_bwd_kernel_dv, gka_bwd_kernel_read, gka_bwd_kernel_ridge
+from .kernels.forward import gka_fwd_kernel_read
+from .kernels.scan import gka_bwd_kernel_scan, gka_fwd_kernel_scan
 from .kernels.solve import gka_kernel_solve, gka_kernel_steps
 from .kernels.step import gka_step_kernel
-from .schedule import richardson_steps
+from .schedule import gradient_phases, richardson_steps
 
-SHARED_MEMORY_ROW = 256  # bytes of a state's row at which a chunk of 64 tokens just fits a multiprocessor
-SCAN_TILE = 64
-# (num_warps, num_stages) by kernel, for head sizes up to 64 and above; measured on an H200: README.md
+SMALL_ROW = 256  # bytes of a row of float32 states at which a chunk of 64 tokens just fits a multiprocessor
+ROWS_OF_TILE, COLUMNS_OF_TILE = 128, 64  # of the forward scan; the backward scan has square tiles
+BLOCK = 64  # columns that the backward kernels read at a time
+SCAN_PROGRAMS = 256  # with fewer programs a scan leaves multiprocessors idle
+MAX_PARTS, CHUNKS_OF_PART = 32, 8
+CHAINS = 4  # independent sums of a product with H in the decode step
+# (num_warps, num_stages) by kernel, for head sizes up to 64, 128 and 256; measured on an H200: README.md
 LAUNCH = {
-    "fwd_scan": ((4, 3), (4, 3)),
-    "solve": ((4, 1), (4, 1)),
-    "fwd_read": ((4, 1), (4, 1)),
-    "bwd_read": ((4, 1), (4, 1)),
-    "ridge": ((4, 1), (4, 1)),
-    "bwd_scan": ((4, 2), (4, 2)),
-    "bwd_dkv": ((4, 1), (4, 1)),
+    "fwd_scan": ((4, 3), (4, 3), (4, 3)),
+    "solve": ((4, 1), (4, 1), (8, 1)),
+    "fwd_read": ((4, 1), (4, 1), (8, 1)),
+    "bwd_read": ((4, 1), (4, 1), (8, 1)),
+    "ridge": ((4, 1), (4, 1), (8, 1)),
+    "bwd_scan": ((4, 2), (4, 2), (4, 2)),
+    "bwd_dv": ((4, 2), (4, 2), (8, 2)),
+    "bwd_dk": ((4, 2), (4, 2), (8, 2)),
 }
 
 
 def chunk_length(dim: int, dtype: torch.dtype) -> int | None:
-    """Tokens per chunk: 64, or 32 if the state is twice as wide and must fit too; None if no state fits."""
+    """Tokens per chunk: 64, or 32 if the state is twice as wide and must fit too; None if no state fits.
+
+    In 16 bits a chunk always has 64 tokens: the tensor cores of an H200 take no fewer rows.
+    """
+    if dtype.itemsize == 2:
+        return 64
     row = next_power_of_2(dim) * dtype.itemsize
-    return 64 if row <= SHARED_MEMORY_ROW else 32 if row <= 2 * SHARED_MEMORY_ROW else None
+    return 64 if row <= SMALL_ROW else 32 if row <= 2 * SMALL_ROW else None
 
 
 class _Launch:
@@ -56,44 +67,57 @@ class _Launch:
         self.by_chunk = (cu, first, sequence), self.N, length, per_sequence
         self.heads = {"H": self.H, "D": self.D, "DK": self.DK, "C": self.C}
         self.sizes = {**self.heads, "HK": self.HK, "DVR": self.DVR}
-        # with few sequences tiles are smaller, so that the sequential scans still fill the GPU
-        tile = min(SCAN_TILE if self.N * self.H >= 32 else 32, self.DK)
-        self.tiles = {"TILE": tile}
-        self.tile_count = (self.DK // tile) ** 2
+        self.blocks = {**self.sizes, "BLOCK": min(BLOCK, self.DK)}
         # all grids have one dimension: the others are limited to 65535, and there may be more sequences or chunks
-        self.scan_grid = (self.tile_count * self.N * self.H,)
         self.chunk_grid = (self.chunks * self.H,)
 
     def options(self, kernel: str) -> dict[str, int]:
         """num_warps and num_stages of a kernel."""
-        warps, stages = LAUNCH[kernel][self.D > 64]
+        warps, stages = LAUNCH[kernel][(self.DK > 64) + (self.DK > 128)]
         return {"num_warps": warps, "num_stages": stages}
 
-    def scratch(self, more: int = 0) -> torch.Tensor:
-        return self.q.new_empty(self.chunks + more, self.H, self.DK, self.DK)
+    def scratch(self) -> torch.Tensor:
+        return self.q.new_empty(self.chunks, self.H, self.DK, self.DK)
 
     def gates(self, count: int) -> list[torch.Tensor]:
         return [self.q.new_empty(self.q.shape[:3], dtype=torch.float32) for _ in range(count)]
 
+    def tile(self, kernel: str) -> tuple[int, int]:
+        """Rows and columns of a scan's tile."""
+        rows = ROWS_OF_TILE if kernel == "fwd_scan" else COLUMNS_OF_TILE
+        return min(rows, self.DK), min(COLUMNS_OF_TILE, self.DK)
+
+    def scan(self, function, kernel: str, *arguments) -> None:
+        """Launch a scan: at once, or in parts of the sequences if there are few of them."""
+        TI, TJ = self.tile(kernel)
+        options = self.options(kernel)
+        sizes = {**self.sizes, "TI": TI, "TJ": TJ, "STAGES": options["num_stages"], **options}
+        heads = self.N * self.H
+        programs = 2 * (self.DK // TI) * (self.DK // TJ) * heads
+        parts = max(1, min(SCAN_PROGRAMS // programs, self.chunks // self.N // CHUNKS_OF_PART, MAX_PARTS))
+        if 2 * programs > SCAN_PROGRAMS:
+            parts = 1
+        added = self.q.new_empty(heads, parts, 2, self.DK, self.DK, dtype=torch.float32) if parts > 1 else None
+        decays = self.q.new_empty(heads, parts, dtype=torch.float32) if parts > 1 else None
+        for sums in (True, False) if parts > 1 else (False,):
+            function[(programs * parts,)](*arguments, (added, decays), *self.by_sequence, parts, **sizes, SUMS=sums)
+
     def scan_states(self, k, v, log_decay, beta, h0, u0):
-        """Scratch H0 [chunks, H, DK, DK], U0^T [chunks + N, H, DK, DK], and the final states."""
-        H0, UT0 = self.scratch(), self.scratch(more=self.N)
+        """Scratch H0 and U0^T [chunks, H, DK, DK], and the final states."""
+        H0, UT0 = self.scratch(), self.scratch()
         h_final, u_final = torch.empty_like(h0), torch.empty_like(u0)
-        gka_fwd_kernel_scan[self.scan_grid](
-            (k, v, log_decay, beta), (h0, u0), (H0, UT0), (h_final, u_final), *self.by_sequence,
-            **self.sizes, **self.tiles, **self.options("fwd_scan"),
-        )  # fmt: skip
+        self.scan(gka_fwd_kernel_scan, "fwd_scan", (k, v, log_decay, beta), (h0, u0), (H0, UT0), (h_final, u_final))
         return H0, UT0, h_final, u_final
 
-    def solve(self, high, low, factor, k, log_decay, beta, H0, x):
+    def solve(self, phases, high, low, factor, k, log_decay, beta, H0, x, parked):
         """Write the solution for factor * (high + low) into x; returns |H_t| [B, T, H]."""
         (norms,) = self.gates(1)
-        steps = [tau for count in self.phases for tau in richardson_steps(count, self.ridge)]
-        table = norms.new_empty(len(self.phases) + len(steps))
-        gka_kernel_steps[(1,)](table, VALUES=(*map(float, self.phases), *steps), num_warps=1)
+        steps = [tau for count in phases for tau in richardson_steps(count, self.ridge)]
+        table = norms.new_empty(len(phases) + len(steps))
+        gka_kernel_steps[(1,)](table, VALUES=(*map(float, phases), *steps), num_warps=1)
         gka_kernel_solve[self.chunk_grid](
-            (high, low, factor), (k, log_decay, beta, H0), x, norms, *self.by_chunk, table, self.ridge,
-            PHASES=len(self.phases), **self.heads, HK=self.HK, **self.options("solve"),
+            (high, low, factor), (k, log_decay, beta, H0), (x, parked, norms), *self.by_chunk, table, self.ridge,
+            PHASES=len(phases), **self.heads, HK=self.HK, **self.options("solve"),
         )  # fmt: skip
         return norms
 
@@ -104,7 +128,7 @@ def gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, rid
     launch = _Launch(q, k, v, cu_seqlens, phases, ridge)
     H0, UT0, h_final, u_final = launch.scan_states(k, v, log_decay, beta, h0, u0)
     x = torch.empty_like(q, dtype=torch.float32)
-    launch.solve(q, None, None, k, log_decay, beta, H0, x)
+    launch.solve(launch.phases, q, None, None, k, log_decay, beta, H0, x, x)
     o = q.new_empty(*q.shape[:3], v.shape[-1])
     gka_fwd_kernel_read[launch.chunk_grid](
         (q, k, v, log_decay, alpha, beta), UT0, x, o, *launch.by_chunk, scale,
@@ -121,9 +145,9 @@ def gka_backward(
         t.contiguous() for t in (do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x)
     )
     launch = _Launch(q, k, v, cu_seqlens, phases, ridge)
-    H0, UT0, h_final, u_final = launch.scan_states(k, v, log_decay, beta, h0, u0)
+    H0, UT0, *_ = launch.scan_states(k, v, log_decay, beta, h0, u0)
 
-    # to save memory, dq and z first hold the high and low part of the solver's right side
+    # to save memory, dq and z first hold the high and low part of the solver's right side, and E what it parks
     dq, z = torch.empty_like(q), torch.empty_like(q)
     low = None if q.dtype == torch.float32 else z
     dalpha, local, ridge_t, from_start = launch.gates(4)
@@ -132,31 +156,36 @@ def gka_backward(
         inputs, UT0, x, do, (dq, low, dalpha, local), *launch.by_chunk, scale,
         **launch.sizes, **launch.options("bwd_read"),
     )  # fmt: skip
-    norms = launch.solve(dq, low, alpha, k, log_decay, beta, H0, z)
+    size = launch.chunks * launch.H * launch.DK**2
+    memory = q.new_empty(max(size, -(-4 * q.numel() // q.itemsize)))
+    E, parked = memory[:size], memory.view(torch.float32)
+    norms = launch.solve(gradient_phases(phases), dq, low, alpha, k, log_decay, beta, H0, z, parked)
     decayed_x, decayed_m = torch.empty_like(q), torch.empty_like(q)
     gka_bwd_kernel_ridge[launch.chunk_grid](
-        (q, k, log_decay, alpha, beta), (H0, x, z, dq, norms),
-        (dq, decayed_x, decayed_m, ridge_t, from_start, local), *launch.by_chunk, ridge, scale,
-        **launch.heads, HK=launch.HK, **launch.options("ridge"),
+        (q, log_decay, alpha), (H0, x, z, dq, norms), (dq, decayed_x, decayed_m, ridge_t, from_start, local),
+        *launch.by_chunk, ridge, scale, **launch.heads, **launch.options("ridge"),
     )  # fmt: skip
 
-    E = launch.scratch()
-    carried = log_decay.new_empty(launch.chunks, launch.H, launch.tile_count)
+    TI, TJ = launch.tile("bwd_scan")
+    shares = 2 * (launch.DK // TI) * (launch.DK // TJ)
+    carried = log_decay.new_empty(launch.chunks, launch.H, shares)
     dh0, du0 = torch.empty_like(h0), torch.empty_like(u0)
-    gka_bwd_kernel_scan[launch.scan_grid](
-        (k, log_decay, beta), (H0, UT0), (z, decayed_x, decayed_m, do, ridge_t, from_start),
-        (dh_final, du_final), (h_final, u_final), (E, carried), (dh0, du0), *launch.by_sequence,
-        **launch.sizes, **launch.tiles, **launch.options("bwd_scan"),
+    launch.scan(
+        gka_bwd_kernel_scan, "bwd_scan",
+        (k, log_decay, beta), (H0, UT0), (z, decayed_x, decayed_m, do, ridge_t, from_start), (dh_final, du_final),
+        (E, carried), (dh0, du0),
     )  # fmt: skip
     RT = UT0  # its new content
     del decayed_x, decayed_m  # freed before dk and dv are allocated, for a lower peak of memory
 
     dk, dv = torch.empty_like(q), q.new_empty(*q.shape[:3], launch.DVR)
-    dg, dbeta = launch.gates(2)
-    gka_bwd_kernel_dkv[launch.chunk_grid](
-        inputs, (H0, x, do, z, ridge_t, from_start, local), (E, RT, carried), (dk, dv, dg, dbeta),
-        *launch.by_chunk, scale, **launch.sizes, TILES=launch.tile_count,
-        **launch.options("bwd_dkv"),
+    dg, dbeta, later = launch.gates(3)
+    gka_bwd_kernel_dv[launch.chunk_grid](
+        inputs, (x, do), RT, (dv, later), *launch.by_chunk, scale, **launch.blocks, **launch.options("bwd_dv"),
+    )  # fmt: skip
+    gka_bwd_kernel_dk[launch.chunk_grid](
+        inputs, (x, do, z, ridge_t, from_start), (H0, E, RT), (local, later, carried), (dk, dg, dbeta),
+        *launch.by_chunk, scale, **launch.blocks, SHARES=shares, **launch.options("bwd_dk"),
     )  # fmt: skip
     if launch.HK != launch.H:
         dk, dv = (t.unflatten(2, (launch.HK, -1)).sum(3) for t in (dk, dv))
@@ -184,13 +213,15 @@ def gka_step_triton(
     batch, _, heads, D = q.shape
     V = v.shape[-1]
     o = q.new_empty(batch, 1, heads, V)
-    BD, BV = next_power_of_2(D), min(128, next_power_of_2(V))
+    BD, BV = next_power_of_2(D), min(64 if D > 128 else 128, next_power_of_2(V))
     # one column of H per thread; half a column at D = 256, where H fills the registers of a multiprocessor
     num_warps = max(1, BD // 32) if BD <= 128 else BD // 16
+    # there the iterations of 16-bit models use H in 16 bits, if a later phase corrects it
+    low = BD > 128 and q.element_size() == 2 and len(phases) > 1
     gka_step_kernel[(batch * heads,)](
         *(t.contiguous() for t in (q, k, v, log_decay, alpha, beta)), h, u,
         state_indices, *page_strides(state_indices, h, u), o, float(ridge), float(scale), heads,
         D=D, V=V, GROUPS=heads // k.shape[2], PHASES=tuple(phases), BD=BD, BV=BV,
-        ACC=accumulator(h.dtype), num_warps=num_warps,
+        CHAINS=min(CHAINS, BD), LOW=low, ASM=q.is_cuda, ACC=accumulator(h.dtype), num_warps=num_warps,
     )  # fmt: skip
     return o

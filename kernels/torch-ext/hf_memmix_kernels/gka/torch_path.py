@@ -15,7 +15,7 @@ import torch
 
 from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks
 from .._pages import read_pages, write_pages
-from .schedule import richardson_steps
+from .schedule import gradient_phases, richardson_steps
 
 
 class _Chunks:
@@ -117,7 +117,7 @@ def gka_backward(
 
     d_mixed = c.read_adjoint(dy)
     d_alpha = ((x - queries) * d_mixed).sum(-1)
-    z = c.solve(mix * d_mixed, phases)
+    z = c.solve(mix * d_mixed, gradient_phases(phases))
     dq = (1 - mix) * d_mixed + z
 
     # E_i = sum_{t >= i} decay(i -> t) (z_t x_t^T + x_t z_t^T + ridge_t H_t): minus twice the gradient of H_i;

@@ -113,3 +113,25 @@ def decay_until(G, C: tl.constexpr):
     """The transpose of `decay_from`, made instead of transposed."""
     i = tl.arange(0, C)
     return tl.exp(tl.where(i[None, :] >= i[:, None], G[None, :] - G[:, None], float("-inf")))
+
+
+@triton.jit
+def add_product(
+    acc, base, rows, stride, width, factor, state,
+    C: tl.constexpr, DK: tl.constexpr, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """acc + (factor * rows) @ state, for rows [C, DK] of a tensor and a chunk's state [DK, DK] or its transpose.
+
+    Both are read block by block, so that neither has to fit into registers, and the next block is on its way while the
+    last one is multiplied.
+    """
+    wide, block = tl.arange(0, DK), tl.arange(0, BLOCK)
+    for i in range(0, DK, BLOCK):
+        a = load_rows(base + i, rows, stride, width - i, C, BLOCK)
+        a = (a.to(tl.float32) * factor[:, None]).to(state.dtype.element_ty)
+        if TRANSPOSED:
+            s = tl.trans(tl.load(state + wide[:, None] * DK + (i + block)[None, :]))
+        else:
+            s = tl.load(state + (i + block)[:, None] * DK + wide[None, :])
+        acc += dot(a, s)
+    return acc

@@ -12,8 +12,8 @@ file, a row of the same point is replaced, and the plot beside it is drawn anew.
                 tokens/s of the steps from the last prompt's first token to the end of the first answer, in which all
                 sequences decode. A point that was left out is a row with the reason
     prefix      seconds to the first token of one prompt, and of a second prompt that shares all but its last tokens
-    profile     where the time of a decode step and of a prefill goes; printed, not written to the file. The number of
-                sequences is the largest of --concurrency
+    profile     where the time of a decode step and of a prefill goes, for the shortest of --lengths and the largest
+                number of --concurrency but one; printed, not written to the file
 
 Before a point is measured, a short run of the same shape compiles its Triton kernels. If kernels are still compiled
 during the measurement, it is repeated. Llama runs as vLLM's own model. Engines run in this process, one after the
@@ -153,13 +153,15 @@ class Engine:
         self.submit(length, min(count, 3), 6)
         self.finish()
 
-    def throughput(self, length: int, count: int) -> dict:
-        """`count` prompts of `length` tokens, submitted at once; measured until no kernel is compiled meanwhile."""
+    def throughput(self, length: int, count: int, end: float) -> dict:
+        """`count` prompts of `length` tokens, submitted at once. If kernels are compiled meanwhile, the measurement is
+        repeated, as long as there is time for it before `end`.
+        """
         for _ in range(REPEATS):
             before = self.compilations.count
             row = self._throughput(length, count)
             compiled = self.compilations.count - before
-            if not compiled:
+            if not compiled or time.perf_counter() + row["seconds"] > end:
                 break
         return row | {"kernels_compiled_meanwhile": compiled}
 
@@ -302,32 +304,39 @@ def measure(folder: Path, args):
                 point = {"model": model, "tokens": length}
                 if "fit" in parts:
                     yield {"part": "fit", **point, "sequences": engine.fit(length + args.new_tokens)}
-                if "profile" in parts:
-                    engine.profile(length, max(args.concurrency))
                 if "prefix" in parts:
                     engine.prefix(length, first_seed=1000 * length)  # compiles
                     found = engine.prefix(length, first_seed=1000 * length + 500)
                     yield {"part": "prefix", **point, "pieces": args.pieces, **found}
-                if "throughput" in parts:
-                    yield from measure_throughput(engine, point, args, end)
+            if "throughput" in parts:
+                for row in measure_throughput(engine, args, end):
+                    yield {"part": "throughput", "model": model, **row}
+            if "profile" in parts and time.perf_counter() < end:
+                engine.profile(min(args.lengths), sorted(args.concurrency)[-2:][0])
             engine.close()
 
 
-def measure_throughput(engine: Engine, point: dict, args, end: float):
-    """Yield the rows of all numbers of sequences; those that take too long with the reason only."""
-    length, per_token = point["tokens"], 0.0
-    if min(args.concurrency) * length <= args.most_tokens:
-        engine.warm_up(length, max(args.concurrency))
-    for count in args.concurrency:
-        row = {"part": "throughput", **point, "sequences": count, "new_tokens": args.new_tokens}
-        needed, left = per_token * count * length, end - time.perf_counter()
+def measure_throughput(engine: Engine, args, end: float):
+    """Yield the rows of all points, those with the fewest prompt tokens first; a point that takes too long as a row
+    with the reason.
+    """
+    # seconds of a prompt token by length; longer prompts take at least as much
+    per_token, warm = {}, set()
+    points = [(length, count) for length in args.lengths for count in args.concurrency]
+    for length, count in sorted(points, key=lambda point: (point[0] * point[1], point)):
+        row = {"tokens": length, "sequences": count, "new_tokens": args.new_tokens}
+        known = per_token.get(length) or max(per_token.values(), default=0)
+        needed, left = known * count * length, end - time.perf_counter()
         if count * length > args.most_tokens:
             row["left_out"] = f"{count * length:,} prompt tokens, the limit of the run was {args.most_tokens:,}"
-        elif needed > left:
-            row["left_out"] = f"about {needed:.0f} s, the run had {max(0, left):.0f} s left"
+        elif needed > left or left <= 0:
+            row["left_out"] = f"the run had {max(0, left):.0f} s left, about {needed:.0f} s are needed"
         else:
-            row |= engine.throughput(length, count)
-            per_token = row["seconds"] / (count * length)
+            if length not in warm:
+                engine.warm_up(length, max(args.concurrency))
+                warm.add(length)
+            row |= engine.throughput(length, count, end)
+            per_token[length] = row["seconds"] / (count * length)
         yield row
 
 

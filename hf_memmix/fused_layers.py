@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from hf_memmix_kernels.rowwise import gated_norm, gated_product, runs_kernels
+from hf_memmix_kernels.rowwise import gated_product, rms_norm, runs_kernels
 
 from ._transformers import ACT2FN, same_forward
 from .backbones import GATED_MLP, RMS_NORM
@@ -35,7 +35,7 @@ class FusedRMSNorm(_Fused):
 
     def forward(self, hidden_states):
         if hidden_states.dtype == self.weight.dtype and runs_kernels(hidden_states, self.weight):
-            return gated_norm(hidden_states, None, self.weight, self.variance_epsilon)
+            return rms_norm(hidden_states, self.weight, self.variance_epsilon)
         return super().forward(hidden_states)
 
 

@@ -13,13 +13,13 @@ import math
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
 from hf_memmix_kernels import chunk_gka, gka_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
 from hf_memmix_kernels.gka.schedule import MAX_PHASES
+from hf_memmix_kernels.rowwise import decay
 
 from ..padding import before_the_end
 from .base import register_mixer
@@ -150,8 +150,7 @@ class GKAMixer(HeadsMixer):
         options, products = self.options, self.products(x)
         tokens = self.project_heads(products, rotary)
         if options.use_decay:
-            rate = F.softplus(at_least_fp32(products["a_proj"]) + at_least_fp32(self.dt_bias))
-            tokens["log_decay"] = -at_least_fp32(self.A_log).exp() * rate
+            _, tokens["log_decay"] = decay(products["a_proj"], self.dt_bias, self.A_log)
         else:
             tokens["log_decay"] = at_least_fp32(x.new_zeros(*x.shape[:2], self.heads))
         if options.use_beta:

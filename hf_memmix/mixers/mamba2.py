@@ -14,14 +14,13 @@ import math
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
 from hf_memmix_kernels import chunk_gla, gla_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
 from hf_memmix_kernels.gla.op import CHUNK_SIZES
-from hf_memmix_kernels.rowwise import gated_norm
+from hf_memmix_kernels.rowwise import decay, gated_norm
 
 from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
@@ -120,22 +119,22 @@ class Mamba2Mixer(MemoryMixer):
 
     def project(self, x, rotary):
         z, xBC, dt = self.in_proj(x).split([self.features, self.conv_dim, self.heads], -1)
-        limit = _largest_feature(dt.dtype)
-        dt = F.softplus(at_least_fp32(dt.clamp(-limit, limit)) + at_least_fp32(self.dt_bias))
-        if self.options.time_step_limit is not None:
-            dt = dt.clamp(*self.options.time_step_limit)
-        return {"z": z, "xBC": xBC, "dt": dt}
+        smallest, largest = self.options.time_step_limit or (None, None)
+        limits = {"limit": _largest_feature(dt.dtype), "smallest": smallest, "largest": largest}
+        dt, log_decay = decay(dt, self.dt_bias, self.A_log, **limits)
+        return {"z": z, "xBC": xBC, "dt": dt, "log_decay": log_decay}
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
         past, xBC = states or {}, tokens["xBC"]
         where = {"lengths": lengths, "cu_seqlens": cu_seqlens, "limit": _largest_feature(xBC.dtype)}
         xBC, conv = self.conv1d(xBC, past.get("conv"), **where)
-        dt = tokens["dt"]
+        dt, log_decay = tokens["dt"], tokens["log_decay"]
         if lengths is not None:
             # with dt = 0 a pad neither decays nor writes
-            dt = torch.where(before_the_end(lengths, dt.shape[1])[..., None], dt, 0)
+            real = before_the_end(lengths, dt.shape[1])[..., None]
+            dt, log_decay = (torch.where(real, t, 0) for t in (dt, log_decay))
         y, ssm = chunk_gla(
-            **self._recurrence(xBC, dt),
+            **self._recurrence(xBC, dt, log_decay),
             initial_state=past.get("ssm"),
             cu_seqlens=cu_seqlens,
             chunk_size=self.options.chunk_size,
@@ -146,7 +145,11 @@ class Mamba2Mixer(MemoryMixer):
         xBC = tokens["xBC"]
         where = {"in_place": True, "state_indices": state_indices, "limit": _largest_feature(xBC.dtype)}
         xBC, _ = self.conv1d(xBC, states["conv"], **where)
-        y = gla_step(**self._recurrence(xBC, tokens["dt"]), state=states["ssm"], state_indices=state_indices)
+        y = gla_step(
+            **self._recurrence(xBC, tokens["dt"], tokens["log_decay"]),
+            state=states["ssm"],
+            state_indices=state_indices,
+        )
         return self.norm(y.flatten(2), tokens["z"])
 
     def readout(self, y, x):
@@ -208,12 +211,12 @@ class Mamba2Mixer(MemoryMixer):
         dt = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
         init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
 
-    def _recurrence(self, xBC, dt) -> dict:
+    def _recurrence(self, xBC, dt, log_decay) -> dict:
         """The arguments of gated linear attention: queries C and keys B of a group, values x and gates of a head."""
         bc = self.groups * self.options.state_size
         x, B, C = xBC.split([self.features, bc, bc], -1)
         B, C = (t.unflatten(-1, (self.groups, -1)) for t in (B, C))
         return {
-            "q": C, "k": B, "v": x.unflatten(-1, (self.heads, -1)), "log_decay": -at_least_fp32(self.A_log).exp() * dt,
+            "q": C, "k": B, "v": x.unflatten(-1, (self.heads, -1)), "log_decay": log_decay,
             "beta": dt, "skip": at_least_fp32(self.D), "scale": 1.0,
         }  # fmt: skip

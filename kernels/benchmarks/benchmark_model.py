@@ -39,7 +39,7 @@ MIXERS = ("attention", "gka", "lattice", "mamba2", "ska", "coffee")
 MEASURED = ("ms", "tokens_s", "mfu", "peak_mib", "kernel_ms", "kernels", "first_token_s")
 # kind: words in the names of its kernels; a kernel has the first kind of which a word appears in its name
 KINDS = (
-    ("mixers", ("gka_", "gla_", "lattice_", "coffee_", "ska_", "short_conv_", "unit_heads", "gated_")),
+    ("mixers", ("gka_", "gla_", "lattice_", "coffee_", "ska_", "short_conv_", "unit_heads", "gated_", "decay_")),
     ("attention", ("flash", "fmha", "attention")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "splitk")),
     ("optimizer", ("multi_tensor", "FusedAdam", "foreach")),

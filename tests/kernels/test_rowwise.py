@@ -7,8 +7,10 @@ from draw import DEVICE, randn
 from ops_table import TOLERANCE
 
 from hf_memmix_kernels.rowwise import (
+    decay,
     gated_norm,
     gated_product,
+    naive_decay,
     naive_gated_norm,
     naive_gated_product,
     naive_unit_heads,
@@ -122,6 +124,41 @@ def test_gate_may_be_a_slice_and_is_clamped(heads, backend, poisoned_empty):
         return lambda y, gate, weight: fn(y, gate, weight, EPS, **options)
 
     compare(results(call(gated_norm), leaves, weight), results(call(naive_gated_norm), leaves, weight), torch.float32)
+
+
+@every_dtype
+@pytest.mark.parametrize("limits", [{}, {"limit": 2.0, "smallest": 0.3, "largest": 1.5}], ids=["free", "limited"])
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=["dt", "g", "both"])
+def test_decay_equals_naive(used, limits, dtype, backend, poisoned_empty):
+    """x is a slice of a fused projection. The gradient of a result that is not used is None."""
+    wide = 3 * randn(2, 70, 11, dtype=dtype)
+    wide[0, 0, 4:9], wide[0, 1, 4:9] = 30, -30  # softplus(x) = x, and e^x
+    full = torch.promote_types(dtype, torch.float32)
+    leaves = {"x": wide[..., 4:9], "bias": randn(5, dtype=full), "A_log": randn(5, dtype=full)}
+    rate = leaves["A_log"] if used != (0,) else leaves.pop("A_log")  # dt does not depend on it
+    weight = randn(2, 70, 5, dtype=torch.float64)
+
+    def call(fn):
+        def of(x, bias, A_log=rate):
+            x = torch.cat([wide[..., :4], x, wide[..., 9:]], -1)[..., 4:9]
+            found = fn(x, bias, A_log, **limits)
+            return sum((index + 1) * found[index] for index in used).to(dtype)
+
+        return of
+
+    compare(results(call(decay), leaves, weight), results(call(naive_decay), leaves, weight), dtype)
+
+
+def test_small_steps_are_exact(backend):
+    """softplus of a large negative number is its exponential, not 0."""
+    x = torch.full((1, 1, 3), -40.0, device=DEVICE)
+    dt, _ = decay(x, torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE))
+    torch.testing.assert_close(dt, x.exp(), rtol=1e-5, atol=0)
+
+
+def test_decay_needs_one_bias_per_head():
+    with pytest.raises(ValueError, match=r"bias and A_log \[H\], got \(1, 2, 3\), \(2,\)"):
+        decay(torch.ones(1, 2, 3), torch.ones(2), torch.ones(3))
 
 
 def test_product_needs_one_shape():

@@ -24,9 +24,10 @@ def use_triton(x: torch.Tensor) -> bool:
     Raises:
         ValueError: `HF_MEMMIX_BACKEND` is neither "torch" nor "triton", or asks for Triton where it cannot run.
     """
-    forced = os.environ.get("HF_MEMMIX_BACKEND")
-    if forced is None:
+    # a look-up that fails costs twice as much as this question, and every call of an op asks it
+    if "HF_MEMMIX_BACKEND" not in os.environ:
         return x.is_cuda and x.dtype != torch.float64 and _has_triton()
+    forced = os.environ["HF_MEMMIX_BACKEND"]
     if forced not in BACKENDS:
         raise ValueError(f"HF_MEMMIX_BACKEND={forced!r} is not one of {BACKENDS}; unset it to choose by device")
     if forced == "triton":

@@ -1,18 +1,21 @@
-"""Functions that treat each token alone: rotary embedding and unit norm of heads, gated RMSNorm, and the product of a
-SwiGLU.
+"""Functions that treat each token alone: rotary embedding and unit norm of heads, gated RMSNorm, the product of a
+SwiGLU, step sizes and decays.
 """
 
-from .naive import naive_gated_norm, naive_gated_product, naive_unit_heads
-from .op import gated_norm, gated_product, runs_kernels, unit_heads
+from .naive import naive_decay, naive_gated_norm, naive_gated_product, naive_unit_heads
+from .op import decay, gated_norm, gated_product, rms_norm, runs_kernels, unit_heads
 from .torch_path import ACTIVATIONS, rotate
 
 __all__ = [
     "ACTIVATIONS",
+    "decay",
     "gated_norm",
     "gated_product",
+    "naive_decay",
     "naive_gated_norm",
     "naive_gated_product",
     "naive_unit_heads",
+    "rms_norm",
     "rotate",
     "runs_kernels",
     "unit_heads",

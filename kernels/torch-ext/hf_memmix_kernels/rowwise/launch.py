@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2
+from .kernels.decay import decay_bwd_kernel, decay_fwd_kernel
 from .kernels.gated_norm import gated_norm_bwd_kernel, gated_norm_fwd_kernel
 from .kernels.gated_product import gated_product_bwd_kernel, gated_product_fwd_kernel
 from .kernels.unit_heads import unit_heads_bwd_kernel, unit_heads_fwd_kernel
@@ -130,3 +131,41 @@ def gated_product_bwd_triton(do: Tensor, gate: Tensor, up: Tensor) -> tuple[Tens
             do, gate, up, dgate, dup, size, BLOCK=PRODUCT_TILE, ACC=accumulator(gate.dtype), num_warps=PRODUCT_WARPS
         )
     return dgate, dup
+
+
+def _decay_arguments(x: Tensor, limit, smallest, largest) -> dict:
+    """The kernel arguments that forward and backward share, besides the tensors and the stride."""
+    H, inf = x.shape[-1], float("inf")
+    block = next_power_of_2(H)
+    R = _rows_per_program(block)
+    limits = (x if x is not None else default for x, default in ((limit, inf), (smallest, -inf), (largest, inf)))
+    return {
+        "rows": x.numel() // max(1, H), "H": H, "limits": tuple(map(float, limits)), "R": R, "BH": block,
+        "ACC": accumulator(x.dtype), "num_warps": _warps(R, block),
+    }  # fmt: skip
+
+
+def decay_fwd_triton(x: Tensor, bias: Tensor, A_log: Tensor, *limits) -> tuple[Tensor, Tensor]:
+    """dt and g [B, T, H] in the dtype of sums."""
+    (x, stride), bias, A_log = by_rows(x), bias.contiguous(), A_log.contiguous()
+    dt, g = torch.empty(2, *x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    if x.numel():
+        arguments = _decay_arguments(x, *limits)
+        grid = (cdiv(arguments["rows"], arguments["R"]),)
+        decay_fwd_kernel[grid]((x, bias, A_log), dt, g, stride=stride, **arguments)
+    return dt, g
+
+
+def decay_bwd_triton(ddt: Tensor | None, dg: Tensor | None, x: Tensor, bias: Tensor, A_log: Tensor, *limits):
+    """dx, dbias and dA_log, in the dtypes of their tensors."""
+    (x, stride), bias, A_log = by_rows(x), bias.contiguous(), A_log.contiguous()
+    upstream = tuple(None if t is None else t.contiguous() for t in (ddt, dg))
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not x.numel():
+        return dx, torch.zeros_like(bias), torch.zeros_like(A_log)
+    arguments = _decay_arguments(x, *limits)
+    programs = cdiv(arguments["rows"], arguments["R"] * LOOPS)
+    dparams = torch.empty(programs, 2, x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    decay_bwd_kernel[(programs,)](upstream, (x, bias, A_log), dx, dparams, stride=stride, LOOPS=LOOPS, **arguments)
+    dbias, dA_log = dparams.sum(0)
+    return dx, dbias.to(bias.dtype), dA_log.to(A_log.dtype)

@@ -50,3 +50,20 @@ def naive_gated_product(gate: Tensor, up: Tensor) -> Tensor:
     """`gated_product` in float64; the result has the dtype of the gate."""
     gate, up, dtype = gate.double(), up.double(), gate.dtype
     return (ACTIVATIONS["silu"](gate) * up).to(dtype)
+
+
+def naive_decay(
+    x: Tensor,
+    bias: Tensor,
+    A_log: Tensor,
+    limit: float | None = None,
+    smallest: float | None = None,
+    largest: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`decay` in float64."""
+    x = x.double() if limit is None else x.double().clamp(-limit, limit)
+    z = x + bias.double()
+    dt = z.clamp(min=0) + torch.log1p(torch.exp(-z.abs()))
+    if smallest is not None or largest is not None:
+        dt = dt.clamp(smallest, largest)
+    return dt, -A_log.double().exp() * dt

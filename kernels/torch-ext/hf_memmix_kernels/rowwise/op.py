@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._dispatch import use_triton
 from .._registration import eager_function, needs_op
-from .torch_path import ACTIVATIONS, gated_norm_torch, gated_product_torch, unit_heads_torch
+from .torch_path import ACTIVATIONS, decay_torch, gated_norm_torch, gated_product_torch, unit_heads_torch
 
 MAX_ROW = 16384  # elements per row; a program of the kernels holds a row in registers
 
@@ -71,8 +71,28 @@ def _product_bwd(ctx, do):
     return gated_product_bwd_triton(do, *ctx.saved_tensors)
 
 
+def _decay_fwd(*args):
+    from .launch import decay_fwd_triton
+
+    return decay_fwd_triton(*args)
+
+
+def _decay_context(ctx, inputs, output):
+    *tensors, ctx.limit, ctx.smallest, ctx.largest = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _decay_bwd(ctx, ddt, dg):
+    from .launch import decay_bwd_triton
+
+    grads = decay_bwd_triton(ddt, dg, *ctx.saved_tensors, ctx.limit, ctx.smallest, ctx.largest)
+    return *grads, None, None, None
+
+
 _unit_heads = eager_function("unit_heads", _unit_fwd, _unit_bwd, _unit_context)
 _gated_norm = eager_function("gated_norm", _norm_fwd, _norm_bwd, _norm_context)
+_decay = eager_function("decay", _decay_fwd, _decay_bwd, _decay_context)
 _gated_product = eager_function("gated_product", _product_fwd, _product_bwd, _product_context)
 
 
@@ -105,6 +125,11 @@ def unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) ->
     if not runs_kernels(x, cos, sin):
         return unit_heads_torch(x, cos, sin, eps)
     return _unit_heads(x, cos, sin, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight by the kernels of `gated_norm`, without its checks: only if `runs_kernels(x, weight)`."""
+    return _gated_norm(x, None, weight, eps, None, True, None, None)
 
 
 def gated_norm(
@@ -172,3 +197,36 @@ def gated_product(gate: Tensor, up: Tensor) -> Tensor:
     if needs_op((gate, up)) or not use_triton(gate):
         return gated_product_torch(gate, up)
     return _gated_product(gate, up)
+
+
+def decay(
+    x: Tensor,
+    bias: Tensor,
+    A_log: Tensor,
+    *,
+    limit: float | None = None,
+    smallest: float | None = None,
+    largest: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Step sizes and log-decays of heads: dt = softplus(x + bias), g = -e^A_log dt (Mamba-2, Gated DeltaNet, GKA).
+
+    Args:
+        x: [B, T, H].
+        bias, A_log: [H].
+        limit: x is clamped to [-limit, limit] first; None means no limit.
+        smallest, largest: dt is clamped to this range; None means no limit.
+
+    Returns:
+        dt and g [B, T, H] in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if x.dim() != 3 or bias.shape != x.shape[-1:] or A_log.shape != x.shape[-1:]:
+        raise ValueError(
+            f"decay: x must be [B, T, H], bias and A_log [H], got {tuple(x.shape)}, {tuple(bias.shape)} and"
+            f" {tuple(A_log.shape)}"
+        )
+    if not runs_kernels(x, bias, A_log):
+        return decay_torch(x, bias, A_log, limit, smallest, largest)
+    return _decay(x, bias, A_log, limit, smallest, largest)

@@ -55,3 +55,14 @@ def gated_norm_torch(
 
 def gated_product_torch(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+def decay_torch(
+    x: Tensor, bias: Tensor, A_log: Tensor, limit: float | None, smallest: float | None, largest: float | None
+) -> tuple[Tensor, Tensor]:
+    dtype = compute_dtype(x.dtype)
+    x = x if limit is None else x.clamp(-limit, limit)
+    dt = F.softplus(x.to(dtype) + bias.to(dtype))
+    if smallest is not None or largest is not None:
+        dt = dt.clamp(smallest, largest)
+    return dt, -A_log.to(dtype).exp() * dt

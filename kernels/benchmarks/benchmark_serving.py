@@ -320,13 +320,14 @@ def measure_throughput(engine: Engine, args, end: float):
     """Yield the rows of all points, those with the fewest prompt tokens first; a point that takes too long as a row
     with the reason.
     """
-    # seconds of a prompt token by length; longer prompts take at least as much
-    per_token, warm = {}, set()
+    # by length: seconds of a prompt token, of which longer prompts take at least as many, and of all decode steps
+    reading, decoding, warm = {}, {}, set()
     points = [(length, count) for length in args.lengths for count in args.concurrency]
     for length, count in sorted(points, key=lambda point: (point[0] * point[1], point)):
         row = {"tokens": length, "sequences": count, "new_tokens": args.new_tokens}
-        known = per_token.get(length) or max(per_token.values(), default=0)
-        needed, left = known * count * length, end - time.perf_counter()
+        known = reading.get(length) or max(reading.values(), default=0)
+        needed = known * count * length + 2 * max(decoding.values(), default=0)
+        left = end - time.perf_counter()
         if count * length > args.most_tokens:
             row["left_out"] = f"{count * length:,} prompt tokens, the limit of the run was {args.most_tokens:,}"
         elif needed > left or left <= 0:
@@ -336,7 +337,8 @@ def measure_throughput(engine: Engine, args, end: float):
                 engine.warm_up(length, max(args.concurrency))
                 warm.add(length)
             row |= engine.throughput(length, count, end)
-            per_token[length] = row["seconds"] / (count * length)
+            reading[length] = row["last_first_token_s"] / (count * length)
+            decoding[length] = row["seconds"] - row["last_first_token_s"]
         yield row
 
 

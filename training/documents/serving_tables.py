@@ -61,40 +61,37 @@ def _costs(name: str, footprint: Footprint) -> list[str]:
 
 
 def matrix_table(root: Path) -> str:
-    """What `make serve-test` tested on a CPU: models by features."""
-    return _matrix(read("serving_matrix", root))
-
-
-def matrix_gpu_table(root: Path) -> str:
-    """The same on a GPU."""
-    return _matrix(read("serving_matrix_gpu", root))
-
-
-def _matrix(results: dict) -> str:
+    """What `make serve-test` tested: models by features."""
+    results = read("serving_matrix", root)
     features = list(results["matrix"])
     models = list(dict.fromkeys(case for cases in results["matrix"].values() for case in cases))
     rows = [[f"`{m}`", *(results["matrix"][f].get(m, "") for f in features)] for m in models]
     return (
         markdown_table(["model", *features], rows)
-        + f"\n\nvLLM {results['vllm']}, torch {results['torch']}, transformers {results['transformers']}; on"
-        f" {results.get('device', 'a CPU')}."
+        + f"\n\nvLLM {results['vllm']}, torch {results['torch']}, transformers {results['transformers']}; on a CPU."
     )
 
 
 def speed_table(root: Path) -> str:
     """Throughput on a GPU: a transformer and the same with GKA layers, by length of the prompts and their number."""
-    results = read("serving_speed", root)
+    return _speed(read("serving_speed", root))
+
+
+def before_table(root: Path) -> str:
+    """The same of an earlier measurement."""
+    return _speed(read("serving_before", root))
+
+
+def _speed(results: dict) -> str:
     found = {(r["tokens"], r["sequences"], r["model"]): r for r in results["rows"] if r["part"] == "throughput"}
     models = [model for model in SPEED_MODELS if any(key[2] == model for key in found)]
-    rows, reasons = [], {}
+    rows = []
     for length, count in dict.fromkeys(sorted(key[:2] for key in found)):
         cells = [f"{length:,}", count]
         for field in ("output_tokens_per_s", "decode_tokens_per_s"):
             for model in models:
                 row = found.get((length, count, model), {})
                 cells.append(f"{row[field]:,.0f}" if row.get(field) else "left out" if "left_out" in row else "")
-                if "left_out" in row:
-                    reasons.setdefault(row["left_out"], []).append(f"`{model}` with {count} x {length:,}")
         rows.append(cells)
     head = ["prompt", "sequences", *(f"{what}, `{model}`" for what in ("tokens/s", "decode") for model in models)]
     measured = [row for row in found.values() if "left_out" not in row]
@@ -107,7 +104,8 @@ def speed_table(root: Path) -> str:
         f" requests/s are that divided by {max(new)}. decode: tokens/s of the steps in which all sequences decode;"
         " empty if some had ended before the last prompt was read.",
     ]
-    lines += [f"Left out: {', '.join(dict.fromkeys(points))}: {why}." for why, points in reasons.items()]
+    if len(measured) < len(found):
+        lines.append("Left out: too long for the time of the run; the file gives the reason for each.")
     return "\n\n".join([*lines, *_ratios(found)])
 
 
@@ -123,33 +121,16 @@ def _ratios(found: dict) -> list[str]:
 
 
 def fit_table(root: Path) -> str:
-    """How many sequences fit into the memory, and the time to the first token with and without a known prefix."""
+    """How many sequences fit into the memory, and when the first token of a single prompt comes."""
     rows = read("serving_speed", root)["rows"]
-    fits = {(row["tokens"], row["model"]): row["sequences"] for row in rows if row["part"] == "fit"}
+    fits = {(row["tokens"], row["model"]): f"{row['sequences']:,}" for row in rows if row["part"] == "fit"}
+    alone = [row for row in rows if row["part"] == "throughput" and row["sequences"] == 1 and "first_token_s" in row]
+    first = {(row["tokens"], row["model"]): f"{1e3 * row['first_token_s']:.0f} ms" for row in alone}
     models = [model for model in SPEED_MODELS if any(key[1] == model for key in fits)]
     return markdown_table(
-        ["sequences that fit", *(f"`{model}`" for model in models)],
+        ["prompt", *(f"{what}, `{model}`" for what in ("sequences that fit", "first token") for model in models)],
         [
-            [f"{length:,} tokens", *(f"{fits[length, m]:,}" if (length, m) in fits else "" for m in models)]
+            [f"{length:,}", *(found.get((length, model), "") for found in (fits, first) for model in models)]
             for length in sorted({key[0] for key in fits})
-        ],
-    )
-
-
-def prefix_table(root: Path) -> str:
-    """Time to the first token of a prompt, and of a second one with the same beginning."""
-    rows = [row for row in read("serving_speed", root)["rows"] if row["part"] == "prefix"]
-    return markdown_table(
-        ["prompt", "model", "pieces", "first token, ms", "with a known prefix, ms", "known tokens"],
-        [
-            [
-                f"{row['tokens']:,}",
-                f"`{row['model']}`",
-                f"{row['pieces']:,}" if row["pieces"] else "",
-                f"{1e3 * row['first_token_s']:.0f}",
-                f"{1e3 * row['first_token_hit_s']:.0f}",
-                f"{row['cached_tokens']:,}",
-            ]
-            for row in sorted(rows, key=lambda row: (row["tokens"], SPEED_MODELS.index(row["model"]), row["pieces"]))
         ],
     )

@@ -92,6 +92,7 @@ class MemoryMixer(nn.Module):
     options_class: ClassVar[type[MixerOptions]] = MixerOptions
     fp32_parameters: ClassVar[tuple[str, ...]] = ()  # kept in fp32 when the model is loaded in fp16 or bf16
     lora_targets: ClassVar[tuple[str, ...]] = ("q_proj", "v_proj")  # where PEFT puts LoRA by default
+    input_layers: ClassVar[tuple[str, ...]] = ()  # linear layers of `project` that read the layer's input: `products`
     token_arguments: ClassVar[tuple[str, ...]] = ()  # arguments [B, T] of the model that `scan` gets among its tokens
     # where the states live in a server's memory, it runs the layer: f(hidden_states, position_embeddings) -> output
     server: Callable | None = None
@@ -99,6 +100,8 @@ class MemoryMixer(nn.Module):
     def __init__(self, config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
+        # a server's module that computes the outputs of `input_layers` in one product: f(x) -> {name: output}
+        self.joined_layers: nn.Module | None = None
         self.options = self.options_class.from_dict(config.mixers.get(self.name, {}))  # may change: set_mixer_options
 
     # ---- every mixer implements these five methods
@@ -196,6 +199,12 @@ class MemoryMixer(nn.Module):
             name: torch.zeros(shape, dtype=state_dtype, device=device)
             for name, (shape, state_dtype) in self.state_shapes(batch, dtype).items()
         }
+
+    def products(self, x: Tensor) -> dict[str, Tensor]:
+        """The outputs [B, T, features] of those `input_layers` that the layer has, by name."""
+        if self.joined_layers is not None:
+            return self.joined_layers(x)
+        return {name: getattr(self, name)(x) for name in self.input_layers if hasattr(self, name)}
 
     def project_rows(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **token_arguments

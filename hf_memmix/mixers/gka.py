@@ -129,6 +129,7 @@ class GKAMixer(HeadsMixer):
     options_class = GKAOptions
     fp32_parameters = ("A_log", "dt_bias")
     max_head_dim = MAX_HEAD_DIM
+    input_layers = (*HeadsMixer.input_layers, "a_proj", "b_proj", "alpha_proj")
     head_parameters = ("a_proj", "A_log", "dt_bias", "b_proj", "alpha_proj")
 
     def __init__(self, config, layer_idx: int):
@@ -146,15 +147,16 @@ class GKAMixer(HeadsMixer):
         self.add_output()
 
     def project(self, x, rotary):
-        options, tokens = self.options, self.project_heads(x, rotary)
+        options, products = self.options, self.products(x)
+        tokens = self.project_heads(products, rotary)
         if options.use_decay:
-            _, tokens["log_decay"] = decay(self.a_proj(x), self.dt_bias, self.A_log)
+            _, tokens["log_decay"] = decay(products["a_proj"], self.dt_bias, self.A_log)
         else:
             tokens["log_decay"] = at_least_fp32(x.new_zeros(*x.shape[:2], self.heads))
         if options.use_beta:
-            tokens["beta"] = at_least_fp32(self.b_proj(x)).sigmoid() + BETA_EPS
+            tokens["beta"] = at_least_fp32(products["b_proj"]).sigmoid() + BETA_EPS
         if options.use_alpha:
-            tokens["alpha"] = at_least_fp32(self.alpha_proj(x)).sigmoid()
+            tokens["alpha"] = at_least_fp32(products["alpha_proj"]).sigmoid()
         return tokens
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):

@@ -30,6 +30,7 @@ class HeadsMixer(MemoryMixer):
     """
 
     max_head_dim: ClassVar[int]  # largest head size of the kernels
+    input_layers: ClassVar[tuple[str, ...]] = ("qk_proj", "q_proj", "k_proj", "v_proj")  # and those of the subclass
     head_parameters: ClassVar[tuple[str, ...]]  # names of the subclass's layers and parameters with one row per head
     gate_activation: ClassVar[str] = "silu"  # a key of rowwise.ACTIVATIONS
 
@@ -74,18 +75,21 @@ class HeadsMixer(MemoryMixer):
         if options.use_o_norm:
             self.o_norm = RMSNorm(self.head_dim, options.norm_eps)
 
-    def project_heads(self, x, rotary):
-        """q, k and v [B, T, C], with norms of q and k; cos and sin [B, T, r / 2] if they will be rotated."""
+    def project_heads(self, products, rotary):
+        """q, k and v [B, T, C], with norms of q and k; cos and sin [B, T, r / 2] if they will be rotated.
+
+        `products`: of the layer's input.
+        """
         options = self.options
-        if hasattr(self, "qk_proj"):
-            q = k = self.qk_proj(x)
+        if "qk_proj" in products:
+            q = k = products["qk_proj"]
         else:
-            q, k = self.q_proj(x), self.k_proj(x)
+            q, k = products["q_proj"], products["k_proj"]
         if options.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         elif options.qk_norm == "head":
             q, k = (norm(self._key_heads(t)).flatten(2) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
-        tokens = {"q": q, "k": k, "v": self.v_proj(x)}
+        tokens = {"q": q, "k": k, "v": products["v_proj"]}
         if self.use_rope:
             tokens["cos"], tokens["sin"] = self.angles(rotary)
         return tokens

@@ -103,6 +103,7 @@ class LatticeMixer(HeadsMixer):
     fp32_parameters = ("S0",)
     lora_targets = ("qk_proj", "q_proj", "v_proj")
     max_head_dim = MAX_DIM
+    input_layers = (*HeadsMixer.input_layers, "gamma_proj", "f_proj")
     head_parameters = ("S0", "gamma_bias", "gamma_proj", "f_proj")
     gate_activation = "gelu"
 
@@ -126,10 +127,11 @@ class LatticeMixer(HeadsMixer):
         self.add_output()
 
     def project(self, x, rotary):
-        options, tokens = self.options, self.project_heads(x, rotary)
-        tokens["gamma"] = self._step_size(x)
+        options, products = self.options, self.products(x)
+        tokens = self.project_heads(products, rotary)
+        tokens["gamma"] = self._step_size(x, products)
         if options.use_forget_gate:
-            tokens["log_decay"] = F.logsigmoid(at_least_fp32(self.f_proj(x)))
+            tokens["log_decay"] = F.logsigmoid(at_least_fp32(products["f_proj"]))
         if options.variant == "enc":
             # with projection, a forget gate has the effect of a larger step
             gated = options.use_forget_gate and options.project
@@ -205,12 +207,12 @@ class LatticeMixer(HeadsMixer):
                 " direction; give them any other value, or take another checkpoint"
             )
 
-    def _step_size(self, x):
+    def _step_size(self, x, products):
         """gamma [B, T, H] in fp32."""
         options = self.options
         if options.step_size == "constant":
             return (options.gamma_max * at_least_fp32(self.gamma_bias).sigmoid()).expand(*x.shape[:2], -1)
-        logits = at_least_fp32(self.gamma_proj(x))
+        logits = at_least_fp32(products["gamma_proj"])
         return F.softplus(logits) if options.step_size == "softplus" else options.gamma_max * logits.sigmoid()
 
     def angles(self, rotary):

@@ -85,6 +85,7 @@ class SKAMixer(MemoryMixer):
 
     options_class = SKAOptions
     fp32_parameters = ("gamma", "eta")
+    input_layers = ("q_proj", "k_proj", "v_proj")
     token_arguments = ("action_mask",)
 
     def __init__(self, config, layer_idx: int):
@@ -103,10 +104,11 @@ class SKAMixer(MemoryMixer):
             setattr(self, name, nn.Parameter(torch.empty(self.heads, dtype=torch.float32)))
 
     def project(self, x, rotary):
-        q, k = (f(x).unflatten(-1, (-1, self.options.rank)) for f in (self.q_proj, self.k_proj))
+        products = self.products(x)
+        q, k = (products[name].unflatten(-1, (-1, self.options.rank)) for name in ("q_proj", "k_proj"))
         if self.options.use_cg_lift:
             q, k = (self.lift_proj(cg_lift(t)) for t in (q, k))
-        return {"q": q, "k": k, "v": self.v_proj(x).unflatten(-1, (-1, self.head_dim))}
+        return {"q": q, "k": k, "v": products["v_proj"].unflatten(-1, (-1, self.head_dim))}
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
         options = self.options

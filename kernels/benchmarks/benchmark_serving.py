@@ -1,24 +1,36 @@
 """Throughput, capacity and time to the first token on vLLM: a Llama shape, and the same with GKA layers.
 
-    python kernels/benchmarks/benchmark_serving.py --out kernels/benchmarks/results/serving_h200.json
+    python kernels/benchmarks/benchmark_serving.py --out kernels/benchmarks/results/serving_h200.json --models gka
     python kernels/benchmarks/benchmark_serving.py --out FILE --models gka --lengths 16384 --concurrency 64
+    python kernels/benchmarks/benchmark_serving.py --out FILE --models gka --parts profile --lengths 2048
 
 Random weights from a configuration, random tokens as prompts, greedy answers of a fixed length. Rows are added to the
-file, a row of the same point is replaced, and the plot beside it is drawn anew. Three measurements:
+file, a row of the same point is replaced, and the plot beside it is drawn anew. Four measurements:
 
     fit         sequences of a length whose blocks fit into the memory that vLLM gives to sequences
-    throughput  that many prompts at once, without prefix caching: requests/s, output tokens/s of the whole run, and
-                tokens/s of the part in which all of them decode
+    throughput  that many prompts at once, without prefix caching: requests/s and output tokens/s of the whole run, and
+                tokens/s of the steps from the last prompt's first token to the end of the first answer, in which all
+                sequences decode. A point that was left out is a row with the reason
     prefix      seconds to the first token of one prompt, and of a second prompt that shares all but its last tokens
+    profile     where the time of a decode step and of a prefill goes, for the shortest of --lengths and the largest
+                number of --concurrency but one; printed, not written to the file
 
-Llama runs as vLLM's own model. Engines run in this process, one after the other. On a GPU give one model per call
-(--models): after the first engine, PyTorch 2.11 refuses to capture the CUDA graphs of the second.
+Before a point is measured, a short run of the same shape compiles its Triton kernels. If kernels are still compiled
+during the measurement, it is repeated. Llama runs as vLLM's own model. Engines run in this process, one after the
+other. On a GPU give one model and either "prefix" or other parts per call: after the first engine, PyTorch 2.11
+refuses to capture the CUDA graphs of the second.
+
+Answers are compared with `generate()` by tests/serving (`make serve-test`), which also runs on a GPU.
 """
 
 import argparse
+import cProfile
+import functools
 import gc
+import io
 import json
 import os
+import pstats
 import statistics
 import tempfile
 import time
@@ -43,8 +55,10 @@ SHAPES = {
     },
 }  # fmt: skip
 MODELS = {"llama": "Llama", "gka": "every layer GKA", "gka_3of4": "3 of 4 layers GKA"}
-PARTS = ("fit", "throughput", "prefix")
+PARTS = ("fit", "throughput", "prefix", "profile")
 TAIL = 64  # tokens of a prompt that are new although its prefix is known
+MIN_STEPS = 8  # of a measurement of decoding alone
+REPEATS = 3  # measurements of a point at most, until no kernel is compiled during one
 
 
 def save_model(folder: Path, model: str, shape: str) -> Path:
@@ -67,6 +81,22 @@ def prompts_of(count: int, length: int, vocabulary: int, seed: int = 0) -> list[
     return [{"prompt_token_ids": row} for row in tokens.tolist()]
 
 
+class Compilations:
+    """Counts the Triton kernels that are compiled, those found in Triton's cache on disk included."""
+
+    def __init__(self):
+        self.count = 0
+        if torch.cuda.is_available():
+            import triton
+
+            hook = triton.knobs.runtime.jit_post_compile_hook  # vLLM's own, which warns
+            triton.knobs.runtime.jit_post_compile_hook = functools.partial(self._compiled, hook)
+
+    def _compiled(self, hook, *args, **kwargs):
+        self.count += 1
+        return hook(*args, **kwargs) if hook is not None else None
+
+
 class Engine:
     """One model in vLLM, and the measurements of it."""
 
@@ -74,12 +104,17 @@ class Engine:
         from vllm import LLM
 
         self.args, self.longest = args, max(args.lengths) + args.new_tokens + TAIL
+        start = time.perf_counter()
         self.llm = LLM(
             str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=self.longest, seed=0,
             max_num_seqs=max(args.concurrency), enable_prefix_caching=caching, dtype=args.dtype,
             enforce_eager=args.eager, gpu_memory_utilization=args.memory, disable_log_stats=True,
+            long_prefill_token_threshold=args.pieces if caching else 0,
         )  # fmt: skip
+        print(f"the engine started in {time.perf_counter() - start:.0f} s", flush=True)
         self.vocabulary = SHAPES[args.shape]["vocab_size"]
+        self.compilations = Compilations()
+        self.requests = 0
 
     @property
     def scheduler(self):
@@ -94,36 +129,69 @@ class Engine:
             blocks += -(-length // group.kv_cache_spec.block_size) if is_attention else 1
         return (config.num_blocks - 1) // blocks
 
-    def throughput(self, length: int, count: int) -> dict:
-        """`count` prompts of `length` tokens, submitted at once."""
+    def submit(self, length: int, count: int, new_tokens: int):
+        """Submit `count` prompts of `length` tokens, which no earlier request had."""
         from vllm import SamplingParams
 
-        new = self.args.new_tokens
-        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-        core = self.llm.llm_engine
-        for i, prompt in enumerate(prompts_of(count, length, self.vocabulary, seed=count)):
-            core.add_request(f"{time.time_ns()}_{i}", prompt, params)
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        for prompt in prompts_of(count, length, self.vocabulary, seed=self.requests):
+            self.llm.llm_engine.add_request(str(self.requests), prompt, params)
+            self.requests += 1
+
+    def step(self) -> dict[str, int]:
+        """One step of the engine: the number of new tokens so far, by request."""
+        return {out.request_id: len(out.outputs[0].token_ids) for out in self.llm.llm_engine.step()}
+
+    def finish(self):
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.llm.llm_engine.step()
+
+    def warm_up(self, length: int, count: int):
+        """Compile the kernels of such prompts: prompts alone, next to each other, and next to rows that decode."""
+        self.submit(length, 1, 4)
+        self.finish()
+        self.submit(length, min(count, 3), 6)
+        self.finish()
+
+    def throughput(self, length: int, count: int, end: float) -> dict:
+        """`count` prompts of `length` tokens, submitted at once. If kernels are compiled meanwhile, the measurement is
+        repeated, as long as there is time for it before `end`.
+        """
+        for _ in range(REPEATS):
+            before = self.compilations.count
+            row = self._throughput(length, count)
+            compiled = self.compilations.count - before
+            if not compiled or time.perf_counter() + row["seconds"] > end:
+                break
+        return row | {"kernels_compiled_meanwhile": compiled}
+
+    def _throughput(self, length: int, count: int) -> dict:
+        new, core = self.args.new_tokens, self.llm.llm_engine
+        self.submit(length, count, new)
         start, first, produced, running = time.perf_counter(), {}, {}, 0
-        decode_start, decoded = None, 0
+        decoding = None  # (time, tokens) at the first token of the last prompt
+        decoded, steps = (start, 0), 0  # the same after the last step in which all sequences decode, and the steps
         while core.has_unfinished_requests():
-            outputs = core.step()
+            found = self.step()
             now = time.perf_counter()
             running = max(running, len(self.scheduler.running))
-            for output in outputs:
-                produced[output.request_id] = len(output.outputs[0].token_ids)
-                first.setdefault(output.request_id, now - start)
-            if decode_start is None and len(first) == count:
-                decode_start, decoded = now, sum(produced.values())
+            produced |= found
+            for request in found:
+                first.setdefault(request, now - start)
+            if decoding is not None and max(produced.values()) < new:
+                decoded, steps = (now, sum(produced.values())), steps + 1
+            if decoding is None and len(first) == count and max(produced.values()) < new:
+                decoding = now, sum(produced.values())
         seconds, total = time.perf_counter() - start, sum(produced.values())
-        # the time in which all of them decode; there is none if the last prompt was read when others were done
-        together = running == count and total > decoded
-        decode_speed = (total - decoded) / (start + seconds - decode_start) if together else None
+        # there is no such time if the last prompt was read when other sequences were done
+        together = steps >= MIN_STEPS and (decoded[1] - decoding[1]) / (decoded[0] - decoding[0])
         return {
             "seconds": round(seconds, 3),
             "requests_per_s": round(count / seconds, 3),
             "output_tokens_per_s": round(total / seconds, 1),
-            "decode_tokens_per_s": round(decode_speed, 1) if together else None,
+            "decode_tokens_per_s": round(together, 1) if together else None,
             "first_token_s": round(statistics.median(first.values()), 4),
+            "last_first_token_s": round(max(first.values()), 4),
             "most_running": running,
         }
 
@@ -151,6 +219,24 @@ class Engine:
             "cached_tokens": min(cached),
         }
 
+    def profile(self, length: int, count: int):
+        """Print where the time of a decode step and of a step of prefill goes."""
+        self.warm_up(length, count)
+        budget = self.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+
+        def new_prompts():
+            self.finish()
+            self.submit(length, max(1, budget // length), 2)
+
+        print_profile(f"prefill of {budget} tokens, prompts of {length}", self.step, 1, new_prompts)
+        self.finish()
+        self.submit(length, count, self.args.new_tokens)
+        reading = set()
+        while len(reading) < count:
+            reading |= set(self.step())
+        print_profile(f"decode of {count} sequences of {length} tokens", self.step, 10)
+        self.finish()
+
     def close(self):
         from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -160,8 +246,53 @@ class Engine:
         cleanup_dist_env_and_memory()
 
 
+def print_profile(title: str, step, steps: int, prepare=lambda: None, most: int = 24):
+    """Print the time of a step, its kernels by their time, and the functions of Python by theirs.
+
+    `prepare` is called before each of the five times that the `steps` steps run.
+    """
+    on_gpu = torch.cuda.is_available()
+    synchronize = torch.cuda.synchronize if on_gpu else (lambda: None)
+
+    def run():
+        for _ in range(steps):
+            step()
+        synchronize()
+
+    times = []
+    for _ in range(3):
+        prepare()
+        synchronize()
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) / steps)
+    print(f"== {title}: {1e3 * min(times):.3f} ms per step without a profiler")
+    if on_gpu:
+        prepare()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            run()
+        print_kernels(found, steps, most)
+    prepare()
+    python, text = cProfile.Profile(), io.StringIO()
+    python.runcall(run)
+    pstats.Stats(python, stream=text).sort_stats("tottime").print_stats(most)
+    print("\n".join(line[:150] for line in text.getvalue().splitlines() if line.strip()), flush=True)
+
+
+def print_kernels(found, steps: int, most: int):
+    """Print the kernels of a torch profile, per step."""
+    kernels = [event for event in found.key_averages() if event.self_device_time_total > 0]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    busy, launches = sum(event.self_device_time_total for event in kernels), sum(event.count for event in kernels)
+    print(f"   GPU: {busy / steps / 1e3:.3f} ms busy per step in {launches / steps:.0f} kernels and copies")
+    for event in kernels[:most]:
+        print(f"   {event.self_device_time_total / steps:9.1f} us {event.count / steps:6.1f} x {event.key[:90]}")
+    print(flush=True)
+
+
 def measure(folder: Path, args):
     """Yield the rows of all models."""
+    end = time.perf_counter() + args.seconds
     for model in args.models:
         path = save_model(folder, model, args.shape)
         for caching in (False, True):
@@ -175,22 +306,50 @@ def measure(folder: Path, args):
                     yield {"part": "fit", **point, "sequences": engine.fit(length + args.new_tokens)}
                 if "prefix" in parts:
                     engine.prefix(length, first_seed=1000 * length)  # compiles
-                    yield {"part": "prefix", **point, **engine.prefix(length, first_seed=1000 * length + 500)}
-                if "throughput" in parts:
-                    engine.throughput(min(length, 512), 1)  # compiles
-                    for count in args.concurrency:
-                        if count * length > args.most_tokens:
-                            print(f"left out: {count} sequences of {length} tokens, over --most-tokens", flush=True)
-                            continue
-                        engine.throughput(length, min(count, 4))  # compiles the kernels of this length
-                        row = engine.throughput(length, count)
-                        yield {"part": "throughput", **point, "sequences": count, "new_tokens": args.new_tokens, **row}
+                    found = engine.prefix(length, first_seed=1000 * length + 500)
+                    yield {"part": "prefix", **point, "pieces": args.pieces, **found}
+            if "throughput" in parts:
+                for row in measure_throughput(engine, args, end):
+                    yield {"part": "throughput", "model": model, **row}
+            if "profile" in parts and time.perf_counter() < end:
+                engine.profile(min(args.lengths), sorted(args.concurrency)[-2:][0])
             engine.close()
+
+
+def measure_throughput(engine: Engine, args, end: float):
+    """Yield the rows of all points, those with the fewest prompt tokens first; a point that takes too long as a row
+    with the reason.
+    """
+    # by length: seconds of a prompt token, of which longer prompts take at least as many, and of all decode steps
+    reading, decoding, warm = {}, {}, set()
+    points = [(length, count) for length in args.lengths for count in args.concurrency]
+    for length, count in sorted(points, key=lambda point: (point[0] * point[1], point)):
+        row = {"tokens": length, "sequences": count, "new_tokens": args.new_tokens}
+        known = reading.get(length) or max(reading.values(), default=0)
+        needed = known * count * length + 2 * max(decoding.values(), default=0)
+        left = end - time.perf_counter()
+        if count * length > args.most_tokens:
+            row["left_out"] = f"{count * length:,} prompt tokens, the limit of the run was {args.most_tokens:,}"
+        elif needed > left or left <= 0:
+            row["left_out"] = f"the run had {max(0, left):.0f} s left, about {needed:.0f} s are needed"
+        else:
+            if length not in warm:
+                engine.warm_up(length, max(args.concurrency))
+                warm.add(length)
+            row |= engine.throughput(length, count, end)
+            reading[length] = row["last_first_token_s"] / (count * length)
+            decoding[length] = row["seconds"] - row["last_first_token_s"]
+        yield row
 
 
 def key_of(row: dict) -> tuple:
     """What a row is the measurement of."""
-    return row["part"], row["model"], row["tokens"], row["sequences"] if row["part"] == "throughput" else None
+    return (
+        row["part"],
+        row["model"],
+        row["tokens"],
+        row["sequences"] if row["part"] == "throughput" else row.get("pieces"),
+    )
 
 
 def plot(record: dict, path: Path):
@@ -200,7 +359,7 @@ def plot(record: dict, path: Path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in record["rows"] if row["part"] == "throughput"]
+    rows = [row for row in record["rows"] if row["part"] == "throughput" and "left_out" not in row]
     lengths = sorted({row["tokens"] for row in rows})
     if not lengths:
         return
@@ -230,7 +389,11 @@ def main():
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--most-tokens", type=int, default=2**23, help="leave out points with more prompt tokens")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="leave out points that take longer")
     parser.add_argument("--repeats", type=int, default=3, help="prompts of a measurement of the first token")
+    parser.add_argument(
+        "--pieces", type=int, default=0, help="for the prefix: vLLM's --long-prefill-token-threshold, 0 without it"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory")
     parser.add_argument("--eager", action="store_true", help="neither torch.compile nor CUDA graphs")
@@ -240,13 +403,15 @@ def main():
 
     record = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    record |= {"device": device, "shape": SHAPES[args.shape], "dtype": args.dtype, "commit": args.commit}
+    record |= {"device": device, "shape": SHAPES[args.shape], "dtype": args.dtype}
     record |= {"vllm": vllm.__version__, "torch": torch.__version__}
     rows = {key_of(row): row for row in record["rows"]}
     with tempfile.TemporaryDirectory() as folder:
         for row in measure(Path(folder), args):
             print(json.dumps(row), flush=True)
-            rows[key_of(row)] = row
+            if "left_out" in row and "left_out" not in rows.get(key_of(row), row):
+                continue  # an earlier run measured it
+            rows[key_of(row)] = row | {"commit": args.commit}
             record["rows"] = list(rows.values())
             args.out.write_text(json.dumps(record, indent=1) + "\n")
     plot(record, args.out.with_suffix(".png"))

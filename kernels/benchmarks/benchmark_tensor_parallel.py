@@ -4,9 +4,10 @@
         --out kernels/benchmarks/results/tensor_parallel_h200.json
 
 The model is a Llama of 1B parameters with random weights and a memory mixer in every layer. Rank 0 runs it alone
-first, then all ranks run it together. The tokens are compared in fp32, because there the other order of summation is
-too small a difference to change the greedy choice. The time is measured in bf16. `--tiny` runs a small shape on a CPU
-(gloo).
+first, then all ranks run it together. The tokens are compared in fp32, because there the other order of summation
+rarely changes the greedy choice; if it does, the file says by how much the two logits differed ("near_ties"). The time
+is measured in bf16, in all the ways of `WAYS`. The file is written after each measurement. On NVIDIA GPUs that other
+programs share, set NCCL_NVLS_ENABLE=0. `--tiny` runs a small shape on a CPU (gloo).
 """
 
 import argparse
@@ -32,6 +33,14 @@ TINY = {
 }  # fmt: skip
 
 
+# dtype and cache of the measurements; on a GPU, a static cache compiles
+WAYS = {
+    "float32": (torch.float32, "dynamic"),
+    "bfloat16": (torch.bfloat16, "dynamic"),
+    "bfloat16_static": (torch.bfloat16, "static"),
+}
+
+
 def save_model(folder: Path, mixer: str, shape: dict, device: str):
     """Save a model of the shape with random fp32 weights and a memory mixer in every layer."""
     config = LlamaConfig(**shape, bos_token_id=0, eos_token_id=None, pad_token_id=0)
@@ -41,22 +50,39 @@ def save_model(folder: Path, mixer: str, shape: dict, device: str):
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
-def measure(model, prompt, new_tokens: int, cache: str | None) -> dict:
-    """The greedy tokens, and the median time per token after the first quarter of them."""
+def measure(model, prompt, new_tokens: int, cache: str) -> dict:
+    """The greedy tokens [B, T], their logits [B, T, vocabulary], and the median time per token after the first quarter
+    of them.
+    """
     timer = TokenTimer()
-    tokens = model.generate(
+    out = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=new_tokens,
         do_sample=False,
-        cache_implementation=cache,
+        cache_implementation=None if cache == "dynamic" else cache,
         stopping_criteria=StoppingCriteriaList([timer]),
+        output_logits=True,
+        return_dict_in_generate=True,
     )
     steps = [1e3 * (b - a) for a, b in zip(timer.times, timer.times[1:], strict=False)][new_tokens // 4 :]
-    return {"tokens": tokens[:, prompt.shape[1] :].tolist(), "ms_per_token": statistics.median(steps)}
+    tokens, logits = out.sequences[:, prompt.shape[1] :].cpu(), torch.stack(out.logits, 1).float().cpu()
+    return {"tokens": tokens, "logits": logits, "ms_per_token": round(statistics.median(steps), 3)}
 
 
-def run(folder, args, device, dtype, distributed: bool) -> dict:
+def near_ties(alone: dict, together: dict) -> list[dict]:
+    """For each row whose tokens differ: the first such token, and by how much the logits of the two choices differ."""
+    found = []
+    for row, (a, b) in enumerate(zip(alone["tokens"], together["tokens"], strict=True)):
+        if (a != b).any():
+            first = int((a != b).int().argmax())
+            logits = alone["logits"][row, first]
+            gap = float(logits[a[first]] - logits[b[first]])
+            found.append({"row": row, "token": first, "gap": gap, "spread": float(logits.std())})
+    return found
+
+
+def run(folder, args, device, dtype, cache: str, distributed: bool) -> dict:
     """Measure the model in `folder`, on this process alone or on all processes together."""
     # tensor parallelism moves the weights to the devices itself
     where = {"distributed_config": DistributedConfig(tp_size=dist.get_world_size())} if distributed else {}
@@ -65,7 +91,7 @@ def run(folder, args, device, dtype, distributed: bool) -> dict:
     prompt = torch.randint(
         3, model.config.vocab_size, (args.batch, args.context), generator=torch.Generator().manual_seed(1)
     )
-    found = measure(model, prompt.to(device), args.new_tokens, None if args.cache == "dynamic" else args.cache)
+    found = measure(model, prompt.to(device), args.new_tokens, cache)
     found["weight_bytes"] = sum(
         getattr(p, "to_local", lambda p=p: p)().numel() * p.element_size() for p in model.parameters()
     )
@@ -75,12 +101,11 @@ def run(folder, args, device, dtype, distributed: bool) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mixer", default="gka")
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument(
-        "--cache", choices=["dynamic", "static"], default="static", help="on a GPU, a static cache compiles"
-    )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--commit", default="unknown", help="commit to record")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -99,36 +124,41 @@ def main():
         save_model(folder, args.mixer, shape, device)
     dist.barrier()
 
-    results = {}
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        alone = run(folder, args, device, dtype, distributed=False) if rank == 0 else None
+    record = {
+        "mixer": args.mixer,
+        "shape": shape,
+        "batch": args.batch,
+        "context": args.context,
+        "new_tokens": args.new_tokens,
+        "ranks": ranks,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": args.commit,
+        "ways": {},
+    }
+    for way in args.ways:
+        dtype, cache = WAYS[way]
+        alone = run(folder, args, device, dtype, cache, distributed=False) if rank == 0 else None
         dist.barrier()
-        results[name] = {"alone": alone, "together": run(folder, args, device, dtype, distributed=True)}
+        together = run(folder, args, device, dtype, cache, distributed=True)
         dist.barrier()
-
+        if rank > 0:
+            continue
+        found = {"alone": alone, "together": together}
+        record["ways"][way] = {
+            "dtype": str(dtype).removeprefix("torch."),
+            "cache": cache,
+            "tokens_equal": bool((alone["tokens"] == together["tokens"]).all()),
+            "near_ties": near_ties(alone, together),
+            "ms_per_token": {name: one["ms_per_token"] for name, one in found.items()},
+            "weight_bytes_per_rank": {name: one["weight_bytes"] for name, one in found.items()},
+        }
+        print(json.dumps({way: record["ways"][way]}), flush=True)
+        if args.out is not None:
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
     if rank == 0:
         shutil.rmtree(folder)
-        exact, timed = results["float32"], results["bfloat16"]
-        row = {
-            "mixer": args.mixer,
-            "shape": shape,
-            "batch": args.batch,
-            "context": args.context,
-            "new_tokens": args.new_tokens,
-            "cache": args.cache,
-            "ranks": ranks,
-            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "float32_tokens_equal": exact["alone"]["tokens"] == exact["together"]["tokens"],
-            "float32_ms_per_token": {name: found["ms_per_token"] for name, found in exact.items()},
-            "bfloat16_tokens_equal": timed["alone"]["tokens"] == timed["together"]["tokens"],
-            "bfloat16_ms_per_token": {name: found["ms_per_token"] for name, found in timed.items()},
-            "bfloat16_weight_bytes_per_rank": {name: found["weight_bytes"] for name, found in timed.items()},
-        }
-        print(json.dumps(row, indent=1))
-        if args.out is not None:
-            args.out.write_text(json.dumps(row, indent=1) + "\n")
     dist.destroy_process_group()
 
 

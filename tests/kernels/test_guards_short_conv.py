@@ -6,6 +6,7 @@ from checks import error
 from draw import DEVICE, randn
 
 import hf_memmix_kernels as K
+from hf_memmix_kernels._chunks import chunk_table, keep_tables
 
 LENGTHS = (9, 0, 4)
 
@@ -30,6 +31,39 @@ def test_outputs_at_padding_give_no_gradient(backend):
         want = torch.autograd.grad(total, leaves)
         for name, a, b in zip(("x", "weight", "bias"), got, want, strict=True):
             assert error(a, b) <= 1e-5, (activation, name)
+
+
+def test_some_channels_of_a_larger_tensor(backend):
+    """A part of the channels is read where it lies: in batches, in packed rows, and in a step."""
+    batch, tokens, channels = 2, 7, 6
+    wide = randn(batch, tokens, channels + 10, dtype=torch.float32)
+    part, parameters = wide[..., 3 : 3 + channels], (randn(channels, 4, dtype=torch.float32), None)
+    packed, bounds = wide.view(1, -1, channels + 10)[..., 3 : 3 + channels], torch.tensor([0, 5, 14], device=DEVICE)
+    state = randn(batch, channels, 3, dtype=torch.float32)
+    every_other = wide[:, ::2]  # the tokens of a row, but not those of the batch, lie at equal distances
+    calls = {
+        "batch": lambda x: K.short_conv(x, *parameters, initial_state=state),
+        "packed": lambda x: K.short_conv(x, *parameters, cu_seqlens=bounds),
+        "step": lambda x: (K.short_conv_step(x, *parameters, after := state.clone()), after),
+    }
+    inputs = [("batch", part), ("packed", packed), ("batch", every_other[..., :channels])]
+    inputs += [("step", part[:, :1]), ("step", part[:1, 2:3].expand(batch, -1, -1))]
+    for name, x in inputs:
+        assert not x.is_contiguous()
+        for got, want in zip(calls[name](x), calls[name](x.contiguous()), strict=True):
+            assert got.is_contiguous() and torch.equal(got, want), name
+
+
+def test_kept_tables_are_computed_once():
+    """Only for boundaries whose owner has asked for it: others may change."""
+    bounds = torch.tensor([0, 5, 14], dtype=torch.int32, device=DEVICE)
+    before = chunk_table(bounds, 14, 4)
+    assert chunk_table(bounds, 14, 4)[0] is not before[0]
+    keep_tables(bounds)
+    first = chunk_table(bounds, 14, 4)
+    assert chunk_table(bounds, 14, 4)[0] is first[0] and chunk_table(bounds.to(torch.int32), 14, 4)[1] is first[1]
+    assert all(torch.equal(a, b) for a, b in zip(before[:2], first[:2], strict=True)) and before[2] == first[2]
+    assert chunk_table(bounds, 14, 2)[2] == 14 // 2 + 2
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 2, 9, 21]], ids=["batched", "packed"])

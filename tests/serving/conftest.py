@@ -1,4 +1,4 @@
-"""The tests of serving run in an environment of their own, with vLLM: `make serve-test`.
+"""The tests of serving run in an environment of their own, with vLLM: `make serve-test`, on a CPU or on a GPU.
 
 Elsewhere (`make test`) nothing here is collected: vLLM pins other versions of torch and transformers.
 
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 
@@ -25,8 +26,13 @@ SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # tracebacks of the engine, and its scheduler within reach
     "VLLM_NO_USAGE_STATS": "1",
-    "HF_MEMMIX_BACKEND": "torch",
 }
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    SETTINGS["HF_MEMMIX_BACKEND"] = "torch"
+# on a GPU several processes may test at once: an engine takes this memory for states and keys, and does not measure
+# how much is free
+ON_A_GPU = {"kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.05}
 for name, value in SETTINGS.items():
     os.environ.setdefault(name, value)
 
@@ -48,11 +54,12 @@ class Matrix:
             self.outcomes.setdefault(feature, {})[case.rstrip("]")] = "yes" if report.passed else "no"
 
     def pytest_sessionfinish(self):
-        import torch
         import transformers
         import vllm
 
         versions = {module.__name__: module.__version__ for module in (vllm, torch, transformers)}
+        if ON_GPU:
+            versions["device"] = torch.cuda.get_device_name()
         earlier = json.loads(self.file.read_text()) if self.file.exists() else {}
         matrix = earlier["matrix"] if earlier.items() >= versions.items() else {}
         for feature, cases in self.outcomes.items():
@@ -105,6 +112,7 @@ class Engines:
             fixed = {"max_model_len": 1024, "enforce_eager": True, "enable_prefix_caching": False, "seed": 0}
             fixed |= {"dtype": "float32", "skip_tokenizer_init": True, "disable_log_stats": False}
             fixed |= {"max_num_batched_tokens": 2048, "max_num_seqs": 16}  # an engine starts with a batch of this size
+            fixed |= ON_A_GPU if ON_GPU else {}
             self.engine = LLM(str(self.folders / case), **(fixed | options))
             self.key = key
         return self.engine

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from greedy import ask, assert_greedy, references_of, tokens_of
+from safetensors.torch import load_file
 from serving_cases import BLOCK, HYBRIDS, LOW, PREFIX, PURE
 
 # the engine that has room for everything; one that cuts prompts into pieces of 48 tokens and has few blocks; one that
@@ -148,6 +149,22 @@ def test_compiled(engines):
     engine = engines.get("gka", enforce_eager=False)
     assert_greedy(tokens_of(ask(engine, references)), references)
     assert engine.llm_engine.vllm_config.compilation_config.mode > 0
+
+
+@pytest.mark.cases("several")
+def test_projections_are_one_product(engines):
+    """The checkpoint's layers are loaded one by one into one weight."""
+
+    def joined(model):
+        return {path: mixer.joined_layers for path, mixer in model.mixers.items()}
+
+    (found,) = engines.get("several", **ROOMY).apply_model(joined)
+    saved = load_file(engines.folders / "several" / "model.safetensors")
+    assert sum(layers is None for layers in found.values()) == 1  # Mamba-2 has one projection
+    for path, layers in found.items():
+        if layers is not None:
+            parts = [saved[f"model.{path}.{name}.weight"] for name in layers.sizes]
+            assert len(parts) >= 3 and torch.equal(layers.weight, torch.cat(parts))
 
 
 def test_graphs_are_cut_at_the_operator():

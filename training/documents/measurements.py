@@ -37,6 +37,7 @@ MEASUREMENTS = {
     "lattice_frozen": f"{KERNELS}/lattice_frozen_cpu.json",
     "models": f"{KERNELS}/model_h200.json",
     "serving_speed": f"{KERNELS}/serving_h200.json",
+    "serving_before": f"{KERNELS}/serving_before_h200.json",
     "serving_matrix": "hf_memmix/serving/results/matrix_cpu.json",
 }
 CARDS = "model_cards"

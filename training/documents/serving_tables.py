@@ -15,6 +15,7 @@ from hf_memmix.serving.footprint import Footprint
 from hf_memmix.training.documents.measurements import read
 
 LENGTHS = (2048, 16384, 65536)
+SPEED_MODELS = ("llama", "gka", "gka_3of4")  # of benchmark_serving.py
 # the shape of Llama 3.2 1B
 SHAPE = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
 SHAPE |= {"head_dim": 64, "intermediate_size": 8192, "max_position_embeddings": 2**17}
@@ -73,28 +74,63 @@ def matrix_table(root: Path) -> str:
 
 def speed_table(root: Path) -> str:
     """Throughput on a GPU: a transformer and the same with GKA layers, by length of the prompts and their number."""
-    results = read("serving_speed", root)
-    fits = {(row["model"], row["tokens"]): row["sequences"] for row in results["rows"] if row["part"] == "fit"}
-    rows = [
-        [
-            f"{row['tokens']:,}",
-            row["sequences"],
-            f"`{row['model']}`",
-            f"{row['requests_per_s']:.1f}",
-            f"{row['output_tokens_per_s']:,.0f}",
-            f"{row['decode_tokens_per_s']:,.0f}" if row["decode_tokens_per_s"] else "",
-            f"{row['first_token_s']:.2f}",
-            f"{fits[row['model'], row['tokens']]:,}",
-        ]
-        for row in sorted(results["rows"], key=lambda row: (row["tokens"], row.get("sequences", 0)))
-        if row["part"] == "throughput"
-    ]
-    head = ["prompt", "sequences", "model", "requests/s", "tokens/s", "decode tokens/s", "first token, s", "fit"]
-    new = {row["new_tokens"] for row in results["rows"] if row["part"] == "throughput"}
-    return (
-        markdown_table(head, rows)
-        + f"\n\n{results['device']}, vLLM {results['vllm']}, torch {results['torch']}, commit {results['commit']};"
+    return _speed(read("serving_speed", root))
+
+
+def before_table(root: Path) -> str:
+    """The same of an earlier measurement."""
+    return _speed(read("serving_before", root))
+
+
+def _speed(results: dict) -> str:
+    found = {(r["tokens"], r["sequences"], r["model"]): r for r in results["rows"] if r["part"] == "throughput"}
+    models = [model for model in SPEED_MODELS if any(key[2] == model for key in found)]
+    rows = []
+    for length, count in dict.fromkeys(sorted(key[:2] for key in found)):
+        cells = [f"{length:,}", count]
+        for field in ("output_tokens_per_s", "decode_tokens_per_s"):
+            for model in models:
+                row = found.get((length, count, model), {})
+                cells.append(f"{row[field]:,.0f}" if row.get(field) else "left out" if "left_out" in row else "")
+        rows.append(cells)
+    head = ["prompt", "sequences", *(f"{what}, `{model}`" for what in ("tokens/s", "decode") for model in models)]
+    measured = [row for row in found.values() if "left_out" not in row]
+    new = {row["new_tokens"] for row in measured}
+    commits = sorted({row.get("commit", results.get("commit")) for row in measured})
+    lines = [
+        markdown_table(head, rows),
+        f"{results['device']}, vLLM {results['vllm']}, torch {results['torch']}, commit {', '.join(commits)};"
         f" {results['dtype']}, {max(new)} new tokens per sequence. tokens/s: new tokens over the time of the run;"
-        " decode tokens/s: while all sequences decode; first token: the median; fit: sequences whose states and keys"
-        " fit into the memory."
+        f" requests/s are that divided by {max(new)}. decode: tokens/s of the steps in which all sequences decode;"
+        " empty if some had ended before the last prompt was read.",
+    ]
+    if len(measured) < len(found):
+        lines.append("Left out: too long for the time of the run; the file gives the reason for each.")
+    return "\n\n".join([*lines, *_ratios(found)])
+
+
+def _ratios(found: dict) -> list[str]:
+    """Decode speed of the models at 64 sequences over that of the transformer."""
+    lines = []
+    for length in sorted({key[0] for key in found}):
+        row = {model: found.get((length, 64, model), {}).get("decode_tokens_per_s") for model in SPEED_MODELS}
+        if row["llama"]:
+            others = [f"`{m}` {row[m] / row['llama']:.2f}" for m in SPEED_MODELS[1:] if row[m]]
+            lines.append(f"{length:,} tokens: {', '.join(others)}")
+    return [f"Decode with 64 sequences, as multiples of `llama`. {'; '.join(lines)}."] if lines else []
+
+
+def fit_table(root: Path) -> str:
+    """How many sequences fit into the memory, and when the first token of a single prompt comes."""
+    rows = read("serving_speed", root)["rows"]
+    fits = {(row["tokens"], row["model"]): f"{row['sequences']:,}" for row in rows if row["part"] == "fit"}
+    alone = [row for row in rows if row["part"] == "throughput" and row["sequences"] == 1 and "first_token_s" in row]
+    first = {(row["tokens"], row["model"]): f"{1e3 * row['first_token_s']:.0f} ms" for row in alone}
+    models = [model for model in SPEED_MODELS if any(key[1] == model for key in fits)]
+    return markdown_table(
+        ["prompt", *(f"{what}, `{model}`" for what in ("sequences that fit", "first token") for model in models)],
+        [
+            [f"{length:,}", *(found.get((length, model), "") for found in (fits, first) for model in models)]
+            for length in sorted({key[0] for key in fits})
+        ],
     )

@@ -159,4 +159,6 @@ TABLES = {
     "serving_costs": serving.costs_table,
     "serving_matrix": serving.matrix_table,
     "serving_speed": serving.speed_table,
+    "serving_before": serving.before_table,
+    "serving_fit": serving.fit_table,
 }

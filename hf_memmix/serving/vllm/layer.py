@@ -1,8 +1,9 @@
 """A mixer whose states live in vLLM's memory.
 
 `MemoryLayer` is what vLLM sees of a mixer: the size of its states, its pages, its metadata. The mixer stays in the
-model under its own name, and hands its forward to the layer. All of a layer's computation is one operator, so that
-vLLM can cut its graphs around it, as it does around attention.
+model under its own name, and hands its forward to the layer. What depends on the batch, and the readout after it, is
+one operator, so that vLLM can cut its graphs around it, as it does around attention. The projections before it are a
+part of vLLM's graphs, where the compiler fuses them with their neighbours.
 """
 
 import torch
@@ -76,21 +77,20 @@ class MemoryLayer(MambaBase):
 
     def __call__(self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """[1, T, hidden] of all tokens of the batch, and cos and sin [1, T, d] -> [1, T, hidden]."""
+        tokens = self.mixer.project_rows(hidden_states, rotary)
         output = torch.empty_like(hidden_states)
-        cos, sin = (None, None) if rotary is None else rotary
-        torch.ops.vllm.memmix_mix(hidden_states, cos, sin, output, self.name)
+        torch.ops.vllm.memmix_mix(hidden_states, list(tokens.values()), ",".join(tokens), output, self.name)
         return output
 
-    def run(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, output: Tensor, batch: MemoryMetadata | None):
+    def run(self, x: Tensor, tokens: dict[str, Tensor], output: Tensor, batch: MemoryMetadata | None):
         """Fill `output`. Without a batch, vLLM measures memory: see `_largest_prefill`."""
         if batch is None:
-            output.copy_(self.mixer.readout(self._largest_prefill(self.mixer.project_rows(x, rotary)), x))
+            output.copy_(self.mixer.readout(self._largest_prefill(tokens), x))
             return
         decodes, prefills = batch.num_decode_tokens, batch.num_prefill_tokens
         count = decodes + prefills
         output[:, count:] = 0  # rows that only pad the batch
         x = x[:, :count]
-        tokens = self.mixer.project_rows(x, None if rotary is None else tuple(t[:, :count] for t in rotary))
         parts = []
         if decodes:
             rows = {name: t[:, :decodes].transpose(0, 1) for name, t in tokens.items()}
@@ -99,7 +99,7 @@ class MemoryLayer(MambaBase):
             parts.append(y.transpose(0, 1))
         if prefills:
             y, _ = self.mixer.scan_sequences(
-                {name: t[:, decodes:] for name, t in tokens.items()},
+                {name: t[:, decodes:count] for name, t in tokens.items()},
                 self.pools,
                 cu_seqlens=batch.query_start_loc_p,
                 starts_anew=~batch.has_initial_states_p,
@@ -129,15 +129,16 @@ def page_bytes(mixer: MemoryMixer, dtype: torch.dtype) -> int:
     return page_layout(mixer.state_shapes(1, dtype))[1]
 
 
-def memmix_mix(hidden_states: Tensor, cos: Tensor | None, sin: Tensor | None, output: Tensor, name: str) -> None:
-    """The operator: run the layer `name` of the model on this batch."""
+def memmix_mix(hidden_states: Tensor, tokens: list[Tensor], names: str, output: Tensor, name: str) -> None:
+    """The operator: run the layer `name` of the model on this batch. `names`: of the tokens, with commas between."""
     context = get_forward_context()
     batch = context.attn_metadata
     batch = batch.get(name) if isinstance(batch, dict) else None
-    context.no_compile_layers[name].run(hidden_states, None if cos is None else (cos, sin), output, batch)
+    named = dict(zip(names.split(","), tokens, strict=True))
+    context.no_compile_layers[name].run(hidden_states, named, output, batch)
 
 
-def _fake(hidden_states: Tensor, cos: Tensor | None, sin: Tensor | None, output: Tensor, name: str) -> None:
+def _fake(hidden_states: Tensor, tokens: list[Tensor], names: str, output: Tensor, name: str) -> None:
     return
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
 
+from hf_memmix_kernels._chunks import keep_tables
+
 
 @dataclass
 class MemoryMetadata(BaseMambaAttentionMetadata):
@@ -26,6 +28,13 @@ class MemoryMetadataBuilder(BaseMambaAttentionMetadataBuilder[MemoryMetadata]):
 
     metadata_cls = MemoryMetadata
     needs_causal_conv1d_metadata = False
+
+    def build(self, *args, **kwargs) -> MemoryMetadata:
+        """Called once per batch: what the kernels compute from the boundaries serves all layers."""
+        metadata = super().build(*args, **kwargs)
+        if metadata.num_prefills:
+            keep_tables(metadata.query_start_loc_p)
+        return metadata
 
 
 class MemoryBackend(AttentionBackend):

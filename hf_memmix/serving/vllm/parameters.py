@@ -1,11 +1,13 @@
 """The parameters of a mixer in vLLM: its linear layers become vLLM's, the others get memory and a loader.
 
-With tensor parallelism each rank holds what the mixer's plan says (`MemoryMixer.tp_plan`).
+With tensor parallelism each rank holds what the mixer's plan says (`MemoryMixer.tp_plan`). Linear layers that read the
+same input are computed in one product, because several small products take longer than one.
 """
 
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -55,6 +57,46 @@ def replace_parameters(module: MemoryMixer | FeedForward, prefix: str, dtype: to
         set_weight_attrs(new, {"weight_loader": partial(_load, cut=cut, rank=rank, ranks=ranks)})
         owner, _, name = path.rpartition(".")
         setattr(module.get_submodule(owner), name, new)
+    if quantization is None and isinstance(module, MemoryMixer):
+        join_layers(module)
+
+
+class JoinedLayers(nn.Module):
+    """Linear layers of the same input as one product.
+
+    Args:
+        layers: by name, all with weights [features, hidden] of one dtype and device. Their parameters become views
+            of the joined ones. So they are still loaded one by one.
+    """
+
+    def __init__(self, layers: dict[str, nn.Module]):
+        super().__init__()
+        self.sizes = {name: layer.weight.shape[0] for name, layer in layers.items()}
+        biases = {name: layer.bias for name, layer in layers.items() if getattr(layer, "bias", None) is not None}
+        some = next(iter(layers.values())).weight
+        features, hidden = sum(self.sizes.values()), some.shape[1]
+        # buffers that are not saved: the parameters are those of the layers
+        self.register_buffer("weight", some.new_empty(features, hidden), persistent=False)
+        self.register_buffer("bias", some.new_zeros(features) if biases else None, persistent=False)
+        start = 0
+        for name, layer in layers.items():
+            end = start + self.sizes[name]
+            layer.weight.data = self.weight[start:end]
+            if name in biases:
+                layer.bias.data = self.bias[start:end]
+            start = end
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """The outputs of the layers [..., features of the layer] by name, as parts of one tensor."""
+        outputs = F.linear(x, self.weight, self.bias).split(list(self.sizes.values()), -1)
+        return dict(zip(self.sizes, outputs, strict=True))
+
+
+def join_layers(mixer: MemoryMixer):
+    """Have `MemoryMixer.products` computed in one product, if there are several layers of one dtype."""
+    layers = {name: getattr(mixer, name) for name in mixer.input_layers if hasattr(mixer, name)}
+    if len(layers) > 1 and len({layer.weight.dtype for layer in layers.values()}) == 1:
+        mixer.joined_layers = JoinedLayers(layers)
 
 
 def local_sizes(mixer: MemoryMixer, ranks: int) -> MemoryMixer:

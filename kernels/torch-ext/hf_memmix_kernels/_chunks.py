@@ -10,6 +10,13 @@ def sequence_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].long(), steps, right=True).clamp_(max=cu_seqlens.shape[0] - 2)
 
 
+def keep_tables(cu_seqlens: Tensor):
+    """Have the tables of these boundaries computed once for all layers. The caller must not change the tensor later,
+    also not by the replay of a CUDA graph.
+    """
+    cu_seqlens.kept_tables = {}
+
+
 def chunk_table(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Tensor, Tensor, int]:
     """Chunks of all packed sequences in order.
 
@@ -17,6 +24,15 @@ def chunk_table(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Tenso
         first [N+1] int32, the global index of each sequence's first chunk; sequence [bound] int32, each chunk's
         sequence, N for the unused tail; bound, an upper limit of the number of chunks known without a device read.
     """
+    kept = getattr(cu_seqlens, "kept_tables", None)
+    if kept is None:
+        return _chunk_table(cu_seqlens, tokens, chunk_size)
+    if (tokens, chunk_size) not in kept:
+        kept[tokens, chunk_size] = _chunk_table(cu_seqlens, tokens, chunk_size)
+    return kept[tokens, chunk_size]
+
+
+def _chunk_table(cu_seqlens: Tensor, tokens: int, chunk_size: int) -> tuple[Tensor, Tensor, int]:
     sequences = cu_seqlens.shape[0] - 1
     counts = (cu_seqlens.diff() + chunk_size - 1) // chunk_size
     first = torch.zeros(sequences + 1, dtype=torch.int32, device=cu_seqlens.device)

@@ -47,7 +47,8 @@ def _angles(cos, sin, i_r, m_r, heads, length, s_b, s_t, s_r, HALF: tl.constexpr
     return tl.load(cos + o, mask=m, other=0).to(ACC), tl.load(sin + o, mask=m, other=0).to(ACC)
 
 
-@triton.jit
+# the number of tokens changes from batch to batch of a server: it must not compile another kernel
+@triton.jit(do_not_specialize=["rows", "length", "s_b"])
 def unit_heads_fwd_kernel(
     x, y, cos, sin, rows, heads, length, s_b, s_t, s_r, eps,
     D: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, R: tl.constexpr, ACC: tl.constexpr,

@@ -10,7 +10,8 @@ import triton.language as tl
 from .tiles import PREFETCH, cut, load_window, locate_tile
 
 
-@triton.jit
+# the numbers of tokens and sequences change from batch to batch of a server: they must not compile another kernel
+@triton.jit(do_not_specialize=["T", "NT", "N"])
 def short_conv_fwd_kernel(
     inputs, y, final, layout, T, NT, N, C, stride,
     K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr, ACC: tl.constexpr,

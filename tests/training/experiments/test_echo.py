@@ -99,11 +99,11 @@ def test_variants_change_what_the_model_computes():
     """Every variant of the ablation gives other answers with the same weights."""
     examples = draw_examples("system_prompt", 2, 96, 8, torch.Generator().manual_seed(0))
     found = []
-    for options, masked in echo_ablation.VARIANTS.values():
-        model = echo_suite.build("ska", 0, **options)
+    for variant in echo_ablation.VARIANTS.values():
+        model = echo_suite.build("ska", 0, variant.layers, **variant.ska)
         open_outputs(model)
         with torch.no_grad():
-            found.append(echo_suite.value_logits(model, examples, masked))
+            found.append(echo_suite.value_logits(model, examples, variant.masked))
     for i, a in enumerate(found):
         assert all((a - b).abs().max() > 1e-5 for b in found[:i])
 

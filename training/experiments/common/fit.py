@@ -42,7 +42,14 @@ MODELS = {
     "coffee": ("coffee", {}),
     "coffee-filter": ("coffee", {"use_output_filter": True}),
     "mamba2": ("mamba2", {}),
+    "gdn": ("gdn", {}),
+    "dec-vconv": ("lattice", {"variant": "dec", "use_v_conv": True}),
+    "gdn-vconv": ("gdn", {"use_v_conv": True}),
+    "enc-as-written": ("enc-as-written", {}),
+    "transformer-warm": (ATTENTION, {}),
 }
+# steps of the linear warm-up of a model; the others have a twentieth of all steps
+WARM_UP_STEPS = {"transformer-warm": 150}
 
 
 def parameter_count(config) -> int:
@@ -97,6 +104,7 @@ def fit(
     batch_of: Callable[[int], tuple[Tensor, ...]],
     stop_below_loss: float = 0.0,
     constant_rate_share: float = 0.0,
+    warmup_steps: int | None = None,
 ) -> dict:
     """Train a model on the loss `loss_of(*batch_of(step))`.
 
@@ -107,6 +115,7 @@ def fit(
         batch_of: returns the tensors of a step; their shapes are the same at every step.
         stop_below_loss: training ends early when the loss is below this value. The loss is read 20 times in a run.
         constant_rate_share: the share of the steps that run at the full learning rate before the cosine decay begins.
+        warmup_steps: steps in which the rate grows linearly; default: a twentieth of all steps.
 
     Returns:
         "curve", a list of [step, loss]; "steps", the number of steps that ran; "finite", whether the losses are
@@ -120,7 +129,7 @@ def fit(
     on_gpu = device().type == "cuda"
     rate = torch.tensor(lr, device=device()) if on_gpu else lr  # a CUDA graph reads the rate from device memory
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
-    warmup = max(1, steps // 20)
+    warmup = max(1, steps // 20) if warmup_steps is None else warmup_steps
 
     def share_of_rate(step: int) -> float:
         decayed = max(0.0, step / steps - constant_rate_share) / (1 - constant_rate_share)
@@ -165,7 +174,8 @@ def train_language_model(row: dict, args: SimpleNamespace, mixer: str, options: 
     windows = Windows(train_tokens(args.text).to(device()), context, batch, seed)
     steps = max(1, args.tokens // (batch * context))
     loss_of = functools.partial(next_token_loss, model)
-    result = fit(model, loss_of, steps, row["lr"], args, lambda step: (windows(step),))
+    warmup = WARM_UP_STEPS.get(row.get("model"))
+    result = fit(model, loss_of, steps, row["lr"], args, lambda step: (windows(step),), warmup_steps=warmup)
     result |= {"parameters": model.num_parameters(), "trained_tokens": steps * batch * context}
     if not result["finite"]:
         return result

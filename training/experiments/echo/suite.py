@@ -35,18 +35,23 @@ DEV_SEED = TEST_SEED // 2  # training seeds are smaller, so development and test
 CONSTANT_RATE_SHARE = 0.6
 
 
-def build(model: str, seed: int, **ska) -> EchoForCausalLM:
-    """One of `MODELS` on the device; `ska` holds options of its SKA layers that differ from the preset.
+def build(model: str, seed: int, layers: tuple[str, ...] | None = None, **ska) -> EchoForCausalLM:
+    """One of `MODELS` on the device.
+
+    Args:
+        layers: the mixer of each layer; default: those of the model.
+        ska: options of its SKA layers that differ from the preset.
 
     Raises:
         ValueError: there is no such model.
     """
     if model not in MODELS:
         raise ValueError(f"unknown model {model!r}; known: {sorted(MODELS)}")
-    config = EchoConfig.preset("1m", **MODELS[model])
-    mixers = config.mixers | {"ska": config.mixers["ska"] | ska}
+    fields = MODELS[model] if layers is None else {"mixer_types": list(layers)}
+    mixers = EchoConfig.presets["1m"]["mixers"]
+    mixers = mixers | {"ska": mixers["ska"] | ska}
     torch.manual_seed(seed)
-    return EchoForCausalLM(EchoConfig.preset("1m", **MODELS[model], mixers=mixers)).to(device())
+    return EchoForCausalLM(EchoConfig.preset("1m", **fields, mixers=mixers)).to(device())
 
 
 @torch.no_grad()

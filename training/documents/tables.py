@@ -79,6 +79,21 @@ def experiment_tables(root: Path, *names: str) -> str:
     return _report([read(name, root) for name in names])
 
 
+def language_table(root: Path, name: str, *others: str) -> str:
+    """The language models of the measurement `name`, with those that only the other measurements have."""
+    # not at the top: `memmix card` imports this package from a wheel, which has no experiments
+    from hf_memmix.training.experiments.lattice.report import language
+
+    return language(read(name, root), *(read(other, root) for other in others))
+
+
+def echo_mask_table(root: Path) -> str:
+    """SKA with and without the true action mask, beside the models that get none."""
+    from hf_memmix.training.experiments.echo.report import mask_table
+
+    return mask_table(read("echo_transfer", root), read("echo_ablation", root))
+
+
 def gpus_table(root: Path) -> str:
     """Speed, memory and loss of every launch of `several_gpus/compare_launches.py`."""
     results = read("multi_gpu", root)
@@ -151,6 +166,8 @@ TABLES = {
     "lattice_counters": kernels.lattice_counters_table,
     "lattice_frozen": kernels.lattice_frozen_table,
     "results": experiment_tables,
+    "language": language_table,
+    "echo_mask": echo_mask_table,
     "teachers": teacher_table,
     "refusals": refused_table,
     "gpus": gpus_table,

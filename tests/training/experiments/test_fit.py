@@ -15,6 +15,7 @@ from hf_memmix.conversion.records import write_json
 from hf_memmix.training.experiments.common import fit, harness, language
 from hf_memmix.training.experiments.common.fit import MODELS, build, parameter_count
 from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, rates_to_try, trained_and_failed
+from hf_memmix.training.experiments.common.report import joined
 from hf_memmix.training.experiments.common.text import Windows, measured_tokens, train_tokens
 from hf_memmix.training.experiments.echo import mqar as echo_mqar
 from hf_memmix.training.experiments.gka import recall
@@ -195,7 +196,7 @@ def test_what_is_drawn():
 
 
 def test_report_has_means_over_seeds_and_gaps_beside_the_papers():
-    settings = {"contexts": [512, 2048], "layers": 1, "hidden_size": 2, "tokens": 3_000_000}
+    settings = {"contexts": [512, 2048], "layers": 1, "hidden_size": 32, "heads": 2, "tokens": 3_000_000}
     settings["models"] = ["delta", "dec", "enc"]
     rows = [
         finished(1e-2, 1.0, model="dec", context=512, seed=0, perplexity=10.0),
@@ -205,9 +206,34 @@ def test_report_has_means_over_seeds_and_gaps_beside_the_papers():
     ]
     results = {"experiment": "lattice_language", "settings": settings, "rows": rows, "chance_loss": 6.5}
     text = lattice_report.language(results | {"environment": {"hardware": "CPU", "commit": "abc"}})
-    assert "| dec | 0.01 | 11.00 ± 1.00 | +0.0 % | +0.0 % |" in text
-    assert "| delta | 0.01 | 22.00 (1 seed) | +100.0 % | +6.4 % |" in text
+    assert "| dec | 512 | q, k | 0.01 (only one) | 11.00 ± 1.41 | +0.0 % | +0.0 % |" in text
+    assert "| delta | 512 | q, k | 0.01 (only one) | 22.00 (1 seed) | +100.0 % | +6.4 % |" in text
     assert "Order at 512, paper: dec < delta." in text and "Learnt nothing: enc at 0.02." in text
+
+
+def test_rows_of_another_result_stand_in_the_table_if_it_was_measured_in_the_same_way():
+    sizes = {
+        "contexts": [512],
+        "layers": 1,
+        "hidden_size": 32,
+        "heads": 2,
+        "tokens": 10,
+        "batch_tokens": 5,
+        "lrs": [1],
+    }
+
+    def result(name, models, **changed):
+        rows = [finished(1.0, 1.0, model=model, context=512, seed=0, perplexity=10.0) for model in models]
+        about = {"text": {"sha256": "0"}, "chance_loss": 6.5, "environment": {"hardware": "CPU", "commit": name}}
+        return about | {"experiment": name, "rows": rows, "settings": sizes | {"models": models} | changed}
+
+    own, other = result("own", ["dec"]), result("other", ["dec", "gka"])
+    both = joined(own, [other])
+    assert both["settings"]["models"] == ["dec", "gka"] and own["settings"]["models"] == ["dec"]
+    assert [(row["model"], row.get("commit")) for row in both["rows"]] == [("dec", None), ("gka", "other")]
+    assert "| gka | 1,024 | q, k, v |" in lattice_report.language(own, other)
+    with pytest.raises(ValueError, match="other and own differ in tokens; their rows cannot stand in one table"):
+        joined(own, [result("other", ["gka"], tokens=20)])
 
 
 # ---- the harness, with rows that run in processes of their own

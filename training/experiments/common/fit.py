@@ -57,28 +57,57 @@ def parameter_count(config) -> int:
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
+def configured(args: SimpleNamespace, mixer: str, options: dict, *, vocab: int, context: int, intermediate: int):
+    """The configuration of a Llama with `mixer` in all layers."""
+    backbone = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=args.hidden_size,
+        intermediate_size=intermediate,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.heads,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+    )
+    mixers = None if mixer == ATTENTION else {mixer: options}
+    return memmix_config(backbone, mixer_types=[mixer] * args.layers, mixers=mixers)
+
+
 def build(args: SimpleNamespace, mixer: str, options: dict, *, vocab: int, context: int, seed: int):
     """A model with `mixer` in all layers. The width of its MLP gives it as many parameters as the transformer has."""
-
-    def config(kind, options, intermediate):
-        backbone = LlamaConfig(
-            vocab_size=vocab,
-            hidden_size=args.hidden_size,
-            intermediate_size=intermediate,
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.heads,
-            num_key_value_heads=args.heads,
-            max_position_embeddings=context,
-            tie_word_embeddings=True,
-        )
-        mixers = None if kind == ATTENTION else {kind: options}
-        return memmix_config(backbone, mixer_types=[kind] * args.layers, mixers=mixers)
-
-    width = args.hidden_size * 5 // 2
-    surplus = parameter_count(config(mixer, options, width)) - parameter_count(config(ATTENTION, {}, width))
-    narrower = round(surplus / (3 * args.hidden_size * args.layers))
+    width, sizes = args.hidden_size * 5 // 2, {"vocab": vocab, "context": context}
+    same_width = [
+        parameter_count(configured(args, *model, **sizes, intermediate=width))
+        for model in ((mixer, options), (ATTENTION, {}))
+    ]
+    narrower = round((same_width[0] - same_width[1]) / (3 * args.hidden_size * args.layers))
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config(mixer, options, width - narrower)).to(device())
+    config = configured(args, mixer, options, **sizes, intermediate=width - narrower)
+    return AutoModelForCausalLM.from_config(config).to(device())
+
+
+def memory_of(args: SimpleNamespace, mixer: str, options: dict) -> tuple[int, str]:
+    """How many numbers the memory of one layer holds for one sequence, and which of q, k and v are convolved.
+
+    The last inputs of the short convolutions are not counted. The memory of attention grows: its number is 0.
+    """
+    if mixer == ATTENTION:
+        return 0, ""
+    config = configured(args, mixer, options, vocab=VOCAB, context=1, intermediate=args.hidden_size)
+    with torch.device("meta"):
+        layer = memory_mixers(AutoModelForCausalLM.from_config(config))
+    shapes = next(iter(layer.values())).state_shapes(1)
+    floats = sum(math.prod(shape) for name, (shape, _) in shapes.items() if not name.startswith("conv"))
+    return floats, convolved_inputs(shapes)
+
+
+def convolved_inputs(shapes: dict) -> str:
+    """Which inputs of a memory are convolved, from the names of a mixer's states: for example "q, k" or "u".
+
+    Mamba-2 has one convolution of x, B and C, which are the v, k and q of the other mixers.
+    """
+    names = [name.removeprefix("conv_") for name in shapes if name.startswith("conv_")]
+    return ", ".join(names) if names else "q, k, v" if "conv" in shapes else ""
 
 
 class Deadline(TrainerCallback):

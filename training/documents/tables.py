@@ -7,6 +7,7 @@ from pathlib import Path
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.conversion.teachers_table import refusals, teachers_table
 from hf_memmix.training.documents import choice_tables as choice
+from hf_memmix.training.documents import conversion_costs as costs
 from hf_memmix.training.documents import kernel_tables as kernels
 from hf_memmix.training.documents import serving_tables as serving
 from hf_memmix.training.documents.measurements import CARDS, read
@@ -168,6 +169,9 @@ TABLES = {
     "results": experiment_tables,
     "language": language_table,
     "echo_mask": echo_mask_table,
+    "conversion_costs": costs.costs_table,
+    "conversion_memory": costs.conversion_memory_table,
+    "published_conversions": costs.published_table,
     "teachers": teacher_table,
     "refusals": refused_table,
     "gpus": gpus_table,

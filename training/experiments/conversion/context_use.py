@@ -1,10 +1,11 @@
-"""How much of its context does the bundled transformer use? Its perplexity with the context cut, at the same positions.
+"""How much of its context does the bundled transformer use? Measures its perplexity with the context cut.
 
-    python training/experiments/conversion/context_use.py --out training/experiments/conversion/results/context_use.json
+    python training/experiments/conversion/context_use.py \\
+        --out training/experiments/conversion/results/context_use.json
 
-The perplexity of one token is measured after the last `context` tokens before it alone. The positions are spread evenly
-over the held-out text and are the same for all contexts, so the ratios compare the same predictions. If a short context
-costs little, a student with little memory can reach the teacher's perplexity, and perplexity says little about recall.
+Each token is predicted from the last `context` tokens before it alone. The positions are spread evenly over the
+held-out text and are the same for all contexts, so the ratios compare the same predictions. If a short context costs
+little, a student with little memory can reach the teacher's perplexity, and perplexity says little about recall.
 """
 
 import math
@@ -75,8 +76,8 @@ def section(results: dict) -> str:
     longest = max(row["context"] for row in results["rows"])
     head = ("tokens of context", "perplexity", f"ratio to {longest}", "standard error")
     return (
-        f"{markdown_table(head, rows, figures=True)}\n\n{results['settings']['positions']} positions of the held-out text,"
-        f" the same for all lines; {measured_at(results)}."
+        f"{markdown_table(head, rows, figures=True)}\n\n{results['settings']['positions']} positions of the held-out"
+        f" text, the same for all lines; {measured_at(results)}."
     )
 
 

@@ -46,10 +46,10 @@ MODELS = {
     "dec-vconv": ("lattice", {"variant": "dec", "use_v_conv": True}),
     "gdn-vconv": ("gdn", {"use_v_conv": True}),
     "enc-as-written": ("enc-as-written", {}),
-    "transformer-warm": (ATTENTION, {}),
 }
-# steps of the linear warm-up of a model; the others have a twentieth of all steps
-WARM_UP_STEPS = {"transformer-warm": 150}
+# steps of the linear warm-up of models whose names end with "-warm"; the others have a twentieth of all steps
+WARM_UP_STEPS = 150
+MODELS |= {f"{name}-warm": MODELS[name] for name in ("transformer", "dec", "gdn", "gka", "mamba2")}
 
 
 def parameter_count(config) -> int:
@@ -203,7 +203,7 @@ def train_language_model(row: dict, args: SimpleNamespace, mixer: str, options: 
     windows = Windows(train_tokens(args.text).to(device()), context, batch, seed)
     steps = max(1, args.tokens // (batch * context))
     loss_of = functools.partial(next_token_loss, model)
-    warmup = WARM_UP_STEPS.get(row.get("model"))
+    warmup = WARM_UP_STEPS if row.get("model", "").endswith("-warm") else None
     result = fit(model, loss_of, steps, row["lr"], args, lambda step: (windows(step),), warmup_steps=warmup)
     result |= {"parameters": model.num_parameters(), "trained_tokens": steps * batch * context}
     if not result["finite"]:

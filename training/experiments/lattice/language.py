@@ -43,8 +43,9 @@ PAPER = {
 }
 # variants with gamma of at most 0.25, the best limit in the ablation
 SMALL_STEPS = ("dec-small", "enc-small", "sim-small")
-# what the paper does not have: a short convolution of v, ENC without the limits of v and of the step, a longer warm-up
-NOT_IN_PAPER = ("dec-vconv", "enc-as-written", "transformer-warm")
+# what the paper does not have: a short convolution of v, ENC without the limits of v and of the step; a longer warm-up
+NOT_IN_PAPER = ("dec-vconv", "enc-as-written")
+WARM = ("transformer-warm", "dec-warm", "gdn-warm", "gka-warm", "mamba2-warm")
 
 
 def run(row: dict, args) -> dict:
@@ -66,7 +67,7 @@ def main(
     tokens: Tokens = 16_000_000,
     contexts: Contexts = (512, 2048, 8192),
     lrs: Rates = (4e-3, 2e-3),
-    models: Models = (*PAPER, *SMALL_STEPS, *NOT_IN_PAPER),
+    models: Models = (*PAPER, *SMALL_STEPS, *NOT_IN_PAPER, *WARM),
 ) -> None:
     """Train every model and write the results."""
     args = settings(locals())

@@ -130,7 +130,9 @@ def language_section(results: dict, reference: str, in_paper: dict) -> str:
     """The table of language models with its caption, and the table of all learning rates."""
     rows, failed = trained_and_failed(results)
     table = language_table(results, rows, reference, in_paper)
+    missing = [name for name in results["settings"]["models"] if not any(r["model"] == name for r in results["rows"])]
+    planned = f" Planned and not run: {', '.join(missing)}." if missing else ""
     return (
-        f"{table}\n\n{caption(results, failed)}\n\nPerplexity at {results['settings']['contexts'][0]} by"
+        f"{table}\n\n{caption(results, failed)}{planned}\n\nPerplexity at {results['settings']['contexts'][0]} by"
         f" learning rate, first seed; bold: the lowest development loss:\n\n{rates_table(results)}"
     )

@@ -80,16 +80,9 @@ def experiment_tables(root: Path, *names: str) -> str:
     return _report([read(name, root) for name in names])
 
 
-def language_table(root: Path, name: str, *others: str) -> str:
-    """The language models of the measurement `name`, with those that only the other measurements have."""
-    # not at the top: `memmix card` imports this package from a wheel, which has no experiments
-    from hf_memmix.training.experiments.lattice.report import language
-
-    return language(read(name, root), *(read(other, root) for other in others))
-
-
 def echo_mask_table(root: Path) -> str:
     """SKA with and without the true action mask, beside the models that get none."""
+    # not at the top: `memmix card` imports this package from a wheel, which has no experiments
     from hf_memmix.training.experiments.echo.report import mask_table
 
     return mask_table(read("echo_transfer", root), read("echo_ablation", root))
@@ -167,7 +160,6 @@ TABLES = {
     "lattice_counters": kernels.lattice_counters_table,
     "lattice_frozen": kernels.lattice_frozen_table,
     "results": experiment_tables,
-    "language": language_table,
     "echo_mask": echo_mask_table,
     "conversion_costs": costs.costs_table,
     "conversion_memory": costs.conversion_memory_table,

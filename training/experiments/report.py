@@ -41,7 +41,7 @@ class Experiment:
 
 
 EXPERIMENTS = {
-    "lattice_language": Experiment(lattice.language, plot_language),
+    "lattice_language": Experiment(lattice.language, lattice_plots.plot_languages, takes_all_files=True),
     "lattice_ablation": Experiment(lattice.ablation, lattice_plots.plot_ablation),
     "recall": Experiment(gka.recall, gka_plots.plot_recall),
     "coffee_language": Experiment(coffee.language, plot_language),

@@ -205,7 +205,7 @@ def test_report_has_means_over_seeds_and_gaps_beside_the_papers():
         finished(2e-2, 9.0, model="enc", context=512, seed=0, perplexity=8000.0),
     ]
     results = {"experiment": "lattice_language", "settings": settings, "rows": rows, "chance_loss": 6.5}
-    text = lattice_report.language(results | {"environment": {"hardware": "CPU", "commit": "abc"}})
+    text = lattice_report.language([results | {"environment": {"hardware": "CPU", "commit": "abc"}}])
     assert "| dec | 512 | q, k | 0.01 (only one) | 11.00 ± 1.41 | +0.0 % | +0.0 % |" in text
     assert "| delta | 512 | q, k | 0.01 (only one) | 22.00 (1 seed) | +100.0 % | +6.4 % |" in text
     assert "Order at 512, paper: dec < delta." in text and "Learnt nothing: enc at 0.02." in text
@@ -231,7 +231,7 @@ def test_rows_of_another_result_stand_in_the_table_if_it_was_measured_in_the_sam
     both = joined(own, [other])
     assert both["settings"]["models"] == ["dec", "gka"] and own["settings"]["models"] == ["dec"]
     assert [(row["model"], row.get("commit")) for row in both["rows"]] == [("dec", None), ("gka", "other")]
-    assert "| gka | 1,024 | q, k, v |" in lattice_report.language(own, other)
+    assert "| gka | 1,024 | q, k, v |" in lattice_report.language([own, other])
     with pytest.raises(ValueError, match="other and own differ in tokens; their rows cannot stand in one table"):
         joined(own, [result("other", ["gka"], tokens=20)])
 

@@ -21,9 +21,9 @@ from hf_memmix.training.experiments.lattice.language import PAPER
 from hf_memmix.training.experiments.lattice.variants import IN_PAPER, NOT_IN_PAPER
 
 
-def language(results: dict, *others: dict) -> str:
-    """The table of language models, with the paper's figures and with the models of the other results (`joined`)."""
-    return language_section(joined(results, others), "dec", PAPER)
+def language(files: list[dict]) -> str:
+    """The table of language models, with the paper's figures and with the models of the other files (`joined`)."""
+    return language_section(joined(files[0], files[1:]), "dec", PAPER)
 
 
 def ablation_table(rows: list[dict]) -> str:

@@ -10,7 +10,12 @@ import pytest
 from huggingface_hub import ModelCard
 
 from hf_memmix.assets import asset_path
-from hf_memmix.training.documents.measurements import path_of
+from hf_memmix.training.documents.measurements import path_of, read
+from hf_memmix.training.experiments.common.averages import median
+from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
+from hf_memmix.training.experiments.common.report import joined
+from hf_memmix.training.experiments.echo.report import columns, mean_of
+from hf_memmix.training.experiments.echo.suite import TRAINED
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 TEXTS = ("train.txt", "dev.txt", "heldout.txt")
@@ -96,3 +101,87 @@ def test_bundled_student_is_within_the_promised_ratio():
     assert [len(run["heldout"]["layer_error"]) for run in runs] == [5, 6]
     assert runs[0]["heldout"]["ppl_ratio"] <= 1.05
     assert runs[1]["heldout"]["ppl_ratio"] <= 1.15
+
+
+# ---- what the cards of the families say, from the results of the experiments
+
+
+def text_of(name):
+    return " ".join((CARDS / name / "README.md").read_text(encoding="utf-8").split())
+
+
+def test_what_the_card_of_lattice_says():
+    text, results = text_of("lattice"), joined(read("lattice_language"), [read("coffee_language")])
+    rows, _ = trained_and_failed(results)
+
+    def of_model(name, context=512):
+        return [row["perplexity"] for row in chosen_rows(rows, model=name, context=context)]
+
+    def mean(name, context=512):
+        return sum(of_model(name, context)) / len(of_model(name, context))
+
+    block = (
+        "linear",
+        "linear-decay",
+        "delta",
+        "ttt",
+        "dec",
+        "enc",
+        "sim",
+        "gdn",
+        "dec-small",
+        "enc-small",
+        "sim-small",
+    )
+    measured = {context: [name for name in block if of_model(name, context)] for context in (512, 2048, 8192)}
+    assert "DEC has the lowest mean at the two longer contexts" in text
+    for context in (2048, 8192):
+        assert min(measured[context], key=lambda name: mean(name, context)) == "dec"
+        assert max(measured[context], key=lambda name: mean(name, context)) == "linear"
+    assert "it is ahead of every model with the block of Lattice" in text
+    assert mean("transformer-warm") < min(mean(name) for name in block) < mean("transformer")
+    assert "Mamba-2 and GKA in their own blocks are well ahead of every variant of Lattice" in text
+    assert max(mean("mamba2"), mean("gka")) < 0.95 * min(mean(name) for name in block)
+    assert "is not better than DEC" in text and mean("dec-vconv") > min(of_model("dec"))
+    seeds = max(of_model("dec")) - min(of_model("dec"))
+    assert all(abs(mean(name) - mean("dec")) <= seeds for name in ("gdn", "linear-decay", "dec-small", "enc-small"))
+    recalled = {row["model"]: row["accuracy"] for row in read("recall")["rows"] if row["pairs"] == 64}
+    for row in read("recall")["rows"]:
+        if row["pairs"] == 64:
+            recalled[row["model"]] = max(recalled[row["model"]], row["accuracy"])
+    assert "the delta rule and ENC have the highest accuracies" in text
+    assert sorted(recalled, key=recalled.get)[-2:] in (["enc", "delta"], ["delta", "enc"])
+
+
+def test_what_the_card_of_echo_says():
+    """The first table is without the oracle; with it the other claims hold."""
+    text = text_of("echo")
+    assert text.index("<!-- begin echo_mask -->") < text.index("<!-- begin results echo_transfer -->")
+    without = [row for row in read("echo_ablation")["rows"] if row["variant"] == "no action mask"]
+    found = columns(read("echo_transfer")["rows"])
+
+    def at(rows, length):
+        return sum(mean_of(row, tasks=TRAINED, length=length) for row in rows) / len(rows)
+
+    assert "ahead of the two others at 4096 tokens only" in text
+    others = [rows for (model, _), rows in found.items() if model != "ska"]
+    for length in (64, 256, 1024, 4096):
+        assert (at(without, length) > max(at(rows, length) for rows in others)) == (length == 4096)
+    assert "the rate that they choose is the worse one on long sequences" in text
+    (first, second) = (rows for (model, _), rows in found.items() if model == "ssm")
+    assert at(first, 1024) < at(second, 1024) and max(row["dev_loss"] for row in [*first, *second]) < 0.01
+    masked = next(rows for (model, _), rows in found.items() if model == "ska")
+    assert min(mean_of(row, tasks=TRAINED, length=4096) for row in masked) > 80
+    for figure in ("nu^2", "`sigma_floor`", "last two layers", "oracle"):
+        assert figure in text
+
+
+def test_what_the_card_of_coffee_says():
+    text, runs = text_of("coffee"), read("coffee_glyphs")["runs"]
+    accuracy = {name: median(run["last"]["accuracy"]) for name, run in runs.items()}
+    assert "S6 is slightly better than COFFEE" in text and accuracy["S6 n=2"] > accuracy["coffee n=2"]
+    digits = {name: median(run["last"]["accuracy"]) for name, run in read("coffee_digits")["runs"].items()}
+    assert "on the digits COFFEE is better" in text and digits["coffee n=2"] > digits["S6 n=2"]
+    tables = {name: run for name, run in read("coffee_table1")["runs"].items() if "fixed" in name or "coffee" in name}
+    solved = {name.partition("fixed=")[2].partition(" ")[0]: run["seeds_at_0.99"] for name, run in tables.items()}
+    assert "not all seeds reach 0.99" in text and solved[""] < 8 and solved["None"] == solved["8"] == 8

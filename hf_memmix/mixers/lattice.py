@@ -54,7 +54,8 @@ class LatticeOptions(MixerOptions):
         l1: threshold of the proximal step after each write (eq. 18), times gamma_t.
         share_qk: one projection for q and k, as in the paper; each then has H heads.
         use_unit_qk: q and k of unit norm.
-        conv_size: taps of the short convolutions of q and k.
+        use_v_conv: whether v also passes through a short convolution, as in GKA and Mamba-2. The layer of the paper does not have it.
+        conv_size: taps of the short convolutions.
         conv_activation: "silu", or None, which keeps the signs of q and k, as a conversion from attention needs it.
         use_o_norm: RMSNorm of each head's output.
         use_gate, gate_bias: the output gate, and its bias, with which it can start open.
@@ -75,6 +76,7 @@ class LatticeOptions(MixerOptions):
     l1: float | int = between(0.0, 0, 1, "a slot has unit norm: a larger threshold would clear it")
     share_qk: bool = True
     use_unit_qk: bool = True
+    use_v_conv: bool = False
     conv_size: int = conv_size()
     conv_activation: str | None = one_of("silu", ACTIVATIONS)
     use_o_norm: bool = True
@@ -94,7 +96,8 @@ class LatticeOptions(MixerOptions):
 
 @register_mixer("lattice")
 class LatticeMixer(HeadsMixer):
-    """The Lattice layer. States: S [B, H, d, m] in fp32, conv_q, conv_k [B, C, taps - 1].
+    """The Lattice layer. States: S [B, H, d, m] in fp32, conv_q, conv_k and, with `use_v_conv`, conv_v
+    [B, C, taps - 1].
 
     S starts at the learned `S0`. Its columns start orthonormal, and are brought to unit norm whenever it is used.
     """
@@ -106,6 +109,9 @@ class LatticeMixer(HeadsMixer):
     input_layers = (*HeadsMixer.input_layers, "gamma_proj", "f_proj")
     head_parameters = ("S0", "gamma_bias", "gamma_proj", "f_proj")
     gate_activation = "gelu"
+    # whether ENC has v of unit norm and steps of at most ENC_STEP; an experiment turns this off to measure the paper's
+    # form, training/experiments/common/baselines.py
+    stabilises_enc = True
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -116,7 +122,7 @@ class LatticeMixer(HeadsMixer):
                 f"layer {layer_idx}: {self.slots} slots of size {self.head_dim} cannot start orthogonal; set slots to"
                 f" at most {self.head_dim}"
             )
-        self.add_inputs(key_dim=self.slots, share_qk=options.share_qk)
+        self.add_inputs(key_dim=self.slots, share_qk=options.share_qk, convolve_v=options.use_v_conv)
         self.S0 = nn.Parameter(torch.empty(self.heads, self.head_dim, self.slots, dtype=torch.float32))
         if options.step_size == "constant":
             self.gamma_bias = nn.Parameter(torch.empty(self.heads))
@@ -132,7 +138,7 @@ class LatticeMixer(HeadsMixer):
         tokens["gamma"] = self._step_size(x, products)
         if options.use_forget_gate:
             tokens["log_decay"] = F.logsigmoid(at_least_fp32(products["f_proj"]))
-        if options.variant == "enc":
+        if options.variant == "enc" and self.stabilises_enc:
             # with projection, a forget gate has the effect of a larger step
             gated = options.use_forget_gate and options.project
             mu = tokens["log_decay"].exp() if gated else torch.ones_like(tokens["gamma"])
@@ -140,8 +146,8 @@ class LatticeMixer(HeadsMixer):
         return tokens
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
-        q, k, _, new = self.convolve(tokens, states, lengths, cu_seqlens)
-        q, k, v = self._heads_for_memory(q, k, tokens)
+        q, k, v, new = self.convolve(tokens, states, lengths, cu_seqlens)
+        q, k, v = self.heads_for_memory(q, k, v, tokens)
         gamma, log_decay = tokens["gamma"], tokens.get("log_decay")
         if lengths is not None:
             # a step of size zero changes no slot
@@ -162,8 +168,7 @@ class LatticeMixer(HeadsMixer):
         return y, new
 
     def step(self, tokens, states, state_indices=None):
-        q, k, _ = self.convolve_step(tokens, states, state_indices)
-        q, k, v = self._heads_for_memory(q, k, tokens)
+        q, k, v = self.heads_for_memory(*self.convolve_step(tokens, states, state_indices), tokens)
         memory = {"state": states["S"], "state_indices": state_indices}
         return lattice_step(q, k, v, tokens["gamma"], tokens.get("log_decay"), **memory, **self._recurrence())
 
@@ -224,10 +229,10 @@ class LatticeMixer(HeadsMixer):
             )
         return cos, sin
 
-    def _heads_for_memory(self, q, k, tokens):
+    def heads_for_memory(self, q, k, v, tokens):
         """[B, T, C] after the convolutions -> q, k [B, T, H, m] and v [B, T, H, d]; unit norms as the options say."""
-        q, k, v = self.split_heads(q, k, tokens["v"], tokens, unit_norm=self.options.use_unit_qk)
-        if self.options.variant == "enc":
+        q, k, v = self.split_heads(q, k, v, tokens, unit_norm=self.options.use_unit_qk)
+        if self.options.variant == "enc" and self.stabilises_enc:
             v = unit_heads(v, None, None, UNIT_EPS)
         # every query head has its own memory
         k, v = (x.repeat_interleave(self.heads // x.shape[2], 2) for x in (k, v))

@@ -43,8 +43,9 @@ class SKAOptions(MixerOptions):
         eps: ridge, in units of nu^2. If a matrix is not positive definite, the ridge is made ten times larger, up to
             three times.
         spectral_norm: divide by the spectral norm.
-        sigma_floor: smallest such divisor.
-        normalization: "running_max" is causal. "sequence_max", as in the paper, computes nu over the tokens of one
+        sigma_floor: smallest such divisor; the paper has no such bound.
+        normalization: nu is over the keys that are stored; the paper's is over all keys, also those that the action
+            mask hides. "running_max" is causal. "sequence_max", as in the paper, computes nu over the tokens of one
             forward, so a sequence that is cut into several forwards gives slightly different outputs.
         refresh_every: None means `chunk_size`. 1 means an estimate at every token, as in the paper: a model that was
             trained in chunks then reads newer statistics, at O(r^2) per decoded token and O(r^3) per prompt token.

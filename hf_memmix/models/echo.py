@@ -39,7 +39,8 @@ class EchoConfig(FamilyConfig, LlamaConfig):
         EchoConfig.preset("1m", num_ska_layers=0, attention_layers=[1, 2])     # baseline: with attention
 
     Args:
-        num_ska_layers: SKA layers, evenly spaced; the first and the last layer are always Mamba-2.
+        num_ska_layers: SKA layers, evenly spaced; the first and the last layer are always Mamba-2, as in the paper's
+            language models. In its synthetic experiments SKA is last: mixer_types=["mamba2", "mamba2", "ska", "ska"].
         feed_forward: "koopman", "koopman_gated" or "swiglu", Llama's own.
 
     Presets: "180m", "50m" and "1m", the paper's three sizes. The paper states the hidden size, depth and heads of the

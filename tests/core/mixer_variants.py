@@ -15,6 +15,7 @@ VALUES = {
         "step_size": ["softplus", "constant"],
         "l1": [0.01],
         "conv_activation": [None],
+        "use_v_conv": [True],
     },
     "coffee": {"conv_activation": [None], "method": ["scan", "shooting", "deer"]},
     "ska": {"power": [0], "chunk_size": [1], "refresh_every": [1]},

@@ -109,7 +109,8 @@ def test_enc_learns_a_repeated_token_of_any_size(options):
     S = mixer.start().double().expand(2, -1, -1, -1).detach().requires_grad_()
     taps = {name: torch.zeros(shape).double() for name, (shape, _) in mixer.state_shapes(2).items()}
     y, states = mixer.scan(tokens, {**taps, "S": S})
-    _, k, v = mixer._heads_for_memory(*(mixer.k_conv1d(tokens["k"])[0] for _ in range(2)), tokens)
+    q = k = mixer.k_conv1d(tokens["k"])[0]
+    _, k, v = mixer.heads_for_memory(q, k, tokens["v"], tokens)
     found = torch.einsum("bhdm,bhd->bhm", states["S"], v[:, -1])
     # not geometric where k_i is near 1: there a slot meets v itself, and what may be written shrinks
     torch.testing.assert_close(found, k[:, -1], rtol=0, atol=1e-2)

@@ -1,6 +1,7 @@
 """The tables of the README by which a user chooses a mixer: quality after conversion, memory, and speed."""
 
 import statistics
+from functools import partial
 from pathlib import Path
 
 from hf_memmix.conversion.estimate import estimate, meta_teacher
@@ -21,25 +22,28 @@ def mixers_table(root: Path) -> str:
     results = read("conversion_table", root)
     teacher = [row for row in results["rows"] if row["mixer"] == "attention"]
     memory = {name: estimate(meta_teacher(root / TEACHER), name, contexts=(CONTEXT,))["state"][0] for name in MIXERS}
-    rows = [["attention (the transformer)", "1.000", "", _recalled(teacher), "", bytes_text(memory["gka"]["teacher"])]]
+    attention = ["1.000", "0", "100 %", _recalled(teacher), "", "", ""]
+    rows = [["attention (the transformer)", *attention, bytes_text(memory["gka"]["teacher"])]]
+    gain = partial(_gain, of_teacher=_mean_gain(teacher))
     for name in MIXERS:
         figures = []
-        for show in (_ratio, _recalled):
-            for kept in (0.0, 0.5):
-                found = chosen(results, name, kept)
-                figures.append(show(found) if found else NOT_MEASURED)
+        for kept, columns in ((0.0, (_ratio, _kl, gain, _recalled)), (0.5, (_ratio, gain, _recalled))):
+            found = chosen(results, name, kept)
+            figures += [show(found) if found else NOT_MEASURED for show in columns]
         rows.append([f"`{name}`", *figures, bytes_text(memory[name]["student"])])
-    head = ["mixer", "perplexity ratio, no attention kept", "perplexity ratio, half of it kept"]
-    head += ["names recalled, no attention kept", "names recalled, half of it kept"]
+    head = ["mixer", "no attention kept: perplexity ratio", "KL", "use of context", "names recalled"]
+    head += ["half of it kept: perplexity ratio", "use of context", "names recalled"]
     head += [f"memory after {CONTEXT // 1024}k tokens"]
     steps = results["settings"]["align_steps"], results["settings"]["distill_steps"]
     return (
         markdown_table(head, rows, figures=True)
         + f"\n\nThe bundled transformer (5M parameters), converted and trained for {steps[0]} steps of `align` and "
         f"{steps[1]} of `distill` on one {results['environment']['hardware']}. Perplexity ratio: the student's "
-        "perplexity on held-out text divided by the transformer's. Names recalled: how often the next token is right "
-        "where a name is mentioned for the second time. Memory: the cache of one sequence in bf16, computed by "
-        "`memmix convert --dry-run`; no attention is kept."
+        "perplexity on held-out text divided by the transformer's. KL: the divergence from the transformer's "
+        "predictions there, in nats. Names recalled: how often the next token is right where a name is mentioned for "
+        "the second time; use of context: how much the context raises the log-probability of this token, as a share "
+        "of the transformer's figure. Memory: the cache of one sequence in bf16, computed by `memmix convert "
+        "--dry-run`; no attention is kept."
     )
 
 
@@ -47,12 +51,24 @@ def _ratio(rows: list[dict]) -> str:
     return f"{statistics.fmean(row['heldout_ppl_ratio'] for row in rows):.3f}"
 
 
+def _kl(rows: list[dict]) -> str:
+    return f"{statistics.fmean(row['heldout_kl'] for row in rows):.3f}"
+
+
+def _mean_gain(rows: list[dict]) -> float:
+    return statistics.fmean(row["probes"]["mentions"]["gain"] for row in rows)
+
+
+def _gain(rows: list[dict], of_teacher: float) -> str:
+    return f"{100 * _mean_gain(rows) / of_teacher:.0f} %"
+
+
 def _recalled(rows: list[dict]) -> str:
     return f"{100 * statistics.fmean(row['probes']['mentions']['exact'] for row in rows):.1f} %"
 
 
 def speed_limits(root: Path) -> str:
-    """One item per machine: where GKA is slower than attention, and where it is faster, with the extreme figures."""
+    """One item per kind of work: where GKA is slower than attention, where it is faster, and the extreme figures."""
     costs = read("demo", root)["context_cost"]
     cpu = [
         (_thousands(theirs["context"]), 1e3 / ours["ms_per_token"], 1e3 / theirs["ms_per_token"])
@@ -68,11 +84,21 @@ def speed_limits(root: Path) -> str:
     for row in read("kernels", root):
         if row["op"] in ("sdpa", "gka") and row["pass"] == "fwd" and row.get("iterations") in (None, [12, 10]):
             forward.setdefault(_thousands(row["T"]), {})[row["op"]] = row["ms"]
+    whole: dict[str, dict[tuple, dict]] = {"prefill": {}, "train": {}}
+    for row in read("models", root):
+        if row["phase"] in whole:
+            whole[row["phase"]].setdefault((row["B"], row["T"]), {})[row["mixer"]] = row["ms"]
+    prefill, training = (
+        [(f"{batch} x {_thousands(tokens)}", ms["gka"], ms["attention"]) for (batch, tokens), ms in rows.items()]
+        for rows in whole.values()
+    )
     op = [(length, ms["gka"], ms["sdpa"]) for length, ms in forward.items()]
     return "\n".join(
         (
             f"- Decode on the CPU of the first table: {_compared(cpu, 'tokens/s', more_is_better=True)}.",
-            f"- Decode of a 1.1B model on an NVIDIA H200: {_compared(gpu, 'ms per token')}.",
+            f"- Decode of a 1.0B model on an NVIDIA H200: {_compared(gpu, 'ms per token')}.",
+            f"- Prefill of such a model: {_compared(prefill, 'ms')}.",
+            f"- Training step of such a model, all weights, without a teacher: {_compared(training, 'ms')}.",
             f"- Forward pass of the op alone on an NVIDIA H200: {_compared(op, 'ms')}.",
         )
     )

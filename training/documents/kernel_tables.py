@@ -67,7 +67,7 @@ def generate_table(root: Path) -> str:
     for model, context in dict.fromkeys(key[:2] for key in last):
         tokens = f"{context // 2**20} M" if context >= 2**20 else f"{context // 1024}k"
         pair = [last.get((model, context, batch)) for batch in (1, 32)]
-        name = converted.get(model, f"{model.capitalize()}, 1.1 B shape")
+        name = converted.get(model, f"{model.capitalize()}, 1.0 B shape")
         lines.append([name, tokens, *("" if row is None else f"{row['ms']:.2f}" for row in pair)])
     machines = {(row["gpu"], row["torch"]) for row in rows}
     if len(machines) != 1:

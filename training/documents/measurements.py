@@ -26,6 +26,8 @@ MEASUREMENTS = {
     "conversion_table": f"{EXPERIMENTS}/conversion/results/conversion_table.json",
     "init_table": f"{EXPERIMENTS}/conversion/results/init_table.json",
     "compare_plans": f"{EXPERIMENTS}/conversion/results/compare_plans.json",
+    "context_use": f"{EXPERIMENTS}/conversion/results/context_use.json",
+    "published_conversions": f"{EXPERIMENTS}/conversion/results/published_conversions.json",
     "multi_gpu": f"{EXPERIMENTS}/several_gpus/results/multi_gpu.json",
     "kernels": f"{KERNELS}/h200.json",
     "generate": f"{KERNELS}/generate_h200.json",

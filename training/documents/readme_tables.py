@@ -24,6 +24,7 @@ DOCUMENTS = (
     "conversion/README.md",
     "hf_memmix/serving/README.md",
     "training/README.md",
+    "training/convert_your_model.md",
     "training/experiments/*/README.md",
     "kernels/README.md",
     "kernels/torch-ext/hf_memmix_kernels/*/README.md",

@@ -7,6 +7,7 @@ from pathlib import Path
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.conversion.teachers_table import refusals, teachers_table
 from hf_memmix.training.documents import choice_tables as choice
+from hf_memmix.training.documents import conversion_costs as costs
 from hf_memmix.training.documents import kernel_tables as kernels
 from hf_memmix.training.documents import serving_tables as serving
 from hf_memmix.training.documents.measurements import CARDS, read
@@ -77,6 +78,14 @@ def student_table(root: Path) -> str:
 def experiment_tables(root: Path, *names: str) -> str:
     """The reports of the experiments for the measurements of these names."""
     return _report([read(name, root) for name in names])
+
+
+def echo_mask_table(root: Path) -> str:
+    """SKA with and without the true action mask, beside the models that get none."""
+    # not at the top: `memmix card` imports this package from a wheel, which has no experiments
+    from hf_memmix.training.experiments.echo.report import mask_table
+
+    return mask_table(read("echo_transfer", root), read("echo_ablation", root))
 
 
 def gpus_table(root: Path) -> str:
@@ -151,6 +160,10 @@ TABLES = {
     "lattice_counters": kernels.lattice_counters_table,
     "lattice_frozen": kernels.lattice_frozen_table,
     "results": experiment_tables,
+    "echo_mask": echo_mask_table,
+    "conversion_costs": costs.costs_table,
+    "conversion_memory": costs.conversion_memory_table,
+    "published_conversions": costs.published_table,
     "teachers": teacher_table,
     "refusals": refused_table,
     "gpus": gpus_table,

@@ -16,7 +16,7 @@ import typer
 from hf_memmix.training.experiments.coffee import plots as coffee_plots
 from hf_memmix.training.experiments.coffee import report as coffee
 from hf_memmix.training.experiments.common.plots import plot_language
-from hf_memmix.training.experiments.conversion import kept_layers, starts_report, table_report
+from hf_memmix.training.experiments.conversion import context_use, kept_layers, starts_report, table_report
 from hf_memmix.training.experiments.echo import plots as echo_plots
 from hf_memmix.training.experiments.echo import report as echo
 from hf_memmix.training.experiments.gka import plots as gka_plots
@@ -41,7 +41,7 @@ class Experiment:
 
 
 EXPERIMENTS = {
-    "lattice_language": Experiment(lattice.language, plot_language),
+    "lattice_language": Experiment(lattice.language, lattice_plots.plot_languages, takes_all_files=True),
     "lattice_ablation": Experiment(lattice.ablation, lattice_plots.plot_ablation),
     "recall": Experiment(gka.recall, gka_plots.plot_recall),
     "coffee_language": Experiment(coffee.language, plot_language),
@@ -52,6 +52,7 @@ EXPERIMENTS = {
     "echo_mqar": Experiment(echo.report, echo_plots.plot_grid),
     "conversion_table": Experiment(table_report.section, table_report.plot),
     "init_table": Experiment(starts_report.section, None),
+    "context_use": Experiment(context_use.section, None),
     "compare_plans": Experiment(kept_layers.table, kept_layers.draw_sets),
 }
 

@@ -1,4 +1,4 @@
-"""The gated linear attention of the comparisons: GKA's block with a memory that is read without a solver."""
+"""The baselines of the comparisons: their recurrences are those of their papers, and they are exact in any split."""
 
 import pytest
 import torch
@@ -37,13 +37,58 @@ def test_it_is_gka_whose_blend_ignores_the_solution():
     assert GLAOptions().use_alpha is False and GKAOptions().use_alpha is True
 
 
+@pytest.mark.parametrize("mixer", ["gla", "gdn", "enc-as-written"])
 @pytest.mark.parametrize("split", [1, 7])
-def test_a_split_sequence_is_the_whole(split):
-    gla = model("gla").double().eval()
+def test_a_split_sequence_is_the_whole(mixer, split):
+    tested = model(mixer).double().eval()
     ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        whole = gla(ids).logits
-        first = gla(ids[:, :split], use_cache=True)
-        rest = gla(ids[:, split:], past_key_values=first.past_key_values, use_cache=True)
+        whole = tested(ids).logits
+        first = tested(ids[:, :split], use_cache=True)
+        rest = tested(ids[:, split:], past_key_values=first.past_key_values, use_cache=True)
     torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), whole, rtol=1e-9, atol=1e-9)
-    assert all("H" not in layer.get() for layer in rest.past_key_values.layers)
+    if mixer == "gla":
+        assert all("H" not in layer.get() for layer in rest.past_key_values.layers)
+
+
+def one_mixer(name: str, **options):
+    """A mixer in float64 with gates that depend on the token, and inputs [1, T, C] of unit variance."""
+    mixer = next(iter(memory_mixers(model(name, **options).double()).values())).eval()
+    draws = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draws, dtype=parameter.dtype))
+    return mixer, torch.randn(1, 12, 32, generator=draws, dtype=torch.float64)
+
+
+@torch.no_grad()
+def test_gdn_is_the_equation_of_its_paper():
+    """S_t = S_{t-1} a_t (I - b_t k k^T) + b_t v k^T, y_t = S_t q_t (arXiv:2412.06464, eq. 10), token by token."""
+    mixer, x = one_mixer("gdn", use_v_conv=True)
+    tokens = mixer.project(x, None)
+    y, _ = mixer.scan(tokens, None)
+    q, k, v, _ = mixer.convolve(tokens, None, None, None)
+    q, k, v = mixer.split_heads(q, k, v, tokens, unit_norm=True)
+    k, v = (t.repeat_interleave(mixer.heads // t.shape[2], 2) for t in (k, v))
+    decay, step = mixer.f_proj(x).sigmoid(), mixer.gamma_proj(x).sigmoid()
+    S, eye = mixer.start(), torch.eye(k.shape[-1], dtype=x.dtype)
+    for t in range(x.shape[1]):
+        a, b = decay[0, t, :, None, None], step[0, t, :, None, None]
+        key = k[0, t, :, :, None]
+        S = S @ (a * (eye - b * key * key.mT)) + b * v[0, t, :, :, None] * key.mT
+        torch.testing.assert_close(y[0, t], (S @ q[0, t, :, :, None])[..., 0], rtol=1e-8, atol=1e-8)
+
+
+@torch.no_grad()
+def test_enc_as_written_has_values_and_steps_without_limits():
+    (written, x), (limited, _) = (
+        one_mixer("enc-as-written", gamma_max=4.0),
+        one_mixer("lattice", variant="enc", gamma_max=4.0),
+    )
+    limited.load_state_dict(written.state_dict())
+    for mixer, is_limited in ((written, False), (limited, True)):
+        tokens = mixer.project(x, None)
+        v = mixer.heads_for_memory(tokens["q"], tokens["k"], tokens["v"], tokens)[2]
+        sizes = torch.linalg.vector_norm(v, dim=-1)
+        assert torch.allclose(sizes, torch.ones_like(sizes), atol=1e-5) == is_limited
+        assert (tokens["gamma"].max() <= 1.5) == is_limited

@@ -14,7 +14,7 @@ from hf_memmix.training.experiments.coffee import ih0, images, tables
 from hf_memmix.training.experiments.coffee import language as coffee_language
 from hf_memmix.training.experiments.common import language, text
 from hf_memmix.training.experiments.common.harness import load_results
-from hf_memmix.training.experiments.conversion import kept_layers, starts
+from hf_memmix.training.experiments.conversion import context_use, kept_layers, starts
 from hf_memmix.training.experiments.conversion import table as conversion_table
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
 from hf_memmix.training.experiments.echo import mqar, transfer
@@ -37,7 +37,16 @@ HARNESSED = {
     "init_table": (starts, starts),
     "compare_plans": (kept_layers, kept_layers),
 }
-SCRIPTS = [*(module for module, _ in HARNESSED.values()), ih0, images, tables, text, compare_launches, report]
+SCRIPTS = [
+    *(module for module, _ in HARNESSED.values()),
+    ih0,
+    images,
+    tables,
+    text,
+    compare_launches,
+    context_use,
+    report,
+]
 
 
 def invoke(module, *command):

@@ -27,6 +27,7 @@ def done(mixer, kept, scale, seed, loss):
         "finite": True,
         "dev_loss": loss,
         "heldout_ppl_ratio": loss,
+        "heldout_kl": loss / 10,
         "training_seconds": 1.0,
         "kept_layers": [0] * int(4 * kept),
         "trained_tokens": 10,
@@ -62,6 +63,8 @@ def test_table_and_plot_hold_the_chosen_rate_alone(tmp_path):
     rows += [done("gla", 0.5, 2.0, 0, 1.5), {"mixer": "attention", "kept": 1.0, "probes": rows[0]["probes"]}]
     results = {"rows": rows, "environment": {"hardware": "none", "commit": "none"}}
     text = conversion_report.table(results)
-    assert "| gla | 0 (0 %) | x 2 | 2.250 ± 0.250 |" in text and "3.000" not in text.replace("the transformer", "")
+    assert "| gla | 0 (0 %) | x 2 (edge) | 2.250 ± 0.354 | 0.225 ± 0.035 |" in text and "3.000" not in text.replace(
+        "the transformer", ""
+    )
     conversion_report.plot(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000

@@ -14,7 +14,7 @@ from hf_memmix.training.experiments.echo import mqar as echo_mqar
 from hf_memmix.training.experiments.echo import suite as echo_suite
 from hf_memmix.training.experiments.echo import transfer as echo_transfer
 from hf_memmix.training.experiments.echo.plots import plot_ablation, plot_grid, plot_transfer
-from hf_memmix.training.experiments.echo.report import TASKS_PAPER, chosen, mean_and_spread, mean_of, report
+from hf_memmix.training.experiments.echo.report import TASKS_PAPER, chosen, mask_table, mean_of, report
 from hf_memmix.training.experiments.echo.tasks import TASKS, draw_examples
 
 SMALL = {
@@ -99,11 +99,11 @@ def test_variants_change_what_the_model_computes():
     """Every variant of the ablation gives other answers with the same weights."""
     examples = draw_examples("system_prompt", 2, 96, 8, torch.Generator().manual_seed(0))
     found = []
-    for options, masked in echo_ablation.VARIANTS.values():
-        model = echo_suite.build("ska", 0, **options)
+    for variant in echo_ablation.VARIANTS.values():
+        model = echo_suite.build("ska", 0, variant.layers, **variant.ska)
         open_outputs(model)
         with torch.no_grad():
-            found.append(echo_suite.value_logits(model, examples, masked))
+            found.append(echo_suite.value_logits(model, examples, variant.masked))
     for i, a in enumerate(found):
         assert all((a - b).abs().max() > 1e-5 for b in found[:i])
 
@@ -153,7 +153,33 @@ def test_means():
     row = {"cells": [["niah", 64, 1, 0.5], ["niah", 128, 1, 1.0], ["mqar", 64, 2, 0.0]]}
     assert mean_of(row) == 50 and mean_of(row, tasks="niah") == 75 and mean_of(row, tasks="niah", length=128) == 100
     assert mean_of(row, tasks="multi_hop") is None
-    assert mean_and_spread([1.0, None, 3.0]) == (2.0, 2.0**0.5) and math.isnan(mean_and_spread([None])[0])
+
+
+def measured(model, lr, seed, accuracy, **values):
+    row = {"model": model, "lr": lr, "seed": seed, "finite": True, "dev_loss": 1 - accuracy, "parameters": 10**6}
+    return row | {"cells": [["niah", 64, 1, accuracy], ["tool_trace", 64, 2, accuracy]], "commit": "abc"} | values
+
+
+def test_both_rates_stand_in_the_table_and_the_papers_figure_at_the_chosen_one():
+    rows = [measured("ssm", lr, seed, a) for lr, seed, a in ((1e-3, 0, 0.5), (1e-3, 1, 0.7), (3e-3, 0, 0.4))]
+    rows += [measured("ska", 3e-3, 0, 0.9)]
+    text = report(results_of("echo_transfer", rows))
+    assert "| task | Mamba-2, 0.001 | Mamba-2, 0.003 | SKA, true mask, 0.003 |" in text
+    assert "| niah | 60.0 ± 14.1 (52.0) | 40.0 | 90.0 (84.2) |" in text
+    assert "Mamba-2 1.00M, 16,384 floats" in text and "standard deviation over seeds" in text
+
+
+def test_the_table_of_masks_begins_with_what_gets_no_mask():
+    """A variant that was not trained has no column."""
+    transfer = results_of("echo_transfer", [measured("ssm", 1e-3, 0, 0.5), measured("ska", 3e-3, 0, 0.9)])
+    rows = [measured("ska", 3e-3, 0, 0.9, variant="K = 2, chunks of 8")]
+    rows += [measured("ska", 3e-3, seed, 0.6, variant="no action mask") for seed in (0, 1)]
+    ablation = results_of("echo_ablation", rows)
+    for results in (transfer, ablation):
+        results["settings"] |= {"lengths": [64], "lr": 3e-3}
+    lines = mask_table(transfer, ablation).splitlines()
+    assert lines[0].endswith("| SKA, no mask, 0.003 | Mamba-2, 0.001 | SKA, true mask, 0.003 |")
+    assert lines[2] == "| trained tasks, 64 | 60.0 ± 0.0 | 50.0 | 90.0 |" and lines[4] == "| seeds | 2 | 1 | 1 |"
 
 
 def test_the_learning_rate_is_chosen_by_the_mean_over_seeds():

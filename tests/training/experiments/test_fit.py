@@ -14,7 +14,8 @@ import torch
 from hf_memmix.conversion.records import write_json
 from hf_memmix.training.experiments.common import fit, harness, language
 from hf_memmix.training.experiments.common.fit import MODELS, build, parameter_count
-from hf_memmix.training.experiments.common.rates import chosen_rows, rates_to_try, trained_and_failed
+from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, rates_to_try, trained_and_failed
+from hf_memmix.training.experiments.common.report import joined
 from hf_memmix.training.experiments.common.text import Windows, measured_tokens, train_tokens
 from hf_memmix.training.experiments.echo import mqar as echo_mqar
 from hf_memmix.training.experiments.gka import recall
@@ -122,7 +123,7 @@ def finished(lr, loss, **row):
     return {**row, "lr": lr, "finite": True, "dev_loss": loss, "heldout_loss": -loss}
 
 
-def test_rates_go_one_step_beyond_the_best():
+def test_rates_go_beyond_the_best_until_it_is_not_at_the_edge():
     """The same rule for all; the choice waits for all rates and looks at dev text alone."""
     assert rates_to_try([], [2.0, 4.0, 8.0], model="a") == ([2.0, 4.0, 8.0], None)
     inside = [finished(lr, loss, model="a") for lr, loss in ((2.0, 3), (4.0, 1), (8.0, 2))]
@@ -131,10 +132,23 @@ def test_rates_go_one_step_beyond_the_best():
     assert rates_to_try(inside, [2.0, 4.0, 8.0], model="b") == ([2.0, 4.0, 8.0], None)
     edge = inside[:2] + [finished(8.0, 0.5, model="a")]
     assert rates_to_try(edge, [2.0, 4.0, 8.0], model="a") == ([2.0, 4.0, 8.0, 16.0], None)
-    assert rates_to_try([*edge, finished(16.0, 0.4, model="a")], [2.0, 4.0, 8.0], model="a")[1] == 16.0
+    further = [*edge, finished(16.0, 0.4, model="a")]
+    assert rates_to_try(further, [2.0, 4.0, 8.0], model="a") == ([2.0, 4.0, 8.0, 16.0, 32.0], None)
+    assert rates_to_try([*further, finished(32.0, 0.6, model="a")], [2.0, 4.0, 8.0], model="a")[1] == 16.0
+    falling = [finished(2.0**-i, i, model="a") for i in range(6)] + [finished(2.0, -1.0, model="a")]
+    falling = [row | {"dev_loss": -row["dev_loss"]} for row in falling]
+    lrs, chosen = rates_to_try(falling, [2.0, 1.0], model="a")
+    assert lrs == [2.0, 1.0, 0.5, 0.25, 0.125, 0.0625] and chosen == 0.0625, "four rates beyond the given, no more"
+    assert rates_to_try([finished(2.0, 1, model="a")], [2.0], model="a") == ([2.0], 2.0), "one rate is not a search"
     assert rates_to_try([*edge, finished(16.0, 0.6, model="a")], [2.0, 4.0, 8.0], model="a")[1] == 8.0
     lost = [*edge, {"model": "a", "lr": 16.0, "finite": False}]
     assert rates_to_try(lost, [2.0, 4.0, 8.0], model="a")[1] == 8.0
+
+
+def test_a_rate_at_the_edge_of_those_tried():
+    rows = [finished(lr, lr, model="a") for lr in (1.0, 2.0)] + [{"model": "a", "lr": 4.0, "finite": False}]
+    assert [at_edge(rows, lr) for lr in (1.0, 2.0, 4.0)] == [True, False, True]
+    assert at_edge(rows[:1], 1.0)
 
 
 def test_longer_contexts_take_the_rate_that_was_best_on_dev_text():
@@ -182,7 +196,7 @@ def test_what_is_drawn():
 
 
 def test_report_has_means_over_seeds_and_gaps_beside_the_papers():
-    settings = {"contexts": [512, 2048], "layers": 1, "hidden_size": 2, "tokens": 3_000_000}
+    settings = {"contexts": [512, 2048], "layers": 1, "hidden_size": 32, "heads": 2, "tokens": 3_000_000}
     settings["models"] = ["delta", "dec", "enc"]
     rows = [
         finished(1e-2, 1.0, model="dec", context=512, seed=0, perplexity=10.0),
@@ -191,10 +205,35 @@ def test_report_has_means_over_seeds_and_gaps_beside_the_papers():
         finished(2e-2, 9.0, model="enc", context=512, seed=0, perplexity=8000.0),
     ]
     results = {"experiment": "lattice_language", "settings": settings, "rows": rows, "chance_loss": 6.5}
-    text = lattice_report.language(results | {"environment": {"hardware": "CPU", "commit": "abc"}})
-    assert "| dec | 0.01 | 11.00 ± 1.00 | +0.0 % | +0.0 % |" in text
-    assert "| delta | 0.01 | 22.00 (1 seed) | +100.0 % | +6.4 % |" in text
+    text = lattice_report.language([results | {"environment": {"hardware": "CPU", "commit": "abc"}}])
+    assert "| dec | 512 | q, k | 0.01 (only one) | 11.00 ± 1.41 | +0.0 % | +0.0 % |" in text
+    assert "| delta | 512 | q, k | 0.01 (only one) | 22.00 (1 seed) | +100.0 % | +6.4 % |" in text
     assert "Order at 512, paper: dec < delta." in text and "Learnt nothing: enc at 0.02." in text
+
+
+def test_rows_of_another_result_stand_in_the_table_if_it_was_measured_in_the_same_way():
+    sizes = {
+        "contexts": [512],
+        "layers": 1,
+        "hidden_size": 32,
+        "heads": 2,
+        "tokens": 10,
+        "batch_tokens": 5,
+        "lrs": [1],
+    }
+
+    def result(name, models, **changed):
+        rows = [finished(1.0, 1.0, model=model, context=512, seed=0, perplexity=10.0) for model in models]
+        about = {"text": {"sha256": "0"}, "chance_loss": 6.5, "environment": {"hardware": "CPU", "commit": name}}
+        return about | {"experiment": name, "rows": rows, "settings": sizes | {"models": models} | changed}
+
+    own, other = result("own", ["dec"]), result("other", ["dec", "gka"])
+    both = joined(own, [other])
+    assert both["settings"]["models"] == ["dec", "gka"] and own["settings"]["models"] == ["dec"]
+    assert [(row["model"], row.get("commit")) for row in both["rows"]] == [("dec", None), ("gka", "other")]
+    assert "| gka | 1,024 | q, k, v |" in lattice_report.language([own, other])
+    with pytest.raises(ValueError, match="other and own differ in tokens; their rows cannot stand in one table"):
+        joined(own, [result("other", ["gka"], tokens=20)])
 
 
 # ---- the harness, with rows that run in processes of their own
@@ -228,6 +267,35 @@ def test_resumes_and_survives_a_failing_row(tmp_path):
             arguments(tmp_path, models=["transformer", "nothing"], tokens=64),
             rows_of_recall,
         )
+
+
+def test_a_resumed_run_may_name_other_models(tmp_path):
+    """Only the named models run; the file keeps the rows and the names of the others."""
+    run_recall(arguments(tmp_path, models=["transformer"]), rows_of_recall)
+    results = run_recall(arguments(tmp_path, models=["linear"]), rows_of_recall)
+    assert results["settings"]["models"] == ["transformer", "linear"]
+    assert [row["model"] for row in results["rows"]] == ["transformer"] * 2 + ["linear"] * 2
+    assert json.loads(arguments(tmp_path).out.read_text()) == results
+    again = run_recall(arguments(tmp_path, models=["linear", "transformer"]), rows_of_recall)
+    assert again == results
+
+
+def test_a_warm_up_is_as_long_as_asked(tmp_path):
+    """A rate that grows in all of 40 steps moves the weights less than one that grows in two."""
+    moved = [distance_moved(tmp_path, warmup) for warmup in (None, 40)]
+    assert moved[1] < 0.8 * moved[0]
+
+
+def distance_moved(tmp_path, warmup_steps):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 4)
+    before, x = layer.weight.detach().clone(), torch.ones(2, 4)
+
+    def loss_of(x):
+        return layer(x).square().mean()
+
+    fit.fit(layer, loss_of, 40, 1e-3, arguments(tmp_path), lambda step: (x,), warmup_steps=warmup_steps)
+    return (layer.weight.detach() - before).abs().sum()
 
 
 def test_what_was_trained_is_kept_when_measuring_fails(tmp_path):

@@ -8,6 +8,7 @@ to the best seed.
 from pathlib import Path
 
 from hf_memmix.training.experiments.coffee.report import TITLES
+from hf_memmix.training.experiments.common.averages import median
 from hf_memmix.training.experiments.common.plots import pyplot_without_screen, save
 
 GREY, BLUE, RED = "#888888", "#2f6fa7", "#b5485d"
@@ -57,7 +58,7 @@ def plot_tables(reports: list[dict], path: Path) -> None:
             epochs = [row["iteration"] / 10_000 for row in run["curve"]]
             accuracies = [sorted(row["accuracy"]) for row in run["curve"]]
             label = f"{name.partition(': ')[2]} ({run['parameters']} p)"
-            (line,) = panel.plot(epochs, [a[len(a) // 2] for a in accuracies], label=label)
+            (line,) = panel.plot(epochs, [median(a) for a in accuracies], label=label)
             low, high = zip(*((a[0], a[-1]) for a in accuracies), strict=True)
             panel.fill_between(epochs, low, high, color=line.get_color(), alpha=0.15)
         panel.set(title=TITLES[table], xlabel="epochs of 5.12 M sequences", ylabel="accuracy", ylim=(0, 1.02))

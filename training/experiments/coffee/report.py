@@ -1,6 +1,7 @@
 """The tables of the COFFEE experiments: the paper's figures beside those measured here."""
 
 from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.experiments.common.averages import median
 from hf_memmix.training.experiments.common.report import language_section
 
 TITLES = {
@@ -25,7 +26,19 @@ def report(reports: list[dict]) -> str:
             continue
         for name, run in found["runs"].items():
             tables.setdefault(run["table"], []).append((name.partition(": ")[2], run))
-    return "\n\n".join([_table(table, tables[table]) for table in sorted(tables)] + sections)
+    parts = [_table(table, tables[table]) for table in sorted(tables)] + sections
+    if tables:
+        evaluations = max(len(run["curve"]) for runs in tables.values() for _, run in runs if "curve" in run)
+        parts.append(
+            f"The figure of a seed is the highest of its evaluations, at most {evaluations}, each on 10,000 new"
+            " sequences. The paper also keeps the best model of a training."
+        )
+    return "\n\n".join(parts)
+
+
+def _spread(accuracies: list[float]) -> tuple[str, str, str]:
+    """Best, median and worst of the seeds' accuracies, as text."""
+    return tuple(f"{value:.3f}" for value in (max(accuracies), median(accuracies), min(accuracies)))
 
 
 def _table(table: int, runs: list[tuple[str, dict]]) -> str:
@@ -34,8 +47,7 @@ def _table(table: int, runs: list[tuple[str, dict]]) -> str:
         if "error" in run:
             rows.append((name, "", run["paper"], run["error"], "", "", "", ""))
             continue
-        best = run["best_accuracy"]
-        figures = (f"{best['max']:.3f}", f"{best['median']:.3f}", f"{best['min']:.3f}")
+        figures = _spread(run["best_accuracy_of_seeds"])
         solved = f"{run['seeds_at_0.99']} of {run['seeds']}"
         rows.append((name, run["parameters"], run["paper"], *figures, solved, f"{run['iterations'] / 10_000:.1f}"))
     return f"**{TITLES[table]}**\n\n" + markdown_table(HEAD, rows)
@@ -47,12 +59,12 @@ def _images(found: dict) -> str:
         if "error" in run:
             rows.append((name, "", run["paper_on_mnist"], run["error"], "", "", "", ""))
             continue
-        last = sorted(run["last"]["accuracy"])
-        figures = (f"{last[-1]:.3f}", f"{last[len(last) // 2]:.3f}", f"{last[0]:.3f}")
+        figures = _spread(run["last"]["accuracy"])
         epochs = run["iterations"] / -(-data["train"] // run["batch"])
         rows.append((name, run["parameters"], run["paper_on_mnist"], *figures, run["seeds"], f"{epochs:.0f}"))
     title = f"**Table 7, on {data['name']}** ({data['train']} training images of {data['size']} x {data['size']})"
-    return title + "\n\n" + markdown_table(IMAGES_HEAD, rows)
+    table = markdown_table(IMAGES_HEAD, rows)
+    return f"{title}\n\n{table}\n\nThe figure of a seed is its accuracy at the end of the training, on test images."
 
 
 def language(results: dict) -> str:

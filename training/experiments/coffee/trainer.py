@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_memmix.training.experiments.common.averages import median
+
 SLICE = 50  # steps of one run before the next has its turn
 
 
@@ -102,7 +104,6 @@ class Run:
     def results(self) -> dict:
         """The results so far: for each seed, the best evaluation (the paper keeps the best model) and the last one."""
         best = [max(row["accuracy"][s] for row in self.curve) for s in range(len(self.curve[0]["accuracy"]))]
-        ranked = sorted(best)
         return {
             **self.info,
             "parameters": sum(p.numel() for p in self.model.parameters()) // len(best),
@@ -111,7 +112,7 @@ class Run:
             "seeds": len(best),
             "iterations": self.done,
             "planned_iterations": self.iterations,
-            "best_accuracy": {"median": ranked[len(ranked) // 2], "min": ranked[0], "max": ranked[-1]},
+            "best_accuracy": {"median": median(best), "min": min(best), "max": max(best)},
             "seeds_at_0.99": sum(a >= 0.99 for a in best),
             "best_accuracy_of_seeds": best,
             "last": self.curve[-1],

@@ -7,6 +7,8 @@ memory differs.
   arXiv:2006.16236, without the normaliser. With a decay per head and token it is the recurrence of Mamba-2 (Dao and
   Gu, arXiv:2405.21060).
 - "gla" (gated linear attention) uses the block of GKA.
+- "gdn" (Gated DeltaNet; Yang et al., arXiv:2412.06464) uses the block of Lattice.
+- "enc-as-written" is Lattice's ENC without the limits of v and of the step that `LatticeMixer` adds to the paper.
 
 The other baselines, the delta rule and TTT, are variants of `LatticeMixer`.
 """
@@ -20,7 +22,7 @@ from transformers import initialization as init
 
 from hf_memmix.conversion import AttentionWeights, TensorFate, starts
 from hf_memmix.conversion.from_attention import gka as gka_start
-from hf_memmix.mixers import GKAMixer, GKAOptions, MixerOptions, mixer_options
+from hf_memmix.mixers import GKAMixer, GKAOptions, LatticeMixer, LatticeOptions, MixerOptions, mixer_options
 from hf_memmix.mixers.base import AttentionShape, MemoryMixer, register_mixer
 from hf_memmix.mixers.layers import RMSNorm, ShortConvolution, at_least_fp32, init_layers
 from hf_memmix.padding import before_the_end
@@ -137,6 +139,48 @@ class GLAMixer(GKAMixer):
 
     def state_shapes(self, batch, dtype=torch.float32):
         return {name: shape for name, shape in super().state_shapes(batch, dtype).items() if name != "H"}
+
+
+@mixer_options
+class GDNOptions(LatticeOptions):
+    """`LatticeOptions` with the delta rule and a forget gate."""
+
+    variant: str = "delta"
+    use_forget_gate: bool = True
+
+
+@register_mixer("gdn")
+class GDNMixer(LatticeMixer):
+    """Gated DeltaNet: S_t = mu_t S_{t-1} (I - beta_t k k^T) + beta_t v k^T, in the block of `LatticeMixer`.
+
+    Lattice's delta rule with a forget gate, mu S - gamma (S k - v) k^T, computes the error before the slots decay, GDN
+    after. With gamma = mu beta and v / mu in the place of v, Lattice's rule is that of GDN.
+    """
+
+    options_class = GDNOptions
+
+    def project(self, x, rotary):
+        tokens = super().project(x, rotary)
+        return tokens | {"gamma": tokens["gamma"] * tokens["log_decay"].exp()}
+
+    def heads_for_memory(self, q, k, v, tokens):
+        q, k, v = super().heads_for_memory(q, k, v, tokens)
+        return q, k, (v * tokens["log_decay"].neg().exp()[..., None]).to(v.dtype)
+
+
+@mixer_options
+class EncAsWrittenOptions(LatticeOptions):
+    """`LatticeOptions` with the variant ENC."""
+
+    variant: str = "enc"
+
+
+@register_mixer("enc-as-written")
+class EncAsWrittenMixer(LatticeMixer):
+    """Lattice's ENC as in the paper: v has any norm, and a step is as large as the step size says."""
+
+    options_class = EncAsWrittenOptions
+    stabilises_enc = False
 
 
 @starts("gla", options=gka_start.options_for)

@@ -42,7 +42,14 @@ MODELS = {
     "coffee": ("coffee", {}),
     "coffee-filter": ("coffee", {"use_output_filter": True}),
     "mamba2": ("mamba2", {}),
+    "gdn": ("gdn", {}),
+    "dec-vconv": ("lattice", {"variant": "dec", "use_v_conv": True}),
+    "gdn-vconv": ("gdn", {"use_v_conv": True}),
+    "enc-as-written": ("enc-as-written", {}),
 }
+# steps of the linear warm-up of models whose names end with "-warm"; the others have a twentieth of all steps
+WARM_UP_STEPS = 150
+MODELS |= {f"{name}-warm": MODELS[name] for name in ("transformer", "dec", "gdn", "gka", "mamba2")}
 
 
 def parameter_count(config) -> int:
@@ -50,28 +57,57 @@ def parameter_count(config) -> int:
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
+def configured(args: SimpleNamespace, mixer: str, options: dict, *, vocab: int, context: int, intermediate: int):
+    """The configuration of a Llama with `mixer` in all layers."""
+    backbone = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=args.hidden_size,
+        intermediate_size=intermediate,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.heads,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+    )
+    mixers = None if mixer == ATTENTION else {mixer: options}
+    return memmix_config(backbone, mixer_types=[mixer] * args.layers, mixers=mixers)
+
+
 def build(args: SimpleNamespace, mixer: str, options: dict, *, vocab: int, context: int, seed: int):
     """A model with `mixer` in all layers. The width of its MLP gives it as many parameters as the transformer has."""
-
-    def config(kind, options, intermediate):
-        backbone = LlamaConfig(
-            vocab_size=vocab,
-            hidden_size=args.hidden_size,
-            intermediate_size=intermediate,
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.heads,
-            num_key_value_heads=args.heads,
-            max_position_embeddings=context,
-            tie_word_embeddings=True,
-        )
-        mixers = None if kind == ATTENTION else {kind: options}
-        return memmix_config(backbone, mixer_types=[kind] * args.layers, mixers=mixers)
-
-    width = args.hidden_size * 5 // 2
-    surplus = parameter_count(config(mixer, options, width)) - parameter_count(config(ATTENTION, {}, width))
-    narrower = round(surplus / (3 * args.hidden_size * args.layers))
+    width, sizes = args.hidden_size * 5 // 2, {"vocab": vocab, "context": context}
+    same_width = [
+        parameter_count(configured(args, *model, **sizes, intermediate=width))
+        for model in ((mixer, options), (ATTENTION, {}))
+    ]
+    narrower = round((same_width[0] - same_width[1]) / (3 * args.hidden_size * args.layers))
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config(mixer, options, width - narrower)).to(device())
+    config = configured(args, mixer, options, **sizes, intermediate=width - narrower)
+    return AutoModelForCausalLM.from_config(config).to(device())
+
+
+def memory_of(args: SimpleNamespace, mixer: str, options: dict) -> tuple[int, str]:
+    """How many numbers the memory of one layer holds for one sequence, and which of q, k and v are convolved.
+
+    The last inputs of the short convolutions are not counted. The memory of attention grows: its number is 0.
+    """
+    if mixer == ATTENTION:
+        return 0, ""
+    config = configured(args, mixer, options, vocab=VOCAB, context=1, intermediate=args.hidden_size)
+    with torch.device("meta"):
+        layer = memory_mixers(AutoModelForCausalLM.from_config(config))
+    shapes = next(iter(layer.values())).state_shapes(1)
+    floats = sum(math.prod(shape) for name, (shape, _) in shapes.items() if not name.startswith("conv"))
+    return floats, convolved_inputs(shapes)
+
+
+def convolved_inputs(shapes: dict) -> str:
+    """Which inputs of a memory are convolved, from the names of a mixer's states: for example "q, k" or "u".
+
+    Mamba-2 has one convolution of x, B and C, which are the v, k and q of the other mixers.
+    """
+    names = [name.removeprefix("conv_") for name in shapes if name.startswith("conv_")]
+    return ", ".join(names) if names else "q, k, v" if "conv" in shapes else ""
 
 
 class Deadline(TrainerCallback):
@@ -97,6 +133,7 @@ def fit(
     batch_of: Callable[[int], tuple[Tensor, ...]],
     stop_below_loss: float = 0.0,
     constant_rate_share: float = 0.0,
+    warmup_steps: int | None = None,
 ) -> dict:
     """Train a model on the loss `loss_of(*batch_of(step))`.
 
@@ -107,6 +144,7 @@ def fit(
         batch_of: returns the tensors of a step; their shapes are the same at every step.
         stop_below_loss: training ends early when the loss is below this value. The loss is read 20 times in a run.
         constant_rate_share: the share of the steps that run at the full learning rate before the cosine decay begins.
+        warmup_steps: steps in which the rate grows linearly; default: a twentieth of all steps.
 
     Returns:
         "curve", a list of [step, loss]; "steps", the number of steps that ran; "finite", whether the losses are
@@ -120,7 +158,7 @@ def fit(
     on_gpu = device().type == "cuda"
     rate = torch.tensor(lr, device=device()) if on_gpu else lr  # a CUDA graph reads the rate from device memory
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
-    warmup = max(1, steps // 20)
+    warmup = max(1, steps // 20) if warmup_steps is None else warmup_steps
 
     def share_of_rate(step: int) -> float:
         decayed = max(0.0, step / steps - constant_rate_share) / (1 - constant_rate_share)
@@ -165,7 +203,8 @@ def train_language_model(row: dict, args: SimpleNamespace, mixer: str, options: 
     windows = Windows(train_tokens(args.text).to(device()), context, batch, seed)
     steps = max(1, args.tokens // (batch * context))
     loss_of = functools.partial(next_token_loss, model)
-    result = fit(model, loss_of, steps, row["lr"], args, lambda step: (windows(step),))
+    warmup = WARM_UP_STEPS if row.get("model", "").endswith("-warm") else None
+    result = fit(model, loss_of, steps, row["lr"], args, lambda step: (windows(step),), warmup_steps=warmup)
     result |= {"parameters": model.num_parameters(), "trained_tokens": steps * batch * context}
     if not result["finite"]:
         return result

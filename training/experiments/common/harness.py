@@ -31,6 +31,8 @@ PACKAGE = "hf_memmix.training.experiments"
 GRACE = 20.0  # seconds after the deadline in which a running row may still end
 # options that do not change what is measured: a resumed run may change them
 _RESUME_MAY_CHANGE = ("out", "plot", "workers", "seconds", "deadline", "text")
+# options that list what is compared: a resumed run may name a part of them, or more; the file then lists all
+_RESUME_MAY_EXTEND = ("models", "variants", "contexts", "cells")
 
 
 class OutOfTime(Exception):
@@ -77,6 +79,8 @@ def matches(record: dict, row: dict) -> bool:
 def load_results(args: SimpleNamespace, name: str) -> dict:
     """The results that `args.out` holds, without rows that failed or are unfinished; no rows if there is no file.
 
+    The models, variants, contexts and cells in the settings are those of all runs that wrote the file.
+
     Raises:
         ValueError: the file's results were measured with other settings.
     """
@@ -86,6 +90,10 @@ def load_results(args: SimpleNamespace, name: str) -> dict:
     results = {"experiment": name, "environment": environment(), "settings": settings, "rows": []}
     if args.out.exists():
         old = json.loads(args.out.read_text())
+        for key in settings.keys() & old["settings"].keys() & set(_RESUME_MAY_EXTEND):
+            known = old["settings"][key]
+            settings[key] = known + [value for value in settings[key] if value not in known]
+            old["settings"][key] = settings[key]
         if old["settings"] != settings:
             differ = sorted(k for k in {*settings, *old["settings"]} if settings.get(k) != old["settings"].get(k))
             raise ValueError(f"{args.out} was measured with another {', '.join(differ)}; choose another --out")

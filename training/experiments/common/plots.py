@@ -5,7 +5,13 @@ from pathlib import Path
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
 
-MARKERS = "osD^vP*Xh<>"
+MARKERS = "osD^vP*Xh<>dpH8"
+# how the variant of a model with this ending of its name looks, beside marker and colour of the model
+VARIANTS = {
+    "-small": {"markerfacecolor": "white"},
+    "-warm": {"markerfacecolor": "white", "markersize": 9},
+    "-vconv": {"fillstyle": "left"},
+}
 
 
 def pyplot_without_screen():
@@ -64,15 +70,16 @@ def bars(panel, points: list[tuple[float, list[float]]], label: str, style: dict
 
 
 def styles_of(rows: list[dict]) -> dict[str, dict]:
-    """Marker and colour of each model, the same in all panels. A "-small" model has its model's style, with open
-    markers.
-    """
-    names = dict.fromkeys(row["model"].removesuffix("-small") for row in rows)
-    styles = {
-        name: {"marker": mark, "color": f"C{i}"} for i, (name, mark) in enumerate(zip(names, MARKERS, strict=False))
+    """Marker and colour of each model, the same in all panels. A variant (`VARIANTS`) has those of its model."""
+    models = dict.fromkeys(row["model"] for row in rows)
+    endings = {name: next((ending for ending in VARIANTS if name.endswith(ending)), "") for name in models}
+    bases = {name: name.removesuffix(ending) for name, ending in endings.items()}
+    places = {base: i for i, base in enumerate(dict.fromkeys(bases.values()))}
+    return {
+        name: {"marker": MARKERS[places[base] % len(MARKERS)], "color": f"C{places[base]}"}
+        | VARIANTS.get(endings[name], {})
+        for name, base in bases.items()
     }
-    small = [name for name in dict.fromkeys(row["model"] for row in rows) if name not in styles]
-    return styles | {name: {**styles[name.removesuffix("-small")], "markerfacecolor": "white"} for name in small}
 
 
 def log_scale(axis) -> None:

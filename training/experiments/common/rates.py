@@ -4,6 +4,8 @@ import math
 
 from hf_memmix.training.experiments.common.harness import matches
 
+MAX_EXTENSIONS = 4  # rates that `rates_to_try` adds to the given ones, at most
+
 
 def lowest_dev_loss(done: list[dict], **wanted) -> dict | None:
     """The finished row with the wanted values that has the lowest development loss; None without such rows."""
@@ -14,18 +16,31 @@ def lowest_dev_loss(done: list[dict], **wanted) -> dict | None:
 def rates_to_try(done: list[dict], lrs: list[float], **wanted) -> tuple[list[float], float | None]:
     """The learning rates to try for the rows with the wanted values, and the rate that is chosen for them.
 
-    The chosen rate has the lowest development loss; it is None until all rates have been tried. If the best of `lrs`
-    is the largest, twice that rate is tried as well; if it is the smallest, half that rate. The rule is the same for
-    all models, so no model is behind only because the given rates did not suit it.
+    The chosen rate has the lowest development loss; it is None until all rates have been tried. While the best rate
+    is the largest one tried, twice that rate is tried as well; while it is the smallest, half that rate, up to
+    `MAX_EXTENSIONS` times. The rule is the same for all models, so no model is behind only because the given rates
+    did not suit it.
     """
-    rows = [row for row in done if matches(row, wanted)]
-    first = lowest_dev_loss([row for row in rows if row["lr"] in lrs])
-    tried, lrs = {row["lr"] for row in rows}, list(lrs)
-    if first is not None and len(lrs) > 1 and tried >= set(lrs):
-        beyond = {max(lrs): 2 * max(lrs), min(lrs): min(lrs) / 2}.get(first["lr"])
-        lrs += [] if beyond is None else [beyond]
-    chosen = lowest_dev_loss([row for row in rows if row["lr"] in lrs]) if tried >= set(lrs) else None
-    return lrs, None if chosen is None else chosen["lr"]
+    rows, lrs = [row for row in done if matches(row, wanted)], list(lrs)
+    tried, given = {row["lr"] for row in rows}, len(lrs)
+    while tried >= set(lrs):
+        best = lowest_dev_loss([row for row in rows if row["lr"] in lrs])
+        if best is None:
+            break
+        beyond = {max(lrs): 2 * max(lrs), min(lrs): min(lrs) / 2}.get(best["lr"])
+        if given == 1 or beyond is None or len(lrs) == given + MAX_EXTENSIONS:
+            return lrs, best["lr"]
+        lrs.append(beyond)
+    return lrs, None
+
+
+def at_edge(rows: list[dict], lr: float, key: str = "lr") -> bool:
+    """Whether no larger or no smaller rate than the chosen one was tried, so that a better one may lie outside.
+
+    A single rate is always at the edge.
+    """
+    tried = {row[key] for row in rows}
+    return lr in (min(tried), max(tried))
 
 
 def chosen_rows(rows: list[dict], **wanted) -> list[dict]:

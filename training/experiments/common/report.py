@@ -1,27 +1,64 @@
-"""Functions for the reports of all experiments: means over seeds, differences in percent, captions, and the table of
+"""Functions for the reports of all experiments: figures of a model, differences in percent, captions, and the table of
 language models.
 """
 
 import statistics
+from types import SimpleNamespace
 
 from hf_memmix.conversion.records import markdown_table
-from hf_memmix.training.experiments.common.harness import measured_at
-from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
+from hf_memmix.training.experiments.common.fit import MODELS, memory_of
+from hf_memmix.training.experiments.common.harness import matches, measured_at
+from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, trained_and_failed
+
+# settings that two results must share before their rows stand in one table
+COMPARABLE = ("hidden_size", "layers", "heads", "batch_tokens", "tokens", "lrs")
 
 
-def mean_and_range(rows: list[dict], key: str, digits: int, scale: float = 1.0) -> str:
-    """The mean of one model's rows and the largest distance of a seed from it, as text; "" without rows."""
-    values = [scale * row[key] for row in rows]
-    if not values:
-        return ""
-    mean = statistics.fmean(values)
-    spread = f" ± {max(abs(v - mean) for v in values):.{digits}f}" if len(values) > 1 else " (1 seed)"
-    return f"{mean:.{digits}f}{spread}"
+def mean_of_rows(rows: list[dict], key: str, digits: int, scale: float = 1.0) -> str:
+    """The mean and deviation of one model's rows, as text; "" without rows."""
+    return spread_text([scale * row[key] for row in rows], digits, alone=" (1 seed)")
 
 
 def percent_above(of: dict[str, float], name: str, to: str) -> str:
     """By how many percent the figure of model `name` is above that of model `to`; "" if one is missing."""
     return f"{100 * (of[name] / of[to] - 1):+.1f} %" if name in of and to in of else ""
+
+
+def rate_text(rows: list[dict], lr: float) -> str:
+    """The learning rate; "(edge)" if no larger or no smaller one was tried in `rows`, so a better one may exist."""
+    alone = len({row["lr"] for row in rows}) == 1
+    return f"{lr:g}" + (" (only one)" if alone else " (edge)" if at_edge(rows, lr) else "")
+
+
+def joined(results: dict, others: list[dict]) -> dict:
+    """The results with the rows of models that only the other results have.
+
+    Raises:
+        ValueError: another result was measured with another size, number of tokens, rates or text.
+    """
+    rows, models = list(results["rows"]), list(results["settings"]["models"])
+    for other in others:
+        differ = [key for key in COMPARABLE if other["settings"][key] != results["settings"][key]]
+        differ += [key for key in ("text", "chance_loss") if other[key] != results[key]]
+        if differ:
+            raise ValueError(
+                f"{other['experiment']} and {results['experiment']} differ in {', '.join(differ)}; their rows cannot"
+                " stand in one table"
+            )
+        new = [name for name in other["settings"]["models"] if name not in models]
+        where = other["environment"]["commit"]
+        rows += [{"commit": where, **row} for row in other["rows"] if row["model"] in new]
+        models += new
+    return results | {"rows": rows, "settings": results["settings"] | {"models": models}}
+
+
+def memory_text(settings: dict, model: str) -> tuple[str, str]:
+    """The numbers of a layer's memory that do not grow, and which of q, k and v are convolved, as two cells."""
+    if model not in MODELS:
+        return "", ""
+    floats, convolved = memory_of(SimpleNamespace(**settings), *MODELS[model])
+    return (f"{floats:,}" if floats else "grows"), convolved
 
 
 def language_table(results: dict, rows: list[dict], reference: str, in_paper: dict) -> str:
@@ -30,42 +67,72 @@ def language_table(results: dict, rows: list[dict], reference: str, in_paper: di
     Each perplexity has its distance in percent from the reference model, and the paper's distance if the paper has
     one.
     """
+    contexts = results["settings"]["contexts"]
     names, lines, orders = dict.fromkeys(row["model"] for row in rows), {}, []
-    for context in results["settings"]["contexts"]:
+    for context in contexts:
         chosen = {name: chosen_rows(rows, model=name, context=context) for name in names}
         chosen = {name: found for name, found in chosen.items() if found}
         ours = {name: statistics.fmean(row["perplexity"] for row in found) for name, found in chosen.items()}
         paper = {name: in_paper[name][context] for name in ours if context in in_paper.get(name, {})}
         for name, found in chosen.items():
             above = (percent_above(ours, name, reference), percent_above(paper, name, reference))
-            cells = (mean_and_range(found, "perplexity", 2), *above)
-            lines.setdefault(name, {})[context] = (*cells, f"{found[0]['lr']:g}")
+            tried = [row for row in results["rows"] if matches(row, {"model": name, "context": contexts[0]})]
+            cells = (mean_of_rows(found, "perplexity", 2), *above)
+            lines.setdefault(name, {})[context] = (*cells, rate_text(tried, found[0]["lr"]))
         for whose, figures in (("here", ours), ("paper", paper)):
             if figures:
                 orders.append(f"Order at {context}, {whose}: {' < '.join(sorted(figures, key=figures.get))}.")
-    head = ["model", "rate"]
-    for context in results["settings"]["contexts"]:
+    head = ["model", "memory, floats per layer", "convolved", "rate"]
+    for context in contexts:
         head += [str(context), f"above {reference}", *(["paper"] if in_paper else [])]
     table = []
     for name, cells in lines.items():
-        rate = next(iter(cells.values()))[3]
-        row = [name, rate]
-        for context in results["settings"]["contexts"]:
+        row = [name, *memory_text(results["settings"], name), next(iter(cells.values()))[3]]
+        for context in contexts:
             row += cells.get(context, ("", "", ""))[: 3 if in_paper else 2]
         table.append(row)
     return f"{markdown_table(head, table)}\n\n" + "\n".join(orders)
 
 
+def rates_table(results: dict) -> str:
+    """The perplexity of each model at each learning rate that was tried, at the shortest context, with the first seed.
+
+    The rate with the lowest development loss is bold. "diverged": a loss that is not finite.
+    """
+    context = results["settings"]["contexts"][0]
+    tried: dict[str, dict[float, dict]] = {}
+    for row in results["rows"]:
+        if "finite" in row and matches(row, {"context": context, "seed": 0}):
+            tried.setdefault(row["model"], {})[row["lr"]] = row
+    rates = sorted({lr for rows in tried.values() for lr in rows})
+    table = []
+    for name in [name for name in results["settings"]["models"] if name in tried]:
+        best = chosen_rows(list(tried[name].values()), model=name)
+        cells = [name]
+        for lr in rates:
+            row = tried[name].get(lr)
+            text = "" if row is None else f"{row['perplexity']:.2f}" if row["finite"] else "diverged"
+            cells.append(f"**{text}**" if best and row is best[0] else text)
+        table.append(cells)
+    return markdown_table(["model", *(f"{lr:g}" for lr in rates)], table)
+
+
 def caption(results: dict, failed: list[dict]) -> str:
-    """The text below a table: size of the models, hardware, commits, and the rows that learnt nothing."""
+    """The text below a table: size of the models, hardware, commits, what ± is, and the rows that learnt nothing."""
     settings = results["settings"]
     text = f"{settings['layers']} layers of {settings['hidden_size']}, {settings['tokens'] / 1e6:.0f}M tokens;"
-    text += f" {measured_at(results)}."
+    text += f" {measured_at(results)}. {SPREAD_NOTE}"
     names = [f"{row.get('model') or row['rung']} at {row['lr']:g}" for row in failed]
     return text + (f" Learnt nothing: {', '.join(dict.fromkeys(names))}." if names else "")
 
 
 def language_section(results: dict, reference: str, in_paper: dict) -> str:
-    """The table of language models with its caption."""
+    """The table of language models with its caption, and the table of all learning rates."""
     rows, failed = trained_and_failed(results)
-    return f"{language_table(results, rows, reference, in_paper)}\n\n{caption(results, failed)}"
+    table = language_table(results, rows, reference, in_paper)
+    missing = [name for name in results["settings"]["models"] if not any(r["model"] == name for r in results["rows"])]
+    planned = f" Planned and not run: {', '.join(missing)}." if missing else ""
+    return (
+        f"{table}\n\n{caption(results, failed)}{planned}\n\nPerplexity at {results['settings']['contexts'][0]} by"
+        f" learning rate, first seed; bold: the lowest development loss:\n\n{rates_table(results)}"
+    )

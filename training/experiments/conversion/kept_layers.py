@@ -9,7 +9,6 @@ reported figures are measured on the held-out text.
 """
 
 import itertools
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -28,6 +27,7 @@ from hf_memmix.training.evaluation.layer_selection import cost_of_swaps, rank_la
 from hf_memmix.training.evaluation.probes import Material, draw
 from hf_memmix.training.evaluation.probes.grid import DEPTHS
 from hf_memmix.training.evaluation.probes.score import score
+from hf_memmix.training.experiments.common.averages import mean_and_deviation
 from hf_memmix.training.experiments.common.fit import Deadline
 from hf_memmix.training.experiments.common.harness import device, execute, measured_at
 from hf_memmix.training.experiments.common.options import (
@@ -146,10 +146,8 @@ def summary(results: dict) -> list[dict]:
                 }
         for figure in ("kl", "ppl_ratio"):
             values = [found[figure] for found in sets_of_size.values()]
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            row[figure] = {
-                "mean": statistics.mean(values), "deviation": spread, "best": min(values), "worst": max(values)
-            }  # fmt: skip
+            mean, deviation = mean_and_deviation(values)
+            row[figure] = {"mean": mean, "deviation": deviation, "best": min(values), "worst": max(values)}
         rows.append(row)
     return rows
 

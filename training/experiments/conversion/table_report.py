@@ -4,12 +4,13 @@ import statistics
 from pathlib import Path
 
 from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
-from hf_memmix.training.experiments.common.rates import lowest_dev_loss
+from hf_memmix.training.experiments.common.rates import at_edge, lowest_dev_loss
 
 TEACHER = "attention"
-HEAD = ("mixer", "layers kept", "rates", "perplexity ratio", "top-1 recall", "gain", "training, s")
+HEAD = ("mixer", "layers kept", "rates", "perplexity ratio", "KL", "top-1 recall", "gain", "training, s")
 
 
 def chosen(results: dict, mixer: str, kept: float) -> list[dict]:
@@ -22,19 +23,12 @@ def chosen(results: dict, mixer: str, kept: float) -> list[dict]:
     return [row for row in found if row["scale"] == first["scale"]]
 
 
-def mean_and_range(values: list[float], digits: int) -> str:
-    """The mean over seeds and the largest distance of a seed from it, as text."""
-    mean = statistics.fmean(values)
-    spread = max(abs(value - mean) for value in values)
-    return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if len(values) > 1 else "")
-
-
 def recall(rows: list[dict], key: str, digits: int) -> str:
-    """The mean and range of one figure ("exact" or "gain") of every probe, as text."""
+    """The mean and deviation of one figure ("exact" or "gain") of every probe, as text."""
     parts = []
     for task, probe in rows[0]["probes"].items():
         if probe[key] is not None:
-            parts.append(f"{task} {mean_and_range([row['probes'][task][key] for row in rows], digits)}")
+            parts.append(f"{task} {spread_text([row['probes'][task][key] for row in rows], digits)}")
     return ", ".join(parts)
 
 
@@ -44,18 +38,20 @@ def table(results: dict) -> str:
     teacher = [row for row in results["rows"] if row["mixer"] == TEACHER and "error" not in row]
     if teacher:
         lines.append(
-            ("the transformer", "all", "", "1.000", recall(teacher, "exact", 3), recall(teacher, "gain", 2), "")
+            ("the transformer", "all", "", "1.000", "0", recall(teacher, "exact", 3), recall(teacher, "gain", 2), "")
         )
     mixers = dict.fromkeys(row["mixer"] for row in results["rows"] if row["mixer"] != TEACHER)
     for kept in sorted({row["kept"] for row in results["rows"] if row["mixer"] != TEACHER}):
         for mixer in mixers:
             rows = chosen(results, mixer, kept)
             if rows:
-                ratio = mean_and_range([row["heldout_ppl_ratio"] for row in rows], 3)
+                ratio, kl = (spread_text([row[f"heldout_{key}"] for row in rows], 3) for key in ("ppl_ratio", "kl"))
+                tried = [row for row in results["rows"] if row["mixer"] == mixer and row["kept"] == 0.0]
+                edge = " (edge)" if at_edge(tried, rows[0]["scale"], "scale") else ""
                 seconds = f"{statistics.fmean(row['training_seconds'] for row in rows):.0f}"
                 layers = f"{len(rows[0]['kept_layers'])} ({100 * kept:g} %)"
-                figures = (ratio, recall(rows, "exact", 3), recall(rows, "gain", 2), seconds)
-                lines.append((mixer, layers, f"x {rows[0]['scale']:g}", *figures))
+                figures = (ratio, kl, recall(rows, "exact", 3), recall(rows, "gain", 2), seconds)
+                lines.append((mixer, layers, f"x {rows[0]['scale']:g}{edge}", *figures))
     return markdown_table(HEAD, lines)
 
 
@@ -65,7 +61,9 @@ def section(results: dict) -> str:
     tokens = max((row.get("trained_tokens", 0) for row in results["rows"]), default=0)
     return (
         f"{table(results)}\n\n{tokens / 1e6:.1f}M tokens per student, {settings['align_steps']} steps of align and "
-        f"{settings['distill_steps']} of distill; {measured_at(results)}."
+        f"{settings['distill_steps']} of distill; {measured_at(results)}. {SPREAD_NOTE} KL: the forward KL divergence"
+        " from the transformer's next-token distribution on held-out text, in nats. Rates: a factor on the rates of"
+        " the recipes; (edge): the largest or smallest factor that was tried, so a better one may exist."
     )
 
 

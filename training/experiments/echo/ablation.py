@@ -1,15 +1,17 @@
-"""Which part of SKA helps? Varies the action mask, the power, the spectral norm, the normalisation and the chunk size.
+"""Which part of SKA helps? Varies the action mask, the place of the SKA layers, and options of these layers.
 
     python training/experiments/echo/ablation.py --lr 3e-3 --out echo_ablation.json --plot
 
-Each variant is the SKA model of `transfer.py` with one option changed; training and measurement are the same as there.
-All variants run with one seed before any runs with the next. With chunks of one token, every token reads all tokens
-before it; this is the paper's prefix mode for questions that follow all facts. "refreshed" in a row holds the
-accuracies of the same model when the operator is estimated at every token (`refresh_every=1`); the chunks of the
-training stay.
+Each variant is the SKA model of `transfer.py` with one or two changes; training and measurement are the same as
+there. All variants run with one seed before any runs with the next. With chunks of one token, every token reads all
+tokens before it; this is the paper's prefix mode for questions that follow all facts. "last two layers" is the place
+of SKA in the paper's synthetic experiments (section 3.4); the transfer suite has SKA in the inner two. "refreshed" in
+a row holds the accuracies of the same model when the operator is estimated at every token (`refresh_every=1`); the
+chunks of the training stay.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
@@ -18,18 +20,36 @@ from hf_memmix.training.experiments.common.harness import execute
 from hf_memmix.training.experiments.common.options import Out, Plot, Seconds, Steps, Workers, check_names, settings
 from hf_memmix.training.experiments.echo.protocol import Batch, Length, Lengths, Pairs, Sequences, learn_and_measure
 
-# the name of a variant: options of its SKA layers, and whether these layers store the tokens of facts only
+
+@dataclass(frozen=True)
+class Variant:
+    """A SKA model.
+
+    ska: options of its SKA layers that differ from those of the transfer suite.
+    masked: these layers get the true action mask and store the tokens of facts only, in training and in tests.
+    layers: the mixer of each layer; None for SKA in the inner two.
+    """
+
+    ska: dict = field(default_factory=dict)
+    masked: bool = True
+    layers: tuple[str, ...] | None = None
+
+
+LAST_TWO = ("mamba2", "mamba2", "ska", "ska")
 VARIANTS = {
-    "K = 2, chunks of 8": ({}, True),
-    "no action mask": ({}, False),
-    "K = 0": ({"power": 0}, True),
-    "K = 1": ({"power": 1}, True),
-    "K = 4": ({"power": 4}, True),
-    "no spectral norm": ({"spectral_norm": False}, True),
-    "chunks of 1": ({"chunk_size": 1}, True),
-    "chunks of 16": ({"chunk_size": 16}, True),
-    "sequence maximum": ({"normalization": "sequence_max"}, True),
-    "chunks of 32": ({"chunk_size": 32}, True),
+    "K = 2, chunks of 8": Variant(),
+    "no action mask": Variant(masked=False),
+    "no action mask, K = 1": Variant({"power": 1}, masked=False),
+    "no action mask, last two layers": Variant(masked=False, layers=LAST_TWO),
+    "last two layers": Variant(layers=LAST_TWO),
+    "K = 0": Variant({"power": 0}),
+    "K = 1": Variant({"power": 1}),
+    "K = 4": Variant({"power": 4}),
+    "no spectral norm": Variant({"spectral_norm": False}),
+    "chunks of 1": Variant({"chunk_size": 1}),
+    "chunks of 16": Variant({"chunk_size": 16}),
+    "sequence maximum": Variant({"normalization": "sequence_max"}),
+    "chunks of 32": Variant({"chunk_size": 32}),
 }
 
 
@@ -42,8 +62,8 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
 
 
 def run(row: dict, args) -> Iterator[dict]:
-    options, masked = VARIANTS[row["variant"]]
-    return learn_and_measure(row, args, masked, **options)
+    variant = VARIANTS[row["variant"]]
+    return learn_and_measure(row, args, variant.masked, variant.layers, **variant.ska)
 
 
 def main(

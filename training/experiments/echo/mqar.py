@@ -18,19 +18,14 @@ import typer
 from hf_memmix.training.experiments.common.harness import attempt, execute
 from hf_memmix.training.experiments.common.options import Out, Plot, Rates, Seconds, Workers, check_names, settings
 from hf_memmix.training.experiments.echo import suite
-from hf_memmix.training.experiments.echo.tasks import TASKS, Examples, draw_examples
+from hf_memmix.training.experiments.echo.tasks import Examples, draw_examples
 
 CELLS = "[[4, 64], [16, 64], [4, 512], [16, 512], [4, 4096]]"
 
 
-def tokens(pairs: int, gap: int) -> int:
-    """Length of a sequence of a cell."""
-    return TASKS["mqar"][1](pairs) + gap
-
-
 def batches(row: dict, args) -> Iterator[Examples]:
-    length, generator = tokens(row["pairs"], row["gap"]), suite.seeded_generator(row["seed"])
-    batch = max(1, min(args.batch, args.batch_tokens // length))
+    length, generator = suite.grid_length(row["pairs"], row["gap"]), suite.seeded_generator(row["seed"])
+    batch = suite.sequences_per_step(args.batch, args.batch_tokens, row)
     while True:
         drawn = draw_examples("mqar", batch * suite.BATCHES_PER_DRAW, length, row["pairs"], generator, gap=row["gap"])
         yield from (drawn[i * batch : (i + 1) * batch] for i in range(suite.BATCHES_PER_DRAW))
@@ -54,7 +49,13 @@ def run(row: dict, args) -> Iterator[dict]:
     yield result | {"parameters": model.num_parameters()}
     if not result["finite"]:
         return
-    cell = {"length": tokens(pairs, gap), "pairs": pairs, "gap": gap, "sequences": args.sequences, "masked": masked}
+    cell = {
+        "length": suite.grid_length(pairs, gap),
+        "pairs": pairs,
+        "gap": gap,
+        "sequences": args.sequences,
+        "masked": masked,
+    }
     for name, seed, figure in (("dev_loss", suite.DEV_SEED, "loss"), ("accuracy", suite.TEST_SEED, "accuracy")):
         found = attempt(errors, name, suite.measure, model, "mqar", seed=seed, **cell)
         yield {} if found is None else {name: found[figure]}

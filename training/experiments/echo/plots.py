@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from hf_memmix.training.experiments.common.averages import mean_and_deviation
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.plots import figure_of, save
 from hf_memmix.training.experiments.echo.report import (
@@ -9,7 +10,6 @@ from hf_memmix.training.experiments.echo.report import (
     TASKS_PAPER,
     chosen,
     grid_accuracies,
-    mean_and_spread,
     mean_of,
 )
 from hf_memmix.training.experiments.echo.suite import TRAINED
@@ -26,11 +26,11 @@ def plot_transfer(results: dict, path: str | Path) -> None:
     figure, (tasks, lengths) = _figure(2, results)
     for place, (model, rows) in enumerate(chosen(results["rows"]).items()):
         at = [i + 0.27 * (place - 1) for i in range(len(TASKS_PAPER))]
-        found = [mean_and_spread([mean_of(row, tasks=task) for row in rows]) for task in TASKS_PAPER]
+        found = [mean_and_deviation([mean_of(row, tasks=task) for row in rows]) for task in TASKS_PAPER]
         tasks.bar(at, [f[0] for f in found], 0.25, yerr=[f[1] for f in found], color=COLORS[model], label=model)
         tasks.plot(at, [TASKS_PAPER[task][model] for task in TASKS_PAPER], "kx", markersize=4)
         curve = [
-            (n, mean_and_spread([mean_of(row, tasks=TRAINED, length=n) for row in rows])[0])
+            (n, mean_and_deviation([mean_of(row, tasks=TRAINED, length=n) for row in rows])[0])
             for n in results["settings"]["lengths"]
         ]
         lengths.plot(*zip(*curve, strict=True), marker="o", color=COLORS[model], label=model)
@@ -66,7 +66,7 @@ def plot_grid(results: dict, path: str | Path) -> None:
     cells = [tuple(cell) for cell in results["settings"]["cells"]]
     for model in results["settings"]["models"]:
         found = {i: grid_accuracies(results, model, *cell) for i, cell in enumerate(cells)}
-        points = [(i, mean_and_spread(accuracies)[0]) for i, accuracies in found.items() if accuracies]
+        points = [(i, mean_and_deviation(accuracies)[0]) for i, accuracies in found.items() if accuracies]
         panel.plot(*zip(*points, strict=True), "o-", color=COLORS[model], label=model) if points else None
     panel.set_xticks(range(len(cells)), [f"{n} pairs,\ngap {gap}" for n, gap in cells], fontsize=7, rotation=45)
     panel.set_title("accuracy of recall, %", fontsize=11)

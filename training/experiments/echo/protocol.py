@@ -39,13 +39,15 @@ def accuracies(model, grid: Iterable[tuple], masked: bool, args: SimpleNamespace
     return found
 
 
-def learn_and_measure(row: dict, args: SimpleNamespace, masked: bool = True, **ska) -> Iterator[dict]:
-    """Train the row's model and measure it; yields the parts of its results.
+def learn_and_measure(
+    row: dict, args: SimpleNamespace, masked: bool = True, layers: tuple[str, ...] | None = None, **ska
+) -> Iterator[dict]:
+    """Train the row's model and measure it; yields the parts of its results. Arguments as in `suite.build`.
 
     "cells" holds [task, length, pairs, accuracy] for every cell; "refreshed" the same for the trained tasks of a SKA
     model whose operator is estimated at every token.
     """
-    model, errors = suite.build(row["model"], row["seed"], **ska), {}
+    model, errors = suite.build(row["model"], row["seed"], layers, **ska), {}
     masked = masked and row["model"] == "ska"
     batches = suite.training_batches(row["seed"], args.batch, args.length, args.pairs)
     result = suite.learn(model, batches, masked, row, args) | {"parameters": model.num_parameters()}

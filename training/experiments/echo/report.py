@@ -1,15 +1,17 @@
 """The tables of the Echo experiments, with the paper's figures in brackets.
 
 Accuracies are in percent: mean and standard deviation over seeds. The accuracy of a task is the mean over its cells.
-The accuracy at a length is the mean over the cells of the two trained tasks at this length.
+The accuracy at a length is the mean over the cells of the two trained tasks at this length. SKA gets the true action
+mask, also when it is measured, unless a table says otherwise: `mask_table` has it without the mask.
 """
 
 import math
 import statistics
 
 from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import matches, measured_at
-from hf_memmix.training.experiments.echo.suite import MODELS, TRAINED
+from hf_memmix.training.experiments.echo.suite import MODELS, TRAINED, memory_of, sequences_per_step
 
 TASKS_PAPER = {
     "mqar": {"ssm": 55.1, "attention": 76.0, "ska": 82.2},
@@ -19,6 +21,9 @@ TASKS_PAPER = {
     "multi_hop": {"ssm": 39.3, "attention": 71.1, "ska": 76.7},
     "common_word": {"ssm": 52.9, "attention": 68.2, "ska": 74.1},
 }
+# the line "Mean" of the paper's Table 3, as printed; the means of its own lines above are 53.3, 75.7 and 80.5
+MEAN_PAPER = {"ssm": 54.4, "attention": 76.2, "ska": 81.1}
+TITLES = {"ssm": "Mamba-2", "attention": "attention", "ska": "SKA, true mask"}
 LENGTHS_PAPER = {
     length: dict(zip(MODELS, row, strict=True))
     for length, row in {
@@ -67,71 +72,119 @@ def mean_of(row: dict, kind: str = "cells", tasks=tuple(TASKS_PAPER), length: in
     return 100 * statistics.fmean(accuracies) if accuracies else None
 
 
-def mean_and_spread(values: list[float | None]) -> tuple[float, float]:
-    """Mean and standard deviation of the values that are not None.
-
-    The deviation of one value is 0; without values the mean is NaN and the deviation 0.
-    """
-    values = [value for value in values if value is not None]
-    mean = statistics.fmean(values) if values else math.nan
-    return mean, statistics.stdev(values) if len(values) > 1 else 0.0
-
-
 def _figures(values: list[float | None], paper: float | None = None) -> str:
-    mean, spread = mean_and_spread(values)
-    if math.isnan(mean):
-        return ""
-    text = f"{mean:.1f}" + (f" ± {spread:.1f}" if len(values) - values.count(None) > 1 else "")
-    return text + (f" ({paper})" if paper is not None else "")
+    text = spread_text(values, 1)
+    return text + (f" ({paper})" if text and paper is not None else "")
+
+
+def columns(rows: list[dict]) -> dict[tuple[str, float], list[dict]]:
+    """The measured rows of each model at each learning rate, the rate with the lowest development loss first."""
+    found = {}
+    for model in chosen(rows):
+        measured = [row for row in rows if row["model"] == model and "cells" in row]
+        best = chosen(rows)[model][0]["lr"]
+        for lr in sorted({row["lr"] for row in measured}, key=lambda lr: (lr != best, lr)):
+            found[model, lr] = [row for row in measured if row["lr"] == lr]
+    return found
 
 
 def transfer_tables(results: dict) -> str:
-    """The paper's Tables 3 (accuracy by task) and 2 (accuracy by length), with the figures measured here."""
-    models, lengths = chosen(results["rows"]), results["settings"]["lengths"]
-    head = [
-        f"{name}, {rows[0]['parameters'] / 1e6:.2f}M, rate {rows[0]['lr']:g}, {len(rows)} seeds"
-        for name, rows in models.items()
-    ]
-    tasks = [
-        (task, *(_figures([mean_of(r, tasks=task) for r in rows], paper[name]) for name, rows in models.items()))
-        for task, paper in TASKS_PAPER.items()
-    ]
-    overall = [statistics.fmean(column[name] for column in TASKS_PAPER.values()) for name in models]
-    tasks.append(
-        (
-            "mean of tasks",
-            *(
-                _figures([_task_mean(r) for r in rows], round(p, 1))
-                for rows, p in zip(models.values(), overall, strict=True)
-            ),
-        )
-    )
+    """The paper's Tables 3 (accuracy by task) and 2 (accuracy by length), with the figures measured here.
+
+    Every model has a column for each learning rate. The one that the development loss chooses comes first, with the
+    paper's figure.
+    """
+    found, lengths = columns(results["rows"]), results["settings"]["lengths"]
+    best = dict(reversed(found))
+    head = [f"{TITLES[model]}, {lr:g}" for model, lr in found]
+
+    def line(name, figure, paper: dict) -> tuple:
+        cells = [
+            _figures([figure(row) for row in rows], paper.get(model) if lr == best[model] else None)
+            for (model, lr), rows in found.items()
+        ]
+        return (name, *cells)
+
+    tasks = [line(task, lambda row, task=task: mean_of(row, tasks=task), paper) for task, paper in TASKS_PAPER.items()]
+    tasks.append(line("mean of tasks", _task_mean, MEAN_PAPER))
     by_length = [
-        (
-            length,
-            *(
-                _figures(
-                    [mean_of(r, tasks=TRAINED, length=length) for r in rows], LENGTHS_PAPER.get(length, {}).get(name)
-                )
-                for name, rows in models.items()
-            ),
-        )
+        line(length, lambda row, n=length: mean_of(row, tasks=TRAINED, length=n), LENGTHS_PAPER.get(length, {}))
         for length in lengths
     ]
+    by_length.append(
+        ("development loss", *(spread_text([r.get("dev_loss") for r in rows], 4) for rows in found.values()))
+    )
+    ska = next((rows for (model, _), rows in found.items() if model == "ska"), [])
     refreshed = [
-        (
-            length,
-            _figures([mean_of(r, "refreshed", TRAINED, length) for r in models.get("ska", []) if "refreshed" in r]),
-        )
+        (length, _figures([mean_of(r, "refreshed", TRAINED, length) for r in ska if "refreshed" in r]))
         for length in lengths
     ]
     tables = [
-        "**Tasks** (paper)", markdown_table(("task", *head), tasks),
+        "**Tasks**, by model and learning rate (paper)", markdown_table(("task", *head), tasks),
         "**Length, tokens** (paper)", markdown_table(("length", *head), by_length),
     ]  # fmt: skip
     if any(text for _, text in refreshed):
-        tables += ["**SKA refreshed at every token**", markdown_table(("length", "ska"), refreshed)]
-    return "\n\n".join(tables)
+        tables += ["**SKA refreshed at every token**", markdown_table(("length", "SKA, true mask"), refreshed)]
+    return "\n\n".join([*tables, _sizes(found)])
+
+
+def _sizes(found: dict[tuple[str, float], list[dict]]) -> str:
+    """A sentence with the parameters of each model and the memory of its inner layers."""
+    models = {model: rows[0]["parameters"] for (model, _), rows in found.items()}
+    parts = []
+    for model, parameters in models.items():
+        floats = memory_of(model)
+        memory = f"{floats:,} floats" if floats else "grows"
+        parts.append(f"{TITLES[model]} {parameters / 1e6:.2f}M, {memory}")
+    return f"Parameters, and memory of an inner layer: {'; '.join(parts)}."
+
+
+def _mean_at(row: dict, tasks: tuple[str, ...], lengths: list[int]) -> float | None:
+    """Mean accuracy in percent over the cells with these tasks and lengths; None without such cells."""
+    accuracies = [a for task, n, _, a in row["cells"] if task in tasks and n in lengths]
+    return 100 * statistics.fmean(accuracies) if accuracies else None
+
+
+# columns of `mask_table`: the variant of the ablation, and its title
+WITHOUT_MASK = {
+    "no action mask": "SKA, no mask",
+    "no action mask, K = 1": "SKA, no mask, K = 1",
+    "no action mask, last two layers": "SKA, no mask, last two layers",
+}
+WITH_MASK = {"K = 2, chunks of 8": "SKA, true mask"}
+
+
+def mask_table(transfer: dict, ablation: dict) -> str:
+    """Accuracy by length without and with the true action mask, beside Mamba-2 and attention at both learning rates.
+
+    The models that get no mask come first: they read the same input.
+    """
+    lengths = [n for n in ablation["settings"]["lengths"] if n in transfer["settings"]["lengths"]]
+    variants = {}
+    for row in ablation["rows"]:
+        if "cells" in row:
+            variants.setdefault(row["variant"], []).append(row)
+    rate = ablation["settings"]["lr"]
+
+    def of_variants(titles):
+        return {f"{title}, {rate:g}": variants[name] for name, title in titles.items() if name in variants}
+
+    baselines = {
+        f"{TITLES[model]}, {lr:g}": rows for (model, lr), rows in columns(transfer["rows"]).items() if model != "ska"
+    }
+    shown = of_variants(WITHOUT_MASK) | baselines | of_variants(WITH_MASK)
+    groups = {f"trained tasks, {n}": (TRAINED, [n]) for n in lengths}
+    groups["other tasks, these lengths"] = (tuple(task for task in TASKS_PAPER if task not in TRAINED), lengths)
+    lines = [
+        (name, *(_figures([_mean_at(row, *of) for row in rows]) for rows in shown.values()))
+        for name, of in groups.items()
+    ]
+    lines.append(("seeds", *(len(rows) for rows in shown.values())))
+    return (
+        markdown_table(("accuracy in percent at tokens", *shown), lines)
+        + f"\n\nThe number after a name is the learning rate. {measured_at(transfer)} and {measured_at(ablation)}."
+        f" {SPREAD_NOTE}"
+    )
 
 
 def _task_mean(row: dict) -> float | None:
@@ -168,14 +221,21 @@ def grid_accuracies(results: dict, model: str, pairs: int, gap: int) -> list[flo
     return [100 * row["accuracy"] for row in rows if "accuracy" in row]
 
 
+def answers_seen(results: dict, row: dict) -> int:
+    """How many answers a model of the grid was trained on."""
+    settings = results["settings"]
+    return row["steps"] * sequences_per_step(settings["batch"], settings["batch_tokens"], row) * row["pairs"]
+
+
 def grid_table(results: dict) -> str:
-    """A table of the accuracy of every model in every cell."""
+    """A table of the accuracy of every model in every cell, and of the answers that SKA saw in training."""
     models, cells = results["settings"]["models"], results["settings"]["cells"]
-    lines = [
-        (pairs, gap, *(_figures(grid_accuracies(results, name, pairs, gap)) for name in models))
-        for pairs, gap in cells
-    ]
-    return markdown_table(("pairs", "gap", *models), lines)
+    lines = []
+    for pairs, gap in cells:
+        ska = at_best_rate(results["rows"], model="ska", pairs=pairs, gap=gap)
+        seen = f"{max(answers_seen(results, row) for row in ska):,}" if ska else ""
+        lines.append((pairs, gap, *(_figures(grid_accuracies(results, name, pairs, gap)) for name in models), seen))
+    return markdown_table(("pairs", "gap", *(TITLES[name] for name in models), "answers seen by SKA"), lines)
 
 
 REPORTS = {"echo_transfer": transfer_tables, "echo_ablation": ablation_table, "echo_mqar": grid_table}
@@ -186,4 +246,4 @@ def report(results: dict) -> str:
     text = REPORTS[results["experiment"]](results)
     failed = sum(len(row.get("errors", ())) + ("error" in row) for row in results["rows"])
     text += f"\n\n{failed} measurements failed." if failed else ""
-    return f"{text}\n\n{results['settings']['steps']} steps; {measured_at(results)}."
+    return f"{text}\n\n{results['settings']['steps']} steps; {measured_at(results)}. {SPREAD_NOTE}"

@@ -5,6 +5,7 @@ answers with the most likely of the 50 values, so chance is 2 %.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
@@ -13,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_memmix import EchoConfig, EchoForCausalLM
+from hf_memmix.mixers import ATTENTION
 from hf_memmix.mixers.ska import SKAMixer
+from hf_memmix.swap import memory_mixers
 from hf_memmix.training.experiments.common.fit import autocast, fit
 from hf_memmix.training.experiments.common.harness import device
 from hf_memmix.training.experiments.common.mqar import TEST_SEED
-from hf_memmix.training.experiments.echo.tasks import VALUES, Examples, draw_examples, mixture
+from hf_memmix.training.experiments.echo.tasks import TASKS, VALUES, Examples, draw_examples, mixture
 
 MODELS = {
     "ssm": {"num_ska_layers": 0},
@@ -35,18 +38,36 @@ DEV_SEED = TEST_SEED // 2  # training seeds are smaller, so development and test
 CONSTANT_RATE_SHARE = 0.6
 
 
-def build(model: str, seed: int, **ska) -> EchoForCausalLM:
-    """One of `MODELS` on the device; `ska` holds options of its SKA layers that differ from the preset.
+def build(model: str, seed: int, layers: tuple[str, ...] | None = None, **ska) -> EchoForCausalLM:
+    """One of `MODELS` on the device.
+
+    Args:
+        layers: the mixer of each layer; default: those of the model.
+        ska: options of its SKA layers that differ from the preset.
 
     Raises:
         ValueError: there is no such model.
     """
     if model not in MODELS:
         raise ValueError(f"unknown model {model!r}; known: {sorted(MODELS)}")
-    config = EchoConfig.preset("1m", **MODELS[model])
-    mixers = config.mixers | {"ska": config.mixers["ska"] | ska}
+    fields = MODELS[model] if layers is None else {"mixer_types": list(layers)}
+    mixers = EchoConfig.presets["1m"]["mixers"]
+    mixers = mixers | {"ska": mixers["ska"] | ska}
     torch.manual_seed(seed)
-    return EchoForCausalLM(EchoConfig.preset("1m", **MODELS[model], mixers=mixers)).to(device())
+    return EchoForCausalLM(EchoConfig.preset("1m", **fields, mixers=mixers)).to(device())
+
+
+def memory_of(model: str) -> int:
+    """How many numbers the memory of one inner layer holds for one sequence, without the last inputs of convolutions.
+
+    The memory of attention grows: its number is 0.
+    """
+    config = EchoConfig.preset("1m", **MODELS[model])
+    if config.mixer_types[1] == ATTENTION:
+        return 0
+    with torch.device("meta"):
+        layer = memory_mixers(EchoForCausalLM(config))[1]
+    return sum(math.prod(shape) for name, (shape, _) in layer.state_shapes(1).items() if not name.startswith("conv"))
 
 
 @torch.no_grad()
@@ -84,6 +105,16 @@ def learn(model, batches: Iterable[Examples], masked: bool, row: dict, args: Sim
     return fit(
         model, loss_of, args.steps, row["lr"], args, batch_of, constant_rate_share=CONSTANT_RATE_SHARE, **fit_options
     )
+
+
+def grid_length(pairs: int, gap: int) -> int:
+    """Tokens of a sequence of the recall grid (`mqar.py`)."""
+    return TASKS["mqar"][1](pairs) + gap
+
+
+def sequences_per_step(batch: int, batch_tokens: int, row: dict) -> int:
+    """Sequences of a training step in the row's cell of the recall grid: `batch`, or fewer by `batch_tokens`."""
+    return max(1, min(batch, batch_tokens // grid_length(row["pairs"], row["gap"])))
 
 
 def training_batches(seed: int, batch: int, length: int, pairs: Iterable[int]) -> Iterator[Examples]:

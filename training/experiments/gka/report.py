@@ -1,21 +1,58 @@
 """The table of associative recall."""
 
 from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.experiments.common.harness import matches
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
-from hf_memmix.training.experiments.common.report import caption, mean_and_range
+from hf_memmix.training.experiments.common.report import caption, mean_of_rows, memory_text, rate_text
 
 
-def recall_table(rows: list[dict]) -> str:
-    """Accuracy in percent of each model in each cell."""
+def recall_table(results: dict, rows: list[dict]) -> str:
+    """Accuracy in percent of each model in each cell, with the learning rate and the size of its memory."""
     cells = list(dict.fromkeys((row["length"], row["pairs"]) for row in rows))
     table = []
     for name in dict.fromkeys(row["model"] for row in rows):
-        chosen = [chosen_rows(rows, model=name, length=length, pairs=pairs) for length, pairs in cells]
-        table.append([name, *(mean_and_range(found, "accuracy", 2, scale=100) for found in chosen)])
-    return markdown_table(["model", *(f"{length} tokens, {pairs} pairs" for length, pairs in cells)], table)
+        line = [name, memory_text(results["settings"], name)[0]]
+        for length, pairs in cells:
+            cell = {"model": name, "length": length, "pairs": pairs}
+            chosen = chosen_rows(rows, **cell)
+            tried = [row for row in results["rows"] if matches(row, cell)]
+            line += [
+                rate_text(tried, chosen[0]["lr"]) if chosen else "",
+                mean_of_rows(chosen, "accuracy", 2, scale=100),
+            ]
+        table.append(line)
+    head = [name for length, pairs in cells for name in ("rate", f"{length} tokens, {pairs} pairs")]
+    return markdown_table(["model", "memory, floats per layer", *head], table)
+
+
+def missing_cells(results: dict) -> str:
+    """A sentence that names the planned cells without any row; "" if there are none."""
+    measured = {(row["length"], row["pairs"]) for row in results["rows"]}
+    missing = [f"{length} tokens, {pairs} pairs" for length, pairs in results["settings"]["cells"]
+               if (length, pairs) not in measured]  # fmt: skip
+    return f" Planned and not run: {'; '.join(missing)}." if missing else ""
+
+
+def accuracies_by_rate(results: dict) -> str:
+    """One table per cell: the accuracy of each model at each rate with the first seed; bold: the chosen rate."""
+    finished, tables = [row for row in results["rows"] if "accuracy" in row and row["seed"] == 0], []
+    for length, pairs in dict.fromkeys((row["length"], row["pairs"]) for row in finished):
+        rows = [row for row in finished if (row["length"], row["pairs"]) == (length, pairs)]
+        rates = sorted({row["lr"] for row in rows})
+        lines = []
+        for name in dict.fromkeys(row["model"] for row in rows):
+            of_rate = {row["lr"]: row for row in rows if row["model"] == name}
+            best = chosen_rows(list(of_rate.values()), model=name)[0]
+            texts = {lr: f"{100 * row['accuracy']:.1f}" for lr, row in of_rate.items()}
+            texts[best["lr"]] = f"**{texts[best['lr']]}**"
+            lines.append([name, *(texts.get(lr, "") for lr in rates)])
+        head = [f"{length} tokens, {pairs} pairs, at rate", *(f"{lr:g}" for lr in rates)]
+        tables.append(markdown_table(head, lines))
+    return "\n\n".join(tables)
 
 
 def recall(results: dict) -> str:
-    """The table with its caption."""
+    """The table with its caption, and the accuracies at all learning rates."""
     rows, failed = trained_and_failed(results)
-    return f"{recall_table(rows)}\n\n{caption(results, failed)}"
+    text = f"{recall_table(results, rows)}\n\n{caption(results, failed)}{missing_cells(results)}"
+    return f"{text}\n\n{accuracies_by_rate(results)}"

@@ -1,10 +1,23 @@
-"""The plot of the Lattice ablation."""
+"""The plots of the Lattice experiments."""
 
 from pathlib import Path
 
-from hf_memmix.training.experiments.common.plots import bars, list_failed_rows, log_scale, save, sized_figure
+from hf_memmix.training.experiments.common.plots import (
+    bars,
+    list_failed_rows,
+    log_scale,
+    plot_language,
+    save,
+    sized_figure,
+)
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
+from hf_memmix.training.experiments.common.report import joined
 from hf_memmix.training.experiments.lattice.variants import IN_PAPER, NOT_IN_PAPER
+
+
+def plot_languages(files: list[dict], path: str | Path) -> None:
+    """`plot_language` with the models of all files (`joined`)."""
+    plot_language(joined(files[0], files[1:]), path)
 
 
 def plot_ablation(results: dict, path: str | Path) -> None:

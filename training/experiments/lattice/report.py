@@ -1,21 +1,29 @@
 """The tables of the Lattice experiments, with the paper's figures.
 
-Figures are means over seeds; with several seeds the largest distance from the mean follows. Rows that learnt nothing
-are not in the tables; the caption lists them.
+Figures are means and standard deviations over seeds. Rows that learnt nothing are not in the tables; the caption lists
+them.
 """
 
 import statistics
 
 from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.experiments.common.harness import matches
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
-from hf_memmix.training.experiments.common.report import caption, language_section, mean_and_range, percent_above
+from hf_memmix.training.experiments.common.report import (
+    caption,
+    joined,
+    language_section,
+    mean_of_rows,
+    percent_above,
+    rate_text,
+)
 from hf_memmix.training.experiments.lattice.language import PAPER
 from hf_memmix.training.experiments.lattice.variants import IN_PAPER, NOT_IN_PAPER
 
 
-def language(results: dict) -> str:
-    """The table of language models, with the paper's figures."""
-    return language_section(results, "dec", PAPER)
+def language(files: list[dict]) -> str:
+    """The table of language models, with the paper's figures and with the models of the other files (`joined`)."""
+    return language_section(joined(files[0], files[1:]), "dec", PAPER)
 
 
 def ablation_table(rows: list[dict]) -> str:
@@ -28,8 +36,8 @@ def ablation_table(rows: list[dict]) -> str:
     table = [
         [
             name,
-            f"{chosen[0]['lr']:g}",
-            mean_and_range(chosen, "perplexity", 2),
+            rate_text([row for row in rows if matches(row, {"rung": name})], chosen[0]["lr"]),
+            mean_of_rows(chosen, "perplexity", 2),
             percent_above(ours, name, full),
             percent_above(paper, name, full),
         ]

@@ -3,7 +3,8 @@
     Gt = G + eps I = L L^T,  A_w = L^-1 M L^-T,  y = eta B_v L (gamma A_w / sigma)^K L^-1 q,  B_v = C Gt^-1
 
 "Echo: Spectral Koopman Attention", sections 3.2.1 to 3.2.4, equations (4) to (13). The statistics of the state are raw
-sums. Only this file divides them by the key norm nu before every use, as the paper does.
+sums. Only this file divides them by the key norm nu before every use, as the paper does. The paper takes nu before it
+masks keys, here nu is over the stored keys; `sigma_floor` is not in the paper either.
 """
 
 import torch

@@ -4,27 +4,19 @@ Teacher and student are built and converted on torch's meta device, where tensor
 fates of tensors and the numbers of parameters are those of the real conversion. No weights are loaded or written.
 """
 
-from pathlib import Path
-
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_memmix.conversion.convert import convert_model
 from hf_memmix.conversion.families import attention_module
-from hf_memmix.conversion.loading import read_config
+from hf_memmix.conversion.loading import meta_teacher
 from hf_memmix.serving.footprint import layer_kv_bytes, state_bytes
 from hf_memmix.swap import memory_mixers
+
+__all__ = ["CONTEXTS", "estimate", "meta_teacher", "parameter_bytes"]
 
 CONTEXTS = (4096, 32768, 131072)
 # further bytes for each trained fp32 parameter: its gradient and the two moments of AdamW
 TRAINING_BYTES = 12
-
-
-def meta_teacher(folder: str | Path) -> PreTrainedModel:
-    """The model that a folder's config.json describes, without weights. Raises ValueError if it has none."""
-    config = read_config(folder)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
 
 
 def estimate(

@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.layer_choice import LayerChoice
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.mixers import MemoryMixer
 
 
 def write_plan(plan: dict, path: str | Path) -> None:
@@ -51,11 +53,20 @@ def take_mixers(student: PreTrainedModel, trained: PreTrainedModel) -> None:
     for layer in converted_layers(student):
         if layer not in have:
             raise ValueError(f"layer {layer} of the trained student is attention, so there is no mixer to take")
-        ours, theirs = (attention_module(model, layer) for model in (student, trained))
-        try:
-            ours.load_state_dict(theirs.state_dict())
-        except RuntimeError:
-            raise ValueError(
-                f"the mixers of layer {layer} differ ({type(ours).__name__}, {type(theirs).__name__}) in kind or "
-                "options; convert with those of the trained student"
-            ) from None
+        theirs = attention_module(trained, layer)
+        load_mixer(attention_module(student, layer), theirs.state_dict(), theirs.name)
+
+
+def load_mixer(mixer: MemoryMixer, values: dict[str, Tensor], kind: str) -> None:
+    """Load the tensors of a trained mixer of some kind into a mixer, in place.
+
+    Raises:
+        ValueError: the two have different kinds or options.
+    """
+    try:
+        mixer.load_state_dict(values)
+    except RuntimeError:
+        raise ValueError(
+            f"the mixers of layer {mixer.layer_idx} differ ({mixer.name}, {kind}) in kind or options; convert with"
+            " those of the trained student"
+        ) from None

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+SHARD_SIZE = "5GB"  # largest weight file of a saved model, as on the Hub
 # a failed write of torch.save raises a plain RuntimeError; these texts identify it
 _TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "iostream error")
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and a flag of renameat2

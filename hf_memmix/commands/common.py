@@ -76,16 +76,12 @@ def load(folder: Path, device: str | None, dtype=None):
 
 
 def tokenizer_of(folder: Path, required: bool = True):
-    from transformers import AutoTokenizer
+    from hf_memmix.conversion.loading import load_tokenizer
 
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
-        if required:
-            raise ValueError(f"{folder} has no tokenizer; save the teacher's tokenizer there")
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # the tokenizers library raises plain exceptions
-        raise ValueError(f"{folder} has a tokenizer that cannot be read ({error}); copy it again") from None
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None and required:
+        raise ValueError(f"{folder} has no tokenizer; save the teacher's tokenizer there")
+    return tokenizer
 
 
 def shared_tokenizer(folder: Path, other: Path):

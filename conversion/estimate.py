@@ -4,11 +4,14 @@ Teacher and student are built and converted on torch's meta device, where tensor
 fates of tensors and the numbers of parameters are those of the real conversion. No weights are loaded or written.
 """
 
+from pathlib import Path
+
 from transformers import PreTrainedModel
 
 from hf_memmix.conversion.convert import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.loading import meta_teacher
+from hf_memmix.conversion.streaming.cost import streaming_cost
 from hf_memmix.serving.footprint import layer_kv_bytes, state_bytes
 from hf_memmix.swap import memory_mixers
 
@@ -20,16 +23,27 @@ TRAINING_BYTES = 12
 
 
 def estimate(
-    teacher: PreTrainedModel, mixer: str, keep="none", contexts: tuple[int, ...] = CONTEXTS, **mixer_options
+    teacher: PreTrainedModel,
+    mixer: str,
+    keep="none",
+    contexts: tuple[int, ...] = CONTEXTS,
+    *,
+    place: str | Path | None = None,
+    **mixer_options,
 ) -> dict:
     """What `convert_model` would make of this teacher, and its cost.
+
+    Args:
+        place: a folder on the disk that will hold the student: also measure what a conversion by streaming costs on
+            this machine, which takes seconds.
 
     Returns:
         `layers` (mixer of each layer, or "attention"), `options`, `counts` and `kinds` of the tensors
         (`ConversionReport`), `parameters` (numbers for teacher, student, mixers), `dtype`, `state` (one row per
         context length: bytes of one sequence in the teacher's cache and in the student's) and `weights` (bytes of
         parameters, gradients and optimizer states, without activations, of the stages "convert", "align" and
-        "distill"; the last one has a second copy of the teacher).
+        "distill"; the last one has a second copy of the teacher). With `place` also `streaming`, see
+        `streaming_cost`.
 
     Raises:
         ValueError: as in `convert_model`.
@@ -52,7 +66,8 @@ def estimate(
     for length in contexts:
         kv = [layer_kv_bytes(teacher.config, i, length, teacher.dtype) for i in range(len(student.config.mixer_types))]
         state.append({"context": length, "teacher": sum(kv), "student": memory + sum(kv[i] for i in report.kept)})
-    return {
+    measured = {} if place is None else {"streaming": streaming_cost(teacher, student, Path(place))}
+    return measured | {
         "mixer": mixer,
         "layers": list(student.config.mixer_types),
         "options": student.config.mixers[mixer],

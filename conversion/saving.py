@@ -37,6 +37,11 @@ def check_target(path: str | Path, overwrite: bool = False) -> Path:
     return path
 
 
+def existing_folder(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
 @contextmanager
 def explain_write_errors(path: str | Path, remedy: str) -> Iterator[None]:
     """Raise a ValueError that names `path` and `remedy` if a file cannot be written: full disk, quota, size limit.

@@ -41,7 +41,7 @@ class ShardWriter:
         split = split_torch_state_dict_into_shards(
             tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD_SIZE
         )
-        headers = {file: _header(names, tensors) for file, names in split.filename_to_tensors.items()}
+        headers = {file: header_of(names, tensors) for file, names in split.filename_to_tensors.items()}
         self.nbytes = sum(t.nbytes for t in tensors.values()) + sum(len(header) for header in headers.values())
         if (free := shutil.disk_usage(folder).free) < self.nbytes:
             raise ValueError(
@@ -109,7 +109,7 @@ def _file_order(names: Iterable[str], tensors: dict[str, torch.Tensor]) -> list[
     return sorted(names, key=lambda name: (_ORDER.index(_CODES[tensors[name].dtype]), name))
 
 
-def _header(names: Iterable[str], tensors: dict[str, torch.Tensor]) -> bytes:
+def header_of(names: Iterable[str], tensors: dict[str, torch.Tensor]) -> bytes:
     """The first bytes of a safetensors file: the length of the header, and the header, padded to 8 bytes."""
     entries, offset = {"__metadata__": {"format": "pt"}}, 0
     for name in _file_order(names, tensors):

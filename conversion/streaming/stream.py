@@ -1,17 +1,13 @@
 """The conversion of one model folder, from its safetensors files to those of the student."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_memmix.conversion.attention_weights import AttentionWeights
-from hf_memmix.conversion.conversion_report import ConversionReport
-from hf_memmix.conversion.families import attention_module, attention_prefix, decoder_layers, extract_attention
-from hf_memmix.conversion.fresh import new_mixer
-from hf_memmix.conversion.from_attention import start_of
-from hf_memmix.conversion.initialise import initialise_mixer
+from hf_memmix.conversion.families import attention_module, attention_prefix
 from hf_memmix.conversion.loading import (
     check_finite_tensor,
     check_weight_files,
@@ -20,6 +16,7 @@ from hf_memmix.conversion.loading import (
     refuse_untied_head,
 )
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
+from hf_memmix.conversion.streaming.layer import build_mixer
 from hf_memmix.conversion.streaming.matching import NotStreamable, match
 from hf_memmix.conversion.streaming.shards import ShardWriter
 from hf_memmix.conversion.streaming.trained import TrainedMixers
@@ -53,7 +50,6 @@ class ConversionStream:
         self.student = convert(self.teacher)
         self._converted = self.student.conversion_report.converted
         self._matches = match(self.teacher, self.student, self.checkpoint.tensors, self._converted, self._name)
-        self._types = {name: tensor.dtype for name, tensor in self.student.state_dict().items()}
 
     def write(
         self, folder: Path, seed: int, trained: TrainedMixers | None = None, progress: Progress | None = None
@@ -110,38 +106,15 @@ class ConversionStream:
             if not all(torch.equal(a, b) for a, b in pieces):
                 refuse_untied_head(self._name)
 
-    def _attention(self, layer: int) -> AttentionWeights:
-        """The weights of one layer's attention. The teacher keeps none of them."""
-        module = attention_module(self.teacher, layer)
+    def _write_mixer(self, layer: int, writer: ShardWriter, seed: int, trained: TrainedMixers | None) -> list[str]:
+        """Build and write the mixer of one layer. Returns the names of its tensors."""
         sources, values = self._matches.attention[layer], {}
-        for name, parameter in module.state_dict().items():
+        for name, parameter in attention_module(self.teacher, layer).state_dict().items():
             values[name] = self.checkpoint.read(sources[name]).to(parameter.dtype)
             check_finite_tensor(values[name], sources[name], self._name)
-        module.load_state_dict(values, assign=True)
-        weights = extract_attention(self.teacher, layer)
-        module.to("meta")
-        return weights
-
-    def _write_mixer(self, layer: int, writer: ShardWriter, seed: int, trained: TrainedMixers | None) -> list[str]:
-        """Build, fill and write the mixer of one layer. Returns the names of its tensors."""
-        student, prefix = self.student, attention_prefix(self.student, layer)
-        kind = student.config.mixer_types[layer]
-        copied = [
-            target
-            for row in student.conversion_report.tensors
-            if row["layer"] == layer and row["fate"] == "used"
-            for target in row["targets"]
-        ]
-        mixer = new_mixer(student.config, layer, seed, without=copied)
-        for name, parameter in mixer.named_parameters():
-            parameter.data = parameter.data.to(self._types[f"{prefix}.{name}"])
-        setattr(decoder_layers(student)[layer], prefix.rpartition(".")[2], mixer)
-        again = ConversionReport(kind, [layer], [])  # the student has the report already
-        initialise_mixer(student, layer, start_of(kind), self._attention(layer), again)
-        if trained is not None:
-            trained.load(mixer, f"{prefix}.")
-        tensors = {f"{prefix}.{name}": tensor for name, tensor in mixer.state_dict().items()}
+        prefix = attention_prefix(self.student, layer) + "."
+        change = None if trained is None else partial(trained.load, prefix=prefix)
+        tensors = build_mixer(self.teacher, self.student, layer, seed, values, change)
         for name, tensor in tensors.items():
             writer.write(name, [tensor])
-        mixer.to("meta")
         return list(tensors)

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,14 +18,13 @@ from hf_memmix.commands.common import (
     Overwrite,
     choice_of_layers,
     err,
-    load,
     out,
     print_json,
     quiet_library,
-    tokenizer_of,
 )
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.hub import model_folder
+from hf_memmix.commands.progress import progress
 
 
 @one_line_errors
@@ -42,7 +43,7 @@ def convert(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the parameters that are drawn at random.")] = 0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print what a conversion would do and cost.")
+        bool, typer.Option("--dry-run", help="Only print what a conversion would do and cost: memory, bytes, time.")
     ] = False,
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Context length of the dry run, in tokens; repeatable.")
@@ -51,13 +52,17 @@ def convert(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Replace the attention in layers of a transformer by a recurrent mixer that starts from its weights."""
-    from hf_memmix.conversion import convert_model, save_student
+    """Replace the attention in layers of a transformer by a recurrent mixer that starts from its weights.
+
+    The teacher is read and the student is written piece by piece: one decoder layer at a time is in memory.
+    """
+    from hf_memmix.conversion import convert_model
+    from hf_memmix.conversion.convert import convert_to_folder
     from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher
     from hf_memmix.conversion.families import family_of
     from hf_memmix.conversion.loading import read_config
-    from hf_memmix.conversion.plan import read_plan, take_mixers
-    from hf_memmix.conversion.saving import check_target
+    from hf_memmix.conversion.plan import read_plan
+    from hf_memmix.conversion.saving import check_target, existing_folder
     from hf_memmix.mixers import MIXERS
 
     if out_dir is None and not dry_run:
@@ -80,16 +85,23 @@ def convert(
         same = (getattr(read_config(trained), "mixers", None) or {}).get(mixer, {})
         options = {**same, **(MIXERS[mixer].options_class.upgrade(options) if mixer in MIXERS else options)}
     if dry_run:
-        result = estimate(meta_teacher(teacher), mixer, chosen, tuple(context or CONTEXTS), **options)
+        place = existing_folder((out_dir or Path(tempfile.gettempdir(), "student")).absolute().parent)
+        lengths = tuple(context or CONTEXTS)
+        result = estimate(meta_teacher(teacher), mixer, chosen, lengths, place=place, **options)
         print_json(result) if as_json else _print_estimate(result)
         return
     quiet_library()
-    with err.status("converting"):
-        tokenizer = tokenizer_of(teacher, required=False)
-        student = convert_model(teacher, mixer, chosen, seed=seed, **options)
-        if trained is not None:
-            take_mixers(student, load(trained, "cpu", "auto"))
-        save_student(student, out_dir, tokenizer, overwrite=overwrite)
+    with progress("converting") as advance:
+        student = convert_to_folder(
+            teacher,
+            out_dir,
+            partial(convert_model, mixer=mixer, keep=chosen, seed=seed, **options),
+            seed=seed,
+            overwrite=overwrite,
+            trained=[] if trained is None else [trained],
+            progress=lambda done, total: advance(done >> 20, total >> 20, "MiB"),
+            notify=lambda line: err.print(line, markup=False, soft_wrap=True),
+        )
     report = student.conversion_report
     if as_json:
         print_json({"out": str(out_dir), "converted": report.converted, "kept": report.kept} | report.counts())
@@ -154,6 +166,13 @@ def _print_estimate(result: dict) -> None:
         name = f"memory of one sequence of {row['context']:,} tokens"
         sizes.add_row(name, *(bytes_text(row[model]) for model in ("teacher", "student")))
     out.print(sizes)
+    cost = result["streaming"]
+    memory, reads, writes = (bytes_text(cost[name]) for name in ("peak_memory", "reads", "writes"))
+    minutes = f"{cost['seconds']:.0f} s" if cost["seconds"] < 120 else f"{cost['seconds'] / 60:.0f} min"
+    out.print(
+        f"the conversion reads {reads}, writes {writes}, needs {memory} of memory and about {minutes} on this machine",
+        highlight=False,
+    )
     weights = ", ".join(f"{stage} {bytes_text(count)}" for stage, count in result["weights"].items())
     out.print(f"weights, gradients and optimizer states (without activations): {weights}", highlight=False)
 

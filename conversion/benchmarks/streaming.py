@@ -55,6 +55,7 @@ def make_teacher(shape: str, folder: Path) -> None:
     from hf_memmix.conversion.streaming.checkpoint import PIECE
     from hf_memmix.conversion.streaming.matching import as_saved
     from hf_memmix.conversion.streaming.shards import ShardWriter
+    from hf_memmix.conversion.streaming.stream import write_description
 
     fields = dict(SHAPES[shape])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields, dtype="bfloat16")
@@ -63,7 +64,7 @@ def make_teacher(shape: str, folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     pool = torch.randn(POOL, generator=generator).mul_(0.02).bfloat16()
     folder.mkdir(parents=True)
-    model.save_pretrained(folder, state_dict={})
+    write_description(model, folder)
     tensors = as_saved(model)
     with ShardWriter(folder, tensors, model.num_parameters()) as writer:
         for name, tensor in tensors.items():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from hf_memmix.conversion.families import attention_module, attention_prefix
 from hf_memmix.conversion.loading import (
@@ -63,8 +64,7 @@ class ConversionStream:
         Raises:
             ValueError: a weight is not finite, tied weights differ, or there is not enough space.
         """
-        # without tensors, the library writes what describes the model
-        self.student.save_pretrained(folder, state_dict={})
+        write_description(self.student, folder)
         matches = self._matches
         sizes = {name: tensor.nbytes for name, tensor in matches.written.items()}
         done, total = 0, sum(sizes.values())
@@ -118,3 +118,14 @@ class ConversionStream:
         for name, tensor in tensors.items():
             writer.write(name, [tensor])
         return list(tensors)
+
+
+def write_description(model: PreTrainedModel, folder: Path) -> None:
+    """Write the files that `save_pretrained` writes beside the weights, e.g. config.json."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would count no weight files
+    try:
+        model.save_pretrained(folder, state_dict={})
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -21,6 +21,7 @@ from hf_memmix.conversion.from_attention import STARTS
 from hf_memmix.conversion.loading import load_tokenizer
 from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.conversion.streaming import shards
+from hf_memmix.conversion.streaming.stream import write_description
 from tiny_teachers import tiny_teacher, tiny_tokenizer
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -373,7 +374,7 @@ def test_memory_is_one_layer_and_one_piece(tmp_path):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig.from_dict(config), dtype=torch.bfloat16)
     (tmp_path / "big").mkdir()
-    model.save_pretrained(tmp_path / "big", state_dict={})
+    write_description(model, tmp_path / "big")
     with shards.ShardWriter(tmp_path / "big", model.state_dict(), 1) as writer:
         for name, tensor in model.state_dict().items():
             writer.write(name, [torch.ones(tensor.shape, dtype=tensor.dtype)])

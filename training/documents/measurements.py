@@ -27,6 +27,7 @@ MEASUREMENTS = {
     "init_table": f"{EXPERIMENTS}/conversion/results/init_table.json",
     "compare_plans": f"{EXPERIMENTS}/conversion/results/compare_plans.json",
     "multi_gpu": f"{EXPERIMENTS}/several_gpus/results/multi_gpu.json",
+    "streaming": "conversion/benchmarks/streaming.json",
     "kernels": f"{KERNELS}/h200.json",
     "generate": f"{KERNELS}/generate_h200.json",
     "coffee_grid": f"{KERNELS}/coffee_dispatch_h200.json",

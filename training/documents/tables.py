@@ -127,6 +127,23 @@ def refused_table(root: Path) -> str:
     return refusals()
 
 
+def streaming_table(root: Path) -> str:
+    """Memory, bytes and time of conversions by streaming, measured, and estimated by `--dry-run`."""
+    rows = []
+    for row in read("streaming", root)["rows"]:
+        measured, estimated = row["measured"], row["estimated"]
+        pairs = [f"{bytes_text(measured[key])} ({bytes_text(estimated[key])})" for key in ("peak_memory", "writes")]
+        seconds = f"{measured['seconds']:.0f} s ({estimated['seconds']:.0f} s)"
+        shard = bytes_text(row["largest_shard"])
+        rows.append([f"{row['shape']}, `{row['mixer']}`", shard, *pairs, seconds, f"{measured['cpu_seconds']:.0f} s"])
+    where = row["environment"]
+    head = ["model", "largest file", "peak memory", "written", "time", "CPU time"]
+    return (
+        aligned_table(head, rows) + f"\n\n{where['hardware']}; torch {where['torch']}, transformers"
+        f" {where['transformers']}. In brackets: what the dry run estimated."
+    )
+
+
 def _report(files: list[dict]) -> str:
     # not at the top: `memmix card` imports this package from a wheel, which has no experiments
     from hf_memmix.training.experiments.report import report
@@ -155,6 +172,7 @@ TABLES = {
     "refusals": refused_table,
     "gpus": gpus_table,
     "plans": plans_table,
+    "streaming": streaming_table,
     "serving_families": serving.families_table,
     "serving_costs": serving.costs_table,
     "serving_matrix": serving.matrix_table,

@@ -1,7 +1,7 @@
 """Measures a conversion by streaming of two published shapes, with random weights, against what --dry-run estimates.
 
     python conversion/benchmarks/streaming.py --work FOLDER            # 35 GB of disk; both shapes
-    python conversion/benchmarks/streaming.py --work FOLDER --shape qwen3-0.6b
+    taskset -c 0,1 python conversion/benchmarks/streaming.py --work FOLDER --shape qwen3-0.6b      # on two cores
 
 For each shape a teacher is written in shards of 5 GB, its files are dropped from the page cache, and two new processes
 run: the estimate, then the conversion. Peak memory is `ru_maxrss` of the process, interpreter and libraries included.
@@ -166,7 +166,10 @@ def main() -> None:
 
     rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     for shape in args.shape or SHAPES:
-        row = measure(shape, args.mixer, args.work) | {"environment": environment("cpu")}
+        row = measure(shape, args.mixer, args.work) | {
+            "cores": len(os.sched_getaffinity(0)),
+            "environment": environment("cpu"),
+        }
         rows = [old for old in rows if (old["shape"], old["mixer"]) != (shape, args.mixer)] + [row]
         write_json(RESULTS, {"rows": rows})
         print(json.dumps({name: row[name] for name in ("shape", "measured", "estimated_over_measured")}, indent=1))

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.loading import check_finite_tensor
 from hf_memmix.conversion.streaming.checkpoint import PIECE, Checkpoint
-from hf_memmix.conversion.streaming.layer import build_mixer
+from hf_memmix.conversion.streaming.layer import build_mixer, release_memory
 from hf_memmix.conversion.streaming.matching import as_saved
 from hf_memmix.conversion.streaming.shards import ShardWriter, header_of
 from hf_memmix.mixers import ATTENTION
@@ -100,6 +100,7 @@ def _layer_seconds(teacher: PreTrainedModel, student: PreTrainedModel, layer: in
         start = time.perf_counter()
         build_mixer(teacher, student, layer, 0, values)
         seconds = time.perf_counter() - start
+        release_memory()
     return seconds
 
 

@@ -17,7 +17,7 @@ from hf_memmix.conversion.loading import (
     refuse_untied_head,
 )
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
-from hf_memmix.conversion.streaming.layer import build_mixer
+from hf_memmix.conversion.streaming.layer import build_mixer, release_memory
 from hf_memmix.conversion.streaming.matching import NotStreamable, match
 from hf_memmix.conversion.streaming.shards import ShardWriter
 from hf_memmix.conversion.streaming.trained import TrainedMixers
@@ -117,7 +117,10 @@ class ConversionStream:
         tensors = build_mixer(self.teacher, self.student, layer, seed, values, change)
         for name, tensor in tensors.items():
             writer.write(name, [tensor])
-        return list(tensors)
+        names = list(tensors)
+        del tensor, tensors
+        release_memory()
+        return names
 
 
 def write_description(model: PreTrainedModel, folder: Path) -> None:

@@ -139,7 +139,8 @@ def streaming_table(root: Path) -> str:
     where = row["environment"]
     head = ["model", "largest file", "peak memory", "written", "time", "CPU time"]
     return (
-        aligned_table(head, rows) + f"\n\n{where['hardware']}; torch {where['torch']}, transformers"
+        aligned_table(head, rows)
+        + f"\n\n{row['cores']} cores of {where['hardware']}; torch {where['torch']}, transformers"
         f" {where['transformers']}. In brackets: what the dry run estimated."
     )
 

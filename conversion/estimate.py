@@ -4,6 +4,7 @@ Teacher and student are built and converted on torch's meta device, where tensor
 fates of tensors and the numbers of parameters are those of the real conversion. No weights are loaded or written.
 """
 
+import time
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -48,7 +49,9 @@ def estimate(
     Raises:
         ValueError: as in `convert_model`.
     """
+    start = time.perf_counter()
     student = convert_model(teacher.to("meta"), mixer, keep, **mixer_options)
+    planning = 2 * (time.perf_counter() - start)  # building the teacher takes as long
     report = student.conversion_report
     mixers = memory_mixers(student)
     parameters = {"teacher": teacher.num_parameters(), "student": student.num_parameters()}
@@ -66,7 +69,7 @@ def estimate(
     for length in contexts:
         kv = [layer_kv_bytes(teacher.config, i, length, teacher.dtype) for i in range(len(student.config.mixer_types))]
         state.append({"context": length, "teacher": sum(kv), "student": memory + sum(kv[i] for i in report.kept)})
-    measured = {} if place is None else {"streaming": streaming_cost(teacher, student, Path(place))}
+    measured = {} if place is None else {"streaming": streaming_cost(teacher, student, Path(place), planning)}
     return measured | {
         "mixer": mixer,
         "layers": list(student.config.mixer_types),

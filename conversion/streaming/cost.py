@@ -25,11 +25,14 @@ from hf_memmix.mixers import ATTENTION
 PROBE = 256 * 2**20  # bytes of the file with which the disk is measured
 
 
-def streaming_cost(teacher: PreTrainedModel, student: PreTrainedModel, place: Path) -> dict[str, int | float]:
+def streaming_cost(
+    teacher: PreTrainedModel, student: PreTrainedModel, place: Path, planning: float = 0.0
+) -> dict[str, int | float]:
     """The cost of converting `teacher` to `student`, both on "meta".
 
     Args:
         place: an existing folder on the disk that will hold the student.
+        planning: seconds that the conversion needs before it reads the first weight.
 
     Returns:
         `peak_memory` of this process, `reads` and `writes` in bytes, and `seconds`. The teacher's files are assumed
@@ -45,7 +48,7 @@ def streaming_cost(teacher: PreTrainedModel, student: PreTrainedModel, place: Pa
         seconds += kinds.count(kind) * _layer_seconds(teacher, student, kinds.index(kind))
     working = seconds + cost["reads"] * disk.read + cost["writes"] * (disk.check + disk.copy)
     busy = cost["reads"] * disk.read + cost["writes"] * disk.write  # of the disk, which flushes beside the work
-    return {"peak_memory": max(_peak(), start), **cost, "seconds": max(working, busy)}
+    return {"peak_memory": max(_peak(), start), **cost, "seconds": planning + max(working, busy)}
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 import ctypes
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_memmix.conversion.conversion_report import ConversionReport
 from hf_memmix.conversion.families import attention_module, attention_prefix, decoder_layers, extract_attention
 from hf_memmix.conversion.fresh import new_mixer
 from hf_memmix.conversion.from_attention import start_of
@@ -49,7 +49,7 @@ def build_mixer(
     for name, parameter in mixer.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])
     setattr(decoder_layers(student)[layer], prefix.rpartition(".")[2], mixer)
-    again = ConversionReport(kind, [layer], [])  # the student has its report already
+    again = replace(student.conversion_report, tensors=[], fresh=[])  # the student has its report already
     initialise_mixer(student, layer, start_of(kind), weights, again)
     if change is not None:
         change(mixer)

@@ -88,11 +88,12 @@ def meta_teacher(folder: str | Path) -> PreTrainedModel:
     return model.eval()
 
 
-def load_model(folder: str | Path, dtype="auto") -> PreTrainedModel:
+def load_model(folder: str | Path, dtype="auto", **placement) -> PreTrainedModel:
     """A causal LM from a local folder, native or converted, in eval mode.
 
     Args:
         dtype: dtype of the weights, e.g. torch.float32; "auto" is the stored dtype.
+        placement: `device_map` and `offload_folder` of `from_pretrained`. Weights on the disk are not checked for NaN.
 
     Raises:
         ValueError: the folder holds no causal LM; its weights are corrupt, truncated or quantized; names or shapes of
@@ -102,7 +103,7 @@ def load_model(folder: str | Path, dtype="auto") -> PreTrainedModel:
     config = read_config(folder)
     pickled = check_weight_files(folder)
     # wrong shapes are ignored here, because `check_loading` refuses them with the name of the tensor
-    options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, **placement}
     if getattr(config, "quantization_config", None):  # `read_config` has accepted it, so it is mxfp4
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     try:

@@ -1,4 +1,4 @@
-"""`convert_model`: replace the attention of chosen layers of a pretrained decoder by a recurrent mixer.
+"""`convert_model`: replace the attention of chosen layers of a pretrained decoder by recurrent mixers.
 
 `student.conversion_report` lists every tensor of the teacher. All tensors outside the converted attention modules are
 bit-equal in the student. The teacher is not modified.
@@ -19,31 +19,46 @@ from hf_memmix.conversion.families import attention_module, attention_prefix, ex
 from hf_memmix.conversion.from_attention import Start, start_of
 from hf_memmix.conversion.layer_choice import layers_to_keep
 from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model
+from hf_memmix.conversion.mixer_layout import Layers, mixer_types_of
 from hf_memmix.conversion.saving import atomic_folder, explain_write_errors
+from hf_memmix.mixers import ATTENTION
 from hf_memmix.swap import fp32_parameter_names
 
 REPORT_FILE = "conversion.json"
 
 
 def convert_model(
-    teacher: PreTrainedModel | str | Path, mixer: str = "gka", keep="none", *, seed: int = 0, **mixer_options
+    teacher: PreTrainedModel | str | Path,
+    mixer: str | None = None,
+    keep=None,
+    *,
+    layers: Layers | None = None,
+    mixers: dict[str, dict] | None = None,
+    seed: int = 0,
+    **mixer_options,
 ) -> PreTrainedModel:
-    """A student whose layers outside `keep` use `mixer`, initialised from the teacher's attention.
+    """A student with mixers in place of attention, initialised from the teacher's attention.
+
+        convert_model(teacher, mixer="gka", keep=[0])
+        convert_model(teacher, layers={"ska": [3, 7], "attention": [0], "mamba2": "rest"})
 
     Args:
         teacher: a causal LM of a family in `conversion.families.FAMILIES`, or a folder that holds one.
-        mixer: name of a registered mixer that can be initialised from attention.
-        keep: layers that stay attention, see `layers_to_keep`.
+        mixer: name of a registered mixer that can be initialised from attention, "gka" by default. It replaces the
+            attention of all layers outside `keep`.
+        keep: layers that stay attention, see `layers_to_keep`; none by default.
+        layers: in place of `mixer` and `keep`, the layers of several mixers, see `mixer_types_of`.
+        mixers: options by the name of the mixer, e.g. `{"gka": {"solver_phases": [30]}}`.
         seed: seed of the parameters that have no counterpart in the teacher. The global random generator does not
             change.
-        mixer_options: options of the mixer, e.g. `solver_phases=[30]`.
+        mixer_options: options of the mixer, e.g. `solver_phases=[30]`, if all layers have the same mixer.
 
     Returns:
         the student in the teacher's dtype and on its device, in eval mode, with `conversion_report`.
 
     Raises:
-        ValueError: the family is not supported, `keep` or an option is invalid, a weight is not finite, or a tensor
-            would be lost.
+        ValueError: the family is not supported, `keep`, `layers` or an option is invalid, a weight is not finite, or a
+            tensor would be lost.
     """
     checked = not isinstance(teacher, PreTrainedModel)
     if checked:
@@ -55,16 +70,17 @@ def convert_model(
     if not checked:  # `load_model` reads all weights for the same two checks
         check_ties(teacher, "the teacher")
         check_finite_weights(teacher, "the teacher")
-    keep = layers_to_keep(keep, config.num_hidden_layers)
-    types = ["attention" if i in keep else mixer for i in range(config.num_hidden_layers)]
-    converted = [i for i in range(config.num_hidden_layers) if i not in keep]
-    report = ConversionReport(mixer=mixer, converted=converted, kept=keep)
+    types = _types(mixer, keep, layers, config.num_hidden_layers)
+    kept, converted = ([i for i, kind in enumerate(types) if (kind == ATTENTION) is stays] for stays in (True, False))
+    used = list(dict.fromkeys(types[i] for i in converted))
+    report = ConversionReport(used[0] if len(used) == 1 else None, converted, kept, types)
 
-    start = start_of(mixer)
+    starts = {kind: start_of(kind) for kind in used}
+    options = _options(used, mixers, mixer_options)
     attentions = {i: extract_attention(teacher, i) for i in converted}
-    # options that the attention needs (biases, norms); the user's options replace them
-    options = start.options(attentions[converted[0]]) | mixer_options
-    student_config = hf_memmix.memmix_config(config, mixer_types=types, mixers={mixer: options})
+    for kind in used:  # options that the attention needs (biases, norms); the user's options replace them
+        options[kind] = starts[kind].options(attentions[types.index(kind)]) | options[kind]
+    student_config = hf_memmix.memmix_config(config, mixer_types=types, mixers=options)
     place = "meta" if teacher.device.type == "meta" else "cpu"
     with torch.random.fork_rng(devices=[]), torch.device(place):
         torch.manual_seed(seed)
@@ -72,10 +88,41 @@ def convert_model(
     cast_student(student, teacher.dtype)
     _copy_rest(teacher, student, [attention_prefix(teacher, i) + "." for i in converted], report)
     for layer in converted:
-        _initialise(student, layer, start, attentions[layer], report)
+        _initialise(student, layer, starts[types[layer]], attentions[layer], report)
     student.generation_config = type(teacher.generation_config).from_dict(teacher.generation_config.to_dict())
     student.conversion_report = report
     return student.to(teacher.device).eval()
+
+
+def _types(mixer: str | None, keep, layers: Layers | None, num_layers: int) -> list[str]:
+    """The mixer of every layer, or "attention", from the arguments of `convert_model`."""
+    if layers is not None:
+        if mixer is not None or keep is not None:
+            raise ValueError(
+                "layers says which layer gets which mixer, so it replaces mixer and keep; write the kept layers as"
+                ' {"attention": [...]}'
+            )
+        return mixer_types_of(layers, num_layers)
+    mixer = "gka" if mixer is None else mixer
+    start_of(mixer)  # an unknown mixer is refused before anything else
+    kept = layers_to_keep("none" if keep is None else keep, num_layers)
+    return [ATTENTION if i in kept else mixer for i in range(num_layers)]
+
+
+def _options(used: list[str], mixers: dict[str, dict] | None, plain: dict) -> dict[str, dict]:
+    """The user's options of every mixer in `used`. Raises ValueError for options that no layer would read."""
+    mixers = {} if mixers is None else mixers
+    wrong = not isinstance(mixers, dict) or any(not isinstance(own, dict) for own in mixers.values())
+    if wrong:
+        raise ValueError(f'mixers is {mixers!r}; give options by mixer, e.g. {{"gka": {{"solver_phases": [30]}}}}')
+    if unused := [name for name in mixers if name not in used]:
+        raise ValueError(f"mixers has options of {unused[0]!r}, but no layer uses it; used here: {', '.join(used)}")
+    if plain and len(used) > 1:
+        raise ValueError(
+            f"{next(iter(plain))} is an option of one mixer, but the layers use {', '.join(used)}; name the mixer:"
+            f' mixers={{"{used[0]}": {{...}}}}'
+        )
+    return {kind: dict(mixers.get(kind, {})) | plain for kind in used}
 
 
 def save_student(

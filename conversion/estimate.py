@@ -28,12 +28,17 @@ def meta_teacher(folder: str | Path) -> PreTrainedModel:
 
 
 def estimate(
-    teacher: PreTrainedModel, mixer: str, keep="none", contexts: tuple[int, ...] = CONTEXTS, **mixer_options
+    teacher: PreTrainedModel,
+    mixer: str | None = None,
+    keep=None,
+    contexts: tuple[int, ...] = CONTEXTS,
+    **options,
 ) -> dict:
-    """What `convert_model` would make of this teacher, and its cost.
+    """What `convert_model` would make of this teacher, and its cost. `options`: its further arguments.
 
     Returns:
-        `layers` (mixer of each layer, or "attention"), `options`, `counts` and `kinds` of the tensors
+        `mixer` (None if there are several), `layers` (mixer of each layer, or "attention"), `options` (of the mixer;
+        with several mixers, by mixer), `counts` and `kinds` of the tensors
         (`ConversionReport`), `parameters` (numbers for teacher, student, mixers), `dtype`, `state` (one row per
         context length: bytes of one sequence in the teacher's cache and in the student's) and `weights` (bytes of
         parameters, gradients and optimizer states, without activations, of the stages "convert", "align" and
@@ -42,7 +47,7 @@ def estimate(
     Raises:
         ValueError: as in `convert_model`.
     """
-    student = convert_model(teacher.to("meta"), mixer, keep, **mixer_options)
+    student = convert_model(teacher.to("meta"), mixer, keep, **options)
     report = student.conversion_report
     mixers = memory_mixers(student)
     parameters = {"teacher": teacher.num_parameters(), "student": student.num_parameters()}
@@ -61,9 +66,9 @@ def estimate(
         kv = [layer_kv_bytes(teacher.config, i, length, teacher.dtype) for i in range(len(student.config.mixer_types))]
         state.append({"context": length, "teacher": sum(kv), "student": memory + sum(kv[i] for i in report.kept)})
     return {
-        "mixer": mixer,
-        "layers": list(student.config.mixer_types),
-        "options": student.config.mixers[mixer],
+        "mixer": report.mixer,
+        "layers": report.layers,
+        "options": student.config.mixers if report.mixer is None else student.config.mixers[report.mixer],
         "counts": report.counts(),
         "kinds": report.kinds(),
         "parameters": parameters,

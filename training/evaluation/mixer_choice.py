@@ -40,7 +40,7 @@ def best_choice(scores: Sequence[Sequence[float]], costs: Costs, limits: Sequenc
     for layer in range(layers):
         many = len(score[layer])
         total = (total[:, None] + score[layer]).ravel()
-        spent = (spent[:, None] + cost[layer]).reshape(-1, kinds)
+        spent = (spent[:, None] + cost[layer]).reshape(len(total), kinds)
         picked = np.repeat(picked, many, axis=0)
         picked[:, layer] = np.tile(np.arange(many), len(picked) // many)
         hopeful = (spent + least[layer + 1] <= limit).all(1)

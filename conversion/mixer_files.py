@@ -13,7 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from hf_memmix.conversion.convert import convert_model
 from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.plan import plan_arguments, read_plan, trained_folder
 from hf_memmix.conversion.saving import explain_write_errors, replace_file
 from hf_memmix.conversion.teacher_forcing import converted_layers
 
@@ -70,3 +72,16 @@ def load_mixers(student: PreTrainedModel, folder: str | Path) -> None:
                 f"{str(path)!r} does not fit layer {layer}: it lacks the layer, or was trained with other options;"
                 " convert with the options of the trained mixers"
             ) from None
+
+
+def convert_by_plan(teacher: PreTrainedModel, path: str | Path, **options) -> PreTrainedModel:
+    """The student that a plan of `memmix select` describes, with the plan's aligned mixers if it names their folder.
+
+    options: of `convert_model`. Raises ValueError as in `read_plan`, `convert_model` and `load_mixers`.
+    """
+    plan = read_plan(path, teacher.config.num_hidden_layers)
+    folder = trained_folder(plan, path)
+    student = convert_model(teacher, **plan_arguments(plan), **options)
+    if folder is not None:
+        load_mixers(student, folder)
+    return student

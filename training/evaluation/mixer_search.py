@@ -11,6 +11,8 @@ attention stays, then which linear block, then costs on the hardware. It trains 
 by beam; here all layers are scored alone, so the choice is one small optimisation.
 """
 
+import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -19,14 +21,21 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.convert import cast_student
 from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.layer_choice import layer_text
 from hf_memmix.conversion.layer_cost import LayerCost, layer_cost, measured_kinds
 from hf_memmix.conversion.mixer_files import load_mixers, mixer_file, read_metadata, write_mixers
 from hf_memmix.conversion.records import bytes_text, write_json
+from hf_memmix.conversion.saving import remove_folder
+from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import ATTENTION
+from hf_memmix.training.evaluation.layer_selection import rank_layers
 from hf_memmix.training.evaluation.mixer_choice import best_choice
+from hf_memmix.training.evaluation.selection_data import SelectionData
 from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.run_identity import identity_of
@@ -71,22 +80,117 @@ def aligned_student(
         ValueError: as in `convert_model` and `train`, or another process works in `folder`.
     """
     student = convert_model(teacher, mixer, seed=seed, mixers={mixer: options})
+    folder, dtype = Path(folder), student.dtype
     path = mixer_file(folder, mixer)
     identity = identity_of(student, teacher, data, recipe)
     if (read_metadata(path) or {}).get("identity") == identity:
         load_mixers(student, folder)
         return student
     path.unlink(missing_ok=True)
-    with run_folder(Path(folder) / f"{mixer}-{_short(identity)}") as scratch:
-        dtype = student.dtype
-        train(student, teacher, data, scratch, recipe=recipe, callbacks=callbacks)
+    scratch = folder / f"{mixer}-{_short(identity)}"
+    for other in folder.glob(f".{mixer}-*.run"):  # of a killed run with other settings
+        if other.name != f".{scratch.name}.run":
+            remove_folder(other, beside=scratch)
+    with run_folder(scratch) as checkpoints:
+        train(student, teacher, data, checkpoints, recipe=recipe, callbacks=callbacks)
         write_mixers(student, path, identity)
-    return student.to(dtype)
+    return cast_student(student, dtype)
 
 
 def _short(identity: dict) -> str:
     """A short hash of an identity, so that the checkpoints of another run are never continued."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of all candidates.
+
+    Args:
+        rankings: `rank_layers` by mixer.
+        costs: for every layer `{kind: LayerCost}`, of attention and of the mixers.
+        options: of the mixers.
+    """
+
+    rankings: dict[str, dict]
+    costs: list[dict[str, LayerCost]]
+    options: dict[str, dict]
+
+    def scores(self) -> list[dict[str, float]]:
+        """`{kind: score}` of every layer, see `scores_of`."""
+        return scores_of(self.rankings)
+
+
+def measure_candidates(
+    teacher: nn.Module,
+    candidates: dict[str, nn.Module | None],
+    folder: str | Path,
+    data: SelectionData,
+    *,
+    recipe: Recipe,
+    blocks,
+    context: int,
+    dtype: torch.dtype,
+    weight: float = 1.0,
+    batch_size: int = 8,
+    show: Callable = lambda title: contextlib.nullcontext(lambda *at: None),
+) -> Measured:
+    """Align, score and weigh every candidate in every layer, one candidate at a time.
+
+    Args:
+        candidates: by the name of the mixer, a student with this mixer in all layers, or None to align a new one.
+        folder: keeps `<mixer>.safetensors` and `<mixer>.json`; what is there of the same work is used again.
+        blocks: training data of the alignment; None if all candidates are given.
+        context, dtype: for the costs, see `layer_cost`.
+        show: `show(title)` is a context manager that yields `advance(done, total)` for one step of the work.
+
+    Raises:
+        ValueError: a student has attention in a layer, or as in `aligned_student` and `rank_layers`.
+    """
+    folder, layers = Path(folder), range(teacher.config.num_hidden_layers)
+    device, precision = teacher.get_input_embeddings().weight.device, teacher.dtype
+    costs = [{ATTENTION: _cost(ATTENTION, teacher, layer, context, dtype)} for layer in layers]
+    rankings, options = {}, {}
+    for kind, student in candidates.items():
+        if student is None:
+            with show(f"aligning {kind}: step") as advance:
+                callbacks = [_Steps(advance)]
+                student = aligned_student(teacher, kind, blocks, folder, recipe, seed=recipe.seed, callbacks=callbacks)
+        else:
+            if (have := converted_layers(student)) != list(layers):
+                left = layer_text([layer for layer in layers if layer not in have])
+                raise ValueError(f"the student with {kind} has attention in layers {left}; convert all of its layers")
+            write_mixers(student, mixer_file(folder, kind), {"student": teacher_hash(student)})
+        student = cast_student(student, precision).to(device).eval()
+        teacher.to(device)  # the training may have moved it
+        identity = {"weight": weight, **data.record, "mixers": file_hash(mixer_file(folder, kind))}
+        identity["teacher"] = teacher_hash(teacher)
+        scoring = {"weight": weight, "batch_size": batch_size}
+        with show(f"scoring {kind}:") as advance:
+            rankings[kind] = saved_scores(
+                folder / f"{kind}.json",
+                json.loads(json.dumps(identity)),
+                functools.partial(
+                    rank_layers, teacher, student, data.blocks, data.samples, progress=advance, **scoring
+                ),
+            )
+        for layer in layers:
+            costs[layer][kind] = _cost(kind, student, layer, context, dtype)
+        options[kind] = json.loads(json.dumps(student.config.mixers[kind]))
+    return Measured(rankings, costs, options)
+
+
+class _Steps(TrainerCallback):
+    """Shows the steps of a training by `advance(done, total)`."""
+
+    def __init__(self, advance: Callable[[int, int], None]):
+        self.advance = advance
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.advance(state.global_step, state.max_steps)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.advance(state.global_step, state.max_steps)
 
 
 def saved_scores(path: str | Path, identity: dict, measure: Callable[[], dict]) -> dict:
@@ -103,17 +207,8 @@ def saved_scores(path: str | Path, identity: dict, measure: Callable[[], dict]) 
     return ranking
 
 
-def costs_of(teacher: nn.Module, students: dict[str, nn.Module], context: int, dtype: torch.dtype) -> list[dict]:
-    """`{kind: LayerCost}` of every layer, for attention and for each mixer of `students`, at a context in tokens."""
-    layers = range(teacher.config.num_hidden_layers)
-    models = {ATTENTION: teacher} | students
-    return [
-        {
-            kind: layer_cost(kind, attention_module(model, layer), model.config, layer, context, dtype)
-            for kind, model in models.items()
-        }
-        for layer in layers
-    ]
+def _cost(kind: str, model: nn.Module, layer: int, context: int, dtype: torch.dtype) -> LayerCost:
+    return layer_cost(kind, attention_module(model, layer), model.config, layer, context, dtype)
 
 
 def scores_of(rankings: dict[str, dict]) -> list[dict[str, float]]:
@@ -183,8 +278,3 @@ def totals(types: list[str], scores: list[dict[str, float]], costs: list[dict[st
         "decode_ms": None if None in decode else sum(decode) / 1e3,
         "prefill_us": None if None in prefill else sum(prefill),
     }
-
-
-def scores_identity(teacher: nn.Module, path: Path, settings: dict) -> dict:
-    """What the scores of a candidate depend on: the teacher, the mixers in `path`, the settings of the measurement."""
-    return json.loads(json.dumps({"teacher": teacher_hash(teacher), "mixers": file_hash(path)} | settings))

@@ -45,7 +45,7 @@ from hf_memmix.training.experiments.common.text import measured_tokens as tokens
 from hf_memmix.training.train import Recipe, train
 
 TASK, LENGTH = "mentions", 256  # the only probe that the bundled transformer answers
-RATES = {"align": {"learning_rate": 6e-3}, "distill": {"learning_rate": 3e-3, "rest_learning_rate": 8e-4}}
+RATES = {"align": {"learning_rate": 5e-3}, "distill": {"learning_rate": 1e-3, "rest_learning_rate": 1e-4}}
 UNIFORM = {
     "gka, coffee alternating": {"gka": [1, 3, 5], "coffee": "rest"},
     "lattice, coffee alternating": {"lattice": [1, 3, 5], "coffee": "rest"},
@@ -166,12 +166,12 @@ def main(
     seconds: Seconds = float("inf"),
     mixers: Annotated[list[str], typer.Option(help="repeatable")] = ("gka", "lattice", "mamba2", "coffee", "ska"),
     seeds: Annotated[int, typer.Option(help="number of seeds")] = 2,
-    align_steps: int = 150,
-    distill_steps: int = 150,
-    batch_size: int = 8,
-    block_size: int = 512,
-    measured_tokens: MeasuredTokens = 20_000,
-    samples: Annotated[int, typer.Option(help="probes of each text")] = 64,
+    align_steps: int = 20,
+    distill_steps: int = 8,
+    batch_size: int = 4,
+    block_size: int = 256,
+    measured_tokens: MeasuredTokens = 2048,
+    samples: Annotated[int, typer.Option(help="probes of each text")] = 8,
 ) -> None:
     """Align, choose and distil every row and write the results."""
     args = settings(locals())

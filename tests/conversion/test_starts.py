@@ -86,8 +86,8 @@ def test_ska_start(family):
 def test_mamba2_start(family):
     """out = o(s rms-normed sum of decay^age (q . k) v per head), q, k, v behind a SiLU, half-lives 1 to 64.
 
-    s is a tenth of the size of each channel of v, for an input of size 1. A norm of q or k leaves its scale. No skip of
-    v past the memory, no gate, dt = 1.
+    s is a tenth of the size of each channel of v, for an input of size 1. A norm of q or k leaves its scale. No skip
+    of v past the memory, no gate, dt = 1.
     """
     attention, mixer, x, rotary = taken_over(family, "mamba2")
     q, k, v = projected(attention, x)

@@ -48,7 +48,6 @@ TASK, LENGTH = "mentions", 256  # the only probe that the bundled transformer an
 RATES = {"align": {"learning_rate": 5e-3}, "distill": {"learning_rate": 1e-3, "rest_learning_rate": 1e-4}}
 UNIFORM = {
     "gka, coffee alternating": {"gka": [1, 3, 5], "coffee": "rest"},
-    "lattice, coffee alternating": {"lattice": [1, 3, 5], "coffee": "rest"},
     "gka in Echo's places, mamba2": {"gka": [2, 3], "mamba2": "rest"},
 }
 CHOSEN = {"select": 1.0, "select, half": 0.5}  # the share of the best single mixer's state bytes
@@ -166,12 +165,12 @@ def main(
     seconds: Seconds = float("inf"),
     mixers: Annotated[list[str], typer.Option(help="repeatable")] = ("gka", "lattice", "mamba2", "coffee", "ska"),
     seeds: Annotated[int, typer.Option(help="number of seeds")] = 2,
-    align_steps: int = 20,
-    distill_steps: int = 8,
-    batch_size: int = 4,
+    align_steps: int = 24,
+    distill_steps: int = 6,
+    batch_size: int = 2,
     block_size: int = 256,
-    measured_tokens: MeasuredTokens = 2048,
-    samples: Annotated[int, typer.Option(help="probes of each text")] = 8,
+    measured_tokens: MeasuredTokens = 1024,
+    samples: Annotated[int, typer.Option(help="probes of each text")] = 4,
 ) -> None:
     """Align, choose and distil every row and write the results."""
     args = settings(locals())

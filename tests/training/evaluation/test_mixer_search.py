@@ -318,12 +318,12 @@ def test_a_mixture_is_selected_converted_aligned_and_distilled(workspace, teache
         start = ["--teacher", workspace / "teacher", "--student", workspace / "s"]
         alone = result_of(memmix(*run, *start, "--out", workspace / f"{stage}2"))
         assert by_plan["log"] == alone["log"]
-    report = memmix(
-        "report", "--student", workspace / "distill1", *pair[:2], "--text", workspace / "text.txt", "--json"
-    )
+    measured = ["--text", workspace / "text.txt", "--block-size", "32", "--json"]
+    report = memmix("report", "--student", workspace / "distill1", *pair[:2], *measured)
     (workspace / "report.json").write_text(report.stdout)
     card = ["card", workspace / "distill1", "--report", workspace / "report.json", "--base-model", "tiny/teacher"]
-    assert memmix(*card, "--license", "mit", "--plan", workspace / "plan.json").exit_code == 0
+    written = memmix(*card, "--license", "mit", "--plan", workspace / "plan.json")
+    assert written.exit_code == 0, written.output
     assert "the chosen mixer is bold" in (workspace / "distill1" / "README.md").read_text()
 
 

@@ -4,7 +4,6 @@ With one mixer it ranks the layers. With --mixers, or several students, it align
 chooses a mixture under a budget (`training.evaluation.mixer_search`).
 """
 
-import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -169,64 +168,54 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
     `given`: aligned students; without them `mixers` names the candidates. The aligned mixers and the scores stay in a
     folder beside the plan: an interrupted run continues, and another budget needs no new measurement.
     """
-    from hf_memmix.conversion import load_model
+    from dataclasses import asdict, replace
+    from functools import partial
+
+    from hf_memmix.commands.devices import choose_device
+    from hf_memmix.conversion import convert_model, load_model
+    from hf_memmix.conversion.estimate import meta_teacher
     from hf_memmix.conversion.limits import check_length
     from hf_memmix.conversion.loading import read_config
     from hf_memmix.conversion.plan import write_plan
+    from hf_memmix.training.data import TokenBlocks
     from hf_memmix.training.evaluation.mixer_plan import mixture_plan, plot_mixture
-    from hf_memmix.training.evaluation.mixer_search import measure_candidates
+    from hf_memmix.training.evaluation.mixer_search import check_budget, costs_of, measure_candidates
     from hf_memmix.training.run_lock import run_lock
 
-    teacher = model_folder(teacher)
-    config = read_config(teacher)
+    # wrong choices, and budgets that no mixture meets, are refused before hours of work
+    teacher, recipe, blocks = model_folder(teacher), training["recipe"], None
+    config, shapes = read_config(teacher), meta_teacher(teacher)
     limits = _budget(budget, config.num_hidden_layers)
     kinds = [] if mixers is None else _candidates(mixers)
     if kinds and training["text"] is None:
         raise ValueError("give --train-text, the text on which the candidates are aligned, or aligned students")
-    tokenizer = tokenizer_of(teacher)
-    folders = [model_folder(folder) for folder in given]
-    for folder in folders:
+    tokenizer, students, candidates = tokenizer_of(teacher), {}, dict.fromkeys(kinds)
+    for folder in map(model_folder, given):
         shared_tokenizer(teacher, folder)
-    teacher_model = load(teacher, device)
-    check_length(teacher_model, "teacher", measure["length"], "--length", "give a shorter one")
-    data, blocks = _data(tokenizer, measure), None
-    recipe = training["recipe"]
+        student = meta_teacher(folder)
+        check_student(student, folder, shapes, teacher)
+        if (kind := only_mixer(student, folder)) in students:
+            raise ValueError(f"{folder} and another student both have the mixer {kind}; give one student per mixer")
+        students[kind], candidates[kind] = student, partial(load_model, folder, "float32")
+    students = students or {kind: convert_model(shapes.to("meta"), kind) for kind in kinds}
+    costs = costs_of(shapes, students, budget["context"], config.dtype or shapes.dtype)
+    check_budget(costs, limits)
+    check_length(shapes, "teacher", measure["length"], "--length", "give a shorter one")
+
+    data = _data(tokenizer, measure)
     if kinds:
-        from dataclasses import replace
-
-        from hf_memmix.commands.devices import choose_device
-        from hf_memmix.training.data import TokenBlocks
-
         choose_device(device)
         if device == "cpu":
             recipe = replace(recipe, trainer=recipe.trainer | {"use_cpu": True})
         blocks = TokenBlocks.from_files(training["text"], tokenizer, recipe.block_size, recipe.pack)
-    sources = {}
-    for folder in folders:
-        model = load_model(folder, "float32")
-        check_student(model, folder, teacher_model, teacher)
-        if (kind := only_mixer(model, folder)) in sources:
-            raise ValueError(f"{folder} and another student both have the mixer {kind}; give one student per mixer")
-        sources[kind] = model
-    kept_in = out_file.with_suffix(".mixers")
+    teacher_model, kept_in = load(teacher, device), out_file.with_suffix(".mixers")
+    scoring = {name: measure[name] for name in ("weight", "batch_size")}
     with run_lock(kept_in):
         measured = measure_candidates(
-            teacher_model,
-            sources or dict.fromkeys(kinds),
-            kept_in,
-            data,
-            recipe=recipe,
-            blocks=blocks,
-            context=budget["context"],
-            dtype=config.dtype or teacher_model.dtype,
-            weight=measure["weight"],
-            batch_size=measure["batch_size"],
-            show=_bars,
+            teacher_model, candidates, kept_in, data, costs, recipe=recipe, blocks=blocks, show=progress, **scoring
         )
     about = {"trained": kept_in.name, **data.record, "environment": environment_of({"teacher": teacher_model})}
     if blocks is not None:
-        from dataclasses import asdict
-
         about |= {"recipe": asdict(recipe), "train_tokens": blocks.fingerprint()}
     plan = mixture_plan(measured, limits, budget["context"]) | about
     write_plan(plan, out_file)
@@ -258,13 +247,6 @@ def _print_mixture(plan: dict) -> None:
         f" attention alone, estimated from measurements on an {plan['times_of']}",
         highlight=False,
     )
-
-
-@contextlib.contextmanager
-def _bars(title: str):
-    """The progress of one step, and callbacks that show a training's."""
-    with progress(title) as advance:
-        yield advance
 
 
 def _budget(budget: dict, num_layers: int):

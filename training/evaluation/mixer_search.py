@@ -121,61 +121,75 @@ class Measured:
         return scores_of(self.rankings)
 
 
+def costs_of(teacher: nn.Module, students: dict[str, nn.Module], context: int, dtype: torch.dtype) -> list[dict]:
+    """`{kind: LayerCost}` of every layer, of attention and of each mixer; see `layer_cost`.
+
+    `teacher` and `students`, by the name of their mixer, may be without values (on the meta device).
+
+    Raises:
+        ValueError: a student has attention in a layer.
+    """
+    layers = range(teacher.config.num_hidden_layers)
+    for kind, student in students.items():
+        if (have := converted_layers(student)) != list(layers):
+            left = layer_text([layer for layer in layers if layer not in have])
+            raise ValueError(f"the student with {kind} has attention in layers {left}; convert all of its layers")
+    models = {ATTENTION: teacher} | students
+    return [
+        {
+            kind: layer_cost(kind, attention_module(model, layer), model.config, layer, context, dtype)
+            for kind, model in models.items()
+        }
+        for layer in layers
+    ]
+
+
 def measure_candidates(
     teacher: nn.Module,
-    candidates: dict[str, nn.Module | None],
+    candidates: dict[str, Callable[[], nn.Module] | None],
     folder: str | Path,
     data: SelectionData,
+    costs: list[dict[str, LayerCost]],
     *,
     recipe: Recipe,
     blocks,
-    context: int,
-    dtype: torch.dtype,
     weight: float = 1.0,
     batch_size: int = 8,
     show: Callable = lambda title: contextlib.nullcontext(lambda *at: None),
 ) -> Measured:
-    """Align, score and weigh every candidate in every layer, one candidate at a time.
+    """Align and score every candidate in every layer. One candidate at a time is in memory.
 
     Args:
-        candidates: by the name of the mixer, a student with this mixer in all layers, or None to align a new one.
+        candidates: by the name of the mixer, a function that loads a student with this mixer in all layers, or None to
+            align a new one.
         folder: keeps `<mixer>.safetensors` and `<mixer>.json`; what is there of the same work is used again.
+        costs: see `costs_of`.
         blocks: training data of the alignment; None if all candidates are given.
-        context, dtype: for the costs, see `layer_cost`.
         show: `show(title)` is a context manager that yields `advance(done, total)` for one step of the work.
 
     Raises:
-        ValueError: a student has attention in a layer, or as in `aligned_student` and `rank_layers`.
+        ValueError: as in `aligned_student` and `rank_layers`.
     """
-    folder, layers = Path(folder), range(teacher.config.num_hidden_layers)
+    folder = Path(folder)
     device, precision = teacher.get_input_embeddings().weight.device, teacher.dtype
-    costs = [{ATTENTION: _cost(ATTENTION, teacher, layer, context, dtype)} for layer in layers]
+    hashed, scoring = teacher_hash(teacher), {"weight": weight, "batch_size": batch_size}
     rankings, options = {}, {}
-    for kind, student in candidates.items():
-        if student is None:
+    for kind, given in candidates.items():
+        if given is None:
             with show(f"aligning {kind}: step") as advance:
-                callbacks = [_Steps(advance)]
-                student = aligned_student(teacher, kind, blocks, folder, recipe, seed=recipe.seed, callbacks=callbacks)
+                steps = [_Steps(advance)]
+                student = aligned_student(teacher, kind, blocks, folder, recipe, seed=recipe.seed, callbacks=steps)
         else:
-            if (have := converted_layers(student)) != list(layers):
-                left = layer_text([layer for layer in layers if layer not in have])
-                raise ValueError(f"the student with {kind} has attention in layers {left}; convert all of its layers")
+            student = given()
             write_mixers(student, mixer_file(folder, kind), {"student": teacher_hash(student)})
         student = cast_student(student, precision).to(device).eval()
         teacher.to(device)  # the training may have moved it
-        identity = {"weight": weight, **data.record, "mixers": file_hash(mixer_file(folder, kind))}
-        identity["teacher"] = teacher_hash(teacher)
-        scoring = {"weight": weight, "batch_size": batch_size}
+        identity = {"weight": weight, **data.record, "teacher": hashed, "mixers": file_hash(mixer_file(folder, kind))}
         with show(f"scoring {kind}:") as advance:
-            rankings[kind] = saved_scores(
-                folder / f"{kind}.json",
-                json.loads(json.dumps(identity)),
-                functools.partial(
-                    rank_layers, teacher, student, data.blocks, data.samples, progress=advance, **scoring
-                ),
+            measure = functools.partial(
+                rank_layers, teacher, student, data.blocks, data.samples, progress=advance, **scoring
             )
-        for layer in layers:
-            costs[layer][kind] = _cost(kind, student, layer, context, dtype)
+            rankings[kind] = saved_scores(folder / f"{kind}.json", json.loads(json.dumps(identity)), measure)
         options[kind] = json.loads(json.dumps(student.config.mixers[kind]))
     return Measured(rankings, costs, options)
 
@@ -207,16 +221,17 @@ def saved_scores(path: str | Path, identity: dict, measure: Callable[[], dict]) 
     return ranking
 
 
-def _cost(kind: str, model: nn.Module, layer: int, context: int, dtype: torch.dtype) -> LayerCost:
-    return layer_cost(kind, attention_module(model, layer), model.config, layer, context, dtype)
-
-
 def scores_of(rankings: dict[str, dict]) -> list[dict[str, float]]:
     """`{kind: score}` of every layer from the `rank_layers` of each mixer. Attention, the teacher itself, has 0."""
     rows = zip(*(ranking["layers"] for ranking in rankings.values()), strict=True)
     return [
         {ATTENTION: 0.0} | {kind: row["score"] for kind, row in zip(rankings, layer, strict=True)} for layer in rows
     ]
+
+
+def check_budget(costs: list[dict[str, LayerCost]], budget: Budget) -> None:
+    """Raise ValueError if no choice of the kinds in `costs` meets the budget; no score is needed for that."""
+    choose_mixers([dict.fromkeys(row, 0.0) for row in costs], costs, budget)
 
 
 def choose_mixers(scores: list[dict[str, float]], costs: list[dict[str, LayerCost]], budget: Budget) -> list[str]:

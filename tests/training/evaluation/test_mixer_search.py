@@ -360,6 +360,7 @@ def test_mistakes_of_select_are_one_clear_line(workspace):
         (["--mixers", "gka,ska", *text, "--keep-layers", "7"], "names layers 7"),
         (["--mixers", "gka,ska", *text, "--state-bytes", "x"], "--state-bytes is 'x'; give a number of bytes"),
         (["--mixers", "gka,ska", *text, "--recipe", "distill"], "is for distill, not for align"),
+        (["--mixers", "gka,ska", *text, "--state-bytes", "9"], "state_bytes is 9 B, but the smallest mixture"),
         (["--state-bytes", "1MiB"], "--state-bytes is a budget of a mixture"),
         (["--decode-ms", "1"], "--decode-ms is a budget of a mixture"),
     ):

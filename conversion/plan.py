@@ -1,7 +1,10 @@
 """The plan that `memmix select` writes: which layers stay attention, and the mixer of each other layer.
 
 A plan for one mixer has the fields `mixer` and `keep`; one for several mixers has `mixer_types`, one entry per layer,
-and may have `mixers`, their options, and `trained`, the folder with their aligned weights, relative to the plan.
+and may have `mixers`, their options, and `trained`, the folder with their aligned weights, relative to the plan. A
+plan that is written by hand may have `layers` instead, as in `convert_model`:
+
+    {"layers": {"ska": [1], "mamba2": "rest"}}
 """
 
 import json
@@ -16,7 +19,7 @@ from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.teacher_forcing import converted_layers
 
 ONE_MIXER = {"mixer": str, "keep": list, "num_layers": int}
-SEVERAL = {"mixer_types": list, "num_layers": int}
+SEVERAL = {"mixer_types": (list, dict, str), "num_layers": int}
 
 
 def write_plan(plan: dict, path: str | Path) -> None:
@@ -37,6 +40,8 @@ def read_plan(path: str | Path, num_layers: int) -> dict:
         plan = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not JSON ({error}); let memmix select write it again") from None
+    if isinstance(plan, dict) and isinstance(plan.get("layers"), (dict, str)):
+        plan = {"num_layers": num_layers} | plan | {"mixer_types": plan["layers"]}
     kinds = SEVERAL if isinstance(plan, dict) and "mixer_types" in plan else ONE_MIXER
     if not isinstance(plan, dict) or any(not isinstance(plan.get(name), kind) for name, kind in kinds.items()):
         raise ValueError(f"{str(path)!r} is not a plan: it lacks {', '.join(kinds)}; let memmix select write it again")
@@ -48,7 +53,8 @@ def read_plan(path: str | Path, num_layers: int) -> dict:
     if kinds is ONE_MIXER:
         LayerChoice.of(plan["keep"], f"keep of {str(path)!r}").layers(num_layers)
     else:
-        mixer_types_of(plan["mixer_types"], num_layers, f"mixer_types of {str(path)!r}")
+        types = mixer_types_of(plan["mixer_types"], num_layers, f"mixer_types of {str(path)!r}")
+        plan = plan | {"mixer_types": types}
     return plan
 
 

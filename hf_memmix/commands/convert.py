@@ -108,7 +108,7 @@ def convert(
         record = {"out": str(out_dir), "converted": report.converted, "kept": report.kept, "layers": report.layers}
         print_json(record | report.counts())
         return
-    _print_kinds(report.kinds(), report.counts())
+    _print_kinds(report.kinds(), report.counts(), report.mixer is None)
     into = f" to {_layers_of_mixers(report.layers)}" if report.mixer is None else ""
     out.print(f"layers {report.converted} converted{into}, {report.kept} kept; student written to {out_dir}")
 
@@ -142,13 +142,24 @@ def import_hmf(
     out.print(f"written to {out_dir}")
 
 
-def _print_kinds(kinds: list[dict], counts: dict[str, int]) -> None:
-    """One row per kind of tensor, then the number of tensors per fate. The common prefix of all names stands above."""
+def _print_kinds(kinds: list[dict], counts: dict[str, int], several: bool) -> None:
+    """One row per kind of tensor, then the number of tensors per fate. The common prefix of all names stands above.
+
+    `several`: there are several mixers, so the layers of each row are named instead of counted.
+    """
+    from hf_memmix.conversion.layer_choice import layer_text
+
     prefix = os.path.commonprefix([row["source"] or row["targets"][0] for row in kinds]).rpartition(".")[0] + "."
     table = Table(*(Column(name, overflow="fold") for name in ("tensor", "fate", "goes to", "layers", "why")))
     for row in kinds:
         source, targets = (names.replace(prefix, "") for names in (row["source"], ", ".join(row["targets"])))
-        table.add_row(source, row["fate"], targets, str(len(row["layers"])), row["reason"])
+        table.add_row(
+            source,
+            row["fate"],
+            targets,
+            layer_text(row["layers"]) if several else str(len(row["layers"])),
+            row["reason"],
+        )
     table.add_row("all others", "copied", "the same name", "", "bit-equal to the teacher's")
     out.print(f"in {prefix.rstrip('.')}:", highlight=False)
     out.print(table)
@@ -160,7 +171,7 @@ def _print_estimate(result: dict) -> None:
 
     kinds = result["layers"]
     kept = [i for i, kind in enumerate(kinds) if kind == "attention"]
-    _print_kinds(result["kinds"], result["counts"])
+    _print_kinds(result["kinds"], result["counts"], result["mixer"] is None)
     become = _layers_of_mixers(kinds) if result["mixer"] is None else result["mixer"]
     out.print(f"{len(kinds)} layers: {len(kinds) - len(kept)} become {become}, attention stays in {kept}")
     options = result["options"] if result["mixer"] is None else {"": result["options"]}

@@ -229,11 +229,16 @@ def test_a_plan_of_a_mixture(tmp_path):
     assert read_plan(path, 4) == plan
     student = convert_by_plan(teacher, path)
     assert student.config.mixer_types == TYPES and student.config.mixers["ska"]["rank"] == 5
+    for by_hand in (LAYERS, "ska=1 attention=0 mamba2=rest"):
+        write_plan({"layers": by_hand}, path)
+        assert read_plan(path, 4)["mixer_types"] == TYPES
+        assert convert_by_plan(teacher, path).config.mixer_types == TYPES
     for wrong, message in (
+        ({"layers": {"ska": [1]}}, "leaves layers 0,2-3 without a mixer"),
         ({**plan, "num_layers": 5}, "is for 5 layers"),
         ({**plan, "mixer_types": TYPES[:3]}, "has 3 entries"),
         ({**plan, "mixer_types": ["gka", "x", "gka", "gka"]}, "names 'x', which is not a mixer"),
-        ({**plan, "mixer_types": "gka"}, "is not a plan: it lacks mixer_types, num_layers"),
+        ({**plan, "mixer_types": 3}, "is not a plan: it lacks mixer_types, num_layers"),
     ):
         write_plan(wrong, path)
         with pytest.raises(ValueError, match=message):

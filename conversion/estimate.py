@@ -25,21 +25,22 @@ TRAINING_BYTES = 12
 
 def estimate(
     teacher: PreTrainedModel,
-    mixer: str,
-    keep="none",
+    mixer: str | None = None,
+    keep=None,
     contexts: tuple[int, ...] = CONTEXTS,
     *,
     place: str | Path | None = None,
-    **mixer_options,
+    **options,
 ) -> dict:
-    """What `convert_model` would make of this teacher, and its cost.
+    """What `convert_model` would make of this teacher, and its cost. `options`: its further arguments.
 
     Args:
         place: a folder on the disk that will hold the student: also measure what a conversion by streaming costs on
             this machine, which takes seconds.
 
     Returns:
-        `layers` (mixer of each layer, or "attention"), `options`, `counts` and `kinds` of the tensors
+        `mixer` (None if there are several), `layers` (mixer of each layer, or "attention"), `options` (of the mixer;
+        with several mixers, by mixer), `counts` and `kinds` of the tensors
         (`ConversionReport`), `parameters` (numbers for teacher, student, mixers), `dtype`, `state` (one row per
         context length: bytes of one sequence in the teacher's cache and in the student's) and `weights` (bytes of
         parameters, gradients and optimizer states, without activations, of the stages "convert", "align" and
@@ -50,7 +51,7 @@ def estimate(
         ValueError: as in `convert_model`.
     """
     start = time.perf_counter()
-    student = convert_model(teacher.to("meta"), mixer, keep, **mixer_options)
+    student = convert_model(teacher.to("meta"), mixer, keep, **options)
     planning = 2 * (time.perf_counter() - start)  # building the teacher takes as long
     report = student.conversion_report
     mixers = memory_mixers(student)
@@ -71,9 +72,9 @@ def estimate(
         state.append({"context": length, "teacher": sum(kv), "student": memory + sum(kv[i] for i in report.kept)})
     measured = {} if place is None else {"streaming": streaming_cost(teacher, student, Path(place), planning)}
     return measured | {
-        "mixer": mixer,
-        "layers": list(student.config.mixer_types),
-        "options": student.config.mixers[mixer],
+        "mixer": report.mixer,
+        "layers": report.layers,
+        "options": student.config.mixers if report.mixer is None else student.config.mixers[report.mixer],
         "counts": report.counts(),
         "kinds": report.kinds(),
         "parameters": parameters,

@@ -73,6 +73,22 @@ def atomic_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+@contextmanager
+def replace_file(path: str | Path) -> Iterator[Path]:
+    """A temporary path to write a file to. On a clean exit it is flushed to disk and renamed to `path`."""
+    path = Path(path).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{_prefix(path)}file.tmp")
+    try:
+        yield part
+        os.chmod(part, 0o666 & ~_umask())
+        _sync(part)
+        os.replace(part, path)
+        _sync(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def replace_folder(source: Path, path: Path) -> None:
     """Flush `source` to disk and rename it to `path`, replacing a folder that is there.
 

@@ -21,8 +21,10 @@ from hf_memmix.conversion.streaming.layer import build_mixer, release_memory
 from hf_memmix.conversion.streaming.matching import NotStreamable, match
 from hf_memmix.conversion.streaming.shards import ShardWriter
 from hf_memmix.conversion.streaming.trained import TrainedMixers
+from hf_memmix.mixers import MemoryMixer
 
 Progress = Callable[[int, int], None]  # of bytes done and all bytes
+Fill = Callable[[MemoryMixer], None]
 
 
 class ConversionStream:
@@ -53,13 +55,19 @@ class ConversionStream:
         self._matches = match(self.teacher, self.student, self.checkpoint.tensors, self._converted, self._name)
 
     def write(
-        self, folder: Path, seed: int, trained: TrainedMixers | None = None, progress: Progress | None = None
+        self,
+        folder: Path,
+        seed: int,
+        trained: TrainedMixers | None = None,
+        fill: Fill | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Write the student's configurations and weights into an existing folder.
 
         Args:
             seed: seed of the parameters that have no counterpart in the teacher.
             trained: mixers to take in place of new ones.
+            fill: called with every mixer before it is written.
 
         Raises:
             ValueError: a weight is not finite, tied weights differ, or there is not enough space.
@@ -72,7 +80,9 @@ class ConversionStream:
             self._check_ties()
             for step in self._steps():
                 if isinstance(step, int):
-                    written = self._write_mixer(step, writer, seed, trained)
+                    written = self._write_mixer(
+                        step, writer, seed, fill if trained is None else partial(self._take, trained)
+                    )
                 else:
                     writer.write(step, self._copied(step))
                     written = [step]
@@ -106,15 +116,16 @@ class ConversionStream:
             if not all(torch.equal(a, b) for a, b in pieces):
                 refuse_untied_head(self._name)
 
-    def _write_mixer(self, layer: int, writer: ShardWriter, seed: int, trained: TrainedMixers | None) -> list[str]:
+    def _take(self, trained: TrainedMixers, mixer: MemoryMixer) -> None:
+        trained.load(mixer, attention_prefix(self.student, mixer.layer_idx) + ".")
+
+    def _write_mixer(self, layer: int, writer: ShardWriter, seed: int, fill: Fill | None) -> list[str]:
         """Build and write the mixer of one layer. Returns the names of its tensors."""
         sources, values = self._matches.attention[layer], {}
         for name, parameter in attention_module(self.teacher, layer).state_dict().items():
             values[name] = self.checkpoint.read(sources[name]).to(parameter.dtype)
             check_finite_tensor(values[name], sources[name], self._name)
-        prefix = attention_prefix(self.student, layer) + "."
-        change = None if trained is None else partial(trained.load, prefix=prefix)
-        tensors = build_mixer(self.teacher, self.student, layer, seed, values, change)
+        tensors = build_mixer(self.teacher, self.student, layer, seed, values, fill)
         for name, tensor in tensors.items():
             writer.write(name, [tensor])
         names = list(tensors)

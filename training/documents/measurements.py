@@ -26,6 +26,7 @@ MEASUREMENTS = {
     "conversion_table": f"{EXPERIMENTS}/conversion/results/conversion_table.json",
     "init_table": f"{EXPERIMENTS}/conversion/results/init_table.json",
     "compare_plans": f"{EXPERIMENTS}/conversion/results/compare_plans.json",
+    "mixtures": f"{EXPERIMENTS}/mixtures/results/mixtures.json",
     "multi_gpu": f"{EXPERIMENTS}/several_gpus/results/multi_gpu.json",
     "streaming": "conversion/benchmarks/streaming.json",
     "kernels": f"{KERNELS}/h200.json",

@@ -18,7 +18,7 @@ from hf_memmix.conversion.layer_choice import LayerChoice
 from hf_memmix.conversion.mixer_layout import mixer_types_of
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.teacher_forcing import converted_layers
-from hf_memmix.mixers import MemoryMixer
+from hf_memmix.mixers import MIXERS, MemoryMixer
 
 ONE_MIXER = {"mixer": str, "keep": list, "num_layers": int}
 SEVERAL = {"mixer_types": (list, dict, str), "num_layers": int}
@@ -112,6 +112,6 @@ def load_mixer(mixer: MemoryMixer, values: dict[str, Tensor], kind: str) -> None
         mixer.load_state_dict(values)
     except RuntimeError:
         raise ValueError(
-            f"the mixers of layer {mixer.layer_idx} differ ({mixer.name}, {kind}) in kind or options; convert with"
-            " those of the trained student"
+            f"the mixers of layer {mixer.layer_idx} differ ({type(mixer).__name__}, {MIXERS[kind].__name__}) in kind or"
+            " options; convert with those of the trained student"
         ) from None

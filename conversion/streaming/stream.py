@@ -76,6 +76,8 @@ class ConversionStream:
         matches = self._matches
         sizes = {name: tensor.nbytes for name, tensor in matches.written.items()}
         done, total = 0, sum(sizes.values())
+        if trained is not None:
+            fill = partial(self._take, trained)
         with self.checkpoint, ShardWriter(folder, matches.written, self.student.num_parameters()) as writer:
             self._check_ties()
             for step in self._steps():

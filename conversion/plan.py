@@ -111,7 +111,8 @@ def load_mixer(mixer: MemoryMixer, values: dict[str, Tensor], kind: str) -> None
     try:
         mixer.load_state_dict(values)
     except RuntimeError:
+        kinds = f"{type(mixer).__name__}, {MIXERS[kind].__name__}"
         raise ValueError(
-            f"the mixers of layer {mixer.layer_idx} differ ({type(mixer).__name__}, {MIXERS[kind].__name__}) in kind or"
-            " options; convert with those of the trained student"
+            f"the mixers of layer {mixer.layer_idx} differ ({kinds}) in kind or options; convert with those of the"
+            " trained student"
         ) from None

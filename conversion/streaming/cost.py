@@ -79,7 +79,8 @@ class _Disk:
             seconds["write"] = time.perf_counter() - start
             file = next(folder.glob("*.safetensors"))
             handle = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            if hasattr(os, "posix_fadvise"):  # not on macOS, where the file is read from the cache
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(handle)
             start, seconds["check"] = time.perf_counter(), 0.0
             with Checkpoint(folder) as checkpoint:

@@ -22,6 +22,7 @@ from hf_memmix.conversion.streaming.checkpoint import DTYPES
 _ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL")
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _FLUSH_EVERY = 128 * 2**20  # bytes
+_flush_file = getattr(os, "fdatasync", os.fsync)  # macOS has only the second one
 
 
 class ShardWriter:
@@ -85,7 +86,7 @@ class ShardWriter:
             return
         for flush in self._flushes:
             flush.result()
-        self._flushes, self._unflushed = [self._flusher.submit(os.fdatasync, handle)], 0
+        self._flushes, self._unflushed = [self._flusher.submit(_flush_file, handle)], 0
 
     def __enter__(self) -> "ShardWriter":
         return self

@@ -147,6 +147,10 @@ def measure(shape: str, mixer: str, work: Path) -> dict:
     }
 
 
+def _key(row: dict) -> tuple:
+    return row["shape"], row["mixer"], row["environment"]["hardware"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, help="folder for teachers and students; 35 GB of disk")
@@ -170,7 +174,7 @@ def main() -> None:
             "cores": len(os.sched_getaffinity(0)),
             "environment": environment("cpu"),
         }
-        rows = [old for old in rows if (old["shape"], old["mixer"]) != (shape, args.mixer)] + [row]
+        rows = [old for old in rows if _key(old) != _key(row)] + [row]
         write_json(RESULTS, {"rows": rows})
         print(json.dumps({name: row[name] for name in ("shape", "measured", "estimated_over_measured")}, indent=1))
         if not args.keep_teacher:

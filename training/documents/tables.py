@@ -135,14 +135,13 @@ def streaming_table(root: Path) -> str:
         pairs = [f"{bytes_text(measured[key])} ({bytes_text(estimated[key])})" for key in ("peak_memory", "writes")]
         seconds = f"{measured['seconds']:.0f} s ({estimated['seconds']:.0f} s)"
         shard = bytes_text(row["largest_shard"])
-        rows.append([f"{row['shape']}, `{row['mixer']}`", shard, *pairs, seconds, f"{measured['cpu_seconds']:.0f} s"])
-    where = row["environment"]
-    head = ["model", "largest file", "peak memory", "written", "time", "CPU time"]
-    return (
-        aligned_table(head, rows)
-        + f"\n\n{row['cores']} cores of {where['hardware']}; torch {where['torch']}, transformers"
-        f" {where['transformers']}. In brackets: what the dry run estimated."
-    )
+        where = row["environment"]
+        versions = f"torch {where['torch']}, transformers {where['transformers']}"
+        machine = f"{row['cores']} cores of {where['hardware']}; {versions}"
+        model = f"{row['shape']}, `{row['mixer']}`"
+        rows.append([model, machine, shard, *pairs, seconds, f"{measured['cpu_seconds']:.0f} s"])
+    head = ["model", "machine", "largest file", "peak memory", "written", "time", "CPU time"]
+    return markdown_table(head, rows) + "\n\nIn brackets: what the dry run estimated."
 
 
 def _report(files: list[dict]) -> str:

@@ -54,8 +54,9 @@ def section(results: dict) -> str:
     initials = ", ".join(f"{letter} {kind}" for kind, letter in SHORT.items() if kind in own["mixers"])
     steps = f"{own['align_steps']} steps of align and {own['distill_steps']} of distill"
     per_step = own["batch_size"] * own["block_size"]
+    seeds = len({row["seed"] for row in results["rows"] if row.get("finite")})
     return (
-        f"{table(results)}\n\n{initials}. {steps}, {per_step} tokens each; {own['seeds']} seeds; ± is the largest"
+        f"{table(results)}\n\n{initials}. {steps}, {per_step} tokens each; seeds: {seeds}; ± is the largest"
         f" distance of a seed from the mean. {measured_at(results)}."
     )
 

@@ -6,6 +6,7 @@ from hf_memmix.conversion.convert import ConversionReport, convert_model, load_m
 from hf_memmix.conversion.families import FAMILIES, extract_attention
 from hf_memmix.conversion.from_attention import starts
 from hf_memmix.conversion.layer_choice import LayerChoice, layers_to_keep
+from hf_memmix.conversion.mixer_layout import mixer_types_of
 
 report = compare_models  # the public name
 
@@ -19,6 +20,7 @@ __all__ = [
     "extract_attention",
     "layers_to_keep",
     "load_model",
+    "mixer_types_of",
     "report",
     "save_student",
     "starts",

@@ -1,7 +1,7 @@
 """How far a student is from its teacher: perplexity, agreement of the most likely token, error of every mixer."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,17 @@ def compare_models(
             differ, or a block is longer than the teacher allows.
     """
     tokens = _tokens(text, tokenizer)[:max_tokens]
+    check_pair(student, teacher, tokens, block_size)
+    training = student.training, teacher.training
+    student.eval(), teacher.eval()
+    try:
+        return _compare(student, teacher, blocks_of(tokens, block_size, batch_size), progress)
+    finally:
+        student.train(training[0]), teacher.train(training[1])
+
+
+def check_pair(student: nn.Module, teacher: nn.Module, tokens: Tensor, block_size: int) -> None:
+    """Raise the ValueErrors of `compare_models`. Reads no weights."""
     if len(tokens) < 2:
         raise ValueError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
     converted_layers(student)  # raises for a model that was not converted
@@ -52,12 +63,6 @@ def compare_models(
             f"token {int(tokens.max())} is outside the vocabulary of {student.config.vocab_size}; "
             "use the teacher's own tokenizer"
         )
-    training = student.training, teacher.training
-    student.eval(), teacher.eval()
-    try:
-        return _compare(student, teacher, list(_batches(tokens, block_size, batch_size)), progress)
-    finally:
-        student.train(training[0]), teacher.train(training[1])
 
 
 @torch.no_grad()
@@ -103,6 +108,7 @@ class LayerErrors:
         self.error, self.size = Counter(), Counter()
 
     def add(self, layer: int, ours: Tensor, theirs: Tensor) -> None:
+        theirs = theirs.to(ours.device)
         self.error[layer] += (ours.float() - theirs.float()).square().sum().item()
         self.size[layer] += theirs.float().square().sum().item()
 
@@ -114,7 +120,7 @@ class LayerErrors:
 def layer_errors(student: nn.Module, teacher: nn.Module, tokens: Tensor, *, block_size=512, batch_size=8) -> dict:
     """Only the "layer_error" of `compare_models`, for tokens [N]. It does not run the whole student."""
     errors, device = LayerErrors(), student.get_input_embeddings().weight.device
-    for batch in _batches(tokens, block_size, batch_size):
+    for batch in blocks_of(tokens, block_size, batch_size):
         run_teacher_forced(teacher, student, batch.to(device), errors.add)
     return errors.of_layers()
 
@@ -127,10 +133,8 @@ def _tokens(text: str | Tensor, tokenizer) -> Tensor:
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
 
 
-def _batches(tokens: Tensor, block_size: int, batch_size: int) -> Iterator[Tensor]:
-    """Full blocks in batches, then the shorter rest alone."""
+def blocks_of(tokens: Tensor, block_size: int, batch_size: int) -> list[Tensor]:
+    """Batches of full blocks, then the shorter rest alone."""
     full = len(tokens) // block_size
-    if full:
-        yield from tokens[: full * block_size].view(full, block_size).split(batch_size)
-    if len(tokens) - full * block_size > 1:
-        yield tokens[None, full * block_size :]
+    batches = list(tokens[: full * block_size].view(full, block_size).split(batch_size)) if full else []
+    return batches + ([tokens[None, full * block_size :]] if len(tokens) - full * block_size > 1 else [])

@@ -9,14 +9,17 @@ from dataclasses import asdict, dataclass, field
 class ConversionReport:
     """What a conversion did with every tensor.
 
+    `mixer`: the mixer of the converted layers, None if there are several. `layers`: the mixer of every layer, or
+    "attention".
     `tensors`: rows `{"layer", "source", "fate", "targets", "reason"}` for the attention tensors of converted layers.
     `fresh`: parameters of mixers that were not filled from the teacher.
     `copied`: names of tensors outside the converted attention, which are bit-equal.
     """
 
-    mixer: str
+    mixer: str | None
     converted: list[int]
     kept: list[int]
+    layers: list[str]
     tensors: list[dict] = field(default_factory=list)
     fresh: list[str] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)

@@ -1,53 +1,85 @@
-"""`convert_model`: replace the attention of chosen layers of a pretrained decoder by a recurrent mixer.
+"""`convert_model`: replace the attention of chosen layers of a pretrained decoder by recurrent mixers.
 
 `student.conversion_report` lists every tensor of the teacher. All tensors outside the converted attention modules are
 bit-equal in the student. The teacher is not modified.
 """
 
 import json
-from collections import Counter
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_memmix
 from hf_memmix._transformers import tensor_parallel_size
-from hf_memmix.conversion.attention_weights import AttentionWeights
 from hf_memmix.conversion.conversion_report import ConversionReport
-from hf_memmix.conversion.families import attention_module, attention_prefix, extract_attention, family_of
-from hf_memmix.conversion.from_attention import Start, start_of
+from hf_memmix.conversion.families import attention_prefix, extract_attention, family_of
+from hf_memmix.conversion.fresh import new_student
+from hf_memmix.conversion.from_attention import start_of
+from hf_memmix.conversion.initialise import initialise_mixer
 from hf_memmix.conversion.layer_choice import layers_to_keep
-from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model
-from hf_memmix.conversion.saving import atomic_folder, explain_write_errors
-from hf_memmix.swap import fp32_parameter_names
+from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model, load_tokenizer
+from hf_memmix.conversion.mixer_layout import Layers, mixer_types_of
+from hf_memmix.conversion.plan import take_mixers
+from hf_memmix.conversion.saving import SHARD_SIZE, atomic_folder, check_target, explain_write_errors
+from hf_memmix.conversion.streaming import ConversionStream, NotStreamable, TrainedMixers
+from hf_memmix.hub import model_folder
+from hf_memmix.mixers import ATTENTION, MemoryMixer
+from hf_memmix.swap import fp32_parameter_names, memory_mixers
 
 REPORT_FILE = "conversion.json"
+WRITE_AGAIN = "Nothing was left there, an earlier folder is untouched; make room and save again"
 
 
 def convert_model(
-    teacher: PreTrainedModel | str | Path, mixer: str = "gka", keep="none", *, seed: int = 0, **mixer_options
+    teacher: PreTrainedModel | str | Path,
+    mixer: str | None = None,
+    keep=None,
+    *,
+    layers: Layers | None = None,
+    mixers: dict[str, dict] | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    **mixer_options,
 ) -> PreTrainedModel:
-    """A student whose layers outside `keep` use `mixer`, initialised from the teacher's attention.
+    """A student with mixers in place of attention, initialised from the teacher's attention.
+
+        convert_model(teacher, mixer="gka", keep=[0])
+        convert_model(teacher, layers={"ska": [3, 7], "attention": [0], "mamba2": "rest"})
+
+    With `out`, the student is also written to a folder. If `teacher` is a folder too, one decoder layer at a time is
+    in memory (`conversion.streaming`), and the returned student is on the meta device: it has shapes and
+    `conversion_report`, but no values. `load_model(out)` loads it.
 
     Args:
-        teacher: a causal LM of a family in `conversion.families.FAMILIES`, or a folder that holds one.
-        mixer: name of a registered mixer that can be initialised from attention.
-        keep: layers that stay attention, see `layers_to_keep`.
+        teacher: a causal LM of a family in `conversion.families.FAMILIES`, or a folder or Hub id of one.
+        mixer: name of a registered mixer that can be initialised from attention, "gka" by default. It replaces the
+            attention of all layers outside `keep`.
+        keep: layers that stay attention, see `layers_to_keep`; none by default.
+        layers: in place of `mixer` and `keep`, the layers of several mixers, see `mixer_types_of`.
+        mixers: options by the name of the mixer, e.g. `{"gka": {"solver_phases": [30]}}`.
         seed: seed of the parameters that have no counterpart in the teacher. The global random generator does not
             change.
-        mixer_options: options of the mixer, e.g. `solver_phases=[30]`.
+        out: folder to write the student to, with the tokenizer of the teacher's folder.
+        mixer_options: options of the mixer, e.g. `solver_phases=[30]`, if all layers have the same mixer.
 
     Returns:
         the student in the teacher's dtype and on its device, in eval mode, with `conversion_report`.
 
     Raises:
-        ValueError: the family is not supported, `keep` or an option is invalid, a weight is not finite, or a tensor
-            would be lost.
+        ValueError: the family is not supported, `keep`, `layers` or an option is invalid, a weight is not finite, a
+            tensor would be lost, or `out` is not empty or cannot be written.
     """
+    if out is not None:
+        arguments = {"mixer": mixer, "keep": keep, "layers": layers, "mixers": mixers, "seed": seed}
+        convert = partial(convert_model, **arguments, **mixer_options)
+        return convert_to_folder(teacher, out, convert, seed=seed)
     checked = not isinstance(teacher, PreTrainedModel)
     if checked:
-        teacher = load_model(teacher)
+        teacher = load_model(model_folder(Path(teacher)))
     config = teacher.config
     family_of(config)
     if config.model_type == "memmix":
@@ -55,27 +87,114 @@ def convert_model(
     if not checked:  # `load_model` reads all weights for the same two checks
         check_ties(teacher, "the teacher")
         check_finite_weights(teacher, "the teacher")
-    keep = layers_to_keep(keep, config.num_hidden_layers)
-    types = ["attention" if i in keep else mixer for i in range(config.num_hidden_layers)]
-    converted = [i for i in range(config.num_hidden_layers) if i not in keep]
-    report = ConversionReport(mixer=mixer, converted=converted, kept=keep)
+    types = _types(mixer, keep, layers, config.num_hidden_layers)
+    kept, converted = ([i for i, kind in enumerate(types) if (kind == ATTENTION) is stays] for stays in (True, False))
+    used = list(dict.fromkeys(types[i] for i in converted))
+    report = ConversionReport(used[0] if len(used) == 1 else None, converted, kept, types)
 
-    start = start_of(mixer)
+    starts = {kind: start_of(kind) for kind in used}
+    options = _options(used, mixers, mixer_options)
     attentions = {i: extract_attention(teacher, i) for i in converted}
-    # options that the attention needs (biases, norms); the user's options replace them
-    options = start.options(attentions[converted[0]]) | mixer_options
-    student_config = hf_memmix.memmix_config(config, mixer_types=types, mixers={mixer: options})
+    for kind in used:  # options that the attention needs (biases, norms); the user's options replace them
+        options[kind] = starts[kind].options(attentions[types.index(kind)]) | options[kind]
+    student_config = hf_memmix.memmix_config(config, mixer_types=types, mixers=options)
     place = "meta" if teacher.device.type == "meta" else "cpu"
-    with torch.random.fork_rng(devices=[]), torch.device(place):
-        torch.manual_seed(seed)
-        student = AutoModelForCausalLM.from_config(student_config, dtype=torch.float32)
+    student = new_student(student_config, seed, place)
     cast_student(student, teacher.dtype)
     _copy_rest(teacher, student, [attention_prefix(teacher, i) + "." for i in converted], report)
     for layer in converted:
-        _initialise(student, layer, start, attentions[layer], report)
+        initialise_mixer(student, layer, starts[types[layer]], attentions[layer], report)
     student.generation_config = type(teacher.generation_config).from_dict(teacher.generation_config.to_dict())
     student.conversion_report = report
     return student.to(teacher.device).eval()
+
+
+def _types(mixer: str | None, keep, layers: Layers | None, num_layers: int) -> list[str]:
+    """The mixer of every layer, or "attention", from the arguments of `convert_model`."""
+    if layers is not None:
+        if mixer is not None or keep is not None:
+            raise ValueError(
+                "layers says which layer gets which mixer, so it replaces mixer and keep; write the kept layers as"
+                ' {"attention": [...]}'
+            )
+        return mixer_types_of(layers, num_layers)
+    mixer = "gka" if mixer is None else mixer
+    start_of(mixer)  # an unknown mixer is refused before anything else
+    kept = layers_to_keep("none" if keep is None else keep, num_layers)
+    return [ATTENTION if i in kept else mixer for i in range(num_layers)]
+
+
+def _options(used: list[str], mixers: dict[str, dict] | None, plain: dict) -> dict[str, dict]:
+    """The user's options of every mixer in `used`. Raises ValueError for options that no layer would read."""
+    mixers = {} if mixers is None else mixers
+    wrong = not isinstance(mixers, dict) or any(not isinstance(own, dict) for own in mixers.values())
+    if wrong:
+        raise ValueError(f'mixers is {mixers!r}; give options by mixer, e.g. {{"gka": {{"solver_phases": [30]}}}}')
+    if unused := [name for name in mixers if name not in used]:
+        raise ValueError(f"mixers has options of {unused[0]!r}, but no layer uses it; used here: {', '.join(used)}")
+    if plain and len(used) > 1:
+        raise ValueError(
+            f"{next(iter(plain))} is an option of one mixer, but the layers use {', '.join(used)}; name the mixer:"
+            f' mixers={{"{used[0]}": {{...}}}}'
+        )
+    return {kind: dict(mixers.get(kind, {})) | plain for kind in used}
+
+
+def convert_to_folder(
+    teacher: PreTrainedModel | str | Path,
+    out: str | Path,
+    convert: Callable[..., PreTrainedModel],
+    *,
+    seed: int = 0,
+    overwrite: bool = False,
+    trained: Sequence[str | Path] = (),
+    fill: Callable[[MemoryMixer], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    notify: Callable[[str], None] = warnings.warn,
+) -> PreTrainedModel:
+    """Convert a teacher and write the student, with the teacher's tokenizer, to a folder, which is complete or not
+    there. One decoder layer at a time is in memory if `teacher` is a folder of safetensors.
+
+    Args:
+        convert: makes the student of a teacher: `convert_model` with its arguments, e.g. by `functools.partial`.
+        seed: the seed in these arguments.
+        overwrite: replace an existing folder.
+        trained: folders of trained students whose mixers are taken in place of new ones.
+        fill: called with every mixer before it is written, e.g. to load trained values.
+        progress: called with the number of bytes written and of all bytes.
+        notify: called with one line if the teacher must be converted in memory as a whole.
+
+    Returns:
+        the student; if it was not converted in memory, on the meta device.
+
+    Raises:
+        ValueError: as in `convert_model`, `load_model` and `save_student`.
+    """
+    check_target(out, overwrite)
+    trained = [model_folder(Path(folder)) for folder in trained]
+    if isinstance(teacher, PreTrainedModel):
+        tokenizer, stream = None, None
+    else:
+        teacher = model_folder(Path(teacher))
+        tokenizer = load_tokenizer(teacher)
+        try:
+            stream = ConversionStream(teacher, convert)
+        except NotStreamable as reason:
+            notify(f"{teacher} is converted in memory as a whole, because {reason}")
+            stream = None
+    if stream is None:
+        student = convert(teacher)
+        if trained:
+            take_mixers(student, *map(load_model, trained))
+        for mixer in memory_mixers(student).values() if fill is not None else ():
+            fill(mixer)
+        save_student(student, out, tokenizer, overwrite=overwrite)
+        return student
+    mixers = TrainedMixers(trained) if trained else None
+    with explain_write_errors(out, WRITE_AGAIN), atomic_folder(out, overwrite) as folder:
+        stream.write(folder, seed, mixers, fill, progress)
+        _write_beside(stream.student, folder, tokenizer)
+    return stream.student
 
 
 def save_student(
@@ -106,17 +225,21 @@ def save_student(
             f"save_student writes from one process, and this model is divided among {ranks}: call"
             " save_pretrained on all of them, which gathers the weights"
         )
-    remedy = "Nothing was left there, an earlier folder is untouched; make room and save again"
-    with explain_write_errors(path, remedy), atomic_folder(path, overwrite) as folder:
+    with explain_write_errors(path, WRITE_AGAIN), atomic_folder(path, overwrite) as folder:
         if dtype is not None:
             cast_student(student, dtype)
-        student.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        if (report := _report_of(student)) is not None:
-            files = {REPORT_FILE: report} | (files or {})
-        for name, content in (files or {}).items():
-            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        student.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        _write_beside(student, folder, tokenizer, files)
+
+
+def _write_beside(student: PreTrainedModel, folder: Path, tokenizer=None, files: dict | None = None) -> None:
+    """Write what stands beside the weights of a student: tokenizer, conversion report, further files by name."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if (report := _report_of(student)) is not None:
+        files = {REPORT_FILE: report} | (files or {})
+    for name, content in (files or {}).items():
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def _report_of(student: PreTrainedModel) -> str | None:
@@ -153,42 +276,11 @@ def _copy_rest(teacher: PreTrainedModel, student: PreTrainedModel, prefixes: lis
             f"tensors {', '.join(different[:5])}{' ...' if len(different) > 5 else ''} exist in only one of teacher "
             "and student; they would be lost. Is the teacher an unmodified transformers model?"
         )
+    own = {**dict(student.named_parameters()), **dict(student.named_buffers())}
     with torch.no_grad():
         for name, tensor in source.items():
-            if target[name].dtype != tensor.dtype:  # some families keep a few parameters in fp32
-                student.get_parameter(name).data = tensor.clone()
+            if target[name].dtype != tensor.dtype:  # some families keep a few tensors in fp32
+                own[name].data = tensor.clone()
             else:
                 target[name].copy_(tensor)
     report.copied = sorted(source)
-
-
-def _initialise(student: PreTrainedModel, layer: int, start: Start, attention: AttentionWeights, report) -> None:
-    """Fill one mixer from an attention and check the reported fate of every tensor."""
-    mixer, prefix = attention_module(student, layer), attention_prefix(student, layer)
-    with torch.no_grad():
-        fates = start.take_over(mixer, attention)
-    parameters = dict(mixer.named_parameters())
-    mixer_is_meta = next(iter(parameters.values())).is_meta  # shapes without values: see estimate.py
-    reported, expected = Counter(fate.field for fate in fates), Counter(attention.tensors().keys())
-    if reported != expected:
-        wrong = sorted(expected - reported) or sorted(reported - expected)
-        raise ValueError(
-            f"{prefix}: {type(mixer).__name__} must report exactly one fate for each tensor, but does not for"
-            f" {', '.join(wrong)}. Keep this layer as attention, or use another mixer"
-        )
-    for fate in fates:
-        if unknown := set(fate.targets) - parameters.keys():
-            raise ValueError(
-                f"{type(mixer).__name__} reports that {fate.field} was copied to {sorted(unknown)}, but has no such"
-                " parameter"
-            )
-        for name in fate.targets if fate.fate == "used" and not mixer_is_meta else ():
-            tensor = attention.tensors()[fate.field]
-            if not torch.equal(parameters[name], tensor.to(parameters[name])):
-                raise ValueError(
-                    f"{type(mixer).__name__} reports that {fate.field} was copied to {name}, but their values differ"
-                )
-        row = {"layer": layer, "source": ", ".join(attention.sources[fate.field]), "fate": fate.fate}
-        report.tensors.append(row | {"targets": list(fate.targets), "reason": fate.reason})
-    filled = {target for fate in fates for target in fate.targets}
-    report.fresh += [f"{prefix}.{name}" for name in parameters if name not in filled]

@@ -4,45 +4,55 @@ Teacher and student are built and converted on torch's meta device, where tensor
 fates of tensors and the numbers of parameters are those of the real conversion. No weights are loaded or written.
 """
 
+import time
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_memmix.conversion.convert import convert_model
 from hf_memmix.conversion.families import attention_module
-from hf_memmix.conversion.loading import read_config
+from hf_memmix.conversion.loading import meta_teacher
+from hf_memmix.conversion.streaming.cost import streaming_cost
 from hf_memmix.serving.footprint import layer_kv_bytes, state_bytes
 from hf_memmix.swap import memory_mixers
+
+__all__ = ["CONTEXTS", "estimate", "meta_teacher", "parameter_bytes"]
 
 CONTEXTS = (4096, 32768, 131072)
 # further bytes for each trained fp32 parameter: its gradient and the two moments of AdamW
 TRAINING_BYTES = 12
 
 
-def meta_teacher(folder: str | Path) -> PreTrainedModel:
-    """The model that a folder's config.json describes, without weights. Raises ValueError if it has none."""
-    config = read_config(folder)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
-
-
 def estimate(
-    teacher: PreTrainedModel, mixer: str, keep="none", contexts: tuple[int, ...] = CONTEXTS, **mixer_options
+    teacher: PreTrainedModel,
+    mixer: str | None = None,
+    keep=None,
+    contexts: tuple[int, ...] = CONTEXTS,
+    *,
+    place: str | Path | None = None,
+    **options,
 ) -> dict:
-    """What `convert_model` would make of this teacher, and its cost.
+    """What `convert_model` would make of this teacher, and its cost. `options`: its further arguments.
+
+    Args:
+        place: a folder on the disk that will hold the student: also measure what a conversion by streaming costs on
+            this machine, which takes seconds.
 
     Returns:
-        `layers` (mixer of each layer, or "attention"), `options`, `counts` and `kinds` of the tensors
+        `mixer` (None if there are several), `layers` (mixer of each layer, or "attention"), `options` (of the mixer;
+        with several mixers, by mixer), `counts` and `kinds` of the tensors
         (`ConversionReport`), `parameters` (numbers for teacher, student, mixers), `dtype`, `state` (one row per
         context length: bytes of one sequence in the teacher's cache and in the student's) and `weights` (bytes of
         parameters, gradients and optimizer states, without activations, of the stages "convert", "align" and
-        "distill"; the last one has a second copy of the teacher).
+        "distill"; the last one has a second copy of the teacher). With `place` also `streaming`, see
+        `streaming_cost`.
 
     Raises:
         ValueError: as in `convert_model`.
     """
-    student = convert_model(teacher.to("meta"), mixer, keep, **mixer_options)
+    start = time.perf_counter()
+    student = convert_model(teacher.to("meta"), mixer, keep, **options)
+    planning = 2 * (time.perf_counter() - start)  # building the teacher takes as long
     report = student.conversion_report
     mixers = memory_mixers(student)
     parameters = {"teacher": teacher.num_parameters(), "student": student.num_parameters()}
@@ -60,10 +70,11 @@ def estimate(
     for length in contexts:
         kv = [layer_kv_bytes(teacher.config, i, length, teacher.dtype) for i in range(len(student.config.mixer_types))]
         state.append({"context": length, "teacher": sum(kv), "student": memory + sum(kv[i] for i in report.kept)})
-    return {
-        "mixer": mixer,
-        "layers": list(student.config.mixer_types),
-        "options": student.config.mixers[mixer],
+    measured = {} if place is None else {"streaming": streaming_cost(teacher, student, Path(place), planning)}
+    return measured | {
+        "mixer": report.mixer,
+        "layers": report.layers,
+        "options": student.config.mixers if report.mixer is None else student.config.mixers[report.mixer],
         "counts": report.counts(),
         "kinds": report.kinds(),
         "parameters": parameters,

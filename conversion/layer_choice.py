@@ -129,5 +129,16 @@ def layers_to_keep(keep, num_layers: int) -> list[int]:
     return layers
 
 
+def layer_text(layers: Sequence[int]) -> str:
+    """Layer indices, in order, as a text that `LayerChoice.listed` reads: "0-3,8"; "none" for no layer."""
+    ranges: list[range] = []
+    for layer in layers:
+        if ranges and ranges[-1].stop == layer:
+            ranges[-1] = range(ranges[-1].start, layer + 1)
+        else:
+            ranges.append(range(layer, layer + 1))
+    return _named(ranges).replace(" ", "") or "none"
+
+
 def _named(ranges: list[range]) -> str:
     return ", ".join(str(part.start) if len(part) == 1 else f"{part.start}-{part.stop - 1}" for part in ranges)

@@ -12,9 +12,23 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Mxfp4Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from hf_memmix._transformers import ACT2FN, ROPE_INIT_FUNCTIONS, model_class_of
+from hf_memmix._transformers import (
+    ACT2FN,
+    ROPE_INIT_FUNCTIONS,
+    load_generation_config,
+    loaded_in_fp32,
+    model_class_of,
+)
+from hf_memmix.swap import names_matching
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 # tensors in old checkpoints that no model needs: masks and rotary angles, which are computed today
@@ -22,7 +36,8 @@ UNUSED_TENSORS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|(^|\
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 DEQUANTIZED = ("mxfp4",)  # quantization of the released gpt_oss models, which transformers removes while loading
-FLOATS = ("F64", "F32", "F16", "BF16")
+HALVES = ("F16", "BF16")
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
@@ -56,11 +71,29 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     return config
 
 
-def load_model(folder: str | Path, dtype="auto") -> PreTrainedModel:
+def meta_teacher(folder: str | Path) -> PreTrainedModel:
+    """The model in a folder on "meta": shapes, the dtypes that `load_model` gives, generation settings, no weights.
+
+    A folder with nothing but a config.json is enough. Raises ValueError if it has none.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    dtype = config.dtype or _stored_dtype(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name in names_matching(model.state_dict().keys() & tensors.keys(), loaded_in_fp32(model, dtype)):
+        tensors[name].data = tensors[name].data.float()
+    load_generation_config(model, folder)
+    return model.eval()
+
+
+def load_model(folder: str | Path, dtype="auto", **placement) -> PreTrainedModel:
     """A causal LM from a local folder, native or converted, in eval mode.
 
     Args:
         dtype: dtype of the weights, e.g. torch.float32; "auto" is the stored dtype.
+        placement: `device_map` and `offload_folder` of `from_pretrained`. Weights on the disk are not checked for NaN.
 
     Raises:
         ValueError: the folder holds no causal LM; its weights are corrupt, truncated or quantized; names or shapes of
@@ -68,9 +101,9 @@ def load_model(folder: str | Path, dtype="auto") -> PreTrainedModel:
     """
     folder = Path(folder)
     config = read_config(folder)
-    pickled = _check_files(folder)
+    pickled = check_weight_files(folder)
     # wrong shapes are ignored here, because `check_loading` refuses them with the name of the tensor
-    options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, **placement}
     if getattr(config, "quantization_config", None):  # `read_config` has accepted it, so it is mxfp4
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     try:
@@ -89,6 +122,16 @@ def load_model(folder: str | Path, dtype="auto") -> PreTrainedModel:
     check_ties(model, name)
     check_finite_weights(model, name)
     return model.eval()
+
+
+def load_tokenizer(folder: Path):
+    """The tokenizer in a folder; None if there is none. Raises ValueError if it cannot be read."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises plain exceptions
+        raise ValueError(f"{folder} has a tokenizer that cannot be read ({error}); copy it again") from None
 
 
 def check_loading(name: str, loading: dict) -> None:
@@ -122,20 +165,36 @@ def check_ties(model: PreTrainedModel, name: str) -> None:
     if not model.config.tie_word_embeddings or head is None or head.weight.is_meta:
         return
     if head.weight is not embeddings.weight and not torch.equal(head.weight, embeddings.weight):
-        raise ValueError(
-            f"{name} has an output projection that differs from the embeddings, but its config.json ties the two; set"
-            " tie_word_embeddings to false"
-        )
+        refuse_untied_head(name)
+
+
+def refuse_untied_head(name: str):
+    """Raise the error of `check_ties`."""
+    raise ValueError(
+        f"{name} has an output projection that differs from the embeddings, but its config.json ties the two; set"
+        " tie_word_embeddings to false"
+    )
 
 
 @torch.no_grad()
 def check_finite_weights(model: nn.Module, name: str) -> None:
     """Raise ValueError with the names of the tensors if weights are NaN or infinite. Skips tensors on meta."""
     if bad := [key for key, tensor in model.state_dict().items() if not _is_finite(tensor)]:
-        raise ValueError(
-            f"{name} has NaN or infinite values in {len(bad)} tensors: {first_names(bad)}. The copy is damaged or its"
-            " training diverged; give another checkpoint"
-        )
+        _refuse_values(name, f"{len(bad)} tensors: {first_names(bad)}")
+
+
+@torch.no_grad()
+def check_finite_tensor(tensor: torch.Tensor, key: str, name: str) -> None:
+    """As `check_finite_weights`, for one tensor `key` or a part of it."""
+    if not _is_finite(tensor):
+        _refuse_values(name, f"1 tensors: {key}")
+
+
+def _refuse_values(name: str, where: str):
+    raise ValueError(
+        f"{name} has NaN or infinite values in {where}. The copy is damaged or its training diverged; give another"
+        " checkpoint"
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -181,12 +240,17 @@ def one_line(error: Exception | str) -> str:
     return f"{type(error).__name__} {text}" if isinstance(error, (KeyError, ArithmeticError)) else text
 
 
-def _check_files(folder: Path) -> bool:
-    """Whether the weights are a pickle. Raises ValueError for missing, truncated or quantized weight files."""
-    files = weight_files(folder)
+def check_weight_files(folder: Path) -> bool:
+    """Whether the weights are a pickle. Raises ValueError for missing, truncated, mixed or quantized weight files."""
+    files, halves = weight_files(folder), {}
     if not files:
         if any((folder / name).is_file() for name in (PICKLED, f"{PICKLED}.index.json")):
             return True
+        if shards := sorted(file.name for file in folder.glob("model-*-of-*.safetensors")):
+            raise ValueError(
+                f"{str(folder)!r} has {len(shards)} weight files such as {shards[0]}, but no {SAFETENSORS}.index.json,"
+                " which names the tensors of each; copy it too"
+            )
         raise ValueError(f"{str(folder)!r} has a config.json but no weights; there is no {SAFETENSORS}")
     for file in files:
         try:
@@ -202,6 +266,12 @@ def _check_files(folder: Path) -> bool:
                 f"{str(file)!r} holds {len(packed)} weights of the type {kinds[packed[0]]}: {first_names(packed)}."
                 " They look quantized; give the original weights in bf16, fp16 or fp32"
             )
+        halves |= {kind: key for key, kind in kinds.items() if kind in HALVES}
+    if len(halves) > 1:
+        mixed = ", ".join(f"{key} is {kind}" for kind, key in sorted(halves.items()))
+        raise ValueError(
+            f"{str(folder)!r} mixes files of two models, one in bf16 and one in fp16 ({mixed}); copy the folder again"
+        )
     return False
 
 
@@ -250,6 +320,16 @@ def _rope_types(parameters) -> list:
     if "rope_type" in parameters or "type" in parameters:
         return [parameters.get("rope_type", parameters.get("type"))]
     return [kind for part in parameters.values() for kind in _rope_types(part)]
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype that transformers takes for a config.json without one: that of the first stored tensor of floats."""
+    for file in weight_files(folder)[:1]:
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118, no dict
+                if (kind := opened.get_slice(key).get_dtype()) in FLOATS:
+                    return FLOATS[kind]
+    return torch.float32
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

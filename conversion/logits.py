@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from hf_memmix._transformers import execution_device
 from hf_memmix.backbones import backbone_of
 
 
@@ -39,7 +40,7 @@ def logits_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
 def _check(model: nn.Module, head: Callable[[Tensor], Tensor]) -> None:
     training = model.training
     model.eval()
-    probe = torch.arange(4, device=model.get_input_embeddings().weight.device)[None]
+    probe = torch.arange(4, device=execution_device(model.get_input_embeddings()))[None]
     own = model(input_ids=probe, use_cache=False).logits.float()
     ours = head(model.base_model(input_ids=probe, use_cache=False).last_hidden_state).float()
     model.train(training)

@@ -1,18 +1,31 @@
-"""The plan that `memmix select` writes: the mixer, and the layers that stay attention."""
+"""The plan that `memmix select` writes: which layers stay attention, and the mixer of each other layer.
+
+A plan for one mixer has the fields `mixer` and `keep`; one for several mixers has `mixer_types`, one entry per layer,
+and may have `mixers`, their options, and `trained`, the folder with their aligned weights, relative to the plan. A
+plan that is written by hand may have `layers` instead, as in `convert_model`:
+
+    {"layers": {"ska": [1], "mamba2": "rest"}}
+"""
 
 import json
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.layer_choice import LayerChoice
+from hf_memmix.conversion.mixer_layout import mixer_types_of
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.mixers import MIXERS, MemoryMixer
+
+ONE_MIXER = {"mixer": str, "keep": list, "num_layers": int}
+SEVERAL = {"mixer_types": (list, dict, str), "num_layers": int}
 
 
 def write_plan(plan: dict, path: str | Path) -> None:
-    """Write a plan, which has at least `mixer`, `keep` and `num_layers`, as a JSON file, atomically."""
+    """Write a plan as a JSON file, atomically."""
     write_json(path, plan)
 
 
@@ -29,7 +42,9 @@ def read_plan(path: str | Path, num_layers: int) -> dict:
         plan = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not JSON ({error}); let memmix select write it again") from None
-    kinds = {"mixer": str, "keep": list, "num_layers": int}
+    if isinstance(plan, dict) and isinstance(plan.get("layers"), (dict, str)):
+        plan = {"num_layers": num_layers} | plan | {"mixer_types": plan["layers"]}
+    kinds = SEVERAL if isinstance(plan, dict) and "mixer_types" in plan else ONE_MIXER
     if not isinstance(plan, dict) or any(not isinstance(plan.get(name), kind) for name, kind in kinds.items()):
         raise ValueError(f"{str(path)!r} is not a plan: it lacks {', '.join(kinds)}; let memmix select write it again")
     if plan["num_layers"] != num_layers:
@@ -37,25 +52,67 @@ def read_plan(path: str | Path, num_layers: int) -> dict:
             f"{str(path)!r} is for {plan['num_layers']} layers, but the teacher has {num_layers}; run memmix select"
             " for this teacher"
         )
-    LayerChoice.of(plan["keep"], f"keep of {str(path)!r}").layers(num_layers)
+    if kinds is ONE_MIXER:
+        LayerChoice.of(plan["keep"], f"keep of {str(path)!r}").layers(num_layers)
+    else:
+        types = mixer_types_of(plan["mixer_types"], num_layers, f"mixer_types of {str(path)!r}")
+        plan = plan | {"mixer_types": types}
     return plan
 
 
-def take_mixers(student: PreTrainedModel, trained: PreTrainedModel) -> None:
-    """Load the mixers of `trained`, e.g. an aligned student without attention, into the same layers of `student`.
+def plan_arguments(plan: dict) -> dict:
+    """The arguments of `convert_model` that a plan stands for."""
+    if "mixer_types" in plan:
+        return {"layers": plan["mixer_types"], "mixers": plan.get("mixers", {})}
+    return {"mixer": plan["mixer"], "keep": plan["keep"]}
+
+
+def trained_folder(plan: dict, path: str | Path) -> Path | None:
+    """The folder of the aligned mixers that belong to the plan in `path`; None if the plan names none.
 
     Raises:
-        ValueError: in one of these layers, `trained` has attention or a mixer of another kind or other options.
+        ValueError: the folder does not exist.
     """
-    have = set(converted_layers(trained))
+    if plan.get("trained") is None:
+        return None
+    folder = Path(path).parent / plan["trained"]
+    if not folder.is_dir():
+        raise ValueError(
+            f"{str(path)!r} needs its aligned mixers in {str(folder)!r}, which is no folder; put it there, or remove"
+            ' "trained" from the plan to start from new mixers'
+        )
+    return folder
+
+
+def take_mixers(student: PreTrainedModel, *trained: PreTrainedModel) -> None:
+    """Load the mixers of trained models, e.g. aligned students without attention, into the same layers of `student`.
+
+    Each layer takes the mixer of the first model that has one of the same kind in this layer.
+
+    Raises:
+        ValueError: in one of these layers, all models have attention or a mixer of another kind or other options.
+    """
     for layer in converted_layers(student):
-        if layer not in have:
+        models = [model for model in trained if layer in converted_layers(model)]
+        if not models:
             raise ValueError(f"layer {layer} of the trained student is attention, so there is no mixer to take")
-        ours, theirs = (attention_module(model, layer) for model in (student, trained))
-        try:
-            ours.load_state_dict(theirs.state_dict())
-        except RuntimeError:
-            raise ValueError(
-                f"the mixers of layer {layer} differ ({type(ours).__name__}, {type(theirs).__name__}) in kind or "
-                "options; convert with those of the trained student"
-            ) from None
+        kind = student.config.mixer_types[layer]
+        source = next((model for model in models if model.config.mixer_types[layer] == kind), models[0])
+        theirs = attention_module(source, layer)
+        load_mixer(attention_module(student, layer), theirs.state_dict(), theirs.name)
+
+
+def load_mixer(mixer: MemoryMixer, values: dict[str, Tensor], kind: str) -> None:
+    """Load the tensors of a trained mixer of some kind into a mixer, in place.
+
+    Raises:
+        ValueError: the two have different kinds or options.
+    """
+    try:
+        mixer.load_state_dict(values)
+    except RuntimeError:
+        kinds = f"{type(mixer).__name__}, {MIXERS[kind].__name__}"
+        raise ValueError(
+            f"the mixers of layer {mixer.layer_idx} differ ({kinds}) in kind or options; convert with those of the"
+            " trained student"
+        ) from None

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -81,3 +82,19 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:,.1f} GiB"
+
+
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def bytes_of(text: str, name: str) -> int:
+    """The number in a text such as "65536", "1.5 MiB" or "2GB". `name`: the option, for the error message.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in _UNITS:
+        units = ", ".join(unit for unit in _UNITS if unit)
+        raise ValueError(f'{name} is {text!r}; give a number of bytes, e.g. "65536" or "1.5MiB"; units: {units}')
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+SHARD_SIZE = "5GB"  # largest weight file of a saved model, as on the Hub
 # a failed write of torch.save raises a plain RuntimeError; these texts identify it
 _TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "iostream error")
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and a flag of renameat2
@@ -34,6 +35,11 @@ def check_target(path: str | Path, overwrite: bool = False) -> Path:
     if path.exists() and any(path.iterdir()) and not overwrite:
         raise ValueError(f"{str(path)!r} exists and is not empty; remove it, choose another folder, or overwrite")
     return path
+
+
+def existing_folder(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 @contextmanager
@@ -65,6 +71,22 @@ def atomic_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
         replace_folder(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def replace_file(path: str | Path) -> Iterator[Path]:
+    """A temporary path to write a file to. On a clean exit it is flushed to disk and renamed to `path`."""
+    path = Path(path).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{_prefix(path)}file.tmp")
+    try:
+        yield part
+        os.chmod(part, 0o666 & ~_umask())
+        _sync(part)
+        os.replace(part, path)
+        _sync(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def replace_folder(source: Path, path: Path) -> None:

@@ -21,7 +21,14 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from transformers.activations import ACT2FN
 
 # renames and merges of checkpoint tensors, which the library finds by the name of the model class
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+
+# the names and shapes under which `save_pretrained` writes the tensors of a model
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 # the library's models: configuration class by model type, model class by configuration class, and tables of class
@@ -56,14 +63,20 @@ __all__ = [
     "copy_tensor_renames",
     "drop_unmatched_rules",
     "execution_device",
+    "fill_one",
     "fp32_patterns_of",
+    "ignored_when_loading",
     "is_given_by_user",
     "keep_in_fp32",
+    "load_generation_config",
+    "loaded_in_fp32",
     "model_class_of",
     "name_in_plan",
     "native_class",
     "native_class_names",
     "same_forward",
+    "saved_tensors",
+    "stores_under_other_names",
     "tensor_parallel_mesh",
     "tensor_parallel_size",
 ]
@@ -112,6 +125,16 @@ def copy_tensor_renames(native: type, model_type: str, model_class: type):
         register_checkpoint_conversion_mapping(model_class.__name__, mapping, overwrite=True)
 
 
+def stores_under_other_names(model: nn.Module) -> bool:
+    """Whether the library renames, merges or splits tensors between a model and its checkpoints, e.g. experts."""
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def saved_tensors(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a model's state dict as `save_pretrained` writes them: names, shapes and order. Also on "meta"."""
+    return revert_weight_conversion(model, tensors)
+
+
 # ---- attributes
 
 
@@ -154,6 +177,19 @@ def fp32_patterns_of(model: nn.Module) -> set[str]:
     return set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
+def loaded_in_fp32(model: nn.Module, dtype: torch.dtype) -> set[str]:
+    """The patterns of parameters that `from_pretrained(dtype=...)` loads in fp32."""
+    halves = (torch.float16, torch.bfloat16)
+    patterns = fp32_patterns_of(model) if dtype in halves else set()
+    # against the overflow of models that were trained in bf16
+    return patterns | set((model._keep_in_fp32_modules or ()) if dtype == torch.float16 else ())
+
+
+def ignored_when_loading(model: nn.Module) -> set[str]:
+    """Regular expressions of tensors that checkpoints of a class may hold and the library does not load."""
+    return set(model._keys_to_ignore_on_load_unexpected or ())
+
+
 def load_every_tensor(model: nn.Module):
     """Forget the patterns of tensors that old checkpoints of the native class may contain and the library ignores.
 
@@ -173,6 +209,19 @@ def attention_implementation(config) -> str:
 def is_given_by_user(cache) -> bool:
     """Whether generate() was called with this cache, which then outlives the call."""
     return getattr(cache, "_is_user_defined", False)
+
+
+@contextmanager
+def fill_one(module: nn.Module, name: str):
+    """A context in which `transformers.initialization` fills only one parameter, as if the others were loaded."""
+    others = [parameter for other, parameter in module.named_parameters() if other != name]
+    for parameter in others:
+        parameter._is_hf_initialized = True
+    try:
+        yield
+    finally:
+        for parameter in others:
+            del parameter._is_hf_initialized
 
 
 def execution_device(module: nn.Module) -> torch.device:
@@ -209,6 +258,14 @@ def name_in_plan(model: nn.Module, paths):
 
 
 # ---- methods
+
+
+def load_generation_config(model: nn.Module, folder) -> None:
+    """Give a model the generation settings of a folder, as `from_pretrained` does after loading the weights."""
+    from_hub = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": True, "token": None}
+    model.adjust_generation_fn(
+        None, True, None, folder, **from_hub, revision="main", subfolder="", trust_remote_code=False
+    )
 
 
 class ConstructionHooks:

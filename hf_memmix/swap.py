@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -104,10 +105,16 @@ def fp32_parameter_names(model: nn.Module) -> set[str]:
     `from_pretrained(dtype=torch.bfloat16)` leaves the same parameters in fp32: those that the mixers declare in
     `MemoryMixer.fp32_parameters`, and those that the backbone's own class declares.
     """
-    own = set(_fp32_names(model))
-    # the library reads these names in the same way, in `build_glob_alternation`
-    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in fp32_patterns_of(model)]
-    return own | {name for name, _ in model.named_parameters() if any(p.search(name) for p in patterns)}
+    return set(_fp32_names(model)) | names_matching(
+        (name for name, _ in model.named_parameters()), fp32_patterns_of(model)
+    )
+
+
+def names_matching(names: Iterable[str], patterns: set[str]) -> set[str]:
+    """The names of tensors that match one of the library's patterns of fp32 modules."""
+    # the library reads them in the same way, in `build_glob_alternation`
+    compiled = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    return {name for name in names if any(pattern.search(name) for pattern in compiled)}
 
 
 def fp32_patterns(base: nn.Module) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.commands import convert, generate, measure, publish, run, serve, train
+from hf_memmix.commands import convert, generate, measure, publish, run, select, serve, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,7 +26,7 @@ COMMANDS = {
     "generate": generate.generate,
     "report": measure.report,
     "eval": measure.evaluate,
-    "select": measure.select,
+    "select": select.select,
     "card": publish.card,
     "push": publish.push,
 }

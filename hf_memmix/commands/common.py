@@ -26,6 +26,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to std
 Device = Annotated[
     str | None, typer.Option(help="Where it runs: cpu, cuda or cuda:1; default: a GPU if there is one.")
 ]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(help='"auto" spreads a model that is larger than one GPU over all GPUs, the memory and the disk.'),
+]
 Teacher = Annotated[Path, typer.Option(help="The transformer that was converted: a folder or a Hub id.")]
 Student = Annotated[Path, typer.Option(help="The converted model: a folder or a Hub id.")]
 Texts = Annotated[
@@ -58,15 +62,37 @@ def quiet_library() -> None:
     logging.set_verbosity_error()
 
 
-def load(folder: Path, device: str | None, dtype=None):
-    """Load a model on a device. `dtype` None: the stored dtype on a GPU; fp32 on a CPU, because bf16 is slow there."""
+def check_placement(device: str | None, device_map: str | None) -> None:
+    """Raise ValueError unless --device and --device-map fit together, and accelerate is there for the second one."""
+    if device_map is None:
+        return
+    if device_map != "auto":
+        raise ValueError(f"--device-map is {device_map!r}; it can be auto")
+    if device is not None:
+        raise ValueError(f"--device is {device!r}, but --device-map auto also chooses the devices; give one of them")
+    import accelerate  # noqa: F401, without it the library raises an error that does not name the remedy
+
+
+def load(folder: Path, device: str | None, dtype=None, device_map: str | None = None):
+    """Load a model on a device. `dtype` None: the stored dtype on a GPU; fp32 on a CPU, because bf16 is slow there.
+
+    device_map: "auto" in place of `device`, see `check_placement`.
+    """
+    import tempfile
+
     import torch
 
     from hf_memmix.conversion import load_model
 
     quiet_library()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(folder, dtype or ("float32" if device == "cpu" else "auto"))
+    dtype = dtype or ("float32" if device == "cpu" else "auto")
+    if device_map is not None:
+        offloaded = tempfile.TemporaryDirectory(prefix="memmix-offload-")
+        model = load_model(folder, dtype, device_map=device_map, offload_folder=offloaded.name)
+        model.memmix_offloaded = offloaded  # removed together with the model
+        return model
+    model = load_model(folder, dtype)
     try:
         return model.to(device)
     except torch.OutOfMemoryError:
@@ -75,17 +101,23 @@ def load(folder: Path, device: str | None, dtype=None):
         raise ValueError(f"cannot put {folder} on the device {device!r}: {str(error).splitlines()[0]}") from None
 
 
-def tokenizer_of(folder: Path, required: bool = True):
-    from transformers import AutoTokenizer
+def shape_of(folder: Path):
+    """A model on the meta device, for its configuration, number of parameters and dtype."""
+    import torch
 
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
-        if required:
-            raise ValueError(f"{folder} has no tokenizer; save the teacher's tokenizer there")
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # the tokenizers library raises plain exceptions
-        raise ValueError(f"{folder} has a tokenizer that cannot be read ({error}); copy it again") from None
+    from hf_memmix.conversion.loading import meta_teacher
+
+    model = meta_teacher(folder)
+    return model if torch.cuda.is_available() else model.float()  # as `load`
+
+
+def tokenizer_of(folder: Path, required: bool = True):
+    from hf_memmix.conversion.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None and required:
+        raise ValueError(f"{folder} has no tokenizer; save the teacher's tokenizer there")
+    return tokenizer
 
 
 def shared_tokenizer(folder: Path, other: Path):

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,33 +18,40 @@ from hf_memmix.commands.common import (
     Overwrite,
     choice_of_layers,
     err,
-    load,
     out,
     print_json,
     quiet_library,
-    tokenizer_of,
 )
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.hub import model_folder
+from hf_memmix.commands.progress import progress
 
 
 @one_line_errors
 def convert(
     teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")],
     out_dir: Annotated[Path | None, typer.Option("--out", help="Folder to write the student to.")] = None,
-    mixer: Annotated[str, typer.Option(help="Mixer that replaces the attention.")] = "gka",
+    mixer: Annotated[str | None, typer.Option(help="Mixer that replaces the attention.", show_default="gka")] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help='Layers of several mixers, e.g. "ska=3,7 attention=0 mamba2=rest", or "echo", the layout of Echo.'
+        ),
+    ] = None,
     keep_layers: KeepLayers = None,
     keep_count: KeepCount = None,
-    plan: Annotated[Path | None, typer.Option(help="A plan of memmix select, which names mixer and layers.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan of memmix select, which names mixers and layers.")] = None,
     trained: Annotated[
-        Path | None, typer.Option(help="Take the mixers of this aligned student instead of new ones.")
+        list[Path] | None,
+        typer.Option(help="Take the mixers of this aligned student instead of new ones; repeatable."),
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="An option of the mixer, e.g. solver_phases=[21]; repeatable.")
+        list[str] | None,
+        typer.Option(help="An option of the mixer, e.g. solver_phases=[21] or gka.solver_phases=[21]; repeatable."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the parameters that are drawn at random.")] = 0,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print what a conversion would do and cost.")
+        bool, typer.Option("--dry-run", help="Only print what a conversion would do and cost: memory, bytes, time.")
     ] = False,
     context: Annotated[
         list[int] | None, typer.Option(min=1, help="Context length of the dry run, in tokens; repeatable.")
@@ -51,51 +60,68 @@ def convert(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Replace the attention in layers of a transformer by a recurrent mixer that starts from its weights."""
-    from hf_memmix.conversion import convert_model, save_student
+    """Replace the attention in layers of a transformer by recurrent mixers that start from its weights.
+
+    The teacher is read and the student is written piece by piece: one decoder layer at a time is in memory.
+    """
+    from hf_memmix.conversion import convert_model
+    from hf_memmix.conversion.convert import convert_to_folder
     from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher
     from hf_memmix.conversion.families import family_of
     from hf_memmix.conversion.loading import read_config
-    from hf_memmix.conversion.plan import read_plan, take_mixers
-    from hf_memmix.conversion.saving import check_target
-    from hf_memmix.mixers import MIXERS
+    from hf_memmix.conversion.mixer_files import load_aligned
+    from hf_memmix.conversion.mixer_layout import mixer_types_of
+    from hf_memmix.conversion.plan import plan_arguments, read_plan, trained_folder
+    from hf_memmix.conversion.saving import check_target, existing_folder
 
     if out_dir is None and not dry_run:
         raise ValueError("give a folder for the student with --out, or ask for a --dry-run")
     if out_dir is not None:
         check_target(out_dir, overwrite)
-    teacher, trained = model_folder(teacher), model_folder(trained)
-    family_of(read_config(teacher))  # refuse a family that cannot be converted before loading its weights
+    teacher, trained = model_folder(teacher), [model_folder(folder) for folder in trained or []]
+    config = read_config(teacher)
+    family_of(config)  # refuse a family that cannot be converted before loading its weights
     chosen = choice_of_layers(keep_layers, keep_count, keep, keep_counts=False)
+    _refuse_two_choices(mixer, layers, plan, chosen)
+    aligned = None
     if plan is not None:
-        if chosen is not None:
-            raise ValueError(
-                f"{chosen.written}, but --plan also chooses the layers that stay attention; give one of them"
-            )
-        planned = read_plan(plan, read_config(teacher).num_hidden_layers)
-        mixer, chosen = planned["mixer"], planned["keep"]
-    chosen = "none" if chosen is None else chosen
-    options = _parse_options(option or [])
-    if trained is not None:
-        same = (getattr(read_config(trained), "mixers", None) or {}).get(mixer, {})
-        options = {**same, **(MIXERS[mixer].options_class.upgrade(options) if mixer in MIXERS else options)}
+        planned = read_plan(plan, config.num_hidden_layers)
+        arguments = plan_arguments(planned)
+        if mixer not in (None, arguments.get("mixer")):
+            raise ValueError(f"--mixer is {mixer!r}, but --plan also chooses the mixers; give one of them")
+        aligned = None if trained else trained_folder(planned, plan)
+    elif layers is not None:
+        arguments = {"layers": mixer_types_of(layers, config.num_hidden_layers, "--layers")}
+    else:
+        arguments = {"mixer": mixer or "gka", "keep": "none" if chosen is None else chosen}
+    arguments |= _all_options(arguments, *_parse_options(option or []), [read_config(folder) for folder in trained])
     if dry_run:
-        result = estimate(meta_teacher(teacher), mixer, chosen, tuple(context or CONTEXTS), **options)
+        place = existing_folder((out_dir or Path(tempfile.gettempdir(), "student")).absolute().parent)
+        lengths = tuple(context or CONTEXTS)
+        result = estimate(meta_teacher(teacher), contexts=lengths, place=place, **arguments)
         print_json(result) if as_json else _print_estimate(result)
         return
     quiet_library()
-    with err.status("converting"):
-        tokenizer = tokenizer_of(teacher, required=False)
-        student = convert_model(teacher, mixer, chosen, seed=seed, **options)
-        if trained is not None:
-            take_mixers(student, load(trained, "cpu", "auto"))
-        save_student(student, out_dir, tokenizer, overwrite=overwrite)
+    with progress("converting") as advance:
+        student = convert_to_folder(
+            teacher,
+            out_dir,
+            partial(convert_model, seed=seed, **arguments),
+            seed=seed,
+            overwrite=overwrite,
+            trained=trained,
+            fill=None if aligned is None else partial(load_aligned, folder=aligned),
+            progress=lambda done, total: advance(done >> 20, total >> 20, "MiB"),
+            notify=lambda line: err.print(line, markup=False, soft_wrap=True),
+        )
     report = student.conversion_report
     if as_json:
-        print_json({"out": str(out_dir), "converted": report.converted, "kept": report.kept} | report.counts())
+        record = {"out": str(out_dir), "converted": report.converted, "kept": report.kept, "layers": report.layers}
+        print_json(record | report.counts())
         return
-    _print_kinds(report.kinds(), report.counts())
-    out.print(f"layers {report.converted} converted, {report.kept} kept; student written to {out_dir}")
+    _print_kinds(report.kinds(), report.counts(), report.mixer is None)
+    into = f" to {_layers_of_mixers(report.layers)}" if report.mixer is None else ""
+    out.print(f"layers {report.converted} converted{into}, {report.kept} kept; student written to {out_dir}")
 
 
 @one_line_errors
@@ -127,13 +153,24 @@ def import_hmf(
     out.print(f"written to {out_dir}")
 
 
-def _print_kinds(kinds: list[dict], counts: dict[str, int]) -> None:
-    """One row per kind of tensor, then the number of tensors per fate. The common prefix of all names stands above."""
+def _print_kinds(kinds: list[dict], counts: dict[str, int], several: bool) -> None:
+    """One row per kind of tensor, then the number of tensors per fate. The common prefix of all names stands above.
+
+    `several`: there are several mixers, so the layers of each row are named instead of counted.
+    """
+    from hf_memmix.conversion.layer_choice import layer_text
+
     prefix = os.path.commonprefix([row["source"] or row["targets"][0] for row in kinds]).rpartition(".")[0] + "."
     table = Table(*(Column(name, overflow="fold") for name in ("tensor", "fate", "goes to", "layers", "why")))
     for row in kinds:
         source, targets = (names.replace(prefix, "") for names in (row["source"], ", ".join(row["targets"])))
-        table.add_row(source, row["fate"], targets, str(len(row["layers"])), row["reason"])
+        table.add_row(
+            source,
+            row["fate"],
+            targets,
+            layer_text(row["layers"]) if several else str(len(row["layers"])),
+            row["reason"],
+        )
     table.add_row("all others", "copied", "the same name", "", "bit-equal to the teacher's")
     out.print(f"in {prefix.rstrip('.')}:", highlight=False)
     out.print(table)
@@ -145,26 +182,88 @@ def _print_estimate(result: dict) -> None:
 
     kinds = result["layers"]
     kept = [i for i, kind in enumerate(kinds) if kind == "attention"]
-    _print_kinds(result["kinds"], result["counts"])
-    out.print(f"{len(kinds)} layers: {len(kinds) - len(kept)} become {result['mixer']}, attention stays in {kept}")
-    out.print(", ".join(f"{name}={value}" for name, value in result["options"].items()), style="dim", highlight=False)
+    _print_kinds(result["kinds"], result["counts"], result["mixer"] is None)
+    become = _layers_of_mixers(kinds) if result["mixer"] is None else result["mixer"]
+    out.print(f"{len(kinds)} layers: {len(kinds) - len(kept)} become {become}, attention stays in {kept}")
+    options = result["options"] if result["mixer"] is None else {"": result["options"]}
+    for mixer, own in options.items():
+        text = ", ".join(f"{name}={value}" for name, value in own.items())
+        out.print(f"{mixer}: {text}" if mixer else text, style="dim", highlight=False)
     sizes = Table("", "teacher", "student")
     sizes.add_row("parameters", *(f"{result['parameters'][name]:,}" for name in ("teacher", "student")))
     for row in result["state"]:
         name = f"memory of one sequence of {row['context']:,} tokens"
         sizes.add_row(name, *(bytes_text(row[model]) for model in ("teacher", "student")))
     out.print(sizes)
+    cost = result["streaming"]
+    memory, reads, writes = (bytes_text(cost[name]) for name in ("peak_memory", "reads", "writes"))
+    minutes = f"{cost['seconds']:.0f} s" if cost["seconds"] < 120 else f"{cost['seconds'] / 60:.0f} min"
+    out.print(
+        f"the conversion reads {reads}, writes {writes}, needs {memory} of memory and about {minutes} on this machine",
+        highlight=False,
+    )
     weights = ", ".join(f"{stage} {bytes_text(count)}" for stage, count in result["weights"].items())
     out.print(f"weights, gradients and optimizer states (without activations): {weights}", highlight=False)
 
 
-def _parse_options(pairs: list[str]) -> dict:
+def _layers_of_mixers(kinds: list[str]) -> str:
+    """The layers of each mixer: "ska 1,3, mamba2 0,2"."""
+    from hf_memmix.conversion.layer_choice import layer_text
+
+    mixers = [kind for kind in dict.fromkeys(kinds) if kind != "attention"]
+    return ", ".join(f"{mixer} {layer_text([i for i, kind in enumerate(kinds) if kind == mixer])}" for mixer in mixers)
+
+
+def _refuse_two_choices(mixer: str | None, layers: str | None, plan: Path | None, kept) -> None:
+    """Raise ValueError if two options choose the mixers of the layers. `kept`: the choice of the --keep options."""
+    if plan is not None and kept is not None:
+        raise ValueError(f"{kept.written}, but --plan also chooses the layers that stay attention; give one of them")
+    if layers is not None and kept is not None:
+        raise ValueError(f'{kept.written}, but --layers also says which layers stay attention: write "attention=..."')
+    if layers is not None and (mixer is not None or plan is not None):
+        other = "--mixer" if plan is None else "--plan"
+        raise ValueError(f"--layers is {layers!r}, but {other} also chooses the mixers; give one of them")
+
+
+def _all_options(arguments: dict, plain: dict, mixers: dict[str, dict], trained: list) -> dict:
+    """The options for `convert_model`: those of the plan, then those of the trained students, then the user's.
+
+    Args:
+        arguments: what `convert_model` gets for the layers.
+        plain, mixers: the user's options, without and with the name of their mixer.
+        trained: configurations of trained students; of several with the same mixer the first one counts.
+    """
+    from hf_memmix.mixers import ATTENTION, MIXERS
+
+    used = set(arguments.get("layers") or [arguments.get("mixer")]) - {ATTENTION}
+    options = {mixer: dict(own) for mixer, own in arguments.get("mixers", {}).items()}
+    for config in reversed(trained):
+        options |= {
+            mixer: dict(own) for mixer, own in (getattr(config, "mixers", None) or {}).items() if mixer in used
+        }
+    if plain and len(used) == 1:
+        (only,) = used
+        mixers, plain = mixers | {only: mixers.get(only, {}) | plain}, {}
+    for mixer, own in mixers.items():
+        # old names of options would not replace the new ones of a trained student
+        new = MIXERS[mixer].options_class.upgrade(own) if mixer in MIXERS else own
+        options[mixer] = options.get(mixer, {}) | new
+    return {"mixers": options, **plain}
+
+
+def _parse_options(pairs: list[str]) -> tuple[dict, dict[str, dict]]:
+    """The options NAME=VALUE, and by mixer those of the form MIXER.NAME=VALUE."""
     import yaml
 
-    options = {}
+    plain, mixers = {}, {}
     for pair in pairs:
         name, sign, text = pair.partition("=")
-        if not sign or name in ("teacher", "mixer", "keep", "seed"):
+        mixer, dot, own = name.rpartition(".")
+        if (
+            not (sign and own)
+            or (dot and not mixer)
+            or name in ("teacher", "mixer", "mixers", "keep", "layers", "seed")
+        ):
             raise ValueError(f"--option {pair!r} is not NAME=VALUE with an option of the mixer")
         try:
             value = yaml.safe_load(text)
@@ -175,5 +274,5 @@ def _parse_options(pairs: list[str]) -> dict:
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
                 value = float(value)  # YAML reads 1e-3 as text
-        options[name] = value
-    return options
+        (mixers.setdefault(mixer, {}) if mixer else plain)[own] = value
+    return plain, mixers

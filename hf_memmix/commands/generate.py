@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.commands.common import Device, Json, err, load, print_json, tokenizer_of
+from hf_memmix.commands.common import Device, DeviceMap, Json, check_placement, err, load, print_json, tokenizer_of
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.hub import model_folder
 
@@ -24,6 +24,7 @@ def generate(
     ] = 0.95,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     device: Device = None,
+    device_map: DeviceMap = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt and print the text as it is generated."""
@@ -41,8 +42,9 @@ def generate(
         raise ValueError(
             f"--prompt is not UTF-8 (character {error.start} is a byte of another encoding); convert it, e.g. by iconv"
         ) from None
+    check_placement(device, device_map)
     folder = model_folder(model) or asset_path("tiny_gka")
-    network, tokenizer = load(folder, device), tokenizer_of(folder)
+    network, tokenizer = load(folder, device, device_map=device_map), tokenizer_of(folder)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(network.device)
     if inputs["input_ids"].shape[1] == 0:
         raise ValueError("the prompt is empty; give at least one word")

@@ -1,6 +1,6 @@
-"""The commands that measure: `memmix report`, student against teacher on a text; `memmix eval`, probes of recall;
-`memmix select`, which layers stay attention."""
+"""The commands that measure: `memmix report`, student against teacher on a text; `memmix eval`, probes of recall."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,18 +9,17 @@ from rich.table import Table
 
 from hf_memmix.commands.common import (
     Device,
+    DeviceMap,
     Json,
-    KeepCount,
-    KeepLayers,
-    OldKeep,
     Overwrite,
     Student,
     Teacher,
     Texts,
-    choice_of_layers,
+    check_placement,
     load,
     out,
     print_json,
+    shape_of,
     shared_tokenizer,
     tokenizer_of,
 )
@@ -44,21 +43,32 @@ def report(
         int | None, typer.Option(min=2, help="Largest number of tokens to read; default: the whole text.")
     ] = None,
     device: Device = None,
+    device_map: DeviceMap = None,
     as_json: Json = False,
 ) -> None:
-    """Compare a student with its teacher on a text: perplexity, agreement, and the error of each mixer."""
+    """Compare a student with its teacher on a text: perplexity, agreement, and the error of each mixer.
+
+    With --device-map auto, first the teacher is in memory and then the student. The KL divergence is then a lower
+    bound, from the 64 likeliest tokens of the teacher.
+    """
     from hf_memmix.conversion.compare import compare_models
+    from hf_memmix.conversion.compare_in_turn import compare_in_turn
     from hf_memmix.training.data import tokenize_files
 
+    check_placement(device, device_map)
     name, student, teacher = student, model_folder(student), model_folder(teacher)
     tokens = tokenize_files(text, shared_tokenizer(teacher, student))
-    models = load(student, device), load(teacher, device)
+    settings = {"block_size": block_size, "batch_size": batch_size, "max_tokens": max_tokens}
     with progress("comparing") as advance:
-        result = compare_models(
-            *models, tokens, block_size=block_size, batch_size=batch_size, max_tokens=max_tokens, progress=advance
-        )
+        if device_map is None:
+            model = load(student, device)
+            result = compare_models(model, load(teacher, device), tokens, **settings, progress=advance)
+        else:
+            placed = partial(load, device=None, device_map=device_map)
+            result = compare_in_turn(student, teacher, placed, tokens, **settings, progress=advance)
+            model = shape_of(student)
     if as_json:
-        print_json(result | report_record(student, text, block_size, models[0]) | {"folder": name.name})
+        print_json(result | report_record(student, text, block_size, model) | {"folder": name.name})
         return
     table = Table("measure", "value")
     for name in ("tokens", "teacher_ppl", "student_ppl", "ppl_ratio", "top1_agreement", "kl"):
@@ -85,10 +95,14 @@ def evaluate(
     seed: Seed = 0,
     batch_size: BatchSize = 8,
     device: Device = None,
+    device_map: DeviceMap = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Measure what a model recalls: needles, dictionaries, variables, MQAR, common words, second mentions."""
+    """Measure what a model recalls: needles, dictionaries, variables, MQAR, common words, second mentions.
+
+    With --device-map auto, one model after the other is in memory.
+    """
     from hf_memmix.assets import asset_path
     from hf_memmix.conversion.limits import limit_of
     from hf_memmix.conversion.records import write_json
@@ -96,6 +110,7 @@ def evaluate(
     from hf_memmix.training.evaluation.probes import TASKS, Material, plot_probes, run_probes
     from hf_memmix.training.text_files import read_text, text_record
 
+    check_placement(device, device_map)
     check_target(out_dir, overwrite)
     chosen = tuple(TASKS) if tasks == "all" else tuple(part.strip() for part in tasks.split(","))
     grid = {"lengths": _numbers("--lengths", lengths, int), "depths": _numbers("--depths", depths, float)}
@@ -104,17 +119,21 @@ def evaluate(
     folders = {role: model_folder(name) for role, name in names.items()}
     tokenizer = tokenizer_of(folders["student"]) if teacher is None else shared_tokenizer(*reversed(folders.values()))
     material = Material(tokenizer, read_text(text))
-    models = {role: load(folder, device) for role, folder in folders.items()}
+    if device_map is None:
+        models = run = {role: load(folder, device) for role, folder in folders.items()}
+    else:
+        models = {role: shape_of(folder) for role, folder in folders.items()}
+        run = {role: partial(load, folder, None, device_map=device_map) for role, folder in folders.items()}
     longest = max(limit_of(model) for model in models.values())
     if too_long := [length for length in grid["lengths"] if length > longest]:
         raise ValueError(f"--lengths has {too_long}, but no model here was made for more than {longest} tokens")
     with progress("probing") as advance:
         results = run_probes(
-            models, material, tasks=chosen, samples=samples, seed=seed, batch_size=batch_size, progress=advance, **grid
+            run, material, tasks=chosen, samples=samples, seed=seed, batch_size=batch_size, progress=advance, **grid
         )
     described = {role: _described(folder, models[role]) for role, folder in folders.items()}
     record = {"models": {role: described[role] | {"folder": name.name} for role, name in names.items()}}
-    results = record | {"text": text_record(text), "environment": _environment(models)} | results
+    results = record | {"text": text_record(text), "environment": environment_of(models)} | results
     with atomic_folder(out_dir, overwrite) as folder:
         write_json(folder / "probes.json", results)
         plot_probes(results, folder / "probes.png")
@@ -137,113 +156,6 @@ def evaluate(
     out.print(f"gain: by how many nats per token the context makes the answer more likely; written to {out_dir}")
 
 
-@one_line_errors
-def select(
-    teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")],
-    out_file: Annotated[
-        Path, typer.Option("--out", help="JSON file to write the plan to; its plot is written beside it.")
-    ],
-    keep_count: KeepCount = None,
-    keep_layers: KeepLayers = None,
-    student: Annotated[
-        Path | None, typer.Option(help="A student with aligned mixers in all layers; default: a new conversion.")
-    ] = None,
-    mixer: Annotated[str, typer.Option(help="Mixer of the new conversion.")] = "gka",
-    tasks: Annotated[
-        str, typer.Option(help='Names of the probes that count, with commas between them, or "none".')
-    ] = "niah,mentions",
-    length: Annotated[int, typer.Option(min=16, help="Length of the sequences in tokens.")] = 256,
-    samples: Annotated[int, typer.Option(min=1, help="Number of sequences per probe and depth.")] = 16,
-    weight: Annotated[
-        float, typer.Option(min=0.0, help="Weight of the probes' loss; the KL divergence has weight 1.")
-    ] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=32, help="Number of tokens of text for the KL divergence.")] = 32768,
-    text: Text = None,
-    seed: Seed = 0,
-    batch_size: BatchSize = 8,
-    device: Device = None,
-    keep: OldKeep = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-) -> None:
-    """Rank the layers by the loss when a mixer replaces each one, and write a plan for `memmix convert`.
-
-    The layers that cost most stay attention: a quarter of them, --keep-count of them, or those of --keep-layers.
-    """
-    from hf_memmix.assets import asset_path
-    from hf_memmix.conversion import LayerChoice, convert_model, layers_to_keep
-    from hf_memmix.conversion.limits import check_length, check_vocabularies
-    from hf_memmix.conversion.plan import write_plan
-    from hf_memmix.training.data import tokenize_files
-    from hf_memmix.training.evaluation.layer_selection import choose, count_of, plot_ranking, rank_layers
-    from hf_memmix.training.evaluation.probes import TASKS, Material, draw
-    from hf_memmix.training.evaluation.probes.grid import DEPTHS
-    from hf_memmix.training.text_files import read_text, text_record
-
-    if out_file.exists() and not overwrite:
-        raise ValueError(f"{out_file} exists; choose another name, or overwrite")
-    chosen = choice_of_layers(keep_layers, keep_count, keep, keep_counts=True) or LayerChoice.counted("0.25")
-    given, teacher, student = student, model_folder(teacher), model_folder(student)
-    # choices use the development text, reported figures use the held-out text
-    text = asset_path("dev.txt") if text is None else text
-    tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
-    teacher_model = load(teacher, device)
-    num_layers = teacher_model.config.num_hidden_layers
-    # wrong choices are refused before minutes of work
-    named = layers_to_keep(chosen, num_layers) if chosen.count is None else None
-    if named is None:
-        count_of(chosen.count, num_layers, num_layers)
-    check_length(teacher_model, "teacher", length, "--length", "give a shorter one")
-    mixers = convert_model(teacher_model, mixer) if student is None else load(student, device)
-    if mixers.config.num_hidden_layers != num_layers:
-        raise ValueError(f"{student} and {teacher} have different numbers of layers; give the teacher it came from")
-    check_vocabularies(mixers, teacher_model)
-    kind = mixer if student is None else _only_mixer(mixers, student)
-    blocks = tokenize_files(text, tokenizer)[:max_tokens]
-    blocks = blocks[: len(blocks) // length * length].view(-1, length)
-    if not len(blocks):
-        raise ValueError(f"{text} has less than the {length} tokens of one sequence; give a longer text")
-    names = [] if tasks == "none" else [part.strip() for part in tasks.split(",")]
-    material = Material(tokenizer, read_text(text)) if names else None
-    drawn = {}
-    for task in names:
-        depths = DEPTHS if task in TASKS and TASKS[task].depths else (None,)
-        drawn[task] = [s for depth in depths for s in draw(task, material, length, depth, seed, samples)]
-    with progress("swapping layers") as advance:
-        options = {"weight": weight, "batch_size": batch_size, "progress": advance}
-        ranking = rank_layers(teacher_model, mixers, blocks, drawn, **options)
-    settings = {"tasks": names, "length": length, "samples": samples, "weight": weight, "seed": seed}
-    plan = {
-        "mixer": kind,
-        "keep": choose(ranking, chosen.count, num_layers) if named is None else named,
-        "num_layers": num_layers,
-        "mixers_of": "a fresh conversion" if given is None else given.name,
-        "settings": settings | {"tokens": blocks.numel()},
-        "text": text_record(text),
-        "environment": _environment({"teacher": teacher_model}),
-    } | ranking
-    write_plan(plan, out_file)
-    plot_ranking(plan, out_file.with_suffix(".png"))
-    if as_json:
-        print_json(plan | {"out": str(out_file)})
-        return
-    table = Table("rank", "layer", "KL per token", "nll of answers", "stays")
-    for row in sorted(plan["layers"], key=lambda row: row["rank"]):
-        stays = "attention" if row["layer"] in plan["keep"] else ""
-        table.add_row(str(row["rank"]), str(row["layer"]), f"{row['kl']:.4f}", f"{row['nll']:+.4f}", stays)
-    out.print(table)
-    out.print(f"memmix convert --plan {out_file} keeps layers {plan['keep']}")
-
-
-def _only_mixer(student, folder: Path) -> str:
-    kinds = sorted({kind for kind in getattr(student.config, "mixer_types", []) if kind != "attention"})
-    if len(kinds) != 1:
-        raise ValueError(
-            f"{folder} has the mixers {kinds}; a plan is for one mixer: convert with one mixer in all layers"
-        )
-    return kinds[0]
-
-
 def _numbers(option: str, text: str, kind) -> tuple:
     try:
         values = tuple(kind(part) for part in text.split(","))
@@ -259,7 +171,7 @@ def report_record(student: Path, texts: list[Path], block_size: int, model) -> d
     from hf_memmix.training.text_files import text_record
 
     local = [text_record(text) if text.is_file() else {"file": str(text), "sha256": ""} for text in texts]
-    where = {"environment": _environment({"student": model})}
+    where = {"environment": environment_of({"student": model})}
     return _described(student, model) | {"text": local, "block_size": block_size} | where
 
 
@@ -271,7 +183,8 @@ def _described(folder: Path, model) -> dict:
     return described | ({} if kinds is None else {"mixer_types": list(kinds), "weights": weights_of(folder)})
 
 
-def _environment(models: dict) -> dict:
+def environment_of(models: dict) -> dict:
     from hf_memmix.conversion.records import environment
 
-    return environment(next(iter(models.values())).device)
+    device = next(iter(models.values())).device
+    return environment(None if device.type == "meta" else device)

@@ -49,7 +49,7 @@ def card(
         language=language,
         probes=None if probes is None else read_measurement(probes, "models", "settings", "summary"),
         stages=[read_measurement(path, "stage", "steps", "tokens", "last_loss", "seconds") for path in stage or []],
-        plan=None if plan is None else read_measurement(plan, "layers", "keep", "mixer", "num_layers"),
+        plan=None if plan is None else read_measurement(plan, *_fields_of_plan(plan)),
     )
     part = target.with_name(".README.md.part")
     part.write_text(content, encoding="utf-8")
@@ -125,3 +125,11 @@ def _list_upload(model: Path, repo: str, revision: str | None, as_json: bool) ->
         out.print(f"{size:>15,} bytes  {name}", highlight=False)
     where = f"{huggingface_hub.constants.ENDPOINT}/{repo}"
     out.print(f"would be uploaded to {where}, revision {revision or 'main'}; nothing was sent", highlight=False)
+
+
+def _fields_of_plan(path: Path) -> tuple[str, ...]:
+    """The fields that a card reads from a plan of one mixer or of several."""
+    from hf_memmix.training.documents.card import read_measurement
+
+    own = ("scores", "candidates") if "mixer_types" in read_measurement(path) else ("layers", "mixer")
+    return ("keep", "num_layers", *own)

@@ -10,7 +10,6 @@ from hf_memmix.commands.common import (
     Device,
     Json,
     Overwrite,
-    Student,
     Teacher,
     Texts,
     err,
@@ -25,6 +24,13 @@ from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.hub import model_folder
 from hf_memmix.commands.progress import progress
 
+OptionalStudent = Annotated[
+    Path | None, typer.Option(help="The converted model: a folder or a Hub id.", show_default=False)
+]
+Plan = Annotated[
+    Path | None,
+    typer.Option(help="Instead of --student: convert the teacher by this plan of memmix select first."),
+]
 Recipe = Annotated[str | None, typer.Option(help="Name of a bundled recipe or a YAML file.")]
 OutDir = Annotated[Path, typer.Option("--out", help="Folder to write the trained model to.")]
 Steps = Annotated[int | None, typer.Option(help="Number of optimizer steps.")]
@@ -50,10 +56,11 @@ Resume = Annotated[
 
 @one_line_errors
 def align(
-    student: Student,
     teacher: Teacher,
     text: Texts,
     out_dir: OutDir,
+    student: OptionalStudent = None,
+    plan: Plan = None,
     recipe: Recipe = "align",
     steps: Steps = None,
     batch_size: BatchSize = None,
@@ -75,15 +82,29 @@ def align(
     overrides = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
     overrides |= {"save_every": save_every, "seed": seed, "layers": layers}
     trainer = {"report_to": report_to, "logging_steps": logging_steps}
-    _train("align", student, teacher, text, out_dir, recipe, overrides, trainer, device, resume, overwrite, as_json)
+    _train(
+        "align",
+        (student, plan),
+        teacher,
+        text,
+        out_dir,
+        recipe,
+        overrides,
+        trainer,
+        device,
+        resume,
+        overwrite,
+        as_json,
+    )
 
 
 @one_line_errors
 def distill(
-    student: Student,
     teacher: Teacher,
     text: Texts,
     out_dir: OutDir,
+    student: OptionalStudent = None,
+    plan: Plan = None,
     recipe: Recipe = "distill",
     steps: Steps = None,
     batch_size: BatchSize = None,
@@ -105,7 +126,20 @@ def distill(
     overrides = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
     overrides |= {"rest_learning_rate": rest_learning_rate, "save_every": save_every, "seed": seed}
     trainer = {"report_to": report_to, "logging_steps": logging_steps}
-    _train("distill", student, teacher, text, out_dir, recipe, overrides, trainer, device, resume, overwrite, as_json)
+    _train(
+        "distill",
+        (student, plan),
+        teacher,
+        text,
+        out_dir,
+        recipe,
+        overrides,
+        trainer,
+        device,
+        resume,
+        overwrite,
+        as_json,
+    )
 
 
 @one_line_errors
@@ -172,13 +206,14 @@ def cache_teacher(
 
 
 def _train(
-    stage, student, teacher, text, out_dir, recipe, overrides, trainer, device, resume, overwrite, as_json
+    stage, start, teacher, text, out_dir, recipe, overrides, trainer, device, resume, overwrite, as_json
 ) -> None:
     from dataclasses import replace
 
     import torch
 
     from hf_memmix.conversion import save_student
+    from hf_memmix.conversion.mixer_files import convert_by_plan
     from hf_memmix.training.data import StreamedBlocks, TokenBlocks
     from hf_memmix.training.run_lock import run_folder
     from hf_memmix.training.train import load_recipe, train
@@ -192,13 +227,19 @@ def _train(
     check_trackers(given.get("report_to", []), "--report-to")
     settings = replace(settings, trainer=settings.trainer | given | ({"use_cpu": True} if device == "cpu" else {}))
     _keep_tensorboard(settings.trainer.get("report_to") or [], out_dir)
-    student, teacher = model_folder(student), model_folder(teacher)
+    given, plan = start
+    if (given is None) == (plan is None):
+        raise ValueError(
+            f"{'neither --student nor --plan is' if plan is None else '--student and --plan are both'} given; give"
+            " --student, the converted model, or --plan, by which the teacher is converted first"
+        )
+    student, teacher = model_folder(given), model_folder(teacher)
     # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
     with run_folder(out_dir, resume, overwrite) as run_dir:
-        tokenizer = shared_tokenizer(teacher, student)
+        tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
         read = StreamedBlocks if settings.stream else TokenBlocks.from_files
         data = read(text, tokenizer, settings.block_size, settings.pack)
-        model = load(student, "cpu", "auto")
+        model = load(student, "cpu", "auto") if plan is None else convert_by_plan(load(teacher, "cpu", "auto"), plan)
         on_gpu = torch.cuda.is_available()
         teacher_model = teacher if settings.cache_dir else load(teacher, "cpu", "auto" if on_gpu else None)
         dtype = model.dtype

@@ -30,6 +30,22 @@ def _size(hidden: int, layers: int, heads: int, intermediate: int, ska: int, **f
     }
 
 
+def echo_layers(num_layers: int, ska: int = 2) -> list[str]:
+    """One mixer per layer: Mamba-2, and SKA in `ska` evenly spaced inner layers; the first and last are Mamba-2.
+
+    Raises:
+        ValueError: there are fewer inner layers than that.
+    """
+    last = num_layers - 1
+    if not 0 <= ska <= max(last - 1, 0):
+        raise ValueError(
+            f"num_ska_layers={ska} must be 0 to {max(last - 1, 0)}: the model has {num_layers} layers, of which the"
+            " first and the last are Mamba-2"
+        )
+    places = {round((i + 1) * last / (ska + 1)) for i in range(ska)}
+    return ["ska" if i in places else "mamba2" for i in range(num_layers)]
+
+
 @register_family
 class EchoConfig(FamilyConfig, LlamaConfig):
     """A decoder of Mamba-2 and SKA layers with Koopman MLPs; all other fields are Llama's.
@@ -68,19 +84,8 @@ class EchoConfig(FamilyConfig, LlamaConfig):
         super().__post_init__(**kwargs)
 
     def layer_mixers(self) -> list[str]:
-        """Mamba-2, and SKA in `num_ska_layers` evenly spaced inner layers.
-
-        Raises:
-            ValueError: there are fewer inner layers than that.
-        """
-        count, last = self.num_ska_layers, self.num_hidden_layers - 1
-        if not 0 <= count <= max(last - 1, 0):
-            raise ValueError(
-                f"num_ska_layers={count} must be 0 to {max(last - 1, 0)}: the model has {last + 1} layers, of which"
-                " the first and the last are Mamba-2"
-            )
-        ska = {round((i + 1) * last / (count + 1)) for i in range(count)}
-        return ["ska" if i in ska else self.mixer for i in range(last + 1)]
+        """As `echo_layers`, with its errors."""
+        return echo_layers(self.num_hidden_layers, self.num_ska_layers)
 
     def make_feed_forward(self, layer_idx: int):
         """A `KoopmanMLP`, or None for Llama's."""

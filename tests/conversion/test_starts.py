@@ -84,9 +84,10 @@ def test_ska_start(family):
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_mamba2_start(family):
-    """out = o(rms-normed sum of decay^age (q . k) v per head), q, k, v behind a SiLU, half-lives 1 to 64.
+    """out = o(s rms-normed sum of decay^age (q . k) v per head), q, k, v behind a SiLU, half-lives 1 to 64.
 
-    A norm of q or k leaves its scale. No skip of v past the memory, no gate, dt = 1.
+    s is a tenth of the size of each channel of v, for an input of size 1. A norm of q or k leaves its scale. No skip
+    of v past the memory, no gate, dt = 1.
     """
     attention, mixer, x, rotary = taken_over(family, "mamba2")
     q, k, v = projected(attention, x)
@@ -97,8 +98,11 @@ def test_mamba2_start(family):
     weights = torch.where(ages >= 0, decays(1, 64, 4)[:, None, None] ** ages.clamp_min(0), 0)
     y = torch.einsum("bthd,bshd,hts,bshe->bthe", q, k, weights, v)
     y = y * (y.square().mean(-1, keepdim=True) + mixer.options.norm_eps).rsqrt()
-    expected = attention.o_proj(y.flatten(2))
-    torch.testing.assert_close(mixer(x, position_embeddings=rotary)[0], expected, rtol=1e-3, atol=1e-4)
+    v_proj = attention.v_proj
+    sizes = (v_proj.weight.square().sum(1) + (0 if v_proj.bias is None else v_proj.bias.square())).sqrt()
+    sizes = sizes.view(2, 1, -1).expand(2, 2, -1).flatten()  # four query heads share two heads of v
+    expected = attention.o_proj(0.1 * sizes * y.flatten(2))
+    torch.testing.assert_close(mixer(x, position_embeddings=rotary)[0], expected, rtol=1e-3, atol=1e-5)
 
 
 # ---- the table

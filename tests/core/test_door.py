@@ -61,6 +61,12 @@ METHODS = {
     "transformers.conversion_mapping.register_checkpoint_conversion_mapping": (
         "model_type_or_class_name mapping overwrite"
     ),
+    "transformers.conversion_mapping.get_model_conversion_mapping": "model key_mapping hf_quantizer add_legacy",
+    "transformers.core_model_loading.revert_weight_conversion": "model state_dict",
+    "transformers.GenerationMixin.adjust_generation_fn": (
+        "generation_config from_auto_class from_pipeline pretrained_model_name_or_path cache_dir force_download"
+        " proxies local_files_only token revision subfolder trust_remote_code"
+    ),
     "transformers.Trainer._get_train_sampler": "train_dataset",
     "transformers.Trainer._get_output_dir": "trial",
     "transformers.Trainer._save_checkpoint": "model trial",
@@ -163,6 +169,9 @@ ATTRIBUTES = {
     ),
     "_keep_in_fp32_modules_strict": lambda name: (
         tiny()._keep_in_fp32_modules_strict == set() and reads("transformers.modeling_utils", name)
+    ),
+    "_keep_in_fp32_modules": lambda name: (
+        tiny()._keep_in_fp32_modules == set() and reads("transformers.modeling_utils", name)
     ),
     "_is_hf_initialized": marks_filled_modules,
     "_is_user_defined": marks_given_cache,

@@ -197,6 +197,7 @@ def _check_plan(plan: dict | None, kinds: list[str], kept: list[int], used: list
     if plan is None:
         return
     converted = {"num_layers": len(kinds), "keep": kept, "mixer": used[0] if len(used) == 1 else used}
+    converted["mixer_types"] = kinds
     for name, value in converted.items():
         if name in plan and plan[name] != value:
             raise ValueError(
@@ -243,6 +244,18 @@ def _training(stages: list[dict] | None) -> str:
 def _plan(plan: dict | None) -> str:
     if plan is None:
         return ""
+    if "mixer_types" in plan:
+        return _mixture(plan)
     ranked = sorted(plan["layers"], key=lambda row: row["rank"])
     scores = ", ".join(f"{row['layer']} ({row['score']:.3f})" for row in ranked)
     return f"\nCost of replacing each layer alone by its mixer, in nats: {scores}.\n"
+
+
+def _mixture(plan: dict) -> str:
+    """The scores behind a plan for several mixers; the chosen one of each layer is bold."""
+    rows = []
+    for row, chosen in zip(plan["scores"], plan["mixer_types"], strict=True):
+        cells = {kind: f"{row['mixers'][kind]['score']:.3f}" for kind in plan["candidates"]}
+        rows.append([row["layer"], *(f"**{text}**" if kind == chosen else text for kind, text in cells.items())])
+    table = markdown_table(["layer", *plan["candidates"]], rows)
+    return f"\nCost of replacing each layer alone by each mixer, in nats; the chosen mixer is bold:\n\n{table}\n"

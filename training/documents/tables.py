@@ -136,6 +136,23 @@ def refused_table(root: Path) -> str:
     return refusals()
 
 
+def streaming_table(root: Path) -> str:
+    """Memory, bytes and time of conversions by streaming, measured, and estimated by `--dry-run`."""
+    rows = []
+    for row in read("streaming", root)["rows"]:
+        measured, estimated = row["measured"], row["estimated"]
+        pairs = [f"{bytes_text(measured[key])} ({bytes_text(estimated[key])})" for key in ("peak_memory", "writes")]
+        seconds = f"{measured['seconds']:.0f} s ({estimated['seconds']:.0f} s)"
+        shard = bytes_text(row["largest_shard"])
+        where = row["environment"]
+        versions = f"torch {where['torch']}, transformers {where['transformers']}"
+        machine = f"{row['cores']} cores of {where['hardware']}; {versions}"
+        model = f"{row['shape']}, `{row['mixer']}`"
+        rows.append([model, machine, shard, *pairs, seconds, f"{measured['cpu_seconds']:.0f} s"])
+    head = ["model", "machine", "largest file", "peak memory", "written", "time", "CPU time"]
+    return markdown_table(head, rows) + "\n\nIn brackets: what the dry run estimated."
+
+
 def _report(files: list[dict]) -> str:
     # not at the top: `memmix card` imports this package from a wheel, which has no experiments
     from hf_memmix.training.experiments.report import report
@@ -168,6 +185,7 @@ TABLES = {
     "refusals": refused_table,
     "gpus": gpus_table,
     "plans": plans_table,
+    "streaming": streaming_table,
     "serving_families": serving.families_table,
     "serving_costs": serving.costs_table,
     "serving_matrix": serving.matrix_table,

@@ -23,6 +23,7 @@ from hf_memmix.training.experiments.gka import plots as gka_plots
 from hf_memmix.training.experiments.gka import report as gka
 from hf_memmix.training.experiments.lattice import plots as lattice_plots
 from hf_memmix.training.experiments.lattice import report as lattice
+from hf_memmix.training.experiments.mixtures import report as mixtures
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ EXPERIMENTS = {
     "init_table": Experiment(starts_report.section, None),
     "context_use": Experiment(context_use.section, None),
     "compare_plans": Experiment(kept_layers.table, kept_layers.draw_sets),
+    "mixtures": Experiment(mixtures.section, mixtures.plot),
 }
 
 

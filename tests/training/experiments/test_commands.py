@@ -21,6 +21,7 @@ from hf_memmix.training.experiments.echo import mqar, transfer
 from hf_memmix.training.experiments.gka import recall
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
 from hf_memmix.training.experiments.lattice import language as lattice_language
+from hf_memmix.training.experiments.mixtures import mixtures
 from hf_memmix.training.experiments.several_gpus import compare_launches
 
 FOLDER = Path(report.__file__).parent
@@ -36,6 +37,7 @@ HARNESSED = {
     "conversion_table": (conversion_table, conversion_table),
     "init_table": (starts, starts),
     "compare_plans": (kept_layers, kept_layers),
+    "mixtures": (mixtures, mixtures),
 }
 SCRIPTS = [
     *(module for module, _ in HARNESSED.values()),

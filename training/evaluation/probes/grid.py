@@ -14,7 +14,7 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def run_probes(
-    models: dict[str, nn.Module],
+    models: dict[str, nn.Module | Callable[[], nn.Module]],
     material: Material,
     *,
     tasks: tuple[str, ...] = tuple(TASKS),
@@ -28,6 +28,7 @@ def run_probes(
     """Score every model on the same sequences.
 
     Args:
+        models: by name, a model or a function that loads it. A loaded model leaves the memory before the next one.
         samples: sequences per cell. A task without depths draws this number of sequences per length.
 
     Returns:
@@ -44,16 +45,18 @@ def run_probes(
         for length in lengths:
             asked = depths if TASKS[task].depths else (None,)
             drawn[task, length] = [s for d in asked for s in draw(task, material, length, d, seed, samples)]
-    cells, raw, done, total = [], {}, 0, len(drawn) * len(models)
-    for (task, length), sequences in drawn.items():
-        results = {}
-        for name, model in models.items():
+    raw, done, total = {key: {} for key in drawn}, 0, len(drawn) * len(models)
+    for name, model in models.items():
+        model = model if isinstance(model, nn.Module) else model()
+        for (task, length), sequences in drawn.items():
             if length <= limit_of(model):
-                results[name] = score(model, sequences, batch_size)
+                raw[task, length][name] = score(model, sequences, batch_size)
             done += 1
             if progress is not None:
                 progress(done, total)
-        raw[task, length] = results
+        del model
+    cells = []
+    for (task, length), results in raw.items():
         cells += _cells(task, length, depths, models, results)
     return {
         "settings": {

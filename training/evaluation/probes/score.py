@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hf_memmix._transformers import execution_device
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.training.evaluation.probes.material import Answer, Sample
 
@@ -42,7 +43,7 @@ def score(model: nn.Module, samples: list[Sample], batch_size: int = 8, control:
         raise ValueError(
             f"token {highest} is outside the vocabulary of {model.config.vocab_size}; use the model's own tokenizer"
         )
-    head, device = logits_head(model), model.get_input_embeddings().weight.device
+    head, device = logits_head(model), execution_device(model.get_input_embeddings())
     scores, training = [], model.training
     model.eval()
     try:
@@ -77,8 +78,8 @@ def _look(model: nn.Module, head, rows: list[list[int]], batch: list[Sample], de
     found = []
     for begin in range(0, len(places), CHUNK):
         chunk = places[begin : begin + CHUNK]
-        tokens = torch.tensor([batch[row].ids[at] for row, at, _ in chunk], device=device)
         logp = head(hidden[[row for row, _, _ in chunk], [at - 1 for _, at, _ in chunk]]).float().log_softmax(-1)
+        tokens = torch.tensor([batch[row].ids[at] for row, at, _ in chunk], device=logp.device)
         picked = logp.gather(1, tokens[:, None])[:, 0].tolist()
         right = (logp.argmax(-1) == tokens).tolist()
         for i, (_, at, answer) in enumerate(chunk):

@@ -1,0 +1,1 @@
+"""Scripts that measure conversions, with their results; they run in a checkout."""

@@ -1,0 +1,91 @@
+"""Files that hold the trained mixers of one kind in many layers, without the rest of the model: `<mixer>.safetensors`.
+
+`memmix select` writes a folder of them, one file per candidate; the student of its plan takes each layer's mixer from
+there. Names of tensors are `<layer>.<name in the mixer>`. The metadata hold the mixer's options and the identity of
+the training.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from hf_memmix.conversion.convert import convert_model
+from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.plan import plan_arguments, read_plan, trained_folder
+from hf_memmix.conversion.saving import explain_write_errors, replace_file
+from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.mixers import MemoryMixer
+
+
+def mixer_file(folder: str | Path, mixer: str) -> Path:
+    """The file of a mixer in a folder."""
+    return Path(folder) / f"{mixer}.safetensors"
+
+
+def write_mixers(student: PreTrainedModel, path: str | Path, identity: dict) -> None:
+    """Write the mixers of a student with one kind of mixer, atomically. `identity`: what they were trained from."""
+    layers = converted_layers(student)
+    (mixer,) = {student.config.mixer_types[layer] for layer in layers}
+    tensors = {
+        f"{layer}.{name}": tensor.detach().cpu().contiguous()
+        for layer in layers
+        for name, tensor in attention_module(student, layer).state_dict().items()
+    }
+    metadata = {"mixer": mixer, "options": dict(student.config.mixers[mixer]), "identity": identity}
+    metadata = {name: json.dumps(value) for name, value in metadata.items()}
+    with explain_write_errors(path, "Make room and run the same command again"), replace_file(path) as part:
+        save_file(tensors, part, metadata=metadata)
+
+
+def read_metadata(path: str | Path) -> dict | None:
+    """`{"mixer", "options", "identity"}` of a file; None if there is no file, or it cannot be read."""
+    try:
+        with safe_open(str(path), "pt") as file:
+            return {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
+    except (OSError, SafetensorError, ValueError):
+        return None
+
+
+def load_mixers(student: PreTrainedModel, folder: str | Path) -> None:
+    """Fill every mixer of `student` from the files of a folder; errors as in `load_aligned`."""
+    for layer in converted_layers(student):
+        load_aligned(attention_module(student, layer), folder)
+
+
+def load_aligned(mixer: MemoryMixer, folder: str | Path) -> None:
+    """Fill the mixer of one layer from the files of a folder.
+
+    Raises:
+        ValueError: the folder lacks a mixer, or the file lacks a layer or has tensors of other shapes.
+    """
+    layer, path = mixer.layer_idx, mixer_file(folder, mixer.name)
+    if read_metadata(path) is None:
+        raise ValueError(f"{str(folder)!r} has no readable {path.name}, the trained mixers of layer {layer}")
+    with safe_open(str(path), "pt") as file:
+        names = {name.removeprefix(f"{layer}."): name for name in set(file.keys()) if name.startswith(f"{layer}.")}
+        tensors = {own: file.get_tensor(name) for own, name in names.items()}
+    try:
+        with torch.no_grad():
+            mixer.load_state_dict(tensors)
+    except RuntimeError:
+        raise ValueError(
+            f"{str(path)!r} does not fit layer {layer}: it lacks the layer, or was trained with other options;"
+            " convert with the options of the trained mixers"
+        ) from None
+
+
+def convert_by_plan(teacher: PreTrainedModel, path: str | Path, **options) -> PreTrainedModel:
+    """The student that a plan of `memmix select` describes, with the plan's aligned mixers if it names their folder.
+
+    options: of `convert_model`. Raises ValueError as in `read_plan`, `convert_model` and `load_mixers`.
+    """
+    plan = read_plan(path, teacher.config.num_hidden_layers)
+    folder = trained_folder(plan, path)
+    student = convert_model(teacher, **plan_arguments(plan), **options)
+    if folder is not None:
+        load_mixers(student, folder)
+    return student

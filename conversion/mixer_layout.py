@@ -1,0 +1,99 @@
+"""Which layer gets which mixer, as users write it: {"ska": [3, 7], "attention": [0], "mamba2": "rest"}.
+
+Commands and plans write the same as a text, "ska=3,7 attention=0 mamba2=rest", as one name per layer, or as the name
+of a preset. `mixer_types_of` turns all of them into one name per layer, the form of a model's `mixer_types`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from hf_memmix.conversion.layer_choice import LayerChoice, layer_text
+from hf_memmix.mixers import ATTENTION, MIXERS
+from hf_memmix.models.echo import echo_layers
+
+REST = "rest"
+EXAMPLE = '"ska=3,7 attention=0 mamba2=rest"'
+# layouts of published models by name: f(number of layers) -> one name per layer
+PRESETS: dict[str, Callable[[int], list[str]]] = {"echo": echo_layers}
+
+Layers = Mapping[str, object] | Sequence[str] | str
+
+
+def mixer_types_of(layers: Layers, num_layers: int, name: str = "layers") -> list[str]:
+    """One entry per layer, "attention" or the name of a mixer.
+
+    Args:
+        layers: layers by mixer, each as in `LayerChoice.of` or "rest", which stands for all layers that no other entry
+            names; or the same as a text; or one name per layer; or a name in `PRESETS`.
+        num_layers: number of layers of the model.
+        name: name of the argument or option in error messages.
+
+    Raises:
+        ValueError: `layers` has another form, names an unknown mixer, a layer twice or a layer that does not exist,
+            leaves a layer without a mixer, has "rest" twice, or leaves attention in all layers.
+    """
+    if isinstance(layers, str):
+        text = layers.strip()
+        layers = PRESETS[text](num_layers) if text in PRESETS else _parsed(text, name)
+    if isinstance(layers, Mapping):
+        types = _assigned(layers, num_layers, name)
+    elif isinstance(layers, Sequence) and all(isinstance(kind, str) for kind in layers):
+        types = list(layers)
+        _check_names(types, name)
+    else:
+        raise ValueError(f"{name} is {layers!r}; give layers by mixer, e.g. {EXAMPLE}, or one name per layer")
+    if len(types) != num_layers:
+        raise ValueError(
+            f"{name} has {len(types)} entries, but there are {num_layers} layers; give one name per layer"
+        )
+    if set(types) == {ATTENTION}:
+        raise ValueError(f"{name} keeps attention in all {num_layers} layers, so nothing is left to convert")
+    return types
+
+
+def _parsed(text: str, name: str) -> dict[str, str]:
+    """The mapping in a text such as "ska=3,7 attention=0 mamba2=rest"."""
+    layers = {}
+    for part in text.split():
+        mixer, sign, chosen = part.partition("=")
+        if not (mixer and sign and chosen):
+            presets = ", ".join(PRESETS)
+            raise ValueError(f"{name} is {text!r}; give layers by mixer, e.g. {EXAMPLE}, or a preset: {presets}")
+        if mixer in layers:
+            raise ValueError(f"{name} is {text!r}, which names {mixer} twice; write all its layers in one list")
+        layers[mixer] = chosen
+    if not layers:
+        raise ValueError(f"{name} is empty; give layers by mixer, e.g. {EXAMPLE}")
+    return layers
+
+
+def _assigned(layers: Mapping[str, object], num_layers: int, name: str) -> list[str]:
+    _check_names(layers, name)
+    rest = [mixer for mixer, chosen in layers.items() if isinstance(chosen, str) and chosen.strip() == REST]
+    if len(rest) > 1:
+        raise ValueError(f'{name} gives "{REST}" to {" and to ".join(rest)}; give it to one of them')
+    types: list[str | None] = [None] * num_layers
+    for mixer, chosen in layers.items():
+        if mixer in rest:
+            continue
+        for layer in _choice(chosen, f"{name} of {mixer}").layers(num_layers):
+            if types[layer] is not None:
+                raise ValueError(
+                    f"{name} gives layer {layer} to {types[layer]} and to {mixer}; give it to one of them"
+                )
+            types[layer] = mixer
+    if not rest and None in types:
+        left = layer_text([layer for layer, mixer in enumerate(types) if mixer is None])
+        raise ValueError(f'{name} leaves layers {left} without a mixer; name them, or give one mixer "{REST}"')
+    return [mixer or rest[0] for mixer in types]
+
+
+def _choice(chosen, name: str) -> LayerChoice:
+    if chosen is None or isinstance(chosen, (bool, int, Mapping)):
+        raise ValueError(f'{name} is {chosen!r}; give a list of layer indices, a text such as "0-3,8", or "{REST}"')
+    return LayerChoice.of(chosen, name)
+
+
+def _check_names(names, name: str) -> None:
+    known = [ATTENTION, *MIXERS]
+    if unknown := [mixer for mixer in names if mixer not in known]:
+        raise ValueError(f"{name} names {unknown[0]!r}, which is not a mixer; known: {', '.join(known)}")

@@ -1,0 +1,48 @@
+"""Takes mixers from trained students in place of new ones, one layer at a time, without loading the students."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_memmix.conversion.loading import check_finite_tensor, check_weight_files, read_config
+from hf_memmix.conversion.plan import load_mixer
+from hf_memmix.conversion.streaming.checkpoint import Checkpoint
+from hf_memmix.mixers import ATTENTION, MemoryMixer
+
+
+class TrainedMixers:
+    """The mixers of trained students, e.g. of aligned ones without attention.
+
+    Each layer takes the mixer of the first student that has one of the same kind in this layer.
+
+    Raises:
+        ValueError: a folder holds no converted model, or its weights are not safetensors.
+    """
+
+    def __init__(self, folders: Sequence[Path]):
+        self._students = []
+        for folder in folders:
+            kinds = getattr(read_config(folder), "mixer_types", None)
+            if kinds is None:
+                raise ValueError(f"{str(folder)!r} is no converted model, so there are no mixers to take")
+            if check_weight_files(folder):
+                raise ValueError(f"{str(folder)!r} holds pickled weights; save the student as safetensors")
+            self._students.append((folder, kinds, Checkpoint(folder)))
+
+    def load(self, mixer: MemoryMixer, prefix: str) -> None:
+        """Load the trained values of one layer into a mixer, in place; `prefix`: of its tensors, e.g. with a dot.
+
+        Raises:
+            ValueError: in this layer, all students have attention or a mixer of another kind or other options, or a
+                value is not finite.
+        """
+        layer = mixer.layer_idx
+        able = [one for one in self._students if layer < len(one[1]) and one[1][layer] != ATTENTION]
+        if not able:
+            raise ValueError(f"layer {layer} of the trained student is attention, so there is no mixer to take")
+        folder, kinds, checkpoint = next((one for one in able if one[1][layer] == mixer.name), able[0])
+        with checkpoint:
+            names = [name for name in checkpoint.tensors if name.startswith(prefix)]
+            values = {name.removeprefix(prefix): checkpoint.read(name) for name in names}
+        for name, value in values.items():
+            check_finite_tensor(value, prefix + name, repr(str(folder)))
+        load_mixer(mixer, values, kinds[layer])

@@ -1,0 +1,300 @@
+"""The command `memmix select`: which layers stay attention, and which of several mixers each other layer gets.
+
+With one mixer it ranks the layers. With --mixers, or several students, it aligns every candidate in every layer and
+chooses a mixture under a budget (`training.evaluation.mixer_search`).
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from hf_memmix.commands.common import (
+    Device,
+    Json,
+    KeepCount,
+    KeepLayers,
+    OldKeep,
+    Overwrite,
+    choice_of_layers,
+    load,
+    out,
+    print_json,
+    shared_tokenizer,
+    tokenizer_of,
+)
+from hf_memmix.commands.errors import one_line_errors
+from hf_memmix.commands.hub import model_folder
+from hf_memmix.commands.measure import BatchSize, Seed, Text, environment_of
+from hf_memmix.commands.progress import progress
+
+
+@one_line_errors
+def select(
+    teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")],
+    out_file: Annotated[
+        Path, typer.Option("--out", help="JSON file to write the plan to; its plot is written beside it.")
+    ],
+    keep_count: KeepCount = None,
+    keep_layers: KeepLayers = None,
+    student: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A student with aligned mixers in all layers; default: a new conversion. Several: candidates."
+        ),
+    ] = None,
+    mixer: Annotated[str | None, typer.Option(help="Mixer of the new conversion.", show_default="gka")] = None,
+    mixers: Annotated[
+        str | None,
+        typer.Option(help='Choose one of these mixers for every layer: names with commas between them, or "all".'),
+    ] = None,
+    state_bytes: Annotated[
+        str | None, typer.Option(help='Budget of a mixture: bytes per sequence, e.g. "8MiB", at --context tokens.')
+    ] = None,
+    decode_ms: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Budget of a mixture: milliseconds per token in all its mixers and attention."),
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens in the cache of attention when costs count.")] = 4096,
+    train_text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text, .jsonl or .parquet file to align the candidates of a mixture on; repeatable."),
+    ] = None,
+    recipe: Annotated[str, typer.Option(help="Recipe of this alignment: a bundled one or a YAML file.")] = "align",
+    steps: Annotated[int | None, typer.Option(help="Number of steps of this alignment.")] = None,
+    tasks: Annotated[
+        str, typer.Option(help='Names of the probes that count, with commas between them, or "none".')
+    ] = "niah,mentions",
+    length: Annotated[int, typer.Option(min=16, help="Length of the sequences in tokens.")] = 256,
+    samples: Annotated[int, typer.Option(min=1, help="Number of sequences per probe and depth.")] = 16,
+    weight: Annotated[
+        float, typer.Option(min=0.0, help="Weight of the probes' loss; the KL divergence has weight 1.")
+    ] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=32, help="Number of tokens of text for the KL divergence.")] = 32768,
+    text: Text = None,
+    seed: Seed = 0,
+    batch_size: BatchSize = 8,
+    device: Device = None,
+    keep: OldKeep = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Measure what each layer loses with a mixer in place of attention, and write a plan for `memmix convert`.
+
+    With one mixer, the layers that cost most stay attention: a quarter of them, --keep-count of them, or those of
+    --keep-layers. With --mixers, every layer gets one of several mixers, under the budgets that are given; without
+    --keep-count or --keep-layers no layer stays attention.
+    """
+    from hf_memmix.assets import asset_path
+    from hf_memmix.conversion.records import bytes_of
+    from hf_memmix.training.recipe import load_recipe
+
+    if out_file.exists() and not overwrite:
+        raise ValueError(f"{out_file} exists; choose another name, or overwrite")
+    students = student or []
+    several = mixers is not None or len(students) > 1
+    if mixers is not None and (students or mixer is not None):
+        raise ValueError(
+            f"--mixers is {mixers!r}, but {'--student' if students else '--mixer'} also names candidates; give one"
+        )
+    if not several and (state_bytes is not None or decode_ms is not None):
+        given = "--decode-ms" if state_bytes is None else "--state-bytes"
+        raise ValueError(f"{given} is a budget of a mixture; name its candidates with --mixers, or leave it out")
+    chosen = choice_of_layers(keep_layers, keep_count, keep, keep_counts=True)
+    # choices use the development text, reported figures use the held-out text
+    text = asset_path("dev.txt") if text is None else text
+    measure = {"tasks": tasks, "length": length, "samples": samples, "weight": weight, "seed": seed}
+    measure |= {"max_tokens": max_tokens, "text": text, "batch_size": batch_size}
+    if not several:
+        (given,) = students or [None]
+        _select_layers(teacher, out_file, given, mixer or "gka", chosen, measure, device, as_json)
+        return
+    budget = {"state_bytes": None if state_bytes is None else bytes_of(state_bytes, "--state-bytes")}
+    budget |= {"decode_ms": decode_ms, "context": context, "keep": chosen}
+    training = {"text": train_text, "recipe": load_recipe(recipe, stage="align", steps=steps, seed=seed)}
+    _select_mixers(teacher, out_file, students, mixers, budget, training, measure, device, as_json)
+
+
+def _select_layers(teacher, out_file: Path, given: Path | None, mixer, chosen, measure: dict, device, as_json) -> None:
+    """Rank the layers of one mixer and write a plan. `given`: an aligned student, None for a new conversion."""
+    from hf_memmix.conversion import LayerChoice, convert_model, layers_to_keep
+    from hf_memmix.conversion.limits import check_length, check_vocabularies
+    from hf_memmix.conversion.plan import write_plan
+    from hf_memmix.training.evaluation.layer_selection import choose, count_of, plot_ranking, rank_layers
+
+    chosen = chosen or LayerChoice.counted("0.25")
+    teacher, student = model_folder(teacher), model_folder(given)
+    tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
+    teacher_model = load(teacher, device)
+    num_layers = teacher_model.config.num_hidden_layers
+    # wrong choices are refused before minutes of work
+    named = layers_to_keep(chosen, num_layers) if chosen.count is None else None
+    if named is None:
+        count_of(chosen.count, num_layers, num_layers)
+    check_length(teacher_model, "teacher", measure["length"], "--length", "give a shorter one")
+    mixers = convert_model(teacher_model, mixer) if student is None else load(student, device)
+    check_student(mixers, student, teacher_model, teacher)
+    check_vocabularies(mixers, teacher_model)
+    kind = mixer if student is None else only_mixer(mixers, student)
+    data = _data(tokenizer, measure)
+    with progress("swapping layers") as advance:
+        options = {"weight": measure["weight"], "batch_size": measure["batch_size"], "progress": advance}
+        ranking = rank_layers(teacher_model, mixers, data.blocks, data.samples, **options)
+    plan = {
+        "mixer": kind,
+        "keep": choose(ranking, chosen.count, num_layers) if named is None else named,
+        "num_layers": num_layers,
+        "mixers_of": "a fresh conversion" if given is None else given.name,
+        **data.record,
+        "environment": environment_of({"teacher": teacher_model}),
+    } | ranking
+    write_plan(plan, out_file)
+    plot_ranking(plan, out_file.with_suffix(".png"))
+    if as_json:
+        print_json(plan | {"out": str(out_file)})
+        return
+    table = Table("rank", "layer", "KL per token", "nll of answers", "stays")
+    for row in sorted(plan["layers"], key=lambda row: row["rank"]):
+        stays = "attention" if row["layer"] in plan["keep"] else ""
+        table.add_row(str(row["rank"]), str(row["layer"]), f"{row['kl']:.4f}", f"{row['nll']:+.4f}", stays)
+    out.print(table)
+    out.print(f"memmix convert --plan {out_file} keeps layers {plan['keep']}")
+
+
+def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, measure: dict, device, as_json) -> None:
+    """Align and score every candidate in every layer, choose a mixture and write a plan.
+
+    `given`: aligned students; without them `mixers` names the candidates. The aligned mixers and the scores stay in a
+    folder beside the plan: an interrupted run continues, and another budget needs no new measurement.
+    """
+    from dataclasses import asdict, replace
+    from functools import partial
+
+    from hf_memmix.commands.devices import choose_device
+    from hf_memmix.conversion import convert_model, load_model
+    from hf_memmix.conversion.estimate import meta_teacher
+    from hf_memmix.conversion.limits import check_length
+    from hf_memmix.conversion.loading import read_config
+    from hf_memmix.conversion.plan import write_plan
+    from hf_memmix.training.data import TokenBlocks
+    from hf_memmix.training.evaluation.mixer_plan import mixture_plan, plot_mixture
+    from hf_memmix.training.evaluation.mixer_search import check_budget, costs_of, measure_candidates
+    from hf_memmix.training.run_lock import run_lock
+
+    # wrong choices, and budgets that no mixture meets, are refused before hours of work
+    teacher, recipe, blocks = model_folder(teacher), training["recipe"], None
+    config, shapes = read_config(teacher), meta_teacher(teacher)
+    limits = _budget(budget, config.num_hidden_layers)
+    kinds = [] if mixers is None else _candidates(mixers)
+    if kinds and training["text"] is None:
+        raise ValueError("give --train-text, the text on which the candidates are aligned, or aligned students")
+    tokenizer, students, candidates = tokenizer_of(teacher), {}, dict.fromkeys(kinds)
+    for folder in map(model_folder, given):
+        shared_tokenizer(teacher, folder)
+        student = meta_teacher(folder)
+        check_student(student, folder, shapes, teacher)
+        if (kind := only_mixer(student, folder)) in students:
+            raise ValueError(f"{folder} and another student both have the mixer {kind}; give one student per mixer")
+        students[kind], candidates[kind] = student, partial(load_model, folder, "float32")
+    students = students or {kind: convert_model(shapes.to("meta"), kind) for kind in kinds}
+    costs = costs_of(shapes, students, budget["context"], config.dtype or shapes.dtype)
+    check_budget(costs, limits)
+    check_length(shapes, "teacher", measure["length"], "--length", "give a shorter one")
+
+    data = _data(tokenizer, measure)
+    if kinds:
+        choose_device(device)
+        if device == "cpu":
+            recipe = replace(recipe, trainer=recipe.trainer | {"use_cpu": True})
+        blocks = TokenBlocks.from_files(training["text"], tokenizer, recipe.block_size, recipe.pack)
+    teacher_model, kept_in = load(teacher, device), out_file.with_suffix(".mixers")
+    scoring = {name: measure[name] for name in ("weight", "batch_size")}
+    with run_lock(kept_in):
+        measured = measure_candidates(
+            teacher_model, candidates, kept_in, data, costs, recipe=recipe, blocks=blocks, show=progress, **scoring
+        )
+    about = {"trained": kept_in.name, **data.record, "environment": environment_of({"teacher": teacher_model})}
+    if blocks is not None:
+        about |= {"recipe": asdict(recipe), "train_tokens": blocks.fingerprint()}
+    plan = mixture_plan(measured, limits, budget["context"]) | about
+    write_plan(plan, out_file)
+    plot_mixture(plan, out_file.with_suffix(".png"))
+    if as_json:
+        print_json(plan | {"out": str(out_file)})
+        return
+    _print_mixture(plan)
+    out.print(f"memmix convert --teacher {teacher} --plan {out_file} takes these mixers", soft_wrap=True)
+
+
+def _print_mixture(plan: dict) -> None:
+    from hf_memmix.conversion.records import bytes_text
+
+    candidates = plan["candidates"]
+    table = Table("layer", *candidates, "chosen", title="loss by each mixer alone, nats")
+    for row, kind in zip(plan["scores"], plan["mixer_types"], strict=True):
+        cells = [f"{row['mixers'][name]['score']:+.4f}{' *' if name == kind else ''}" for name in candidates]
+        table.add_row(str(row["layer"]), *cells, kind)
+    out.print(table)
+    costs = Table("mixture", "loss", "state", "decode, ms per token", "prefill, us per token")
+    for name, row in {"chosen": plan["totals"], **{f"{k} alone": row for k, row in plan["single"].items()}}.items():
+        decode = "not measured" if row["decode_ms"] is None else f"{row['decode_ms']:.3f}"
+        prefill = "not measured" if row["prefill_us"] is None else f"{row['prefill_us']:.2f}"
+        costs.add_row(name, f"{row['score']:+.4f}", bytes_text(row["state_bytes"]), decode, prefill)
+    out.print(costs)
+    out.print(
+        f"loss: sum over layers; state of a sequence of {plan['budget']['context']} tokens; times of the mixers and"
+        f" attention alone, estimated from measurements on an {plan['times_of']}",
+        highlight=False,
+    )
+
+
+def _budget(budget: dict, num_layers: int):
+    """The `Budget` of the options. Raises ValueError if it keeps all layers, or layers that do not exist."""
+    from hf_memmix.conversion import layers_to_keep
+    from hf_memmix.training.evaluation.mixer_search import Budget
+
+    chosen = budget["keep"]
+    keep = [] if chosen is None else layers_to_keep(chosen, num_layers)
+    named = chosen is not None and chosen.count is None
+    return Budget(
+        state_bytes=budget["state_bytes"],
+        decode_ms=budget["decode_ms"],
+        keep_count=len(keep),
+        keep_layers=tuple(keep) if named else (),
+    )
+
+
+def _candidates(text: str) -> list[str]:
+    from hf_memmix.conversion.from_attention import STARTS, start_of
+
+    kinds = list(STARTS) if text.strip() == "all" else [part.strip() for part in text.split(",")]
+    if repeated := [kind for kind in kinds if kinds.count(kind) > 1]:
+        raise ValueError(f"--mixers names {repeated[0]!r} twice")
+    for kind in kinds:
+        start_of(kind)
+    return kinds
+
+
+def _data(tokenizer, measure: dict):
+    from hf_memmix.training.evaluation.selection_data import SelectionData
+
+    return SelectionData.of(tokenizer, **{name: value for name, value in measure.items() if name != "batch_size"})
+
+
+def check_student(student, folder, teacher, teacher_folder) -> None:
+    """Raise ValueError if a student cannot have come from a teacher."""
+    if student.config.num_hidden_layers != teacher.config.num_hidden_layers:
+        raise ValueError(
+            f"{folder} and {teacher_folder} have different numbers of layers; give the teacher it came from"
+        )
+
+
+def only_mixer(student, folder: Path) -> str:
+    """The mixer of a student. Raises ValueError if it has several, or none."""
+    kinds = sorted({kind for kind in getattr(student.config, "mixer_types", []) if kind != "attention"})
+    if len(kinds) != 1:
+        raise ValueError(
+            f"{folder} has the mixers {kinds}; a plan is for one mixer: convert with one mixer in all layers"
+        )
+    return kinds[0]

@@ -1,0 +1,313 @@
+"""Students with several mixers: which layer gets which, the same results as with one, saving, generation, refusals."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cli_runner import SMALL, memmix, result_of
+from hf_memmix import RecurrentStateCache
+from hf_memmix.conversion import convert_model, load_model, mixer_types_of, save_student
+from hf_memmix.conversion.estimate import estimate
+from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.mixer_files import convert_by_plan, load_mixers, mixer_file, write_mixers
+from hf_memmix.conversion.plan import read_plan, take_mixers, write_plan
+from hf_memmix.mixers import MIXERS
+from hf_memmix.models.echo import EchoConfig
+from hf_memmix.serving.footprint import Footprint
+from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.train import align, distill
+from testing import MIXERS as TINY
+from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+
+IDS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
+LAYERS = {"ska": [1], "attention": [0], "mamba2": "rest"}
+TYPES = ["attention", "ska", "mamba2", "mamba2"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "types"),
+    [
+        (LAYERS, TYPES),
+        ("ska=1 attention=0 mamba2=rest", TYPES),
+        (" mamba2=rest  ska=1-1 attention=0 ", TYPES),
+        (TYPES, TYPES),
+        (tuple(TYPES), TYPES),
+        ({"ska": "1", "attention": (0,), "mamba2": range(2, 4)}, TYPES),
+        ({"attention": 0.25, "gka": "rest"}, ["gka", "gka", "attention", "gka"]),
+        ({"attention": [], "gka": "rest"}, ["gka"] * 4),
+        ({"lattice": "0-3"}, ["lattice"] * 4),
+        ("echo", ["mamba2", "ska", "ska", "mamba2"]),
+    ],
+)
+def test_ways_to_write_a_mixture(layers, types):
+    assert mixer_types_of(layers, 4) == types
+
+
+def test_the_preset_is_the_layout_of_the_papers_models():
+    for name in ("1m", "50m", "180m"):
+        config = EchoConfig.preset(name)
+        if config.num_ska_layers == 2:
+            assert mixer_types_of("echo", config.num_hidden_layers) == config.mixer_types
+    with pytest.raises(ValueError, match="num_ska_layers=2 must be 0 to 1"):
+        mixer_types_of("echo", 3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({"ska": [3, 1], "mamba2": [1], "gka": "rest"}, "layers gives layer 1 to ska and to mamba2"),
+        ({"ska": [1, 1], "gka": "rest"}, "layers of ska is .*names a layer twice"),
+        ({"ska": [4], "gka": "rest"}, "names layers 4, but there are layers 0 to 3"),
+        ({"ska": [0], "gka": [3]}, 'leaves layers 1-2 without a mixer; name them, or give one mixer "rest"'),
+        ({"ska": "rest", "gka": "rest"}, 'gives "rest" to ska and to gka'),
+        ({"nosuch": "rest"}, "names 'nosuch', which is not a mixer; known: attention, "),
+        ("ska=1 nosuch=rest", "names 'nosuch', which is not a mixer"),
+        (["gka", "nosuch", "gka", "gka"], "names 'nosuch', which is not a mixer"),
+        (["gka"] * 3, "has 3 entries, but there are 4 layers"),
+        ({"attention": "rest"}, "keeps attention in all 4 layers, so nothing is left to convert"),
+        ("ska=1 ska=2 gka=rest", "names ska twice"),
+        ("ska=1, 2 gka=rest", "give layers by mixer, e.g."),
+        ("nosuch", "or a preset: echo"),
+        ("", "is empty"),
+        ({"ska": None, "gka": "rest"}, "layers of ska is None; give a list"),
+        ({"ska": 3, "gka": "rest"}, "layers of ska is 3; give a list"),
+        ({"ska": {}, "gka": "rest"}, "layers of ska is {}; give a list"),
+        (7, "layers is 7; give layers by mixer"),
+    ],
+)
+def test_mistakes_in_a_mixture_are_one_clear_line(layers, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        mixer_types_of(layers, 4)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layers": LAYERS, "mixer": "gka"}, "it replaces mixer and keep"),
+        ({"layers": LAYERS, "keep": [0]}, "it replaces mixer and keep"),
+        (
+            {"layers": LAYERS, "mixers": {"gka": {}}},
+            "has options of 'gka', but no layer uses it; used here: ska",
+        ),
+        ({"mixer": "gka", "mixers": {"ska": {}}}, "has options of 'ska', but no layer uses it"),
+        (
+            {"layers": LAYERS, "rank": 4},
+            "rank is an option of one mixer, but the layers use ska, mamba2",
+        ),
+        ({"layers": LAYERS, "mixers": {"ska": 3}}, "give options by mixer"),
+        ({"layers": LAYERS, "mixers": {"ska": {"nosuch": 3}}}, "nosuch"),
+    ],
+)
+def test_mistakes_in_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        convert_model(tiny_teacher(layers=4), **arguments)
+
+
+def test_a_mixture_of_one_mixer_is_the_old_conversion():
+    teacher = tiny_teacher("qwen3", layers=4)
+    old = convert_model(teacher, "gka", keep=[1], solver_phases=[9])
+    for arguments in (
+        {"layers": {"attention": [1], "gka": "rest"}, "solver_phases": [9]},
+        {"layers": "attention=1 gka=rest", "mixers": {"gka": {"solver_phases": [9]}}},
+        {"mixer": "gka", "keep": [1], "mixers": {"gka": {"solver_phases": [9]}}},
+    ):
+        new = convert_model(teacher, **arguments)
+        assert new.config.to_dict() == old.config.to_dict()
+        assert new.conversion_report.record() == old.conversion_report.record()
+        assert all(torch.equal(tensor, old.state_dict()[name]) for name, tensor in new.state_dict().items())
+    assert old.conversion_report.mixer == "gka" and old.conversion_report.layers == ["gka", "attention", "gka", "gka"]
+
+
+# grouped keys; fused projections and biases; sliding windows and norms of q and k
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3_text"])
+def test_a_student_of_several_mixers(family, tmp_path):
+    """Every layer is that of a conversion to its mixer alone; generation equals the forward; a folder holds all."""
+    layers = {"gka": [1], "mamba2": [3], "lattice": "4", "ska": [2], "attention": "rest"}
+    tiny = {kind: {name: v for name, v in TINY[kind].items() if name == "chunk_size"} for kind in ("gka", "ska")}
+    teacher = tiny_teacher(family, layers=6)
+    student = convert_model(teacher, layers=layers, mixers=tiny)
+    assert student.config.mixer_types == ["attention", "gka", "ska", "mamba2", "lattice", "attention"]
+    for layer, kind in enumerate(student.config.mixer_types):
+        if kind != "attention":
+            alone = attention_module(convert_model(teacher, kind, mixers={kind: tiny.get(kind, {})}), layer)
+            assert type(attention_module(student, layer)) is MIXERS[kind]
+            found = attention_module(student, layer).state_dict()
+            # what is drawn at random depends on the layers before it
+            filled = {t for row in student.conversion_report.tensors if row["layer"] == layer for t in row["targets"]}
+            assert filled and all(torch.equal(found[name], alone.state_dict()[name]) for name in filled)
+    assert student.conversion_report.mixer is None and student.conversion_report.kept == [0, 5]
+
+    with torch.no_grad():
+        logits = student(IDS).logits
+        cache = RecurrentStateCache(config=student.config)
+        parts = [student(part, past_key_values=cache, use_cache=True).logits for part in IDS.split([11, 1, 8], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), logits, rtol=2e-3, atol=2e-3)
+        made = student.generate(IDS, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        again = student(made).logits[:, IDS.shape[1] - 1 : -1].argmax(-1)
+    assert torch.equal(made[:, IDS.shape[1] :], again)
+
+    save_student(student, tmp_path / "s", tiny_tokenizer())
+    loaded = load_model(tmp_path / "s")
+    assert loaded.config.mixer_types == student.config.mixer_types
+    assert all(torch.equal(tensor, student.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+    saved = json.loads((tmp_path / "s" / "conversion.json").read_text())
+    assert saved["mixer"] is None and saved["layers"] == student.config.mixer_types
+
+
+def test_what_a_mixture_costs():
+    teacher = tiny_teacher(layers=4)
+    student = convert_model(teacher, layers=LAYERS)
+    found = estimate(tiny_teacher(layers=4), layers=LAYERS, contexts=(64,))
+    assert found["mixer"] is None and found["layers"] == TYPES and set(found["options"]) == {"ska", "mamba2"}
+    assert found["state"] == [
+        {
+            "context": 64,
+            "teacher": found["state"][0]["teacher"],
+            "student": Footprint.of(student.config, teacher.dtype).total(64),
+        }
+    ]
+    alone = [estimate(tiny_teacher(layers=4), kind, contexts=(64,)) for kind in ("ska", "mamba2")]
+    assert len({row["state"][0]["student"] for row in [found, *alone]}) == 3
+    assert found["counts"] == student.conversion_report.counts()
+
+
+def test_a_mixture_is_aligned_and_distilled(tmp_path):
+    teacher = tiny_teacher(layers=4)
+    student = convert_model(teacher, layers=LAYERS, mixers={"ska": {"chunk_size": 4}})
+    tokenizer = tiny_tokenizer()
+    ids = torch.tensor(tokenizer(tiny_text(1200), add_special_tokens=False)["input_ids"])
+    data, options = TokenBlocks(ids, 16), {"batch_size": 4, "block_size": 16, "trainer": {"disable_tqdm": True}}
+    before = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    for stage in (align, distill):
+        done = stage(student, teacher, data, tmp_path / stage.__name__, steps=12, learning_rate=3e-3, **options)
+        assert done["last_loss"] < done["first_loss"]
+        if stage is align:
+            moved = {
+                name.split(".")[2]
+                for name, tensor in student.state_dict().items()
+                if not torch.equal(tensor, before[name])
+            }
+            assert moved == {"1", "2", "3"}  # the mixers of both kinds, and nothing else
+    assert student(IDS).logits.isfinite().all()
+
+
+def test_mixers_are_taken_from_several_trained_students(tmp_path):
+    teacher = tiny_teacher(layers=4)
+    trained = {kind: convert_model(teacher, kind, seed=3) for kind in ("ska", "mamba2")}
+    with torch.no_grad():
+        for model in trained.values():
+            for layer in range(4):
+                for parameter in attention_module(model, layer).parameters():
+                    parameter.add_(0.01)
+    student = convert_model(teacher, layers=LAYERS)
+    take_mixers(student, *trained.values())
+    from_files = convert_model(teacher, layers=LAYERS)
+    for kind, model in trained.items():
+        write_mixers(model, mixer_file(tmp_path, kind), {"test": kind})
+    load_mixers(from_files, tmp_path)
+    for layer, kind in enumerate(TYPES[1:], 1):
+        source = attention_module(trained[kind], layer).state_dict()
+        for filled in (student, from_files):
+            found = attention_module(filled, layer).state_dict()
+            assert all(torch.equal(found[name], tensor) for name, tensor in source.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mamba2.safetensors", "ska.safetensors"]
+    with pytest.raises(ValueError, match="lacks|no readable gka.safetensors"):
+        load_mixers(convert_model(teacher, "gka"), tmp_path)
+    with pytest.raises(ValueError, match="ska.safetensors' does not fit layer 1: it lacks the layer, or was trained"):
+        load_mixers(convert_model(teacher, layers=LAYERS, mixers={"ska": {"rank": 3}}), tmp_path)
+    with pytest.raises(ValueError, match="mixers of layer 0 differ"):
+        take_mixers(convert_model(teacher, "gka"), *trained.values())
+
+
+def test_a_plan_of_a_mixture(tmp_path):
+    teacher, path = tiny_teacher(layers=4), tmp_path / "plan.json"
+    plan = {"mixer_types": TYPES, "num_layers": 4, "mixers": {"ska": {"rank": 5}}}
+    write_plan(plan, path)
+    assert read_plan(path, 4) == plan
+    student = convert_by_plan(teacher, path)
+    assert student.config.mixer_types == TYPES and student.config.mixers["ska"]["rank"] == 5
+    for by_hand in (LAYERS, "ska=1 attention=0 mamba2=rest"):
+        write_plan({"layers": by_hand}, path)
+        assert read_plan(path, 4)["mixer_types"] == TYPES
+        assert convert_by_plan(teacher, path).config.mixer_types == TYPES
+    for wrong, message in (
+        ({"layers": {"ska": [1]}}, "leaves layers 0,2-3 without a mixer"),
+        ({**plan, "num_layers": 5}, "is for 5 layers"),
+        ({**plan, "mixer_types": TYPES[:3]}, "has 3 entries"),
+        ({**plan, "mixer_types": ["gka", "x", "gka", "gka"]}, "names 'x', which is not a mixer"),
+        ({**plan, "mixer_types": 3}, "is not a plan: it lacks mixer_types, num_layers"),
+    ):
+        write_plan(wrong, path)
+        with pytest.raises(ValueError, match=message):
+            read_plan(path, 4)
+    write_plan(plan | {"trained": "plan.mixers"}, path)
+    with pytest.raises(ValueError, match="needs its aligned mixers in .*plan.mixers"):
+        convert_by_plan(teacher, path)
+
+
+# ---- the command line
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    tiny_teacher("llama", layers=4).save_pretrained(tmp_path / "teacher")
+    tiny_tokenizer().save_pretrained(tmp_path / "teacher")
+    (tmp_path / "text.txt").write_text(tiny_text(800))
+    return tmp_path
+
+
+def test_commands_with_a_mixture(workspace):
+    """convert, a dry run, align, report, card and generate."""
+    teacher, text = ["--teacher", workspace / "teacher"], ["--text", workspace / "text.txt"]
+    layers = ["--layers", "ska=1 attention=0 mamba2=rest", "--option", "ska.rank=5", "--option", "ska.chunk_size=4"]
+    done = result_of(memmix("convert", *teacher, *layers, "--out", workspace / "s0", "--json"))
+    assert done["layers"] == TYPES and done["kept"] == [0] and done["converted"] == [1, 2, 3]
+    config = json.loads((workspace / "s0" / "config.json").read_text())
+    assert config["mixer_types"] == TYPES and config["mixers"]["ska"]["rank"] == 5
+    for_people = memmix("convert", *teacher, *layers, "--out", workspace / "s0", "--overwrite")
+    assert "layers [1, 2, 3] converted to ska 1, mamba2 2-3, [0] kept" in for_people.stdout
+    dry = memmix("convert", *teacher, *layers, "--dry-run")
+    assert dry.exit_code == 0 and "3 become ska 1, mamba2 2-3, attention stays in [0]" in dry.stdout
+    assert "\nska: " in dry.stdout and "\nmamba2: " in dry.stdout
+
+    pair = [*teacher, *text, "--json"]
+    aligned = memmix("align", "--student", workspace / "s0", "--out", workspace / "s1", *pair, *SMALL)
+    assert result_of(aligned)["steps"] == 3
+    report = memmix("report", "--student", workspace / "s1", *pair, "--block-size", "32", "--max-tokens", "200")
+    assert list(result_of(report)["layer_error"]) == ["1", "2", "3"]
+    (workspace / "report.json").write_text(report.stdout)
+    card = memmix("card", workspace / "s1", "--report", workspace / "report.json",
+                  "--base-model", "tiny/teacher", "--license", "mit")  # fmt: skip
+    assert card.exit_code == 0, card.output
+    text = (workspace / "s1" / "README.md").read_text()
+    assert "Spectral Koopman Attention" in text and "Mamba-2" in text and "remains in layer 0" in text
+    run = memmix("generate", "--model", workspace / "s1", "--prompt", "the cat", "--max-new-tokens", "3", "--json")
+    assert 1 <= result_of(run)["new_tokens"] <= 3
+
+    taken = ["--trained", workspace / "s1", "--out", workspace / "s2", "--json"]
+    assert result_of(memmix("convert", *teacher, *layers[:2], *taken))["layers"] == TYPES
+    tensors, source = (load_file(workspace / name / "model.safetensors") for name in ("s2", "s1"))
+    assert all(torch.equal(tensors[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "ska=1 gka=1 mamba2=rest"], "--layers gives layer 1 to ska and to gka"),
+        (["--layers", "ska=9 mamba2=rest"], "--layers of ska is '9'; it names layers 9"),
+        (["--layers", "ska=1"], "--layers leaves layers 0,2-3 without a mixer"),
+        (["--layers", "echo", "--mixer", "gka"], "--layers is 'echo', but --mixer also chooses the mixers"),
+        (["--layers", "echo", "--keep-layers", "0"], "--layers also says which layers stay attention"),
+        (["--layers", "echo", "--option", "rank=4"], "rank is an option of one mixer"),
+        (["--layers", "echo", "--option", "gka.ridge=1.0"], "has options of 'gka', but no layer uses it"),
+        (["--layers", "echo", "--option", ".ridge=1.0"], "is not NAME=VALUE"),
+    ],
+)
+def test_mistakes_on_the_command_line(workspace, arguments, message):
+    run = memmix("convert", "--teacher", workspace / "teacher", "--out", workspace / "s", *arguments)
+    assert run.exit_code == 1 and "Traceback" not in run.output
+    last = run.output.splitlines()[-1]
+    assert last.startswith("error:") and message in last and not (workspace / "s").exists()

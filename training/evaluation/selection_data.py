@@ -1,0 +1,46 @@
+"""The text and the probes with which layers and mixers are scored."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from hf_memmix.training.data import tokenize_files
+from hf_memmix.training.evaluation.probes import TASKS, Material, draw
+from hf_memmix.training.evaluation.probes.grid import DEPTHS
+from hf_memmix.training.evaluation.probes.material import Sample
+from hf_memmix.training.text_files import read_text, text_record
+
+
+@dataclass(frozen=True)
+class SelectionData:
+    """What `rank_layers` reads: `blocks` [N, length] of token ids for the divergence, and `samples` of probes by task.
+
+    `record` holds the settings as JSON values: `{"text": ..., "settings": ...}`.
+    """
+
+    blocks: Tensor
+    samples: dict[str, list[Sample]]
+    record: dict
+
+    @classmethod
+    def of(
+        cls, tokenizer, *, text: Path, tasks: str, length: int, samples: int, max_tokens: int, seed: int, weight: float
+    ) -> "SelectionData":
+        """Blocks and probes of a text file. `tasks`: names of probes with commas between them, or "none".
+
+        Raises:
+            ValueError: the text is shorter than one block, or there is no such probe.
+        """
+        tokens = tokenize_files(text, tokenizer)[:max_tokens]
+        blocks = tokens[: len(tokens) // length * length].view(-1, length)
+        if not len(blocks):
+            raise ValueError(f"{text} has less than the {length} tokens of one sequence; give a longer text")
+        names = [] if tasks == "none" else [part.strip() for part in tasks.split(",")]
+        material = Material(tokenizer, read_text(text)) if names else None
+        drawn = {}
+        for task in names:
+            depths = DEPTHS if task in TASKS and TASKS[task].depths else (None,)
+            drawn[task] = [s for depth in depths for s in draw(task, material, length, depth, seed, samples)]
+        settings = {"tasks": names, "length": length, "samples": samples, "weight": weight, "seed": seed}
+        return cls(blocks, drawn, {"settings": settings | {"tokens": blocks.numel()}, "text": text_record(text)})

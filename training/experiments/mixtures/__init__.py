@@ -1,0 +1,1 @@
+"""Mixtures of several mixers against single ones, from the same aligned mixers."""

@@ -54,8 +54,8 @@ class LatticeOptions(MixerOptions):
         l1: threshold of the proximal step after each write (eq. 18), times gamma_t.
         share_qk: one projection for q and k, as in the paper; each then has H heads.
         use_unit_qk: q and k of unit norm.
-        use_v_conv: whether v also passes through a short convolution, as in GKA and Mamba-2. The paper's layer does not
-            have it.
+        use_v_conv: whether v also passes through a short convolution, as in GKA and Mamba-2. The paper's layer
+            does not have it.
         conv_size: taps of the short convolutions.
         conv_activation: "silu", or None, which keeps the signs of q and k, as a conversion from attention needs it.
         use_o_norm: RMSNorm of each head's output.

@@ -145,16 +145,20 @@ NO_NATIVE_PACKING = {"gpt_oss"}
 
 
 def _pairs():
-    """Pairs (mixer, family) such that every mixer occurs with three families and every family with one mixer."""
-    slots = max(len(FAMILIES), 3 * len(MIXERS))
-    return {(slot % len(MIXERS), slot % len(FAMILIES)) for slot in range(slots)}
+    """Pairs (mixer, family) such that every mixer occurs with three families and every family with one mixer.
+
+    A dictionary: the places in MIXERS and FAMILIES -> the number of the pair.
+    """
+    pairs = max(len(FAMILIES), 3 * len(MIXERS))
+    return {(number % len(MIXERS), number % len(FAMILIES)): number for number in range(pairs)}
 
 
 def over_tables(*names, **choices):
     """Parametrize a test over all combinations of tables; most of them have the marker `product`.
 
-    `make test` runs the pairs of mixer and family from `_pairs`, each with one layout and with all values of
-    `choices`; `make test-all` runs all combinations.
+    `make test` runs the pairs of mixer and family from `_pairs`, each in one layout. With `choices`, each pair takes a
+    third of their values, and each value a third of the pairs; together, every value meets every mixer and layout.
+    `make test-all` runs all combinations.
 
     Args:
         names: "mixer", "family" and, if the test has this argument, "layout".
@@ -164,8 +168,11 @@ def over_tables(*names, **choices):
     names, pairs, rows = [*names, *choices], _pairs(), []
     for places in itertools.product(*(range(len(tables[name])) for name in names)):
         place = dict(zip(names, places, strict=True))
-        turn = sum(value for name, value in place.items() if name != "layout") % len(LAYOUTS)
-        everyday = (place["mixer"], place["family"]) in pairs and place.get("layout", turn) == turn
+        pair, choice = pairs.get((place["mixer"], place["family"])), sum(place[name] for name in choices)
+        everyday = pair is not None and (not choices or (pair + choice) % 3 == 0)
+        if everyday and "layout" in names:
+            turn = pair // 3 + choice // 3 if choices else place["mixer"] + place["family"]
+            everyday = place["layout"] == turn % len(LAYOUTS)
         row = [list(tables[name])[value] for name, value in place.items()]
         rows.append(pytest.param(*row, marks=() if everyday else pytest.mark.product, id="-".join(row)))
     return pytest.mark.parametrize(names, rows)

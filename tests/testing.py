@@ -178,6 +178,29 @@ def over_tables(*names, **choices):
     return pytest.mark.parametrize(names, rows)
 
 
+def in_turn(**tables):
+    """Parametrize a test over all combinations of two tables; most of them have the marker `product`.
+
+    `make test` runs one combination per value of the first table, with the values of the second table in turn.
+    """
+    (name, values), (other, turns) = ((name, list(values)) for name, values in tables.items())
+    return pytest.mark.parametrize(
+        (name, other),
+        [
+            pytest.param(value, turn, marks=() if j == i % len(turns) else pytest.mark.product)
+            for i, value in enumerate(values)
+            for j, turn in enumerate(turns)
+        ],
+    )
+
+
+def every_third(names, rows):
+    """Parametrize a test over `rows`; two of three have the marker `product`, so `make test` leaves them out."""
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    marks = [() if i % 3 == 0 else pytest.mark.product for i in range(len(rows))]
+    return pytest.mark.parametrize(names, [pytest.param(*row, marks=m) for row, m in zip(rows, marks, strict=True)])
+
+
 # ---- models
 
 

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from child import forked
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.training.data import TokenBlocks
@@ -166,20 +167,17 @@ def test_training_leaves_use_cache_alone(tmp_path, teacher, data, stage):
 
 # ---- one process at a time
 
-FORK = multiprocessing.get_context("fork")  # such a process imports nothing again, and does not inherit the locks
-
 
 def hold(folder):
     """A process that holds the lock of a folder."""
-    here, there = FORK.Pipe()
+    here, there = multiprocessing.Pipe()
 
     def wait_with_the_lock():
         with run_lock(folder):
             there.send("held")
             time.sleep(600)
 
-    process = FORK.Process(target=wait_with_the_lock, daemon=True)
-    process.start()
+    process = forked(wait_with_the_lock)
     assert here.recv() == "held"
     return process
 
@@ -210,7 +208,7 @@ def test_a_lock_that_is_taken_twice_is_freed_by_the_outer_one(tmp_path):
 
     def another_process():
         """The error that another process gets, or None."""
-        here, there = FORK.Pipe()
+        here, there = multiprocessing.Pipe()
 
         def take():
             try:
@@ -219,9 +217,7 @@ def test_a_lock_that_is_taken_twice_is_freed_by_the_outer_one(tmp_path):
             except ValueError as error:
                 there.send(str(error))
 
-        process = FORK.Process(target=take)
-        process.start()
-        process.join()
+        forked(take).join()
         return here.recv()
 
     with run_lock(folder):

@@ -47,7 +47,8 @@ LEFT_OUT = {
     ],
     "torch.compile traces a whole model: one mixer per property stays": [
         _COMPILE + r"training_graph\[(?!padded-llama-gka)",
-        _COMPILE + r"static_decode_is_one_graph\[(llama-all-(?!gka)|llama-mixed-(?!gka|coffee)|gpt_neox|gemma3|stablelm)",
+        _COMPILE
+        + r"static_decode_is_one_graph\[(llama-all-(?!gka)|llama-mixed-(?!gka|coffee)|gpt_neox|gemma3|stablelm)",
         _COMPILE + r"padded_rows_are_sorted_once\[stablelm",
         _COMPILE + r"training_on_other_lengths",
     ],

@@ -15,6 +15,7 @@ from testing import (
     LAYOUTS,
     MIXERS,
     NO_NATIVE_PACKING,
+    in_turn,
     over_tables,
     slides,
     sliding_cache_records_one_forward,
@@ -32,7 +33,7 @@ def test_check(mixer, family, layout, check):
         CHECKS[check](model)
 
 
-@over_tables("mixer", "family")
+@in_turn(mixer=MIXERS, family=FAMILIES)
 def test_assistant(mixer, family):
     model = tiny_model(family, "odd", mixer)
     if slides(model) and sliding_cache_records_one_forward():
@@ -66,7 +67,7 @@ def test_everyday_part_meets_everything():
         (mark,) = (mark for mark in test.pytestmark if mark.name == "parametrize")
         return [row.values for row in mark.args[1] if not row.marks]
 
-    for test in (test_check, test_assistant, test_gradient_checkpointing):
+    for test in (test_check, test_gradient_checkpointing):
         rows = everyday(test)
         assert {row[1] for row in rows} == set(FAMILIES)
         assert all(len({row[1] for row in rows if row[0] == mixer}) >= 3 for mixer in MIXERS)

@@ -70,15 +70,10 @@ def command(options: type[Options]) -> Callable:
     kinds = {}
     for cls in reversed(options.__mro__):
         kinds |= inspect.get_annotations(cls)
-    parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=getattr(options, name, inspect.Parameter.empty),
-            annotation=kind,
-        )
-        for name, kind in kinds.items()
-    ]
+    parameters = []
+    for name, kind in kinds.items():
+        default = getattr(options, name, inspect.Parameter.empty)
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
 
     def decorate(function: Callable[[SimpleNamespace], None]) -> Callable[..., None]:
         @functools.wraps(function)

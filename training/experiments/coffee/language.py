@@ -9,9 +9,9 @@ smaller so that all models have the same size.
 
 import typer
 
+from hf_memmix.commands.options import command
 from hf_memmix.training.experiments.common.fit import MODELS, train_language_model
 from hf_memmix.training.experiments.common.language import ComparisonOptions, run_command
-from hf_memmix.training.experiments.common.options import command
 
 COMPARED = ("coffee", "coffee-filter", "mamba2", "linear-decay", "gka", "transformer")
 

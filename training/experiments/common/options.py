@@ -1,7 +1,5 @@
-"""The command-line options that several experiments share, and how a command is made of them."""
+"""The command-line options that several experiments share; `hf_memmix.commands.options` makes a command of them."""
 
-import functools
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,32 +57,6 @@ class DistillationOptions(PlottedOptions):
     batch_size: int = 32
     block_size: int = 512
     measured_tokens: MeasuredTokens = 60_000
-
-
-def command(options: type[Options]) -> Callable:
-    """A decorator that makes a command of `function(args)`; `args` holds the values of all options.
-
-    The options are the annotated attributes of the class and its bases; one without a value is required. The help of
-    the command is the function's docstring.
-    """
-    kinds = {}
-    for cls in reversed(options.__mro__):
-        kinds |= inspect.get_annotations(cls)
-    parameters = []
-    for name, kind in kinds.items():
-        default = getattr(options, name, inspect.Parameter.empty)
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
-
-    def decorate(function: Callable[[SimpleNamespace], None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def main(**values) -> None:
-            function(SimpleNamespace(**values))
-
-        del main.__wrapped__  # typer reads the signature below, not that of the function
-        main.__signature__, main.__annotations__ = inspect.Signature(parameters), kinds
-        return main
-
-    return decorate
 
 
 def draw_if_asked(args: SimpleNamespace, plot: Callable[[dict, Path], None], results: dict) -> None:

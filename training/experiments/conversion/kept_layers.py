@@ -19,6 +19,7 @@ import typer
 from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
+from hf_memmix.commands.options import command
 from hf_memmix.conversion import convert_model, load_model, report, save_student
 from hf_memmix.conversion.convert import layers_to_keep
 from hf_memmix.conversion.plan import take_mixers
@@ -30,7 +31,7 @@ from hf_memmix.training.evaluation.probes.grid import DEPTHS
 from hf_memmix.training.evaluation.probes.score import score
 from hf_memmix.training.experiments.common.fit import Deadline
 from hf_memmix.training.experiments.common.harness import device, execute, measured_at
-from hf_memmix.training.experiments.common.options import DistillationOptions, command, draw_if_asked
+from hf_memmix.training.experiments.common.options import DistillationOptions, draw_if_asked
 from hf_memmix.training.experiments.common.text import describe_training_text, train_tokens
 from hf_memmix.training.experiments.common.text import measured_tokens as tokens_of
 from hf_memmix.training.train import Recipe, train

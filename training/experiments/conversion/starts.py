@@ -29,6 +29,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_memmix.assets import asset_path
+from hf_memmix.commands.options import command
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.compare import layer_errors
 from hf_memmix.conversion.families import attention_module
@@ -39,7 +40,7 @@ from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.harness import device, execute
-from hf_memmix.training.experiments.common.options import MeasuredTokens, Options, check_names, command
+from hf_memmix.training.experiments.common.options import MeasuredTokens, Options, check_names
 from hf_memmix.training.experiments.common.text import measured_tokens as tokens_of
 from hf_memmix.training.text_files import text_record
 from hf_memmix.training.train import align

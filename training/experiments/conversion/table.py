@@ -20,6 +20,7 @@ import typer
 from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
+from hf_memmix.commands.options import command
 from hf_memmix.conversion import convert_model, load_model, report
 from hf_memmix.conversion.convert import layers_to_keep
 from hf_memmix.training.data import TokenBlocks
@@ -27,7 +28,7 @@ from hf_memmix.training.evaluation.probes import Material, run_probes
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.fit import Deadline
 from hf_memmix.training.experiments.common.harness import device, execute
-from hf_memmix.training.experiments.common.options import DistillationOptions, command, draw_if_asked
+from hf_memmix.training.experiments.common.options import DistillationOptions, draw_if_asked
 from hf_memmix.training.experiments.common.rates import lowest_dev_loss
 from hf_memmix.training.experiments.common.text import describe_training_text, train_tokens
 from hf_memmix.training.experiments.common.text import measured_tokens as tokens_of

@@ -14,8 +14,9 @@ from typing import Annotated
 
 import typer
 
+from hf_memmix.commands.options import command
 from hf_memmix.training.experiments.common.harness import execute
-from hf_memmix.training.experiments.common.options import check_names, command, draw_if_asked
+from hf_memmix.training.experiments.common.options import check_names, draw_if_asked
 from hf_memmix.training.experiments.echo.plots import plot_ablation
 from hf_memmix.training.experiments.echo.protocol import ProtocolOptions, learn_and_measure
 

@@ -15,8 +15,9 @@ from typing import Annotated
 
 import typer
 
+from hf_memmix.commands.options import command
 from hf_memmix.training.experiments.common.harness import attempt, execute
-from hf_memmix.training.experiments.common.options import PlottedOptions, Rates, check_names, command, draw_if_asked
+from hf_memmix.training.experiments.common.options import PlottedOptions, Rates, check_names, draw_if_asked
 from hf_memmix.training.experiments.echo import suite
 from hf_memmix.training.experiments.echo.plots import plot_grid
 from hf_memmix.training.experiments.echo.tasks import TASKS, Examples, draw_examples

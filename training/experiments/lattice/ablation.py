@@ -11,9 +11,10 @@ variant "rung".
 
 import typer
 
+from hf_memmix.commands.options import command
 from hf_memmix.training.experiments.common.fit import train_language_model
 from hf_memmix.training.experiments.common.harness import execute
-from hf_memmix.training.experiments.common.options import LanguageModelOptions, command, draw_if_asked
+from hf_memmix.training.experiments.common.options import LanguageModelOptions, draw_if_asked
 from hf_memmix.training.experiments.common.rates import rates_to_try
 from hf_memmix.training.experiments.common.text import describe_training_text
 from hf_memmix.training.experiments.lattice.plots import plot_ablation

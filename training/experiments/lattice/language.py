@@ -10,9 +10,9 @@ model means that its step size gamma is at most 0.25.
 
 import typer
 
+from hf_memmix.commands.options import command
 from hf_memmix.training.experiments.common.fit import MODELS, train_language_model
 from hf_memmix.training.experiments.common.language import ComparisonOptions, run_command
-from hf_memmix.training.experiments.common.options import command
 
 # Karami and Mirrokni, Table 2: perplexity on Books
 PAPER = {

@@ -23,6 +23,12 @@ def test_imports_no_test_and_leaves_the_path_alone(path):
         assert not changed, f"line {node.lineno} uses sys.path"
 
 
+def test_no_other_code_uses_the_path():
+    rooms = ("hf_memmix", "conversion", "training", "kernels", "model_cards")
+    files = [file for room in rooms for file in (TESTS.parent / room).rglob("*.py")]
+    assert len(files) > 250 and not [file for file in files if "sys.path" in file.read_text()]
+
+
 @pytest.fixture(scope="module")
 def functions():
     """The tests' names, as the node ids begin."""

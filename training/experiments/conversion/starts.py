@@ -6,9 +6,8 @@ A start is one initialisation of a mixer. Every layer of the bundled transformer
 inputs that its attention gets in the teacher. The figure is |mixer - attention|^2 / |attention|^2 per layer; an output
 of zero gives 1. Starts are chosen on the development text, and the held-out text is used for the reported figures.
 "default" is the initialisation of `convert_model`; each other start differs from it as its name says. Every start can
-be
-trained: no output gate is below 0.1, because a smaller gate makes the gradients small, and each mixer has a head or a
-state with a half-life of at least 16 tokens.
+be trained: no output gate is below 0.1, because a smaller gate makes the gradients small, and each mixer has a head or
+a state with a half-life of at least 16 tokens.
 
 Then the default and the starts of each mixer with the lowest error on the development text are aligned for a few
 steps, with the same recipe.

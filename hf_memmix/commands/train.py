@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from hf_memmix.command_options import command
 from hf_memmix.commands.common import (
     Device,
     Json,
@@ -26,7 +27,6 @@ from hf_memmix.commands.common import (
 from hf_memmix.commands.devices import check_processes, choose_device
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.hub import model_folder
-from hf_memmix.commands.options import command
 from hf_memmix.commands.progress import progress
 
 Recipe = Annotated[str | None, typer.Option(help="Name of a bundled recipe or a YAML file.")]

@@ -9,7 +9,7 @@ smaller so that all models have the same size.
 
 import typer
 
-from hf_memmix.commands.options import command
+from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.fit import MODELS, train_language_model
 from hf_memmix.training.experiments.common.language import ComparisonOptions, run_command
 

@@ -1,4 +1,4 @@
-"""The command-line options that several experiments share; `hf_memmix.commands.options` makes a command of them."""
+"""The command-line options that several experiments share; `hf_memmix.command_options` makes a command of them."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -28,7 +28,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_memmix.assets import asset_path
-from hf_memmix.commands.options import command
+from hf_memmix.command_options import command
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.compare import layer_errors
 from hf_memmix.conversion.families import attention_module

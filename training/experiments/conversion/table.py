@@ -20,7 +20,7 @@ import typer
 from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
-from hf_memmix.commands.options import command
+from hf_memmix.command_options import command
 from hf_memmix.conversion import convert_model, load_model, report
 from hf_memmix.conversion.convert import layers_to_keep
 from hf_memmix.training.data import TokenBlocks

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.commands.options import command
+from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.harness import execute
 from hf_memmix.training.experiments.common.options import check_names, draw_if_asked
 from hf_memmix.training.experiments.echo.plots import plot_ablation

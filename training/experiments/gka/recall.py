@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from hf_memmix.commands.options import command
+from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.fit import MODELS, autocast, build, fit, query_logits, recall_loss
 from hf_memmix.training.experiments.common.harness import device, execute
 from hf_memmix.training.experiments.common.mqar import DEV_SEED, TEST_SEED, VOCAB, check_cell, draw_recall

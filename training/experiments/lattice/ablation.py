@@ -11,7 +11,7 @@ variant "rung".
 
 import typer
 
-from hf_memmix.commands.options import command
+from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.fit import train_language_model
 from hf_memmix.training.experiments.common.harness import execute
 from hf_memmix.training.experiments.common.options import LanguageModelOptions, draw_if_asked

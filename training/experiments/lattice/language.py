@@ -10,7 +10,7 @@ model means that its step size gamma is at most 0.25.
 
 import typer
 
-from hf_memmix.commands.options import command
+from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.fit import MODELS, train_language_model
 from hf_memmix.training.experiments.common.language import ComparisonOptions, run_command
 

@@ -17,6 +17,7 @@ LEFT_OUT = {
     "Triton's interpreter takes seconds for what a GPU does in microseconds: sizes above 17 tokens": [
         _CONTRACT + r"equals_naive\[triton-.*-(?!(1x17|2x1)x)\dx\d+x.*\]",
         _CONTRACT + r"(packed|padding|split|steps|float64|gradient|low).*\[triton-.*(lattice|ska|gka|coffee_filtered)",
+        _CONTRACT + r"(packed|split).*\[triton-short_conv",
         _CONTRACT + r"gka_gradients_of_few_iterations_do_not_depend_on_splits\[triton",
     ],
     "the same in the interpreter: one row per kernel stays, the torch path runs all rows": [
@@ -26,12 +27,13 @@ LEFT_OUT = {
         _COFFEE + r"every_choice_of_launch_o.*\[(packed-\(\([14]|batched-\(\((4, 4|[12], 1))",
         _COFFEE + r"(deer|shooting)_takes_every_gate\[triton-(?!token)",
         _COFFEE + r"deer_without_convergence_runs_the_scan.*\[triton",
-        _SKA + r"(step_at_every_token|padding_by_lengths|nu_cancels|sequence_max_ignores_pads)\[triton",
+        _SKA + r"(action_mask|step_at_every_token|padding_by_lengths|nu_cancels|sequence_max_ignores_pads)\[triton",
         _SKA + r"every_power\[triton-(?!normalised-4)",
         _SKA + r"extreme_inputs_stay_finite\[triton-(?!growing|zero)",
         r"tests/kernels/test_memcheck\.py::test_every_access_is_inside\[(?!gla)",
         r"tests/kernels/test_rowwise\.py::test_gated_norm_equals_naive\[triton-.*(float16|bfloat16|float64|130\)|1000\))",
         r"tests/kernels/test_rowwise\.py::test_unit_heads_equals_naive\[triton-.*(float16|bfloat16|float64|67, 5)",
+        _REGISTRATION + r"what_forward_keeps.*\[triton-lattice",
         _REGISTRATION + r"an_unused_output_counts.*\[triton-(ska|lattice|gka)",
         _REGISTRATION + r"(compiles_to_one|step_on_pages_c|step_c).*\[triton-(?!gla)",
     ],
@@ -40,6 +42,7 @@ LEFT_OUT = {
         _CONTRACT + r"(float64|low_precision|gradient_of_log_decay.*)\[torch-.*gka_refined",
     ],
     "many tokens or iterations": [
+        _CONTRACT + r"equals_naive\[torch-fresh-1x(20|65|66|130)x",  # the same with a carried state stays
         r"tests/kernels/test_lattice\.py::test_(a_slot_that_decays|a_slot_whose_old_value|norms_stay).*",
         r"tests/kernels/test_guards_lattice\.py::test_norms_after_many_steps\[dec",
         _COFFEE + r"(deer_equals|shooting_equals|shooting_gives_up|stays_bounded).*",
@@ -50,13 +53,14 @@ LEFT_OUT = {
         _COMPILE + r"static_decode_is_one_graph\[(?!llama-(mixed|all)-gka)",
         _COMPILE + r"padded_rows_are_sorted_once\[stablelm",
         _COMPILE + r"training_on_other_lengths",
+        r"tests/core/test_new_mixer\.py::test_static_decode_is_one_graph",
     ],
     "trainings: one layout, and one model per kind of mixer, stay": [
-        r"tests/core/test_training\.py::test_loss_falls\[.*-all",
+        r"tests/core/test_training\.py::test_loss_falls\[(.*-all|mixtral|gpt_neox)",
         r"tests/core/test_training\.py::test_trainer_resumes\[(?!llama-(gka|ska))",
         r"tests/core/test_offload\.py::test_weights_on_disk\[(?!gka)",
         r"tests/training/experiments/test_fit\.py::test_models_are_causal_and_learn\[(?!transformer|gka|coffee\])",
-        r"tests/training/experiments/test_fit\.py::test_(resumes_and_survives|what_was_trained|ablation_rows)",
+        r"tests/training/experiments/test_fit\.py::test_(resumes_and_survives|what_was_trained|ablation_rows|language_row)",
         r"tests/training/experiments/test_(echo|coffee)\.py::test_(ablation|transfer|training_learns)",
         r"tests/training/experiments/test_conversion_table\.py::test_a_row_runs",
         r"tests/training/evaluation/test_probes\.py::test_the_bundled_teacher_recalls",
@@ -83,6 +87,7 @@ LEFT_OUT = {
     "tests that start a new process, which imports torch and transformers again for seconds": [
         r"tests/test_cli_publish\.py::test_push_reads_its_settings_from_the_environment",
         r"tests/test_cli_run\.py::test_(the_other_way|errors_of_the_program|importing_torch|a_saved_model|a_program)",
+        r"tests/test_cli_start\.py::test_a_command_registers_the_models",
         r"tests/test_packaging\.py::test_transformers_imports_from_the_repository_root",
         r"tests/core/test_config\.py::test_importing_does_not_load_modelling_code",
         r"tests/conversion/test_conversion_readme\.py::test_the_snippet_runs",

@@ -1,5 +1,6 @@
 """The environment of all tests: offline, one thread per process, and Triton's interpreter if there is no GPU."""
 
+import gc
 import os
 
 import pytest
@@ -35,6 +36,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish():
+    """The objects of the imported libraries stay to the end: the garbage collector need not look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

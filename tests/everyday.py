@@ -1,57 +1,99 @@
-"""The long tests that only `make test-all` runs, besides the rows that `testing.over_tables` leaves out.
+"""What `make test` leaves out, and only `make test-all` runs: long tests, and rows of tests with many rows.
 
-For each of them `make test` runs a shorter test: the same kernel at a smaller size, the same kill at another moment,
-or the other path of the same op. A row is a regular expression over pytest's node ids.
+`LEFT_OUT` gives per reason regular expressions over pytest's node ids. Where it names rows of a test, other rows stay:
+the same property at a smaller size, for another mixer, or on the other path of the same op. Tests that run for all
+families, mixers or starts choose their rows by `over_tables`, `in_turn` and `every_third` of testing.py.
 """
 
 import re
 
-# Triton's interpreter takes seconds for what a GPU does in microseconds: `make test` runs sizes of up to 17 tokens
-_INTERPRETED = r"tests/kernels/test_contract\.py::test_"
-LEFT_OUT = [
-    _INTERPRETED + r"equals_naive\[triton-.*-(?!(1x17|2x1)x)\dx\d+x.*\]",
-    _INTERPRETED + r"(packed|padding|split|steps|float64|gradient|low).*\[triton-.*(lattice|ska|gka|coffee_filtered)",
-    _INTERPRETED + r"gka_gradients_of_few_iterations_do_not_depend_on_splits\[triton",
-    # options of one kernel at its larger shape; test_lattice.py tests them at three tokens
-    _INTERPRETED + r"equals_naive\[triton-.*-lattice_(enc|sim|free)",
-    # iterative refinement of the same solver: `make test` runs the small shapes
-    _INTERPRETED + r"equals_naive\[torch-.*-(?!(1x17|1x63|2x1)x)\dx\d+x.*gka_refined",
-    _INTERPRETED + r"(float64|low_precision)\[torch-.*gka_refined",
-    # `make test` runs each launch option batched or packed, and each solver with one gate
-    r"tests/kernels/test_coffee\.py::test_every_choice_of_launch_o.*\[(packed-\(\((1|4), 1|batched-\(\((4, 4|2, 1))",
-    r"tests/kernels/test_coffee\.py::test_(deer|shooting)_takes_every_gate\[triton-(?!token)",
-    r"tests/kernels/test_coffee\.py::test_deer_without_convergence_runs_the_scan.*\[triton",
-    r"tests/kernels/test_lattice\.py::test_(a_slot_that_decays|a_slot_whose_old_value|norms_stay).*",
-    r"tests/kernels/test_coffee\.py::test_(deer_equals|shooting_equals|shooting_gives_up|stays_bounded).*",
-    r"tests/kernels/test_memcheck\.py::test_every_access_is_inside\[(?!gla)",
-    r"tests/kernels/test_registration\.py::test_compiles_to_one_graph\[triton",
-    # `make test` runs each kernel of the rowwise functions in float32 at three shapes, each op's gradients in torch
-    r"tests/kernels/test_rowwise\.py::test_gated_norm_equals_naive\[triton-.*(float16|bfloat16|float64|130\)|1000\))",
-    r"tests/kernels/test_rowwise\.py::test_unit_heads_equals_naive\[triton-.*(float16|bfloat16|float64|67, 5)",
-    r"tests/kernels/test_registration\.py::test_an_unused_output_counts.*\[triton-(ska|lattice|gka)",
-    r"tests/kernels/test_sass\.py::test_one_kernel_compiles",
-    r"tests/core/test_compile\.py::test_training_graph\[(?!padded-llama-gka)",
-    r"tests/core/test_compile\.py::test_static_decode_is_one_graph\[(llama-all-(?!gka)|gpt_neox)",
-    r"tests/core/test_compile\.py::test_padded_rows_are_sorted_once\[stablelm",
-    r"tests/core/test_training\.py::test_loss_falls\[(gpt_neox|mixtral)-gka-all",
-    r"tests/core/test_compile\.py::test_training_on_other_lengths",
-    # whole trainings and kills during one: `make test` runs one moment of a kill and one program
-    r"tests/training/test_crash\.py::test_a_kill_leaves.*\[(?!before the folder is renamed)",
-    r"tests/training/test_crash\.py::test_out_of_room",
-    r"tests/training/test_distributed\.py::test_two_processes",
-    # `memmix run` with the program of another library: `make test` runs it with a small program of the tests
-    r"tests/training/test_trl\.py::",
-    r"tests/test_cli_run\.py::test_the_harness_scores_a_local_task",
-    r"tests/training/bundled/test_(demo|make_tiny_gka)\.py::test_(demo_end|recipe_in)",
-    r"tests/training/experiments/test_fit\.py::test_(resumes_and_survives|what_was_trained)",
-    r"tests/training/experiments/test_(echo|conversion_table)\.py::test_(ablation|a_row_runs)",
-    r"tests/conversion/test_saving\.py::test_the_next_command_removes.*\[(?!writing)",
-    r"tests/conversion/test_saving\.py::test_a_kill_during_overwriting",
-    # tests that start a new process, which imports everything again
-    r"tests/test_cli_publish\.py::test_(what_the_hub_refuses|a_dry_run_names)",
-    r"tests/test_cli_run\.py::test_(the_other_way|errors_of_the_program|importing_torch)",
-]
-_PATTERN = re.compile("|".join(f"(?:{row})" for row in LEFT_OUT))
+_CONTRACT = r"tests/kernels/test_contract\.py::test_"
+_REGISTRATION = r"tests/kernels/test_registration\.py::test_"
+_COFFEE = r"tests/kernels/test_coffee\.py::test_"
+_SKA = r"tests/kernels/test_ska\.py::test_"
+_COMPILE = r"tests/core/test_compile\.py::test_"
+
+LEFT_OUT = {
+    "Triton's interpreter takes seconds for what a GPU does in microseconds: sizes above 17 tokens": [
+        _CONTRACT + r"equals_naive\[triton-.*-(?!(1x17|2x1)x)\dx\d+x.*\]",
+        _CONTRACT + r"(packed|padding|split|steps|float64|gradient|low).*\[triton-.*(lattice|ska|gka|coffee_filtered)",
+        _CONTRACT + r"(packed|split).*\[triton-short_conv",
+        _CONTRACT + r"gka_gradients_of_few_iterations_do_not_depend_on_splits\[triton",
+    ],
+    "the same in the interpreter: one row per kernel stays, the torch path runs all rows": [
+        _CONTRACT + r"extreme_decay\[triton-(none|strong)",
+        # options of one kernel at its larger shape; test_lattice.py tests them at three tokens
+        _CONTRACT + r"equals_naive\[triton-.*-lattice_(enc|sim|free)",
+        _COFFEE + r"every_choice_of_launch_o.*\[(packed-\(\([14]|batched-\(\((4, 4|[12], 1))",
+        _COFFEE + r"(deer|shooting)_takes_every_gate\[triton-(?!token)",
+        _COFFEE + r"deer_without_convergence_runs_the_scan.*\[triton",
+        _SKA + r"(action_mask|step_at_every_token|padding_by_lengths|nu_cancels|sequence_max_ignores_pads)\[triton",
+        _SKA + r"every_power\[triton-(?!normalised-4)",
+        _SKA + r"extreme_inputs_stay_finite\[triton-(?!growing|zero)",
+        r"tests/kernels/test_memcheck\.py::test_every_access_is_inside\[(?!gla)",
+        r"tests/kernels/test_rowwise\.py::test_gated_norm_equals_naive\[triton-.*(float16|bfloat16|float64|130\)|1000\))",
+        r"tests/kernels/test_rowwise\.py::test_unit_heads_equals_naive\[triton-.*(float16|bfloat16|float64|67, 5)",
+        _REGISTRATION + r"what_forward_keeps.*\[triton-lattice",
+        _REGISTRATION + r"an_unused_output_counts.*\[triton-(ska|lattice|gka)",
+        _REGISTRATION + r"(compiles_to_one|step_on_pages_c|step_c).*\[triton-(?!gla)",
+    ],
+    "the reference of GKA solves per token: large heads and more than 63 tokens": [
+        _CONTRACT + r"equals_naive\[torch-.*-(?!(1x17|1x63|2x1)x)\dx\d+x.*gka",
+        _CONTRACT + r"(float64|low_precision|gradient_of_log_decay.*)\[torch-.*gka_refined",
+    ],
+    "many tokens or iterations": [
+        _CONTRACT + r"equals_naive\[torch-fresh-1x(20|65|66|130)x",  # the same with a carried state stays
+        r"tests/kernels/test_lattice\.py::test_(a_slot_that_decays|a_slot_whose_old_value|norms_stay).*",
+        r"tests/kernels/test_guards_lattice\.py::test_norms_after_many_steps\[dec",
+        _COFFEE + r"(deer_equals|shooting_equals|shooting_gives_up|stays_bounded).*",
+        r"tests/kernels/test_sass\.py::test_one_kernel_compiles",
+    ],
+    "torch.compile traces a whole model: one mixer per property stays": [
+        _COMPILE + r"training_graph\[(?!padded-llama-gka)",
+        _COMPILE + r"static_decode_is_one_graph\[(?!llama-(mixed|all)-gka)",
+        _COMPILE + r"padded_rows_are_sorted_once\[stablelm",
+        _COMPILE + r"training_on_other_lengths",
+        r"tests/core/test_new_mixer\.py::test_static_decode_is_one_graph",
+    ],
+    "trainings: one layout, and one model per kind of mixer, stay": [
+        r"tests/core/test_training\.py::test_loss_falls\[(.*-all|mixtral|gpt_neox)",
+        r"tests/core/test_training\.py::test_trainer_resumes\[(?!llama-(gka|ska))",
+        r"tests/core/test_offload\.py::test_weights_on_disk\[(?!gka)",
+        r"tests/training/experiments/test_fit\.py::test_models_are_causal_and_learn\[(?!transformer|gka|coffee\])",
+        r"tests/training/experiments/test_fit\.py::test_(resumes_and_survives|what_was_trained|ablation_rows|language_row)",
+        r"tests/training/experiments/test_(echo|coffee)\.py::test_(ablation|transfer|training_learns)",
+        r"tests/training/experiments/test_conversion_table\.py::test_a_row_runs",
+        r"tests/training/evaluation/test_probes\.py::test_the_bundled_teacher_recalls",
+        r"tests/training/bundled/test_(demo|make_tiny_gka)\.py::test_(demo_end|recipe_in)",
+        r"tests/training/test_(fp32_parameters|recipe)\.py::test_(two_align_runs|a_save_after|a_teacher_of_shared).*\[(?!.*gka)",
+    ],
+    "trainings in processes of their own; kills while a folder is written stay (test_saving.py)": [
+        r"tests/training/test_crash\.py::test_(a_kill_leaves|out_of_room)",
+        r"tests/training/test_distributed\.py::test_two_processes",
+    ],
+    "two values of an option for every mixer or family: one stays, both for GKA": [
+        r"tests/core/test_families\.py::test_checkpointing_refuses_a_cache\[(?!gka-llama).*-all",
+        r"tests/core/test_cache\.py::test_model_of_another_dtype\[(?!gka).*-24-",
+        r"tests/core/test_generation\.py::test_padded_prompt_token_by_token\[(?!gka).*-static",
+        r"tests/core/test_ska_mixer\.py::test_options_hold_in_every_check\[(?!.*refresh)",
+    ],
+    "programs of other libraries": [
+        r"tests/training/test_trl\.py::",
+        r"tests/test_cli_run\.py::test_the_harness_scores_a_local_task",
+    ],
+    "all commands of the README, one after the other; each of them has its own tests": [
+        r"tests/test_readme\.py::test_memmix_commands_run_in_order",
+    ],
+    "tests that start a new process, which imports torch and transformers again for seconds": [
+        r"tests/test_cli_publish\.py::test_push_reads_its_settings_from_the_environment",
+        r"tests/test_cli_run\.py::test_(the_other_way|errors_of_the_program|importing_torch|a_saved_model|a_program)",
+        r"tests/test_cli_start\.py::test_a_command_registers_the_models",
+        r"tests/test_packaging\.py::test_transformers_imports_from_the_repository_root",
+        r"tests/core/test_config\.py::test_importing_does_not_load_modelling_code",
+        r"tests/conversion/test_conversion_readme\.py::test_the_snippet_runs",
+    ],
+}
+_PATTERN = re.compile("|".join(f"(?:{row})" for rows in LEFT_OUT.values() for row in rows))
 
 
 def leaves_out(node_id: str) -> bool:

@@ -176,3 +176,33 @@ def test_tensorboards_files_outlive_the_folder_of_checkpoints(cached, monkeypatc
     run = memmix(*align, "--steps", "1", "--batch-size", "2", "--block-size", "16", "--report-to", "tensorboard")
     assert run.exit_code == 0 and f"TensorBoard's files: {chosen or cached / 's1.tensorboard'}" in run.stderr
     assert (cached / (chosen or "s1.tensorboard") / "events").is_file()
+
+
+@pytest.mark.parametrize("tracker", ["codecarbon", "wandb"])
+def test_files_of_codecarbon_outlive_the_folder_of_checkpoints(cached, monkeypatch, tracker):
+    """Its callback writes into the folder of checkpoints. Who has not asked for it gets no file and no folder."""
+    from transformers import TrainerCallback
+    from transformers.integrations import integration_utils
+
+    class Emissions(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            if tracker == "codecarbon":
+                (cached.__class__(args.output_dir) / "emissions.csv").write_text(f"{state.max_steps}")
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, tracker, Emissions)
+    monkeypatch.setattr(integration_utils, f"is_{tracker}_available", lambda: True)
+    result_of(memmix("convert", "--teacher", "me/teacher", "--out", "s0", "--json"))
+    before = {path.name for path in cached.iterdir()}
+    align = ["align", "--teacher", "me/teacher", "--student", "s0", "--text", "text.txt", "--out", "s1"]
+    align += ["--batch-size", "2", "--block-size", "16", "--report-to", tracker]
+    kept = cached / "s1.codecarbon"
+    for steps in ("1", "2"):
+        run = memmix(*align, "--steps", steps, "--overwrite")
+        assert run.exit_code == 0 and (f"CodeCarbon's files: {kept}" in run.stderr) == (tracker == "codecarbon")
+    if tracker == "codecarbon":
+        assert {path.name: path.read_text() for path in kept.iterdir()} == {
+            "emissions.csv": "1",
+            "emissions-2.csv": "2",
+        }
+    new = {path.name for path in cached.iterdir()} - before
+    assert new == ({"s1", "s1.codecarbon"} if tracker == "codecarbon" else {"s1"})

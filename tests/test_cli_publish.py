@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
@@ -52,13 +53,23 @@ def write_card(folder, *more):
     return memmix("card", folder / "student", "--report", folder / "report.json", *ABOUT, *more)
 
 
-def push(folder, endpoint, *more, token=TOKEN):
-    """In a process of its own: huggingface_hub reads its settings when it is imported."""
-    env = {k: v for k, v in os.environ.items() if k not in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")}
-    env |= {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "home")}
-    env |= {} if token is None else {"HF_TOKEN": token}
-    command = [sys.executable, "-m", "hf_memmix.cli", "push", str(folder / "student"), "me/small", *more]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def push(folder, monkeypatch):
+    """`memmix push` of the folder's model to a server. The library has read these settings when it was imported."""
+
+    def run(endpoint, *more, token=TOKEN):
+        settings = {"ENDPOINT": endpoint, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+        settings["HF_TOKEN_PATH"] = str(folder / "home" / "token")
+        for name, value in settings.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        if token is not None:
+            monkeypatch.setenv("HF_TOKEN", token)
+        huggingface_hub.close_session()  # no connection of an earlier call is used again
+        return memmix("push", folder / "student", "me/small", *more)
+
+    return run
 
 
 def test_the_card_holds_the_measurements(folder):
@@ -109,23 +120,33 @@ def test_measurements_of_other_weights_are_refused(folder):
     assert not (folder / "student" / "README.md").exists()
 
 
-def test_push_is_one_commit_of_model_and_card(folder):
+def test_push_is_one_commit_of_model_and_card(folder, push):
     assert write_card(folder, "--repo", "me/small").exit_code == 0
     (folder / "student" / "checkpoint-3").mkdir()
     (folder / "student" / "checkpoint-3" / "optimizer.pt").write_bytes(b"large")
     (folder / "student" / ".secret").write_text("not for others")
     with hub() as server:
-        run = push(folder, server.url, "--private", "--json")
-        assert run.returncode == 0, run.stderr
+        run = push(server.url, "--private", "--json")
+        assert run.exit_code == 0, run.stderr
         assert json.loads(run.stdout)["repo"] == "me/small" and server.private == {"me/small": True}
         uploaded = server.repos["me/small"]
         mine = {p.name: p.read_bytes() for p in (folder / "student").iterdir() if p.is_file() and p.name[0] != "."}
         assert uploaded == mine and {"README.md", "config.json", "model.safetensors"} <= uploaded.keys()
         assert [(name, revision) for name, revision, _, _ in server.commits] == [("me/small", "main")]
         assert len(server.objects) == 1, "the weights go through LFS, the rest with the commit"
-        run = push(folder, server.url, "--message", "again")  # the repository exists already
-        assert run.returncode == 0 and server.commits[-1][2] == "again"
+        run = push(server.url, "--message", "again")  # the repository exists already
+        assert run.exit_code == 0 and server.commits[-1][2] == "again"
         assert sum(line.startswith("PUT") for line in server.log) == 1, "weights that are there are not sent again"
+
+
+def test_push_reads_its_settings_from_the_environment(folder):
+    assert write_card(folder, "--repo", "me/small").exit_code == 0
+    with hub() as server:
+        env = os.environ | {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "home")}
+        env |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-m", "hf_memmix.cli", "push", str(folder / "student"), "me/small"]
+        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0 and [commit[0] for commit in server.commits] == ["me/small"], run.stderr
 
 
 def test_a_model_without_its_card_is_not_uploaded(folder):
@@ -143,29 +164,29 @@ def test_a_model_without_its_card_is_not_uploaded(folder):
     refused("describes other weights")
 
 
-def test_a_refusal_by_the_hub_is_one_clear_line(folder):
+def test_a_refusal_by_the_hub_is_one_clear_line(folder, push):
     def mistake(run, message):
         last = run.stderr.splitlines()[-1]
-        assert run.returncode == 1 and last.startswith("error:") and message in last, run.stderr
+        assert run.exit_code == 1 and last.startswith("error:") and message in last, run.stderr
         assert "Traceback" not in run.stderr
 
     assert write_card(folder).exit_code == 0
     with hub() as server:
-        mistake(push(folder, server.url, token=None), "there is no token")
+        mistake(push(server.url, token=None), "there is no token")
         assert server.log == [], "nothing was asked of the Hub"
-        mistake(push(folder, server.url, token="hf_wrong"), "the token is not valid there")
+        mistake(push(server.url, token="hf_wrong"), "the token is not valid there")
         server.refuse["/api/models/me/small/commit"] = (403, "You need write access")
-        mistake(push(folder, server.url), "You need write access; the token may not write there")
+        mistake(push(server.url), "You need write access; the token may not write there")
         assert server.repos == {"me/small": {}}
-    mistake(push(folder, server.url), "cannot be reached")
+    mistake(push(server.url), "cannot be reached")
 
 
-def test_a_dry_run_names_the_files_and_sends_nothing(folder):
+def test_a_dry_run_names_the_files_and_sends_nothing(folder, push):
     assert write_card(folder, "--repo", "me/small").exit_code == 0
     (folder / "student" / ".secret").write_text("not for others")
     with hub() as server:
-        run = push(folder, server.url, "--dry-run", "--json", token=None)
-        assert run.returncode == 0 and server.log == [], run.stderr
+        run = push(server.url, "--dry-run", "--json", token=None)
+        assert run.exit_code == 0 and server.log == [], run.stderr
     mine = {p.name: p.stat().st_size for p in (folder / "student").iterdir() if p.name[0] != "."}
     assert json.loads(run.stdout) == {"repo": "me/small", "revision": "main", "files": mine, "dry_run": True}
     run = memmix("push", folder / "student", "me/small", "--dry-run")

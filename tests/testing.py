@@ -145,16 +145,20 @@ NO_NATIVE_PACKING = {"gpt_oss"}
 
 
 def _pairs():
-    """Pairs (mixer, family) such that every mixer occurs with three families and every family with one mixer."""
-    slots = max(len(FAMILIES), 3 * len(MIXERS))
-    return {(slot % len(MIXERS), slot % len(FAMILIES)) for slot in range(slots)}
+    """Pairs (mixer, family) such that every mixer occurs with three families and every family with one mixer.
+
+    A dictionary: the places in MIXERS and FAMILIES -> the number of the pair.
+    """
+    pairs = max(len(FAMILIES), 3 * len(MIXERS))
+    return {(number % len(MIXERS), number % len(FAMILIES)): number for number in range(pairs)}
 
 
 def over_tables(*names, **choices):
     """Parametrize a test over all combinations of tables; most of them have the marker `product`.
 
-    `make test` runs the pairs of mixer and family from `_pairs`, each with one layout and with all values of
-    `choices`; `make test-all` runs all combinations.
+    `make test` runs the pairs of mixer and family from `_pairs`, each in one layout. With `choices`, each pair takes a
+    third of their values, and each value a third of the pairs; together, every value meets every mixer and layout.
+    `make test-all` runs all combinations.
 
     Args:
         names: "mixer", "family" and, if the test has this argument, "layout".
@@ -164,11 +168,37 @@ def over_tables(*names, **choices):
     names, pairs, rows = [*names, *choices], _pairs(), []
     for places in itertools.product(*(range(len(tables[name])) for name in names)):
         place = dict(zip(names, places, strict=True))
-        turn = sum(value for name, value in place.items() if name != "layout") % len(LAYOUTS)
-        everyday = (place["mixer"], place["family"]) in pairs and place.get("layout", turn) == turn
+        pair, choice = pairs.get((place["mixer"], place["family"])), sum(place[name] for name in choices)
+        everyday = pair is not None and (not choices or (pair + choice) % 3 == 0)
+        if everyday and "layout" in names:
+            turn = pair // 3 + choice // 3 if choices else place["mixer"] + place["family"]
+            everyday = place["layout"] == turn % len(LAYOUTS)
         row = [list(tables[name])[value] for name, value in place.items()]
         rows.append(pytest.param(*row, marks=() if everyday else pytest.mark.product, id="-".join(row)))
     return pytest.mark.parametrize(names, rows)
+
+
+def in_turn(**tables):
+    """Parametrize a test over all combinations of two tables; most of them have the marker `product`.
+
+    `make test` runs one combination per value of the first table, with the values of the second table in turn.
+    """
+    (name, values), (other, turns) = ((name, list(values)) for name, values in tables.items())
+    return pytest.mark.parametrize(
+        (name, other),
+        [
+            pytest.param(value, turn, marks=() if j == i % len(turns) else pytest.mark.product)
+            for i, value in enumerate(values)
+            for j, turn in enumerate(turns)
+        ],
+    )
+
+
+def every_third(names, rows):
+    """Parametrize a test over `rows`; two of three have the marker `product`, so `make test` leaves them out."""
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    marks = [() if i % 3 == 0 else pytest.mark.product for i in range(len(rows))]
+    return pytest.mark.parametrize(names, [pytest.param(*row, marks=m) for row, m in zip(rows, marks, strict=True)])
 
 
 # ---- models

@@ -18,7 +18,7 @@ from hf_memmix.conversion.saving import check_target, remove_folder
 
 PARTIAL_FILE = "unfinished.json"  # in the folder of a teacher's cache that is being written
 
-_held: set[Path] = set()
+_held: set[tuple[int, Path]] = set()  # with the process id, because a forked process has a copy of the set
 
 
 def lock_file(folder: str | Path) -> Path:
@@ -37,16 +37,17 @@ def run_lock(folder: str | Path) -> Iterator[None]:
         ValueError: another process holds it; the message has the process id, the host and the time.
     """
     path = lock_file(folder)
-    if path in _held or int(os.environ.get("RANK", "0")):
+    held = (os.getpid(), path)
+    if held in _held or int(os.environ.get("RANK", "0")):
         yield
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = _acquire(path, folder)
-    _held.add(path)
+    _held.add(held)
     try:
         yield
     finally:
-        _held.discard(path)
+        _held.discard(held)
         with contextlib.suppress(OSError):
             path.unlink()  # before unlocking: a process that has opened the file notices it and opens a new one
         os.close(handle)

@@ -24,6 +24,17 @@ def projection_options(attention: AttentionWeights) -> dict:
     return options
 
 
+def check_heads(mixer: nn.Module, attention: AttentionWeights) -> None:
+    """Raise ValueError if mixer and attention differ in the number of heads or in their size."""
+    shape = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+    own = (mixer.heads, mixer.kv_heads, mixer.head_dim)
+    if shape != own:
+        raise ValueError(
+            f"layer {mixer.layer_idx}: attention has (heads, kv heads, head size) {shape}, the mixer {own}; they must"
+            " be equal"
+        )
+
+
 @torch.no_grad()
 def take_projections(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
     """Copy projections and norms into a mixer, in place; one fate for each of the attention's tensors.
@@ -33,13 +44,7 @@ def take_projections(mixer: nn.Module, attention: AttentionWeights) -> list[Tens
     Raises:
         ValueError: the sizes differ, or the mixer's options give it no parameter for a tensor.
     """
-    shape = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
-    own = (mixer.heads, mixer.kv_heads, mixer.head_dim)
-    if shape != own:
-        raise ValueError(
-            f"layer {mixer.layer_idx}: attention has (heads, kv heads, head size) {shape}, the mixer {own}; they must"
-            " be equal"
-        )
+    check_heads(mixer, attention)
     fates = [take_tensor(mixer, name, tensor) for name, tensor in attention.tensors().items()]
     taken = {target for fate in fates for target in fate.targets}
     for name, parameter in mixer.named_parameters():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
-from hf_memmix.conversion.from_attention.projections import FOLDED, take_tensor, with_norm_scale
+from hf_memmix.conversion.from_attention.projections import FOLDED, check_heads, take_tensor, with_norm_scale
 from hf_memmix.conversion.from_attention.registry import starts
 
 RANK = 32  # at most, the paper's
@@ -40,13 +40,7 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
     Raises:
         ValueError: the heads differ, or the mixer's options give it no parameter for a bias.
     """
-    shape = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
-    own = (mixer.heads, mixer.kv_heads, mixer.head_dim)
-    if shape != own:
-        raise ValueError(
-            f"layer {mixer.layer_idx}: attention has (heads, kv heads, head size) {shape}, the mixer {own}; they must"
-            " be equal"
-        )
+    check_heads(mixer, attention)
     for projection in (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj):
         if projection.bias is not None:
             projection.bias.zero_()

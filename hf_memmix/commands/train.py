@@ -1,11 +1,15 @@
 """The commands that train: `memmix align`, `distill`, `merge` and `cache-teacher`."""
 
+import itertools
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import typer
 
+from hf_memmix.command_options import command
 from hf_memmix.commands.common import (
     Device,
     Json,
@@ -32,114 +36,81 @@ Plan = Annotated[
     typer.Option(help="Instead of --student: convert the teacher by this plan of memmix select first."),
 ]
 Recipe = Annotated[str | None, typer.Option(help="Name of a bundled recipe or a YAML file.")]
-OutDir = Annotated[Path, typer.Option("--out", help="Folder to write the trained model to.")]
-Steps = Annotated[int | None, typer.Option(help="Number of optimizer steps.")]
-BatchSize = Annotated[int | None, typer.Option(help="Number of blocks per step.")]
-BlockSize = Annotated[int | None, typer.Option(help="Number of tokens per block.")]
-LearningRate = Annotated[float | None, typer.Option(help="Peak learning rate of the mixers.")]
-SaveEvery = Annotated[int | None, typer.Option(help="Number of steps between two checkpoints; 0 writes none.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of the order in which the data is read.")]
-ReportTo = Annotated[
-    list[str] | None, typer.Option(help="Tracker that receives the logs, e.g. tensorboard or wandb; repeatable.")
-]
-LoggingSteps = Annotated[int | None, typer.Option(min=1, help="Number of steps between two logged losses.")]
-TrainDevice = Annotated[
-    str | None, typer.Option("--device", help="Where it trains: cpu, cuda or cuda:1; default: a GPU if there is one.")
-]
-Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume/--no-resume", help="Continue a run that was interrupted, or start again from the beginning."
-    ),
-]
+# options that replace fields of the recipe, by the names of the fields
+RECIPE_FIELDS = (
+    "steps",
+    "batch_size",
+    "block_size",
+    "learning_rate",
+    "rest_learning_rate",
+    "save_every",
+    "seed",
+    "layers",
+)
 
 
-@one_line_errors
-def align(
-    teacher: Teacher,
-    text: Texts,
-    out_dir: OutDir,
-    student: OptionalStudent = None,
-    plan: Plan = None,
-    recipe: Recipe = "align",
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    block_size: BlockSize = None,
-    learning_rate: LearningRate = None,
-    save_every: SaveEvery = None,
-    seed: Seed = None,
+class TrainingOptions:
+    """The options of `memmix align` and `memmix distill`."""
+
+    student: OptionalStudent = None
+    plan: Plan = None
+    teacher: Teacher
+    text: Texts
+    out_dir: Annotated[Path, typer.Option("--out", help="Folder to write the trained model to.")]
+    recipe: Recipe
+    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None
+    batch_size: Annotated[int | None, typer.Option(help="Number of blocks per step.")] = None
+    block_size: Annotated[int | None, typer.Option(help="Number of tokens per block.")] = None
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of the mixers.")] = None
+    rest_learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate of all other parameters.")] = (
+        None
+    )
+    save_every: Annotated[int | None, typer.Option(help="Number of steps between two checkpoints; 0 writes none.")] = (
+        None
+    )
+    seed: Annotated[int | None, typer.Option(help="Seed of the order in which the data is read.")] = None
     layers: Annotated[
         str | None, typer.Option(help='Train these layers only, e.g. "0-3,8"; memmix merge joins the parts.')
-    ] = None,
-    report_to: ReportTo = None,
-    logging_steps: LoggingSteps = None,
-    device: TrainDevice = None,
-    resume: Resume = True,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-) -> None:
-    """Train only the mixers: each learns the output of the attention that it replaced."""
-    overrides = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
-    overrides |= {"save_every": save_every, "seed": seed, "layers": layers}
-    trainer = {"report_to": report_to, "logging_steps": logging_steps}
-    _train(
-        "align",
-        (student, plan),
-        teacher,
-        text,
-        out_dir,
-        recipe,
-        overrides,
-        trainer,
-        device,
-        resume,
-        overwrite,
-        as_json,
-    )
+    ] = None
+    report_to: Annotated[
+        list[str] | None,
+        typer.Option(help="Tracker that receives the logs, e.g. tensorboard or wandb; repeatable."),
+    ] = None
+    logging_steps: Annotated[int | None, typer.Option(min=1, help="Number of steps between two logged losses.")] = None
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Where it trains: cpu, cuda or cuda:1; default: a GPU if there is one."),
+    ] = None
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume/--no-resume", help="Continue a run that was interrupted, or start again from the beginning."
+        ),
+    ] = True
+    overwrite: Overwrite = False
+    as_json: Json = False
+
+
+class AlignOptions(TrainingOptions):
+    recipe = "align"
+
+
+class DistillOptions(TrainingOptions):
+    recipe = "distill"
 
 
 @one_line_errors
-def distill(
-    teacher: Teacher,
-    text: Texts,
-    out_dir: OutDir,
-    student: OptionalStudent = None,
-    plan: Plan = None,
-    recipe: Recipe = "distill",
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    block_size: BlockSize = None,
-    learning_rate: LearningRate = None,
-    rest_learning_rate: Annotated[
-        float | None, typer.Option(help="Peak learning rate of all other parameters.")
-    ] = None,
-    save_every: SaveEvery = None,
-    seed: Seed = None,
-    report_to: ReportTo = None,
-    logging_steps: LoggingSteps = None,
-    device: TrainDevice = None,
-    resume: Resume = True,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-) -> None:
+@command(AlignOptions, without=("rest_learning_rate",))
+def align(args) -> None:
+    """Train only the mixers: each learns the output of the attention that it replaced."""
+    _train("align", args)
+
+
+@one_line_errors
+@command(DistillOptions, without=("layers",))
+def distill(args) -> None:
     """Train the whole student to predict what the teacher predicts (forward KL divergence)."""
-    overrides = {"steps": steps, "batch_size": batch_size, "block_size": block_size, "learning_rate": learning_rate}
-    overrides |= {"rest_learning_rate": rest_learning_rate, "save_every": save_every, "seed": seed}
-    trainer = {"report_to": report_to, "logging_steps": logging_steps}
-    _train(
-        "distill",
-        (student, plan),
-        teacher,
-        text,
-        out_dir,
-        recipe,
-        overrides,
-        trainer,
-        device,
-        resume,
-        overwrite,
-        as_json,
-    )
+    _train("distill", args)
 
 
 @one_line_errors
@@ -205,9 +176,7 @@ def cache_teacher(
         out.print(f"{tokens} tokens, {top_k} probabilities each; written to {out_dir}: teacher: cache:{out_dir}")
 
 
-def _train(
-    stage, start, teacher, text, out_dir, recipe, overrides, trainer, device, resume, overwrite, as_json
-) -> None:
+def _train(stage: str, args: SimpleNamespace) -> None:
     from dataclasses import replace
 
     import torch
@@ -219,51 +188,78 @@ def _train(
     from hf_memmix.training.train import load_recipe, train
     from hf_memmix.training.trainer_arguments import check_trackers
 
-    choose_device(device)
+    choose_device(args.device)
     check_processes()
-    settings = load_recipe(recipe, **overrides, stage=stage)
-    given = {name: value for name, value in trainer.items() if value}
-    given |= {"report_to": list(dict.fromkeys(given["report_to"]))} if "report_to" in given else {}
+    overrides = {name: value for name, value in vars(args).items() if name in RECIPE_FIELDS}
+    settings = load_recipe(args.recipe, **overrides, stage=stage)
+    given = {"logging_steps": args.logging_steps} if args.logging_steps else {}
+    given |= {"report_to": list(dict.fromkeys(args.report_to))} if args.report_to else {}
     check_trackers(given.get("report_to", []), "--report-to")
-    settings = replace(settings, trainer=settings.trainer | given | ({"use_cpu": True} if device == "cpu" else {}))
-    _keep_tensorboard(settings.trainer.get("report_to") or [], out_dir)
-    given, plan = start
-    if (given is None) == (plan is None):
+    given |= {"use_cpu": True} if args.device == "cpu" else {}
+    settings = replace(settings, trainer=settings.trainer | given)
+    trackers = _names(settings.trainer.get("report_to"))
+    _keep_tensorboard(trackers, args.out_dir)
+    if (args.student is None) == (args.plan is None):
+        wrong = "neither --student nor --plan is" if args.plan is None else "--student and --plan are both"
         raise ValueError(
-            f"{'neither --student nor --plan is' if plan is None else '--student and --plan are both'} given; give"
-            " --student, the converted model, or --plan, by which the teacher is converted first"
+            f"{wrong} given; give --student, the converted model, or --plan, by which the teacher is converted first"
         )
-    student, teacher = model_folder(given), model_folder(teacher)
+    student, teacher = model_folder(args.student), model_folder(args.teacher)
     # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
-    with run_folder(out_dir, resume, overwrite) as run_dir:
+    with run_folder(args.out_dir, args.resume, args.overwrite) as run_dir:
         tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
         read = StreamedBlocks if settings.stream else TokenBlocks.from_files
-        data = read(text, tokenizer, settings.block_size, settings.pack)
-        model = load(student, "cpu", "auto") if plan is None else convert_by_plan(load(teacher, "cpu", "auto"), plan)
+        data = read(args.text, tokenizer, settings.block_size, settings.pack)
+        if args.plan is None:
+            model = load(student, "cpu", "auto")
+        else:
+            model = convert_by_plan(load(teacher, "cpu", "auto"), args.plan)
         on_gpu = torch.cuda.is_available()
         teacher_model = teacher if settings.cache_dir else load(teacher, "cpu", "auto" if on_gpu else None)
         dtype = model.dtype
         with progress(f"{stage}: step") as advance:
             callbacks = [_progress_callback(advance, settings.tokens_per_step)]
-            result = train(model, teacher_model, data, run_dir, recipe=settings, resume=resume, callbacks=callbacks)
+            result = train(
+                model, teacher_model, data, run_dir, recipe=settings, resume=args.resume, callbacks=callbacks
+            )
         if not int(os.environ.get("RANK", "0")):
-            save_student(model.cpu(), out_dir, tokenizer, overwrite=overwrite, dtype=dtype)
-    if as_json:
-        print_json(result | {"out": str(out_dir)})
+            _keep_codecarbon(trackers, run_dir, args.out_dir)
+            save_student(model.cpu(), args.out_dir, tokenizer, overwrite=args.overwrite, dtype=dtype)
+    if args.as_json:
+        print_json(result | {"out": str(args.out_dir)})
     else:
         out.print(
             f"{stage}: {result['steps']} steps, {result['tokens']} tokens, {result['seconds']:.0f} s, "
-            f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}; written to {out_dir}"
+            f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}; written to {args.out_dir}"
         )
 
 
-def _keep_tensorboard(trackers: list[str] | str, out_dir: Path) -> None:
+def _names(trackers: list[str] | str | None) -> set[str]:
+    return {trackers} if isinstance(trackers, str) else set(trackers or [])
+
+
+def _keep_tensorboard(trackers: set[str], out_dir: Path) -> None:
     """Have TensorBoard write beside the output; its default folder is in that of the checkpoints, which vanishes."""
-    if {"tensorboard", "all"}.isdisjoint([trackers] if isinstance(trackers, str) else trackers):
+    if trackers.isdisjoint({"tensorboard", "all"}):
         return
     folder = os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(out_dir.absolute()) + ".tensorboard")
     if not int(os.environ.get("RANK", "0")):
         err.print(f"TensorBoard's files: {folder}", markup=False, highlight=False)
+
+
+def _keep_codecarbon(trackers: set[str], run_dir: Path, out_dir: Path) -> None:
+    """Move CodeCarbon's files beside the output; its callback writes into the folder of checkpoints, which vanishes.
+
+    Files of an earlier run stay. Without this tracker, nothing is written.
+    """
+    if trackers.isdisjoint({"codecarbon", "all"}):
+        return
+    folder = Path(str(out_dir.absolute()) + ".codecarbon")
+    for path in [path for path in run_dir.iterdir() if path.is_file()]:
+        folder.mkdir(exist_ok=True)
+        names = itertools.chain([path.name], (f"{path.stem}-{i}{path.suffix}" for i in itertools.count(2)))
+        shutil.move(path, next(folder / name for name in names if not (folder / name).exists()))
+        err.print(f"CodeCarbon's files: {folder}", markup=False, highlight=False)
 
 
 def _progress_callback(advance, tokens_per_step: int):

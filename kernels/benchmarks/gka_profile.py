@@ -7,12 +7,8 @@ is the sum of both. Rows of --out from other commits are kept; the section "Floo
 refers to them.
 """
 
-import argparse
-import json
-from pathlib import Path
-
 import torch
-from profiling import kernel_ms
+from profiling import arguments_and_rows, kernel_ms, write_rows
 
 from hf_memmix_kernels import chunk_gka
 from hf_memmix_kernels.gka import launch
@@ -48,12 +44,7 @@ def profile(inputs: list[torch.Tensor]) -> dict[str, float]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown", help="commit to record")
-    args = parser.parse_args()
-    rows = json.loads(args.out.read_text()) if args.out.exists() else []
-    rows = [row for row in rows if row["commit"] != args.commit]
+    args, rows = arguments_and_rows(__doc__)
     inputs = draw()
     for warps, stages, tile in CONFIGURATIONS:
         launch.LAUNCH = dict.fromkeys(launch.LAUNCH, ((warps, stages),) * 3)
@@ -63,8 +54,7 @@ def main():
             | {"stages": stages, "tile": tile, "ms": profile(inputs)}
         )
         print(rows[-1], flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

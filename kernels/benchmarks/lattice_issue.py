@@ -1,19 +1,18 @@
 """Counts instructions per warp and token of the Lattice kernels that loop over tokens, in their SASS for an H200.
 
-    python kernels/benchmarks/lattice_issue.py --out kernels/benchmarks/results/lattice_issue_sm90.json
+    PYTHONPATH=tests/kernels python kernels/benchmarks/lattice_issue.py --out lattice_issue_sm90.json
 
-The script needs no GPU. A scheduler issues at most one instruction per cycle, so this count and the time per token
-(lattice_profile.py) give the share of the time in which instructions are issued. The count is an upper bound: it also
-includes the instructions of a loop that run only at every 16th or 64th token.
+The script needs no GPU; it compiles with `compile_only.py` and `sass.py` of tests/kernels. A scheduler issues at most
+one instruction per cycle, so this count and the time per token (lattice_profile.py) give the share of the time in
+which instructions are issued. The count is an upper bound: it also includes the instructions of a loop that run only
+at every 16th or 64th token.
 """
 
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
 import compile_only
 import sass
 import torch

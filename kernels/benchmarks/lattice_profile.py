@@ -7,13 +7,9 @@ over tokens. Their programs, one or more per (sequence, head), all run at the sa
 in a program. Rows of --out from other commits are kept; lattice/README.md refers to them.
 """
 
-import argparse
-import json
-from pathlib import Path
-
 import torch
 from lattice_benches import SHAPES, draw, state
-from profiling import kernel_ms
+from profiling import arguments_and_rows, kernel_ms, write_rows
 
 from hf_memmix_kernels import chunk_lattice
 
@@ -37,12 +33,7 @@ def profile(variant: str, backward: bool) -> dict[str, float]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown", help="commit to record")
-    args = parser.parse_args()
-    rows = json.loads(args.out.read_text()) if args.out.exists() else []
-    rows = [row for row in rows if row["commit"] != args.commit]
+    args, rows = arguments_and_rows(__doc__)
     T = SHAPES[0][1]
     for variant in ("dec", "enc", "sim"):
         for backward in (False, True):
@@ -52,8 +43,7 @@ def main():
             row |= {"pass": "fwd+bwd" if backward else "fwd", "ms": ms, "ns_per_token": walks}
             rows.append(row)
             print(row, flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    write_rows(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """Measures the time of kernels by name, for the scripts that divide the time of an op among its kernels."""
 
+import argparse
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -22,3 +25,18 @@ def kernel_ms(call: Callable[[], object], prefix: str) -> dict[str, float]:
         for event in profiler.key_averages()
         if event.key.startswith(prefix)
     }
+
+
+def arguments_and_rows(description: str) -> tuple[argparse.Namespace, list[dict]]:
+    """The arguments --out and --commit, and the rows of other commits that the file --out holds."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="unknown", help="commit to record")
+    args = parser.parse_args()
+    rows = json.loads(args.out.read_text()) if args.out.exists() else []
+    return args, [row for row in rows if row["commit"] != args.commit]
+
+
+def write_rows(file: Path, rows: list[dict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(rows, indent=1) + "\n")

@@ -11,6 +11,7 @@ from hf_memmix.conversion import TensorFate, convert_model, layers_to_keep, load
 from hf_memmix.conversion.families import FAMILIES, attention_module, attention_prefix
 from hf_memmix.conversion.from_attention import STARTS, Start
 from testing import MIXERS as ROWS
+from testing import every_third, in_turn
 from tiny_teachers import tiny_teacher
 
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -23,8 +24,7 @@ def snapshot(model):
 CONVERTIBLE = [name for name in ROWS if name in STARTS]
 
 
-@pytest.mark.parametrize("mixer", CONVERTIBLE)
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@in_turn(model_type=sorted(FAMILIES), mixer=CONVERTIBLE)
 def test_converts_every_family_of_the_table(model_type, mixer):
     teacher = tiny_teacher(model_type)
     before = snapshot(teacher)
@@ -46,7 +46,7 @@ def test_converts_every_family_of_the_table(model_type, mixer):
     assert logits.isfinite().all() and not torch.equal(logits, teacher(input_ids=IDS).logits)
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@every_third("model_type", sorted(FAMILIES))
 def test_student_of_every_family_ignores_padding_and_is_saved(model_type, tmp_path):
     student = convert_model(tiny_teacher(model_type), keep=[1])
     save_student(student, tmp_path)

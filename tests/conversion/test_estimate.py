@@ -14,6 +14,7 @@ from hf_memmix.conversion.estimate import estimate, meta_teacher
 from hf_memmix.conversion.families import FAMILIES
 from hf_memmix.conversion.from_attention import STARTS, Start
 from hf_memmix.swap import memory_mixers
+from testing import every_third
 from tiny_teachers import tiny_teacher
 
 LENGTH = 11
@@ -66,7 +67,7 @@ def test_memory_of_a_sequence_is_what_the_caches_hold(tmp_path, model_type):
     assert row == {"context": LENGTH, **held}
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@every_third("model_type", sorted(FAMILIES))
 def test_every_family_is_planned_without_weights(tmp_path, model_type):
     teacher = tiny_teacher(model_type)
     found = estimate(on_meta(tmp_path, teacher), "gka", [1])

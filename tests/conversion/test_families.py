@@ -11,6 +11,7 @@ from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import FAMILIES, REFUSED, attention_module, attention_prefix, extract_attention
 from hf_memmix.conversion.from_attention import STARTS
 from hf_memmix.mixers import MIXERS
+from testing import in_turn
 from tiny_teachers import tiny_teacher
 
 
@@ -129,8 +130,7 @@ def test_every_rotating_mixer_is_tested():
     assert {name for name in own if STARTS[name].options(attention).get("use_rope")} == set(ROTATING)
 
 
-@pytest.mark.parametrize("mixer", ROTATING)
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@in_turn(model_type=sorted(FAMILIES), mixer=ROTATING)
 def test_converted_layers_have_the_scores_of_the_attention(model_type, mixer, recorder, monkeypatch):
     """Of q and k as they reach the mixer's memory, there of unit norm: normed, rotated or not as in that layer."""
     teacher = tiny_teacher(model_type, layers=4)

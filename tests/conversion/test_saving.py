@@ -2,28 +2,23 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
 
+from child import forked
 from hf_memmix.conversion import convert_model, load_model, save_student, saving
 from tiny_teachers import tiny_teacher
 
-KILLED = """
-    import os, signal, sys
-    from pathlib import Path
-    from hf_memmix.conversion import saving
 
-    def die(*args, **kwargs):
-        os.kill(os.getpid(), signal.SIGKILL)
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    saving.os.replace = die  # the first of two renames, or never called
-    saving.shutil.rmtree = die  # of the old folder
-    with saving.atomic_folder(Path(sys.argv[1]), overwrite=True) as folder:
-        (folder / "weights").write_text("new")
-"""
+
+def is_killed(function):
+    """Run a function in a process of its own, which must end by SIGKILL."""
+    process = forked(function)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.fixture
@@ -63,8 +58,14 @@ def test_a_kill_during_overwriting_leaves_a_complete_folder(path):
     if not saving._exchange(path.parent / "a", path):
         pytest.skip("folders cannot be swapped here")
     saving._exchange(path.parent / "a", path)
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), path], capture_output=True)
-    assert done.returncode == -signal.SIGKILL
+
+    def overwrite():
+        saving.os.replace = die  # the first of two renames, or never called
+        saving.shutil.rmtree = die  # of the old folder
+        with saving.atomic_folder(path, overwrite=True) as folder:
+            (folder / "weights").write_text("new")
+
+    is_killed(overwrite)
     assert (path / "weights").read_text() == "new"
 
 
@@ -91,38 +92,28 @@ def test_saved_files_have_the_mode_of_the_umask(tmp_path, mask, folders, files):
     assert found.pop("model") == folders and "model.safetensors" in found and set(found.values()) == {files}
 
 
-LEFT = """
-    import os, signal, sys
-    from pathlib import Path
-    from hf_memmix.conversion import saving
-
-    path, moment = Path(sys.argv[1]), sys.argv[2]
-    def die(*args, **kwargs):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if moment == "discarding":
-        (path.parent / ".student.run").mkdir()
-        saving.shutil.rmtree = die
-        saving.remove_folder(path.parent / ".student.run", beside=path)
-    if moment == "between two renames":
-        saving._exchange = lambda one, other: False
-        replace = os.replace
-        saving.os.replace = lambda one, other: die() if other == path else replace(one, other)
-    with saving.atomic_folder(path, overwrite=True) as folder:
-        (folder / "weights").write_text("new")
-        if moment == "writing":
-            die()
-"""
-
-
 @pytest.mark.parametrize("moment", ["writing", "between two renames", "discarding"])
 def test_the_next_command_removes_leftovers_of_a_kill(path, moment):
     running = path.with_name(f".student.{saving._host()}-{os.getpid()}-abc.tmp")
     elsewhere = path.with_name(".student.another-host-1-abc.tmp")
     for folder in (running, elsewhere):
         folder.mkdir()
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(LEFT), path, moment], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+
+    def save():
+        if moment == "discarding":
+            (path.parent / ".student.run").mkdir()
+            saving.shutil.rmtree = die
+            saving.remove_folder(path.parent / ".student.run", beside=path)
+        if moment == "between two renames":
+            replace = os.replace
+            saving._exchange = lambda one, other: False
+            saving.os.replace = lambda one, other: die() if other == path else replace(one, other)
+        with saving.atomic_folder(path, overwrite=True) as folder:
+            (folder / "weights").write_text("new")
+            if moment == "writing":
+                die()
+
+    is_killed(save)
     assert len(list(path.parent.iterdir())) > 3 or not path.exists()
     with pytest.raises(ValueError, match="exists and is not empty"):
         saving.check_target(path)

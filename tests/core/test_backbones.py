@@ -75,10 +75,13 @@ def test_rows_agree_with_the_configurations(name):
 
 def rotates_by_a_condition(file):
     """Whether an attention of a modelling file applies the rotary embeddings under a condition on its layer."""
-    conditions = (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.If))
+    source = file.read_text(encoding="utf-8")
+    of_layer = r"self\.(sliding_window|is_sliding|is_local|use_rope|force_rope|layer_type)"
+    if "apply_rotary" not in source or not re.search(of_layer, source):
+        return False
+    conditions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.If))
     return any(
-        re.search(r"self\.(sliding_window|is_sliding|is_local|use_rope|force_rope|layer_type)", ast.unparse(node.test))
-        and any("apply_rotary" in ast.unparse(line) for line in node.body)
+        re.search(of_layer, ast.unparse(node.test)) and any("apply_rotary" in ast.unparse(line) for line in node.body)
         for node in conditions
     )
 

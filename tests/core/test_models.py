@@ -1,5 +1,6 @@
 """Families trained from scratch: presets, files, and the same checks as everybody."""
 
+import functools
 import json
 import pickle
 
@@ -10,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import hf_memmix
 from core.checks import CHECKS, check_assistant, check_gradient_checkpointing
 from hf_memmix.models import FAMILIES as REGISTERED
-from testing import MODELS, assert_same, build, family_fields, random_ids, randomize
+from testing import MODELS, assert_same, build, every_third, family_fields, random_ids, randomize
 
 every_family = pytest.mark.parametrize("name", MODELS)
 LAYOUTS = [(name, layout) for name, row in MODELS.items() for layout in row["layouts"]]
@@ -24,17 +25,19 @@ def tiny(name, layout=None):
     return randomize(getattr(hf_memmix, f"{name}ForCausalLM")(config)).eval()
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids="-".join)
-def model(request):
-    return tiny(*request.param).double()
+@functools.cache
+def tiny_in_float64(name, layout):
+    return tiny(name, layout).double()
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_check(model, check):
-    CHECKS[check](model)
+@every_third(("check", "name", "layout"), [(check, *row) for check in CHECKS for row in LAYOUTS])
+def test_check(check, name, layout):
+    CHECKS[check](tiny_in_float64(name, layout))
 
 
-def test_assistant(model):
+@every_third(("name", "layout"), LAYOUTS)
+def test_assistant(name, layout):
+    model = tiny_in_float64(name, layout)
     check_assistant(model, build(model.config, seed=1, dtype=torch.float64))
 
 

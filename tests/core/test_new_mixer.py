@@ -38,7 +38,7 @@ from hf_memmix.mixers.options import between
 from hf_memmix.models import FAMILIES, FamilyConfig, register_family
 from hf_memmix.training.documents import card
 from testing import MIXERS as ROWS
-from testing import assert_same, backbone_config, build, mixers_of, random_ids, randomize
+from testing import assert_same, backbone_config, build, every_third, mixers_of, random_ids, randomize
 
 PERIOD = 3
 
@@ -214,7 +214,7 @@ def model(registered):
     return leaky_model()
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@every_third("check", CHECKS)
 def test_check(model, check):
     """Two kinds of mixers and attention in one model."""
     CHECKS[check](model)

@@ -57,21 +57,19 @@ ROWS = {
     "gka in gemma2": lambda: config_of("gka", "gemma2"),
     "gka in mixtral": lambda: config_of("gka", "mixtral"),
 }
-EVERYDAY = ["gka, hybrid"]
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """A function of a row: its folder, after one launch of two processes for all rows of its group."""
+    """A function of a row: its folder, after one launch of two processes for all rows."""
     folders = {}
 
     def folder_of(row):
-        group = EVERYDAY if row in EVERYDAY else [name for name in ROWS if name not in EVERYDAY]
-        if row not in folders:
-            for i, name in enumerate(group):
+        if not folders:
+            for i, name in enumerate(ROWS):
                 folders[name] = tmp_path_factory.mktemp(f"row{i}")
                 build(ROWS[name](), dtype=torch.float64).save_pretrained(folders[name])
-            launch([folders[name] for name in group])
+            launch(folders.values())
         return folders[row]
 
     return folder_of
@@ -85,9 +83,8 @@ def launch(folders, processes=2):
     assert run.returncode == 0, run.stderr[-3000:]
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[] if row in EVERYDAY else [pytest.mark.product]) for row in ROWS]
-)
+@pytest.mark.product
+@pytest.mark.parametrize("row", ROWS)
 def test_two_processes_equal_one(row, launched):
     check_against_one_process(launched(row))
 

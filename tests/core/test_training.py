@@ -20,6 +20,7 @@ from testing import (
     MIXERS,
     assert_same,
     build,
+    in_turn,
     mixers_of,
     random_ids,
     tiny_config,
@@ -61,8 +62,7 @@ def test_loss_falls(family, mixer, layout):
     assert losses[-1] < 0.5 * losses[0]
 
 
-@every_mixer
-@pytest.mark.parametrize("family", FAMILIES)
+@in_turn(family=FAMILIES, mixer=MIXERS)
 def test_every_mixer_parameter_gets_a_gradient(family, mixer):
     model = tiny_model(family, "odd", mixer, fresh=True)
     model(input_ids=IDS, labels=IDS).loss.backward()

@@ -2,14 +2,13 @@
 
 import copy
 import json
-import subprocess
-import sys
-import textwrap
+import multiprocessing
+import time
 
 import pytest
 import torch
 
-from child import child_env
+from child import forked
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.training.data import TokenBlocks
@@ -168,21 +167,18 @@ def test_training_leaves_use_cache_alone(tmp_path, teacher, data, stage):
 
 # ---- one process at a time
 
-HOLD = """
-    import sys, time
-    from hf_memmix.training.run_lock import run_lock
-    with run_lock(sys.argv[1]):
-        print("held", flush=True)
-        time.sleep(600)
-"""
-
 
 def hold(folder):
     """A process that holds the lock of a folder."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(HOLD), folder], env=child_env(), stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline().strip() == "held"
+    here, there = multiprocessing.Pipe()
+
+    def wait_with_the_lock():
+        with run_lock(folder):
+            there.send("held")
+            time.sleep(600)
+
+    process = forked(wait_with_the_lock)
+    assert here.recv() == "held"
     return process
 
 
@@ -200,7 +196,7 @@ def test_a_second_process_gets_an_error_that_names_the_first(tmp_path, teacher, 
         monkeypatch.delenv("RANK")
     finally:
         process.kill()
-        process.wait()
+        process.join()
     assert lock_file(folder).exists()  # of a dead process: taken over
     align(convert_model(teacher), teacher, data, folder, **OPTIONS)
     assert not lock_file(folder).exists()
@@ -209,17 +205,27 @@ def test_a_second_process_gets_an_error_that_names_the_first(tmp_path, teacher, 
 def test_a_lock_that_is_taken_twice_is_freed_by_the_outer_one(tmp_path):
     """Commands hold it around `train`, which takes it too; the kernel would free it with the inner one."""
     folder = tmp_path / "run"
-    code = "import sys; from hf_memmix.training.run_lock import run_lock\nwith run_lock(sys.argv[1]): pass"
 
     def another_process():
-        return subprocess.run([sys.executable, "-c", code, folder], env=child_env(), capture_output=True, text=True)
+        """The error that another process gets, or None."""
+        here, there = multiprocessing.Pipe()
+
+        def take():
+            try:
+                with run_lock(folder):
+                    there.send(None)
+            except ValueError as error:
+                there.send(str(error))
+
+        forked(take).join()
+        return here.recv()
 
     with run_lock(folder):
         with run_lock(folder):
             pass
         assert lock_file(folder).exists()
-        assert "another process works in" in another_process().stderr
-    assert another_process().returncode == 0
+        assert "another process works in" in another_process()
+    assert another_process() is None
 
 
 def test_a_run_folder_lives_until_the_output_is_written(tmp_path):

@@ -11,12 +11,13 @@ from hf_memmix.conversion.compare import compare_models, layer_errors
 from hf_memmix.training.experiments.conversion import starts as init_table
 from hf_memmix.training.experiments.conversion import starts_report as init_report
 from hf_memmix.training.experiments.conversion.starts import DEFAULT, STARTS, Start
+from testing import every_third
 from tiny_teachers import tiny_teacher
 
 CASES = [(mixer, name) for mixer in STARTS for name in STARTS[mixer]]
 
 
-@pytest.mark.parametrize("mixer, name", CASES)
+@every_third(("mixer", "name"), CASES)
 def test_a_start_builds_and_is_another_than_the_default(mixer, name):
     teacher, ids = tiny_teacher(layers=2), torch.randint(3, 64, (1, 80), generator=torch.Generator().manual_seed(0))
     student = init_table.build(teacher, mixer, STARTS[mixer][name], seed=0)

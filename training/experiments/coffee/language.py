@@ -9,22 +9,9 @@ smaller so that all models have the same size.
 
 import typer
 
+from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.fit import MODELS, train_language_model
-from hf_memmix.training.experiments.common.language import Contexts, Models, run_command
-from hf_memmix.training.experiments.common.options import (
-    BatchTokens,
-    Heads,
-    HiddenSize,
-    Layers,
-    Out,
-    Plot,
-    Rates,
-    Seconds,
-    Tokens,
-    TrainingText,
-    Workers,
-    settings,
-)
+from hf_memmix.training.experiments.common.language import ComparisonOptions, run_command
 
 COMPARED = ("coffee", "coffee-filter", "mamba2", "linear-decay", "gka", "transformer")
 
@@ -33,23 +20,14 @@ def run(row: dict, args) -> dict:
     return train_language_model(row, args, *MODELS[row["model"]])
 
 
-def main(
-    out: Out,
-    text: TrainingText,
-    plot: Plot = False,
-    workers: Workers = 1,
-    seconds: Seconds = float("inf"),
-    hidden_size: HiddenSize = 256,
-    layers: Layers = 4,
-    heads: Heads = 4,
-    batch_tokens: BatchTokens = 32768,
-    tokens: Tokens = 16_000_000,
-    contexts: Contexts = (512, 2048),
-    lrs: Rates = (4e-3, 2e-3),
-    models: Models = COMPARED,
-) -> None:
+class Options(ComparisonOptions):
+    contexts = (512, 2048)
+    models = COMPARED
+
+
+@command(Options)
+def main(args) -> None:
     """Train every model and write the results."""
-    args = settings(locals())
     run_command("coffee_language", __file__, args)
 
 

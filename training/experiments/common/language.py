@@ -7,13 +7,17 @@ import typer
 
 from hf_memmix.training.experiments.common.fit import MODELS
 from hf_memmix.training.experiments.common.harness import execute
-from hf_memmix.training.experiments.common.options import check_names
+from hf_memmix.training.experiments.common.options import LanguageModelOptions, check_names, draw_if_asked
+from hf_memmix.training.experiments.common.plots import plot_language
 from hf_memmix.training.experiments.common.rates import rates_to_try
 from hf_memmix.training.experiments.common.text import describe_training_text
 
 SEEDS = (0, 1)
-Contexts = Annotated[list[int], typer.Option(help="tokens of a sequence; repeatable")]
-Models = Annotated[list[str], typer.Option(help="models to compare; repeatable")]
+
+
+class ComparisonOptions(LanguageModelOptions):
+    contexts: Annotated[list[int], typer.Option(help="tokens of a sequence; repeatable")]
+    models: Annotated[list[str], typer.Option(help="models to compare; repeatable")]
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
@@ -38,7 +42,4 @@ def run_command(name: str, script: str, args: SimpleNamespace) -> None:
     """Run an experiment on language models and draw its plot if `args.plot` is set."""
     check_names("--models", args.models, MODELS)
     results = execute(name, script, args, rows_to_run, **describe_training_text(args.text))
-    if args.plot:
-        from hf_memmix.training.experiments.common.plots import plot_language
-
-        plot_language(results, args.out.with_suffix(".png"))
+    draw_if_asked(args, plot_language, results)

@@ -1,5 +1,6 @@
-"""The command-line options that several experiments share, and their values as one object."""
+"""The command-line options that several experiments share; `hf_memmix.command_options` makes a command of them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -25,9 +26,43 @@ Steps = Annotated[int, typer.Option(help="optimizer steps")]
 MeasuredTokens = Annotated[int, typer.Option(help="number of tokens of each text that are measured")]
 
 
-def settings(values: dict) -> SimpleNamespace:
-    """The arguments of a command (`locals()` at its start) as one object."""
-    return SimpleNamespace(**values)
+class Options:
+    """The options of an experiment that the harness runs. An experiment adds its own in a subclass."""
+
+    out: Out
+    workers: Workers = 1
+    seconds: Seconds = float("inf")
+
+
+class PlottedOptions(Options):
+    plot: Plot = False
+
+
+class LanguageModelOptions(PlottedOptions):
+    """Language models of one size, trained on the same tokens."""
+
+    text: TrainingText
+    hidden_size: HiddenSize = 256
+    layers: Layers = 4
+    heads: Heads = 4
+    batch_tokens: BatchTokens = 32768
+    tokens: Tokens = 16_000_000
+    lrs: Rates = (4e-3, 2e-3)
+
+
+class DistillationOptions(PlottedOptions):
+    """Students of the bundled transformer, aligned and distilled."""
+
+    text: TrainingText
+    batch_size: int = 32
+    block_size: int = 512
+    measured_tokens: MeasuredTokens = 60_000
+
+
+def draw_if_asked(args: SimpleNamespace, plot: Callable[[dict, Path], None], results: dict) -> None:
+    """Draw the plot of the results beside --out if --plot is given."""
+    if args.plot:
+        plot(results, args.out.with_suffix(".png"))
 
 
 def check_names(option: str, names: list[str], known) -> None:

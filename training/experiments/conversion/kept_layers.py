@@ -18,6 +18,7 @@ import typer
 from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
+from hf_memmix.command_options import command
 from hf_memmix.conversion import convert_model, load_model, report, save_student
 from hf_memmix.conversion.convert import layers_to_keep
 from hf_memmix.conversion.plan import take_mixers
@@ -30,15 +31,7 @@ from hf_memmix.training.evaluation.probes.score import score
 from hf_memmix.training.experiments.common.averages import mean_and_deviation
 from hf_memmix.training.experiments.common.fit import Deadline
 from hf_memmix.training.experiments.common.harness import device, execute, measured_at
-from hf_memmix.training.experiments.common.options import (
-    MeasuredTokens,
-    Out,
-    Plot,
-    Seconds,
-    TrainingText,
-    Workers,
-    settings,
-)
+from hf_memmix.training.experiments.common.options import DistillationOptions, draw_if_asked
 from hf_memmix.training.experiments.common.text import describe_training_text, train_tokens
 from hf_memmix.training.experiments.common.text import measured_tokens as tokens_of
 from hf_memmix.training.train import Recipe, train
@@ -195,32 +188,27 @@ def draw_sets(results: dict, path: Path) -> None:
     save(figure, path)
 
 
-def main(
-    out: Out,
-    text: TrainingText = TRAINING_TEXT,
-    plot: Plot = False,
-    workers: Workers = 1,
-    seconds: Seconds = float("inf"),
-    mixer: str = "gka",
-    sizes: Annotated[list[int], typer.Option(help="numbers of kept layers; repeatable")] = (1, 2),
-    align_steps: int = ALIGN["steps"],
-    distill_steps: int = DISTILL["steps"],
-    batch_size: int = 32,
-    block_size: int = 512,
-    measured_tokens: MeasuredTokens = 60_000,
-    samples: Annotated[int, typer.Option(help="sequences for each depth of a probe")] = 32,
-) -> None:
+class Options(DistillationOptions):
+    text = TRAINING_TEXT
+    mixer: str = "gka"
+    sizes: Annotated[list[int], typer.Option(help="numbers of kept layers; repeatable")] = (1, 2)
+    align_steps: int = ALIGN["steps"]
+    distill_steps: int = DISTILL["steps"]
+    samples: Annotated[int, typer.Option(help="sequences for each depth of a probe")] = 32
+
+
+@command(Options)
+def main(args) -> None:
     """Train a student for every set of kept layers and write the results."""
-    args = settings(locals())
-    results = execute("compare_plans", __file__, args, rows_to_run, text=describe_training_text(text))
+    text = describe_training_text(args.text)
+    results = execute("compare_plans", __file__, args, rows_to_run, text=text)
     if len(results["rows"]) > 1:
         results["summary"] = summary(results)
-        write_json(out, results)
+        write_json(args.out, results)
         for row in results["summary"]:
             named = {name: round(found["kl"], 4) for name, found in row["named"].items()}
             print(row["kept"], "kept:", named, {k: round(v, 4) for k, v in row["kl"].items()})
-        if plot:
-            draw_sets(results, out.with_suffix(".png"))
+        draw_if_asked(args, draw_sets, results)
 
 
 if __name__ == "__main__":

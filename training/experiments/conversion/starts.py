@@ -6,9 +6,8 @@ A start is one initialisation of a mixer. Every layer of the bundled transformer
 inputs that its attention gets in the teacher. The figure is |mixer - attention|^2 / |attention|^2 per layer; an output
 of zero gives 1. Starts are chosen on the development text, and the held-out text is used for the reported figures.
 "default" is the initialisation of `convert_model`; each other start differs from it as its name says. Every start can
-be
-trained: no output gate is below 0.1, because a smaller gate makes the gradients small, and each mixer has a head or a
-state with a half-life of at least 16 tokens.
+be trained: no output gate is below 0.1, because a smaller gate makes the gradients small, and each mixer has a head or
+a state with a half-life of at least 16 tokens.
 
 Then the default and the starts of each mixer with the lowest error on the development text are aligned for a few
 steps, with the same recipe.
@@ -29,6 +28,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_memmix.assets import asset_path
+from hf_memmix.command_options import command
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.compare import layer_errors
 from hf_memmix.conversion.families import attention_module
@@ -39,7 +39,7 @@ from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.harness import device, execute
-from hf_memmix.training.experiments.common.options import MeasuredTokens, Out, Seconds, Workers, check_names, settings
+from hf_memmix.training.experiments.common.options import MeasuredTokens, Options, check_names
 from hf_memmix.training.experiments.common.text import measured_tokens as tokens_of
 from hf_memmix.training.text_files import text_record
 from hf_memmix.training.train import align
@@ -239,22 +239,21 @@ def errors_on(text: str, student: nn.Module, args) -> dict[int, float]:
     return layer_errors(student, teacher(), tokens, block_size=args.block_size)
 
 
-def main(
-    out: Out,
-    workers: Workers = 1,
-    seconds: Seconds = float("inf"),
-    mixers: Annotated[list[str], typer.Option(help="repeatable")] = tuple(STARTS),
-    seeds: Annotated[int, typer.Option(help="number of seeds of starts that are random")] = 3,
-    measured_tokens: MeasuredTokens = 4096,
-    block_size: int = 512,
+class StartsOptions(Options):
+    mixers: Annotated[list[str], typer.Option(help="repeatable")] = tuple(STARTS)
+    seeds: Annotated[int, typer.Option(help="number of seeds of starts that are random")] = 3
+    measured_tokens: MeasuredTokens = 4096
+    block_size: int = 512
     contenders: Annotated[
         int, typer.Option(help="number of starts per mixer, those of the lowest error, that are also aligned")
-    ] = 2,
-    steps: Annotated[int, typer.Option(help="steps of align, with 4 rows of half a block each")] = 24,
-) -> None:
+    ] = 2
+    steps: Annotated[int, typer.Option(help="steps of align, with 4 rows of half a block each")] = 24
+
+
+@command(StartsOptions)
+def main(args) -> None:
     """Measure every start and write the results."""
-    args = settings(locals())
-    check_names("--mixers", mixers, STARTS)
+    check_names("--mixers", args.mixers, STARTS)
     texts = {name: {"text": text_record(asset_path(f"{name}.txt"))} for name in ("dev", "heldout")}
     execute("init_table", __file__, args, rows_to_run, **texts)
 

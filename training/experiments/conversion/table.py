@@ -20,6 +20,7 @@ import typer
 from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
+from hf_memmix.command_options import command
 from hf_memmix.conversion import convert_model, load_model, report
 from hf_memmix.conversion.convert import layers_to_keep
 from hf_memmix.training.data import TokenBlocks
@@ -27,18 +28,11 @@ from hf_memmix.training.evaluation.probes import Material, run_probes
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.fit import Deadline
 from hf_memmix.training.experiments.common.harness import device, execute
-from hf_memmix.training.experiments.common.options import (
-    MeasuredTokens,
-    Out,
-    Plot,
-    Seconds,
-    TrainingText,
-    Workers,
-    settings,
-)
+from hf_memmix.training.experiments.common.options import DistillationOptions, draw_if_asked
 from hf_memmix.training.experiments.common.rates import lowest_dev_loss
 from hf_memmix.training.experiments.common.text import describe_training_text, train_tokens
 from hf_memmix.training.experiments.common.text import measured_tokens as tokens_of
+from hf_memmix.training.experiments.conversion import table_report
 from hf_memmix.training.train import Recipe, train
 
 MIXERS = ("gka", "ska", "lattice", "coffee", "gla")
@@ -107,29 +101,21 @@ def recalled(model, args) -> dict:
     return {row["task"]: row["model"] | {"chance": row["chance"]} for row in probes["summary"]}
 
 
-def main(
-    out: Out,
-    text: TrainingText,
-    plot: Plot = False,
-    workers: Workers = 1,
-    seconds: Seconds = float("inf"),
-    mixers: Annotated[list[str], typer.Option(help="repeatable")] = MIXERS,
-    scales: Annotated[list[float], typer.Option(help="factors of the learning rates; repeatable")] = (1.0, 0.5, 2.0),
-    seeds: Annotated[int, typer.Option(help="number of seeds at the chosen rate")] = 2,
-    align_steps: int = 100,
-    distill_steps: int = 500,
-    batch_size: int = 32,
-    block_size: int = 512,
-    measured_tokens: MeasuredTokens = 60_000,
-    samples: Annotated[int, typer.Option(help="probes per cell")] = 32,
-) -> None:
-    """Convert and train every row and write the results."""
-    args = settings(locals())
-    results = execute("conversion_table", __file__, args, rows_to_run, text=describe_training_text(text))
-    if plot:
-        from hf_memmix.training.experiments.conversion.table_report import plot as draw
+class Options(DistillationOptions):
+    mixers: Annotated[list[str], typer.Option(help="repeatable")] = MIXERS
+    scales: Annotated[list[float], typer.Option(help="factors of the learning rates; repeatable")] = (1.0, 0.5, 2.0)
+    seeds: Annotated[int, typer.Option(help="number of seeds at the chosen rate")] = 2
+    align_steps: int = 100
+    distill_steps: int = 500
+    samples: Annotated[int, typer.Option(help="probes per cell")] = 32
 
-        draw(results, out.with_suffix(".png"))
+
+@command(Options)
+def main(args) -> None:
+    """Convert and train every row and write the results."""
+    text = describe_training_text(args.text)
+    results = execute("conversion_table", __file__, args, rows_to_run, text=text)
+    draw_if_asked(args, table_report.plot, results)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,11 @@ from typing import Annotated
 
 import typer
 
+from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.harness import execute
-from hf_memmix.training.experiments.common.options import Out, Plot, Seconds, Steps, Workers, check_names, settings
-from hf_memmix.training.experiments.echo.protocol import Batch, Length, Lengths, Pairs, Sequences, learn_and_measure
+from hf_memmix.training.experiments.common.options import check_names, draw_if_asked
+from hf_memmix.training.experiments.echo.plots import plot_ablation
+from hf_memmix.training.experiments.echo.protocol import ProtocolOptions, learn_and_measure
 
 
 @dataclass(frozen=True)
@@ -66,29 +68,18 @@ def run(row: dict, args) -> Iterator[dict]:
     return learn_and_measure(row, args, variant.masked, variant.layers, **variant.ska)
 
 
-def main(
-    out: Out,
-    plot: Plot = False,
-    workers: Workers = 1,
-    seconds: Seconds = float("inf"),
-    steps: Steps = 5000,
-    batch: Batch = 64,
-    length: Length = 64,
-    pairs: Pairs = (2, 4, 8),
-    lengths: Lengths = (64, 256, 1024, 4096),
-    sequences: Sequences = 128,
-    lr: Annotated[float, typer.Option(help="learning rate; default: the best of the transfer suite for SKA")] = 3e-3,
-    seeds: int = 3,
-    variants: Annotated[list[str], typer.Option(help="variants to compare; repeatable")] = tuple(VARIANTS),
-) -> None:
-    """Train every variant and write the results."""
-    args = settings(locals())
-    check_names("--variants", variants, VARIANTS)
-    results = execute("echo_ablation", __file__, args, rows_to_run)
-    if plot:
-        from hf_memmix.training.experiments.echo.plots import plot_ablation
+class Options(ProtocolOptions):
+    lengths = (64, 256, 1024, 4096)
+    lr: Annotated[float, typer.Option(help="learning rate; default: the best of the transfer suite for SKA")] = 3e-3
+    variants: Annotated[list[str], typer.Option(help="variants to compare; repeatable")] = tuple(VARIANTS)
 
-        plot_ablation(results, out.with_suffix(".png"))
+
+@command(Options)
+def main(args) -> None:
+    """Train every variant and write the results."""
+    check_names("--variants", args.variants, VARIANTS)
+    results = execute("echo_ablation", __file__, args, rows_to_run)
+    draw_if_asked(args, plot_ablation, results)
 
 
 if __name__ == "__main__":

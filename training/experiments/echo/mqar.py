@@ -15,9 +15,11 @@ from typing import Annotated
 
 import typer
 
+from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.harness import attempt, execute
-from hf_memmix.training.experiments.common.options import Out, Plot, Rates, Seconds, Workers, check_names, settings
+from hf_memmix.training.experiments.common.options import PlottedOptions, Rates, check_names, draw_if_asked
 from hf_memmix.training.experiments.echo import suite
+from hf_memmix.training.experiments.echo.plots import plot_grid
 from hf_memmix.training.experiments.echo.tasks import Examples, draw_examples
 
 CELLS = "[[4, 64], [16, 64], [4, 512], [16, 512], [4, 4096]]"
@@ -63,31 +65,27 @@ def run(row: dict, args) -> Iterator[dict]:
         yield {"errors": errors}
 
 
-def main(
-    out: Out,
-    plot: Plot = False,
-    workers: Workers = 1,
-    seconds: Seconds = float("inf"),
+class Options(PlottedOptions):
     steps: Annotated[
         int, typer.Option(help="optimizer steps at most; training ends earlier when the loss is below --enough")
-    ] = 3000,
-    batch: Annotated[int, typer.Option(help="sequences per step, at most")] = 64,
-    batch_tokens: Annotated[int, typer.Option(help="tokens per step, at most")] = 16384,
-    enough: Annotated[float, typer.Option(help="the loss at which training ends")] = 0.002,
-    sequences: Annotated[int, typer.Option(help="sequences measured, at least")] = 128,
-    cells: Annotated[str, typer.Option(help="[[pairs, gap], ...] as JSON")] = CELLS,
-    lrs: Rates = (3e-3, 1e-3),
-    seeds: int = 1,
-    models: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = tuple(suite.MODELS),
-) -> None:
-    """Train a model for every cell and write the results."""
-    args = settings(locals() | {"cells": json.loads(cells)})
-    check_names("--models", models, suite.MODELS)
-    results = execute("echo_mqar", __file__, args, rows_to_run)
-    if plot:
-        from hf_memmix.training.experiments.echo.plots import plot_grid
+    ] = 3000
+    batch: Annotated[int, typer.Option(help="sequences per step, at most")] = 64
+    batch_tokens: Annotated[int, typer.Option(help="tokens per step, at most")] = 16384
+    enough: Annotated[float, typer.Option(help="the loss at which training ends")] = 0.002
+    sequences: Annotated[int, typer.Option(help="sequences measured, at least")] = 128
+    cells: Annotated[str, typer.Option(help="[[pairs, gap], ...] as JSON")] = CELLS
+    lrs: Rates = (3e-3, 1e-3)
+    seeds: int = 1
+    models: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = tuple(suite.MODELS)
 
-        plot_grid(results, out.with_suffix(".png"))
+
+@command(Options)
+def main(args) -> None:
+    """Train a model for every cell and write the results."""
+    args.cells = json.loads(args.cells)
+    check_names("--models", args.models, suite.MODELS)
+    results = execute("echo_mqar", __file__, args, rows_to_run)
+    draw_if_asked(args, plot_grid, results)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,19 @@ from typing import Annotated
 import typer
 
 from hf_memmix.training.experiments.common.harness import attempt
+from hf_memmix.training.experiments.common.options import PlottedOptions, Steps
 from hf_memmix.training.experiments.echo import suite
 from hf_memmix.training.experiments.echo.tasks import TASKS, check_task
 
-Batch = Annotated[int, typer.Option(help="sequences per step")]
-Length = Annotated[int, typer.Option(help="tokens of a training sequence")]
-Pairs = Annotated[list[int], typer.Option(help="pairs in training, in equal parts; repeatable")]
-Lengths = Annotated[list[int], typer.Option(help="tokens of the measured sequences; repeatable")]
-Sequences = Annotated[int, typer.Option(help="sequences measured per cell, at least")]
+
+class ProtocolOptions(PlottedOptions):
+    steps: Steps = 5000
+    batch: Annotated[int, typer.Option(help="sequences per step")] = 64
+    length: Annotated[int, typer.Option(help="tokens of a training sequence")] = 64
+    pairs: Annotated[list[int], typer.Option(help="pairs in training, in equal parts; repeatable")] = (2, 4, 8)
+    lengths: Annotated[list[int], typer.Option(help="tokens of the measured sequences; repeatable")]
+    sequences: Annotated[int, typer.Option(help="sequences measured per cell, at least")] = 128
+    seeds: int = 3
 
 
 def cells(args: SimpleNamespace) -> Iterator[tuple[str, int, int]]:

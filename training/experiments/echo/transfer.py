@@ -14,19 +14,12 @@ from typing import Annotated
 
 import typer
 
+from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.harness import execute
-from hf_memmix.training.experiments.common.options import (
-    Out,
-    Plot,
-    Rates,
-    Seconds,
-    Steps,
-    Workers,
-    check_names,
-    settings,
-)
+from hf_memmix.training.experiments.common.options import Rates, check_names, draw_if_asked
 from hf_memmix.training.experiments.echo import suite
-from hf_memmix.training.experiments.echo.protocol import Batch, Length, Lengths, Pairs, Sequences, learn_and_measure
+from hf_memmix.training.experiments.echo.plots import plot_transfer
+from hf_memmix.training.experiments.echo.protocol import ProtocolOptions, learn_and_measure
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
@@ -43,29 +36,18 @@ def run(row: dict, args) -> Iterator[dict]:
     return learn_and_measure(row, args)
 
 
-def main(
-    out: Out,
-    plot: Plot = False,
-    workers: Workers = 1,
-    seconds: Seconds = float("inf"),
-    steps: Steps = 5000,
-    batch: Batch = 64,
-    length: Length = 64,
-    pairs: Pairs = (2, 4, 8),
-    lengths: Lengths = suite.LENGTHS,
-    sequences: Sequences = 128,
-    lrs: Rates = (1e-3, 3e-3),
-    seeds: int = 3,
-    models: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = tuple(suite.MODELS),
-) -> None:
-    """Train every model and write the results."""
-    args = settings(locals())
-    check_names("--models", models, suite.MODELS)
-    results = execute("echo_transfer", __file__, args, rows_to_run)
-    if plot:
-        from hf_memmix.training.experiments.echo.plots import plot_transfer
+class Options(ProtocolOptions):
+    lengths = suite.LENGTHS
+    lrs: Rates = (1e-3, 3e-3)
+    models: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = tuple(suite.MODELS)
 
-        plot_transfer(results, out.with_suffix(".png"))
+
+@command(Options)
+def main(args) -> None:
+    """Train every model and write the results."""
+    check_names("--models", args.models, suite.MODELS)
+    results = execute("echo_transfer", __file__, args, rows_to_run)
+    draw_if_asked(args, plot_transfer, results)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 import typer
 
+from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.fit import MODELS, autocast, build, fit, query_logits, recall_loss
 from hf_memmix.training.experiments.common.harness import device, execute
 from hf_memmix.training.experiments.common.mqar import DEV_SEED, TEST_SEED, VOCAB, check_cell, draw_recall
@@ -24,16 +25,14 @@ from hf_memmix.training.experiments.common.options import (
     Heads,
     HiddenSize,
     Layers,
-    Out,
-    Plot,
+    PlottedOptions,
     Rates,
-    Seconds,
     Tokens,
-    Workers,
     check_names,
-    settings,
+    draw_if_asked,
 )
 from hf_memmix.training.experiments.common.rates import rates_to_try
+from hf_memmix.training.experiments.gka.plots import plot_recall
 
 TEST_BATCHES = 8
 SOLVED = 0.01
@@ -93,30 +92,26 @@ def run(row: dict, args) -> dict:
     return result | {"dev_loss": dev[0], "accuracy": test[1]}
 
 
-def main(
-    out: Out,
-    plot: Plot = False,
-    workers: Workers = 1,
-    seconds: Seconds = float("inf"),
-    hidden_size: HiddenSize = 64,
-    layers: Layers = 2,
-    heads: Heads = 2,
-    batch_tokens: BatchTokens = 32768,
-    tokens: Tokens = 100_000_000,
-    cells: Annotated[str, typer.Option(help="[[length, pairs], ...] as JSON")] = "[[256, 32], [256, 64], [512, 128]]",
-    lrs: Rates = (3e-3, 1e-2),
-    models: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = COMPARED,
-) -> None:
+class Options(PlottedOptions):
+    hidden_size: HiddenSize = 64
+    layers: Layers = 2
+    heads: Heads = 2
+    batch_tokens: BatchTokens = 32768
+    tokens: Tokens = 100_000_000
+    cells: Annotated[str, typer.Option(help="[[length, pairs], ...] as JSON")] = "[[256, 32], [256, 64], [512, 128]]"
+    lrs: Rates = (3e-3, 1e-2)
+    models: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = COMPARED
+
+
+@command(Options)
+def main(args) -> None:
     """Train every model in every cell and write the results."""
-    args = settings(locals() | {"cells": json.loads(cells)})
-    check_names("--models", models, MODELS)
+    args.cells = json.loads(args.cells)
+    check_names("--models", args.models, MODELS)
     for cell in args.cells:
         check_cell(*cell)
     results = execute("recall", __file__, args, rows_to_run, chance_loss=math.log(VOCAB // 2))
-    if plot:
-        from hf_memmix.training.experiments.gka.plots import plot_recall
-
-        plot_recall(results, out.with_suffix(".png"))
+    draw_if_asked(args, plot_recall, results)
 
 
 if __name__ == "__main__":

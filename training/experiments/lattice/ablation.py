@@ -11,24 +11,13 @@ variant "rung".
 
 import typer
 
+from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.fit import train_language_model
 from hf_memmix.training.experiments.common.harness import execute
-from hf_memmix.training.experiments.common.options import (
-    BatchTokens,
-    Heads,
-    HiddenSize,
-    Layers,
-    Out,
-    Plot,
-    Rates,
-    Seconds,
-    Tokens,
-    TrainingText,
-    Workers,
-    settings,
-)
+from hf_memmix.training.experiments.common.options import LanguageModelOptions, draw_if_asked
 from hf_memmix.training.experiments.common.rates import rates_to_try
 from hf_memmix.training.experiments.common.text import describe_training_text
+from hf_memmix.training.experiments.lattice.plots import plot_ablation
 from hf_memmix.training.experiments.lattice.variants import IN_PAPER, NOT_IN_PAPER
 
 SEEDS = (0, 1)
@@ -56,27 +45,15 @@ def run(row: dict, args) -> dict:
     return result | ({} if paper is None else {"paper_perplexity_on_pile": paper})
 
 
-def main(
-    out: Out,
-    text: TrainingText,
-    plot: Plot = False,
-    workers: Workers = 1,
-    seconds: Seconds = float("inf"),
-    hidden_size: HiddenSize = 256,
-    layers: Layers = 4,
-    heads: Heads = 4,
-    batch_tokens: BatchTokens = 32768,
-    tokens: Tokens = 16_000_000,
-    context: int = 1024,
-    lrs: Rates = (4e-3, 2e-3),
-) -> None:
-    """Train every variant and write the results."""
-    args = settings(locals())
-    results = execute("lattice_ablation", __file__, args, rows_to_run, **describe_training_text(text))
-    if plot:
-        from hf_memmix.training.experiments.lattice.plots import plot_ablation
+class Options(LanguageModelOptions):
+    context: int = 1024
 
-        plot_ablation(results, out.with_suffix(".png"))
+
+@command(Options)
+def main(args) -> None:
+    """Train every variant and write the results."""
+    results = execute("lattice_ablation", __file__, args, rows_to_run, **describe_training_text(args.text))
+    draw_if_asked(args, plot_ablation, results)
 
 
 if __name__ == "__main__":

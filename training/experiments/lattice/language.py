@@ -11,22 +11,9 @@ that the warm-up is longer (`WARM_UP_STEPS`).
 
 import typer
 
+from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.fit import MODELS, train_language_model
-from hf_memmix.training.experiments.common.language import Contexts, Models, run_command
-from hf_memmix.training.experiments.common.options import (
-    BatchTokens,
-    Heads,
-    HiddenSize,
-    Layers,
-    Out,
-    Plot,
-    Rates,
-    Seconds,
-    Tokens,
-    TrainingText,
-    Workers,
-    settings,
-)
+from hf_memmix.training.experiments.common.language import ComparisonOptions, run_command
 
 # Karami and Mirrokni, Table 2: perplexity on Books. All its recurrent models have the block of Lattice, so its Mamba-2
 # is "linear-decay" here; "mamba2" is Mamba-2 in the block of its own paper
@@ -54,23 +41,14 @@ def run(row: dict, args) -> dict:
     return result | ({} if paper is None else {"paper_perplexity_on_books": paper})
 
 
-def main(
-    out: Out,
-    text: TrainingText,
-    plot: Plot = False,
-    workers: Workers = 1,
-    seconds: Seconds = float("inf"),
-    hidden_size: HiddenSize = 256,
-    layers: Layers = 4,
-    heads: Heads = 4,
-    batch_tokens: BatchTokens = 32768,
-    tokens: Tokens = 16_000_000,
-    contexts: Contexts = (512, 2048, 8192),
-    lrs: Rates = (4e-3, 2e-3),
-    models: Models = (*PAPER, *SMALL_STEPS, *NOT_IN_PAPER, *WARM),
-) -> None:
+class Options(ComparisonOptions):
+    contexts = (512, 2048, 8192)
+    models = (*PAPER, *SMALL_STEPS, *NOT_IN_PAPER, *WARM)
+
+
+@command(Options)
+def main(args) -> None:
     """Train every model and write the results."""
-    args = settings(locals())
     run_command("lattice_language", __file__, args)
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def _load_rows(
-    p, i_r, m_r, rows, D: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, ACC: tl.constexpr
+    p, i_r, m_r, D: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, ACC: tl.constexpr
 ):
     """The three tiles of R rows."""
     o_h, o_s = tl.arange(0, BH), 2 * HALF + tl.arange(0, BR)
@@ -47,6 +47,11 @@ def _angles(cos, sin, i_r, m_r, heads, length, s_b, s_t, s_r, HALF: tl.constexpr
     return tl.load(cos + o, mask=m, other=0).to(ACC), tl.load(sin + o, mask=m, other=0).to(ACC)
 
 
+@triton.jit
+def _rotate(b_first, b_second, b_cos, b_sin):
+    return b_first * b_cos - b_second * b_sin, b_second * b_cos + b_first * b_sin
+
+
 # the number of tokens changes from batch to batch of a server: it must not compile another kernel
 @triton.jit(do_not_specialize=["rows", "length", "s_b"])
 def unit_heads_fwd_kernel(
@@ -56,13 +61,11 @@ def unit_heads_fwd_kernel(
     """y = R x / (|R x| + eps)."""
     i_r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     m_r = i_r < rows
-    b_first, b_second, b_rest = _load_rows(x, i_r, m_r, rows, D, HALF, BH, BR, ACC)
+    b_first, b_second, b_rest = _load_rows(x, i_r, m_r, D, HALF, BH, BR, ACC)
     b_square = tl.sum(b_rest * b_rest, 1)
     if HALF > 0:
         b_cos, b_sin = _angles(cos, sin, i_r, m_r, heads, length, s_b, s_t, s_r, HALF, BH, ACC)
-        b_turned = b_first * b_cos - b_second * b_sin
-        b_second = b_second * b_cos + b_first * b_sin
-        b_first = b_turned
+        b_first, b_second = _rotate(b_first, b_second, b_cos, b_sin)
         b_square += tl.sum(b_first * b_first + b_second * b_second, 1)
     b_scale = (1 / (tl.sqrt(b_square) + eps))[:, None]
     _store_rows(y, b_first * b_scale, b_second * b_scale, b_rest * b_scale, i_r, m_r, D, HALF, BH, BR)
@@ -76,15 +79,13 @@ def unit_heads_bwd_kernel(
     """With r = R x, n = |r| and s = n + eps: dr = dy / s - r (r . dy) / (n s^2), and dx = R^T dr."""
     i_r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     m_r = i_r < rows
-    b_first, b_second, b_rest = _load_rows(x, i_r, m_r, rows, D, HALF, BH, BR, ACC)
-    g_first, g_second, g_rest = _load_rows(dy, i_r, m_r, rows, D, HALF, BH, BR, ACC)
+    b_first, b_second, b_rest = _load_rows(x, i_r, m_r, D, HALF, BH, BR, ACC)
+    g_first, g_second, g_rest = _load_rows(dy, i_r, m_r, D, HALF, BH, BR, ACC)
     b_square, b_dot = tl.sum(b_rest * b_rest, 1), tl.sum(b_rest * g_rest, 1)
     b_cos, b_sin = b_first, b_first
     if HALF > 0:
         b_cos, b_sin = _angles(cos, sin, i_r, m_r, heads, length, s_b, s_t, s_r, HALF, BH, ACC)
-        b_turned = b_first * b_cos - b_second * b_sin
-        b_second = b_second * b_cos + b_first * b_sin
-        b_first = b_turned
+        b_first, b_second = _rotate(b_first, b_second, b_cos, b_sin)
         b_square += tl.sum(b_first * b_first + b_second * b_second, 1)
         b_dot += tl.sum(b_first * g_first + b_second * g_second, 1)
     b_norm = tl.sqrt(b_square)
@@ -96,7 +97,5 @@ def unit_heads_bwd_kernel(
     g_second = g_second * b_scale - b_second * b_along
     g_rest = g_rest * b_scale - b_rest * b_along
     if HALF > 0:
-        b_turned = g_first * b_cos + g_second * b_sin
-        g_second = g_second * b_cos - g_first * b_sin
-        g_first = b_turned
+        g_first, g_second = g_first * b_cos + g_second * b_sin, g_second * b_cos - g_first * b_sin
     _store_rows(dx, g_first, g_second, g_rest, i_r, m_r, D, HALF, BH, BR)

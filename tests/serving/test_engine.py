@@ -1,11 +1,9 @@
 """Every feature of the engine, for every mixer: the tokens are those of `generate()`."""
 
-import math
-
 import pytest
 import torch
-from greedy import ask, assert_greedy, references_of, tokens_of
-from serving_cases import BLOCK, HYBRIDS, LOW, PREFIX, PURE
+from greedy import ask, assert_greedy, assert_near_ties, error_ratio, logits_at, references_of, tokens_of
+from serving_cases import BLOCK, HYBRIDS, LOW, LOW_PURE, PREFIX, PURE
 
 # the engine that has room for everything; one that cuts prompts into pieces of 48 tokens and has few blocks; one that
 # keeps prefixes
@@ -14,6 +12,11 @@ NARROW = {"max_num_batched_tokens": 48, "max_num_seqs": 12, "block_size": BLOCK,
 NARROW |= {"num_gpu_blocks_override": 24}
 CACHING = {"enable_prefix_caching": True, "max_num_batched_tokens": 2 * BLOCK, "max_num_seqs": 4, "block_size": BLOCK}
 ALL = [*HYBRIDS, *PURE]
+# logits in bf16, and how many times the errors of transformers' logits in bf16 their errors may be. The mixers alone
+# have 1.0 times these errors, and 1.5 times or more if states are wrong by 5 percent. vLLM's attention rounds more often
+# than that of torch: a Llama without mixers has 1.1 times the errors of transformers at 64 tokens, 1.8 at 700
+RAW = {"dtype": "bfloat16", "max_logprobs": -1, "logprobs_mode": "raw_logits"}
+LARGEST_RATIO = dict.fromkeys(LOW, 2.0) | dict.fromkeys(LOW_PURE, 1.25)
 
 
 def preemptions(engine) -> int:
@@ -23,7 +26,9 @@ def preemptions(engine) -> int:
 @pytest.mark.parametrize("case", ALL, scope="module")
 def test_one_batch(case, engines):
     references = references_of(engines.folders, case, "plain")
-    assert_greedy(tokens_of(ask(engines.get(case, **ROOMY), references)), references)
+    # models without attention have no test that needs another engine than that of prefix caching
+    engine = engines.get(case, **(CACHING if case in PURE else ROOMY))
+    assert_greedy(tokens_of(ask(engine, references)), references)
     assert len({token for reference in references for token in reference["tokens"]}) > 10, (
         "a model that repeats itself"
     )
@@ -130,15 +135,34 @@ def test_prefix_caching(case, engines):
         assert max(hits) >= shared if attempt == 0 else min(hits) >= shared, hits
 
 
-@pytest.mark.parametrize("case", LOW, scope="module")
+@pytest.mark.parametrize("case", LARGEST_RATIO, scope="module")
 def test_bf16(case, engines):
+    """The logits by which every token is chosen are as exact as those of transformers in bf16."""
     references = references_of(engines.folders, case, "plain", "bfloat16")
-    tokens = tokens_of(ask(engines.get(case, dtype="bfloat16"), references))
-    assert_greedy(tokens, references)
-    same = sum(
-        a == b for got, r in zip(tokens, references, strict=True) for a, b in zip(got, r["tokens"], strict=True)
-    )
-    assert same > math.prod(torch.tensor(tokens).shape) // 2
+    logits = logits_at(engines.get(case, **RAW), references)
+    assert error_ratio(logits, references) <= LARGEST_RATIO[case]
+    assert_near_ties(logits, references)
+    same = [found.argmax(-1) == torch.tensor(r["tokens"]) for found, r in zip(logits, references, strict=True)]
+    assert torch.cat(same).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("case", LOW_PURE, scope="module")
+def test_bf16_shows_wrong_states(case, engines, monkeypatch):
+    """Noise of 5 percent in the largest state after every prompt is found by the test above."""
+    from hf_memmix.mixers import base
+
+    write, generator = base.write_pages, torch.Generator().manual_seed(0)
+
+    def write_noisy(pools, state_indices, states):
+        name = max(states, key=lambda name: states[name].numel())
+        state = states[name]
+        size = state.square().mean(tuple(range(1, state.dim())), keepdim=True).sqrt()
+        noisy = state + 0.05 * size * torch.randn(state.shape, generator=generator)
+        write(pools, state_indices, states | {name: noisy})
+
+    monkeypatch.setattr(base, "write_pages", write_noisy)
+    references = references_of(engines.folders, case, "plain", "bfloat16")
+    assert error_ratio(logits_at(engines.get(case, **RAW), references), references) > LARGEST_RATIO[case]
 
 
 @pytest.mark.cases("gka")

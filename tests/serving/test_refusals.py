@@ -44,20 +44,26 @@ def test_no_mixer(engines, altered):
     assert "the model has no memory mixer: all of mixer_types are attention" in message
 
 
-def test_refused_family(engines, altered, monkeypatch):
-    import dataclasses
-    from types import MappingProxyType
+def test_refused_family(engines, tmp_path):
+    from hf_memmix import memmix_config
+    from testing import backbone_config
 
-    from hf_memmix import backbones
-
-    row = dataclasses.replace(backbones.BACKBONES["llama"], no_serving="this is a test")
-    monkeypatch.setattr(backbones, "BACKBONES", MappingProxyType({**backbones.BACKBONES, "llama": row}))
-    assert "'llama' cannot be served by vLLM: this is a test" in refused(engines, altered())
+    config = memmix_config(backbone_config("gpt2"), ["attention", "gka", "attention", "gka"])
+    config.architectures = ["MemMixGPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    message = refused(engines, tmp_path)
+    assert (
+        "'gpt2' cannot be served by vLLM: its Transformers backend does not fit the transposed projections" in message
+    )
 
 
 def test_speculative_decoding(engines):
     options = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}
     assert "speculative decoding is not supported with memory mixers" in refused(engines, "gka", **options)
+
+
+def test_adapters(engines):
+    assert "LoRA adapters are not supported with memory mixers on vLLM" in refused(engines, "gka", enable_lora=True)
 
 
 def test_too_little_memory(engines):

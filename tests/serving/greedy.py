@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import torch
+from references import FILE, ready
 
 
 def references_of(folder: Path, case: str, which: str, dtype: str = "float32") -> list[dict]:
     """See `references.answers`."""
-    return torch.load(folder / case / "references.pt", weights_only=True)[dtype][which]
+    return torch.load(ready(folder / case) / FILE, weights_only=True)[dtype][which]
 
 
 def tokens_of(outputs) -> list[list[int]]:

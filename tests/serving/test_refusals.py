@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from references import ready
 from serving_cases import BLOCK
 
 pytestmark = pytest.mark.cases("gka")
@@ -14,7 +15,7 @@ def altered(engines, tmp_path):
     """A copy of a model folder with other fields in config.json."""
 
     def make(**fields):
-        folder = shutil.copytree(engines.folders / "gka", tmp_path / "gka")
+        folder = shutil.copytree(ready(engines.folders / "gka"), tmp_path / "gka")
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | fields))
         return folder

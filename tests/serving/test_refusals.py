@@ -50,7 +50,7 @@ def test_refused_family(engines, tmp_path):
     from testing import backbone_config
 
     config = memmix_config(backbone_config("gpt2"), ["attention", "gka", "attention", "gka"])
-    config.architectures = ["MemMixGPT2LMHeadModel"]
+    config.architectures = ["MemMixGPT2ForCausalLM"]
     config.save_pretrained(tmp_path)
     message = refused(engines, tmp_path, max_model_len=128)
     reason = "its Transformers backend does not fit the transposed projections of this family"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._transformers import DistributionHooks, drop_unmatched_rules, name_in_plan
+from ._transformers import DistributionHooks, drop_unmatched_rules, name_in_plan, tensor_parallel_size
 from .backbones import backbone_of
 from .mixers import ATTENTION, FeedForward, MemoryMixer
 from .mixers.tensor_parallel import Cut, divide
@@ -229,6 +229,21 @@ def check_distributed_checkpoint(model: nn.Module):
                 )
 
 
+def check_adapters(model: nn.Module, *inputs):
+    """Raise ValueError if PEFT has put adapters into the layers of a divided model; a hook before its forward.
+
+    An adapter has the sizes of a whole layer. PEFT divides adapters by the library's plan, which does not describe
+    mixers.
+    """
+    if names := list(getattr(model, "peft_config", None) or ()):
+        ranks = tensor_parallel_size(model.config)
+        raise ValueError(
+            f"PEFT's adapters {names} do not fit into layers that are divided over {ranks} ranks (tp_size={ranks});"
+            " train them without tensor parallelism (data parallelism or FSDP), merge them (merge_and_unload) and load"
+            " the merged model with tp_size"
+        )
+
+
 def check_attention(config, plan: dict[str, str], ranks: int):
     """Raise ValueError if the family's plan divides kept attention layers by heads and the heads cannot be divided."""
     names = backbone_of(config).attention
@@ -273,6 +288,7 @@ class TensorParallelModel(DistributionHooks):
     def sharding(self, ranks: int):
         check_mesh(self.config.distributed_config)
         check_attention(self.config, self.tp_plan, ranks)
+        self.register_forward_pre_hook(check_adapters)
         with replaced_by_identity(self, (MemoryMixer, FeedForward)) as modules:
             drop_unmatched_rules(self)
 

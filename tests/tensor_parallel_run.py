@@ -3,7 +3,8 @@ this module as a program.
 
     python -m torch.distributed.run --nproc-per-node 2 tensor_parallel_run.py FOLDER...
 
-Every folder holds a saved model; rank 0 writes `measured.pt` and the saved model `again` beside it.
+Every folder holds a saved model, and perhaps a LoRA adapter for it in `adapter`; rank 0 writes `measured.pt` and the
+saved model `again` beside it.
 """
 
 import os
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -20,6 +22,7 @@ from hf_memmix.tensor_parallel import whole_tensors
 from testing import random_ids
 
 NEW_TOKENS = 5
+ADAPTER = "adapter"
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,9 +86,11 @@ def run(folder: Path) -> dict:
     ranks = int(os.environ["WORLD_SIZE"])
     try:
         model = load(folder, distributed_config=DistributedConfig(tp_size=ranks))
+        if (folder / ADAPTER).exists():
+            model = PeftModel.from_pretrained(model, folder / ADAPTER)
+        found = measure(model)
     except ValueError as error:
         return {"error": str(error)}
-    found = measure(model)
     model.save_pretrained(folder / "again")
     # the older argument for tensor parallelism
     model, ids, mask = load(folder, tp_plan="auto", tp_size=ranks), *batch()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hf_memmix
@@ -16,7 +17,7 @@ from hf_memmix.mixers import MIXERS as REGISTERED
 from hf_memmix.mixers import KoopmanMLP, MemoryMixer
 from hf_memmix.mixers.tensor_parallel import Cut, Part, TensorParallelPlan, divide
 from hf_memmix.tensor_parallel import check_attention, check_distributed_checkpoint, check_mesh
-from tensor_parallel_run import load, measure
+from tensor_parallel_run import ADAPTER, load, measure
 from testing import MIXERS, backbone_config, build, difference, family_fields, mixer_types, random_ids, tiny_model
 
 # a wrong gradient is wrong by more; parameters that stay in float32 have gradients in float32
@@ -119,9 +120,13 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path):
     wrong = {
         "channels": (config_of("coffee", layout=ALL, options={"inner_size": 47}), "coffee of layer 0: 47 channels"),
         "kept attention": (config_of("gka", num_key_value_heads=1), "attention layers: 1 key/value heads"),
+        "adapters": (config_of("gka"), "PEFT's adapters ['default'] do not fit into layers that are divided over"),
     }
     for name, (config, _) in wrong.items():
-        build(config).save_pretrained(tmp_path / name)
+        model = build(config)
+        model.save_pretrained(tmp_path / name)
+    targets = hf_memmix.lora_target_modules(model)
+    get_peft_model(model, LoraConfig(r=2, target_modules=targets)).save_pretrained(tmp_path / "adapters" / ADAPTER)
     launch([tmp_path / name for name in wrong])
     for name, (_, text) in wrong.items():
         error = torch.load(tmp_path / name / "measured.pt")["error"]

@@ -6,6 +6,7 @@ models, saves them, and writes what `generate()` answers.
 
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import serving_cases
@@ -14,6 +15,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hf_memmix.assets import asset_path
 from testing import build, randomize
+
+FILE, LOG = "references.pt", "references.log"
+
+
+def ready(folder: Path) -> Path:
+    """The folder of a case, as soon as this program has written all of it."""
+    deadline = time.monotonic() + 900
+    while not (folder / FILE).exists():
+        log = (folder.parent / LOG).read_text()
+        assert "Traceback" not in log and time.monotonic() < deadline, log[-4000:]
+        time.sleep(0.2)
+    return folder
 
 
 def answers(model, which: str) -> list[dict]:
@@ -65,6 +78,8 @@ def write(folder: Path, name: str):
         model = randomize(AutoModelForSequenceClassification.from_config(case.config())).eval()
     else:
         model = build(case.config())
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # the library's default, "sdpa", leaves the soft-cap out
     if name != serving_cases.ASSET:
         model.save_pretrained(folder / name)
     references = {"pooled": pooled(model, case)} if case.labels or name == serving_cases.ASSET else {}
@@ -76,7 +91,8 @@ def write(folder: Path, name: str):
                 model = model.float()  # with the rounded weights
                 for found in references[dtype].values():
                     add_exact_logits(model, found)
-    torch.save(references, folder / name / "references.pt")
+    torch.save(references, folder / name / "part")
+    (folder / name / "part").rename(folder / name / FILE)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ PREFIX = 2 * BLOCK + 30  # crosses two boundaries of blocks
 # the sizes of testing.py with heads of 32, the smallest that vLLM's attention on a CPU takes
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
 SIZES |= {"head_dim": 32, "max_position_embeddings": LONGEST}
-GPT2_SIZES = {"n_embd": 64, "n_inner": 96, "n_head": 2, "n_positions": LONGEST}
-GPT2_SIZES |= dict.fromkeys(("hidden_size", "num_attention_heads", "max_position_embeddings"))  # its names for them
-MULTI_HEAD = {"gpt_neox", "gpt2"}  # as many key/value heads as heads, whatever the configuration says
+MULTI_HEAD = {"gpt_neox"}  # as many key/value heads as heads, whatever the configuration says
 # some mixtures of experts read one of these fields, some the other
 WIDE_EXPERTS = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
 OTHERS = {"biogpt": {"num_key_value_heads": 2}}
@@ -61,8 +59,7 @@ class Case:
             fields = {"num_hidden_layers": 3, "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1}
             fields |= {"eos_token_id": None} | row["fields"] | SIZES | row["layouts"][self.layout]
             return FROM_SCRATCH[self.family](**fields)
-        row = FAMILIES.get(self.family, {})
-        sizes = GPT2_SIZES if "n_embd" in row else SIZES
+        sizes = SIZES
         if self.family in MULTI_HEAD:
             sizes = {**sizes, "num_key_value_heads": None}
         if self.family == "llama":
@@ -88,20 +85,22 @@ HYBRIDS["several"] = Case(("gka", "mamba2", _KEPT, "lattice"), prompts=tuple(PRO
 PURE = {f"{name}_pure": Case((name,) * 3, prompts=("plain", "prefix")) for name in MIXERS}
 PURE["several_pure"] = Case(("gka", "mamba2", "coffee", "lattice", "ska"), prompts=("plain", "prefix"))
 LOW = {f"{name}_bf16": Case((_KEPT, name, name), dtypes=("bfloat16",)) for name in MIXERS}
+LOW_PURE = {f"{name}_pure_bf16": Case((name,) * 3, dtypes=("bfloat16",)) for name in MIXERS}
 SCRATCH = {
     f"{family}_{layout}": Case(family=family, layout=layout, prompts=("few",))
     for family, row in MODELS.items()
     for layout in row["layouts"]
 }
 _HALF = ("gka", _KEPT, "gka", _KEPT)
-BACKBONES = {f"backbone_{name}": Case(_HALF, family=name, prompts=("few",)) for name in FAMILIES}
+SERVED = [name for name in FAMILIES if not backbones.BACKBONES[name].no_serving]
+BACKBONES = {f"backbone_{name}": Case(_HALF, family=name, prompts=("few",)) for name in SERVED}
 # all other families that are not refused; only `make serve-test PYTEST="-m product"` serves them
 MORE_BACKBONES = {
     f"backbone_{name}": Case(_HALF[:2], family=name, prompts=("few",))
     for name, row in backbones.BACKBONES.items()
     if name not in FAMILIES and not (row.refused or row.no_serving)
 }
-CASES = HYBRIDS | PURE | LOW | SCRATCH | BACKBONES | MORE_BACKBONES
+CASES = HYBRIDS | PURE | LOW | LOW_PURE | SCRATCH | BACKBONES | MORE_BACKBONES
 # the bundled model, which has a tokenizer
 ASSET = "tiny_gka"
 CASES[ASSET] = Case()

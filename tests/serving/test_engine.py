@@ -1,12 +1,12 @@
 """Every feature of the engine, for every mixer: the tokens are those of `generate()`."""
 
-import math
-
 import pytest
 import torch
-from greedy import ask, assert_greedy, references_of, tokens_of
+from greedy import ask, assert_greedy, assert_near_ties, error_ratio, logits_at, references_of, tokens_of
 from safetensors.torch import load_file
-from serving_cases import BLOCK, HYBRIDS, LOW, PREFIX, PURE
+from serving_cases import BLOCK, HYBRIDS, LOW, LOW_PURE, PREFIX, PURE
+
+from hf_memmix.mixers.pages import write_pages
 
 # the engine that has room for everything; one that cuts prompts into pieces of 48 tokens and has few blocks; one that
 # keeps prefixes
@@ -15,6 +15,11 @@ NARROW = {"max_num_batched_tokens": 48, "max_num_seqs": 12, "block_size": BLOCK,
 NARROW |= {"num_gpu_blocks_override": 24}
 CACHING = {"enable_prefix_caching": True, "max_num_batched_tokens": 2 * BLOCK, "max_num_seqs": 4, "block_size": BLOCK}
 ALL = [*HYBRIDS, *PURE]
+# logits in bf16, and how many times the errors of transformers' logits in bf16 their errors may be. The mixers alone
+# have 1.0 times these errors, and 1.5 times or more if states are wrong by 5 percent. vLLM's attention rounds more
+# often than that of torch: a Llama without mixers has 1.1 times the errors of transformers at 64 tokens, 1.8 at 700
+RAW = {"dtype": "bfloat16", "max_logprobs": -1, "logprobs_mode": "raw_logits"}
+LARGEST_RATIO = dict.fromkeys(LOW, 2.0) | dict.fromkeys(LOW_PURE, 1.25)
 
 
 def preemptions(engine) -> int:
@@ -24,7 +29,9 @@ def preemptions(engine) -> int:
 @pytest.mark.parametrize("case", ALL, scope="module")
 def test_one_batch(case, engines):
     references = references_of(engines.folders, case, "plain")
-    assert_greedy(tokens_of(ask(engines.get(case, **ROOMY), references)), references)
+    # models without attention have no test that needs another engine than that of prefix caching
+    engine = engines.get(case, **(CACHING if case in PURE else ROOMY))
+    assert_greedy(tokens_of(ask(engine, references)), references)
     assert len({token for reference in references for token in reference["tokens"]}) > 10, (
         "a model that repeats itself"
     )
@@ -131,15 +138,27 @@ def test_prefix_caching(case, engines):
         assert max(hits) >= shared if attempt == 0 else min(hits) >= shared, hits
 
 
-@pytest.mark.parametrize("case", LOW, scope="module")
-def test_bf16(case, engines):
-    references = references_of(engines.folders, case, "plain", "bfloat16")
-    tokens = tokens_of(ask(engines.get(case, dtype="bfloat16"), references))
-    assert_greedy(tokens, references)
-    same = sum(
-        a == b for got, r in zip(tokens, references, strict=True) for a, b in zip(got, r["tokens"], strict=True)
-    )
-    assert same > math.prod(torch.tensor(tokens).shape) // 2
+@pytest.mark.parametrize("case", LARGEST_RATIO, scope="module")
+def test_bf16(case, engines, monkeypatch):
+    """The logits by which every token is chosen are as exact as those of transformers in bf16."""
+    engine, references = engines.get(case, **RAW), references_of(engines.folders, case, "plain", "bfloat16")
+    logits = logits_at(engine, references)
+    assert error_ratio(logits, references) <= LARGEST_RATIO[case]
+    assert_near_ties(logits, references)
+    same = [found.argmax(-1) == torch.tensor(r["tokens"]) for found, r in zip(logits, references, strict=True)]
+    assert torch.cat(same).float().mean() > 0.8
+    if case in LOW_PURE:  # wrong states are found by the first comparison
+        monkeypatch.setattr("hf_memmix.mixers.base.write_pages", noisy_write_pages)
+        assert error_ratio(logits_at(engine, references), references) > LARGEST_RATIO[case]
+
+
+def noisy_write_pages(pools, state_indices, states):
+    """`write_pages` with noise of 5 percent in the largest state."""
+    name = max(states, key=lambda name: states[name].numel())
+    state, generator = states[name], torch.Generator().manual_seed(0)
+    size = state.square().mean(tuple(range(1, state.dim())), keepdim=True).sqrt()
+    noise = 0.05 * size * torch.randn(state.shape, generator=generator)
+    write_pages(pools, state_indices, states | {name: state + noise})
 
 
 @pytest.mark.cases("gka")

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from references import FILE, ready
 from serving_cases import ASSET
 
 
 def pooled(engines, case, **options):
     """An engine of a pooling model, and the references."""
-    references = torch.load(engines.folders / case / "references.pt", weights_only=True)["pooled"]
+    references = torch.load(ready(engines.folders / case) / FILE, weights_only=True)["pooled"]
     engine = engines.get(case, runner="pooling", **options)
     return engine, [{"prompt_token_ids": r["prompt"]} for r in references], [r["vector"] for r in references]
 

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from references import ready
 from serving_cases import BLOCK
 
 pytestmark = pytest.mark.cases("gka")
@@ -14,7 +15,7 @@ def altered(engines, tmp_path):
     """A copy of a model folder with other fields in config.json."""
 
     def make(**fields):
-        folder = shutil.copytree(engines.folders / "gka", tmp_path / "gka")
+        folder = shutil.copytree(ready(engines.folders / "gka"), tmp_path / "gka")
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | fields))
         return folder
@@ -44,20 +45,25 @@ def test_no_mixer(engines, altered):
     assert "the model has no memory mixer: all of mixer_types are attention" in message
 
 
-def test_refused_family(engines, altered, monkeypatch):
-    import dataclasses
-    from types import MappingProxyType
+def test_refused_family(engines, tmp_path):
+    from hf_memmix import memmix_config
+    from testing import backbone_config
 
-    from hf_memmix import backbones
-
-    row = dataclasses.replace(backbones.BACKBONES["llama"], no_serving="this is a test")
-    monkeypatch.setattr(backbones, "BACKBONES", MappingProxyType({**backbones.BACKBONES, "llama": row}))
-    assert "'llama' cannot be served by vLLM: this is a test" in refused(engines, altered())
+    config = memmix_config(backbone_config("gpt2"), ["attention", "gka", "attention", "gka"])
+    config.architectures = ["MemMixGPT2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    message = refused(engines, tmp_path, max_model_len=128)
+    reason = "its Transformers backend does not fit the transposed projections of this family"
+    assert f"'gpt2' cannot be served by vLLM: {reason}" in message
 
 
 def test_speculative_decoding(engines):
     options = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}
     assert "speculative decoding is not supported with memory mixers" in refused(engines, "gka", **options)
+
+
+def test_adapters(engines):
+    assert "LoRA adapters are not supported with memory mixers on vLLM" in refused(engines, "gka", enable_lora=True)
 
 
 def test_too_little_memory(engines):

@@ -42,12 +42,17 @@ class MemMixVerifyAndUpdate(VerifyAndUpdateConfig):
         """Cut piecewise graphs around the operator; keep the states of prefixes at the ends of blocks ("align").
 
         Raises:
-            ValueError: speculative decoding is asked for, or pipeline parallelism.
+            ValueError: speculative decoding is asked for, or LoRA adapters, or pipeline parallelism.
         """
         if vllm_config.speculative_config is not None:
             raise ValueError(
                 "speculative decoding is not supported with memory mixers on vLLM: a rejected token cannot be taken"
                 " out of a state. Leave --speculative-config out"
+            )
+        if vllm_config.lora_config is not None:
+            raise ValueError(
+                "LoRA adapters are not supported with memory mixers on vLLM; merge the adapter into the model"
+                " (merge_and_unload of PEFT), serve the saved folder, and leave --enable-lora out"
             )
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             raise ValueError(

@@ -19,6 +19,7 @@ import torch
 import typer
 
 from hf_memmix.assets import asset_path
+from hf_memmix.command_options import command
 from hf_memmix.conversion import convert_model, load_model, mixer_types_of, report
 from hf_memmix.conversion.layer_cost import LayerCost
 from hf_memmix.conversion.mixer_files import load_mixers
@@ -33,15 +34,13 @@ from hf_memmix.training.experiments.common.fit import Deadline
 from hf_memmix.training.experiments.common.harness import device, execute
 from hf_memmix.training.experiments.common.options import (
     MeasuredTokens,
-    Out,
-    Plot,
-    Seconds,
+    PlottedOptions,
     TrainingText,
-    Workers,
-    settings,
+    draw_if_asked,
 )
 from hf_memmix.training.experiments.common.text import describe_training_text, tokenizer, train_tokens
 from hf_memmix.training.experiments.common.text import measured_tokens as tokens_of
+from hf_memmix.training.experiments.mixtures.report import plot
 from hf_memmix.training.train import Recipe, train
 
 TASK, LENGTH = "mentions", 256  # the only probe that the bundled transformer answers
@@ -154,28 +153,23 @@ def _folder(args, seed: int) -> Path:
     return args.out.with_suffix(".mixers") / f"seed-{seed}"
 
 
-def main(
-    out: Out,
-    text: TrainingText,
-    plot: Plot = False,
-    workers: Workers = 1,
-    seconds: Seconds = float("inf"),
-    mixers: Annotated[list[str], typer.Option(help="repeatable")] = ("gka", "lattice", "mamba2", "coffee", "ska"),
-    seeds: Annotated[int, typer.Option(help="number of seeds")] = 2,
-    align_steps: int = 20,
-    distill_steps: int = 4,
-    batch_size: int = 2,
-    block_size: int = 256,
-    measured_tokens: MeasuredTokens = 1024,
-    samples: Annotated[int, typer.Option(help="probes of each text")] = 4,
-) -> None:
-    """Align, choose and distil every row and write the results."""
-    args = settings(locals())
-    results = execute("mixtures", __file__, args, rows_to_run, text=describe_training_text(text))
-    if plot:
-        from hf_memmix.training.experiments.mixtures.report import plot as draw_plot
+class Options(PlottedOptions):
+    text: TrainingText
+    mixers: Annotated[list[str], typer.Option(help="repeatable")] = ("gka", "lattice", "mamba2", "coffee", "ska")
+    seeds: Annotated[int, typer.Option(help="number of seeds")] = 2
+    align_steps: int = 20
+    distill_steps: int = 4
+    batch_size: int = 2
+    block_size: int = 256
+    measured_tokens: MeasuredTokens = 1024
+    samples: Annotated[int, typer.Option(help="probes of each text")] = 4
 
-        draw_plot(results, out.with_suffix(".png"))
+
+@command(Options)
+def main(args) -> None:
+    """Align, choose and distil every row and write the results."""
+    results = execute("mixtures", __file__, args, rows_to_run, text=describe_training_text(args.text))
+    draw_if_asked(args, plot, results)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ import statistics
 from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
-from hf_memmix.training.experiments.common.report import mean_and_range
+from hf_memmix.training.experiments.common.report import mean_of_rows
 
 HEAD = (
     "layout",
@@ -36,12 +37,12 @@ def letters(rows: list[dict]) -> str:
 
 
 def table(results: dict) -> str:
-    """A table of means over seeds, each with the largest distance of a seed from it."""
+    """A table of means over seeds."""
     lines = []
     for name, rows in by_layout(results).items():
         sizes = ", ".join(dict.fromkeys(bytes_text(row["state_bytes"]) for row in rows))
-        figures = [mean_and_range(rows, key, digits) for key, digits in (("heldout_ppl_ratio", 3), ("heldout_kl", 4))]
-        agreement, rise = mean_and_range(rows, "heldout_top1_agreement", 1, 100), mean_and_range(rows, "rise", 3)
+        figures = [mean_of_rows(rows, key, digits) for key, digits in (("heldout_ppl_ratio", 3), ("heldout_kl", 4))]
+        agreement, rise = mean_of_rows(rows, "heldout_top1_agreement", 1, 100), mean_of_rows(rows, "rise", 3)
         lines.append([name, letters(rows), sizes, *figures, f"{agreement} %", rise])
     failed = [row for row in results["rows"] if row.get("stage") == "distill" and not row.get("finite")]
     notes = [f"{row['layout']}, seed {row['seed']}: {row.get('diverged') or row.get('error')}" for row in failed]
@@ -56,8 +57,8 @@ def section(results: dict) -> str:
     per_step = own["batch_size"] * own["block_size"]
     seeds = len({row["seed"] for row in results["rows"] if row.get("finite")})
     return (
-        f"{table(results)}\n\n{initials}. {steps}, {per_step} tokens each; seeds: {seeds}; ± is the largest"
-        f" distance of a seed from the mean. {measured_at(results)}."
+        f"{table(results)}\n\n{initials}. {steps}, {per_step} tokens each; seeds: {seeds}. {SPREAD_NOTE}"
+        f" {measured_at(results)}."
     )
 
 

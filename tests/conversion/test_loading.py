@@ -141,17 +141,22 @@ def test_command_names_the_tensor(tmp_path):
 
 
 def test_a_conversion_reads_every_weight_once_for_this_check(tmp_path, monkeypatch):
-    """Whether it gets a model or a folder: one pass takes seconds per billion parameters."""
-    passes, teacher, is_finite = [], tiny_teacher(layers=2), loading._is_finite
-    monkeypatch.setattr(loading, "_is_finite", lambda tensor: passes.append(tensor.shape) or is_finite(tensor))
+    """Whether it gets a model or a folder, or converts by streaming: one pass takes seconds per billion parameters."""
+    read, teacher, is_finite = [], tiny_teacher(layers=2), loading._is_finite
+
+    def counted(tensor):
+        read.append(0 if tensor.is_meta else tensor.numel())
+        return is_finite(tensor)
+
+    monkeypatch.setattr(loading, "_is_finite", counted)
+    once = sum(tensor.numel() for tensor in teacher.state_dict().values())
     convert_model(teacher)
-    once = passes.copy()
-    assert len(once) == len(teacher.state_dict())
+    assert sum(read) == once
     teacher.save_pretrained(tmp_path / "teacher")
     convert_model(tmp_path / "teacher")
-    assert passes == once * 2
+    assert sum(read) == 2 * once
     assert memmix("convert", "--teacher", tmp_path / "teacher", "--out", tmp_path / "student").exit_code == 0
-    assert passes == once * 3
+    assert sum(read) == 3 * once
 
 
 # ---- config.json

@@ -1,5 +1,6 @@
 """The tables of hf_memmix/serving/README.md: families, what a sequence costs, and what was tested."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from hf_memmix.serving.footprint import Footprint
 from hf_memmix.training.documents.measurements import read
 
 LENGTHS = (2048, 16384, 65536)
-SPEED_MODELS = ("llama", "gka", "gka_3of4")  # of benchmark_serving.py
+CONVERTED = ("gka", "gka_3of4")  # models of benchmark_serving.py; the one that is left is the transformer
 # the shape of Llama 3.2 1B
 SHAPE = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
 SHAPE |= {"head_dim": 64, "intermediate_size": 8192, "max_position_embeddings": 2**17}
@@ -84,7 +85,7 @@ def before_table(root: Path) -> str:
 
 def _speed(results: dict) -> str:
     found = {(r["tokens"], r["sequences"], r["model"]): r for r in results["rows"] if r["part"] == "throughput"}
-    models = [model for model in SPEED_MODELS if any(key[2] == model for key in found)]
+    models = _models_of(found.values())
     rows = []
     for length, count in dict.fromkeys(sorted(key[:2] for key in found)):
         cells = [f"{length:,}", count]
@@ -111,13 +112,19 @@ def _speed(results: dict) -> str:
 
 def _ratios(found: dict) -> list[str]:
     """Decode speed of the models at 64 sequences over that of the transformer."""
-    lines = []
+    lines, models = [], _models_of(found.values())
     for length in sorted({key[0] for key in found}):
-        row = {model: found.get((length, 64, model), {}).get("decode_tokens_per_s") for model in SPEED_MODELS}
-        if row["llama"]:
-            others = [f"`{m}` {row[m] / row['llama']:.2f}" for m in SPEED_MODELS[1:] if row[m]]
+        speeds = {model: found.get((length, 64, model), {}).get("decode_tokens_per_s") for model in models}
+        if speeds[models[0]]:
+            others = [f"`{m}` {speeds[m] / speeds[models[0]]:.2f}" for m in models[1:] if speeds[m]]
             lines.append(f"{length:,} tokens: {', '.join(others)}")
-    return [f"Decode with 64 sequences, as multiples of `llama`. {'; '.join(lines)}."] if lines else []
+    return [f"Decode with 64 sequences, as multiples of `{models[0]}`. {'; '.join(lines)}."] if lines else []
+
+
+def _models_of(rows: Iterable[dict]) -> list[str]:
+    """The models of these rows, the transformer first."""
+    names = dict.fromkeys(row["model"] for row in rows)
+    return [*(name for name in names if name not in CONVERTED), *(name for name in CONVERTED if name in names)]
 
 
 def fit_table(root: Path) -> str:
@@ -126,7 +133,7 @@ def fit_table(root: Path) -> str:
     fits = {(row["tokens"], row["model"]): f"{row['sequences']:,}" for row in rows if row["part"] == "fit"}
     alone = [row for row in rows if row["part"] == "throughput" and row["sequences"] == 1 and "first_token_s" in row]
     first = {(row["tokens"], row["model"]): f"{1e3 * row['first_token_s']:.0f} ms" for row in alone}
-    models = [model for model in SPEED_MODELS if any(key[1] == model for key in fits)]
+    models = _models_of(row for row in rows if row["part"] == "fit")
     return markdown_table(
         ["prompt", *(f"{what}, `{model}`" for what in ("sequences that fit", "first token") for model in models)],
         [

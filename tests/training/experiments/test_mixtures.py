@@ -61,7 +61,7 @@ def test_the_table_has_the_mean_over_seeds_and_the_best_layout_first():
     results["environment"] = {"hardware": "a machine", "commit": "abc"}
     assert list(by_layout(results)) == ["select", "coffee"]
     text = section(results)
-    assert "| select | GCC, CGC | 120 B | 1.200 ± 0.100 | 0.2000 ± 0.1000 | 50.0 ± 0.0 % | 0.500 ± 0.000 |" in text
+    assert "| select | GCC, CGC | 120 B | 1.200 ± 0.141 | 0.2000 ± 0.1414 | 50.0 ± 0.0 % | 0.500 ± 0.000 |" in text
     assert "| coffee | CCC | 30 B | 1.400 (1 seed) |" in text and "ska, seed 0: it failed" in text
     assert "G gka, C coffee. 3 steps of align and 2 of distill, 32 tokens each" in text
 

@@ -115,7 +115,7 @@ def _(q, k, v, log_decay, beta, skip, state, state_indices, scale):
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, skip: Tensor | None):
     """Raise ValueError unless the shapes fit together, see `chunk_gla`."""
     gates = {"log_decay": log_decay, "beta": beta}
-    if q.dim() == v.dim() == 4 and q.shape[2] < v.shape[2] and q.shape == k.shape:
+    if q.dim() == v.dim() == 4 and q.shape[2] != v.shape[2] and q.shape == k.shape:
         # heads that share q and k: as many values as keys are enough for the other checks
         if v.shape[2] % k.shape[2]:
             raise ValueError(f"{op}: {v.shape[2]} value heads are not a multiple of {k.shape[2]} query/key heads")

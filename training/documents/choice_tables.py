@@ -84,11 +84,12 @@ def speed_limits(root: Path) -> str:
     for row in read("kernels", root):
         if row["op"] in ("sdpa", "gka") and row["pass"] == "fwd" and row.get("iterations") in (None, [12, 10]):
             forward.setdefault(_thousands(row["T"]), {})[row["op"]] = row["ms"]
-    whole: dict[str, dict[tuple, dict]] = {"prefill": {}, "train": {}}
+    whole: dict[str, dict[tuple, dict]] = {"prefill": {}, "graph": {}, "train": {}}
     for row in read("models", root):
-        if row["phase"] in whole:
-            whole[row["phase"]].setdefault((row["B"], row["T"]), {})[row["mixer"]] = row["ms"]
-    prefill, training = (
+        way = "graph" if row.get("cuda_graph") else row["phase"]
+        if way in whole and not row["compiled"]:
+            whole[way].setdefault((row["B"], row["T"]), {})[row["mixer"]] = row["ms"]
+    prefill, graph, training = (
         [(f"{batch} x {_thousands(tokens)}", ms["gka"], ms["attention"]) for (batch, tokens), ms in rows.items()]
         for rows in whole.values()
     )
@@ -98,6 +99,7 @@ def speed_limits(root: Path) -> str:
             f"- Decode on the CPU of the first table: {_compared(cpu, 'tokens/s', more_is_better=True)}.",
             f"- Decode of a 1.0B model on an NVIDIA H200: {_compared(gpu, 'ms per token')}.",
             f"- Prefill of such a model: {_compared(prefill, 'ms')}.",
+            f"- Prefill of such a model as a CUDA graph (`PromptGraph`): {_compared(graph, 'ms')}.",
             f"- Training step of such a model, all weights, without a teacher: {_compared(training, 'ms')}.",
             f"- Forward pass of the op alone on an NVIDIA H200: {_compared(op, 'ms')}.",
         )

@@ -77,7 +77,7 @@ class Costs:
     """
 
     def __init__(self, root: Path):
-        rows = read("models", root)
+        rows = [row for row in read("models", root) if not row["compiled"] and not row.get("cuda_graph")]
         self.train = {row["mixer"]: row for row in rows if row["phase"] == "train" and (row["B"], row["T"]) == TRAIN}
         teacher = [
             row

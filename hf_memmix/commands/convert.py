@@ -102,7 +102,7 @@ def convert(
         print_json(result) if as_json else _print_estimate(result)
         return
     quiet_library()
-    with progress("converting") as advance:
+    with progress("converting, in MiB:") as advance:
         student = convert_to_folder(
             teacher,
             out_dir,
@@ -111,7 +111,7 @@ def convert(
             overwrite=overwrite,
             trained=trained,
             fill=None if aligned is None else partial(load_aligned, folder=aligned),
-            progress=lambda done, total: advance(done >> 20, total >> 20, "MiB"),
+            progress=lambda done, total: advance(done >> 20, total >> 20),
             notify=lambda line: err.print(line, markup=False, soft_wrap=True),
         )
     report = student.conversion_report

@@ -365,11 +365,12 @@ def plot(record: dict, path: Path):
         return
     figure, panels = plt.subplots(1, len(lengths), figsize=(4.2 * len(lengths), 3.6), squeeze=False)
     for panel, length in zip(panels[0], lengths, strict=True):
-        for model, name in MODELS.items():
+        # a model has the same colour in every panel
+        for colour, (model, name) in enumerate(MODELS.items()):
             chosen = [row for row in rows if (row["tokens"], row["model"]) == (length, model)]
             found = sorted((row["sequences"], row["output_tokens_per_s"]) for row in chosen)
             if found:
-                panel.plot(*zip(*found, strict=True), marker="o", label=name)
+                panel.plot(*zip(*found, strict=True), marker="o", color=f"C{colour}", label=name)
         panel.set(xscale="log", yscale="log", title=f"prompts of {length:,} tokens", xlabel="sequences at once")
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("output tokens per second")

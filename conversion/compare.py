@@ -89,6 +89,12 @@ def _compare(student: nn.Module, teacher: nn.Module, batches: list[Tensor], prog
         if progress is not None:
             progress(done, len(batches))
 
+    return figures_of(count, nll, agree, kl, errors.of_layers())
+
+
+def figures_of(count: int, nll: dict[str, float], agree: int, kl: float, layer_error: dict[int, float]) -> dict:
+    """The result of `compare_models` from sums over `count` tokens; `nll` has those of "teacher" and of "student"."""
+    # torch's exp gives inf where math.exp raises
     ppl = {name: torch.tensor(total / count, dtype=torch.float64).exp().item() for name, total in nll.items()}
     return {
         "tokens": count,
@@ -97,7 +103,7 @@ def _compare(student: nn.Module, teacher: nn.Module, batches: list[Tensor], prog
         "ppl_ratio": ppl["student"] / ppl["teacher"],
         "top1_agreement": agree / count,
         "kl": kl / count,
-        "layer_error": errors.of_layers(),
+        "layer_error": layer_error,
     }
 
 

@@ -4,7 +4,6 @@ Of the teacher's probabilities, the `top_k` largest of every token are kept. The
 beside it, so that the errors of the layers are those of `compare_models`.
 """
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_memmix._transformers import execution_device
-from hf_memmix.conversion.compare import LayerErrors, blocks_of, check_pair
+from hf_memmix.conversion.compare import LayerErrors, blocks_of, check_pair, figures_of
 from hf_memmix.conversion.families import attention_module, attention_prefix
 from hf_memmix.conversion.loading import meta_teacher
 from hf_memmix.conversion.logits import logits_head
@@ -59,17 +58,8 @@ def compare_in_turn(
     nll, layer_error, kept = _teacher_pass(load(teacher), pair[0], student, batches, top_k, steps)
     student_nll, agree, kl = _student_pass(load(student), batches, kept, steps)
     count = sum(len(ids) for _, ids in kept)
-    ppl = {name: math.exp(total / count) for name, total in (("teacher", nll), ("student", student_nll))}
-    return {
-        "tokens": count,
-        "teacher_ppl": ppl["teacher"],
-        "student_ppl": ppl["student"],
-        "ppl_ratio": ppl["student"] / ppl["teacher"],
-        "top1_agreement": agree / count,
-        "kl": kl / count,
-        "layer_error": layer_error,
-        "kl_top_k": top_k,
-    }
+    found = figures_of(count, {"teacher": nll, "student": student_nll}, agree, kl, layer_error)
+    return found | {"kl_top_k": top_k}
 
 
 def _teacher_pass(

@@ -74,7 +74,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
 def meta_teacher(folder: str | Path) -> PreTrainedModel:
     """The model in a folder on "meta": shapes, the dtypes that `load_model` gives, generation settings, no weights.
 
-    A folder with nothing but a config.json is enough. Raises ValueError if it has none.
+    The folder needs only a config.json. Raises ValueError if config.json is missing.
     """
     folder = Path(folder)
     config = read_config(folder)

@@ -3,7 +3,7 @@
 In eager PyTorch the RMSNorm of most decoder families is seven kernels and keeps a float32 copy of its input for the
 backward pass; silu(gate) * up is two kernels and keeps silu(gate). On a GPU the layers below run one kernel each way
 and keep their inputs only: for a Llama of 1 billion parameters, 8 GiB less at 8 x 2048 tokens in training. On a CPU,
-under torch.compile (which fuses the operators itself) and in dispatch modes the family's own forward runs.
+under torch.compile (which fuses the operators itself) and in dispatch modes the family's own operators run.
 
 A layer takes part if its class computes word for word what `backbones.RMS_NORM` or `backbones.GATED_MLP` computes. It
 keeps its parameters, the name of its class, and its native class as a base.

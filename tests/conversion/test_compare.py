@@ -1,10 +1,13 @@
 """The report of a student against its teacher, checked against plain formulas."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from hf_memmix.conversion import convert_model, report
+from hf_memmix.conversion.compare import figures_of
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.logits import logits_head
 from tiny_teachers import tiny_teacher
@@ -88,3 +91,10 @@ def test_bad_text_is_refused():
         report(student, teacher, "some text")
     with pytest.raises(ValueError, match="give the teacher the student came from"):
         report(student, tiny_teacher(layers=2), TOKENS)
+
+
+def test_a_diverged_student_has_infinite_perplexity():
+    """Its loss may be so large that exp() of it overflows."""
+    found = figures_of(2, {"teacher": 2.0, "student": 2000.0}, agree=1, kl=4.0, layer_error={})
+    assert found["student_ppl"] == found["ppl_ratio"] == math.inf
+    assert (found["tokens"], found["top1_agreement"], found["kl"]) == (2, 0.5, 2.0)

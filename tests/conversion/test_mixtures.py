@@ -135,16 +135,14 @@ def test_a_student_of_several_mixers(family, tmp_path):
             alone = attention_module(convert_model(teacher, kind, mixers={kind: tiny.get(kind, {})}), layer)
             assert type(attention_module(student, layer)) is MIXERS[kind]
             found = attention_module(student, layer).state_dict()
-            # what is drawn at random depends on the layers before it
-            filled = {t for row in student.conversion_report.tensors if row["layer"] == layer for t in row["targets"]}
-            assert filled and all(torch.equal(found[name], alone.state_dict()[name]) for name in filled)
+            assert found and all(torch.equal(found[name], tensor) for name, tensor in alone.state_dict().items())
     assert student.conversion_report.mixer is None and student.conversion_report.kept == [0, 5]
 
     with torch.no_grad():
         logits = student(IDS).logits
         cache = RecurrentStateCache(config=student.config)
         parts = [student(part, past_key_values=cache, use_cache=True).logits for part in IDS.split([11, 1, 8], 1)]
-        torch.testing.assert_close(torch.cat(parts, 1), logits, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(torch.cat(parts, 1), logits, rtol=1e-4, atol=1e-4)
         made = student.generate(IDS, max_new_tokens=6, do_sample=False, eos_token_id=None)
         again = student(made).logits[:, IDS.shape[1] - 1 : -1].argmax(-1)
     assert torch.equal(made[:, IDS.shape[1] :], again)

@@ -284,7 +284,7 @@ def _too_small(limits: dict[str, int], spent: list) -> str:
 
 
 def totals(types: list[str], scores: list[dict[str, float]], costs: list[dict[str, LayerCost]]) -> dict:
-    """`{"score", "state_bytes", "decode_ms", "prefill_us"}` of a choice; times are None if one kind has none."""
+    """`{"score", "state_bytes", "decode_ms", "prefill_us"}` of a choice. A time is None if a kind was not timed."""
     chosen = [row[kind] for kind, row in zip(types, costs, strict=True)]
     decode, prefill = ([getattr(cost, name) for cost in chosen] for name in ("decode_us", "prefill_us"))
     return {

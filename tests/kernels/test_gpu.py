@@ -10,6 +10,7 @@ pytestmark = pytest.mark.gpu
 
 every_op = pytest.mark.parametrize("op", OPS, ids=str)
 STEADY = 16  # number of elements from which an rms error varies little between draws
+DRAWS = 4
 SHAPES = [
     Shape(2, 150, 4, 2, 64, 64),
     # the gradient of the decay contains <state, its gradient>, one sum of random signs per head; with many heads its
@@ -28,11 +29,13 @@ def test_every_dtype(op, dtype, shape, monkeypatch, poisoned_empty):
     """Errors are within the tolerances of the table; in float32 they are also at most twice those of the torch path.
 
     This ratio is taken over so many draws that every result has `STEADY` elements. With one element it would be
-    chance: of two random errors of equal size, the first is more than twice the second in three of ten cases.
+    chance: of two random errors of equal size, the first is more than twice the second in three of ten cases. It is
+    taken over at least `DRAWS` draws: in an op that feeds its state back, a few features amplify rounding far more
+    than all others, and one draw holds one such feature or none.
     """
     if not op.low_precision and dtype != torch.float32:
         pytest.skip("this row makes no promise in 16 bits")
-    pooled, draws = [], 1
+    pooled, draws = [], DRAWS
     while len(pooled) < draws:
         inputs, state, weights = op.draw(shape, dtype), op.draw_state(shape, shape.B, dtype), []
         want = outputs_and_gradients(op, op.naive, inputs, state, weights=weights)
@@ -44,7 +47,7 @@ def test_every_dtype(op, dtype, shape, monkeypatch, poisoned_empty):
             patch.setenv("HF_MEMMIX_BACKEND", "torch")
             theirs = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
         pooled.append((got, theirs, want))
-        draws = -(-STEADY // min(t.numel() for t in want.values()))
+        draws = max(DRAWS, -(-STEADY // min(t.numel() for t in want.values())))
     got, theirs, want = (
         {name: torch.stack([part[name] for part in parts]) for name in want} for parts in zip(*pooled, strict=True)
     )

@@ -29,7 +29,10 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
+if ON_GPU:
+    # vLLM's attention in fp32 would multiply with the 10 bits of TF32, which is Triton's default
+    SETTINGS["TRITON_F32_DEFAULT"] = "ieee"
+else:
     SETTINGS["HF_MEMMIX_BACKEND"] = "torch"
 # on a GPU several processes may test at once: an engine takes this memory for states and keys, and does not measure
 # how much is free

@@ -11,8 +11,8 @@ from references import FILE, ready
 
 import child
 
-# two tokens whose fp32 logits differ by less are a near tie. The logits of our models reach from -4 to 4; those of vLLM in
-# fp32 on a GPU have errors of up to 1e-4, by another order of the sums
+# two tokens whose fp32 logits differ by less are a near tie. The logits of our models reach from -4 to 4; those of
+# vLLM in fp32 on a GPU have errors of up to 1e-4, by another order of the sums
 NEAR_TIE = 2e-4
 
 
@@ -37,8 +37,8 @@ def ask(engine, references, **options):
 
 
 def assert_greedy(tokens: list[list[int]], references: list[dict]):
-    """Equal tokens. On a GPU an answer may leave the reference at a near tie: then the reference model must find at each
-    of its tokens, after the same tokens, that no other token is better by more than `NEAR_TIE`.
+    """Equal tokens. On a GPU an answer may leave the reference at a near tie: then the reference model must find at
+    each of its tokens, after the same tokens, that no other token is better by more than `NEAR_TIE`.
     """
     assert len(tokens) == len(references)
     for got, reference in zip(tokens, references, strict=True):

@@ -3,8 +3,8 @@
 vLLM changes the decoder classes of transformers when it builds a model of them. So a process of its own makes the
 models, saves them, and writes what `generate()` answers.
 
-All numbers in fp32 are those of a CPU and of plain PyTorch operations. Answers in bf16 are computed where vLLM computes:
-in bf16, every processor has other errors.
+All numbers in fp32 are those of a CPU and of plain PyTorch operations. Answers in bf16 are computed where vLLM
+computes: in bf16, every processor has other errors.
 
     python references.py FOLDER/CASE --follow FILE
 

@@ -9,8 +9,9 @@ Rows that decode come first. vLLM's own metadata for layers with states has all 
     has_initial_states_p [prefills]             whether a row goes on; if not, its page holds another sequence's states
     query_start_loc_p [prefills + 1]            boundaries of the rows among the tokens that prefill
 
-A prompt of one token looks like a row that decodes. If all rows of a batch have one token, vLLM may replay its CUDA graph
-of decode, in which no row starts anew. Then such a prompt decodes too, and its page gets the initial states before.
+A prompt of one token looks like a row that decodes. If all rows of a batch have one token, vLLM may replay its CUDA
+graph of decode, in which no row starts anew. Then such a prompt decodes too, and its page gets the initial states
+before.
 """
 
 from dataclasses import dataclass, replace
@@ -53,7 +54,7 @@ class MemoryMetadataBuilder(BaseMambaAttentionMetadataBuilder[MemoryMetadata]):
         return self._start_anew(metadata if rows is None else replace(metadata, first_tokens=rows))
 
     def update_block_table(self, metadata: MemoryMetadata, *args, **kwargs) -> MemoryMetadata:
-        """Called instead of `build` for further layers, whose pages are others, with the metadata of the first ones."""
+        """Called instead of `build` for further layers, with the metadata of the first ones; they have other pages."""
         return self._start_anew(super().update_block_table(metadata, *args, **kwargs))
 
     def _start_anew(self, metadata: MemoryMetadata) -> MemoryMetadata:

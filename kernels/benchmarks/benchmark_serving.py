@@ -6,8 +6,8 @@
     python kernels/benchmarks/benchmark_serving.py --out FILE --merge OTHER.json ANOTHER.json
 
 Random weights from a configuration, random tokens as prompts, greedy answers of a fixed length. Rows are added to the
-file, a row of the same point is replaced, and the plot beside it is drawn anew. `--merge` measures nothing and adds the
-rows of other files, which several GPUs may have written at the same time. Four measurements:
+file, a row of the same point is replaced, and the plot beside it is drawn anew. `--merge` measures nothing and adds
+the rows of other files, which several GPUs may have written at the same time. Four measurements:
 
     fit         sequences of a length whose blocks fit into the memory that vLLM gives to sequences
     throughput  that many prompts at once, without prefix caching: requests/s and output tokens/s of the whole run, and

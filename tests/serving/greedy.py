@@ -31,7 +31,9 @@ def ask(engine, references, **options):
     """The outputs for the prompts of references, all submitted at once; greedy unless `options` say otherwise."""
     from vllm import SamplingParams
 
-    fixed = {"temperature": 0, "max_tokens": len(references[0]["tokens"]), "ignore_eos": True, "detokenize": False}
+    fixed = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    if "max_tokens" not in options:
+        fixed["max_tokens"] = len(references[0]["tokens"])
     prompts = [{"prompt_token_ids": reference["prompt"]} for reference in references]
     return engine.generate(prompts, SamplingParams(**(fixed | options)), use_tqdm=False)
 

@@ -19,7 +19,14 @@ from pathlib import Path
 
 import serving_cases
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_memmix.assets import asset_path
 from testing import build, randomize
@@ -65,6 +72,49 @@ def add_exact_logits(model, found: list[dict]):
 def logits_after(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """The logits [tokens, vocabulary] that each of the tokens is chosen by, in one forward without a cache."""
     return model(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+
+
+def log_probabilities(model) -> list[dict]:
+    """For each prompt the log probability of each of its tokens but the first."""
+    found = []
+    for prompt in serving_cases.PROMPTS["plain"]:
+        logprobs = model(torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)[:-1]
+        found.append({"prompt": prompt, "logprobs": logprobs.gather(-1, torch.tensor(prompt)[1:, None])[:, 0]})
+    return found
+
+
+def beams(model) -> list[dict]:
+    """The sequences of a beam search, the best first, and the sums of their log probabilities."""
+    prompt = serving_cases.PROMPTS["few"][1]
+    out = model.generate(
+        torch.tensor([prompt]),
+        num_beams=3,
+        num_return_sequences=3,
+        do_sample=False,
+        max_new_tokens=8,
+        eos_token_id=None,
+        length_penalty=0.0,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    found = {"beams": out.sequences[:, len(prompt) :].tolist(), "scores": out.sequences_scores.tolist()}
+    return [{"prompt": prompt} | found]
+
+
+def round_keys(module, query, key, value, *args, **kwargs):
+    """PyTorch's attention with keys and values [B, H, T, D] rounded as a cache in fp8 does it."""
+    key, value = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value))
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, *args, **kwargs)
+
+
+def with_keys_in_fp8(model) -> list[dict]:
+    """`answers` of attention layers whose keys and values are kept in fp8."""
+    AttentionInterface.register("round_keys", round_keys)
+    AttentionMaskInterface.register("round_keys", sdpa_mask)
+    model.set_attn_implementation("round_keys")
+    found = answers(model, "prefix")
+    model.set_attn_implementation("sdpa")
+    return found
 
 
 @torch.inference_mode()
@@ -115,6 +165,12 @@ def write(folder: Path, name: str):
     if name != serving_cases.ASSET:
         model.save_pretrained(folder / name)
     references = {"pooled": pooled(model, case)} if case.labels or name == serving_cases.ASSET else {}
+    if name in serving_cases.WITH_PROMPTS:
+        references["prompts"] = log_probabilities(model)
+    if name == serving_cases.ASSET:
+        references["beams"] = beams(model)
+    if name == serving_cases.WITH_FP8:
+        references["fp8"] = with_keys_in_fp8(model)
     if not case.labels:
         for dtype in case.dtypes:
             model = model.to(getattr(torch, dtype))

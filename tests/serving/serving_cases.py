@@ -107,5 +107,9 @@ CASES = HYBRIDS | PURE | LOW | LOW_PURE | SCRATCH | BACKBONES | MORE_BACKBONES
 ASSET = "tiny_gka"
 CASES[ASSET] = Case()
 CASES["classifier"] = Case(("gka", _KEPT, "lattice", "ska"), prompts=("few",), labels=3)
+# the log probabilities of their prompts are compared
+WITH_PROMPTS = (ASSET, "several")
+# its attention layers keep keys and values in fp8
+WITH_FP8 = "gka"
 # served by two ranks
 DIVIDED = ("several", "coffee", "ska", "Echo_pure")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import references as reference_program
 import torch
 from references import FILE, ready
@@ -59,6 +60,18 @@ def gaps_below_the_best(reference: dict, tokens: list[int]) -> list[float]:
     result = subprocess.run(script, env=child.child_env(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])
+
+
+def refused(engines, folder, **options) -> str:
+    """The messages of the error and of what has caused it: vLLM puts some errors of a configuration into its own."""
+    engines.close()
+    with pytest.raises(Exception) as raised:
+        engines.get(str(folder), **options)
+    error, found = raised.value, []
+    while error is not None:
+        found.append(str(error))
+        error = error.__cause__ or error.__context__
+    return "\n".join(found)
 
 
 def logits_at(engine, references) -> list[torch.Tensor]:

@@ -101,10 +101,17 @@ def beams(model) -> list[dict]:
     return [{"prompt": prompt} | found]
 
 
+def as_fp8(x: torch.Tensor) -> torch.Tensor:
+    """x as vLLM stores it with `kv_cache_dtype="fp8"`: 4 significant bits, rounded on a GPU, cut off on a CPU."""
+    if torch.cuda.is_available():
+        return x.to(torch.float8_e4m3fn).to(x.dtype)
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 16).trunc() / 16, exponent)
+
+
 def round_keys(module, query, key, value, *args, **kwargs):
-    """PyTorch's attention with keys and values [B, H, T, D] rounded as a cache in fp8 does it."""
-    key, value = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value))
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, *args, **kwargs)
+    """PyTorch's attention with keys and values [B, H, T, D] as a cache in fp8 has them."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, as_fp8(key), as_fp8(value), *args, **kwargs)
 
 
 def with_keys_in_fp8(model) -> list[dict]:
@@ -112,7 +119,7 @@ def with_keys_in_fp8(model) -> list[dict]:
     AttentionInterface.register("round_keys", round_keys)
     AttentionMaskInterface.register("round_keys", sdpa_mask)
     model.set_attn_implementation("round_keys")
-    found = answers(model, "prefix")
+    found = answers(model, "plain")
     model.set_attn_implementation("sdpa")
     return found
 

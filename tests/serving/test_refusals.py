@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+from greedy import refused
 from references import ready
 from serving_cases import BLOCK
 
@@ -22,18 +23,6 @@ def altered(engines, tmp_path):
         return folder
 
     return make
-
-
-def refused(engines, folder, **options) -> str:
-    """The messages of the error and of what has caused it: vLLM puts some errors of a configuration into its own."""
-    engines.close()
-    with pytest.raises(Exception) as raised:
-        engines.get(str(folder), **options)
-    error, found = raised.value, []
-    while error is not None:
-        found.append(str(error))
-        error = error.__cause__ or error.__context__
-    return "\n".join(found)
 
 
 def test_unknown_mixer(engines, altered):

@@ -106,8 +106,7 @@ def _speed(results: dict) -> str:
         cells = [f"{length:,}", count]
         for field in ("output_tokens_per_s", "decode_tokens_per_s"):
             for model in models:
-                row = found.get((length, count, model), {})
-                cells.append(f"{row[field]:,.0f}" if row.get(field) else "left out" if "left_out" in row else "")
+                cells.append(_figure(found.get((length, count, model), {}), field))
         rows.append(cells)
     head = ["prompt", "sequences", *(f"{what}, `{model}`" for what in ("tokens/s", "decode") for model in models)]
     measured = [row for row in found.values() if "left_out" not in row]
@@ -123,6 +122,12 @@ def _speed(results: dict) -> str:
     if len(measured) < len(found):
         lines.append("Left out: too long for the time of the run; the file gives the reason for each.")
     return "\n\n".join([*lines, *_ratios(found)])
+
+
+def _figure(row: dict, field: str) -> str:
+    if row.get(field):
+        return f"{row[field]:,.0f}"
+    return "left out" if "left_out" in row else ""
 
 
 def _ratios(found: dict) -> list[str]:
@@ -185,7 +190,7 @@ def summary_table(root: Path) -> str:
             mine = [row for row in rows if (row["model"], row["tokens"]) == (model, length)]
             (run,) = (row for row in mine if row["part"] == "throughput" and row["sequences"] == 64)
             (fit,) = (row for row in mine if row["part"] == "fit")
-            speeds = [f"{run[f]:,.0f}" if run.get(f) else "" for f in ("output_tokens_per_s", "decode_tokens_per_s")]
+            speeds = [_figure(run, field) for field in ("output_tokens_per_s", "decode_tokens_per_s")]
             cells.append([f"{length:,}", names[model], *speeds, f"{fit['sequences']:,}"])
     head = ["prompt", "model", "tokens/s, whole run", "tokens/s, decode", "sequences that fit"]
     return markdown_table(head, cells, figures=True)

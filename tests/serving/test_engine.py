@@ -129,10 +129,21 @@ def test_abort_and_reuse_of_the_block(case, engines):
 
 
 @pytest.mark.parametrize("case", HYBRIDS, scope="module")
-def test_prompts_of_one_token(case, engines):
-    """Each begins in a block that another sequence has left, alone and next to rows that decode."""
+def test_prompts_of_one_token(case, engines, monkeypatch):
+    """Each begins in a block that another sequence has left, alone and next to rows that decode. In such a batch all
+    rows must decode, because vLLM may replay its CUDA graph of decode.
+    """
     from vllm import SamplingParams
 
+    from hf_memmix.serving.vllm.metadata import MemoryMetadataBuilder
+
+    started, start_anew = [], MemoryMetadataBuilder._start_anew
+
+    def spy(self, metadata):
+        started.extend([] if metadata.first_tokens is None else [metadata])
+        return start_anew(self, metadata)
+
+    monkeypatch.setattr(MemoryMetadataBuilder, "_start_anew", spy)
     engine = engines.get(case, **NARROW)
     for _ in range(2):  # every block but block 0 has had an owner
         ask(engine, references_of(engines.folders, case, "edge"), max_tokens=2)
@@ -147,6 +158,7 @@ def test_prompts_of_one_token(case, engines):
         for output in core.step():
             answers[int(output.request_id)] = list(output.outputs[0].token_ids)
     assert_greedy([answers[i] for i in range(len(references))], references)
+    assert len(started) >= len(references) and not any(metadata.num_prefills for metadata in started)
     assert_greedy(tokens_of(ask(engine, references)), references)
 
 

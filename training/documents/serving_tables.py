@@ -1,5 +1,6 @@
 """The tables of hf_memmix/serving/README.md: families, what a sequence costs, and what was tested."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -85,7 +86,8 @@ def _matrix(results: dict) -> str:
 
 def refusals_table(root: Path) -> str:
     """The options of vLLM that the plugin refuses, with the reasons."""
-    return "\n".join(f"- {row.option}: {row.reason}." for row in REFUSALS)
+    lines = "\n".join(f"- {row.option}: {row.reason}." for row in REFUSALS)
+    return re.sub(r"--[a-z-]+", r"`\g<0>`", lines)
 
 
 def speed_table(root: Path) -> str:

@@ -205,9 +205,10 @@ def tensor_parallel_table(root: Path) -> str:
     for way in results["ways"].values():
         times, weights = way["ms_per_token"], way["weight_bytes_per_rank"]
         ties = way["near_ties"]
-        same = "equal" if way["tokens_equal"] else f"{len(ties)} of {results['batch']} rows differ, at near ties"
-        if not all(tie["is_near_tie"] for tie in ties):
-            same = "differ"
+        same = "equal"
+        if not way["tokens_equal"]:
+            proved = ties and all(tie.get("is_near_tie") for tie in ties)
+            same = f"{len(ties)} of {results['batch']} rows differ" + (", from a near tie on" if proved else "")
         rows.append(
             [
                 f"{way['dtype']}, {way['cache']} cache",

@@ -60,6 +60,9 @@ def test_capacity_divides_the_memory(vllm_is_here, monkeypatch):
     record = found("--kv-cache-memory-bytes", "1g", "-tp", "2", "--max-model-len", "3000")
     assert list(record["bytes"]) == [2048, 3000] and record["free"] == 10**9
     assert record["state_bytes"] == Footprint.of(config, torch.bfloat16).state_bytes() // 2
+    whole, half = (found("--kv-cache-memory-bytes", "1g", *more) for more in ((), ("--kv-cache-dtype", "fp8")))
+    for length, total in half["bytes"].items():
+        assert whole["bytes"][length] - whole["state_bytes"] == 2 * (total - half["state_bytes"]) > 0
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     assert found()["free"] == 2 * 2**30
 

@@ -66,7 +66,8 @@ def capacity(folder: Path, config: MemMixConfig, arguments: list[str], lengths: 
         `memory` (where that number comes from), `fit` (sequences by length, None if unknown).
     """
     dtype = _dtype(config, option(arguments, "--dtype"))
-    footprint = Footprint.of(config, dtype)
+    fp8 = (option(arguments, "--kv-cache-dtype") or "").startswith("fp8")
+    footprint = Footprint.of(config, dtype, torch.float8_e4m3fn if fp8 else None)
     longest = int(option(arguments, "--max-model-len") or config.max_position_embeddings)
     lengths = sorted({min(length, longest) for length in lengths})
     ranks = int(option(arguments, "--tensor-parallel-size", "-tp") or 1)

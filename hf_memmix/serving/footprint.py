@@ -19,20 +19,22 @@ class Footprint:
         config, dtype: of the model; the dtype is that of its activations.
         states: bytes of each layer with a mixer, by its index; they are the same at every length.
         kept: indices of the layers that have kept their attention.
+        key_dtype: of their keys and values; None for `dtype`.
     """
 
     config: PreTrainedConfig
     dtype: torch.dtype
     states: dict[int, int]
     kept: tuple[int, ...]
+    key_dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, dtype: torch.dtype) -> "Footprint":
+    def of(cls, config: PreTrainedConfig, dtype: torch.dtype, key_dtype: torch.dtype | None = None) -> "Footprint":
         """The footprint of a model of transformers or of a memmix model, with activations of `dtype`."""
         kinds = getattr(config, "mixer_types", None) or [ATTENTION] * config.num_hidden_layers
         with torch.device("meta"):
             states = {i: state_bytes(MIXERS[k](config, i), dtype) for i, k in enumerate(kinds) if k != ATTENTION}
-        return cls(config, dtype, states, tuple(i for i, kind in enumerate(kinds) if kind == ATTENTION))
+        return cls(config, dtype, states, tuple(i for i, kind in enumerate(kinds) if kind == ATTENTION), key_dtype)
 
     def state_bytes(self) -> int:
         """Of all layers with a mixer."""
@@ -40,7 +42,7 @@ class Footprint:
 
     def key_bytes(self, length: int) -> int:
         """Of the keys and values of `length` tokens in all layers with attention."""
-        return sum(layer_kv_bytes(self.config, i, length, self.dtype) for i in self.kept)
+        return sum(layer_kv_bytes(self.config, i, length, self.key_dtype or self.dtype) for i in self.kept)
 
     def total(self, length: int) -> int:
         """Of a sequence of `length` tokens."""

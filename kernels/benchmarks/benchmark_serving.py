@@ -3,9 +3,11 @@
     python kernels/benchmarks/benchmark_serving.py --out kernels/benchmarks/results/serving_h200.json --models gka
     python kernels/benchmarks/benchmark_serving.py --out FILE --models gka --lengths 16384 --concurrency 64
     python kernels/benchmarks/benchmark_serving.py --out FILE --models gka --parts profile --lengths 2048
+    python kernels/benchmarks/benchmark_serving.py --out FILE --merge OTHER.json ANOTHER.json
 
 Random weights from a configuration, random tokens as prompts, greedy answers of a fixed length. Rows are added to the
-file, a row of the same point is replaced, and the plot beside it is drawn anew. Four measurements:
+file, a row of the same point is replaced, and the plot beside it is drawn anew. `--merge` measures nothing and adds
+the rows of other files, which several GPUs may have written at the same time. Four measurements:
 
     fit         sequences of a length whose blocks fit into the memory that vLLM gives to sequences
     throughput  that many prompts at once, without prefix caching: requests/s and output tokens/s of the whole run, and
@@ -352,6 +354,30 @@ def key_of(row: dict) -> tuple:
     )
 
 
+def add(record: dict, row: dict):
+    """Put a row into the record, in place of that of the same point. A row that was left out replaces none that was
+    measured.
+    """
+    rows = {key_of(old): old for old in record["rows"]}
+    if "left_out" not in row or "left_out" in rows.get(key_of(row), row):
+        record["rows"] = list((rows | {key_of(row): row}).values())
+
+
+def merge(record: dict, files: list[Path]):
+    """Add the rows of other files of this program to the record.
+
+    Raises:
+        ValueError: a file is of another device, model shape, dtype or version.
+    """
+    for file in files:
+        other = json.loads(file.read_text())
+        for name in ("device", "shape", "dtype", "vllm", "torch"):
+            if record.setdefault(name, other[name]) != other[name]:
+                raise ValueError(f"{file}: {name} is {other[name]}, in the other files it is {record[name]}")
+        for row in other["rows"]:
+            add(record, row)
+
+
 def plot(record: dict, path: Path):
     """Output tokens per second over the number of sequences, one panel per length."""
     import matplotlib
@@ -397,25 +423,31 @@ def main():
     )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's memory")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="add the rows of these files")
     parser.add_argument("--eager", action="store_true", help="neither torch.compile nor CUDA graphs")
     args = parser.parse_args()
 
+    record = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
+    if args.merge:
+        merge(record, args.merge)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    else:
+        run(record, args)
+    plot(record, args.out.with_suffix(".png"))
+
+
+def run(record: dict, args):
+    """Measure, and write the record after each row."""
     import vllm
 
-    record = json.loads(args.out.read_text()) if args.out.exists() else {"rows": []}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     record |= {"device": device, "shape": SHAPES[args.shape], "dtype": args.dtype}
     record |= {"vllm": vllm.__version__, "torch": torch.__version__}
-    rows = {key_of(row): row for row in record["rows"]}
     with tempfile.TemporaryDirectory() as folder:
         for row in measure(Path(folder), args):
             print(json.dumps(row), flush=True)
-            if "left_out" in row and "left_out" not in rows.get(key_of(row), row):
-                continue  # an earlier run measured it
-            rows[key_of(row)] = row | {"commit": args.commit}
-            record["rows"] = list(rows.values())
+            add(record, row | {"commit": args.commit})
             args.out.write_text(json.dumps(record, indent=1) + "\n")
-    plot(record, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@
 
 The model is a Llama of 1B parameters with random weights and a memory mixer in every layer. Rank 0 runs it alone
 first, then all ranks run it together. The tokens are compared in fp32, because there the other order of summation
-rarely changes the greedy choice; if it does, the file says by how much the two logits differed ("near_ties"). The time
-is measured in bf16, in all the ways of `WAYS`. The file is written after each measurement. On NVIDIA GPUs that other
-programs share, set NCCL_NVLS_ENABLE=0. `--tiny` runs a small shape on a CPU (gloo).
+rarely changes the greedy choice, and in bf16, where it often does. For each row whose tokens differ, "near_ties" says
+what the logits of the same weights in fp32 are at the first such token: if the two choices are closer there than the
+errors of both runs together, it is a near tie ("is_near_tie"). The time is measured in all the ways of `WAYS`. The
+file is written after each measurement. On NVIDIA GPUs that other programs share, set NCCL_NVLS_ENABLE=0. `--tiny` runs
+a small shape on a CPU (gloo).
 """
 
 import argparse
@@ -70,15 +72,33 @@ def measure(model, prompt, new_tokens: int, cache: str) -> dict:
     return {"tokens": tokens, "logits": logits, "ms_per_token": round(statistics.median(steps), 3)}
 
 
+@torch.inference_mode()
+def exact_logits(model, prompt, tokens):
+    """The logits [B, T, vocabulary] that the tokens [B, T] are chosen by, with the model's weights moved to fp32."""
+    ids = torch.cat([prompt, tokens[:, :-1].to(prompt.device)], 1)
+    return model.float()(ids, use_cache=False, logits_to_keep=tokens.shape[1]).logits.cpu()
+
+
 def near_ties(alone: dict, together: dict) -> list[dict]:
-    """For each row whose tokens differ: the first such token, and by how much the logits of the two choices differ."""
+    """For each row whose tokens differ: the first such token, the gap between the exact logits of the two choices, and
+    the largest errors of the logits of both runs there. Up to this token both have read the same.
+    """
     found = []
     for row, (a, b) in enumerate(zip(alone["tokens"], together["tokens"], strict=True)):
         if (a != b).any():
             first = int((a != b).int().argmax())
-            logits = alone["logits"][row, first]
-            gap = float(logits[a[first]] - logits[b[first]])
-            found.append({"row": row, "token": first, "gap": gap, "spread": float(logits.std())})
+            exact = alone["exact"][row, first]
+            gap = abs(float(exact[a[first]] - exact[b[first]]))
+            errors = [float((run["logits"][row, first] - exact).abs().max()) for run in (alone, together)]
+            found.append(
+                {
+                    "row": row,
+                    "token": first,
+                    "exact_gap": round(gap, 5),
+                    "largest_error": dict(zip(("alone", "together"), (round(e, 5) for e in errors), strict=True)),
+                    "is_near_tie": gap <= sum(errors),
+                }
+            )
     return found
 
 
@@ -95,6 +115,8 @@ def run(folder, args, device, dtype, cache: str, distributed: bool) -> dict:
     found["weight_bytes"] = sum(
         getattr(p, "to_local", lambda p=p: p)().numel() * p.element_size() for p in model.parameters()
     )
+    if not distributed:
+        found["exact"] = exact_logits(model, prompt.to(device), found["tokens"])
     return found
 
 

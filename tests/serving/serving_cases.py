@@ -27,12 +27,14 @@ PROMPTS = {
     "few": [random_ids(1, n, seed=n)[0].tolist() for n in (1, 7, 65, 130)],
     # all begin their second block while they decode
     "edge": [random_ids(1, BLOCK - 20, seed=1000 + n)[0].tolist() for n in range(10)],
+    # vLLM takes a batch of such prompts for a batch that decodes
+    "one": [random_ids(1, 1, seed=3000 + n)[0].tolist() for n in range(6)],
     "prefix": [
         random_ids(1, PREFIX, seed=7)[0].tolist() + random_ids(1, 5 + 9 * n, seed=2000 + n)[0].tolist()
         for n in range(8)
     ],
 }
-NEW_TOKENS = {"plain": 16, "few": 10, "edge": 40, "prefix": 10}
+NEW_TOKENS = {"plain": 16, "few": 10, "edge": 40, "one": 24, "prefix": 10}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,5 +107,9 @@ CASES = HYBRIDS | PURE | LOW | LOW_PURE | SCRATCH | BACKBONES | MORE_BACKBONES
 ASSET = "tiny_gka"
 CASES[ASSET] = Case()
 CASES["classifier"] = Case(("gka", _KEPT, "lattice", "ska"), prompts=("few",), labels=3)
+# the log probabilities of their prompts are compared
+WITH_PROMPTS = (ASSET, "several")
+# its attention layers keep keys and values in fp8
+WITH_FP8 = "gka"
 # served by two ranks
 DIVIDED = ("several", "coffee", "ska", "Echo_pure")

@@ -13,6 +13,8 @@ from hf_memmix.mixers.pages import write_pages
 ROOMY = {}
 NARROW = {"max_num_batched_tokens": 48, "max_num_seqs": 12, "block_size": BLOCK, "max_model_len": 4 * BLOCK}
 NARROW |= {"num_gpu_blocks_override": 24}
+if torch.cuda.is_available():  # this engine decodes in full CUDA graphs, the others run without
+    NARROW |= {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 CACHING = {"enable_prefix_caching": True, "max_num_batched_tokens": 2 * BLOCK, "max_num_seqs": 4, "block_size": BLOCK}
 ALL = [*HYBRIDS, *PURE]
 # logits in bf16, and how many times the errors of transformers' logits in bf16 their errors may be. The mixers alone
@@ -126,6 +128,40 @@ def test_abort_and_reuse_of_the_block(case, engines):
     assert_greedy([answers[i] for i in kept], [references[i] for i in kept])
 
 
+@pytest.mark.parametrize("case", HYBRIDS, scope="module")
+def test_prompts_of_one_token(case, engines, monkeypatch):
+    """Each begins in a block that another sequence has left, alone and next to rows that decode. In such a batch all
+    rows must decode, because vLLM may replay its CUDA graph of decode.
+    """
+    from vllm import SamplingParams
+
+    from hf_memmix.serving.vllm.metadata import MemoryMetadataBuilder
+
+    started, start_anew = [], MemoryMetadataBuilder._start_anew
+
+    def spy(self, metadata):
+        started.extend([] if metadata.first_tokens is None else [metadata])
+        return start_anew(self, metadata)
+
+    monkeypatch.setattr(MemoryMetadataBuilder, "_start_anew", spy)
+    engine = engines.get(case, **NARROW)
+    for _ in range(2):  # every block but block 0 has had an owner
+        ask(engine, references_of(engines.folders, case, "edge"), max_tokens=2)
+    references = references_of(engines.folders, case, "one")
+    core, answers = engine.llm_engine, {}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    for i, reference in enumerate(references):
+        core.add_request(str(i), {"prompt_token_ids": reference["prompt"]}, params)
+        for output in core.step() + core.step():
+            answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+    while core.has_unfinished_requests():
+        for output in core.step():
+            answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+    assert_greedy([answers[i] for i in range(len(references))], references)
+    assert len(started) >= len(references) and not any(metadata.num_prefills for metadata in started)
+    assert_greedy(tokens_of(ask(engine, references)), references)
+
+
 @pytest.mark.parametrize("case", ALL, scope="module")
 def test_prefix_caching(case, engines):
     """Eight prompts share more than two blocks. What is kept of the first ones serves the later ones."""
@@ -157,7 +193,7 @@ def noisy_write_pages(pools, state_indices, states):
     name = max(states, key=lambda name: states[name].numel())
     state, generator = states[name], torch.Generator().manual_seed(0)
     size = state.square().mean(tuple(range(1, state.dim())), keepdim=True).sqrt()
-    noise = 0.05 * size * torch.randn(state.shape, generator=generator)
+    noise = 0.05 * size * torch.randn(state.shape, generator=generator).to(state.device)
     write_pages(pools, state_indices, states | {name: state + noise})
 
 
@@ -166,7 +202,8 @@ def test_compiled(engines):
     """The model around the mixers is one graph per layer, cut at the operator."""
     references = references_of(engines.folders, "gka", "few")
     engine = engines.get("gka", enforce_eager=False)
-    assert_greedy(tokens_of(ask(engine, references)), references)
+    for which in (references, references_of(engines.folders, "gka", "one"), references):
+        assert_greedy(tokens_of(ask(engine, which)), which)
     assert engine.llm_engine.vllm_config.compilation_config.mode > 0
 
 

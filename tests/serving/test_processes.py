@@ -123,4 +123,11 @@ def test_server_answers_concurrent_clients(server, folders):
     with concurrent.futures.ThreadPoolExecutor(len(references)) as clients:
         answers = list(clients.map(lambda r: complete(r["prompt"], return_token_ids=True), references))
     assert_greedy([answer["token_ids"] for answer in answers], references)
-    assert complete("When he came to the city, he")["text"].strip()
+    text = "When he came to the city, he"
+    answer = complete(text)["text"]
+    assert answer.strip()
+    echoed = complete(text, echo=True, logprobs=1)
+    assert echoed["text"] == text + answer
+    assert len(echoed["logprobs"]["token_logprobs"]) > 16 and echoed["logprobs"]["token_logprobs"][0] is None
+    first = complete(text, stop=answer.split()[1])
+    assert first["finish_reason"] == "stop" and first["text"] == answer[: answer.index(answer.split()[1])]

@@ -1,9 +1,11 @@
 """What vLLM cannot serve is refused in a line that names it."""
 
 import json
+import re
 import shutil
 
 import pytest
+from greedy import refused
 from references import ready
 from serving_cases import BLOCK
 
@@ -21,18 +23,6 @@ def altered(engines, tmp_path):
         return folder
 
     return make
-
-
-def refused(engines, folder, **options) -> str:
-    """The messages of the error and of what has caused it: vLLM puts some errors of a configuration into its own."""
-    engines.close()
-    with pytest.raises(Exception) as raised:
-        engines.get(str(folder), **options)
-    error, found = raised.value, []
-    while error is not None:
-        found.append(str(error))
-        error = error.__cause__ or error.__context__
-    return "\n".join(found)
 
 
 def test_unknown_mixer(engines, altered):
@@ -57,13 +47,51 @@ def test_refused_family(engines, tmp_path):
     assert f"'gpt2' cannot be served by vLLM: {reason}" in message
 
 
-def test_speculative_decoding(engines):
-    options = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}
-    assert "speculative decoding is not supported with memory mixers" in refused(engines, "gka", **options)
+GIVEN = {
+    "--speculative-config": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    },
+    "--enable-lora": {"enable_lora": True},
+    "--pipeline-parallel-size": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "--decode-context-parallel-size and --prefill-context-parallel-size": {
+        "tensor_parallel_size": 2,
+        "decode_context_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+    },
+    "--quantization (or a checkpoint that is quantised)": {"quantization": "fp8"},
+    "--mamba-cache-dtype and --mamba-ssm-cache-dtype": {"mamba_ssm_cache_dtype": "float16"},
+    "--kv-transfer-config and --kv-offloading-size": {"kv_offloading_size": 0.1},
+}
+# fields of a configuration that some version of vLLM does not take on a CPU
+FIELDS = {
+    "--enable-dbo and --ubatch-size": ("parallel_config", "use_ubatching", True),
+    "--mamba-cache-mode all": ("cache_config", "mamba_cache_mode", "all"),
+}
 
 
-def test_adapters(engines):
-    assert "LoRA adapters are not supported with memory mixers on vLLM" in refused(engines, "gka", enable_lora=True)
+@pytest.mark.parametrize("option", GIVEN)
+def test_refused_options(option, folders):
+    """The configuration is refused, so no weight is read."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = EngineArgs(str(ready(folders / "gka")), max_model_len=1024, dtype="bfloat16", **GIVEN[option])
+    with pytest.raises(ValueError, match=re.escape(f"{option}: ")):
+        given.create_engine_config()
+
+
+@pytest.mark.parametrize("option", FIELDS)
+def test_refused_fields(option, folders, monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from hf_memmix.serving.vllm.options import REFUSALS, refusal_of_options
+
+    config = EngineArgs(str(ready(folders / "gka")), max_model_len=1024).create_engine_config()
+    assert refusal_of_options(config) is None
+    part, name, value = FIELDS[option]
+    monkeypatch.setattr(type(getattr(config, part)), name, value)
+    vars(getattr(config, part)).pop(name, None)
+    assert refusal_of_options(config).startswith(f"{option}: ")
+    assert {row.option for row in REFUSALS} == GIVEN.keys() | FIELDS.keys()
 
 
 def test_too_little_memory(engines):

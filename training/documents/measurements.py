@@ -43,6 +43,8 @@ MEASUREMENTS = {
     "serving_speed": f"{KERNELS}/serving_h200.json",
     "serving_before": f"{KERNELS}/serving_before_h200.json",
     "serving_matrix": "hf_memmix/serving/results/matrix_cpu.json",
+    "serving_matrix_gpu": "hf_memmix/serving/results/matrix_h200.json",
+    "tensor_parallel": f"{KERNELS}/tensor_parallel_h200.json",
 }
 CARDS = "model_cards"
 

@@ -1,5 +1,6 @@
 """The tables of hf_memmix/serving/README.md: families, what a sequence costs, and what was tested."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hf_memmix.conversion.teachers_table import by_reason
 from hf_memmix.mixers import ATTENTION, MIXERS
 from hf_memmix.models import FAMILIES
 from hf_memmix.serving.footprint import Footprint
+from hf_memmix.serving.vllm.options import REFUSALS
 from hf_memmix.training.documents.measurements import read
 
 LENGTHS = (2048, 16384, 65536)
@@ -63,14 +65,29 @@ def _costs(name: str, footprint: Footprint) -> list[str]:
 
 def matrix_table(root: Path) -> str:
     """What `make serve-test` tested: models by features."""
-    results = read("serving_matrix", root)
+    return _matrix(read("serving_matrix", root))
+
+
+def matrix_gpu_table(root: Path) -> str:
+    """The same tests on a GPU."""
+    return _matrix(read("serving_matrix_gpu", root))
+
+
+def _matrix(results: dict) -> str:
     features = list(results["matrix"])
     models = list(dict.fromkeys(case for cases in results["matrix"].values() for case in cases))
     rows = [[f"`{m}`", *(results["matrix"][f].get(m, "") for f in features)] for m in models]
+    where = results.get("device", "a CPU")
     return (
         markdown_table(["model", *features], rows)
-        + f"\n\nvLLM {results['vllm']}, torch {results['torch']}, transformers {results['transformers']}; on a CPU."
+        + f"\n\nvLLM {results['vllm']}, torch {results['torch']}, transformers {results['transformers']}; on {where}."
     )
+
+
+def refusals_table(root: Path) -> str:
+    """The options of vLLM that the plugin refuses, with the reasons."""
+    lines = "\n".join(f"- {row.option}: {row.reason}." for row in REFUSALS)
+    return re.sub(r"--[a-z-]+", r"`\g<0>`", lines)
 
 
 def speed_table(root: Path) -> str:
@@ -91,8 +108,7 @@ def _speed(results: dict) -> str:
         cells = [f"{length:,}", count]
         for field in ("output_tokens_per_s", "decode_tokens_per_s"):
             for model in models:
-                row = found.get((length, count, model), {})
-                cells.append(f"{row[field]:,.0f}" if row.get(field) else "left out" if "left_out" in row else "")
+                cells.append(_figure(found.get((length, count, model), {}), field))
         rows.append(cells)
     head = ["prompt", "sequences", *(f"{what}, `{model}`" for what in ("tokens/s", "decode") for model in models)]
     measured = [row for row in found.values() if "left_out" not in row]
@@ -108,6 +124,12 @@ def _speed(results: dict) -> str:
     if len(measured) < len(found):
         lines.append("Left out: too long for the time of the run; the file gives the reason for each.")
     return "\n\n".join([*lines, *_ratios(found)])
+
+
+def _figure(row: dict, field: str) -> str:
+    if row.get(field):
+        return f"{row[field]:,.0f}"
+    return "left out" if "left_out" in row else ""
 
 
 def _ratios(found: dict) -> list[str]:
@@ -140,4 +162,66 @@ def fit_table(root: Path) -> str:
             [f"{length:,}", *(found.get((length, model), "") for found in (fits, first) for model in models)]
             for length in sorted({key[0] for key in fits})
         ],
+    )
+
+
+def prefix_table(root: Path) -> str:
+    """When the first token of a prompt comes without and with a known prefix."""
+    rows = [row for row in read("serving_speed", root)["rows"] if row["part"] == "prefix"]
+    return markdown_table(
+        ["prompt", "first token", "with a known prefix", "known tokens"],
+        [
+            [
+                f"{row['tokens']:,}",
+                *(f"{1e3 * row[name]:.0f} ms" for name in ("first_token_s", "first_token_hit_s")),
+                f"{row['cached_tokens']:,}",
+            ]
+            for row in rows
+        ],
+        figures=True,
+    )
+
+
+def summary_table(root: Path) -> str:
+    """64 sequences at once: speed, and how many sequences fit."""
+    rows = read("serving_speed", root)["rows"]
+    names = {"llama": "Llama", "gka": "every layer GKA", "gka_3of4": "3 of 4 layers GKA"}
+    cells = []
+    for length in sorted({row["tokens"] for row in rows}):
+        for model in _models_of(rows):
+            mine = [row for row in rows if (row["model"], row["tokens"]) == (model, length)]
+            (run,) = (row for row in mine if row["part"] == "throughput" and row["sequences"] == 64)
+            (fit,) = (row for row in mine if row["part"] == "fit")
+            speeds = [_figure(run, field) for field in ("output_tokens_per_s", "decode_tokens_per_s")]
+            cells.append([f"{length:,}", names[model], *speeds, f"{fit['sequences']:,}"])
+    head = ["prompt", "model", "tokens/s, whole run", "tokens/s, decode", "sequences that fit"]
+    return markdown_table(head, cells, figures=True)
+
+
+def tensor_parallel_table(root: Path) -> str:
+    """One model on one GPU and on several: time per token, memory of the weights, tokens."""
+    results = read("tensor_parallel", root)
+    rows = []
+    for way in results["ways"].values():
+        times, weights = way["ms_per_token"], way["weight_bytes_per_rank"]
+        ties = way["near_ties"]
+        same = "equal"
+        if not way["tokens_equal"]:
+            proved = ties and all(tie.get("is_near_tie") for tie in ties)
+            same = f"{len(ties)} of {results['batch']} rows differ" + (", from a near tie on" if proved else "")
+        rows.append(
+            [
+                f"{way['dtype']}, {way['cache']} cache",
+                *(f"{times[name]:.1f} ms" for name in ("alone", "together")),
+                *(bytes_text(weights[name]) for name in ("alone", "together")),
+                same,
+            ]
+        )
+    ranks = results["ranks"]
+    head = ["", "one GPU", f"{ranks} GPUs", "weights on one GPU", f"on each of {ranks}", "greedy tokens"]
+    return (
+        markdown_table(head, rows)
+        + f"\n\nMilliseconds per step of {results['batch']} sequences after {results['context']:,} tokens; every layer"
+        f" `{results['mixer']}`, the 1B shape of the table of costs; {results['device']}, torch {results['torch']},"
+        f" transformers {results['transformers']}, commit {results['commit']}."
     )

@@ -7,6 +7,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from ...configuration_memmix import MemMixConfig
 from ...mixers import ATTENTION
 from ..families import refusal_of_serving
+from .options import refusal_of_options
 
 OP = "vllm::memmix_mix"  # the operator of layer.py
 _LAYER_TYPES = "memmix_backbone_layer_types"
@@ -42,22 +43,10 @@ class MemMixVerifyAndUpdate(VerifyAndUpdateConfig):
         """Cut piecewise graphs around the operator; keep the states of prefixes at the ends of blocks ("align").
 
         Raises:
-            ValueError: speculative decoding is asked for, or LoRA adapters, or pipeline parallelism.
+            ValueError: an option of `options.REFUSALS` is given.
         """
-        if vllm_config.speculative_config is not None:
-            raise ValueError(
-                "speculative decoding is not supported with memory mixers on vLLM: a rejected token cannot be taken"
-                " out of a state. Leave --speculative-config out"
-            )
-        if vllm_config.lora_config is not None:
-            raise ValueError(
-                "LoRA adapters are not supported with memory mixers on vLLM; merge the adapter into the model"
-                " (merge_and_unload of PEFT), serve the saved folder, and leave --enable-lora out"
-            )
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise ValueError(
-                "pipeline parallelism is not supported with memory mixers on vLLM; use --tensor-parallel-size"
-            )
+        if refusal := refusal_of_options(vllm_config):
+            raise ValueError(refusal)
         cut_graphs(vllm_config.compilation_config)
         cache = vllm_config.cache_config
         if cache.enable_prefix_caching and cache.mamba_cache_mode == "none":

@@ -14,7 +14,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from ...mixers import MemoryMixer
-from ...mixers.pages import carve, page_layout
+from ...mixers.pages import carve, page_layout, write_pages
 from .metadata import MemoryBackend, MemoryMetadata
 
 # all states of a sequence are one array for vLLM. It is not uint8: vLLM 0.26 finds out strides by an empty tensor in
@@ -29,16 +29,17 @@ class MemoryLayer(MambaBase):
         mixer: with the sizes of this rank and vLLM's linear layers.
         name: the layer's name in vLLM's tables.
         vllm_config: of the model.
+        page_size: bytes, at least those of the states.
 
     Raises:
         ValueError: the name is taken.
     """
 
-    def __init__(self, mixer: MemoryMixer, name: str, vllm_config):
+    def __init__(self, mixer: MemoryMixer, name: str, vllm_config, page_size: int):
         self.mixer, self.name = mixer, name
         self.dtype, self.device = vllm_config.model_config.dtype, vllm_config.device_config.device
         self.shapes = mixer.state_shapes(1, self.dtype)
-        self.page_bytes = page_bytes(mixer, self.dtype)
+        self.page_bytes = page_size
         self.most_sequences = vllm_config.scheduler_config.max_num_seqs
         self.kv_cache = ()
         layers = vllm_config.compilation_config.static_forward_context
@@ -74,6 +75,10 @@ class MemoryLayer(MambaBase):
         self.pools = carve(self._pages[0].view(torch.uint8), self.shapes) if self._pages else {}
 
     # ---- the computation
+
+    def start_anew(self, pages: Tensor):
+        """Write the initial states into pages [N] (int32 or int64)."""
+        write_pages(self.pools, pages, self.mixer.initial_states(len(pages), self.device, self.dtype))
 
     def __call__(self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """[1, T, hidden] of all tokens of the batch, and cos and sin [1, T, d] -> [1, T, hidden]."""

@@ -8,10 +8,16 @@ Rows that decode come first. vLLM's own metadata for layers with states has all 
     state_indices_tensor_p [prefills]           pages of the rows that prefill
     has_initial_states_p [prefills]             whether a row goes on; if not, its page holds another sequence's states
     query_start_loc_p [prefills + 1]            boundaries of the rows among the tokens that prefill
+
+A prompt of one token looks like a row that decodes. If all rows of a batch have one token, vLLM may replay its CUDA
+graph of decode, in which no row starts anew. Then such a prompt decodes too, and its page gets the initial states
+before.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
 
@@ -20,7 +26,13 @@ from hf_memmix_kernels._chunks import keep_tables
 
 @dataclass
 class MemoryMetadata(BaseMambaAttentionMetadata):
-    """vLLM asks for a class of its own for each kind of layer."""
+    """vLLM asks for a class of its own for each kind of layer.
+
+    Args:
+        first_tokens: int64 [N], the rows among those that decode whose token is the first of its sequence; or None.
+    """
+
+    first_tokens: Tensor | None = None
 
 
 class MemoryMetadataBuilder(BaseMambaAttentionMetadataBuilder[MemoryMetadata]):
@@ -29,12 +41,41 @@ class MemoryMetadataBuilder(BaseMambaAttentionMetadataBuilder[MemoryMetadata]):
     metadata_cls = MemoryMetadata
     needs_causal_conv1d_metadata = False
 
-    def build(self, *args, **kwargs) -> MemoryMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata, *args, **kwargs) -> MemoryMetadata:
         """Called once per batch: what the kernels compute from the boundaries serves all layers."""
-        metadata = super().build(*args, **kwargs)
+        rows = first_tokens(common_attn_metadata)
+        if rows is not None:
+            is_prefilling = common_attn_metadata.is_prefilling.clone()
+            is_prefilling[rows] = False
+            common_attn_metadata = common_attn_metadata.replace(is_prefilling=is_prefilling)
+        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         if metadata.num_prefills:
             keep_tables(metadata.query_start_loc_p)
+        return self._start_anew(metadata if rows is None else replace(metadata, first_tokens=rows))
+
+    def update_block_table(self, metadata: MemoryMetadata, *args, **kwargs) -> MemoryMetadata:
+        """Called instead of `build` for further layers, with the metadata of the first ones; they have other pages."""
+        return self._start_anew(super().update_block_table(metadata, *args, **kwargs))
+
+    def _start_anew(self, metadata: MemoryMetadata) -> MemoryMetadata:
+        """Give the pages of `first_tokens` the initial states, in all layers that read this metadata."""
+        if metadata.first_tokens is not None:
+            pages = metadata.state_indices_tensor_d[metadata.first_tokens, 0]
+            for name in self.layer_names:
+                self.compilation_config.static_forward_context[name].start_anew(pages)
         return metadata
+
+
+def first_tokens(batch) -> Tensor | None:
+    """The rows of a batch (vLLM's CommonAttentionMetadata) that begin a sequence, if all rows have one token.
+
+    Read on the CPU: rows that pad the batch have no token there.
+    """
+    if batch.max_query_len != 1 or batch.is_prefilling is None or not batch.is_prefilling.any():
+        return None
+    one_token = torch.diff(batch.query_start_loc_cpu) == 1
+    rows = (batch.is_prefilling & one_token & (batch.seq_lens_cpu_upper_bound <= 1)).nonzero().flatten()
+    return rows if len(rows) else None
 
 
 class MemoryBackend(AttentionBackend):

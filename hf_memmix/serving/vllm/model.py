@@ -105,7 +105,7 @@ class MemMixMixin(KeptAttention):
         super().recursive_replace()
         dtype, device = self.model_config.dtype, self.device_config.device
         for path, module in own.items():
-            replace_parameters(module, f"model.{path}", dtype, device, self.quant_config)
+            replace_parameters(module, f"model.{path}", dtype, device)
             base.set_submodule(path, module)
         self.mixers = {path: module for path, module in own.items() if isinstance(module, MemoryMixer)}
 
@@ -114,9 +114,15 @@ class MemMixMixin(KeptAttention):
         return {mixer.layer_idx: f"model.{path}" for path, mixer in self.mixers.items()}
 
     def connect_memories(self, prefix: str):
-        """For `KeptAttention`: enter the mixers into vLLM's table of layers with a cache."""
+        """For `KeptAttention`: enter the mixers into vLLM's table of layers with a cache.
+
+        With prefix caching all pages are equally large: 0.26 can then copy the states of models with several mixers.
+        """
+        sizes = {path: page_bytes(mixer, self.model_config.dtype) for path, mixer in self.mixers.items()}
+        if self.vllm_config.cache_config.enable_prefix_caching:
+            sizes = dict.fromkeys(sizes, max(sizes.values()))
         for path, mixer in self.mixers.items():
-            MemoryLayer(mixer, f"{prefix}.model.{path}".lstrip("."), self.vllm_config)
+            MemoryLayer(mixer, f"{prefix}.model.{path}".lstrip("."), self.vllm_config, sizes[path])
 
     def load_weights(self, weights):
         loaded = super().load_weights(weights)

@@ -21,13 +21,12 @@ from ...mixers import FeedForward, MemoryMixer
 from ...mixers.tensor_parallel import Cut, divide
 
 
-def replace_parameters(module: MemoryMixer | FeedForward, prefix: str, dtype: torch.dtype, device, quantization=None):
+def replace_parameters(module: MemoryMixer | FeedForward, prefix: str, dtype: torch.dtype, device):
     """Replace the parameters of a module that was made without memory, and give it the sizes of this rank.
 
     Args:
-        prefix: the module's path in the model, by which a quantisation finds its linear layers.
+        prefix: the module's path in the model.
         dtype: of the model; `fp32_parameters` of a mixer stay in fp32.
-        quantization: vLLM's configuration of it, None without one.
 
     Raises:
         ValueError: the model is divided over several ranks, and the mixer has no plan or cannot be divided by it.
@@ -43,7 +42,7 @@ def replace_parameters(module: MemoryMixer | FeedForward, prefix: str, dtype: to
         # a linear layer that is cut in another way than by rows or columns is loaded as any other parameter
         if isinstance(layer, nn.Linear) and f"{path}.weight" not in cuts:
             style = styles.get(path, "replicate")
-            new = replace_linear_class(layer, style, quantization, prefix=f"{prefix}.{path}")
+            new = replace_linear_class(layer, style, prefix=f"{prefix}.{path}")
             module.set_submodule(path, new)
     fp32 = getattr(module, "fp32_parameters", ())
     for path, old in list(module.named_parameters()):
@@ -57,7 +56,7 @@ def replace_parameters(module: MemoryMixer | FeedForward, prefix: str, dtype: to
         set_weight_attrs(new, {"weight_loader": partial(_load, cut=cut, rank=rank, ranks=ranks)})
         owner, _, name = path.rpartition(".")
         setattr(module.get_submodule(owner), name, new)
-    if quantization is None and isinstance(module, MemoryMixer):
+    if isinstance(module, MemoryMixer):
         join_layers(module)
 
 

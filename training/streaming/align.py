@@ -7,6 +7,7 @@ trained again.
 
 import gc
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ from hf_memmix.training.streaming.layer_training import (
     train_mixer,
 )
 from hf_memmix.training.streaming.output import TrainedLayers, write_student
+from hf_memmix.training.streaming.planned import planned_student
 from hf_memmix.training.streaming.ranks import Ranks
 from hf_memmix.training.streaming.rows import Rows
 from hf_memmix.training.streaming.spool import RECORD, HiddenStates, Spool
@@ -48,12 +50,13 @@ Progress = Callable[[int, int, str], None]  # steps done, all steps, what is goi
 
 
 def align_by_streaming(
-    student: str | Path,
+    student: str | Path | None,
     teacher: str | Path,
     data: TokenBlocks | StreamedBlocks,
     out: str | Path,
     *,
     recipe: str | Path | Recipe = "align",
+    plan: str | Path | None = None,
     spool: str | Path | None = None,
     resume: bool = True,
     overwrite: bool = False,
@@ -71,11 +74,12 @@ def align_by_streaming(
     layers. They must see the same disks.
 
     Args:
-        student: folder or Hub id of a converted model in safetensors.
+        student: folder or Hub id of a converted model in safetensors; None with `plan`.
         teacher: folder or Hub id of the transformer that it was made from, in safetensors.
         data: the rows to train on.
         out: folder to write the trained student to; `<out>/../.<name of out>.run` holds the trained mixers until then.
         recipe: name, path or `Recipe` of the stage align. `save_every` is not used: each trained layer is saved.
+        plan: a plan of `memmix select`, by which the teacher is converted first, piece by piece.
         spool: folder for the hidden states, on a disk with room for two files of `rows * block_size * hidden size`
             values. Default: a folder beside `out`. It must be new, empty, or from an interrupted run.
         resume: continue an interrupted run; otherwise its files are removed first.
@@ -94,7 +98,10 @@ def align_by_streaming(
             too little room, or the interrupted run had another recipe, data, student or teacher.
     """
     recipe = recipe_of(recipe, overrides | {"stage": "align"})
-    student, teacher = (model_folder(Path(folder)) for folder in (student, teacher))
+    if (student is None) == (plan is None):
+        raise ValueError("give either a student or a plan by which the teacher is converted first")
+    teacher = model_folder(Path(teacher))
+    student = None if student is None else model_folder(Path(student))
     out = Path(out).absolute()
     run_dir = out.with_name(f".{out.name}.run")
     place = Path(spool).absolute() if spool is not None else run_dir.with_name(f".{out.name}.spool")
@@ -104,8 +111,12 @@ def align_by_streaming(
     ranks = Ranks.of_launch()
     if dry_run:
         check_target(out, overwrite)
-        return _Run(student, teacher, data, recipe, run_dir, place, ranks, say).cost(measure=True)
+        with tempfile.TemporaryDirectory(prefix="memmix-plan-") as name:
+            student = student or planned_student(teacher, plan, Path(name))
+            return _Run(student, teacher, data, recipe, run_dir, place, ranks, say).cost(measure=True)
     with run_folder(out, resume, overwrite) as folder, run_lock(place):
+        if student is None:
+            student = folder / ranks.share("start", lambda: planned_student(teacher, plan, folder, resume).name)
         run = _Run(student, teacher, data, recipe, folder, place, ranks, say)
         start = time.perf_counter()
         walk, cost = run.prepare(resume)
@@ -139,10 +150,8 @@ class _Run:
     def cost(self, measure: bool = False, walk: Walk | None = None) -> dict:
         """What the run costs; see `streaming_cost`."""
         walk = walk or Walk.plan(self.layers, [])
-        return streaming_cost(
-            self.student, self.teacher, self.student_folder, self.rows, self.spool, self.recipe, walk, self.ranks.count,
-            measure,
-        )  # fmt: skip
+        models = self.student, self.teacher, self.student_folder
+        return streaming_cost(*models, self.rows, self.spool, self.recipe, walk, self.ranks.count, measure)
 
     # ---- what is there already
 
@@ -261,9 +270,8 @@ class _Run:
 
     def finish(self, out: Path, overwrite: bool, cost: dict, seconds: float) -> dict:
         """Rank 0 waits for all layers, writes the student and removes the spool. Returns the result of the run."""
-        while missing := [layer for layer in self.layers if self.trained.log(layer) is None]:
+        while any(self.trained.log(layer) is None for layer in self.layers):
             time.sleep(POLL)
-            _ = missing
         logs = {layer: self.trained.log(layer) for layer in self.layers}
         tokenizer = load_tokenizer(self.student_folder) or load_tokenizer(self.teacher_folder)
         write_student(self.student_folder, self.trained, self.layers, out, tokenizer, overwrite)
@@ -294,8 +302,8 @@ def _check_identity(folder: Path, identity: dict) -> None:
     different = "; ".join(differences(read_json(folder / RECORD), identity))
     if different:
         raise ValueError(
-            f"{str(folder)!r} belongs to another run ({different}); give the recipe, data and models of that run, start"
-            " again with --no-resume, or give other folders"
+            f"{str(folder)!r} belongs to another run ({different}); give the recipe, data and models of that run,"
+            " start again with --no-resume, or give other folders"
         )
 
 
@@ -303,6 +311,6 @@ def _announcement(cost: dict, place: Path) -> str:
     """The cost in one line."""
     return (
         f"{cost['rows']:,} rows, {cost['tokens']:,} tokens: the spool {str(place)!r} needs"
-        f" {bytes_text(cost['spool_bytes'])} ({cost['buffers']} x {bytes_text(cost['buffer_bytes'])}); the teacher is"
-        f" read once, and each of {len(cost['layers'])} mixers trains for {cost['passes']:.2f} passes over these tokens"
+        f" {bytes_text(cost['spool_bytes'])} ({cost['buffers']} x {bytes_text(cost['buffer_bytes'])}); the teacher"
+        f" is read once, and each of {len(cost['layers'])} mixers trains {cost['passes']:.2f} passes over them"
     )

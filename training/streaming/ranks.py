@@ -1,4 +1,4 @@
-"""The processes of one launch, which train different layers. They share the spool and a key-value store, no tensors."""
+"""The processes of one launch, which train different layers. They share the spool and a key-value store."""
 
 import functools
 import itertools
@@ -59,6 +59,6 @@ def _see_one_gpu(index: int) -> None:
         return
     if index >= count:
         raise ValueError(
-            f"the launcher started more than {count} processes, but only {count} GPUs are visible to them"
+            f"the launcher started more than {count} processes, but they see {count} GPUs; start {count} processes"
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)

@@ -51,7 +51,7 @@ class StreamedTeacher:
         family_of(config)
         if check_weight_files(folder):
             raise ValueError(
-                f"{self.name} holds pickled weights, which cannot be read layer by layer; save the model as safetensors"
+                f"{self.name} holds pickled weights, which cannot be read by layer; save the model as safetensors"
             )
         if getattr(config, "quantization_config", None):
             raise ValueError(f"{self.name} is quantized, so its layers cannot be read alone; align without --stream")
@@ -152,7 +152,7 @@ class StreamedTeacher:
 
     @contextmanager
     def entering(self, index: int, hidden: Tensor) -> Iterator[PreTrainedModel]:
-        """The whole model, in which layer `index` gets the inputs `hidden` [B, T, hidden size], whatever the tokens."""
+        """The whole model; its layer `index` gets the inputs `hidden` [B, T, hidden size], whatever the tokens are."""
         self._at, self._hidden = index, hidden
         try:
             yield self.model

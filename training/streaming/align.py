@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -91,7 +92,8 @@ def align_by_streaming(
 
     Returns:
         `{"stage", "steps", "tokens", "first_loss", "last_loss", "seconds", "log", "layers", "cost"}`: as `train`, with
-        the losses of each layer by its index and the cost, see `streaming_cost`; for a dry run the cost alone.
+        losses and seconds (to `load` its weights, to `advance` to the next layer, to `train` its mixer) of each layer
+        by its index, and the cost, see `streaming_cost`; for a dry run the cost alone.
 
     Raises:
         ValueError: as in `train`; or a folder cannot be read layer by layer, the spool belongs to another run or has
@@ -170,7 +172,7 @@ class _Run:
         identity = self._identity()
         for folder in (self.folder, self.spool.folder):
             _check_identity(folder, identity)
-        train = [layer for layer in self.layers if self.trained.log(layer) is None]
+        train = [layer for layer in self.layers if self.trained.record(layer) is None]
         present = self.spool.layers()
         ready = [layer for layer in present if self.spool.is_sound(layer)]
         for layer in sorted({*present} - {*ready}):
@@ -214,12 +216,15 @@ class _Run:
         for layer in mine:
             while not self.spool.is_ready(layer):
                 time.sleep(POLL)
+            clock = _Clock()
             with self.teacher.layer(layer):
+                clock.stop("load")
                 hidden = self.spool.read(layer)
                 if layer + 1 in walk.produce:
                     self.spool.write(layer + 1, self._advanced(layer, hidden))
+                    clock.stop("advance")
                 if layer in walk.train:
-                    self._train(layer, hidden, before, total, progress)
+                    self._train(layer, hidden, clock, partial(_report, progress, layer, before, total))
                     before += self.recipe.steps
             del hidden
             self._release()
@@ -240,12 +245,7 @@ class _Run:
                 outputs = self.teacher.advance(layer, inputs, ids, positions)
             yield outputs
 
-    def _train(self, layer: int, hidden: HiddenStates, before: int, total: int, progress: Progress | None) -> None:
-        def report(step: int, loss: float | None) -> None:
-            if progress is not None:
-                told = "" if loss is None else f", loss {loss:.4f}"
-                progress(before + step, total, f"layer {layer}{told}")
-
+    def _train(self, layer: int, hidden: HiddenStates, clock: "_Clock", report: Callable) -> None:
         mixer = take_mixer(self.student, layer, Checkpoint(self.student_folder))
         log = train_mixer(
             self.student,
@@ -258,7 +258,8 @@ class _Run:
             self.folder,
             report,
         )
-        self.trained.write(layer, mixer, log)
+        clock.stop("train")
+        self.trained.write(layer, mixer, {"log": log, "seconds": clock.seconds})
         mixer.to("meta")
 
     def _release(self) -> None:
@@ -270,9 +271,10 @@ class _Run:
 
     def finish(self, out: Path, overwrite: bool, cost: dict, seconds: float) -> dict:
         """Rank 0 waits for all layers, writes the student and removes the spool. Returns the result of the run."""
-        while any(self.trained.log(layer) is None for layer in self.layers):
+        while any(self.trained.record(layer) is None for layer in self.layers):
             time.sleep(POLL)
-        logs = {layer: self.trained.log(layer) for layer in self.layers}
+        records = {layer: self.trained.record(layer) for layer in self.layers}
+        logs = {layer: record["log"] for layer, record in records.items()}
         tokenizer = load_tokenizer(self.student_folder) or load_tokenizer(self.teacher_folder)
         write_student(self.student_folder, self.trained, self.layers, out, tokenizer, overwrite)
         self.spool.clear()
@@ -289,10 +291,35 @@ class _Run:
             "seconds": round(seconds, 2),
             "log": log,
             "layers": {
-                str(i): {"first_loss": rows[0]["loss"], "last_loss": rows[-1]["loss"]} for i, rows in logs.items()
+                str(layer): {
+                    "first_loss": record["log"][0]["loss"],
+                    "last_loss": record["log"][-1]["loss"],
+                    "seconds": record["seconds"],
+                }
+                for layer, record in records.items()
             },
             "cost": cost,
         }
+
+
+class _Clock:
+    """Seconds of the parts of a layer's work, by name."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def stop(self, name: str) -> None:
+        """The time since the last call belongs to `name`."""
+        now = time.perf_counter()
+        self.seconds[name], self._last = round(now - self._last, 3), now
+
+
+def _report(progress: Progress | None, layer: int, before: int, total: int, step: int, loss: float | None) -> None:
+    """Tell the progress of a process after `step` steps of a layer; `before`: steps of its earlier layers."""
+    if progress is not None:
+        told = "" if loss is None else f", loss {loss:.4f}"
+        progress(before + step, total, f"layer {layer}{told}")
 
 
 def _check_identity(folder: Path, identity: dict) -> None:

@@ -21,7 +21,7 @@ from hf_memmix.training.streaming.spool import FULL
 
 
 class TrainedLayers:
-    """The files of the layers that have been trained, `layer-<i>.safetensors` in fp32, with their logs."""
+    """The files of the layers that have been trained, `layer-<i>.safetensors` in fp32, with their records."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -30,17 +30,17 @@ class TrainedLayers:
         """The file of a layer."""
         return self.folder / f"layer-{layer}.safetensors"
 
-    def write(self, layer: int, mixer: MemoryMixer, log: list[dict]) -> None:
-        """Write a layer, atomically."""
+    def write(self, layer: int, mixer: MemoryMixer, record: dict) -> None:
+        """Write a layer and its record (`log` and `seconds`), atomically."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in mixer.state_dict().items()}
         with explain_write_errors(self.file(layer), FULL), replace_file(self.file(layer)) as part:
-            save_file(tensors, part, metadata={"log": json.dumps(log)})
+            save_file(tensors, part, metadata={"record": json.dumps(record)})
 
-    def log(self, layer: int) -> list[dict] | None:
-        """The log of a layer; None if the layer has not been trained."""
+    def record(self, layer: int) -> dict | None:
+        """The record of a layer; None if the layer has not been trained."""
         try:
             with safe_open(str(self.file(layer)), "pt") as file:
-                return json.loads(file.metadata()["log"])
+                return json.loads(file.metadata()["record"])
         except (OSError, SafetensorError, ValueError, KeyError, TypeError):
             return None
 

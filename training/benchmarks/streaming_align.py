@@ -117,8 +117,9 @@ def compare(args) -> dict:
     teacher = load_model(folder)
     save_student(convert_model(teacher, args.mixer), student, overwrite=True)
     tokenizer = load_tokenizer(asset_path("tiny_teacher"))
-    data = TokenBlocks.from_files(asset_path("dev.txt"), tokenizer, 128)
-    options = {"steps": 20, "batch_size": 8, "block_size": 128, "warmup_steps": 5, "save_every": 0}
+    steps, length = (4, 32) if args.tiny else (20, 128)
+    data = TokenBlocks.from_files(asset_path("dev.txt"), tokenizer, length)
+    options = {"steps": steps, "batch_size": 8, "block_size": length, "warmup_steps": 2, "save_every": 0}
     losses = {}
     for clip in (0.0, 1.0):
         trainer = {"logging_steps": 1, "disable_tqdm": True, "max_grad_norm": clip}
@@ -144,7 +145,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for the models and the spool")
     parser.add_argument("--mixer", default="gka")
     parser.add_argument(
-        "--layers", type=int, default=4, help="layers of the teacher; all but first and last are timed"
+        "--layers", type=int, default=4, help="of the teacher; the first and the last one are not timed"
     )
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--limit", type=float, default=24.0, help="GiB of GPU memory")

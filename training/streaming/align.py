@@ -275,7 +275,7 @@ class _Run:
             time.sleep(POLL)
         records = {layer: self.trained.record(layer) for layer in self.layers}
         logs = {layer: record["log"] for layer, record in records.items()}
-        tokenizer = load_tokenizer(self.student_folder) or load_tokenizer(self.teacher_folder)
+        tokenizer = load_tokenizer(self.teacher_folder) or load_tokenizer(self.student_folder)
         write_student(self.student_folder, self.trained, self.layers, out, tokenizer, overwrite)
         self.spool.clear()
         log = [

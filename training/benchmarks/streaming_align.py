@@ -159,7 +159,7 @@ def main() -> None:
     write_json(args.out, record)
     print({name: record["run"][name] for name in ("seconds", "tokens_per_second", "peak_memory", "computed")})
     record["same_losses"] = compare(args)
-    write_json(args.out, record)
+    write_json(args.out, record)  # again, as the second part may be stopped
     print({name: record["same_losses"][name]["largest_difference"] for name in ("unclipped", "clipped")})
 
 

@@ -129,7 +129,7 @@ def test_a_layer_that_gets_more_than_hidden_states_is_refused(tmp_path, monkeypa
     monkeypatch.setattr(
         LlamaRotaryEmbedding,
         "forward",
-        lambda self, x, ids: tuple(part + x.mean() for part in native(self, x, ids)),
+        lambda self, x, position_ids: tuple(part + x.mean() for part in native(self, x, position_ids)),
     )
     with pytest.raises(ValueError, match="family 'llama' get more than hidden states .* align without --stream"):
         StreamedTeacher(teacher, "cpu")
@@ -163,10 +163,8 @@ def test_losses_and_student_are_those_of_align(tmp_path, family, mixer, keep, ex
 def test_packed_rows_of_a_bf16_teacher(tmp_path):
     data = rows(positions=torch.cat([torch.arange(5), torch.arange(11)]).repeat(20, 1))
     student, teacher = models(tmp_path, dtype=torch.bfloat16)
-    expected = in_memory(tmp_path, rows(positions=positions), steps=4, pack=True)
-    result = align_by_streaming(
-        student, teacher, rows(positions=positions), tmp_path / "out", steps=4, pack=True, **OPTIONS
-    )
+    expected = in_memory(tmp_path, data, steps=4, pack=True)
+    result = align_by_streaming(student, teacher, data, tmp_path / "out", steps=4, pack=True, **OPTIONS)
     torch.testing.assert_close(losses(result), losses(expected), rtol=1e-6, atol=0)
     assert contents(tmp_path / "memory") == contents(tmp_path / "out")
     plain = align_by_streaming(student, teacher, rows(), tmp_path / "plain", steps=4, **OPTIONS)

@@ -143,7 +143,7 @@ def test_a_layer_that_gets_more_than_hidden_states_is_refused(tmp_path, monkeypa
     [
         ("llama", "gka", "none", {"steps": 6}),
         ("gemma3_text", "mamba2", [1], {"steps": 12, "gradient_accumulation": 2}),  # several passes, sliding windows
-        ("qwen3", "ska", "none", {"steps": 4, "layers": "1"}),
+        ("qwen3", "coffee", "none", {"steps": 4, "layers": "1"}),
         ("gpt2", "lattice", [0], {"steps": 3, "gradient_checkpointing": True}),
     ],
 )

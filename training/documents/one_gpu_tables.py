@@ -38,11 +38,11 @@ def one_gpu_table(root: Path) -> str:
     )
     return (
         f"{table}\n\n"
-        f"Llama with {align['layers']} layers of the widths of the 8B model, random weights, `{align['mixer']}` in every"
+        f"The shape of Llama 8B ({align['layers']} layers), random weights, `{align['mixer']}` in every"
         f" layer; {where['hardware']}, torch {where['torch']}, transformers {where['transformers']}. `convert`:"
         f" {convert['cores']} cores, measured as a whole. `align`: {align['measured_layers']} layers were trained with"
         f" {align['tokens']:,} tokens each ({align['steps']} steps of {align['batch_size']} x {align['block_size']}),"
-        f" while PyTorch could use {bytes_text(align['limit'])} of the GPU. {timed} of them were timed: each mixer reads"
+        f" while PyTorch could use {bytes_text(align['limit'])} of the GPU. {timed} of them were timed: a mixer reads"
         f" {rates['train']:,.0f} tokens/s in training, and {rates['layer']:,.0f} tokens/s together with the teacher's"
         f" layer. The hours of all layers, {rates['whole']:,.0f} tokens/s, and the size of the spool are computed from"
         " this; reading the texts and writing the student are not in them. The largest relative difference between the"

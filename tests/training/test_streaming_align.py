@@ -473,8 +473,8 @@ def test_folders_that_cannot_be_read_by_layer_are_refused(tmp_path, whole):
 
     fails("is a converted model, not a transformer", teacher=student)
     fails("plain 'llama' model without memory layers", student=teacher)
-    fails("needs? a larger|block_size is 512", block_size=512)
-    fails("must lie|names no converted layer", layers="7")
+    fails("data has blocks of 16 tokens, but block_size of the recipe is 512", block_size=512)
+    fails("layers names layer 7|layers", layers="7")
     fails("recipe 'distill' is for distill", recipe="distill")
     fails("lies in the output or run folder", spool=tmp_path / "out")
     pickled = tmp_path / "pickled"
@@ -550,7 +550,9 @@ def test_a_plan_is_converted_first(workspace):
     assert contents(workspace / "streamed") == contents(workspace / "out")
 
 
-def test_options_that_do_not_fit(workspace):
+def test_options_that_do_not_fit(workspace, monkeypatch):
+    installed = "hf_memmix.training.trainer_arguments.get_available_reporting_integrations"
+    monkeypatch.setattr(installed, lambda: ["tensorboard"])
     for more, told in (
         (["--spool", "x"], "--spool belongs to --stream; give --stream too"),
         (["--dry-run"], "--dry-run belongs to --stream"),

@@ -113,9 +113,9 @@ def align_by_streaming(
     ranks = Ranks.of_launch()
     if dry_run:
         check_target(out, overwrite)
-        with tempfile.TemporaryDirectory(prefix="memmix-plan-") as name:
+        with tempfile.TemporaryDirectory(prefix="memmix-dry-run-") as name:
             student = student or planned_student(teacher, plan, Path(name))
-            return _Run(student, teacher, data, recipe, run_dir, place, ranks, say).cost(measure=True)
+            return _Run(student, teacher, data, recipe, Path(name), place, ranks, say).cost(measure=True)
     with run_folder(out, resume, overwrite) as folder, run_lock(place):
         if student is None:
             student = folder / ranks.share("start", lambda: planned_student(teacher, plan, folder, resume).name)

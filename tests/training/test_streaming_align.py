@@ -339,8 +339,9 @@ def test_a_spool_disk_that_fills_up(tmp_path, whole, monkeypatch):
     assert "Trained layers and complete files of the spool are kept: make room" in stopped.stdout
     assert len(stopped.stdout.strip().splitlines()) == 1
     assert sorted(file.name for file in (tmp_path / "spool").glob("layer*")) == ["layer-1.hidden", "layer-1.json"]
-    align_by_streaming(student, teacher, rows(), tmp_path / "out", spool=tmp_path / "spool", steps=6, **OPTIONS)
+    align_by_streaming(student, teacher, rows(), tmp_path / "out", spool=tmp_path / "other", steps=6, **OPTIONS)
     assert contents(tmp_path / "out") == contents(whole[0] / "out")
+    assert not (tmp_path / "spool").exists() and not (tmp_path / "other").exists()
 
 
 def test_too_little_room_is_told_before_the_work(tmp_path, whole, monkeypatch):
@@ -437,7 +438,8 @@ def test_another_run_does_not_continue_a_broken_one(tmp_path, whole, broken):
         ):
             broken()
         (tmp_path / model / "model.safetensors").write_bytes(before)
-    broken()
+    result = broken(trainer=TRAINER | {"logging_steps": 3})  # this may change; layer 0 has logged every step
+    assert [row["step"] for row in result["log"]] == [1, 3, 6]
     assert contents(tmp_path / "out") == contents(whole[0] / "out")
 
 
@@ -474,7 +476,7 @@ def test_folders_that_cannot_be_read_by_layer_are_refused(tmp_path, whole):
     fails("is a converted model, not a transformer", teacher=student)
     fails("plain 'llama' model without memory layers", student=teacher)
     fails("data has blocks of 16 tokens, but block_size of the recipe is 512", block_size=512)
-    fails("layers names layer 7|layers", layers="7")
+    fails("layers is .7.; it names layers 7, but there are layers 0 to 2", layers="7")
     fails("recipe 'distill' is for distill", recipe="distill")
     fails("lies in the output or run folder", spool=tmp_path / "out")
     pickled = tmp_path / "pickled"

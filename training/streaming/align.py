@@ -46,6 +46,7 @@ from hf_memmix.training.streaming.walk import Walk
 from hf_memmix.training.train import check_fit, recipe_of
 from hf_memmix.training.trainer_arguments import training_arguments
 
+FORMER = "spool.json"  # in the run folder: where the spool is
 POLL = 0.2  # seconds between two looks at the spool for a file of another process
 Progress = Callable[[int, int, str], None]  # steps done, all steps, what is going on
 
@@ -78,7 +79,7 @@ def align_by_streaming(
         student: folder or Hub id of a converted model in safetensors; None with `plan`.
         teacher: folder or Hub id of the transformer that it was made from, in safetensors.
         data: the rows to train on.
-        out: folder to write the trained student to; `<out>/../.<name of out>.run` holds the trained mixers until then.
+        out: folder to write the trained student to; a hidden folder beside it holds the trained mixers until then.
         recipe: name, path or `Recipe` of the stage align. `save_every` is not used: each trained layer is saved.
         plan: a plan of `memmix select`, by which the teacher is converted first, piece by piece.
         spool: folder for the hidden states, on a disk with room for two files of `rows * block_size * hidden size`
@@ -123,7 +124,7 @@ def align_by_streaming(
         start = time.perf_counter()
         walk, cost = run.prepare(resume)
         run.walk(walk, progress)
-        result = ranks.share("result", lambda: run.finish(out, overwrite, cost, time.perf_counter() - start))
+        result = ranks.share("result", lambda: run.finish(out, overwrite, cost, start))
     return result
 
 
@@ -172,6 +173,7 @@ class _Run:
         identity = self._identity()
         for folder in (self.folder, self.spool.folder):
             _check_identity(folder, identity)
+        self._leave_former_spool(identity)
         train = [layer for layer in self.layers if self.trained.record(layer) is None]
         present = self.spool.layers()
         ready = [layer for layer in present if self.spool.is_sound(layer)]
@@ -191,6 +193,16 @@ class _Run:
         for folder in (self.folder, self.spool.folder):
             write_json(folder / RECORD, identity)
         return {"walk": walk.record(), "cost": cost}
+
+    def _leave_former_spool(self, identity: dict) -> None:
+        """Remove the files in the spool that an earlier start of this run used, if it was another folder."""
+        former = self.folder / FORMER
+        if former.is_file():
+            place = Path(read_json(former)["folder"])
+            record = place / RECORD
+            if place != self.spool.folder and record.is_file() and read_json(record) == identity:
+                Spool(place, self.spool.rows, self.spool.shape).clear()
+        write_json(former, {"folder": str(self.spool.folder)})
 
     def _identity(self) -> dict:
         """What decides the result. An interrupted run is continued only by a run with the same."""
@@ -269,19 +281,16 @@ class _Run:
 
     # ---- the end
 
-    def finish(self, out: Path, overwrite: bool, cost: dict, seconds: float) -> dict:
+    def finish(self, out: Path, overwrite: bool, cost: dict, start: float) -> dict:
         """Rank 0 waits for all layers, writes the student and removes the spool. Returns the result of the run."""
         while any(self.trained.record(layer) is None for layer in self.layers):
             time.sleep(POLL)
+        seconds = time.perf_counter() - start
         records = {layer: self.trained.record(layer) for layer in self.layers}
-        logs = {layer: record["log"] for layer, record in records.items()}
         tokenizer = load_tokenizer(self.teacher_folder) or load_tokenizer(self.student_folder)
         write_student(self.student_folder, self.trained, self.layers, out, tokenizer, overwrite)
         self.spool.clear()
-        log = [
-            rows[0] | {"loss": sum(row["loss"] for row in rows) / len(rows)}
-            for rows in zip(*logs.values(), strict=True)
-        ]
+        log = _mean_log([record["log"] for record in records.values()])
         return {
             "stage": "align",
             "steps": self.recipe.steps,
@@ -300,6 +309,13 @@ class _Run:
             },
             "cost": cost,
         }
+
+
+def _mean_log(logs: list[list[dict]]) -> list[dict]:
+    """The log of a run from those of its layers. Only steps that all have: an interrupted run may log other steps."""
+    by_step = [{row["step"]: row for row in log} for log in logs]
+    steps = [row["step"] for row in logs[0] if all(row["step"] in rows for rows in by_step)]
+    return [by_step[0][step] | {"loss": sum(rows[step]["loss"] for rows in by_step) / len(by_step)} for step in steps]
 
 
 class _Clock:

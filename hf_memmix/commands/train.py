@@ -309,6 +309,8 @@ def _align_by_streaming(args: SimpleNamespace) -> None:
             progress=advance,
             notify=lambda line: err.print(line, markup=False, highlight=False, soft_wrap=True),
         )
+    if int(os.environ.get("RANK", "0")):
+        return  # rank 0 prints the result
     if args.as_json:
         print_json(result if args.dry_run else result | {"out": str(args.out_dir)})
     elif args.dry_run:

@@ -29,7 +29,7 @@ FULL = (
 
 
 class HiddenStates:
-    """The inputs of one layer, mapped into memory. `rows[i]` is a copy [block_size, hidden size] on the CPU."""
+    """The inputs of one layer, mapped into memory. `rows[i]` is a view [block_size, hidden size], on the CPU."""
 
     def __init__(self, file: Path, dtype: torch.dtype, shape: tuple[int, int]):
         self._shape, self._dtype = shape, dtype
@@ -42,7 +42,7 @@ class HiddenStates:
         return len(self._values)
 
     def __getitem__(self, row: int) -> Tensor:
-        values = self._values[row].clone()
+        values = self._values[row]
         self._read += values.nbytes
         if self._read > FORGET_AFTER and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)  # otherwise they count as memory of this process

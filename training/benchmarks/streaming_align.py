@@ -10,7 +10,7 @@ layers, without the first one, whose time contains the compilation of kernels:
     hours = layers * (load + tokens * (advance + train) / measured tokens) / 3600
 
 The memory of PyTorch on the GPU is limited to `--limit` GiB. A second part aligns the bundled teacher in bf16 with and
-without --stream and compares the losses. The figures go to streaming_align.json beside this file.
+without --stream and compares the losses. The figures go to results/streaming_align.json.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import shutil
 import time
 from pathlib import Path
 
-RESULTS = Path(__file__).with_suffix(".json")
+RESULTS = Path(__file__).parent / "results" / "streaming_align.json"
 SHAPE, WHOLE_TOKENS = "llama-8b", 2_000_000
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 TINY |= {"vocab_size": 512}

@@ -479,6 +479,9 @@ def test_folders_that_cannot_be_read_by_layer_are_refused(tmp_path, whole):
     fails("layers is .7.; it names layers 7, but there are layers 0 to 2", layers="7")
     fails("recipe 'distill' is for distill", recipe="distill")
     fails("lies in the output or run folder", spool=tmp_path / "out")
+    (tmp_path / "inputs-per-layer").mkdir()
+    (tmp_path / "inputs-per-layer" / "config.json").write_text('{"model_type": "gemma3n_text"}')
+    fails("family 'gemma3n_text' cannot be converted: layers use the keys", teacher=tmp_path / "inputs-per-layer")
     pickled = tmp_path / "pickled"
     shutil.copytree(teacher, pickled)
     torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")

@@ -66,6 +66,8 @@ def measure(args) -> dict:
     peak = {"host": peak_memory()}
     if on_gpu:
         peak |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    data = TokenBlocks(tokens, recipe.block_size)
+    dry = align_by_streaming(student, teacher, data, out, recipe=recipe, overwrite=True, dry_run=True)
     shutil.rmtree(out)
     shutil.rmtree(student)
     shutil.rmtree(teacher)
@@ -81,6 +83,7 @@ def measure(args) -> dict:
         "tokens": count,
         "limit": args.limit * 2**30 if on_gpu else None,
         "peak_memory": peak,
+        "dry_run": dry["peak_memory"],
         "cost": result["cost"],
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
         "seconds_by_layer": {layer: row["seconds"] for layer, row in result["layers"].items()},

@@ -6,6 +6,10 @@ from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.documents.measurements import read
 
 
+def _measured_and_estimated(align: dict, measured: str, estimated: str) -> str:
+    return f"{bytes_text(align['peak_memory'][measured])} ({bytes_text(align['dry_run'][estimated])})"
+
+
 def one_gpu_table(root: Path) -> str:
     """Memory, disk and time of the conversion and of `align --stream` of an 8B shape."""
     (convert, *_) = (row for row in read("streaming", root)["rows"] if row["shape"] == "llama-8b")
@@ -22,8 +26,8 @@ def one_gpu_table(root: Path) -> str:
         ],
         [
             f"`memmix align --stream`, {computed['tokens'] / 1e6:.0f}M tokens",
-            bytes_text(align["peak_memory"]["reserved"]),
-            bytes_text(align["peak_memory"]["host"]),
+            _measured_and_estimated(align, "reserved", "device"),
+            _measured_and_estimated(align, "host", "host"),
             f"{bytes_text(computed['spool_bytes'])} (the spool)",
             f"{computed['hours']:.2f} hours",
         ],
@@ -37,7 +41,7 @@ def one_gpu_table(root: Path) -> str:
         for name, told in (("unclipped", "without clipping of gradients"), ("clipped", "with it"))
     )
     return (
-        f"{table}\n\n"
+        f"{table}\n\nIn brackets: what `--dry-run` measured by one step. "
         f"The shape of Llama 8B ({align['layers']} layers), random weights, `{align['mixer']}` in every"
         f" layer; {where['hardware']}, torch {where['torch']}, transformers {where['transformers']}. `convert`:"
         f" {convert['cores']} cores, measured as a whole. `align`: {align['measured_layers']} layers were trained with"

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from hf_memmix.conversion.estimate import TRAINING_BYTES
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
 from hf_memmix.conversion.streaming.cost import peak_memory, reset_peak
@@ -46,10 +47,10 @@ def streaming_cost(
         with `measure` `peak_memory`, bytes of `device` (None on a CPU) and `host`.
     """
     size, buffers = spool.nbytes(teacher.model.dtype), walk.buffers(processes)
-    trained = [sum(p.numel() for p in attention_module(student, i).parameters()) * 16 for i in walk.train]
+    parameters = [sum(p.numel() for p in attention_module(student, i).parameters()) for i in walk.train]
     weights = {
         "teacher_layer": max((teacher.layer_bytes(i) for i in walk.steps()), default=0),
-        "mixer": max(trained, default=0),
+        "mixer": (4 + TRAINING_BYTES) * max(parameters, default=0),  # in fp32
     }
     cost = {
         "rows": len(rows),

@@ -14,6 +14,7 @@ without --stream and compares the losses. The figures go to results/streaming_al
 """
 
 import argparse
+import json
 import shutil
 import time
 from pathlib import Path
@@ -109,6 +110,7 @@ def compare(args) -> dict:
     from hf_memmix.assets import asset_path
     from hf_memmix.conversion import convert_model, load_model, save_student
     from hf_memmix.conversion.loading import load_tokenizer
+    from hf_memmix.conversion.records import environment
     from hf_memmix.training.data import TokenBlocks
     from hf_memmix.training.streaming import align_by_streaming
     from hf_memmix.training.train import align
@@ -140,12 +142,14 @@ def compare(args) -> dict:
         }
     for name in ("bundled-teacher", "bundled-student", "bundled-out", "bundled-run-0.0", "bundled-run-1.0"):
         shutil.rmtree(args.work / name, ignore_errors=True)
-    return {"dtype": str(dtype).removeprefix("torch."), "steps": options["steps"], **losses}
+    record = {"mixer": args.mixer, "dtype": str(dtype).removeprefix("torch."), "environment": environment()}
+    return record | {"options": options} | losses
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder for the models and the spool")
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: both; the other one stays as it is")
     parser.add_argument("--mixer", default="gka")
     parser.add_argument(
         "--layers", type=int, default=4, help="of the teacher; the first and the last one are not timed"
@@ -158,12 +162,14 @@ def main() -> None:
     from hf_memmix.conversion.records import write_json
 
     args.work.mkdir(parents=True, exist_ok=True)
-    record = {"run": measure(args)}
-    write_json(args.out, record)
-    print({name: record["run"][name] for name in ("seconds", "tokens_per_second", "peak_memory", "computed")})
-    record["same_losses"] = compare(args)
-    write_json(args.out, record)  # again, as the second part may be stopped
-    print({name: record["same_losses"][name]["largest_difference"] for name in ("unclipped", "clipped")})
+    record = json.loads(args.out.read_text()) if args.out.exists() else {}
+    for name in args.part or PARTS:
+        record[name] = PARTS[name](args)
+        write_json(args.out, record)
+        print(json.dumps(record[name]))
+
+
+PARTS = {"run": measure, "same_losses": compare}
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.documents.measurements import read
 
 
-def _measured_and_estimated(align: dict, measured: str, estimated: str) -> str:
-    return f"{bytes_text(align['peak_memory'][measured])} ({bytes_text(align['dry_run'][estimated])})"
+def _memory(align: dict, measured: str, estimated: str) -> str:
+    """Peak memory, and in brackets what `--dry-run` told, if that was measured too."""
+    told = align.get("dry_run", {}).get(estimated)
+    return bytes_text(align["peak_memory"][measured]) + (f" ({bytes_text(told)})" if told else "")
 
 
 def one_gpu_table(root: Path) -> str:
@@ -26,8 +28,8 @@ def one_gpu_table(root: Path) -> str:
         ],
         [
             f"`memmix align --stream`, {computed['tokens'] / 1e6:.0f}M tokens",
-            _measured_and_estimated(align, "reserved", "device"),
-            _measured_and_estimated(align, "host", "host"),
+            _memory(align, "reserved", "device"),
+            _memory(align, "host", "host"),
             f"{bytes_text(computed['spool_bytes'])} (the spool)",
             f"{computed['hours']:.2f} hours",
         ],
@@ -38,18 +40,20 @@ def one_gpu_table(root: Path) -> str:
     where = align["environment"]
     differences = " and ".join(
         f"{same[name]['largest_difference']:.1g} {told}"
-        for name, told in (("unclipped", "without clipping of gradients"), ("clipped", "with it"))
+        for name, told in (("unclipped", "without clipping of gradients"), ("clipped", "with clipping"))
     )
     return (
-        f"{table}\n\nIn brackets: what `--dry-run` measured by one step. "
-        f"The shape of Llama 8B ({align['layers']} layers), random weights, `{align['mixer']}` in every"
+        f"{table}\n\n"
+        + ("In brackets: what `--dry-run` told. " if "dry_run" in align else "")
+        + f"The shape of Llama 8B ({align['layers']} layers), random weights, `{align['mixer']}` in every"
         f" layer; {where['hardware']}, torch {where['torch']}, transformers {where['transformers']}. `convert`:"
         f" {convert['cores']} cores, measured as a whole. `align`: {align['measured_layers']} layers were trained with"
         f" {align['tokens']:,} tokens each ({align['steps']} steps of {align['batch_size']} x {align['block_size']}),"
-        f" while PyTorch could use {bytes_text(align['limit'])} of the GPU. {timed} of them were timed: a mixer reads"
+        f" while PyTorch could use {bytes_text(align['limit'])} of the GPU. Of these layers {timed} were timed: a mixer reads"
         f" {rates['train']:,.0f} tokens/s in training, and {rates['layer']:,.0f} tokens/s together with the teacher's"
         f" layer. The hours of all layers, {rates['whole']:,.0f} tokens/s, and the size of the spool are computed from"
         " this; reading the texts and writing the student are not in them. The largest relative difference between the"
-        f" losses of `align` with and without `--stream`, for the bundled transformer in {same['dtype']}, is"
+        f" losses of `align` with and without `--stream`, for the bundled transformer in {same['dtype']} on"
+        f" {same['environment']['hardware']}, is"
         f" {differences}."
     )

@@ -193,7 +193,7 @@ def convert_to_folder(
     mixers = TrainedMixers(trained) if trained else None
     with explain_write_errors(out, WRITE_AGAIN), atomic_folder(out, overwrite) as folder:
         stream.write(folder, seed, mixers, fill, progress)
-        _write_beside(stream.student, folder, tokenizer)
+        write_beside(stream.student, folder, tokenizer)
     return stream.student
 
 
@@ -229,10 +229,10 @@ def save_student(
         if dtype is not None:
             cast_student(student, dtype)
         student.save_pretrained(folder, max_shard_size=SHARD_SIZE)
-        _write_beside(student, folder, tokenizer, files)
+        write_beside(student, folder, tokenizer, files)
 
 
-def _write_beside(student: PreTrainedModel, folder: Path, tokenizer=None, files: dict | None = None) -> None:
+def write_beside(student: PreTrainedModel, folder: Path, tokenizer=None, files: dict | None = None) -> None:
     """Write what stands beside the weights of a student: tokenizer, conversion report, further files by name."""
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

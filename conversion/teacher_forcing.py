@@ -57,7 +57,7 @@ def run_teacher_forced(
     training = torch.is_grad_enabled()
     dtype = student.get_input_embeddings().weight.dtype  # a bf16 teacher may teach an fp32 student
     boundaries = packing_of(None, None, position_ids, *input_ids.shape)
-    last = None if layers is None or layers == every else max(layers)
+    last = None if layers is None else max(layers)
     handles = []
 
     def hook_for(layer: int):

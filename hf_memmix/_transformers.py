@@ -27,9 +27,10 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 
-# the names and shapes under which `save_pretrained` writes the tensors of a model
-from transformers.core_model_loading import revert_weight_conversion
+# the names and shapes under which `save_pretrained` writes the tensors of a model, and the way back for some of them
+from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import LoadStateDictConfig
 
 # the library's models: configuration class by model type, model class by configuration class, and tables of class
 # names, which can be read without loading modelling code
@@ -69,6 +70,7 @@ __all__ = [
     "is_given_by_user",
     "keep_in_fp32",
     "load_generation_config",
+    "load_under_other_names",
     "loaded_in_fp32",
     "model_class_of",
     "name_in_plan",
@@ -133,6 +135,18 @@ def stores_under_other_names(model: nn.Module) -> bool:
 def saved_tensors(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of a model's state dict as `save_pretrained` writes them: names, shapes and order. Also on "meta"."""
     return revert_weight_conversion(model, tensors)
+
+
+def load_under_other_names(model: nn.Module, tensors: dict[str, torch.Tensor], device: torch.device):
+    """Fill parameters of a model from tensors under the names of its checkpoint, in the dtypes of the model.
+
+    The library itself loads a whole model only. Parameters that come from other tensors do not change: those on "meta"
+    stay there.
+    """
+    loading = LoadStateDictConfig(
+        device_map={"": device}, dtype=model.dtype, weight_mapping=get_model_conversion_mapping(model)
+    )
+    convert_and_load_state_dict_in_model(model, tensors, loading)
 
 
 # ---- attributes

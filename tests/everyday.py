@@ -117,6 +117,10 @@ LEFT_OUT = {
         r"tests/core/test_config\.py::test_importing_does_not_load_modelling_code",
         r"tests/core/test_saving\.py::test_load_without_the_import",
         r"tests/conversion/test_streaming\.py::test_(memory_is_one_layer|a_killed_conversion)",
+        # one kill in the training of a layer and the two processes without a kill stay
+        r"tests/training/test_streaming_align\.py::test_a_killed_run\w*\[(?!in the middle of the training)",
+        r"tests/training/test_streaming_align\.py::test_a_damaged_spool",
+        r"tests/training/test_streaming_align\.py::test_two_processes_share_the_layers\[True",
         r"tests/kernels/test_coffee\.py::test_the_old_name_still_works",
         r"tests/test_imports\.py::test_everything_imports_without_triton",
         r"tests/conversion/test_conversion_readme\.py::test_the_snippets_run",

@@ -136,13 +136,14 @@ class StreamedBlocks(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         while True:
             count = 0
-            for row in self._pass():
+            for row in self.one_pass():
                 count += 1
                 yield row
             if not count:
                 raise ValueError(f"all sources together do not fill one block of {self.block_size}; give more text")
 
-    def _pass(self) -> Iterator[dict[str, Tensor]]:
+    def one_pass(self) -> Iterator[dict[str, Tensor]]:
+        """All rows once."""
         tokens, positions = [], []
         for part in tokenize_documents(self.sources, self._tokenizer):
             while part:

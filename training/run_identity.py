@@ -49,20 +49,25 @@ def identity_of(student: nn.Module, teacher: nn.Module | None, data, recipe: Rec
     """
     with ThreadPoolExecutor(2) as pool:  # hashing releases the GIL
         hashes = list(pool.map(lambda model: None if model is None else teacher_hash(model), (student, teacher)))
-    fields = {k: v for k, v in asdict(recipe).items() if k not in RESUME_MAY_CHANGE}
-    fields["trainer"] = {k: v for k, v in recipe.trainer.items() if k not in TRAINER_MAY_CHANGE}
     identity = {
         "format": FORMAT,
-        "recipe": fields,
+        "recipe": deciding_fields(recipe),
         "data": data.fingerprint(),
         "mixer_types": list(student.config.mixer_types),
-        "student": {"config": _config_of(student), "weights": hashes[0]},
+        "student": {"config": config_of(student), "weights": hashes[0]},
     }
-    identity["teacher"] = None if teacher is None else {"config": _config_of(teacher), "weights": hashes[1]}
+    identity["teacher"] = None if teacher is None else {"config": config_of(teacher), "weights": hashes[1]}
     return json.loads(json.dumps(identity))
 
 
-def _config_of(model: nn.Module) -> dict:
+def deciding_fields(recipe: Recipe) -> dict:
+    """The fields of a recipe that change what a run computes."""
+    fields = {k: v for k, v in asdict(recipe).items() if k not in RESUME_MAY_CHANGE}
+    return fields | {"trainer": {k: v for k, v in recipe.trainer.items() if k not in TRAINER_MAY_CHANGE}}
+
+
+def config_of(model: nn.Module) -> dict:
+    """The configuration of a model as JSON values, without the fields that do not change what it computes."""
     return {k: v for k, v in json.loads(model.config.to_json_string(use_diff=False)).items() if k not in IDLE_FIELDS}
 
 
@@ -89,7 +94,7 @@ def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:
         )
         identity = {k: v for k, v in identity.items() if k not in ("format", "student", "teacher")}
         identity["recipe"] = {k: v for k, v in identity["recipe"].items() if k != "trainer"}
-    different = "; ".join(_differences(saved, identity))
+    different = "; ".join(differences(saved, identity))
     if different:
         raise ValueError(
             f"{last} belongs to another run ({different}); give the recipe, data and models of that run, start again"
@@ -102,12 +107,12 @@ def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:
     return last
 
 
-def _differences(saved: dict, now: dict, within: str = "") -> Iterator[str]:
+def differences(saved: dict, now: dict, within: str = "") -> Iterator[str]:
     """The fields in which the identities of two runs differ. A config may have new fields of a later transformers."""
     for key in sorted(now.keys() & saved.keys()) if within.endswith("config.") else now:
         old, value = saved.get(key), now[key]
         if isinstance(old, dict) and isinstance(value, dict):
-            yield from _differences(old, value, f"{within}{key}.")
+            yield from differences(old, value, f"{within}{key}.")
         elif old != value:
             yield f"{within}{key} was {_short(old)}, is {_short(value)}"
 

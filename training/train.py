@@ -85,12 +85,12 @@ def train(
             `output_dir` is broken or belongs to another run, or there is one although `resume` is off; another process
             trains there; a checkpoint cannot be written; or training diverges. Earlier checkpoints stay intact.
     """
-    recipe = _recipe_of(recipe, overrides)
+    recipe = recipe_of(recipe, overrides)
     with run_lock(output_dir):
         return _train(student, teacher, data, Path(output_dir), recipe, resume, callbacks)
 
 
-def _recipe_of(recipe: str | Path | Recipe, overrides: dict) -> Recipe:
+def recipe_of(recipe: str | Path | Recipe, overrides: dict) -> Recipe:
     """A recipe with `overrides`. Raises ValueError if their `stage` differs from that of the recipe."""
     if not isinstance(recipe, Recipe):
         return load_recipe(recipe, **overrides)
@@ -102,7 +102,7 @@ def _recipe_of(recipe: str | Path | Recipe, overrides: dict) -> Recipe:
 def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: bool, callbacks) -> dict:
     if recipe.cache_dir:
         data, teacher = CachedBlocks(data, recipe.cache_dir, teacher), None
-    _check_fit(student, teacher, data, recipe)
+    check_fit(student, teacher, data, recipe)
     arguments = training_arguments(recipe, output_dir)
     identity = identity_of(student, teacher, data, recipe)
     checkpoint = find_checkpoint(output_dir, identity) if resume else None
@@ -175,7 +175,7 @@ def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> 
     return DistillStudentTeacher(student, teacher, recipe.chunk_tokens, bf16)
 
 
-def _check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recipe) -> None:
+def check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recipe) -> None:
     if data.block_size != recipe.block_size:
         raise ValueError(
             f"data has blocks of {data.block_size} tokens, but block_size of the recipe is {recipe.block_size}; give"

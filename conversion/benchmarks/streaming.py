@@ -47,8 +47,11 @@ SHAPES = {
 POOL = 2**26  # random values from which all weights are taken
 
 
-def make_teacher(shape: str, folder: Path) -> None:
-    """Write a teacher in bf16 with weights from N(0, 0.02), norms included. Values repeat after `POOL`."""
+def make_teacher(shape: str, folder: Path, **changed) -> None:
+    """Write a teacher in bf16 with weights from N(0, 0.02), norms included. Values repeat after `POOL`.
+
+    changed: fields of the configuration that differ from the shape.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -57,7 +60,7 @@ def make_teacher(shape: str, folder: Path) -> None:
     from hf_memmix.conversion.streaming.shards import ShardWriter
     from hf_memmix.conversion.streaming.stream import write_description
 
-    fields = dict(SHAPES[shape])
+    fields = SHAPES[shape] | changed
     config = AutoConfig.for_model(fields.pop("model_type"), **fields, dtype="bfloat16")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

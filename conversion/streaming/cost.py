@@ -40,7 +40,7 @@ def streaming_cost(
     """
     reads, writes = as_saved(teacher), as_saved(student)
     cost = {name: _file_bytes(tensors) for name, tensors in (("reads", reads), ("writes", writes))}
-    start = _reset_peak()
+    start = reset_peak()
     disk = _Disk.measured(place, min(PROBE, cost["writes"]))
     seconds = 0.0
     kinds = student.config.mixer_types
@@ -48,7 +48,7 @@ def streaming_cost(
         seconds += kinds.count(kind) * _layer_seconds(teacher, student, kinds.index(kind))
     working = seconds + cost["reads"] * disk.read + cost["writes"] * (disk.check + disk.copy)
     busy = cost["reads"] * disk.read + cost["writes"] * disk.write  # of the disk, which flushes beside the work
-    return {"peak_memory": max(_peak(), start), **cost, "seconds": planning + max(working, busy)}
+    return {"peak_memory": max(peak_memory(), start), **cost, "seconds": planning + max(working, busy)}
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,14 @@ def _file_bytes(tensors: dict[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values()) + len(header_of(tensors, tensors))
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Let the kernel measure the peak memory of this process anew. Returns the memory of now, in bytes."""
     with contextlib.suppress(OSError):  # then the peak is that of the whole process until now
         Path("/proc/self/clear_refs").write_text("5")
-    return _peak()
+    return peak_memory()
 
 
-def _peak() -> int:
+def peak_memory() -> int:
     """Peak memory of this process in bytes."""
     status = Path("/proc/self/status")
     if status.exists():

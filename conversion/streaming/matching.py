@@ -49,29 +49,12 @@ def match(
         NotStreamable: transformers changes names or shapes of tensors when it loads this checkpoint.
         ValueError: tensors are missing, unknown, or have another shape than the model's.
     """
-    written, expected = as_saved(student), as_saved(teacher)
+    written = as_saved(student)
     prefixes = {layer: attention_prefix(teacher, layer) + "." for layer in converted}
     of_mixers = tuple(prefixes.values())
     if {n for n in written if n.startswith(of_mixers)} != {n for n in student.state_dict() if n.startswith(of_mixers)}:
         raise NotStreamable("transformers stores the attention of this family under other names than the model's")
-
-    found, missing = {}, []  # names of stored tensors by the names under which transformers saves them
-    aliases = _aliases(teacher)
-    for name in expected:
-        candidates = _spellings([name, *aliases.get(name, ())], teacher.base_model_prefix)
-        present = [candidate for candidate in candidates if candidate in stored]
-        if present:
-            found[name] = present
-        else:
-            missing.append(name)
-    used = {candidate for present in found.values() for candidate in present}
-    ignored = [re.compile(pattern) for pattern in ignored_when_loading(teacher)]
-    unexpected = [name for name in stored if name not in used and not any(p.search(name) for p in ignored)]
-    wrong = [(name, list(stored[present[0]].shape), list(expected[name].shape)) for name, present in found.items()]
-    wrong = [row for row in wrong if row[1] != row[2]]
-    if (missing or unexpected or wrong) and stores_under_other_names(teacher):
-        raise NotStreamable("its tensors do not have the names and shapes under which transformers saves this family")
-    check_loading(folder, {"mismatched_keys": wrong, "missing_keys": missing, "unexpected_keys": unexpected})
+    found = find_stored(teacher, stored, folder)
     return Matches(
         written=written,
         copied={name: found[name][0] for name in written if not name.startswith(of_mixers)},
@@ -83,6 +66,36 @@ def match(
         },
         ties=[(present[0], other) for present in found.values() for other in present[1:]],
     )
+
+
+def find_stored(model: PreTrainedModel, stored: dict[str, StoredTensor], folder: str) -> dict[str, list[str]]:
+    """The stored tensors of a model, by the names under which transformers saves them; several if they are tied.
+
+    Args:
+        model: on "meta".
+        folder: the name of the model in messages.
+
+    Raises:
+        NotStreamable, ValueError: as in `match`.
+    """
+    expected, aliases = as_saved(model), _aliases(model)
+    found, missing = {}, []
+    for name in expected:
+        candidates = _spellings([name, *aliases.get(name, ())], model.base_model_prefix)
+        present = [candidate for candidate in candidates if candidate in stored]
+        if present:
+            found[name] = present
+        else:
+            missing.append(name)
+    used = {candidate for present in found.values() for candidate in present}
+    ignored = [re.compile(pattern) for pattern in ignored_when_loading(model)]
+    unexpected = [name for name in stored if name not in used and not any(p.search(name) for p in ignored)]
+    wrong = [(name, list(stored[present[0]].shape), list(expected[name].shape)) for name, present in found.items()]
+    wrong = [row for row in wrong if row[1] != row[2]]
+    if (missing or unexpected or wrong) and stores_under_other_names(model):
+        raise NotStreamable("its tensors do not have the names and shapes under which transformers saves this family")
+    check_loading(folder, {"mismatched_keys": wrong, "missing_keys": missing, "unexpected_keys": unexpected})
+    return found
 
 
 def as_saved(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from hf_memmix.commands.common import (
     load,
     out,
     print_json,
+    quiet_library,
     shared_tokenizer,
     tokenizer_of,
 )
@@ -93,6 +94,22 @@ class TrainingOptions:
 
 class AlignOptions(TrainingOptions):
     recipe = "align"
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream", help="Keep one decoder layer of the teacher in memory; hidden states lie in files (--spool)."
+        ),
+    ] = False
+    spool: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --stream: a folder on a large, fast disk for hidden states.",
+            show_default="a folder beside the output",
+        ),
+    ] = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --stream: only print what it would cost: disk, memory, passes.")
+    ] = False
 
 
 class DistillOptions(TrainingOptions):
@@ -103,6 +120,12 @@ class DistillOptions(TrainingOptions):
 @command(AlignOptions, without=("rest_learning_rate",))
 def align(args) -> None:
     """Train only the mixers: each learns the output of the attention that it replaced."""
+    if args.stream:
+        _align_by_streaming(args)
+        return
+    for name in ("spool", "dry_run"):
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} belongs to --stream; give --stream too, or leave it out")
     _train("align", args)
 
 
@@ -176,16 +199,11 @@ def cache_teacher(
         out.print(f"{tokens} tokens, {top_k} probabilities each; written to {out_dir}: teacher: cache:{out_dir}")
 
 
-def _train(stage: str, args: SimpleNamespace) -> None:
+def _settings(stage: str, args: SimpleNamespace):
+    """The recipe of a command, with the options that replace its fields. Checks the options of both ways to train."""
     from dataclasses import replace
 
-    import torch
-
-    from hf_memmix.conversion import save_student
-    from hf_memmix.conversion.mixer_files import convert_by_plan
-    from hf_memmix.training.data import StreamedBlocks, TokenBlocks
-    from hf_memmix.training.run_lock import run_folder
-    from hf_memmix.training.train import load_recipe, train
+    from hf_memmix.training.recipe import load_recipe
     from hf_memmix.training.trainer_arguments import check_trackers
 
     choose_device(args.device)
@@ -196,20 +214,43 @@ def _train(stage: str, args: SimpleNamespace) -> None:
     given |= {"report_to": list(dict.fromkeys(args.report_to))} if args.report_to else {}
     check_trackers(given.get("report_to", []), "--report-to")
     given |= {"use_cpu": True} if args.device == "cpu" else {}
-    settings = replace(settings, trainer=settings.trainer | given)
-    trackers = _names(settings.trainer.get("report_to"))
-    _keep_tensorboard(trackers, args.out_dir)
+    return replace(settings, trainer=settings.trainer | given)
+
+
+def _refuse_two_students(args: SimpleNamespace) -> None:
+    """Raise ValueError unless either --student or --plan is given."""
     if (args.student is None) == (args.plan is None):
         wrong = "neither --student nor --plan is" if args.plan is None else "--student and --plan are both"
         raise ValueError(
             f"{wrong} given; give --student, the converted model, or --plan, by which the teacher is converted first"
         )
+
+
+def _read_data(args: SimpleNamespace, settings, student: Path | None, teacher: Path):
+    """The rows of the texts, and the tokenizer that has made them."""
+    from hf_memmix.training.data import StreamedBlocks, TokenBlocks
+
+    tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
+    read = StreamedBlocks if settings.stream else TokenBlocks.from_files
+    return read(args.text, tokenizer, settings.block_size, settings.pack), tokenizer
+
+
+def _train(stage: str, args: SimpleNamespace) -> None:
+    import torch
+
+    from hf_memmix.conversion import save_student
+    from hf_memmix.conversion.mixer_files import convert_by_plan
+    from hf_memmix.training.run_lock import run_folder
+    from hf_memmix.training.train import train
+
+    settings = _settings(stage, args)
+    trackers = _names(settings.trainer.get("report_to"))
+    _keep_tensorboard(trackers, args.out_dir)
+    _refuse_two_students(args)
     student, teacher = model_folder(args.student), model_folder(args.teacher)
     # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
     with run_folder(args.out_dir, args.resume, args.overwrite) as run_dir:
-        tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
-        read = StreamedBlocks if settings.stream else TokenBlocks.from_files
-        data = read(args.text, tokenizer, settings.block_size, settings.pack)
+        data, tokenizer = _read_data(args, settings, student, teacher)
         if args.plan is None:
             model = load(student, "cpu", "auto")
         else:
@@ -228,10 +269,67 @@ def _train(stage: str, args: SimpleNamespace) -> None:
     if args.as_json:
         print_json(result | {"out": str(args.out_dir)})
     else:
-        out.print(
-            f"{stage}: {result['steps']} steps, {result['tokens']} tokens, {result['seconds']:.0f} s, "
-            f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}; written to {args.out_dir}"
+        _print_result(stage, result, args.out_dir)
+
+
+def _print_result(stage: str, result: dict, out_dir: Path) -> None:
+    out.print(
+        f"{stage}: {result['steps']} steps, {result['tokens']} tokens, {result['seconds']:.0f} s, "
+        f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}; written to {out_dir}"
+    )
+
+
+def _align_by_streaming(args: SimpleNamespace) -> None:
+    from contextlib import nullcontext
+
+    from hf_memmix.training.streaming import align_by_streaming
+
+    settings = _settings("align", args)
+    if trackers := sorted(_names(settings.trainer.get("report_to")) - {"none"}):
+        raise ValueError(
+            f"report_to is {trackers[0]!r}, but --stream trains one layer after the other, each with its own losses;"
+            " leave it out, --json prints the losses of all layers"
         )
+    _refuse_two_students(args)
+    student, teacher = model_folder(args.student), model_folder(args.teacher)
+    quiet_library()
+    data, _ = _read_data(args, settings, student, teacher)
+    with nullcontext() if args.dry_run else progress("align: step") as advance:
+        result = align_by_streaming(
+            student,
+            teacher,
+            data,
+            args.out_dir,
+            recipe=settings,
+            plan=args.plan,
+            spool=args.spool,
+            resume=args.resume,
+            overwrite=args.overwrite,
+            dry_run=args.dry_run,
+            progress=advance,
+            notify=lambda line: err.print(line, markup=False, highlight=False, soft_wrap=True),
+        )
+    if int(os.environ.get("RANK", "0")):
+        return  # rank 0 prints the result
+    if args.as_json:
+        print_json(result if args.dry_run else result | {"out": str(args.out_dir)})
+    elif args.dry_run:
+        _print_cost(result)
+    else:
+        _print_result("align", result, args.out_dir)
+
+
+def _print_cost(cost: dict) -> None:
+    from hf_memmix.conversion.records import bytes_text
+
+    memory = {"host": cost["peak_memory"]["host"], "GPU": cost["peak_memory"]["device"]}
+    peaks = ", ".join(f"{bytes_text(count)} ({where})" for where, count in memory.items() if count is not None)
+    out.print(
+        f"{len(cost['layers'])} layers, {cost['rows']:,} rows, {cost['tokens']:,} tokens; spool"
+        f" {bytes_text(cost['spool_bytes'])}; peak memory {peaks}; the teacher is read once, and each mixer trains for"
+        f" {cost['passes']:.2f} passes over the tokens",
+        highlight=False,
+    )
 
 
 def _names(trackers: list[str] | str | None) -> set[str]:

@@ -7,6 +7,7 @@ import ast
 import importlib
 import inspect
 import re
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -63,6 +64,7 @@ METHODS = {
     ),
     "transformers.conversion_mapping.get_model_conversion_mapping": "model key_mapping hf_quantizer add_legacy",
     "transformers.core_model_loading.revert_weight_conversion": "model state_dict",
+    "transformers.core_model_loading.convert_and_load_state_dict_in_model": "model state_dict load_config",
     "transformers.GenerationMixin.adjust_generation_fn": (
         "generation_config from_auto_class from_pipeline pretrained_model_name_or_path cache_dir force_download"
         " proxies local_files_only token revision subfolder trust_remote_code"
@@ -204,6 +206,9 @@ ATTRIBUTES = {
         door.native_class_names(AutoModelForSequenceClassification)["llama"] == "LlamaForSequenceClassification"
     ),
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES": lambda name: BertConfig.model_type in door.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "LoadStateDictConfig": lambda name: (
+        {"device_map", "dtype", "weight_mapping"} <= {field.name for field in fields(getattr(door, name))}
+    ),
     "get_checkpoint_conversion_mapping": lambda name: door.get_checkpoint_conversion_mapping("mixtral"),
     "INTEGRATION_TO_CALLBACK": lambda name: callable(trainer_door.INTEGRATION_TO_CALLBACK["tensorboard"]),
     # attributes of cache layers without an underscore that are not documented: hf_memmix/cache reads and sets them

@@ -31,6 +31,7 @@ MEASUREMENTS = {
     "mixtures": f"{EXPERIMENTS}/mixtures/results/mixtures.json",
     "multi_gpu": f"{EXPERIMENTS}/several_gpus/results/multi_gpu.json",
     "streaming": "conversion/benchmarks/streaming.json",
+    "streaming_align": "training/benchmarks/results/streaming_align.json",
     "kernels": f"{KERNELS}/h200.json",
     "generate": f"{KERNELS}/generate_h200.json",
     "coffee_grid": f"{KERNELS}/coffee_dispatch_h200.json",

@@ -9,6 +9,7 @@ from hf_memmix.conversion.teachers_table import refusals, teachers_table
 from hf_memmix.training.documents import choice_tables as choice
 from hf_memmix.training.documents import conversion_costs as costs
 from hf_memmix.training.documents import kernel_tables as kernels
+from hf_memmix.training.documents import one_gpu_tables as one_gpu
 from hf_memmix.training.documents import serving_tables as serving
 from hf_memmix.training.documents.measurements import CARDS, read
 
@@ -186,6 +187,7 @@ TABLES = {
     "gpus": gpus_table,
     "plans": plans_table,
     "streaming": streaming_table,
+    "one_gpu": one_gpu.one_gpu_table,
     "serving_families": serving.families_table,
     "serving_costs": serving.costs_table,
     "serving_matrix": serving.matrix_table,

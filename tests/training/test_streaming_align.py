@@ -1,0 +1,581 @@
+"""align --stream: the student and the losses of align in memory, after every kind of break, and what it refuses."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from child import child_env
+from cli_runner import memmix, result_of
+from hf_memmix.conversion import convert_model, load_model, save_student
+from hf_memmix.conversion.families import FAMILIES, decoder_layers
+from hf_memmix.training.data import StreamedBlocks, TokenBlocks
+from hf_memmix.training.streaming import align_by_streaming
+from hf_memmix.training.streaming.spool import Spool
+from hf_memmix.training.streaming.teacher import StreamedTeacher
+from hf_memmix.training.streaming.walk import Walk
+from hf_memmix.training.train import align, distill
+from testing import every_third
+from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+
+# without clipping, whose norm is over all layers in memory and over one layer here
+TRAINER = {"logging_steps": 1, "disable_tqdm": True, "max_grad_norm": 0.0}
+OPTIONS = {"batch_size": 4, "block_size": 16, "learning_rate": 3e-3, "warmup_steps": 1, "trainer": TRAINER}
+IDS = torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+PACKED = torch.cat([torch.arange(6), torch.arange(10)]).repeat(2, 1)
+
+
+def rows(count=20, positions=None):
+    tokens = torch.randint(3, 64, (count * 16,), generator=torch.Generator().manual_seed(0))
+    return TokenBlocks(tokens, 16, positions)
+
+
+def models(folder, family="llama", mixer="gka", keep="none", layers=3, dtype=torch.float32, **options):
+    """Folders of a tiny teacher and of its student."""
+    tiny_teacher(family, layers).to(dtype).save_pretrained(folder / "teacher")
+    save_student(convert_model(folder / "teacher", mixer, keep, **options), folder / "student")
+    return folder / "student", folder / "teacher"
+
+
+def in_memory(folder, data, **options):
+    """The result of `align`; its student is in `folder / "memory"`."""
+    student = load_model(folder / "student")
+    dtype = student.dtype
+    teacher = load_model(folder / "teacher", torch.float32)  # as the command does on a CPU
+    result = align(student, teacher, data, folder / "run", **OPTIONS | options)
+    save_student(student, folder / "memory", dtype=dtype)
+    return result
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def losses(result):
+    return torch.tensor([row["loss"] for row in result["log"]], dtype=torch.float64)
+
+
+# ---- the layers of a teacher, one by one
+
+
+@every_third("family", sorted(FAMILIES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_layers_one_by_one_compute_what_the_whole_teacher_does(tmp_path, family, dtype):
+    tiny_teacher(family, 3).to(dtype).save_pretrained(tmp_path)
+    whole, streamed = load_model(tmp_path), StreamedTeacher(tmp_path, "cpu")
+    for positions in (None, PACKED):
+        seen = []
+
+        def keep(module, args, kwargs, output, seen=seen):
+            seen.append((kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], output))
+
+        handles = [layer.register_forward_hook(keep, with_kwargs=True) for layer in decoder_layers(whole)]
+        with torch.no_grad():
+            whole.base_model(input_ids=IDS, position_ids=positions, use_cache=False)
+        for handle in handles:
+            handle.remove()
+        with streamed.embeddings():
+            hidden = streamed.embed(IDS, positions)
+        assert len(seen) == 3 and torch.equal(hidden, seen[0][0])
+        for layer, (_, expected) in enumerate(seen):
+            with streamed.layer(layer):
+                hidden = streamed.advance(layer, hidden, IDS, positions)
+            assert hidden.dtype == expected.dtype and torch.equal(hidden, expected)
+
+
+def test_one_layer_and_no_other_has_weights(tmp_path):
+    _, folder = models(tmp_path)
+    teacher = StreamedTeacher(folder, "cpu")
+    model = load_model(folder)
+    norm = sum(p.numel() for p in model.model.norm.parameters())
+    assert teacher.resident_parameters() == norm
+    with teacher.embeddings():
+        assert teacher.resident_parameters() == norm + model.model.embed_tokens.weight.numel()
+    for index, layer in enumerate(model.model.layers):
+        with teacher.layer(index):
+            assert teacher.resident_parameters() == norm + sum(p.numel() for p in layer.parameters())
+    assert teacher.resident_parameters() == norm
+
+
+def test_a_run_never_holds_more_than_one_layer(tmp_path, monkeypatch):
+    student, teacher = models(tmp_path)
+    model = load_model(teacher)
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    most, fill = [], StreamedTeacher._fill
+
+    def watched(self, names):
+        fill(self, names)
+        most.append(self.resident_parameters())
+
+    monkeypatch.setattr(StreamedTeacher, "_fill", watched)
+    align_by_streaming(student, teacher, rows(), tmp_path / "out", steps=2, **OPTIONS)
+    norm = model.model.norm.weight.numel()
+    assert max(most) == norm + max(layer, model.model.embed_tokens.weight.numel())
+    assert len(most) == 1 + 1 + 3  # beside the layers, embeddings, layers
+
+
+def test_a_layer_that_gets_more_than_hidden_states_is_refused(tmp_path, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    _, teacher = models(tmp_path)
+    native = LlamaRotaryEmbedding.forward
+    monkeypatch.setattr(
+        LlamaRotaryEmbedding,
+        "forward",
+        lambda self, x, position_ids: tuple(part + x.mean() for part in native(self, x, position_ids)),
+    )
+    with pytest.raises(ValueError, match="family 'llama' get more than hidden states .* align without --stream"):
+        StreamedTeacher(teacher, "cpu")
+
+
+# ---- the same as in memory
+
+
+@pytest.mark.parametrize(
+    ("family", "mixer", "keep", "extra"),
+    [
+        ("llama", "gka", "none", {"steps": 6}),
+        ("gemma3_text", "mamba2", [1], {"steps": 12, "gradient_accumulation": 2}),  # several passes, sliding windows
+        ("qwen3", "coffee", "none", {"steps": 4, "layers": "1"}),
+        ("gpt2", "lattice", [0], {"steps": 3, "gradient_checkpointing": True}),
+    ],
+)
+def test_losses_and_student_are_those_of_align(tmp_path, family, mixer, keep, extra):
+    """Bit for bit on a CPU; the logged mean over layers is rounded in another order."""
+    student, teacher = models(tmp_path, family, mixer, keep)
+    expected = in_memory(tmp_path, rows(), **extra)
+    result = align_by_streaming(student, teacher, rows(), tmp_path / "out", **OPTIONS | extra)
+    torch.testing.assert_close(losses(result), losses(expected), rtol=1e-6, atol=0)
+    assert [row["learning_rate"] for row in result["log"]] == [row["learning_rate"] for row in expected["log"]]
+    assert result.keys() - {"cost", "layers"} == expected.keys() and result["tokens"] == expected["tokens"]
+    memory, streamed = contents(tmp_path / "memory"), contents(tmp_path / "out")
+    assert memory == streamed
+    assert not (tmp_path / ".out.run").exists() and not (tmp_path / ".out.spool").exists()
+
+
+def test_packed_rows_of_a_bf16_teacher(tmp_path):
+    data = rows(positions=torch.cat([torch.arange(5), torch.arange(11)]).repeat(20, 1))
+    student, teacher = models(tmp_path, dtype=torch.bfloat16)
+    expected = in_memory(tmp_path, data, steps=4, pack=True)
+    result = align_by_streaming(student, teacher, data, tmp_path / "out", steps=4, pack=True, **OPTIONS)
+    torch.testing.assert_close(losses(result), losses(expected), rtol=1e-6, atol=0)
+    assert contents(tmp_path / "memory") == contents(tmp_path / "out")
+    plain = align_by_streaming(student, teacher, rows(), tmp_path / "plain", steps=4, **OPTIONS)
+    assert not torch.equal(losses(plain), losses(result))
+
+
+def test_clipping_by_layer_is_close_to_clipping_of_all(tmp_path):
+    student, teacher = models(tmp_path)
+    trainer = TRAINER | {"max_grad_norm": 1.0}
+    expected = in_memory(tmp_path, rows(), steps=6, trainer=trainer)
+    result = align_by_streaming(student, teacher, rows(), tmp_path / "out", steps=6, **OPTIONS | {"trainer": trainer})
+    torch.testing.assert_close(losses(result), losses(expected), rtol=1e-2, atol=0)
+
+
+def test_data_that_are_read_as_a_stream(tmp_path):
+    """More steps than one pass has rows: the first rows come again."""
+    (tmp_path / "text.txt").write_text(tiny_text(160))
+    student, teacher = models(tmp_path, layers=2)
+    data = StreamedBlocks(tmp_path / "text.txt", tiny_tokenizer(), 16)
+    expected = in_memory(tmp_path, data, steps=5)
+    result = align_by_streaming(student, teacher, data, tmp_path / "out", steps=5, **OPTIONS)
+    assert result["cost"]["rows"] == 10 and result["cost"]["passes"] == 2
+    torch.testing.assert_close(losses(result), losses(expected), rtol=1e-6, atol=0)
+    assert contents(tmp_path / "memory") == contents(tmp_path / "out")
+
+
+def test_only_rows_that_are_read_lie_in_the_spool(tmp_path):
+    student, teacher = models(tmp_path)
+    cost = align_by_streaming(student, teacher, rows(1000), tmp_path / "out", steps=3, **OPTIONS)["cost"]
+    assert cost["rows"] == 3 * 4 and cost["passes"] == 1 and cost["buffers"] == 2
+    assert cost["buffer_bytes"] == 12 * 16 * 32 * 4 and cost["spool_bytes"] == 2 * cost["buffer_bytes"]
+
+
+def test_distill_continues_from_the_student(tmp_path):
+    student, teacher = models(tmp_path)
+    align_by_streaming(student, teacher, rows(), tmp_path / "out", steps=2, **OPTIONS)
+    aligned = load_model(tmp_path / "out")
+    result = distill(aligned, load_model(teacher), rows(), tmp_path / "run", steps=2, **OPTIONS)
+    assert result["steps"] == 2
+
+
+# ---- breaks
+
+RUN = """
+    import os, signal, sys
+    import torch
+    from hf_memmix.training.data import TokenBlocks
+    from hf_memmix.training.streaming import align, align_by_streaming, layer_training, spool
+
+    calls = []
+    def nth(number, function, act):
+        def wrapped(*args, **kwargs):
+            calls.append(function)
+            if len(calls) == number:
+                act(function, *args, **kwargs)
+            return function(*args, **kwargs)
+        return wrapped
+
+    def die(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.set_num_threads(1)
+    home = sys.argv[1]
+    tokens = torch.randint(3, 64, (320,), generator=torch.Generator().manual_seed(0))
+    def run():
+        align_by_streaming(home + "/student", home + "/teacher", TokenBlocks(tokens, 16), home + "/out",
+                           spool=home + "/spool", steps=6, **OPTIONS)
+"""
+KILLS = {
+    "in the middle of the first file": """
+    spool._checksum = nth(3, spool._checksum, die)
+    """,
+    "between a file and its record": """
+    spool.write_json = nth(2, spool.write_json, die)
+    """,
+    "in the middle of the training of a layer": """
+    cls = layer_training.StreamedAlign
+    cls.loss = nth(9, cls.loss, die)
+    """,
+    "before a trained layer is written": """
+    cls = align.TrainedLayers
+    cls.write = nth(2, cls.write, die)
+    """,
+    "after a trained layer is written": """
+    spool.Spool.remove = nth(2, spool.Spool.remove, die)
+    """,
+    "before the student is written": """
+    align.write_student = die
+    """,
+}
+
+
+def start(folder, body, processes=1, env=None):
+    script = folder / "run.py"
+    options = f"OPTIONS = {OPTIONS!r}\n"
+    script.write_text(options + textwrap.dedent(RUN) + textwrap.dedent(body) + "\nrun()\n")
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = child_env(ACCELERATE_USE_CPU="1", **(env or {}))
+    return subprocess.run([*command, script, folder], env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Folders of a teacher and a student, and the result of a run without a break."""
+    folder = tmp_path_factory.mktemp("whole")
+    student, teacher = models(folder)
+    result = align_by_streaming(student, teacher, rows(), folder / "out", steps=6, **OPTIONS)
+    return folder, result
+
+
+def copied(whole, folder):
+    for name in ("student", "teacher"):
+        shutil.copytree(whole[0] / name, folder / name)
+    return folder / "student", folder / "teacher"
+
+
+@pytest.mark.parametrize("moment", KILLS)
+def test_a_killed_run_ends_like_a_whole_one(tmp_path, whole, moment):
+    student, teacher = copied(whole, tmp_path)
+    killed = start(tmp_path, KILLS[moment])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (tmp_path / "out").exists()
+    said = []
+    before = {file.name for file in (tmp_path / ".out.run" / "layers").glob("layer-*")}
+    result = align_by_streaming(
+        student, teacher, rows(), tmp_path / "out", spool=tmp_path / "spool", steps=6, notify=said.append, **OPTIONS
+    )
+    assert any("are trained already" in line for line in said) == bool(before)
+    assert losses(result).equal(losses(whole[1])) and contents(tmp_path / "out") == contents(whole[0] / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run.py", "student", "teacher"]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "lost"])
+def test_a_damaged_spool_is_computed_again(tmp_path, whole, damage):
+    student, teacher = copied(whole, tmp_path)
+    assert start(tmp_path, KILLS["before a trained layer is written"]).returncode == -signal.SIGKILL
+    spool = tmp_path / "spool"
+    assert sorted(file.name for file in spool.glob("*.hidden")) == ["layer-1.hidden", "layer-2.hidden"]
+    content = bytearray((spool / "layer-1.hidden").read_bytes())
+    content[1000] ^= 1
+    if damage == "lost":
+        shutil.rmtree(spool)
+    else:
+        (spool / "layer-1.hidden").write_bytes(content if damage == "flipped" else content[:-4])
+    said = []
+    align_by_streaming(student, teacher, rows(), tmp_path / "out", spool=spool, steps=6, notify=said.append, **OPTIONS)
+    again = "the inputs of layer 1 in the spool are incomplete or damaged; they are computed again"
+    assert (again in said) == (damage != "lost") and "1 of 3 layers are trained already" in said
+    assert contents(tmp_path / "out") == contents(whole[0] / "out")
+
+
+def test_a_spool_disk_that_fills_up(tmp_path, whole, monkeypatch):
+    student, teacher = copied(whole, tmp_path)
+    full = """
+    import resource
+    spool.Spool.write = nth(3, spool.Spool.write,
+                            lambda *args: resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, 15_000)))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    whole_run = run
+    def run():
+        try:
+            whole_run()
+        except ValueError as error:
+            print(error)
+            sys.exit(3)
+    """
+    stopped = start(tmp_path, full)
+    assert stopped.returncode == 3, stopped.stderr
+    assert "cannot write" in stopped.stdout and "layer-2.hidden" in stopped.stdout
+    assert "Trained layers and complete files of the spool are kept: make room" in stopped.stdout
+    assert len(stopped.stdout.strip().splitlines()) == 1
+    assert sorted(file.name for file in (tmp_path / "spool").glob("layer*")) == ["layer-1.hidden", "layer-1.json"]
+    align_by_streaming(student, teacher, rows(), tmp_path / "out", spool=tmp_path / "other", steps=6, **OPTIONS)
+    assert contents(tmp_path / "out") == contents(whole[0] / "out")
+    assert not (tmp_path / "spool").exists() and not (tmp_path / "other").exists()
+
+
+def test_too_little_room_is_told_before_the_work(tmp_path, whole, monkeypatch):
+    student, teacher = copied(whole, tmp_path)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50_000))
+    with pytest.raises(ValueError, match=r"has 48.8 KiB free, and the hidden states need 80.0 KiB more; make room"):
+        align_by_streaming(student, teacher, rows(), tmp_path / "out", steps=6, **OPTIONS)
+
+
+# ---- several processes
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_two_processes_share_the_layers(tmp_path, whole, killed):
+    copied(whole, tmp_path)
+    if killed:
+        body = "if os.environ['RANK'] == '1':" + textwrap.indent(
+            textwrap.dedent(KILLS["before a trained layer is written"]).replace("nth(2", "nth(1"), "    "
+        )
+        assert start(tmp_path, body, processes=2).returncode != 0
+        assert not (tmp_path / "out").exists()
+    who = """
+    cls = align.TrainedLayers
+    write = cls.write
+    def noted(self, layer, *args):
+        open(f"{home}/{os.environ['RANK']}-{layer}", "w")
+        write(self, layer, *args)
+    cls.write = noted
+    """
+    run = start(tmp_path, who, processes=2)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert contents(tmp_path / "out") == contents(whole[0] / "out")
+    trained = sorted(path.name for path in tmp_path.glob("?-?"))
+    assert {name[0] for name in trained} == ({"0", "1"} if not killed else {name[0] for name in trained})
+    assert not killed or len(trained) < 3
+    if not killed:
+        assert trained == ["0-0", "0-2", "1-1"]
+    assert not (tmp_path / "spool").exists() and not (tmp_path / ".out.run").exists()
+
+
+def test_the_walk_of_several_processes():
+    walk = Walk.plan(train=[1, 2, 5], ready=[])
+    assert walk.produce == [0, 1, 2, 3, 4, 5] and walk.steps() == [0, 1, 2, 3, 4, 5]
+    assert [walk.owner(layer, 2) for layer in range(6)] == [0, 0, 1, 0, 0, 0]
+    assert (walk.buffers(1), walk.buffers(2), walk.buffers(8)) == (2, 3, 4)
+    later = Walk.plan(train=[2, 5], ready=[2, 3])  # 4 and 5 are computed from 3
+    assert later.produce == [4, 5] and later.steps() == [2, 3, 4, 5]
+    assert Walk.plan(train=[0], ready=[]) == Walk(train=[0], produce=[0]) and Walk([0], [0]).buffers(1) == 1
+    assert Walk.plan(train=[], ready=[3]) == Walk([], [])
+
+
+# ---- refusals
+
+
+@pytest.fixture
+def broken(tmp_path, whole, monkeypatch):
+    """A run that stopped after its first layer; `run(**changes)` continues it."""
+    copied(whole, tmp_path)
+    options = {"student": tmp_path / "student", "teacher": tmp_path / "teacher", "data": rows()}
+    options |= {"out": tmp_path / "out", "spool": tmp_path / "spool", "steps": 6, **OPTIONS}
+
+    def run(**changes):
+        return align_by_streaming(**options | changes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_memmix.training.streaming.align._Run._release", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run()
+    return run
+
+
+def changed_weights(folder, name):
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_another_run_does_not_continue_a_broken_one(tmp_path, whole, broken):
+    for changes, what in (
+        ({"steps": 5}, r"recipe.steps was 6, is 5"),
+        ({"learning_rate": 1e-3}, r"recipe.learning_rate was 0.003, is 0.001"),
+        ({"data": rows(21)}, r"data was \w+, is \w+"),
+    ):
+        with pytest.raises(ValueError, match=rf"belongs to another run \({what}\); give the recipe, data and models"):
+            broken(**changes)
+    name = "model.layers.2.self_attn.q_proj.weight"
+    for model in ("teacher", "student"):
+        stored = next(key for key in load_file(tmp_path / model / "model.safetensors") if "layers.2" in key)
+        before = (tmp_path / model / "model.safetensors").read_bytes()
+        changed_weights(tmp_path / model, name if model == "teacher" else stored)
+        with pytest.raises(
+            ValueError, match=rf"belongs to another run \({model}.weights was files:\w+, is files:\w+\)"
+        ):
+            broken()
+        (tmp_path / model / "model.safetensors").write_bytes(before)
+    result = broken(trainer=TRAINER | {"logging_steps": 3})  # this may change; layer 0 has logged every step
+    assert [row["step"] for row in result["log"]] == [1, 3, 6]
+    assert contents(tmp_path / "out") == contents(whole[0] / "out")
+
+
+def test_no_resume_starts_again(tmp_path, broken):
+    with pytest.raises(ValueError, match="belongs to another run"):
+        broken(steps=2)
+    result = broken(steps=2, resume=False)
+    assert result["steps"] == 2 and not (tmp_path / "spool").exists()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "layer-0.hidden"])
+def test_a_spool_with_other_files_is_refused(tmp_path, whole, name):
+    student, teacher = copied(whole, tmp_path)
+    (tmp_path / "spool").mkdir()
+    (tmp_path / "spool" / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"is not empty and belongs to no run: it holds {name}; empty it"):
+        align_by_streaming(student, teacher, rows(), tmp_path / "out", spool=tmp_path / "spool", steps=2, **OPTIONS)
+    assert (tmp_path / "spool" / name).read_text() == "mine"
+
+
+def test_a_spool_of_another_run_is_refused(tmp_path, broken):
+    shutil.rmtree(tmp_path / ".out.run")
+    with pytest.raises(ValueError, match=r"spool' belongs to another run \(recipe.steps was 6, is 3\)"):
+        broken(steps=3)
+
+
+def test_folders_that_cannot_be_read_by_layer_are_refused(tmp_path, whole):
+    student, teacher = copied(whole, tmp_path)
+
+    def fails(match, teacher=teacher, student=student, **changes):
+        with pytest.raises(ValueError, match=match):
+            align_by_streaming(student, teacher, rows(), tmp_path / "out", steps=2, **OPTIONS | changes)
+
+    fails("is a converted model, not a transformer", teacher=student)
+    fails("plain 'llama' model without memory layers", student=teacher)
+    fails("data has blocks of 16 tokens, but block_size of the recipe is 512", block_size=512)
+    fails("layers is .7.; it names layers 7, but there are layers 0 to 2", layers="7")
+    fails("recipe 'distill' is for distill", recipe="distill")
+    fails("lies in the output or run folder", spool=tmp_path / "out")
+    (tmp_path / "inputs-per-layer").mkdir()
+    (tmp_path / "inputs-per-layer" / "config.json").write_text('{"model_type": "gemma3n_text"}')
+    fails("family 'gemma3n_text' cannot be converted: layers use the keys", teacher=tmp_path / "inputs-per-layer")
+    pickled = tmp_path / "pickled"
+    shutil.copytree(teacher, pickled)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    fails("holds pickled weights, which cannot be read by layer; save the model as safetensors", teacher=pickled)
+    tiny_teacher("llama", 3).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    sorted((tmp_path / "sharded").glob("*.safetensors"))[1].unlink()
+    fails("lacks the weight files model-00002-of", teacher=tmp_path / "sharded")
+    changed_weights(teacher, "model.layers.2.mlp.up_proj.weight")
+    tensors = load_file(teacher / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, teacher / "model.safetensors", metadata={"format": "pt"})
+    fails("has NaN or infinite values in 1 tensors: model.layers.2.mlp.up_proj.weight", teacher=teacher)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_that_trains_nothing_of_a_layer_is_refused(tmp_path, whole):
+    student, teacher = copied(whole, tmp_path)
+    groups = [{"match": r"layers\.[012]\.", "learning_rate": 0.0}]
+    with pytest.raises(ValueError, match="every learning rate of the recipe is 0"):
+        align_by_streaming(student, teacher, rows(), tmp_path / "out", steps=2, groups=groups, **OPTIONS)
+
+
+# ---- the command
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    save_student(tiny_teacher("llama", layers=2), tmp_path / "teacher", tiny_tokenizer())
+    save_student(convert_model(tmp_path / "teacher"), tmp_path / "student", tiny_tokenizer())
+    (tmp_path / "text.txt").write_text(tiny_text(800))
+    return tmp_path
+
+
+def command(folder, *more, student=True):
+    given = ["--student", folder / "student"] if student else []
+    given += ["--teacher", folder / "teacher", "--text", folder / "text.txt", "--out", folder / "out"]
+    return memmix("align", *given, "--batch-size", 4, "--block-size", 16, "--steps", 3, *more)
+
+
+def test_the_command_leaves_what_align_leaves(workspace):
+    before = {path.name for path in workspace.iterdir()}
+    plain = result_of(command(workspace, "--json"))
+    (workspace / "out").rename(workspace / "memory")
+    run = command(workspace, "--stream", "--spool", workspace / "spool", "--json")
+    result = result_of(run)
+    assert "12 rows, 192 tokens: the spool" in run.stderr and "needs 48.0 KiB (2 x 24.0 KiB)" in run.stderr
+    assert result["last_loss"] == pytest.approx(plain["last_loss"], rel=0.02)
+    assert set(result["layers"]) == {"0", "1"} and result["out"].endswith("out")
+    assert contents(workspace / "memory").keys() == contents(workspace / "out").keys()
+    assert {path.name for path in workspace.iterdir()} == before | {"memory", "out"}
+    told = command(workspace, "--stream", "--overwrite")
+    assert told.exit_code == 0 and "align: 3 steps, 192 tokens" in told.stdout
+
+
+def test_a_dry_run_measures_and_leaves_nothing(workspace):
+    before = {path.name for path in workspace.iterdir()}
+    cost = result_of(command(workspace, "--stream", "--dry-run", "--json"))
+    assert cost["spool_bytes"] == 2 * 12 * 16 * 32 * 4 and cost["peak_memory"]["host"] > 50 * 2**20
+    run = command(workspace, "--stream", "--dry-run")
+    assert "2 layers, 12 rows, 192 tokens; spool 48.0 KiB; peak memory" in run.stdout
+    assert {path.name for path in workspace.iterdir()} == before
+
+
+def test_a_plan_is_converted_first(workspace):
+    plan = {"num_layers": 2, "mixer_types": ["attention", "mamba2"]}
+    (workspace / "plan.json").write_text(json.dumps(plan))
+    result_of(command(workspace, "--stream", "--plan", workspace / "plan.json", "--json", student=False))
+    (workspace / "out").rename(workspace / "streamed")
+    result_of(command(workspace, "--plan", workspace / "plan.json", "--json", student=False))
+    assert contents(workspace / "streamed") == contents(workspace / "out")
+
+
+def test_options_that_do_not_fit(workspace, monkeypatch):
+    installed = "hf_memmix.training.trainer_arguments.get_available_reporting_integrations"
+    monkeypatch.setattr(installed, lambda: ["tensorboard"])
+    for more, told in (
+        (["--spool", "x"], "--spool belongs to --stream; give --stream too"),
+        (["--dry-run"], "--dry-run belongs to --stream"),
+        (["--stream", "--report-to", "tensorboard"], "report_to is 'tensorboard', but --stream"),
+        (["--stream", "--plan", "p.json"], "--student and --plan are both given"),
+    ):
+        run = command(workspace, *more)
+        assert run.exit_code == 1 and told in run.stderr and len(run.stderr.strip().splitlines()) == 1
+
+
+def test_a_spool_is_read_as_it_was_written(tmp_path):
+    spool = Spool(tmp_path, 5, (3, 7))
+    for dtype in (torch.bfloat16, torch.float32):
+        values = torch.randn(5, 3, 7).to(dtype)
+        spool.write(4, values.split(2))
+        assert spool.is_ready(4) and spool.is_sound(4) and not spool.is_sound(3)
+        read = spool.read(4)
+        assert torch.equal(torch.stack([read[row] for row in range(5)]), values)
+    with pytest.raises(RuntimeError, match="have .* bytes, not those of 5 rows"):
+        spool.write(3, values[:4].split(2))
+    assert sorted(os.listdir(tmp_path)) == ["layer-4.hidden", "layer-4.json"]

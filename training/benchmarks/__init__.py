@@ -1,0 +1,1 @@
+"""Scripts that measure training, with their results; they run in a checkout."""

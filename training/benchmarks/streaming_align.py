@@ -1,0 +1,176 @@
+"""Measures `memmix align --stream` on a published shape with random weights, within the memory of a smaller GPU.
+
+    python training/benchmarks/streaming_align.py --work FOLDER                      # Llama 8B, one GPU, 8 GB of disk
+    python training/benchmarks/streaming_align.py --work FOLDER --tiny --out x.json  # seconds on a CPU, to try it
+
+The teacher has the widths of the shape, but only a few layers: layers have the same size and pass through the GPU one
+after the other, so each one costs the same. The hours of a whole run are computed from the seconds of the measured
+layers, without the first one, whose time contains the compilation of kernels:
+
+    hours = layers * (load + tokens * (advance + train) / measured tokens) / 3600
+
+The memory of PyTorch on the GPU is limited to `--limit` GiB. A second part aligns the bundled teacher in bf16 with and
+without --stream and compares the losses. The figures go to results/streaming_align.json.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results" / "streaming_align.json"
+SHAPE, WHOLE_TOKENS = "llama-8b", 2_000_000
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY |= {"vocab_size": 512}
+
+
+def measure(args) -> dict:
+    """The figures of one run."""
+    import torch
+
+    from hf_memmix.conversion import convert_model
+    from hf_memmix.conversion.benchmarks.streaming import SHAPES, make_teacher
+    from hf_memmix.conversion.records import environment
+    from hf_memmix.conversion.streaming.cost import peak_memory, reset_peak
+    from hf_memmix.training.data import TokenBlocks
+    from hf_memmix.training.recipe import load_recipe
+    from hf_memmix.training.streaming import align_by_streaming
+
+    on_gpu = torch.cuda.is_available()
+    changed = {"num_hidden_layers": args.layers} | (TINY if args.tiny else {})
+    teacher, student, out = (args.work / f"streaming-align-{name}" for name in ("teacher", "student", "out"))
+    seconds = {}
+    start = time.perf_counter()
+    make_teacher(SHAPE, teacher, **changed)
+    seconds["make"], start = time.perf_counter() - start, time.perf_counter()
+    convert_model(teacher, args.mixer, out=student)
+    seconds["convert"] = time.perf_counter() - start
+    vocabulary = changed.get("vocab_size", SHAPES[SHAPE]["vocab_size"])
+    recipe = load_recipe("align", steps=args.steps, block_size=64 if args.tiny else None)
+    count = args.steps * recipe.tokens_per_step
+    tokens = torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0))
+    if on_gpu:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.limit * 2**30 / total))
+        torch.cuda.reset_peak_memory_stats()
+    reset_peak()
+    start = time.perf_counter()
+    result = align_by_streaming(
+        student, teacher, TokenBlocks(tokens, recipe.block_size), out, recipe=recipe, overwrite=True, notify=print
+    )
+    seconds["align"] = time.perf_counter() - start
+    layers = [row["seconds"] for layer, row in result["layers"].items() if layer not in ("0", str(args.layers - 1))]
+    part = {name: sum(row[name] for row in layers) / len(layers) for name in ("load", "advance", "train")}
+    depth = SHAPES[SHAPE]["num_hidden_layers"]
+    per_layer = part["load"] + WHOLE_TOKENS * (part["advance"] + part["train"]) / count
+    peak = {"host": peak_memory()}
+    if on_gpu:
+        peak |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    data = TokenBlocks(tokens, recipe.block_size)
+    dry = align_by_streaming(student, teacher, data, out, recipe=recipe, overwrite=True, dry_run=True)
+    shutil.rmtree(out)
+    shutil.rmtree(student)
+    shutil.rmtree(teacher)
+    return {
+        "shape": SHAPE,
+        "mixer": args.mixer,
+        "tiny": args.tiny,
+        "measured_layers": args.layers,
+        "layers": depth,
+        "batch_size": recipe.batch_size,
+        "block_size": recipe.block_size,
+        "steps": args.steps,
+        "tokens": count,
+        "limit": args.limit * 2**30 if on_gpu else None,
+        "peak_memory": peak,
+        "dry_run": dry["peak_memory"],
+        "cost": result["cost"],
+        "seconds": {name: round(value, 2) for name, value in seconds.items()},
+        "seconds_by_layer": {layer: row["seconds"] for layer, row in result["layers"].items()},
+        "losses": {layer: [row["first_loss"], row["last_loss"]] for layer, row in result["layers"].items()},
+        "tokens_per_second": {
+            "train": count / part["train"],
+            "layer": count / (part["advance"] + part["train"]),
+            "whole": WHOLE_TOKENS / (depth * per_layer),
+        },
+        "computed": {
+            "tokens": WHOLE_TOKENS,
+            "hours": depth * per_layer / 3600,
+            "spool_bytes": round(result["cost"]["spool_bytes"] * WHOLE_TOKENS / count),
+        },
+        "environment": environment(),
+    }
+
+
+def compare(args) -> dict:
+    """Losses of the bundled teacher with and without streaming; in bf16 on a GPU, in fp32 on a CPU."""
+    import torch
+
+    from hf_memmix.assets import asset_path
+    from hf_memmix.conversion import convert_model, load_model, save_student
+    from hf_memmix.conversion.loading import load_tokenizer
+    from hf_memmix.conversion.records import environment
+    from hf_memmix.training.data import TokenBlocks
+    from hf_memmix.training.streaming import align_by_streaming
+    from hf_memmix.training.train import align
+
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    folder, student = args.work / "bundled-teacher", args.work / "bundled-student"
+    teacher = load_model(asset_path("tiny_teacher"), dtype)
+    teacher.save_pretrained(folder)
+    teacher = load_model(folder)
+    save_student(convert_model(teacher, args.mixer), student, overwrite=True)
+    tokenizer = load_tokenizer(asset_path("tiny_teacher"))
+    steps, length = (4, 32) if args.tiny else (20, 128)
+    data = TokenBlocks.from_files(asset_path("dev.txt"), tokenizer, length)
+    options = {"steps": steps, "batch_size": 8, "block_size": length, "warmup_steps": 2, "save_every": 0}
+    losses = {}
+    for clip in (0.0, 1.0):
+        trainer = {"logging_steps": 1, "disable_tqdm": True, "max_grad_norm": clip}
+        model = load_model(student)
+        memory = align(model, teacher, data, args.work / f"bundled-run-{clip}", trainer=trainer, **options)
+        streamed = align_by_streaming(
+            student, folder, data, args.work / "bundled-out", trainer=trainer, overwrite=True, **options
+        )
+        both = [[row["loss"] for row in run["log"]] for run in (memory, streamed)]
+        worst = max(abs(a - b) / a for a, b in zip(*both, strict=True))
+        losses["clipped" if clip else "unclipped"] = {
+            "memory": both[0],
+            "streamed": both[1],
+            "largest_difference": worst,
+        }
+    for name in ("bundled-teacher", "bundled-student", "bundled-out", "bundled-run-0.0", "bundled-run-1.0"):
+        shutil.rmtree(args.work / name, ignore_errors=True)
+    record = {"mixer": args.mixer, "dtype": str(dtype).removeprefix("torch."), "environment": environment()}
+    return record | {"options": options} | losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True, help="folder for the models and the spool")
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: both; the other one stays as it is")
+    parser.add_argument("--mixer", default="gka")
+    parser.add_argument(
+        "--layers", type=int, default=4, help="of the teacher; the first and the last one are not timed"
+    )
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--limit", type=float, default=24.0, help="GiB of GPU memory")
+    parser.add_argument("--tiny", action="store_true", help="a small width, to try the script")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    from hf_memmix.conversion.records import write_json
+
+    args.work.mkdir(parents=True, exist_ok=True)
+    record = json.loads(args.out.read_text()) if args.out.exists() else {}
+    for name in args.part or PARTS:
+        record[name] = PARTS[name](args)
+        write_json(args.out, record)
+        print(json.dumps(record[name]))
+
+
+PARTS = {"run": measure, "same_losses": compare}
+
+
+if __name__ == "__main__":
+    main()

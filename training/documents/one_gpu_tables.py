@@ -1,0 +1,59 @@
+"""What each step of converting an 8B model on one GPU of 24 GiB needs, for training/README.md."""
+
+from pathlib import Path
+
+from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.training.documents.measurements import read
+
+
+def _memory(align: dict, measured: str, estimated: str) -> str:
+    """Peak memory, and in brackets what `--dry-run` told, if that was measured too."""
+    told = align.get("dry_run", {}).get(estimated)
+    return bytes_text(align["peak_memory"][measured]) + (f" ({bytes_text(told)})" if told else "")
+
+
+def one_gpu_table(root: Path) -> str:
+    """Memory, disk and time of the conversion and of `align --stream` of an 8B shape."""
+    (convert, *_) = (row for row in read("streaming", root)["rows"] if row["shape"] == "llama-8b")
+    measured = read("streaming_align", root)
+    align, same = measured["run"], measured["same_losses"]
+    took, computed = convert["measured"], align["computed"]
+    rows = [
+        [
+            "`memmix convert`",
+            "none",
+            bytes_text(took["peak_memory"]),
+            f"{bytes_text(took['writes'])} (the student)",
+            f"{took['seconds']:.0f} s",
+        ],
+        [
+            f"`memmix align --stream`, {computed['tokens'] / 1e6:.0f}M tokens",
+            _memory(align, "reserved", "device"),
+            _memory(align, "host", "host"),
+            f"{bytes_text(computed['spool_bytes'])} (the spool)",
+            f"{computed['hours']:.2f} hours",
+        ],
+    ]
+    table = markdown_table(["step", "GPU memory", "memory", "disk", "time"], rows)
+    rates = align["tokens_per_second"]
+    timed = align["measured_layers"] - 2
+    where = align["environment"]
+    differences = " and ".join(
+        f"{same[name]['largest_difference']:.1g} {told}"
+        for name, told in (("unclipped", "without clipping of gradients"), ("clipped", "with clipping"))
+    )
+    return (
+        f"{table}\n\n"
+        + ("In brackets: what `--dry-run` told. " if "dry_run" in align else "")
+        + f"The shape of Llama 8B ({align['layers']} layers), random weights, `{align['mixer']}` in every"
+        f" layer; {where['hardware']}, torch {where['torch']}, transformers {where['transformers']}. `convert`:"
+        f" {convert['cores']} cores, measured as a whole. `align`: {align['measured_layers']} layers were trained with"
+        f" {align['tokens']:,} tokens each ({align['steps']} steps of {align['batch_size']} x {align['block_size']}),"
+        f" while PyTorch could use {bytes_text(align['limit'])} of the GPU. Of these layers {timed} were timed: a mixer reads"
+        f" {rates['train']:,.0f} tokens/s in training, and {rates['layer']:,.0f} tokens/s together with the teacher's"
+        f" layer. The hours of all layers, {rates['whole']:,.0f} tokens/s, and the size of the spool are computed from"
+        " this; reading the texts and writing the student are not in them. The largest relative difference between the"
+        f" losses of `align` with and without `--stream`, for the bundled transformer in {same['dtype']} on"
+        f" {same['environment']['hardware']}, is"
+        f" {differences}."
+    )

@@ -16,9 +16,12 @@ from hf_memmix.training.train import train
 from tiny_teachers import tiny_teacher
 
 OPTIONS = {"stage": "distill", "steps": 3, "batch_size": 4, "block_size": 16, "learning_rate": 1e-3}
-needs = {name: pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is an optional package")
-         for name, package in quantized.PACKAGES.items()} | {"none": ()}  # fmt: skip
-PRECISIONS = [pytest.param(name, marks=needs[name]) for name in ("none", "8bit", "4bit")]
+MISSING = {name for name, package in quantized.PACKAGES.items() if importlib.util.find_spec(package) is None}
+# the packages are optional
+PRECISIONS = [
+    pytest.param(name, marks=pytest.mark.skipif(name in MISSING, reason="its package is not installed"))
+    for name in ("none", "8bit", "4bit")
+]
 
 
 def rows():

@@ -19,11 +19,11 @@ from hf_memmix.training.planning.shapes import Shapes
 from hf_memmix.training.quantized import BYTES_PER_WEIGHT
 
 BF16, FP32 = 2, 4
-# bytes of optimizer states per trained parameter that are on the GPU; the 8-bit ones have an fp32 scale for 256 values.
-# Paged states are in the memory of the CPU while the GPU has no room for them
+# bytes of optimizer states per trained parameter that are on the GPU; those in 8 bit have an fp32 scale for 256
+# values. Paged states are in the memory of the CPU while the GPU has no room for them
 OPTIMIZERS = {"adamw_torch_fused": 8.0, "adamw_bnb_8bit": 2 * (1 + 4 / 256), "paged_adamw_8bit": 0.0}
-# tensors [tokens, vocabulary] that `chunked_forward_kl` holds at its largest: the logits of both models in bf16, and in
-# fp32 the log-probabilities of both, the teacher's probabilities, their difference and its product
+# tensors [tokens, vocabulary] that `chunked_forward_kl` holds at its largest: the logits of both models in bf16, and
+# in fp32 the log-probabilities of both, the teacher's probabilities, their difference and its product
 LOGIT_BYTES = 2 * BF16 + 5 * FP32
 # and `chunked_top_k_kl`: the student's logits in bf16, and in fp32 three tensors of log-probabilities and ranks
 TOP_K_BYTES = BF16 + 3 * FP32

@@ -1,11 +1,11 @@
 """Measures memory and speed of training steps of a 1B and an 8B shape, beside what `memmix plan` computes for them.
 
-    python training/experiments/budget/measure_training.py --out training/planning/training_h200.json
+    python training/experiments/budget/measure_training.py --out training/experiments/budget/results/training_h200.json
 
 Models are Llama shapes with random weights, made on the GPU; every layer has the mixer gka. A step is forward,
 backward, clipping and AdamW of the pair that `align` and `distill` train, without the Trainer around it. The peak
-memory is that of the last steps, of PyTorch's allocator: allocated tensors, and what it has reserved. Tokens per second
-is a median. A row that does not fit is recorded with its error. `--tiny` runs small shapes, on a CPU without memory.
+memory is that of the last steps, of PyTorch's allocator: allocated tensors, and what it has reserved. Tokens per
+second is a median. A row that does not fit is recorded with its error. `--tiny` runs small shapes, on a CPU without memory.
 """
 
 import argparse

@@ -14,7 +14,7 @@ linear layer keeps its input in bf16; the autocast of an fp32 input makes one su
 
 from dataclasses import asdict, dataclass
 
-from hf_memmix.mixers import ATTENTION
+from hf_memmix.mixers import ATTENTION, MIXERS
 from hf_memmix.training.planning.shapes import Shapes
 from hf_memmix.training.quantized import BYTES_PER_WEIGHT
 
@@ -25,8 +25,9 @@ OPTIMIZERS = {"adamw_torch_fused": 8.0, "adamw_bnb_8bit": 2 * (1 + 4 / 256), "pa
 # tensors [tokens, vocabulary] that `chunked_forward_kl` holds at its largest: the logits of both models in bf16, and
 # in fp32 the log-probabilities of both, the teacher's probabilities, their difference and its product
 LOGIT_BYTES = 2 * BF16 + 5 * FP32
-# and `chunked_top_k_kl`: the student's logits in bf16, and in fp32 three tensors of log-probabilities and ranks
-TOP_K_BYTES = BF16 + 3 * FP32
+# and `chunked_top_k_kl`: the student's logits and their gradient in bf16, and in fp32 its log-probabilities, their
+# copy without the top k, the exponentials of both and a gradient
+TOP_K_BYTES = 2 * BF16 + 5 * FP32
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _distill(s: Shapes, run: Settings) -> Memory:
     backward = {
         "gradients": FP32 * trained / share,
         "copies": BF16 * matrices / s.layers if run.checkpointing else 0.0,
-        "activations": _layer(s, run) + BF16 * s.inner * 3 * run.tokens,  # and gradients within the layer
+        "activations": layer_bytes(s, run) + BF16 * s.inner * 3 * run.tokens,  # and gradients within the layer
         "logits": 0.0,
     }
     if run.checkpointing and not run.lora:
@@ -211,14 +212,18 @@ def _residual(run: Settings) -> int:
 def _inside(s: Shapes, kind: str, run: Settings) -> float:
     """Bytes per token that the mixer, or attention, of a layer keeps, with the copies of its input."""
     reads = KEPT[kind]
-    copies = 1 + run.lora_mixers if run.lora else reads.inputs
+    copies = reads.inputs
+    if run.lora:
+        # the input is bf16: layers without a correction share it, each correction makes a copy
+        steering = len(MIXERS[kind].steering_layers) if kind in MIXERS else 0
+        corrected = reads.inputs - steering if run.lora_mixers or kind == ATTENTION else 0
+        copies = corrected + bool(reads.inputs - corrected)
     return BF16 * copies * s.hidden + reads.bytes(s)
 
 
-def _layer(s: Shapes, run: Settings) -> float:
+def layer_bytes(s: Shapes, run: Settings) -> float:
     """Bytes of the activations of one layer, the largest one: two norms, the MLP and the mixer."""
-    mlp_copies = 1 if run.lora else 2
-    around = 2 * _residual(run) * s.hidden + BF16 * mlp_copies * s.hidden + 3 * BF16 * s.inner
+    around = 2 * _residual(run) * s.hidden + 2 * BF16 * s.hidden + 3 * BF16 * s.inner
     kinds = [*s.kinds, *([ATTENTION] if s.kept else [])]
     return (around + max(_inside(s, kind, run) for kind in kinds)) * run.tokens
 
@@ -230,7 +235,7 @@ def _stored(s: Shapes, run: Settings) -> float:
     kinds = {**s.kinds, ATTENTION: s.kept}
     largest = max(_inside(s, kind, run) for kind, count in kinds.items() if count)
     mixed = sum(count * _inside(s, kind, run) for kind, count in kinds.items())
-    return s.layers * _layer(s, run) + (mixed - s.layers * largest) * run.tokens
+    return s.layers * layer_bytes(s, run) + (mixed - s.layers * largest) * run.tokens
 
 
 def _stream(s: Shapes, run: Settings) -> float:

@@ -1,4 +1,4 @@
-"""The sizes of a conversion that memory and time depend on. They are counted on models without values (meta device)."""
+"""The sizes of a conversion that memory and time depend on, counted on models without values (meta device)."""
 
 from dataclasses import dataclass
 
@@ -19,9 +19,8 @@ class Shapes:
         mixers: of the student's mixers.
         attention: of the teacher's attention that the mixers replace.
         embedding, head: of the input embeddings and of the output projection; tied ones are counted as `head` only.
-        matrices: of the frozen matrices outside the mixers that LoRA corrects, without biases.
+        matrices: of the frozen layers outside the mixers that LoRA corrects.
         mixer_matrices: of those in the mixers.
-        largest_matrix: of the largest of both.
         lora, mixer_lora: of corrections of rank 1 for these matrices.
         teacher_layer, mixer: of one decoder layer of the teacher and of one mixer, the largest ones.
         layers, kept: number of layers, and of those that stay attention.
@@ -39,7 +38,6 @@ class Shapes:
     head: int
     matrices: int
     mixer_matrices: int
-    largest_matrix: int
     lora: int
     mixer_lora: int
     teacher_layer: int
@@ -63,10 +61,10 @@ class Shapes:
         groups = getattr(config, "num_key_value_heads", None) or heads
         inputs, outputs = student.get_input_embeddings().weight, student.get_output_embeddings().weight
         tied = inputs is outputs or getattr(config, "tie_word_embeddings", False)
-        outside = [student.get_submodule(name).weight for name in lora_names(student)]
-        every = [student.get_submodule(name).weight for name in lora_names(student, mixers=True)]
-        known = {id(weight) for weight in outside}
-        inside = [weight for weight in every if id(weight) not in known]
+        outside, every = (
+            [student.get_submodule(name) for name in lora_names(student, mixers)] for mixers in (False, True)
+        )
+        inside = [layer for layer in every if all(layer is not other for other in outside)]
         mixers = list(memory_mixers(student).values())
         kinds = [kind for kind in config.mixer_types if kind != "attention"]
         # the MLP's widest projection; of a mixture of experts the number of channels that all experts have together
@@ -79,11 +77,10 @@ class Shapes:
             attention=sum(_size(attention_module(teacher, i)) for i in converted),
             embedding=0 if tied else inputs.numel(),
             head=outputs.numel(),
-            matrices=sum(w.numel() for w in outside),
-            mixer_matrices=sum(w.numel() for w in inside),
-            largest_matrix=max((w.numel() for w in every), default=0),
-            lora=sum(sum(w.shape) for w in outside),
-            mixer_lora=sum(sum(w.shape) for w in inside),
+            matrices=sum(map(_size, outside)),
+            mixer_matrices=sum(map(_size, inside)),
+            lora=sum(sum(layer.weight.shape) for layer in outside),
+            mixer_lora=sum(sum(layer.weight.shape) for layer in inside),
             teacher_layer=max(_size(row) for row in decoder_layers(teacher)),
             mixer=max(map(_size, mixers)),
             layers=len(config.mixer_types),

@@ -24,6 +24,7 @@ from hf_memmix.conversion.families import attention_module, attention_prefix
 from hf_memmix.conversion.limits import check_length, check_transformer, check_vocabularies
 from hf_memmix.conversion.loading import check_finite_weights
 from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.quantization import refuse_quantized
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training import sharded, teachers
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
@@ -202,6 +203,9 @@ def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> 
 
 
 def _check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recipe) -> None:
+    refuse_quantized(
+        student, "the student", "give the student before its quantisation, and set quantize in the recipe"
+    )
     if data.block_size != recipe.block_size:
         raise ValueError(
             f"data has blocks of {data.block_size} tokens, but block_size of the recipe is {recipe.block_size}; give"

@@ -38,9 +38,9 @@ class MemMixPreTrained(TensorParallelModel, ConstructionHooks):
         With `quantization_config`, layers that steer a memory are not quantised (`hf_memmix.quantization`).
 
         Raises:
-            ValueError: the quantiser is not supported; a mixer cannot use its parameters (`MemoryMixer.check_weights`); or `distributed_config` asks
-                for tensor parallelism and a mixer cannot be divided (`MemoryMixer.tp_plan`), or it also asks for FSDP
-                or a pipeline.
+            ValueError: the quantiser is not supported; a mixer cannot use its parameters
+                (`MemoryMixer.check_weights`); or `distributed_config` asks for tensor parallelism and a mixer cannot
+                be divided (`MemoryMixer.tp_plan`), or it also asks for FSDP or a pipeline.
         """
         if "config_class" not in cls.__dict__:
             return cls._auto_class_for.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

@@ -2,8 +2,8 @@
 
     AutoModelForCausalLM.from_pretrained(folder, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
 
-A quantiser rounds the weights of linear layers. It leaves alone what each mixer declares in `steering_layers`, since an
-error in a decay or a write strength is carried from token to token, and the parameters that are no linear layers:
+A quantiser rounds the weights of linear layers. It leaves alone what each mixer declares in `steering_layers`, since
+an error in a decay or a write strength is carried from token to token, and the parameters that are no linear layers:
 `fp32_parameters`, convolutions and norms. `from_pretrained` writes the names of these layers into the quantisation
 config, so that a saved model has them too.
 """

@@ -29,14 +29,13 @@ from hf_memmix.swap import memory_mixers
 from hf_memmix.training import sharded, teachers
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.groups import freeze_by_rate, refuse_shared
-from hf_memmix.training.quantized import check_installed
 from hf_memmix.training.recipe import Recipe, load_recipe, shortened_warmup
 from hf_memmix.training.run_identity import find_checkpoint, identity_of
 from hf_memmix.training.run_lock import run_lock
 from hf_memmix.training.student_teacher import AlignStudentTeacher, DistillStudentTeacher, StudentTeacher
 from hf_memmix.training.teacher_cache import CachedBlocks
 from hf_memmix.training.trainer import PairTrainer
-from hf_memmix.training.trainer_arguments import training_arguments
+from hf_memmix.training.trainer_arguments import check_packages, training_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ def _recipe_of(recipe: str | Path | Recipe, overrides: dict) -> Recipe:
 def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: bool, callbacks) -> dict:
     if recipe.cache_dir:
         data, teacher = CachedBlocks(data, recipe.cache_dir, teacher), None
-    check_installed(recipe.quantize)
+    check_packages(recipe)
     _check_fit(student, teacher, data, recipe)
     arguments = training_arguments(recipe, output_dir)
     identity = identity_of(student, teacher, data, recipe)
@@ -203,9 +202,7 @@ def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> 
 
 
 def _check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recipe) -> None:
-    refuse_quantized(
-        student, "the student", "give the student before its quantisation, and set quantize in the recipe"
-    )
+    refuse_quantized(student, "the student", "give the original student, and set quantize in the recipe")
     if data.block_size != recipe.block_size:
         raise ValueError(
             f"data has blocks of {data.block_size} tokens, but block_size of the recipe is {recipe.block_size}; give"

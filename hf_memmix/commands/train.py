@@ -186,7 +186,7 @@ def _train(stage: str, args: SimpleNamespace) -> None:
     from hf_memmix.training.data import StreamedBlocks, TokenBlocks
     from hf_memmix.training.run_lock import run_folder
     from hf_memmix.training.train import load_recipe, train
-    from hf_memmix.training.trainer_arguments import check_trackers
+    from hf_memmix.training.trainer_arguments import check_packages, check_trackers
 
     choose_device(args.device)
     check_processes()
@@ -197,6 +197,7 @@ def _train(stage: str, args: SimpleNamespace) -> None:
     check_trackers(given.get("report_to", []), "--report-to")
     given |= {"use_cpu": True} if args.device == "cpu" else {}
     settings = replace(settings, trainer=settings.trainer | given)
+    check_packages(settings)
     trackers = _names(settings.trainer.get("report_to"))
     _keep_tensorboard(trackers, args.out_dir)
     if (args.student is None) == (args.plan is None):

@@ -137,7 +137,9 @@ def test_qlora_trains_and_merges(method):
     model = get_peft_model(model, config)
     ids = torch.arange(3, 67).view(2, 32)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
+    losses, plain = [], AutoModelForCausalLM.from_pretrained(asset_path("tiny_gka"), dtype=torch.bfloat16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rounding = (model(ids).logits.float() - plain(ids).logits.float()).square().mean().sqrt()
     for _ in range(4):
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(ids, labels=ids).loss
@@ -150,7 +152,8 @@ def test_qlora_trains_and_merges(method):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         adapted = model(ids).logits.float()
         merged = model.merge_and_unload()(ids).logits.float()
-    assert (adapted - merged).abs().max() < 0.1 * adapted.std() * (10 if method == "4bit" else 1)
+    # the merged weights are rounded again, which costs about as much as the first rounding did
+    assert (adapted - merged).square().mean().sqrt() < 1.5 * rounding
 
 
 def test_what_is_not_supported_is_refused_by_name(tmp_path):

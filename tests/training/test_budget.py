@@ -143,3 +143,80 @@ def test_a_missing_package_is_named_before_anything_is_loaded(tmp_path, monkeypa
     recipe = Recipe(**OPTIONS, teacher="lora", quantize="4bit")
     with pytest.raises(ValueError, match="quantize is '4bit', which no_such_package computes.*pip install"):
         train(student, teacher, rows(), tmp_path, recipe=recipe)
+
+
+# ---- optimizers with small states
+
+OPTIMIZERS = ["adamw_torch_fused", "adafactor", "adamw_8bit", "paged_adamw_8bit", "lion_8bit"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_by_name_keeps_the_rates_of_the_groups(tmp_path, name):
+    """Each group has its own rate and decay, frozen parameters do not move, and mixers move most."""
+    if "8bit" in name:
+        pytest.importorskip("bitsandbytes")
+    from transformers import TrainerCallback
+
+    teacher, student = pair()
+    start = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    seen = {}
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+            seen["rates"] = [(group["initial_lr"], group["weight_decay"]) for group in optimizer.param_groups]
+
+    groups = [{"match": "embed_tokens", "learning_rate": 0.0}, {"match": "norm", "weight_decay": 0.0}]
+    recipe = Recipe(
+        **OPTIONS, rest_learning_rate=1e-5, weight_decay=0.1, groups=groups, warmup_steps=0,
+        trainer={"optim": name, "use_cpu": True},
+    )  # fmt: skip
+    result = train(student, teacher, rows(), tmp_path, recipe=recipe, callbacks=[Look()])
+    assert torch.tensor(result["last_loss"]).isfinite()
+    assert seen["rates"][0] == (1e-3, 0.1) and sorted(seen["rates"][1:]) == [(1e-5, 0.0), (1e-5, 0.1)]
+    moved = {key: (student.state_dict()[key] - start[key]).abs().max().item() for key in start}
+    assert moved["model.embed_tokens.weight"] == 0.0
+    mixer, rest = moved["model.layers.0.self_attn.q_proj.weight"], moved["model.layers.1.mlp.up_proj.weight"]
+    assert 0 < 20 * rest < mixer
+
+
+@pytest.mark.parametrize("quantize", PRECISIONS)
+def test_an_8bit_optimizer_with_lora_of_a_quantised_backbone_and_checkpointing(tmp_path, quantize):
+    pytest.importorskip("bitsandbytes")
+    teacher, student = pair()
+    recipe = Recipe(
+        **OPTIONS, teacher="lora", lora_mixers=True, quantize=quantize, lora_rank=4, gradient_checkpointing=True,
+        chunk_tokens=8, trainer={"optim": "paged_adamw_8bit", "use_cpu": True},
+    )  # fmt: skip
+    result = train(student, teacher, rows(), tmp_path, recipe=recipe)
+    assert torch.tensor(result["last_loss"]).isfinite()
+
+
+def test_an_8bit_optimizer_with_a_cached_teacher(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from hf_memmix.training.teacher_cache import write_cache
+
+    teacher, student = pair()
+    write_cache(teacher, rows(), tmp_path / "cache", k=8)
+    recipe = Recipe(
+        **OPTIONS, teacher=f"cache:{tmp_path / 'cache'}", gradient_checkpointing=True,
+        trainer={"optim": "adamw_8bit", "use_cpu": True},
+    )  # fmt: skip
+    result = train(student, teacher, rows(), tmp_path / "out", recipe=recipe)
+    assert torch.tensor(result["last_loss"]).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ("galore_adamw", "optim to 'galore_adamw', which chooses its own parameters"),
+        ("schedule_free_adamw", "which schedulefree computes, and it is missing; pip install schedulefree"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_used_is_refused_before_anything_is_loaded(tmp_path, optimizer, message):
+    from cli_runner import memmix
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"stage: distill\ntrainer: {{optim: {optimizer}}}\n")
+    run = memmix("distill", "--student", tmp_path / "no", "--teacher", tmp_path / "no", "--text", tmp_path / "no.txt",
+                 "--out", tmp_path / "out", "--recipe", recipe)  # fmt: skip
+    assert run.exit_code == 1 and message in run.stderr and "no.txt" not in run.stderr

@@ -1,6 +1,6 @@
 """Gathers measured.json, which `memmix plan` reads, from the committed measurements of training.
 
-    python -m hf_memmix.training.planning.collect
+python -m hf_memmix.training.planning.collect
 """
 
 import functools

@@ -50,9 +50,9 @@ def is_quantized(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def plain_weight(layer: nn.Module) -> Tensor:
-    """The weight [out, in] of a layer; of a quantised one the values that it stands for, in fp32."""
+    """The weight [out, in] of a layer; of a quantised one the values that it stands for, in its former dtype."""
     if hasattr(layer.weight, "quant_state"):
         from bitsandbytes.functional import dequantize_4bit
 
-        return dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
-    return layer.weight.dequantize().float() if is_quantized(layer) else layer.weight.detach()
+        return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return layer.weight.dequantize() if is_quantized(layer) else layer.weight.detach()

@@ -155,7 +155,7 @@ def without_lora(student: nn.Module, state: dict[str, Tensor]) -> dict[str, Tens
 
 
 def _corrected(layer: nn.Module, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The weight of a layer with its correction, in the weight's dtype; fp32 if the weight is quantised."""
+    """The weight of a layer with its correction, in the dtype that the weight has, or had before its quantisation."""
     if is_quantized(layer.base_layer):
         weight = plain_weight(layer.base_layer).to(a.device)
     delta = (b @ a) * layer.scaling[ADAPTER]

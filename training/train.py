@@ -64,7 +64,8 @@ def train(
     **overrides,
 ) -> dict:
     """Run one stage. Afterwards `student` has the trained weights in fp32 and is in eval mode. With `teacher: lora` in
-    bf16 autocast, the frozen matrices of a bf16 student are bf16 during training and after it.
+    bf16 autocast, the frozen matrices of a bf16 student are bf16 during training and after it, and both models end on
+    the CPU.
 
     Under `accelerate launch` every process calls this function with the same arguments and gets the whole student.
 
@@ -136,6 +137,8 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
         seconds = trainer.run(checkpoint)
         if trainer.is_deepspeed_enabled or sharded.is_sharded(pair):
             sharded.unshard_student(pair)
+        elif recipe.teacher == "lora":  # a GPU that holds the frozen weights may not hold the corrected ones as well
+            student.cpu(), teacher.cpu()
         else:
             student.to(arguments.device)
     finally:

@@ -26,6 +26,8 @@ from hf_memmix.training.planning.plan import STAGES, need_of, plan_stages
 from hf_memmix.training.planning.shapes import Shapes
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.train import in_training_dtype, make_pair
+from testing import FAMILIES
+from tiny_teachers import tiny_teacher
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96}
@@ -256,6 +258,16 @@ def test_more_memory_and_more_gpus_never_fit_less():
         assert before <= fits
         before = fits
     assert before == {name for name, _, _ in STAGES}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_has_a_plan(family):
+    """Also those without grouped heads, with experts, or with matrices that cannot be quantised."""
+    teacher = tiny_teacher(family, layers=2).to("meta")
+    stages = plan_stages(teacher, convert_model(teacher, "gka"), 2**34, 1000, length=64)
+    named = [name for name, _, base in STAGES if family != "gpt2" or base.quantize == "none"]
+    assert [stage.name for stage in stages] == named and all(stage.fits for stage in stages)
+    assert all(value >= 0 for stage in stages for value in stage.record()["memory"].values())
 
 
 def test_a_mixer_without_known_memory_is_refused(monkeypatch):

@@ -12,6 +12,7 @@ from torch import nn
 from hf_memmix.training.planning.memory import Memory, Settings, memory_of
 from hf_memmix.training.planning.shapes import Shapes
 from hf_memmix.training.planning.speed import measured, speed_of
+from hf_memmix.training.teachers import lora_names
 
 # the CUDA context, the libraries and what the allocator holds but cannot use
 CONTEXT, FRAGMENTED = 2**29, 0.05
@@ -112,8 +113,12 @@ def plan_stages(
         ValueError: the memory of one of the mixers is not known.
     """
     shapes = Shapes.of(teacher, student)
-    return [_stage(name, kind, replace(base, length=length), shapes, gpu_memory, tokens, gpus)
-            for name, kind, base in STAGES]  # fmt: skip
+    linear = all(type(student.get_submodule(name)) is nn.Linear for name in lora_names(student, mixers=True))
+    return [
+        _stage(name, kind, replace(base, length=length), shapes, gpu_memory, tokens, gpus)
+        for name, kind, base in STAGES
+        if linear or base.quantize == "none"  # only nn.Linear can be quantised
+    ]
 
 
 def _stage(name: str, kind: str, base: Settings, shapes: Shapes, budget: int, tokens: int, gpus: int) -> Stage:

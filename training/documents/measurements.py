@@ -33,6 +33,7 @@ MEASUREMENTS = {
     "plan": "training/planning/measured.json",
     "budget": f"{EXPERIMENTS}/budget/results/training_h200.json",
     "streaming": "conversion/benchmarks/streaming.json",
+    "streaming_align": "training/benchmarks/results/streaming_align.json",
     "kernels": f"{KERNELS}/h200.json",
     "generate": f"{KERNELS}/generate_h200.json",
     "coffee_grid": f"{KERNELS}/coffee_dispatch_h200.json",

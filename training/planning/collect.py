@@ -28,7 +28,7 @@ def collect(root: Path = CHECKOUT) -> dict:
     rows = []
     if (root / MEASUREMENTS["budget"]).is_file():
         rows += [_row(row) for row in read("budget", root)["rows"] if "error" not in row]
-    if "streaming_align" in MEASUREMENTS and (root / MEASUREMENTS["streaming_align"]).is_file():
+    if (root / MEASUREMENTS["streaming_align"]).is_file():
         rows += [_streamed(read("streaming_align", root)["run"])]
     return {
         "rows": rows,

@@ -175,14 +175,16 @@ def _align(s: Shapes, run: Settings) -> Memory:
     one = 2 * FP32 * s.hidden * run.tokens
     inside = max(_inside(s, kind, run) for kind in s.kinds) * run.tokens
     activations = layers * one + inside * (1 if run.checkpointing else layers)
+    # what the teacher's layer holds meanwhile: its residual stream, queries, keys, values and output of the attention,
+    # and, if the forward goes on to the next layer, its MLP
+    passing = 4 * s.hidden + 2 * s.queries + 2 * s.keys + (0 if streamed else 3 * s.inner)
     return Memory(
         weights=FP32 * trained,
         optimizer=OPTIMIZERS[run.optimizer] * trained,
         teacher=teacher,
         gradients=FP32 * trained if run.checkpointing or streamed else 0.0,
         copies=BF16 * trained,
-        # the teacher's own layer, and its residual stream
-        activations=activations + BF16 * (3 * s.inner + 4 * s.hidden) * run.tokens,
+        activations=activations + BF16 * passing * run.tokens,
         logits=0.0,
     )
 

@@ -5,7 +5,7 @@
 Models are Llama shapes with random weights, made on the GPU; every layer has the mixer gka. A step is forward,
 backward, clipping and AdamW of the pair that `align` and `distill` train, without the Trainer around it. The peak
 memory is that of the last steps, of PyTorch's allocator: allocated tensors, and what it has reserved. Tokens per
-second is a median. A row that does not fit is recorded with its error. `--tiny` runs small shapes, also on a CPU.
+second is a median; `kernel_ms` is the time of all GPU kernels of a step, beside `ms`, that of a step. A row that does not fit is recorded with its error. `--tiny` runs small shapes, also on a CPU.
 """
 
 import argparse
@@ -137,17 +137,28 @@ def measure(name: str, size: str, settings: Settings, device: torch.device) -> d
         if cuda and step == UNTIMED:
             torch.cuda.reset_peak_memory_stats()
         start = _now(cuda)
-        loss = pair(tokens)["loss"]
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = step_of(pair, tokens, trained, optimizer)
         seconds.append(_now(cuda) - start)
     row |= {"loss": loss.item(), "tokens_s": round(settings.tokens / statistics.median(seconds[UNTIMED:]))}
     if cuda:
         row |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
         row["ratio"] = round(row["predicted_bytes"] / row["allocated"], 3)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            step_of(pair, tokens, trained, optimizer)
+            torch.cuda.synchronize()
+        row["kernel_ms"] = round(sum(event.self_device_time_total for event in profiler.key_averages()) / 1e3, 1)
+        row["ms"] = round(statistics.median(seconds[UNTIMED:]) * 1e3, 1)
     return row
+
+
+def step_of(pair, tokens, trained, optimizer):
+    """One step of training. Returns the loss."""
+    loss = pair(tokens)["loss"]
+    loss.backward()
+    nn.utils.clip_grad_norm_(trained, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
 
 
 def _now(cuda: bool) -> float:
@@ -161,10 +172,13 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--seconds", type=float, default=100.0, help="begin no further row after so many seconds")
+    parser.add_argument("--only", default="", help="only runs whose names begin so")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     begin, rows = time.perf_counter(), []
     for name, size, settings in RUNS:
+        if not name.startswith(args.only):
+            continue
         if time.perf_counter() - begin > args.seconds:
             print(f"no time left for {name}", flush=True)
             continue
@@ -175,7 +189,18 @@ def main():
         except torch.OutOfMemoryError as error:
             row = {"run": name, "shape": size, "settings": asdict(settings), "error": str(error).splitlines()[0]}
         rows.append(row)
-        shown = ("run", "tokens_s", "ratio", "allocated", "reserved", "predicted_bytes", "weights_bytes", "error")
+        shown = (
+            "run",
+            "tokens_s",
+            "ms",
+            "kernel_ms",
+            "ratio",
+            "allocated",
+            "reserved",
+            "predicted_bytes",
+            "weights_bytes",
+            "error",
+        )
         print(json.dumps({key: row[key] for key in shown if key in row}), flush=True)
         write_json(args.out, {"rows": rows, "environment": environment(device)})
         gc.collect()

@@ -74,7 +74,7 @@ def _teacher_pass(
 
     student: the student on "meta", whose mixers are loaded from `folder`.
     """
-    mixers, errors, nll, kept = _with_mixers(student, folder, teacher), LayerErrors(), 0.0, []
+    mixers, errors, nll, kept = with_mixers(student, folder, teacher), LayerErrors(), 0.0, []
 
     def run(batch: Tensor) -> Tensor:
         return run_teacher_forced(teacher, mixers, batch, errors.add)
@@ -140,21 +140,35 @@ def _divergence(theirs: Tensor, ours: Tensor) -> Tensor:
     return kl + rest * (rest / our_rest).log()
 
 
-def _with_mixers(student: PreTrainedModel, folder: Path, teacher: PreTrainedModel) -> PreTrainedModel:
-    """Load the mixers of a student on "meta", each for the device on which the teacher computes its layer.
+def with_mixers(student: PreTrainedModel, folder: Path, teacher: PreTrainedModel) -> PreTrainedModel:
+    """`read_mixers`, then `place_mixers`."""
+    return place_mixers(read_mixers(student, folder, teacher.dtype), teacher)
 
-    If that is a GPU, a mixer is there only while it computes.
+
+def read_mixers(student: PreTrainedModel, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Load the mixers of a student on "meta" from its folder to the CPU; the rest stays without values.
+
+    dtype: of the teacher; fp32 makes the mixers fp32 too, as `load_model` does. Otherwise they keep the stored dtypes.
     """
-    if teacher.dtype == torch.float32:  # as in `load_model`, which otherwise keeps the stored dtypes
+    if dtype == torch.float32:
         student.float()
     trained = TrainedMixers([folder])
     for layer in converted_layers(student):
         mixer = attention_module(student, layer)
         mixer.to_empty(device="cpu")
         trained.load(mixer, attention_prefix(student, layer) + ".")
+    return student.eval()
+
+
+def place_mixers(student: PreTrainedModel, teacher: PreTrainedModel) -> PreTrainedModel:
+    """Let each mixer, which is on the CPU, compute on the device on which the teacher computes its layer.
+
+    If that is a GPU, a mixer is there only while it computes.
+    """
+    for layer in converted_layers(student):
         device = execution_device(attention_module(teacher, layer))
         if device.type != "cpu":
             from accelerate import cpu_offload
 
-            cpu_offload(mixer, device)
-    return student.eval()
+            cpu_offload(attention_module(student, layer), device)
+    return student

@@ -28,6 +28,7 @@ from hf_memmix.conversion.saving import SHARD_SIZE, atomic_folder, check_target,
 from hf_memmix.conversion.streaming import ConversionStream, NotStreamable, TrainedMixers
 from hf_memmix.hub import model_folder
 from hf_memmix.mixers import ATTENTION, MemoryMixer
+from hf_memmix.quantization import refuse_quantized
 from hf_memmix.swap import fp32_parameter_names, memory_mixers
 
 REPORT_FILE = "conversion.json"
@@ -81,6 +82,7 @@ def convert_model(
     if checked:
         teacher = load_model(model_folder(Path(teacher)))
     config = teacher.config
+    refuse_quantized(teacher, "the teacher", "give the original weights in bf16, fp16 or fp32")
     family_of(config)
     if config.model_type == "memmix":
         raise ValueError("the teacher is a converted model already; give the transformer it came from")

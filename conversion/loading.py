@@ -28,6 +28,7 @@ from hf_memmix._transformers import (
     loaded_in_fp32,
     model_class_of,
 )
+from hf_memmix.quantization import QUANTIZERS
 from hf_memmix.swap import names_matching
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -51,7 +52,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{str(folder)!r} is not a model folder: it has no config.json")
     raw = read_json(folder / "config.json")
-    if method := _quantization(raw):
+    if (method := _quantization(raw)) and not _loads_quantized(raw, method):
         raise ValueError(
             f"{str(folder)!r} holds weights quantized by {method!r}; give the original weights in bf16, fp16 or fp32"
         )
@@ -101,10 +102,12 @@ def load_model(folder: str | Path, dtype="auto", **placement) -> PreTrainedModel
     """
     folder = Path(folder)
     config = read_config(folder)
-    pickled = check_weight_files(folder)
+    quantized = getattr(config, "quantization_config", None)
+    ours = config.model_type.startswith("memmix")
+    pickled = check_weight_files(folder, packed=bool(quantized) and ours)
     # wrong shapes are ignored here, because `check_loading` refuses them with the name of the tensor
     options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, **placement}
-    if getattr(config, "quantization_config", None):  # `read_config` has accepted it, so it is mxfp4
+    if quantized and not ours:  # `read_config` has accepted it, so it is mxfp4
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(folder, **options)
@@ -240,8 +243,11 @@ def one_line(error: Exception | str) -> str:
     return f"{type(error).__name__} {text}" if isinstance(error, (KeyError, ArithmeticError)) else text
 
 
-def check_weight_files(folder: Path) -> bool:
-    """Whether the weights are a pickle. Raises ValueError for missing, truncated, mixed or quantized weight files."""
+def check_weight_files(folder: Path, packed: bool = False) -> bool:
+    """Whether the weights are a pickle. Raises ValueError for missing, truncated, mixed or quantized weight files.
+
+    packed: quantized ones are right.
+    """
     files, halves = weight_files(folder), {}
     if not files:
         if any((folder / name).is_file() for name in (PICKLED, f"{PICKLED}.index.json")):
@@ -260,10 +266,10 @@ def check_weight_files(folder: Path) -> bool:
             raise ValueError(
                 f"{str(folder)!r} has corrupt or truncated weights ({file.name}: {error}); copy it again"
             ) from error
-        packed = sorted(key for key, kind in kinds.items() if key.endswith("weight") and kind not in FLOATS)
-        if packed:
+        found = sorted(key for key, kind in kinds.items() if key.endswith("weight") and kind not in FLOATS)
+        if found and not packed:
             raise ValueError(
-                f"{str(file)!r} holds {len(packed)} weights of the type {kinds[packed[0]]}: {first_names(packed)}."
+                f"{str(file)!r} holds {len(found)} weights of the type {kinds[found[0]]}: {first_names(found)}."
                 " They look quantized; give the original weights in bf16, fp16 or fp32"
             )
         halves |= {kind: key for key, kind in kinds.items() if kind in HALVES}
@@ -313,6 +319,11 @@ def _quantization(raw: dict) -> str | None:
     return None if method in DEQUANTIZED else method
 
 
+def _loads_quantized(raw: dict, method: str) -> bool:
+    """Whether a folder holds a quantised student, which can be run but not converted or trained."""
+    return str(raw.get("model_type", "")).startswith("memmix") and method in QUANTIZERS
+
+
 def _rope_types(parameters) -> list:
     """The types in a config's `rope_parameters`, which may hold one dictionary per layer type."""
     if not isinstance(parameters, dict):
@@ -335,4 +346,6 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
         return True
+    if type(tensor) not in (torch.Tensor, nn.Parameter):  # quantised: integers and scales
+        tensor = tensor.dequantize()
     return all(bound.isfinite() for bound in torch.aminmax(tensor))  # NaN makes both NaN; needs no copy of the tensor

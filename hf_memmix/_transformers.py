@@ -44,6 +44,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING,
     MODEL_MAPPING_NAMES,
 )
+
+# the modules that quantisers leave alone if the user names none: the output projection and what is tied to it
+from transformers.quantizers.base import get_keys_to_not_convert as unquantized_by_default
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 # also the imported names that other modules use
@@ -81,6 +84,7 @@ __all__ = [
     "stores_under_other_names",
     "tensor_parallel_mesh",
     "tensor_parallel_size",
+    "unquantized_by_default",
 ]
 
 _MODELS = {

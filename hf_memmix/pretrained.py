@@ -1,10 +1,11 @@
 """Base class of the base model and the models with a head: which class is built, loading, mixers and their options."""
 
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedConfig
 
 from ._transformers import ConstructionHooks, keep_in_fp32, model_class_of
 from .fused_layers import fuse_layers
 from .mixers import FeedForward, MemoryMixer
+from .quantization import leave_steering_alone
 from .swap import fp32_patterns, layers_name, set_mixer_options, swap_attention, swap_feed_forward
 from .tensor_parallel import TensorParallelModel
 
@@ -34,13 +35,21 @@ class MemMixPreTrained(TensorParallelModel, ConstructionHooks):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """As in transformers. The general classes (`MemMixModel`...) return the class of the checkpoint's backbone.
 
+        With `quantization_config`, layers that steer a memory are not quantised (`hf_memmix.quantization`).
+
         Raises:
-            ValueError: a mixer cannot use its parameters (`MemoryMixer.check_weights`); or `distributed_config` asks
-                for tensor parallelism and a mixer cannot be divided (`MemoryMixer.tp_plan`), or it also asks for FSDP
-                or a pipeline.
+            ValueError: the quantiser is not supported; a mixer cannot use its parameters
+                (`MemoryMixer.check_weights`); or `distributed_config` asks for tensor parallelism and a mixer cannot
+                be divided (`MemoryMixer.tp_plan`), or it also asks for FSDP or a pipeline.
         """
         if "config_class" not in cls.__dict__:
             return cls._auto_class_for.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        if (quantization := kwargs.get("quantization_config")) is not None:
+            config = kwargs.get("config")
+            if not isinstance(config, PreTrainedConfig):
+                config = cls.config_class.from_pretrained(config or pretrained_model_name_or_path)
+            if getattr(config, "quantization_config", None) is None:  # else the checkpoint names the layers already
+                kwargs["quantization_config"] = leave_steering_alone(quantization, cls, config)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for mixer in model.ready_mixers():

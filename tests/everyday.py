@@ -94,6 +94,9 @@ LEFT_OUT = {
         r"tests/core/test_ska_mixer\.py::test_options_hold_in_every_check\[(?!.*refresh)",
     ],
     "whole commands and trainings; their parts have tests of their own": [
+        r"tests/training/test_budget\.py::test_an_interrupted_run_with_lora.*\[(none|8bit)",
+        r"tests/training/test_planning\.py::test_activations_of_a_layer.*\[False",
+        r"tests/core/test_quantization\.py::test_(qlora_trains|what_steers_a_memory).*\[(8bit|int8)",
         r"tests/conversion/test_mixtures\.py::test_(commands_with_a_mixture|a_mixture_is_aligned)",
         r"tests/conversion/test_compare_in_turn\.py::test_(commands_with_a_device_map|fewer_probabilities)",
         r"tests/training/evaluation/test_mixer_search\.py::test_(a_mixture_is_selected|an_interrupted|candidates_that)",

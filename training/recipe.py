@@ -11,6 +11,7 @@ from hf_memmix.conversion.layer_choice import LayerChoice
 
 STAGES = ("align", "distill")
 TEACHERS = ("copy", "shared", "lora")
+QUANTIZED = ("none", "4bit", "8bit")
 # least and largest value of each number but the rates, which lie in [0, 1)
 BOUNDS = {
     "steps": (1, 10**9),
@@ -45,6 +46,10 @@ class Recipe:
         student's tensors outside the converted attention; they are frozen. "lora": the same, but the student also
         learns corrections of these tensors of rank `lora_rank`. "cache:DIR": the top-k probabilities that
         `memmix cache-teacher` has written; no teacher is in memory.
+    lora_mixers: with teacher "lora", freeze the large matrices of the mixers too and learn corrections of them. What
+        steers a memory (decays, gates, convolutions, norms) is trained as a whole.
+    quantize: with teacher "lora", hold the frozen matrices in "4bit" (NF4 of bitsandbytes) or "8bit" (int8 of
+        torchao). Student and teacher both use them. The saved student has the values that these matrices stand for.
     chunk_tokens: number of tokens whose logits are in memory at a time.
     bf16: use autocast to bf16 with fp32 weights; "auto": only on a GPU.
     pack: no layer mixes tokens of two documents.
@@ -66,6 +71,8 @@ class Recipe:
     layers: str = "all"
     teacher: str = "copy"
     lora_rank: int = 16
+    lora_mixers: bool = False
+    quantize: str = "none"
     chunk_tokens: int = 2048
     bf16: str | bool = "auto"
     gradient_checkpointing: bool = False
@@ -110,6 +117,13 @@ class Recipe:
                 "teacher is 'shared', so the tensors that it uses cannot be trained, but rest_learning_rate is"
                 f" {self.rest_learning_rate:g}; set it to 0.0, or set teacher to lora or copy"
             )
+        if self.quantize not in QUANTIZED:
+            raise ValueError(f"quantize is {self.quantize!r}; it must be one of {', '.join(QUANTIZED)}")
+        for name, idle in (("lora_mixers", False), ("quantize", "none")):
+            if (value := getattr(self, name)) != idle and self.teacher != "lora":
+                raise ValueError(
+                    f"{name} is {value!r}, but only a run with LoRA has frozen matrices; set teacher to lora"
+                )
         if self.layers not in ("", "all") and self.stage != "align":
             raise ValueError(f"layers is {self.layers!r}, but only align trains a part of the layers")
         for row in self.groups:

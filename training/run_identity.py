@@ -26,6 +26,8 @@ RUN_FILE = "memmix_run.json"
 FORMAT = 2  # files without this field are of format 1, which has no hashes of weights and files
 # fields of a recipe that do not change what a run computes
 RESUME_MAY_CHANGE = ("save_every", "chunk_tokens", "gradient_checkpointing")
+# fields that earlier versions did not have, with the values that do what these did
+LATER_FIELDS = {"lora_mixers": False, "quantize": "none"}
 # arguments of the Trainer that do not change what a run computes
 TRAINER_MAY_CHANGE = (
     "dataloader_num_workers",
@@ -94,6 +96,8 @@ def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:
         )
         identity = {k: v for k, v in identity.items() if k not in ("format", "student", "teacher")}
         identity["recipe"] = {k: v for k, v in identity["recipe"].items() if k != "trainer"}
+    if isinstance(saved.get("recipe"), dict):
+        saved["recipe"] = LATER_FIELDS | saved["recipe"]
     different = "; ".join(differences(saved, identity))
     if different:
         raise ValueError(

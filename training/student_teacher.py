@@ -46,13 +46,17 @@ class StudentTeacher(WrappedByUnits, nn.Module):
         if self.teacher is not None:
             self.teacher.to(device)
 
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """The context in which the models run on a device."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
+
     def student_names(self) -> dict[str, str]:
         """The student's name of each tensor, by its name in this module."""
         raise NotImplementedError
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **targets: Tensor) -> dict[str, Tensor]:
         """`input_ids` [B, T]; `position_ids` [B, T] start again at every packed document."""
-        with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=self.bf16):
+        with self.autocast(input_ids.device):
             return {"loss": self.loss(input_ids, position_ids, **targets).float()}
 
 
@@ -108,8 +112,9 @@ class DistillStudentTeacher(StudentTeacher):
         super().__init__(student, teacher, bf16)
         self.student = student
         self.chunk_tokens = chunk_tokens
-        self.student_head = logits_head(student)
-        self.teacher_head = None if teacher is None else logits_head(teacher)
+        with self.autocast(student.get_input_embeddings().weight.device):  # frozen bf16 and trained fp32 weights
+            self.student_head = logits_head(student)
+            self.teacher_head = None if teacher is None else logits_head(teacher)
 
     def student_names(self) -> dict[str, str]:
         return {f"student.{name}": name for name in self.student.state_dict()}

@@ -20,9 +20,11 @@ from torch import nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_memmix.conversion.families import attention_module, attention_prefix
 from hf_memmix.conversion.limits import check_length, check_transformer, check_vocabularies
 from hf_memmix.conversion.loading import check_finite_weights
 from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.quantization import refuse_quantized
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training import sharded, teachers
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
@@ -33,7 +35,7 @@ from hf_memmix.training.run_lock import run_lock
 from hf_memmix.training.student_teacher import AlignStudentTeacher, DistillStudentTeacher, StudentTeacher
 from hf_memmix.training.teacher_cache import CachedBlocks
 from hf_memmix.training.trainer import PairTrainer
-from hf_memmix.training.trainer_arguments import training_arguments
+from hf_memmix.training.trainer_arguments import check_packages, training_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,9 @@ def train(
     callbacks: list[TrainerCallback] | None = None,
     **overrides,
 ) -> dict:
-    """Run one stage. Afterwards `student` has the trained weights in fp32 and is in eval mode.
+    """Run one stage. Afterwards `student` has the trained weights in fp32 and is in eval mode. With `teacher: lora` in
+    bf16 autocast, the frozen matrices of a bf16 student are bf16 during training and after it, and both models end on
+    the CPU.
 
     Under `accelerate launch` every process calls this function with the same arguments and gets the whole student.
 
@@ -102,6 +106,7 @@ def recipe_of(recipe: str | Path | Recipe, overrides: dict) -> Recipe:
 def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: bool, callbacks) -> dict:
     if recipe.cache_dir:
         data, teacher = CachedBlocks(data, recipe.cache_dir, teacher), None
+    check_packages(recipe)
     check_fit(student, teacher, data, recipe)
     arguments = training_arguments(recipe, output_dir)
     identity = identity_of(student, teacher, data, recipe)
@@ -112,7 +117,7 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
             " another output folder"
         )
 
-    pair = make_pair(student.float().train(), teacher, recipe)
+    pair = make_pair(in_training_dtype(student, recipe).train(), teacher, recipe)
     try:
         parameter_rates = freeze_by_rate(student, recipe)
         if teacher is not None:
@@ -132,6 +137,8 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
         seconds = trainer.run(checkpoint)
         if trainer.is_deepspeed_enabled or sharded.is_sharded(pair):
             sharded.unshard_student(pair)
+        elif recipe.teacher == "lora":  # a GPU that holds the frozen weights may not hold the corrected ones as well
+            student.cpu(), teacher.cpu()
         else:
             student.to(arguments.device)
     finally:
@@ -154,9 +161,28 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
     }
 
 
+def uses_bf16(recipe: Recipe) -> bool:
+    """Whether the forward runs in autocast to bf16."""
+    return torch.cuda.is_available() if recipe.bf16 == "auto" else bool(recipe.bf16)
+
+
+def in_training_dtype(student: nn.Module, recipe: Recipe) -> nn.Module:
+    """The student in fp32, in place. With LoRA in autocast, what is frozen and stored in bf16 stays in bf16."""
+    if not (recipe.teacher == "lora" and uses_bf16(recipe) and student.dtype == torch.bfloat16):
+        return student.float()
+    corrected = set(teachers.lora_names(student, recipe.lora_mixers))
+    for layer in converted_layers(student):
+        mixer = attention_module(student, layer)
+        for name, module in mixer.named_modules(prefix=attention_prefix(student, layer)):
+            if name not in corrected:
+                for parameter in module.parameters(recurse=False):
+                    parameter.data = parameter.data.float()
+    return student
+
+
 def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> StudentTeacher:
     """The module of student and teacher that a stage trains. Raises ValueError if weights are sharded and shared."""
-    bf16 = torch.cuda.is_available() if recipe.bf16 == "auto" else recipe.bf16
+    bf16 = uses_bf16(recipe)
     student.requires_grad_(True)
     if recipe.stage == "align":
         layers = recipe.layer_slice(converted_layers(student), student.config.num_hidden_layers)
@@ -168,14 +194,18 @@ def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> 
                 " teacher: copy or cache:DIR, or launch without FSDP and DeepSpeed"
             )
         teachers.share_weights(student, teacher)
+        if recipe.quantize != "none":
+            compute = torch.bfloat16 if bf16 else torch.float32
+            teachers.quantize_frozen(student, teacher, recipe.quantize, compute, recipe.lora_mixers)
         if recipe.teacher == "lora":
-            teachers.add_lora(student, recipe.lora_rank, recipe.seed)
+            teachers.add_lora(student, recipe.lora_rank, recipe.seed, recipe.lora_mixers)
     if recipe.gradient_checkpointing:
         student.gradient_checkpointing_enable({"use_reentrant": False})
     return DistillStudentTeacher(student, teacher, recipe.chunk_tokens, bf16)
 
 
 def check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recipe) -> None:
+    refuse_quantized(student, "the student", "give the original student, and set quantize in the recipe")
     if data.block_size != recipe.block_size:
         raise ValueError(
             f"data has blocks of {data.block_size} tokens, but block_size of the recipe is {recipe.block_size}; give"

@@ -1,5 +1,6 @@
 """The arguments of transformers' Trainer for a recipe; its field `trainer` may set some of them, which is checked."""
 
+import importlib.util
 import math
 import os
 import typing
@@ -14,6 +15,7 @@ from hf_memmix.training._trainer_hooks import (
     get_available_reporting_integrations,
     use_one_gpu,
 )
+from hf_memmix.training.quantized import check_installed
 from hf_memmix.training.recipe import Recipe
 
 # arguments that `trainer` must not set, and the field of the recipe or argument of `train` that sets them
@@ -39,6 +41,24 @@ DECIDED_ELSEWHERE = {
     "dataloader_drop_last": "the kind of the data",
     "remove_unused_columns": "the kind of the data",
 }
+# optimizers by a part of their names, and the package that computes them; the first part that a name contains counts
+OPTIMIZER_PACKAGES = {
+    "galore": "galore_torch",
+    "apollo": "apollo_torch",
+    "lomo": "lomo_optim",
+    "grokadamw": "grokadamw",
+    "schedule_free": "schedulefree",
+    "stable_adamw": "optimi",
+    "adamw_torch_4bit": "torchao",
+    "adamw_torch_8bit": "torchao",
+    "bnb": "bitsandbytes",
+    "8bit": "bitsandbytes",
+    "paged": "bitsandbytes",
+    "ademamix": "bitsandbytes",
+    "lion": "bitsandbytes",
+}
+# these choose their own parameters or need the gradients while they are made, so rates by group have no effect
+OWN_GROUPS = ("galore", "apollo", "lomo")
 POSITIVE = ("logging_steps", "save_total_limit")
 BELOW_ONE = ("adam_beta1", "adam_beta2")
 
@@ -86,6 +106,29 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
     check_trackers(arguments.report_to)
     use_one_gpu(arguments)  # several GPUs need `accelerate launch`; nn.DataParallel cannot run a `StudentTeacher`
     return arguments
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Raise ValueError if the optimizer or the quantisation of a recipe cannot be used, or its package is missing.
+
+    It loads nothing, so a command can call it first.
+    """
+    check_installed(recipe.quantize)
+    optimizer = str(recipe.trainer.get("optim", "adamw_torch"))
+    found = [(part, package) for part, package in OPTIMIZER_PACKAGES.items() if part in optimizer]
+    if not found:
+        return
+    part, package = found[0]
+    if part in OWN_GROUPS:
+        raise ValueError(
+            f"trainer sets optim to {optimizer!r}, which chooses its own parameters, so the rates of the recipe would"
+            " have no effect; give adamw_torch, adafactor, adamw_8bit or paged_adamw_8bit"
+        )
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"trainer sets optim to {optimizer!r}, which {package} computes, and it is missing; pip install {package},"
+            " or give adamw_torch or adafactor"
+        )
 
 
 def _check(given: dict) -> None:

@@ -10,13 +10,14 @@ from typing import Annotated
 
 import typer
 
-from hf_memmix.commands import convert, generate, measure, publish, run, select, serve, train
+from hf_memmix.commands import convert, generate, measure, plan, publish, run, select, serve, train
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 COMMANDS = {
+    "plan": plan.plan,
     "convert": convert.convert,
     "import-hmf": convert.import_hmf,
     "align": train.align,

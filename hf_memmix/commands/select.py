@@ -12,15 +12,18 @@ from rich.table import Table
 
 from hf_memmix.commands.common import (
     Device,
+    DeviceMap,
     Json,
     KeepCount,
     KeepLayers,
     OldKeep,
     Overwrite,
+    check_placement,
     choice_of_layers,
     load,
     out,
     print_json,
+    shape_of,
     shared_tokenizer,
     tokenizer_of,
 )
@@ -76,6 +79,7 @@ def select(
     seed: Seed = 0,
     batch_size: BatchSize = 8,
     device: Device = None,
+    device_map: DeviceMap = None,
     keep: OldKeep = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -85,11 +89,20 @@ def select(
     With one mixer, the layers that cost most stay attention: a quarter of them, --keep-count of them, or those of
     --keep-layers. With --mixers, every layer gets one of several mixers, under the budgets that are given; without
     --keep-count or --keep-layers no layer stays attention.
+
+    With --device-map auto, the teacher is spread over all devices, and a mixer is on one only while it computes. The
+    candidates of a mixture must then be aligned already.
     """
     from hf_memmix.assets import asset_path
     from hf_memmix.conversion.records import bytes_of
     from hf_memmix.training.recipe import load_recipe
 
+    check_placement(device, device_map)
+    if device_map is not None and mixers is not None:
+        raise ValueError(
+            "--mixers aligns its candidates, for which the teacher must be on one device, but --device-map is 'auto';"
+            " align each candidate (memmix align), and give the students with --student"
+        )
     if out_file.exists() and not overwrite:
         raise ValueError(f"{out_file} exists; choose another name, or overwrite")
     students = student or []
@@ -108,17 +121,20 @@ def select(
     measure |= {"max_tokens": max_tokens, "text": text, "batch_size": batch_size}
     if not several:
         (given,) = students or [None]
-        _select_layers(teacher, out_file, given, mixer or "gka", chosen, measure, device, as_json)
+        _select_layers(teacher, out_file, given, mixer or "gka", chosen, measure, (device, device_map), as_json)
         return
     budget = {"state_bytes": None if state_bytes is None else bytes_of(state_bytes, "--state-bytes")}
     budget |= {"decode_ms": decode_ms, "context": context, "keep": chosen}
     training = {"text": train_text, "recipe": load_recipe(recipe, stage="align", steps=steps, seed=seed)}
-    _select_mixers(teacher, out_file, students, mixers, budget, training, measure, device, as_json)
+    _select_mixers(teacher, out_file, students, mixers, budget, training, measure, (device, device_map), as_json)
 
 
-def _select_layers(teacher, out_file: Path, given: Path | None, mixer, chosen, measure: dict, device, as_json) -> None:
-    """Rank the layers of one mixer and write a plan. `given`: an aligned student, None for a new conversion."""
-    from hf_memmix.conversion import LayerChoice, convert_model, layers_to_keep
+def _select_layers(teacher, out_file: Path, given: Path | None, mixer, chosen, measure: dict, place, as_json) -> None:
+    """Rank the layers of one mixer and write a plan.
+
+    given: an aligned student, None for a new conversion. place: --device and --device-map.
+    """
+    from hf_memmix.conversion import LayerChoice, layers_to_keep
     from hf_memmix.conversion.limits import check_length, check_vocabularies
     from hf_memmix.conversion.plan import write_plan
     from hf_memmix.training.evaluation.layer_selection import choose, count_of, plot_ranking, rank_layers
@@ -126,14 +142,15 @@ def _select_layers(teacher, out_file: Path, given: Path | None, mixer, chosen, m
     chosen = chosen or LayerChoice.counted("0.25")
     teacher, student = model_folder(teacher), model_folder(given)
     tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
-    teacher_model = load(teacher, device)
+    device, device_map = place
+    teacher_model = load(teacher, device, device_map=device_map)
     num_layers = teacher_model.config.num_hidden_layers
     # wrong choices are refused before minutes of work
     named = layers_to_keep(chosen, num_layers) if chosen.count is None else None
     if named is None:
         count_of(chosen.count, num_layers, num_layers)
     check_length(teacher_model, "teacher", measure["length"], "--length", "give a shorter one")
-    mixers = convert_model(teacher_model, mixer) if student is None else load(student, device)
+    mixers = _mixers_for(teacher_model, teacher, student, mixer, place)
     check_student(mixers, student, teacher_model, teacher)
     check_vocabularies(mixers, teacher_model)
     kind = mixer if student is None else only_mixer(mixers, student)
@@ -162,7 +179,29 @@ def _select_layers(teacher, out_file: Path, given: Path | None, mixer, chosen, m
     out.print(f"memmix convert --plan {out_file} keeps layers {plan['keep']}")
 
 
-def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, measure: dict, device, as_json) -> None:
+def _mixers_for(teacher_model, teacher: Path, student: Path | None, mixer: str, place):
+    """The student whose mixers are measured in the teacher: that of a folder, or a new conversion with `mixer`.
+
+    With a device map only its mixers have values. They are read from a folder, which a new conversion needs too.
+    """
+    import tempfile
+
+    from hf_memmix.conversion import convert_model
+    from hf_memmix.conversion.compare_in_turn import with_mixers
+    from hf_memmix.conversion.loading import meta_teacher
+
+    device, device_map = place
+    if device_map is None:
+        return convert_model(teacher_model, mixer) if student is None else load(student, device)
+    if student is not None:
+        return with_mixers(meta_teacher(student), student, teacher_model)
+    with tempfile.TemporaryDirectory(prefix="memmix-select-") as work:
+        folder = Path(work) / "student"
+        convert_model(teacher, mixer, out=folder)
+        return with_mixers(meta_teacher(folder), folder, teacher_model)
+
+
+def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, measure: dict, place, as_json) -> None:
     """Align and score every candidate in every layer, choose a mixture and write a plan.
 
     `given`: aligned students; without them `mixers` names the candidates. The aligned mixers and the scores stay in a
@@ -173,6 +212,7 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
 
     from hf_memmix.commands.devices import choose_device
     from hf_memmix.conversion import convert_model, load_model
+    from hf_memmix.conversion.compare_in_turn import place_mixers
     from hf_memmix.conversion.estimate import meta_teacher
     from hf_memmix.conversion.limits import check_length
     from hf_memmix.conversion.loading import read_config
@@ -180,12 +220,15 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
     from hf_memmix.training.data import TokenBlocks
     from hf_memmix.training.evaluation.mixer_plan import mixture_plan, plot_mixture
     from hf_memmix.training.evaluation.mixer_search import check_budget, costs_of, measure_candidates
+    from hf_memmix.training.hashes import teacher_hash
     from hf_memmix.training.run_lock import run_lock
 
     # wrong choices, and budgets that no mixture meets, are refused before hours of work
+    device, device_map = place
     teacher, recipe, blocks = model_folder(teacher), training["recipe"], None
     config, shapes = read_config(teacher), meta_teacher(teacher)
     limits = _budget(budget, config.num_hidden_layers)
+    dtype = shape_of(teacher).dtype  # that of the loaded teacher
     kinds = [] if mixers is None else _candidates(mixers)
     if kinds and training["text"] is None:
         raise ValueError("give --train-text, the text on which the candidates are aligned, or aligned students")
@@ -197,6 +240,8 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
         if (kind := only_mixer(student, folder)) in students:
             raise ValueError(f"{folder} and another student both have the mixer {kind}; give one student per mixer")
         students[kind], candidates[kind] = student, partial(load_model, folder, "float32")
+        if device_map is not None:
+            candidates[kind] = partial(_only_mixers, folder, dtype)
     students = students or {kind: convert_model(shapes.to("meta"), kind) for kind in kinds}
     costs = costs_of(shapes, students, budget["context"], config.dtype or shapes.dtype)
     check_budget(costs, limits)
@@ -208,8 +253,10 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
         if device == "cpu":
             recipe = replace(recipe, trainer=recipe.trainer | {"use_cpu": True})
         blocks = TokenBlocks.from_files(training["text"], tokenizer, recipe.block_size, recipe.pack)
-    teacher_model, kept_in = load(teacher, device), out_file.with_suffix(".mixers")
+    teacher_model, kept_in = load(teacher, device, device_map=device_map), out_file.with_suffix(".mixers")
     scoring = {name: measure[name] for name in ("weight", "batch_size")}
+    if device_map is not None:
+        scoring |= {"teacher_id": teacher_hash(teacher), "place": partial(place_mixers, teacher=teacher_model)}
     with run_lock(kept_in):
         measured = measure_candidates(
             teacher_model, candidates, kept_in, data, costs, recipe=recipe, blocks=blocks, show=progress, **scoring
@@ -225,6 +272,14 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
         return
     _print_mixture(plan)
     out.print(f"memmix convert --teacher {teacher} --plan {out_file} takes these mixers", soft_wrap=True)
+
+
+def _only_mixers(folder: Path, dtype):
+    """A student of which only the mixers have values."""
+    from hf_memmix.conversion.compare_in_turn import read_mixers
+    from hf_memmix.conversion.loading import meta_teacher
+
+    return read_mixers(meta_teacher(folder), folder, dtype)
 
 
 def _print_mixture(plan: dict) -> None:

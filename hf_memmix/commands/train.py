@@ -204,7 +204,7 @@ def _settings(stage: str, args: SimpleNamespace):
     from dataclasses import replace
 
     from hf_memmix.training.recipe import load_recipe
-    from hf_memmix.training.trainer_arguments import check_trackers
+    from hf_memmix.training.trainer_arguments import check_packages, check_trackers
 
     choose_device(args.device)
     check_processes()
@@ -214,7 +214,9 @@ def _settings(stage: str, args: SimpleNamespace):
     given |= {"report_to": list(dict.fromkeys(args.report_to))} if args.report_to else {}
     check_trackers(given.get("report_to", []), "--report-to")
     given |= {"use_cpu": True} if args.device == "cpu" else {}
-    return replace(settings, trainer=settings.trainer | given)
+    settings = replace(settings, trainer=settings.trainer | given)
+    check_packages(settings)
+    return settings
 
 
 def _refuse_two_students(args: SimpleNamespace) -> None:

@@ -92,6 +92,9 @@ class MemoryMixer(nn.Module):
     options_class: ClassVar[type[MixerOptions]] = MixerOptions
     fp32_parameters: ClassVar[tuple[str, ...]] = ()  # kept in fp32 when the model is loaded in fp16 or bf16
     lora_targets: ClassVar[tuple[str, ...]] = ("q_proj", "v_proj")  # where PEFT puts LoRA by default
+    # linear layers whose outputs steer the memory (decay, write strength, step size): no quantiser and no LoRA changes
+    # them, because an error of theirs is carried from token to token
+    steering_layers: ClassVar[tuple[str, ...]] = ()
     input_layers: ClassVar[tuple[str, ...]] = ()  # linear layers of `project` that read the layer's input: `products`
     token_arguments: ClassVar[tuple[str, ...]] = ()  # arguments [B, T] of the model that `scan` gets among its tokens
     # where the states live in a server's memory, it runs the layer: f(hidden_states, position_embeddings) -> output

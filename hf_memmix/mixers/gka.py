@@ -128,6 +128,7 @@ class GKAMixer(HeadsMixer):
 
     options_class = GKAOptions
     fp32_parameters = ("A_log", "dt_bias")
+    steering_layers = ("a_proj", "b_proj", "alpha_proj")
     max_head_dim = MAX_HEAD_DIM
     input_layers = (*HeadsMixer.input_layers, "a_proj", "b_proj", "alpha_proj")
     head_parameters = ("a_proj", "A_log", "dt_bias", "b_proj", "alpha_proj")

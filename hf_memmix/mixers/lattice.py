@@ -106,6 +106,7 @@ class LatticeMixer(HeadsMixer):
     options_class = LatticeOptions
     fp32_parameters = ("S0",)
     lora_targets = ("qk_proj", "q_proj", "v_proj")
+    steering_layers = ("gamma_proj", "f_proj")
     max_head_dim = MAX_DIM
     input_layers = (*HeadsMixer.input_layers, "gamma_proj", "f_proj")
     head_parameters = ("S0", "gamma_bias", "gamma_proj", "f_proj")

@@ -97,6 +97,7 @@ class Mamba2Mixer(MemoryMixer):
     options_class = Mamba2Options
     fp32_parameters = ("A_log", "D", "dt_bias")
     lora_targets = ("in_proj", "out_proj")
+    steering_layers = ("in_proj",)  # its last rows are the step sizes, which set the decay
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)

@@ -96,6 +96,43 @@ def test_commands_with_a_device_map(pair, tmp_path):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_select_with_a_device_map_gives_the_same_plan(pair, tmp_path, given):
+    """The teacher is spread; the mixers come from an aligned student or from a new conversion."""
+    student, teacher = pair
+    command = ["select", "--teacher", teacher, "--keep-count", "1", "--text", tmp_path / "text.txt", "--json"]
+    command += ["--tasks", "none", "--length", "64", "--max-tokens", "256"]
+    if given:  # in all layers, so that every layer has a score
+        save_student(convert_model(teacher, "gka"), tmp_path / "all", tiny_tokenizer())
+        command += ["--student", tmp_path / "all"]
+    plans = []
+    for name, options in (("one", []), ("two", ["--device-map", "auto"])):
+        plans.append(result_of(memmix(*command, "--out", tmp_path / f"{name}.json", *options)))
+    assert plans[0]["keep"] == plans[1]["keep"] and plans[0]["mixer"] == plans[1]["mixer"] == "gka"
+    for one, two in zip(plans[0]["layers"], plans[1]["layers"], strict=True):
+        assert one["kl"] == pytest.approx(two["kl"], rel=1e-4) and one["nll"] == pytest.approx(two["nll"], abs=1e-4)
+
+
+def test_a_mixture_of_aligned_students_with_a_device_map(pair, tmp_path):
+    _, teacher = pair
+    students = []
+    for kind in ("gka", "mamba2"):
+        save_student(convert_model(teacher, kind), tmp_path / kind, tiny_tokenizer())
+        students += ["--student", tmp_path / kind]
+    command = ["select", "--teacher", teacher, *students, "--text", tmp_path / "text.txt", "--json"]
+    command += ["--tasks", "none", "--length", "64", "--max-tokens", "256"]
+    plans = []
+    for name, options in (("one", []), ("two", ["--device-map", "auto"])):
+        plans.append(result_of(memmix(*command, "--out", tmp_path / f"{name}.json", *options)))
+    assert plans[0]["mixer_types"] == plans[1]["mixer_types"]
+    for one, two in zip(plans[0]["scores"], plans[1]["scores"], strict=True):
+        for kind in ("gka", "mamba2"):
+            assert one["mixers"][kind]["score"] == pytest.approx(two["mixers"][kind]["score"], rel=1e-4)
+    run = memmix("select", "--teacher", teacher, "--mixers", "gka,mamba2", "--out", tmp_path / "x.json",
+                 "--device-map", "auto")  # fmt: skip
+    assert run.exit_code == 1 and "--mixers aligns its candidates" in run.stderr
+
+
 def test_wrong_device_maps_are_one_line(pair):
     student, _ = pair
     write = ["generate", "--model", student, "--prompt", "the cat"]

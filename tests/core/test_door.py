@@ -72,6 +72,7 @@ METHODS = {
     "transformers.Trainer._get_train_sampler": "train_dataset",
     "transformers.Trainer._get_output_dir": "trial",
     "transformers.Trainer._save_checkpoint": "model trial",
+    "transformers.quantizers.base.get_keys_to_not_convert": "model",
     "transformers.Trainer.save_model": "output_dir _internal_call",
     "transformers.Trainer._save_optimizer_and_scheduler": "output_dir",
     "transformers.Trainer._load_from_checkpoint": "resume_from_checkpoint model",

@@ -11,6 +11,7 @@ from hf_memmix.training.documents import conversion_costs as costs
 from hf_memmix.training.documents import kernel_tables as kernels
 from hf_memmix.training.documents import one_gpu_tables as one_gpu
 from hf_memmix.training.documents import serving_tables as serving
+from hf_memmix.training.documents.budget_tables import one_gpu_distil_table, plan_checked_table
 from hf_memmix.training.documents.measurements import CARDS, read
 
 aligned_table = partial(markdown_table, figures=True)
@@ -185,6 +186,8 @@ TABLES = {
     "teachers": teacher_table,
     "refusals": refused_table,
     "gpus": gpus_table,
+    "one_gpu_distil": one_gpu_distil_table,
+    "plan_checked": plan_checked_table,
     "plans": plans_table,
     "streaming": streaming_table,
     "one_gpu": one_gpu.one_gpu_table,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from hf_memmix._transformers import execution_device
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.teacher_forcing import converted_layers
@@ -82,7 +83,7 @@ def cost_of_swaps(
 
 
 def _costs(teacher, student, swaps, blocks, samples, batch_size, progress) -> tuple[dict, list[dict]]:
-    head, device = logits_head(teacher), teacher.get_input_embeddings().weight.device
+    head, device = logits_head(teacher), execution_device(teacher.get_input_embeddings())
     rows = [{"layers": list(layers), "kl": 0.0, "loss": 0.0} for layers in swaps]
     base, count = {"loss": 0.0}, blocks[:, 1:].numel()
     batches, done = blocks.split(batch_size), 0
@@ -121,10 +122,11 @@ def _hidden(model: nn.Module, batch: Tensor) -> Tensor:
 
 def _losses(head, hidden: Tensor, batch: Tensor) -> float:
     """Sum of the nll; logits of one row at a time."""
-    rows = zip(hidden, batch, strict=True)
-    return sum(
-        nn.functional.cross_entropy(head(h[:-1]).float(), ids[1:], reduction="sum").double().item() for h, ids in rows
-    )
+    total = 0.0
+    for h, ids in zip(hidden, batch, strict=True):
+        logits = head(h[:-1]).float()
+        total += nn.functional.cross_entropy(logits, ids[1:].to(logits.device), reduction="sum").double().item()
+    return total
 
 
 def _divergence(head, target: Tensor, hidden: Tensor) -> float:

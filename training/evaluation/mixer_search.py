@@ -33,6 +33,7 @@ from hf_memmix.conversion.records import bytes_text, write_json
 from hf_memmix.conversion.saving import remove_folder
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import ATTENTION
+from hf_memmix.swap import memory_mixers
 from hf_memmix.training.evaluation.layer_selection import rank_layers
 from hf_memmix.training.evaluation.mixer_choice import best_choice
 from hf_memmix.training.evaluation.selection_data import SelectionData
@@ -155,6 +156,8 @@ def measure_candidates(
     blocks,
     weight: float = 1.0,
     batch_size: int = 8,
+    teacher_id: str | None = None,
+    place: Callable[[nn.Module], nn.Module] | None = None,
     show: Callable = lambda title: contextlib.nullcontext(lambda *at: None),
 ) -> Measured:
     """Align and score every candidate in every layer. One candidate at a time is in memory.
@@ -165,6 +168,9 @@ def measure_candidates(
         folder: keeps `<mixer>.safetensors` and `<mixer>.json`; what is there of the same work is used again.
         costs: see `costs_of`.
         blocks: training data of the alignment; None if all candidates are given.
+        teacher_id: `teacher_hash` of the teacher's folder; default: the hash of the model's tensors.
+        place: for a teacher that is spread over several devices, a function that lets a student's mixers compute
+            beside it. Of the students only the mixers need values then.
         show: `show(title)` is a context manager that yields `advance(done, total)` for one step of the work.
 
     Raises:
@@ -172,7 +178,7 @@ def measure_candidates(
     """
     folder = Path(folder)
     device, precision = teacher.get_input_embeddings().weight.device, teacher.dtype
-    hashed, scoring = teacher_hash(teacher), {"weight": weight, "batch_size": batch_size}
+    hashed, scoring = teacher_id or teacher_hash(teacher), {"weight": weight, "batch_size": batch_size}
     rankings, options = {}, {}
     for kind, given in candidates.items():
         if given is None:
@@ -181,9 +187,13 @@ def measure_candidates(
                 student = aligned_student(teacher, kind, blocks, folder, recipe, seed=recipe.seed, callbacks=steps)
         else:
             student = given()
-            write_mixers(student, mixer_file(folder, kind), {"student": teacher_hash(student)})
-        student = cast_student(student, precision).to(device).eval()
-        teacher.to(device)  # the training may have moved it
+            mixers = student if place is None else nn.ModuleList(memory_mixers(student).values())
+            write_mixers(student, mixer_file(folder, kind), {"student": teacher_hash(mixers)})
+        if place is None:
+            student = cast_student(student, precision).to(device).eval()
+            teacher.to(device)  # the training may have moved it
+        else:
+            student = place(student)
         identity = {"weight": weight, **data.record, "teacher": hashed, "mixers": file_hash(mixer_file(folder, kind))}
         with show(f"scoring {kind}:") as advance:
             measure = functools.partial(

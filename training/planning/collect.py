@@ -1,0 +1,76 @@
+"""Gathers measured.json, which `memmix plan` reads, from the committed measurements of training.
+
+python -m hf_memmix.training.planning.collect
+"""
+
+import functools
+from pathlib import Path
+
+from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.records import CHECKOUT, write_json
+from hf_memmix.training.documents.conversion_costs import SHAPES
+from hf_memmix.training.documents.measurements import MEASUREMENTS, read
+from hf_memmix.training.planning.memory import Settings, memory_of
+from hf_memmix.training.planning.shapes import Shapes
+from hf_memmix.training.planning.speed import MEASURED
+
+TRAIN = (8, 2048)  # sequences and tokens of the training step with which mixers are compared
+
+
+def collect(root: Path = CHECKOUT) -> dict:
+    """`rows` of measured runs (`run`, `kind`, `parameters`, `checkpointing`, `tokens_s`, `bytes`, `reserved` and
+    `predicted_bytes`, which are computed anew), `mixers` (milliseconds of a training step by mixer), `two_gpus` (the
+    share of twice the speed of one GPU that two reach) and `gpu`.
+    """
+    steps = [row for row in read("models", root) if row["phase"] == "train" and not row["compiled"]]
+    launches = read("multi_gpu", root)["launches"]
+    speeds = [launches[name]["stages"]["distill"]["tokens_per_second"] for name in ("1b_ddp", "1b_single")]
+    rows = []
+    if (root / MEASUREMENTS["budget"]).is_file():
+        rows += [_row(row) for row in read("budget", root)["rows"] if "error" not in row]
+    if (root / MEASUREMENTS["streaming_align"]).is_file():
+        rows += [_streamed(read("streaming_align", root)["run"])]
+    return {
+        "rows": rows,
+        "mixers": {row["mixer"]: row["ms"] for row in steps if (row["B"], row["T"]) == TRAIN},
+        "two_gpus": round(speeds[0] / speeds[1] / 2, 3),
+        "gpu": steps[0]["gpu"],
+    }
+
+
+@functools.cache
+def _shapes(name: str) -> Shapes:
+    """The shapes of a Llama size of `SHAPES` with gka in every layer."""
+    (teacher,) = (shape.model() for shape in SHAPES if shape.name == name)
+    return Shapes.of(teacher, convert_model(teacher, "gka"))
+
+
+def _row(row: dict) -> dict:
+    """A row of measure_training.py."""
+    settings = Settings(**row["settings"])
+    kind = {"copy": "full"}.get(settings.teacher, "lora") if settings.stage == "distill" else settings.stage
+    return _measured(row["run"], row["shape"], kind, settings, row["tokens_s"], row)
+
+
+def _streamed(run: dict) -> dict:
+    """The run of training/benchmarks/streaming_align.py."""
+    settings = Settings("align --stream", rows=run["batch_size"], length=run["block_size"])
+    speed = round(run["tokens_per_second"]["whole"])
+    return _measured("8B align --stream", "8.0B", "align --stream", settings, speed, run["peak_memory"])
+
+
+def _measured(run: str, shape: str, kind: str, settings: Settings, speed: float, peak: dict) -> dict:
+    return {
+        "run": run,
+        "kind": kind,
+        "parameters": _shapes(shape).teacher,
+        "checkpointing": settings.checkpointing,
+        "tokens_s": speed,
+        "bytes": peak["allocated"],
+        "reserved": peak["reserved"],
+        "predicted_bytes": round(memory_of(_shapes(shape), settings).total),
+    }
+
+
+if __name__ == "__main__":
+    write_json(MEASURED, collect())

@@ -1,0 +1,99 @@
+"""The sizes of a conversion that memory and time depend on, counted on models without values (meta device)."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hf_memmix.conversion.families import attention_module, decoder_layers
+from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.swap import memory_mixers
+from hf_memmix.training.teachers import lora_names
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Counts of parameters, and widths in channels.
+
+    Args:
+        student, teacher: all parameters.
+        mixers: of the student's mixers.
+        attention: of the teacher's attention that the mixers replace.
+        embedding, head: of the input embeddings and of the output projection; tied ones are counted as `head` only.
+        matrices: of the frozen layers outside the mixers that LoRA corrects.
+        mixer_matrices: of those in the mixers.
+        lora, mixer_lora: of corrections of rank 1 for these matrices.
+        teacher_layer, mixer: of one decoder layer of the teacher and of one mixer, the largest ones.
+        layers, kept: number of layers, and of those that stay attention.
+        hidden, inner, vocabulary: widths of the residual stream, of the MLP and of the logits.
+        queries, keys: channels of all query heads and of all key/value heads.
+        heads: number of query heads.
+        kinds: number of layers by mixer.
+    """
+
+    student: int
+    teacher: int
+    mixers: int
+    attention: int
+    embedding: int
+    head: int
+    matrices: int
+    mixer_matrices: int
+    lora: int
+    mixer_lora: int
+    teacher_layer: int
+    mixer: int
+    layers: int
+    kept: int
+    hidden: int
+    inner: int
+    vocabulary: int
+    queries: int
+    keys: int
+    heads: int
+    kinds: dict[str, int]
+
+    @classmethod
+    def of(cls, teacher: nn.Module, student: nn.Module) -> "Shapes":
+        """The shapes of a teacher and of the student that was made of it; both may be on the meta device."""
+        config, converted = student.config, converted_layers(student)
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        inputs, outputs = student.get_input_embeddings().weight, student.get_output_embeddings().weight
+        tied = inputs is outputs or getattr(config, "tie_word_embeddings", False)
+        outside, every = (
+            [student.get_submodule(name) for name in lora_names(student, mixers)] for mixers in (False, True)
+        )
+        inside = [layer for layer in every if all(layer is not other for other in outside)]
+        mixers = list(memory_mixers(student).values())
+        kinds = [kind for kind in config.mixer_types if kind != "attention"]
+        # the MLP's widest projection; of a mixture of experts the number of channels that all experts have together
+        layer = decoder_layers(teacher)[converted[0]]
+        rest = _size(layer) - _size(attention_module(teacher, converted[0]))
+        return cls(
+            student=_size(student),
+            teacher=_size(teacher),
+            mixers=sum(map(_size, mixers)),
+            attention=sum(_size(attention_module(teacher, i)) for i in converted),
+            embedding=0 if tied else inputs.numel(),
+            head=outputs.numel(),
+            matrices=sum(map(_size, outside)),
+            mixer_matrices=sum(map(_size, inside)),
+            lora=sum(sum(layer.weight.shape) for layer in outside),
+            mixer_lora=sum(sum(layer.weight.shape) for layer in inside),
+            teacher_layer=max(_size(row) for row in decoder_layers(teacher)),
+            mixer=max(map(_size, mixers)),
+            layers=len(config.mixer_types),
+            kept=len(config.mixer_types) - len(converted),
+            hidden=config.hidden_size,
+            inner=getattr(config, "intermediate_size", None) or rest // (3 * config.hidden_size),
+            vocabulary=config.vocab_size,
+            queries=heads * head_dim,
+            keys=groups * head_dim,
+            heads=heads,
+            kinds={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+        )
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,59 @@
+"""Hours of a training stage, from measured tokens per second.
+
+`measured.json` holds training steps of whole models of 1B and 8B parameters, which `collect.py` gathers from the
+committed measurements. The time per token of another model is that of the nearest measured size, times the ratio of
+the parameters; of another mixer, times the ratio of its measured training step to that of gka. A run with gradient
+checkpointing is compared with one that has it, if there is one, and otherwise takes a third more: one more forward.
+"""
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+MEASURED = Path(__file__).with_name("measured.json")
+RECOMPUTE = 4 / 3  # a forward takes half as long as a backward
+
+
+@functools.cache
+def measured() -> dict:
+    """The content of measured.json."""
+    return json.loads(MEASURED.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second of all GPUs together, and the measured run from which it was computed."""
+
+    tokens_s: float
+    measured_run: str
+
+
+def speed_of(kind: str, parameters: int, mixers: dict[str, int], checkpointing: bool, gpus: int = 1) -> Speed | None:
+    """The speed of a stage; None if no run of this kind was measured.
+
+    Args:
+        kind: "align", "align --stream", "full" or "lora".
+        parameters: of the teacher.
+        mixers: number of layers by mixer.
+    """
+    data = measured()
+    rows = [row for row in data["rows"] if row["kind"] == kind]
+    if not rows:
+        return None
+
+    def distance(row: dict) -> tuple[float, bool]:
+        return abs(math.log(row["parameters"] / parameters)), row["checkpointing"] != checkpointing
+
+    row = min(rows, key=distance)
+    seconds = parameters / row["parameters"] / row["tokens_s"]
+    if row["checkpointing"] != checkpointing:
+        seconds *= RECOMPUTE if checkpointing else 1 / RECOMPUTE
+    steps = data["mixers"]
+    known = {kind: count for kind, count in mixers.items() if kind in steps}
+    if known:
+        seconds *= sum(count * steps[kind] for kind, count in known.items()) / sum(known.values()) / steps["gka"]
+    # two GPUs were measured; the same share is lost with each doubling
+    efficiency = data["two_gpus"] ** math.log2(gpus)
+    return Speed(gpus * efficiency / seconds, row["run"])

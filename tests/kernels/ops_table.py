@@ -318,8 +318,8 @@ OPS = [
     ),
     Op(
         name="gka_sketched",
-        # keys of half the size round once more: where one key fills the state, the error of dk is 5e-5 to 9e-5; that of
-        # `gka` with keys of the same size is 5e-5 to 7e-5
+        # keys of half the size round once more: where one key fills the state, the error of dk is 5e-5 to 9e-5; that
+        # of `gka` with keys of the same size is 5e-5 to 7e-5
         **{**_GKA, "draw": _draw_gka_sketched, "draw_state": _draw_gka_sketched_state, "rounding": 6.0},
         options={"num_iterations": 48},
         converged={"num_iterations": 120},

@@ -66,8 +66,10 @@ ABLATIONS = {
     "ridge 0.05": Variant({"ridge": 0.05}),
     "ridge 0.1": Variant({"ridge": 0.1}),
 }
-# with 64 pairs
+# with 64 pairs. The paper's Figure 3a is measured "without any gating or alpha-connection" (its Appendix D)
 IN_GRID = {
+    "as in Figure 3a": Variant({"use_decay": False, "use_alpha": False}),
+    "as in Figure 3a, rate x 0.5": Variant({"use_decay": False, "use_alpha": False}, rate=0.5),
     "rate x 0.5": Variant(rate=0.5),
     "rate x 0.75": Variant(rate=0.75),
     "rate x 1.5": Variant(rate=1.5),

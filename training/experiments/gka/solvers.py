@@ -2,12 +2,12 @@
 
     python training/experiments/gka/solvers.py --out gka_solvers.json --plot
 
-The rows are the panels of Figure 1 of the paper, on a CPU. "forward" (its panel a) solves random problems with gradient
-descent (GD), with Nesterov's momentum (AGD), with conjugate gradients (CG) and by the Chebyshev iteration (CH). "layer"
-(b, d) compares the gradients of q and k of one layer with the exact solver's, and "network" (c, e) those of all weights
-of a Llama whose attention is the ridge regression. "implicit" gradients come from one more solve (Lemma 2 of the paper),
-"autograd" ones from differentiating the iterations. "ridge" is Figure 8: CH at the ridges of Appendix G, lambda = a |H|,
-and at the constant lambda of Appendix F.1.
+The rows are the panels of Figure 1 of the paper, on a CPU. "forward" (its panel a) solves random problems with
+gradient descent (GD), with Nesterov's momentum (AGD), with conjugate gradients (CG) and by the Chebyshev iteration
+(CH). "layer" (b, d) compares the gradients of q and k of one layer with the exact solver's, and "network" (c, e)
+those of all weights of a Llama whose attention is the ridge regression. "implicit" gradients come from one more solve
+(Lemma 2 of the paper), "autograd" ones from differentiating the iterations. "ridge" is Figure 8: CH at the ridges of
+Appendix G, lambda = a |H|, and at the constant lambda of Appendix F.1.
 
 Solvers run in float32. The reference of all gradients is torch.linalg.solve in float64.
 """

@@ -40,10 +40,12 @@ def section(results: dict) -> str:
     head = ["panel", "solver", *(f"{count} iterations" for count in SHOWN), "mean of H x - q", "condition"]
     floors = {row["panel"]: row["exact_in_float32"] for row in results["rows"] if "exact_in_float32" in row}
     floor = ", ".join(f"{value:.1e} ({panel})" for panel, value in floors.items())
+    sizes = (
+        f"{own['heads']} heads of {own['head_dim']}; residuals: {own['problems']} tokens; gradients: {own['length']}"
+    )
     return (
-        f"{markdown_table(head, lines)}\n\n{own['heads']} heads of {own['head_dim']}; residuals: {own['problems']} tokens;"
-        f" gradients: {own['length']} tokens, {own['layers']} layers in the network. Solvers in float32, reference in"
-        f" float64; the exact solver in float32 is off by {floor}. {measured_at(results)}."
+        f"{markdown_table(head, lines)}\n\n{sizes} tokens, {own['layers']} layers in the network. Solvers in float32,"
+        f" reference in float64; the exact solver in float32 is off by {floor}. {measured_at(results)}."
     )
 
 

@@ -12,7 +12,6 @@ own. One rate for all variants is a limit of this experiment: a variant may have
 """
 
 import json
-import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Annotated
@@ -24,7 +23,7 @@ from hf_memmix.conversion.from_attention.gka import start_decay
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.experiments.common.fit import memory_of, train_language_model
 from hf_memmix.training.experiments.common.harness import execute
-from hf_memmix.training.experiments.common.mqar import VOCAB, check_cell
+from hf_memmix.training.experiments.common.mqar import check_cell
 from hf_memmix.training.experiments.common.options import (
     BatchTokens,
     PlottedOptions,
@@ -154,9 +153,7 @@ def main(args) -> None:
         check_cell(*cell)
     check_names("--tasks", args.tasks, TASKS)
     check_names("--variants", args.variants, VARIANTS)
-    about = describe_training_text(args.text)
-    about["chance_losses"] = {"text": about.pop("chance_loss"), "recall": math.log(VOCAB // 2)}
-    results = execute("gka_variants", __file__, args, rows_to_run, **about)
+    results = execute("gka_variants", __file__, args, rows_to_run, **describe_training_text(args.text))
     draw_if_asked(args, plot, results)
 
 

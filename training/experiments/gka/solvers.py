@@ -9,7 +9,7 @@ those of all weights of a Llama whose attention is the ridge regression. "implic
 (Lemma 2 of the paper), "autograd" ones from differentiating the iterations. "ridge" is Figure 8: CH at the ridges of
 Appendix G, lambda = a |H|, and at the constant lambda of Appendix F.1.
 
-Solvers run in float32. The reference of all gradients is torch.linalg.solve in float64.
+Solvers run in float32, and in bfloat16 in the rows "rounded". The reference of all gradients is torch.linalg.solve in float64.
 """
 
 from collections.abc import Iterator
@@ -197,6 +197,7 @@ GRADIENTS = {"layer": layer_gradients, "network": network_gradients}
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
     rows = [{"panel": "forward", "solver": solver} for solver in SOLVERS]
+    rows += [{"panel": "rounded", "solver": solver} for solver in COMPARED]
     rows += [{"panel": "ridge", "ridge": ridge, "constant": False} for ridge in RIDGES]
     rows.append({"panel": "ridge", "ridge": CONSTANT, "constant": True})
     rows += [
@@ -206,24 +207,27 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
 
 
 @torch.no_grad()
-def residuals(args, solver: str, ridge: float, constant: bool) -> dict:
-    """The largest |A x - q| over all problems after each iteration, and of the last iterate the largest |H x - q|."""
+def residuals(args, solver: str, ridge: float, constant: bool, dtype: torch.dtype) -> dict:
+    """The largest |A x - q| over all problems after each iteration of a solver in `dtype`, the mean |H x - q| after the
+    last one, and the largest condition number.
+    """
     generator = torch.Generator().manual_seed(0)
     size = (1, args.problems, args.heads, args.head_dim)
     q, k = (random_unit(generator, *size).float() for _ in range(2))
     A, low, high = problems(k, ridge, constant)
-    # divided by |H|, as in the paper's Figure 1a; this changes neither condition number nor residual
-    iterates, found = SOLVERS[solver](A, q, low, high), []
+    # the paper divides A by |H| here, which changes neither condition number nor residual
+    iterates, found = SOLVERS[solver](*(t.to(dtype) for t in (A, q, low, high))), []
     for _ in range(max(args.iterations)):
-        x = next(iterates)
+        x = next(iterates).float()
         found.append((product(A, x) - q).norm(dim=-1).max().item())
     unregularised = (product(A, x) - low * x - q).norm(dim=-1)
     return {"residuals": found, "true_residual": unregularised.mean().item(), "condition": (high / low).max().item()}
 
 
 def run(row: dict, args) -> dict:
-    if row["panel"] in ("forward", "ridge"):
-        return residuals(args, row.get("solver", "CH"), row.get("ridge", RIDGE), row.get("constant", False))
+    if row["panel"] not in GRADIENTS:
+        dtype = torch.bfloat16 if row["panel"] == "rounded" else torch.float32
+        return residuals(args, row.get("solver", "CH"), row.get("ridge", RIDGE), row.get("constant", False), dtype)
     gradients = GRADIENTS[row["panel"]]
     want = gradients(args, torch.float64, "exact", "", 0)
     got = [gradients(args, torch.float32, row["solver"], row["way"], count) for count in args.iterations]

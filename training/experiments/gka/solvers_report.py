@@ -9,6 +9,7 @@ from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
 SHOWN = (10, 20, 30)  # iterations in the table
 TITLES = {
     "forward": "(a) largest residual",
+    "rounded": "largest residual in bf16",
     "layer": "(b, d) gradients of q, k: one layer",
     "network": "(c, e) gradients of weights: network",
     "ridge": "residual of CH by ridge",
@@ -32,7 +33,8 @@ def points_of(row: dict, settings: dict) -> list[tuple[int, float]]:
 def section(results: dict) -> str:
     """The errors after `SHOWN` iterations, one line per row, with a caption."""
     own, lines = results["settings"], []
-    for row in (row for row in results["rows"] if "error" not in row):
+    rows = [row for panel in TITLES for row in results["rows"] if row["panel"] == panel and "error" not in row]
+    for row in rows:
         errors = dict(points_of(row, own))
         ridge = [f"{row['true_residual']:.2f}", f"{row['condition']:.0f}"] if row["panel"] == "ridge" else ["", ""]
         cells = [f"{errors[count]:.1e}" if count in errors else "" for count in SHOWN]
@@ -44,7 +46,7 @@ def section(results: dict) -> str:
         f"{own['heads']} heads of {own['head_dim']}; residuals: {own['problems']} tokens; gradients: {own['length']}"
     )
     return (
-        f"{markdown_table(head, lines)}\n\n{sizes} tokens, {own['layers']} layers in the network. Solvers in float32,"
+        f"{markdown_table(head, lines)}\n\n{sizes} tokens, {own['layers']} layers in the network. Solvers in float32 if not said,"
         f" reference in float64; the exact solver in float32 is off by {floor}. {measured_at(results)}."
     )
 

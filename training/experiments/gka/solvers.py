@@ -9,7 +9,8 @@ those of all weights of a Llama whose attention is the ridge regression. "implic
 (Lemma 2 of the paper), "autograd" ones from differentiating the iterations. "ridge" is Figure 8: CH at the ridges of
 Appendix G, lambda = a |H|, and at the constant lambda of Appendix F.1.
 
-Solvers run in float32, and in bfloat16 in the rows "rounded". The reference of all gradients is torch.linalg.solve in float64.
+Solvers run in float32, and in bfloat16 in the rows "rounded". The reference of all gradients is torch.linalg.solve in
+float64.
 """
 
 from collections.abc import Iterator
@@ -208,8 +209,8 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
 
 @torch.no_grad()
 def residuals(args, solver: str, ridge: float, constant: bool, dtype: torch.dtype) -> dict:
-    """The largest |A x - q| over all problems after each iteration of a solver in `dtype`, the mean |H x - q| after the
-    last one, and the largest condition number.
+    """The largest |A x - q| over all problems after each iteration of a solver in `dtype`, the mean |H x - q| after
+    the last one, and the largest condition number.
     """
     generator = torch.Generator().manual_seed(0)
     size = (1, args.problems, args.heads, args.head_dim)

@@ -46,8 +46,8 @@ def section(results: dict) -> str:
         f"{own['heads']} heads of {own['head_dim']}; residuals: {own['problems']} tokens; gradients: {own['length']}"
     )
     return (
-        f"{markdown_table(head, lines)}\n\n{sizes} tokens, {own['layers']} layers in the network. Solvers in float32 if not said,"
-        f" reference in float64; the exact solver in float32 is off by {floor}. {measured_at(results)}."
+        f"{markdown_table(head, lines)}\n\n{sizes} tokens, {own['layers']} layers in the network. Solvers in float32"
+        f" if not said, reference in float64; the exact solver in float32 is off by {floor}. {measured_at(results)}."
     )
 
 

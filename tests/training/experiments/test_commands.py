@@ -32,7 +32,6 @@ HARNESSED = {
     "lattice_ablation": (lattice_ablation, lattice_ablation),
     "recall": (recall, recall),
     "gka_solvers": (solvers, solvers),
-    "gka_variants": (variants, variants),
     "echo_transfer": (transfer, transfer),
     "echo_ablation": (echo_ablation, echo_ablation),
     "echo_mqar": (mqar, mqar),
@@ -46,6 +45,7 @@ SCRIPTS = [
     ih0,
     images,
     tables,
+    variants,  # no results yet
     text,
     compare_launches,
     context_use,

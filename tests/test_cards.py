@@ -183,3 +183,43 @@ def test_what_the_card_of_coffee_says():
     tables = {name: run for name, run in read("coffee_table1")["runs"].items() if "fixed" in name or "coffee" in name}
     solved = {name.partition("fixed=")[2].partition(" ")[0]: run["seeds_at_0.99"] for name, run in tables.items()}
     assert "not all seeds reach 0.99" in text and solved[""] < 8 and solved["None"] == solved["8"] == 8
+
+
+def test_what_the_card_of_gka_says():
+    text, sizes = text_of("gka"), {}
+    for row in read("gka_sketch"):
+        sizes.setdefault(row["sketch"], {})[row["pass"], row["B"]] = row
+    plain = sizes[128]
+    for key, said in ((("decode_graph", 64), "0.45 and 0.23"), (("fwd+bwd", 4), "0.73 and 0.64")):
+        shares = [f"{sizes[s][key]['ms'] / plain[key]['ms']:.2f}" for s in (64, 32)]
+        assert said == " and ".join(shares) and said in text
+    stored = [sizes[s]["fwd", 4]["state_bytes_per_head"] / plain["fwd", 4]["state_bytes_per_head"] for s in (64, 32)]
+    assert "0.38 and 0.16 of the bytes" in text and [round(share, 2) for share in stored] == [0.38, 0.16]
+    assert "take 0.2 ms instead of 0.05 at B = 1" in text
+    assert [round(sizes[s]["decode", 1]["ms"], d) for s, d in ((32, 1), (64, 1), (128, 2))] == [0.2, 0.2, 0.05]
+
+    solvers = read("gka_solvers")
+    counts = solvers["settings"]["iterations"]
+
+    def difference(panel, solver):
+        (row,) = (
+            r for r in solvers["rows"] if (r["panel"], r.get("solver"), r.get("way")) == (panel, solver, "implicit")
+        )
+        return row["differences"][counts.index(30)]
+
+    assert "CG is off by 1e-6 in one layer and 9e-6 in the network" in text
+    assert "CH is off by 6e-4 and 2.4e-3 after the paper's 30 iterations" in text
+    assert [f"{difference(panel, 'CG'):.0e}" for panel in ("layer", "network")] == ["1e-06", "9e-06"]
+    assert [f"{difference(panel, 'CH'):.1e}" for panel in ("layer", "network")] == ["6.1e-04", "2.4e-03"]
+    forward = {row["solver"]: row["residuals"] for row in solvers["rows"] if row["panel"] == "forward"}
+    assert all(cg < ch for cg, ch in zip(forward["CG"][4:], forward["CH"][4:], strict=True))
+    rounded = {row["solver"]: row["residuals"][-1] for row in solvers["rows"] if row["panel"] == "rounded"}
+    assert {f"{value:.2f}" for value in rounded.values()} == {"0.04"}
+    assert "in bf16 the residuals of both solvers stop near 0.04" in text
+    ridges = {(row["ridge"], row["constant"]): row for row in solvers["rows"] if row["panel"] == "ridge"}
+    constant, adaptive = ridges[0.25, True], ridges[0.02, False]
+    assert "385 after 1024, beside 51" in text and "which is 180 times as large" in text
+    assert (round(constant["condition"]), round(adaptive["condition"])) == (385, 51)
+    assert round(constant["residuals"][29] / adaptive["residuals"][29], -1) == 180
+    assert "0.24 at 0.01 and 0.63 at 0.1" in text
+    assert [round(ridges[a, False]["true_residual"], 2) for a in (0.01, 0.1)] == [0.24, 0.63]

@@ -49,6 +49,9 @@ class GKAOptions(MixerOptions):
             kernels/benchmarks/results/gka_accuracy_h200.json. May be changed at inference. Checkpoints and keyword
             arguments may also contain `refinement`, its old name, or `num_iterations=30`, which means [30].
         ridge: a in lambda = a |H|.
+        sketch_dim: s, at most the head size D: the ridge regression is solved in s dimensions, to which a learned
+            matrix S [D, s] per key/value head projects q and k (Appendix H of the paper), and the states are
+            [s, s] and [D, s] instead of [D, D]. S starts with orthonormal columns. None: no sketch.
         chunk_size: tokens per chunk of the parallel form; changes only the speed.
         use_decay, use_beta, use_alpha, use_gate: the forget gate g, the write strength, the blend of solution and
             query, and the output gate. Without them: g = 0, beta = 1, alpha = 1, and no output gate.
@@ -70,6 +73,7 @@ class GKAOptions(MixerOptions):
     solver_phases: list[int] = checked(lambda: list(PHASES), _check_phases)
     # smaller ridges are rounded away in float32; with larger ones the solution is proportional to the query
     ridge: float | int = between(0.02, 1e-7, 100, "the paper's is 0.02")
+    sketch_dim: int | None = between(None, 1, MAX_HEAD_DIM, "at most the head size; None is without a sketch")
     chunk_size: int = between(64, 1, LARGEST_CHUNK, "the default is 64")
     use_decay: bool = True
     use_beta: bool = True
@@ -124,7 +128,10 @@ class GKAOptions(MixerOptions):
 
 @register_mixer("gka")
 class GKAMixer(HeadsMixer):
-    """The GKA layer. States: H [B, H, D, D] and U [B, H, D, D] in fp32, conv_q, conv_k, conv_v [B, C, taps - 1]."""
+    """The GKA layer. States: H [B, H, s, s] and U [B, H, D, s] in fp32, conv_q, conv_k, conv_v [B, C, taps - 1].
+
+    s is `sketch_dim`, or D without a sketch.
+    """
 
     options_class = GKAOptions
     fp32_parameters = ("A_log", "dt_bias")
@@ -132,11 +139,20 @@ class GKAMixer(HeadsMixer):
     max_head_dim = MAX_HEAD_DIM
     input_layers = (*HeadsMixer.input_layers, "a_proj", "b_proj", "alpha_proj")
     head_parameters = ("a_proj", "A_log", "dt_bias", "b_proj", "alpha_proj")
+    kv_head_parameters = ("sketch",)
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
         options = self.options
+        self.state_dim = options.sketch_dim or self.head_dim
+        if self.state_dim > self.head_dim:
+            raise ValueError(
+                f"layer {layer_idx}: sketch_dim={options.sketch_dim} is larger than the head size {self.head_dim}; set"
+                f" it to at most {self.head_dim}, or to None for no sketch"
+            )
         self.add_inputs(key_dim=self.head_dim, convolve_v=options.use_v_conv)
+        if options.sketch_dim is not None:
+            self.sketch = nn.Parameter(torch.empty(self.kv_heads, self.head_dim, self.state_dim))
         if options.use_decay:
             self.a_proj = nn.Linear(self.hidden, self.heads, bias=False)
             self.A_log = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
@@ -195,12 +211,17 @@ class GKAMixer(HeadsMixer):
         return gka_step(q, k, v, *gates, memory, state_indices=state_indices, **self._solver())
 
     def state_shapes(self, batch, dtype=torch.float32):
-        memory = (batch, self.heads, self.head_dim, self.head_dim), torch.promote_types(dtype, torch.float32)
-        return self.convolution_shapes(batch, dtype) | {"H": memory, "U": memory}
+        sizes, fp32 = {"H": self.state_dim, "U": self.head_dim}, torch.promote_types(dtype, torch.float32)
+        memory = {name: ((batch, self.heads, rows, self.state_dim), fp32) for name, rows in sizes.items()}
+        return self.convolution_shapes(batch, dtype) | memory
 
     def init_weights(self):
-        """N(0, 0.02) matrices and taps, zero biases, unit norms; decay A ~ U(0, 16), dt log-uniform in [1e-3, 0.1]."""
+        """N(0, 0.02) matrices and taps, zero biases, unit norms; decay A ~ U(0, 16), dt log-uniform in [1e-3, 0.1];
+        sketches with orthonormal columns in random directions.
+        """
         init_layers(self)
+        if self.options.sketch_dim is not None:
+            init.copy_(self.sketch, torch.linalg.qr(torch.randn_like(self.sketch, dtype=torch.float32)).Q)
         if self.options.use_decay:
             dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp_min(1e-4)
             init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(0, 16).clamp_min(1e-4).log())
@@ -209,6 +230,7 @@ class GKAMixer(HeadsMixer):
     def _solver(self) -> dict:
         options = self.options
         return {
+            "sketch": self.sketch if options.sketch_dim is not None else None,
             "refinement": tuple(options.solver_phases),
             "ridge": options.ridge,
             "scale": None if options.use_o_norm else 1.0,

@@ -32,6 +32,7 @@ class HeadsMixer(MemoryMixer):
     max_head_dim: ClassVar[int]  # largest head size of the kernels
     input_layers: ClassVar[tuple[str, ...]] = ("qk_proj", "q_proj", "k_proj", "v_proj")  # and those of the subclass
     head_parameters: ClassVar[tuple[str, ...]]  # names of the subclass's layers and parameters with one row per head
+    kv_head_parameters: ClassVar[tuple[str, ...]] = ()  # names of those with one row per key/value head
     gate_activation: ClassVar[str] = "silu"  # a key of rowwise.ACTIVATIONS
 
     def __init__(self, config, layer_idx: int):
@@ -132,14 +133,15 @@ class HeadsMixer(MemoryMixer):
         return self.o_proj(y.flatten(2))
 
     def tp_plan(self, ranks):
-        """Divide the layers of `add_inputs` and `add_output` and the parameters `head_parameters` by heads."""
+        """Divide the layers of `add_inputs` and `add_output`, `head_parameters` and `kv_head_parameters` by heads."""
         of_q, of_k, of_v = ["qk_proj", "q_proj", "q_conv1d"], ["k_proj", "k_conv1d"], ["v_proj", "v_conv1d"]
         wide = ("q_norm", "k_norm") if self.options.qk_norm == "full" else ()
         if wide:
             of_q, of_k = [*of_q, "q_norm"], [*of_k, "k_norm"]
         shared = self.key_heads == self.heads
         by_heads = [*of_q, *(of_k if shared else ()), "g_proj", *self.head_parameters]
-        plan = heads_plan(self, ranks, by_heads, [*of_v, *(() if shared else of_k)], wide)
+        by_kv_heads = [*of_v, *(() if shared else of_k), *self.kv_head_parameters]
+        plan = heads_plan(self, ranks, by_heads, by_kv_heads, wide)
         key_heads = plan.sizes["heads" if shared else "kv_heads"]
         return dataclasses.replace(plan, sizes={**plan.sizes, "key_heads": key_heads})
 

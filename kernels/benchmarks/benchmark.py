@@ -106,6 +106,36 @@ def gka(more_chunks: tuple = (), more_decode: tuple = (), **options) -> Bench:
     )
 
 
+def gka_sketch(D: int, size: int | None) -> Bench:
+    """GKA of head size D with the layer's schedule and its states in `size` dimensions; None is without a sketch."""
+    s = size or D
+
+    def draw(B, T, H, D):
+        inputs = draw_gka(B, T, H, D)
+        if size is not None:
+            inputs["sketch"] = torch.linalg.qr(randn(H, D, size, dtype=torch.float32)).Q.bfloat16()
+        return inputs
+
+    def state(B, H, D):
+        keys, values = (randn(B, H, 2 * D, width, dtype=torch.float32) / D**0.5 for width in (s, D))
+        return keys.mT @ keys, values.mT @ keys  # [s, s] and [D, s]
+
+    return Bench(
+        "gka_sketch",
+        draw,
+        lambda x: flat(K.chunk_gka(**x, refinement=(12, 10))),
+        state,
+        lambda x, state: K.gka_step(**x, state=state, refinement=(12, 10)),
+        fields={
+            "iterations": [12, 10],
+            "sketch": size or D,
+            "state_bytes_per_head": 4 * (size or D) * (D + (size or D)),
+        },
+        chunk_shapes=[(4, 8192, 8, D)],
+        decode_shapes=[(B, 1, 32, D) for B in (1, 8, 64)],
+    )
+
+
 BENCHES = [
     Bench("sdpa", draw_attention, lambda x: (F.scaled_dot_product_attention(*x.values(), is_causal=True),)),
     Bench(
@@ -141,6 +171,7 @@ BENCHES = [
         more_decode=((8, 1, 16, 256), (64, 1, 16, 256)),
         refinement=(12, 10),
     ),
+    *(gka_sketch(128, size) for size in (None, 64, 32)),
     *(Bench(**row) for row in (*LATTICE, *SKA)),
 ]
 

@@ -67,6 +67,20 @@ def test_memory_of_a_sequence_is_what_the_caches_hold(tmp_path, model_type):
     assert row == {"context": LENGTH, **held}
 
 
+def test_a_sketch_makes_the_memory_of_a_sequence_smaller(tmp_path):
+    """[4, 4] and [8, 4] float32 numbers per query head instead of twice [8, 8], in each of two layers."""
+    teacher, rows = tiny_teacher("llama"), {}
+    for size in (None, 8, 4):
+        found = estimate(on_meta(tmp_path / str(size), teacher), "gka", [1], (LENGTH,), sketch_dim=size)
+        assert found["options"]["sketch_dim"] == size
+        rows[size] = found["state"][0]["student"]
+        cache = RecurrentStateCache((student := convert_model(teacher, "gka", [1], sketch_dim=size)).config)
+        with torch.no_grad():
+            student(torch.ones(1, LENGTH, dtype=torch.long), past_key_values=cache, use_cache=True)
+        assert rows[size] == bytes_of(cache)
+    assert rows[None] == rows[8] and rows[8] - rows[4] == 2 * 4 * (2 * 64 - 16 - 32) * 4
+
+
 @every_third("model_type", sorted(FAMILIES))
 def test_every_family_is_planned_without_weights(tmp_path, model_type):
     teacher = tiny_teacher(model_type)

@@ -46,10 +46,13 @@ def decays(low, high, heads):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_gka_start(family):
-    """out = o(U (q + (x - q) / 2)) / 2 with x = (H + 0.05 |H|)^-1 q, a write strength of 1/2, half-lives 1 to 16."""
-    attention, mixer, x, rotary = taken_over(family, "gka", num_iterations=100)
+@pytest.mark.parametrize(("family", "sketch_dim"), [("llama", None), ("qwen2", None), ("qwen3", None), ("llama", 8)])
+def test_gka_start(family, sketch_dim):
+    """out = o(U (q + (x - q) / 2)) / 2 with x = (H + 0.05 |H|)^-1 q, a write strength of 1/2, half-lives 1 to 16.
+
+    A sketch of the head size starts as a rotation, which changes nothing.
+    """
+    attention, mixer, x, rotary = taken_over(family, "gka", num_iterations=100, sketch_dim=sketch_dim)
     q, k, v = projected(attention, x)
     if family == "qwen3":
         q, k = attention.q_norm(q), attention.k_norm(k)
@@ -65,6 +68,19 @@ def test_gka_start(family):
         outputs.append((U @ (q[0, t] + (solution - q[0, t]) / 2)[..., None]).flatten())
     expected = attention.o_proj(torch.stack(outputs)[None]) / 2
     torch.testing.assert_close(mixer(x, position_embeddings=rotary)[0], expected, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_gkas_sketch_starts_orthonormal():
+    """In directions that differ between heads and layers; all tensors of the attention are taken over beside it."""
+    student = convert_model(tiny_teacher("llama"), "gka", sketch_dim=3)
+    layers = [attention_module(student, layer) for layer in (0, 1)]
+    for mixer in layers:
+        assert mixer.sketch.shape == (2, 8, 3)
+        torch.testing.assert_close(mixer.sketch.mT @ mixer.sketch, torch.eye(3).expand(2, 3, 3))
+        assert (mixer.sketch[0] - mixer.sketch[1]).abs().max() > 0.1
+    assert (layers[0].sketch - layers[1].sketch).abs().max() > 0.1
+    assert student.conversion_report.counts()["dropped"] == 0
 
 
 @torch.no_grad()

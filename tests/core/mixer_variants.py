@@ -8,7 +8,13 @@ from testing import MIXERS, tiny_config
 
 # other values of options that are not flags; the value of a flag is inverted
 VALUES = {
-    "gka": {"solver_phases": [[5, 4]], "conv_size": [2], "conv_activation": [None], "qk_norm": ["head", "full"]},
+    "gka": {
+        "solver_phases": [[5, 4]],
+        "sketch_dim": [1, 4, 8],  # 8 is the head size
+        "conv_size": [2],
+        "conv_activation": [None],
+        "qk_norm": ["head", "full"],
+    },
     "lattice": {
         "variant": ["enc", "sim", "ttt", "delta"],
         "slots": [1, None],

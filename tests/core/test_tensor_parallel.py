@@ -44,8 +44,11 @@ ROWS = {
         options={"use_output_filter": True, "use_gate": True, "gate_bias": True, "u_bias": True, "o_bias": True},
     ),
     "mamba2, one group": lambda: config_of("mamba2", options={"n_groups": 1, "head_dim": 16, "use_bias": True}),
+    "gka, sketched": lambda: config_of("gka", options={"sketch_dim": 3}),
     # fewer key/value heads than ranks: both hold the same one
-    "gka, one key head": lambda: config_of("gka", layout=ALL, options=FULL_NORMS, num_key_value_heads=1),
+    "gka, one key head": lambda: config_of(
+        "gka", layout=ALL, options={**FULL_NORMS, "sketch_dim": 4}, num_key_value_heads=1
+    ),
     "lattice, one key head": lambda: config_of(
         "lattice", layout=ALL, options={"share_qk": False, "qk_norm": "head"}, num_key_value_heads=1
     ),

@@ -7,7 +7,7 @@ it, and so are the sums whose difference is the gradient of the log-decay.
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import assert_close, error
+from checks import assert_close, error, outputs_and_gradients
 from draw import DEVICE, rand, randn
 from ops_table import OPS, Shape
 
@@ -74,6 +74,51 @@ def test_fast_decays_in_16_bits(D, decays, dtype, monkeypatch):
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
     want = gradients(inputs, torch.float64, EXACT, weight)
     assert_close(got, want, lambda name: LIMITS.get(name, 0.02))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("s", "Dv"), [(16, 64), (32, 64), (24, 128), (32, 128), (64, 128), (64, 256), (128, 256)])
+def test_states_of_a_sketch_in_16_bits(s, Dv, dtype, monkeypatch):
+    """Keys of s numbers beside values of Dv, as a sketch makes them: the errors of states of equal sizes."""
+    inputs = GKA.draw(Shape(1, 520, 8, 4, s, Dv), dtype)
+    weight = torch.randn(1, 520, 8, Dv, dtype=dtype, device=DEVICE).double()
+    got = gradients(inputs, dtype, SCHEDULE, weight)
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    want = gradients(inputs, torch.float64, EXACT, weight)
+    assert_close(got, want, lambda name: LIMITS.get(name, 0.02))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("s", [16, 24, 32, 64])
+def test_steps_on_the_states_of_a_sketch(s):
+    """Decode steps in bf16 beside the recurrence in float64."""
+    shape, dtype = Shape(3, 12, 8, 4, s, 128), torch.bfloat16
+    inputs, state = GKA.draw(shape, dtype), GKA.draw_state(shape, shape.B, dtype)
+    want, want_state = K.naive_gka(**inputs, refinement=SCHEDULE, initial_state=state)
+    steps = [
+        K.gka_step(**{n: x[:, t : t + 1] for n, x in inputs.items()}, state=state, refinement=SCHEDULE)
+        for t in range(shape.T)
+    ]
+    got = torch.cat(steps, 1)
+    assert_close({"o": got, "H": state[0], "U": state[1]}, {"o": want, "H": want_state[0], "U": want_state[1]},
+                 lambda name: 5e-3)  # fmt: skip
+
+
+@pytest.mark.parametrize("s", [1, 3, 16, 24])
+def test_keys_narrower_than_values(s, backend):
+    """The kernels that read H alone have tiles of its size, and the decode step too; in float32 beside float64."""
+    shape = Shape(1, 70, 2, 1, s, 40)
+    inputs, state = GKA.draw(shape, torch.float32), GKA.draw_state(shape, 1, torch.float32)
+    weights = []
+    want = outputs_and_gradients(GKA, GKA.naive, inputs, state, weights=weights)
+    got = outputs_and_gradients(GKA, GKA.fast, inputs, state, weights=weights)
+    assert_close(got, want, lambda name: GKA.tolerance(torch.float32, grad=name.startswith("d ")))
+    one = GKA.tokens(inputs, slice(0, 1))
+    o, after = GKA.run(GKA.naive, one, state)
+    mine = tuple(t.clone() for t in state)
+    assert error(GKA.step(GKA, one, mine), o) <= GKA.tolerance(torch.float32)
+    assert all(error(a, b) <= GKA.tolerance(torch.float32) for a, b in zip(mine, after, strict=True))
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ KERNELS = "kernels/benchmarks/results"
 MEASUREMENTS = {
     "demo": "training/bundled/results/demo.json",
     "recall": f"{EXPERIMENTS}/gka/results/recall.json",
+    "gka_solvers": f"{EXPERIMENTS}/gka/results/gka_solvers.json",
     "lattice_ablation": f"{EXPERIMENTS}/lattice/results/lattice_ablation.json",
     "lattice_language": f"{EXPERIMENTS}/lattice/results/lattice_language.json",
     **{f"coffee_table{i}": f"{EXPERIMENTS}/coffee/results/coffee_table{i}.json" for i in range(1, 7)},
@@ -36,6 +37,7 @@ MEASUREMENTS = {
     "streaming_align": "training/benchmarks/results/streaming_align.json",
     "kernels": f"{KERNELS}/h200.json",
     "generate": f"{KERNELS}/generate_h200.json",
+    "gka_sketch": f"{KERNELS}/gka_sketch_h200.json",
     "coffee_grid": f"{KERNELS}/coffee_dispatch_h200.json",
     "coffee_draws": f"{KERNELS}/coffee_convergence.json",
     "lattice_profile": f"{KERNELS}/lattice_profile_h200.json",

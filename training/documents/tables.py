@@ -172,6 +172,7 @@ TABLES = {
     "generate": kernels.generate_table,
     "models": kernels.models_table,
     "op": kernels.op_table,
+    "gka_sketch": kernels.sketch_table,
     "coffee_grid": kernels.coffee_grid_table,
     "coffee_draws": kernels.coffee_draws_table,
     "lattice_profile": kernels.lattice_profile_table,

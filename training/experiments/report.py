@@ -21,6 +21,8 @@ from hf_memmix.training.experiments.echo import plots as echo_plots
 from hf_memmix.training.experiments.echo import report as echo
 from hf_memmix.training.experiments.gka import plots as gka_plots
 from hf_memmix.training.experiments.gka import report as gka
+from hf_memmix.training.experiments.gka import solvers_report as gka_solvers
+from hf_memmix.training.experiments.gka import variants_report as gka_variants
 from hf_memmix.training.experiments.lattice import plots as lattice_plots
 from hf_memmix.training.experiments.lattice import report as lattice
 from hf_memmix.training.experiments.mixtures import report as mixtures
@@ -45,6 +47,8 @@ EXPERIMENTS = {
     "lattice_language": Experiment(lattice.language, lattice_plots.plot_languages, takes_all_files=True),
     "lattice_ablation": Experiment(lattice.ablation, lattice_plots.plot_ablation),
     "recall": Experiment(gka.recall, gka_plots.plot_recall),
+    "gka_solvers": Experiment(gka_solvers.section, gka_solvers.plot),
+    "gka_variants": Experiment(gka_variants.section, gka_variants.plot),
     "coffee_language": Experiment(coffee.language, plot_language),
     "coffee_tables": Experiment(coffee.report, coffee_plots.plot_tables, takes_all_files=True),
     "coffee_ih0": Experiment(None, coffee_plots.plot_ih0),

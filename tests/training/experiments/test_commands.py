@@ -18,7 +18,7 @@ from hf_memmix.training.experiments.conversion import context_use, kept_layers, 
 from hf_memmix.training.experiments.conversion import table as conversion_table
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
 from hf_memmix.training.experiments.echo import mqar, transfer
-from hf_memmix.training.experiments.gka import recall
+from hf_memmix.training.experiments.gka import recall, solvers, variants
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
 from hf_memmix.training.experiments.lattice import language as lattice_language
 from hf_memmix.training.experiments.mixtures import mixtures
@@ -31,6 +31,7 @@ HARNESSED = {
     "coffee_language": (coffee_language, language),
     "lattice_ablation": (lattice_ablation, lattice_ablation),
     "recall": (recall, recall),
+    "gka_solvers": (solvers, solvers),
     "echo_transfer": (transfer, transfer),
     "echo_ablation": (echo_ablation, echo_ablation),
     "echo_mqar": (mqar, mqar),
@@ -44,6 +45,7 @@ SCRIPTS = [
     ih0,
     images,
     tables,
+    variants,  # no results yet
     text,
     compare_launches,
     context_use,

@@ -115,6 +115,12 @@ class GLAOptions(GKAOptions):
 
     use_alpha: bool = False
 
+    def validate_sketch_dim(self):
+        if self.sketch_dim is not None:
+            raise ValueError(
+                f"sketch_dim={self.sketch_dim} is of GKA's ridge regression; GLA solves none, leave it None"
+            )
+
 
 @register_mixer("gla")
 class GLAMixer(GKAMixer):

@@ -191,14 +191,19 @@ def fit(
     return {"curve": curve, "steps": step + 1, "finite": finite, "ms_per_step": round(1000 * took / (step + 1), 2)}
 
 
-def train_language_model(row: dict, args: SimpleNamespace, mixer: str, options: dict) -> dict:
-    """Train a language model with a context of `row["context"]` tokens on the training text and measure it.
+def train_language_model(
+    row: dict, args: SimpleNamespace, mixer: str, options: dict, prepare: Callable | None = None
+) -> dict:
+    """Train a language model with a context of `row["context"]` tokens on the training text and measure it. `prepare`
+    is called with the new model before its training.
 
     Returns the result of `fit`, the number of parameters and of trained tokens, the losses on the development and the
     held-out text, the held-out perplexity, and `gate_quantiles`.
     """
     context, seed = row["context"], row["seed"]
     model = build(args, mixer, options, vocab=VOCAB, context=context, seed=seed)
+    if prepare is not None:
+        prepare(model)
     batch = max(1, args.batch_tokens // context)
     windows = Windows(train_tokens(args.text).to(device()), context, batch, seed)
     steps = max(1, args.tokens // (batch * context))

@@ -7,19 +7,16 @@ new sequences at every step, until the loss is below 0.01 or all tokens are used
 loss on development sequences. The reported accuracy is measured on test sequences, at this rate, with two seeds.
 """
 
-import functools
 import json
 import math
 from typing import Annotated
 
-import torch
-import torch.nn.functional as F
 import typer
 
 from hf_memmix.command_options import command
-from hf_memmix.training.experiments.common.fit import MODELS, autocast, build, fit, query_logits, recall_loss
-from hf_memmix.training.experiments.common.harness import device, execute
-from hf_memmix.training.experiments.common.mqar import DEV_SEED, TEST_SEED, VOCAB, check_cell, draw_recall
+from hf_memmix.training.experiments.common.fit import MODELS
+from hf_memmix.training.experiments.common.harness import execute
+from hf_memmix.training.experiments.common.mqar import VOCAB, check_cell
 from hf_memmix.training.experiments.common.options import (
     BatchTokens,
     Heads,
@@ -32,16 +29,11 @@ from hf_memmix.training.experiments.common.options import (
     draw_if_asked,
 )
 from hf_memmix.training.experiments.common.rates import rates_to_try
+from hf_memmix.training.experiments.common.recall import train_recall
 from hf_memmix.training.experiments.gka.plots import plot_recall
 
-TEST_BATCHES = 8
-SOLVED = 0.01
 SEEDS = (0, 1)
 COMPARED = ("dec", "enc", "sim", "gka", "linear", "delta")
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator(device()).manual_seed(seed)
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
@@ -57,39 +49,8 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
     return rows + seconds
 
 
-@torch.no_grad()
-def measure(model, batch: int, length: int, pairs: int, seed: int) -> tuple[float, float]:
-    """Loss and accuracy on sequences that the seed draws; training uses other seeds."""
-    draws, found = generator(seed), []
-    with autocast():
-        for _ in range(TEST_BATCHES):
-            recall = draw_recall(batch, length, pairs, draws)
-            logits = query_logits(model, recall.ids, recall.positions)
-            loss = F.cross_entropy(logits.flatten(0, 1), recall.values.flatten())
-            found.append(torch.stack([loss, (logits.argmax(-1) == recall.values).float().mean()]))
-    loss, accuracy = torch.stack(found).mean(0).tolist()
-    return loss, accuracy
-
-
 def run(row: dict, args) -> dict:
-    length, pairs, seed = row["length"], row["pairs"], row["seed"]
-    model = build(args, *MODELS[row["model"]], vocab=VOCAB, context=length, seed=seed)
-    batch = max(1, args.batch_tokens // length)
-    steps = max(1, args.tokens // (batch * length))
-    stream = generator(seed)
-
-    def batch_of(step):
-        recall = draw_recall(batch, length, pairs, stream)
-        return recall.ids, recall.positions, recall.values
-
-    loss_of = functools.partial(recall_loss, model)
-    result = fit(model, loss_of, steps, row["lr"], args, batch_of, stop_below_loss=SOLVED)
-    result |= {"parameters": model.num_parameters(), "sequences": result["steps"] * batch}
-    if not result["finite"]:
-        return result
-    model.eval()
-    dev, test = (measure(model, batch, length, pairs, start + seed) for start in (DEV_SEED, TEST_SEED))
-    return result | {"dev_loss": dev[0], "accuracy": test[1]}
+    return train_recall(args, *MODELS[row["model"]], row["length"], row["pairs"], row["lr"], row["seed"])
 
 
 class Options(PlottedOptions):

@@ -1,7 +1,8 @@
 """Launches of the GKA kernels. One layout serves batched and packed input.
 
 Tokens are seen as [total, H, ...]. Chunk states lie in scratch memory [chunks, H, DK, DK] in the dtype of the inputs;
-recurrent states and all accumulators are float32. Nothing stays on the device between calls, so a CUDA graph may
+recurrent states and all accumulators are float32. Where keys are narrower than values, the kernels that read H alone
+read its part [DS, DS], in which all keys lie. Nothing stays on the device between calls, so a CUDA graph may
 capture every call.
 """
 
@@ -55,8 +56,9 @@ class _Launch:
         self.C = chunk_length(max(self.D, self.DVR), q.dtype)
         # states are square: at some unequal sizes ptxas 12.8 reads operands from a register that it never wrote
         self.DK = max(16, next_power_of_2(max(self.D, self.DVR)))
+        self.DS = max(16, next_power_of_2(self.D))
         self.phases, self.ridge = tuple(phases), ridge
-        self.wide = self.DK > 128  # the solver parks solutions in memory
+        self.wide = self.DS > 128  # the solver parks solutions in memory
         per_sequence = cdiv(length, self.C)
         if cu_seqlens is None:
             self.N, self.chunks = batch, batch * per_sequence
@@ -66,15 +68,17 @@ class _Launch:
             first, sequence, self.chunks = chunk_table(cu, batch * length, self.C)
         self.by_sequence = (cu, first), length, per_sequence
         self.by_chunk = (cu, first, sequence), self.N, length, per_sequence
-        self.heads = {"H": self.H, "D": self.D, "DK": self.DK, "C": self.C}
-        self.sizes = {**self.heads, "HK": self.HK, "DVR": self.DVR}
+        heads = {"H": self.H, "D": self.D, "DK": self.DK, "C": self.C}
+        self.narrow = {**heads, "DS": self.DS}  # of the kernels that read H alone
+        self.sizes = {**heads, "HK": self.HK, "DVR": self.DVR}
         self.blocks = {**self.sizes, "BLOCK": min(BLOCK, self.DK)}
         # all grids have one dimension: the others are limited to 65535, and there may be more sequences or chunks
         self.chunk_grid = (self.chunks * self.H,)
 
-    def options(self, kernel: str) -> dict[str, int]:
-        """num_warps and num_stages of a kernel."""
-        warps, stages = LAUNCH[kernel][(self.DK > 64) + (self.DK > 128)]
+    def options(self, kernel: str, width: int | None = None) -> dict[str, int]:
+        """num_warps and num_stages of a kernel, for a state of `width`, DK by default."""
+        width = self.DK if width is None else width
+        warps, stages = LAUNCH[kernel][(width > 64) + (width > 128)]
         return {"num_warps": warps, "num_stages": stages}
 
     def scratch(self) -> torch.Tensor:
@@ -120,7 +124,7 @@ class _Launch:
         table = norms.new_empty(len(phases) + len(steps))
         gka_kernel_steps[(1,)](table, VALUES=(*map(float, phases), *steps), num_warps=1)
         problem = (high, low, factor), (k, log_decay, beta, H0)
-        sizes = {"PHASES": len(phases), **self.heads, "HK": self.HK, **self.options("solve")}
+        sizes = {"PHASES": len(phases), **self.narrow, "HK": self.HK, **self.options("solve", self.DS)}
         if self.wide:
             gka_kernel_solve_wide[self.chunk_grid](
                 *problem, (x, parked, norms), *self.by_chunk, table, self.ridge, **sizes
@@ -171,7 +175,7 @@ def gka_backward(
     decayed_x, decayed_m = torch.empty_like(q), torch.empty_like(q)
     gka_bwd_kernel_ridge[launch.chunk_grid](
         (q, log_decay, alpha), (H0, x, z, dq, norms), (dq, decayed_x, decayed_m, ridge_t, from_start, local),
-        *launch.by_chunk, ridge, scale, **launch.heads, **launch.options("ridge"),
+        *launch.by_chunk, ridge, scale, **launch.narrow, **launch.options("ridge", launch.DS),
     )  # fmt: skip
 
     TI, TJ = launch.tile("bwd_scan")

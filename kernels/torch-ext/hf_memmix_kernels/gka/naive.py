@@ -47,6 +47,7 @@ def naive_gka(
     alpha: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
     *,
+    sketch: torch.Tensor | None = None,
     num_iterations: int = 30,
     refinement: tuple[int, ...] | None = None,
     ridge: float = 0.02,
@@ -65,7 +66,7 @@ def naive_gka(
             rows = [t if t is None else t[:, bounds[n] : bounds[n + 1]] for t in (q, k, v, log_decay, alpha, beta)]
             state = None if initial_state is None else tuple(s[n : n + 1] for s in initial_state)
             options = {"num_iterations": num_iterations, "refinement": refinement, "ridge": ridge, "scale": scale}
-            parts.append(naive_gka(*rows, **options, initial_state=state))
+            parts.append(naive_gka(*rows, sketch=sketch, **options, initial_state=state))
         states = tuple(torch.cat([part[1][i] for part in parts]) for i in range(2))
         return torch.cat([part[0] for part in parts], dim=1), states
 
@@ -76,6 +77,9 @@ def naive_gka(
     alpha = torch.ones_like(g) if alpha is None else alpha.double()
     beta = torch.ones_like(g) if beta is None else beta.double()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if sketch is not None:  # q^T S and k^T S, so below H is S^T H S, U is U S, and x is the solution before S x
+        sketch = sketch.double().repeat_interleave(groups, 0)
+        q, k = (torch.einsum("bthd,hds->bths", t, sketch) for t in (q, k))
     if initial_state is None:
         H = q.new_zeros(q.shape[0], heads, q.shape[-1], q.shape[-1])
         U = q.new_zeros(q.shape[0], heads, v.shape[-1], q.shape[-1])

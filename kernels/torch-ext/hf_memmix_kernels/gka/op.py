@@ -147,26 +147,44 @@ def _(q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale
     return q.new_empty(*q.shape[:3], v.shape[-1])
 
 
-def check(q, k, v, log_decay, alpha, beta, state, cu_seqlens, ridge):
-    """Raise ValueError unless the arguments of `chunk_gka` or `gka_step` fit together; the state is not
-    checked here.
+def check(q, k, v, log_decay, alpha, beta, sketch, state, cu_seqlens, ridge):
+    """Raise ValueError unless the arguments of `chunk_gka` or `gka_step` fit together; without `state`, the state is
+    not checked.
     """
     check_heads("gka", q, k, v, log_decay=log_decay, alpha=alpha, beta=beta)
+    sizes = k.shape[2], q.shape[-1]
+    if sketch is not None and not (
+        sketch.dim() == 3 and sketch.shape[:2] == sizes and 1 <= sketch.shape[2] <= sizes[1]
+    ):
+        raise ValueError(
+            f"gka: the sketch must be [Hk, D, s] = [{sizes[0]}, {sizes[1]}, s] with s of 1 to {sizes[1]}, got"
+            f" {tuple(sketch.shape)}"
+        )
     if not ridge > 0:
         raise ValueError(f"gka: ridge={ridge} must be positive; the paper's is 0.02")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q.shape[0])
     if state is not None:
-        expected = state_shapes(num_sequences(q.shape[0], cu_seqlens), q, v)
+        expected = state_shapes(num_sequences(q.shape[0], cu_seqlens), q, v, sketch)
         got = tuple(tuple(s.shape) for s in state)
         if got != expected:
             raise ValueError(f"gka: the state (H, U) must have the shapes {expected}, got {got}")
 
 
-def state_shapes(sequences: int, q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def state_shapes(
+    sequences: int, q: torch.Tensor, v: torch.Tensor, sketch: torch.Tensor | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of H and U."""
-    heads, dim = q.shape[2:]
+    heads, dim = q.shape[2], q.shape[3] if sketch is None else sketch.shape[2]
     return (sequences, heads, dim, dim), (sequences, heads, v.shape[-1], dim)
+
+
+def sketched(x: torch.Tensor, sketch: torch.Tensor | None) -> torch.Tensor:
+    """S^T x of queries or keys: [B, T, heads, D] -> [B, T, heads, s]; x itself without a sketch."""
+    if sketch is None:
+        return x
+    groups = x.unflatten(2, (sketch.shape[0], -1))
+    return torch.einsum("bthgd,hds->bthgs", groups, sketch.to(x.dtype)).flatten(2, 3)
 
 
 def chunk_gka(
@@ -177,6 +195,7 @@ def chunk_gka(
     alpha: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
     *,
+    sketch: torch.Tensor | None = None,
     num_iterations: int = 30,
     refinement: tuple[int, ...] | None = None,
     ridge: float = 0.02,
@@ -192,6 +211,10 @@ def chunk_gka(
 
     A padded token has log_decay = 0 and beta = 0: it neither writes nor decays. If H_t = 0, then x_t = 0.
 
+    With a sketch S of orthonormal columns (Appendix H), the normal equations are projected to s dimensions and solved
+    there, (S^T H_t S + ridge |S^T H_t S| I) z = S^T q_t, and U_t reads the solution S z and, beside it, S S^T q_t. No
+    more of H_t and U_t is needed than S^T H_t S and U_t S, so these are the states.
+
     Args:
         q: queries [B, T, H, D], D <= 256; unit norm in the GKA layer.
         k: keys [B, T, Hk, D] with Hk dividing H; query head h reads key head h // (H / Hk).
@@ -199,12 +222,15 @@ def chunk_gka(
         log_decay: g <= 0 [B, T, H].
         alpha: blend of solution and query in [0, 1] [B, T, H]; None is 1, the pure solution.
         beta: write strength [B, T, H]; None is 1.
+        sketch: S [Hk, D, s], 1 <= s <= D, of each key head and its query heads; None is the identity. It may be
+            learned: S with other columns than orthonormal ones is a linear layer of q and k.
         num_iterations: Chebyshev iterations, the paper's r.
         refinement: iteration counts of the phases of iterative refinement; replaces `num_iterations`.
         ridge: a in lambda = a |H|_F.
         scale: factor of the output; None is D^-1/2.
         chunk_size: tokens per chunk on the torch path; Triton chooses its own. It does not change the result.
-        initial_state: (H [N, H, D, D] symmetric, U [N, H, Dv, D]) before the first token; None is zero.
+        initial_state: (H [N, H, D, D] symmetric, U [N, H, Dv, D]) before the first token, with s in the place of D if
+            there is a sketch; None is zero.
         cu_seqlens: boundaries [N + 1] of packed sequences; B is 1 then. Without it N = B.
 
     Returns:
@@ -215,11 +241,13 @@ def chunk_gka(
     Raises:
         ValueError: shapes, head sizes, iteration counts, the ridge or the chunk size do not fit.
     """
-    check(q, k, v, log_decay, alpha, beta, initial_state, cu_seqlens, ridge)
+    check(q, k, v, log_decay, alpha, beta, sketch, initial_state, cu_seqlens, ridge)
     if chunk_size < 1:
         raise ValueError(f"gka: chunk_size={chunk_size} must be at least 1; the default is 64")
     phases = as_phases(num_iterations, refinement)
     dtype = compute_dtype(q.dtype)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k = sketched(q, sketch), sketched(k, sketch)
     batch, _, heads, dim = q.shape
     if initial_state is None:
         states = num_sequences(batch, cu_seqlens)
@@ -230,7 +258,6 @@ def chunk_gka(
     log_decay = log_decay.to(dtype)
     alpha = torch.ones_like(log_decay) if alpha is None else alpha.to(dtype)
     beta = torch.ones_like(log_decay) if beta is None else beta.to(dtype)
-    scale = dim**-0.5 if scale is None else scale
     o, _, h, u = _gka_fwd(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, list(phases), ridge, scale, chunk_size)
     return o, (h, u)
 
@@ -244,6 +271,7 @@ def gka_step(
     beta: torch.Tensor | None,
     state: tuple[torch.Tensor, torch.Tensor],
     *,
+    sketch: torch.Tensor | None = None,
     num_iterations: int = 30,
     refinement: tuple[int, ...] | None = None,
     ridge: float = 0.02,
@@ -256,6 +284,7 @@ def gka_step(
         q, k, v: [B, 1, H, D], [B, 1, Hk, D], [B, 1, Hk, Dv]; log_decay, alpha, beta: [B, 1, H]; as in `chunk_gka`.
         state: contiguous (H [B, H, D, D], U [B, H, Dv, D]), float32 or float64, updated IN PLACE. With
             `state_indices` pages [pages, ...] of them.
+        sketch: S [Hk, D, s] as in `chunk_gka`; the states then have s in the place of D.
         state_indices: int32 or int64 [B], the page of each row; see kernels/README.md.
 
     Returns:
@@ -264,13 +293,14 @@ def gka_step(
     Raises:
         ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
     """
-    check(q, k, v, log_decay, alpha, beta, None, None, ridge)
+    check(q, k, v, log_decay, alpha, beta, sketch, None, None, ridge)
     if q.shape[1] != 1:
         raise ValueError(f"gka_step advances by one token, got {q.shape[1]}; use chunk_gka for several")
-    check_step_states("gka_step", state, state_shapes(q.shape[0], q, v), state_indices)
+    check_step_states("gka_step", state, state_shapes(q.shape[0], q, v, sketch), state_indices)
     h, u = state
     alpha = torch.ones_like(log_decay) if alpha is None else alpha
     beta = torch.ones_like(log_decay) if beta is None else beta
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k = sketched(q, sketch), sketched(k, sketch)
     phases = as_phases(num_iterations, refinement)
     return _gka_step(q, k, v, log_decay, alpha, beta, h, u, state_indices, list(phases), ridge, scale)

@@ -65,7 +65,7 @@ def gka_bwd_kernel_read(
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_bwd_kernel_ridge(
     inputs, solved, outputs, layout, N, length, per_sequence, ridge, scale,
-    H: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, C: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, DS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dq; ridge_t = 2 a (x . z) / |H| and its decayed sum `from_start`; `local` less e^G z . H_0 x and the part of the
     ridge; x and m decayed since the chunk's start.
@@ -82,11 +82,11 @@ def gka_bwd_kernel_ridge(
     norm = load_gate(norms + head, rows, H, C)
     G = tl.cumsum(load_gate(log_decay + head, rows, H, C), 0)
     zeta = tl.exp(G)
-    b_x = load_rows(x + head * D, rows, H * D, D, C, DK)
-    b_z = load_rows(z + head * D, rows, H * D, D, C, DK)
+    b_x = load_rows(x + head * D, rows, H * D, D, C, DS)
+    b_z = load_rows(z + head * D, rows, H * D, D, C, DS)
 
     # x in two parts: what token t's output gives to dg is a difference of products with x and with z
-    b_H0 = load_state(H0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DK, DK, DK)
+    b_H0 = load_state(H0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DK, DS, DK)
     image = zeta * tl.sum(split_dot(b_x, b_H0) * b_z.to(tl.float32), 1)
     along = ridge * tl.sum(b_x * b_z.to(tl.float32), 1)
     store_gate(local + head, load_gate(local + head, rows, H, C) - image - norm * along, rows, H, C)
@@ -94,13 +94,13 @@ def gka_bwd_kernel_ridge(
     store_gate(ridge_t + head, b_ridge, rows, H, C)
     store_gate(from_start + head, tl.sum(decay_until(G, C) * (zeta * b_ridge)[None, :], 1), rows, H, C)
 
-    store_rows(decayed_x + head * D, zeta[:, None] * b_x, rows, H * D, D, C, DK)
-    b_q = load_rows(q + head * D, rows, H * D, D, C, DK).to(tl.float32)
+    store_rows(decayed_x + head * D, zeta[:, None] * b_x, rows, H * D, D, C, DS)
+    b_q = load_rows(q + head * D, rows, H * D, D, C, DS).to(tl.float32)
     mixed = b_q + mix[:, None] * (b_x - b_q)
-    store_rows(decayed_m + head * D, (scale * zeta)[:, None] * mixed, rows, H * D, D, C, DK)
-    b_dm = load_rows(d_mixed + head * D, rows, H * D, D, C, DK).to(tl.float32)
+    store_rows(decayed_m + head * D, (scale * zeta)[:, None] * mixed, rows, H * D, D, C, DS)
+    b_dm = load_rows(d_mixed + head * D, rows, H * D, D, C, DS).to(tl.float32)
     tl.debug_barrier()  # dq may share the memory of d_mixed, so all threads read it before any thread overwrites it
-    store_rows(dq + head * D, (1.0 - mix)[:, None] * b_dm + b_z.to(tl.float32), rows, H * D, D, C, DK)
+    store_rows(dq + head * D, (1.0 - mix)[:, None] * b_dm + b_z.to(tl.float32), rows, H * D, D, C, DS)
 
 
 @triton.jit

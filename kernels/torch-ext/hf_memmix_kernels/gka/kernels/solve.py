@@ -53,12 +53,13 @@ def load_rhs(high, low, rows, stride, width, C: tl.constexpr, COLS: tl.constexpr
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_kernel_solve(
     rhs, matrix, x, norms, layout, N, length, per_sequence, table, ridge,
-    PHASES: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, C: tl.constexpr,
+    PHASES: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, DS: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """x [total, H, D] and |H_t| (`norms` [total, H]) of one chunk and head, from rhs = factor * (high + low).
 
     `low` and `factor` may be None. `x` may be the memory of `low`: it is written after the last read. `table` holds
-    the iteration count of every phase, then all steps.
+    the iteration count of every phase, then all steps. H lies in the first DS rows and columns of H0 [DK, DK].
     """
     high, low, factor = rhs
     k, log_decay, beta, H0 = matrix
@@ -73,8 +74,8 @@ def gka_kernel_solve(
     G = tl.cumsum(load_gate(log_decay + head, rows, H, C), 0)
     weight = load_gate(beta + head, rows, H, C)
     weight *= weight
-    b_k = load_rows(k + (token * HK + i_h // (H // HK)) * D, rows, HK * D, D, C, DK)
-    b_H0 = load_state(H0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DK, DK, DK)
+    b_k = load_rows(k + (token * HK + i_h // (H // HK)) * D, rows, HK * D, D, C, DS)
+    b_H0 = load_state(H0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DK, DS, DK)
 
     norm = state_norm(b_k, b_H0, tl.exp(G), decay_from(G, C) * weight[None, :])
     store_gate(norms + head, norm, rows, H, C)
@@ -85,11 +86,11 @@ def gka_kernel_solve(
     if factor is not None:
         rhs_scale *= load_gate(factor + head, rows, H, C)
     kT = tl.trans(b_k)
-    b_x = tl.zeros([C, DK], tl.float32)
+    b_x = tl.zeros([C, DS], tl.float32)
     step = table + PHASES
     for phase in tl.static_range(PHASES):
         # each phase reads q again, because the loop below needs all registers
-        r = load_rhs(high, low, rows, H * D, D, C, DK) * rhs_scale[:, None]
+        r = load_rhs(high, low, rows, H * D, D, C, DS) * rhs_scale[:, None]
         if phase > 0:
             # the exact residual, from x in two parts; it contains what the low precision of the iterations lost
             r -= ridge * b_x + split_dot(b_x, b_H0) * start_weight + split_dot(split_dot(b_x, kT) * weights, b_k)
@@ -106,4 +107,4 @@ def gka_kernel_solve(
         b_x += tl.load(step) * r
         step += 1
         tl.debug_barrier()  # without it the compiler merges the loads of the phases and keeps the values in registers
-    store_rows(x + head * D, b_x, rows, H * D, D, C, DK)
+    store_rows(x + head * D, b_x, rows, H * D, D, C, DS)

@@ -27,7 +27,8 @@ def key_weights(log_decay, beta, key_sizes, rows, H: tl.constexpr, C: tl.constex
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_kernel_solve_wide(
     rhs, matrix, outputs, layout, N, length, per_sequence, table, ridge,
-    PHASES: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, C: tl.constexpr,
+    PHASES: tl.constexpr, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, DS: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """x [total, H, D] and |H_t| (`norms` [total, H]) of one chunk and head, from rhs = factor * (high + low).
 
@@ -59,8 +60,8 @@ def gka_kernel_solve_wide(
     x += head * D
     if low is not None:
         low += head * D
-    b_k = load_rows(k + (token * HK + i_h // (H // HK)) * D, rows, HK * D, D, C, DK)
-    b_H0 = load_state(H0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DK, DK, DK)
+    b_k = load_rows(k + (token * HK + i_h // (H // HK)) * D, rows, HK * D, D, C, DS)
+    b_H0 = load_state(H0 + (i_chunk.to(tl.int64) * H + i_h) * DK * DK, DS, DK)
     key_sizes = tl.max(tl.abs(b_k.to(tl.float32)), 1)
     b_k = (b_k.to(tl.float32) * inverse_or(key_sizes, 0.0)[:, None]).to(low_type)
     state_size = tl.max(tl.max(tl.abs(b_H0.to(tl.float32)), 1), 0)
@@ -73,7 +74,7 @@ def gka_kernel_solve_wide(
     inverse = inverse_or(norm, 0.0)
     by_state = (zeta * state_size * inverse)[:, None]
     by_key = (weights * inverse[:, None]).to(low_type)
-    r = load_rhs(high, low, rows, H * D, D, C, DK)
+    r = load_rhs(high, low, rows, H * D, D, C, DS)
     if factor is not None:
         r *= load_gate(factor + head, rows, H, C)[:, None]
     largest = tl.max(tl.abs(r), 1)
@@ -85,12 +86,12 @@ def gka_kernel_solve_wide(
             unit = inverse_or(largest, 0.0)
             if factor is not None:
                 unit *= load_gate(factor + head, rows, H, C)
-            y = load_rows(parked, rows, H * D, D, C, DK)
+            y = load_rows(parked, rows, H * D, D, C, DS)
             _, weights = key_weights(log_decay, beta, key_sizes, rows, H, C)
             image = split_dot(y, b_H0) * by_state
             image += split_dot(split_dot(y, kT) * (weights * inverse[:, None]), b_k)
-            r = load_rhs(high, low, rows, H * D, D, C, DK) * unit[:, None] - (ridge * y + image)
-        y = tl.zeros([C, DK], held)
+            r = load_rhs(high, low, rows, H * D, D, C, DS) * unit[:, None] - (ridge * y + image)
+        y = tl.zeros([C, DS], held)
         count = tl.load(table + phase).to(tl.int32)
         for _ in range(count):
             tau = tl.load(step)
@@ -106,10 +107,10 @@ def gka_kernel_solve_wide(
         tl.debug_barrier()  # without it the compiler keeps values of later phases in registers
         solution = y.to(tl.float32) * (1.0 / shrink)
         if phase > 0:
-            solution += load_rows(parked, rows, H * D, D, C, DK)
+            solution += load_rows(parked, rows, H * D, D, C, DS)
             tl.debug_barrier()
         if phase + 1 < PHASES:
-            store_rows(parked, solution, rows, H * D, D, C, DK)
+            store_rows(parked, solution, rows, H * D, D, C, DS)
         else:
-            store_rows(x, solution * (largest * inverse)[:, None], rows, H * D, D, C, DK)
+            store_rows(x, solution * (largest * inverse)[:, None], rows, H * D, D, C, DS)
         tl.debug_barrier()

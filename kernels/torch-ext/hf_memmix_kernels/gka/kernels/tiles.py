@@ -73,9 +73,9 @@ def store_gate(base, value, rows, H: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def load_state(base, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """A chunk's scratch state [ROWS, COLS]."""
-    return tl.load(base + tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :])
+def load_state(base, SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """The first SIZE rows and columns of a chunk's scratch state [STRIDE, STRIDE]."""
+    return tl.load(base + tl.arange(0, SIZE)[:, None] * STRIDE + tl.arange(0, SIZE)[None, :])
 
 
 @triton.jit

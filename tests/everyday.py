@@ -112,6 +112,7 @@ LEFT_OUT = {
         r"tests/training/evaluation/test_mixer_search\.py::test_(a_mixture_is_selected|an_interrupted|candidates_that)",
         r"tests/training/experiments/test_(echo|coffee)\.py::test_(grid|tables_command|classifier_learns)$",
         r"tests/training/experiments/test_starts\.py::test_a_row_runs",
+        r"tests/training/experiments/test_gka_vision\.py::test_(throughput_command|a_row_runs\[vit|models_have\w*\[tiny)",
         r"tests/test_cards\.py::test_cards_of_students_are_their_measurements",
         r"tests/test_readme\.py::test_python_blocks_run_in_order",
     ],

@@ -1,6 +1,8 @@
 """GKAVision: sizes of the paper, images alone and in a batch, checkpoints, the Auto classes, training, refusals."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy
 import pytest
@@ -58,6 +60,13 @@ def test_the_tiny_preset_has_the_parameters_of_the_paper():
     assert kinds == [["GKAMixer"] * 4 + ["WindowAttention"] * 4, ["GKAMixer"] * 2 + ["WindowAttention"] * 2]
     with pytest.raises(ValueError, match=r"unknown preset 'huge'; known: \['tiny'\]"):
         GKAVisionConfig.preset("huge")
+
+
+def test_the_code_of_the_card_runs():
+    text = (Path(hf_memmix.__file__).parents[1] / "model_cards" / "gka_vision" / "README.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    assert names["logits"].shape == (1, 1000) and names["logits"].isfinite().all()
 
 
 # ---- what is computed

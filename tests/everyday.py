@@ -16,6 +16,7 @@ _COMPILE = r"tests/core/test_compile\.py::test_"
 LEFT_OUT = {
     "Triton's interpreter takes seconds for what a GPU does in microseconds: sizes above 17 tokens": [
         _CONTRACT + r"equals_naive\[triton-.*-(?!(1x17|2x1)x)\dx\d+x.*\]",
+        _CONTRACT + r"equals_naive\[triton-carried-1x17x.*-gla_shared",  # the kernels of gla
         _CONTRACT + r"equals_naive\[triton-fresh-2x1x.*-(?!gla\])",  # one token; 17 tokens stay for every op
         _CONTRACT
         + r"(packed|padding|split|steps|float64|gradient|low|is_causal).*\[triton-.*(lattice|ska|gka|coffee_f|gla_)",
@@ -32,6 +33,8 @@ LEFT_OUT = {
         _SKA + r"(action_mask|step_at_every_token|padding_by_lengths|nu_cancels|sequence_max_ignores_pads)\[triton",
         _SKA + r"every_power\[triton-(?!normalised-4)",
         _SKA + r"extreme_inputs_stay_finite\[triton-(?!zero)",
+        _COFFEE + r"every_number_of_states\[triton-(33|64)",
+        r"tests/kernels/test_guards_short_conv\.py::test_inputs_are_clamped\w*\[triton-packed",
         r"tests/kernels/test_memcheck\.py::test_every_access_is_inside\[(?!gla-)",
         r"tests/kernels/test_rowwise\.py::test_gated_norm_equals_naive\[triton-.*(float16|bfloat16|float64|130\)|1000\))",
         r"tests/kernels/test_rowwise\.py::test_unit_heads_equals_naive\[triton-.*(float16|bfloat16|float64|67, 5)",
@@ -49,7 +52,7 @@ LEFT_OUT = {
         _COFFEE + r"every_gate\[triton-(row|filter)",
         _SKA + r"every_power\[torch-raw",
         _SKA + r"extreme_inputs_stay_finite\[torch-(constant|huge|tiny)",
-        r"tests/kernels/test_guards_ska\.py::test_pivots_lost_by_rounding\[.*-2\]",
+        r"tests/kernels/test_guards_ska\.py::test_pivots_lost_by_rounding\[(.*-2\]|[23] equal)",
         r"tests/kernels/test_guards_ska\.py::test_ties_share\w*\[triton",
         r"tests/kernels/test_lattice\.py::test_every_rule_in_float64\[triton-.*-0\.0\]",
     ],
@@ -85,9 +88,9 @@ LEFT_OUT = {
         r"tests/training/bundled/test_(demo|make_tiny_gka)\.py::test_(demo_end|recipe_in)",
         r"tests/training/test_(fp32_parameters|recipe)\.py::test_(two_align_runs|a_save_after|a_teacher_of_shared).*\[(?!.*gka)",
     ],
-    "align and distill write and read checkpoints by the same code: one of both stays": [
+    "align and distill train, write and read checkpoints by the same code: one of both stays": [
         r"tests/training/test_runs\.py::test_every_file_of_a_checkpoint_is_checked\[align",
-        r"tests/training/test_train\.py::test_(interrupted_run|recomputed_act|divergence_stops)\w*\[align",
+        r"tests/training/test_train\.py::test_(interrupted_run|recomputed_act|divergence_stops|bf16_trains)\w*\[align",
         r"tests/training/test_run_outputs\.py::test_a_trained_student_has_the_dtypes_of_the_first\[align",
         r"tests/training/test_fp32_parameters\.py::test_a_save_after_training\w*\[.*align",
         r"tests/test_cli_progress\.py::test_a_training_in_a_log_file\w*\[align",
@@ -96,10 +99,16 @@ LEFT_OUT = {
         r"tests/training/test_crash\.py::test_(a_kill_leaves|out_of_room)",
         r"tests/training/test_distributed\.py::test_two_processes",
     ],
-    "two values of an option for every mixer or family: one stays, both for GKA": [
+    "two values of an option, or two examples: one stays; for GKA, both values of its options": [
         r"tests/core/test_families\.py::test_checkpointing_refuses_a_cache\[(?!gka-llama).*-all",
         r"tests/core/test_cache\.py::test_model_of_another_dtype\[(?!gka).*-24-",
         r"tests/core/test_cache\.py::test_model_of_another_dtype\[(?!gka).*-wide to narrow",
+        r"tests/core/test_compile\.py::test_a_layer_that_checkpoints\w*\[1",
+        r"tests/core/test_controls\.py::test_\w*\[gemma3_text",
+        r"tests/conversion/test_mixtures\.py::test_a_student_of_several_mixers\[gemma3_text",
+        r"tests/test_cli_models\.py::test_files_of_codecarbon_outlive\w*\[wandb",
+        r"tests/training/test_packing\.py::test_packed_documents_from_which\w*\[from_files",
+        r"tests/training/test_runs\.py::test_a_run_file_without_its_hashes\w*\[None",
         r"tests/core/test_cache\.py::test_crop_does_not_go_back_before_a_change\w*\[(?!gka).*-all-",
         r"tests/core/test_saving\.py::test_half_precision\[(llama-all|gpt_neox-odd)",
         r"tests/core/test_finished_rows\.py::test_rows_keep_their_record\[all-",
@@ -107,6 +116,7 @@ LEFT_OUT = {
         r"tests/core/test_ska_mixer\.py::test_options_hold_in_every_check\[(?!.*refresh)",
     ],
     "whole commands and trainings; their parts have tests of their own": [
+        r"tests/test_cli\.py::test_slices_are_merged",
         r"tests/conversion/test_mixtures\.py::test_(commands_with_a_mixture|a_mixture_is_aligned)",
         r"tests/conversion/test_compare_in_turn\.py::test_(commands_with_a_device_map|fewer_probabilities)",
         r"tests/training/evaluation/test_mixer_search\.py::test_(a_mixture_is_selected|an_interrupted|candidates_that)",

@@ -12,7 +12,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from hf_memmix.training.experiments.gka_vision import digits, make_digits, throughput
+from hf_memmix.training.experiments.gka_vision import digits, make_digits, report, throughput
 from hf_memmix.training.experiments.gka_vision.models import CLOSE, MODELS, SMALL, TINY_PRESET, equal_config
 from hf_memmix.training.experiments.gka_vision.models import parameter_count as count
 
@@ -97,3 +97,26 @@ def test_throughput_command(tmp_path, monkeypatch):
     assert row["inference_images_per_second"] > 0 and row["training_images_per_second"] > 0
     refused = CliRunner().invoke(app, ["--out", str(tmp_path / "out.json"), "--models", "cnn"])
     assert refused.exit_code == 2 and "'cnn' is unknown" in refused.output
+
+
+def test_tables_and_plot(tmp_path, capsys):
+    row = {"finite": True, "parameters": 2_000_000, "dev_loss": 0.1}
+    rows = [{**row, "model": "gka", "lr": 1e-3, "seed": seed, "accuracy": 0.97 + 0.01 * seed} for seed in range(3)]
+    rows.append({**row, "model": "gka", "lr": 2e-3, "seed": 0, "dev_loss": 0.2, "accuracy": 0.5})
+    found = {"experiment": "gka_vision_digits", "settings": {"models": ["gka"]}, "chance_loss": 2.3, "rows": rows}
+    speeds = [
+        {
+            "model": name,
+            "resolution": size,
+            "inference_images_per_second": speed,
+            "training_images_per_second": speed / 4,
+        }
+        for name, speed in (("gka", 1000.0), ("mamba2", 900.0), ("attention", 1200.0), ("vit", 500.0))
+        for size in (224, 512)
+    ]
+    (tmp_path / "digits.json").write_text(json.dumps(found))
+    (tmp_path / "speed.json").write_text(json.dumps({"environment": {"hardware": "CPU"}, "rows": speeds}))
+    report.main([tmp_path / "digits.json", tmp_path / "speed.json"], tmp_path / "plot.png")
+    text = capsys.readouterr().out
+    assert "| gka | 2.00 M | 0.001 | 3 | 98.00 ± 1.00 % |" in text and "| gka | 1,000 (2.00) | 1,000 (2.00) |" in text
+    assert (tmp_path / "plot.png").stat().st_size > 10_000

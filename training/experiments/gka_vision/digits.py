@@ -107,8 +107,8 @@ def run(row: dict, args) -> dict:
 
 class DigitOptions(Options):
     images: Annotated[Path, typer.Option(help="the .npz file that make_digits.py wrote")]
-    steps: Steps = 800
-    batch_size: Annotated[int, typer.Option(help="images per optimizer step")] = 128
+    steps: Steps = 300
+    batch_size: Annotated[int, typer.Option(help="images per optimizer step")] = 256
     lrs: Rates = (1e-3, 2e-3, 4e-3)
     models: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = MODELS
 

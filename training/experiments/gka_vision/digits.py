@@ -1,6 +1,6 @@
 """GKAVision, its backbone with other mixers, and a ViT classify 5,000 digits of MNIST.
 
-    python training/experiments/gka_vision/digits.py --images mnist_5k.npz --out digits.json --workers 6
+    python training/experiments/gka_vision/digits.py --images mnist_5k.npz --out digits.json --workers 4
 
 `make_digits.py` writes the images. They are padded to 32 x 32 pixels, shifted at random in training, and enlarged to
 128 x 128, so that the last two stages have 8 x 8 and 4 x 4 tokens. All models have equal parameters (`models.py`).

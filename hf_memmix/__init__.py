@@ -1,17 +1,19 @@
 """Token mixers with a memory of fixed size, which replace attention in models of transformers.
 
-Importing this package registers its model types with AutoConfig, AutoModel, AutoModelForCausalLM and
-AutoModelForSequenceClassification. It imports the mixers, but not `modeling_memmix`, the modelling code of
-transformers or the Triton kernels: these are imported on first use.
+Importing this package registers its model types with AutoConfig, AutoModel, AutoModelForCausalLM,
+AutoModelForSequenceClassification and AutoModelForImageClassification. It imports the mixers, but not
+`modeling_memmix`, the modelling code of transformers or the Triton kernels: these are imported on first use.
 """
 
 import importlib
 
 from .configuration_memmix import MemMixConfig, lora_target_modules, memmix_config, model_makers
 from .mixers import MIXERS, register_mixer
-from .models import CoffeeConfig, EchoConfig, GKAConfig, LatticeConfig
+from .models import CoffeeConfig, EchoConfig, GKAConfig, GKAVisionConfig, LatticeConfig
 
 _LAZY = {
+    "GKAVisionForImageClassification": ".models.gka_vision_model",
+    "GKAVisionModel": ".models.gka_vision_model",
     "MemMixForCausalLM": ".modeling_memmix",
     "MemMixForSequenceClassification": ".modeling_memmix",
     "MemMixModel": ".modeling_memmix",
@@ -31,6 +33,9 @@ __all__ = [
     "GKAConfig",
     "GKAForCausalLM",
     "GKAModel",
+    "GKAVisionConfig",
+    "GKAVisionForImageClassification",
+    "GKAVisionModel",
     "LatticeConfig",
     "LatticeForCausalLM",
     "LatticeModel",
@@ -50,6 +55,9 @@ __version__ = "0.1.0"
 
 def _make_models(config_class: type):
     """Make the model classes of a configuration class; loads the modelling code on first use."""
+    if issubclass(config_class, GKAVisionConfig):
+        importlib.import_module(".models.gka_vision_model", __name__)
+        return
     importlib.import_module(".modeling_memmix", __name__).register_generated_models(config_class)
 
 

@@ -29,6 +29,9 @@ from transformers.conversion_mapping import (
 
 # the names and shapes under which `save_pretrained` writes the tensors of a model, and the way back for some of them
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
+
+# a module whose forward `gradient_checkpointing_enable` recomputes in backward
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import LoadStateDictConfig
 
@@ -62,6 +65,9 @@ __all__ = [
     "ConstructionHooks",
     "DistributionHooks",
     "GenerationHooks",
+    "GradientCheckpointingLayer",
+    "ImageModelHooks",
+    "OwnModules",
     "attention_implementation",
     "change_class",
     "copy_tensor_renames",
@@ -286,24 +292,10 @@ def load_generation_config(model: nn.Module, folder) -> None:
     )
 
 
-class ConstructionHooks:
-    """How a model with mixers is built. A base class that stands before a native class."""
-
-    # generate() refuses assisted decoding for models whose cache cannot be rolled back; ours can
-    _is_stateful = False
+class OwnModules:
+    """How modules that fill themselves are initialised. A base class that stands before the library's class."""
 
     own_modules: ClassVar[tuple[type[nn.Module], ...]] = ()  # modules with `init_weights()`, which fill themselves
-
-    @classmethod
-    def concrete_class(cls, config) -> type:
-        """The class to build for a configuration. `MemMixModel` etc. return the class of the backbone instead."""
-        return cls
-
-    @classmethod
-    def _from_config(cls, config, **kwargs):
-        """`AutoModel.from_config` calls it."""
-        concrete = cls.concrete_class(config)
-        return super()._from_config(config, **kwargs) if concrete is cls else concrete._from_config(config, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -318,6 +310,36 @@ class ConstructionHooks:
             self._init_weights(module)
             module._is_hf_initialized = True
         super()._initialize_weights(module, *args, **kwargs)
+
+
+class ImageModelHooks(OwnModules):
+    """What the library asks of a model class that has no native class among its bases."""
+
+    undivided_modules: ClassVar[tuple[str, ...]] = ()  # class names of modules that stay whole on one device
+
+    _supports_sdpa = True  # without it, the library refuses the default attention implementation of other models
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls._no_split_modules = list(cls.undivided_modules)
+
+
+class ConstructionHooks(OwnModules):
+    """How a model with mixers is built. A base class that stands before a native class."""
+
+    # generate() refuses assisted decoding for models whose cache cannot be rolled back; ours can
+    _is_stateful = False
+
+    @classmethod
+    def concrete_class(cls, config) -> type:
+        """The class to build for a configuration. `MemMixModel` etc. return the class of the backbone instead."""
+        return cls
+
+    @classmethod
+    def _from_config(cls, config, **kwargs):
+        """`AutoModel.from_config` calls it."""
+        concrete = cls.concrete_class(config)
+        return super()._from_config(config, **kwargs) if concrete is cls else concrete._from_config(config, **kwargs)
 
     # the library searches the source code of `cls.__module__` for both, so the native class must answer
 

@@ -9,6 +9,7 @@ import torch
 import error_ratios
 import everyday
 
+gc.disable()  # until the tests are collected: what is imported and collected stays, so a search finds no garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # set before the first `import triton`: without a GPU the kernels run in the interpreter, with a GPU they are compiled
 if not torch.cuda.is_available():
@@ -42,6 +43,7 @@ def pytest_collection_finish():
     """The objects of the imported libraries stay to the end: the garbage collector need not look at them again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Who may import whom: kernels <- hf_memmix <- conversion <- training, the cli on top, never family -> family."""
 
 import ast
+import functools
 import subprocess
 import sys
 import tomllib
@@ -57,7 +58,12 @@ def within(name, package):
 
 MODULES = {name: (name, is_package, file) for name, is_package, file in modules()}
 COMMANDS = [name for name in MODULES if within(name, "hf_memmix.commands") or name == "hf_memmix.cli"]  # stand on top
-IMPORTS = [found for entry in MODULES.values() for found in imports_of(*entry)]
+
+
+@functools.cache
+def all_imports():
+    """Read by the first test that needs them, not in every worker that collects the tests."""
+    return [found for entry in MODULES.values() for found in imports_of(*entry)]
 
 
 def layer(name):
@@ -67,7 +73,7 @@ def layer(name):
 def test_layers_import_downwards_only():
     wrong = [
         found
-        for found in IMPORTS
+        for found in all_imports()
         if found.importer not in COMMANDS
         and layer(found.target) is not None
         and layer(found.target) > layer(found.importer)
@@ -80,17 +86,17 @@ def test_command_line_imports_lazily():
     heavy = ("torch", "transformers", "datasets", "accelerate", "hf_memmix.conversion", "hf_memmix.training")
     wrong = [
         found
-        for found in IMPORTS
+        for found in all_imports()
         if found.importer in COMMANDS and not found.lazy and any(within(found.target, name) for name in heavy)
     ]
     assert not wrong
-    assert not [found for found in IMPORTS if found.target in COMMANDS and found.importer not in COMMANDS]
+    assert not [found for found in all_imports() if found.target in COMMANDS and found.importer not in COMMANDS]
 
 
 def test_kernels_need_torch_and_triton_only():
     """The folder is a Hub kernel project: it is loaded on its own, under another name."""
     allowed = {"torch", "triton", "hf_memmix_kernels", *sys.stdlib_module_names}
-    kernels = [found for found in IMPORTS if layer(found.importer) == 0]
+    kernels = [found for found in all_imports() if layer(found.importer) == 0]
     assert not [found for found in kernels if found.target.split(".")[0] not in allowed]
     absolute = [
         (name, node.lineno)
@@ -103,19 +109,19 @@ def test_kernels_need_torch_and_triton_only():
 
 
 def test_triton_stays_in_the_kernels_and_is_lazy():
-    users = [found for found in IMPORTS if within(found.target, "triton")]
+    users = [found for found in all_imports() if within(found.target, "triton")]
     assert not [found for found in users if layer(found.importer) != 0]
     launches = {name for name in MODULES if layer(name) == 0 and name.split(".")[-1].startswith("launch")}
     eager = {found.importer for found in users if not found.lazy} | launches
     assert not [
-        found for found in IMPORTS if found.target in eager and not found.lazy and found.importer not in eager
+        found for found in all_imports() if found.target in eager and not found.lazy and found.importer not in eager
     ], "modules that import triton at the top are imported inside functions only"
 
 
 def test_no_circular_imports():
     """Imports inside functions count as well: they would only hide a circle."""
     remaining = {
-        name: {found.target for found in IMPORTS if found.importer == name} & MODULES.keys() - {name}
+        name: {found.target for found in all_imports() if found.importer == name} & MODULES.keys() - {name}
         for name in MODULES
     }
     while free := [name for name, found in remaining.items() if not found & remaining.keys()]:
@@ -150,7 +156,7 @@ def test_no_family_imports_another(folder):
     assert families
     assert not [
         found
-        for found in IMPORTS
+        for found in all_imports()
         if found.importer in families and found.target in families and found.target != found.importer
     ]
 

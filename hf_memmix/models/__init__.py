@@ -8,9 +8,19 @@ from .coffee import CoffeeConfig
 from .echo import EchoConfig
 from .family import FAMILIES, FamilyConfig, family_of_model, register_family
 from .gka import GKAConfig
+from .gka_vision import GKAVisionConfig
 from .lattice import LatticeConfig
 
-__all__ = ["FAMILIES", "CoffeeConfig", "EchoConfig", "FamilyConfig", "GKAConfig", "LatticeConfig", "register_family"]
+__all__ = [
+    "FAMILIES",
+    "CoffeeConfig",
+    "EchoConfig",
+    "FamilyConfig",
+    "GKAConfig",
+    "GKAVisionConfig",
+    "LatticeConfig",
+    "register_family",
+]
 
 
 def __getattr__(name: str):

@@ -22,6 +22,7 @@ from hf_memmix.conversion.loading import load_tokenizer
 from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.conversion.streaming import shards
 from hf_memmix.conversion.streaming.stream import write_description
+from testing import every_third
 from tiny_teachers import tiny_teacher, tiny_tokenizer
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -61,7 +62,7 @@ def assert_streams_like_memory(teacher, work, *arguments, **options):
 # ---- the same bytes
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@every_third("family", sorted(FAMILIES))  # test_convert.py converts all families
 def test_every_family_in_bf16(family, tmp_path):
     teacher = saved(tmp_path / "teacher", family, dtype=torch.bfloat16)
     files = assert_streams_like_memory(teacher, tmp_path, keep=[1])

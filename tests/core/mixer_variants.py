@@ -44,6 +44,15 @@ def variants():
 
 VARIANTS = list(variants())
 every_variant = pytest.mark.parametrize(("mixer", "options"), VARIANTS, ids=str)
+# every variant in `make test-all`; in `make test`, every mixer with its defaults and every third of the others
+every_third_variant = pytest.mark.parametrize(
+    ("mixer", "options"),
+    [
+        pytest.param(*row, marks=() if i % 3 == 0 or not row[1] else pytest.mark.product)
+        for i, row in enumerate(VARIANTS)
+    ],
+    ids=str,
+)
 
 
 @torch.no_grad()

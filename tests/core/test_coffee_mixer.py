@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import FAMILIES, attention_module
 from hf_memmix.mixers.coffee import CoffeeOptions
-from testing import assert_same, mixers_of, randomize, tiny_config, tiny_model
+from testing import assert_same, every_third, mixers_of, randomize, tiny_config, tiny_model
 from tiny_teachers import tiny_teacher
 
 
@@ -128,7 +128,7 @@ def test_bad_options(options, message):
         CoffeeOptions(**options)
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@every_third("model_type", sorted(FAMILIES))  # tests/conversion/test_convert.py converts all families
 def test_every_family_converts_and_reports_every_tensor(model_type):
     teacher = tiny_teacher(model_type)
     student = convert_model(teacher, "coffee", keep=[1], states=4)

@@ -39,7 +39,13 @@ from hf_memmix.training import _trainer_hooks as trainer_door
 ROOT = Path(hf_memmix.__file__).parents[1]
 DOORS = [Path(door.__file__), Path(trainer_door.__file__)]
 # modules of transformers whose public names are documented; what comes from any other one goes through a door
-DOCUMENTED = ("transformers", "transformers.cache_utils", "transformers.trainer_utils", "transformers.utils")
+DOCUMENTED = (
+    "transformers",
+    "transformers.cache_utils",
+    "transformers.modeling_outputs",
+    "transformers.trainer_utils",
+    "transformers.utils",
+)
 
 # methods of the library that a door overrides or calls, with the parameters that it relies on, in their order
 METHODS = {
@@ -184,6 +190,8 @@ ATTRIBUTES = {
     "_device_mesh": lambda name: reads("transformers.distributed.mixin", name),
     "_n_gpu": one_gpu,
     "_no_split_modules": lambda name: reads("accelerate.utils.fsdp_utils", name),
+    "_supports_sdpa": lambda name: getattr(LlamaModel, name) and reads("transformers.modeling_utils", name),
+    "GradientCheckpointingLayer": lambda name: isinstance(tiny().model.layers[0], door.GradientCheckpointingLayer),
     "_name_or_path": lambda name: getattr(LlamaConfig.from_dict({name: "x"}), name) == "x",
     "IDLE_FIELDS": lambda name: (
         {"architectures", "dtype", "transformers_version", "use_cache"} < LlamaConfig().to_dict().keys()

@@ -7,7 +7,7 @@ write must keep its value.
 import pytest
 import torch
 
-from core.mixer_variants import VARIANTS, every_variant, made
+from core.mixer_variants import VARIANTS, every_third_variant, every_variant, made
 from hf_memmix.mixers import MIXERS, pages
 from testing import TOLERANCES, assert_same
 
@@ -162,7 +162,7 @@ def test_steps_on_pages_inside_a_cuda_graph(mixer):
 
 
 @torch.no_grad()
-@every_variant
+@every_third_variant
 def test_initial_states(mixer, options):
     """They have the shapes and dtypes of the states; a scan and a step from them equal those from None."""
     layer, x, rotary = made(mixer, options)
@@ -179,7 +179,7 @@ def test_initial_states(mixer, options):
 
 
 @torch.no_grad()
-@every_variant
+@every_third_variant
 def test_packed_sequences_continue(mixer, options):
     """A packed scan from a state per sequence equals the sequences alone, empty ones included."""
     layer, x, rotary = made(mixer, options)
@@ -201,7 +201,7 @@ def test_packed_sequences_continue(mixer, options):
 
 
 @torch.no_grad()
-@every_variant
+@every_third_variant
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 def test_new_sequences_among_continued_ones(mixer, options, paged):
     """In one packed scan, a new one on a dirty page equals a fresh sequence, a continued one goes on."""

@@ -20,6 +20,7 @@ from testing import (
     assert_same,
     backbone_config,
     build,
+    every_third,
     mixers_of,
     random_ids,
     randomize,
@@ -63,7 +64,7 @@ def test_shards(family, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@every_third("family", FAMILIES)  # tests/conversion/test_convert.py converts all families
 def test_teacher_checkpoint(family, tmp_path):
     """A native checkpoint loads into a memmix configuration: nothing outside the replaced attention is missing."""
     native = tiny_model(family, None)

@@ -11,7 +11,7 @@ from hf_memmix.training.train import align, distill
 from tiny_teachers import tiny_teacher
 
 # a clipped gradient norm is one over all layers that train together
-OPTIONS = {"steps": 5, "batch_size": 4, "block_size": 16, "learning_rate": 3e-3, "warmup_steps": 1}
+OPTIONS = {"steps": 3, "batch_size": 4, "block_size": 16, "learning_rate": 3e-3, "warmup_steps": 1}
 UNCLIPPED = {"max_grad_norm": 0.0}
 
 

@@ -41,7 +41,7 @@ def test_the_choice_equals_brute_force(kinds):
     draw = random.Random(kinds)
     solved = 0
     for _ in range(150):
-        layers = draw.randint(1, 5)
+        layers = draw.randint(1, 4)
         sizes = [draw.randint(1, 4) for _ in range(layers)]
         # continuous scores, scores with many ties, and negative ones
         scores = [

@@ -4,6 +4,7 @@ import argparse
 import functools
 import json
 import math
+import threading
 import time
 from pathlib import Path
 
@@ -269,8 +270,27 @@ def test_resumes_and_survives_a_failing_row(tmp_path):
         )
 
 
-def test_a_resumed_run_may_name_other_models(tmp_path):
+class WorkerInThread(threading.Thread):
+    """The worker of the harness without a process of its own, which would import torch again for seconds."""
+
+    def __init__(self, context, module, args, gpu):
+        self.pipe, there = context.Pipe()
+        super().__init__(target=harness.work, args=(there, module, args, gpu), daemon=True)
+        self.start()
+
+    def terminate(self):
+        self.pipe.close()
+
+
+def start_in_thread(*args):
+    worker = WorkerInThread(*args)
+    return worker.pipe, worker
+
+
+def test_a_resumed_run_may_name_other_models(tmp_path, monkeypatch):
     """Only the named models run; the file keeps the rows and the names of the others."""
+    monkeypatch.setattr(harness, "_start", start_in_thread)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # the worker sets it too; after the test it is as before
     run_recall(arguments(tmp_path, models=["transformer"]), rows_of_recall)
     results = run_recall(arguments(tmp_path, models=["linear"]), rows_of_recall)
     assert results["settings"]["models"] == ["transformer", "linear"]

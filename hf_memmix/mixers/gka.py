@@ -187,8 +187,7 @@ class GKAMixer(HeadsMixer):
         return q, k, v, log_decay, beta, new
 
     def step(self, tokens, states, state_indices=None):
-        convolved = self.convolve_step(tokens, states, state_indices)
-        q, k, v = self.split_heads(*convolved, tokens, unit_norm=True)
+        q, k, v = self.heads_step(tokens, states, state_indices)
         gates = tokens["log_decay"], tokens.get("alpha"), tokens.get("beta")
         memory = (states["H"], states["U"])
         return gka_step(q, k, v, *gates, memory, state_indices=state_indices, **self._solver())

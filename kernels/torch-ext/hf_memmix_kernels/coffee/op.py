@@ -8,9 +8,10 @@ from torch import Tensor
 
 from .._chunks import checkpoint_slots
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
-from .._dispatch import use_triton
+from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
+from .native_path import coffee_step_native
 from .sizes import CHECKPOINT, coffee_method, padded_states
 from .torch_deer import deer_fwd_torch
 from .torch_path import checkpoint_interval, coffee_bwd_torch, coffee_fwd_torch, coffee_step_torch
@@ -206,6 +207,8 @@ def _step(
     state_indices: Tensor | None,
     feedback: str,
 ) -> Tensor:
+    if gate is None and state.dtype == torch.float32 and (library := native_library("coffee", u)):
+        return coffee_step_native(library, u, lam, w, C, w_filter, state, state_indices, feedback)
     if use_triton(u):
         from .launch import coffee_step_triton as step
     else:

@@ -1,0 +1,82 @@
+"""The native path, for a CPU: forward, the decode step, and the solver of the backward pass, by native.cpp.
+
+The rest of the backward pass is that of the torch path.
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from .._native import INTEGER, POINTER, REAL, address, dense, function, over_rows, pages_of, starts_of
+from .schedule import gradient_phases, richardson_steps
+from .torch_path import gka_backward
+
+TOKENS = (*[POINTER] * 9, INTEGER, INTEGER, *[POINTER] * 5, *[INTEGER] * 5, REAL, REAL, INTEGER, INTEGER)
+
+
+@functools.cache
+def _schedule(phases: tuple[int, ...], ridge: float) -> tuple[Tensor, Tensor]:
+    """The steps tau of all phases, and how many each phase has."""
+    steps = [richardson_steps(count, ridge) for count in phases]
+    flat = torch.tensor([tau for phase in steps for tau in phase], dtype=torch.float32)
+    return flat, torch.tensor([len(phase) for phase in steps])
+
+
+def _advance(library, q, k, v, log_decay, alpha, beta, h, u, pages, starts, phases, ridge, scale, o, x):
+    """Advance the states h and u in place over all tokens, and write o and x, see native.cpp."""
+    (_, _, heads, dim), values = q.shape, 0 if v is None else v.shape[-1]
+    q, k, v, log_decay, alpha, beta = (dense(t) for t in (q, k, v, log_decay, alpha, beta))
+    steps, counts = _schedule(tuple(phases), ridge)
+    call = function(library, "gka_tokens", TOKENS)
+    tensors = [address(t) for t in (q, k, v, log_decay, alpha, beta, h, u, pages)]
+    results = [address(t) for t in (o, x, starts, steps, counts)]
+    strides = h.stride(0), 0 if u is None else u.stride(0)
+    sizes = len(counts), heads, k.shape[2], dim, values
+
+    def part(first, last):
+        call(*tensors, *strides, *results, *sizes, ridge, scale, first, last)
+
+    over_rows(part, (len(starts) - 1) * heads, 2.0 * len(steps) * q.numel() * dim)
+
+
+def gka_forward_native(
+    library: ctypes.CDLL, q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o [B, T, H, Dv] in q's dtype, x [B, T, H, D] in float32, the final H and U."""
+    h, u = (s.clone(memory_format=torch.contiguous_format) for s in (h0, u0))
+    o, x = (torch.empty(*q.shape[:3], t.shape[-1]) for t in (v, q))
+    starts = starts_of(*q.shape[:2], cu_seqlens)
+    _advance(library, q, k, v, log_decay, alpha, beta, h, u, None, starts, phases, ridge, scale, o, x)
+    return o.to(q.dtype), x, h, u
+
+
+def gka_backward_native(
+    library: ctypes.CDLL,
+    do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale, chunk_size,
+):  # fmt: skip
+    """Gradients as `torch_path.gka_backward`."""
+    starts = starts_of(*q.shape[:2], cu_seqlens)
+
+    def solve(right):
+        """z [B, T, H, D] with (H_t + ridge |H_t| I) z = right, for every token."""
+        h = h0.clone(memory_format=torch.contiguous_format)
+        z, count = torch.empty(right.shape), gradient_phases(phases)
+        _advance(library, right, k, None, log_decay, None, beta, h, None, None, starts, count, ridge, 1.0, None, z)
+        return z
+
+    return gka_backward(
+        do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale,
+        chunk_size, solve,
+    )  # fmt: skip
+
+
+def gka_step_native(
+    library: ctypes.CDLL, q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale
+) -> Tensor:
+    """Advance (h, u), or their pages, in place by the one token of q, k, v [B, 1, heads, D]; o [B, 1, H, Dv]."""
+    o = torch.empty(*q.shape[:3], v.shape[-1])
+    starts, pages = starts_of(q.shape[0], 1, None), pages_of(state_indices)
+    _advance(library, q, k, v, log_decay, alpha, beta, h, u, pages, starts, phases, ridge, scale, o, None)
+    return o.to(q.dtype)

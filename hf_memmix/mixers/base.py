@@ -200,11 +200,13 @@ class MemoryMixer(nn.Module):
             for name, (shape, state_dtype) in self.state_shapes(batch, dtype).items()
         }
 
-    def products(self, x: Tensor) -> dict[str, Tensor]:
-        """The outputs [B, T, features] of those `input_layers` that the layer has, by name."""
+    def products(self, x: Tensor, without: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        """The outputs [B, T, features] of those `input_layers` that the layer has, by name; those `without` may be
+        left out."""
         if self.joined_layers is not None:
             return self.joined_layers(x)
-        return {name: getattr(self, name)(x) for name in self.input_layers if hasattr(self, name)}
+        found = ((name, getattr(self, name, None)) for name in self.input_layers if name not in without)
+        return {name: layer(x) for name, layer in found if layer is not None}
 
     def project_rows(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **token_arguments

@@ -137,10 +137,9 @@ class HeadsMixer(MemoryMixer):
         # hooks of a module (offload) would not run, and a part of its weight may be elsewhere
         if any(has_hooks(convolution) for _, convolution in convolutions):
             return None
+        head_dims = {"q": self.key_dim, "k": self.key_dim, "v": 0}
         parts = [
-            Convolution(
-                tokens[name], convolution.weight.squeeze(1), states[f"conv_{name}"], 0 if name == "v" else self.key_dim
-            )
+            Convolution(tokens[name], convolution.weight.squeeze(1), states[f"conv_{name}"], head_dims[name])
             for name, convolution in convolutions
         ]
         silu = self.options.conv_activation == "silu"

@@ -54,6 +54,8 @@ static inline float exponential(float x) {
 }
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+// log(1 + e^x), computed as torch does
+static inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 static inline float silu(float x) { return x * sigmoid(x); }
 
 // 8 numbers that are computed together; memory need not be aligned

@@ -71,6 +71,28 @@ void solve(const float* H, const float* q, Scratch& s, int D, const float* steps
     }
 }
 
+template <class T>
+float dot(const T* a, const T* b, int64_t n) {
+    float sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += load(a[i]) * load(b[i]);
+    return sum;
+}
+
+// The gates of `gka_gates`. A row of weights is read once for all rows of the batch.
+template <class T>
+void gates(const T* x, const T* const* weights, const T* const* biases, const float* dt_bias, const float* A_log,
+           float* const* results, int64_t batch, int64_t hidden, int64_t heads, float beta_eps) {
+    for (int gate = 0; gate < 3; ++gate)
+        for (int64_t head = 0; head < heads; ++head)
+            for (int64_t b = 0; b < batch; ++b) {
+                float z = dot(x + b * hidden, weights[gate] + head * hidden, hidden);
+                if (biases[gate]) z += load(biases[gate][head]);
+                results[gate][b * heads + head] = gate == 0   ? -std::exp(A_log[head]) * softplus(z + dt_bias[head])
+                                                  : gate == 1 ? sigmoid(z) + beta_eps
+                                                              : sigmoid(z);
+            }
+}
+
 }  // namespace
 
 // Advance H and, if there are values, U over the tokens of some heads of some sequences.
@@ -112,4 +134,18 @@ EXPORT void gka_tokens(const float* q, const float* k, const float* v, const flo
             }
         }
     }
+}
+
+// log_decay = -e^A_log softplus(W_0 x + dt_bias), beta = sigmoid(W_1 x + b_1) + beta_eps and alpha = sigmoid(W_2 x + b_2)
+// [batch, heads], for x [batch, hidden] and weights [heads, hidden]; a bias may be null.
+EXPORT void gka_gates(const void* x, const void* const* weights, const void* const* biases, const float* dt_bias,
+                      const float* A_log, float* const* results, int64_t batch, int64_t hidden, int64_t heads,
+                      float beta_eps, int64_t in_bf16) {
+    if (in_bf16)
+        gates<bf16>(static_cast<const bf16*>(x), reinterpret_cast<const bf16* const*>(weights),
+                    reinterpret_cast<const bf16* const*>(biases), dt_bias, A_log, results, batch, hidden, heads, beta_eps);
+    else
+        gates<float>(static_cast<const float*>(x), reinterpret_cast<const float* const*>(weights),
+                     reinterpret_cast<const float* const*>(biases), dt_bias, A_log, results, batch, hidden, heads,
+                     beta_eps);
 }

@@ -1,6 +1,6 @@
-"""The native path, for a CPU: forward, the decode step, and the solver of the backward pass, by native.cpp.
+"""The native path, for a CPU: forward, the decode step and its gates, by native.cpp.
 
-The rest of the backward pass is that of the torch path.
+The backward pass takes its solver from there; the rest of it is that of the torch path.
 """
 
 import ctypes
@@ -9,11 +9,16 @@ import functools
 import torch
 from torch import Tensor
 
+from .._dispatch import native_library
 from .._native import INTEGER, POINTER, REAL, address, dense, function, over_rows, pages_of, starts_of
+from .._registration import needs_op
 from .schedule import gradient_phases, richardson_steps
 from .torch_path import gka_backward
 
 TOKENS = (*[POINTER] * 9, INTEGER, INTEGER, *[POINTER] * 5, *[INTEGER] * 5, REAL, REAL, INTEGER, INTEGER)
+
+GATES = (*[POINTER] * 6, *[INTEGER] * 3, REAL, INTEGER)
+MAX_GATE_WORK = 2**20  # products; with more of them, the matrix products of torch are faster
 
 
 @functools.cache
@@ -80,3 +85,42 @@ def gka_step_native(
     starts, pages = starts_of(q.shape[0], 1, None), pages_of(state_indices)
     _advance(library, q, k, v, log_decay, alpha, beta, h, u, pages, starts, phases, ridge, scale, o, None)
     return o.to(q.dtype)
+
+
+def gates_of_token(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    dt_bias: Tensor,
+    A_log: Tensor,
+    beta_eps: float,
+) -> list[Tensor] | None:
+    """The gates of one token from the layer's input, in one call of native code. Arguments are not checked.
+
+    Args:
+        x: [B, 1, hidden].
+        weights: three projections [H, hidden], and `biases` [H] or None: to the decay, to beta and to alpha.
+        dt_bias, A_log: [H].
+        beta_eps: added to beta.
+
+    Returns:
+        log_decay = -e^A_log softplus(W_0 x + dt_bias), beta = sigmoid(W_1 x + b_1) + beta_eps and alpha =
+        sigmoid(W_2 x + b_2), float32 [B, 1, H]; or None if native code cannot run.
+    """
+    heads, hidden = weights[0].shape
+    if torch.is_grad_enabled() or 3 * heads * x.numel() > MAX_GATE_WORK:
+        return None
+    tensors = [x, *weights, *(bias for bias in biases if bias is not None)]
+    if any(t.dtype != x.dtype or not t.is_contiguous() for t in tensors) or needs_op(tensors):
+        return None
+    library = native_library("gka", x)
+    if library is None:
+        return None
+    dt_bias, A_log = dense(dt_bias), dense(A_log)
+    results, pointers = [torch.empty(x.shape[0], 1, heads) for _ in weights], POINTER * 3
+    function(library, "gka_gates", GATES)(
+        x.data_ptr(), pointers(*[t.data_ptr() for t in weights]), pointers(*[address(t) for t in biases]),
+        dt_bias.data_ptr(), A_log.data_ptr(), pointers(*[t.data_ptr() for t in results]),
+        x.shape[0], hidden, heads, beta_eps, x.dtype == torch.bfloat16,
+    )  # fmt: skip
+    return results

@@ -51,8 +51,7 @@ void norm(const T* y, const T* gate, const T* weight, T* out, int64_t rows, int6
 EXPORT void decay(const float* x, const float* bias, const float* A_log, float* dt, float* g, int64_t numbers,
                   int64_t heads, float limit, float smallest, float largest) {
     for (int64_t i = 0; i < numbers; ++i) {
-        const float z = cut(x[i], limit) + bias[i % heads];
-        float size = z > 20.0f ? z : std::log1p(std::exp(z));  // as torch's softplus
+        float size = softplus(cut(x[i], limit) + bias[i % heads]);
         size = size < smallest ? smallest : size > largest ? largest : size;
         dt[i] = size;
         g[i] = -std::exp(A_log[i % heads]) * size;

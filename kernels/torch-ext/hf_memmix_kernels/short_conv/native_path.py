@@ -39,7 +39,8 @@ def short_conv_step_native(
     y, pages, (channels, taps) = torch.empty_like(x), pages_of(state_indices), weight.shape
     function(library, "short_conv_step", STEP)(
         x.data_ptr(), weight.data_ptr(), address(bias), state.data_ptr(), address(pages), state.stride(0),
-        y.data_ptr(), x.shape[0], channels, taps, silu, math.inf if limit is None else limit, x.dtype == torch.bfloat16,
+        y.data_ptr(), x.shape[0], channels, taps, silu, math.inf if limit is None else limit,
+        x.dtype == torch.bfloat16,
     )  # fmt: skip
     return y
 

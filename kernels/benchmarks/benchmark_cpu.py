@@ -7,10 +7,10 @@ forward and backward of 2048 tokens; one sequence, fp32, no layer keeps its atte
 transformer with its weights, "medium" a Llama of 4 layers with hidden size 1024 and random weights.
 
 The models take turns, one call each per round, so that other programs on the machine slow down all of them alike. `ms`
-and `cpu_ms` are medians over the rounds: time on the clock, and time of the process on all cores, which depends less on
-other programs. For decode they are those of the faster cache, dynamic or static, as in `make demo`. `operators` is the
-number of torch operators that one call runs, which does not depend on the machine. `native` says whether native code
-ran, which needs a C++ compiler; HF_MEMMIX_BACKEND=torch switches it off. Rows of --out that describe the same
+and `cpu_ms` are medians over the rounds: time on the clock, and time of the process on all cores, which depends less
+on other programs. For decode they are those of the faster cache, dynamic or static, as in `make demo`. `operators` is
+the number of torch operators that one call runs, which does not depend on the machine. `native` says whether native
+code ran, which needs a C++ compiler; HF_MEMMIX_BACKEND=torch switches it off. Rows of --out that describe the same
 measurement are replaced; all other rows are kept.
 """
 
@@ -34,7 +34,7 @@ from hf_memmix_kernels import _native
 
 MIXERS = ("attention", "gka", "lattice", "mamba2", "ska", "coffee")
 DECODE_CONTEXT, LENGTH = 1024, 2048
-ROUNDS = {"decode": 41, "prefill": 5, "train": 3}
+ROUNDS = {"decode": 61, "prefill": 5, "train": 3}
 DESCRIBES = ("shape", "mixer", "phase", "T", "threads", "native")  # columns that say what a row measures
 MEDIUM = {
     "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,

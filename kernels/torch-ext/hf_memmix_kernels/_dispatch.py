@@ -55,6 +55,9 @@ def native_library(op: str, x: torch.Tensor) -> ctypes.CDLL | None:
     """
     if not x.is_cpu or x.dtype not in NATIVE_DTYPES:
         return None
+    # torch.func wraps tensors, and a wrapper has no memory of its own
+    if torch._C._are_functorch_transforms_active():
+        return None
     if "HF_MEMMIX_BACKEND" not in os.environ:
         return _native.library(op)
     if os.environ["HF_MEMMIX_BACKEND"] != "native":

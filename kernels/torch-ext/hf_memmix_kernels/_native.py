@@ -154,11 +154,11 @@ def library(op: str, needed: bool = False) -> ctypes.CDLL | None:
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-@functools.cache
 def function(library: ctypes.CDLL, name: str, types: tuple):
     """A function of a library that returns nothing, with the types of its arguments."""
     found = getattr(library, name)
-    found.argtypes, found.restype = types, None
+    if found.argtypes is None:
+        found.argtypes, found.restype = types, None
     return found
 
 

@@ -84,7 +84,7 @@ def gka_step_native(
     o = torch.empty(*q.shape[:3], v.shape[-1])
     starts, pages = starts_of(q.shape[0], 1, None), pages_of(state_indices)
     _advance(library, q, k, v, log_decay, alpha, beta, h, u, pages, starts, phases, ridge, scale, o, None)
-    return o.to(q.dtype)
+    return o if q.dtype == torch.float32 else o.to(q.dtype)
 
 
 def gates_of_token(
@@ -110,8 +110,11 @@ def gates_of_token(
     heads, hidden = weights[0].shape
     if torch.is_grad_enabled() or 3 * heads * x.numel() > MAX_GATE_WORK:
         return None
-    tensors = [x, *weights, *(bias for bias in biases if bias is not None)]
-    if any(t.dtype != x.dtype or not t.is_contiguous() for t in tensors) or needs_op(tensors):
+    tensors, dtype = [x, *weights, *biases], x.dtype
+    for t in tensors:  # a loop takes half the time of any()
+        if t is not None and (t.dtype != dtype or not t.is_contiguous()):
+            return None
+    if needs_op(tensors):
         return None
     library = native_library("gka", x)
     if library is None:

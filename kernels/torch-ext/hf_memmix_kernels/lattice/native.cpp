@@ -21,6 +21,12 @@ struct Write {
     Write(int d, int m) : h(d), p(m), c(m), alpha(m), inverse(m) {}
 };
 
+// [n, k] -> [k, n]
+void transpose(const float* from, float* to, int64_t n, int64_t k) {
+    for (int64_t i = 0; i < n; ++i)
+        for (int64_t j = 0; j < k; ++j) to[j * n + i] = from[i * k + j];
+}
+
 // S after the write, in place or into `to`.
 void write(const float* S, float* to, const float* k, const float* v, float gamma, int variant, int d, int m, Write& w) {
     float *h = w.h.data(), *p = w.p.data(), *alpha = w.alpha.data(), *inverse = w.inverse.data();
@@ -55,7 +61,7 @@ void write(const float* S, float* to, const float* k, const float* v, float gamm
 //
 // q, k [tokens, heads, m], v, y [tokens, heads, d], gamma [tokens, heads], all contiguous. Sequence n has the tokens
 // starts[n] .. starts[n + 1] - 1 and the state [heads, d, m] at state + page * stride, where page is pages[n], or n without
-// pages. Row r = n heads + head; rows first .. last - 1 of `rows` are computed. `kept` [windows, rows, d, m] gets the states
+// pages. Row r = n heads + head; rows first .. last - 1 of `rows` are computed. `kept` [windows, rows, m, d] gets the states
 // before every 64th token unless it is null.
 EXPORT void lattice_tokens(const float* q, const float* k, const float* v, const float* gamma, float* state,
                            const int64_t* pages, int64_t stride, float* y, float* kept, const int64_t* starts,
@@ -67,7 +73,7 @@ EXPORT void lattice_tokens(const float* q, const float* k, const float* v, const
         float* S = page(state, pages, stride, n) + head * d * m;
         for (int64_t t = starts[n]; t < starts[n + 1]; ++t) {
             const int64_t at = t * heads + head, since = t - starts[n];
-            if (kept && since % WINDOW == 0) std::copy_n(S, d * m, kept + (since / WINDOW * rows + row) * d * m);
+            if (kept && since % WINDOW == 0) transpose(S, kept + (since / WINDOW * rows + row) * d * m, d, m);
             write(S, S, k + at * m, v + at * d, gamma[at], variant, d, m, w);
             for (int64_t a = 0; a < d; ++a) {
                 float read = 0;
@@ -92,7 +98,7 @@ EXPORT void lattice_adjoint(const float* dy, float* dstate, const float* q, cons
         float* G = dstate + row * size;  // gradient of the state after token t, then of the one before it
         for (int64_t window = (tokens + WINDOW - 1) / WINDOW - 1; window >= 0; --window) {
             const int64_t begin = window * WINDOW, end = std::min(begin + WINDOW, tokens);
-            std::copy_n(kept + (window * rows + row) * size, size, states.data());
+            transpose(kept + (window * rows + row) * size, states.data(), m, d);
             for (int64_t t = begin; t < end; ++t) {
                 const int64_t at = (starts[n] + t) * heads + head;
                 float* S = states.data() + (t - begin) * size;

@@ -42,10 +42,7 @@ def _advance(library, q, k, v, gamma, state, pages, stride, kept, starts, varian
 
 
 def lattice_fwd_native(library, q, k, v, gamma, initial_state, cu_seqlens, variant, save):
-    """o, the final state [N, H, d, m] and the states before every 64th token [windows, N H, m, d].
-
-    The kept states have the shape that the registered op promises, but the order [d, m] of native.cpp.
-    """
+    """o, the final state [N, H, d, m] and the states before every 64th token [windows, N H, m, d]."""
     state = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     starts, (sequences, heads, d, m) = starts_of(*q.shape[:2], cu_seqlens), state.shape
     longest = int(starts.diff().max())

@@ -18,10 +18,9 @@ MAX_NUMBERS = 2**16
 
 def runs_native(x: Tensor, *others: Tensor | None) -> bool:
     """Whether native code can compute a function of these tensors: few numbers, no gradient."""
-    tensors = [x, *(t for t in others if t is not None)]
     if not 0 < x.numel() <= MAX_NUMBERS:
         return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)))
 
 
 def unit_heads_native(library: ctypes.CDLL, x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:

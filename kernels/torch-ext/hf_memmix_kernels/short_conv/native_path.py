@@ -15,13 +15,9 @@ STEP = (*[POINTER] * 5, INTEGER, POINTER, *[INTEGER] * 4, REAL, INTEGER)
 HEADS = (*[POINTER] * 7, INTEGER, POINTER, POINTER, INTEGER, POINTER, *[INTEGER] * 3, REAL, INTEGER)
 
 
-def runs_native_step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, state_indices: Tensor | None
-) -> bool:
-    """Whether native code can run the step: all tensors have one dtype, and rows of the state are dense."""
-    if not x.dtype == weight.dtype == state.dtype or (bias is not None and bias.dtype != x.dtype):
-        return False
-    return state_indices is not None or state.is_contiguous()
+def runs_native_step(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> bool:
+    """Whether native code can run the step: all tensors have one dtype."""
+    return x.dtype == weight.dtype == state.dtype and (bias is None or bias.dtype == x.dtype)
 
 
 def short_conv_step_native(
@@ -37,11 +33,14 @@ def short_conv_step_native(
     """Read one token [B, 1, C] and shift the state [B, C, K-1], or its pages, in place."""
     x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
     y, pages, (channels, taps) = torch.empty_like(x), pages_of(state_indices), weight.shape
+    target = state if pages is not None or state.is_contiguous() else state.contiguous()
     function(library, "short_conv_step", STEP)(
-        x.data_ptr(), weight.data_ptr(), address(bias), state.data_ptr(), address(pages), state.stride(0),
+        x.data_ptr(), weight.data_ptr(), address(bias), target.data_ptr(), address(pages), target.stride(0),
         y.data_ptr(), x.shape[0], channels, taps, silu, math.inf if limit is None else limit,
         x.dtype == torch.bfloat16,
     )  # fmt: skip
+    if target is not state:
+        state.copy_(target)
     return y
 
 
@@ -80,7 +79,9 @@ def unit_heads_after_convolutions(
     x = convolutions[0].x
     if torch.is_grad_enabled() or not x.is_cpu or (cos is not None and cos.dtype != x.dtype):
         return None
-    if needs_op((x,)) or not all(runs_native_step(c.x, c.weight, None, c.state, state_indices) for c in convolutions):
+    if needs_op((x,)) or not all(runs_native_step(c.x, c.weight, None, c.state) for c in convolutions):
+        return None
+    if state_indices is None and not all(c.state.is_contiguous() for c in convolutions):
         return None
     library = native_library("short_conv", x)
     if library is None:

@@ -223,3 +223,18 @@ def test_gradients_take_the_torch_path(monkeypatch):
     x = torch.randn(1, 1, 2, 8, requires_grad=True)
     unit_heads(x, None, None, 1e-6).sum().backward()
     assert torch.isfinite(x.grad).all() and x.grad.any()
+
+
+@pytest.mark.parametrize("name", ["gka", "lattice"])
+def test_torch_func_gives_the_gradient_of_native_code(name, monkeypatch):
+    """Tensors that torch.func wraps have no memory for native code; what reads them is the torch path."""
+    op = next(op for op in OPS if op.name.startswith(name))
+    inputs = op.draw(Shape(1, 70, 2, 2, 16, 16), torch.float32)
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+
+    def loss(v):
+        return op.run(op.fast, inputs | {"v": v})[0].square().sum()
+
+    leaf = inputs["v"].clone().requires_grad_()
+    (want,) = torch.autograd.grad(loss(leaf), leaf)
+    assert error(torch.func.grad(loss)(inputs["v"]), want) <= op.tolerance(torch.float32, grad=True)

@@ -4,7 +4,7 @@
 
 namespace {
 
-enum Feedback { SIGMOID, LINEAR, INPUT, TOKEN };  // the order of FEEDBACKS in op.py
+enum Feedback { SIGMOID, LINEAR, INPUT, TOKEN };  // native_path.FEEDBACKS
 
 }  // namespace
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._native import INTEGER, POINTER, address, dense, function, pages_of
 
-FEEDBACKS = ("sigmoid", "linear", "input", "token")  # in the order of native.cpp
+FEEDBACKS = ("sigmoid", "linear", "input", "token")  # phi, in the order of native.cpp
 STEP = (*[POINTER] * 7, INTEGER, POINTER, *[INTEGER] * 4)
 
 

@@ -205,8 +205,9 @@ class MemoryMixer(nn.Module):
         left out."""
         if self.joined_layers is not None:
             return self.joined_layers(x)
-        found = ((name, getattr(self, name, None)) for name in self.input_layers if name not in without)
-        return {name: layer(x) for name, layer in found if layer is not None}
+        # attributes of a module that are modules take longer to find, and missing ones much longer
+        layers = self._modules
+        return {name: layers[name](x) for name in self.input_layers if name in layers and name not in without}
 
     def project_rows(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **token_arguments
@@ -343,7 +344,9 @@ class MemoryMixer(nn.Module):
 
 def _rotary_rows(position_embeddings, batch: int) -> tuple[Tensor, ...]:
     """(cos, sin) with a row for each row of the batch, or () without rotary embeddings."""
-    return () if position_embeddings is None else tuple(t.expand(batch, -1, -1) for t in position_embeddings)
+    if position_embeddings is None:
+        return ()
+    return tuple([t if t.shape[0] == batch else t.expand(batch, -1, -1) for t in position_embeddings])
 
 
 def _with_pages(step):

@@ -174,9 +174,10 @@ class GKAMixer(HeadsMixer):
             return None
         if not (options.use_decay and options.use_beta and options.use_alpha):
             return None
-        layers = (self.a_proj, self.b_proj, self.alpha_proj)
-        if any(type(layer) is not nn.Linear or has_hooks(layer) for layer in layers):
-            return None
+        layers = [self._modules[name] for name in GATES]
+        for layer in layers:
+            if type(layer) is not nn.Linear or has_hooks(layer):
+                return None
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         found = gates_of_token(x, weights, biases, self.dt_bias, self.A_log, BETA_EPS)
         return None if found is None else dict(zip(("log_decay", "beta", "alpha"), found, strict=True))

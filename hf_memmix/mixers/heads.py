@@ -183,7 +183,8 @@ class HeadsMixer(MemoryMixer):
 
     def _convolutions(self):
         """Pairs of "q", "k" or "v" and its convolution."""
-        found = (("q", self.q_conv1d), ("k", self.k_conv1d), ("v", self.v_conv1d))
+        layers = self._modules  # quicker than attributes
+        found = (("q", layers["q_conv1d"]), ("k", layers["k_conv1d"]), ("v", layers.get("v_conv1d")))
         return [(name, convolution) for name, convolution in found if convolution is not None]
 
     def split_heads(self, q, k, v, tokens, unit_norm: bool):

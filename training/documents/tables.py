@@ -169,6 +169,7 @@ TABLES = {
     "kernels": kernels.kernel_table,
     "generate": kernels.generate_table,
     "models": kernels.models_table,
+    "cpu": kernels.cpu_table,
     "op": kernels.op_table,
     "coffee_grid": kernels.coffee_grid_table,
     "coffee_draws": kernels.coffee_draws_table,

@@ -32,18 +32,16 @@ def _schedule(phases: tuple[int, ...], ridge: float) -> tuple[Tensor, Tensor]:
 def _advance(library, q, k, v, log_decay, alpha, beta, h, u, pages, starts, phases, ridge, scale, o, x):
     """Advance the states h and u in place over all tokens, and write o and x, see native.cpp."""
     (_, _, heads, dim), values = q.shape, 0 if v is None else v.shape[-1]
-    q, k, v, log_decay, alpha, beta = (dense(t) for t in (q, k, v, log_decay, alpha, beta))
+    q, k, v, log_decay, alpha, beta = dense(q), dense(k), dense(v), dense(log_decay), dense(alpha), dense(beta)
     steps, counts = _schedule(tuple(phases), ridge)
     call = function(library, "gka_tokens", TOKENS)
-    tensors = [address(t) for t in (q, k, v, log_decay, alpha, beta, h, u, pages)]
-    results = [address(t) for t in (o, x, starts, steps, counts)]
-    strides = h.stride(0), 0 if u is None else u.stride(0)
-    sizes = len(counts), heads, k.shape[2], dim, values
-
-    def part(first, last):
-        call(*tensors, *strides, *results, *sizes, ridge, scale, first, last)
-
-    over_rows(part, (len(starts) - 1) * heads, 2.0 * len(steps) * q.numel() * dim)
+    arguments = (
+        q.data_ptr(), k.data_ptr(), address(v), log_decay.data_ptr(), address(alpha), address(beta), h.data_ptr(),
+        address(u), address(pages), h.stride(0), 0 if u is None else u.stride(0), address(o), address(x),
+        starts.data_ptr(), steps.data_ptr(), counts.data_ptr(), counts.numel(), heads, k.shape[2], dim, values, ridge,
+        scale,
+    )  # fmt: skip
+    over_rows(functools.partial(call, *arguments), (starts.numel() - 1) * heads, 2.0 * steps.numel() * q.numel() * dim)
 
 
 def gka_forward_native(

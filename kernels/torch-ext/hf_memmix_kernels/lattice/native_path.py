@@ -26,7 +26,7 @@ def _advance(library, q, k, v, gamma, state, pages, stride, kept, starts, varian
     _, _, heads, m = q.shape
     d = v.shape[-1]
     q, k, v, gamma = (dense(t) for t in (q, k, v, gamma))
-    y, rows = torch.empty_like(v), (len(starts) - 1) * heads
+    y, rows = torch.empty_like(v), (starts.numel() - 1) * heads
     call = function(library, "lattice_tokens", TOKENS)
     tensors = (q, k, v, gamma, state, pages)
     addresses = [address(t) for t in tensors]
@@ -58,7 +58,7 @@ def lattice_bwd_native(library: ctypes.CDLL, do, dfinal, q, k, v, gamma, kept, c
     q, k, v, gamma, do = (dense(t) for t in (*likes, do))
     grads = [torch.zeros_like(t) for t in (q, k, v, gamma)]
     (_, _, heads, m), d = q.shape, v.shape[-1]
-    rows = (len(starts) - 1) * heads
+    rows = (starts.numel() - 1) * heads
     call = function(library, "lattice_adjoint", ADJOINT)
     addresses = [t.data_ptr() for t in (do, dstate, q, k, v, gamma, kept, *grads, starts)]
 

@@ -76,13 +76,14 @@ def unit_heads_after_convolutions(
     Returns:
         The outputs [B, 1, C], or None if native code cannot run them.
     """
-    x = convolutions[0].x
+    x, paged = convolutions[0].x, state_indices is not None
     if torch.is_grad_enabled() or not x.is_cpu or (cos is not None and cos.dtype != x.dtype):
         return None
-    if needs_op((x,)) or not all(runs_native_step(c.x, c.weight, None, c.state) for c in convolutions):
+    if needs_op((x,)):
         return None
-    if state_indices is None and not all(c.state.is_contiguous() for c in convolutions):
-        return None
+    for c in convolutions:
+        if not runs_native_step(c.x, c.weight, None, c.state) or not (paged or c.state.is_contiguous()):
+            return None
     library = native_library("short_conv", x)
     if library is None:
         return None

@@ -203,11 +203,14 @@ class MemoryMixer(nn.Module):
             for name, (shape, state_dtype) in self.state_shapes(batch, dtype).items()
         }
 
-    def products(self, x: Tensor) -> dict[str, Tensor]:
-        """The outputs [B, T, features] of those `input_layers` that the layer has, by name."""
+    def products(self, x: Tensor, without: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        """The outputs [B, T, features] of those `input_layers` that the layer has, by name; those `without` may be
+        left out."""
         if self.joined_layers is not None:
             return self.joined_layers(x)
-        return {name: getattr(self, name)(x) for name in self.input_layers if hasattr(self, name)}
+        # attributes of a module that are modules take longer to find, and missing ones much longer
+        layers = self._modules
+        return {name: layers[name](x) for name in self.input_layers if name in layers and name not in without}
 
     def project_rows(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, **token_arguments
@@ -344,7 +347,9 @@ class MemoryMixer(nn.Module):
 
 def _rotary_rows(position_embeddings, batch: int) -> tuple[Tensor, ...]:
     """(cos, sin) with a row for each row of the batch, or () without rotary embeddings."""
-    return () if position_embeddings is None else tuple(t.expand(batch, -1, -1) for t in position_embeddings)
+    if position_embeddings is None:
+        return ()
+    return tuple([t if t.shape[0] == batch else t.expand(batch, -1, -1) for t in position_embeddings])
 
 
 def _with_pages(step):

@@ -18,15 +18,17 @@ from transformers import initialization as init
 
 from hf_memmix_kernels import chunk_gka, gka_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
+from hf_memmix_kernels.gka import gates_of_token
 from hf_memmix_kernels.gka.schedule import MAX_PHASES
 from hf_memmix_kernels.rowwise import decay
 
 from ..padding import before_the_end
 from .base import register_mixer
 from .heads import HeadsMixer
-from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, init_layers
+from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, has_hooks, init_layers
 from .options import LARGEST_CHUNK, MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
 
+GATES = ("a_proj", "b_proj", "alpha_proj")
 BETA_EPS = 1e-6  # added to beta, as in the GKA release
 PHASES = (12, 10)  # the solver's default schedule
 UNUSED_ITERATIONS = 30  # num_iterations of old checkpoints beside their refinement
@@ -137,7 +139,7 @@ class GKAMixer(HeadsMixer):
     fp32_parameters = ("A_log", "dt_bias")
     steering_layers = ("a_proj", "b_proj", "alpha_proj")
     max_head_dim = MAX_HEAD_DIM
-    input_layers = (*HeadsMixer.input_layers, "a_proj", "b_proj", "alpha_proj")
+    input_layers = (*HeadsMixer.input_layers, *GATES)
     head_parameters = ("a_proj", "A_log", "dt_bias", "b_proj", "alpha_proj")
     kv_head_parameters = ("sketch",)
 
@@ -164,8 +166,14 @@ class GKAMixer(HeadsMixer):
         self.add_output()
 
     def project(self, x, rotary):
-        options, products = self.options, self.products(x)
+        gates = self._native_gates(x)
+        products = self.products(x, without=() if gates is None else GATES)
         tokens = self.project_heads(products, rotary)
+        return tokens | (self._gates(x, products) if gates is None else gates)
+
+    def _gates(self, x, products):
+        """log_decay, beta and alpha from the products of the layer's input."""
+        options, tokens = self.options, {}
         if options.use_decay:
             _, tokens["log_decay"] = decay(products["a_proj"], self.dt_bias, self.A_log)
         else:
@@ -175,6 +183,21 @@ class GKAMixer(HeadsMixer):
         if options.use_alpha:
             tokens["alpha"] = at_least_fp32(products["alpha_proj"]).sigmoid()
         return tokens
+
+    def _native_gates(self, x):
+        """The gates of one token in one call of native code, or None where that is not possible."""
+        options = self.options
+        if x.shape[1] != 1 or self.joined_layers is not None:
+            return None
+        if not (options.use_decay and options.use_beta and options.use_alpha):
+            return None
+        layers = [self._modules[name] for name in GATES]
+        for layer in layers:
+            if type(layer) is not nn.Linear or has_hooks(layer):
+                return None
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        found = gates_of_token(x, weights, biases, self.dt_bias, self.A_log, BETA_EPS)
+        return None if found is None else dict(zip(("log_decay", "beta", "alpha"), found, strict=True))
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
         q, k, v, log_decay, beta, new = self.memory_inputs(tokens, states, lengths, cu_seqlens)
@@ -204,8 +227,7 @@ class GKAMixer(HeadsMixer):
         return q, k, v, log_decay, beta, new
 
     def step(self, tokens, states, state_indices=None):
-        convolved = self.convolve_step(tokens, states, state_indices)
-        q, k, v = self.split_heads(*convolved, tokens, unit_norm=True)
+        q, k, v = self.heads_step(tokens, states, state_indices)
         gates = tokens["log_decay"], tokens.get("alpha"), tokens.get("beta")
         memory = (states["H"], states["U"])
         return gka_step(q, k, v, *gates, memory, state_indices=state_indices, **self._solver())

@@ -12,10 +12,11 @@ from typing import ClassVar
 from torch import nn
 
 from hf_memmix_kernels.rowwise import ACTIVATIONS, rotate, unit_heads
+from hf_memmix_kernels.short_conv import Convolution, unit_heads_after_convolutions
 
 from ..backbones import layer_rotates
 from .base import AttentionShape, MemoryMixer
-from .layers import RMSNorm, ShortConvolution, one_angle_per_pair
+from .layers import RMSNorm, ShortConvolution, has_hooks, one_angle_per_pair
 from .tensor_parallel import heads_plan
 
 UNIT_EPS = 1e-6  # added to the norm of q and k, as in the GKA release
@@ -124,6 +125,33 @@ class HeadsMixer(MemoryMixer):
             convolved[name], _ = convolution(tokens[name], states[f"conv_{name}"], **where)
         return convolved["q"], convolved["k"], convolved["v"]
 
+    def heads_step(self, tokens, states, state_indices=None, unit_norm=True):
+        """`convolve_step` and `split_heads` for one token: in one call of native code where that is possible."""
+        found = self._native_heads(tokens, states, state_indices) if unit_norm else None
+        if found is not None:
+            return found
+        return self.split_heads(*self.convolve_step(tokens, states, state_indices), tokens, unit_norm=unit_norm)
+
+    def _native_heads(self, tokens, states, state_indices):
+        """q, k and v of `heads_step`, or None."""
+        convolutions = self._convolutions()
+        # hooks of a module (offload) would not run, and a part of its weight may be elsewhere
+        if any(has_hooks(convolution) for _, convolution in convolutions):
+            return None
+        head_dims = {"q": self.key_dim, "k": self.key_dim, "v": 0}
+        parts = [
+            Convolution(tokens[name], convolution.weight.squeeze(1), states[f"conv_{name}"], head_dims[name])
+            for name, convolution in convolutions
+        ]
+        silu = self.options.conv_activation == "silu"
+        outputs = unit_heads_after_convolutions(
+            parts, tokens.get("cos"), tokens.get("sin"), UNIT_EPS, silu, state_indices
+        )
+        if outputs is None:
+            return None
+        q, k, v = (*outputs, tokens["v"])[:3]
+        return self._key_heads(q), self._key_heads(k), v.unflatten(-1, (-1, self.head_dim))
+
     def readout(self, y, x):
         gate = self.g_proj(x).view(y.shape) if self.options.use_gate else None
         if self.options.use_o_norm:
@@ -157,7 +185,8 @@ class HeadsMixer(MemoryMixer):
 
     def _convolutions(self):
         """Pairs of "q", "k" or "v" and its convolution."""
-        found = (("q", self.q_conv1d), ("k", self.k_conv1d), ("v", self.v_conv1d))
+        layers = self._modules  # quicker than attributes
+        found = (("q", layers["q_conv1d"]), ("k", layers["k_conv1d"]), ("v", layers.get("v_conv1d")))
         return [(name, convolution) for name, convolution in found if convolution is not None]
 
     def split_heads(self, q, k, v, tokens, unit_norm: bool):

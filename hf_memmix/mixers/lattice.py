@@ -170,7 +170,7 @@ class LatticeMixer(HeadsMixer):
         return y, new
 
     def step(self, tokens, states, state_indices=None):
-        q, k, v = self.heads_for_memory(*self.convolve_step(tokens, states, state_indices), tokens)
+        q, k, v = self._own_heads(*self.heads_step(tokens, states, state_indices, self.options.use_unit_qk))
         memory = {"state": states["S"], "state_indices": state_indices}
         return lattice_step(q, k, v, tokens["gamma"], tokens.get("log_decay"), **memory, **self._recurrence())
 
@@ -233,11 +233,17 @@ class LatticeMixer(HeadsMixer):
 
     def heads_for_memory(self, q, k, v, tokens):
         """[B, T, C] after the convolutions -> q, k [B, T, H, m] and v [B, T, H, d]; unit norms as the options say."""
-        q, k, v = self.split_heads(q, k, v, tokens, unit_norm=self.options.use_unit_qk)
+        return self._own_heads(*self.split_heads(q, k, v, tokens, unit_norm=self.options.use_unit_qk))
+
+    def _own_heads(self, q, k, v):
+        """q, k and v with one head of k and v per query head; in ENC v has unit norm."""
         if self.options.variant == "enc" and self.stabilises_enc:
             v = unit_heads(v, None, None, UNIT_EPS)
         # every query head has its own memory
-        k, v = (x.repeat_interleave(self.heads // x.shape[2], 2) for x in (k, v))
+        if k.shape[2] != self.heads:
+            k = k.repeat_interleave(self.heads // k.shape[2], 2)
+        if v.shape[2] != self.heads:
+            v = v.repeat_interleave(self.heads // v.shape[2], 2)
         return q, k, v
 
     def _recurrence(self) -> dict:

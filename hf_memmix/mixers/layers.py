@@ -22,6 +22,11 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its class's forward: hooks, or a forward that offload replaced."""
+    return bool(module._forward_pre_hooks or module._forward_hooks) or "forward" in vars(module)
+
+
 class ShortConvolution(nn.Module):
     """Depthwise causal convolution over the last `taps` tokens; weight [C, 1, taps] and bias [C] as in nn.Conv1d."""
 

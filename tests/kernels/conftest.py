@@ -1,17 +1,25 @@
-"""The kernels' tests run every op on its torch path and its Triton path. Without a GPU, Triton's
+"""The kernels' tests run every op on its torch path, its native path and its Triton path. Without a GPU, Triton's
 interpreter runs it.
 """
+
+from pathlib import Path
 
 import interpreter
 import pytest
 import torch
 
+import hf_memmix_kernels
+
 interpreter.enable()
 
+# ops with native code; those of them whose whole forward and backward pass is native, not only the step
+NATIVE = {path.parent.name for path in Path(hf_memmix_kernels.__file__).parent.glob("*/native.cpp")}
+NATIVE_CHUNKS = {"gka", "lattice"}
 
-@pytest.fixture(params=["torch", "triton"])
+
+@pytest.fixture(params=["torch", "native", "triton"])
 def backend(request, monkeypatch):
-    """Both paths, chosen by the environment variable `HF_MEMMIX_BACKEND`."""
+    """Every path, chosen by the environment variable `HF_MEMMIX_BACKEND`."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", request.param)
     return request.param
 
@@ -27,3 +35,25 @@ def poisoned_empty(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *a, **kw: poison(empty(*a, **kw)))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **kw: poison(empty_like(*a, **kw)))
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *a, **kw: poison(new_empty(self, *a, **kw)))
+
+
+def runs_native_code(item: pytest.Item) -> bool:
+    """Whether a test of the native path would run native code; otherwise it repeats the test of the torch path."""
+    if torch.cuda.is_available():
+        return False
+    op = item.callspec.params.get("op")
+    name = (
+        item.path.stem.removeprefix("test_")
+        if op is None
+        else max((n for n in (*NATIVE, "") if op.name.startswith(n)), key=len)
+    )
+    return name == "rowwise" or name in NATIVE_CHUNKS or (name in NATIVE and "step" in item.name)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out tests of the native path of what has none."""
+    with_path = [i for i in items if getattr(getattr(i, "callspec", None), "params", {}).get("backend") == "native"]
+    without = [item for item in with_path if not runs_native_code(item)]
+    if without:
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if item not in without]

@@ -265,3 +265,33 @@ def models_table(root: Path) -> str:
     head = ["phase", "B x T", "mixer", "ms", "GPU ms", "tokens/s", "of attention", "GiB", "commit"]
     ((gpu, torch, triton),) = {(row["gpu"], row["torch"], row["triton"]) for row in results}
     return aligned_table(head, rows) + f"\n\nbf16. {gpu}, torch {torch}, Triton {triton}."
+
+
+def cpu_table(root: Path) -> str:
+    """Whole models on a CPU beside the transformer of the same shape: processor time, torch operators per token."""
+    results = read("cpu", root)
+    phases = {"decode": "decode, ms per token", "prefill": "prefill of 2k, s", "train": "training step of 2k, s"}
+    measured = {(row["shape"], row["threads"], row["native"], row["mixer"], row["phase"]): row for row in results}
+    lines = []
+    for shape, threads, native, mixer in dict.fromkeys(key[:4] for key in measured):
+        line = [f"{shape}, {threads}", f"`{mixer}`", "yes" if native else "no"]
+        decode = measured.get((shape, threads, native, mixer, "decode"))
+        line.append("" if decode is None else str(decode["operators"]))
+        for phase in phases:
+            row = measured.get((shape, threads, native, mixer, phase))
+            of = measured.get((shape, threads, native, "attention", phase))
+            value = "" if row is None else f"{row['cpu_ms'] / (1 if phase == 'decode' else 1e3):.2f}"
+            line += [value, "" if row is None or of is None else f"{row['cpu_ms'] / of['cpu_ms']:.2f}"]
+        lines.append(line)
+    columns = [name for phase in phases.values() for name in (phase, "of attention")]
+    head = ["shape, threads", "mixer", "native code", "operators per token", *columns]
+    machine = ("processor", "cores", "torch", "transformers")
+    found = {tuple(row[name] for name in machine) for row in results}
+    if len(found) != 1:
+        raise ValueError(f"{MEASUREMENTS['cpu']} mixes machines or versions; run the benchmark again as a whole")
+    ((processor, cores, torch, transformers),) = found
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in results))
+    return aligned_table(head, lines) + (
+        f"\n\nfp32, one sequence, every layer converted; medians of the time that the process used on all cores. "
+        f"{processor}, {cores} cores, torch {torch}, transformers {transformers}, commit {commits}."
+    )

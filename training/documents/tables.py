@@ -171,6 +171,7 @@ TABLES = {
     "kernels": kernels.kernel_table,
     "generate": kernels.generate_table,
     "models": kernels.models_table,
+    "cpu": kernels.cpu_table,
     "op": kernels.op_table,
     "gka_sketch": kernels.sketch_table,
     "coffee_grid": kernels.coffee_grid_table,

@@ -1,16 +1,29 @@
-"""Chooses the implementation: Triton on an NVIDIA GPU, torch everywhere else.
+"""Chooses the implementation: Triton on an NVIDIA GPU, native code on a CPU with a compiler, torch everywhere else.
 
-`HF_MEMMIX_BACKEND=torch|triton` overrides the choice. On a CPU, Triton runs only with `TRITON_INTERPRET=1`, as in the
-tests.
+`HF_MEMMIX_BACKEND=torch|triton|native` overrides the choice. On a CPU, Triton runs only with `TRITON_INTERPRET=1`, as
+in the tests. Native code exists for a part of the functions, in float32 and bfloat16; the torch path runs the others.
 """
 
+import ctypes
 import functools
 import importlib.util
 import os
 
 import torch
 
-BACKENDS = ("torch", "triton")
+from . import _native
+
+try:  # the dictionary below os.environ: a look-up that fails takes a tenth of the time, and every call of an op asks
+    from posix import environ as _environment
+
+    _BACKEND = b"HF_MEMMIX_BACKEND"
+except ImportError:
+    from os import environ as _environment
+
+    _BACKEND = "HF_MEMMIX_BACKEND"
+
+BACKENDS = ("torch", "triton", "native")
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @functools.cache
@@ -22,10 +35,9 @@ def use_triton(x: torch.Tensor) -> bool:
     """Whether the op that got `x` should launch its Triton kernels.
 
     Raises:
-        ValueError: `HF_MEMMIX_BACKEND` is neither "torch" nor "triton", or asks for Triton where it cannot run.
+        ValueError: `HF_MEMMIX_BACKEND` names no backend, or asks for Triton where it cannot run.
     """
-    # a look-up that fails costs twice as much as this question, and every call of an op asks it
-    if "HF_MEMMIX_BACKEND" not in os.environ:
+    if _BACKEND not in _environment:
         return x.is_cuda and x.dtype != torch.float64 and _has_triton()
     forced = os.environ["HF_MEMMIX_BACKEND"]
     if forced not in BACKENDS:
@@ -39,3 +51,26 @@ def use_triton(x: torch.Tensor) -> bool:
                 " TRITON_INTERPRET=1 before the first import to run the kernels in Triton's interpreter"
             )
     return forced == "triton"
+
+
+def native_library(op: str, x: torch.Tensor) -> ctypes.CDLL | None:
+    """The native code of the op that got `x`, if it should run: `x` is on a CPU and there is a compiler.
+
+    Ask this before `use_triton`, which refuses unknown backends.
+
+    Raises:
+        ValueError: `HF_MEMMIX_BACKEND` is "native", and the code cannot be compiled.
+    """
+    if not x.is_cpu or x.dtype not in NATIVE_DTYPES:
+        return None
+    # torch.func wraps tensors, and a wrapper has no memory of its own
+    if torch._C._are_functorch_transforms_active():
+        return None
+    if _BACKEND not in _environment:
+        return _native.library(op)
+    if os.environ["HF_MEMMIX_BACKEND"] != "native":
+        return None
+    try:
+        return _native.library(op, needed=True)
+    except _native.NativeError as error:
+        raise ValueError(f"HF_MEMMIX_BACKEND=native: {error}; unset it to run the torch path") from error

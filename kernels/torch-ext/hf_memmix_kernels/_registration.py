@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list))  # no tensor subclasses
+
 
 def needs_op(args: tuple) -> bool:
     """Whether the call must go through the registered op: under a compiler, a dispatch mode or a tensor subclass."""
@@ -19,7 +21,7 @@ def needs_op(args: tuple) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     for a in args:  # noqa: SIM110  any() would take twice the time, and this runs before every decode step
-        if isinstance(a, Tensor) and type(a) is not Tensor and type(a) is not torch.nn.Parameter:
+        if type(a) not in PLAIN and isinstance(a, Tensor):
             return True
     return False
 

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from .._chunks import checkpoint_slots
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
-from .._dispatch import use_triton
+from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
+from .native_path import FEEDBACKS, coffee_step_native
 from .sizes import CHECKPOINT, coffee_method, padded_states
 from .torch_deer import deer_fwd_torch
 from .torch_path import checkpoint_interval, coffee_bwd_torch, coffee_fwd_torch, coffee_step_torch
 
-FEEDBACKS = ("sigmoid", "linear", "input", "token")
 METHODS = ("auto", "scan", "shooting", "deer")
 MAX_STATES = 64
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-7}
@@ -206,10 +206,11 @@ def _step(
     state_indices: Tensor | None,
     feedback: str,
 ) -> Tensor:
+    if gate is None and state.dtype == torch.float32 and (library := native_library("coffee", u)):
+        return coffee_step_native(library, u, lam, w, C, w_filter, state, state_indices, feedback)
+    step = coffee_step_torch
     if use_triton(u):
         from .launch import coffee_step_triton as step
-    else:
-        step = coffee_step_torch
     return step(u, lam, w, C, w_filter, gate, state, state_indices, feedback)
 
 
@@ -398,8 +399,7 @@ def deer_coffee(
 
     Args:
         tolerance: largest last update, relative to 1 + |x|; None is 1e-4, in float64 1e-7. Newton's iterations
-        converge
-            quadratically, so the remaining error is much smaller.
+            converge quadratically, so the remaining error is much smaller.
         max_iterations: if this number of iterations is not enough, the scan runs instead.
         damping: mu >= 0 of ELK, the paper's Levenberg-Marquardt variant: updates are kept small where the plain ones
             overflow. Runs as torch operations on any device, at more iterations.

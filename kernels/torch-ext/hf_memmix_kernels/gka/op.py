@@ -1,12 +1,15 @@
 """The GKA op: checks of the arguments, choice of the path, registration with torch.library."""
 
+import functools
+
 import torch
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
-from .._dispatch import use_triton
+from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
 from . import torch_path
+from .native_path import gka_backward_native, gka_forward_native, gka_step_native
 from .schedule import as_phases
 from .torch_path import gka_step_torch
 
@@ -25,6 +28,11 @@ def _chunk_path(q: torch.Tensor, v: torch.Tensor):
     return torch_path
 
 
+def _native(q: torch.Tensor, h: torch.Tensor):
+    """The native code, if it should run on these tensors; else None."""
+    return native_library("gka", q) if h.dtype == torch.float32 else None
+
+
 @chunk_op("hf_memmix::gka_fwd")
 def _gka_fwd(
     q: torch.Tensor,
@@ -41,6 +49,8 @@ def _gka_fwd(
     scale: float,
     chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    if library := _native(q, h0):
+        return gka_forward_native(library, q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale)
     path = _chunk_path(q, v)
     outputs = path.gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size)
     return tuple(t.contiguous() for t in outputs)
@@ -74,8 +84,9 @@ def _gka_bwd(
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:
-    path = _chunk_path(q, v)
-    grads = path.gka_backward(
+    library = _native(q, h0)
+    backward = functools.partial(gka_backward_native, library) if library else _chunk_path(q, v).gka_backward
+    grads = backward(
         do,
         dh_final,
         du_final,
@@ -135,6 +146,8 @@ def _gka_step(
     ridge: float,
     scale: float,
 ) -> torch.Tensor:
+    if library := _native(q, h):
+        return gka_step_native(library, q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale)
     if use_triton(q):
         from .launch import gka_step_triton as step
     else:

@@ -1,11 +1,13 @@
 """The gla op: checks of the arguments, choice of the path, registration with torch.library."""
 
+import torch
 from torch import Tensor
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
-from .._dispatch import use_triton
+from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
+from .native_path import gla_step_native
 from .torch_path import gla_bwd_torch, gla_fwd_torch, gla_step_torch
 
 CHUNK_SIZES = (16, 32, 64, 128)
@@ -100,6 +102,8 @@ def _step(
     state_indices: Tensor | None,
     scale: float,
 ) -> Tensor:
+    if state.dtype == torch.float32 and (library := native_library("gla", q)):
+        return gla_step_native(library, q, k, v, log_decay, beta, skip, state, state_indices, scale)
     if use_triton(q):
         from .launch import gla_step_triton as step
     else:

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from .._common import check_cu_seqlens, compute_dtype, num_sequences
-from .._dispatch import use_triton
+from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
 from .naive import BASELINES, VARIANTS
+from .native_path import lattice_bwd_native, lattice_fwd_native, lattice_step_native, runs_native
 from .sizes import CHECKPOINT, MAX_DIM, dual_sizes, kept_sizes, runs_dual
 from .torch_path import lattice_bwd_torch, lattice_fwd_torch, lattice_step_torch
 
@@ -27,6 +28,13 @@ def _path(x: Tensor, dual: bool = False):
         return dual_fwd_triton, dual_bwd_triton, lattice_step_triton
 
     return lattice_fwd_triton, lattice_bwd_triton, lattice_step_triton
+
+
+def _native(v: Tensor, state: Tensor, log_decay: Tensor | None, variant: str, project: bool, l1: float):
+    """The native code, if it should run this rule on these tensors; else None."""
+    if state.dtype != torch.float32 or not runs_native(log_decay, variant, project, l1):
+        return None
+    return native_library("lattice", v)
 
 
 def _kept_shape(
@@ -57,6 +65,8 @@ def _fwd(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     save = save and (use_triton(v) or cu_seqlens is None)
+    if library := _native(v, initial_state, log_decay, variant, project, l1):
+        return lattice_fwd_native(library, q, k, v, gamma, initial_state, cu_seqlens, variant, save)
     forward = _path(v, chunked and runs_dual(variant, project, l1))[0]
     outputs = forward(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save)
     return tuple(t.contiguous() for t in outputs)
@@ -90,6 +100,11 @@ def _bwd(
     chunked: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs, rule = (q, k, v, gamma, log_decay, initial_state), (variant, project, l1)
+    if library := _native(v, initial_state, log_decay, *rule):
+        if not kept.numel():
+            kept = lattice_fwd_native(library, q, k, v, gamma, initial_state, cu_seqlens, variant, True)[2]
+        grads = lattice_bwd_native(library, do, dfinal, q, k, v, gamma, kept, cu_seqlens, variant)
+        return *grads[:4], v.new_empty(0), grads[4]
     forward, backward, _ = _path(v, chunked and runs_dual(*rule))
     if not kept.numel():
         kept = forward(*inputs, cu_seqlens, *rule, True)[2]
@@ -135,6 +150,8 @@ def _step(
     project: bool,
     l1: float,
 ) -> Tensor:
+    if library := _native(v, state, log_decay, variant, project, l1):
+        return lattice_step_native(library, q, k, v, gamma, state, state_indices, variant)
     return _path(v)[2](q, k, v, gamma, log_decay, state, state_indices, variant, project, l1)
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .._dispatch import use_triton
+from .._dispatch import native_library, use_triton
 from .._registration import eager_function, needs_op
+from .native_path import decay_native, gated_norm_native, runs_native, unit_heads_native
 from .torch_path import ACTIVATIONS, decay_torch, gated_norm_torch, gated_product_torch, unit_heads_torch
 
 MAX_ROW = 16384  # elements per row; a program of the kernels holds a row in registers
@@ -18,6 +19,16 @@ MAX_ROW = 16384  # elements per row; a program of the kernels holds a row in reg
 def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the functions run their Triton kernels on these tensors, one for a function and one for its gradient."""
     return not needs_op((x, *others)) and use_triton(x) and 0 < x.shape[-1] <= MAX_ROW
+
+
+def _native(x: Tensor, *others: Tensor | None, one_dtype: bool = True):
+    """The native code, if it should compute a function of these tensors; else None."""
+    for t in others if one_dtype else ():
+        if t is not None and t.dtype != x.dtype:
+            return None
+    if not runs_native(x, *others) or needs_op((x, *others)):
+        return None
+    return native_library("rowwise", x)
 
 
 def _unit_fwd(*args):
@@ -122,14 +133,18 @@ def unit_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) ->
             f"unit_heads: cos and sin must be [B={x.shape[0]}, T={x.shape[1]}, r] with 0 < 2 r <= {x.shape[-1]}, got"
             f" {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
+    if library := _native(x, cos, sin):
+        return unit_heads_native(library, x, cos, sin, eps)
     if not runs_kernels(x, cos, sin):
         return unit_heads_torch(x, cos, sin, eps)
     return _unit_heads(x, cos, sin, eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight by the kernels of `gated_norm`, without its checks: only if `runs_kernels(x, weight)`."""
-    return _gated_norm(x, None, weight, eps, None, True, None, None)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    """x / rms(x) * weight by the code of `gated_norm`, without its checks; None if only its torch path could run."""
+    if library := _native(x, weight):
+        return gated_norm_native(library, x, None, weight, eps, None, True, None, None)
+    return _gated_norm(x, None, weight, eps, None, True, None, None) if runs_kernels(x, weight) else None
 
 
 def gated_norm(
@@ -172,9 +187,12 @@ def gated_norm(
         )
     if gate is not None and activation not in ACTIVATIONS:
         raise ValueError(f"gated_norm: activation={activation!r} is not one of {list(ACTIVATIONS)}")
+    options = (eps, activation, norm_first, limit, gate_limit)
+    if average_over_ranks is None and (library := _native(y, gate, weight)):
+        return gated_norm_native(library, y, gate, weight, *options)
     if average_over_ranks is not None or not runs_kernels(y, gate, weight):
-        return gated_norm_torch(y, gate, weight, eps, activation, norm_first, limit, gate_limit, average_over_ranks)
-    return _gated_norm(y, gate, weight, eps, activation, norm_first, limit, gate_limit)
+        return gated_norm_torch(y, gate, weight, *options, average_over_ranks)
+    return _gated_norm(y, gate, weight, *options)
 
 
 def gated_product(gate: Tensor, up: Tensor) -> Tensor:
@@ -227,6 +245,8 @@ def decay(
             f"decay: x must be [B, T, H], bias and A_log [H], got {tuple(x.shape)}, {tuple(bias.shape)} and"
             f" {tuple(A_log.shape)}"
         )
+    if library := _native(x, bias, A_log, one_dtype=False):
+        return decay_native(library, x, bias, A_log, limit, smallest, largest)
     if not runs_kernels(x, bias, A_log):
         return decay_torch(x, bias, A_log, limit, smallest, largest)
     return _decay(x, bias, A_log, limit, smallest, largest)

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from .._common import check_cu_seqlens, num_sequences
-from .._dispatch import use_triton
+from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
 from .._registration import chunk_op, step_op
+from .native_path import runs_native_step, short_conv_step_native
 from .torch_path import short_conv_bwd_torch, short_conv_fwd_torch, short_conv_step_torch
 
 MAX_TAPS = 16
@@ -98,6 +99,8 @@ def _step(
     silu: bool,
     limit: float | None,
 ) -> Tensor:
+    if runs_native_step(x, weight, bias, state) and (library := native_library("short_conv", x)):
+        return short_conv_step_native(library, x, weight, bias, state, state_indices, silu, limit)
     if use_triton(x):
         from .launch import short_conv_step_triton as step
     else:

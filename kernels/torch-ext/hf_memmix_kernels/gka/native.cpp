@@ -1,0 +1,151 @@
+// GKA on a CPU, token by token with the state of a head in the processor's cache: the recurrence of naive.py in float32,
+// with the solver's polynomial in product form (README.md, "Product form").
+//
+//     H = e^g H + b^2 k k^T,  U = e^g U + b^2 v k^T,  x = CH(H + ridge |H| I, q),  o = scale U (q + alpha (x - q))
+//
+// An iteration is one product of H with a vector, 2 D^2 FLOP. The chunk form takes 2 (D^2 + 2 C D), and moves every vector
+// through memory between its operators.
+
+#include <algorithm>
+#include <type_traits>
+
+#include "../native.h"
+
+namespace {
+
+// What one head needs beside its state. Vectors and rows are padded with zeros to whole `Lanes`.
+struct Scratch {
+    int width;
+    std::vector<float> matrix, x, residual, next, right;
+
+    explicit Scratch(int D)
+        : width(round_up(D, LANES)), matrix(size_t(D) * width), x(width), residual(width), next(width), right(width) {}
+};
+
+// y = keep r + take A r, for a symmetric A: the rows of A times the numbers of r, N Lanes of columns at a time
+template <int N>
+int columns(const float* A, const float* r, float* y, int D, int width, int at, float keep, float take) {
+    Lanes sum[N] = {};
+    for (int j = 0; j < D; ++j)
+        for (int i = 0; i < N; ++i) sum[i] += r[j] * *reinterpret_cast<const Lanes*>(A + j * width + at + i * LANES);
+    for (int i = 0; i < N; ++i, at += LANES)
+        *reinterpret_cast<Lanes*>(y + at) = keep * *reinterpret_cast<const Lanes*>(r + at) + take * sum[i];
+    return at;
+}
+
+void product(const float* A, const float* r, float* y, int D, int width, float keep, float take) {
+    int at = 0;
+    while (width - at >= 8 * LANES) at = columns<8>(A, r, y, D, width, at, keep, take);
+    if (width - at >= 4 * LANES) at = columns<4>(A, r, y, D, width, at, keep, take);
+    if (width - at >= 2 * LANES) at = columns<2>(A, r, y, D, width, at, keep, take);
+    if (width - at >= LANES) columns<1>(A, r, y, D, width, at, keep, take);
+}
+
+// s.x = CH(H + ridge |H| I, q); 0 where H is zero. `steps` holds the tau of all phases, one phase after the other.
+void solve(const float* H, const float* q, Scratch& s, int D, const float* steps, const int64_t* phases, int count,
+           float ridge) {
+    float square = 0;
+    for (int i = 0; i < D * D; ++i) square += H[i] * H[i];
+    std::fill(s.x.begin(), s.x.end(), 0.0f);
+    if (square == 0) return;
+    const float inverse = 1 / std::sqrt(square);
+    for (int j = 0; j < D; ++j) {
+        for (int i = 0; i < D; ++i) s.matrix[j * s.width + i] = inverse * H[j * D + i];
+        s.right[j] = inverse * q[j];
+    }
+    float *r = s.residual.data(), *next = s.next.data(), *x = s.x.data();
+    for (int phase = 0; phase < count; ++phase) {
+        if (phase == 0) {
+            std::copy(s.right.begin(), s.right.end(), r);
+        } else {
+            product(s.matrix.data(), x, r, D, s.width, -ridge, -1);
+            for (int i = 0; i < s.width; ++i) r[i] += s.right[i];
+        }
+        for (int n = 0; n < phases[phase]; ++n) {
+            const float tau = *steps++;
+            for (int i = 0; i < s.width; ++i) x[i] += tau * r[i];
+            if (n + 1 == phases[phase]) break;
+            product(s.matrix.data(), r, next, D, s.width, 1 - tau * ridge, -tau);
+            std::swap(r, next);
+        }
+    }
+}
+
+template <class T>
+float dot(const T* a, const T* b, int64_t n) {
+    float sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += load(a[i]) * load(b[i]);
+    return sum;
+}
+
+// The gates of `gka_gates`. A row of weights is read once for all rows of the batch.
+template <class T>
+void gates(const T* x, const T* const* weights, const T* const* biases, const float* dt_bias, const float* A_log,
+           float* const* results, int64_t batch, int64_t hidden, int64_t heads, float beta_eps) {
+    for (int gate = 0; gate < 3; ++gate)
+        for (int64_t head = 0; head < heads; ++head)
+            for (int64_t b = 0; b < batch; ++b) {
+                float z = dot(x + b * hidden, weights[gate] + head * hidden, hidden);
+                if (biases[gate]) z += load(biases[gate][head]);
+                results[gate][b * heads + head] = gate == 0   ? -std::exp(A_log[head]) * softplus(z + dt_bias[head])
+                                                  : gate == 1 ? sigmoid(z) + beta_eps
+                                                              : sigmoid(z);
+            }
+}
+
+}  // namespace
+
+// Advance H and, if there are values, U over the tokens of some heads of some sequences.
+//
+// q, x [tokens, heads, D], k [tokens, kv_heads, D], v [tokens, kv_heads, Dv], o [tokens, heads, Dv], the gates
+// [tokens, heads], all contiguous. Sequence n has the tokens starts[n] .. starts[n + 1] - 1 and the state h + page *
+// h_stride, u + page * u_stride, where page is pages[n], or n without pages. Row r = n heads + head; rows first .. last - 1
+// are computed. Without v only the solutions x are written; without x they are not written. alpha may be null for 1.
+EXPORT void gka_tokens(const float* q, const float* k, const float* v, const float* log_decay, const float* alpha,
+                       const float* beta, float* h, float* u, const int64_t* pages, int64_t h_stride, int64_t u_stride,
+                       float* o, float* x, const int64_t* starts, const float* steps, const int64_t* phases,
+                       int64_t phase_count, int64_t heads, int64_t kv_heads, int64_t D, int64_t Dv, float ridge,
+                       float scale, int64_t first, int64_t last) {
+    Scratch s(D);
+    std::vector<float> written(D), mixed(D);
+    for (int64_t row = first; row < last; ++row) {
+        const int64_t n = row / heads, head = row % heads, kv_head = head / (heads / kv_heads);
+        float* H = page(h, pages, h_stride, n) + head * D * D;
+        float* U = v ? page(u, pages, u_stride, n) + head * Dv * D : nullptr;
+        for (int64_t t = starts[n]; t < starts[n + 1]; ++t) {
+            const int64_t gate = t * heads + head;
+            const float decay = exponential(log_decay[gate]), write = beta ? beta[gate] * beta[gate] : 1.0f;
+            const float *query = q + gate * D, *key = k + (t * kv_heads + kv_head) * D;
+            for (int i = 0; i < D; ++i) written[i] = write * key[i];
+            for (int j = 0; j < D; ++j)
+                for (int i = 0; i < D; ++i) H[j * D + i] = decay * H[j * D + i] + key[j] * written[i];
+            solve(H, query, s, D, steps, phases, phase_count, ridge);
+            if (x) std::copy_n(s.x.data(), D, x + gate * D);
+            if (!v) continue;
+            const float *value = v + (t * kv_heads + kv_head) * Dv, blend = alpha ? alpha[gate] : 1.0f;
+            for (int i = 0; i < D; ++i) mixed[i] = scale * (query[i] + blend * (s.x[i] - query[i]));
+            for (int j = 0; j < Dv; ++j) {
+                float read = 0;
+                for (int i = 0; i < D; ++i) {
+                    U[j * D + i] = decay * U[j * D + i] + value[j] * written[i];
+                    read += U[j * D + i] * mixed[i];
+                }
+                o[gate * Dv + j] = read;
+            }
+        }
+    }
+}
+
+// log_decay = -e^A_log softplus(W_0 x + dt_bias), beta = sigmoid(W_1 x + b_1) + beta_eps and alpha = sigmoid(W_2 x + b_2)
+// [batch, heads], for x [batch, hidden] and weights [heads, hidden]; a bias may be null.
+EXPORT void gka_gates(const void* x, const void* const* weights, const void* const* biases, const float* dt_bias,
+                      const float* A_log, float* const* results, int64_t batch, int64_t hidden, int64_t heads,
+                      float beta_eps, int64_t in_bf16) {
+    if (in_bf16)
+        gates<bf16>(static_cast<const bf16*>(x), reinterpret_cast<const bf16* const*>(weights),
+                    reinterpret_cast<const bf16* const*>(biases), dt_bias, A_log, results, batch, hidden, heads, beta_eps);
+    else
+        gates<float>(static_cast<const float*>(x), reinterpret_cast<const float* const*>(weights),
+                     reinterpret_cast<const float* const*>(biases), dt_bias, A_log, results, batch, hidden, heads,
+                     beta_eps);
+}

@@ -1,0 +1,127 @@
+"""The native path, for a CPU: forward, the decode step and its gates, by native.cpp.
+
+The backward pass takes its solver from there; the rest of it is that of the torch path.
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from .._dispatch import native_library
+from .._native import INTEGER, POINTER, REAL, address, dense, function, over_rows, pages_of, starts_of
+from .._registration import needs_op
+from .schedule import gradient_phases, richardson_steps
+from .torch_path import gka_backward
+
+TOKENS = (*[POINTER] * 9, INTEGER, INTEGER, *[POINTER] * 5, *[INTEGER] * 5, REAL, REAL, INTEGER, INTEGER)
+
+GATES = (*[POINTER] * 6, *[INTEGER] * 3, REAL, INTEGER)
+MAX_GATE_WORK = 2**20  # products; with more of them, the matrix products of torch are faster
+
+
+@functools.cache
+def _schedule(phases: tuple[int, ...], ridge: float) -> tuple[Tensor, Tensor]:
+    """The steps tau of all phases, and how many each phase has."""
+    steps = [richardson_steps(count, ridge) for count in phases]
+    flat = torch.tensor([tau for phase in steps for tau in phase], dtype=torch.float32)
+    return flat, torch.tensor([len(phase) for phase in steps])
+
+
+def _advance(library, q, k, v, log_decay, alpha, beta, h, u, pages, starts, phases, ridge, scale, o, x):
+    """Advance the states h and u in place over all tokens, and write o and x, see native.cpp."""
+    (_, _, heads, dim), values = q.shape, 0 if v is None else v.shape[-1]
+    q, k, v, log_decay, alpha, beta = dense(q), dense(k), dense(v), dense(log_decay), dense(alpha), dense(beta)
+    steps, counts = _schedule(tuple(phases), ridge)
+    call = function(library, "gka_tokens", TOKENS)
+    arguments = (
+        q.data_ptr(), k.data_ptr(), address(v), log_decay.data_ptr(), address(alpha), address(beta), h.data_ptr(),
+        address(u), address(pages), h.stride(0), 0 if u is None else u.stride(0), address(o), address(x),
+        starts.data_ptr(), steps.data_ptr(), counts.data_ptr(), counts.numel(), heads, k.shape[2], dim, values, ridge,
+        scale,
+    )  # fmt: skip
+    over_rows(functools.partial(call, *arguments), (starts.numel() - 1) * heads, 2.0 * steps.numel() * q.numel() * dim)
+
+
+def gka_forward_native(
+    library: ctypes.CDLL, q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o [B, T, H, Dv] in q's dtype, x [B, T, H, D] in float32, the final H and U."""
+    h, u = (s.clone(memory_format=torch.contiguous_format) for s in (h0, u0))
+    o, x = (torch.empty(*q.shape[:3], t.shape[-1]) for t in (v, q))
+    starts = starts_of(*q.shape[:2], cu_seqlens)
+    _advance(library, q, k, v, log_decay, alpha, beta, h, u, None, starts, phases, ridge, scale, o, x)
+    return o.to(q.dtype), x, h, u
+
+
+def gka_backward_native(
+    library: ctypes.CDLL,
+    do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale, chunk_size,
+):  # fmt: skip
+    """Gradients as `torch_path.gka_backward`."""
+    starts = starts_of(*q.shape[:2], cu_seqlens)
+
+    def solve(right):
+        """z [B, T, H, D] with (H_t + ridge |H_t| I) z = right, for every token."""
+        h = h0.clone(memory_format=torch.contiguous_format)
+        z, count = torch.empty(right.shape), gradient_phases(phases)
+        _advance(library, right, k, None, log_decay, None, beta, h, None, None, starts, count, ridge, 1.0, None, z)
+        return z
+
+    return gka_backward(
+        do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale,
+        chunk_size, solve,
+    )  # fmt: skip
+
+
+def gka_step_native(
+    library: ctypes.CDLL, q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale
+) -> Tensor:
+    """Advance (h, u), or their pages, in place by the one token of q, k, v [B, 1, heads, D]; o [B, 1, H, Dv]."""
+    o = torch.empty(*q.shape[:3], v.shape[-1])
+    starts, pages = starts_of(q.shape[0], 1, None), pages_of(state_indices)
+    _advance(library, q, k, v, log_decay, alpha, beta, h, u, pages, starts, phases, ridge, scale, o, None)
+    return o if q.dtype == torch.float32 else o.to(q.dtype)
+
+
+def gates_of_token(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    dt_bias: Tensor,
+    A_log: Tensor,
+    beta_eps: float,
+) -> list[Tensor] | None:
+    """The gates of one token from the layer's input, in one call of native code. Arguments are not checked.
+
+    Args:
+        x: [B, 1, hidden].
+        weights: three projections [H, hidden], and `biases` [H] or None: to the decay, to beta and to alpha.
+        dt_bias, A_log: [H].
+        beta_eps: added to beta.
+
+    Returns:
+        log_decay = -e^A_log softplus(W_0 x + dt_bias), beta = sigmoid(W_1 x + b_1) + beta_eps and alpha =
+        sigmoid(W_2 x + b_2), float32 [B, 1, H]; or None if native code cannot run.
+    """
+    heads, hidden = weights[0].shape
+    if torch.is_grad_enabled() or 3 * heads * x.numel() > MAX_GATE_WORK:
+        return None
+    tensors, dtype = [x, *weights, *biases], x.dtype
+    for t in tensors:  # a loop takes half the time of any()
+        if t is not None and (t.dtype != dtype or not t.is_contiguous()):
+            return None
+    if needs_op(tensors):
+        return None
+    library = native_library("gka", x)
+    if library is None:
+        return None
+    dt_bias, A_log = dense(dt_bias), dense(A_log)
+    results, pointers = [torch.empty(x.shape[0], 1, heads) for _ in weights], POINTER * 3
+    function(library, "gka_gates", GATES)(
+        x.data_ptr(), pointers(*[t.data_ptr() for t in weights]), pointers(*[address(t) for t in biases]),
+        dt_bias.data_ptr(), A_log.data_ptr(), pointers(*[t.data_ptr() for t in results]),
+        x.shape[0], hidden, heads, beta_eps, x.dtype == torch.bfloat16,
+    )  # fmt: skip
+    return results

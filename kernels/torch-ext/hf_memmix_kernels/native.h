@@ -1,0 +1,85 @@
+// What the native.cpp files of the ops share: element types, exp, vectors, and where a row's state lies.
+//
+// Plain C++17 with the vector types of GCC and Clang: no header of torch or Python, so that a file compiles in about a
+// second. _native.py compiles and loads it.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// bfloat16: the upper half of a float32
+struct bf16 {
+    uint16_t bits;
+};
+
+static inline float load(float x) { return x; }
+static inline float load(bf16 x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float found;
+    std::memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+static inline void store(float& to, float x) { to = x; }
+static inline void store(bf16& to, float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    // to nearest, ties to even; a NaN stays one
+    to.bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// e^x within 2 units in the last place: 2^n times a polynomial of the rest, which compilers vectorise. 0 and infinity
+// where float32 has no other number; NaN stays NaN.
+static inline float exponential(float x) {
+    const float limited = x < -88.0f ? -88.0f : x > 88.7f ? 88.7f : x;
+    const float n = std::floor(limited * 1.44269504f + 0.5f);
+    const float r = (limited - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const int32_t bits = (int32_t(n) + 126) << 23;  // 2^(n-1), because 2^128 is no float32
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    const float found = p * power * 2.0f;
+    return x < -88.0f ? 0.0f : x > 88.7f ? INFINITY : x != x ? x : found;
+}
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+// log(1 + e^x), computed as torch does
+static inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+static inline float silu(float x) { return x * sigmoid(x); }
+
+// 8 numbers that are computed together; memory need not be aligned
+typedef float Lanes __attribute__((vector_size(32), aligned(4), may_alias));
+constexpr int LANES = 8;
+
+static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Where the state of row b begins: in its page, or in row b if there are no pages.
+template <class T>
+static inline T* page(T* states, const int64_t* pages, int64_t stride, int64_t b) {
+    return states + (pages ? pages[b] : b) * stride;
+}
+
+// y = R z / (|R z| + eps) of one head: R turns the channels i and i + pairs by an angle. z is overwritten.
+template <class T>
+static inline void unit_head(float* z, const T* cos, const T* sin, T* y, int64_t D, int64_t pairs, float eps) {
+    for (int64_t i = 0; i < pairs; ++i) {
+        const float a = z[i], b = z[i + pairs], c = load(cos[i]), s = load(sin[i]);
+        z[i] = a * c - b * s;
+        z[i + pairs] = b * c + a * s;
+    }
+    float square = 0;
+    for (int64_t i = 0; i < D; ++i) square += z[i] * z[i];
+    const float size = std::sqrt(square) + eps;
+    for (int64_t i = 0; i < D; ++i) store(y[i], z[i] / size);
+}

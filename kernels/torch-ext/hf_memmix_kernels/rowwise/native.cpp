@@ -1,0 +1,82 @@
+// The functions of this folder on a CPU, without gradients: each reads and writes a row once and rounds once.
+
+#include "../native.h"
+
+namespace {
+
+enum Activation { NONE, SILU, GELU };  // native_path.ACTIVATIONS
+
+inline float activate(float x, int64_t activation) {
+    if (activation == SILU) return silu(x);
+    return activation == GELU ? 0.5f * x * (1 + std::erf(x * 0.70710678f)) : 1.0f;
+}
+
+inline float cut(float x, float limit) { return x < -limit ? -limit : x > limit ? limit : x; }
+
+template <class T>
+void unit(const T* x, const T* cos, const T* sin, T* y, int64_t rows, int64_t heads, int64_t D, int64_t pairs,
+          float eps) {
+    std::vector<float> head(D);
+    for (int64_t row = 0; row < rows * heads; ++row, x += D, y += D) {
+        for (int64_t i = 0; i < D; ++i) head[i] = load(x[i]);
+        const int64_t angle = row / heads * pairs;
+        unit_head(head.data(), cos + angle, sin + angle, y, D, pairs, eps);
+    }
+}
+
+template <class T>
+void norm(const T* y, const T* gate, const T* weight, T* out, int64_t rows, int64_t D, int64_t groups, float eps,
+          int64_t activation, bool norm_first, float limit, float gate_limit) {
+    std::vector<float> values(D), gates(D, 1.0f);
+    for (int64_t row = 0; row < rows; ++row, y += D, out += D) {
+        const T* w = weight + row % groups * D;
+        if (gate) {
+            for (int64_t i = 0; i < D; ++i) gates[i] = activate(cut(load(gate[i]), gate_limit), activation);
+            gate += D;
+        }
+        float square = 0;
+        for (int64_t i = 0; i < D; ++i) {
+            values[i] = cut(load(y[i]), limit) * (norm_first ? 1.0f : gates[i]);
+            square += values[i] * values[i];
+        }
+        const float scale = 1 / std::sqrt(square / D + eps);
+        for (int64_t i = 0; i < D; ++i)
+            store(out[i], values[i] * scale * load(w[i]) * (norm_first ? gates[i] : 1.0f));
+    }
+}
+
+}  // namespace
+
+// dt = softplus(x + bias) between `smallest` and `largest`, g = -e^A_log dt; x, dt, g [rows, heads], numbers in all
+EXPORT void decay(const float* x, const float* bias, const float* A_log, float* dt, float* g, int64_t numbers,
+                  int64_t heads, float limit, float smallest, float largest) {
+    for (int64_t i = 0; i < numbers; ++i) {
+        float size = softplus(cut(x[i], limit) + bias[i % heads]);
+        size = size < smallest ? smallest : size > largest ? largest : size;
+        dt[i] = size;
+        g[i] = -std::exp(A_log[i % heads]) * size;
+    }
+}
+
+// x, y [rows, heads, D], cos and sin [rows, pairs]
+EXPORT void unit_heads(const void* x, const void* cos, const void* sin, void* y, int64_t rows, int64_t heads, int64_t D,
+                       int64_t pairs, float eps, int64_t in_bf16) {
+    if (in_bf16)
+        unit<bf16>(static_cast<const bf16*>(x), static_cast<const bf16*>(cos), static_cast<const bf16*>(sin),
+                   static_cast<bf16*>(y), rows, heads, D, pairs, eps);
+    else
+        unit<float>(static_cast<const float*>(x), static_cast<const float*>(cos), static_cast<const float*>(sin),
+                    static_cast<float*>(y), rows, heads, D, pairs, eps);
+}
+
+// y, out and, if it is not null, gate [rows, D]; weight [groups, D], of which row r takes r % groups
+EXPORT void gated_norm(const void* y, const void* gate, const void* weight, void* out, int64_t rows, int64_t D,
+                       int64_t groups, float eps, int64_t activation, int64_t norm_first, float limit, float gate_limit,
+                       int64_t in_bf16) {
+    if (in_bf16)
+        norm<bf16>(static_cast<const bf16*>(y), static_cast<const bf16*>(gate), static_cast<const bf16*>(weight),
+                   static_cast<bf16*>(out), rows, D, groups, eps, activation, norm_first, limit, gate_limit);
+    else
+        norm<float>(static_cast<const float*>(y), static_cast<const float*>(gate), static_cast<const float*>(weight),
+                    static_cast<float*>(out), rows, D, groups, eps, activation, norm_first, limit, gate_limit);
+}

@@ -1,0 +1,78 @@
+"""The native path, for a CPU and without gradients: the functions by native.cpp."""
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+from .._native import INTEGER, POINTER, REAL, address, dense, function
+
+ACTIVATIONS = (None, "silu", "gelu")  # in the order of native.cpp
+UNIT = (*[POINTER] * 4, *[INTEGER] * 4, REAL, INTEGER)
+DECAY = (*[POINTER] * 5, INTEGER, INTEGER, REAL, REAL, REAL)
+NORM = (*[POINTER] * 4, *[INTEGER] * 3, REAL, *[INTEGER] * 2, REAL, REAL, INTEGER)
+# up to so many numbers, one thread that reads each row once beats all threads of torch, operator by operator
+MAX_NUMBERS = 2**16
+
+
+def runs_native(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether native code can compute a function of these tensors: few numbers, no gradient."""
+    if not 0 < x.numel() <= MAX_NUMBERS:
+        return False
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)))
+
+
+def unit_heads_native(library: ctypes.CDLL, x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
+    """See `op.unit_heads`."""
+    x = x.contiguous()
+    if cos is not None:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    y, (batch, length, heads, dim) = torch.empty_like(x), x.shape
+    function(library, "unit_heads", UNIT)(
+        x.data_ptr(), address(cos), address(sin), y.data_ptr(), batch * length, heads, dim,
+        0 if cos is None else cos.shape[-1], eps, x.dtype == torch.bfloat16,
+    )  # fmt: skip
+    return y
+
+
+def gated_norm_native(
+    library: ctypes.CDLL,
+    y: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    activation: str | None,
+    norm_first: bool,
+    limit: float | None,
+    gate_limit: float | None,
+) -> Tensor:
+    """See `op.gated_norm`."""
+    y, gate, weight = y.contiguous(), None if gate is None else gate.contiguous(), weight.contiguous()
+    out, dim = torch.empty_like(y), y.shape[-1]
+    function(library, "gated_norm", NORM)(
+        y.data_ptr(), address(gate), weight.data_ptr(), out.data_ptr(), y.numel() // dim, dim, weight.numel() // dim,
+        eps, ACTIVATIONS.index(activation), norm_first, math.inf if limit is None else limit,
+        math.inf if gate_limit is None else gate_limit, y.dtype == torch.bfloat16,
+    )  # fmt: skip
+    return out
+
+
+def decay_native(
+    library: ctypes.CDLL,
+    x: Tensor,
+    bias: Tensor,
+    A_log: Tensor,
+    limit: float | None,
+    smallest: float | None,
+    largest: float | None,
+) -> tuple[Tensor, Tensor]:
+    """See `op.decay`."""
+    x, bias, A_log = dense(x), dense(bias), dense(A_log)
+    dt, g = torch.empty_like(x), torch.empty_like(x)
+    function(library, "decay", DECAY)(
+        x.data_ptr(), bias.data_ptr(), A_log.data_ptr(), dt.data_ptr(), g.data_ptr(), x.numel(), x.shape[-1],
+        math.inf if limit is None else limit, 0 if smallest is None else smallest,
+        math.inf if largest is None else largest,
+    )  # fmt: skip
+    return dt, g

@@ -1,0 +1,240 @@
+"""Native code on a CPU: how it is compiled, kept and loaded, what happens without a compiler, and that its functions
+of several ops equal these ops. test_contract.py compares the ops themselves with their references.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from checks import error
+from ops_table import OPS, Shape
+
+from hf_memmix_kernels import _native, gka_step, short_conv_step
+from hf_memmix_kernels.gka import gates_of_token
+from hf_memmix_kernels.rowwise import decay, unit_heads
+from hf_memmix_kernels.short_conv import Convolution, unit_heads_after_convolutions
+
+pytestmark = pytest.mark.skipif(_native.compiler() is None, reason="needs a C++ compiler")
+
+ONE_STEP = """
+import torch
+from hf_memmix_kernels import gla_step
+from hf_memmix_kernels._native import library
+t = torch.ones(1, 1, 2, 8)
+gla_step(t, t, t, torch.zeros(1, 1, 2), torch.zeros(1, 2, 8, 8))
+assert library("gla") is not None
+"""
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """As in a new process, with an empty cache folder, which is returned; the device chooses the path."""
+    monkeypatch.delenv("HF_MEMMIX_BACKEND", raising=False)
+    monkeypatch.setenv("HF_MEMMIX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(_native, "_loaded", {})
+    return tmp_path / "cache"
+
+
+def gka_token(state=None):
+    """The output of one `gka_step` of a fixed token, and the state after it."""
+    op = next(op for op in OPS if op.name == "gka")
+    torch.manual_seed(0)
+    shape = Shape(2, 1, 4, 2, 24, 16)
+    inputs, state = op.draw(shape, torch.float32), op.draw_state(shape, 2, torch.float32)
+    return gka_step(*inputs.values(), state), *state
+
+
+def on_torch_path(monkeypatch, call):
+    with monkeypatch.context() as patch:
+        patch.setenv("HF_MEMMIX_BACKEND", "torch")
+        return call()
+
+
+def test_it_is_compiled_once_and_prints_nothing(fresh, monkeypatch, capfd):
+    first = gka_token()
+    (kept,) = fresh.iterdir()
+    assert kept.name.startswith("gka-") and kept.suffix == ".so"
+    monkeypatch.setattr(_native, "_loaded", {})
+    monkeypatch.setattr(_native.subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled again"))
+    assert all(torch.equal(a, b) for a, b in zip(first, gka_token(), strict=True))
+    assert [path.name for path in fresh.iterdir()] == [kept.name]
+    assert capfd.readouterr() == ("", "")
+
+
+def a_compiler(path, script):
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (None, "no C\\+\\+ compiler"),
+        ("echo unknown flag >&2; exit 1", "unknown flag"),
+        ("sleep 20", "timed out"),
+        ("echo rubbish > $(echo $* | sed 's/.* -o //')", "cannot be compiled"),
+    ],
+    ids=["none", "fails", "hangs", "writes rubbish"],
+)
+def test_without_a_working_compiler_the_torch_path_runs(script, message, fresh, tmp_path, monkeypatch, capfd):
+    command = str(tmp_path / "missing") if script is None else a_compiler(tmp_path / "c++", script)
+    monkeypatch.setenv("CXX", command)
+    monkeypatch.setattr(_native, "SECONDS", 0.5)
+    want = on_torch_path(monkeypatch, gka_token)
+    assert all(torch.equal(a, b) for a, b in zip(gka_token(), want, strict=True))
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    with pytest.raises(ValueError, match=f"(?s)HF_MEMMIX_BACKEND=native.*{message}.*unset it"):
+        gka_token()
+
+
+def test_a_cache_folder_that_cannot_be_written(fresh, monkeypatch, tmp_path):
+    """The code is compiled for this process alone."""
+    want = on_torch_path(monkeypatch, gka_token)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HF_MEMMIX_CACHE", str(tmp_path / "file" / "cache"))
+    got = gka_token()
+    assert _native.library("gka") is not None
+    assert all(error(a, b) < 1e-5 for a, b in zip(got, want, strict=True))
+
+
+def test_a_user_without_a_home(fresh, monkeypatch):
+    monkeypatch.delenv("HF_MEMMIX_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(_native.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert _native.library("gla", needed=True) is not None
+
+
+def test_two_processes_at_once(fresh):
+    command = [sys.executable, "-c", ONE_STEP]
+    processes = [subprocess.Popen(command, env=os.environ, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [(p.communicate(timeout=300)[1], p.returncode) for p in processes] == [("", 0), ("", 0)]
+    (kept,) = fresh.iterdir()
+    assert kept.suffix == ".so"
+
+
+def test_two_threads_at_once(fresh, monkeypatch):
+    calls, compile_once = [], _native._compile
+    monkeypatch.setattr(_native, "_compile", lambda *args: (calls.append(args), compile_once(*args)))
+    threads = [threading.Thread(target=_native.library, args=("gla",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1 and _native.library("gla") is not None
+
+
+def test_a_changed_source_is_compiled_anew(fresh, monkeypatch, tmp_path):
+    keys = {_native._key(_native.ROOT / "gla" / "native.cpp", _native.compiler())}
+    keys.add(_native._key(_native.ROOT / "gka" / "native.cpp", _native.compiler()))
+    monkeypatch.setattr(_native, "_processor", lambda: "another processor")
+    keys.add(_native._key(_native.ROOT / "gka" / "native.cpp", _native.compiler()))
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize("name", ["gka", "lattice_dec", "lattice_enc"])
+def test_threads_do_not_change_the_result(name, monkeypatch):
+    op = next((op for op in OPS if op.name == name), next(op for op in OPS if op.name.startswith(name[:7])))
+    shape = Shape(3, 70, 4, 4, 16, 16)
+    inputs, state = op.draw(shape, torch.float32), op.draw_state(shape, 3, torch.float32)
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+
+    def gradients():
+        leaves = {k: t.clone().requires_grad_() for k, t in inputs.items()}
+        o, final = op.run(op.fast, leaves, state)
+        return o, *final, *torch.autograd.grad(o.square().sum() + sum(s.sum() for s in final), list(leaves.values()))
+
+    alone = gradients()
+    monkeypatch.setattr(_native, "THREAD_WORK", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), alone, strict=True))
+
+
+def pages_or_rows(paged: bool, *rows):
+    """Rows as they are, or in the pages 2, 0, 3 of a pool."""
+    if not paged:
+        return rows, None
+    indices, pools = torch.tensor([2, 0, 3]), []
+    for row in rows:
+        pool = torch.zeros(5, *row.shape[1:], dtype=row.dtype)
+        pool[indices] = row
+        pools.append(pool)
+    return tuple(pools), indices
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("rotated", [False, True], ids=["plain", "rotated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_equal_convolutions_and_unit_heads(dtype, rotated, paged, monkeypatch):
+    torch.manual_seed(0)
+    sizes = {"q": (32, 16), "k": (16, 16), "v": (24, 0)}
+    x = [torch.randn(3, 1, channels, dtype=dtype) for channels, _ in sizes.values()]
+    weights = [torch.randn(channels, 4, dtype=dtype) for channels, _ in sizes.values()]
+    states = [torch.randn(3, channels, 3, dtype=dtype) for channels, _ in sizes.values()]
+    angles = tuple(torch.randn(3, 1, 5, dtype=dtype) for _ in "cs") if rotated else (None, None)
+
+    pools, indices = pages_or_rows(paged, *[s.clone() for s in states])
+    convolutions = [
+        Convolution(*parts, dim) for *parts, (_, dim) in zip(x, weights, pools, sizes.values(), strict=True)
+    ]
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    got = unit_heads_after_convolutions(convolutions, *angles, 1e-6, True, indices)
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    assert unit_heads_after_convolutions(convolutions, *angles, 1e-6, True, indices) is None
+    tolerance = 1e-6 if dtype == torch.float32 else 6e-3
+    for i, (_, dim) in enumerate(sizes.values()):
+        want = short_conv_step(x[i], weights[i], None, states[i], "silu")
+        want = unit_heads(want.unflatten(-1, (-1, dim)), *angles, 1e-6).flatten(2) if dim else want
+        assert error(got[i], want) <= tolerance
+        assert torch.equal(pools[i] if indices is None else pools[i][indices], states[i])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_equal_the_projections(dtype, batch, monkeypatch):
+    torch.manual_seed(0)
+    x = torch.randn(batch, 1, 40, dtype=dtype)
+    weights = [torch.randn(4, 40, dtype=dtype) for _ in range(3)]
+    biases = [None, *(torch.randn(4, dtype=dtype) for _ in range(2))]
+    dt_bias, A_log = torch.randn(4), torch.randn(4)
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    call = functools.partial(gates_of_token, x, weights, biases, dt_bias, A_log, 1e-6)
+    got = call()
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    assert call() is None
+    logits = [
+        torch.nn.functional.linear(x.double(), w.double(), None if b is None else b.double())
+        for w, b in zip(weights, biases, strict=True)
+    ]
+    want = decay(logits[0], dt_bias, A_log)[1], logits[1].sigmoid() + 1e-6, logits[2].sigmoid()
+    assert all(g.dtype == torch.float32 and error(g, w) <= 1e-6 for g, w in zip(got, want, strict=True))
+
+
+def test_gradients_take_the_torch_path(monkeypatch):
+    """Native code of the rowwise functions has no gradient."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    x = torch.randn(1, 1, 2, 8, requires_grad=True)
+    unit_heads(x, None, None, 1e-6).sum().backward()
+    assert torch.isfinite(x.grad).all() and x.grad.any()
+
+
+@pytest.mark.parametrize("name", ["gka", "lattice"])
+def test_torch_func_gives_the_gradient_of_native_code(name, monkeypatch):
+    """Tensors that torch.func wraps have no memory for native code; what reads them is the torch path."""
+    op = next(op for op in OPS if op.name.startswith(name))
+    inputs = op.draw(Shape(1, 70, 2, 2, 16, 16), torch.float32)
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+
+    def loss(v):
+        return op.run(op.fast, inputs | {"v": v})[0].square().sum()
+
+    leaf = inputs["v"].clone().requires_grad_()
+    (want,) = torch.autograd.grad(loss(leaf), leaf)
+    assert error(torch.func.grad(loss)(inputs["v"]), want) <= op.tolerance(torch.float32, grad=True)

@@ -1,0 +1,76 @@
+"""Launches of the two walks of "dec" in CUDA C++ (kernels/sequential/walks.cu), in the place of Triton's kernels."""
+
+import functools
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .._cuda import CudaKernel, has_nvrtc, load
+
+SOURCE = Path(__file__).parent / "kernels" / "sequential" / "walks.cu"
+# number and size of the slots, and warps per program, as in walks.cu
+SIZE, WARPS = 64, 4
+# bytes of `Shared` in walks.cu: twice the inputs of 32 tokens, and two sums over warps
+SHARED_BACK = 2 * 32 * (4 * SIZE * 4 + 3 * SIZE * 2 + 2 * 4) + 2 * WARPS * SIZE * 4
+logger = logging.getLogger(__name__)
+
+
+def can_walk(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> bool:
+    """Whether these kernels exist for such inputs: 64 slots of size 64, all inputs in the same 16 bits."""
+    return (
+        v.is_cuda
+        and v.dtype in (torch.bfloat16, torch.float16)
+        and q.dtype == k.dtype == v.dtype
+        and tuple(state.shape[2:]) == (SIZE, SIZE)
+        and has_nvrtc()
+        and _kernels(v.device.index, v.dtype) is not None
+    )
+
+
+@functools.cache
+def _kernels(device: int, dtype: torch.dtype) -> tuple[CudaKernel, ...] | None:
+    """The walk forward, the same that also keeps what backward needs, and the walk back; None, and one line in the
+    log, where they do not compile or load.
+    """
+    try:
+        with torch.cuda.device(device):
+            module = load(SOURCE.read_text(), (f"-DBF16={int(dtype == torch.bfloat16)}",))
+            return (
+                CudaKernel(module, "lattice_dec_walk", 32 * WARPS),
+                CudaKernel(module, "lattice_dec_walk_saving", 32 * WARPS),
+                CudaKernel(module, "lattice_dec_walk_back", 32 * WARPS, SHARED_BACK),
+            )
+    except (ImportError, RuntimeError, OSError) as error:
+        logger.warning("lattice: Triton's kernels run, because those in CUDA C++ do not: %s", error)
+        return None
+
+
+def _wide(cu_seqlens: Tensor | None) -> Tensor | None:
+    return None if cu_seqlens is None else cu_seqlens.long()
+
+
+def walk(inputs, start, outputs, saved, saves: bool, cu_seqlens) -> None:
+    """As `lattice_fwd_kernel` of "dec": fills o and the final tiles and, if `saves`, kept, h and p."""
+    q, k, v, gamma = inputs
+    kernel = _kernels(v.device.index, v.dtype)[int(saves)]
+    with torch.cuda.device(v.device):
+        kernel(
+            start.shape[0], q, k, v, gamma.float(), start, *outputs, *saved, _wide(cu_seqlens), v.shape[1], v.shape[2]
+        )
+
+
+def walk_back(upstream, inputs, moves, states, grads, scratch, cu_seqlens) -> None:
+    """As `lattice_adjoint_kernel`: fills dz, dalpha and the gradient of the first tiles."""
+    (end, do), (q, k, gamma) = upstream, inputs
+    kernel = _kernels(q.device.index, q.dtype)[2]
+    with torch.cuda.device(q.device):
+        kernel(
+            end.shape[0], end, do, q, k, gamma.float(), *moves, *states, *grads, scratch, _wide(cu_seqlens),
+            q.shape[1], q.shape[2],
+        )  # fmt: skip
+
+
+def _wide(cu_seqlens: Tensor | None) -> Tensor | None:
+    return None if cu_seqlens is None else cu_seqlens.long()

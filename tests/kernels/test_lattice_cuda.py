@@ -1,4 +1,4 @@
-"""The walks of Lattice's "dec" in CUDA C++: when they run, and on a GPU, that they compute what Triton's kernels do."""
+"""The walks of Lattice's "dec" in CUDA C++: when they run, and on a GPU, that they compute what Triton does."""
 
 import logging
 import re

@@ -545,15 +545,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
       scatter<R, LANES / 2, 1>(w, lane);
       const float sigma = ao * x[0] + bo * w[0], turn = be * (x[0] - be * sigma), along = be * sigma;
       const float da = be * (w[0] - (ao * pp + bo * n) * sigma) - pp * turn;
-      const float u = al * turn, c1 = keep * along * ao, c2 = u + keep * along * bo, c3 = u + al * along * ao;
+      const float u = al * turn, c2 = u + keep * along * bo, c3 = u + al * along * ao;
       float weight = owner ? al * along * bo : 0.f;
       weight = sum_lanes<LANES>(weight);
-      float share[E], d1[R], d2[R], d3[R];
+      float share[E], d2[R], d3[R];
 #pragma unroll
       for (int r = 0; r < R; r++) {
         const int from = (lane & ~(LANES - 1)) + r * (LANES / R);
         d3[r] = __shfl_sync(FULL, c3, from);
-        d1[r] = __shfl_sync(FULL, c1, from);
         d2[r] = __shfl_sync(FULL, c2, from);
       }
 #pragma unroll
@@ -569,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
 #pragma unroll
       for (int r = 0; r < R; r++)
 #pragma unroll
-        for (int e = 0; e < E; e++) g[r][e] = aa[r] * g[r][e] - d1[r] * S[r][e] - d2[r] * hv[e];
+        for (int e = 0; e < E; e++) g[r][e] = aa[r] * g[r][e] - d2[r] * hv[e];
       u32 raw_k[R / 2];
       float kk[R];
       raw<R>(raw_k, &now.k[t][slot0]);

@@ -95,6 +95,13 @@ template <int N, int FROM, int END> __device__ __forceinline__ int kept_of(int l
   if constexpr (FROM >= END && N > 1) return ((lane & FROM) ? N / 2 : 0) + kept_of<N / 2, FROM / 2, END>(lane);
   else return 0;
 }
+// sums of E entries over the lanes of a warp that share them; the upper 16 lanes hold the two chunks of entries in the
+// other order, so that all lanes send the second one
+__device__ __forceinline__ void scatter_entries(float* x, int lane) {
+#pragma unroll
+  for (int e = 0; e < V; e++) x[e] += shift(x[e + V], 16);
+  scatter<V, 8, LANES>(x, lane);
+}
 template <int N> __device__ __forceinline__ float sum_lanes(float x) {
 #pragma unroll
   for (int bit = N / 2; bit; bit /= 2) x += shift(x, bit);
@@ -140,7 +147,7 @@ template <bool SAVES> __device__ __forceinline__ void walk(
   const int own = kept_of<R, LANES / 2, 1>(lane);                   // the slot whose scalars this lane computes
   const int z0 = kept_of<E, 16, LANES>(lane);
   const int z_at = (z0 / V) * (LANES * V) + e_lane * V + z0 % V;    // the two entries of z that this lane adds up
-  auto entry = [&](int c) { return c * (LANES * V) + e_lane * V; };  // the first entry of chunk c
+  auto entry = [&](int c) { return (c ^ (lane >> 4)) * (LANES * V) + e_lane * V; };  // the first entry of chunk c
   int stride = H * D;
   KEEP(stride);
   q += at * D; k += at * D; v += at * D; o += at * D; gamma += at;
@@ -264,7 +271,7 @@ template <bool SAVES> __device__ __forceinline__ void walk(
     for (int t = first; t < end; t++) {
       const int i = t % RING;
       // z_t over slots; meanwhile the write of the token before
-      scatter<E, 16, LANES>(z, lane);
+      scatter_entries(z, lane);
       *(float2*)&zs[t & 1][warp][z_at] = make_float2(z[0], z[1]);
       u32 raw_v[E / 2], raw_k[R / 2], raw_q[R / 2];
 #pragma unroll
@@ -402,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
   const bool owner = lane % (LANES / R) == 0;
   const int z0 = kept_of<E, 16, LANES>(lane);
   const int z_at = (z0 / V) * (LANES * V) + e_lane * V + z0 % V;
-  auto entry = [&](int c) { return c * (LANES * V) + e_lane * V; };
+  auto entry = [&](int c) { return (c ^ (lane >> 4)) * (LANES * V) + e_lane * V; };
   kept += (row * H + head) * (D * D);
   middle += (row * H + head) * (D * D);
   float4* mine = (float4*)scratch + program * (HALF / 2) * (D * D / 4) + tid;
@@ -563,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
 #pragma unroll
         for (int r = 0; r < R; r++) share[e] -= d3[r] * S[r][e];
       }
-      scatter<E, 16, LANES>(share, lane);
+      scatter_entries(share, lane);
       *(float2*)&shared.zs[parity][warp][z_at] = make_float2(share[0], share[1]);
 #pragma unroll
       for (int r = 0; r < R; r++)

@@ -1,14 +1,14 @@
-// The two walks of Lattice's "dec" through time: forward (forward.py) and back (dec_backward.py), for 64 slots of size 64.
+// The two walks of Lattice's "dec" through time, forward (forward.py) and back (dec_backward.py), for 64 slots of 64.
+// Symbols and formulas are those of these files. launch_cuda.py compiles this one with NVRTC, BF16 = 0 for float16.
 //
-// One block per (sequence, head). A thread holds R slots x E entries of the state: LANES lanes share a slot, and SL lanes
-// of a warp and the WARPS warps have different slots. A token needs two sums that depend on each other, over the slots
+// One block per (sequence, head). A thread holds R slots x E entries of the state: LANES lanes share a slot, and SL
+// lanes of a warp and the warps have different slots. A token needs two sums that depend on each other, over the slots
 // (shuffles, then shared memory and one barrier) and over the entries of a slot (shuffles). `scatter` leaves a part of
 // the sums in every lane, so that each lane computes the scalars of one slot.
 //
-// What Triton's kernels do not have: inputs come through cp.async, a lane computes the scalars of one slot, z of the
-// next token is found before the slots are written (S' k = S (a k) + h (b . k)), and the write fills the time in which
-// warps wait for the sum over slots. The loops stay small: beyond 30 KiB of machine code a warp waits for instructions.
-// launch_cuda.py compiles this file with NVRTC. BF16: 1 for bfloat16, 0 for float16.
+// What Triton's kernels do not have: inputs come through cp.async; a lane computes the scalars of one slot; z of the
+// next token is found before the slots are written, S' k = S (a k) + h (b . k); and the write fills the time in which
+// warps wait for the sum over slots. A loop treats one or two tokens, because a long one waits for its instructions.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -21,6 +21,7 @@ constexpr int R = D / (SL * WARPS);      // slots per thread
 constexpr int V = 4;                     // entries that lie together
 constexpr int STAGE = 8, RING = 32;      // tokens that are fetched together, and tokens in shared memory
 constexpr int SHARES = SL * WARPS;       // threads with the same entries
+static_assert(R == 4 && E == 8, "vectors of 4 slots, and of two chunks of 4 entries");
 constexpr int CHECKPOINT = 64;           // tokens between two states that forward keeps
 #define FULL 0xffffffffu
 
@@ -37,8 +38,15 @@ __device__ __forceinline__ void copy4(void* to, const void* from, bool real) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(s), "l"(from), "r"(n));
 }
 __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;"); }
-template <int N> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
-__device__ __forceinline__ float rsqrt_fast(float x) { float r; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+template <int N> __device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+__device__ __forceinline__ void fetch_line(const float* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+__device__ __forceinline__ float rsqrt_fast(float x) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
 __device__ __forceinline__ u32 pack(float lo, float hi) {
   u32 r;
 #if BF16
@@ -109,9 +117,74 @@ template <int N> __device__ __forceinline__ float sum_lanes(float x) {
 }
 __device__ __forceinline__ float inverse_root(float x) {
   float r = rsqrt_fast(x);
-  return r + 0.5f * r * (1 - x * r * r);
+  return r + 0.5f * r * (1 - x * r * r);  // the instruction alone is biased, and the bias adds up over tokens
 }
 
+// where a thread stands, and its sequence
+struct Place {
+  int tid, lane, warp, e_lane, s_lane;
+  int slot0;  // slots slot0 .. slot0 + R - 1 are this thread's
+  int own;    // of these, the one whose scalars this lane computes
+  bool owner; // the only lane, or the first of two, with this slot's scalars
+  int z_at;   // first of the two entries whose sum over slots this lane finds
+  int head, length;
+  long long program, row, at;  // first checkpoint; first row of [tokens, heads]
+
+  __device__ __forceinline__ Place(const long long* cu_seqlens, int T, int H) {
+    tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, e_lane = lane % LANES, s_lane = lane / LANES;
+    slot0 = (warp * SL + s_lane) * R;
+    own = kept_of<R, LANES / 2, 1>(lane);
+    owner = lane % (LANES / R) == 0;
+    const int z = kept_of<E, 16, LANES>(lane);
+    z_at = z / V * (LANES * V) + e_lane * V + z % V;
+    program = blockIdx.x;
+    head = program % H;
+    const long long sequence = program / H;
+    long long start = sequence * T;
+    length = T;
+    row = sequence * ((T + CHECKPOINT - 1) / CHECKPOINT);
+    if (cu_seqlens) {
+      start = cu_seqlens[sequence];
+      length = (int)(cu_seqlens[sequence + 1] - start);
+      row = start / CHECKPOINT + sequence;
+    }
+    at = start * H + head;
+  }
+  // the first entry of chunk c
+  __device__ __forceinline__ int entry(int c) const { return (c ^ (lane >> 4)) * (LANES * V) + e_lane * V; }
+};
+__device__ __forceinline__ void load4(float* x, const void* from) {
+  float4 y = *(const float4*)from;
+  x[0] = y.x; x[1] = y.y; x[2] = y.z; x[3] = y.w;
+}
+__device__ __forceinline__ void store4(void* to, const float* x) {
+  *(float4*)to = make_float4(x[0], x[1], x[2], x[3]);
+}
+// this thread's entries of a vector, its slots of one, and its part of a tile
+__device__ __forceinline__ void load_entries(float* x, const float* from, const Place& my) {
+#pragma unroll
+  for (int c = 0; c < E / V; c++) load4(x + V * c, from + my.entry(c));
+}
+__device__ __forceinline__ void store_entries(float* to, const float* x, const Place& my) {
+#pragma unroll
+  for (int c = 0; c < E / V; c++) store4(to + my.entry(c), x + V * c);
+}
+__device__ __forceinline__ void load_slots(float* x, const float* from, const Place& my) { load4(x, from + my.slot0); }
+__device__ __forceinline__ void load_tile(float (&S)[R][E], const float* from, const Place& my) {
+#pragma unroll
+  for (int r = 0; r < R; r++) load_entries(S[r], from + (my.slot0 + r) * D, my);
+}
+__device__ __forceinline__ void store_tile(float* to, const float (&S)[R][E], const Place& my) {
+#pragma unroll
+  for (int r = 0; r < R; r++) store_entries(to + (my.slot0 + r) * D, S[r], my);
+}
+// stores a vector of which every warp has all entries
+__device__ __forceinline__ void store_once(float* to, const float* x, const Place& my) {
+  float y[V];
+#pragma unroll
+  for (int e = 0; e < V; e++) y[e] = my.s_lane ? x[V + e] : x[e];
+  if (my.warp == 0 && my.s_lane < E / V) store4(to, y);
+}
 
 // inputs of RING tokens
 struct Tokens {
@@ -127,36 +200,17 @@ template <bool SAVES> __device__ __forceinline__ void walk(
   __shared__ __align__(16) Tokens in;
   __shared__ __align__(16) float zs[2][WARPS][D];
   __shared__ __align__(16) float ys[8][SHARES][D];
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int e_lane = lane % LANES, s_lane = lane / LANES;
-  const long long program = blockIdx.x;
-  const int head = program % H;
-  long long i_n = program / H, start, row;
-  int length;
-  if (cu_seqlens) {
-    start = cu_seqlens[i_n];
-    length = (int)(cu_seqlens[i_n + 1] - start);
-    row = start / CHECKPOINT + i_n;
-  } else {
-    start = i_n * T;
-    length = T;
-    row = i_n * ((T + CHECKPOINT - 1) / CHECKPOINT);
-  }
-  const long long at = start * H + head;
-  const int slot0 = (warp * SL + s_lane) * R;                    // slots slot0 .. slot0 + R - 1
-  const int own = kept_of<R, LANES / 2, 1>(lane);                   // the slot whose scalars this lane computes
-  const int z0 = kept_of<E, 16, LANES>(lane);
-  const int z_at = (z0 / V) * (LANES * V) + e_lane * V + z0 % V;    // the two entries of z that this lane adds up
-  auto entry = [&](int c) { return (c ^ (lane >> 4)) * (LANES * V) + e_lane * V; };  // the first entry of chunk c
+  const Place my(cu_seqlens, T, H);
+  const int tid = my.tid, lane = my.lane, warp = my.warp, slot0 = my.slot0, own = my.own, length = my.length;
+  const long long at = my.at, program = my.program;
   int stride = H * D;
   KEEP(stride);
   q += at * D; k += at * D; v += at * D; o += at * D; gamma += at;
   if (SAVES) {
-    h_out += at * D + entry(E == V ? 0 : s_lane);
+    h_out += at * D + my.entry(my.s_lane);
     p_out += at * D + slot0 + own;
-    kept += (row * H + head) * (D * D);
+    kept += (my.row * H + my.head) * (D * D);
   }
-  const bool p_lane = lane % (LANES / R) == 0, h_lane = warp == 0 && s_lane < E / V;
 
   auto fetch = [&](int first) {
 #pragma unroll
@@ -166,7 +220,8 @@ template <bool SAVES> __device__ __forceinline__ void walk(
         const int which = c / (STAGE * 8), t = first + c / 8 % STAGE, part = c % 8 * 8;
         const u16* from = which == 0 ? q : which == 1 ? k : v;
         const bool real = t < length;
-        copy16(&in.q[0][0] + (which * RING + t % RING) * D + part, from + (real ? (long long)t * stride : 0) + part, real);
+        u16* to = &in.q[0][0] + (which * RING + t % RING) * D + part;
+        copy16(to, from + (real ? (long long)t * stride : 0) + part, real);
       }
     }
     if (tid < STAGE) {
@@ -179,11 +234,7 @@ template <bool SAVES> __device__ __forceinline__ void walk(
   fetch(0); fetch(STAGE); fetch(2 * STAGE);
 
   float S[R][E], z[E], h[E], a[R], b[R];
-#pragma unroll
-  for (int r = 0; r < R; r++)
-#pragma unroll
-    for (int e = 0; e < E; e++)
-      S[r][e] = start_state[program * (D * D) + (slot0 + r) * D + entry(e / V) + e % V];
+  load_tile(S, start_state + program * (D * D), my);
   auto normalise = [&]() {
 #pragma unroll
     for (int r = 0; r < R; r++) {
@@ -201,13 +252,6 @@ template <bool SAVES> __device__ __forceinline__ void walk(
     for (int r = 0; r < R; r++)
 #pragma unroll
       for (int e = 0; e < E; e++) S[r][e] = a[r] * S[r][e] + b[r] * h[e];
-  };
-  auto keep = [&](float* to) {
-#pragma unroll
-    for (int r = 0; r < R; r++)
-#pragma unroll
-      for (int c = 0; c < E / V; c++)
-        *(float4*)(to + (slot0 + r) * D + entry(c)) = make_float4(S[r][4 * c], S[r][4 * c + 1], S[r][4 * c + 2], S[r][4 * c + 3]);
   };
   auto no_write = [&]() {
 #pragma unroll
@@ -239,10 +283,7 @@ template <bool SAVES> __device__ __forceinline__ void walk(
 #pragma unroll
       for (int r = 1; r < R; r++) y[e] += qq[r] * S[r][e];
     }
-    float* p = &ys[t & 7][warp * SL + s_lane][0];
-#pragma unroll
-    for (int c = 0; c < E / V; c++)
-      *(float4*)(p + entry(c)) = make_float4(y[4 * c], y[4 * c + 1], y[4 * c + 2], y[4 * c + 3]);
+    store_entries(ys[t & 7][warp * SL + my.s_lane], y, my);
   };
   auto write_y = [&](int first) {  // of 4 tokens
     const int t = first + warp, e = lane * 2;
@@ -262,7 +303,7 @@ template <bool SAVES> __device__ __forceinline__ void walk(
       no_write();
       normalise();
       if (SAVES && first % CHECKPOINT == 0) {
-        keep(kept);
+        store_tile(kept, S, my);
         kept += (long long)H * D * D;
       }
     }
@@ -272,10 +313,10 @@ template <bool SAVES> __device__ __forceinline__ void walk(
       const int i = t % RING;
       // z_t over slots; meanwhile the write of the token before
       scatter_entries(z, lane);
-      *(float2*)&zs[t & 1][warp][z_at] = make_float2(z[0], z[1]);
+      *(float2*)&zs[t & 1][warp][my.z_at] = make_float2(z[0], z[1]);
       u32 raw_v[E / 2], raw_k[R / 2], raw_q[R / 2];
 #pragma unroll
-      for (int c = 0; c < E / V; c++) raw<V>(raw_v + c * V / 2, &in.v[i][entry(c)]);
+      for (int c = 0; c < E / V; c++) raw<V>(raw_v + c * V / 2, &in.v[i][my.entry(c)]);
       const u16 raw_own = in.k[i][slot0 + own];
       const float g = in.gamma[i];
       raw<R>(raw_q, &in.q[(t - 1) & (RING - 1)][slot0]);
@@ -283,12 +324,7 @@ template <bool SAVES> __device__ __forceinline__ void walk(
       __syncthreads();
       float zz[WARPS][E];
 #pragma unroll
-      for (int w = 0; w < WARPS; w++)
-#pragma unroll
-        for (int c = 0; c < E / V; c++) {
-          float4 x = *(const float4*)&zs[t & 1][w][entry(c)];
-          zz[w][4 * c] = x.x; zz[w][4 * c + 1] = x.y; zz[w][4 * c + 2] = x.z; zz[w][4 * c + 3] = x.w;
-        }
+      for (int w = 0; w < WARPS; w++) load_entries(zz[w], zs[t & 1][w], my);
       raw<R>(raw_k, &in.k[(t + 1) % RING][slot0]);
       float vv[E];
       floats<E>(vv, raw_v);
@@ -336,11 +372,9 @@ template <bool SAVES> __device__ __forceinline__ void walk(
         for (int r = 0; r < R; r++) z[e] += xx[r] * S[r][e];
       }
       if (SAVES) {
-        if (p_lane) *p_out = pp;
+        if (my.owner) *p_out = pp;
         p_out += stride;
-        float4 x = make_float4(h[0], h[1], h[2], h[3]);
-        if constexpr (E == 8) if (s_lane) x = make_float4(h[4], h[5], h[6], h[7]);
-        if (h_lane) *(float4*)h_out = x;
+        store_once(h_out, h, my);
         h_out += stride;
       }
     }
@@ -349,15 +383,17 @@ template <bool SAVES> __device__ __forceinline__ void walk(
   }
   write();
   u32 raw_q[R / 2];
-  raw<R>(raw_q, &in.q[(length - 1) % RING][slot0]);
+  raw<R>(raw_q, &in.q[(length - 1) & (RING - 1)][slot0]);
   read(raw_q, length - 1);
   __syncthreads();
   write_y(length - 8);
   write_y(length - 4);
   normalise();
-  keep(final_state + program * (D * D));
+  store_tile(final_state + program * (D * D), S, my);
 }
-#define ARGUMENTS const u16 *q, const u16 *k, const u16 *v, const float *gamma, const float *start_state, u16 *o, float *final_state, float *kept, float *h_out, float *p_out, const long long *cu_seqlens, int T, int H
+#define ARGUMENTS                                                                                                    \
+  const u16 *q, const u16 *k, const u16 *v, const float *gamma, const float *start_state, u16 *o, float *final_state, \
+      float *kept, float *h_out, float *p_out, const long long *cu_seqlens, int T, int H
 extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk(ARGUMENTS) {
   walk<false>(q, k, v, gamma, start_state, o, final_state, kept, h_out, p_out, cu_seqlens, T, H);
 }
@@ -377,46 +413,27 @@ struct Shared {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
-    const float* __restrict__ end_state, const u16* __restrict__ dy, const u16* __restrict__ q, const u16* __restrict__ k,
-    const float* __restrict__ gamma, const float* __restrict__ h, const float* __restrict__ p,
-    const float* __restrict__ hh, const float* __restrict__ a, const float* __restrict__ b,
-    const float* __restrict__ kept, const float* __restrict__ middle, float* __restrict__ dz, float* __restrict__ dalpha,
-    float* __restrict__ start_state, float* scratch, const long long* __restrict__ cu_seqlens, int T, int H) {
+    const float* __restrict__ end_state, const u16* __restrict__ dy, const u16* __restrict__ q, const u16*
+    __restrict__ k, const float* __restrict__ gamma, const float* __restrict__ h, const float* __restrict__ p, const
+    float* __restrict__ hh, const float* __restrict__ a, const float* __restrict__ b, const float* __restrict__ kept,
+    const float* __restrict__ middle, float* __restrict__ dz, float* __restrict__ dalpha, float* __restrict__
+    start_state, float* scratch, const long long* __restrict__ cu_seqlens, int T, int H) {
 #ifdef EMULATE
   static Shared shared;
 #else
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
 #endif
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int e_lane = lane % LANES, s_lane = lane / LANES;
-  const long long program = blockIdx.x;
-  const int head = program % H;
-  long long i_n = program / H, start, row;
-  int length;
-  if (cu_seqlens) {
-    start = cu_seqlens[i_n];
-    length = (int)(cu_seqlens[i_n + 1] - start);
-    row = start / CHECKPOINT + i_n;
-  } else {
-    start = i_n * T;
-    length = T;
-    row = i_n * ((T + CHECKPOINT - 1) / CHECKPOINT);
-  }
-  const long long at = start * H + head;
-  const int slot0 = (warp * SL + s_lane) * R;
-  const int own = kept_of<R, LANES / 2, 1>(lane);
-  const bool owner = lane % (LANES / R) == 0;
-  const int z0 = kept_of<E, 16, LANES>(lane);
-  const int z_at = (z0 / V) * (LANES * V) + e_lane * V + z0 % V;
-  auto entry = [&](int c) { return (c ^ (lane >> 4)) * (LANES * V) + e_lane * V; };
-  kept += (row * H + head) * (D * D);
-  middle += (row * H + head) * (D * D);
+  const Place my(cu_seqlens, T, H);
+  const int tid = my.tid, lane = my.lane, warp = my.warp, slot0 = my.slot0, own = my.own, length = my.length;
+  const long long at = my.at, program = my.program;
+  kept += (my.row * H + my.head) * (D * D);
+  middle += (my.row * H + my.head) * (D * D);
   float4* mine = (float4*)scratch + program * (HALF / 2) * (D * D / 4) + tid;
-  const bool dz_lane = warp == 0 && s_lane < E / V;
   int stride = H * D;
   KEEP(stride);
 
+  auto row = [&](int t, bool real) { return at + (real ? (long long)t * H : 0); };
   auto fetch = [&](int half) {
     Half& to = shared.half[half & 1];
     const int first = half * HALF;
@@ -429,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
       for (int c0 = 0; c0 < WIDE; c0 += THREADS) {
         const int c = c0 + tid, i = c / (D / 4), part = c % (D / 4) * 4;
         const bool real = first + i < length;
-        copy16(&to.a[0][0] + x * HALF * D + i * D + part, wide[x] + (at + (real ? (long long)(first + i) * H : 0)) * D + part, real);
+        copy16(&to.a[0][0] + (x * HALF + i) * D + part, wide[x] + row(first + i, real) * D + part, real);
       }
 #pragma unroll
     for (int x = 0; x < 3; x++)
@@ -437,42 +454,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
       for (int c0 = 0; c0 < NARROW; c0 += THREADS) {
         const int c = c0 + tid, i = c / (D / 8), part = c % (D / 8) * 8;
         const bool real = first + i < length;
-        copy16(&to.q[0][0] + x * HALF * D + i * D + part, narrow[x] + (at + (real ? (long long)(first + i) * H : 0)) * D + part, real);
+        copy16(&to.q[0][0] + (x * HALF + i) * D + part, narrow[x] + row(first + i, real) * D + part, real);
       }
     if (tid < 2 * HALF) {
       const int i = tid % HALF;
       const bool real = first + i < length;
-      copy4(tid < HALF ? &to.gamma[i] : &to.hh[i], (tid < HALF ? gamma : hh) + at + (real ? (long long)(first + i) * H : 0), real);
-    }
-  };
-  auto load_tile = [&](float (&S)[R][E], const float* from) {
-#pragma unroll
-    for (int r = 0; r < R; r++)
-#pragma unroll
-      for (int c = 0; c < E / V; c++) {
-        float4 x = *(const float4*)(from + (slot0 + r) * D + entry(c));
-        S[r][4 * c] = x.x; S[r][4 * c + 1] = x.y; S[r][4 * c + 2] = x.z; S[r][4 * c + 3] = x.w;
-      }
-  };
-  auto vector = [&](float (&x)[E], const float* from) {
-#pragma unroll
-    for (int c = 0; c < E / V; c++) {
-      float4 y = *(const float4*)(from + entry(c));
-      x[4 * c] = y.x; x[4 * c + 1] = y.y; x[4 * c + 2] = y.z; x[4 * c + 3] = y.w;
-    }
-  };
-  auto slots_of = [&](float (&x)[R], const float* from) {
-#pragma unroll
-    for (int r = 0; r < R; r += 4) {
-      float4 y = *(const float4*)(from + slot0 + r);
-      x[r] = y.x; x[r + 1] = y.y; x[r + 2] = y.z; x[r + 3] = y.w;
+      copy4(tid < HALF ? &to.gamma[i] : &to.hh[i], (tid < HALF ? gamma : hh) + row(first + i, real), real);
     }
   };
   const int halves = (length + HALF - 1) / HALF;
-  fetch(halves - 1);
+  if (halves) fetch(halves - 1);
   copies_end();
   float g[R][E];
-  load_tile(g, end_state + program * (D * D));
+  load_tile(g, end_state + program * (D * D), my);
 
   for (int half = halves - 1; half >= 0; half--) {
     Half& now = shared.half[half & 1];
@@ -482,21 +476,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
     copies_end();
     const int tokens = length - half * HALF < HALF ? length - half * HALF : HALF, pairs = (tokens + 1) / 2;
     float S[R][E];
-    {
-      const float* from = (half & 1 ? middle : kept) + (long long)(half / 2) * H * (D * D);
-      load_tile(S, from);
-#ifndef EMULATE
-      if (half) {
-        const float* before = (half & 1 ? kept + (long long)(half / 2) * H * (D * D) : middle + (long long)(half / 2 - 1) * H * (D * D));
-        for (int c = tid; c < D * D / 32; c += THREADS) asm volatile("prefetch.global.L2 [%0];" ::"l"(before + c * 32));
-      }
-#endif
-    }
+    auto state = [&](int half) { return (half & 1 ? middle : kept) + (long long)(half / 2) * H * (D * D); };
+    load_tile(S, state(half), my);
+    if (half) fetch_line(state(half - 1) + tid * (D * D / THREADS));
     auto move = [&](int t) {
       float aa[R], bb[R], hv[E];
-      slots_of(aa, now.a[t]);
-      slots_of(bb, now.b[t]);
-      vector(hv, now.h[t]);
+      load_slots(aa, now.a[t], my);
+      load_slots(bb, now.b[t], my);
+      load_entries(hv, now.h[t], my);
 #pragma unroll
       for (int r = 0; r < R; r++)
 #pragma unroll
@@ -508,12 +495,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
       for (int r = 0; r < R; r++)
 #pragma unroll
         for (int e = 0; e < E; e += 4)
-          mine[(j * (R * E / 4) + (r * E + e) / 4) * THREADS] = make_float4(S[r][e], S[r][e + 1], S[r][e + 2], S[r][e + 3]);
+          store4(&mine[(j * (R * E / 4) + (r * E + e) / 4) * THREADS], &S[r][e]);
       move(2 * j);
       move(2 * j + 1);
     }
     // and back
-    float* dz_at = dz + (at + (long long)half * HALF * H) * D + entry(E == V ? 0 : s_lane);
+    float* dz_at = dz + (at + (long long)half * HALF * H) * D + my.entry(my.s_lane);
     float* dalpha_at = dalpha + (at + (long long)half * HALF * H) * D + slot0 + own;
     auto add = [&](int t) {  // the gradient that comes through the output of token t
       u32 x[R / 2], y[E / 2];
@@ -521,7 +508,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
       raw<R>(x, &now.q[t][slot0]);
       floats<R>(qq, x);
 #pragma unroll
-      for (int c = 0; c < E / V; c++) raw<V>(y + c * V / 2, &now.dy[t][entry(c)]);
+      for (int c = 0; c < E / V; c++) raw<V>(y + c * V / 2, &now.dy[t][my.entry(c)]);
       floats<E>(dd, y);
 #pragma unroll
       for (int r = 0; r < R; r++) {
@@ -531,9 +518,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
     };
     auto token = [&](const float (&S)[R][E], int t, int parity) {
       float hv[E], aa[R], bb[R];
-      vector(hv, now.h[t]);
-      slots_of(aa, now.a[t]);
-      slots_of(bb, now.b[t]);
+      load_entries(hv, now.h[t], my);
+      load_slots(aa, now.a[t], my);
+      load_slots(bb, now.b[t], my);
       // the scalars of the own slot that do not depend on g
       float lo, hi;
       unpack(now.k[t][slot0 + own], lo, hi);
@@ -553,7 +540,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
       const float sigma = ao * x[0] + bo * w[0], turn = be * (x[0] - be * sigma), along = be * sigma;
       const float da = be * (w[0] - (ao * pp + bo * n) * sigma) - pp * turn;
       const float u = al * turn, c2 = u + keep * along * bo, c3 = u + al * along * ao;
-      float weight = owner ? al * along * bo : 0.f;
+      float weight = my.owner ? al * along * bo : 0.f;
       weight = sum_lanes<LANES>(weight);
       float share[E], d2[R], d3[R];
 #pragma unroll
@@ -571,7 +558,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
         for (int r = 0; r < R; r++) share[e] -= d3[r] * S[r][e];
       }
       scatter_entries(share, lane);
-      *(float2*)&shared.zs[parity][warp][z_at] = make_float2(share[0], share[1]);
+      *(float2*)&shared.zs[parity][warp][my.z_at] = make_float2(share[0], share[1]);
 #pragma unroll
       for (int r = 0; r < R; r++)
 #pragma unroll
@@ -583,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
       __syncthreads();
       float zz[WARPS][E], sum[E];
 #pragma unroll
-      for (int i = 0; i < WARPS; i++) vector(zz[i], shared.zs[parity][i]);
+      for (int i = 0; i < WARPS; i++) load_entries(zz[i], shared.zs[parity][i], my);
 #pragma unroll
       for (int e = 0; e < E; e++) {
 #pragma unroll
@@ -596,10 +583,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
       for (int r = 0; r < R; r++)
 #pragma unroll
         for (int e = 0; e < E; e++) g[r][e] += kk[r] * sum[e];
-      if (owner) dalpha_at[t * stride] = da;
-      float4 y = make_float4(sum[0], sum[1], sum[2], sum[3]);
-      if constexpr (E == 8) if (s_lane) y = make_float4(sum[4], sum[5], sum[6], sum[7]);
-      if (dz_lane) *(float4*)(dz_at + t * stride) = y;
+      if (my.owner) dalpha_at[t * stride] = da;
+      store_once(dz_at + t * stride, sum, my);
     };
     for (int j = pairs - 1; j >= 0; j--) {
       float next[R][E];
@@ -607,9 +592,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
       {
         float between[R][E];
         float aa[R], bb[R], hv[E];
-        slots_of(aa, now.a[2 * j]);
-        slots_of(bb, now.b[2 * j]);
-        vector(hv, now.h[2 * j]);
+        load_slots(aa, now.a[2 * j], my);
+        load_slots(bb, now.b[2 * j], my);
+        load_entries(hv, now.h[2 * j], my);
 #pragma unroll
         for (int r = 0; r < R; r++)
 #pragma unroll
@@ -619,9 +604,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
       if (j) {
 #pragma unroll
         for (int i = 0; i < R * E / 4; i++) {
-          float4 y = mine[(before * (R * E / 4) + i) * THREADS];
-          next[4 * i / E][4 * i % E] = y.x; next[4 * i / E][4 * i % E + 1] = y.y;
-          next[4 * i / E][4 * i % E + 2] = y.z; next[4 * i / E][4 * i % E + 3] = y.w;
+          load4(&next[4 * i / E][4 * i % E], &mine[(before * (R * E / 4) + i) * THREADS]);
         }
       }
       token(S, 2 * j, 0);
@@ -633,9 +616,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
       }
     }
   }
-#pragma unroll
-  for (int r = 0; r < R; r++)
-#pragma unroll
-    for (int c = 0; c < E / V; c++)
-      *(float4*)(start_state + program * (D * D) + (slot0 + r) * D + entry(c)) = make_float4(g[r][4 * c], g[r][4 * c + 1], g[r][4 * c + 2], g[r][4 * c + 3]);
+  store_tile(start_state + program * (D * D), g, my);
 }

@@ -104,7 +104,8 @@ def token_adjoint(g, S, h, q, do, p, hh, alpha, keep, beta, WARPS: tl.constexpr,
     along = beta * sigma
     share = slots(b) * g - slots(alpha * (r + along * a)) * S
     dz = over_slots_but(share, alpha * along * b, h, WARPS, LANES)
-    g = slots(a) * g - slots(keep * along * a) * S - slots(alpha * r + keep * along * b) * entries(h)
+    # without -keep along a s: what lies along a slot is left out
+    g = slots(a) * g - slots(alpha * r + keep * along * b) * entries(h)
     return g, dalpha, dz
 
 

@@ -236,8 +236,12 @@ class LatticeMixer(HeadsMixer):
         if self.options.variant == "enc" and self.stabilises_enc:
             v = unit_heads(v, None, None, UNIT_EPS)
         # every query head has its own memory
-        k, v = (x.repeat_interleave(self.heads // x.shape[2], 2) for x in (k, v))
-        return q, k, v
+        return q, *(self._for_every_head(x) for x in (k, v))
+
+    def _for_every_head(self, x):
+        """[B, T, H or Hk, D] -> [B, T, H, D]. With H heads it is x itself: `repeat_interleave` by one would copy it."""
+        groups = self.heads // x.shape[2]
+        return x if groups == 1 else x.repeat_interleave(groups, 2)
 
     def _recurrence(self) -> dict:
         options = self.options

@@ -239,7 +239,7 @@ class LatticeMixer(HeadsMixer):
         return q, *(self._for_every_head(x) for x in (k, v))
 
     def _for_every_head(self, x):
-        """[B, T, H or Hk, D] -> [B, T, H, D]. With H heads it is x itself: `repeat_interleave` by one would copy it."""
+        """[B, T, H or Hk, D] -> [B, T, H, D]; x itself if it has H heads, which `repeat_interleave` would copy."""
         groups = self.heads // x.shape[2]
         return x if groups == 1 else x.repeat_interleave(groups, 2)
 

@@ -30,6 +30,20 @@ def test_slots_start_orthonormal_and_differ_between_heads(slots):
     assert (S0[0] - S0[1]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize(("share_qk", "copied"), [(True, [2]), (False, [2, 2])], ids=["shared", "separate"])
+def test_only_heads_that_several_query_heads_share_are_copied(share_qk, copied, monkeypatch):
+    """With one projection for q and k, k has all heads already."""
+    mixer, repeated, repeat = fresh(share_qk=share_qk), [], torch.Tensor.repeat_interleave
+
+    def record(x, *args):
+        repeated.append(x.shape[2])
+        return repeat(x, *args)
+
+    monkeypatch.setattr(torch.Tensor, "repeat_interleave", record)
+    mixer.scan(mixer.project(X, None), None)
+    assert repeated == copied
+
+
 def test_norm_of_the_start_does_not_matter():
     mixer = fresh()
     y, states = mixer.scan(mixer.project(X, None), None)

@@ -7,8 +7,8 @@ from pathlib import Path
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.documents.conversion_costs import SHAPES
-from hf_memmix.training.documents.measurements import read
 from hf_memmix.training.planning.plan import Stage, plan_stages
+from hf_memmix.training.planning.speed import measured
 
 BUDGET, TOKENS = 24 * 2**30, 50_000_000
 
@@ -38,21 +38,24 @@ def one_gpu_distil_table(root: Path) -> str:
     )
     speeds = {stage.measured_run for stage in _stages() if stage.name.startswith("distill") and stage.measured_run}
     told = f"; hours from the measured run {', '.join(sorted(speeds))}" if speeds else ""
-    return f"{table}\n\nThe shape of Llama 8B, `gka` in every layer, as `memmix plan` computes it{told}."
+    return (
+        f"{table}\n\nThe shape of Llama 8B, `gka` in every layer, as `memmix plan` computes it{told}. The time in which"
+        " 4-bit weights are unpacked is not measured."
+    )
 
 
 def plan_checked_table(root: Path) -> str:
     """Measured runs beside the memory that is computed for them."""
-    measured = read("plan", root)
+    found = measured()
     lines = [
         [
             row["run"],
             f"{row['tokens_s']:,}",
             bytes_text(row["bytes"]),
             bytes_text(row["predicted_bytes"]),
-            f"{row['predicted_bytes'] / row['bytes'] - 1:+.0%}",
+            f"{row['predicted_bytes'] / row['bytes'] - 1:+.1%}",
         ]
-        for row in measured["rows"]
+        for row in found["rows"]
     ]
     table = markdown_table(["run", "tokens/s", "measured", "computed", "difference"], lines, figures=True)
-    return f"{table}\n\nPeak of allocated GPU memory on one {measured['gpu']}; random weights, `gka` in every layer."
+    return f"{table}\n\nPeak of allocated GPU memory on one {found['gpu']}; random weights, `gka` in every layer."

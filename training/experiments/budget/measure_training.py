@@ -5,7 +5,7 @@
 Models are Llama shapes with random weights, made on the GPU; every layer has the mixer gka. A step is forward,
 backward, clipping and AdamW of the pair that `align` and `distill` train, without the Trainer around it. The peak
 memory is that of the last steps, of PyTorch's allocator: allocated tensors, and what it has reserved. Tokens per
-second is a median; `kernel_ms` is the time of all GPU kernels of a step, beside `ms`, that of a step. A row that does
+second is a median; `kernel_ms` is the time of all GPU kernels of a step, and `ms` that of the step. A row that does
 not fit is recorded with its error. `--tiny` runs small shapes, also on a CPU.
 """
 
@@ -190,18 +190,7 @@ def main():
         except torch.OutOfMemoryError as error:
             row = {"run": name, "shape": size, "settings": asdict(settings), "error": str(error).splitlines()[0]}
         rows.append(row)
-        shown = (
-            "run",
-            "tokens_s",
-            "ms",
-            "kernel_ms",
-            "ratio",
-            "allocated",
-            "reserved",
-            "predicted_bytes",
-            "weights_bytes",
-            "error",
-        )
+        shown = ("run", "tokens_s", "ms", "kernel_ms", "ratio", "allocated", "reserved", "error")
         print(json.dumps({key: row[key] for key in shown if key in row}), flush=True)
         write_json(args.out, {"rows": rows, "environment": environment(device)})
         gc.collect()

@@ -73,7 +73,9 @@ def manual(text: str) -> str:
     """A manual page without the marks of roff."""
     lines = []
     for line in text.split("\n"):
-        if re.match(r"['.]\\\"|\.(TH|nf|fi|PP|RS|RE|TP|IP|in|ft|ie|el|if|\\|EX|EE|ad|hy|ne|sp|br|PD|TQ|UE|ME)\b", line):
+        if re.match(
+            r"['.]\\\"|\.(TH|nf|fi|PP|RS|RE|TP|IP|in|ft|ie|el|if|\\|EX|EE|ad|hy|ne|sp|br|PD|TQ|UE|ME)\b", line
+        ):
             continue
         mark = re.match(r"\.(SH|SS|B|I|BI|BR|RB|IR|RI|IB|SM|SB|UR|MT) ?(.*)", line)
         if mark and mark[1] in ("BI", "BR", "RB", "IR", "RI", "IB"):  # words in two typefaces in turn, without spaces
@@ -102,7 +104,7 @@ SOURCES = {
     "melville": ("r-cran-tokenizers", "Moby Dick by Herman Melville", "public domain", 9, fetch_text.melville),
     "kjv": ("bible-kjv-text", "the Bible, King James Version", "public domain", 9, fetch_text.kjv),
     "henry": ("sword-comm-mhcc", "Matthew Henry's Concise Commentary", "public domain", 9, fetch_text.henry),
-    "spurgeon": ("sword-comm-tdavid", "C. H. Spurgeon: The Treasury of David", "public domain", 9, fetch_text.spurgeon),
+    "spurgeon": ("sword-comm-tdavid", "Spurgeon: The Treasury of David", "public domain", 9, fetch_text.spurgeon),
     "gcide": (
         "dict-gcide", "Collaborative International Dictionary of English", "GPL-3+", 14,
         lambda root: by_hash(dictionary(root)),

@@ -2,8 +2,8 @@
 
     M_t = mu M_{t-1} + G_t,   W_t = (1 - lr decay) W_{t-1} - lr sqrt(max(1, rows / columns)) orthogonal(G_t + mu M_t)
 
-`orthogonal` sets all singular values to about 1, by five steps of a quintic Newton-Schulz iteration in bf16. Matrices of
-one shape are stacked, so the number of launches does not depend on the number of layers.
+`orthogonal` sets all singular values to about 1, by five steps of a quintic Newton-Schulz iteration in bf16. Matrices
+of one shape are stacked, so the number of launches does not depend on the number of layers.
 """
 
 import torch
@@ -30,7 +30,9 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, parameters, lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
         parameters = list(parameters)
         if wrong := [tuple(p.shape) for p in parameters if p.ndim != 2]:
-            raise ValueError(f"Muon updates matrices, not tensors of shape {wrong[0]}; give these to another optimizer")
+            raise ValueError(
+                f"Muon updates matrices, not tensors of shape {wrong[0]}; give these to another optimizer"
+            )
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()

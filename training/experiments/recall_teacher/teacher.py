@@ -9,7 +9,8 @@ embeddings and norms by AdamW. Rows have 512 tokens in the first half of the tim
 schedules follow the time, not a number of steps: the run ends at its limit on any machine, but two runs do not have
 equal weights. `--start` trains on from the weights of an earlier run.
 
-At the end the teacher is measured: held-out loss, the cost of a shorter context, recall on held-out words, and the gate.
+At the end the teacher is measured: held-out loss, the cost of a shorter context, recall on held-out words, and the
+gate.
 """
 
 import copy
@@ -97,8 +98,8 @@ def rate(step: int, progress: float) -> float:
     return min(1.0, (step + 1) / WARM_UP) * min(1.0, max(0.02, (1 - progress) / (1 - FLAT)))
 
 
-def save(model, tokenizer, out: Path) -> None:
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
+def save(plain, tokenizer, out: Path) -> None:
+    copy.deepcopy(plain).to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 
@@ -106,6 +107,7 @@ def compiled(model, args: SimpleNamespace):
     """The loss function; with `--compile`, it and the decoder layers are compiled, each kind once."""
     if not args.compile:
         return losses
+    torch._dynamo.config.suppress_errors = True  # a part that cannot be compiled runs as it is
     for layer in model.model.layers:
         layer.compile(dynamic=False)
     return torch.compile(losses, dynamic=False)
@@ -118,8 +120,7 @@ def train(args: SimpleNamespace) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(args.data)
     probes = material_of(args.data, "heldout")
     material = DrillMaterial(tokenizer, tokens_of(args.data, "train"), probes)
-    lengths = [length for length in args.lengths]
-    batches = []
+    lengths, batches = list(args.lengths), []
     for length in lengths:  # the workers are forked before CUDA starts
         rows = Rows(material, args.batch_tokens // length, length, args.seed)
         options = {"prefetch_factor": 4, "persistent_workers": True} if args.workers else {}
@@ -129,11 +130,13 @@ def train(args: SimpleNamespace) -> dict:
     model = build(args, tokenizer) if args.start is None else load_model(args.start, dtype=torch.float32)
     model = model.to(device()).train()
     model.config.use_cache = False
+    plain = copy.deepcopy(model)  # is saved and probed: other shapes would compile the layers again
     optimizers, loss_of = optimizers_of(model, args), compiled(model, args)
     on_gpu = model.device.type == "cuda"
     few = drawn(probes, [args.gate_length], 4)
     record = {"parameters": model.num_parameters(), "curve": [], "gates": []}
-    step, seen, sums, logged, saved, checked = 0, 0, torch.zeros(2, device=model.device), time.time(), began, 0
+    step, seen, saved, checked = 0, 0, began, 0
+    sums, summed = torch.zeros(2, device=model.device), 0
     training_began = time.time()
     limit = args.seconds - (training_began - began)
     while (progress := (time.time() - training_began) / limit) < 1:
@@ -152,25 +155,28 @@ def train(args: SimpleNamespace) -> dict:
             optimizer.step()
             optimizer.zero_grad()
         sums += torch.stack([text.detach(), answers.detach()])
-        step, seen = step + 1, seen + ids.numel()
+        step, summed, seen = step + 1, summed + 1, seen + ids.numel()
         if step % args.log_every == 0 or step == 1:
-            text, answers = (sums / (1 if step == 1 else args.log_every)).tolist()
-            sums.zero_()
+            text, answers = (sums / summed).tolist()
+            sums, summed = sums.zero_(), 0
             now = time.time()
             row = {"step": step, "tokens": seen, "seconds": now - training_began, "text": text, "answers": answers}
             record["curve"].append({key: round(value, 4) for key, value in row.items()})
             if not math.isfinite(text + answers):
-                raise ValueError(f"the loss is {text} of text and {answers} of answers at step {step}; lower the rates")
+                raise ValueError(f"at step {step} the loss is {text} of text, {answers} of answers; lower the rates")
             print(f"step {step} tokens {seen / 1e6:.1f}M length {lengths[phase]} text {text:.3f} answers {answers:.3f}"
                   f" rate {factor:.2f} time {now - began:.0f} s", flush=True)  # fmt: skip
             if now - saved > args.save_every:
-                save(model, tokenizer, args.out)
+                plain.load_state_dict(model.state_dict())
+                save(plain, tokenizer, args.out)
                 saved = now
             if int(progress * 8) > checked:
                 checked = int(progress * 8)
-                record["gates"].append({"step": step, "tokens": seen} | quick_gate(model, few, args.gate_length))
+                plain.load_state_dict(model.state_dict())
+                record["gates"].append({"step": step, "tokens": seen} | quick_gate(plain, few, args.gate_length))
                 print(record["gates"][-1], f"{time.time() - now:.1f} s", flush=True)
-    save(model, tokenizer, args.out)
+    plain.load_state_dict(model.state_dict())
+    save(plain, tokenizer, args.out)
     record |= {"steps": step, "tokens": seen, "training_seconds": round(time.time() - training_began, 1)}
     return record
 
@@ -221,7 +227,7 @@ def main(
     kv_heads: int = 3,
     batch_tokens: Annotated[int, typer.Option(help="tokens per optimizer step")] = 65536,
     lengths: Annotated[list[int], typer.Option(help="tokens of a row, in equal parts of the time")] = (512, 2048),
-    muon_lr: float = 0.012,
+    muon_lr: float = 0.02,
     lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 3e-3,
     answer_weight: float = 1.0,
     workers: Annotated[int, typer.Option(help="processes that make the rows of each length")] = 7,
@@ -230,7 +236,11 @@ def main(
     save_every: Annotated[float, typer.Option(help="seconds between checkpoints")] = 60,
     gate_length: Annotated[int, typer.Option(help="length of the probes during training")] = 1024,
     probe_lengths: Annotated[list[int], typer.Option(help="lengths of the probes at the end")] = (
-        128, 256, 512, 1024, 2048
+        128,
+        256,
+        512,
+        1024,
+        2048,
     ),
     samples: Annotated[int, typer.Option(help="probes per length and depth")] = 20,
     measured_tokens: int = 200_000,

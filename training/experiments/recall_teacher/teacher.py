@@ -32,27 +32,17 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from hf_memmix.conversion import load_model
 from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.training.bundled.language_model import mean_loss
-from hf_memmix.training.evaluation.probes import Material
 from hf_memmix.training.experiments.common.harness import device
 from hf_memmix.training.experiments.recall_teacher.drills import DrillMaterial, Rows
 from hf_memmix.training.experiments.recall_teacher.muon import Muon
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, gate_of, mean_recall, recall_of
+from hf_memmix.training.experiments.recall_teacher.texts import material_of, tokens_of
 
 CONTEXT = 2048
 DRILL_TEXT = 0.25  # weight of those tokens of a drill that are no answers
 WARM_UP = 100  # steps
 FLAT = 0.4  # share of the time with the full learning rate; it falls linearly afterwards
 CONTEXTS = (64, 256, 1024)  # tokens before a token whose loss is measured with the context cut
-
-
-def tokens_of(folder: Path, split: str) -> numpy.ndarray:
-    return numpy.load(folder / f"{split}.npy", allow_pickle=False)
-
-
-def material_of(folder: Path, split: str, tokens: int = 150_000) -> Material:
-    """The probes' material from the first tokens of a split."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Material(tokenizer, tokenizer.decode(tokens_of(folder, split)[:tokens].tolist()))
 
 
 def build(args: SimpleNamespace, tokenizer) -> LlamaForCausalLM:

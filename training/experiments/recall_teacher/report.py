@@ -1,0 +1,171 @@
+"""The tables and the plots of the recall teacher and of its students."""
+
+import statistics
+from pathlib import Path
+
+from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
+from hf_memmix.training.experiments.common.harness import measured_at
+from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
+from hf_memmix.training.experiments.common.report import mean_of_rows
+from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES, mean_recall
+
+RIDGE = (("gka", "gla"), ("gka, long", "gla, long"))  # the same memory with and without the ridge regression
+
+
+def teacher_section(results: dict) -> str:
+    """The teacher's recall by length, its gate, its losses and how much its context counts."""
+    lengths = sorted({row["length"] for row in results["recall"]})
+    lines = []
+    for task, name in PROBES.items():
+        shares = [mean_recall(results["recall"], task, length) for length in lengths]
+        lines.append([name, *("" if share is None else f"{100 * share:.1f}" for share in shares)])
+    gate = results["gate"]
+    verdicts = [
+        f"{PROBES[task]} {100 * part['exact']:.1f} % of at least {100 * part['least']:.0f} %"
+        for task, part in gate.items()
+        if isinstance(part, dict)
+    ]
+    contexts = [[text, *(f"{row['loss']:.3f}" for row in rows)] for text, rows in results["context_use"].items()]
+    head = [f"after {row['context']} tokens" for row in next(iter(results["context_use"].values()))]
+    return "\n\n".join(
+        [
+            markdown_table(["exact answers, % at length", *map(str, lengths)], lines, figures=True),
+            f"Gate at {GATE_LENGTH} tokens: {'; '.join(verdicts)}: {'passed' if gate['passed'] else 'not passed'}.",
+            markdown_table(["loss, nats per token", *head], contexts, figures=True),
+            f"{results['parameters'] / 1e6:.1f}M parameters, {results['tokens'] / 1e6:.0f}M tokens in"
+            f" {results['training_seconds']:.0f} s. {results['environment']['hardware']},"
+            f" commit {results['environment']['commit']}.",
+        ]
+    )
+
+
+def plot_teacher(results: dict, path: str | Path) -> None:
+    """Plot the losses of the teacher's training by tokens."""
+    figure, (panel,) = figure_of(1, f"commit {results['environment']['commit']}")
+    for name in ("text", "answers"):
+        panel.plot([r["tokens"] / 1e6 for r in results["curve"]], [r[name] for r in results["curve"]], label=name)
+    panel.set(xlabel="tokens, millions", ylabel="training loss, nats per token")
+    panel.legend(fontsize=8, frameon=False)
+    save(figure, path)
+
+
+def groups(results: dict) -> dict[tuple[int, str, str], list[dict]]:
+    """The finished students by number of kept layers, choice of these layers and layout."""
+    found: dict[tuple[int, str, str], list[dict]] = {}
+    for row in results["rows"]:
+        if row["stage"] == "distill" and row.get("finite") and "recall" in row:
+            found.setdefault((row["keep"], row["how"], row["layout"]), []).append(row)
+    order = {name: i for i, name in enumerate(results["settings"]["layouts"])}
+    return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] != "uniform", order[item[0][2]])))
+
+
+def _with(teacher: list[dict]) -> dict[str, list[dict]]:
+    return {"teacher": teacher} if teacher else {}
+
+
+def share_text(rows: list[dict], task: str, length: int) -> str:
+    """The mean share of exact answers over seeds, in percent."""
+    shares = [mean_recall(row["recall"], task, length) for row in rows]
+    return spread_text([None if share is None else 100 * share for share in shares], 0)
+
+
+def table(results: dict) -> str:
+    """One line per student: quality on both texts, and recall at the length of the gate."""
+    head = ["kept", "layers", "mixer", "state", "perplexity ratio", "KL", "same token, %", "domain: ratio", "KL"]
+    head += [f"{name} at {GATE_LENGTH}, %" for name in PROBES.values()] + ["seeds"]
+    lines = []
+    teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
+    if teacher:
+        blank = ["12", "", "teacher", "grows", "1", "0", "100", "1", "0"]
+        lines.append([*blank, *(share_text(teacher, task, GATE_LENGTH) for task in PROBES), ""])
+    for (keep, how, name), rows in groups(results).items():
+        lines.append(
+            [
+                str(keep),
+                how if keep else "",
+                name,
+                bytes_text(rows[0]["state_bytes"]),
+                mean_of_rows(rows, "heldout_ppl_ratio", 3).removesuffix(" (1 seed)"),
+                mean_of_rows(rows, "heldout_kl", 3).removesuffix(" (1 seed)"),
+                mean_of_rows(rows, "heldout_top1_agreement", 1, 100).removesuffix(" (1 seed)"),
+                mean_of_rows(rows, "domain_ppl_ratio", 3).removesuffix(" (1 seed)"),
+                mean_of_rows(rows, "domain_kl", 3).removesuffix(" (1 seed)"),
+                *(share_text(rows, task, GATE_LENGTH) for task in PROBES),
+                str(len(rows)),
+            ]
+        )
+    failed = [row for row in results["rows"] if row.get("error") or row.get("finite") is False]
+    notes = [f"{row.get('layout')}, {row['stage']}: {row.get('diverged') or row.get('error')}" for row in failed]
+    return "\n\n".join([markdown_table(head, lines), *notes])
+
+
+def length_table(results: dict) -> str:
+    """Recall of the pure students by length."""
+    lengths = sorted(results["settings"]["lengths"])
+    head = ["pure student", *(f"{name} {length}" for name in PROBES.values() for length in lengths)]
+    lines = []
+    teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
+    pure = {name: rows for (keep, _, name), rows in groups(results).items() if keep == 0}
+    for name, rows in (_with(teacher) | pure).items():
+        lines.append([name, *(share_text(rows, task, length) for task in PROBES for length in lengths)])
+    return markdown_table(head, lines, figures=True)
+
+
+def ridge_text(results: dict) -> str:
+    """What the ridge regression adds: GKA against the same layer with linear attention as its memory."""
+    found, lines = groups(results), []
+    for (keep, how, name), rows in found.items():
+        for ours, theirs in RIDGE:
+            other = found.get((keep, how, theirs))
+            if name != ours or not other:
+                continue
+            gains = []
+            for task, title in PROBES.items():
+                both = [
+                    statistics.fmean(mean_recall(row["recall"], task, GATE_LENGTH) for row in side)
+                    for side in (rows, other)
+                ]
+                gains.append(f"{title} {100 * (both[0] - both[1]):+.0f} points")
+            ratio = [statistics.fmean(row["heldout_kl"] for row in side) for side in (rows, other)]
+            kept = f"{keep} kept layers ({how})" if keep else "no kept layer"
+            lines.append(f"- {ours} against {theirs}, {kept}: KL {ratio[0]:.3f} against {ratio[1]:.3f};"
+                         f" at {GATE_LENGTH} tokens {', '.join(gains)}.")  # fmt: skip
+    return "\n".join(lines)
+
+
+def section(results: dict) -> str:
+    """The tables, what the ridge buys, and the training budget."""
+    own = results["settings"]
+    per_step = own["batch_size"] * own["block_size"]
+    note = (
+        f"{own['align_steps']} steps of align and {own['distill_steps']} of distill, {per_step} tokens each."
+        f" {SPREAD_NOTE} {measured_at(results)}."
+    )
+    return "\n\n".join([table(results), length_table(results), ridge_text(results), note])
+
+
+def plot(results: dict, path: str | Path) -> None:
+    """Plot recall against length: one panel per probe and number of kept layers, one line per mixer."""
+    found = groups(results)
+    shown = [keep for keep in (0, 3) if any(key[:2] == (keep, "uniform") for key in found)]
+    if not shown:
+        return
+    figure, panels = figure_of(len(PROBES) * len(shown), measured_at(results))
+    teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
+    cells = [(keep, task) for keep in shown for task in PROBES]
+    for panel, (keep, task) in zip(panels, cells, strict=True):
+        lines = {name: rows for (k, how, name), rows in found.items() if (k, how) == (keep, "uniform")}
+        for place, (name, rows) in enumerate((_with(teacher) | lines).items()):
+            shares = {
+                length: [mean_recall(row["recall"], task, length) for row in rows]
+                for length in results["settings"]["lengths"]
+            }
+            points = {length: 100 * statistics.fmean(s) for length, s in shares.items() if None not in s}
+            marker = MARKERS[place % len(MARKERS)]
+            panel.plot(list(points), list(points.values()), marker=marker, color=f"C{place % 10}", ms=4, label=name)
+        kept = f"{keep} layers kept" if keep else "pure"
+        panel.set(title=f"{PROBES[task]}, {kept}", xlabel="tokens", ylabel="exact answers, %", ylim=(-3, 103))
+        panel.set_xscale("log", base=2)
+    panels[0].legend(fontsize=6, frameon=False)
+    save(figure, path)

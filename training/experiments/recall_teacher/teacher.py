@@ -119,7 +119,6 @@ def train(args: SimpleNamespace) -> dict:
         batches.append(iter(loader))
     model = build(args, tokenizer) if args.start is None else load_model(args.start, dtype=torch.float32)
     model = model.to(device()).train()
-    model.config.use_cache = False
     plain = copy.deepcopy(model)  # is saved and probed: other shapes would compile the layers again
     optimizers, loss_of = optimizers_of(model, args), compiled(model, args)
     on_gpu = model.device.type == "cuda"

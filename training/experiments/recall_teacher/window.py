@@ -18,6 +18,10 @@ from hf_memmix.mixers import MixerOptions, mixer_options
 from hf_memmix.mixers.base import AttentionShape, MemoryMixer, register_mixer
 from hf_memmix.mixers.layers import init_layers
 
+REFUSAL = (
+    "the mixer 'window' of this experiment reads whole sequences only; call it without cache, padding and packing"
+)
+
 
 @mixer_options
 class WindowOptions(MixerOptions):
@@ -40,6 +44,11 @@ class WindowMixer(MemoryMixer):
         self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, hidden, bias=False)
 
+    def forward(self, *args, past_key_values=None, layer_past=None, **kwargs):
+        if past_key_values is not None or layer_past is not None:
+            raise ValueError(REFUSAL)
+        return super().forward(*args, **kwargs)
+
     def project(self, x, rotary):
         cos, sin = (angle.unsqueeze(2) for angle in rotary)
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
@@ -47,7 +56,7 @@ class WindowMixer(MemoryMixer):
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
         if states or lengths is not None or cu_seqlens is not None:
-            raise ValueError("the window of this experiment reads whole sequences only: no cache, padding or packing")
+            raise ValueError(REFUSAL)
         q, k, v = (tokens[name].transpose(1, 2) for name in ("q", "k", "v"))
         k, v = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
         at = torch.arange(q.shape[2], device=q.device)

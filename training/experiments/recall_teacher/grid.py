@@ -35,7 +35,7 @@ from hf_memmix.serving.footprint import Footprint
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.layer_selection import choose, rank_layers
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
-from hf_memmix.training.experiments.common.fit import Deadline
+from hf_memmix.training.experiments.common.fit import Deadline, autocast
 from hf_memmix.training.experiments.common.harness import attempt, device, execute
 from hf_memmix.training.experiments.common.options import PlottedOptions, draw_if_asked
 from hf_memmix.training.experiments.recall_teacher import window  # noqa: F401, registers "window"
@@ -74,8 +74,9 @@ def rows_in_order(args) -> list[dict]:
             rows.extend({"stage": "distill"} | row for row in more)
 
     pure, three, seeds = (0, "uniform"), (3, "uniform"), range(1, args.seeds)
-    add(MAIN, [0], [pure, three])
+    add(MAIN, [0], [pure])
     add(("gka, long", "gla, long"), [0], [pure])
+    add(MAIN, [0], [three])
     add(MAIN, [0], [(3, "select")])
     add(MAIN, seeds, [pure, three])
     add(MAIN, [0], [(keep, how) for keep in (1, 6) for how in ("uniform", "select")])
@@ -129,7 +130,10 @@ def align(row: dict, args) -> dict:
     found = drawn(material_of(args.data, "dev"), [RANKING_LENGTH], args.ranking_samples, ("niah", "mqar_32"))
     samples = {task: by_length[RANKING_LENGTH] for task, by_length in found.items()}
     errors = {}
-    ranking = attempt(errors, "ranking", rank_layers, teacher, student.to(device()), blocks, samples, batch_size=32)
+    with autocast():
+        ranking = attempt(
+            errors, "ranking", rank_layers, teacher, student.to(device()), blocks, samples, batch_size=32
+        )
     folder = mixers_folder(row, args)
     folder.mkdir(parents=True, exist_ok=True)
     write_mixers(student, mixer_file(folder, name), {})
@@ -185,7 +189,8 @@ def measured(model, teacher, args) -> dict:
     result = {}
     for text in ("heldout", "domain"):
         tokens = torch.from_numpy(tokens_of(args.data, text)[: args.measured_tokens].astype(numpy.int64))
-        compared = report(model, teacher, tokens, block_size=1024)
+        with autocast():
+            compared = report(model, teacher, tokens, block_size=1024)
         result |= {f"{text}_{name}": compared[name] for name in ("ppl_ratio", "kl", "top1_agreement")}
     return result | {"recall": recall_of(model, sequences(args.data, tuple(args.lengths), args.samples))}
 

@@ -1,19 +1,18 @@
 """Recall by length and depth: needles, two hops, MQAR with a fixed number of pairs, and MQAR that fills the context.
 
-An answer counts if every token of it is the likeliest one of the whole vocabulary.
+An answer counts if every token of it is the likeliest one of the whole vocabulary. On a GPU the models run under bf16
+autocast, as in training.
 """
 
-import contextlib
 import random
 import statistics
-
-import torch
 
 from hf_memmix.training.evaluation.probes import Material, draw
 from hf_memmix.training.evaluation.probes.grid import DEPTHS
 from hf_memmix.training.evaluation.probes.material import Answer, Sample
 from hf_memmix.training.evaluation.probes.score import score
 from hf_memmix.training.evaluation.probes.tasks import sentence
+from hf_memmix.training.experiments.common.fit import autocast
 
 PAIRS = 32
 PROBES = {"niah": "needle", "variables": "two hops", "mqar_32": f"MQAR, {PAIRS} pairs", "mqar": "MQAR, full"}
@@ -57,11 +56,10 @@ def drawn(material: Material, lengths, count: int, tasks=tuple(PROBES), seed: in
 
 def recall_of(model, sequences: dict[str, dict]) -> list[dict]:
     """One row per task, length and depth: `{"task", "length", "depth", "answers", "exact", "choice", "nll"}`."""
-    rows, on_gpu = [], model.device.type == "cuda"
-    autocast = torch.autocast("cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext()
+    rows = []
     for task, by_length in sequences.items():
         for length, samples in by_length.items():
-            with autocast:
+            with autocast():
                 scores = score(model, samples, max(1, BATCH_TOKENS // length), control=False)
             by_depth: dict[float, list] = {}
             for one in scores:

@@ -12,7 +12,7 @@ from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.training.data import tokenize_files
 from hf_memmix.training.evaluation.probes import Material
-from hf_memmix.training.experiments.recall_teacher import corpus, drills, grid, probing, report, teacher
+from hf_memmix.training.experiments.recall_teacher import corpus, drills, grid, probing, report, teacher, texts
 from hf_memmix.training.experiments.recall_teacher.muon import Muon, orthogonal
 
 
@@ -125,7 +125,17 @@ def test_mqar_asks_every_pair_once_at_its_length(probes):
         value = sample.ids[answer.start : answer.stop]
         assert any(sample.ids[i : i + len(value)] == value for i in range(300))
     assert probing.pairs_then_queries(probes, 100, random.Random(0)) is None
-    assert 128 not in probing.drawn(probes, [128, 512], 1, ("mqar_32",))["mqar_32"]
+    assert 128 not in probing.drawn({"drills": probes}, [128, 512], 1, ("mqar_32",))["mqar_32"]
+
+
+def test_probes_with_the_words_of_drills(probes, material, tmp_path):
+    texts.write_words(tmp_path, material.keys, material.values)
+    ours = texts.with_drill_words(probes, tmp_path)
+    assert ours.filler is probes.filler
+    assert set(ours.values) <= set(material.values)
+    assert set(ours.keys) <= set(material.keys)
+    first = [tokens[0] for _, tokens in ours.keys + ours.values]
+    assert len(first) == len(set(first))
 
 
 def recall(task, length, exact, answers=10):
@@ -134,6 +144,7 @@ def recall(task, length, exact, answers=10):
 
 def test_the_gate_needs_all_probes():
     rows = [recall("niah", 1024, 0.9), recall("niah", 1024, 1.0, 30), recall("mqar_32", 1024, 0.96)]
+    rows.append(recall("mqar_32_new", 1024, 0.95))
     gate = probing.gate_of([*rows, recall("variables", 1024, 0.81)])
     assert gate["passed"]
     assert gate["niah"]["exact"] == pytest.approx(0.975)

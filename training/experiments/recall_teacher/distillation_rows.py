@@ -1,4 +1,4 @@
-"""Writes the rows on which all students are aligned and distilled: real text and drills in turn.
+"""Writes the rows on which all students are aligned and distilled, real text and drills in turn, and words for probes.
 
 python training/experiments/recall_teacher/distillation_rows.py --data .scratch/recall --out .scratch/recall/rows.npy
 """
@@ -12,7 +12,7 @@ import typer
 from transformers import AutoTokenizer
 
 from hf_memmix.training.experiments.recall_teacher.drills import DrillMaterial, row_of
-from hf_memmix.training.experiments.recall_teacher.texts import material_of, tokens_of
+from hf_memmix.training.experiments.recall_teacher.texts import material_of, tokens_of, write_words
 
 
 def main(
@@ -25,6 +25,8 @@ def main(
     """Write [rows, length] tokens, uint16; every second row is drills."""
     tokenizer = AutoTokenizer.from_pretrained(data)
     material = DrillMaterial(tokenizer, tokens_of(data, "train"), material_of(data, "heldout"))
+    draw = random.Random(f"words {seed}")
+    write_words(out.parent, *(draw.sample(words, len(words)) for words in (material.keys, material.values)))
     draw = random.Random(f"rows {seed}")
     table = [row_of(material, length, draw)[0] if i % 2 else material.window(length, draw) for i in range(rows)]
     numpy.save(out, numpy.array(table, dtype=numpy.uint16))

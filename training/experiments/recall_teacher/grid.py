@@ -41,7 +41,7 @@ from hf_memmix.training.experiments.common.options import PlottedOptions, draw_i
 from hf_memmix.training.experiments.recall_teacher import window  # noqa: F401, registers "window"
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, recall_of
 from hf_memmix.training.experiments.recall_teacher.report import plot
-from hf_memmix.training.experiments.recall_teacher.texts import material_of, tokens_of
+from hf_memmix.training.experiments.recall_teacher.texts import probe_materials, tokens_of
 from hf_memmix.training.train import Recipe, train
 
 # the name of a layout: mixer, its options, and the half-lives of its memory at the start in tokens (None: the default)
@@ -127,7 +127,7 @@ def align(row: dict, args) -> dict:
     result = {"finite": True, "curve": curve, "training_seconds": round(time.time() - began, 1)}
     dev = torch.from_numpy(tokens_of(args.data, "dev").astype(numpy.int64))[: args.ranking_tokens]
     blocks = dev[: len(dev) // RANKING_LENGTH * RANKING_LENGTH].view(-1, RANKING_LENGTH)
-    found = drawn(material_of(args.data, "dev"), [RANKING_LENGTH], args.ranking_samples, ("niah", "mqar_32"))
+    found = drawn(probe_materials(args.data, "dev"), [RANKING_LENGTH], args.ranking_samples, ("niah", "mqar_32"))
     samples = {task: by_length[RANKING_LENGTH] for task, by_length in found.items()}
     errors = {}
     with autocast():
@@ -207,7 +207,7 @@ def teacher_of(folder: Path):
 
 @functools.cache
 def sequences(data: Path, lengths: tuple[int, ...], samples: int) -> dict:
-    return drawn(material_of(data, "heldout"), lengths, samples)
+    return drawn(probe_materials(data), lengths, samples)
 
 
 def ranking_of(row: dict, args) -> dict | None:

@@ -15,9 +15,16 @@ from hf_memmix.training.evaluation.probes.tasks import sentence
 from hf_memmix.training.experiments.common.fit import autocast
 
 PAIRS = 32
-PROBES = {"niah": "needle", "variables": "two hops", "mqar_32": f"MQAR, {PAIRS} pairs", "mqar": "MQAR, full"}
+# the task, its words and its name in tables. "new" words stand in no drill, neither as key nor as value
+PROBES = {
+    "niah": ("niah", "new", "needle"),
+    "variables": ("variables", "new", "two hops"),
+    "mqar_32": ("mqar_32", "drills", f"MQAR, {PAIRS} pairs"),
+    "mqar": ("mqar", "drills", "MQAR, full"),
+    "mqar_32_new": ("mqar_32", "new", f"MQAR, {PAIRS} pairs, new words"),
+}
 # the least share of exact answers at the length of the gate; the teacher must reach all of them
-GATE, GATE_LENGTH = {"niah": 0.95, "mqar_32": 0.95, "variables": 0.80}, 1024
+GATE, GATE_LENGTH = {"niah": 0.95, "mqar_32": 0.95, "mqar_32_new": 0.95, "variables": 0.80}, 1024
 BATCH_TOKENS = 32768
 ROWS_OF_MQAR = 4  # a sequence has at least 32 answers, so fewer sequences are needed
 
@@ -48,10 +55,16 @@ def samples_of(task: str, material: Material, length: int, count: int, seed: int
     return [sample for depth in DEPTHS for sample in draw(task, material, length, depth, seed, count)]
 
 
-def drawn(material: Material, lengths, count: int, tasks=tuple(PROBES), seed: int = 0) -> dict[str, dict]:
-    """The sequences of each task and length; a length that is too short for a task is left out."""
-    found = {task: {length: samples_of(task, material, length, count, seed) for length in lengths} for task in tasks}
-    return {task: {length: rows for length, rows in by_length.items() if rows} for task, by_length in found.items()}
+def drawn(materials: dict[str, Material], lengths, count: int, probes=tuple(PROBES), seed: int = 0) -> dict[str, dict]:
+    """The sequences of each probe and length; a length that is too short for a probe is left out.
+
+    materials: by the kind of their words, see `texts.probe_materials`.
+    """
+    found = {}
+    for probe in probes:
+        task, words, _ = PROBES[probe]
+        found[probe] = {length: samples_of(task, materials[words], length, count, seed) for length in lengths}
+    return {probe: {length: rows for length, rows in by.items() if rows} for probe, by in found.items()}
 
 
 def recall_of(model, sequences: dict[str, dict]) -> list[dict]:

@@ -17,12 +17,12 @@ def teacher_section(results: dict) -> str:
     """The teacher's recall by length, its gate, its losses and how much its context counts."""
     lengths = sorted({row["length"] for row in results["recall"]})
     lines = []
-    for task, name in PROBES.items():
+    for task, (_, _, name) in PROBES.items():
         shares = [mean_recall(results["recall"], task, length) for length in lengths]
         lines.append([name, *("" if share is None else f"{100 * share:.1f}" for share in shares)])
     gate = results["gate"]
     verdicts = [
-        f"{PROBES[task]} {100 * part['exact']:.1f} % of at least {100 * part['least']:.0f} %"
+        f"{PROBES[task][2]} {100 * part['exact']:.1f} % of at least {100 * part['least']:.0f} %"
         for task, part in gate.items()
         if isinstance(part, dict)
     ]
@@ -73,7 +73,7 @@ def share_text(rows: list[dict], task: str, length: int) -> str:
 def table(results: dict) -> str:
     """One line per student: quality on both texts, and recall at the length of the gate."""
     head = ["kept", "layers", "mixer", "state", "perplexity ratio", "KL", "same token, %", "domain: ratio", "KL"]
-    head += [f"{name} at {GATE_LENGTH}, %" for name in PROBES.values()] + ["seeds"]
+    head += [f"{name} at {GATE_LENGTH}, %" for _, _, name in PROBES.values()] + ["seeds"]
     lines = []
     teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
     if teacher:
@@ -103,7 +103,7 @@ def table(results: dict) -> str:
 def length_table(results: dict) -> str:
     """Recall of the pure students by length."""
     lengths = sorted(results["settings"]["lengths"])
-    head = ["pure student", *(f"{name} {length}" for name in PROBES.values() for length in lengths)]
+    head = ["pure student", *(f"{name} {length}" for _, _, name in PROBES.values() for length in lengths)]
     lines = []
     teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
     pure = {name: rows for (keep, _, name), rows in groups(results).items() if keep == 0}
@@ -121,7 +121,7 @@ def ridge_text(results: dict) -> str:
             if name != ours or not other:
                 continue
             gains = []
-            for task, title in PROBES.items():
+            for task, (_, _, title) in PROBES.items():
                 both = [
                     statistics.fmean(mean_recall(row["recall"], task, GATE_LENGTH) for row in side)
                     for side in (rows, other)
@@ -165,7 +165,7 @@ def plot(results: dict, path: str | Path) -> None:
             marker = MARKERS[place % len(MARKERS)]
             panel.plot(list(points), list(points.values()), marker=marker, color=f"C{place % 10}", ms=4, label=name)
         kept = f"{keep} layers kept" if keep else "pure"
-        panel.set(title=f"{PROBES[task]}, {kept}", xlabel="tokens", ylabel="exact answers, %", ylim=(-3, 103))
+        panel.set(title=f"{PROBES[task][2]}, {kept}", xlabel="tokens", ylabel="exact answers, %", ylim=(-3, 103))
         panel.set_xscale("log", base=2)
     panels[0].legend(fontsize=6, frameon=False)
     save(figure, path)

@@ -36,7 +36,13 @@ from hf_memmix.training.experiments.common.harness import device
 from hf_memmix.training.experiments.recall_teacher.drills import DrillMaterial, Rows
 from hf_memmix.training.experiments.recall_teacher.muon import Muon
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, gate_of, mean_recall, recall_of
-from hf_memmix.training.experiments.recall_teacher.texts import material_of, tokens_of
+from hf_memmix.training.experiments.recall_teacher.texts import (
+    WORDS,
+    material_of,
+    probe_materials,
+    tokens_of,
+    write_words,
+)
 
 CONTEXT = 2048
 DRILL_TEXT = 0.25  # weight of those tokens of a drill that are no answers
@@ -110,6 +116,8 @@ def train(args: SimpleNamespace) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(args.data)
     probes = material_of(args.data, "heldout")
     material = DrillMaterial(tokenizer, tokens_of(args.data, "train"), probes)
+    if not (args.data / WORDS).exists():
+        write_words(args.data, material.keys, material.values)
     lengths, batches = list(args.lengths), []
     for length in lengths:  # the workers are forked before CUDA starts
         rows = Rows(material, args.batch_tokens // length, length, args.seed)
@@ -122,7 +130,7 @@ def train(args: SimpleNamespace) -> dict:
     plain = copy.deepcopy(model)  # is saved and probed: other shapes would compile the layers again
     optimizers, loss_of = optimizers_of(model, args), compiled(model, args)
     on_gpu = model.device.type == "cuda"
-    few = drawn(probes, [args.gate_length], 4)
+    few = drawn(probe_materials(args.data), [args.gate_length], 4)
     record = {"parameters": model.num_parameters(), "curve": [], "gates": []}
     step, seen, saved, checked = 0, 0, began, 0
     sums, summed = torch.zeros(2, device=model.device), 0
@@ -198,7 +206,7 @@ def measure(folder: Path, data: Path, args: SimpleNamespace) -> dict:
     for name, stream in streams.items():
         result["loss"][name] = mean_loss(model, stream[: args.measured_tokens], 1024)
         result["context_use"][name] = context_use(model, stream[: args.measured_tokens], args.positions)
-    result["recall"] = recall_of(model, drawn(material_of(data, "heldout"), args.probe_lengths, args.samples))
+    result["recall"] = recall_of(model, drawn(probe_materials(data), args.probe_lengths, args.samples))
     result["gate"] = gate_of(result["recall"])
     return result
 

@@ -178,7 +178,7 @@ def test_a_window_refuses_a_cache(tiny):
         student.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
 
 
-ARGS = SimpleNamespace(layouts=tuple(grid.LAYOUTS), seeds=2)
+ARGS = SimpleNamespace(layouts=tuple(grid.LAYOUTS), seed_list=(0, 1))
 
 
 def aligned(layout, seed=0, **fields):

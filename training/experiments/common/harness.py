@@ -32,7 +32,7 @@ GRACE = 20.0  # seconds after the deadline in which a running row may still end
 # options that do not change what is measured: a resumed run may change them
 _RESUME_MAY_CHANGE = ("out", "plot", "workers", "seconds", "deadline", "text", "teacher", "data")
 # options that list what is compared: a resumed run may name a part of them, or more; the file then lists all
-_RESUME_MAY_EXTEND = ("models", "variants", "contexts", "cells", "layouts")
+_RESUME_MAY_EXTEND = ("models", "variants", "contexts", "cells", "layouts", "seed_list")
 
 
 class OutOfTime(Exception):

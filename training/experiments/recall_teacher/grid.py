@@ -73,15 +73,15 @@ def rows_in_order(args) -> list[dict]:
             more = [{"layout": name, "keep": keep, "how": how, "seed": seed} for seed in seeds for name in names]
             rows.extend({"stage": "distill"} | row for row in more)
 
-    pure, three, seeds = (0, "uniform"), (3, "uniform"), range(1, args.seeds)
-    add(MAIN, [0], [pure])
-    add(("gka, long", "gla, long"), [0], [pure])
-    add(MAIN, [0], [three])
-    add(MAIN, [0], [(3, "select")])
-    add(MAIN, seeds, [pure, three])
-    add(MAIN, [0], [(keep, how) for keep in (1, 6) for how in ("uniform", "select")])
-    add(("gka, long", "gla, long"), seeds, [pure])
-    add(MAIN, seeds, [(3, "select"), *((keep, how) for keep in (1, 6) for how in ("uniform", "select"))])
+    pure, three, (first, *others) = (0, "uniform"), (3, "uniform"), args.seed_list
+    add(MAIN, [first], [pure])
+    add(("gka, long", "gla, long"), [first], [pure])
+    add(MAIN, [first], [three])
+    add(MAIN, [first], [(3, "select")])
+    add(MAIN, others, [pure, three])
+    add(MAIN, [first], [(keep, how) for keep in (1, 6) for how in ("uniform", "select")])
+    add(("gka, long", "gla, long"), others, [pure])
+    add(MAIN, others, [(3, "select"), *((keep, how) for keep in (1, 6) for how in ("uniform", "select"))])
     unique = {tuple(row.items()): row for row in rows}
     return [row for row in unique.values() if row.get("layout", args.layouts[0]) in args.layouts]
 
@@ -226,7 +226,7 @@ class Options(PlottedOptions):
     teacher: Annotated[Path, typer.Option(help="folder of the recall teacher")]
     data: Annotated[Path, typer.Option(help="folder that corpus.py wrote, with rows.npy of distillation_rows.py")]
     layouts: Annotated[list[str], typer.Option(help="repeatable")] = tuple(LAYOUTS)
-    seeds: Annotated[int, typer.Option(help="number of seeds")] = 2
+    seed_list: Annotated[list[int], typer.Option(help="seeds, in the order of their rows; repeatable")] = (0, 1)
     align_steps: int = 100
     distill_steps: int = 180
     batch_size: int = 8

@@ -1,7 +1,7 @@
 """Collects the text and code that the recall teacher is trained on, and writes its tokenizer and token files.
 
     python training/experiments/recall_teacher/corpus.py --out .scratch/recall \\
-        --record training/experiments/recall_teacher/results/sources.json
+        --record training/experiments/recall_teacher/sources.json
 
 Downloads Debian packages with `apt-get download`, unpacks them with `dpkg -x`, and reads about 90 MB of text: prose,
 a dictionary, documentation, and source code of four languages. Documents are split by their content's hash (novels by

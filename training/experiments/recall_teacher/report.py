@@ -6,7 +6,7 @@ from pathlib import Path
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
-from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
+from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, pyplot_without_screen, save
 from hf_memmix.training.experiments.common.report import mean_of_rows
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES, mean_recall
 
@@ -101,15 +101,37 @@ def table(results: dict) -> str:
 
 
 def length_table(results: dict) -> str:
-    """Recall of the pure students by length."""
-    lengths = sorted(results["settings"]["lengths"])
-    head = ["pure student", *(f"{name} {length}" for _, _, name in PROBES.values() for length in lengths)]
-    lines = []
+    """Recall of the pure students by length, for the probes that were measured."""
     teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
     pure = {name: rows for (keep, _, name), rows in groups(results).items() if keep == 0}
-    for name, rows in (_with(teacher) | pure).items():
-        lines.append([name, *(share_text(rows, task, length) for task in PROBES for length in lengths)])
+    shown, measured = _with(teacher) | pure, {}
+    for task in PROBES:
+        cells = [cell for rows in shown.values() for row in rows for cell in row["recall"] if cell["task"] == task]
+        measured[task] = sorted({cell["length"] for cell in cells})
+    head = ["pure student", *(f"{PROBES[task][2]} {length}" for task, by in measured.items() for length in by)]
+    lines = []
+    for name, rows in shown.items():
+        lines.append([name, *(share_text(rows, task, length) for task, by in measured.items() for length in by)])
     return markdown_table(head, lines, figures=True)
+
+
+def depth_table(results: dict, task: str = "niah") -> str:
+    """Recall of the needle by the pure students at the length of the gate, by the needle's depth in the context."""
+    pure = {name: rows for (keep, _, name), rows in groups(results).items() if keep == 0}
+    cells = [cell for rows in pure.values() for row in rows for cell in row["recall"]]
+    depths = sorted({cell["depth"] for cell in cells if (cell["task"], cell["length"]) == (task, GATE_LENGTH)})
+    lines = []
+    for name, rows in pure.items():
+        shares = {
+            depth: [100 * c["exact"] for row in rows for c in row["recall"] if _at(c, task, GATE_LENGTH, depth)]
+            for depth in depths
+        }
+        lines.append([name, *(spread_text(shares[depth], 0) for depth in depths)])
+    return markdown_table([f"{PROBES[task][2]} at {GATE_LENGTH}, % by depth", *map(str, depths)], lines, figures=True)
+
+
+def _at(cell: dict, task: str, length: int, depth: float) -> bool:
+    return (cell["task"], cell["length"], cell["depth"]) == (task, length, depth)
 
 
 def ridge_text(results: dict) -> str:
@@ -122,11 +144,11 @@ def ridge_text(results: dict) -> str:
                 continue
             gains = []
             for task, (_, _, title) in PROBES.items():
-                both = [
-                    statistics.fmean(mean_recall(row["recall"], task, GATE_LENGTH) for row in side)
-                    for side in (rows, other)
-                ]
-                gains.append(f"{title} {100 * (both[0] - both[1]):+.0f} points")
+                both = [[mean_recall(row["recall"], task, GATE_LENGTH) for row in side] for side in (rows, other)]
+                both = [[share for share in shares if share is not None] for shares in both]
+                if all(both):
+                    ours_mean, theirs_mean = (100 * statistics.fmean(shares) for shares in both)
+                    gains.append(f"{title} {ours_mean - theirs_mean:+.0f} points")
             ratio = [statistics.fmean(row["heldout_kl"] for row in side) for side in (rows, other)]
             kept = f"{keep} kept layers ({how})" if keep else "no kept layer"
             lines.append(f"- {ours} against {theirs}, {kept}: KL {ratio[0]:.3f} against {ratio[1]:.3f};"
@@ -142,30 +164,34 @@ def section(results: dict) -> str:
         f"{own['align_steps']} steps of align and {own['distill_steps']} of distill, {per_step} tokens each."
         f" {SPREAD_NOTE} {measured_at(results)}."
     )
-    return "\n\n".join([table(results), length_table(results), ridge_text(results), note])
+    return "\n\n".join([table(results), length_table(results), depth_table(results), ridge_text(results), note])
 
 
 def plot(results: dict, path: str | Path) -> None:
-    """Plot recall against length: one panel per probe and number of kept layers, one line per mixer."""
+    """Plot recall against length: a row of panels per number of kept layers, a column per probe, a line per mixer."""
     found = groups(results)
-    shown = [keep for keep in (0, 3) if any(key[:2] == (keep, "uniform") for key in found)]
-    if not shown:
+    teacher = _with([row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row])
+    keeps = [keep for keep in (0, 3) if any(key[:2] == (keep, "uniform") for key in found)]
+    tasks = [t for t in PROBES if any(c["task"] == t for rows in found.values() for r in rows for c in r["recall"])]
+    if not keeps or not tasks:
         return
-    figure, panels = figure_of(len(PROBES) * len(shown), measured_at(results))
-    teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
-    cells = [(keep, task) for keep in shown for task in PROBES]
-    for panel, (keep, task) in zip(panels, cells, strict=True):
-        lines = {name: rows for (k, how, name), rows in found.items() if (k, how) == (keep, "uniform")}
-        for place, (name, rows) in enumerate((_with(teacher) | lines).items()):
-            shares = {
-                length: [mean_recall(row["recall"], task, length) for row in rows]
-                for length in results["settings"]["lengths"]
-            }
-            points = {length: 100 * statistics.fmean(s) for length, s in shares.items() if None not in s}
-            marker = MARKERS[place % len(MARKERS)]
-            panel.plot(list(points), list(points.values()), marker=marker, color=f"C{place % 10}", ms=4, label=name)
-        kept = f"{keep} layers kept" if keep else "pure"
-        panel.set(title=f"{PROBES[task][2]}, {kept}", xlabel="tokens", ylabel="exact answers, %", ylim=(-3, 103))
-        panel.set_xscale("log", base=2)
-    panels[0].legend(fontsize=6, frameon=False)
+    figure, axes = pyplot_without_screen().subplots(
+        len(keeps), len(tasks), figsize=(3.6 * len(tasks), 3.4 * len(keeps)), squeeze=False, constrained_layout=True
+    )
+    for keep, panels in zip(keeps, axes, strict=True):
+        lines = teacher | {name: rows for (k, how, name), rows in found.items() if (k, how) == (keep, "uniform")}
+        for task, panel in zip(tasks, panels, strict=True):
+            for place, (name, rows) in enumerate(lines.items()):
+                points = {}
+                for length in results["settings"]["lengths"]:
+                    shares = [mean_recall(row["recall"], task, length) for row in rows]
+                    if shares := [100 * share for share in shares if share is not None]:
+                        points[length] = statistics.fmean(shares)
+                style = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place % 10}", "ms": 4}
+                panel.plot(list(points), list(points.values()), label=name, **style)
+            panel.set(title=f"{PROBES[task][2]}, {f'{keep} layers kept' if keep else 'pure'}", ylim=(-4, 104))
+            panel.set(xlabel="tokens", ylabel="exact answers, %", xticks=results["settings"]["lengths"])
+            panel.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=6, frameon=False)
+    figure.supxlabel(measured_at(results), fontsize=8, color="#555555")
     save(figure, path)

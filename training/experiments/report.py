@@ -26,6 +26,7 @@ from hf_memmix.training.experiments.gka import variants_report as gka_variants
 from hf_memmix.training.experiments.lattice import plots as lattice_plots
 from hf_memmix.training.experiments.lattice import report as lattice
 from hf_memmix.training.experiments.mixtures import report as mixtures
+from hf_memmix.training.experiments.recall_teacher import report as recall_teacher
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ EXPERIMENTS = {
     "context_use": Experiment(context_use.section, None),
     "compare_plans": Experiment(kept_layers.table, kept_layers.draw_sets),
     "mixtures": Experiment(mixtures.section, mixtures.plot),
+    "recall_teacher": Experiment(recall_teacher.teacher_section, recall_teacher.plot_teacher),
+    "recall_grid": Experiment(recall_teacher.section, recall_teacher.plot),
 }
 
 

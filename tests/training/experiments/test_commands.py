@@ -22,6 +22,7 @@ from hf_memmix.training.experiments.gka import recall, solvers, variants
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
 from hf_memmix.training.experiments.lattice import language as lattice_language
 from hf_memmix.training.experiments.mixtures import mixtures
+from hf_memmix.training.experiments.recall_teacher import corpus, distillation_rows, grid, teacher
 from hf_memmix.training.experiments.several_gpus import compare_launches
 
 FOLDER = Path(report.__file__).parent
@@ -39,6 +40,7 @@ HARNESSED = {
     "init_table": (starts, starts),
     "compare_plans": (kept_layers, kept_layers),
     "mixtures": (mixtures, mixtures),
+    "recall_grid": (grid, grid),
 }
 SCRIPTS = [
     *(module for module, _ in HARNESSED.values()),
@@ -49,6 +51,9 @@ SCRIPTS = [
     text,
     compare_launches,
     context_use,
+    corpus,
+    teacher,
+    distillation_rows,
     report,
 ]
 
@@ -73,8 +78,9 @@ def test_the_options_are_the_settings_of_the_committed_results(name, tmp_path, m
     monkeypatch.setattr(caller, "execute", lambda *given, **about: seen.append(given) or {"rows": []})
     for imported in ("describe_training_text", "text_record"):
         monkeypatch.setattr(caller, imported, lambda path: {}, raising=False)
-    needs_text = "text" in module.main.__annotations__
-    command = ["--out", tmp_path / "new.json", *(["--text", tmp_path / "text.npy"] if needs_text else [])]
+    needed = [option for option in ("text", "teacher", "data") if option in module.main.__annotations__]
+    paths = [part for option in needed for part in (f"--{option}", tmp_path / "text.npy")]
+    command = ["--out", tmp_path / "new.json", *paths]
     result = invoke(module, *command)
     assert result.exit_code == 0, result.output
     ((given_name, script, args, rows),) = seen

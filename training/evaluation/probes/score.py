@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_memmix._transformers import execution_device
 from hf_memmix.conversion.logits import logits_head
@@ -82,10 +82,24 @@ def _look(model: nn.Module, head, rows: list[list[int]], batch: list[Sample], de
         tokens = torch.tensor([batch[row].ids[at] for row, at, _ in chunk], device=logp.device)
         picked = logp.gather(1, tokens[:, None])[:, 0].tolist()
         right = (logp.argmax(-1) == tokens).tolist()
-        for i, (_, at, answer) in enumerate(chunk):
-            choice = None
-            if at == answer.start and answer.candidates:
-                best = logp[i, list(answer.candidates)].argmax().item()
-                choice = answer.candidates[best] == tokens[i].item()
-            found.append((picked[i], right[i], choice))
+        chosen = _likeliest_candidates(logp, [a.candidates if at == a.start else () for _, at, a in chunk])
+        for i, (row, at, _) in enumerate(chunk):
+            found.append((picked[i], right[i], None if chosen[i] is None else chosen[i] == batch[row].ids[at]))
     return found
+
+
+def _likeliest_candidates(logp: Tensor, candidates: list[tuple[int, ...]]) -> list[int | None]:
+    """The likeliest token among the candidates of each row of logp [N, V]; None for a row without candidates.
+
+    All rows are read at once, because every value that is read from a GPU waits for it.
+    """
+    rows = [i for i, tokens in enumerate(candidates) if tokens]
+    chosen: list[int | None] = [None] * len(candidates)
+    if rows:
+        width = max(len(candidates[i]) for i in rows)
+        # shorter rows repeat their first token, which does not change what is likeliest
+        table = torch.tensor([candidates[i] + candidates[i][:1] * (width - len(candidates[i])) for i in rows])
+        best = logp[rows].gather(1, table.to(logp.device)).argmax(-1).tolist()
+        for row, place in zip(rows, best, strict=True):
+            chosen[row] = candidates[row][place] if place < len(candidates[row]) else candidates[row][0]
+    return chosen

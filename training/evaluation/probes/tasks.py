@@ -28,6 +28,9 @@ WINDOWS = 64  # number of windows that are tried to find a second mention
 MENTIONS = 16  # largest number of answers per window; the control changes the first mention of each
 
 
+PAIR_LINE = (":", "\n")  # what follows the key and the value of a dictionary's line
+
+
 @dataclass(frozen=True)
 class Task:
     """`depths`: whether a sample is drawn for a depth. Otherwise each answer has a depth of its own, or None."""
@@ -52,9 +55,29 @@ def draw(task: str, material: Material, length: int, depth: float | None, seed: 
     return samples
 
 
-def _sentence(material: Material, *parts) -> tuple[int, ...]:
+def sentence(material: Material, *parts) -> tuple[int, ...]:
     """The joined tokens of strings and of words of the material."""
     return tuple(t for part in parts for t in (material.piece(part) if isinstance(part, str) else part[1]))
+
+
+def password_of(material: Material, key) -> tuple[int, ...]:
+    """The start of a needle, which is also the question about it; the value follows."""
+    return sentence(material, " The password of", key, " is")
+
+
+def has_value(material: Material, name, value) -> tuple[int, ...]:
+    """The first sentence of a chain of variables."""
+    return sentence(material, name, " has the", value, ".")
+
+
+def has_the_same(material: Material, name, other) -> tuple[int, ...]:
+    """A further sentence of a chain: `name` has what `other` has."""
+    return sentence(material, name, " has what", other, " has.")
+
+
+def question_of_chain(material: Material, name) -> tuple[int, ...]:
+    """The question about a name of a chain; the value follows."""
+    return sentence(material, " So what", name, " has is the")
 
 
 def _fit(needed: int, length: int, what: str) -> int:
@@ -73,7 +96,7 @@ def _haystack(material: Material, length: int, draw: random.Random, needles, que
     filler = material.window(room, draw)
     ids, control, last = list(material.start), list(material.start), 0
     for depth, tokens, other in sorted(needles, key=lambda row: row[0]):
-        here = max(last, _sentence_end(material, filler, round(depth * room)))
+        here = max(last, sentence_end(material, filler, round(depth * room)))
         ids += [*filler[last:here], *tokens]
         control += [*filler[last:here], *other]
         last = here
@@ -82,7 +105,7 @@ def _haystack(material: Material, length: int, draw: random.Random, needles, que
     return Sample(ids + tail, control + tail, [Answer(length - len(answer), length, needles[0][0], firsts)])
 
 
-def _sentence_end(material: Material, filler: list[int], place: int) -> int:
+def sentence_end(material: Material, filler: list[int], place: int) -> int:
     """The nearest end of a sentence if it is at most NEAR tokens from `place`, else `place`."""
     stop = material.piece(".")[-1]
     ends = [i for i in range(max(0, place - NEAR), min(len(filler), place + NEAR)) if i == 0 or filler[i - 1] == stop]
@@ -91,9 +114,10 @@ def _sentence_end(material: Material, filler: list[int], place: int) -> int:
 
 def _equally_long(values: list, chosen: list, draw: random.Random) -> list:
     """For the control: another value with as many tokens for each chosen one, or the same one if there is no other."""
-    others = []
+    others, taken = [], set(chosen)
+    free = {size: [v for v in values if len(v[1]) == size and v not in taken] for size in {len(v[1]) for v in chosen}}
     for value in chosen:
-        same = [v for v in values if len(v[1]) == len(value[1]) and v not in chosen]
+        same = free[len(value[1])]
         others.append(draw.choice(same) if same else value)
     return others
 
@@ -104,9 +128,9 @@ def needle(material: Material, length: int, depth: float, draw: random.Random, c
     needles = []
     for i in range(count):
         where = depth if i == 0 else draw.random()
-        texts = [_sentence(material, " The password of", keys[i], " is", v, ".") for v in (values[i], others[i])]
+        texts = [(*password_of(material, keys[i]), *sentence(material, v, ".")) for v in (values[i], others[i])]
         needles.append((where, *texts))
-    question = _sentence(material, " The password of", keys[0], " is")
+    question = password_of(material, keys[0])
     # with one needle, the other candidates are not in the context; with several, they are the values of the other keys
     candidates = values if count > 1 else [values[0], *draw.sample([v for v in material.values if v not in values], 7)]
     return _haystack(material, length, draw, needles, question, values[0][1], candidates)
@@ -129,13 +153,11 @@ def variables(material: Material, length: int, depth: float, draw: random.Random
         ):  # the sentences of a chain stand in order, from its depth to the end of the context
             where = begin + (1 - begin) * hop / (HOPS + 1)
             if hop:
-                texts = [_sentence(material, name[hop], " has what", name[hop - 1], " has.")] * 2
+                texts = [has_the_same(material, name[hop], name[hop - 1])] * 2
             else:
-                texts = [
-                    _sentence(material, name[0], " has the", value, ".") for value in (values[chain], others[chain])
-                ]
+                texts = [has_value(material, name[0], value) for value in (values[chain], others[chain])]
             needles.append((where, *texts))
-    question = _sentence(material, " So what", names[HOPS], " has is the")
+    question = question_of_chain(material, names[HOPS])
     return _haystack(material, length, draw, needles, question, values[0][1], values)
 
 
@@ -159,19 +181,18 @@ def _pairs(material: Material, room: int, draw: random.Random, *frame: str) -> t
 
 
 def _pair_tokens(material: Material, key, value, frame) -> tuple[int, ...]:
-    return _sentence(material, key, *frame[:1], value, *frame[1:])
+    return sentence(material, key, *frame[:1], value, *frame[1:])
 
 
 def dictionary(material: Material, length: int, depth: float, draw: random.Random) -> Sample:
-    frame = (":", "\n")
-    room = length - len(material.start) - 2 * MAX_WORD_TOKENS - len(_sentence(material, *frame))
-    pairs, texts = _pairs(material, room, draw, *frame)
+    room = length - len(material.start) - 2 * MAX_WORD_TOKENS - len(sentence(material, *PAIR_LINE))
+    pairs, texts = _pairs(material, room, draw, *PAIR_LINE)
     asked = round(depth * (len(pairs) - 1))
     key, value = pairs[asked]
     (other,) = _equally_long(material.values, [value], draw)
-    tail = [*_sentence(material, key, ":"), *value[1]]
+    tail = [*sentence(material, key, ":"), *value[1]]
     head = [*material.start, *material.window(length - len(material.start) - sum(map(len, texts)) - len(tail), draw)]
-    control_texts = texts[:asked] + [_pair_tokens(material, key, other, frame)] + texts[asked + 1 :]
+    control_texts = texts[:asked] + [_pair_tokens(material, key, other, PAIR_LINE)] + texts[asked + 1 :]
     firsts = tuple({v[1][0]: None for _, v in pairs})
     answers = [Answer(length - len(value[1]), length, depth, firsts)]
     return Sample(head + _joined(texts) + tail, head + _joined(control_texts) + tail, answers)
@@ -196,7 +217,7 @@ def _joined(parts) -> list[int]:
 
 
 def common_words(material: Material, length: int, depth: float | None, draw: random.Random) -> Sample:
-    question, comma = _sentence(material, ".\n The word that stands here most often is"), _sentence(material, ",")
+    question, comma = sentence(material, ".\n The word that stands here most often is"), sentence(material, ",")
     often, *rest = draw.sample(material.values, len(material.values))
     (other,) = _equally_long(rest, [often], draw)
     rest = [word for word in rest if word is not other]

@@ -1,0 +1,246 @@
+"""The recall teacher: drills, optimizer, probes, the control with windows, and the grid's rows and tables."""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hf_memmix.assets import asset_path
+from hf_memmix.conversion import convert_model, load_model
+from hf_memmix.training.data import tokenize_files
+from hf_memmix.training.evaluation.probes import Material
+from hf_memmix.training.experiments.recall_teacher import corpus, drills, grid, probing, report, teacher, texts
+from hf_memmix.training.experiments.recall_teacher.muon import Muon, orthogonal
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
+
+
+@pytest.fixture(scope="module")
+def probes(tokenizer):
+    return Material(tokenizer, asset_path("heldout.txt").read_text(encoding="utf-8")[:60_000])
+
+
+@pytest.fixture(scope="module")
+def material(tokenizer, probes):
+    return drills.DrillMaterial(tokenizer, tokenize_files(asset_path("dev.txt"), tokenizer).numpy(), probes)
+
+
+def test_drills_and_probes_have_no_first_token_of_a_key_or_value_in_common(material, probes):
+    taken = {tokens[0] for _, tokens in probes.keys + probes.values}
+    for ours in (material.keys, material.values, material.names):
+        assert len(ours) > 100
+        assert not {tokens[0] for _, tokens in ours} & taken
+
+
+@pytest.mark.parametrize("name", drills.DRILLS)
+@pytest.mark.parametrize("length", [drills.SHORTEST, 200, 700])
+def test_every_answer_of_a_drill_stands_in_its_context(material, name, length):
+    make, answered = drills.DRILLS[name][0], 0
+    for seed in range(8):
+        ids, spans = make(material, length, random.Random(seed))
+        assert len(ids) == length
+        assert ids[-1] == material.end
+        answered += len(spans)
+        for start, stop in spans:
+            value = ids[start:stop]
+            assert any(tuple(value) == tokens for _, tokens in material.values)
+            before = [ids[i : i + len(value)] for i in range(start - len(value) + 1)]
+            assert value in before
+    assert answered >= 8
+
+
+def test_a_row_is_packed_and_its_answers_are_weighted(material):
+    drawn = [drills.row_of(material, 1000, random.Random(seed)) for seed in range(12)]
+    for ids, weights in drawn:
+        assert len(ids) == len(weights) == 1000
+        assert 0 < sum(weight > 0 for weight in weights) < 500
+        assert max(weights) <= 1
+    ends = [ids.count(material.end) for ids, _ in drawn]
+    assert min(ends) >= 1
+    assert max(ends) >= 3
+
+
+def test_a_batch_is_half_text_and_half_drills(material):
+    ids, weights = next(iter(drills.Rows(material, 6, 256, seed=0)))
+    assert ids.shape == weights.shape == (6, 256)
+    assert weights[:3].sum() == 0
+    assert (weights[3:].sum(1) > 0).all()
+
+
+def test_muon_makes_singular_values_nearly_equal():
+    torch.manual_seed(0)
+    for shape in ((3, 16, 40), (2, 40, 16)):
+        matrices = torch.randn(shape)
+        found = orthogonal(matrices)
+        assert found.shape == shape
+        values = torch.linalg.svdvals(found)
+        assert values.min() > 0.6
+        assert values.max() < 1.3
+        # the singular vectors stay: U S V^T becomes about U V^T
+        u, _, v = torch.linalg.svd(matrices, full_matrices=False)
+        assert torch.nn.functional.cosine_similarity(found.flatten(1), (u @ v).flatten(1)).min() > 0.95
+
+
+def test_muon_steps_downhill_and_refuses_vectors():
+    weight = torch.nn.Parameter(torch.eye(8)[:, :4].clone())
+    optimizer = Muon([weight], lr=0.1)
+    for _ in range(40):
+        loss = weight.square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss < 0.5
+    with pytest.raises(ValueError, match=r"shape \(3,\); give these to another optimizer"):
+        Muon([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+def test_the_loss_of_answers_counts_answers_only():
+    head, hidden = torch.eye(4), torch.zeros(2, 3, 4)
+    ids, weights = torch.tensor([[0, 1, 2], [0, 3, 1]]), torch.tensor([[0.0, 0, 0], [0, 0, 0.5]])
+    hidden[1, 1] = torch.tensor([0.0, 10.0, 0.0, 0.0])  # the model knows the answer 1
+    text, answers = teacher.losses(hidden, head, ids, weights, text=1)
+    assert answers < 1e-3
+    torch.testing.assert_close(text, torch.tensor(4.0).log())
+
+
+def test_the_rate_rises_then_falls_with_the_time():
+    assert teacher.rate(0, 0.0) == pytest.approx(1 / teacher.WARM_UP)
+    assert teacher.rate(5000, teacher.FLAT) == 1
+    assert teacher.rate(5000, 0.7) == pytest.approx(0.5)
+    assert 0 < teacher.rate(5000, 1.0) < 0.05
+
+
+def test_mqar_asks_every_pair_once_at_its_length(probes):
+    sample = probing.pairs_then_queries(probes, 600, random.Random(0))
+    assert len(sample.ids) == 600
+    assert len(sample.answers) == probing.PAIRS
+    assert sorted(answer.depth for answer in sample.answers) == [i / 31 for i in range(32)]
+    for answer in sample.answers:
+        value = sample.ids[answer.start : answer.stop]
+        assert any(sample.ids[i : i + len(value)] == value for i in range(300))
+    assert probing.pairs_then_queries(probes, 100, random.Random(0)) is None
+    assert 128 not in probing.drawn({"drills": probes}, [128, 512], 1, ("mqar_32",))["mqar_32"]
+
+
+def test_probes_with_the_words_of_drills(probes, material, tmp_path):
+    texts.write_words(tmp_path, material.keys, material.values)
+    ours = texts.with_drill_words(probes, tmp_path)
+    assert ours.filler is probes.filler
+    assert set(ours.values) <= set(material.values)
+    assert set(ours.keys) <= set(material.keys)
+    first = [tokens[0] for _, tokens in ours.keys + ours.values]
+    assert len(first) == len(set(first))
+
+
+def recall(task, length, exact, answers=10):
+    return {"task": task, "length": length, "depth": 0.5, "answers": answers, "exact": exact, "choice": 1, "nll": 0}
+
+
+def test_the_gate_needs_all_probes():
+    rows = [recall("niah", 1024, 0.9), recall("niah", 1024, 1.0, 30), recall("mqar_32", 1024, 0.96)]
+    rows.append(recall("mqar_32_new", 1024, 0.95))
+    gate = probing.gate_of([*rows, recall("variables", 1024, 0.81)])
+    assert gate["passed"]
+    assert gate["niah"]["exact"] == pytest.approx(0.975)
+    assert not probing.gate_of([*rows, recall("variables", 1024, 0.79)])["passed"]
+    assert not probing.gate_of(rows)["passed"]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model(asset_path("tiny_teacher"), dtype=torch.float32).eval()
+
+
+def test_a_window_over_the_whole_text_is_the_attention(tiny):
+    ids = torch.arange(40)[None] + 100
+    with torch.no_grad():
+        expected = tiny(ids, use_cache=False).logits
+        wide = convert_model(tiny, "window", window=40)(ids, use_cache=False).logits
+        narrow = convert_model(tiny, "window", window=8)
+        torch.testing.assert_close(wide, expected, atol=2e-4, rtol=1e-4)
+        # with windows of 8, a layer sees 7 tokens back, so the first token cannot reach token 43 of 6 layers
+        ids = torch.arange(60)[None] + 100
+        other = torch.cat([ids[:, :1] + 500, ids[:, 1:]], 1)
+        ours, changed = narrow(ids, use_cache=False).logits, narrow(other, use_cache=False).logits
+    torch.testing.assert_close(ours[:, 43:], changed[:, 43:])
+    assert not torch.allclose(ours[:, 7], changed[:, 7], atol=1e-3)
+
+
+def test_a_window_refuses_a_cache(tiny):
+    student = convert_model(tiny, "window", window=8)
+    with pytest.raises(ValueError, match="reads whole sequences only; call it without cache"):
+        student.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+
+
+ARGS = SimpleNamespace(layouts=tuple(grid.LAYOUTS), seed_list=(0, 1))
+
+
+def aligned(layout, seed=0, **fields):
+    return {"stage": "align", "layout": layout, "seed": seed, "finite": True, "ranking": {"layers": []}} | fields
+
+
+def test_students_wait_for_their_mixers_and_pure_ones_come_first():
+    first = grid.rows_to_run([], ARGS)
+    assert first[0] == {"stage": "teacher"}
+    assert {row["stage"] for row in first[1:]} == {"align"}
+    assert [row["layout"] for row in first[1:9]] == list(grid.MAIN)  # these start at once on eight workers
+    done = [aligned("gka"), aligned("coffee", finite=False), aligned("ska", ranking=None)]
+    rows = [row for row in grid.rows_to_run(done, ARGS) if row["stage"] == "distill"]
+    assert {row["layout"] for row in rows} == {"gka", "ska"}
+    assert [(row["layout"], row["keep"]) for row in rows][:4] == [("gka", 0), ("ska", 0), ("gka", 3), ("ska", 3)]
+    assert not any(row["how"] == "select" for row in rows if row["layout"] == "ska")
+    everything = grid.rows_in_order(ARGS)
+    cells = {(row["layout"], row["keep"], row["how"]) for row in everything if row["stage"] == "distill"}
+    assert {("gka", keep, how) for keep in (1, 3, 6) for how in ("uniform", "select")} <= cells
+    assert len(everything) == len({tuple(row.items()) for row in everything})
+
+
+def test_kept_layers_are_spread_or_have_the_highest_scores():
+    assert grid.kept_layers(0, "uniform", {}, 12) == []
+    assert grid.kept_layers(3, "uniform", {}, 12) == [2, 6, 10]
+    assert grid.kept_layers(6, "uniform", {}, 12) == [1, 3, 5, 7, 9, 11]
+    ranking = {"layers": [{"layer": i, "rank": 12 - i} for i in range(12)]}
+    assert grid.kept_layers(3, "select", ranking, 12) == [9, 10, 11]
+
+
+def student(layout, keep, seed, exact):
+    row = {"stage": "distill", "layout": layout, "keep": keep, "how": "uniform", "seed": seed, "finite": True}
+    row |= {f"{text}_{name}": 1.1 for text in ("heldout", "domain") for name in ("ppl_ratio", "kl", "top1_agreement")}
+    tasks = [recall(task, length, exact) for task in probing.PROBES for length in (512, 1024)]
+    return row | {"state_bytes": 2048, "recall": tasks}
+
+
+def test_the_tables_and_the_plot_hold_all_students(tmp_path: Path):
+    rows = [student("gka", 0, 0, 0.6), student("gka", 0, 1, 0.8), student("gla", 0, 0, 0.5), student("gka", 3, 0, 1)]
+    rows += [
+        {"stage": "teacher", "recall": rows[-1]["recall"]},
+        {"stage": "align", "layout": "ska", "error": "it failed"},
+    ]
+    settings = {"layouts": list(grid.LAYOUTS), "lengths": [512, 1024], "align_steps": 1, "distill_steps": 2}
+    settings |= {"batch_size": 3, "block_size": 4}
+    results = {"rows": rows, "settings": settings, "environment": {"hardware": "a CPU", "commit": "abc"}}
+    text = report.section(results)
+    assert "| 0 |  | gka | 2.0 KiB | 1.100 ± 0.000 |" in text
+    assert "70 ± 14" in text
+    assert "ska, align: it failed" in text
+    assert "gka against gla, no kept layer" in text
+    assert "needle +20 points" in text
+    report.plot(results, tmp_path / "grid.png")
+    assert (tmp_path / "grid.png").stat().st_size > 1000
+
+
+def test_manual_pages_and_html_become_text():
+    assert corpus.manual('.TH a 3\n.SH NAME\n.BR malloc ()\nfrees \\fImem\\fP \\- x\n.\\" note') == (
+        "NAME\nR malloc ()\nfrees mem - x"
+    )
+    assert corpus.page("<html><head><title>t</title></head><p>a &lt; b</p><p>c</p></html>") == "a < b\n\nc"
+    assert [split for split, _ in corpus.by_hash(iter(["a", "a"]))] == [corpus.split_of("a")] * 2
+    splits = [corpus.split_of(str(i)) for i in range(4000)]
+    assert 60 < splits.count("heldout") < 140
+    assert 60 < splits.count("dev") < 140

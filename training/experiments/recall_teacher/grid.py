@@ -1,0 +1,249 @@
+"""What does each mixer keep of a teacher that recalls? Converts the recall teacher by mixer and number of kept layers.
+
+    python training/experiments/recall_teacher/distillation_rows.py --data .scratch/recall \\
+        --out .scratch/recall/rows.npy
+    python training/experiments/recall_teacher/grid.py --teacher .scratch/teacher --data .scratch/recall --workers 8 \\
+        --out training/experiments/recall_teacher/results/grid.json --plot
+
+Every layout is aligned in all layers once per seed. Its students take these mixers, keep 0, 1, 3 or 6 of 12 layers as
+attention (spread uniformly, or the layers that `memmix select` ranks highest), and are distilled on the same tokens.
+Students with attention over a window of 64 or 256 tokens in the place of the mixer are the control. The rows come in
+the order of what they tell: pure students and three kept layers of every mixer first. The same command continues an
+interrupted run.
+"""
+
+import functools
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import numpy
+import torch
+import typer
+
+from hf_memmix.command_options import command
+from hf_memmix.conversion import convert_model, load_model, report
+from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.from_attention.gka import start_decay
+from hf_memmix.conversion.mixer_files import load_mixers, mixer_file, write_mixers
+from hf_memmix.conversion.records import write_json
+from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.mixers import ATTENTION
+from hf_memmix.serving.footprint import Footprint
+from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.evaluation.layer_selection import choose, rank_layers
+from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
+from hf_memmix.training.experiments.common.fit import Deadline, autocast
+from hf_memmix.training.experiments.common.harness import attempt, device, execute
+from hf_memmix.training.experiments.common.options import PlottedOptions, draw_if_asked
+from hf_memmix.training.experiments.recall_teacher import window  # noqa: F401, registers "window"
+from hf_memmix.training.experiments.recall_teacher.probing import drawn, recall_of
+from hf_memmix.training.experiments.recall_teacher.report import plot
+from hf_memmix.training.experiments.recall_teacher.texts import probe_materials, tokens_of
+from hf_memmix.training.train import Recipe, train
+
+# the name of a layout: mixer, its options, and the half-lives of its memory at the start in tokens (None: the default)
+LAYOUTS = {
+    "gka": ("gka", {}, None),
+    "gla": ("gla", {}, None),
+    "lattice": ("lattice", {}, None),
+    "mamba2": ("mamba2", {}, None),
+    "coffee": ("coffee", {}, None),
+    "ska": ("ska", {}, None),
+    "window-64": ("window", {"window": 64}, None),
+    "window-256": ("window", {"window": 256}, None),
+    "gka, long": ("gka", {}, (16.0, 4096.0)),
+    "gla, long": ("gla", {}, (16.0, 4096.0)),
+}
+MAIN = tuple(LAYOUTS)[:8]
+RATES = {"align": {"learning_rate": 5e-3}, "distill": {"learning_rate": 2e-3, "rest_learning_rate": 2e-4}}
+RANKING = "ranking.json"
+RANKING_LENGTH = 512  # tokens of the probes that rank the layers
+
+
+def rows_in_order(args) -> list[dict]:
+    """All rows, the most informative first."""
+    rows = [{"stage": "teacher"}]
+
+    def add(names, seeds, cells=()):
+        rows.extend({"stage": "align", "layout": name, "seed": seed} for seed in seeds for name in names)
+        for keep, how in cells:
+            more = [{"layout": name, "keep": keep, "how": how, "seed": seed} for seed in seeds for name in names]
+            rows.extend({"stage": "distill"} | row for row in more)
+
+    pure, three, (first, *others) = (0, "uniform"), (3, "uniform"), args.seed_list
+    add(MAIN, [first], [pure])
+    add(("gka, long", "gla, long"), [first], [pure])
+    add(MAIN, [first], [three])
+    add(MAIN, [first], [(3, "select")])
+    add(MAIN, others, [pure, three])
+    add(MAIN, [first], [(keep, how) for keep in (1, 6) for how in ("uniform", "select")])
+    add(("gka, long", "gla, long"), others, [pure])
+    add(MAIN, others, [(3, "select"), *((keep, how) for keep in (1, 6) for how in ("uniform", "select"))])
+    unique = {tuple(row.items()): row for row in rows}
+    return [row for row in unique.values() if row.get("layout", args.layouts[0]) in args.layouts]
+
+
+def rows_to_run(done: list[dict], args) -> list[dict]:
+    """The rows whose mixers are aligned and lie in the folder of aligned mixers."""
+    aligned = {(row["layout"], row["seed"]): row for row in done if row["stage"] == "align"}
+    rows = []
+    for row in rows_in_order(args):
+        if row["stage"] == "distill":
+            found = aligned.get((row["layout"], row["seed"]))
+            if found is None or not found["finite"] or (row["how"] == "select" and not found["ranking"]):
+                continue
+        rows.append(row)
+    return rows
+
+
+def kept_layers(keep: int, how: str, ranking: dict, layers: int) -> list[int]:
+    """The layers that stay attention: in the middle of equal parts of the model, or with the highest scores."""
+    if how == "select" and keep:
+        return choose(ranking, keep, layers)
+    return [int((i + 0.5) * layers / keep) for i in range(keep)]
+
+
+def run(row: dict, args):
+    if row["stage"] == "teacher":
+        return measured_teacher(args)
+    return align(row, args) if row["stage"] == "align" else distill(row, args)
+
+
+def align(row: dict, args) -> dict:
+    """Align a layout in all layers, keep its mixers for the other rows, and rank its layers on development text."""
+    teacher = teacher_of(args.teacher)
+    name, options, half_lives = LAYOUTS[row["layout"]]
+    student = convert_model(teacher, name, seed=row["seed"], mixers={name: options})
+    if half_lives is not None:
+        for layer in converted_layers(student):
+            start_decay(attention_module(student, layer), half_lives)
+    began = time.time()
+    curve, error = trained(student, teacher, "align", row["seed"], args)
+    if error is not None:
+        return {"finite": False, "diverged": error}
+    result = {"finite": True, "curve": curve, "training_seconds": round(time.time() - began, 1)}
+    dev = torch.from_numpy(tokens_of(args.data, "dev").astype(numpy.int64))[: args.ranking_tokens]
+    blocks = dev[: len(dev) // RANKING_LENGTH * RANKING_LENGTH].view(-1, RANKING_LENGTH)
+    found = drawn(probe_materials(args.data, "dev"), [RANKING_LENGTH], args.ranking_samples, ("niah", "mqar_32"))
+    samples = {task: by_length[RANKING_LENGTH] for task, by_length in found.items()}
+    errors = {}
+    with autocast():
+        ranking = attempt(
+            errors, "ranking", rank_layers, teacher, student.to(device()), blocks, samples, batch_size=32
+        )
+    folder = mixers_folder(row, args)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_mixers(student, mixer_file(folder, name), {})
+    write_json(folder / RANKING, ranking)  # the last file: with it, the folder is complete
+    return result | {"ranking": ranking} | ({"ranking_error": errors["ranking"]} if errors else {})
+
+
+def distill(row: dict, args) -> dict:
+    """Distil one student and measure it."""
+    teacher = teacher_of(args.teacher)
+    name, options, _ = LAYOUTS[row["layout"]]
+    layers = teacher.config.num_hidden_layers
+    kept = kept_layers(row["keep"], row["how"], ranking_of(row, args), layers)
+    types = [ATTENTION if layer in kept else name for layer in range(layers)]
+    student = convert_model(teacher, layers=types, seed=row["seed"], mixers={name: options})
+    load_mixers(student, mixers_folder(row, args))
+    size = Footprint.of(student.config, torch.float32)
+    result = {"kept": kept, "state_bytes": size.state_bytes(), "parameters": student.num_parameters()}
+    began = time.time()
+    curve, error = trained(student, teacher, "distill", row["seed"], args)
+    if error is not None:
+        return result | {"finite": False, "diverged": error}
+    result |= {"finite": True, "curve": curve, "training_seconds": round(time.time() - began, 1)}
+    return result | measured(student.to(device()).eval(), teacher, args)
+
+
+def trained(student, teacher, stage: str, seed: int, args) -> tuple[list, str | None]:
+    """Train one stage in place. Returns [step, loss] of the log, and the error's text if training diverged."""
+    steps = getattr(args, f"{stage}_steps")
+    recipe = Recipe(
+        stage=stage,
+        steps=steps,
+        batch_size=args.batch_size,
+        block_size=args.block_size,
+        warmup_steps=steps // 10 + 1,
+        chunk_tokens=8192,
+        seed=seed,
+        trainer={"disable_tqdm": True, "logging_steps": max(1, steps // 20)},
+        **RATES[stage],
+    )
+    rows = torch.from_numpy(numpy.load(args.data / "rows.npy", allow_pickle=False).astype(numpy.int64))
+    data = TokenBlocks(rows.flatten(), args.block_size)
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            done = train(student, teacher, data, scratch, recipe=recipe, resume=False, callbacks=[Deadline(args)])
+        except ValueError as error:
+            return [], str(error)[:200]
+    return [[entry["step"], round(entry["loss"], 4)] for entry in done["log"]], None
+
+
+def measured(model, teacher, args) -> dict:
+    """Perplexity ratio, KL and agreement on held-out text and on the held-out domain, and recall."""
+    result = {}
+    for text in ("heldout", "domain"):
+        tokens = torch.from_numpy(tokens_of(args.data, text)[: args.measured_tokens].astype(numpy.int64))
+        with autocast():
+            compared = report(model, teacher, tokens, block_size=1024)
+        result |= {f"{text}_{name}": compared[name] for name in ("ppl_ratio", "kl", "top1_agreement")}
+    return result | {"recall": recall_of(model, sequences(args.data, tuple(args.lengths), args.samples))}
+
+
+def measured_teacher(args) -> dict:
+    teacher = teacher_of(args.teacher)
+    return {"recall": recall_of(teacher, sequences(args.data, tuple(args.lengths), args.samples))}
+
+
+@functools.cache
+def teacher_of(folder: Path):
+    return load_model(folder, dtype=torch.float32).to(device()).eval()
+
+
+@functools.cache
+def sequences(data: Path, lengths: tuple[int, ...], samples: int) -> dict:
+    return drawn(probe_materials(data), lengths, samples)
+
+
+def ranking_of(row: dict, args) -> dict | None:
+    """The ranking of the layers by the aligned mixers of this layout and seed; aligns them if their folder is lost."""
+    path = mixers_folder(row, args) / RANKING
+    if not path.exists():
+        align(row, args)
+    return json.loads(path.read_text())
+
+
+def mixers_folder(row: dict, args) -> Path:
+    return args.out.with_suffix(".mixers") / f"{row['layout'].replace(', ', '-')}-{row['seed']}"
+
+
+class Options(PlottedOptions):
+    teacher: Annotated[Path, typer.Option(help="folder of the recall teacher")]
+    data: Annotated[Path, typer.Option(help="folder that corpus.py wrote, with rows.npy of distillation_rows.py")]
+    layouts: Annotated[list[str], typer.Option(help="repeatable")] = tuple(LAYOUTS)
+    seed_list: Annotated[list[int], typer.Option(help="seeds, in the order of their rows; repeatable")] = (0, 1)
+    align_steps: int = 100
+    distill_steps: int = 180
+    batch_size: int = 8
+    block_size: int = 2048
+    measured_tokens: Annotated[int, typer.Option(help="tokens of each text that are measured")] = 65_536
+    lengths: Annotated[list[int], typer.Option(help="lengths of the probes; repeatable")] = (256, 512, 1024, 2048)
+    samples: Annotated[int, typer.Option(help="probes per length and depth")] = 8
+    ranking_tokens: Annotated[int, typer.Option(help="development text that ranks the layers")] = 16_384
+    ranking_samples: Annotated[int, typer.Option(help="probes per depth that rank the layers")] = 4
+
+
+@command(Options)
+def main(args) -> None:
+    """Align, convert, distil and measure every row and write the results."""
+    results = execute("recall_grid", __file__, args, rows_to_run)
+    draw_if_asked(args, plot, results)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,197 @@
+"""The tables and the plots of the recall teacher and of its students."""
+
+import statistics
+from pathlib import Path
+
+from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
+from hf_memmix.training.experiments.common.harness import measured_at
+from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, pyplot_without_screen, save
+from hf_memmix.training.experiments.common.report import mean_of_rows
+from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES, mean_recall
+
+RIDGE = (("gka", "gla"), ("gka, long", "gla, long"))  # the same memory with and without the ridge regression
+
+
+def teacher_section(results: dict) -> str:
+    """The teacher's recall by length, its gate, its losses and how much its context counts."""
+    lengths = sorted({row["length"] for row in results["recall"]})
+    lines = []
+    for task, (_, _, name) in PROBES.items():
+        shares = [mean_recall(results["recall"], task, length) for length in lengths]
+        lines.append([name, *("" if share is None else f"{100 * share:.1f}" for share in shares)])
+    gate = results["gate"]
+    verdicts = [
+        f"{PROBES[task][2]} {100 * part['exact']:.1f} % of at least {100 * part['least']:.0f} %"
+        for task, part in gate.items()
+        if isinstance(part, dict)
+    ]
+    contexts = [[text, *(f"{row['loss']:.3f}" for row in rows)] for text, rows in results["context_use"].items()]
+    head = [f"after {row['context']} tokens" for row in next(iter(results["context_use"].values()))]
+    return "\n\n".join(
+        [
+            markdown_table(["exact answers, % at length", *map(str, lengths)], lines, figures=True),
+            f"Gate at {GATE_LENGTH} tokens: {'; '.join(verdicts)}: {'passed' if gate['passed'] else 'not passed'}.",
+            markdown_table(["loss, nats per token", *head], contexts, figures=True),
+            f"{results['parameters'] / 1e6:.1f}M parameters, {results['tokens'] / 1e6:.0f}M tokens in"
+            f" {results['training_seconds']:.0f} s. {results['environment']['hardware']},"
+            f" commit {results['environment']['commit']}.",
+        ]
+    )
+
+
+def plot_teacher(results: dict, path: str | Path) -> None:
+    """Plot the losses of the teacher's training by tokens."""
+    figure, (panel,) = figure_of(1, f"commit {results['environment']['commit']}")
+    for name in ("text", "answers"):
+        panel.plot([r["tokens"] / 1e6 for r in results["curve"]], [r[name] for r in results["curve"]], label=name)
+    panel.set(xlabel="tokens, millions", ylabel="training loss, nats per token")
+    panel.legend(fontsize=8, frameon=False)
+    save(figure, path)
+
+
+def groups(results: dict) -> dict[tuple[int, str, str], list[dict]]:
+    """The finished students by number of kept layers, choice of these layers and layout."""
+    found: dict[tuple[int, str, str], list[dict]] = {}
+    for row in results["rows"]:
+        if row["stage"] == "distill" and row.get("finite") and "recall" in row:
+            found.setdefault((row["keep"], row["how"], row["layout"]), []).append(row)
+    order = {name: i for i, name in enumerate(results["settings"]["layouts"])}
+    return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1] != "uniform", order[item[0][2]])))
+
+
+def _with(teacher: list[dict]) -> dict[str, list[dict]]:
+    return {"teacher": teacher} if teacher else {}
+
+
+def share_text(rows: list[dict], task: str, length: int) -> str:
+    """The mean share of exact answers over seeds, in percent."""
+    shares = [mean_recall(row["recall"], task, length) for row in rows]
+    return spread_text([None if share is None else 100 * share for share in shares], 0)
+
+
+def table(results: dict) -> str:
+    """One line per student: quality on both texts, and recall at the length of the gate."""
+    head = ["kept", "layers", "mixer", "state", "perplexity ratio", "KL", "same token, %", "domain: ratio", "KL"]
+    head += [f"{name} at {GATE_LENGTH}, %" for _, _, name in PROBES.values()] + ["seeds"]
+    lines = []
+    teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
+    if teacher:
+        blank = ["12", "", "teacher", "grows", "1", "0", "100", "1", "0"]
+        lines.append([*blank, *(share_text(teacher, task, GATE_LENGTH) for task in PROBES), ""])
+    for (keep, how, name), rows in groups(results).items():
+        lines.append(
+            [
+                str(keep),
+                how if keep else "",
+                name,
+                bytes_text(rows[0]["state_bytes"]),
+                mean_of_rows(rows, "heldout_ppl_ratio", 3).removesuffix(" (1 seed)"),
+                mean_of_rows(rows, "heldout_kl", 3).removesuffix(" (1 seed)"),
+                mean_of_rows(rows, "heldout_top1_agreement", 1, 100).removesuffix(" (1 seed)"),
+                mean_of_rows(rows, "domain_ppl_ratio", 3).removesuffix(" (1 seed)"),
+                mean_of_rows(rows, "domain_kl", 3).removesuffix(" (1 seed)"),
+                *(share_text(rows, task, GATE_LENGTH) for task in PROBES),
+                str(len(rows)),
+            ]
+        )
+    failed = [row for row in results["rows"] if row.get("error") or row.get("finite") is False]
+    notes = [f"{row.get('layout')}, {row['stage']}: {row.get('diverged') or row.get('error')}" for row in failed]
+    return "\n\n".join([markdown_table(head, lines), *notes])
+
+
+def length_table(results: dict) -> str:
+    """Recall of the pure students by length, for the probes that were measured."""
+    teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
+    pure = {name: rows for (keep, _, name), rows in groups(results).items() if keep == 0}
+    shown, measured = _with(teacher) | pure, {}
+    for task in PROBES:
+        cells = [cell for rows in shown.values() for row in rows for cell in row["recall"] if cell["task"] == task]
+        measured[task] = sorted({cell["length"] for cell in cells})
+    head = ["pure student", *(f"{PROBES[task][2]} {length}" for task, by in measured.items() for length in by)]
+    lines = []
+    for name, rows in shown.items():
+        lines.append([name, *(share_text(rows, task, length) for task, by in measured.items() for length in by)])
+    return markdown_table(head, lines, figures=True)
+
+
+def depth_table(results: dict, task: str = "niah") -> str:
+    """Recall of the needle by the pure students at the length of the gate, by the needle's depth in the context."""
+    pure = {name: rows for (keep, _, name), rows in groups(results).items() if keep == 0}
+    cells = [cell for rows in pure.values() for row in rows for cell in row["recall"]]
+    depths = sorted({cell["depth"] for cell in cells if (cell["task"], cell["length"]) == (task, GATE_LENGTH)})
+    lines = []
+    for name, rows in pure.items():
+        shares = {
+            depth: [100 * c["exact"] for row in rows for c in row["recall"] if _at(c, task, GATE_LENGTH, depth)]
+            for depth in depths
+        }
+        lines.append([name, *(spread_text(shares[depth], 0) for depth in depths)])
+    return markdown_table([f"{PROBES[task][2]} at {GATE_LENGTH}, % by depth", *map(str, depths)], lines, figures=True)
+
+
+def _at(cell: dict, task: str, length: int, depth: float) -> bool:
+    return (cell["task"], cell["length"], cell["depth"]) == (task, length, depth)
+
+
+def ridge_text(results: dict) -> str:
+    """What the ridge regression adds: GKA against the same layer with linear attention as its memory."""
+    found, lines = groups(results), []
+    for (keep, how, name), rows in found.items():
+        for ours, theirs in RIDGE:
+            other = found.get((keep, how, theirs))
+            if name != ours or not other:
+                continue
+            gains = []
+            for task, (_, _, title) in PROBES.items():
+                both = [[mean_recall(row["recall"], task, GATE_LENGTH) for row in side] for side in (rows, other)]
+                both = [[share for share in shares if share is not None] for shares in both]
+                if all(both):
+                    ours_mean, theirs_mean = (100 * statistics.fmean(shares) for shares in both)
+                    gains.append(f"{title} {ours_mean - theirs_mean:+.0f} points")
+            ratio = [statistics.fmean(row["heldout_kl"] for row in side) for side in (rows, other)]
+            kept = f"{keep} kept layers ({how})" if keep else "no kept layer"
+            lines.append(f"- {ours} against {theirs}, {kept}: KL {ratio[0]:.3f} against {ratio[1]:.3f};"
+                         f" at {GATE_LENGTH} tokens {', '.join(gains)}.")  # fmt: skip
+    return "\n".join(lines)
+
+
+def section(results: dict) -> str:
+    """The tables, what the ridge buys, and the training budget."""
+    own = results["settings"]
+    per_step = own["batch_size"] * own["block_size"]
+    note = (
+        f"{own['align_steps']} steps of align and {own['distill_steps']} of distill, {per_step} tokens each."
+        f" {SPREAD_NOTE} {measured_at(results)}."
+    )
+    return "\n\n".join([table(results), length_table(results), depth_table(results), ridge_text(results), note])
+
+
+def plot(results: dict, path: str | Path) -> None:
+    """Plot recall against length: a row of panels per number of kept layers, a column per probe, a line per mixer."""
+    found = groups(results)
+    teacher = _with([row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row])
+    keeps = [keep for keep in (0, 3) if any(key[:2] == (keep, "uniform") for key in found)]
+    tasks = [t for t in PROBES if any(c["task"] == t for rows in found.values() for r in rows for c in r["recall"])]
+    if not keeps or not tasks:
+        return
+    figure, axes = pyplot_without_screen().subplots(
+        len(keeps), len(tasks), figsize=(3.6 * len(tasks), 3.4 * len(keeps)), squeeze=False, constrained_layout=True
+    )
+    for keep, panels in zip(keeps, axes, strict=True):
+        lines = teacher | {name: rows for (k, how, name), rows in found.items() if (k, how) == (keep, "uniform")}
+        for task, panel in zip(tasks, panels, strict=True):
+            for place, (name, rows) in enumerate(lines.items()):
+                points = {}
+                for length in results["settings"]["lengths"]:
+                    shares = [mean_recall(row["recall"], task, length) for row in rows]
+                    if shares := [100 * share for share in shares if share is not None]:
+                        points[length] = statistics.fmean(shares)
+                style = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place % 10}", "ms": 4}
+                panel.plot(list(points), list(points.values()), label=name, **style)
+            panel.set(title=f"{PROBES[task][2]}, {f'{keep} layers kept' if keep else 'pure'}", ylim=(-4, 104))
+            panel.set(xlabel="tokens", ylabel="exact answers, %", xticks=results["settings"]["lengths"])
+            panel.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=6, frameon=False)
+    figure.supxlabel(measured_at(results), fontsize=8, color="#555555")
+    save(figure, path)

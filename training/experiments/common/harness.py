@@ -92,6 +92,8 @@ def load_results(args: SimpleNamespace, name: str) -> dict:
         old = json.loads(args.out.read_text())
         for key in settings.keys() & old["settings"].keys() & set(_RESUME_MAY_EXTEND):
             known = old["settings"][key]
+            if not isinstance(known, list):
+                continue  # a number of seeds, for example, decides what is measured
             settings[key] = known + [value for value in settings[key] if value not in known]
             old["settings"][key] = settings[key]
         if old["settings"] != settings:

@@ -13,6 +13,7 @@ from hf_memmix.commands.common import Json, KeepCount, KeepLayers, choice_of_lay
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.hub import model_folder
 
+LENGTH = 2048
 _COUNTS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -25,7 +26,10 @@ def plan(
     keep_layers: KeepLayers = None,
     keep_count: KeepCount = None,
     gpus: Annotated[int, typer.Option(min=1, max=1024, help="Number of GPUs that may be used.")] = 1,
-    length: Annotated[int, typer.Option(min=2, help="Number of tokens per sequence.")] = 2048,
+    length: Annotated[
+        int | None,
+        typer.Option(min=2, help="Number of tokens per sequence.", show_default="2048, or the teacher's limit"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say for each stage of a conversion whether it fits a GPU, with which settings, and how long it takes.
@@ -35,17 +39,15 @@ def plan(
     """
     from hf_memmix.conversion import convert_model
     from hf_memmix.conversion.estimate import meta_teacher
-    from hf_memmix.conversion.limits import check_length
-    from hf_memmix.conversion.records import bytes_of
+    from hf_memmix.conversion.limits import check_length, limit_of
     from hf_memmix.conversion.streaming.cost import streaming_cost
     from hf_memmix.training.planning.plan import measured_beside, plan_stages
     from hf_memmix.training.planning.speed import measured
 
-    budget, count = bytes_of(gpu_memory, "--gpu-memory"), _tokens(tokens)
-    if not budget:
-        raise ValueError("--gpu-memory is 0; give the memory of one GPU, e.g. 24GiB")
+    budget, count = _gpu_memory(gpu_memory), _tokens(tokens)
     start = time.perf_counter()
     original = meta_teacher(model_folder(teacher))
+    length = min(LENGTH, limit_of(original)) if length is None else length
     check_length(original, "teacher", length, "--length", "give a shorter one")
     keep = choice_of_layers(keep_layers, keep_count, None, keep_counts=False)
     student = convert_model(original.to("meta"), mixer, "none" if keep is None else keep)
@@ -58,12 +60,27 @@ def plan(
         "mixer": mixer,
         "gpu_memory": budget,
         "tokens": count,
+        "length": length,
         "convert": convert,
         "stages": [stage.record() for stage in stages],
         "measured": measured_beside(),
         "measured_on": measured()["gpu"],
     }
     print_json(record) if as_json else _print(record)
+
+
+def _gpu_memory(text: str) -> int:
+    """The bytes of a text such as "24GiB". Raises ValueError if no GPU computes anything with so few."""
+    from hf_memmix.conversion.records import bytes_of, bytes_text
+    from hf_memmix.training.planning.plan import CONTEXT
+
+    count = bytes_of(text, "--gpu-memory")
+    if count <= CONTEXT:
+        raise ValueError(
+            f"--gpu-memory is {text!r}, {bytes_text(count)}, but CUDA alone takes {bytes_text(CONTEXT)} of a GPU; give"
+            " the memory of one GPU with its unit, e.g. 24GiB"
+        )
+    return count
 
 
 def _tokens(text: str) -> int:
@@ -78,28 +95,47 @@ def _tokens(text: str) -> int:
 def _print(record: dict) -> None:
     from hf_memmix.conversion.records import bytes_text
 
-    cost, minutes = record["convert"], record["convert"]["seconds"] / 60
-    memory = bytes_text(cost["peak_memory"])
-    out.print(f"convert: no GPU, {memory} of memory, {minutes:.1f} min on this machine", highlight=False)
-    table = Table("stage", "fits", "GPUs", "memory", "hours", "recipe")
+    cost, budget = record["convert"], bytes_text(record["gpu_memory"])
+    memory, took = bytes_text(cost["peak_memory"]), _duration(cost["seconds"])
+    out.print(f"convert: no GPU, {memory} of memory, {took} on this machine", highlight=False)
+    table = Table("stage", "fits", "GPUs", "memory", "hours")
     for row in record["stages"]:
-        if not row["fits"]:
-            least = f"no: needs {bytes_text(row['need'])} at least"
-            table.add_row(row["stage"], least, str(row["gpus"]), bytes_text(row["peak"]), "", "")
-            continue
-        hours = "not measured" if row["hours"] is None else f"{row['hours']:.2g}"
-        table.add_row(row["stage"], "yes", str(row["gpus"]), bytes_text(row["peak"]), hours, _yaml(row["recipe"]))
+        fits = "yes" if row["fits"] else f"no, at least {bytes_text(row['need'])}"
+        hours = _hours(row["hours"]) if row["fits"] else ""
+        table.add_row(row["stage"], fits, str(row["gpus"]), bytes_text(row["peak"]), hours)
     out.print(table)
     out.print(
-        f"memory: peak of PyTorch's allocator on each GPU of {bytes_text(record['gpu_memory'])}; hours:"
+        f"memory: peak of PyTorch's allocator on each GPU of {budget}; CUDA and fragmentation come on top\nhours:"
         f" {record['tokens']:,} tokens per stage, from runs on an {record['measured_on']}",
         highlight=False,
     )
+    if fitting := [row for row in record["stages"] if row["fits"]]:
+        out.print("\nfields of the recipe:", highlight=False)
+        for row in fitting:
+            out.print(f"  {row['stage']}: {_yaml(row['recipe'])}", highlight=False)
+    else:
+        least = min(record["stages"], key=lambda row: row["need"])
+        out.print(
+            f"\nno stage fits into {budget}; {least['stage']} needs least, {bytes_text(least['need'])}: take a larger"
+            " GPU, or give a shorter --length",
+            highlight=False,
+        )
     if record["measured"]:
+        out.print("\nthe same arithmetic beside measured runs:", highlight=False)
         beside = Table("measured run", "measured", "computed", "ratio")
         for row in record["measured"]:
             beside.add_row(row["run"], bytes_text(row["measured"]), bytes_text(row["computed"]), f"{row['ratio']:.2f}")
         out.print(beside)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
+
+
+def _hours(hours: float | None) -> str:
+    if hours is None:
+        return "not measured"
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}" if hours >= 0.01 else "below 0.01"
 
 
 def _yaml(recipe: dict) -> str:

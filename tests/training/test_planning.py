@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from cli_runner import memmix, result_of
 from hf_memmix import memmix_config
+from hf_memmix.commands.plan import _hours
 from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.records import bytes_text
 from hf_memmix.mixers import MIXERS
 from hf_memmix.training.documents.measurements import read
 from hf_memmix.training.groups import freeze_by_rate
@@ -118,7 +120,7 @@ def test_quantized_matrices_take_the_bytes_that_are_counted():
 COUNT = """
 import json, sys, torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from hf_memmix.conversion import convert_model
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.teachers import add_lora
@@ -270,6 +272,18 @@ def test_every_family_has_a_plan(family):
     assert all(value >= 0 for stage in stages for value in stage.record()["memory"].values())
 
 
+def test_only_the_experts_of_a_token_take_time_and_activations():
+    sizes = SIZES | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    with torch.device("meta"):
+        teacher = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
+    shapes = Shapes.of(teacher, convert_model(teacher, "gka"))
+    expert = 3 * 64 * 32
+    assert shapes.teacher - shapes.active == 3 * 6 * expert
+    assert 2 * 32 <= shapes.inner < 3 * 32  # the router and the norms are counted too
+    dense = Shapes.of(*models("meta"))
+    assert dense.active == dense.teacher and dense.inner == 160
+
+
 def test_a_mixer_without_known_memory_is_refused(monkeypatch):
     monkeypatch.delitem(KEPT, "gka")
     with pytest.raises(ValueError, match="the memory of gka in training is not known"):
@@ -318,13 +332,37 @@ def test_plan_prints_every_stage_and_the_measured_runs(folder):
     run = memmix(*given)
     assert run.exit_code == 0 and all(name in run.stdout for name, _, _ in STAGES)
     assert "gradient_checkpointing" not in run.stdout and "convert: no GPU" in run.stdout
+    assert "  distill, QLoRA: batch_size: 8, block_size: 2048, teacher: lora" in run.stdout
+    assert "│ below 0.01" in run.stdout and "no stage fits" not in run.stdout
+    assert all(len(line) <= 80 for line in run.stdout.splitlines() if line.startswith(("│", "┃")))
+
+
+def test_plan_takes_the_teachers_limit_if_it_is_short(tmp_path):
+    LlamaConfig(**SIZES, max_position_embeddings=512, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    record = result_of(memmix("plan", "--teacher", tmp_path, "--gpu-memory", "24GiB", "--json"))
+    assert record["length"] == 512 and all(row["recipe"]["block_size"] == 512 for row in record["stages"])
+
+
+def test_plan_names_the_smallest_stage_if_none_fits(folder):
+    given = ["plan", "--teacher", folder, "--gpu-memory", "513MiB"]
+    least = min(result_of(memmix(*given, "--json"))["stages"], key=lambda row: row["need"])
+    line = f"no stage fits into 513 MiB; {least['stage']} needs least, {bytes_text(least['need'])}: take a larger GPU"
+    assert line in memmix(*given).stdout
+
+
+def test_many_hours_are_written_in_full():
+    assert [_hours(value) for value in (None, 0.004, 0.021, 1.33, 1234.5)] == [
+        "not measured", "below 0.01", "0.021", "1.3", "1,234",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--gpu-memory", "24 apples"], "--gpu-memory is '24 apples'; give a number of bytes"),
-        (["--gpu-memory", "0"], "--gpu-memory is 0; give the memory of one GPU"),
+        (["--gpu-memory", "0"], "--gpu-memory is '0', 0 B, but CUDA alone takes 512 MiB of a GPU"),
+        (["--gpu-memory", "24"], "--gpu-memory is '24', 24 B, but CUDA alone takes 512 MiB of a GPU; give the memory"),
+        (["--gpu-memory", "-24GiB"], "--gpu-memory is '-24GiB'; give a number of bytes"),
         (["--gpu-memory", "24GiB", "--tokens", "many"], "--tokens is 'many'; give a number of at least 1"),
         (["--gpu-memory", "24GiB", "--tokens", "0"], "--tokens is '0'; give a number of at least 1"),
         (["--gpu-memory", "24GiB", "--mixer", "nosuch"], "nosuch"),

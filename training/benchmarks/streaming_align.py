@@ -9,8 +9,9 @@ layers, without the first one, whose time contains the compilation of kernels:
 
     hours = layers * (load + tokens * (advance + train) / measured tokens) / 3600
 
-The memory of PyTorch on the GPU is limited to `--limit` GiB. A second part aligns the bundled teacher in bf16 with and
-without --stream and compares the losses. The figures go to results/streaming_align.json.
+The memory of PyTorch on the GPU is limited to `--limit` GiB. A second part aligns the bundled teacher in bf16 (in fp32
+on a CPU) with and without --stream and compares the losses, without and with clipping of gradients to the norm
+`--clip`. The figures go to results/streaming_align.json.
 """
 
 import argparse
@@ -126,7 +127,7 @@ def compare(args) -> dict:
     data = TokenBlocks.from_files(asset_path("dev.txt"), tokenizer, length)
     options = {"steps": steps, "batch_size": 8, "block_size": length, "warmup_steps": 2, "save_every": 0}
     losses = {}
-    for clip in (0.0, 1.0):
+    for clip in (0.0, args.clip):
         trainer = {"logging_steps": 1, "disable_tqdm": True, "max_grad_norm": clip}
         model = load_model(student)
         memory = align(model, teacher, data, args.work / f"bundled-run-{clip}", trainer=trainer, **options)
@@ -140,9 +141,16 @@ def compare(args) -> dict:
             "streamed": both[1],
             "largest_difference": worst,
         }
-    for name in ("bundled-teacher", "bundled-student", "bundled-out", "bundled-run-0.0", "bundled-run-1.0"):
-        shutil.rmtree(args.work / name, ignore_errors=True)
-    record = {"mixer": args.mixer, "dtype": str(dtype).removeprefix("torch."), "environment": environment()}
+    for folder in args.work.glob("bundled-*"):
+        shutil.rmtree(folder)
+    if losses["clipped"]["memory"] == losses["unclipped"]["memory"]:
+        raise SystemExit(f"no gradient was clipped by the norm {args.clip}; give a smaller one with --clip")
+    record = {
+        "mixer": args.mixer,
+        "clip": args.clip,
+        "dtype": str(dtype).removeprefix("torch."),
+        "environment": environment(),
+    }
     return record | {"options": options} | losses
 
 
@@ -155,6 +163,7 @@ def main() -> None:
         "--layers", type=int, default=4, help="of the teacher; the first and the last one are not timed"
     )
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--clip", type=float, default=0.01, help="largest norm of gradients of the run with clipping")
     parser.add_argument("--limit", type=float, default=24.0, help="GiB of GPU memory")
     parser.add_argument("--tiny", action="store_true", help="a small width, to try the script")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -40,7 +40,10 @@ def one_gpu_table(root: Path) -> str:
     where = align["environment"]
     differences = " and ".join(
         f"{same[name]['largest_difference']:.1g} {told}"
-        for name, told in (("unclipped", "without clipping of gradients"), ("clipped", "with clipping"))
+        for name, told in (
+            ("unclipped", "without clipping of gradients"),
+            ("clipped", f"if gradients are clipped to the norm {same['clip']:g}"),
+        )
     )
     return (
         f"{table}\n\n"

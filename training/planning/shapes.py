@@ -16,6 +16,7 @@ class Shapes:
 
     Args:
         student, teacher: all parameters.
+        active: parameters of the teacher with which one token computes: all, without the experts that it does not use.
         mixers: of the student's mixers.
         attention: of the teacher's attention that the mixers replace.
         embedding, head: of the input embeddings and of the output projection; tied ones are counted as `head` only.
@@ -24,7 +25,8 @@ class Shapes:
         lora, mixer_lora: of corrections of rank 1 for these matrices.
         teacher_layer, mixer: of one decoder layer of the teacher and of one mixer, the largest ones.
         layers, kept: number of layers, and of those that stay attention.
-        hidden, inner, vocabulary: widths of the residual stream, of the MLP and of the logits.
+        hidden, inner, vocabulary: widths of the residual stream, of the MLP and of the logits. The MLP of a mixture of
+            experts is as wide as all experts of one token together.
         queries, keys: channels of all query heads and of all key/value heads.
         heads: number of query heads.
         kinds: number of layers by mixer.
@@ -32,6 +34,7 @@ class Shapes:
 
     student: int
     teacher: int
+    active: int
     mixers: int
     attention: int
     embedding: int
@@ -67,12 +70,18 @@ class Shapes:
         inside = [layer for layer in every if all(layer is not other for other in outside)]
         mixers = list(memory_mixers(student).values())
         kinds = [kind for kind in config.mixer_types if kind != "attention"]
-        # the MLP's widest projection; of a mixture of experts the number of channels that all experts have together
-        layer = decoder_layers(teacher)[converted[0]]
-        rest = _size(layer) - _size(attention_module(teacher, converted[0]))
+        chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
+        idle = [_idle(layer, chosen) for layer in decoder_layers(teacher)]
+        inner = getattr(config, "intermediate_size", None)
+        if inner is None or any(idle):  # from the parameters, for three matrices
+            rest = (
+                _size(decoder_layers(teacher)[i]) - _size(attention_module(teacher, i)) - idle[i] for i in converted
+            )
+            inner = max(rest) // (3 * config.hidden_size)
         return cls(
             student=_size(student),
             teacher=_size(teacher),
+            active=_size(teacher) - sum(idle),
             mixers=sum(map(_size, mixers)),
             attention=sum(_size(attention_module(teacher, i)) for i in converted),
             embedding=0 if tied else inputs.numel(),
@@ -86,7 +95,7 @@ class Shapes:
             layers=len(config.mixer_types),
             kept=len(config.mixer_types) - len(converted),
             hidden=config.hidden_size,
-            inner=getattr(config, "intermediate_size", None) or rest // (3 * config.hidden_size),
+            inner=inner,
             vocabulary=config.vocab_size,
             queries=heads * head_dim,
             keys=groups * head_dim,
@@ -97,3 +106,14 @@ class Shapes:
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _idle(layer: nn.Module, chosen: int | None) -> int:
+    """Parameters of the experts of a layer that a token does not use, if it uses `chosen` of them.
+
+    The experts of a layer are tensors [experts, ...] of three dimensions. Layers without experts have no such tensors.
+    """
+    if chosen is None:
+        return 0
+    experts = [p for p in layer.parameters() if p.ndim == 3 and len(p) > chosen]
+    return sum(p.numel() - p.numel() * chosen // len(p) for p in experts)

@@ -35,7 +35,7 @@ def speed_of(kind: str, parameters: int, mixers: dict[str, int], checkpointing: 
 
     Args:
         kind: "align", "align --stream", "full" or "lora".
-        parameters: of the teacher.
+        parameters: of the teacher, with which one token computes.
         mixers: number of layers by mixer.
     """
     data = measured()

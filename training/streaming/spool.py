@@ -151,7 +151,7 @@ class Spool:
         if foreign or (names and RECORD not in names):
             raise ValueError(
                 f"the spool {str(self.folder)!r} is not empty and belongs to no run: it holds {(foreign or names)[0]};"
-                " empty it, or give another folder with --spool"
+                " give a new or empty folder with --spool"
             )
         for name in names:
             if name.endswith(".part"):

@@ -210,6 +210,7 @@ BAD = {
     "step_size": ("other", 0.1),
     "method": ("fast", None),
     "normalization": ("none", None),
+    "sketch_dim": (0, -1, 2.5, "half"),
 }
 
 

@@ -7,15 +7,27 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 from checks import error
 from ops_table import OPS, Shape
+from torch.autograd import forward_ad
 
-from hf_memmix_kernels import _native, gka_step, short_conv_step
+from hf_memmix_kernels import (
+    _native,
+    chunk_gka,
+    chunk_lattice,
+    coffee_step,
+    gka_step,
+    gla_step,
+    lattice_step,
+    short_conv_step,
+)
 from hf_memmix_kernels.gka import gates_of_token
-from hf_memmix_kernels.rowwise import decay, unit_heads
+from hf_memmix_kernels.gka import native_path as gka_native_path
+from hf_memmix_kernels.rowwise import decay, gated_norm, unit_heads
 from hf_memmix_kernels.short_conv import Convolution, unit_heads_after_convolutions
 
 pytestmark = pytest.mark.skipif(_native.compiler() is None, reason="needs a C++ compiler")
@@ -32,11 +44,11 @@ assert library("gla") is not None
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """As in a new process, with an empty cache folder, which is returned; the device chooses the path."""
+    """As in a new process, with an empty cache folder; the device chooses the path. Returns this user's part of it."""
     monkeypatch.delenv("HF_MEMMIX_BACKEND", raising=False)
     monkeypatch.setenv("HF_MEMMIX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(_native, "_loaded", {})
-    return tmp_path / "cache"
+    return tmp_path / "cache" / f"native-{os.getuid()}"
 
 
 def gka_token(state=None):
@@ -59,7 +71,7 @@ def test_it_is_compiled_once_and_prints_nothing(fresh, monkeypatch, capfd):
     (kept,) = fresh.iterdir()
     assert kept.name.startswith("gka-") and kept.suffix == ".so"
     monkeypatch.setattr(_native, "_loaded", {})
-    monkeypatch.setattr(_native.subprocess, "run", lambda *args, **kwargs: pytest.fail("compiled again"))
+    monkeypatch.setattr(_native, "_run", lambda *args, **kwargs: pytest.fail("compiled again"))
     assert all(torch.equal(a, b) for a, b in zip(first, gka_token(), strict=True))
     assert [path.name for path in fresh.iterdir()] == [kept.name]
     assert capfd.readouterr() == ("", "")
@@ -76,12 +88,14 @@ def a_compiler(path, script):
     [
         (None, "no C\\+\\+ compiler"),
         ("echo unknown flag >&2; exit 1", "unknown flag"),
-        ("sleep 20", "timed out"),
+        ("sleep 20; exit 1", "timed out"),
+        ("printf 'Fehler \\374' >&2; exit 1", "Fehler"),
         ("echo rubbish > $(echo $* | sed 's/.* -o //')", "cannot be compiled"),
     ],
-    ids=["none", "fails", "hangs", "writes rubbish"],
+    ids=["none", "fails", "hangs", "writes no UTF-8", "writes rubbish"],
 )
 def test_without_a_working_compiler_the_torch_path_runs(script, message, fresh, tmp_path, monkeypatch, capfd):
+    start = time.monotonic()
     command = str(tmp_path / "missing") if script is None else a_compiler(tmp_path / "c++", script)
     monkeypatch.setenv("CXX", command)
     monkeypatch.setattr(_native, "SECONDS", 0.5)
@@ -91,6 +105,7 @@ def test_without_a_working_compiler_the_torch_path_runs(script, message, fresh, 
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
     with pytest.raises(ValueError, match=f"(?s)HF_MEMMIX_BACKEND=native.*{message}.*unset it"):
         gka_token()
+    assert time.monotonic() - start < 15, "waited for a child of the compiler"
 
 
 def test_a_cache_folder_that_cannot_be_written(fresh, monkeypatch, tmp_path):
@@ -101,6 +116,31 @@ def test_a_cache_folder_that_cannot_be_written(fresh, monkeypatch, tmp_path):
     got = gka_token()
     assert _native.library("gka") is not None
     assert all(error(a, b) < 1e-5 for a, b in zip(got, want, strict=True))
+
+
+def test_a_file_that_was_cut_off_is_compiled_again(fresh, monkeypatch):
+    """The loader would crash the process on it."""
+    want = gka_token()
+    (kept,) = fresh.iterdir()
+    complete = kept.read_bytes()
+    kept.unlink()  # this process has it in memory
+    kept.write_bytes(complete[: len(complete) // 2])
+    monkeypatch.setattr(_native, "_loaded", {})
+    assert all(torch.equal(a, b) for a, b in zip(gka_token(), want, strict=True))
+    assert [path.read_bytes() for path in fresh.iterdir()] == [complete]
+
+
+def test_code_of_others_is_not_loaded(fresh, monkeypatch):
+    """In a cache that others can write, they could replace the code that this user runs."""
+    gka_token()
+    (kept,) = fresh.iterdir()
+    assert fresh.stat().st_mode & 0o777 == 0o700
+    fresh.chmod(0o777)
+    loaded, load = [], _native.ctypes.CDLL
+    monkeypatch.setattr(_native.ctypes, "CDLL", lambda path: loaded.append(path) or load(path))
+    monkeypatch.setattr(_native, "_loaded", {})
+    assert _native.library("gka", needed=True) is not None
+    assert len(loaded) == 1 and loaded != [str(kept)]
 
 
 def test_a_user_without_a_home(fresh, monkeypatch):
@@ -120,7 +160,7 @@ def test_two_processes_at_once(fresh):
 
 def test_two_threads_at_once(fresh, monkeypatch):
     calls, compile_once = [], _native._compile
-    monkeypatch.setattr(_native, "_compile", lambda *args: (calls.append(args), compile_once(*args)))
+    monkeypatch.setattr(_native, "_compile", lambda *args: calls.append(args) or compile_once(*args))
     threads = [threading.Thread(target=_native.library, args=("gla",)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -238,3 +278,133 @@ def test_torch_func_gives_the_gradient_of_native_code(name, monkeypatch):
     leaf = inputs["v"].clone().requires_grad_()
     (want,) = torch.autograd.grad(loss(leaf), leaf)
     assert error(torch.func.grad(loss)(inputs["v"]), want) <= op.tolerance(torch.float32, grad=True)
+
+
+# ---- what only native code could get wrong: it reads memory by its address
+
+
+def steps_and_sequences():
+    """Outputs of every function with native code, for fixed inputs."""
+    torch.manual_seed(0)
+    cpu = {"dtype": torch.float32, "device": "cpu"}
+    q, k, v = (torch.randn(2, 1, 2, 8, **cpu) for _ in "qkv")
+    gates, states = torch.rand(2, 1, 2, **cpu), [torch.randn(2, 2, 8, 8, **cpu) for _ in "abcd"]
+    states[0] = states[0] @ states[0].mT
+    x, weight = torch.randn(2, 1, 8, **cpu), torch.randn(8, 4, **cpu)
+    found = [gla_step(q, k, v, -gates, states[2]), gka_step(q, k, v, -gates, None, None, tuple(states[:2]))]
+    found.append(lattice_step(q, k, v, gates, state=torch.nn.functional.normalize(states[3], dim=-2)))
+    found.append(coffee_step(x, -weight.abs(), weight, weight, state=torch.zeros(2, 8, 4, **cpu)))
+    found.append(short_conv_step(x, weight, None, torch.zeros(2, 8, 3, **cpu)))
+    found += [unit_heads(q, None, None, 1e-6), *decay(x, weight[:, 0], weight[:, 1])]
+    found.append(gated_norm(q, k, weight[:, 0], 1e-6))
+    leaf = q.clone().requires_grad_()
+    for call in (chunk_gka, chunk_lattice):
+        o, final = call(leaf, k, v, gates if call is chunk_lattice else -gates)
+        found += [o.detach(), *torch.autograd.grad(o.square().sum(), leaf)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [(torch.set_default_dtype, dtype) for dtype in (torch.bfloat16, torch.float64)]
+    + [(torch.set_default_device, "meta")],
+    ids=str,
+)
+def test_default_dtype_and_device_do_not_matter(setting, value, monkeypatch):
+    """Memory for results that had another dtype would be too small, on another device it would be none."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    want = steps_and_sequences()
+    for cached in (gka_native_path._schedule, _native._equal_starts):
+        cached.cache_clear()
+    before = torch.get_default_dtype() if setting is torch.set_default_dtype else None
+    try:
+        setting(value)
+        got = steps_and_sequences()
+    finally:
+        setting(before)
+    assert all(g.dtype == w.dtype and torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_tensors_of_several_devices_are_refused(monkeypatch):
+    """By the torch path: native code would read address 0."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    t, gates = torch.ones(1, 1, 2, 8), torch.zeros(1, 1, 2)
+    state, meta = torch.zeros(1, 2, 8, 8), torch.ones(8, device="meta")
+    with pytest.raises(RuntimeError, match="meta"):
+        gated_norm(t, None, meta, 1e-6)
+    with pytest.raises(RuntimeError, match="meta"):
+        gla_step(t, t, t, gates, state.to("meta"))
+    with pytest.raises(RuntimeError, match="meta"):
+        chunk_gka(t, t, t.to("meta"), gates)
+    with pytest.raises(RuntimeError, match="meta"):
+        lattice_step(t, t, t, gates.to("meta"), state=state)
+
+
+@pytest.mark.parametrize("page", [-1, 3])
+def test_pages_that_do_not_exist_are_refused(page, monkeypatch):
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    t, pool, indices = torch.ones(2, 1, 2, 8), torch.zeros(3, 2, 8, 8), torch.tensor([0, page])
+    with pytest.raises(IndexError, match=f"page {page}.*0 to 2"):
+        gla_step(t, t, t, torch.zeros(2, 1, 2), pool, state_indices=indices)
+    assert not pool.any()
+
+
+@pytest.mark.parametrize("op", [chunk_gka, chunk_lattice])
+def test_packed_boundaries(op, monkeypatch):
+    """Boundaries outside of the tokens are refused; the output of tokens of no sequence is zero."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    t, gates = torch.ones(1, 6, 2, 8), torch.zeros(1, 6, 2)
+    for wrong in ([0, 7], [0, 4, 2, 6], [-1, 6]):
+        with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the number of tokens, 6"):
+            op(t, t, t, gates, cu_seqlens=torch.tensor(wrong))
+    o, _ = op(t, t, t, gates, cu_seqlens=torch.tensor([0, 0, 4]))
+    assert torch.equal(o[:, :4], op(t[:, :4], t[:, :4], t[:, :4], gates[:, :4])[0]) and not o[:, 4:].any()
+
+
+def test_no_rows(monkeypatch):
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    t, gates = torch.ones(0, 3, 2, 8), torch.zeros(0, 3, 2)
+    for op in (chunk_gka, chunk_lattice):
+        assert op(t, t, t, gates)[0].shape == t.shape
+
+
+def test_autograd_knows_that_a_step_wrote_the_state(monkeypatch):
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    t, gates = torch.ones(1, 1, 2, 8, requires_grad=True), torch.zeros(1, 1, 2)
+    state = torch.ones(1, 2, 8, 8)
+    loss = (t.sum() * state).sum()
+    gla_step(t, t, t, gates, state)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@torch.no_grad()
+def test_forward_derivatives_and_traces(monkeypatch):
+    """Native code has no forward-mode derivative, and torch.jit.trace does not see it: the torch path runs."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    x, tangent = torch.randn(2, 1, 1, 2, 8)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(unit_heads(forward_ad.make_dual(x, tangent), None, None, 0.0)).tangent
+    _, want = torch.autograd.functional.jvp(lambda x: x / x.norm(dim=-1, keepdim=True), x, tangent)
+    assert error(found, want) < 1e-6
+    traced = torch.jit.trace(lambda x: unit_heads(x, None, None, 1e-6), (torch.ones_like(x),))
+    assert error(traced(x), unit_heads(x, None, None, 1e-6)) < 1e-6
+
+
+def test_a_fork_while_another_thread_compiles(fresh):
+    """The child does not wait for the parent's thread."""
+    code = """
+import os, threading, time
+from hf_memmix_kernels import _native
+load = _native._load
+_native._load = lambda op: time.sleep(1) or load(op)
+thread = threading.Thread(target=_native.library, args=("gla",))
+thread.start()
+time.sleep(0.3)
+child = os.fork()
+if not child:
+    os._exit(_native.library("gla") is None)
+assert os.waitpid(child, 0)[1] == 0
+thread.join()
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)

@@ -10,6 +10,7 @@ import importlib.util
 import os
 
 import torch
+from torch.autograd import forward_ad
 
 from . import _native
 
@@ -53,8 +54,9 @@ def use_triton(x: torch.Tensor) -> bool:
     return forced == "triton"
 
 
-def native_library(op: str, x: torch.Tensor) -> ctypes.CDLL | None:
-    """The native code of the op that got `x`, if it should run: `x` is on a CPU and there is a compiler.
+def native_library(op: str, x: torch.Tensor, *others: torch.Tensor | None) -> ctypes.CDLL | None:
+    """The native code of the op that got `x` and other tensors, if it should run: all are on a CPU, and there is a
+    compiler.
 
     Ask this before `use_triton`, which refuses unknown backends.
 
@@ -63,8 +65,16 @@ def native_library(op: str, x: torch.Tensor) -> ctypes.CDLL | None:
     """
     if not x.is_cpu or x.dtype not in NATIVE_DTYPES:
         return None
-    # torch.func wraps tensors, and a wrapper has no memory of its own
-    if torch._C._are_functorch_transforms_active():
+    for t in others:  # the torch path has a message for tensors of several devices, native code would crash
+        if t is not None and not t.is_cpu:
+            return None
+    # torch.func wraps tensors, and a wrapper has no memory of its own; native code has no forward-mode derivative,
+    # and torch.jit.trace does not see it
+    if (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    ):
         return None
     if _BACKEND not in _environment:
         return _native.library(op)

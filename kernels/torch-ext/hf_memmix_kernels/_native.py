@@ -15,7 +15,10 @@ import logging
 import os
 import platform
 import shutil
+import signal
+import stat
 import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -33,6 +36,8 @@ FLAGS = (
 )  # fmt: skip
 # the instructions of this processor; the second choice is for compilers that do not know the option
 TARGETS = (("-march=native",), ())
+# keys of /proc/cpuinfo, in lower case: x86, Arm, POWER, s390x and RISC-V
+PROCESSOR_LINES = {"model name", "flags", "features", "cpu implementer", "cpu part", "cpu", "machine", "isa", "uarch"}
 THREAD_WORK = 2_000_000  # operations from which a second thread is worth its start (about 0.1 ms)
 
 logger = logging.getLogger(__name__)
@@ -47,6 +52,8 @@ def compiler() -> str | None:
     if os.name != "posix":
         return None
     named = os.environ.get("CXX")
+    if sys.platform == "darwin" and not named and not Path("/Library/Developer/CommandLineTools").exists():
+        return None  # /usr/bin/c++ is there without a compiler, and opens a window that offers to install one
     return next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
 
 
@@ -54,10 +61,10 @@ def compiler() -> str | None:
 def _processor() -> str:
     """What the code of -march=native depends on: caches may be shared by several machines."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    kept = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    kept = {line for line in lines if line.partition(":")[0].strip().lower() in PROCESSOR_LINES}
     return "\n".join([platform.machine(), *sorted(kept)])
 
 
@@ -69,27 +76,73 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_memmix"
 
 
+def _own_folder() -> Path:
+    """The folder of this user in the cache folder, which several users may share.
+
+    Raises:
+        OSError: it cannot be made, or somebody else could put code there.
+    """
+    folder = cache_folder() / f"native-{os.getuid()}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{folder} belongs to another user, or others can write it")
+    return folder
+
+
 def _key(source: Path, command: str) -> str:
     found = os.stat(command)
-    parts = [source.read_text(), (ROOT / "native.h").read_text(), repr((FLAGS, TARGETS)), _processor()]
-    parts.append(f"{os.path.realpath(command)} {found.st_size} {found.st_mtime_ns}")
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    parts = [source.read_bytes(), (ROOT / "native.h").read_bytes()]
+    settings = repr((FLAGS, TARGETS, os.path.realpath(command), found.st_size, found.st_mtime_ns))
+    parts += [text.encode(errors="surrogateescape") for text in (settings, _processor())]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
-def _compile(source: Path, target: Path, command: str):
-    """Compile `source` to `target`, which appears only when it is complete: other processes may compile it too."""
-    handle, scratch = tempfile.mkstemp(suffix=".so", dir=target.parent)
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def _kept(folder: Path, name: str) -> Path | None:
+    """The complete file of this name in the folder: the loader would crash the process on one that was cut off."""
+    for file in sorted(folder.glob(f"{name}-*.so")):
+        if file.stem == f"{name}-{_digest(file)}":
+            return file
+        file.unlink(missing_ok=True)
+    return None
+
+
+def _run(command: list[str]) -> tuple[str, int]:
+    """Stderr and exit status of a compiler.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than SECONDS. It is ended with all its children, which keep the
+            pipe open: `subprocess.run` would wait for them.
+    """
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        errors="replace", start_new_session=True,
+    )  # fmt: skip
+    with process:
+        try:
+            return process.communicate(timeout=SECONDS)[1], process.returncode
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
+def _compile(source: Path, folder: Path, name: str, command: str) -> Path:
+    """Compile `source` to a file of `folder`, which appears when it is complete: others may compile it, too."""
+    handle, scratch = tempfile.mkstemp(prefix="compiling-", suffix=".tmp", dir=folder)
     os.close(handle)
     try:
         for options in TARGETS:
-            done = subprocess.run(
-                [command, *FLAGS, *options, str(source), "-o", scratch],
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS,
-            )  # fmt: skip
-            if done.returncode == 0:
+            message, status = _run([command, *FLAGS, *options, str(source), "-o", scratch])
+            if status == 0:
+                target = folder / f"{name}-{_digest(Path(scratch))}.so"
                 os.replace(scratch, target)
-                return
-        raise NativeError(f"{command} cannot compile {source}:\n{done.stderr[-2000:]}")
+                return target
+        raise NativeError(f"{command} cannot compile {source}:\n{message[-2000:]}")
     finally:
         Path(scratch).unlink(missing_ok=True)
 
@@ -104,26 +157,24 @@ def _load(op: str) -> ctypes.CDLL:
     if command is None:
         raise NativeError(f"no C++ compiler ({', '.join(COMPILERS)}) is installed; install g++, or set CXX to one")
     try:
-        name = f"{op}-{_key(source, command)}.so"
+        name = f"{op}-{_key(source, command)}"
         try:
-            folder = cache_folder()
-            folder.mkdir(parents=True, exist_ok=True)
-            if not (folder / name).is_file():
-                _compile(source, folder / name, command)
-            return ctypes.CDLL(str(folder / name))
+            folder = _own_folder()
+            return ctypes.CDLL(str(_kept(folder, name) or _compile(source, folder, name, command)))
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
             if isinstance(error, NativeError):
                 raise
             logger.info("hf_memmix: the cache folder cannot be used (%s), compiling for this process only", error)
         with tempfile.TemporaryDirectory(prefix="hf_memmix") as folder:  # a loaded file may be deleted
-            _compile(source, Path(folder) / name, command)
-            return ctypes.CDLL(str(Path(folder) / name))
+            return ctypes.CDLL(str(_compile(source, Path(folder), name, command)))
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeError(f"the native code of {op} cannot be compiled: {error}") from error
 
 
 _loaded: dict[str, ctypes.CDLL | NativeError] = {}
 _loading = threading.Lock()
+if hasattr(os, "register_at_fork"):  # a child would wait for ever for a thread that only its parent has
+    os.register_at_fork(before=_loading.acquire, after_in_parent=_loading.release, after_in_child=_loading.release)
 
 
 def library(op: str, needed: bool = False) -> ctypes.CDLL | None:
@@ -175,9 +226,28 @@ def dense(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor |
     return tensor.to(dtype).contiguous()
 
 
-def pages_of(state_indices: Tensor | None) -> Tensor | None:
-    """The pages as int64, or None."""
-    return None if state_indices is None else state_indices.long()
+def empty(*shape: int) -> Tensor:
+    """A new float32 tensor on the CPU, whatever the default dtype and device are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def pages_of(state_indices: Tensor | None, pages: int) -> Tensor | None:
+    """The pages as contiguous int64, or None; each must be one of the `pages` of a pool.
+
+    Raises:
+        IndexError: there is no such page.
+    """
+    if state_indices is None:
+        return None
+    for page in state_indices.tolist():
+        if not 0 <= page < pages:
+            raise IndexError(f"state_indices has the page {page}, the pool has the pages 0 to {pages - 1}")
+    return state_indices.long().contiguous()
+
+
+def changed(*states: Tensor) -> None:
+    """Tell autograd that native code wrote these tensors: it then refuses a backward pass that needs the old ones."""
+    torch.autograd.graph.increment_version(states)
 
 
 def over_rows(call, rows: int, work: float):
@@ -199,10 +269,19 @@ def over_rows(call, rows: int, work: float):
 
 
 def starts_of(batch: int, length: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Boundaries [N + 1] of the sequences in the flattened tokens, int64."""
-    return _equal_starts(batch, length) if cu_seqlens is None else cu_seqlens.long().contiguous()
+    """Boundaries [N + 1] of the sequences in the flattened tokens, int64.
+
+    Raises:
+        ValueError: packed boundaries that fall, or lie outside of the tokens.
+    """
+    if cu_seqlens is None:
+        return _equal_starts(batch, length)
+    starts = cu_seqlens.to("cpu", torch.int64).contiguous()
+    if starts[0] < 0 or starts[-1] > length or (starts.diff() < 0).any():
+        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, {length}, got {starts.tolist()}")
+    return starts
 
 
 @functools.lru_cache(maxsize=64)
 def _equal_starts(batch: int, length: int) -> Tensor:
-    return torch.arange(batch + 1) * length
+    return torch.arange(batch + 1, device="cpu") * length

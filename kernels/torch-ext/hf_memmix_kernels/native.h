@@ -33,12 +33,21 @@ static inline void store(bf16& to, float x) {
     to.bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// a b + c. -fassociative-math would add the two parts of log 2 in `exponential` first, and lose what the second is for
+static inline float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;  // less exact, but a call of fmaf would not be vectorised
+#endif
+}
+
 // e^x within 2 units in the last place: 2^n times a polynomial of the rest, which compilers vectorise. 0 and infinity
 // where float32 has no other number; NaN stays NaN.
 static inline float exponential(float x) {
     const float limited = x < -88.0f ? -88.0f : x > 88.7f ? 88.7f : x;
     const float n = std::floor(limited * 1.44269504f + 0.5f);
-    const float r = (limited - n * 0.693359375f) + n * 2.12194440e-4f;
+    const float r = fused(n, 2.12194440e-4f, fused(n, -0.693359375f, limited));
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;

@@ -206,7 +206,11 @@ def _step(
     state_indices: Tensor | None,
     feedback: str,
 ) -> Tensor:
-    if gate is None and state.dtype == torch.float32 and (library := native_library("coffee", u)):
+    if (
+        gate is None
+        and state.dtype == torch.float32
+        and (library := native_library("coffee", u, lam, w, C, w_filter, state))
+    ):
         return coffee_step_native(library, u, lam, w, C, w_filter, state, state_indices, feedback)
     step = coffee_step_torch
     if use_triton(u):

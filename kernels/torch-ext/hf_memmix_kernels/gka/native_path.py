@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import native_library
-from .._native import INTEGER, POINTER, REAL, address, dense, function, over_rows, pages_of, starts_of
+from .._native import INTEGER, POINTER, REAL, address, changed, dense, empty, function, over_rows, pages_of, starts_of
 from .._registration import needs_op
 from .schedule import gradient_phases, richardson_steps
 from .torch_path import gka_backward
@@ -25,8 +25,8 @@ MAX_GATE_WORK = 2**20  # products; with more of them, the matrix products of tor
 def _schedule(phases: tuple[int, ...], ridge: float) -> tuple[Tensor, Tensor]:
     """The steps tau of all phases, and how many each phase has."""
     steps = [richardson_steps(count, ridge) for count in phases]
-    flat = torch.tensor([tau for phase in steps for tau in phase], dtype=torch.float32)
-    return flat, torch.tensor([len(phase) for phase in steps])
+    flat = torch.tensor([tau for phase in steps for tau in phase], dtype=torch.float32, device="cpu")
+    return flat, torch.tensor([len(phase) for phase in steps], device="cpu")
 
 
 def _advance(library, q, k, v, log_decay, alpha, beta, h, u, pages, starts, phases, ridge, scale, o, x):
@@ -49,8 +49,10 @@ def gka_forward_native(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o [B, T, H, Dv] in q's dtype, x [B, T, H, D] in float32, the final H and U."""
     h, u = (s.clone(memory_format=torch.contiguous_format) for s in (h0, u0))
-    o, x = (torch.empty(*q.shape[:3], t.shape[-1]) for t in (v, q))
+    o, x = (empty(*q.shape[:3], t.shape[-1]) for t in (v, q))
     starts = starts_of(*q.shape[:2], cu_seqlens)
+    if cu_seqlens is not None:  # tokens of no sequence
+        o.zero_(), x.zero_()
     _advance(library, q, k, v, log_decay, alpha, beta, h, u, None, starts, phases, ridge, scale, o, x)
     return o.to(q.dtype), x, h, u
 
@@ -65,7 +67,7 @@ def gka_backward_native(
     def solve(right):
         """z [B, T, H, D] with (H_t + ridge |H_t| I) z = right, for every token."""
         h = h0.clone(memory_format=torch.contiguous_format)
-        z, count = torch.empty(right.shape), gradient_phases(phases)
+        z, count = empty(*right.shape), gradient_phases(phases)
         _advance(library, right, k, None, log_decay, None, beta, h, None, None, starts, count, ridge, 1.0, None, z)
         return z
 
@@ -79,9 +81,10 @@ def gka_step_native(
     library: ctypes.CDLL, q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale
 ) -> Tensor:
     """Advance (h, u), or their pages, in place by the one token of q, k, v [B, 1, heads, D]; o [B, 1, H, Dv]."""
-    o = torch.empty(*q.shape[:3], v.shape[-1])
-    starts, pages = starts_of(q.shape[0], 1, None), pages_of(state_indices)
+    o = empty(*q.shape[:3], v.shape[-1])
+    starts, pages = starts_of(q.shape[0], 1, None), pages_of(state_indices, len(h))
     _advance(library, q, k, v, log_decay, alpha, beta, h, u, pages, starts, phases, ridge, scale, o, None)
+    changed(h, u)
     return o if q.dtype == torch.float32 else o.to(q.dtype)
 
 
@@ -106,19 +109,20 @@ def gates_of_token(
         sigmoid(W_2 x + b_2), float32 [B, 1, H]; or None if native code cannot run.
     """
     heads, hidden = weights[0].shape
-    if torch.is_grad_enabled() or 3 * heads * x.numel() > MAX_GATE_WORK:
-        return None
     tensors, dtype = [x, *weights, *biases], x.dtype
+    # first: torch.compile would make a guard of every other condition. Under autocast the layers have another dtype
+    if needs_op((*tensors, dt_bias, A_log)) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return None
+    if 3 * heads * x.numel() > MAX_GATE_WORK:
+        return None
     for t in tensors:  # a loop takes half the time of any()
         if t is not None and (t.dtype != dtype or not t.is_contiguous()):
             return None
-    if needs_op(tensors):
-        return None
-    library = native_library("gka", x)
+    library = native_library("gka", *tensors, dt_bias, A_log)
     if library is None:
         return None
     dt_bias, A_log = dense(dt_bias), dense(A_log)
-    results, pointers = [torch.empty(x.shape[0], 1, heads) for _ in weights], POINTER * 3
+    results, pointers = [empty(x.shape[0], 1, heads) for _ in weights], POINTER * 3
     function(library, "gka_gates", GATES)(
         x.data_ptr(), pointers(*[t.data_ptr() for t in weights]), pointers(*[address(t) for t in biases]),
         dt_bias.data_ptr(), A_log.data_ptr(), pointers(*[t.data_ptr() for t in results]),

@@ -28,9 +28,9 @@ def _chunk_path(q: torch.Tensor, v: torch.Tensor):
     return torch_path
 
 
-def _native(q: torch.Tensor, h: torch.Tensor):
+def _native(h: torch.Tensor, *tensors: torch.Tensor):
     """The native code, if it should run on these tensors; else None."""
-    return native_library("gka", q) if h.dtype == torch.float32 else None
+    return native_library("gka", *tensors, h) if h.dtype == torch.float32 else None
 
 
 @chunk_op("hf_memmix::gka_fwd")
@@ -49,7 +49,7 @@ def _gka_fwd(
     scale: float,
     chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    if library := _native(q, h0):
+    if library := _native(h0, q, k, v, log_decay, alpha, beta, u0):
         return gka_forward_native(library, q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale)
     path = _chunk_path(q, v)
     outputs = path.gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size)
@@ -84,7 +84,7 @@ def _gka_bwd(
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:
-    library = _native(q, h0)
+    library = _native(h0, q, k, v, log_decay, beta, do, x)
     backward = functools.partial(gka_backward_native, library) if library else _chunk_path(q, v).gka_backward
     grads = backward(
         do,
@@ -146,7 +146,7 @@ def _gka_step(
     ridge: float,
     scale: float,
 ) -> torch.Tensor:
-    if library := _native(q, h):
+    if library := _native(h, q, k, v, log_decay, alpha, beta, u):
         return gka_step_native(library, q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale)
     if use_triton(q):
         from .launch import gka_step_triton as step

@@ -102,7 +102,7 @@ def _step(
     state_indices: Tensor | None,
     scale: float,
 ) -> Tensor:
-    if state.dtype == torch.float32 and (library := native_library("gla", q)):
+    if state.dtype == torch.float32 and (library := native_library("gla", q, k, v, log_decay, beta, skip, state)):
         return gla_step_native(library, q, k, v, log_decay, beta, skip, state, state_indices, scale)
     if use_triton(q):
         from .launch import gla_step_triton as step

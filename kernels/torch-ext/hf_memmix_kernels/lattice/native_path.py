@@ -8,7 +8,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from .._native import INTEGER, POINTER, address, dense, function, over_rows, pages_of, starts_of
+from .._native import INTEGER, POINTER, address, changed, dense, function, over_rows, pages_of, starts_of
 from .sizes import CHECKPOINT
 
 VARIANTS = ("dec", "enc", "sim")  # in the order of native.cpp
@@ -26,7 +26,8 @@ def _advance(library, q, k, v, gamma, state, pages, stride, kept, starts, varian
     _, _, heads, m = q.shape
     d = v.shape[-1]
     q, k, v, gamma = (dense(t) for t in (q, k, v, gamma))
-    y, rows = torch.empty_like(v), (starts.numel() - 1) * heads
+    # zeros for packed tokens that belong to no sequence
+    y, rows = torch.zeros_like(v), (starts.numel() - 1) * heads
     call = function(library, "lattice_tokens", TOKENS)
     tensors = (q, k, v, gamma, state, pages)
     addresses = [address(t) for t in tensors]
@@ -45,7 +46,7 @@ def lattice_fwd_native(library, q, k, v, gamma, initial_state, cu_seqlens, varia
     """o, the final state [N, H, d, m] and the states before every 64th token [windows, N H, m, d]."""
     state = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     starts, (sequences, heads, d, m) = starts_of(*q.shape[:2], cu_seqlens), state.shape
-    longest = int(starts.diff().max())
+    longest = int(starts.diff().max()) if sequences else 0
     kept = state.new_zeros(-(-longest // CHECKPOINT) if save else 0, sequences * heads, m, d)
     y = _advance(library, q, k, v, gamma, state, None, heads * d * m, kept if save else None, starts, variant)
     return y.to(v.dtype), state, kept
@@ -71,6 +72,7 @@ def lattice_bwd_native(library: ctypes.CDLL, do, dfinal, q, k, v, gamma, kept, c
 
 def lattice_step_native(library: ctypes.CDLL, q, k, v, gamma, state, state_indices, variant) -> Tensor:
     """Update the state [B, H, d, m], or its pages, in place by one token; returns o [B, 1, H, d]."""
-    pages, starts = pages_of(state_indices), starts_of(q.shape[0], 1, None)
+    pages, starts = pages_of(state_indices, len(state)), starts_of(q.shape[0], 1, None)
     y = _advance(library, q, k, v, gamma, state, pages, state.stride(0), None, starts, variant)
+    changed(state)
     return y.to(v.dtype)

@@ -30,11 +30,11 @@ def _path(x: Tensor, dual: bool = False):
     return lattice_fwd_triton, lattice_bwd_triton, lattice_step_triton
 
 
-def _native(v: Tensor, state: Tensor, log_decay: Tensor | None, variant: str, project: bool, l1: float):
-    """The native code, if it should run this rule on these tensors; else None."""
-    if state.dtype != torch.float32 or not runs_native(log_decay, variant, project, l1):
+def _native(tensors: tuple[Tensor, ...], log_decay: Tensor | None, variant: str, project: bool, l1: float):
+    """The native code, if it should run this rule on these tensors, v first and the state last; else None."""
+    if tensors[-1].dtype != torch.float32 or not runs_native(log_decay, variant, project, l1):
         return None
-    return native_library("lattice", v)
+    return native_library("lattice", *tensors)
 
 
 def _kept_shape(
@@ -65,7 +65,7 @@ def _fwd(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     save = save and (use_triton(v) or cu_seqlens is None)
-    if library := _native(v, initial_state, log_decay, variant, project, l1):
+    if library := _native((v, q, k, gamma, initial_state), log_decay, variant, project, l1):
         return lattice_fwd_native(library, q, k, v, gamma, initial_state, cu_seqlens, variant, save)
     forward = _path(v, chunked and runs_dual(variant, project, l1))[0]
     outputs = forward(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save)
@@ -100,7 +100,7 @@ def _bwd(
     chunked: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs, rule = (q, k, v, gamma, log_decay, initial_state), (variant, project, l1)
-    if library := _native(v, initial_state, log_decay, *rule):
+    if library := _native((v, q, k, gamma, do, dfinal, initial_state), log_decay, *rule):
         if not kept.numel():
             kept = lattice_fwd_native(library, q, k, v, gamma, initial_state, cu_seqlens, variant, True)[2]
         grads = lattice_bwd_native(library, do, dfinal, q, k, v, gamma, kept, cu_seqlens, variant)
@@ -150,7 +150,7 @@ def _step(
     project: bool,
     l1: float,
 ) -> Tensor:
-    if library := _native(v, state, log_decay, variant, project, l1):
+    if library := _native((v, q, k, gamma, state), log_decay, variant, project, l1):
         return lattice_step_native(library, q, k, v, gamma, state, state_indices, variant)
     return _path(v)[2](q, k, v, gamma, log_decay, state, state_indices, variant, project, l1)
 

@@ -23,12 +23,12 @@ def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
 
 def _native(x: Tensor, *others: Tensor | None, one_dtype: bool = True):
     """The native code, if it should compute a function of these tensors; else None."""
+    if needs_op((x, *others)):  # first: torch.compile would make a guard of every other condition
+        return None
     for t in others if one_dtype else ():
         if t is not None and t.dtype != x.dtype:
             return None
-    if not runs_native(x, *others) or needs_op((x, *others)):
-        return None
-    return native_library("rowwise", x)
+    return native_library("rowwise", x, *others) if runs_native(x, *others) else None
 
 
 def _unit_fwd(*args):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import native_library
-from .._native import INTEGER, POINTER, REAL, address, function, pages_of
+from .._native import INTEGER, POINTER, REAL, address, changed, function, pages_of
 from .._registration import needs_op
 
 STEP = (*[POINTER] * 5, INTEGER, POINTER, *[INTEGER] * 4, REAL, INTEGER)
@@ -32,13 +32,14 @@ def short_conv_step_native(
 ) -> Tensor:
     """Read one token [B, 1, C] and shift the state [B, C, K-1], or its pages, in place."""
     x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
-    y, pages, (channels, taps) = torch.empty_like(x), pages_of(state_indices), weight.shape
+    y, pages, (channels, taps) = torch.empty_like(x), pages_of(state_indices, len(state)), weight.shape
     target = state if pages is not None or state.is_contiguous() else state.contiguous()
     function(library, "short_conv_step", STEP)(
         x.data_ptr(), weight.data_ptr(), address(bias), target.data_ptr(), address(pages), target.stride(0),
         y.data_ptr(), x.shape[0], channels, taps, silu, math.inf if limit is None else limit,
         x.dtype == torch.bfloat16,
     )  # fmt: skip
+    changed(state)
     if target is not state:
         state.copy_(target)
     return y
@@ -77,22 +78,33 @@ def unit_heads_after_convolutions(
         The outputs [B, 1, C], or None if native code cannot run them.
     """
     x, paged = convolutions[0].x, state_indices is not None
-    if torch.is_grad_enabled() or not x.is_cpu or (cos is not None and cos.dtype != x.dtype):
+    tensors = [t for c in convolutions for t in c[:3]]
+    # first: torch.compile would make a guard of every other condition
+    if needs_op((*tensors, cos, sin)) or torch.is_grad_enabled() or not x.is_cpu:
         return None
-    if needs_op((x,)):
+    if cos is not None and not cos.dtype == sin.dtype == x.dtype:
         return None
     for c in convolutions:
-        if not runs_native_step(c.x, c.weight, None, c.state) or not (paged or c.state.is_contiguous()):
+        if (
+            c.x.dtype != x.dtype
+            or not runs_native_step(c.x, c.weight, None, c.state)
+            or not (paged or c.state.is_contiguous())
+        ):
             return None
-    library = native_library("short_conv", x)
+    library = native_library("short_conv", *tensors, cos, sin)
     if library is None:
         return None
     if cos is not None:
         cos, sin = cos.contiguous(), sin.contiguous()
     inputs, weights = [c.x.contiguous() for c in convolutions], [c.weight.contiguous() for c in convolutions]
-    outputs, pages, count = [torch.empty_like(t) for t in inputs], pages_of(state_indices), len(convolutions)
+    outputs, pages, count = (
+        [torch.empty_like(t) for t in inputs],
+        pages_of(state_indices, len(convolutions[0].state)),
+        len(convolutions),
+    )
     pointers, integers = POINTER * count, INTEGER * count
     states = [c.state for c in convolutions]
+    pages = pages_of(state_indices, min(map(len, states)))
     function(library, "short_conv_heads", HEADS)(
         *(pointers(*[t.data_ptr() for t in tensors]) for tensors in (inputs, weights, states, outputs)),
         integers(*[t.shape[-1] for t in inputs]), integers(*[t.stride(0) for t in states]),
@@ -100,4 +112,5 @@ def unit_heads_after_convolutions(
         0 if cos is None else cos.shape[-1], address(pages), x.shape[0], weights[0].shape[1], silu, eps,
         x.dtype == torch.bfloat16,
     )  # fmt: skip
+    changed(*states)
     return outputs

@@ -99,7 +99,7 @@ def _step(
     silu: bool,
     limit: float | None,
 ) -> Tensor:
-    if runs_native_step(x, weight, bias, state) and (library := native_library("short_conv", x)):
+    if runs_native_step(x, weight, bias, state) and (library := native_library("short_conv", x, weight, bias, state)):
         return short_conv_step_native(library, x, weight, bias, state, state_indices, silu, limit)
     if use_triton(x):
         from .launch import short_conv_step_triton as step

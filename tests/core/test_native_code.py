@@ -1,0 +1,93 @@
+"""Models on a CPU: native code and the torch path give the same logits, states and gradients.
+
+The other tests of the core compare float64 models, which native code does not run.
+"""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from core.checks import left_padded, positions_of
+from hf_memmix_kernels import _native
+from testing import MIXERS, random_ids, tiny_model
+
+pytestmark = pytest.mark.skipif(_native.compiler() is None, reason="needs a C++ compiler")
+
+# of |difference| / |expected|: native code adds in another order, and a random model amplifies the roundings of its
+# dtype. The torch path differs from float64 by up to 2e-6 and 4e-2
+BOUNDS = {torch.float32: 3e-5, torch.bfloat16: 6e-2}
+PROMPT, STEPS = 9, 5
+
+every_mixer = pytest.mark.parametrize("mixer", MIXERS)
+both_dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+
+
+@pytest.fixture
+def on_both_paths(monkeypatch):
+    """A function that returns the results of a call on the torch path and with native code."""
+    libraries, load = [], _native.library
+
+    def counted(op, needed=False):
+        libraries.append(op)
+        return load(op, needed)
+
+    def run(call):
+        monkeypatch.setattr(_native, "library", counted)
+        monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+        expected = call()
+        assert not libraries
+        monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+        actual = call()
+        assert libraries, "native code did not run"
+        return expected, actual
+
+    return run
+
+
+def assert_near(actual, expected, dtype):
+    error = torch.linalg.vector_norm(actual.double() - expected.double()) / torch.linalg.vector_norm(expected.double())
+    assert error < BOUNDS[dtype]
+
+
+def decoded(model, ids, mask, cache):
+    """Logits [B, 1 + STEPS, V] of a prompt's last token and of the given tokens after it, one at a time."""
+    logits, bounds = [], [0, *range(PROMPT, PROMPT + STEPS + 1)]
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        out = model(
+            ids[:, start:end],
+            attention_mask=mask[:, :end],
+            position_ids=positions_of(mask)[:, start:end],
+            past_key_values=cache,
+        )
+        logits.append(out.logits[:, -1])
+    return torch.stack(logits, 1)
+
+
+@torch.no_grad()
+@every_mixer
+@both_dtypes
+@pytest.mark.parametrize("cache", [DynamicCache, StaticCache], ids=("dynamic", "static"))
+@pytest.mark.parametrize("padded", [False, True], ids=("full", "left-padded"))
+def test_decoding(mixer, dtype, cache, padded, on_both_paths):
+    model = tiny_model("llama", "first", mixer, dtype=dtype)
+    length = PROMPT + STEPS
+    ids, mask = left_padded([random_ids(1, length), random_ids(1, length - 4 * padded, seed=1)])
+    size = {"max_cache_len": length} if cache is StaticCache else {}
+    expected, actual = on_both_paths(lambda: decoded(model, ids, mask, cache(config=model.config, **size)))
+    assert actual.dtype == expected.dtype
+    assert_near(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("mixer", ["gka", "lattice"])  # the sequences of the others have no native code
+@both_dtypes
+def test_training(mixer, dtype, on_both_paths):
+    model = tiny_model("llama", "first", mixer, dtype=dtype, fresh=True).train()
+    ids, mask = left_padded([random_ids(1, 13), random_ids(1, 6, seed=1)])
+
+    def gradients():
+        model.zero_grad()
+        model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), use_cache=False).loss.backward()
+        return torch.cat([p.grad.double().flatten() for p in model.parameters()])
+
+    expected, actual = on_both_paths(gradients)
+    assert_near(actual, expected, dtype)

@@ -308,7 +308,7 @@ def steps_and_sequences():
     ("setting", "value"),
     [(torch.set_default_dtype, dtype) for dtype in (torch.bfloat16, torch.float64)]
     + [(torch.set_default_device, "meta")],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),  # the same in every process
 )
 def test_default_dtype_and_device_do_not_matter(setting, value, monkeypatch):
     """Memory for results that had another dtype would be too small, on another device it would be none."""

@@ -206,12 +206,9 @@ def _step(
     state_indices: Tensor | None,
     feedback: str,
 ) -> Tensor:
-    if (
-        gate is None
-        and state.dtype == torch.float32
-        and (library := native_library("coffee", u, lam, w, C, w_filter, state))
-    ):
-        return coffee_step_native(library, u, lam, w, C, w_filter, state, state_indices, feedback)
+    tensors = u, lam, w, C, w_filter, state
+    if gate is None and state.dtype == torch.float32 and (library := native_library("coffee", *tensors)):
+        return coffee_step_native(library, *tensors, state_indices, feedback)
     step = coffee_step_torch
     if use_triton(u):
         from .launch import coffee_step_triton as step
@@ -402,8 +399,7 @@ def deer_coffee(
     capture always run the scan.
 
     Args:
-        tolerance: largest last update, relative to 1 + |x|; None is 1e-4, in float64 1e-7. Newton's iterations
-            converge quadratically, so the remaining error is much smaller.
+        tolerance: largest last update, relative to 1 + |x|; None is 1e-4, in float64 1e-7. The error is far smaller.
         max_iterations: if this number of iterations is not enough, the scan runs instead.
         damping: mu >= 0 of ELK, the paper's Levenberg-Marquardt variant: updates are kept small where the plain ones
             overflow. Runs as torch operations on any device, at more iterations.

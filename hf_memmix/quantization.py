@@ -1,4 +1,4 @@
-"""Quantised weights: which quantisers load a model with mixers, and which layers they leave as they are.
+"""Quantised weights: the quantisers that can load a model with mixers, and the layers that are not quantised.
 
     AutoModelForCausalLM.from_pretrained(folder, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
 
@@ -32,7 +32,7 @@ def steering_names(model: nn.Module) -> list[str]:
 
 
 def leave_steering_alone(quantization, model_class: type, config):
-    """A copy of a quantisation config that names the layers which stay as they are.
+    """Return a copy of a quantisation config that also names the layers that are not to be quantised.
 
     Args:
         quantization: a config of transformers, e.g. `BitsAndBytesConfig`, or a dictionary with its fields.

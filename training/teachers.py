@@ -60,7 +60,7 @@ def quantize_frozen(
     """Hold the frozen matrices in 4 or 8 bit: those that student and teacher share, and the teacher's own attention.
 
     Call it after `share_weights`. Both models then use the same quantised layers. Embeddings and the output projection
-    are left as they are.
+    keep their dtype.
 
     Args:
         quantize: "4bit" or "8bit".

@@ -51,7 +51,7 @@ def runs_native_code(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out tests of the native path of what has none."""
+    """Deselect tests of the native path for ops and functions without native code."""
     with_path = [i for i in items if getattr(getattr(i, "callspec", None), "params", {}).get("backend") == "native"]
     without = [item for item in with_path if not runs_native_code(item)]
     if without:

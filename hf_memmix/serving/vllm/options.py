@@ -73,7 +73,7 @@ REFUSALS = (
 
 
 def refusal_of_options(vllm_config) -> str | None:
-    """The line that refuses the first of `REFUSALS` that a configuration of vLLM has; None if it has none of them."""
+    """The message of the first option in `REFUSALS` that this configuration of vLLM uses, or None."""
     for option, given, reason in REFUSALS:
         if given(vllm_config):
             return f"{option}: {reason}"

@@ -27,11 +27,12 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_memmix.conversion import load_model
 from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.training.bundled.language_model import mean_loss
+from hf_memmix.training.bundled.pretrain_teacher import build_model
 from hf_memmix.training.experiments.common.harness import device
 from hf_memmix.training.experiments.recall_teacher.drills import DrillMaterial, Rows
 from hf_memmix.training.experiments.recall_teacher.muon import Muon
@@ -53,20 +54,7 @@ CONTEXTS = (64, 256, 1024)  # tokens before a token whose loss is measured with 
 
 def build(args: SimpleNamespace, tokenizer) -> LlamaForCausalLM:
     torch.manual_seed(args.seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=args.hidden_size,
-        intermediate_size=args.intermediate_size,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.kv_heads,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config)
+    return build_model(SimpleNamespace(**vars(args), context=CONTEXT), tokenizer)
 
 
 def losses(hidden: Tensor, head: Tensor, ids: Tensor, weights: Tensor, text: int) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
     y_t = sum_{t - window < s <= t} softmax(q_t k_s / sqrt(d)) v_s
 
-A student with this "mixer" has the teacher's weights and a fixed memory, and no other way to hold the context. It is
-only made for training and for probes: it reads whole sequences, without padding, packing and cache.
+A student with this "mixer" has the teacher's weights. It remembers the last tokens of the window and nothing else. It
+is only made for training and for probes: it reads whole sequences, without padding, packing and cache.
 """
 
 from dataclasses import astuple

@@ -97,11 +97,7 @@ def unit_heads_after_convolutions(
     if cos is not None:
         cos, sin = cos.contiguous(), sin.contiguous()
     inputs, weights = [c.x.contiguous() for c in convolutions], [c.weight.contiguous() for c in convolutions]
-    outputs, pages, count = (
-        [torch.empty_like(t) for t in inputs],
-        pages_of(state_indices, len(convolutions[0].state)),
-        len(convolutions),
-    )
+    outputs, count = [torch.empty_like(t) for t in inputs], len(convolutions)
     pointers, integers = POINTER * count, INTEGER * count
     states = [c.state for c in convolutions]
     pages = pages_of(state_indices, min(map(len, states)))

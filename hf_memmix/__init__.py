@@ -7,6 +7,7 @@ AutoModelForSequenceClassification and AutoModelForImageClassification. It impor
 
 import importlib
 
+from . import torchao_messages  # noqa: F401, before transformers imports torchao
 from .configuration_memmix import MemMixConfig, lora_target_modules, memmix_config, model_makers
 from .mixers import MIXERS, register_mixer
 from .models import CoffeeConfig, EchoConfig, GKAConfig, GKAVisionConfig, LatticeConfig

@@ -4,16 +4,12 @@ import gc
 import os
 
 import pytest
-import torch
 
 import error_ratios
 import everyday
 
 gc.disable()  # until the tests are collected: what is imported and collected stays, so a search finds no garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# set before the first `import triton`: without a GPU the kernels run in the interpreter, with a GPU they are compiled
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_addoption(parser):
@@ -23,7 +19,17 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("error_ratios"):
         config.pluginmanager.register(error_ratios.start(config.getoption("error_ratios")))
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def pytest_collectstart(collector):
+    """Set up PyTorch before a test is imported. With -n, the process that starts the others needs no PyTorch."""
+    if isinstance(collector, pytest.Session):
+        import torch
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        # set before the first `import triton`: without a GPU they run in the interpreter, else they are compiled
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marker
@@ -31,6 +37,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if everyday.leaves_out(item.nodeid):
             item.add_marker(pytest.mark.product)
+    import torch
+
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="needs an NVIDIA GPU")
@@ -48,4 +56,6 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def seeded():
+    import torch
+
     torch.manual_seed(0)

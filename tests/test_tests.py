@@ -1,6 +1,7 @@
 """Rules of the tests themselves."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -11,10 +12,15 @@ import everyday
 TESTS = Path(__file__).resolve().parent
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
 def test_imports_no_test_and_leaves_the_path_alone(path):
     """Code of several tests belongs in a module without tests; `pythonpath` of pyproject.toml finds it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         imported = [name for name in names if name.split(".")[-1].startswith("test_")]
@@ -35,7 +41,7 @@ def functions():
     return [
         f"{path.relative_to(TESTS.parent)}::{node.name}"
         for path in TESTS.rglob("test_*.py")
-        for node in ast.parse(path.read_text()).body
+        for node in parsed(path).body
         if isinstance(node, ast.FunctionDef)
     ]
 

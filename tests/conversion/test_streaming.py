@@ -22,7 +22,7 @@ from hf_memmix.conversion.loading import load_tokenizer
 from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.conversion.streaming import shards
 from hf_memmix.conversion.streaming.stream import write_description
-from testing import every_third
+from testing import every_third, in_turn
 from tiny_teachers import tiny_teacher, tiny_tokenizer
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -69,8 +69,7 @@ def test_every_family_in_bf16(family, tmp_path):
     assert {"config.json", "generation_config.json", "conversion.json", "model.safetensors"} <= files.keys()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "mixtral"])
-@pytest.mark.parametrize("mixer", sorted(STARTS))
+@in_turn(mixer=sorted(STARTS), family=["llama", "qwen2", "gpt2", "mixtral"])
 def test_every_mixer(family, mixer, tmp_path):
     """Grouped keys, biases and tied embeddings, fused and transposed projections, experts; a seed of its own."""
     options = {"gate_bias": False} if mixer in ("gka", "coffee", "lattice") else {}  # a gate that starts at random

@@ -1,5 +1,6 @@
 """Rows that end early, and masks that contradict what the cache was fed; `check_finished_rows` has the usual case."""
 
+import functools
 import pickle
 
 import pytest
@@ -48,9 +49,15 @@ class Batch:
         assert_follows(self.model, out, turn, shown, [4] * len(rows), "second turn")
 
 
+@functools.cache
+def batch_of_layout(layout):
+    return Batch(tiny_model("llama", layout))
+
+
 @pytest.fixture(params=("odd", "all"))
 def batch(request):
-    return Batch(tiny_model("llama", request.param))
+    """One batch per layout: the tests do not change it."""
+    return batch_of_layout(request.param)
 
 
 # ---- caches

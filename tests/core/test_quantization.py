@@ -1,11 +1,12 @@
 """Quantised weights: what a quantiser leaves alone, saving and loading, QLoRA, perplexity, refusals by name."""
 
 import importlib.util
+import logging
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
 import hf_memmix
 from cli_runner import memmix
@@ -14,7 +15,6 @@ from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.mixers import MIXERS
 from hf_memmix.quantization import leave_steering_alone, quantizer_of, steering_names
 from hf_memmix.swap import fp32_parameter_names, memory_mixers
-from hf_memmix.training.data import tokenize_files
 from testing import MIXERS as TINY
 from tiny_teachers import tiny_teacher
 
@@ -108,19 +108,25 @@ def test_a_quantized_student_is_saved_and_loaded(tmp_path, method):
     assert torch.equal(again.generate(ids, max_new_tokens=8, do_sample=False), whole)
 
 
+@torch.no_grad()
+def loss_of_the_bundled_student(blocks, **options):
+    model = AutoModelForCausalLM.from_pretrained(asset_path("tiny_gka"), dtype=torch.bfloat16, **options)
+    return model(blocks, labels=blocks).loss.item()
+
+
+@pytest.fixture(scope="module")
+def held_out():
+    """Blocks [2, 256] of the text that the bundled student was not trained on, and the student's loss on them."""
+    tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_gka"))
+    text = asset_path("heldout.txt").read_text()[:2048]
+    blocks = tokenizer(text, return_tensors="pt").input_ids[0, :512].view(2, 256)
+    return blocks, loss_of_the_bundled_student(blocks)
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_perplexity_stays_near_that_of_bf16(method):
-    from transformers import AutoTokenizer
-
-    tokens = tokenize_files([asset_path("heldout.txt")], AutoTokenizer.from_pretrained(asset_path("tiny_gka")))
-    blocks = tokens[: 8 * 256].view(8, 256)
-
-    @torch.no_grad()
-    def loss(**options):
-        model = AutoModelForCausalLM.from_pretrained(asset_path("tiny_gka"), dtype=torch.bfloat16, **options)
-        return model(blocks, labels=blocks).loss.item()
-
-    rise = loss(quantization_config=quantization(method)) - loss()
+def test_perplexity_stays_near_that_of_bf16(method, held_out):
+    blocks, plain = held_out
+    rise = loss_of_the_bundled_student(blocks, quantization_config=quantization(method)) - plain
     # of log perplexity: 2 % for 8 bit; 4 bit costs more in a model of 5M parameters
     assert abs(rise) < (0.1 if method == "4bit" else 0.02)
 
@@ -154,6 +160,29 @@ def test_qlora_trains_and_merges(method):
         merged = model.merge_and_unload()(ids).logits.float()
     # the merged weights are rounded again, which costs about as much as the first rounding did
     assert (adapted - merged).square().mean().sqrt() < 1.5 * rounding
+
+
+@pytest.mark.parametrize(
+    ("logger", "message", "shown"),
+    [
+        (
+            "torchao",
+            "Failed to load /lib/torchao/_C_mxfp8.so: Could not load this library",
+            torch.version.cuda is not None,
+        ),
+        ("torchao", "Skipping import of cpp extensions", True),
+        (
+            "torch.utils._pytree",
+            "<enum 'KernelPreference'> is an Enum. Calling register_constant() is deprecated",
+            False,
+        ),
+        ("torch.utils._pytree", "<enum 'Mine'> is an Enum. Calling register_constant() is deprecated", True),
+    ],
+)
+def test_only_two_messages_of_torchao_are_not_shown(logger, message, shown):
+    """test_cli_start.py shows that a command prints none of them."""
+    record = logging.LogRecord(logger, logging.WARNING, "a.py", 1, message, None, None)
+    assert bool(logging.getLogger(logger).filter(record)) == shown
 
 
 def test_what_is_not_supported_is_refused_by_name(tmp_path):

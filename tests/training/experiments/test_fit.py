@@ -31,13 +31,20 @@ def arguments(tmp_path, **values):
     return argparse.Namespace(**{**SIZES, "out": tmp_path / "out.json", "seconds": 600, "workers": 1, **values})
 
 
+def model_of_experiment(name, tmp_path):
+    return build(arguments(tmp_path), *MODELS[name], vocab=128, context=32, seed=0)
+
+
+@pytest.fixture(scope="module")
+def parameters_of_the_transformer(tmp_path_factory):
+    return model_of_experiment("transformer", tmp_path_factory.mktemp("transformer")).num_parameters()
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_models_have_equal_parameters(name, tmp_path):
-    args = arguments(tmp_path)
-    sizes = [build(args, *MODELS[n], vocab=128, context=32, seed=0).num_parameters() for n in ("transformer", name)]
-    assert abs(sizes[1] / sizes[0] - 1) < 0.005
-    model = build(args, *MODELS[name], vocab=128, context=32, seed=0)
-    assert parameter_count(model.config) == sizes[1]
+def test_models_have_equal_parameters(name, tmp_path, parameters_of_the_transformer):
+    model = model_of_experiment(name, tmp_path)
+    assert abs(model.num_parameters() / parameters_of_the_transformer - 1) < 0.005
+    assert parameter_count(model.config) == model.num_parameters()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -23,6 +23,7 @@ LEFT_OUT = {
         + r"(packed|padding|split|steps|float64|gradient|low|is_causal).*\[triton-.*(lattice|ska|gka|coffee_f|gla_)",
         _CONTRACT + r"(packed|split).*\[triton-coffee",  # test_coffee.py packs on the same kernels
         _CONTRACT + r"(packed|split).*\[triton-short_conv",
+        _CONTRACT + r"equals_naive\[triton-.*-gka_sketched",  # test_gka.py has keys narrower than values
         _CONTRACT + r"steps_on_pages\[triton-(24-torch.int32|64-torch.int64)",  # each gap and each dtype stays
         _CONTRACT + r"gka_gradients_of_few_iterations_do_not_depend_on_splits\[triton",
     ],
@@ -123,6 +124,9 @@ LEFT_OUT = {
         r"tests/training/test_packing\.py::test_packed_documents_from_which\w*\[from_files",
         r"tests/training/test_runs\.py::test_a_run_file_without_its_hashes\w*\[None",
         r"tests/core/test_cache\.py::test_crop_does_not_go_back_before_a_change\w*\[(?!gka).*-all-",
+        r"tests/core/test_generation\.py::test_(\w*(beam|_turn)|assistant_of|streamer)\w*\[first",
+        r"tests/core/test_quantization\.py::test_a_quantized_student_is_saved\w*\[4bit",
+        r"tests/test_cli_models\.py::test_tensorboards_files\w*\[None",
         r"tests/core/test_saving\.py::test_half_precision\[(llama-all|gpt_neox-odd)",
         r"tests/core/test_finished_rows\.py::test_rows_keep_their_record\[all-",
         r"tests/core/test_finished_rows\.py::test_(rows_that_end|several_end|other_stop|generation_that)\w*\[odd",

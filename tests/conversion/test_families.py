@@ -1,5 +1,6 @@
 """The table against transformers' own attention: extracted projections must give the q, k, v and output it has."""
 
+import itertools
 import sys
 
 import pytest
@@ -11,7 +12,7 @@ from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import FAMILIES, REFUSED, attention_module, attention_prefix, extract_attention
 from hf_memmix.conversion.from_attention import STARTS
 from hf_memmix.mixers import MIXERS
-from testing import in_turn
+from testing import every_third
 from tiny_teachers import tiny_teacher
 
 
@@ -130,7 +131,7 @@ def test_every_rotating_mixer_is_tested():
     assert {name for name in own if STARTS[name].options(attention).get("use_rope")} == set(ROTATING)
 
 
-@in_turn(model_type=sorted(FAMILIES), mixer=ROTATING)
+@every_third(("model_type", "mixer"), list(itertools.product(sorted(FAMILIES), ROTATING)))
 def test_converted_layers_have_the_scores_of_the_attention(model_type, mixer, recorder, monkeypatch):
     """Of q and k as they reach the mixer's memory, there of unit norm: normed, rotated or not as in that layer."""
     teacher = tiny_teacher(model_type, layers=4)

@@ -273,23 +273,31 @@ def start(folder, body, processes=1, env=None):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Folders of a teacher and a student, and the result of a run without a break."""
-    folder = tmp_path_factory.mktemp("whole")
-    student, teacher = models(folder)
-    result = align_by_streaming(student, teacher, rows(), folder / "out", steps=6, **OPTIONS)
-    return folder, result
+def saved(tmp_path_factory):
+    """A folder with a teacher and its student."""
+    folder = tmp_path_factory.mktemp("saved")
+    models(folder)
+    return folder
 
 
-def copied(whole, folder):
+@pytest.fixture(scope="module")
+def whole(saved):
+    """The folder of a run without a break, and its result."""
+    result = align_by_streaming(saved / "student", saved / "teacher", rows(), saved / "out", steps=6, **OPTIONS)
+    return saved, result
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """Copies of the student and the teacher."""
     for name in ("student", "teacher"):
-        shutil.copytree(whole[0] / name, folder / name)
-    return folder / "student", folder / "teacher"
+        shutil.copytree(saved / name, tmp_path / name)
+    return tmp_path / "student", tmp_path / "teacher"
 
 
 @pytest.mark.parametrize("moment", KILLS)
-def test_a_killed_run_ends_like_a_whole_one(tmp_path, whole, moment):
-    student, teacher = copied(whole, tmp_path)
+def test_a_killed_run_ends_like_a_whole_one(tmp_path, whole, copied, moment):
+    student, teacher = copied
     killed = start(tmp_path, KILLS[moment])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (tmp_path / "out").exists()
@@ -304,8 +312,8 @@ def test_a_killed_run_ends_like_a_whole_one(tmp_path, whole, moment):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "lost"])
-def test_a_damaged_spool_is_computed_again(tmp_path, whole, damage):
-    student, teacher = copied(whole, tmp_path)
+def test_a_damaged_spool_is_computed_again(tmp_path, whole, copied, damage):
+    student, teacher = copied
     assert start(tmp_path, KILLS["before a trained layer is written"]).returncode == -signal.SIGKILL
     spool = tmp_path / "spool"
     assert sorted(file.name for file in spool.glob("*.hidden")) == ["layer-1.hidden", "layer-2.hidden"]
@@ -322,8 +330,8 @@ def test_a_damaged_spool_is_computed_again(tmp_path, whole, damage):
     assert contents(tmp_path / "out") == contents(whole[0] / "out")
 
 
-def test_a_spool_disk_that_fills_up(tmp_path, whole, monkeypatch):
-    student, teacher = copied(whole, tmp_path)
+def test_a_spool_disk_that_fills_up(tmp_path, whole, copied, monkeypatch):
+    student, teacher = copied
     full = """
     import resource
     spool.Spool.write = nth(3, spool.Spool.write,
@@ -348,8 +356,8 @@ def test_a_spool_disk_that_fills_up(tmp_path, whole, monkeypatch):
     assert not (tmp_path / "spool").exists() and not (tmp_path / "other").exists()
 
 
-def test_too_little_room_is_told_before_the_work(tmp_path, whole, monkeypatch):
-    student, teacher = copied(whole, tmp_path)
+def test_too_little_room_is_told_before_the_work(tmp_path, copied, monkeypatch):
+    student, teacher = copied
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50_000))
     with pytest.raises(ValueError, match=r"has 48.8 KiB free, and the hidden states need 80.0 KiB more; make room"):
@@ -360,8 +368,7 @@ def test_too_little_room_is_told_before_the_work(tmp_path, whole, monkeypatch):
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_two_processes_share_the_layers(tmp_path, whole, killed):
-    copied(whole, tmp_path)
+def test_two_processes_share_the_layers(tmp_path, whole, copied, killed):
     if killed:
         body = "if os.environ['RANK'] == '1':" + textwrap.indent(
             textwrap.dedent(KILLS["before a trained layer is written"]).replace("nth(2", "nth(1"), "    "
@@ -402,9 +409,8 @@ def test_the_walk_of_several_processes():
 
 
 @pytest.fixture
-def broken(tmp_path, whole, monkeypatch):
+def broken(tmp_path, copied, monkeypatch):
     """A run that stopped after its first layer; `run(**changes)` continues it."""
-    copied(whole, tmp_path)
     options = {"student": tmp_path / "student", "teacher": tmp_path / "teacher", "data": rows()}
     options |= {"out": tmp_path / "out", "spool": tmp_path / "spool", "steps": 6, **OPTIONS}
 
@@ -455,8 +461,8 @@ def test_no_resume_starts_again(tmp_path, broken):
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "layer-0.hidden"])
-def test_a_spool_with_other_files_is_refused(tmp_path, whole, name):
-    student, teacher = copied(whole, tmp_path)
+def test_a_spool_with_other_files_is_refused(tmp_path, copied, name):
+    student, teacher = copied
     (tmp_path / "spool").mkdir()
     (tmp_path / "spool" / name).write_text("mine")
     with pytest.raises(ValueError, match=f"is not empty and belongs to no run: it holds {name}; give a new or"):
@@ -470,8 +476,8 @@ def test_a_spool_of_another_run_is_refused(tmp_path, broken):
         broken(steps=3)
 
 
-def test_folders_that_cannot_be_read_by_layer_are_refused(tmp_path, whole):
-    student, teacher = copied(whole, tmp_path)
+def test_folders_that_cannot_be_read_by_layer_are_refused(tmp_path, copied):
+    student, teacher = copied
 
     def fails(match, teacher=teacher, student=student, **changes):
         with pytest.raises(ValueError, match=match):
@@ -502,8 +508,8 @@ def test_folders_that_cannot_be_read_by_layer_are_refused(tmp_path, whole):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_recipe_that_trains_nothing_of_a_layer_is_refused(tmp_path, whole):
-    student, teacher = copied(whole, tmp_path)
+def test_a_recipe_that_trains_nothing_of_a_layer_is_refused(tmp_path, copied):
+    student, teacher = copied
     groups = [{"match": r"layers\.[012]\.", "learning_rate": 0.0}]
     with pytest.raises(ValueError, match="every learning rate of the recipe is 0"):
         align_by_streaming(student, teacher, rows(), tmp_path / "out", steps=2, groups=groups, **OPTIONS)

@@ -40,7 +40,7 @@ def brute_force(scores, costs, limits):
 def test_the_choice_equals_brute_force(kinds):
     draw = random.Random(kinds)
     solved = 0
-    for _ in range(150):
+    for _ in range(60):
         layers = draw.randint(1, 4)
         sizes = [draw.randint(1, 4) for _ in range(layers)]
         # continuous scores, scores with many ties, and negative ones
@@ -56,7 +56,7 @@ def test_the_choice_equals_brute_force(kinds):
             assert sum(scores[i][pick] for i, pick in enumerate(picks)) == pytest.approx(expected, abs=1e-12)
             for d, limit in enumerate(limits):
                 assert sum(costs[i][pick][d] for i, pick in enumerate(picks)) <= limit
-    assert solved > 60
+    assert solved > 24
 
 
 def test_many_layers_under_three_budgets():

@@ -64,15 +64,15 @@ def gka_bwd_kernel_read(
 
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_bwd_kernel_ridge(
-    inputs, solved, outputs, layout, N, length, per_sequence, ridge, scale,
+    inputs, solved, outputs, layout, N, length, per_sequence, ridge,
     H: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, DS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dq; ridge_t = 2 a (x . z) / |H| and its decayed sum `from_start`; `local` less e^G z . H_0 x and the part of the
-    ridge; x and m decayed since the chunk's start.
+    ridge; x decayed since the chunk's start.
     """
-    q, log_decay, alpha = inputs
+    log_decay, alpha = inputs
     H0, x, z, d_mixed, norms = solved
-    dq, decayed_x, decayed_m, ridge_t, from_start, local = outputs
+    dq, decayed_x, ridge_t, from_start, local = outputs
     i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
     _, token, rows = locate_chunk(i_chunk, layout, N, length, per_sequence, C)
     if rows <= 0:
@@ -95,9 +95,6 @@ def gka_bwd_kernel_ridge(
     store_gate(from_start + head, tl.sum(decay_until(G, C) * (zeta * b_ridge)[None, :], 1), rows, H, C)
 
     store_rows(decayed_x + head * D, zeta[:, None] * b_x, rows, H * D, D, C, DS)
-    b_q = load_rows(q + head * D, rows, H * D, D, C, DS).to(tl.float32)
-    mixed = b_q + mix[:, None] * (b_x - b_q)
-    store_rows(decayed_m + head * D, (scale * zeta)[:, None] * mixed, rows, H * D, D, C, DS)
     b_dm = load_rows(d_mixed + head * D, rows, H * D, D, C, DS).to(tl.float32)
     tl.debug_barrier()  # dq may share the memory of d_mixed, so all threads read it before any thread overwrites it
     store_rows(dq + head * D, (1.0 - mix)[:, None] * b_dm + b_z.to(tl.float32), rows, H * D, D, C, DS)
@@ -143,7 +140,8 @@ def gka_bwd_kernel_dv(
     mix = load_gate(alpha + head, rows, H, C)[None, :]
 
     RT += (i_chunk.to(tl.int64) * H + i_h) * DK * DK
-    R_k = add_product(tl.zeros([C, DK], tl.float32), k, rows, HK * D, D, to_end, RT, C, DK, BLOCK, False)
+    R_k = add_product(tl.zeros([C, DK], tl.float32), k, rows, HK * D, D, None, RT, C, DK, BLOCK, False)
+    R_k *= to_end[:, None]
     b_v = load_rows(v + kv_head * DVR, rows, HK * DVR, DVR, C, DK)
     store_gate(later + head, tl.sum(b_v.to(tl.float32) * R_k, 1), rows, H, C)
     k_x = scores_of(k, HK * D, x + head * D, H * D, D, rows, C, DK, BLOCK)
@@ -209,17 +207,20 @@ def gka_bwd_kernel_dk(
     from_ridge = tl.sum(shared * gram, 1)
     tl.debug_barrier()
 
-    # E k, then E k - R v: first the tokens after the chunk
+    # R v - E k of the tokens after the chunk: keys and values are exact, and their decay multiplies the difference
     to_end = tl.exp(tl.sum(g, 0) - G)
     E_k = add_product(
-        tl.zeros([C, DK], tl.float32), k, rows, HK * D, D, to_end, E + state * DK * DK, C, DK, BLOCK, False
+        tl.zeros([C, DK], tl.float32), k, rows, HK * D, D, None, E + state * DK * DK, C, DK, BLOCK, False
     )
     b_k = load_rows(k, rows, HK * D, D, C, DK)
-    E_after = tl.sum(b_k.to(tl.float32) * E_k, 1)
+    E_after = to_end * tl.sum(b_k.to(tl.float32) * E_k, 1)
+    R_v = add_product(-E_k, v, rows, HK * DVR, DVR, None, RT + state * DK * DK, C, DK, BLOCK, True)
+    # E k - R v, with the tokens of the chunk
+    E_k = -to_end[:, None] * R_v
+    before = tl.sum(b_k.to(tl.float32) * E_k, 1)
     start = load_gate(from_start + head, rows, H, C)
     E_k = add_product(E_k, k, rows, HK * D, D, start, H0 + state * DK * DK, C, DK, BLOCK, False)
-    E_all = tl.sum(b_k.to(tl.float32) * E_k, 1)
-    E_k = add_product(E_k, v, rows, HK * DVR, DVR, -to_end, RT + state * DK * DK, C, DK, BLOCK, True)
+    E_all = E_after + tl.sum(b_k.to(tl.float32) * E_k, 1) - before
     E_k += dot(shared.to(dtype), b_k)
     E_k += dot(by_z, load_rows(z, rows, H * D, D, C, DK))
     E_k += dot(by_x, load_rows(x, rows, H * D, D, C, DK).to(dtype))

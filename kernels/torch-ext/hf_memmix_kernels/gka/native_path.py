@@ -81,8 +81,8 @@ def gka_backward_native(
     starts, (steps, counts) = starts_of(batch, length, cu_seqlens), _schedule(gradient_phases(phases), ridge)
     tensors = (*inputs, dq, dk, dv, *gates, dh0, du0, starts, steps, counts)
     call = functools.partial(
-        function(library, "gka_gradients", GRADIENTS), *[t.data_ptr() for t in tensors], counts.numel(), heads, kv_heads,
-        dim, values, ridge, scale,
+        function(library, "gka_gradients", GRADIENTS), *[t.data_ptr() for t in tensors], counts.numel(), heads,
+        kv_heads, dim, values, ridge, scale,
     )  # fmt: skip
     over_rows(call, (starts.numel() - 1) * heads, 2.0 * (steps.numel() + 10) * q.numel() * dim)
     if kv_heads != heads:

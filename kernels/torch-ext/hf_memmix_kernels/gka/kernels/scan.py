@@ -268,7 +268,8 @@ def gka_bwd_kernel_scan(
     if second == 1:
         tile, past = backward_tile_R(
             tile, q + head * D + i_0, decayed_x + head * D + i_0, do + head * DVR + j_0, log_decay + head,
-            alpha + head, UT0 + state, carried, rows, count, scale, H, D, DVR, DK, C, TI, TJ, shares, SUMS, STAGES, i_0, j_0,
+            alpha + head, UT0 + state, carried, rows, count, scale, H, D, DVR, DK, C, TI, TJ, shares, SUMS, STAGES,
+            i_0, j_0,
         )  # fmt: skip
     else:
         gates = log_decay + head, beta + head, ridge_t + head, from_start + head

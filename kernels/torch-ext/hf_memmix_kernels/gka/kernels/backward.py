@@ -140,8 +140,7 @@ def gka_bwd_kernel_dv(
     mix = load_gate(alpha + head, rows, H, C)[None, :]
 
     RT += (i_chunk.to(tl.int64) * H + i_h) * DK * DK
-    R_k = add_product(tl.zeros([C, DK], tl.float32), k, rows, HK * D, D, None, RT, C, DK, BLOCK, False)
-    R_k *= to_end[:, None]
+    R_k = add_product(tl.zeros([C, DK], tl.float32), k, rows, HK * D, D, to_end, RT, C, DK, BLOCK, False)
     b_v = load_rows(v + kv_head * DVR, rows, HK * DVR, DVR, C, DK)
     store_gate(later + head, tl.sum(b_v.to(tl.float32) * R_k, 1), rows, H, C)
     k_x = scores_of(k, HK * D, x + head * D, H * D, D, rows, C, DK, BLOCK)
@@ -207,20 +206,17 @@ def gka_bwd_kernel_dk(
     from_ridge = tl.sum(shared * gram, 1)
     tl.debug_barrier()
 
-    # R v - E k of the tokens after the chunk: keys and values are exact, and their decay multiplies the difference
+    # E k, then E k - R v: first the tokens after the chunk
     to_end = tl.exp(tl.sum(g, 0) - G)
     E_k = add_product(
-        tl.zeros([C, DK], tl.float32), k, rows, HK * D, D, None, E + state * DK * DK, C, DK, BLOCK, False
+        tl.zeros([C, DK], tl.float32), k, rows, HK * D, D, to_end, E + state * DK * DK, C, DK, BLOCK, False
     )
     b_k = load_rows(k, rows, HK * D, D, C, DK)
-    E_after = to_end * tl.sum(b_k.to(tl.float32) * E_k, 1)
-    R_v = add_product(-E_k, v, rows, HK * DVR, DVR, None, RT + state * DK * DK, C, DK, BLOCK, True)
-    # E k - R v, with the tokens of the chunk
-    E_k = -to_end[:, None] * R_v
-    before = tl.sum(b_k.to(tl.float32) * E_k, 1)
+    E_after = tl.sum(b_k.to(tl.float32) * E_k, 1)
     start = load_gate(from_start + head, rows, H, C)
     E_k = add_product(E_k, k, rows, HK * D, D, start, H0 + state * DK * DK, C, DK, BLOCK, False)
-    E_all = E_after + tl.sum(b_k.to(tl.float32) * E_k, 1) - before
+    E_all = tl.sum(b_k.to(tl.float32) * E_k, 1)
+    E_k = add_product(E_k, v, rows, HK * DVR, DVR, -to_end, RT + state * DK * DK, C, DK, BLOCK, True)
     E_k += dot(shared.to(dtype), b_k)
     E_k += dot(by_z, load_rows(z, rows, H * D, D, C, DK))
     E_k += dot(by_x, load_rows(x, rows, H * D, D, C, DK).to(dtype))

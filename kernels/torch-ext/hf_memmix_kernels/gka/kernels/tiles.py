@@ -122,14 +122,13 @@ def add_product(
 ):  # fmt: skip
     """acc + (factor * rows) @ state, for rows [C, DK] of a tensor and a chunk's state [DK, DK] or its transpose.
 
-    `factor` None is 1, without a rounding. Both are read block by block, so that neither has to fit into registers,
-    and the next block is on its way while the last one is multiplied.
+    Both are read block by block, so that neither has to fit into registers, and the next block is on its way while the
+    last one is multiplied.
     """
     wide, block = tl.arange(0, DK), tl.arange(0, BLOCK)
     for i in range(0, DK, BLOCK):
         a = load_rows(base + i, rows, stride, width - i, C, BLOCK)
-        if factor is not None:
-            a = (a.to(tl.float32) * factor[:, None]).to(state.dtype.element_ty)
+        a = (a.to(tl.float32) * factor[:, None]).to(state.dtype.element_ty)
         if TRANSPOSED:
             s = tl.trans(tl.load(state + wide[:, None] * DK + (i + block)[None, :]))
         else:

@@ -11,8 +11,8 @@ and `cpu_ms` are medians over the rounds: time on the clock, and time of the pro
 on other programs. For decode they are those of the faster cache, dynamic or static, as in `make demo`. `rounds` is how
 many there were: no new one begins after 20 seconds, so that all rows take about 6 minutes on two idle cores.
 `operators` is the number of torch operators that one call runs, which does not depend on the machine. `native` says
-whether native code ran, which needs a C++ compiler; HF_MEMMIX_BACKEND=torch switches it off. Rows of --out that describe the same
-measurement are replaced; all other rows are kept.
+whether native code ran, which needs a C++ compiler; HF_MEMMIX_BACKEND=torch switches it off. Rows of --out that
+describe the same measurement are replaced; all other rows are kept.
 """
 
 import argparse

@@ -8,10 +8,11 @@ transformer with its weights, "medium" a Llama of 4 layers with hidden size 1024
 
 The models take turns, one call each per round, so that other programs on the machine slow down all of them alike. `ms`
 and `cpu_ms` are medians over the rounds: time on the clock, and time of the process on all cores, which depends less
-on other programs. For decode they are those of the faster cache, dynamic or static, as in `make demo`. `operators` is
-the number of torch operators that one call runs, which does not depend on the machine. `native` says whether native
-code ran, which needs a C++ compiler; HF_MEMMIX_BACKEND=torch switches it off. Rows of --out that describe the same
-measurement are replaced; all other rows are kept.
+on other programs. For decode they are those of the faster cache, dynamic or static, as in `make demo`. `rounds` is how
+many there were: no new one begins after 20 seconds, so that all rows take about 6 minutes on two idle cores.
+`operators` is the number of torch operators that one call runs, which does not depend on the machine. `native` says
+whether native code ran, which needs a C++ compiler; HF_MEMMIX_BACKEND=torch switches it off. Rows of --out that
+describe the same measurement are replaced; all other rows are kept.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from hf_memmix_kernels import _native
 MIXERS = ("attention", "gka", "lattice", "mamba2", "ska", "coffee")
 DECODE_CONTEXT, LENGTH = 1024, 2048
 ROUNDS = {"decode": 61, "prefill": 5, "train": 3}
+SECONDS = 20  # no new round of a phase begins later; one always runs
 DESCRIBES = ("shape", "mixer", "phase", "T", "threads", "native")  # columns that say what a row measures
 MEDIUM = {
     "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
@@ -94,28 +96,33 @@ def calls(phase: str, model: torch.nn.Module) -> list[Callable[[], object]]:
 
 
 def operators(call: Callable[[], object]) -> int:
-    """The number of torch operators of a call that no other operator calls."""
+    """The number of torch operators of a call that no other operator calls. It runs the call once."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         call()
     return sum(event.name.startswith("aten::") and event.cpu_parent is None for event in profiler.events())
 
 
 def measure(phase: str, built: dict[str, torch.nn.Module]) -> dict[str, dict]:
-    """ms, cpu_ms and operators of every model."""
+    """ms, cpu_ms, operators and rounds of every model."""
     timed = {mixer: calls(phase, model) for mixer, model in built.items()}
+    counted = {mixer: operators(found[0]) for mixer, found in timed.items()}  # warms up, too
+    for found in timed.values():
+        for call in found[1:]:
+            call()
     times = {mixer: [[] for _ in found] for mixer, found in timed.items()}
-    for number in range(ROUNDS[phase] + 1):
+    began, rounds = time.perf_counter(), 0
+    while rounds < ROUNDS[phase] and (not rounds or time.perf_counter() - began < SECONDS):
         for mixer, found in timed.items():
             for kept, call in zip(times[mixer], found, strict=True):
                 wall, cpu = time.perf_counter(), time.process_time()
                 call()
-                if number:  # the first round warms up
-                    kept.append((time.perf_counter() - wall, time.process_time() - cpu))
+                kept.append((time.perf_counter() - wall, time.process_time() - cpu))
+        rounds += 1
     rows = {}
-    for mixer, found in times.items():
-        medians = [[1e3 * statistics.median(column) for column in zip(*kept, strict=True)] for kept in found]
+    for mixer in timed:
+        medians = [[1e3 * statistics.median(column) for column in zip(*kept, strict=True)] for kept in times[mixer]]
         ms, cpu_ms = (min(column) for column in zip(*medians, strict=True))
-        rows[mixer] = {"ms": round(ms, 3), "cpu_ms": round(cpu_ms, 3), "operators": operators(timed[mixer][0])}
+        rows[mixer] = {"ms": round(ms, 3), "cpu_ms": round(cpu_ms, 3), "operators": counted[mixer], "rounds": rounds}
     return rows
 
 

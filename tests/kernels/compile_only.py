@@ -60,6 +60,7 @@ class Kernels:
     def install(self) -> None:
         triton.runtime.driver.set_active(Driver())
         torch.Tensor.is_cuda = property(lambda tensor: True)
+        torch.Tensor.is_cpu = property(lambda tensor: False)  # else native code would run, and no kernel
         torch.cuda.is_current_stream_capturing = lambda: False
         run = JITFunction.run
 
@@ -128,9 +129,14 @@ def main(arguments: list[str] | None = None) -> int:
                 D, Dv = map(int, size.split("x"))
                 for layout in args.layouts:
                     shape, bounds, carried = LAYOUTS[layout]
+                    case = f"{op.name} {dtype} {size} {layout}"
                     launch_everything(op, shape._replace(D=D, Dv=Dv), getattr(torch, dtype), bounds, carried)
-                    for kernel in kernels.take():
-                        line, bad = report(kernel, f"{op.name} {dtype} {size} {layout}")
+                    found = kernels.take()
+                    if not found and not kernels.seen:
+                        print(f"BAD {case}: no kernel was compiled", flush=True)
+                        failed = True
+                    for kernel in found:
+                        line, bad = report(kernel, case)
                         print(line, flush=True)
                         failed |= bad
     return int(failed)

@@ -71,12 +71,10 @@ def test_every_number_of_states(n, backend):
     agrees(K.scan_coffee, draw(1, 18, 3, n))
 
 
-def test_torch_path_with_states_that_are_recomputed(monkeypatch):
-    """For large inputs the torch path does not keep all states and computes them again in backward."""
-    from hf_memmix_kernels.coffee import torch_path as path
-
-    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
-    monkeypatch.setattr(path, "KEEP_ALL", 0)
+@pytest.mark.parametrize("path", ["torch", "native"])
+def test_lengths_around_a_chunk(path, monkeypatch):
+    """Backward computes the states of a chunk again: a part of one, one, several, and several with a rest."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", path)
     for T in (16, 64, 150):
         agrees(K.scan_coffee, draw(2, T, 3, 2, gate=2))
         agrees(K.deer_coffee, draw(2, T, 3, 2, gate=2))
@@ -87,7 +85,7 @@ LAUNCH_OPTIONS = [
     ((4, 4, 8, False, 0), (4, 4, 8, False, 0)),
     ((2, 1, 16, False, 0), (2, 1, 4, False, 0)),
     ((1, 1, 4, True, 0), (1, 1, 8, False, 16)),
-    ((4, 1, 8, True, 0), (4, 1, 4, False, 8)),
+    ((4, 1, 8, True, 0), (4, 1, 4, False, 16)),
 ]
 
 

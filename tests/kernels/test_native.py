@@ -177,7 +177,7 @@ def test_a_changed_source_is_compiled_anew(fresh, monkeypatch, tmp_path):
     assert len(keys) == 3
 
 
-@pytest.mark.parametrize("name", ["gka", "lattice_dec", "lattice_enc"])
+@pytest.mark.parametrize("name", ["gka", "lattice_dec", "lattice_enc", "coffee"])
 def test_threads_do_not_change_the_result(name, monkeypatch):
     op = next((op for op in OPS if op.name == name), next(op for op in OPS if op.name.startswith(name[:7])))
     shape = Shape(3, 70, 4, 4, 16, 16)
@@ -265,19 +265,19 @@ def test_gradients_take_the_torch_path(monkeypatch):
     assert torch.isfinite(x.grad).all() and x.grad.any()
 
 
-@pytest.mark.parametrize("name", ["gka", "lattice"])
-def test_torch_func_gives_the_gradient_of_native_code(name, monkeypatch):
+@pytest.mark.parametrize(("name", "wrapped"), [("gka", "v"), ("lattice", "v"), ("coffee", "u")])
+def test_torch_func_gives_the_gradient_of_native_code(name, wrapped, monkeypatch):
     """Tensors that torch.func wraps have no memory for native code; what reads them is the torch path."""
     op = next(op for op in OPS if op.name.startswith(name))
     inputs = op.draw(Shape(1, 70, 2, 2, 16, 16), torch.float32)
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
 
     def loss(v):
-        return op.run(op.fast, inputs | {"v": v})[0].square().sum()
+        return op.run(op.fast, inputs | {wrapped: v})[0].square().sum()
 
-    leaf = inputs["v"].clone().requires_grad_()
+    leaf = inputs[wrapped].clone().requires_grad_()
     (want,) = torch.autograd.grad(loss(leaf), leaf)
-    assert error(torch.func.grad(loss)(inputs["v"]), want) <= op.tolerance(torch.float32, grad=True)
+    assert error(torch.func.grad(loss)(inputs[wrapped]), want) <= op.tolerance(torch.float32, grad=True)
 
 
 # ---- what only native code could get wrong: it reads memory by its address

@@ -231,6 +231,11 @@ def empty(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
+def zeros(*shape: int) -> Tensor:
+    """Zeros, else as `empty`."""
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")
+
+
 def pages_of(state_indices: Tensor | None, pages: int) -> Tensor | None:
     """The pages as contiguous int64, or None; each must be one of the `pages` of a pool.
 

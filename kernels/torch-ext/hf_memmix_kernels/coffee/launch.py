@@ -175,7 +175,6 @@ def coffee_bwd_triton(
     du, dx0 = torch.empty_like(u), torch.empty_like(initial_state, memory_format=torch.contiguous_format)
     dgate = u.new_empty((B, T, D) if gate_grad else (0,), dtype=dx0.dtype)
     dparams = dx0.new_empty(N * segments, 4, D, n)
-    scratch = dx0.new_empty(N * segments, R if R > 1 else 0, D, NP)
     options = {
         "D": D, "N": n, "NP": NP, "S": S, "NS": chosen.per_thread, "L": L, "P": P, "R": R, "FORM": FORMS[feedback],
         "FILTER": w_filter is not None, "GATE": gate is not None, "PACKED": cu_seqlens is not None,
@@ -183,17 +182,17 @@ def coffee_bwd_triton(
     }  # fmt: skip
     grid = (N * segments * cdiv(D * S, L),)
     upstream, inputs = (dy, dfinal), (u, lam, w, C, w_filter, gate)
-    states, grads = (checkpoints, scratch), (du, dgate, dparams, dx0)
+    grads = du, dgate, dparams, dx0
     strides, carries, A = _gate_strides(gate, D), None, None
     if segments > 1:
         A, b = (dx0.new_empty(N, segments, D * NP) for _ in range(2))
         coffee_bwd_kernel[grid](
-            upstream, inputs, states, grads, (A, b), cu_seqlens, T, *strides, segment, segments,
+            upstream, inputs, checkpoints, grads, (A, b), cu_seqlens, T, *strides, segment, segments,
             DGATE=False, PARALLEL=False, SUMMARY=True, **options,
         )  # fmt: skip
         carries = affine_scan(A, b, _pad_states(dfinal), reverse=True)
     coffee_bwd_kernel[grid](
-        upstream, inputs, states, grads, (A, carries), cu_seqlens, T, *strides, segment or T, segments,
+        upstream, inputs, checkpoints, grads, (A, carries), cu_seqlens, T, *strides, segment or T, segments,
         DGATE=gate_grad, PARALLEL=segments > 1, SUMMARY=False, **options,
     )  # fmt: skip
     dlam, dw, dC = dparams[:, :3].sum(0)

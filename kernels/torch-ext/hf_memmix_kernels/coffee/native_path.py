@@ -1,14 +1,90 @@
-"""The native path, for a CPU: one token, by native.cpp."""
+"""The native path, for a CPU: sequences, their gradients and one token, by native.cpp.
+
+Packed sequences take the torch path.
+"""
 
 import ctypes
 
 import torch
 from torch import Tensor
 
-from .._native import INTEGER, POINTER, address, changed, dense, function, pages_of
+from .._native import INTEGER, POINTER, address, changed, dense, empty, function, over_rows, pages_of
+from .torch_path import chunk_length
 
 FEEDBACKS = ("sigmoid", "linear", "input", "token")  # phi, in the order of native.cpp
+TOKENS, GRADIENTS = (*[POINTER] * 9, *[INTEGER] * 9), (*[POINTER] * 15, *[INTEGER] * 9)
+BLOCK = 64  # features of a row of native.cpp
+FORWARD_WORK, BACKWARD_WORK = 12.0, 30.0  # operations per token and state
 STEP = (*[POINTER] * 7, INTEGER, POINTER, *[INTEGER] * 4)
+
+
+def _changeable(state: Tensor) -> Tensor:
+    """A copy of states [B, D, n] as [n, B, D] in float32."""
+    return state.permute(2, 0, 1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def _call(library, name, types, tensors, u, lam, gate, feedback, work):
+    """Call a function of sequences for all rows."""
+    (batch, tokens, features), states = u.shape, lam.shape[1]
+    lanes = batch * features * states
+    gate_width = 0 if gate is None else 1 if gate.dim() == 2 else features
+    call, addresses = function(library, name, types), [address(t) for t in tensors]
+    sizes = (batch, tokens, features, states, gate_width, chunk_length(lanes), FEEDBACKS.index(feedback))
+
+    def part(first, last):
+        call(*addresses, *sizes, first, last)
+
+    over_rows(part, batch * -(-features // BLOCK), work * tokens * lanes)
+
+
+def coffee_fwd_native(
+    library: ctypes.CDLL,
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_filter: Tensor | None,
+    gate: Tensor | None,
+    initial_state: Tensor,
+    feedback: str,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [B, T, D], the final states [B, D, n] and the checkpoints [slots, n, B, D], as `coffee_fwd_torch`."""
+    dtype, (batch, tokens, features), states = u.dtype, u.shape, lam.shape[1]
+    u, lam, w, C, w_filter, gate = (dense(t) for t in (u, lam, w, C, w_filter, gate))
+    state = _changeable(initial_state)
+    y = torch.empty_like(u)
+    slots = -(-tokens // chunk_length(state.numel())) if save else 0
+    kept = empty(slots, states, batch, features)
+    tensors = (u, lam, w, C, w_filter, gate, state, y, kept if save else None)
+    _call(library, "coffee_tokens", TOKENS, tensors, u, lam, gate, feedback, FORWARD_WORK)
+    return y.to(dtype), state.permute(1, 2, 0).clone(memory_format=torch.contiguous_format), kept
+
+
+def coffee_bwd_native(
+    library: ctypes.CDLL,
+    dy: Tensor,
+    dfinal: Tensor,
+    u: Tensor,
+    lam: Tensor,
+    w: Tensor,
+    C: Tensor,
+    w_filter: Tensor | None,
+    gate: Tensor | None,
+    initial_state: Tensor,
+    checkpoints: Tensor,
+    feedback: str,
+    gate_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients as `coffee_bwd_torch`."""
+    (batch, _, features), states = u.shape, lam.shape[1]
+    dy, u, lam, w, C, w_filter, gate, kept = (dense(t) for t in (dy, u, lam, w, C, w_filter, gate, checkpoints))
+    dstate = _changeable(dfinal)
+    du, dgate = torch.empty_like(u), torch.empty_like(u) if gate_grad else None
+    grads = [empty(batch, states, features) for _ in range(4)]
+    tensors = (dy, dstate, u, lam, w, C, w_filter, gate, kept, du, dgate, *grads)
+    _call(library, "coffee_gradients", GRADIENTS, tensors, u, lam, gate, feedback, BACKWARD_WORK)
+    return du, *(t.sum(0).t() for t in grads), dgate, dstate.permute(1, 2, 0).contiguous()
 
 
 def coffee_step_native(

@@ -11,10 +11,10 @@ from .._common import check_cu_seqlens, compute_dtype, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
-from .native_path import FEEDBACKS, coffee_step_native
+from .native_path import FEEDBACKS, coffee_bwd_native, coffee_fwd_native, coffee_step_native
 from .sizes import CHECKPOINT, coffee_method, padded_states
 from .torch_deer import deer_fwd_torch
-from .torch_path import checkpoint_interval, coffee_bwd_torch, coffee_fwd_torch, coffee_step_torch
+from .torch_path import chunk_length, coffee_bwd_torch, coffee_fwd_torch, coffee_step_torch
 
 METHODS = ("auto", "scan", "shooting", "deer")
 MAX_STATES = 64
@@ -29,8 +29,14 @@ def _checkpoint_shape(u: Tensor, initial_state: Tensor, cu_seqlens: Tensor | Non
     if use_triton(u):
         return (checkpoint_slots(B, T, cu_seqlens, CHECKPOINT) if save else 0, D, padded_states(n))
     # only the device knows the longest packed sequence: backward runs forward again
-    interval = checkpoint_interval(T, B * D * n)
-    return (-(-T // interval) if save and cu_seqlens is None else 0, n, B, D)
+    return (-(-T // chunk_length(B * D * n)) if save and cu_seqlens is None else 0, n, B, D)
+
+
+def _native(cu_seqlens: Tensor | None, u: Tensor, *tensors: Tensor | None):
+    """The native code of sequences, if it should run on these tensors, of which the sixth is the initial state."""
+    if cu_seqlens is not None or tensors[5].dtype != torch.float32:
+        return None
+    return native_library("coffee", u, *tensors)
 
 
 @functools.cache
@@ -47,9 +53,7 @@ def _kept_by_deer(states: Tensor, start: Tensor, u: Tensor) -> Tensor:
     """The checkpoints of the backend in use, from the states [T, n, B, D] after every token."""
     T = len(states)
     if not use_triton(u):
-        interval = checkpoint_interval(T, states[0].numel())
-        if interval == 1:
-            return states
+        interval = chunk_length(states[0].numel())
         return torch.cat([start.permute(2, 0, 1)[None].to(states), states[interval - 1 : T - 1 : interval]])
     kept = torch.cat([start[:, None], states[CHECKPOINT - 1 : T - 1 : CHECKPOINT].permute(2, 0, 3, 1)], 1)
     return torch.nn.functional.pad(kept.flatten(0, 1), (0, padded_states(start.shape[2]) - start.shape[2]))
@@ -114,6 +118,8 @@ def _fwd(
         if found is not None:
             return found
         _warn_not_converged(method)
+    if library := _native(cu_seqlens, u, lam, w, C, w_filter, gate, initial_state):
+        return coffee_fwd_native(library, u, lam, w, C, w_filter, gate, initial_state, feedback, save)
     if use_triton(u):
         from .launch import coffee_fwd_triton as fwd
     else:
@@ -147,14 +153,20 @@ def _bwd(
     gate_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (u, lam, w, C, w_filter, gate, initial_state)
-    if use_triton(u):
+    if library := _native(cu_seqlens, *inputs, dy, dfinal):
+        fwd, bwd = functools.partial(coffee_fwd_native, library), functools.partial(coffee_bwd_native, library)
+        packed = ()
+    elif use_triton(u):
         from .launch import coffee_bwd_triton as bwd
         from .launch import coffee_fwd_triton as fwd
+
+        packed = (cu_seqlens,)
     else:
-        fwd, bwd = coffee_fwd_torch, coffee_bwd_torch
+        fwd, bwd, packed = coffee_fwd_torch, coffee_bwd_torch, (cu_seqlens,)
     if not checkpoints.numel():
-        checkpoints = fwd(*inputs, cu_seqlens, feedback, True)[2]
-    du, dlam, dw, dC, dfilter, dgate, dinitial = bwd(dy, dfinal, *inputs, checkpoints, cu_seqlens, feedback, gate_grad)
+        checkpoints = fwd(*inputs, *packed, feedback, True)[2]
+    grads = bwd(dy, dfinal, *inputs, checkpoints, *packed, feedback, gate_grad)
+    du, dlam, dw, dC, dfilter, dgate, dinitial = grads
     if gate is None or not gate_grad:
         dgate = u.new_empty(0)
     else:

@@ -1,7 +1,7 @@
 """Sizes on which the fake kernels and the Triton launches of COFFEE must agree, and the rule for `method="auto"`."""
 
 # tokens between two states that forward keeps for backward, and tokens whose states backward holds in registers
-CHECKPOINT = 8
+CHECKPOINT = 16
 GROUP = 8
 # multiple shooting replaces the scan on a GPU from this number of tokens on, up to this number of lanes (grid in
 # README.md). With fewer tokens the scan is faster. With more lanes some do not converge, and then the scan runs as

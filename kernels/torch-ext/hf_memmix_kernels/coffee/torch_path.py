@@ -11,20 +11,13 @@ from torch import Tensor
 from .._common import SequenceLayout, compute_dtype
 from .._pages import read_pages, write_pages
 
-# up to this number of elements all states are kept instead of recomputed; elements of the states of a chunk (CPU
-# cache)
-KEEP_ALL = 2**24
+# elements of the states of a chunk, which should stay in a CPU's cache
 CHUNK_ELEMENTS = 2**18
 
 
-def checkpoint_interval(tokens: int, lanes: int) -> int:
-    """Tokens between two states that forward keeps for backward; 1 means that it keeps all."""
-    return 1 if tokens * lanes <= KEEP_ALL else chunk_length(tokens, lanes)
-
-
-def chunk_length(tokens: int, lanes: int) -> int:
-    """Number of tokens that are processed together; more if only their first state is kept."""
-    return max(1 if tokens * lanes <= KEEP_ALL else 16, min(64, CHUNK_ELEMENTS // max(1, lanes)))
+def chunk_length(lanes: int) -> int:
+    """Number of tokens that are processed together. Forward keeps the states before each chunk for backward."""
+    return max(16, min(64, CHUNK_ELEMENTS // max(1, lanes)))
 
 
 class Lanes:
@@ -143,24 +136,21 @@ def coffee_fwd_torch(
         layout, gate, (u,) = _unpack(cu_seqlens, gate, u)
     lanes = Lanes(u, lam, w, C, w_filter, gate, feedback)
     x = lanes.state(initial_state)
-    interval = checkpoint_interval(lanes.tokens, x.numel())
-    step = chunk_length(lanes.tokens, x.numel())
+    step = chunk_length(x.numel())
     y = u.new_empty(lanes.tokens, lanes.batch, lanes.features)
-    whole = x.new_empty(lanes.tokens, *x.shape) if save and interval == 1 else None
-    buffer = None if whole is not None else x.new_empty(min(step, lanes.tokens), *x.shape)
+    buffer = x.new_empty(min(step, lanes.tokens), *x.shape)
     kept = []
     for start in range(0, lanes.tokens, step):
         rows = slice(start, min(start + step, lanes.tokens))
-        out = buffer[: rows.stop - start] if whole is None else whole[rows]
-        if save and whole is None:
+        out = buffer[: rows.stop - start]
+        if save:
             kept.append(x.clone())
         x = lanes.advance(rows, x, out)
         value, gain = lanes.output(out)
         y[rows] = value if gain is None else value.mul_(gain)
     y = y.transpose(0, 1)
     y = y.contiguous() if layout is None else layout.merge(y.unsqueeze(2))
-    empty = x.new_empty(0, *x.shape)
-    checkpoints = empty if not save else whole if whole is not None else torch.stack(kept)
+    checkpoints = torch.stack(kept) if save else x.new_empty(0, *x.shape)
     return y, x.permute(1, 2, 0).clone(memory_format=torch.contiguous_format), checkpoints
 
 
@@ -185,23 +175,17 @@ def coffee_bwd_torch(
         layout, gate, (u, dy) = _unpack(cu_seqlens, gate, u, dy)
     lanes = Lanes(u, lam, w, C, w_filter, gate, feedback)
     dy = lanes.rows(dy)
-    start_state, carry = lanes.state(initial_state), lanes.state(dfinal)
-    keeps_all = checkpoint_interval(lanes.tokens, carry.numel()) == 1
-    step = chunk_length(lanes.tokens, carry.numel())
+    carry = lanes.state(dfinal)
+    step = chunk_length(carry.numel())
     du, dgate = (torch.empty(lanes.tokens, lanes.batch, lanes.features).to(carry) for _ in range(2))
     dlam, dw, dC, dfilter = (carry.new_zeros(lanes.states, lanes.features) for _ in range(4))
     # reused by all chunks: memory that is new to the process costs more than the arithmetic
     buffers = carry.new_empty(7, min(step, lanes.tokens), *carry.shape)
     for start in reversed(range(0, lanes.tokens, step)):
         rows = slice(start, min(start + step, lanes.tokens))
-        before, phi, v, J, G, spare, found = buffers[:, : rows.stop - start].unbind()
-        if keeps_all:
-            first = checkpoints[start - 1] if start else start_state
-            after = checkpoints[rows]
-        else:
-            first = checkpoints[start // step]
-            after = found
-            lanes.advance(rows, first, after)
+        before, phi, v, J, G, spare, after = buffers[:, : rows.stop - start].unbind()
+        first = checkpoints[start // step]
+        lanes.advance(rows, first, after)
         torch.cat([first[None], after[:-1]], out=before)
         phi, v = lanes.local(rows, before, phi, v)
         J = lanes.jacobian(rows, phi, v, J, spare)

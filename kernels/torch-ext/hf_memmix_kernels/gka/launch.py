@@ -92,8 +92,11 @@ class _Launch:
         rows = ROWS_OF_TILE if kernel == "fwd_scan" else COLUMNS_OF_TILE
         return min(rows, self.DK), min(COLUMNS_OF_TILE, self.DK)
 
-    def scan(self, function, kernel: str, *arguments) -> None:
-        """Launch a scan: at once, or in parts of the sequences if there are few of them."""
+    def scan(self, function, kernel: str, arguments: tuple, numbers: tuple = ()) -> None:
+        """Launch a scan: at once, or in parts of the sequences if there are few of them.
+
+        The kernel takes `arguments` first, and `numbers` last.
+        """
         TI, TJ = self.tile(kernel)
         options = self.options(kernel)
         sizes = {**self.sizes, "TI": TI, "TJ": TJ, "STAGES": options["num_stages"], **options}
@@ -105,13 +108,16 @@ class _Launch:
         added = self.q.new_empty(heads, parts, 2, self.DK, self.DK, dtype=torch.float32) if parts > 1 else None
         decays = self.q.new_empty(heads, parts, dtype=torch.float32) if parts > 1 else None
         for sums in (True, False) if parts > 1 else (False,):
-            function[(programs * parts,)](*arguments, (added, decays), *self.by_sequence, parts, **sizes, SUMS=sums)
+            function[(programs * parts,)](
+                *arguments, (added, decays), *self.by_sequence, parts, *numbers, **sizes, SUMS=sums
+            )
 
     def scan_states(self, k, v, log_decay, beta, h0, u0):
         """Scratch H0 and U0^T [chunks, H, DK, DK], and the final states."""
         H0, UT0 = self.scratch(), self.scratch()
         h_final, u_final = torch.empty_like(h0), torch.empty_like(u0)
-        self.scan(gka_fwd_kernel_scan, "fwd_scan", (k, v, log_decay, beta), (h0, u0), (H0, UT0), (h_final, u_final))
+        tensors = (k, v, log_decay, beta), (h0, u0), (H0, UT0), (h_final, u_final)
+        self.scan(gka_fwd_kernel_scan, "fwd_scan", tensors)
         return H0, UT0, h_final, u_final
 
     def solve(self, phases, high, low, factor, k, log_decay, beta, H0, x, parked):
@@ -172,23 +178,23 @@ def gka_backward(
     memory = q.new_empty(max(size, 2 * q.numel()) if launch.wide else size)
     E, parked = memory[:size], memory.view(torch.float32) if launch.wide else None
     norms = launch.solve(gradient_phases(phases), dq, low, alpha, k, log_decay, beta, H0, z, parked)
-    decayed_x, decayed_m = torch.empty_like(q), torch.empty_like(q)
+    decayed_x = torch.empty_like(q)
     gka_bwd_kernel_ridge[launch.chunk_grid](
-        (q, log_decay, alpha), (H0, x, z, dq, norms), (dq, decayed_x, decayed_m, ridge_t, from_start, local),
-        *launch.by_chunk, ridge, scale, **launch.narrow, **launch.options("ridge", launch.DS),
+        (log_decay, alpha), (H0, x, z, dq, norms), (dq, decayed_x, ridge_t, from_start, local),
+        *launch.by_chunk, ridge, **launch.narrow, **launch.options("ridge", launch.DS),
     )  # fmt: skip
 
     TI, TJ = launch.tile("bwd_scan")
     shares = 2 * (launch.DK // TI) * (launch.DK // TJ)
     carried = log_decay.new_empty(launch.chunks, launch.H, shares)
     dh0, du0 = torch.empty_like(h0), torch.empty_like(u0)
-    launch.scan(
-        gka_bwd_kernel_scan, "bwd_scan",
-        (k, log_decay, beta), (H0, UT0), (z, decayed_x, decayed_m, do, ridge_t, from_start), (dh_final, du_final),
+    tensors = (
+        (q, k, log_decay, alpha, beta), (H0, UT0), (z, decayed_x, do, ridge_t, from_start), (dh_final, du_final),
         (E, carried), (dh0, du0),
     )  # fmt: skip
+    launch.scan(gka_bwd_kernel_scan, "bwd_scan", tensors, (scale,))
     RT = UT0  # its new content
-    del decayed_x, decayed_m  # freed before dk and dv are allocated, for a lower peak of memory
+    del decayed_x  # freed before dk and dv are allocated, for a lower peak of memory
 
     dk, dv = torch.empty_like(q), q.new_empty(*q.shape[:3], launch.DVR)
     dg, dbeta, later = launch.gates(3)

@@ -1,5 +1,5 @@
 // GKA on a CPU, token by token with the state of a head in the processor's cache: the recurrence of naive.py in float32,
-// with the solver's polynomial in product form (README.md, "Product form").
+// with the solver's polynomial in product form (README.md, "Product form"), and its gradient (README.md, "Backward").
 //
 //     H = e^g H + b^2 k k^T,  U = e^g U + b^2 v k^T,  x = CH(H + ridge |H| I, q),  o = scale U (q + alpha (x - q))
 //
@@ -42,12 +42,13 @@ void product(const float* A, const float* r, float* y, int D, int width, float k
 }
 
 // s.x = CH(H + ridge |H| I, q); 0 where H is zero. `steps` holds the tau of all phases, one phase after the other.
-void solve(const float* H, const float* q, Scratch& s, int D, const float* steps, const int64_t* phases, int count,
+// Returns |H|; s.matrix is then H / |H|.
+float solve(const float* H, const float* q, Scratch& s, int D, const float* steps, const int64_t* phases, int count,
            float ridge) {
     float square = 0;
     for (int i = 0; i < D * D; ++i) square += H[i] * H[i];
     std::fill(s.x.begin(), s.x.end(), 0.0f);
-    if (square == 0) return;
+    if (square == 0) return 0;
     const float inverse = 1 / std::sqrt(square);
     for (int j = 0; j < D; ++j) {
         for (int i = 0; i < D; ++i) s.matrix[j * s.width + i] = inverse * H[j * D + i];
@@ -69,6 +70,13 @@ void solve(const float* H, const float* q, Scratch& s, int D, const float* steps
             std::swap(r, next);
         }
     }
+    return 1 / inverse;
+}
+
+// H = decay H + k written^T
+void advance(float* H, const float* k, const float* written, float decay, int D) {
+    for (int j = 0; j < D; ++j)
+        for (int i = 0; i < D; ++i) H[j * D + i] = decay * H[j * D + i] + k[j] * written[i];
 }
 
 template <class T>
@@ -117,8 +125,7 @@ EXPORT void gka_tokens(const float* q, const float* k, const float* v, const flo
             const float decay = exponential(log_decay[gate]), write = beta ? beta[gate] * beta[gate] : 1.0f;
             const float *query = q + gate * D, *key = k + (t * kv_heads + kv_head) * D;
             for (int i = 0; i < D; ++i) written[i] = write * key[i];
-            for (int j = 0; j < D; ++j)
-                for (int i = 0; i < D; ++i) H[j * D + i] = decay * H[j * D + i] + key[j] * written[i];
+            advance(H, key, written.data(), decay, D);
             solve(H, query, s, D, steps, phases, phase_count, ridge);
             if (x) std::copy_n(s.x.data(), D, x + gate * D);
             if (!v) continue;
@@ -133,6 +140,126 @@ EXPORT void gka_tokens(const float* q, const float* k, const float* v, const flo
                 o[gate * Dv + j] = read;
             }
         }
+    }
+}
+
+// The gradients of the results of `gka_tokens`, for states without pages. Tensors of gradients have the shapes of their
+// tensors, but dk and dv have all heads; x are the solutions of the forward pass. `steps` and `phases` are those of z.
+//
+// One walk over the tokens finds z, dq and what a token gives to the gradient of its own state; it keeps a state of every
+// window. The walk back repeats the states of a window, and carries E and R, the gradients of the later tokens.
+EXPORT void gka_gradients(const float* dout, const float* dh, const float* du, const float* q, const float* k,
+                          const float* v, const float* log_decay, const float* alpha, const float* beta, const float* h0,
+                          const float* u0, const float* x, float* dq, float* dk, float* dv, float* dlog_decay,
+                          float* dalpha, float* dbeta, float* dh0, float* du0, const int64_t* starts, const float* steps,
+                          const int64_t* phases, int64_t phase_count, int64_t heads, int64_t kv_heads, int64_t D,
+                          int64_t Dv, float ridge, float scale, int64_t first, int64_t last) {
+    Scratch s(D);
+    const int64_t size_h = D * D, size_u = Dv * D;
+    std::vector<float> written(D), dm(D), mixed(D), padded(s.width), image(s.width), Ek(D), Rv(D), H(size_h), U(size_u);
+    for (int64_t row = first; row < last; ++row) {
+        const int64_t n = row / heads, head = row % heads, kv_head = head / (heads / kv_heads);
+        const int64_t tokens = starts[n + 1] - starts[n];
+        const int64_t window = std::max<int64_t>(16, std::sqrt(double(tokens))), windows = (tokens + window - 1) / window;
+        // z, the ridge's factor 2 a (x . z) / |H|, and <m, its gradient> - z . A x of every token
+        std::vector<float> z(tokens * D), along(tokens), local(tokens);
+        std::vector<float> kept_h((windows + 1) * size_h), kept_u((windows + 1) * size_u), states(window * size_h);
+        std::copy_n(h0 + row * size_h, size_h, H.data());
+        std::copy_n(u0 + row * size_u, size_u, U.data());
+        for (int64_t t = 0; t < tokens; ++t) {
+            if (t % window == 0) {
+                std::copy(H.begin(), H.end(), &kept_h[t / window * size_h]);
+                std::copy(U.begin(), U.end(), &kept_u[t / window * size_u]);
+            }
+            const int64_t token = starts[n] + t, gate = token * heads + head, kv = token * kv_heads + kv_head;
+            const float decay = exponential(log_decay[gate]), write = beta[gate] * beta[gate], blend = alpha[gate];
+            const float *query = q + gate * D, *solution = x + gate * D, *above = dout + gate * Dv;
+            for (int i = 0; i < D; ++i) written[i] = write * k[kv * D + i];
+            advance(H.data(), k + kv * D, written.data(), decay, D);
+            std::fill(dm.begin(), dm.end(), 0.0f);
+            for (int j = 0; j < Dv; ++j) {
+                const float value = v[kv * Dv + j], given = scale * above[j];
+                for (int i = 0; i < D; ++i) {
+                    U[j * D + i] = decay * U[j * D + i] + value * written[i];
+                    dm[i] += given * U[j * D + i];
+                }
+            }
+            float by_alpha = 0, read = 0;
+            for (int i = 0; i < D; ++i) {
+                by_alpha += (solution[i] - query[i]) * dm[i];
+                read += query[i] * dm[i];
+                mixed[i] = blend * dm[i];
+                padded[i] = solution[i];
+            }
+            dalpha[gate] = by_alpha;
+            const float norm = solve(H.data(), mixed.data(), s, D, steps, phases, phase_count, ridge);
+            product(s.matrix.data(), padded.data(), image.data(), D, s.width, 0, norm == 0 ? 0 : norm);
+            float xz = 0, zAx = 0;
+            for (int i = 0; i < D; ++i) {
+                xz += solution[i] * s.x[i];
+                zAx += image[i] * s.x[i];
+                dq[gate * D + i] = (1 - blend) * dm[i] + s.x[i];
+                z[t * D + i] = s.x[i];
+            }
+            along[t] = norm == 0 ? 0 : 2 * ridge * xz / norm;
+            local[t] = read + blend * by_alpha - zAx - ridge * norm * xz;
+        }
+        std::copy(H.begin(), H.end(), &kept_h[windows * size_h]);
+        std::copy(U.begin(), U.end(), &kept_u[windows * size_u]);
+
+        float *E = dh0 + row * size_h, *R = du0 + row * size_u;
+        for (int j = 0; j < D; ++j)
+            for (int i = 0; i < D; ++i) E[j * D + i] = -dh[row * size_h + j * D + i] - dh[row * size_h + i * D + j];
+        std::copy_n(du + row * size_u, size_u, R);
+        for (int64_t w = windows - 1; w >= 0; --w) {
+            const int64_t begin = w * window, end = std::min(begin + window, tokens);
+            // <gradient of the state, state>: taken anew at the end of a window, so that its rounding does not add up
+            double held = dot(R, &kept_u[(w + 1) * size_u], size_u) - 0.5 * dot(E, &kept_h[(w + 1) * size_h], size_h);
+            std::copy_n(&kept_h[w * size_h], size_h, H.data());
+            for (int64_t t = begin; t < end; ++t) {
+                const int64_t gate = (starts[n] + t) * heads + head, kv = (starts[n] + t) * kv_heads + kv_head;
+                for (int i = 0; i < D; ++i) written[i] = beta[gate] * beta[gate] * k[kv * D + i];
+                advance(H.data(), k + kv * D, written.data(), exponential(log_decay[gate]), D);
+                std::copy(H.begin(), H.end(), &states[(t - begin) * size_h]);
+            }
+            for (int64_t t = end - 1; t >= begin; --t) {
+                const int64_t token = starts[n] + t, gate = token * heads + head, kv = token * kv_heads + kv_head;
+                const float decay = exponential(log_decay[gate]), write = beta[gate] * beta[gate], blend = alpha[gate];
+                const float *key = k + kv * D, *value = v + kv * Dv, *above = dout + gate * Dv, *query = q + gate * D;
+                const float *state = &states[(t - begin) * size_h], *zt = &z[t * D], *xt = x + gate * D;
+                for (int i = 0; i < D; ++i) mixed[i] = query[i] + blend * (xt[i] - query[i]);
+                float kEk = 0, vRk = 0;
+                for (int j = 0; j < D; ++j) {
+                    float sum = 0;
+                    for (int i = 0; i < D; ++i) {
+                        const float now = E[j * D + i] + zt[j] * xt[i] + xt[j] * zt[i] + along[t] * state[j * D + i];
+                        sum += now * key[i];
+                        E[j * D + i] = decay * now;
+                    }
+                    Ek[j] = sum;
+                    kEk += key[j] * sum;
+                }
+                std::fill(Rv.begin(), Rv.end(), 0.0f);
+                for (int j = 0; j < Dv; ++j) {
+                    float sum = 0;
+                    const float given = scale * above[j];
+                    for (int i = 0; i < D; ++i) {
+                        const float now = R[j * D + i] + given * mixed[i];
+                        sum += now * key[i];
+                        Rv[i] += value[j] * now;
+                        R[j * D + i] = decay * now;
+                    }
+                    dv[gate * Dv + j] = write * sum;
+                    vRk += value[j] * sum;
+                }
+                for (int i = 0; i < D; ++i) dk[gate * D + i] = write * (Rv[i] - Ek[i]);
+                const float dw = vRk - 0.5f * kEk;
+                dbeta[gate] = 2 * beta[gate] * dw;
+                held += local[t] - write * dw;
+                dlog_decay[gate] = held;
+            }
+        }
+        for (int64_t i = 0; i < size_h; ++i) E[i] *= -0.5f;
     }
 }
 

@@ -1,7 +1,4 @@
-"""The native path, for a CPU: forward, the decode step and its gates, by native.cpp.
-
-The backward pass takes its solver from there; the rest of it is that of the torch path.
-"""
+"""The native path, for a CPU: forward, backward, the decode step and its gates, by native.cpp."""
 
 import ctypes
 import functools
@@ -10,13 +7,25 @@ import torch
 from torch import Tensor
 
 from .._dispatch import native_library
-from .._native import INTEGER, POINTER, REAL, address, changed, dense, empty, function, over_rows, pages_of, starts_of
+from .._native import (
+    INTEGER,
+    POINTER,
+    REAL,
+    address,
+    changed,
+    dense,
+    empty,
+    function,
+    over_rows,
+    pages_of,
+    starts_of,
+    zeros,
+)
 from .._registration import needs_op
 from .schedule import gradient_phases, richardson_steps
-from .torch_path import gka_backward
 
 TOKENS = (*[POINTER] * 9, INTEGER, INTEGER, *[POINTER] * 5, *[INTEGER] * 5, REAL, REAL, INTEGER, INTEGER)
-
+GRADIENTS = (*[POINTER] * 23, *[INTEGER] * 5, REAL, REAL, INTEGER, INTEGER)
 GATES = (*[POINTER] * 6, *[INTEGER] * 3, REAL, INTEGER)
 MAX_GATE_WORK = 2**20  # products; with more of them, the matrix products of torch are faster
 
@@ -61,20 +70,26 @@ def gka_backward_native(
     library: ctypes.CDLL,
     do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale, chunk_size,
 ):  # fmt: skip
-    """Gradients as `torch_path.gka_backward`."""
-    starts = starts_of(*q.shape[:2], cu_seqlens)
-
-    def solve(right):
-        """z [B, T, H, D] with (H_t + ridge |H_t| I) z = right, for every token."""
-        h = h0.clone(memory_format=torch.contiguous_format)
-        z, count = empty(*right.shape), gradient_phases(phases)
-        _advance(library, right, k, None, log_decay, None, beta, h, None, None, starts, count, ridge, 1.0, None, z)
-        return z
-
-    return gka_backward(
-        do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale,
-        chunk_size, solve,
+    """Gradients as `torch_path.gka_backward`. There are no chunks, so `chunk_size` is not used."""
+    dtypes, (batch, length, heads, dim), values = (q.dtype, k.dtype, v.dtype), q.shape, v.shape[-1]
+    kv_heads = k.shape[2]
+    inputs = [dense(t) for t in (do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x)]
+    new = empty if cu_seqlens is None else zeros  # tokens of no sequence have no gradient
+    dq, dk, dv = (new(batch, length, heads, width) for width in (dim, dim, values))
+    gates = [new(batch, length, heads) for _ in range(3)]
+    dh0, du0 = torch.empty_like(inputs[9]), torch.empty_like(inputs[10])
+    starts, (steps, counts) = starts_of(batch, length, cu_seqlens), _schedule(gradient_phases(phases), ridge)
+    tensors = (*inputs, dq, dk, dv, *gates, dh0, du0, starts, steps, counts)
+    call = functools.partial(
+        function(library, "gka_gradients", GRADIENTS), *[t.data_ptr() for t in tensors], counts.numel(), heads,
+        kv_heads, dim, values, ridge, scale,
     )  # fmt: skip
+    over_rows(call, (starts.numel() - 1) * heads, 2.0 * (steps.numel() + 10) * q.numel() * dim)
+    if kv_heads != heads:
+        dk, dv = (t.unflatten(2, (kv_heads, -1)).sum(3) for t in (dk, dv))
+    dg, dalpha, dbeta = gates
+    dq, dk, dv = (t.to(dtype) for t, dtype in zip((dq, dk, dv), dtypes, strict=True))
+    return dq, dk, dv, dg, dalpha, dbeta, dh0, du0
 
 
 def gka_step_native(

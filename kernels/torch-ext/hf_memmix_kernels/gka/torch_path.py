@@ -123,12 +123,8 @@ def gka_backward(
     ridge,
     scale,
     chunk_size,
-    solve=None,
 ):
-    """Gradients (dq, dk, dv, dlog_decay, dalpha, dbeta, dh0, du0); dh0 is symmetric, as H is.
-
-    `solve` is another solver of z from its right sides [B, T, H, D].
-    """
+    """Gradients (dq, dk, dv, dlog_decay, dalpha, dbeta, dh0, du0); dh0 is symmetric, as H is."""
     rows = _Rows(q, k, chunk_size, cu_seqlens)
     g, b, mix = rows.split(log_decay), rows.split(beta), rows.split(alpha)[..., None]
     c = _Chunks(rows.split_grouped(k), rows.split_grouped(v), g, b, h0, u0, ridge)
@@ -137,8 +133,7 @@ def gka_backward(
 
     d_mixed = c.read_adjoint(dy)
     d_alpha = ((x - queries) * d_mixed).sum(-1)
-    right = mix * d_mixed
-    z = c.solve(right, gradient_phases(phases)) if solve is None else rows.split(solve(rows.merge(right)))
+    z = c.solve(mix * d_mixed, gradient_phases(phases))
     dq = (1 - mix) * d_mixed + z
 
     # E_i = sum_{t >= i} decay(i -> t) (z_t x_t^T + x_t z_t^T + ridge_t H_t): minus twice the gradient of H_i;

@@ -119,9 +119,26 @@ def _walk(
     return x
 
 
+@triton.jit
+def _before_group(
+    p_k, p_u, p_g, g, gate_t, m_f, lam, w2, D, P: tl.constexpr, R: tl.constexpr, NP: tl.constexpr, S: tl.constexpr,
+    NS: tl.constexpr, FORM: tl.constexpr, GATE: tl.constexpr, MATH: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The states before group g, from the last checkpoint at or before it."""
+    x = load_states(p_k, (g // R).to(tl.int64) * D * NP, m_f, S, NS, ACC, NP)
+    if R > 1:
+        for r in range(g % R):
+            t = (g // R * R + r).to(tl.int64) * P
+            us = load_rows(p_u, t * D, D, m_f, P, P, ACC, False)
+            factors = load_gates(p_g, t * gate_t, gate_t, m_f, P, P, ACC, GATE)
+            for k in tl.static_range(P):
+                x, phi = advance(x, us[k], factors[k], lam, w2, NS, FORM, GATE, MATH)
+    return x
+
+
 @triton.jit(do_not_specialize=("T", "gate_t", "gate_d", "segment", "segments"))
 def coffee_bwd_kernel(
-    upstream, inputs, states, grads, maps, cu_seqlens, T, gate_t, gate_d, segment, segments,
+    upstream, inputs, checkpoints, grads, maps, cu_seqlens, T, gate_t, gate_d, segment, segments,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, NS: tl.constexpr, L: tl.constexpr,
     P: tl.constexpr, R: tl.constexpr, FORM: tl.constexpr, FILTER: tl.constexpr, GATE: tl.constexpr,
     DGATE: tl.constexpr, PACKED: tl.constexpr, PARALLEL: tl.constexpr, SUMMARY: tl.constexpr,
@@ -134,7 +151,6 @@ def coffee_bwd_kernel(
     """
     dy, dfinal = upstream
     u, lam, w, C, F, gate = inputs
-    checkpoints, scratch = states
     du, dgate, dparams, dx0 = grads
     A, b = maps
     BLOCKS: tl.constexpr = (D * S + L - 1) // L
@@ -180,7 +196,6 @@ def coffee_bwd_kernel(
     p_u, p_dy, p_du, p_dg = u + bos * D + f, dy + bos * D + f, du + bos * D + f, dgate + bos * D + f
     p_g = gate + bos * gate_t + f * gate_d if GATE else gate
     p_k = checkpoints + (slot * D + f) * NP + split
-    p_x = scratch + (row * R * D + f) * NP + split
     first = i_s * segment
     stop = tl.minimum((length + P - 1) // P, first + segment)
     if first < stop:
@@ -188,12 +203,9 @@ def coffee_bwd_kernel(
         if whole < stop:
             # the sequence's last group fills no group: token by token, each from the group's start again; a second
             # unrolled copy would double the time to compile, and more
-            x = load_states(p_k, (whole // R).to(tl.int64) * D * NP, m_f, S, NS, ACC, NP)
-            if R > 1:
-                for r in range(whole % R):
-                    store_states(p_x, r * D * NP, m_f, S, x, NS, NP)
-                    t = ((whole // R) * R + r).to(tl.int64) * P
-                    x = _walk(x, p_u, p_g, t, P, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, MATH, ACC)
+            x = _before_group(
+                p_k, p_u, p_g, whole, gate_t, m_f, b_lam, b_w2, D, P, R, NP, S, NS, FORM, GATE, MATH, ACC
+            )  # fmt: skip
             t = whole.to(tl.int64) * P
             for back in range(length - whole * P):
                 k = length - whole * P - 1 - back
@@ -209,16 +221,9 @@ def coffee_bwd_kernel(
         for back in range(whole - first):
             g = whole - 1 - back
             t = g.to(tl.int64) * P
-            if R > 1:
-                if g % R == R - 1 or back == 0 and whole == stop:
-                    x = load_states(p_k, (g // R).to(tl.int64) * D * NP, m_f, S, NS, ACC, NP)
-                    for j in range(g % R + 1):
-                        store_states(p_x, j * D * NP, m_f, S, x, NS, NP)
-                        o_t = ((g // R) * R + j).to(tl.int64) * P
-                        x = _walk(x, p_u, p_g, o_t, P, gate_t, m_f, b_lam, b_w2, D, NS, FORM, GATE, MATH, ACC)
-                x = load_states(p_x, (g % R) * D * NP, m_f, S, NS, ACC, NP)
-            else:
-                x = load_states(p_k, g.to(tl.int64) * D * NP, m_f, S, NS, ACC, NP)
+            x = _before_group(
+                p_k, p_u, p_g, g, gate_t, m_f, b_lam, b_w2, D, P, R, NP, S, NS, FORM, GATE, MATH, ACC
+            )  # fmt: skip
             us = load_rows(p_u, t * D, D, m_f, P, P, ACC, False)
             dys = load_rows(p_dy, t * D, D, m_f, P, P, ACC, False)
             factors = load_gates(p_g, t * gate_t, gate_t, m_f, P, P, ACC, GATE)

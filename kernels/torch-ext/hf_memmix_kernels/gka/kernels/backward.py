@@ -64,15 +64,15 @@ def gka_bwd_kernel_read(
 
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_bwd_kernel_ridge(
-    inputs, solved, outputs, layout, N, length, per_sequence, ridge, scale,
+    inputs, solved, outputs, layout, N, length, per_sequence, ridge,
     H: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, DS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dq; ridge_t = 2 a (x . z) / |H| and its decayed sum `from_start`; `local` less e^G z . H_0 x and the part of the
-    ridge; x and m decayed since the chunk's start.
+    ridge; x decayed since the chunk's start.
     """
-    q, log_decay, alpha = inputs
+    log_decay, alpha = inputs
     H0, x, z, d_mixed, norms = solved
-    dq, decayed_x, decayed_m, ridge_t, from_start, local = outputs
+    dq, decayed_x, ridge_t, from_start, local = outputs
     i_h, i_chunk = tl.program_id(0) % H, tl.program_id(0) // H
     _, token, rows = locate_chunk(i_chunk, layout, N, length, per_sequence, C)
     if rows <= 0:
@@ -95,9 +95,6 @@ def gka_bwd_kernel_ridge(
     store_gate(from_start + head, tl.sum(decay_until(G, C) * (zeta * b_ridge)[None, :], 1), rows, H, C)
 
     store_rows(decayed_x + head * D, zeta[:, None] * b_x, rows, H * D, D, C, DS)
-    b_q = load_rows(q + head * D, rows, H * D, D, C, DS).to(tl.float32)
-    mixed = b_q + mix[:, None] * (b_x - b_q)
-    store_rows(decayed_m + head * D, (scale * zeta)[:, None] * mixed, rows, H * D, D, C, DS)
     b_dm = load_rows(d_mixed + head * D, rows, H * D, D, C, DS).to(tl.float32)
     tl.debug_barrier()  # dq may share the memory of d_mixed, so all threads read it before any thread overwrites it
     store_rows(dq + head * D, (1.0 - mix)[:, None] * b_dm + b_z.to(tl.float32), rows, H * D, D, C, DS)

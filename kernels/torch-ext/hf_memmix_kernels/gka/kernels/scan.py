@@ -176,28 +176,40 @@ def backward_tile_E(
 
 @triton.jit
 def backward_tile_R(
-    tile, decayed_m, do, log_decay, states, carried, rows, chunks,
+    tile, q, decayed_x, do, log_decay, alpha, states, carried, rows, chunks, scale,
     H: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr, C: tl.constexpr,
     TI: tl.constexpr, TJ: tl.constexpr, SHARES: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr, i_0, j_0,
 ):  # fmt: skip
-    """(R^T, log-decay) before `chunks` chunks, the last one first. R^T takes the place of U^T in `states`."""
+    """(R^T, log-decay) before `chunks` chunks, the last one first. R^T takes the place of U^T in `states`.
+
+    R^T adds scale m do^T, with m = alpha x + (1 - alpha) q, as two products: both E and R^T then contain x as it was
+    rounded for them once, and where R v and E k cancel, the rounding cancels too.
+    """
+    dtype: tl.constexpr = do.dtype.element_ty
     inside = tl.arange(0, TI)[:, None] * DK + tl.arange(0, TJ)[None, :]
     past = tl.full([], 0.0, tl.float32)
     for _ in tl.range(chunks, num_stages=STAGES):  # given here, it also prefetches what no product reads
-        total = tl.sum(load_gate(log_decay, rows, H, C), 0)
+        g = load_gate(log_decay, rows, H, C)
+        mix = load_gate(alpha, rows, H, C)
+        by_x, by_q = scale * mix, scale * (1.0 - mix) * tl.exp(tl.cumsum(g, 0))
+        total = tl.sum(g, 0)
         decay = tl.exp(total)
         if not SUMS:
             b_state = tl.load(states + inside).to(tl.float32)
             tl.store(carried, decay * tl.sum(tl.sum(tile * b_state, 1), 0))
             tl.store(states + inside, tile.to(states.dtype.element_ty))
-        b_m = load_rows(decayed_m, rows, H * D, D - i_0, C, TI)
-        b_do = load_rows(do, rows, H * DVR, DVR - j_0, C, TJ)
-        tile = decay * tile + dot(tl.trans(b_m), b_do)
+        b_x = load_rows(decayed_x, rows, H * D, D - i_0, C, TI)
+        b_q = load_rows(q, rows, H * D, D - i_0, C, TI)
+        b_do = load_rows(do, rows, H * DVR, DVR - j_0, C, TJ).to(tl.float32)
+        tile = decay * tile + dot(tl.trans(b_x), (b_do * by_x[:, None]).to(dtype))
+        tile += dot(tl.trans(b_q), (b_do * by_q[:, None]).to(dtype))
         past += total
         rows = tl.full([], C, tl.int32)
-        decayed_m -= C * H * D
+        q -= C * H * D
+        decayed_x -= C * H * D
         do -= C * H * DVR
         log_decay -= C * H
+        alpha -= C * H
         states -= H * DK * DK
         carried -= H * SHARES
     return tile, past
@@ -205,7 +217,7 @@ def backward_tile_R(
 
 @triton.jit(do_not_specialize=["length", "per_sequence", "parts"])
 def gka_bwd_kernel_scan(
-    inputs, states, terms, upstream, sums, grads, partial, layout, length, per_sequence, parts,
+    inputs, states, terms, upstream, sums, grads, partial, layout, length, per_sequence, parts, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DVR: tl.constexpr, DK: tl.constexpr, C: tl.constexpr,
     TI: tl.constexpr, TJ: tl.constexpr, SUMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -214,9 +226,9 @@ def gka_bwd_kernel_scan(
     R^T at a chunk's end takes the place of U^T before this chunk. `carried` gets the shares of each tile of E and of
     R^T in e^(G_C) (<R_C, U_0> - <E_C, H_0> / 2). `partial` is as in the forward pass, with the parts in reverse order.
     """
-    k, log_decay, beta = inputs
+    q, k, log_decay, alpha, beta = inputs
     H0, UT0 = states
-    z, decayed_x, decayed_m, do, ridge_t, from_start = terms
+    z, decayed_x, do, ridge_t, from_start = terms
     dh_final, du_final = upstream
     E, carried = sums
     dh0, du0 = grads
@@ -255,8 +267,9 @@ def gka_bwd_kernel_scan(
             tile = tl.exp(tl.load(decays + later)) * tile + tl.load(after + inside)
     if second == 1:
         tile, past = backward_tile_R(
-            tile, decayed_m + head * D + i_0, do + head * DVR + j_0, log_decay + head, UT0 + state, carried, rows,
-            count, H, D, DVR, DK, C, TI, TJ, shares, SUMS, STAGES, i_0, j_0,
+            tile, q + head * D + i_0, decayed_x + head * D + i_0, do + head * DVR + j_0, log_decay + head,
+            alpha + head, UT0 + state, carried, rows, count, scale, H, D, DVR, DK, C, TI, TJ, shares, SUMS, STAGES,
+            i_0, j_0,
         )  # fmt: skip
     else:
         gates = log_decay + head, beta + head, ridge_t + head, from_start + head

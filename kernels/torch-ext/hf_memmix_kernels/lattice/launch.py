@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .._chunks import checkpoint_slots, chunk_table
+from .._device import has_ptx
 from .._launch import accumulator, cdiv, page_strides
 from .kernels.sequential.backward import lattice_bwd_kernel
 from .kernels.sequential.dec_backward import lattice_adjoint_kernel, lattice_middle_kernel
@@ -14,7 +15,7 @@ from .kernels.sequential.dec_backward_windows import (
 )
 from .kernels.sequential.forward import lattice_fwd_kernel
 from .kernels.sequential.step import lattice_step_kernel
-from .sizes import CHECKPOINT, keeps_h, kept_sizes, on_gpu, padded, precision, window_precision
+from .sizes import CHECKPOINT, keeps_h, kept_sizes, padded, precision, window_precision
 
 # tokens between two measurements of the norms, and between two states that backward keeps in scratch memory
 BLOCK = 16
@@ -151,7 +152,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
         (end, do), (q, k, gamma), (h, p, hh, a, b), (kept, middle), (dz, dalpha, dstart), scratch,
         cu_seqlens, v.shape[1],
         **shared, WARPS=split["WARPS"], LANES=split["LANES"], num_warps=split["num_warps"],
-        GROUP=max(2, split["GROUP"]), FETCH=on_gpu(v),
+        GROUP=max(2, split["GROUP"]), FETCH=has_ptx(v),
     )  # fmt: skip
     read(dz, moves, kept, dalpha, (dk, dv, dgamma))
     return dq, dk, dv, dgamma, None, _from_tiles(dstart, dfinal)

@@ -1,6 +1,7 @@
-"""Compiles every op for every GPU generation and notes what compiles and how much shared memory it takes; needs no GPU.
+"""Compiles every op for each generation of GPUs; notes what compiles, and the shared memory it takes. Needs no GPU.
 
-    PYTHONPATH=tests/kernels python kernels/benchmarks/gpu_generations.py --out kernels/benchmarks/results/gpu_generations.json
+    cd kernels/benchmarks
+    PYTHONPATH=../../tests/kernels python gpu_generations.py --out results/gpu_generations.json
 
 A row is one op, size, dtype and GPU: forward, backward and decode steps. Each is compiled in a process of its own,
 because an assertion of the compiler ends the process. Rows of other versions of Triton stay in the file.

@@ -5,8 +5,8 @@
 
 It prints one line per kernel: registers per thread, bytes of local memory (spills and stack) and of shared memory, and
 the constants. A line that starts with BAD reports a defect, and the exit status is then 1: a kernel does not compile,
-takes more shared memory than the GPU has, or, for an H200, its SASS has a fault. The ops run on CPU tensors that report
-a GPU as their device, with a Triton driver that only names its target. Their results are not valid.
+takes more shared memory than the GPU has, or, for an H200, its SASS has a fault. The ops run on CPU tensors that
+report a GPU as their device, with a Triton driver that only names its target. Their results are not valid.
 """
 
 import argparse

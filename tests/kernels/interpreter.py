@@ -2,8 +2,8 @@
 
 - `range(start, stop)` in a kernel converts one-element arrays with `int()`, which NumPy 2.4 refuses; `.item()` is the
   same conversion, still allowed.
-- A comparison of scalars that is broadcast, as in `mask & (k < left)`, turns into numbers of 32 bits. Triton 3.9 refuses
-  them as a mask ("mask has unsupported dtype"); here masks become booleans again, as they are for the compiler.
+- A comparison of scalars that is broadcast, as in `mask & (k < left)`, turns into numbers of 32 bits. Triton 3.9
+  refuses them as a mask ("mask has unsupported dtype"); here masks become booleans again, as for the compiler.
 - For every call of a device function, the interpreter replaces the functions of `triton.language` again and searches
   all their names for this. Here it searches once per process, and replaces once per launch and function.
 """

@@ -36,6 +36,11 @@ class Device(NamedTuple):
 
 H200 = Device("sm_90", 227 * 1024, 132)
 
+OLDEST = 80  # capability; older tensor cores know neither bfloat16 nor TF32
+# major capability: {op: version of Triton from which on all its kernels compile}
+TRITON_FROM = {10: {"gka": (3, 7), "ska": (3, 7)}}
+NOT_FOR_AMD = frozenset({"ska"})
+
 
 @functools.cache
 def of_index(index: int) -> Device:
@@ -47,6 +52,22 @@ def of_index(index: int) -> Device:
         # the rest of the name are features, as in gfx942:sramecc+:xnack-
         arch, shared = facts.gcnArchName.split(":")[0], facts.shared_memory_per_block
     return Device(arch, shared, facts.multi_processor_count)
+
+
+def obstacle(op: str, device: Device, triton: tuple[int, int]) -> str | None:
+    """Why the kernels of `op` cannot run on a GPU with this (major, minor) version of Triton; None if they can.
+
+    tests/kernels/test_device.py compares it with what kernels/benchmarks/gpu_generations.py found.
+    """
+    if not device.nvidia:
+        return f"its kernels do not compile for AMD GPUs ({device.arch})" if op in NOT_FOR_AMD else None
+    if device.capability < OLDEST:
+        return f"its kernels need an NVIDIA GPU from sm_{OLDEST} (Ampere) on, this is {device.arch}"
+    needed = TRITON_FROM.get(device.capability // 10, {}).get(op, (0, 0))
+    if triton < needed:
+        needed, got = (".".join(map(str, version)) for version in (needed, triton))
+        return f"its kernels for {device.arch} need Triton >= {needed}, {got} is installed; update torch"
+    return None
 
 
 def device_of(x: torch.Tensor) -> Device:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from ops_table import OPS, Shape
 
+import hf_memmix
 from hf_memmix.conversion import convert_model, report
 from testing import MIXERS, MODELS, build, family_fields, random_ids, tiny_model
 from tiny_teachers import tiny_teacher
@@ -20,11 +21,8 @@ def torch_path(monkeypatch):
 def test_a_float64_tensor_on_the_device_is_an_error():
     x = torch.ones(2)
     with without_float64():
-        for make in (
-            x.double,
-            lambda: x.to(torch.float64),
-            lambda: torch.zeros(2, dtype=torch.float64, device=x.device),
-        ):
+        double = {"dtype": torch.float64}
+        for make in (x.double, lambda: x.to(**double), lambda: torch.zeros(2, device=x.device, **double)):
             with pytest.raises(TypeError, match="float64 tensor"):
                 make()
         table = torch.linspace(0, 1, 2, dtype=torch.float64).exp()  # the host's
@@ -71,13 +69,10 @@ def test_models(mixer):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_from_scratch(name):
-    import hf_memmix
-
-    config = getattr(hf_memmix, f"{name}Config")(**family_fields(name))
+    model = build(getattr(hf_memmix, f"{name}Config")(**family_fields(name)))
     ids = random_ids(2, 9)
     with without_float64():
-        model = build(config).train()
-        model(ids, labels=ids).loss.backward()
+        model.train()(ids, labels=ids).loss.backward()
         model.eval().generate(ids, max_new_tokens=2, do_sample=False)
 
 

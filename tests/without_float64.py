@@ -2,8 +2,8 @@
 
 All tensors of a test are on the CPU, those too that a model on an Apple GPU would have in the GPU's memory. So the
 mode follows what is the host's: what `.cpu()` or `.to("cpu")` returns, what a function makes without any tensor and
-without `device=`, and what is computed from these alone, until it goes to a `torch.device`. Make a model outside of the
-mode, so that its parameters are the device's.
+without `device=`, and what is computed from these alone, until it goes to a `torch.device`. Make models outside of
+the mode, so that their parameters are the device's.
 """
 
 import contextlib

@@ -18,6 +18,7 @@ from pathlib import Path
 import compile_only
 import torch
 import triton
+from gpu_targets import TARGETS
 from ops_table import OPS
 
 from hf_memmix_kernels import rowwise
@@ -73,6 +74,7 @@ def measured(arch: str, name: str, size: int, dtype: str) -> dict:
     return {
         "kernels": len(found),
         "failed": sorted({kernel.name for kernel in failed}),
+        "limit": kernels.device.shared,
         "shared": largest.metadata.shared if made else 0,
         "largest": largest.name if made else "",
     }
@@ -105,7 +107,7 @@ def finish(child: int, pipe: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--archs", nargs="+", default=list(compile_only.TARGETS), choices=list(compile_only.TARGETS))
+    parser.add_argument("--archs", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--ops", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--jobs", type=int, default=1, help="rows at the same time")

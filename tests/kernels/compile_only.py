@@ -27,6 +27,7 @@ import sass
 import torch
 import triton
 from checks import outputs_and_gradients
+from gpu_targets import TARGETS
 from ops_table import OPS, Op, Shape
 from pool import Pool
 from triton.backends.compiler import GPUTarget
@@ -36,20 +37,6 @@ from hf_memmix_kernels import _device
 from hf_memmix_kernels._device import Device
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# one GPU of each generation. Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute
-# Capability", the most per thread block; for AMD the local data share of a workgroup
-TARGETS = {
-    device.arch: device
-    for device in (
-        Device("sm_80", 163 * 1024, 108),  # A100
-        Device("sm_86", 99 * 1024, 84),  # RTX 3090, A10
-        Device("sm_89", 99 * 1024, 128),  # RTX 4090, L4
-        Device("sm_90", 227 * 1024, 132),  # H100, H200
-        Device("sm_100", 227 * 1024, 148),  # B200
-        Device("sm_120", 99 * 1024, 170),  # RTX 5090
-        Device("gfx942", 64 * 1024, 304),  # MI300X
-    )
-}
 # half the layouts have grouped heads, sizes that Triton knows to be multiples of 16, and a carried state
 LAYOUTS = {
     "batched": (Shape(2, 128, 4, 4, 0, 0), None, True),

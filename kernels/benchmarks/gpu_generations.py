@@ -15,6 +15,12 @@ import select
 from collections.abc import Callable
 from pathlib import Path
 
+if __name__ == "__main__":
+    # as in compile_only.py: read at the import of Triton and of the ops
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.pop("HF_MEMMIX_BACKEND", None)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import compile_only
 import torch
 import triton

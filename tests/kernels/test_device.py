@@ -46,13 +46,14 @@ def machine(monkeypatch):
 def test_ops_run_where_their_kernels_compile():
     """On the GPU and with the Triton of every row of the committed JSON."""
     rows = read("gpu_generations", ROOT)
-    kinds = {(row["op"].split()[0], row["arch"], row["triton"]) for row in rows}
-    assert {arch for _, arch, _ in kinds} == set(TARGETS)
-    for op, arch, triton in sorted(kinds):
-        found = [r for r in rows if (r["op"].split()[0], r["arch"], r["triton"]) == (op, arch, triton)]
+    kinds = {(row["op"].split()[0], row["size"], row["arch"], row["triton"]) for row in rows}
+    assert {arch for _, _, arch, _ in kinds} == set(TARGETS)
+    for kind in sorted(kinds):
+        op, size, arch, triton = kind
+        found = [r for r in rows if (r["op"].split()[0], r["size"], r["arch"], r["triton"]) == kind]
         version = tuple(map(int, triton.split(".")[:2]))
-        runs = _device.obstacle(op, TARGETS[arch], version) is None
-        assert runs == all(map(compiles, found)), (op, arch, triton, [r for r in found if not compiles(r)])
+        runs = _device.obstacle(op, TARGETS[arch], version, size) is None
+        assert runs == all(map(compiles, found)), (kind, [r for r in found if not compiles(r)])
     assert all(row["limit"] == TARGETS[row["arch"]].shared for row in rows)
 
 
@@ -82,17 +83,21 @@ def test_a_row_of_the_json_is_what_the_script_finds(tmp_path):
 
 @pytest.mark.parametrize(
     ("device", "triton", "reason"),
-    [(T4, "3.9.0", "from sm_80"), (B200, "3.6.0", r"Triton >= \d.*3\.6 is installed")],
-    ids=["T4", "B200"],
+    [
+        (T4, "3.9.0", "from sm_80"),
+        (B200, "3.6.0", r"Triton >= \d.*3\.6 is installed"),
+        (TARGETS["sm_86"], "3.9.0", "heads of 256 need .* KiB of shared memory, sm_86 has 99 KiB"),
+    ],
+    ids=["T4", "B200", "A10"],
 )
 def test_an_op_without_kernels_for_a_gpu_says_so_once(machine, device, triton, reason, monkeypatch):
     machine(device, triton)
     with pytest.warns(UserWarning, match=f"gka runs its torch path, which is slower: .*{reason}") as seen:
-        assert not any(_dispatch.use_triton(INPUT, "gka") for _ in range(3))
+        assert not any(_dispatch.use_triton(INPUT, "gka", 256) for _ in range(3))
     assert len(seen) == 1 and "\n" not in str(seen[0].message)
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
     with pytest.raises(ValueError, match=reason):
-        _dispatch.use_triton(INPUT, "gka")
+        _dispatch.use_triton(INPUT, "gka", 256)
 
 
 @pytest.mark.parametrize("device", [TARGETS["sm_90"], TARGETS["sm_86"]], ids=["H200", "A10"])
@@ -100,7 +105,7 @@ def test_kernels_run_without_a_word(machine, device):
     machine(device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _dispatch.use_triton(INPUT, "gka") and _dispatch.use_triton(INPUT, "lattice")
+        assert _dispatch.use_triton(INPUT, "gka", 128) and _dispatch.use_triton(INPUT, "lattice")
         assert not _dispatch.use_triton(SimpleNamespace(is_cuda=False, dtype=torch.float32), "gka")
 
 

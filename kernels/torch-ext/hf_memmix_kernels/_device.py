@@ -39,6 +39,8 @@ H200 = Device("sm_90", 227 * 1024, 132)
 OLDEST = 80  # capability; older tensor cores know neither bfloat16 nor TF32
 # major capability: {op: version of Triton from which on all its kernels compile}
 TRITON_FROM = {10: {"gka": (3, 7), "ska": (3, 7)}}
+# {op: {head size above which: bytes of shared memory that its largest kernel needs}}
+SHARED = {"gka": {128: 213_248}}
 NOT_FOR_AMD = frozenset({"ska"})
 
 
@@ -54,19 +56,26 @@ def of_index(index: int) -> Device:
     return Device(arch, shared, facts.multi_processor_count)
 
 
-def obstacle(op: str, device: Device, triton: tuple[int, int]) -> str | None:
+def obstacle(op: str, device: Device, triton: tuple[int, int], size: int = 0) -> str | None:
     """Why the kernels of `op` cannot run on a GPU with this (major, minor) version of Triton; None if they can.
 
-    tests/kernels/test_device.py compares it with what kernels/benchmarks/gpu_generations.py found.
+    `size` is the largest head size, where the op's shared memory depends on it.
+    tests/kernels/test_device.py compares the result with what kernels/benchmarks/gpu_generations.py found.
     """
-    if not device.nvidia:
-        return f"its kernels do not compile for AMD GPUs ({device.arch})" if op in NOT_FOR_AMD else None
-    if device.capability < OLDEST:
+    if not device.nvidia and op in NOT_FOR_AMD:
+        return f"its kernels do not compile for AMD GPUs ({device.arch})"
+    if device.nvidia and device.capability < OLDEST:
         return f"its kernels need an NVIDIA GPU from sm_{OLDEST} (Ampere) on, this is {device.arch}"
-    needed = TRITON_FROM.get(device.capability // 10, {}).get(op, (0, 0))
+    needed = TRITON_FROM.get(device.capability // 10 if device.nvidia else 0, {}).get(op, (0, 0))
     if triton < needed:
         needed, got = (".".join(map(str, version)) for version in (needed, triton))
         return f"its kernels for {device.arch} need Triton >= {needed}, {got} is installed; update torch"
+    bytes_needed = max((needed for above, needed in SHARED.get(op, {}).items() if size > above), default=0)
+    if bytes_needed > device.shared:
+        return (
+            f"its kernels for heads of {size} need {bytes_needed // 1024} KiB of shared memory, {device.arch} has"
+            f" {device.shared // 1024} KiB; take smaller heads"
+        )
     return None
 
 

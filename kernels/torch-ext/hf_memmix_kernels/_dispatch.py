@@ -36,22 +36,22 @@ def _has_triton() -> bool:
 
 
 @functools.cache
-def _obstacle(op: str, index: int) -> str | None:
+def _obstacle(op: str, index: int, size: int = 0) -> str | None:
     """Why the kernels of `op` do not run on the GPU with this index; None if they do."""
     if not torch.cuda.is_available():
         return None  # a fake tensor on a machine without a GPU: nothing will run
     import triton
 
     version = tuple(map(int, triton.__version__.split(".")[:2]))
-    return _device.obstacle(op, _device.of_index(index), version)
+    return _device.obstacle(op, _device.of_index(index), version, size)
 
 
 @functools.cache
-def _runs(op: str, index: int) -> bool:
+def _runs(op: str, index: int, size: int) -> bool:
     """Whether Triton is installed and the kernels of `op` run on the GPU with this index; it warns if they do not."""
     if not _has_triton():
         return False
-    if reason := _obstacle(op, index):
+    if reason := _obstacle(op, index, size):
         warnings.warn(f"hf_memmix_kernels: {op} runs its torch path, which is slower: {reason}", stacklevel=2)
         return False
     if torch.version.hip is not None:
@@ -68,14 +68,16 @@ def _warn_untried() -> None:
     )
 
 
-def use_triton(x: torch.Tensor, op: str) -> bool:
+def use_triton(x: torch.Tensor, op: str, size: int = 0) -> bool:
     """Whether `op`, the name of the op's folder, should launch its Triton kernels for `x`.
+
+    `size` is the largest head size, for ops whose shared memory depends on it (`_device.SHARED`).
 
     Raises:
         ValueError: `HF_MEMMIX_BACKEND` names no backend, or asks for Triton where it cannot run.
     """
     if _BACKEND not in _environment:
-        return x.is_cuda and x.dtype != torch.float64 and _runs(op, x.device.index)
+        return x.is_cuda and x.dtype != torch.float64 and _runs(op, x.device.index, size)
     forced = os.environ["HF_MEMMIX_BACKEND"]
     if forced not in BACKENDS:
         raise ValueError(f"HF_MEMMIX_BACKEND={forced!r} is not one of {BACKENDS}; unset it to choose by device")
@@ -87,7 +89,7 @@ def use_triton(x: torch.Tensor, op: str) -> bool:
                 f"HF_MEMMIX_BACKEND=triton needs a GPU, the input is on {x.device}; unset it, or set"
                 " TRITON_INTERPRET=1 before the first import to run the kernels in Triton's interpreter"
             )
-        if x.is_cuda and (reason := _obstacle(op, x.device.index)):
+        if x.is_cuda and (reason := _obstacle(op, x.device.index, size)):
             raise ValueError(f"HF_MEMMIX_BACKEND=triton, but {op} has only its torch path here: {reason}; unset it")
     return forced == "triton"
 

@@ -37,15 +37,23 @@ def _cell(rows: list[dict], arch: str) -> str:
     return f"{verb} from Triton {'.'.join(working[0].split('.')[:2])} on, else falls back" if older else verb
 
 
+def _lines(op: str, rows: list[dict], archs: list[str]) -> list[list[str]]:
+    """The lines of an op: one, or one per group of sizes that differ on some GPU."""
+    groups: dict[tuple, list[int]] = {}
+    for size in sorted({row["size"] for row in rows if row["op"] == op}):
+        found = [row for row in rows if (row["op"], row["size"]) == (op, size)]
+        cells = tuple(_cell([row for row in found if row["arch"] == arch], arch) for arch in archs)
+        groups.setdefault(cells, []).append(size)
+    if len(groups) == 1:
+        return [[f"`{op}`", *cells] for cells in groups]
+    return [[f"`{op}`, size {', '.join(map(str, sizes))}", *cells] for cells, sizes in groups.items()]
+
+
 def gpu_table(root: Path) -> str:
     """One line per op, one column per generation of GPUs."""
     rows = read("gpu_generations", root)
     archs = [arch for arch in EXAMPLES if any(row["arch"] == arch for row in rows)]
-    ops = dict.fromkeys(row["op"] for row in rows)
-    lines = [
-        [f"`{op}`", *(_cell([r for r in rows if (r["op"], r["arch"]) == (op, arch)], arch) for arch in archs)]
-        for op in ops
-    ]
+    lines = [line for op in dict.fromkeys(row["op"] for row in rows) for line in _lines(op, rows, archs)]
     limits = {row["arch"]: f"{row['limit'] // 1024} KiB" for row in rows}
     heads = [f"{arch} ({EXAMPLES[arch]})" for arch in archs]
     versions = ", ".join(sorted({row["triton"] for row in rows}, key=version))

@@ -1,6 +1,7 @@
 # Every target sets up its own virtual environment in the checkout; Python >= 3.11 is all it needs.
 #   make demo                       convert, align and distil the bundled transformer; table, plot, checkpoint in runs/demo
 #   make test                       the everyday tests on a CPU; TRANSFORMERS=5.17.0 tests another version in its own venv
+#   make test TORCH=newest          the same with the newest torch, Triton and others that pip finds; own venv, several GB
 #   make test-all                   also every mixer with every decoder family in every layout
 #   make test-processors            comparisons of numbers as older processors compute them
 #   make serve-test                 models served by vLLM on a CPU, in its own venv, .venv-vllm
@@ -12,7 +13,14 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 TRANSFORMERS ?=
-VENV ?= .venv$(if $(TRANSFORMERS),-transformers-$(TRANSFORMERS))
+TORCH ?=
+ifneq ($(filter-out newest,$(TORCH)),)
+$(error TORCH=$(TORCH): only TORCH=newest has an environment; leave it out for the version in constraints.txt)
+endif
+ifneq ($(and $(TORCH),$(TRANSFORMERS)),)
+$(error TORCH=newest takes the newest transformers, too: leave out TRANSFORMERS=$(TRANSFORMERS))
+endif
+VENV ?= .venv$(if $(TRANSFORMERS),-transformers-$(TRANSFORMERS))$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
@@ -27,10 +35,10 @@ test test-all test-processors serve-test demo: export TOKENIZERS_PARALLELISM = f
 .PHONY: help demo test test-all test-processors serve-test lint bench card clean
 
 help:
-	@sed -n '2,11s/^# *//p' Makefile
+	@sed -n '2,12s/^# *//p' Makefile
 
 $(STAMP): pyproject.toml setup.py constraints.txt .ci/venv
-	@.ci/venv $(VENV) $(TRANSFORMERS)
+	@.ci/venv $(VENV) $(TRANSFORMERS)$(TORCH)
 
 demo: $(STAMP)
 	$(BIN)/python -m hf_memmix.training.bundled.demo --output runs/demo

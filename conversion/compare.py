@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hf_memmix.conversion.limits import check_length, check_vocabularies, limit_of
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
+from hf_memmix_kernels._common import exact
 
 
 def compare_models(
@@ -82,7 +83,7 @@ def _compare(student: nn.Module, teacher: nn.Module, batches: list[Tensor], prog
         for row in range(len(batch)):  # logits of one row at a time
             logp = {name: heads[name](hidden[name][row, :-1]).float().log_softmax(-1) for name in heads}
             for name in heads:
-                nll[name] -= logp[name].gather(-1, batch[row, 1:, None]).double().sum().item()
+                nll[name] -= exact(logp[name].gather(-1, batch[row, 1:, None])).sum().item()
             agree += (logp["student"].argmax(-1) == logp["teacher"].argmax(-1)).sum().item()
             kl += (logp["teacher"].exp() * (logp["teacher"] - logp["student"])).sum().item()
         count += batch[:, 1:].numel()

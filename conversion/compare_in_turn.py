@@ -18,6 +18,7 @@ from hf_memmix.conversion.loading import meta_teacher
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.streaming import TrainedMixers
 from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
+from hf_memmix_kernels._common import exact
 
 TOP_K = 64
 
@@ -128,7 +129,7 @@ def _rows(model: nn.Module, batches: list[Tensor], run: Callable[[Tensor], Tenso
 
 
 def _sum_at(logp: Tensor, targets: Tensor) -> float:
-    return logp.gather(-1, targets[:, None]).double().sum().item()
+    return exact(logp.gather(-1, targets[:, None])).sum().item()
 
 
 def _divergence(theirs: Tensor, ours: Tensor) -> Tensor:

@@ -61,8 +61,10 @@ def with_norm_scale(attention: AttentionWeights, role: str, tensor: Tensor) -> T
     scale = getattr(attention, f"{role}_norm", None)
     if scale is None:
         return tensor
-    scale = scale.repeat(tensor.shape[0] // scale.numel()).to(tensor.dtype)
-    return tensor * scale.view(-1, *[1] * (tensor.ndim - 1))
+    scale = scale.repeat(tensor.shape[0] // scale.numel())
+    if tensor.is_cpu:
+        scale = scale.cpu()  # before its dtype changes: `tensor` may be here because the model's device has no float64
+    return tensor * scale.to(tensor.dtype).view(-1, *[1] * (tensor.ndim - 1))
 
 
 def _kind_of_norm(weight: Tensor, head_dim: int) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
 from hf_memmix.conversion.from_attention.projections import FOLDED, check_heads, take_tensor, with_norm_scale
 from hf_memmix.conversion.from_attention.registry import starts
+from hf_memmix_kernels._common import exact
 
 RANK = 32  # at most, the paper's
 ETA = 0.5
@@ -74,11 +75,11 @@ def low_rank_scores(A: Tensor, B: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _augmented(attention: AttentionWeights, role: str) -> Tensor:
-    """[heads, D, hidden + 1] in float64: the projection of q or k with its bias as the last column."""
+    """[heads, D, hidden + 1], `exact`: the projection of q or k with its bias as the last column."""
     weight = getattr(attention, f"{role}_weight")
     bias = getattr(attention, f"{role}_bias")
     bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
-    whole = torch.cat([weight.double(), bias.double()[:, None]], 1)
+    whole = exact(torch.cat([weight, bias[:, None]], 1))
     return with_norm_scale(attention, role, whole).unflatten(0, (-1, attention.head_dim))
 
 

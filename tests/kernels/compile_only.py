@@ -1,10 +1,12 @@
-"""Compiles every kernel that an op launches for an H200 and checks its SASS. It launches no kernel and needs no GPU.
+"""Compiles every kernel that an op launches for a GPU, by default an H200. It launches no kernel and needs no GPU.
 
     python tests/kernels/compile_only.py gla gka --dtypes bfloat16 --sizes 64x32
+    python tests/kernels/compile_only.py gla --target gfx942
 
 It prints one line per kernel: registers per thread, bytes of local memory (spills and stack) and of shared memory, and
-the constants. A line that starts with BAD reports a defect, and the exit status is then 1. The ops run on CPU tensors
-that report a GPU as their device, with a Triton driver that only names its target. Their results are not valid.
+the constants. A line that starts with BAD reports a defect, and the exit status is then 1: a kernel does not compile,
+takes more shared memory than the GPU has, or, for an H200, its SASS has a fault. The ops run on CPU tensors that
+report a GPU as their device, with a Triton driver that only names its target. Their results are not valid.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 if __name__ == "__main__":
     # Triton and the ops read these at their import; with CPU tensors the script also runs on a machine with a GPU
@@ -24,13 +27,16 @@ import sass
 import torch
 import triton
 from checks import outputs_and_gradients
+from gpu_targets import TARGETS
 from ops_table import OPS, Op, Shape
 from pool import Pool
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from hf_memmix_kernels import _device
+from hf_memmix_kernels._device import Device
+
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-MAX_SHARED = 227 * 1024
 # half the layouts have grouped heads, sizes that Triton knows to be multiples of 16, and a carried state
 LAYOUTS = {
     "batched": (Shape(2, 128, 4, 4, 0, 0), None, True),
@@ -41,8 +47,11 @@ LAYOUTS = {
 class Driver:
     """The part of a Triton driver that compilation needs."""
 
+    def __init__(self, device: Device):
+        self.target = GPUTarget("cuda", device.capability, 32) if device.nvidia else GPUTarget("hip", device.arch, 64)
+
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_current_device(self):
         return 0
@@ -51,30 +60,47 @@ class Driver:
         return 0
 
 
+class Failure(NamedTuple):
+    """A kernel that does not compile, and the first line of the compiler's error."""
+
+    name: str
+    error: str
+
+
 class Kernels:
     """After `install`, the kernels that ops launch are compiled and collected, and not run."""
 
-    def __init__(self):
+    def __init__(self, target: str = "sm_90"):
+        self.device = TARGETS[target]
         self.found, self.seen = [], set()
 
     def install(self) -> None:
-        triton.runtime.driver.set_active(Driver())
+        triton.runtime.driver.set_active(Driver(self.device))
         torch.Tensor.is_cuda = property(lambda tensor: True)
         torch.Tensor.is_cpu = property(lambda tensor: False)  # else native code would run, and no kernel
         torch.cuda.is_current_stream_capturing = lambda: False
+        _device.of_index = lambda index: self.device
+        # before the first kernel is imported
+        torch.version.hip = None if self.device.nvidia else "compile only"
         run = JITFunction.run
 
         def compile_only(function, *args, grid, warmup, **options):
-            kernel = run(function, *args, grid=grid, warmup=True, **options)
-            if kernel.hash not in self.seen:
-                self.seen.add(kernel.hash)
+            try:
+                kernel = run(function, *args, grid=grid, warmup=True, **options)
+                key = kernel.hash
+            except Exception as error:
+                # the passes print their reasons themselves
+                kernel = Failure(function.__name__, f"{type(error).__name__}: {error}".splitlines()[0])
+                key = kernel
+            if key not in self.seen:
+                self.seen.add(key)
                 self.found.append(kernel)
             return kernel
 
         JITFunction.run = compile_only
 
     def take(self) -> list:
-        """The kernels that were compiled since the last call."""
+        """The kernels that were compiled, or failed to, since the last call."""
         found, self.found = self.found, []
         return found
 
@@ -93,22 +119,28 @@ def launch_everything(op: Op, shape: Shape, dtype: torch.dtype, bounds: list[int
         op.step(op, one, Pool(state, rows, shape.B, gap=64).states, torch.tensor(rows, dtype=torch.int32))
 
 
-def report(kernel, case: str) -> tuple[str, bool]:
+def report(kernel, case: str, device: Device) -> tuple[str, bool]:
     """The lines to print for a kernel (several if it has a defect), and whether it has a defect."""
-    cuobjdump = str(TOOLS / "cuobjdump")
-    cubin, meta = kernel.asm["cubin"], kernel.metadata
-    used = sass.resources(cubin, cuobjdump)
-    faults = list(map(str, sass.defects(sass.disassemble(cubin, cuobjdump))))
-    if meta.shared > MAX_SHARED:
-        faults.append(f"{meta.shared} bytes of shared memory, the limit is {MAX_SHARED}")
+    if isinstance(kernel, Failure):
+        return f"BAD {case} {kernel.name} does not compile: {kernel.error}", True
+    meta, sizes, faults = kernel.metadata, "", []
+    if device.nvidia:
+        cuobjdump, cubin = str(TOOLS / "cuobjdump"), kernel.asm["cubin"]
+        used = sass.resources(cubin, cuobjdump)
+        sizes = f"registers={used['reg']} local={used['local'] + used['stack']} "
+        if device.arch == "sm_90":
+            faults = list(map(str, sass.defects(sass.disassemble(cubin, cuobjdump))))
+    if meta.shared > device.shared:
+        faults.append(f"{meta.shared} bytes of shared memory, the limit is {device.shared}")
     names = kernel.src.fn.arg_names
     # (3,) is the fourth argument; (3, 1) is the second member of the fourth argument, which is then a tuple
     constants = " ".join(
         f"{names[first]}{''.join(f'[{i}]' for i in rest)}={value}"
         for (first, *rest), value in kernel.src.constants.items()
     )
-    sizes = f"registers={used['reg']} local={used['local'] + used['stack']} shared={meta.shared}"
-    line = f"{case} {kernel.name} {sizes} warps={meta.num_warps} stages={meta.num_stages} {constants}"
+    line = (
+        f"{case} {kernel.name} {sizes}shared={meta.shared} warps={meta.num_warps} stages={meta.num_stages} {constants}"
+    )
     return "\n    ".join([f"{'BAD' if faults else 'ok '} {line}", *faults]), bool(faults)
 
 
@@ -118,9 +150,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
     parser.add_argument("--sizes", nargs="+", default=["64x64"], help="head sizes D x Dv")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--target", default="sm_90", choices=list(TARGETS))
     parser.add_argument("--options", type=json.loads, default={}, help="options of the ops, as JSON")
     args = parser.parse_args(arguments)
-    kernels, failed = Kernels(), False
+    kernels, failed = Kernels(args.target), False
     kernels.install()
     for op in (op for op in OPS if op.name in args.ops):
         op = dataclasses.replace(op, options={**op.options, **args.options})
@@ -136,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
                         print(f"BAD {case}: no kernel was compiled", flush=True)
                         failed = True
                     for kernel in found:
-                        line, bad = report(kernel, case)
+                        line, bad = report(kernel, case, kernels.device)
                         print(line, flush=True)
                         failed |= bad
     return int(failed)

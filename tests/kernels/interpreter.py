@@ -1,7 +1,9 @@
-"""Repair and speed up Triton 3.6's interpreter: it must run under NumPy >= 2.4, and the tests should not wait for it.
+"""Repair and speed up Triton's interpreter, 3.6 to 3.9, for all versions of NumPy; the tests should not wait for it.
 
 - `range(start, stop)` in a kernel converts one-element arrays with `int()`, which NumPy 2.4 refuses; `.item()` is the
   same conversion, still allowed.
+- A comparison of scalars that is broadcast, as in `mask & (k < left)`, turns into numbers of 32 bits. Triton 3.9
+  refuses them as a mask ("mask has unsupported dtype"); here masks become booleans again, as for the compiler.
 - For every call of a device function, the interpreter replaces the functions of `triton.language` again and searches
   all their names for this. Here it searches once per process, and replaces once per launch and function.
 """
@@ -18,6 +20,7 @@ def enable() -> None:
     from triton.runtime import interpreter
 
     _convert_ranges(interpreter)
+    _convert_masks(interpreter)
     _replace_once(interpreter)
 
 
@@ -29,6 +32,22 @@ def _convert_ranges(interpreter) -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+def _convert_masks(interpreter) -> None:
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def truth(mask):
+        return interpreter.TensorHandle(mask.data.astype(bool, copy=False), mask.dtype)
+
+    def masked_load(self, ptrs, mask, *arguments, **options):
+        return load(self, ptrs, truth(mask), *arguments, **options)
+
+    def masked_store(self, ptrs, value, mask, *arguments, **options):
+        return store(self, ptrs, value, truth(mask), *arguments, **options)
+
+    builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
 
 
 def _replace_once(interpreter) -> None:

@@ -25,8 +25,8 @@ _WRITERS = {
 }
 # and those whose result is a predicate
 _TESTS = {"UISETP", "UPLOP3", "UR2UP"}
-# these cut a shared-memory address to the bits a descriptor has for it
-_CUTS = {"USGXT": ", 0xe", "ULOP3": ", 0x3fff,"}
+# these cut a shared-memory address to the bits a descriptor has for it, 14; Triton 3.9 leaves 15, the last one is 0
+_CUTS = {"USGXT": (", 0xe", ", 0xf"), "ULOP3": (", 0x3fff,", ", 0x7fff,")}
 # of constants these make constants
 _CONSTANT = {"UIADD3", "ULOP3", "UMOV", "USEL"}
 
@@ -102,7 +102,7 @@ class Facts(NamedTuple):
             # three of these instructions exchange two registers, so each word may be in each of them
             low, high = writes, writes
         else:
-            cut = family in _CUTS and _CUTS[family] in instruction.text
+            cut = any(mask in instruction.text for mask in _CUTS.get(family, ()))
             low = writes if cut or any(self.low >> r & 1 for r in reads) else []
             high = writes if family in _CONSTANT and all(self.high >> r & 1 for r in reads) else []
         kept = ~_bits(writes)

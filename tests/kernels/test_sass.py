@@ -57,6 +57,12 @@ def test_sound_code_passes():
     assert (operands.address, operands.reads, operands.writes) == (0xB0, [8, 9], [18, 19])
 
 
+def test_an_address_cut_as_by_newer_versions():
+    """Triton 3.9 leaves 15 bits of it."""
+    assert not faults(SOUND.replace("USGXT.U32 UR6, UR6, 0xe", "USGXT.U32 UR6, UR6, 0xf"))
+    assert faults(SOUND.replace("USGXT.U32 UR6, UR6, 0xe", "USGXT.U32 UR6, UR6, 0x10"))
+
+
 def test_a_register_that_was_never_written():
     """This fault was found in GKA's read-out at key size 64, value size 32, bf16."""
     found = faults(SOUND.replace("UP0, UR6, 0x40", "UP0, UR7, 0x40"))

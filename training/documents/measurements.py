@@ -45,6 +45,7 @@ MEASUREMENTS = {
     "lattice_profile": f"{KERNELS}/lattice_profile_h200.json",
     "lattice_counters": f"{KERNELS}/lattice_counters_h200.json",
     "lattice_issue": f"{KERNELS}/lattice_issue_sm90.json",
+    "gpu_generations": f"{KERNELS}/gpu_generations.json",
     "lattice_frozen": f"{KERNELS}/lattice_frozen_cpu.json",
     "models": f"{KERNELS}/model_h200.json",
     "cpu": f"{KERNELS}/cpu.json",

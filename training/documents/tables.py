@@ -12,6 +12,7 @@ from hf_memmix.training.documents import kernel_tables as kernels
 from hf_memmix.training.documents import one_gpu_tables as one_gpu
 from hf_memmix.training.documents import serving_tables as serving
 from hf_memmix.training.documents.budget_tables import one_gpu_distil_table, plan_checked_table
+from hf_memmix.training.documents.gpu_tables import gpu_table
 from hf_memmix.training.documents.measurements import CARDS, read
 
 aligned_table = partial(markdown_table, figures=True)
@@ -172,6 +173,7 @@ TABLES = {
     "generate": kernels.generate_table,
     "models": kernels.models_table,
     "cpu": kernels.cpu_table,
+    "gpu_generations": gpu_table,
     "op": kernels.op_table,
     "gka_sketch": kernels.sketch_table,
     "coffee_grid": kernels.coffee_grid_table,

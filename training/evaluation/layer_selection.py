@@ -22,6 +22,7 @@ from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.training.evaluation.probes.material import Sample
 from hf_memmix.training.evaluation.probes.score import score
+from hf_memmix_kernels._common import exact
 
 
 @contextlib.contextmanager
@@ -125,8 +126,8 @@ def _losses(head, hidden: Tensor, batch: Tensor) -> float:
     losses = []
     for h, ids in zip(hidden, batch, strict=True):
         logits = head(h[:-1]).float()
-        losses.append(nn.functional.cross_entropy(logits, ids[1:].to(logits.device), reduction="sum").double())
-    return torch.stack(losses).sum().item()
+        losses.append(nn.functional.cross_entropy(logits, ids[1:].to(logits.device), reduction="sum"))
+    return exact(torch.stack(losses)).sum().item()
 
 
 def _divergence(head, target: Tensor, hidden: Tensor) -> float:
@@ -134,8 +135,8 @@ def _divergence(head, target: Tensor, hidden: Tensor) -> float:
     totals = []
     for theirs, ours in zip(target, hidden, strict=True):
         logp, logq = (head(h[:-1]).float().log_softmax(-1) for h in (theirs, ours))
-        totals.append((logp.exp() * (logp - logq)).sum().double())
-    return torch.stack(totals).sum().item()
+        totals.append((logp.exp() * (logp - logq)).sum())
+    return exact(torch.stack(totals)).sum().item()
 
 
 def rank_layers(teacher, student, blocks: Tensor, samples: dict[str, list[Sample]], *, weight=1.0, **options) -> dict:

@@ -14,6 +14,18 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def has_float64(device: torch.device) -> bool:
+    """Whether the device has float64: Apple's GPUs have not, and of Intel's only those for servers."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
+def exact(x: torch.Tensor) -> torch.Tensor:
+    """x in float64, on its own device or, where this has no float64, on the CPU."""
+    return (x if has_float64(x.device) else x.cpu()).double()
+
+
 def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **gates: torch.Tensor | None) -> None:
     """Raise ValueError unless q [B, T, H, D], k [B, T, Hk, D], v [B, T, Hk, Dv] and gates [B, T, H] fit together.
 

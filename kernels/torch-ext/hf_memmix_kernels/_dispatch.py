@@ -1,18 +1,21 @@
-"""Chooses the implementation: Triton on an NVIDIA GPU, native code on a CPU with a compiler, torch everywhere else.
+"""Chooses the implementation: Triton on a GPU that an op's kernels run on, native code on a CPU with a compiler, torch
+everywhere else.
 
 `HF_MEMMIX_BACKEND=torch|triton|native` overrides the choice. On a CPU, Triton runs only with `TRITON_INTERPRET=1`, as
 in the tests. Native code exists for a part of the functions, in float32 and bfloat16; the torch path runs the others.
+What keeps the kernels from a GPU is in `_device.obstacle`; a warning says it once per op and GPU.
 """
 
 import ctypes
 import functools
 import importlib.util
 import os
+import warnings
 
 import torch
 from torch.autograd import forward_ad
 
-from . import _native
+from . import _device, _native
 
 try:  # the dictionary below os.environ: a look-up that fails takes a tenth of the time, and every call of an op asks
     from posix import environ as _environment
@@ -32,14 +35,49 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def use_triton(x: torch.Tensor) -> bool:
-    """Whether the op that got `x` should launch its Triton kernels.
+@functools.cache
+def _obstacle(op: str, index: int, size: int = 0) -> str | None:
+    """Why the kernels of `op` do not run on the GPU with this index; None if they do."""
+    if not torch.cuda.is_available():
+        return None  # a fake tensor on a machine without a GPU: nothing will run
+    import triton
+
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    return _device.obstacle(op, _device.of_index(index), version, size)
+
+
+@functools.cache
+def _runs(op: str, index: int, size: int) -> bool:
+    """Whether Triton is installed and the kernels of `op` run on the GPU with this index; it warns if they do not."""
+    if not _has_triton():
+        return False
+    if reason := _obstacle(op, index, size):
+        warnings.warn(f"hf_memmix_kernels: {op} runs its torch path, which is slower: {reason}", stacklevel=2)
+        return False
+    if torch.version.hip is not None:
+        _warn_untried()
+    return True
+
+
+@functools.cache
+def _warn_untried() -> None:
+    warnings.warn(
+        "hf_memmix_kernels: the Triton kernels compile for AMD GPUs, but were never run on one;"
+        " HF_MEMMIX_BACKEND=torch chooses the torch path",
+        stacklevel=2,
+    )
+
+
+def use_triton(x: torch.Tensor, op: str, size: int = 0) -> bool:
+    """Whether `op`, the name of the op's folder, should launch its Triton kernels for `x`.
+
+    `size` is the largest head size, for ops whose shared memory depends on it (`_device.SHARED`).
 
     Raises:
         ValueError: `HF_MEMMIX_BACKEND` names no backend, or asks for Triton where it cannot run.
     """
     if _BACKEND not in _environment:
-        return x.is_cuda and x.dtype != torch.float64 and _has_triton()
+        return x.is_cuda and x.dtype != torch.float64 and _runs(op, x.device.index, size)
     forced = os.environ["HF_MEMMIX_BACKEND"]
     if forced not in BACKENDS:
         raise ValueError(f"HF_MEMMIX_BACKEND={forced!r} is not one of {BACKENDS}; unset it to choose by device")
@@ -51,6 +89,8 @@ def use_triton(x: torch.Tensor) -> bool:
                 f"HF_MEMMIX_BACKEND=triton needs a GPU, the input is on {x.device}; unset it, or set"
                 " TRITON_INTERPRET=1 before the first import to run the kernels in Triton's interpreter"
             )
+        if x.is_cuda and (reason := _obstacle(op, x.device.index, size)):
+            raise ValueError(f"HF_MEMMIX_BACKEND=triton, but {op} has only its torch path here: {reason}; unset it")
     return forced == "triton"
 
 

@@ -1,7 +1,6 @@
 """Launches of the COFFEE kernels: how lanes are laid over threads, and where the checkpoints lie in memory."""
 
 import functools
-import os
 from typing import NamedTuple
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from .._chunks import checkpoint_slots
 from .._common import num_sequences
+from .._device import has_ptx
 from .._launch import accumulator, cdiv, contiguous, next_power_of_2, page_strides
 from .kernels.affine_scan import affine_scan_kernel
 from .kernels.backward import coffee_bwd_kernel
@@ -74,12 +74,12 @@ def backward_options(
 
 
 def _math(x: Tensor, smooth: bool = False) -> int:
-    """MATH of kernels/tiles.py. The interpreter, and float64, which runs only there, have no special instructions.
+    """MATH of kernels/tiles.py. The interpreter, float64, which runs only there, and AMD have no such instructions.
 
     `smooth`: for Newton's method, also 16-bit inputs use the functions of float32 inputs. The GPU's tanh has steps, at
     which the iterations do not settle.
     """
-    instructions = x.is_cuda and x.dtype != torch.float64 and os.environ.get("TRITON_INTERPRET") != "1"
+    instructions = has_ptx(x) and x.dtype != torch.float64
     refined = x.dtype == torch.float32 or (smooth and x.dtype != torch.float64)
     return instructions + (REFINED.value if refined else PORTABLE)
 

@@ -26,7 +26,7 @@ def _checkpoint_shape(u: Tensor, initial_state: Tensor, cu_seqlens: Tensor | Non
     """Shape of what forward keeps for backward, which each backend lays out for itself."""
     B, T, D = u.shape
     n = initial_state.shape[2]
-    if use_triton(u):
+    if use_triton(u, "coffee"):
         return (checkpoint_slots(B, T, cu_seqlens, CHECKPOINT) if save else 0, D, padded_states(n))
     # only the device knows the longest packed sequence: backward runs forward again
     return (-(-T // chunk_length(B * D * n)) if save and cu_seqlens is None else 0, n, B, D)
@@ -52,7 +52,7 @@ def _warn_not_converged(method: str) -> None:
 def _kept_by_deer(states: Tensor, start: Tensor, u: Tensor) -> Tensor:
     """The checkpoints of the backend in use, from the states [T, n, B, D] after every token."""
     T = len(states)
-    if not use_triton(u):
+    if not use_triton(u, "coffee"):
         interval = chunk_length(states[0].numel())
         return torch.cat([start.permute(2, 0, 1)[None].to(states), states[interval - 1 : T - 1 : interval]])
     kept = torch.cat([start[:, None], states[CHECKPOINT - 1 : T - 1 : CHECKPOINT].permute(2, 0, 3, 1)], 1)
@@ -61,7 +61,7 @@ def _kept_by_deer(states: Tensor, start: Tensor, u: Tensor) -> Tensor:
 
 def _deer(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping):
     """y, final states and checkpoints by Newton's iterations; None where they do not converge."""
-    if use_triton(u) and not damping:
+    if use_triton(u, "coffee") and not damping:
         from .launch import deer_fwd_triton
 
         found = deer_fwd_triton(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations)
@@ -81,7 +81,7 @@ def _deer(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance
 
 def _shooting(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping):
     """The same by multiple shooting. It is faster on GPUs only, so the torch path uses the scan."""
-    if not use_triton(u):
+    if not use_triton(u, "coffee"):
         return coffee_fwd_torch(u, lam, w, C, w_filter, gate, initial_state, None, feedback, save)
     from . import launch_shooting
 
@@ -120,7 +120,7 @@ def _fwd(
         _warn_not_converged(method)
     if library := _native(cu_seqlens, u, lam, w, C, w_filter, gate, initial_state):
         return coffee_fwd_native(library, u, lam, w, C, w_filter, gate, initial_state, feedback, save)
-    if use_triton(u):
+    if use_triton(u, "coffee"):
         from .launch import coffee_fwd_triton as fwd
     else:
         fwd, save = coffee_fwd_torch, save and cu_seqlens is None
@@ -156,7 +156,7 @@ def _bwd(
     if library := _native(cu_seqlens, *inputs, dy, dfinal):
         fwd, bwd = functools.partial(coffee_fwd_native, library), functools.partial(coffee_bwd_native, library)
         packed = ()
-    elif use_triton(u):
+    elif use_triton(u, "coffee"):
         from .launch import coffee_bwd_triton as bwd
         from .launch import coffee_fwd_triton as fwd
 
@@ -222,7 +222,7 @@ def _step(
     if gate is None and state.dtype == torch.float32 and (library := native_library("coffee", *tensors)):
         return coffee_step_native(library, *tensors, state_indices, feedback)
     step = coffee_step_torch
-    if use_triton(u):
+    if use_triton(u, "coffee"):
         from .launch import coffee_step_triton as step
     return step(u, lam, w, C, w_filter, gate, state, state_indices, feedback)
 

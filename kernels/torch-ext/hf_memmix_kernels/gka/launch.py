@@ -9,6 +9,7 @@ capture every call.
 import torch
 
 from .._chunks import chunk_table
+from .._device import has_ptx
 from .._launch import accumulator, cdiv, next_power_of_2, page_strides
 from .kernels.backward import gka_bwd_kernel_dk, gka_bwd_kernel_dv, gka_bwd_kernel_read, gka_bwd_kernel_ridge
 from .kernels.forward import gka_fwd_kernel_read
@@ -240,6 +241,6 @@ def gka_step_triton(
         *(t.contiguous() for t in (q, k, v, log_decay, alpha, beta)), h, u,
         state_indices, *page_strides(state_indices, h, u), o, float(ridge), float(scale), heads,
         D=D, V=V, GROUPS=heads // k.shape[2], PHASES=tuple(phases), BD=BD, BV=BV,
-        LOW=low, ASM=q.is_cuda, ACC=accumulator(h.dtype), num_warps=num_warps,
+        LOW=low, ASM=has_ptx(q), ACC=accumulator(h.dtype), num_warps=num_warps,
     )  # fmt: skip
     return o

@@ -20,10 +20,11 @@ def _chunk_path(q: torch.Tensor, v: torch.Tensor):
     It is the torch path for float64 inputs, because the Triton kernels would round them to float32, and for states
     that do not fit into shared memory.
     """
-    if use_triton(q) and q.dtype != torch.float64:
+    largest = max(q.shape[-1], v.shape[-1])
+    if use_triton(q, "gka", largest) and q.dtype != torch.float64:
         from . import launch
 
-        if launch.chunk_length(max(q.shape[-1], v.shape[-1]), q.dtype) is not None:
+        if launch.chunk_length(largest, q.dtype) is not None:
             return launch
     return torch_path
 
@@ -148,7 +149,7 @@ def _gka_step(
 ) -> torch.Tensor:
     if library := _native(h, q, k, v, log_decay, alpha, beta, u):
         return gka_step_native(library, q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale)
-    if use_triton(q):
+    if use_triton(q, "gka"):
         from .launch import gka_step_triton as step
     else:
         step = gka_step_torch

@@ -26,7 +26,7 @@ def _fwd(
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    if use_triton(q):
+    if use_triton(q, "gla"):
         from .launch import gla_fwd_triton as fwd
     else:
         fwd = gla_fwd_torch
@@ -53,7 +53,7 @@ def _bwd(
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if use_triton(q):
+    if use_triton(q, "gla"):
         from .launch import gla_bwd_triton as bwd
     else:
         bwd = gla_bwd_torch
@@ -104,7 +104,7 @@ def _step(
 ) -> Tensor:
     if state.dtype == torch.float32 and (library := native_library("gla", q, k, v, log_decay, beta, skip, state)):
         return gla_step_native(library, q, k, v, log_decay, beta, skip, state, state_indices, scale)
-    if use_triton(q):
+    if use_triton(q, "gla"):
         from .launch import gla_step_triton as step
     else:
         step = gla_step_torch

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .._chunks import checkpoint_slots, chunk_table
 from .._common import compute_dtype
+from .._device import has_ptx
 from .._launch import accumulator, cdiv
 from .kernels.dual.walk import lattice_gram_kernel, lattice_walk_kernel
 from .kernels.dual.walk_back import lattice_gram_adjoint_kernel, lattice_walk_adjoint_kernel
@@ -15,7 +16,7 @@ from .kernels.dual.windows_by_levels import (
     lattice_read_levels_kernel,
     lattice_write_adjoint_levels_kernel,
 )
-from .sizes import CHECKPOINT, WALKED, dual_sizes, on_gpu, padded, precision, window_precision
+from .sizes import CHECKPOINT, WALKED, dual_sizes, padded, precision, window_precision
 
 # tokens per chunk of the walk forward (half as many where registers do not hold more), and of the walk back
 CHUNK, CHUNK_BACK = 16, 8
@@ -54,7 +55,7 @@ class _Launch:
             "PRECISION": "split" if half else form, "num_warps": 1,
         }  # fmt: skip
         self.gram_back = {**self.gram, "P": CHUNK_BACK, "VARIANT": variant}
-        self.back = {**self.walk, "P": CHUNK_BACK, "FETCH": on_gpu(v) and D <= 64}
+        self.back = {**self.walk, "P": CHUNK_BACK, "FETCH": has_ptx(v) and D <= 64}
         MB, D2 = 32 // LANES, 4 * LANES
         self.by_token = {
             **shared, "MB": MB, "D1": cdiv(D, D2), "D2": D2, "CHUNK": CHUNK_BACK, "num_warps": 1,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._common import check_cu_seqlens, compute_dtype, num_sequences
+from .._common import check_cu_seqlens, compute_dtype, exact, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
@@ -18,7 +18,7 @@ STRONGEST_DECAY = -20.0
 
 def _path(x: Tensor, dual: bool = False):
     """The functions for forward, backward and step on the path that runs `x`. Only Triton has the dual form."""
-    if not use_triton(x):
+    if not use_triton(x, "lattice"):
         return lattice_fwd_torch, lattice_bwd_torch, lattice_step_torch
     from .launch import lattice_bwd_triton, lattice_fwd_triton, lattice_step_triton
 
@@ -42,7 +42,7 @@ def _kept_shape(
 ) -> tuple[int, ...]:
     """Shape of the buffer that forward keeps for backward. Each path has its own layout."""
     N, H, d, m = state.shape
-    if use_triton(v):
+    if use_triton(v, "lattice"):
         size = sum(dual_sizes(v, state, cu_seqlens) if dual else kept_sizes(v, state, cu_seqlens, rule))
         return (size if save else 0,)
     # the longest packed sequence is not known without a device read, so backward runs forward again
@@ -64,7 +64,7 @@ def _fwd(
     chunked: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    save = save and (use_triton(v) or cu_seqlens is None)
+    save = save and (use_triton(v, "lattice") or cu_seqlens is None)
     if library := _native((v, q, k, gamma, initial_state), log_decay, variant, project, l1):
         return lattice_fwd_native(library, q, k, v, gamma, initial_state, cu_seqlens, variant, save)
     forward = _path(v, chunked and runs_dual(variant, project, l1))[0]
@@ -211,7 +211,7 @@ def check_lattice(
     if gamma is not None and (gamma < 0).any():
         raise ValueError(f"lattice: gamma={gamma.min().item():.3g} is negative; step sizes are > 0, 0 at padding only")
     if state is not None:
-        norms = torch.linalg.vector_norm(state.double(), dim=-2)
+        norms = torch.linalg.vector_norm(exact(state), dim=-2)
         worst = norms.flatten()[(norms - 1).abs().argmax()].item()
         if abs(worst - 1) > tolerance:
             raise ValueError(

@@ -1,11 +1,10 @@
 """Sizes that the fake kernels, the torch path and the Triton launches of Lattice share. Does not import Triton."""
 
-import os
-
 import torch
 from torch import Tensor
 
 from .._chunks import checkpoint_slots
+from .._device import compiled, dot_precision
 
 # tokens between two states kept for backward
 CHECKPOINT = 64
@@ -21,18 +20,13 @@ def padded(n: int) -> int:
 
 def precision(dtype: torch.dtype) -> str:
     """The `input_precision` of `tl.dot` for products over a window, by the dtype of the inputs."""
-    return {torch.float64: "ieee", torch.float32: "tf32x3"}.get(dtype, "tf32")
-
-
-def on_gpu(v: Tensor) -> bool:
-    """Whether kernels run compiled. The interpreter cannot multiply bfloat16 and has no inline assembly."""
-    return v.is_cuda and os.environ.get("TRITON_INTERPRET") != "1"
+    return "ieee" if dtype == torch.float64 else dot_precision("tf32x3" if dtype == torch.float32 else "tf32")
 
 
 def window_precision(v: Tensor) -> str:
     """As `precision`, for kernels that also support "pairs" of bfloat16 (kernels/dual/windows.py)."""
     form = precision(v.dtype)
-    return ("pairs" if on_gpu(v) else "ieee") if form == "tf32" else form
+    return ("pairs" if compiled(v) else "ieee") if form == "tf32" else form
 
 
 def runs_dual(variant: str, project: bool, l1: float) -> bool:

@@ -18,7 +18,7 @@ MAX_ROW = 16384  # elements per row; a program of the kernels holds a row in reg
 
 def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the functions run their Triton kernels on these tensors, one for a function and one for its gradient."""
-    return not needs_op((x, *others)) and use_triton(x) and 0 < x.shape[-1] <= MAX_ROW
+    return not needs_op((x, *others)) and use_triton(x, "rowwise") and 0 < x.shape[-1] <= MAX_ROW
 
 
 def _native(x: Tensor, *others: Tensor | None, one_dtype: bool = True):
@@ -212,7 +212,7 @@ def gated_product(gate: Tensor, up: Tensor) -> Tensor:
             f"gated_product: gate and up must have one shape and dtype, got {tuple(gate.shape)} {gate.dtype} and"
             f" {tuple(up.shape)} {up.dtype}"
         )
-    if needs_op((gate, up)) or not use_triton(gate):
+    if needs_op((gate, up)) or not use_triton(gate, "rowwise"):
         return gated_product_torch(gate, up)
     return _gated_product(gate, up)
 

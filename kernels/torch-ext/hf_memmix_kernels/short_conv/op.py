@@ -24,7 +24,7 @@ def _fwd(
     silu: bool,
     limit: float | None,
 ) -> tuple[Tensor, Tensor]:
-    if use_triton(x):
+    if use_triton(x, "short_conv"):
         from .launch import short_conv_fwd_triton as fwd
     else:
         fwd = short_conv_fwd_torch
@@ -52,7 +52,7 @@ def _bwd(
     silu: bool,
     limit: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if use_triton(x):
+    if use_triton(x, "short_conv"):
         from .launch import short_conv_bwd_triton as bwd
     else:
         bwd = short_conv_bwd_torch
@@ -101,7 +101,7 @@ def _step(
 ) -> Tensor:
     if runs_native_step(x, weight, bias, state) and (library := native_library("short_conv", x, weight, bias, state)):
         return short_conv_step_native(library, x, weight, bias, state, state_indices, silu, limit)
-    if use_triton(x):
+    if use_triton(x, "short_conv"):
         from .launch import short_conv_step_triton as step
     else:
         step = short_conv_step_torch

@@ -7,6 +7,7 @@ Hk], position in the chunk [N, Hk]). The empty state is all zeros.
 import torch
 from torch import Tensor
 
+from .._common import exact
 from .operator import inverse, ridge_of, split_statistics
 
 State = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -36,7 +37,7 @@ def check_statistics(state: State, chunk_size: int | None = None) -> None:
             lie in a chunk of `chunk_size` tokens, because the state was made with larger chunks.
     """
     statistics, _, _, _, position = state
-    G = statistics[..., : statistics.shape[-2]].double()
+    G = exact(statistics[..., : statistics.shape[-2]])
     if not torch.isfinite(statistics).all():
         raise ValueError("ska: the statistics of the state are not finite; start from an empty (zero) state")
     size = G.abs().amax((-1, -2)).clamp_min(1e-30)

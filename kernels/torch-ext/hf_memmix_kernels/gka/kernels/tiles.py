@@ -7,6 +7,11 @@ chunk all offsets are int32. Rows beyond the end of a sequence read as zero and 
 import triton
 import triton.language as tl
 
+from ..._device import dot_precision
+
+EXACT: tl.constexpr = tl.constexpr(dot_precision("tf32x3"))
+FAST: tl.constexpr = tl.constexpr(dot_precision("tf32"))
+
 
 @triton.jit
 def locate_chunk(i_chunk, layout, N, length, per_sequence, C: tl.constexpr):
@@ -81,7 +86,7 @@ def load_state(base, SIZE: tl.constexpr, STRIDE: tl.constexpr):
 @triton.jit
 def dot(a, b):
     """a @ b with float32 accumulation; float32 operands keep their precision (three tf32 products)."""
-    return tl.dot(a, b, input_precision="tf32x3")
+    return tl.dot(a, b, input_precision=EXACT)
 
 
 @triton.jit
@@ -89,7 +94,7 @@ def gate_dot(a, b, like):
     """a @ b of float32 matrices made of decays: at full precision only beside float32 data."""
     if like.dtype == tl.float32:
         return dot(a, b)
-    return tl.dot(a, b, input_precision="tf32")
+    return tl.dot(a, b, input_precision=FAST)
 
 
 @triton.jit

@@ -7,8 +7,10 @@ have no tokens yet. Pointers are moved to the first token of a chunk in int64; w
 import triton
 import triton.language as tl
 
+from ..._device import dot_precision
 from ..naive import POWER_ITERATIONS, SMALLEST_NORM
 
+EXACT: tl.constexpr = tl.constexpr(dot_precision("tf32x3"))
 STEPS: tl.constexpr = tl.constexpr(POWER_ITERATIONS)
 SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_NORM)
 
@@ -84,7 +86,7 @@ def store_transposed(base, value, o_i, rows, stride, o_j, columns):
 @triton.jit
 def dot(a, b):
     """a @ b with float32 accumulation; float32 operands keep their precision (three tf32 products)."""
-    return tl.dot(a, b, input_precision="tf32x3")
+    return tl.dot(a, b, input_precision=EXACT)
 
 
 @triton.jit

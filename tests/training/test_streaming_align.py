@@ -578,8 +578,10 @@ def test_a_spool_is_read_as_it_was_written(tmp_path):
         values = torch.randn(5, 3, 7).to(dtype)
         spool.write(4, values.split(2))
         assert spool.is_ready(4) and spool.is_sound(4) and not spool.is_sound(3)
-        read = spool.read(4)
-        assert torch.equal(torch.stack([read[row] for row in range(5)]), values)
+        with spool.read(4) as hidden:
+            assert torch.equal(hidden.read([3, 0, 4, 3]), values[[3, 0, 4, 3]])
+            with pytest.raises(ValueError, match=r"layer-4.hidden' ends before row 5; another process has changed"):
+                hidden.read([0, 5])
     with pytest.raises(RuntimeError, match="have .* bytes, not those of 5 rows"):
         spool.write(3, values[:4].split(2))
     assert sorted(os.listdir(tmp_path)) == ["layer-4.hidden", "layer-4.json"]

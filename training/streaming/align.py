@@ -229,16 +229,14 @@ class _Run:
             while not self.spool.is_ready(layer):
                 time.sleep(POLL)
             clock = _Clock()
-            with self.teacher.layer(layer):
+            with self.teacher.layer(layer), self.spool.read(layer) as hidden:
                 clock.stop("load")
-                hidden = self.spool.read(layer)
                 if layer + 1 in walk.produce:
                     self.spool.write(layer + 1, self._advanced(layer, hidden))
                     clock.stop("advance")
                 if layer in walk.train:
                     self._train(layer, hidden, clock, partial(_report, progress, layer, before, total))
                     before += self.recipe.steps
-            del hidden
             self._release()
             self.spool.remove(layer)
 
@@ -252,7 +250,7 @@ class _Run:
     def _advanced(self, layer: int, hidden: HiddenStates) -> Iterator[Tensor]:
         """The outputs of a layer, batch by batch."""
         for places, ids, positions in self._batches():
-            inputs = torch.stack([hidden[row] for row in range(places.start, places.stop)]).to(self.device)
+            inputs = hidden.read(range(places.start, places.stop), self.device)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=computes_in_bf16(self.recipe)):
                 outputs = self.teacher.advance(layer, inputs, ids, positions)
             yield outputs

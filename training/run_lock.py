@@ -90,8 +90,8 @@ def _holder_text(holder: bytes) -> str:
 def run_folder(out_dir: str | Path, resume: bool = True, overwrite: bool = False) -> Iterator[Path]:
     """A locked folder beside the output `out_dir`, in which a command keeps checkpoints until the output is written.
 
-    After an exception or a kill the folder stays, so that the same command can continue. Otherwise it is removed at
-    the end. Without `resume`, an existing one is removed first.
+    After an exception or a kill the folder stays, so that the same command can continue, unless it is empty. Otherwise
+    it is removed at the end. Without `resume`, an existing one is removed first.
 
     Raises:
         ValueError: another process works there, or the output may not be written.
@@ -107,9 +107,19 @@ def run_folder(out_dir: str | Path, resume: bool = True, overwrite: bool = False
             raise
         if not resume and "WORLD_SIZE" not in os.environ:  # with several processes, another one may be reading it
             remove_folder(folder, beside=out_dir)
-        yield folder
+        try:
+            yield folder
+        except BaseException:
+            remove_empty(folder)
+            raise
         if not int(os.environ.get("RANK", "0")):
             remove_folder(folder, beside=out_dir)
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder if it is there and empty."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _is_leftover(folder: Path, out_dir: Path) -> bool:

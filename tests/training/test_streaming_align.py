@@ -354,6 +354,7 @@ def test_too_little_room_is_told_before_the_work(tmp_path, whole, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50_000))
     with pytest.raises(ValueError, match=r"has 48.8 KiB free, and the hidden states need 80.0 KiB more; make room"):
         align_by_streaming(student, teacher, rows(), tmp_path / "out", steps=6, **OPTIONS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["student", "teacher"]
 
 
 # ---- several processes
@@ -462,6 +463,7 @@ def test_a_spool_with_other_files_is_refused(tmp_path, whole, name):
     with pytest.raises(ValueError, match=f"is not empty and belongs to no run: it holds {name}; give a new or"):
         align_by_streaming(student, teacher, rows(), tmp_path / "out", spool=tmp_path / "spool", steps=2, **OPTIONS)
     assert (tmp_path / "spool" / name).read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["spool", "student", "teacher"]
 
 
 def test_a_spool_of_another_run_is_refused(tmp_path, broken):
@@ -498,6 +500,7 @@ def test_folders_that_cannot_be_read_by_layer_are_refused(tmp_path, whole):
     tensors = load_file(teacher / "model.safetensors")
     tensors["model.layers.2.mlp.up_proj.weight"][0, 0] = torch.nan
     save_file(tensors, teacher / "model.safetensors", metadata={"format": "pt"})
+    assert not list(tmp_path.glob(".out.*"))  # nothing of the refused runs stays
     fails("has NaN or infinite values in 1 tensors: model.layers.2.mlp.up_proj.weight", teacher=teacher)
     assert not (tmp_path / "out").exists()
 

@@ -204,9 +204,7 @@ def compare_processes(args) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder for the models and the spool")
-    parser.add_argument(
-        "--part", choices=PARTS, action="append", help="default: run and same_losses; other parts stay as they are"
-    )
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: run and same_losses; others stay")
     parser.add_argument("--mixer", default="gka")
     parser.add_argument(
         "--layers", type=int, default=4, help="of the teacher; the first and the last one are not timed"

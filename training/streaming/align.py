@@ -5,6 +5,7 @@ the layers that come next. Without the spool, the inputs are computed again from
 trained again.
 """
 
+import contextlib
 import gc
 import shutil
 import tempfile
@@ -27,7 +28,7 @@ from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.hashes import teacher_hash
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.run_identity import config_of, deciding_fields, differences
-from hf_memmix.training.run_lock import run_folder, run_lock
+from hf_memmix.training.run_lock import remove_empty, run_folder, run_lock
 from hf_memmix.training.streaming.cost import streaming_cost
 from hf_memmix.training.streaming.layer_training import (
     computes_in_bf16,
@@ -117,7 +118,7 @@ def align_by_streaming(
         with tempfile.TemporaryDirectory(prefix="memmix-dry-run-") as name:
             student = student or planned_student(teacher, plan, Path(name))
             return _Run(student, teacher, data, recipe, Path(name), place, ranks, say).cost(measure=True)
-    with run_folder(out, resume, overwrite) as folder, run_lock(place):
+    with run_folder(out, resume, overwrite) as folder, run_lock(place), _no_empty_folder(place):
         if student is None:
             student = folder / ranks.share("start", lambda: planned_student(teacher, plan, folder, resume).name)
         run = _Run(student, teacher, data, recipe, folder, place, ranks, say)
@@ -126,6 +127,16 @@ def align_by_streaming(
         run.walk(walk, progress)
         result = ranks.share("result", lambda: run.finish(out, overwrite, cost, start))
     return result
+
+
+@contextlib.contextmanager
+def _no_empty_folder(folder: Path) -> Iterator[None]:
+    """Remove a folder after an error if nothing was written to it."""
+    try:
+        yield
+    except BaseException:
+        remove_empty(folder)
+        raise
 
 
 class _Run:
@@ -190,6 +201,7 @@ class _Run:
         if train:
             self.say(_announcement(cost, self.spool.folder))
             self.spool.check_space(cost["buffers"], self.teacher.model.dtype)
+        write_json(self.folder / FORMER, {"folder": str(self.spool.folder)})
         for folder in (self.folder, self.spool.folder):
             write_json(folder / RECORD, identity)
         return {"walk": walk.record(), "cost": cost}
@@ -202,7 +214,6 @@ class _Run:
             record = place / RECORD
             if place != self.spool.folder and record.is_file() and read_json(record) == identity:
                 Spool(place, self.spool.rows, self.spool.shape).clear()
-        write_json(former, {"folder": str(self.spool.folder)})
 
     def _identity(self) -> dict:
         """What decides the result. An interrupted run is continued only by a run with the same."""

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
 import hf_memmix
 from hf_memmix.assets import asset_path
@@ -135,7 +135,7 @@ def decode_speed(model: nn.Module, device: torch.device) -> dict:
 def measure(folder: Path, blocks: Tensor | None, device: torch.device, save) -> None:
     """Measure the model of a folder with every method. `blocks`: [B, T], tokens for the perplexity."""
     cuda = device.type == "cuda"
-    vocabulary = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).config.vocab_size
+    vocabulary = AutoConfig.from_pretrained(folder).vocab_size
     ids = torch.randint(3, vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
     if blocks is not None:
         ids = blocks[:ROWS].to(device)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from hf_memmix.conversion.saving import check_target, remove_folder
+from hf_memmix.conversion.saving import check_target, explain_write_errors, remove_folder
 
 PARTIAL_FILE = "unfinished.json"  # in the folder of a teacher's cache that is being written
 
@@ -41,8 +41,9 @@ def run_lock(folder: str | Path) -> Iterator[None]:
     if held in _held or int(os.environ.get("RANK", "0")):
         yield
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = _acquire(path, folder)
+    with explain_write_errors(path.parent, "Give another folder"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = _acquire(path, folder)
     _held.add(held)
     try:
         yield

@@ -455,6 +455,32 @@ def test_no_resume_starts_again(tmp_path, broken):
     assert result["steps"] == 2 and not (tmp_path / "spool").exists()
 
 
+def test_folders_that_cannot_be_written_are_refused_in_one_line(tmp_path, whole):
+    student, teacher = copied(whole, tmp_path)
+    (tmp_path / "file").write_text("mine")
+    for changes, match in (
+        ({"out": tmp_path / "file"}, "file' is a file; give a folder to write to"),
+        ({"out": tmp_path / "file" / "out"}, r"cannot write '.*file': .*File exists.*\. Give another folder"),
+        ({"spool": tmp_path / "file"}, r"cannot write '.*file': .*File exists.*\. Give another --spool"),
+        ({"spool": tmp_path / "file" / "spool"}, r"cannot write '.*file': .*File exists.*\. Give another folder"),
+        ({"out": teacher, "overwrite": True}, r"the output '.*teacher' would replace '.*teacher', which is read"),
+        ({"out": tmp_path, "overwrite": True}, r"the output '.*' would replace '.*teacher', which is read"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            align_by_streaming(**{"student": student, "teacher": teacher, "data": rows(), "out": tmp_path / "out"}
+                               | {"steps": 2, **OPTIONS} | changes)  # fmt: skip
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "student", "teacher"]
+    assert contents(teacher) == contents(whole[0] / "teacher")
+
+
+def test_a_teacher_of_another_width_is_refused_before_anything_is_computed(tmp_path, whole):
+    student, _ = copied(whole, tmp_path)
+    tiny_teacher("llama", 3, hidden_size=64).save_pretrained(tmp_path / "wide")
+    with pytest.raises(ValueError, match=r"student \(3 layers of 32\) and teacher \(3 of 64\) differ"):
+        align_by_streaming(student, tmp_path / "wide", rows(), tmp_path / "out", steps=2, **OPTIONS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["student", "teacher", "wide"]
+
+
 @pytest.mark.parametrize("name", ["notes.txt", "layer-0.hidden"])
 def test_a_spool_with_other_files_is_refused(tmp_path, whole, name):
     student, teacher = copied(whole, tmp_path)
@@ -542,6 +568,13 @@ def test_the_command_leaves_what_align_leaves(workspace):
     assert {path.name for path in workspace.iterdir()} == before | {"memory", "out"}
     told = command(workspace, "--stream", "--overwrite")
     assert told.exit_code == 0 and "align: 3 steps, 192 tokens" in told.stdout
+
+
+@pytest.mark.parametrize("more", [[], ["--stream"]], ids=["memory", "stream"])
+def test_the_teacher_is_not_overwritten(workspace, more):
+    before = contents(workspace / "teacher")
+    run = command(workspace, *more, "--overwrite", "--out", workspace / "teacher")
+    assert run.exit_code == 1 and "would replace" in run.stderr and contents(workspace / "teacher") == before
 
 
 def test_a_dry_run_measures_and_leaves_nothing(workspace):

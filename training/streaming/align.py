@@ -20,9 +20,9 @@ from torch import Tensor
 from hf_memmix.conversion.convert import load_tokenizer
 from hf_memmix.conversion.loading import check_weight_files, meta_teacher, read_json
 from hf_memmix.conversion.records import bytes_text, write_json
-from hf_memmix.conversion.saving import check_target
+from hf_memmix.conversion.saving import check_not_read, check_target
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
-from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.conversion.teacher_forcing import check_same_shape, converted_layers
 from hf_memmix.hub import model_folder
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.hashes import teacher_hash
@@ -107,6 +107,7 @@ def align_by_streaming(
     teacher = model_folder(Path(teacher))
     student = None if student is None else model_folder(Path(student))
     out = Path(out).absolute()
+    check_not_read(out, teacher)
     run_dir = out.with_name(f".{out.name}.run")
     place = Path(spool).absolute() if spool is not None else run_dir.with_name(f".{out.name}.spool")
     if place in (out, run_dir) or run_dir in place.parents:
@@ -153,6 +154,7 @@ class _Run:
         dtype = None if self.device.type == "cuda" else torch.float32  # bf16 is slow on a CPU
         self.teacher = StreamedTeacher(teacher, self.device, dtype)
         converted = converted_layers(self.student)
+        check_same_shape(self.teacher.model, self.student)
         check_fit(self.student, self.teacher.model, data, recipe)
         self.layers = recipe.layer_slice(converted, self.student.config.num_hidden_layers)
         streamed = isinstance(data, StreamedBlocks)

@@ -216,6 +216,12 @@ def check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recip
             f"data has blocks of {data.block_size} tokens, but block_size of the recipe is {recipe.block_size}; give"
             " data with blocks of this size"
         )
+    workers = recipe.trainer.get("dataloader_num_workers", 0)
+    if isinstance(data, StreamedBlocks) and workers > 1:
+        raise ValueError(
+            f"trainer sets dataloader_num_workers to {workers}, but the data are read as a stream, which every worker"
+            " would read as a whole; set it to 0 or 1"
+        )
     rows = recipe.tokens_per_step // recipe.block_size
     if not isinstance(data, StreamedBlocks) and len(data) < rows:
         raise ValueError(

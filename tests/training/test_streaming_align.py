@@ -193,6 +193,19 @@ def test_data_that_are_read_as_a_stream(tmp_path):
     assert result["cost"]["rows"] == 10 and result["cost"]["passes"] == 2
     torch.testing.assert_close(losses(result), losses(expected), rtol=1e-6, atol=0)
     assert contents(tmp_path / "memory") == contents(tmp_path / "out")
+    workers = OPTIONS | {"steps": 5, "trainer": TRAINER | {"dataloader_num_workers": 2}}
+    told = "dataloader_num_workers to 2, but the data are read as a stream, which every worker would read as a whole"
+    with pytest.raises(ValueError, match=told):
+        align_by_streaming(student, teacher, data, tmp_path / "two", **workers)
+    with pytest.raises(ValueError, match=told):
+        align(load_model(student), load_model(teacher), data, tmp_path / "two", **workers)
+
+
+def test_workers_that_read_rows_change_nothing(tmp_path, whole):
+    student, teacher = copied(whole, tmp_path)
+    options = OPTIONS | {"steps": 6, "trainer": TRAINER | {"dataloader_num_workers": 2}}
+    result = align_by_streaming(student, teacher, rows(), tmp_path / "out", **options)
+    assert losses(result).equal(losses(whole[1])) and contents(tmp_path / "out") == contents(whole[0] / "out")
 
 
 def test_only_rows_that_are_read_lie_in_the_spool(tmp_path):

@@ -117,23 +117,48 @@ def decode_speed(model: nn.Module, device: torch.device) -> dict:
     found = {"generate_tokens_s": round(NEW_TOKENS / (_now(device) - start), 1)}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        graph = hf_memmix.PromptGraph(model, 1, 1)
-        token = ids[:, :1]
-        graph(token)
+        graph, used = step_graph(model, ids)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(REPLAYS):
-            graph(token)
+            graph.replay()
         end.record()
         end.synchronize()
         ms = begin.elapsed_time(end) / REPLAYS
         found |= {"decode_ms": round(ms, 3), "decode_tokens_s": round(1e3 / ms, 1)}
         found["peak"] = torch.cuda.max_memory_allocated()
+        del used
     return found
 
 
+def step_graph(model: nn.Module, ids: Tensor) -> tuple:
+    """A CUDA graph of the step that follows the prompt `ids` [1, T], and the tensors that it uses.
+
+    Each replay advances the states by one token.
+    """
+    prompt = hf_memmix.PromptGraph(model, *ids.shape)
+    prompt(ids)
+    token = ids[:, :1].clone()
+
+    def step():
+        return model(token, past_key_values=prompt.cache, use_cache=True, memmix_mask=None).logits
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
+    return graph, (prompt, token, logits)
+
+
 def measure(folder: Path, blocks: Tensor | None, device: torch.device, save) -> None:
-    """Measure the model of a folder with every method. `blocks`: [B, T], tokens for the perplexity."""
+    """Measure the model of a folder with every method: correctness, then perplexity or speed.
+
+    blocks: [B, T], tokens for the perplexity; None: measure the speed.
+    """
     cuda = device.type == "cuda"
     vocabulary = AutoConfig.from_pretrained(folder).vocab_size
     ids = torch.randint(3, vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
@@ -159,7 +184,7 @@ def measure(folder: Path, blocks: Tensor | None, device: torch.device, save) -> 
             row["right"] = row["error"] <= MOST * of_bf16
             if blocks is not None:
                 row["perplexity"] = perplexity(model, blocks.to(device))
-            if row["right"]:
+            elif row["right"]:
                 _release()
                 row |= decode_speed(model, device)
         except Exception as error:  # noqa: BLE001, the other methods are measured
@@ -175,14 +200,16 @@ def perplexity(model: nn.Module, blocks: Tensor) -> float:
     return round(math.exp(sum(losses) / len(losses)), 4)
 
 
-def train_losses(folder: Path, device: torch.device, save) -> None:
-    """Losses of `distill` of the bundled student by its teacher, with every recipe of `RECIPES`."""
+def train_losses(folder: Path, device: torch.device, have: set[str], save) -> None:
+    """Losses of `distill` of the bundled student by its teacher, with the recipes of `RECIPES` but those in `have`."""
     from hf_memmix.conversion import load_model
     from hf_memmix.training.train import distill
 
     tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_gka"))
     data = TokenBlocks.from_files(asset_path("dev.txt"), tokenizer, 128)
     for name, fields in RECIPES.items():
+        if name in have:
+            continue
         row = {"recipe": name, "steps": STEPS}
         try:
             student, teacher = (load_model(asset_path(which)) for which in ("tiny_gka", "tiny_teacher"))
@@ -235,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--part", choices=("shape", "student", "optimizers"), action="append", help="default: all")
+    parser.add_argument("--missing", action="store_true", help="keep the optimizers that --out has already")
     parser.add_argument("--tiny", action="store_true", help="a small shape, to try the script")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -244,14 +272,15 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="memmix-quantized-") as name:
         for part in args.part or ("student", "shape", "optimizers"):
-            rows = record[part] = []
+            had = [row for row in record.get(part, []) if "error_text" not in row] if args.missing else []
+            rows = record[part] = had if part == "optimizers" else []
 
             def save(row, rows=rows):
                 rows.append(row)
                 write_json(args.out, record)
 
             if part == "optimizers":
-                train_losses(Path(name), device, save)
+                train_losses(Path(name), device, {row["recipe"] for row in rows}, save)
             elif part == "shape":
                 measure(make_shape(Path(name) / "shape", args.tiny, device), None, device, save)
             else:

@@ -13,7 +13,8 @@ model to its own weights in fp32. If the error of a method is more than twice as
 
 `decode_tokens_s` is one sequence on the GPU's clock, with the step in a CUDA graph; `generate_tokens_s` is what
 `generate()` reaches without options. `weights` is the memory after loading, `peak` that of the decode. `optimizers`:
-losses of `distill` of the bundled pair with optimizers of small states and with quantised frozen weights.
+losses of `distill` of a student that was converted from the bundled teacher, with optimizers of small states and with
+quantised frozen weights.
 """
 
 import argparse
@@ -200,19 +201,18 @@ def perplexity(model: nn.Module, blocks: Tensor) -> float:
     return round(math.exp(sum(losses) / len(losses)), 4)
 
 
-def train_losses(folder: Path, device: torch.device, have: set[str], save) -> None:
-    """Losses of `distill` of the bundled student by its teacher, with the recipes of `RECIPES` but those in `have`."""
-    from hf_memmix.conversion import load_model
+def train_losses(folder: Path, device: torch.device, save) -> None:
+    """Losses of `distill` of a student that was converted from the bundled teacher, with every recipe of `RECIPES`."""
+    from hf_memmix.conversion import convert_model, load_model
     from hf_memmix.training.train import distill
 
     tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_gka"))
     data = TokenBlocks.from_files(asset_path("dev.txt"), tokenizer, 128)
     for name, fields in RECIPES.items():
-        if name in have:
-            continue
         row = {"recipe": name, "steps": STEPS}
         try:
-            student, teacher = (load_model(asset_path(which)) for which in ("tiny_gka", "tiny_teacher"))
+            teacher = load_model(asset_path("tiny_teacher"), torch.bfloat16 if device.type == "cuda" else None)
+            student = convert_model(teacher, "gka")
             options = {"steps": STEPS, "batch_size": 8, "block_size": 128, "warmup_steps": 2, "save_every": 0}
             options |= {"learning_rate": 1e-3, **fields}
             options["trainer"] = {"disable_tqdm": True} | fields.get("trainer", {})
@@ -262,7 +262,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--part", choices=("shape", "student", "optimizers"), action="append", help="default: all")
-    parser.add_argument("--missing", action="store_true", help="keep the optimizers that --out has already")
     parser.add_argument("--tiny", action="store_true", help="a small shape, to try the script")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -272,15 +271,14 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="memmix-quantized-") as name:
         for part in args.part or ("student", "shape", "optimizers"):
-            had = [row for row in record.get(part, []) if "error_text" not in row] if args.missing else []
-            rows = record[part] = had if part == "optimizers" else []
+            rows = record[part] = []
 
             def save(row, rows=rows):
                 rows.append(row)
                 write_json(args.out, record)
 
             if part == "optimizers":
-                train_losses(Path(name), device, {row["recipe"] for row in rows}, save)
+                train_losses(Path(name), device, save)
             elif part == "shape":
                 measure(make_shape(Path(name) / "shape", args.tiny, device), None, device, save)
             else:

@@ -48,5 +48,5 @@ def small_states_table(root: Path) -> str:
     steps = found["optimizers"][0]["steps"]
     return (
         markdown_table(["optimizer, or frozen weights", "first loss", "last loss"], lines, figures=True)
-        + f"\n\n`distill` of the bundled student, {steps} steps, on {found['environment']['hardware']}."
+        + f"\n\n`distill` of a fresh conversion of the bundled transformer, {steps} steps, on {found['environment']['hardware']}."
     )

@@ -45,8 +45,8 @@ def small_states_table(root: Path) -> str:
         ]
         for row in found["optimizers"]
     ]
-    steps = found["optimizers"][0]["steps"]
+    steps, where = found["optimizers"][0]["steps"], found["environment"]["hardware"]
     return (
         markdown_table(["optimizer, or frozen weights", "first loss", "last loss"], lines, figures=True)
-        + f"\n\n`distill` of a fresh conversion of the bundled transformer, {steps} steps, on {found['environment']['hardware']}."
+        + f"\n\n`distill` of a fresh conversion of the bundled transformer, {steps} steps, on {where}."
     )

@@ -24,7 +24,7 @@ from hf_memmix.conversion.layer_choice import layers_to_keep
 from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model, load_tokenizer
 from hf_memmix.conversion.mixer_layout import Layers, mixer_types_of
 from hf_memmix.conversion.plan import take_mixers
-from hf_memmix.conversion.saving import SHARD_SIZE, atomic_folder, check_target, explain_write_errors
+from hf_memmix.conversion.saving import SHARD_SIZE, atomic_folder, check_not_read, check_target, explain_write_errors
 from hf_memmix.conversion.streaming import ConversionStream, NotStreamable, TrainedMixers
 from hf_memmix.hub import model_folder
 from hf_memmix.mixers import ATTENTION, MemoryMixer
@@ -174,6 +174,7 @@ def convert_to_folder(
     """
     check_target(out, overwrite)
     trained = [model_folder(Path(folder)) for folder in trained]
+    check_not_read(out, *trained, None if isinstance(teacher, PreTrainedModel) else teacher)
     if isinstance(teacher, PreTrainedModel):
         tokenizer, stream = None, None
     else:

@@ -37,6 +37,19 @@ def check_target(path: str | Path, overwrite: bool = False) -> Path:
     return path
 
 
+def check_not_read(path: str | Path, *folders: str | Path | None) -> None:
+    """Raise ValueError if `path`, the output of a command, is or holds a folder that the command reads.
+
+    Otherwise `overwrite` would remove that folder, e.g. the teacher. None is ignored.
+    """
+    path = Path(path).resolve()
+    for folder in folders:
+        if folder is not None and path in ((read := Path(folder).resolve()), *read.parents):
+            raise ValueError(
+                f"the output {str(path)!r} would replace {str(folder)!r}, which is read; give another folder"
+            )
+
+
 def existing_folder(path: Path) -> Path:
     """The folder itself, or the nearest one above it that exists."""
     return next(folder for folder in (path, *path.parents) if folder.is_dir())

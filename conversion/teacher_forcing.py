@@ -53,7 +53,7 @@ def run_teacher_forced(
         the last hidden states [B, T, hidden], or None if the teacher was stopped.
     """
     every = converted_layers(student)
-    _check_same_shape(teacher, student)
+    check_same_shape(teacher, student)
     training = torch.is_grad_enabled()
     dtype = student.get_input_embeddings().weight.dtype  # a bf16 teacher may teach an fp32 student
     boundaries = packing_of(None, None, position_ids, *input_ids.shape)
@@ -92,7 +92,8 @@ def run_teacher_forced(
             handle.remove()
 
 
-def _check_same_shape(teacher: nn.Module, student: nn.Module) -> None:
+def check_same_shape(teacher: nn.Module, student: nn.Module) -> None:
+    """Raise ValueError if the layers of a student cannot read the hidden states of the teacher."""
     ours, theirs = student.config, teacher.config
     if ours.hidden_size != theirs.hidden_size or len(decoder_layers(student)) != len(decoder_layers(teacher)):
         raise ValueError(

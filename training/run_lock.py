@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from hf_memmix.conversion.saving import check_target, remove_folder
+from hf_memmix.conversion.saving import check_target, explain_write_errors, remove_folder
 
 PARTIAL_FILE = "unfinished.json"  # in the folder of a teacher's cache that is being written
 
@@ -41,8 +41,9 @@ def run_lock(folder: str | Path) -> Iterator[None]:
     if held in _held or int(os.environ.get("RANK", "0")):
         yield
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = _acquire(path, folder)
+    with explain_write_errors(path.parent, "Give another folder"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = _acquire(path, folder)
     _held.add(held)
     try:
         yield
@@ -90,8 +91,8 @@ def _holder_text(holder: bytes) -> str:
 def run_folder(out_dir: str | Path, resume: bool = True, overwrite: bool = False) -> Iterator[Path]:
     """A locked folder beside the output `out_dir`, in which a command keeps checkpoints until the output is written.
 
-    After an exception or a kill the folder stays, so that the same command can continue. Otherwise it is removed at
-    the end. Without `resume`, an existing one is removed first.
+    After an exception or a kill the folder stays, so that the same command can continue, unless it is empty. Otherwise
+    it is removed at the end. Without `resume`, an existing one is removed first.
 
     Raises:
         ValueError: another process works there, or the output may not be written.
@@ -107,9 +108,19 @@ def run_folder(out_dir: str | Path, resume: bool = True, overwrite: bool = False
             raise
         if not resume and "WORLD_SIZE" not in os.environ:  # with several processes, another one may be reading it
             remove_folder(folder, beside=out_dir)
-        yield folder
+        try:
+            yield folder
+        except BaseException:
+            remove_empty(folder)
+            raise
         if not int(os.environ.get("RANK", "0")):
             remove_folder(folder, beside=out_dir)
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder if it is there and empty."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _is_leftover(folder: Path, out_dir: Path) -> bool:

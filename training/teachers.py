@@ -55,7 +55,12 @@ def unshare_weights(student: nn.Module, teacher: nn.Module) -> None:
 
 
 def quantize_frozen(
-    student: nn.Module, teacher: nn.Module, quantize: str, compute_dtype: torch.dtype, mixers: bool = False
+    student: nn.Module,
+    teacher: nn.Module,
+    quantize: str,
+    compute_dtype: torch.dtype,
+    mixers: bool = False,
+    device: torch.device | None = None,
 ) -> int:
     """Hold the frozen matrices in 4 or 8 bit: those that student and teacher share, and the teacher's own attention.
 
@@ -66,6 +71,7 @@ def quantize_frozen(
         quantize: "4bit" or "8bit".
         compute_dtype: in which the layers compute, e.g. torch.bfloat16.
         mixers: also the student's matrices that `add_lora(mixers=True)` corrects.
+        device: where the matrices are rounded and stay, by default where they are.
 
     Returns the number of quantised layers. Raises ValueError if the family has no nn.Linear layers.
     """
@@ -77,7 +83,7 @@ def quantize_frozen(
             if type(layer) is not nn.Linear or layer is head or (model is student and id(layer) not in frozen):
                 continue
             if id(layer.weight) not in quantized:
-                quantized[id(layer.weight)] = quantized_linear(layer, quantize, compute_dtype)
+                quantized[id(layer.weight)] = quantized_linear(layer, quantize, compute_dtype, device)
             parent, _, key = name.rpartition(".")
             setattr(model.get_submodule(parent), key, quantized[id(layer.weight)])
     if not quantized:

@@ -117,7 +117,7 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
             " another output folder"
         )
 
-    pair = make_pair(in_training_dtype(student, recipe).train(), teacher, recipe)
+    pair = make_pair(in_training_dtype(student, recipe).train(), teacher, recipe, arguments.device)
     try:
         parameter_rates = freeze_by_rate(student, recipe)
         if teacher is not None:
@@ -180,8 +180,13 @@ def in_training_dtype(student: nn.Module, recipe: Recipe) -> nn.Module:
     return student
 
 
-def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> StudentTeacher:
-    """The module of student and teacher that a stage trains. Raises ValueError if weights are sharded and shared."""
+def make_pair(
+    student: nn.Module, teacher: nn.Module | None, recipe: Recipe, device: torch.device | None = None
+) -> StudentTeacher:
+    """The module of student and teacher that a stage trains. Raises ValueError if weights are sharded and shared.
+
+    device: where it will be trained; matrices that the recipe quantises go there already.
+    """
     bf16 = uses_bf16(recipe)
     student.requires_grad_(True)
     if recipe.stage == "align":
@@ -196,7 +201,7 @@ def make_pair(student: nn.Module, teacher: nn.Module | None, recipe: Recipe) -> 
         teachers.share_weights(student, teacher)
         if recipe.quantize != "none":
             compute = torch.bfloat16 if bf16 else torch.float32
-            teachers.quantize_frozen(student, teacher, recipe.quantize, compute, recipe.lora_mixers)
+            teachers.quantize_frozen(student, teacher, recipe.quantize, compute, recipe.lora_mixers, device)
         if recipe.teacher == "lora":
             teachers.add_lora(student, recipe.lora_rank, recipe.seed, recipe.lora_mixers)
     if recipe.gradient_checkpointing:
@@ -210,6 +215,12 @@ def check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recip
         raise ValueError(
             f"data has blocks of {data.block_size} tokens, but block_size of the recipe is {recipe.block_size}; give"
             " data with blocks of this size"
+        )
+    workers = recipe.trainer.get("dataloader_num_workers", 0)
+    if isinstance(data, StreamedBlocks) and workers > 1:
+        raise ValueError(
+            f"trainer sets dataloader_num_workers to {workers}, but the data are read as a stream, which every worker"
+            " would read as a whole; set it to 0 or 1"
         )
     rows = recipe.tokens_per_step // recipe.block_size
     if not isinstance(data, StreamedBlocks) and len(data) < rows:

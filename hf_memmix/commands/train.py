@@ -180,13 +180,13 @@ def cache_teacher(
     as_json: Json = False,
 ) -> None:
     """Write the probabilities of the teacher's likeliest tokens to disk, for recipes with `teacher: cache:DIR`."""
-    from hf_memmix.conversion.saving import check_target
+    from hf_memmix.conversion.saving import check_not_read, check_target
     from hf_memmix.training.data import TokenBlocks
     from hf_memmix.training.recipe import load_recipe
     from hf_memmix.training.teacher_cache import teacher_hash, write_cache
 
     check_target(out_dir, overwrite)
-    teacher = model_folder(teacher)
+    check_not_read(out_dir, teacher := model_folder(teacher))
     settings = load_recipe(recipe, block_size=block_size)
     data = TokenBlocks.from_files(text, tokenizer_of(teacher), settings.block_size, settings.pack)
     options = {"teacher_id": teacher_hash(teacher), "batch_size": batch_size, "overwrite": overwrite}
@@ -242,6 +242,7 @@ def _train(stage: str, args: SimpleNamespace) -> None:
 
     from hf_memmix.conversion import save_student
     from hf_memmix.conversion.mixer_files import convert_by_plan
+    from hf_memmix.conversion.saving import check_not_read
     from hf_memmix.training.run_lock import run_folder
     from hf_memmix.training.train import train
 
@@ -250,6 +251,7 @@ def _train(stage: str, args: SimpleNamespace) -> None:
     _keep_tensorboard(trackers, args.out_dir)
     _refuse_two_students(args)
     student, teacher = model_folder(args.student), model_folder(args.teacher)
+    check_not_read(args.out_dir, teacher)
     # checkpoints lie beside the output until it is complete, so that the same command line continues a broken run
     with run_folder(args.out_dir, args.resume, args.overwrite) as run_dir:
         data, tokenizer = _read_data(args, settings, student, teacher)

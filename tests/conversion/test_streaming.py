@@ -307,6 +307,16 @@ def test_values_that_are_not_finite(name, value, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["teacher"]
 
 
+@pytest.mark.parametrize("out", ["teacher", "."])
+def test_the_teacher_is_not_overwritten(tmp_path, out):
+    tiny_teacher("llama").save_pretrained(tmp_path / "teacher")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "teacher").iterdir()}
+    told = r"the output '.*' would replace '.*teacher', which is read; give another folder"
+    with pytest.raises(ValueError, match=told):
+        convert_to_folder(tmp_path / "teacher", tmp_path / out, convert_model, overwrite=True)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "teacher").iterdir()} == before
+
+
 def test_a_full_disk_is_noticed_before_the_work(tmp_path, monkeypatch):
     teacher = saved(tmp_path / "teacher")
     monkeypatch.setattr(shards.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**6, 10**6, 1000))

@@ -13,6 +13,7 @@ from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.teachers import add_lora, lora_layers, quantize_frozen, share_weights
 from hf_memmix.training.train import train
+from hf_memmix.training.trainer_arguments import training_arguments
 from tiny_teachers import tiny_teacher
 
 OPTIONS = {"stage": "distill", "steps": 3, "batch_size": 4, "block_size": 16, "learning_rate": 1e-3}
@@ -111,6 +112,27 @@ def test_student_and_teacher_share_the_quantized_matrices(quantize):
     trained = {name for name, p in student.named_parameters() if p.requires_grad}
     assert all(".lora_" in name or name.startswith("model.layers.0.self_attn") for name in trained)
     assert "model.layers.0.self_attn.A_log" in trained and "model.layers.0.self_attn.a_proj.weight" in trained
+
+
+@pytest.mark.parametrize("quantize", PRECISIONS[1:])
+def test_matrices_are_rounded_where_they_are_trained(tmp_path, quantize, monkeypatch):
+    """With a GPU, on the GPU: a CPU takes minutes for the matrices of an 8B model."""
+    from hf_memmix.training import teachers
+
+    round_it, places = teachers.quantized_linear, []
+
+    def watched(layer, kind, dtype, device):
+        places.append(device)
+        new = round_it(layer, kind, dtype, device)
+        assert new.weight.device == device and (new.bias is None or new.bias.device == device)
+        return new
+
+    monkeypatch.setattr(teachers, "quantized_linear", watched)
+    teacher, student = pair()
+    recipe = Recipe(**OPTIONS, teacher="lora", lora_mixers=True, quantize=quantize, lora_rank=4)
+    arguments = training_arguments(recipe, tmp_path)
+    train(student, teacher, rows(), tmp_path, recipe=recipe)
+    assert places and set(places) == {arguments.device}
 
 
 @pytest.mark.parametrize(

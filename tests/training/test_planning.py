@@ -24,7 +24,7 @@ from hf_memmix.training.groups import freeze_by_rate
 from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, top_k_of
 from hf_memmix.training.planning import collect, speed
 from hf_memmix.training.planning.memory import KEPT, LOGIT_BYTES, TOP_K_BYTES, Settings, layer_bytes, memory_of
-from hf_memmix.training.planning.plan import STAGES, need_of, plan_stages
+from hf_memmix.training.planning.plan import STAGES, measured_beside, need_of, plan_stages
 from hf_memmix.training.planning.shapes import Shapes
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.train import in_training_dtype, make_pair
@@ -295,6 +295,12 @@ def test_a_mixer_without_known_memory_is_refused(monkeypatch):
 
 def test_the_collected_measurements_are_those_of_the_committed_files():
     assert speed.measured() == collect.collect()
+
+
+def test_computed_memory_is_within_10_percent_of_every_measured_run():
+    beside = {row["run"]: row["ratio"] for row in measured_beside()}
+    assert beside.keys() >= {"1B full", "8B LoRA", "8B align --stream"}
+    assert all(0.9 < ratio < 1.1 for ratio in beside.values()), beside
 
 
 def test_speed_scales_with_parameters_mixers_and_gpus(monkeypatch):

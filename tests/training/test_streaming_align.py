@@ -193,6 +193,19 @@ def test_data_that_are_read_as_a_stream(tmp_path):
     assert result["cost"]["rows"] == 10 and result["cost"]["passes"] == 2
     torch.testing.assert_close(losses(result), losses(expected), rtol=1e-6, atol=0)
     assert contents(tmp_path / "memory") == contents(tmp_path / "out")
+    workers = OPTIONS | {"steps": 5, "trainer": TRAINER | {"dataloader_num_workers": 2}}
+    told = "dataloader_num_workers to 2, but the data are read as a stream, which every worker would read as a whole"
+    with pytest.raises(ValueError, match=told):
+        align_by_streaming(student, teacher, data, tmp_path / "two", **workers)
+    with pytest.raises(ValueError, match=told):
+        align(load_model(student), load_model(teacher), data, tmp_path / "two", **workers)
+
+
+def test_workers_that_read_rows_change_nothing(tmp_path, whole):
+    student, teacher = copied(whole, tmp_path)
+    options = OPTIONS | {"steps": 6, "trainer": TRAINER | {"dataloader_num_workers": 2}}
+    result = align_by_streaming(student, teacher, rows(), tmp_path / "out", **options)
+    assert losses(result).equal(losses(whole[1])) and contents(tmp_path / "out") == contents(whole[0] / "out")
 
 
 def test_only_rows_that_are_read_lie_in_the_spool(tmp_path):
@@ -362,6 +375,7 @@ def test_too_little_room_is_told_before_the_work(tmp_path, copied, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50_000))
     with pytest.raises(ValueError, match=r"has 48.8 KiB free, and the hidden states need 80.0 KiB more; make room"):
         align_by_streaming(student, teacher, rows(), tmp_path / "out", steps=6, **OPTIONS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["student", "teacher"]
 
 
 # ---- several processes
@@ -460,6 +474,32 @@ def test_no_resume_starts_again(tmp_path, broken):
     assert result["steps"] == 2 and not (tmp_path / "spool").exists()
 
 
+def test_folders_that_cannot_be_written_are_refused_in_one_line(tmp_path, whole):
+    student, teacher = copied(whole, tmp_path)
+    (tmp_path / "file").write_text("mine")
+    for changes, match in (
+        ({"out": tmp_path / "file"}, "file' is a file; give a folder to write to"),
+        ({"out": tmp_path / "file" / "out"}, r"cannot write '.*file': .*File exists.*\. Give another folder"),
+        ({"spool": tmp_path / "file"}, r"cannot write '.*file': .*File exists.*\. Give another --spool"),
+        ({"spool": tmp_path / "file" / "spool"}, r"cannot write '.*file': .*File exists.*\. Give another folder"),
+        ({"out": teacher, "overwrite": True}, r"the output '.*teacher' would replace '.*teacher', which is read"),
+        ({"out": tmp_path, "overwrite": True}, r"the output '.*' would replace '.*teacher', which is read"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            align_by_streaming(**{"student": student, "teacher": teacher, "data": rows(), "out": tmp_path / "out"}
+                               | {"steps": 2, **OPTIONS} | changes)  # fmt: skip
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "student", "teacher"]
+    assert contents(teacher) == contents(whole[0] / "teacher")
+
+
+def test_a_teacher_of_another_width_is_refused_before_anything_is_computed(tmp_path, whole):
+    student, _ = copied(whole, tmp_path)
+    tiny_teacher("llama", 3, hidden_size=64).save_pretrained(tmp_path / "wide")
+    with pytest.raises(ValueError, match=r"student \(3 layers of 32\) and teacher \(3 of 64\) differ"):
+        align_by_streaming(student, tmp_path / "wide", rows(), tmp_path / "out", steps=2, **OPTIONS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["student", "teacher", "wide"]
+
+
 @pytest.mark.parametrize("name", ["notes.txt", "layer-0.hidden"])
 def test_a_spool_with_other_files_is_refused(tmp_path, copied, name):
     student, teacher = copied
@@ -468,6 +508,7 @@ def test_a_spool_with_other_files_is_refused(tmp_path, copied, name):
     with pytest.raises(ValueError, match=f"is not empty and belongs to no run: it holds {name}; give a new or"):
         align_by_streaming(student, teacher, rows(), tmp_path / "out", spool=tmp_path / "spool", steps=2, **OPTIONS)
     assert (tmp_path / "spool" / name).read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["spool", "student", "teacher"]
 
 
 def test_a_spool_of_another_run_is_refused(tmp_path, broken):
@@ -504,6 +545,7 @@ def test_folders_that_cannot_be_read_by_layer_are_refused(tmp_path, copied):
     tensors = load_file(teacher / "model.safetensors")
     tensors["model.layers.2.mlp.up_proj.weight"][0, 0] = torch.nan
     save_file(tensors, teacher / "model.safetensors", metadata={"format": "pt"})
+    assert not list(tmp_path.glob(".out.*"))  # nothing of the refused runs stays
     fails("has NaN or infinite values in 1 tensors: model.layers.2.mlp.up_proj.weight", teacher=teacher)
     assert not (tmp_path / "out").exists()
 
@@ -547,6 +589,13 @@ def test_the_command_leaves_what_align_leaves(workspace):
     assert told.exit_code == 0 and "align: 3 steps, 192 tokens" in told.stdout
 
 
+@pytest.mark.parametrize("more", [[], ["--stream"]], ids=["memory", "stream"])
+def test_the_teacher_is_not_overwritten(workspace, more):
+    before = contents(workspace / "teacher")
+    run = command(workspace, *more, "--overwrite", "--out", workspace / "teacher")
+    assert run.exit_code == 1 and "would replace" in run.stderr and contents(workspace / "teacher") == before
+
+
 def test_a_dry_run_measures_and_leaves_nothing(workspace):
     before = {path.name for path in workspace.iterdir()}
     cost = result_of(command(workspace, "--stream", "--dry-run", "--json"))
@@ -584,8 +633,10 @@ def test_a_spool_is_read_as_it_was_written(tmp_path):
         values = torch.randn(5, 3, 7).to(dtype)
         spool.write(4, values.split(2))
         assert spool.is_ready(4) and spool.is_sound(4) and not spool.is_sound(3)
-        read = spool.read(4)
-        assert torch.equal(torch.stack([read[row] for row in range(5)]), values)
+        with spool.read(4) as hidden:
+            assert torch.equal(hidden.read([3, 0, 4, 3]), values[[3, 0, 4, 3]])
+            with pytest.raises(ValueError, match=r"layer-4.hidden' ends before row 5; another process has changed"):
+                hidden.read([0, 5])
     with pytest.raises(RuntimeError, match="have .* bytes, not those of 5 rows"):
         spool.write(3, values[:4].split(2))
     assert sorted(os.listdir(tmp_path)) == ["layer-4.hidden", "layer-4.json"]

@@ -11,12 +11,16 @@ layers, without the first one, whose time contains the compilation of kernels:
 
 The memory of PyTorch on the GPU is limited to `--limit` GiB. A second part aligns the bundled teacher in bf16 (in fp32
 on a CPU) with and without --stream and compares the losses, without and with clipping of gradients to the norm
-`--clip`. The figures go to results/streaming_align.json.
+`--clip`. A third part (`--part processes`) runs the command on the bundled teacher with one process and with
+`accelerate launch` of two, on two GPUs if there are so many, and compares losses and weights. The figures go to
+results/streaming_align.json.
 """
 
 import argparse
 import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -154,10 +158,53 @@ def compare(args) -> dict:
     return record | {"options": options} | losses
 
 
+def compare_processes(args) -> dict:
+    """Losses and weights of the bundled pair from one process and from two, which train different layers."""
+    import torch
+    from safetensors.torch import load_file
+
+    from hf_memmix.assets import asset_path
+    from hf_memmix.conversion import convert_model
+    from hf_memmix.conversion.records import CHECKOUT, environment
+
+    start = args.work / "bundled-start"
+    convert_model(asset_path("tiny_teacher"), args.mixer, out=start)
+    launch = ["accelerate.commands.launch", "--config_file", str(CHECKOUT / "training/accelerate/ddp.yaml")]
+    if not torch.cuda.is_available():
+        launch += ["--cpu"]
+    runs = {}
+    for count in (1, 2):
+        out = args.work / f"bundled-{count}"
+        command = [sys.executable, "-m"]
+        command += [*launch, "--num_processes", str(count), "-m"] if count > 1 else []
+        command += ["hf_memmix.cli", "align", "--stream", "--json", "--logging-steps", "1", "--overwrite"]
+        command += ["--student", start, "--teacher", asset_path("tiny_teacher"), "--text", asset_path("dev.txt")]
+        command += ["--batch-size", "8", "--block-size", "128", "--steps", "4" if args.tiny else "20", "--out", out]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{count} processes failed: {done.stderr[-2000:]}")
+        result = json.loads(done.stdout.strip().splitlines()[-1])
+        runs[count] = {"losses": [row["loss"] for row in result["log"]], "seconds": result["seconds"]}
+        runs[count]["weights"] = load_file(out / "model.safetensors")
+    one, two = (runs[count].pop("weights") for count in (1, 2))
+    for folder in args.work.glob("bundled-*"):
+        shutil.rmtree(folder)
+    return {
+        "mixer": args.mixer,
+        "gpus": min(2, torch.cuda.device_count()),
+        "largest_weight_difference": max((one[n].float() - two[n].float()).abs().max().item() for n in one),
+        "largest_loss_difference": max(
+            abs(a - b) / a for a, b in zip(runs[1]["losses"], runs[2]["losses"], strict=True)
+        ),
+        "runs": {str(count): run for count, run in runs.items()},
+        "environment": environment(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder for the models and the spool")
-    parser.add_argument("--part", choices=PARTS, action="append", help="default: both; the other one stays as it is")
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: run and same_losses; others stay")
     parser.add_argument("--mixer", default="gka")
     parser.add_argument(
         "--layers", type=int, default=4, help="of the teacher; the first and the last one are not timed"
@@ -172,13 +219,13 @@ def main() -> None:
 
     args.work.mkdir(parents=True, exist_ok=True)
     record = json.loads(args.out.read_text()) if args.out.exists() else {}
-    for name in args.part or PARTS:
+    for name in args.part or ("run", "same_losses"):
         record[name] = PARTS[name](args)
         write_json(args.out, record)
         print(json.dumps(record[name]))
 
 
-PARTS = {"run": measure, "same_losses": compare}
+PARTS = {"run": measure, "same_losses": compare, "processes": compare_processes}
 
 
 if __name__ == "__main__":

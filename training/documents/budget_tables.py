@@ -38,10 +38,7 @@ def one_gpu_distil_table(root: Path) -> str:
     )
     speeds = {stage.measured_run for stage in _stages() if stage.name.startswith("distill") and stage.measured_run}
     told = f"; hours from the measured run {', '.join(sorted(speeds))}" if speeds else ""
-    return (
-        f"{table}\n\nThe shape of Llama 8B, `gka` in every layer, as `memmix plan` computes it{told}. The time in"
-        " which 4-bit weights are unpacked is not measured."
-    )
+    return f"{table}\n\nThe shape of Llama 8B, `gka` in every layer, as `memmix plan` computes it{told}."
 
 
 def plan_checked_table(root: Path) -> str:

@@ -37,6 +37,7 @@ MEASUREMENTS = {
     "budget": f"{EXPERIMENTS}/budget/results/training_h200.json",
     "streaming": "conversion/benchmarks/streaming.json",
     "streaming_align": "training/benchmarks/results/streaming_align.json",
+    "quantized": "training/benchmarks/results/quantized_h200.json",
     "kernels": f"{KERNELS}/h200.json",
     "generate": f"{KERNELS}/generate_h200.json",
     "gka_sketch": f"{KERNELS}/gka_sketch_h200.json",

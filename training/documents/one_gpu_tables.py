@@ -5,6 +5,25 @@ from pathlib import Path
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.documents.measurements import read
 
+DISTILLED = {"8B LoRA": "LoRA", "8B QLoRA": "QLoRA"}  # runs of measure_training.py, and their names in the table
+DISTILL_TOKENS = 50_000_000
+
+
+def _distill_rows(root: Path) -> list[list[str]]:
+    """The steps of `distill` with (Q)LoRA, as far as they were measured."""
+    found = {row["run"]: row for row in read("budget", root)["rows"] if "error" not in row}
+    return [
+        [
+            f"`memmix distill`, {name}, {DISTILL_TOKENS / 1e6:.0f}M tokens",
+            bytes_text(found[run]["reserved"]),
+            "not measured",
+            "none",
+            f"{DISTILL_TOKENS / found[run]['tokens_s'] / 3600:.1f} hours",
+        ]
+        for run, name in DISTILLED.items()
+        if run in found
+    ]
+
 
 def _memory(align: dict, measured: str, estimated: str) -> str:
     """Peak memory, and in brackets what `--dry-run` told, if that was measured too."""
@@ -33,6 +52,7 @@ def one_gpu_table(root: Path) -> str:
             f"{bytes_text(computed['spool_bytes'])} (the spool)",
             f"{computed['hours']:.2f} hours",
         ],
+        *_distill_rows(root),
     ]
     table = markdown_table(["step", "GPU memory", "memory", "disk", "time"], rows)
     rates = align["tokens_per_second"]

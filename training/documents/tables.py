@@ -14,6 +14,7 @@ from hf_memmix.training.documents import serving_tables as serving
 from hf_memmix.training.documents.budget_tables import one_gpu_distil_table, plan_checked_table
 from hf_memmix.training.documents.gpu_tables import gpu_table
 from hf_memmix.training.documents.measurements import CARDS, read
+from hf_memmix.training.documents.quantized_tables import quantized_table, small_states_table
 
 aligned_table = partial(markdown_table, figures=True)
 
@@ -192,6 +193,8 @@ TABLES = {
     "gpus": gpus_table,
     "one_gpu_distil": one_gpu_distil_table,
     "plan_checked": plan_checked_table,
+    "quantized": quantized_table,
+    "small_states": small_states_table,
     "plans": plans_table,
     "streaming": streaming_table,
     "one_gpu": one_gpu.one_gpu_table,

@@ -48,8 +48,15 @@ def _shapes(name: str) -> Shapes:
 def _row(row: dict) -> dict:
     """A row of measure_training.py."""
     settings = Settings(**row["settings"])
+    return _measured(row["run"], row["shape"], _kind(settings), settings, row["tokens_s"], row)
+
+
+def _kind(settings: Settings) -> str:
+    """What a run is compared with: `kind` of `speed_of`. Runs with other optimizers only check the memory."""
     kind = {"copy": "full"}.get(settings.teacher, "lora") if settings.stage == "distill" else settings.stage
-    return _measured(row["run"], row["shape"], kind, settings, row["tokens_s"], row)
+    options = [settings.quantize] if settings.quantize != "none" else []
+    options += [settings.optimizer] if settings.optimizer != Settings.optimizer else []
+    return " ".join([kind, *options])
 
 
 def _streamed(run: dict) -> dict:

@@ -33,7 +33,7 @@ STAGES = (
     ("distill, all weights", "full", Settings("distill")),
     ("distill, all weights, cached teacher", "full", Settings("distill", teacher="cache")),
     ("distill, LoRA", "lora", Settings("distill", **LORA)),
-    ("distill, QLoRA", "lora", Settings("distill", quantize="4bit", **LORA)),
+    ("distill, QLoRA", "lora 4bit", Settings("distill", quantize="4bit", **LORA)),
 )
 
 

@@ -34,7 +34,7 @@ def speed_of(kind: str, parameters: int, mixers: dict[str, int], checkpointing: 
     """The speed of a stage; None if no run of this kind was measured.
 
     Args:
-        kind: "align", "align --stream", "full" or "lora".
+        kind: "align", "align --stream", "full", "lora" or "lora 4bit".
         parameters: of the teacher, with which one token computes.
         mixers: number of layers by mixer.
     """

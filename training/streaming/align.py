@@ -5,6 +5,7 @@ the layers that come next. Without the spool, the inputs are computed again from
 trained again.
 """
 
+import contextlib
 import gc
 import shutil
 import tempfile
@@ -19,15 +20,15 @@ from torch import Tensor
 from hf_memmix.conversion.convert import load_tokenizer
 from hf_memmix.conversion.loading import check_weight_files, meta_teacher, read_json
 from hf_memmix.conversion.records import bytes_text, write_json
-from hf_memmix.conversion.saving import check_target
+from hf_memmix.conversion.saving import check_not_read, check_target
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
-from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.conversion.teacher_forcing import check_same_shape, converted_layers
 from hf_memmix.hub import model_folder
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.hashes import teacher_hash
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.run_identity import config_of, deciding_fields, differences
-from hf_memmix.training.run_lock import run_folder, run_lock
+from hf_memmix.training.run_lock import remove_empty, run_folder, run_lock
 from hf_memmix.training.streaming.cost import streaming_cost
 from hf_memmix.training.streaming.layer_training import (
     computes_in_bf16,
@@ -106,6 +107,7 @@ def align_by_streaming(
     teacher = model_folder(Path(teacher))
     student = None if student is None else model_folder(Path(student))
     out = Path(out).absolute()
+    check_not_read(out, teacher)
     run_dir = out.with_name(f".{out.name}.run")
     place = Path(spool).absolute() if spool is not None else run_dir.with_name(f".{out.name}.spool")
     if place in (out, run_dir) or run_dir in place.parents:
@@ -117,7 +119,7 @@ def align_by_streaming(
         with tempfile.TemporaryDirectory(prefix="memmix-dry-run-") as name:
             student = student or planned_student(teacher, plan, Path(name))
             return _Run(student, teacher, data, recipe, Path(name), place, ranks, say).cost(measure=True)
-    with run_folder(out, resume, overwrite) as folder, run_lock(place):
+    with run_folder(out, resume, overwrite) as folder, run_lock(place), _no_empty_folder(place):
         if student is None:
             student = folder / ranks.share("start", lambda: planned_student(teacher, plan, folder, resume).name)
         run = _Run(student, teacher, data, recipe, folder, place, ranks, say)
@@ -126,6 +128,16 @@ def align_by_streaming(
         run.walk(walk, progress)
         result = ranks.share("result", lambda: run.finish(out, overwrite, cost, start))
     return result
+
+
+@contextlib.contextmanager
+def _no_empty_folder(folder: Path) -> Iterator[None]:
+    """Remove a folder after an error if nothing was written to it."""
+    try:
+        yield
+    except BaseException:
+        remove_empty(folder)
+        raise
 
 
 class _Run:
@@ -142,6 +154,7 @@ class _Run:
         dtype = None if self.device.type == "cuda" else torch.float32  # bf16 is slow on a CPU
         self.teacher = StreamedTeacher(teacher, self.device, dtype)
         converted = converted_layers(self.student)
+        check_same_shape(self.teacher.model, self.student)
         check_fit(self.student, self.teacher.model, data, recipe)
         self.layers = recipe.layer_slice(converted, self.student.config.num_hidden_layers)
         streamed = isinstance(data, StreamedBlocks)
@@ -190,6 +203,7 @@ class _Run:
         if train:
             self.say(_announcement(cost, self.spool.folder))
             self.spool.check_space(cost["buffers"], self.teacher.model.dtype)
+        write_json(self.folder / FORMER, {"folder": str(self.spool.folder)})
         for folder in (self.folder, self.spool.folder):
             write_json(folder / RECORD, identity)
         return {"walk": walk.record(), "cost": cost}
@@ -202,7 +216,6 @@ class _Run:
             record = place / RECORD
             if place != self.spool.folder and record.is_file() and read_json(record) == identity:
                 Spool(place, self.spool.rows, self.spool.shape).clear()
-        write_json(former, {"folder": str(self.spool.folder)})
 
     def _identity(self) -> dict:
         """What decides the result. An interrupted run is continued only by a run with the same."""
@@ -229,16 +242,14 @@ class _Run:
             while not self.spool.is_ready(layer):
                 time.sleep(POLL)
             clock = _Clock()
-            with self.teacher.layer(layer):
+            with self.teacher.layer(layer), self.spool.read(layer) as hidden:
                 clock.stop("load")
-                hidden = self.spool.read(layer)
                 if layer + 1 in walk.produce:
                     self.spool.write(layer + 1, self._advanced(layer, hidden))
                     clock.stop("advance")
                 if layer in walk.train:
                     self._train(layer, hidden, clock, partial(_report, progress, layer, before, total))
                     before += self.recipe.steps
-            del hidden
             self._release()
             self.spool.remove(layer)
 
@@ -252,7 +263,7 @@ class _Run:
     def _advanced(self, layer: int, hidden: HiddenStates) -> Iterator[Tensor]:
         """The outputs of a layer, batch by batch."""
         for places, ids, positions in self._batches():
-            inputs = torch.stack([hidden[row] for row in range(places.start, places.stop)]).to(self.device)
+            inputs = hidden.read(range(places.start, places.stop), self.device)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=computes_in_bf16(self.recipe)):
                 outputs = self.teacher.advance(layer, inputs, ids, positions)
             yield outputs

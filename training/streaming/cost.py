@@ -83,10 +83,9 @@ def _measured(student, teacher: StreamedTeacher, start: Path, rows: Rows, shape,
         for layer in layers:
             values = torch.randn(length, *shape, generator=torch.Generator().manual_seed(0))
             spool.write(layer, [values.to(teacher.model.dtype)])
-            hidden = spool.read(layer)
-            with teacher.layer(layer):
+            with teacher.layer(layer), spool.read(layer) as hidden:
                 for places, ids, positions in some.batches(length, teacher.device):
-                    batch = torch.stack([hidden[row] for row in range(places.start, places.stop)]).to(teacher.device)
+                    batch = hidden.read(range(places.start, places.stop), teacher.device)
                     with torch.autocast(teacher.device.type, torch.bfloat16, enabled=computes_in_bf16(recipe)):
                         teacher.advance(layer, batch, ids, positions)
                 mixer = take_mixer(student, layer, Checkpoint(start))

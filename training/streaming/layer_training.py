@@ -38,16 +38,24 @@ class StreamedAlign(AlignStudentTeacher):
     """
 
     def __init__(
-        self, student, teacher: StreamedTeacher, layer: int, num_layers: int, bf16: bool, checkpointing: bool
+        self,
+        student,
+        teacher: StreamedTeacher,
+        layer: int,
+        hidden: HiddenStates,
+        num_layers: int,
+        bf16: bool,
+        checkpointing: bool,
     ):
         super().__init__(student, teacher.model, [layer], bf16, checkpointing)
-        self.streamed, self.num_layers = teacher, num_layers
+        self.streamed, self.hidden, self.num_layers = teacher, hidden, num_layers
 
     def place_teacher(self, device: torch.device) -> None:
         """Its layer is there already."""
 
-    def loss(self, input_ids: Tensor, position_ids: Tensor | None, hidden: Tensor) -> Tensor:
-        """`hidden` [B, T, hidden size]: the inputs of the teacher's layer."""
+    def loss(self, input_ids: Tensor, position_ids: Tensor | None, place: Tensor) -> Tensor:
+        """`place` [B]: the rows of the spool that hold the inputs of the teacher's layer."""
+        hidden = self.hidden.read(place.tolist(), input_ids.device)
         with self.streamed.entering(self.layers[0], hidden):
             return super().loss(input_ids, position_ids) / self.num_layers
 
@@ -129,9 +137,9 @@ def train_mixer(
     """
     bf16 = computes_in_bf16(recipe)
     with one_process():
-        pair = StreamedAlign(student, teacher, layer, num_layers, bf16, recipe.gradient_checkpointing)
+        pair = StreamedAlign(student, teacher, layer, hidden, num_layers, bf16, recipe.gradient_checkpointing)
         rates = freeze_by_rate(student, recipe)
-        trainer = _trainer(pair, rows.with_inputs(hidden), recipe, folder, rates)
+        trainer = _trainer(pair, rows.with_places(), recipe, folder, rates)
         if report is not None:
             trainer.add_callback(_Report(report, num_layers))
         trainer.run(None)

@@ -1,4 +1,4 @@
-"""The rows of the training data that a run reads, and these rows together with their hidden states.
+"""The rows of the training data that a run reads, and the places of their hidden states in the spool.
 
 Each layer is trained by a Trainer of its own, which reads the rows in the order in which a run in memory reads them.
 Only rows that are read lie in the spool.
@@ -13,7 +13,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.recipe import Recipe
-from hf_memmix.training.streaming.spool import HiddenStates
 
 Row = dict[str, Tensor]
 
@@ -42,11 +41,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def with_inputs(self, hidden: HiddenStates) -> "Dataset | IterableDataset":
-        """The data to train a layer on: items have the layer's inputs `hidden` [block_size, hidden size] too."""
+    def with_places(self) -> "Dataset | IterableDataset":
+        """The data to train a layer on: items have the number `place` of their row in the spool too."""
         if self._length is None:
-            return _Stream(self.tokens, hidden)
-        return _Blocks(self.tokens, hidden, self._place, self._length)
+            return _Stream(self.tokens)
+        return _Blocks(self.tokens, self._place, self._length)
 
     def batches(self, size: int, device: torch.device) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """All rows in order, `size` at a time: their places, `input_ids` [B, T] and `position_ids` [B, T] or None."""
@@ -62,8 +61,8 @@ class Rows:
 class _Blocks(Dataset):
     """As many items as the data have, because the Trainer draws its order from their number."""
 
-    def __init__(self, tokens: list[Row], hidden: HiddenStates, place: dict[int, int], length: int):
-        self._tokens, self._hidden, self._place, self._length = tokens, hidden, place, length
+    def __init__(self, tokens: list[Row], place: dict[int, int], length: int):
+        self._tokens, self._place, self._length = tokens, place, length
 
     def __len__(self) -> int:
         return self._length
@@ -71,20 +70,24 @@ class _Blocks(Dataset):
     def __getitem__(self, row: int) -> Row:
         place = self._place.get(row)
         if place is not None:
-            return {**self._tokens[place], "hidden": self._hidden[place]}
-        # the loader fetches rows ahead that the run does not reach; if a step did read one, its loss would be NaN
-        return {**self._tokens[0], "hidden": torch.full_like(self._hidden[0], torch.nan)}
+            return _placed(self._tokens, place)
+        # the loader fetches rows ahead that the run does not reach; no step can read this place
+        return _placed(self._tokens, 0) | {"place": torch.tensor(len(self._tokens))}
 
 
 class _Stream(IterableDataset):
     """The rows in order. After the last one it starts again with the first."""
 
-    def __init__(self, tokens: list[Row], hidden: HiddenStates):
-        self._tokens, self._hidden = tokens, hidden
+    def __init__(self, tokens: list[Row]):
+        self._tokens = tokens
 
     def __iter__(self) -> Iterator[Row]:
         for place in cycle(range(len(self._tokens))):
-            yield {**self._tokens[place], "hidden": self._hidden[place]}
+            yield _placed(self._tokens, place)
+
+
+def _placed(tokens: list[Row], place: int) -> Row:
+    return {**tokens[place], "place": torch.tensor(place)}
 
 
 class RowNumbers(Dataset):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module
@@ -46,6 +46,23 @@ RUNS = (
     ("8B LoRA", "8.0B", Settings("distill", rows=1, length=2048, chunk_tokens=512, **LORA)),
     ("8B LoRA, four rows", "8.0B", Settings("distill", rows=4, length=2048, chunk_tokens=512, **LORA)),
     ("8B align, checkpointing", "8.0B", Settings("align", rows=1, length=2048, checkpointing=True)),
+    ("8B QLoRA", "8.0B", Settings("distill", rows=1, length=2048, chunk_tokens=512, quantize="4bit", **LORA)),
+    (
+        "8B QLoRA, paged AdamW",
+        "8.0B",
+        Settings(
+            "distill",
+            rows=1,
+            length=2048,
+            chunk_tokens=512,
+            quantize="4bit",
+            optimizer="paged_adamw_8bit",
+            **LORA,
+        ),
+    ),
+    ("8B LoRA of int8", "8.0B", Settings("distill", rows=1, length=2048, chunk_tokens=512, quantize="8bit", **LORA)),
+    ("1B full, AdamW in 8 bit", "1.2B", Settings("distill", rows=4, length=2048, optimizer="adamw_bnb_8bit")),
+    ("1B full, paged AdamW", "1.2B", Settings("distill", rows=4, length=2048, optimizer="paged_adamw_8bit")),
 )
 STEPS, UNTIMED = 6, 2
 
@@ -57,9 +74,8 @@ def meta_pair(fields: dict) -> tuple[nn.Module, nn.Module]:
     return teacher.eval(), convert_model(teacher, "gka")
 
 
-def materialise(fields: dict, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The pair with random weights on a device; what both have in common is equal."""
-    teacher, student = meta_pair(fields)
+def materialise(teacher: nn.Module, student: nn.Module, device: torch.device) -> None:
+    """Give a pair on the meta device random weights on a device; what both have in common is equal."""
     torch.manual_seed(0)
     for model in (student, teacher):
         model.to_empty(device=device)
@@ -82,7 +98,6 @@ def materialise(fields: dict, device: torch.device) -> tuple[nn.Module, nn.Modul
         for name, parameter in teacher.named_parameters():
             if name in ours and ours[name].shape == parameter.shape and "self_attn" not in name:
                 parameter.copy_(ours[name])
-    return teacher, student
 
 
 def prepared(teacher: nn.Module, student: nn.Module, settings: Settings, cuda: bool):
@@ -114,17 +129,19 @@ def prepared(teacher: nn.Module, student: nn.Module, settings: Settings, cuda: b
         pair = make_pair(in_training_dtype(student, recipe).train(), teacher, recipe)
     rates = freeze_by_rate(student, recipe)
     groups = optimizer_groups(student, list(pair.parameters()), rates)
-    return pair, torch.optim.AdamW(groups, fused=cuda)
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments("unused", optim=settings.optimizer))
+    return pair, kind(groups, **options)
 
 
 def measure(name: str, size: str, settings: Settings, device: torch.device) -> dict:
     """One row: what was measured, and what the arithmetic gives for the same run."""
     cuda = device.type == "cuda"
     row = {"run": name, "shape": size, "settings": asdict(settings)}
-    row["predicted"] = asdict(memory_of(shapes := Shapes.of(*meta_pair(SIZES[size])), settings))
+    teacher, student = meta_pair(SIZES[size])
+    row["predicted"] = asdict(memory_of(shapes := Shapes.of(teacher, student), settings))
     row["predicted_bytes"] = sum(row["predicted"].values())
     row["parameters"] = shapes.teacher
-    teacher, student = materialise(SIZES[size], device)
+    materialise(teacher, student, device)
     pair, optimizer = prepared(teacher, student, settings, cuda)
     del teacher, student
     gc.collect()
@@ -173,12 +190,14 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--seconds", type=float, default=100.0, help="begin no further row after so many seconds")
-    parser.add_argument("--only", default="", help="only runs whose names begin so")
+    parser.add_argument("--only", action="append", help="only runs whose names begin so; may be given again")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    begin, rows = time.perf_counter(), []
+    begin, rows = time.perf_counter(), {}
+    if args.out.exists():  # rows that are not measured now stay
+        rows = {row["run"]: row for row in json.loads(args.out.read_text())["rows"]}
     for name, size, settings in RUNS:
-        if not name.startswith(args.only):
+        if args.only and not name.startswith(tuple(args.only)):
             continue
         if time.perf_counter() - begin > args.seconds:
             print(f"no time left for {name}", flush=True)
@@ -187,12 +206,12 @@ def main():
             size, settings = "tiny", Settings(**asdict(settings) | {"length": 64, "chunk_tokens": 32})
         try:
             row = measure(name, size, settings, device)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, ValueError, ImportError) as error:
             row = {"run": name, "shape": size, "settings": asdict(settings), "error": str(error).splitlines()[0]}
-        rows.append(row)
+        rows[name] = row | {"environment": environment(device)}
         shown = ("run", "tokens_s", "ms", "kernel_ms", "ratio", "allocated", "reserved", "error")
         print(json.dumps({key: row[key] for key in shown if key in row}), flush=True)
-        write_json(args.out, {"rows": rows, "environment": environment(device)})
+        write_json(args.out, {"rows": [rows[name] for name, *_ in RUNS if name in rows]})
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

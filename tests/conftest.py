@@ -19,17 +19,14 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("error_ratios"):
         config.pluginmanager.register(error_ratios.start(config.getoption("error_ratios")))
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # with -n, the process that starts the others runs no test and needs no PyTorch
+    import torch
 
-
-def pytest_collectstart(collector):
-    """Set up PyTorch before a test is imported. With -n, the process that starts the others needs no PyTorch."""
-    if isinstance(collector, pytest.Session):
-        import torch
-
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        # set before the first `import triton`: without a GPU they run in the interpreter, else they are compiled
-        if not torch.cuda.is_available():
-            os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    # set before the first `import triton`: without a GPU they run in the interpreter, with one they are compiled
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marker

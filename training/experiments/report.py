@@ -52,6 +52,7 @@ EXPERIMENTS = {
     "gka_variants": Experiment(gka_variants.section, gka_variants.plot),
     "coffee_language": Experiment(coffee.language, plot_language),
     "coffee_tables": Experiment(coffee.report, coffee_plots.plot_tables, takes_all_files=True),
+    "coffee_pixels": Experiment(coffee.pixels, coffee_plots.plot_pixels),
     "coffee_ih0": Experiment(None, coffee_plots.plot_ih0),
     "echo_transfer": Experiment(echo.report, echo_plots.plot_transfer),
     "echo_ablation": Experiment(echo.report, echo_plots.plot_ablation),

@@ -43,6 +43,7 @@ MODELS = {
     "coffee-filter": ("coffee", {"use_output_filter": True}),
     "mamba2": ("mamba2", {}),
     "gdn": ("gdn", {}),
+    "gla": ("gla", {}),
     "dec-vconv": ("lattice", {"variant": "dec", "use_v_conv": True}),
     "gdn-vconv": ("gdn", {"use_v_conv": True}),
     "enc-as-written": ("enc-as-written", {}),

@@ -108,7 +108,7 @@ def test_throughput_command(tmp_path, monkeypatch):
     assert refused.exit_code == 2 and "'cnn' is unknown" in refused.output
 
 
-def test_tables_and_plot(tmp_path, capsys):
+def test_tables_and_plot(tmp_path):
     row = {"finite": True, "parameters": 2_000_000, "dev_loss": 0.1}
     rows = [{**row, "model": "gka", "lr": 1e-3, "seed": seed, "accuracy": 0.97 + 0.01 * seed} for seed in range(3)]
     rows.append({**row, "model": "gka", "lr": 2e-3, "seed": 0, "dev_loss": 0.2, "accuracy": 0.5})
@@ -123,9 +123,8 @@ def test_tables_and_plot(tmp_path, capsys):
         for name, speed in (("gka", 1000.0), ("mamba2", 900.0), ("attention", 1200.0), ("vit", 500.0))
         for size in (224, 512)
     ]
-    (tmp_path / "digits.json").write_text(json.dumps(found))
-    (tmp_path / "speed.json").write_text(json.dumps({"environment": {"hardware": "CPU"}, "rows": speeds}))
-    report.main([tmp_path / "digits.json", tmp_path / "speed.json"], tmp_path / "plot.png")
-    text = capsys.readouterr().out
-    assert "| gka | 2.00 M | 0.001 | 3 | 98.00 ± 1.00 % |" in text and "| gka | 1,000 (2.00) | 1,000 (2.00) |" in text
+    speed = {"environment": {"hardware": "CPU"}, "rows": speeds}
+    assert "| gka | 2.00 M | 0.001 | 3 | 98.00 ± 1.00 % |" in report.digits(found)
+    assert "| gka | 1,000 (2.00) | 1,000 (2.00) |" in report.throughput(speed)
+    report.plot_throughput(speed, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000

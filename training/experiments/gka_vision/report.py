@@ -1,13 +1,6 @@
-"""The tables of the two image experiments, and the plot of the throughput.
+"""The tables of the two image experiments, and the plot of the throughput."""
 
-python training/experiments/gka_vision/report.py digits.json throughput.json --plot throughput.png
-"""
-
-import json
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.averages import mean_and_deviation
@@ -63,20 +56,3 @@ def plot_throughput(results: dict, path: Path) -> None:
         panel.minorticks_off()
         panel.legend(frameon=False)
     save(figure, path)
-
-
-def main(
-    files: Annotated[list[Path], typer.Argument(help="results of digits.py or throughput.py")],
-    plot: Annotated[Path | None, typer.Option(help="PNG of the throughput")] = None,
-) -> None:
-    """Print the tables of result files."""
-    for file in files:
-        results = json.loads(file.read_text())
-        of_digits = results.get("experiment") == "gka_vision_digits"
-        print(digits(results) if of_digits else throughput(results), end="\n\n")
-        if plot is not None and not of_digits:
-            plot_throughput(results, plot)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -149,7 +149,8 @@ def main(args) -> None:
             images = max(1, round(args.batch * (224 / resolution) ** 2))
             rows.append(measure(name, SIZES[args.size], resolution, images, args.calls))
             print(rows[-1], flush=True)
-            write_json(args.out, {"environment": environment(), "settings": settings, "rows": rows})
+            about = {"experiment": "gka_vision_throughput", "environment": environment()}
+            write_json(args.out, about | {"settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

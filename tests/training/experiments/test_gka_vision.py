@@ -113,6 +113,7 @@ def test_tables_and_plot(tmp_path):
     rows = [{**row, "model": "gka", "lr": 1e-3, "seed": seed, "accuracy": 0.97 + 0.01 * seed} for seed in range(3)]
     rows.append({**row, "model": "gka", "lr": 2e-3, "seed": 0, "dev_loss": 0.2, "accuracy": 0.5})
     found = {"experiment": "gka_vision_digits", "settings": {"models": ["gka"]}, "chance_loss": 2.3, "rows": rows}
+    found["environment"] = {"hardware": "CPU", "commit": "c"}
     speeds = [
         {
             "model": name,
@@ -123,8 +124,8 @@ def test_tables_and_plot(tmp_path):
         for name, speed in (("gka", 1000.0), ("mamba2", 900.0), ("attention", 1200.0), ("vit", 500.0))
         for size in (224, 512)
     ]
-    speed = {"environment": {"hardware": "CPU"}, "rows": speeds}
-    assert "| gka | 2.00 M | 0.001 | 3 | 98.00 ± 1.00 % |" in report.digits(found)
+    speed = {"environment": found["environment"], "settings": {"batch_at_224": 256}, "rows": speeds}
+    assert "| gka | 2.00 M | 0.001 | 3 | 98.00 ± 1.00 |" in report.digits(found)
     assert "| gka | 1,000 (2.00) | 1,000 (2.00) |" in report.throughput(speed)
     report.plot_throughput(speed, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000

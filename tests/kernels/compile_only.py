@@ -60,7 +60,6 @@ class Kernels:
     def install(self) -> None:
         triton.runtime.driver.set_active(Driver())
         torch.Tensor.is_cuda = property(lambda tensor: True)
-        torch.Tensor.is_cpu = property(lambda tensor: False)  # else the native code of a CPU would run
         torch.cuda.is_current_stream_capturing = lambda: False
         run = JITFunction.run
 

@@ -105,26 +105,6 @@ def test_steps_on_the_states_of_a_sketch(s):
                  lambda name: 5e-3)  # fmt: skip
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("D", "s"), [(64, 16), (128, 24), (128, 64), (256, 160), (256, 256)])
-def test_a_step_projects_q_and_k(D, s, dtype):
-    """The kernel's projection beside that of the recurrence in float64, with grouped heads."""
-    shape = Shape(3, 6, 8, 4, D, 128)
-    inputs = GKA.draw(shape, dtype)
-    sketch = torch.linalg.qr(torch.randn(4, D, s, device=DEVICE, dtype=torch.float64)).Q.to(dtype)
-    state = GKA.draw_state(shape._replace(D=s), shape.B, dtype)
-    want, want_state = K.naive_gka(**inputs, sketch=sketch, refinement=SCHEDULE, initial_state=state)
-    steps = [
-        K.gka_step(**GKA.tokens(inputs, slice(t, t + 1)), sketch=sketch, state=state, refinement=SCHEDULE)
-        for t in range(shape.T)
-    ]
-    got = torch.cat(steps, 1)
-    limit = 1e-4 if dtype == torch.float32 else 1e-2
-    assert_close({"o": got, "H": state[0], "U": state[1]}, {"o": want, "H": want_state[0], "U": want_state[1]},
-                 lambda name: limit)  # fmt: skip
-
-
 @pytest.mark.parametrize("s", [1, 3, 16, 24])
 def test_keys_narrower_than_values(s, backend):
     """The kernels that read H alone have tiles of its size, and the decode step too; in float32 beside float64."""

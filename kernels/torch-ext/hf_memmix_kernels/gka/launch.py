@@ -9,7 +9,7 @@ capture every call.
 import torch
 
 from .._chunks import chunk_table
-from .._launch import accumulator, cdiv, contiguous, next_power_of_2, page_strides
+from .._launch import accumulator, cdiv, next_power_of_2, page_strides
 from .kernels.backward import gka_bwd_kernel_dk, gka_bwd_kernel_dv, gka_bwd_kernel_read, gka_bwd_kernel_ridge
 from .kernels.forward import gka_fwd_kernel_read
 from .kernels.scan import gka_bwd_kernel_scan, gka_fwd_kernel_scan
@@ -211,7 +211,6 @@ def gka_step_triton(
     log_decay: torch.Tensor,
     alpha: torch.Tensor,
     beta: torch.Tensor,
-    sketch: torch.Tensor | None,
     h: torch.Tensor,
     u: torch.Tensor,
     state_indices: torch.Tensor | None,
@@ -221,20 +220,20 @@ def gka_step_triton(
 ) -> torch.Tensor:
     """Advance (h, u), or their pages, in place by the one token of q, k, v [B, 1, heads, D].
 
-    With a sketch [Hk, D, s] the states have s in the place of D. Returns o [B, 1, H, Dv] in q's dtype.
+    Returns o [B, 1, H, Dv] in q's dtype.
     """
-    batch, _, heads, F = q.shape
-    D, V = h.shape[-1], v.shape[-1]
+    batch, _, heads, D = q.shape
+    V = v.shape[-1]
     o = q.new_empty(batch, 1, heads, V)
-    BF, BD, BV = min(BLOCK, next_power_of_2(F)), next_power_of_2(D), min(64 if D > 128 else 128, next_power_of_2(V))
+    BD, BV = next_power_of_2(D), min(64 if D > 128 else 128, next_power_of_2(V))
     # one column of H per thread; half a column at D = 256, where H fills the registers of a multiprocessor
     num_warps = max(1, BD // 32) if BD <= 128 else BD // 16
     # there the iterations of 16-bit models use H in 16 bits, if a later phase corrects it
     low = BD > 128 and q.element_size() == 2 and len(phases) > 1
     gka_step_kernel[(batch * heads,)](
-        *contiguous(q, k, v, log_decay, alpha, beta, sketch), h, u,
+        *(t.contiguous() for t in (q, k, v, log_decay, alpha, beta)), h, u,
         state_indices, *page_strides(state_indices, h, u), o, float(ridge), float(scale), heads,
-        F=F, D=D, V=V, GROUPS=heads // k.shape[2], PHASES=tuple(phases), BF=BF, BD=BD, BV=BV,
+        D=D, V=V, GROUPS=heads // k.shape[2], PHASES=tuple(phases), BD=BD, BV=BV,
         LOW=low, ASM=q.is_cuda, ACC=accumulator(h.dtype), num_warps=num_warps,
     )  # fmt: skip
     return o

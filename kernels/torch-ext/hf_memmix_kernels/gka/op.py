@@ -139,7 +139,6 @@ def _gka_step(
     log_decay: torch.Tensor,
     alpha: torch.Tensor,
     beta: torch.Tensor,
-    sketch: torch.Tensor | None,
     h: torch.Tensor,
     u: torch.Tensor,
     state_indices: torch.Tensor | None,
@@ -147,18 +146,17 @@ def _gka_step(
     ridge: float,
     scale: float,
 ) -> torch.Tensor:
-    library = _native(h, q, k, v, log_decay, alpha, beta, u)
-    if library is None and use_triton(q):
-        from .launch import gka_step_triton
-
-        return gka_step_triton(q, k, v, log_decay, alpha, beta, sketch, h, u, state_indices, phases, ridge, scale)
-    q, k = sketched(q, sketch), sketched(k, sketch)
-    step = gka_step_torch if library is None else functools.partial(gka_step_native, library)
+    if library := _native(h, q, k, v, log_decay, alpha, beta, u):
+        return gka_step_native(library, q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale)
+    if use_triton(q):
+        from .launch import gka_step_triton as step
+    else:
+        step = gka_step_torch
     return step(q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale)
 
 
 @_gka_step.register_fake
-def _(q, k, v, log_decay, alpha, beta, sketch, h, u, state_indices, phases, ridge, scale):
+def _(q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale):
     return q.new_empty(*q.shape[:3], v.shape[-1])
 
 
@@ -316,5 +314,6 @@ def gka_step(
     alpha = torch.ones_like(log_decay) if alpha is None else alpha
     beta = torch.ones_like(log_decay) if beta is None else beta
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k = sketched(q, sketch), sketched(k, sketch)
     phases = as_phases(num_iterations, refinement)
-    return _gka_step(q, k, v, log_decay, alpha, beta, sketch, h, u, state_indices, list(phases), ridge, scale)
+    return _gka_step(q, k, v, log_decay, alpha, beta, h, u, state_indices, list(phases), ridge, scale)

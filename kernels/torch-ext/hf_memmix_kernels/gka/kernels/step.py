@@ -12,9 +12,6 @@ without shuffles and partial sums.
 With LOW, the registers of a multiprocessor cannot hold H in float32. The iterations then multiply by -s H in float16
 on the tensor cores, and the residual between two phases uses the float32 state in memory, which corrects what the
 rounding of H changed.
-
-With a sketch S, the program projects q and k itself. Two operators before the launch would cost 0.15 ms of host time,
-more than the step.
 """
 
 import triton
@@ -61,29 +58,12 @@ def _chebyshev(b_h, b_r, shrink, N: tl.constexpr):
 
 
 @triton.jit
-def _vector(x, sketch, o_d, F: tl.constexpr, D: tl.constexpr, BF: tl.constexpr, ACC: tl.constexpr):
-    """The numbers o_d of x [D], or of S^T x for x [F] and S [F, D], rounded as `op.sketched` rounds them."""
-    m_d = o_d < D
-    if sketch is None:
-        b_y = tl.load(x + o_d, mask=m_d, other=0).to(ACC)
-    else:
-        b_y = tl.zeros_like(o_d).to(ACC)
-        for i_f in range(0, F, BF):
-            o_f = i_f + tl.arange(0, BF)
-            m_f = o_f < F
-            b_x = tl.load(x + o_f, mask=m_f, other=0).to(ACC)
-            b_s = tl.load(sketch + o_f[:, None] * D + o_d[None, :], mask=m_f[:, None] & m_d[None, :], other=0)
-            b_y += tl.sum(b_x[:, None] * b_s.to(x.dtype.element_ty).to(ACC), 0)
-        b_y = b_y.to(x.dtype.element_ty).to(ACC)
-    return b_y
-
-
-@triton.jit
-def _advance(h, b_r, b_k, b_decay, b_write, o_r, D: tl.constexpr, BD: tl.constexpr):
-    """Update the rows o_r of H in place, for the numbers b_r of the key there, and return them."""
-    o_d = tl.arange(0, BD)
+def _advance(h, k, b_k, b_decay, b_write, i_0, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    """Update rows i_0 .. i_0 + ROWS of H in place, and return them."""
+    o_r, o_d = i_0 + tl.arange(0, ROWS), tl.arange(0, BD)
     mask = (o_r < D)[:, None] & (o_d < D)[None, :]
     p_h = h + o_r[:, None] * D + o_d[None, :]
+    b_r = tl.load(k + o_r, mask=o_r < D, other=0).to(b_k.dtype)
     b_h = b_decay * tl.load(p_h, mask=mask, other=0) + (b_write * b_r)[:, None] * b_k[None, :]
     tl.store(p_h, b_h, mask=mask)
     return b_h
@@ -91,15 +71,12 @@ def _advance(h, b_r, b_k, b_decay, b_write, o_r, D: tl.constexpr, BD: tl.constex
 
 @triton.jit(do_not_specialize=["h"])
 def gka_step_kernel(
-    q, k, v, log_decay, alpha, beta, sketch, h, u, pages, h_stride, u_stride, o,
+    q, k, v, log_decay, alpha, beta, h, u, pages, h_stride, u_stride, o,
     ridge, scale, heads,
-    F: tl.constexpr, D: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr, PHASES: tl.constexpr,
-    BF: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr, PHASES: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    LOW: tl.constexpr, ASM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One token of one (sequence, head): updates h [D, D] and u [V, D] in place and writes o [V].
-
-    q and k have F numbers; the sketch [Hk, F, D] projects them. Without a sketch, F is D.
-    """
+    """One token of one (sequence, head): updates h [D, D] and u [V, D] in place and writes o [V]."""
     i_s = tl.program_id(0).to(tl.int64)
     i_b, i_h = i_s // heads, i_s % heads
     i_k = i_b * (heads // GROUPS) + i_h // GROUPS
@@ -110,22 +87,16 @@ def gka_step_kernel(
     b_decay = tl.exp(tl.load(log_decay + i_s).to(ACC))
     b_write = tl.load(beta + i_s).to(ACC)
     b_write *= b_write
-    if sketch is not None:
-        sketch += (i_h // GROUPS) * F * D
-    b_k = _vector(k + i_k * F, sketch, o_d, F, D, BF, ACC)
-    b_q = _vector(q + i_s * F, sketch, o_d, F, D, BF, ACC)
+    b_k = tl.load(k + i_k * D + o_d, mask=m_d, other=0).to(ACC)
+    b_q = tl.load(q + i_s * D + o_d, mask=m_d, other=0).to(ACC)
 
     if LOW:
         b_squared = tl.zeros([], ACC)
         for i_0 in range(0, D, 64):
-            o_r = i_0 + tl.arange(0, 64)
-            b_r = _vector(k + i_k * F, sketch, o_r, F, D, BF, ACC)
-            b_h = _advance(p_hs, b_r, b_k, b_decay, b_write, o_r, D, BD)
+            b_h = _advance(p_hs, k + i_k * D, b_k, b_decay, b_write, i_0, D, BD, 64)
             b_squared += tl.sum(tl.sum(b_h * b_h, 0), 0)
     else:
-        # without a sketch it is loaded again, in the layout of rows
-        b_r = b_k if sketch is not None else _vector(k + i_k * F, sketch, o_d, F, D, BF, ACC)
-        b_h = _advance(p_hs, b_r, b_k, b_decay, b_write, o_d, D, BD)
+        b_h = _advance(p_hs, k + i_k * D, b_k, b_decay, b_write, 0, D, BD, BD)
         b_squared = tl.sum(tl.sum(b_h * b_h, 0), 0)
     if LOW and ASM:
         # U is read after the solve: 128 bytes per address are on their way to the L2 cache until then

@@ -195,7 +195,7 @@ def test_what_the_card_of_gka_says():
         assert said == " and ".join(shares) and said in text
     stored = [sizes[s]["fwd", 4]["state_bytes_per_head"] / plain["fwd", 4]["state_bytes_per_head"] for s in (64, 32)]
     assert "0.38 and 0.16 of the bytes" in text and [round(share, 2) for share in stored] == [0.38, 0.16]
-    assert "took 0.2 ms instead of 0.05 at B = 1" in text
+    assert "take 0.2 ms instead of 0.05 at B = 1" in text
     assert [round(sizes[s]["decode", 1]["ms"], d) for s, d in ((32, 1), (64, 1), (128, 2))] == [0.2, 0.2, 0.05]
 
     solvers = read("gka_solvers")

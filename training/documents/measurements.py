@@ -14,6 +14,8 @@ MEASUREMENTS = {
     "demo": "training/bundled/results/demo.json",
     "recall": f"{EXPERIMENTS}/gka/results/recall.json",
     "gka_solvers": f"{EXPERIMENTS}/gka/results/gka_solvers.json",
+    "gka_vision_digits": f"{EXPERIMENTS}/gka_vision/results/digits.json",
+    "gka_vision_throughput": f"{EXPERIMENTS}/gka_vision/results/throughput.json",
     "lattice_ablation": f"{EXPERIMENTS}/lattice/results/lattice_ablation.json",
     "lattice_language": f"{EXPERIMENTS}/lattice/results/lattice_language.json",
     **{f"coffee_table{i}": f"{EXPERIMENTS}/coffee/results/coffee_table{i}.json" for i in range(1, 7)},

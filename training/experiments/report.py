@@ -23,6 +23,7 @@ from hf_memmix.training.experiments.gka import plots as gka_plots
 from hf_memmix.training.experiments.gka import report as gka
 from hf_memmix.training.experiments.gka import solvers_report as gka_solvers
 from hf_memmix.training.experiments.gka import variants_report as gka_variants
+from hf_memmix.training.experiments.gka_vision import report as gka_vision
 from hf_memmix.training.experiments.lattice import plots as lattice_plots
 from hf_memmix.training.experiments.lattice import report as lattice
 from hf_memmix.training.experiments.mixtures import report as mixtures
@@ -50,8 +51,11 @@ EXPERIMENTS = {
     "recall": Experiment(gka.recall, gka_plots.plot_recall),
     "gka_solvers": Experiment(gka_solvers.section, gka_solvers.plot),
     "gka_variants": Experiment(gka_variants.section, gka_variants.plot),
+    "gka_vision_digits": Experiment(gka_vision.digits, None),
+    "gka_vision_throughput": Experiment(gka_vision.throughput, gka_vision.plot_throughput),
     "coffee_language": Experiment(coffee.language, plot_language),
     "coffee_tables": Experiment(coffee.report, coffee_plots.plot_tables, takes_all_files=True),
+    "coffee_pixels": Experiment(coffee.pixels, coffee_plots.plot_pixels),
     "coffee_ih0": Experiment(None, coffee_plots.plot_ih0),
     "echo_transfer": Experiment(echo.report, echo_plots.plot_transfer),
     "echo_ablation": Experiment(echo.report, echo_plots.plot_ablation),

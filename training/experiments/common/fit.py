@@ -43,6 +43,7 @@ MODELS = {
     "coffee-filter": ("coffee", {"use_output_filter": True}),
     "mamba2": ("mamba2", {}),
     "gdn": ("gdn", {}),
+    "gla": ("gla", {}),
     "dec-vconv": ("lattice", {"variant": "dec", "use_v_conv": True}),
     "gdn-vconv": ("gdn", {"use_v_conv": True}),
     "enc-as-written": ("enc-as-written", {}),
@@ -57,8 +58,10 @@ def parameter_count(config) -> int:
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
-def configured(args: SimpleNamespace, mixer: str, options: dict, *, vocab: int, context: int, intermediate: int):
-    """The configuration of a Llama with `mixer` in all layers."""
+def configured(
+    args: SimpleNamespace, mixer: str | list[str], options: dict, *, vocab: int, context: int, intermediate: int
+):
+    """The configuration of a Llama. `mixer`: the mixer of all layers, or a list with the mixer of each layer."""
     backbone = LlamaConfig(
         vocab_size=vocab,
         hidden_size=args.hidden_size,
@@ -69,12 +72,13 @@ def configured(args: SimpleNamespace, mixer: str, options: dict, *, vocab: int, 
         max_position_embeddings=context,
         tie_word_embeddings=True,
     )
-    mixers = None if mixer == ATTENTION else {mixer: options}
-    return memmix_config(backbone, mixer_types=[mixer] * args.layers, mixers=mixers)
+    types = [mixer] * args.layers if isinstance(mixer, str) else mixer
+    mixers = {name: options for name in types if name != ATTENTION}
+    return memmix_config(backbone, mixer_types=types, mixers=mixers or None)
 
 
-def build(args: SimpleNamespace, mixer: str, options: dict, *, vocab: int, context: int, seed: int):
-    """A model with `mixer` in all layers. The width of its MLP gives it as many parameters as the transformer has."""
+def build(args: SimpleNamespace, mixer: str | list[str], options: dict, *, vocab: int, context: int, seed: int):
+    """The model of `configured`. The width of its MLP gives it as many parameters as the transformer has."""
     width, sizes = args.hidden_size * 5 // 2, {"vocab": vocab, "context": context}
     same_width = [
         parameter_count(configured(args, *model, **sizes, intermediate=width))
@@ -147,8 +151,9 @@ def fit(
         warmup_steps: steps in which the rate grows linearly; default: a twentieth of all steps.
 
     Returns:
-        "curve", a list of [step, loss]; "steps", the number of steps that ran; "finite", whether the losses are
-        finite; "ms_per_step".
+        "curve", a list of [step, loss]; "gradient_norms", the largest norm of the gradients, before they are clipped,
+        since the previous point of the curve; "steps", the number of steps that ran; "finite", whether the losses
+        are finite; "ms_per_step".
 
     Raises:
         OutOfTime: the command's deadline passed before the training ended.
@@ -171,28 +176,33 @@ def fit(
         with autocast():
             loss = loss_of(*batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        return loss.detach()
+        return torch.stack([loss.detach().float(), norm.float()])
 
     update = GraphedFunction(update) if on_gpu else update
-    every, curve, began, finite = max(1, steps // 20), [], time.time(), True
+    every, curve, norms, began, finite = max(1, steps // 20), [], [], time.time(), True
+    largest = torch.zeros((), device=device())
     for step in range(steps):
-        loss = update(*batch_of(step))
+        loss, norm = update(*batch_of(step))
+        largest = torch.maximum(largest, norm)
         schedule.step()
         if (step + 1) % every == 0 or step + 1 == steps:
             check_time(args)
             curve.append([step + 1, round(loss.item(), 4)])
+            norms.append(round(largest.item(), 4))
+            largest.zero_()
             finite = math.isfinite(curve[-1][1])
             if not finite or curve[-1][1] < stop_below_loss:
                 break
     took = time.time() - began
     optimizer.zero_grad()
-    return {"curve": curve, "steps": step + 1, "finite": finite, "ms_per_step": round(1000 * took / (step + 1), 2)}
+    curves = {"curve": curve, "gradient_norms": norms}
+    return {**curves, "steps": step + 1, "finite": finite, "ms_per_step": round(1000 * took / (step + 1), 2)}
 
 
 def train_language_model(
-    row: dict, args: SimpleNamespace, mixer: str, options: dict, prepare: Callable | None = None
+    row: dict, args: SimpleNamespace, mixer: str | list[str], options: dict, prepare: Callable | None = None
 ) -> dict:
     """Train a language model with a context of `row["context"]` tokens on the training text and measure it. `prepare`
     is called with the new model before its training.

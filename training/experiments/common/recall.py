@@ -35,7 +35,7 @@ def measure(model, batch: int, length: int, pairs: int, seed: int) -> tuple[floa
 
 def train_recall(
     args: SimpleNamespace,
-    mixer: str,
+    mixer: str | list[str],
     options: dict,
     length: int,
     pairs: int,

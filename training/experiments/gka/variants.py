@@ -2,9 +2,9 @@
 
     python training/experiments/gka/variants.py --text text.npy --out gka_variants.json --workers 6
 
-The sketches of Appendix H solve the ridge regression in half and in a quarter of the head size. "no decay" is Appendix
-F.2 of the paper, "no alpha" F.3, and the ridges are those of Appendix G. The others look for the reason of GKA's low
-recall with 64 pairs: `IN_GRID` are the variants of that grid.
+The sketches of Appendix H solve the ridge regression in half and in a quarter of the head size. `ABLATIONS` are
+Appendices F and G of the paper: a constant ridge, no decay, no alpha, other ridges. `HYBRIDS` have attention in some
+layers (Appendix I). `IN_GRID` look for the reason of GKA's low recall with 64 pairs.
 
 All models of a task have the same number of parameters (the MLP takes the difference), the same data and the same
 learning rate, which is the best one of GKA in the experiments `recall` and `coffee_language`, unless a variant has its
@@ -20,6 +20,7 @@ import typer
 
 from hf_memmix.command_options import command
 from hf_memmix.conversion.from_attention.gka import start_decay
+from hf_memmix.mixers import ATTENTION
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.experiments.common.fit import memory_of, train_language_model
 from hf_memmix.training.experiments.common.harness import execute
@@ -34,6 +35,7 @@ from hf_memmix.training.experiments.common.options import (
 )
 from hf_memmix.training.experiments.common.recall import train_recall
 from hf_memmix.training.experiments.common.text import describe_training_text
+from hf_memmix.training.experiments.gka import constant_ridge  # noqa: F401, registers "gka-constant-ridge"
 from hf_memmix.training.experiments.gka.variants_report import plot
 
 
@@ -43,18 +45,37 @@ class Variant:
 
     Args:
         options: options of the mixer.
+        mixer: the mixer.
         sketch: the head size divided by the sketch's; 1 is without a sketch.
         rate: factor of the task's learning rate.
         half_lives: tokens after which the memory has forgotten one half, log-spaced over the heads from the first to
             the second value at the start of the training; None: as `GKAMixer.init_weights` draws them.
         heads: factor of the number of heads, at the same hidden size; 0.5 gives heads and states of twice the size.
+        equal_start: whether the projection of q starts with the weights of that of k.
+        attention: the layers that have attention; negative numbers count from the last layer.
     """
 
     options: dict = field(default_factory=dict)
+    mixer: str = "gka"
     sketch: int = 1
     rate: float = 1.0
     half_lives: tuple[float, float] | None = None
     heads: float = 1.0
+    equal_start: bool = False
+    attention: tuple[int, ...] = ()
+
+    def layers(self, count: int) -> list[str]:
+        """The mixer of each of `count` layers."""
+        places = {place % count for place in self.attention}
+        return [ATTENTION if layer in places else self.mixer for layer in range(count)]
+
+    def prepare(self, model) -> None:
+        """Set the start of a new model's weights."""
+        for mixer in memory_mixers(model).values():
+            if self.half_lives:
+                start_decay(mixer, self.half_lives)
+            if self.equal_start:
+                mixer.q_proj.weight.data.copy_(mixer.k_proj.weight)
 
 
 SKETCHES = {"s = D": Variant(), "s = D/2": Variant(sketch=2), "s = D/4": Variant(sketch=4)}
@@ -64,21 +85,39 @@ ABLATIONS = {
     "ridge 0.01": Variant({"ridge": 0.01}),
     "ridge 0.05": Variant({"ridge": 0.05}),
     "ridge 0.1": Variant({"ridge": 0.1}),
+    "constant ridge 0.25": Variant(mixer="gka-constant-ridge"),
+}
+HYBRIDS = {
+    "attention first": Variant(attention=(0,)),
+    "attention second": Variant(attention=(1,)),
+    "attention last": Variant(attention=(-1,)),
+    "attention second and last": Variant(attention=(1, -1)),
+    "attention in all layers": Variant(attention=(0, 1, 2, 3)),
 }
 # with 64 pairs. The paper's Figure 3a is measured "without any gating or alpha-connection" (its Appendix D)
+PLAIN = {"use_decay": False, "use_alpha": False}
 IN_GRID = {
-    "as in Figure 3a": Variant({"use_decay": False, "use_alpha": False}),
-    "as in Figure 3a, rate x 0.5": Variant({"use_decay": False, "use_alpha": False}, rate=0.5),
+    "as in Figure 3a": Variant(PLAIN),
+    "as in Figure 3a, rate x 0.5": Variant(PLAIN, rate=0.5),
     "rate x 0.5": Variant(rate=0.5),
     "rate x 0.75": Variant(rate=0.75),
     "rate x 1.5": Variant(rate=1.5),
+    "rate x 2": Variant(rate=2.0),
     "slow decay": Variant(half_lives=(64, 4096)),
     "slow decay, rate x 0.5": Variant(half_lives=(64, 4096), rate=0.5),
     "v not convolved": Variant({"use_v_conv": False}),
     "half the heads": Variant(heads=0.5),
     "no beta": Variant({"use_beta": False}),
+    "q starts as k": Variant(equal_start=True),
+    "q starts as k, rate x 0.5": Variant(equal_start=True, rate=0.5),
+    "q starts as k, slow decay": Variant(equal_start=True, half_lives=(64, 4096)),
+    "q starts as k, as in Figure 3a": Variant(PLAIN, equal_start=True),
+    "DEC, own projection of q, rate x 0.5": Variant({"variant": "dec", "share_qk": False}, mixer="lattice", rate=0.5),
+    "delta, own projection of q, rate x 0.5": Variant(
+        {"variant": "delta", "share_qk": False}, mixer="lattice", rate=0.5
+    ),
 }
-VARIANTS = SKETCHES | ABLATIONS | IN_GRID
+VARIANTS = SKETCHES | ABLATIONS | HYBRIDS | IN_GRID
 
 
 @dataclass(frozen=True)
@@ -120,17 +159,14 @@ def run(row: dict, args) -> dict:
     own, options = sizes_of(task, variant, args)
     lr = task.lr * variant.rate
 
-    def prepare(model):
-        for mixer in memory_mixers(model).values() if variant.half_lives else ():
-            start_decay(mixer, variant.half_lives)
-
+    layers = variant.layers(task.layers)
     if row["task"] == "recall":
         own.tokens = args.recall_tokens
-        result = train_recall(own, "gka", options, row["length"], row["pairs"], lr, row["seed"], prepare)
+        result = train_recall(own, layers, options, row["length"], row["pairs"], lr, row["seed"], variant.prepare)
     else:
-        result = train_language_model({**row, "lr": lr}, own, "gka", options, prepare)
-    floats, _ = memory_of(own, "gka", options)
-    return result | {"lr": lr, "options": options, "state_bytes": 4 * floats}
+        result = train_language_model({**row, "lr": lr}, own, layers, options, variant.prepare)
+    floats, _ = memory_of(own, variant.mixer, options)
+    return result | {"lr": lr, "options": options, "layers": layers, "state_bytes": 4 * floats}
 
 
 class Options(PlottedOptions):
@@ -142,7 +178,7 @@ class Options(PlottedOptions):
     cells: Annotated[str, typer.Option(help="[[length, pairs], ...] as JSON")] = "[[256, 32]]"
     tasks: Annotated[list[str], typer.Option(help="recall, text; repeatable")] = tuple(TASKS)
     variants: Annotated[list[str], typer.Option(help="what to compare; repeatable")] = tuple(SKETCHES)
-    seeds: Annotated[list[int], typer.Option(help="seeds; repeatable")] = (0, 1)
+    seeds: Annotated[list[int], typer.Option(help="seeds; repeatable")] = (0, 1, 2)
 
 
 @command(Options)

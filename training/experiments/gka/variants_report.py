@@ -1,10 +1,12 @@
-"""The table and the plot of `variants.py`: recall, perplexity and size of the state of every variant."""
+"""The tables and the plot of `variants.py`: recall, perplexity and size of the state of every variant."""
 
+import math
 from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
-from hf_memmix.training.experiments.common.averages import SPREAD_NOTE
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
+from hf_memmix.training.experiments.common.mqar import VOCAB
 from hf_memmix.training.experiments.common.plots import bars, figure_of, save
 from hf_memmix.training.experiments.common.report import mean_of_rows
 
@@ -25,38 +27,58 @@ def figure_key(row: dict) -> tuple[str, int, float]:
     return ("accuracy", 1, 100.0) if row["task"] == "recall" else ("perplexity", 2, 1.0)
 
 
+def share_at_chance(row: dict) -> float:
+    """The share of the training, in percent, until the training loss was a tenth below that of guessing a value."""
+    limit, (last, _) = 0.9 * math.log(VOCAB // 2), row["curve"][-1]
+    return 100 * next((step for step, loss in row["curve"] if loss < limit), last) / last
+
+
+def largest_norm(row: dict) -> float:
+    """The largest norm of the gradients after the first fifth of the training."""
+    norms = row["gradient_norms"]
+    return max(norms[len(norms) // 5 :])
+
+
 def section(results: dict) -> str:
-    """The table with its caption."""
-    panels, own = panels_of(results), results["settings"]
-    lines, head = [], ["variant", *(cell for name in panels for cell in (name, "state per layer"))]
-    for variant in own["variants"]:
-        line = [variant]
-        for rows in panels.values():
+    """One table per task and length, with a caption below all of them."""
+    own, tables = results["settings"], []
+    for name, rows in panels_of(results).items():
+        recall = rows[0]["task"] == "recall"
+        head = ["variant", "rate", name, "at chance, %" if recall else "largest gradient", "state per layer"]
+        lines = []
+        for variant in own["variants"]:
             found = [row for row in rows if row["variant"] == variant]
+            if not found:
+                continue
+            beside = [share_at_chance(row) if recall else largest_norm(row) for row in found]
             sizes = ", ".join(dict.fromkeys(bytes_text(row["state_bytes"]) for row in found))
-            line += [mean_of_rows(found, *figure_key(found[0])) if found else "", sizes]
-        if any(line[1:]):
-            lines.append(line)
+            spread = spread_text(beside, 0 if recall else 2)
+            lines.append([variant, f"{found[0]['lr']:g}", mean_of_rows(found, *figure_key(found[0])), spread, sizes])
+        tables.append(markdown_table(head, lines))
     failed = [row for row in results["rows"] if "error" in row or row.get("finite") is False]
     names = ", ".join(f"{row['variant']} ({row['task']}, seed {row['seed']})" for row in failed)
-    return (
-        f"{markdown_table(head, lines)}\n\nRecall: accuracy in percent, {own['recall_tokens'] / 1e6:.0f}M tokens."
-        f" Text: {own['tokens'] / 1e6:.0f}M tokens. {SPREAD_NOTE} {measured_at(results)}."
-        + (f" Failed: {names}." if names else "")
+    caption = (
+        f"Recall: accuracy in percent after {own['recall_tokens'] / 1e6:.0f}M tokens, and the share of the training"
+        " that passed before the loss was a tenth below that of guessing. Text: perplexity after"
+        f" {own['tokens'] / 1e6:.0f}M tokens, and the largest norm of the gradients after the first fifth of it."
+        f" The state of a hybrid is that of a GKA layer. {SPREAD_NOTE} {measured_at(results)}."
     )
+    return "\n\n".join([*tables, caption + (f" Failed: {names}." if names else "")])
 
 
 def plot(results: dict, path: str | Path) -> None:
-    """Plot the figure of every variant, one panel per task."""
+    """Plot the figure of every variant, one panel per task and length with its own variants."""
     panels = panels_of(results)
-    variants = [v for v in results["settings"]["variants"] if any(r["variant"] == v for r in results["rows"])]
     figure, axes = figure_of(len(panels), measured_at(results))
+    most = 0
     for axis, (name, rows) in zip(axes, panels.items(), strict=True):
         key, _, scale = figure_key(rows[0])
-        values = {v: [scale * row[key] for row in rows if row["variant"] == v] for v in variants}
-        points = [(place, found) for place, found in enumerate(values.values()) if found]
-        bars(axis, points, name, {"marker": "o", "color": "C0"}, across=True)
-        axis.set_yticks(range(len(variants)), variants)
+        found = {v: [scale * row[key] for row in rows if row["variant"] == v] for v in results["settings"]["variants"]}
+        found = {variant: values for variant, values in found.items() if values}
+        bars(axis, list(enumerate(found.values())), name, {"marker": "o", "color": "C0"}, across=True)
+        axis.set_yticks(range(len(found)), list(found))
         axis.invert_yaxis()
         axis.set_title(name if key == "perplexity" else f"accuracy, %: {name}", fontsize=11)
+        most = max(most, len(found))
+    figure.set_size_inches(5.6 * len(panels), 1.5 + 0.28 * most)
     save(figure, path)

@@ -11,7 +11,6 @@ import math
 from pathlib import Path
 from typing import Annotated
 
-import numpy
 import torch
 import torch.nn.functional as F
 import typer
@@ -20,44 +19,25 @@ from torch import Tensor
 from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.fit import autocast, fit
 from hf_memmix.training.experiments.common.harness import device, execute
+from hf_memmix.training.experiments.common.mnist import CLASSES, SIZE, read_parts, shifted
 from hf_memmix.training.experiments.common.options import Options, Rates, Steps, check_names
 from hf_memmix.training.experiments.common.rates import rates_to_try
 from hf_memmix.training.experiments.gka_vision.models import MODELS, SMALL, build
 
 SEEDS = (0, 1, 2)
-CLASSES = 10
 PADDING, ENLARGED = 2, 4
-TEST, DEV = 1000, 500  # images, the same for all seeds; the others train
 
 
 def load_digits(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Images in [-1, 1] [N, 1, 32, 32] and labels [N] of "train", "dev" and "test", drawn by a fixed seed.
-
-    Raises:
-        ValueError: the file does not hold images of 28 x 28 pixels with a label each.
-    """
-    with numpy.load(path) as file:
-        images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"]).long()
-    if images.shape[1:] != (28, 28) or len(images) != len(labels) or len(images) <= TEST + DEV:
-        raise ValueError(f"{path} has images {tuple(images.shape)}; make it by make_digits.py")
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    images = F.pad(images[order, None].float() / 127.5 - 1, [PADDING] * 4, value=-1.0)
-    parts = {"test": slice(0, TEST), "dev": slice(TEST, TEST + DEV), "train": slice(TEST + DEV, None)}
-    return {name: (images[part].to(device()), labels[order][part].to(device())) for name, part in parts.items()}
+    """Images in [-1, 1] [N, 1, 32, 32] and labels [N] of "train", "dev" and "test"; errors as in `read_parts`."""
+    return {
+        name: (F.pad(images[:, None].float() / 127.5 - 1, [PADDING] * 4, value=-1.0), labels)
+        for name, (images, labels) in read_parts(path).items()
+    }
 
 
 def enlarged(images: Tensor) -> Tensor:
     return F.interpolate(images, scale_factor=ENLARGED, mode="bilinear")
-
-
-def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image [N, C, H, W] moved by -PADDING to PADDING pixels in both directions; what moves in is background."""
-    count, _, height, width = images.shape
-    moves = torch.randint(2 * PADDING + 1, (2, count, 1), generator=generator, device=images.device)
-    padded = F.pad(images, [PADDING] * 4, value=-1.0)
-    rows = (moves[0] + torch.arange(height, device=images.device))[:, None, :, None]
-    columns = (moves[1] + torch.arange(width, device=images.device))[:, None, None, :]
-    return padded[torch.arange(count, device=images.device)[:, None, None, None], 0, rows, columns]
 
 
 @torch.no_grad()
@@ -79,7 +59,7 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
 
 
 def run(row: dict, args) -> dict:
-    digits, size = load_digits(args.images), (28 + 2 * PADDING) * ENLARGED
+    digits, size = load_digits(args.images), (SIZE + 2 * PADDING) * ENLARGED
     common = {"image_size": size, "num_channels": 1, "num_labels": CLASSES}
     model = build(row["model"], SMALL, row["seed"], **common).to(device())
     images, labels = digits["train"]
@@ -87,7 +67,7 @@ def run(row: dict, args) -> dict:
 
     def batch_of(step):
         index = torch.randint(len(images), (args.batch_size,), generator=stream, device=images.device)
-        return enlarged(shifted(images[index], stream)), labels[index]
+        return enlarged(shifted(images[index, 0], PADDING, -1.0, stream)[:, None]), labels[index]
 
     def loss_of(x, y):
         return F.cross_entropy(model(x).logits.float(), y)

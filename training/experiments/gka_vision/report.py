@@ -1,16 +1,10 @@
-"""The tables of the two image experiments, and the plot of the throughput.
+"""The tables of the two image experiments, and the plot of the throughput."""
 
-python training/experiments/gka_vision/report.py digits.json throughput.json --plot throughput.png
-"""
-
-import json
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from hf_memmix.conversion.records import markdown_table
-from hf_memmix.training.experiments.common.averages import mean_and_deviation
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
+from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
 from hf_memmix.training.experiments.gka_vision.models import MODELS
@@ -25,19 +19,20 @@ def digits(results: dict) -> str:
         chosen = chosen_rows(rows, model=model)
         if not chosen:
             continue
-        mean, deviation = mean_and_deviation(row["accuracy"] for row in chosen)
+        accuracies = [100 * row["accuracy"] for row in chosen]
         sizes = f"{chosen[0]['parameters'] / 1e6:.2f} M"
-        table.append([model, sizes, chosen[0]["lr"], len(chosen), f"{100 * mean:.2f} ± {100 * deviation:.2f} %"])
-    return markdown_table(["model", "parameters", "learning rate", "seeds", "accuracy on test images"], table)
+        table.append([model, sizes, chosen[0]["lr"], len(chosen), spread_text(accuracies, 2)])
+    head = ["model", "parameters", "learning rate", "seeds", "accuracy on test images, %"]
+    return f"{markdown_table(head, table)}\n\n{SPREAD_NOTE} {measured_at(results)}."
 
 
 def throughput(results: dict) -> str:
-    """Images per second of every model, and in brackets how many times as fast as the ViT it is."""
+    """Images per second of every measured model, and in brackets how many times as fast as the ViT it is."""
     found = {(row["model"], row["resolution"]): row for row in results["rows"]}
     resolutions, tables = sorted({resolution for _, resolution in found}), []
     for kind in KINDS:
         table = []
-        for model in MODELS:
+        for model in (model for model in MODELS if any(name == model for name, _ in found)):
             cells = []
             for resolution in resolutions:
                 own, vit = (
@@ -46,7 +41,9 @@ def throughput(results: dict) -> str:
                 cells.append("" if own is None else f"{own:,.0f}" + (f" ({own / vit:.2f})" if vit else ""))
             table.append([model, *cells])
         tables.append(markdown_table([kind, *(f"{resolution} px" for resolution in resolutions)], table))
-    return "\n\n".join(tables)
+    where, batch = results["environment"], results["settings"]["batch_at_224"]
+    caption = f"bf16, {batch} images of 224 pixels per batch. {where['hardware']}, commit {where['commit']}."
+    return "\n\n".join([*tables, caption])
 
 
 def plot_throughput(results: dict, path: Path) -> None:
@@ -63,20 +60,3 @@ def plot_throughput(results: dict, path: Path) -> None:
         panel.minorticks_off()
         panel.legend(frameon=False)
     save(figure, path)
-
-
-def main(
-    files: Annotated[list[Path], typer.Argument(help="results of digits.py or throughput.py")],
-    plot: Annotated[Path | None, typer.Option(help="PNG of the throughput")] = None,
-) -> None:
-    """Print the tables of result files."""
-    for file in files:
-        results = json.loads(file.read_text())
-        of_digits = results.get("experiment") == "gka_vision_digits"
-        print(digits(results) if of_digits else throughput(results), end="\n\n")
-        if plot is not None and not of_digits:
-            plot_throughput(results, plot)
-
-
-if __name__ == "__main__":
-    typer.run(main)

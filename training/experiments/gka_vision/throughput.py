@@ -6,6 +6,7 @@ All models have the parameters of the preset "tiny" (`models.py`) and random wei
 pixels at every resolution. On a GPU, each measured call is one CUDA graph, timed by events.
 """
 
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -106,6 +107,20 @@ def measure(name: str, sizes: dict, resolution: int, batch: int, calls: int) -> 
     return row
 
 
+def measured_rows(path: Path, settings: dict) -> list[dict]:
+    """The rows that the file holds; none if there is no file.
+
+    Raises:
+        ValueError: they were measured with other settings.
+    """
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    if found["settings"] != settings:
+        raise ValueError(f"{path} was measured with {found['settings']}, not with {settings}; choose another --out")
+    return found["rows"]
+
+
 class ThroughputOptions:
     out: Annotated[Path, typer.Option(help="the JSON file to write")]
     size: Annotated[str, typer.Option(help="sizes of the models: tiny or small")] = "tiny"
@@ -113,7 +128,7 @@ class ThroughputOptions:
     resolutions: Annotated[list[int], typer.Option(help="pixels; repeatable")] = (224, 384, 512, 768, 1024)
     batch: Annotated[int, typer.Option(help="images of 224 x 224 pixels; fewer at larger resolutions")] = 256
     calls: Annotated[int, typer.Option(help="calls per measured time")] = 10
-    seconds: Annotated[float, typer.Option(help="time limit; the file keeps what was measured")] = float("inf")
+    seconds: Annotated[float, typer.Option(help="time limit; the same command measures the rest later")] = float("inf")
 
 
 @command(ThroughputOptions)
@@ -121,16 +136,21 @@ def main(args) -> None:
     """Measure all models at all resolutions; the file is written after each."""
     check_names("--models", args.models, MODELS)
     check_names("--size", [args.size], SIZES)
-    rows, began = [], time.time()
-    settings = {"size": args.size, "batch_at_224": args.batch, "calls": args.calls, "repeats": REPEATS}
+    began, settings = time.time(), {"size": args.size, "batch_at_224": args.batch, "calls": args.calls}
+    settings["repeats"] = REPEATS
+    rows = measured_rows(args.out, settings)
+    known = {(row["model"], row["resolution"]) for row in rows}
     for resolution in args.resolutions:
         for name in args.models:
+            if (name, resolution) in known:
+                continue
             if time.time() - began > args.seconds:
                 return
             images = max(1, round(args.batch * (224 / resolution) ** 2))
             rows.append(measure(name, SIZES[args.size], resolution, images, args.calls))
             print(rows[-1], flush=True)
-            write_json(args.out, {"environment": environment(), "settings": settings, "rows": rows})
+            about = {"experiment": "gka_vision_throughput", "environment": environment()}
+            write_json(args.out, about | {"settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -240,5 +240,6 @@ def _serve_rows(pipe, experiment, args: SimpleNamespace) -> None:
             traceback.print_exc()
             outcome = {"error": _message(error)}
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            with TURN.taken():  # not while another thread captures a graph
+                torch.cuda.empty_cache()
         pipe.send(outcome)

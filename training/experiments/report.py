@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from hf_memmix.training.experiments.baselines import report as baselines
 from hf_memmix.training.experiments.coffee import plots as coffee_plots
 from hf_memmix.training.experiments.coffee import report as coffee
 from hf_memmix.training.experiments.common.plots import plot_language
@@ -50,12 +51,14 @@ EXPERIMENTS = {
     "recall": Experiment(gka.recall, gka_plots.plot_recall),
     "gka_solvers": Experiment(gka_solvers.section, gka_solvers.plot),
     "gka_variants": Experiment(gka_variants.section, gka_variants.plot),
+    "baselines_language": Experiment(baselines.language, plot_language),
     "coffee_language": Experiment(coffee.language, plot_language),
     "coffee_tables": Experiment(coffee.report, coffee_plots.plot_tables, takes_all_files=True),
     "coffee_ih0": Experiment(None, coffee_plots.plot_ih0),
     "echo_transfer": Experiment(echo.report, echo_plots.plot_transfer),
     "echo_ablation": Experiment(echo.report, echo_plots.plot_ablation),
     "echo_mqar": Experiment(echo.report, echo_plots.plot_grid),
+    "echo_scratchpad": Experiment(echo.report, echo_plots.plot_scratchpad),
     "conversion_table": Experiment(table_report.section, table_report.plot),
     "init_table": Experiment(starts_report.section, None),
     "context_use": Experiment(context_use.section, None),

@@ -51,7 +51,7 @@ EXPERIMENTS = {
     "recall": Experiment(gka.recall, gka_plots.plot_recall),
     "gka_solvers": Experiment(gka_solvers.section, gka_solvers.plot),
     "gka_variants": Experiment(gka_variants.section, gka_variants.plot),
-    "baselines_language": Experiment(baselines.language, plot_language),
+    "baselines_language": Experiment(baselines.language, baselines.plot_language),
     "coffee_language": Experiment(coffee.language, plot_language),
     "coffee_tables": Experiment(coffee.report, coffee_plots.plot_tables, takes_all_files=True),
     "coffee_ih0": Experiment(None, coffee_plots.plot_ih0),

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from hf_memmix.command_options import command
+from hf_memmix.training.experiments.baselines.report import plot_language
 from hf_memmix.training.experiments.common.fit import model_of, train_language_model
 from hf_memmix.training.experiments.common.language import ComparisonOptions, run_command
 
@@ -51,7 +52,7 @@ class Options(ComparisonOptions):
 @command(Options)
 def main(args) -> None:
     """Train every model and write the results."""
-    run_command("baselines_language", __file__, args, seeds=SEEDS)
+    run_command("baselines_language", __file__, args, SEEDS, plot_language)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """A comparison of language models at several context lengths: its rows, and the function that runs them."""
 
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
@@ -39,10 +41,15 @@ def rows_to_run(done: list[dict], args, seeds: tuple[int, ...] = SEEDS) -> list[
     return rows
 
 
-def run_command(name: str, script: str, args: SimpleNamespace, seeds: tuple[int, ...] = SEEDS) -> None:
+def run_command(
+    name: str,
+    script: str,
+    args: SimpleNamespace,
+    seeds: tuple[int, ...] = SEEDS,
+    plot: Callable[[dict, Path], None] = plot_language,
+) -> None:
     """Run an experiment on language models and draw its plot if `args.plot` is set."""
     check_names("--models", args.models, NAMES)
-    results = execute(
-        name, script, args, functools.partial(rows_to_run, seeds=seeds), **describe_training_text(args.text)
-    )
-    draw_if_asked(args, plot_language, results)
+    rows = functools.partial(rows_to_run, seeds=seeds)
+    results = execute(name, script, args, rows, **describe_training_text(args.text))
+    draw_if_asked(args, plot, results)

@@ -9,7 +9,6 @@ MARKERS = "osD^vP*Xh<>dpH8"
 # how the variant of a model with this ending of its name looks, beside marker and colour of the model
 VARIANTS = {
     "-small": {"markerfacecolor": "white"},
-    "-warm": {"markerfacecolor": "white", "markersize": 9},
     "-vconv": {"fillstyle": "left"},
 }
 
@@ -48,10 +47,10 @@ def save(figure, path: str | Path, dpi: int = 150) -> None:
 
 
 def sized_figure(panels: int, results: dict):
-    """`figure_of` with a caption that states the size of the models, the hardware and the commits."""
+    """`figure_of` with a caption that states size of the models, hardware, commits, and what the error bars are."""
     settings = results["settings"]
     size = f"{settings['layers']} layers of {settings['hidden_size']}, {settings['tokens'] / 1e6:.0f}M tokens"
-    return figure_of(panels, f"{size}; {measured_at(results)}")
+    return figure_of(panels, f"{size}; {measured_at(results)}; error bars: lowest to highest seed")
 
 
 def bars(panel, points: list[tuple[float, list[float]]], label: str, style: dict, across: bool = False) -> None:

@@ -15,7 +15,14 @@ import torch
 
 from hf_memmix.conversion.records import write_json
 from hf_memmix.training.experiments.common import fit, harness, language
-from hf_memmix.training.experiments.common.fit import MODELS, build, parameter_count
+from hf_memmix.training.experiments.common.fit import (
+    EQUAL_MEMORY,
+    MODELS,
+    build,
+    memory_of,
+    model_of,
+    parameter_count,
+)
 from hf_memmix.training.experiments.common.graphs import TURN, Turn
 from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, rates_to_try, trained_and_failed
 from hf_memmix.training.experiments.common.report import joined
@@ -42,6 +49,20 @@ def test_models_have_equal_parameters(name, tmp_path):
     assert abs(sizes[1] / sizes[0] - 1) < 0.005
     model = build(args, *MODELS[name], vocab=128, context=32, seed=0)
     assert parameter_count(model.config) == sizes[1]
+
+
+@pytest.mark.parametrize("name", EQUAL_MEMORY)
+@pytest.mark.parametrize("sizes", [{"hidden_size": 64, "heads": 2}, {"hidden_size": 256, "heads": 4}])
+def test_models_with_the_memory_of_lattice(name, sizes, tmp_path):
+    args = arguments(tmp_path, **sizes)
+    floats = [memory_of(*model_of(model, args))[0] for model in ("dec", name)]
+    assert floats[0] == floats[1] == args.hidden_size**2 // args.heads
+    shape = {"vocab": 128, "context": 32, "seed": 0}
+    parameters = [build(*model_of(model, args), **shape).num_parameters() for model in ("transformer", name)]
+    assert abs(parameters[1] / parameters[0] - 1) < 0.005
+    # in their usual sizes GKA and Mamba-2 have a larger memory; COFFEE's has 16 states per feature in any case
+    usual = memory_of(*model_of(name.removesuffix("-equal"), args))[0]
+    assert usual == 32 * args.hidden_size if name == "coffee-equal" else usual >= 2 * floats[0]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,10 +1,12 @@
 """Helpers for the plots of all experiments, and the plot of language models by context."""
 
+import textwrap
 from pathlib import Path
 
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
 
+CAPTION_WIDTH = 90  # letters per panel
 MARKERS = "osD^vP*Xh<>dpH8"
 # how the variant of a model with this ending of its name looks, beside marker and colour of the model
 VARIANTS = {
@@ -31,7 +33,7 @@ def figure_of(panels: int, caption: str):
     for panel in axes[0]:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel(caption, fontsize=8, color="#555555")
+    figure.supxlabel(textwrap.fill(caption, CAPTION_WIDTH * panels), fontsize=8, color="#555555")
     return figure, axes[0]
 
 

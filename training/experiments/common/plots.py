@@ -6,7 +6,7 @@ from pathlib import Path
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
 
-CAPTION_WIDTH = 90  # letters per panel
+CAPTION_WIDTH = 76  # letters per panel
 MARKERS = "osD^vP*Xh<>dpH8"
 # how the variant of a model with this ending of its name looks, beside marker and colour of the model
 VARIANTS = {

@@ -170,6 +170,8 @@ def test_what_the_documents_say_of_the_longer_warm_up():
 
     assert "At rate 0.004 DEC is 3 % behind GKA here, and 2 % behind Mamba-2" in card
     assert [round(100 * above("dec", other)) for other in ("gka", "mamba2")] == [3, 2]
+    gained = 1 - long["gka", 0.008]["perplexity"] / long["gka", 0.004]["perplexity"]
+    assert "GKA gains another 3 % from a rate of 0.008" in card and round(100 * gained) == 3
     assert "lose 1 % or less" in card and all(0 < above(f"{n}-equal", n) < 0.0105 for n in ("mamba2", "gka"))
     assert "neither DEC nor GDN gains from a convolution of v" in card
     assert above("dec-vconv", "dec") > 0 and above("gdn-vconv", "gdn") > 0

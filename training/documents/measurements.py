@@ -19,6 +19,7 @@ MEASUREMENTS = {
     "lattice_ablation": f"{EXPERIMENTS}/lattice/results/lattice_ablation.json",
     "lattice_language": f"{EXPERIMENTS}/lattice/results/lattice_language.json",
     **{f"coffee_table{i}": f"{EXPERIMENTS}/coffee/results/coffee_table{i}.json" for i in range(1, 7)},
+    "baselines_language": f"{EXPERIMENTS}/baselines/results/baselines_language.json",
     "coffee_digits": f"{EXPERIMENTS}/coffee/results/coffee_digits.json",
     "coffee_glyphs": f"{EXPERIMENTS}/coffee/results/coffee_glyphs.json",
     "coffee_ih0": f"{EXPERIMENTS}/coffee/results/coffee_ih0.json",

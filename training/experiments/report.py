@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from hf_memmix.training.experiments.baselines import report as baselines
 from hf_memmix.training.experiments.coffee import plots as coffee_plots
 from hf_memmix.training.experiments.coffee import report as coffee
 from hf_memmix.training.experiments.common.plots import plot_language
@@ -53,6 +54,7 @@ EXPERIMENTS = {
     "gka_variants": Experiment(gka_variants.section, gka_variants.plot),
     "gka_vision_digits": Experiment(gka_vision.digits, None),
     "gka_vision_throughput": Experiment(gka_vision.throughput, gka_vision.plot_throughput),
+    "baselines_language": Experiment(baselines.language, baselines.plot_language),
     "coffee_language": Experiment(coffee.language, plot_language),
     "coffee_tables": Experiment(coffee.report, coffee_plots.plot_tables, takes_all_files=True),
     "coffee_pixels": Experiment(coffee.pixels, coffee_plots.plot_pixels),
@@ -60,6 +62,7 @@ EXPERIMENTS = {
     "echo_transfer": Experiment(echo.report, echo_plots.plot_transfer),
     "echo_ablation": Experiment(echo.report, echo_plots.plot_ablation),
     "echo_mqar": Experiment(echo.report, echo_plots.plot_grid),
+    "echo_scratchpad": Experiment(echo.report, echo_plots.plot_scratchpad),
     "conversion_table": Experiment(table_report.section, table_report.plot),
     "init_table": Experiment(starts_report.section, None),
     "context_use": Experiment(context_use.section, None),

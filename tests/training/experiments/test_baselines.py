@@ -1,5 +1,7 @@
 """The baselines of the comparisons: their recurrences are those of their papers, and they are exact in any split."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -7,7 +9,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_memmix import memmix_config
 from hf_memmix.mixers import GKAOptions
 from hf_memmix.swap import memory_mixers
+from hf_memmix.training.documents.measurements import read
+from hf_memmix.training.experiments.baselines import language as baselines_language
+from hf_memmix.training.experiments.baselines import report as baselines_report
+from hf_memmix.training.experiments.common import language
 from hf_memmix.training.experiments.common.baselines import GLAOptions
+from hf_memmix.training.experiments.common.fit import EQUAL_MEMORY
 
 
 def model(mixer: str, **options):
@@ -92,3 +99,31 @@ def test_enc_as_written_has_values_and_steps_without_limits():
         sizes = torch.linalg.vector_norm(v, dim=-1)
         assert torch.allclose(sizes, torch.ones_like(sizes), atol=1e-5) == is_limited
         assert (tokens["gamma"].max() <= 1.5) == is_limited
+
+
+def test_the_plot_groups_models_by_their_memory(tmp_path):
+    results = read("baselines_language")
+    kinds = {name: baselines_report.size_of_memory(results["settings"], name) for name in baselines_language.COMPARED}
+    assert kinds["transformer"] == "grows with the context" and kinds["coffee"] == "smaller"
+    assert [name for name, kind in kinds.items() if kind == "larger"] == ["gka", "mamba2", "gka-no-vconv"]
+    assert all(kinds[name] == "as large as Lattice's" for name in ("dec", "gdn", "gla", *EQUAL_MEMORY))
+    plot = tmp_path / "plot.png"
+    baselines_report.plot_language(results, plot)
+    assert plot.stat().st_size > 10_000
+
+
+def test_the_warm_up_is_that_of_the_settings(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(
+        baselines_language, "train_language_model", lambda row, args, mixer, options, **given: seen.update(given)
+    )
+    baselines_language.run({"model": "gla"}, SimpleNamespace(warmup_steps=7))
+    assert seen == {"warmup_steps": 7} and read("baselines_language")["settings"]["warmup_steps"] == 150
+
+
+def test_every_model_runs_with_three_seeds_at_the_best_rate():
+    args = SimpleNamespace(contexts=[512], models=["gla"], lrs=[4e-3, 8e-3])
+    tried = [{"model": "gla", "context": 512, "lr": lr, "seed": 0} for lr in (4e-3, 8e-3, 16e-3)]
+    done = [{**row, "finite": True, "dev_loss": abs(row["lr"] - 8e-3)} for row in tried]
+    rows = language.rows_to_run(done, args, baselines_language.SEEDS)
+    assert [(row["lr"], row["seed"]) for row in rows[3:]] == [(8e-3, 0), (8e-3, 1), (8e-3, 2)]

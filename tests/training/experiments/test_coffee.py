@@ -143,6 +143,9 @@ def test_ih0_is_solved_and_the_papers_embeddings_end_where_its_figure_does(tmp_p
 def test_tables_command_and_plot(tmp_path, monkeypatch):
     out, plot = tmp_path / "tables.json", tmp_path / "tables.png"
     monkeypatch.setattr(coffee_tables, "TEST_CHUNKS", 1)
+    coffee_tables.main(tmp_path / "fixed.json", tables=[3], seeds=1, seconds=0.1, fixed=8)
+    fixed = json.loads((tmp_path / "fixed.json").read_text())["runs"]
+    assert [run["fixed"] for run in fixed.values()] == [8, 8] and all("fixed=8" in name for name in fixed)
     coffee_tables.main(out, tables=[2], seeds=1, seconds=0.5)
     report = json.loads(out.read_text())
     assert len(report["runs"]) == 4 and not [run for run in report["runs"].values() if "error" in run]

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from hf_memmix.training.documents.measurements import path_of
 from hf_memmix.training.experiments import report
+from hf_memmix.training.experiments.baselines import language as baselines_language
 from hf_memmix.training.experiments.coffee import ih0, images, pixels, tables
 from hf_memmix.training.experiments.coffee import language as coffee_language
 from hf_memmix.training.experiments.common import language, text
@@ -17,7 +18,7 @@ from hf_memmix.training.experiments.common.harness import load_results
 from hf_memmix.training.experiments.conversion import context_use, kept_layers, starts
 from hf_memmix.training.experiments.conversion import table as conversion_table
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
-from hf_memmix.training.experiments.echo import mqar, transfer
+from hf_memmix.training.experiments.echo import mqar, scratchpad, transfer
 from hf_memmix.training.experiments.gka import recall, solvers, variants
 from hf_memmix.training.experiments.gka_vision import digits, throughput
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
@@ -31,6 +32,7 @@ FOLDER = Path(report.__file__).parent
 HARNESSED = {
     "lattice_language": (lattice_language, language),
     "coffee_language": (coffee_language, language),
+    "baselines_language": (baselines_language, language),
     "lattice_ablation": (lattice_ablation, lattice_ablation),
     "recall": (recall, recall),
     "gka_solvers": (solvers, solvers),
@@ -52,6 +54,7 @@ SCRIPTS = [
     variants,  # no results yet
     pixels,  # no results yet
     throughput,
+    scratchpad,
     text,
     compare_launches,
     context_use,

@@ -8,12 +8,14 @@ import math
 import pytest
 import torch
 
+from hf_memmix.mixers.ska import SKAMixer
 from hf_memmix.training.experiments.common.fit import fit
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
 from hf_memmix.training.experiments.echo import mqar as echo_mqar
+from hf_memmix.training.experiments.echo import scratchpad as echo_scratchpad
 from hf_memmix.training.experiments.echo import suite as echo_suite
 from hf_memmix.training.experiments.echo import transfer as echo_transfer
-from hf_memmix.training.experiments.echo.plots import plot_ablation, plot_grid, plot_transfer
+from hf_memmix.training.experiments.echo.plots import plot_ablation, plot_grid, plot_scratchpad, plot_transfer
 from hf_memmix.training.experiments.echo.report import TASKS_PAPER, chosen, mask_table, mean_of, report
 from hf_memmix.training.experiments.echo.tasks import TASKS, draw_examples
 
@@ -93,6 +95,51 @@ def test_grid(args, tmp_path):
     assert "| 4 | 8 |" in report(results)
     plot_grid(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").exists()
+
+
+def test_the_other_seeds_of_the_grid_run_at_the_best_rate(args):
+    """All rates with the first seed; the next seed waits for all of them."""
+    args.models, args.lrs = ["ssm", "ska-unmasked"], [1e-3, 2e-3]
+    first = [row for row in echo_mqar.rows_to_run([], args) if row["seed"] == 0]
+    assert [(row["model"], row["lr"]) for row in first] == [
+        (name, lr) for lr in args.lrs for name in ("ska-unmasked", "ssm")
+    ]
+    done = [{**row, "finite": True, "dev_loss": row["lr"] if row["model"] == "ssm" else -row["lr"]} for row in first]
+    assert echo_mqar.rows_to_run(done[:3], args) == [*first, {**first[2], "seed": 1}]
+    assert [row["lr"] for row in echo_mqar.rows_to_run(done, args)[4:]] == [2e-3, 1e-3]
+
+
+def test_the_mask_of_the_grid_is_given_to_one_model_only(args, monkeypatch):
+    given = {}
+
+    def learn(model, batches, masked, row, *args, **options):
+        given[row["model"]] = masked
+        return {"finite": False}
+
+    monkeypatch.setattr(echo_suite, "learn", learn)
+    for name in echo_mqar.MODELS:
+        whole(echo_mqar.run({"model": name, "pairs": 4, "gap": 8, "lr": 1e-3, "seed": 0}, args))
+    assert [name for name, masked in given.items() if masked] == ["ska"] and len(given) == len(echo_mqar.MODELS)
+
+
+def test_scratchpad(args, tmp_path):
+    args.variants = list(echo_scratchpad.VARIANTS)
+    rows = [{**row, **whole(echo_scratchpad.run(row, args))} for row in echo_scratchpad.rows_to_run([], args)]
+    assert len(rows) == 12 and all(0 <= row["accuracy"] <= 1 and not row.get("errors") for row in rows)
+    rows[0]["curve"] = [[1, 2.0], [2, 0.05]]
+    results = results_of("echo_scratchpad", rows)
+    results["settings"]["variants"] = args.variants
+    text = report(results)
+    assert "| easy | ssm | 0.001 (only one) |" in text and "| 1 | 2 |" in text and "| 1 | no |" in text
+    plot_scratchpad(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_the_scale_of_the_output_is_set():
+    model = echo_suite.build("ska", 0)
+    echo_scratchpad.set_eta(model, 3.0)
+    scales = [layer.eta for layer in model.modules() if isinstance(layer, SKAMixer)]
+    assert len(scales) == 2 and all((eta == 3.0).all() for eta in scales)
 
 
 def test_variants_change_what_the_model_computes():

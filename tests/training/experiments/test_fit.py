@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -14,7 +15,15 @@ import torch
 
 from hf_memmix.conversion.records import write_json
 from hf_memmix.training.experiments.common import fit, harness, language
-from hf_memmix.training.experiments.common.fit import MODELS, build, parameter_count
+from hf_memmix.training.experiments.common.fit import (
+    EQUAL_MEMORY,
+    MODELS,
+    build,
+    memory_of,
+    model_of,
+    parameter_count,
+)
+from hf_memmix.training.experiments.common.graphs import TURN, Turn
 from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, rates_to_try, trained_and_failed
 from hf_memmix.training.experiments.common.report import joined
 from hf_memmix.training.experiments.common.text import Windows, measured_tokens, train_tokens
@@ -28,7 +37,9 @@ SIZES = {"hidden_size": 64, "layers": 2, "heads": 2, "batch_tokens": 64, "tokens
 
 
 def arguments(tmp_path, **values):
-    return argparse.Namespace(**{**SIZES, "out": tmp_path / "out.json", "seconds": 600, "workers": 1, **values})
+    return argparse.Namespace(
+        **{**SIZES, "out": tmp_path / "out.json", "seconds": 600, "workers": 1, "streams": 1, **values}
+    )
 
 
 def model_of_experiment(name, tmp_path):
@@ -45,6 +56,20 @@ def test_models_have_equal_parameters(name, tmp_path, parameters_of_the_transfor
     model = model_of_experiment(name, tmp_path)
     assert abs(model.num_parameters() / parameters_of_the_transformer - 1) < 0.005
     assert parameter_count(model.config) == model.num_parameters()
+
+
+@pytest.mark.parametrize("name", EQUAL_MEMORY)
+@pytest.mark.parametrize("sizes", [{"hidden_size": 64, "heads": 2}, {"hidden_size": 256, "heads": 4}])
+def test_models_with_the_memory_of_lattice(name, sizes, tmp_path):
+    args = arguments(tmp_path, **sizes)
+    floats = [memory_of(*model_of(model, args))[0] for model in ("dec", name)]
+    assert floats[0] == floats[1] == args.hidden_size**2 // args.heads
+    shape = {"vocab": 128, "context": 32, "seed": 0}
+    parameters = [build(*model_of(model, args), **shape).num_parameters() for model in ("transformer", name)]
+    assert abs(parameters[1] / parameters[0] - 1) < 0.005
+    # in their usual sizes GKA and Mamba-2 have a larger memory; COFFEE's has 16 states per feature in any case
+    usual = memory_of(*model_of(name.removesuffix("-equal"), args))[0]
+    assert usual == 32 * args.hidden_size if name == "coffee-equal" else usual >= 2 * floats[0]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -76,6 +101,50 @@ def test_a_graph_trains_as_single_launches_do(mixer, tmp_path, monkeypatch):
         losses.append([value for _, value in result["curve"]])
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.02, atol=0.02)
     assert losses[0][-1] < losses[0][0] - 0.3
+
+
+@pytest.mark.gpu
+def test_models_in_threads_train_as_alone(tmp_path):
+    """Four models, each in a thread with its own stream: the losses of the same models one after the other."""
+    args, names = arguments(tmp_path), ("transformer", "gka", "dec", "mamba2")
+    batches = torch.randint(32, (100, 4, 128), generator=torch.Generator().manual_seed(0)).cuda() // 2
+
+    def train(name):
+        model = build(args, *MODELS[name], vocab=32, context=128, seed=0)
+        loss = functools.partial(fit.next_token_loss, model)
+        return fit.fit(model, loss, 100, 3e-3, args, lambda step: (batches[step],))["curve"]
+
+    def train_in_turn(name):
+        with torch.cuda.stream(torch.cuda.Stream()), TURN.taken():
+            return train(name)
+
+    alone = [train(name) for name in names]
+    with ThreadPoolExecutor(len(names)) as threads:
+        together = list(threads.map(train_in_turn, names))
+    torch.testing.assert_close(torch.tensor(together), torch.tensor(alone), rtol=0.02, atol=0.02)
+
+
+def test_threads_take_turns_except_where_one_gives_its_turn_up():
+    turn, inside, most, both = Turn(), [], [], threading.Barrier(2, timeout=20)
+
+    def work(name):
+        with turn.taken():
+            inside.append(name)
+            most.append(len(inside))
+            time.sleep(0.01)
+            inside.remove(name)
+            with turn.given_up():
+                both.wait()  # returns only if both threads are here at the same time
+            inside.append(name)
+            most.append(len(inside))
+            time.sleep(0.01)
+            inside.remove(name)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, "ab"))
+    assert most == [1] * 4
+    with turn.given_up():  # without a turn nothing is given up
+        assert not turn._lock.locked()
 
 
 def test_windows_are_the_same_for_all_and_cover_the_text_once_an_epoch():
@@ -282,7 +351,7 @@ class WorkerInThread(threading.Thread):
 
     def __init__(self, context, module, args, gpu):
         self.pipe, there = context.Pipe()
-        super().__init__(target=harness.work, args=(there, module, args, gpu), daemon=True)
+        super().__init__(target=harness.work, args=([there], module, args, gpu), daemon=True)
         self.start()
 
     def terminate(self):
@@ -291,7 +360,7 @@ class WorkerInThread(threading.Thread):
 
 def start_in_thread(*args):
     worker = WorkerInThread(*args)
-    return worker.pipe, worker
+    return [(worker.pipe, worker)]
 
 
 def test_a_resumed_run_may_name_other_models(tmp_path, monkeypatch):

@@ -10,14 +10,14 @@ smaller so that all models have the same size.
 import typer
 
 from hf_memmix.command_options import command
-from hf_memmix.training.experiments.common.fit import MODELS, train_language_model
+from hf_memmix.training.experiments.common.fit import model_of, train_language_model
 from hf_memmix.training.experiments.common.language import ComparisonOptions, run_command
 
 COMPARED = ("coffee", "coffee-filter", "mamba2", "linear-decay", "gka", "transformer")
 
 
 def run(row: dict, args) -> dict:
-    return train_language_model(row, args, *MODELS[row["model"]])
+    return train_language_model(row, *model_of(row["model"], args))
 
 
 class Options(ComparisonOptions):

@@ -21,7 +21,7 @@ from hf_memmix.mixers import ATTENTION
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.bundled.language_model import decay_matrices, mean_loss, next_token_loss
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "linear"
-from hf_memmix.training.experiments.common.graphs import GraphedFunction
+from hf_memmix.training.experiments.common.graphs import TURN, WARM_UP, GraphedFunction
 from hf_memmix.training.experiments.common.harness import check_time, device
 from hf_memmix.training.experiments.common.text import VOCAB, Windows, measured_tokens, train_tokens
 
@@ -43,14 +43,28 @@ MODELS = {
     "coffee-filter": ("coffee", {"use_output_filter": True}),
     "mamba2": ("mamba2", {}),
     "gdn": ("gdn", {}),
-    "gla": ("gla", {}),
     "dec-vconv": ("lattice", {"variant": "dec", "use_v_conv": True}),
     "gdn-vconv": ("gdn", {"use_v_conv": True}),
+    "delta-vconv": ("lattice", {"variant": "delta", "use_v_conv": True}),
+    "gka-no-vconv": ("gka", {"use_v_conv": False}),
+    "gla": ("gla", {}),
     "enc-as-written": ("enc-as-written", {}),
 }
-# steps of the linear warm-up of models whose names end with "-warm"; the others have a twentieth of all steps
-WARM_UP_STEPS = 150
-MODELS |= {f"{name}-warm": MODELS[name] for name in ("transformer", "dec", "gdn", "gka", "mamba2")}
+# Models whose memory is as large as that of Lattice, hidden_size * head size numbers per layer, and the option that
+# makes it so. GKA keeps two matrices [head size, head size] per head, so it gets twice as many heads of half the size.
+EQUAL_MEMORY = {"gka-equal": None, "mamba2-equal": "state_size", "coffee-equal": "states"}
+NAMES = (*MODELS, *EQUAL_MEMORY)
+
+
+def model_of(name: str, args: SimpleNamespace) -> tuple[SimpleNamespace, str, dict]:
+    """The arguments, the mixer and the mixer's options of a model of `NAMES`."""
+    if name not in EQUAL_MEMORY:
+        return args, *MODELS[name]
+    mixer, options = MODELS[name.removesuffix("-equal")]
+    half, option = args.hidden_size // args.heads // 2, EQUAL_MEMORY[name]
+    if option is None:
+        return SimpleNamespace(**vars(args) | {"heads": 2 * args.heads}), mixer, options
+    return args, mixer, options | {option: half}
 
 
 def parameter_count(config) -> int:
@@ -181,31 +195,48 @@ def fit(
         return torch.stack([loss.detach().float(), norm.float()])
 
     update = GraphedFunction(update) if on_gpu else update
-    every, curve, norms, began, finite = max(1, steps // 20), [], [], time.time(), True
+    every, curve, norms, began = max(1, steps // 20), [], [], time.time()
     largest = torch.zeros((), device=device())
-    for step in range(steps):
-        loss, norm = update(*batch_of(step))
-        largest = torch.maximum(largest, norm)
-        schedule.step()
-        if (step + 1) % every == 0 or step + 1 == steps:
-            check_time(args)
-            curve.append([step + 1, round(loss.item(), 4)])
-            norms.append(round(largest.item(), 4))
-            largest.zero_()
-            finite = math.isfinite(curve[-1][1])
-            if not finite or curve[-1][1] < stop_below_loss:
-                break
-    took = time.time() - began
+
+    def run_steps(first: int, end: int) -> bool:
+        """Run the steps from `first` to before `end`; returns whether the training goes on after them."""
+        for step in range(first, end):
+            loss, norm = update(*batch_of(step))
+            torch.maximum(largest, norm, out=largest)
+            schedule.step()
+            if (step + 1) % every == 0 or step + 1 == steps:
+                check_time(args)
+                curve.append([step + 1, round(loss.item(), 4)])
+                norms.append(round(largest.item(), 4))
+                largest.zero_()
+                if not math.isfinite(curve[-1][1]) or curve[-1][1] < stop_below_loss:
+                    return False
+        return True
+
+    captured = min(steps, WARM_UP + 1)
+    if run_steps(0, captured):
+        with TURN.given_up() if on_gpu else contextlib.nullcontext():  # these steps replay the graph
+            run_steps(captured, steps)
+    took, done = time.time() - began, curve[-1][0]
     optimizer.zero_grad()
+    finite = math.isfinite(curve[-1][1])
     curves = {"curve": curve, "gradient_norms": norms}
-    return {**curves, "steps": step + 1, "finite": finite, "ms_per_step": round(1000 * took / (step + 1), 2)}
+    return {**curves, "steps": done, "finite": finite, "ms_per_step": round(1000 * took / done, 2)}
 
 
 def train_language_model(
-    row: dict, args: SimpleNamespace, mixer: str | list[str], options: dict, prepare: Callable | None = None
+    row: dict,
+    args: SimpleNamespace,
+    mixer: str | list[str],
+    options: dict,
+    prepare: Callable | None = None,
+    warmup_steps: int | None = None,
 ) -> dict:
-    """Train a language model with a context of `row["context"]` tokens on the training text and measure it. `prepare`
-    is called with the new model before its training.
+    """Train a language model with a context of `row["context"]` tokens on the training text and measure it.
+
+    Args:
+        prepare: called with the new model before its training.
+        warmup_steps: as in `fit`.
 
     Returns the result of `fit`, the number of parameters and of trained tokens, the losses on the development and the
     held-out text, the held-out perplexity, and `gate_quantiles`.
@@ -218,8 +249,7 @@ def train_language_model(
     windows = Windows(train_tokens(args.text).to(device()), context, batch, seed)
     steps = max(1, args.tokens // (batch * context))
     loss_of = functools.partial(next_token_loss, model)
-    warmup = WARM_UP_STEPS if row.get("model", "").endswith("-warm") else None
-    result = fit(model, loss_of, steps, row["lr"], args, lambda step: (windows(step),), warmup_steps=warmup)
+    result = fit(model, loss_of, steps, row["lr"], args, lambda step: (windows(step),), warmup_steps=warmup_steps)
     result |= {"parameters": model.num_parameters(), "trained_tokens": steps * batch * context}
     if not result["finite"]:
         return result

@@ -8,14 +8,17 @@ recorded with its error, does not stop the others, and is tried again by the nex
 `run` may also be a generator of parts of the results. The harness writes each part at once, so the file holds the
 training of a row before the row is measured. A row is "unfinished" until its last part; if it is stopped before, the
 next command runs it again. A measurement that fails (`attempt`) is listed in the row's "errors"; the row is finished
-without it.
+without it. A process can run several rows in threads (`streams`), of which only the replayed CUDA graphs run at the
+same time (`graphs.Turn`).
 """
 
+import contextlib
 import importlib
 import itertools
 import json
 import multiprocessing
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,11 +29,12 @@ from types import SimpleNamespace
 import torch
 
 from hf_memmix.conversion.records import environment, write_json
+from hf_memmix.training.experiments.common.graphs import TURN
 
 PACKAGE = "hf_memmix.training.experiments"
 GRACE = 20.0  # seconds after the deadline in which a running row may still end
 # options that do not change what is measured: a resumed run may change them
-_RESUME_MAY_CHANGE = ("out", "plot", "workers", "seconds", "deadline", "text", "images", "teacher", "data")
+_RESUME_MAY_CHANGE = ("out", "plot", "workers", "streams", "seconds", "deadline", "text", "images", "teacher", "data")
 # options that list what is compared: a resumed run may name a part of them, or more; the file then lists all
 _RESUME_MAY_EXTEND = ("models", "variants", "contexts", "cells", "tasks", "seeds", "layouts", "seed_list")
 
@@ -118,7 +122,8 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: C
     results = load_results(args, name) | about
     module = f"{PACKAGE}.{Path(script).parent.name}.{Path(script).stem}"
     context, gpus = multiprocessing.get_context("spawn"), itertools.cycle(_gpus_of_workers())
-    idle, busy, limit = [], {}, max(1, args.workers)
+    idle, busy, limit = [], {}, max(1, args.workers) * max(1, args.streams)
+    spoiled = set()  # processes in which a row failed: their CUDA context may be unusable
     try:
         while True:
             tried = [*results["rows"], *(row for row, _ in busy.values())]
@@ -127,7 +132,8 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: C
             if time.time() > args.deadline:
                 waiting = []
             while waiting and len(busy) < limit:
-                pipe, process = idle.pop() if idle else _start(context, module, args, next(gpus))
+                idle = idle or _start(context, module, args, next(gpus))
+                pipe, process = idle.pop()
                 pipe.send(waiting[0])
                 busy[pipe] = (waiting.pop(0), process)
             if not busy:
@@ -146,10 +152,14 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: C
                     outcome = {"error": f"its process ended with exit code {process.exitcode}"}
                 if outcome is not None and "unfinished" in outcome:
                     busy[pipe] = (row, process)
-                elif outcome is not None and outcome.keys() & {"error", "errors"}:
-                    process.terminate()  # after a failure the CUDA context of the process may be unusable
                 else:
                     idle.append((pipe, process))
+                if outcome is not None and outcome.keys() & {"error", "errors"}:
+                    spoiled.add(process)
+                if process in spoiled:
+                    idle = [pair for pair in idle if pair[1] is not process]
+                    if all(other is not process for _, other in busy.values()):
+                        process.terminate()
                 if outcome is None:
                     continue
                 _record(results, row, outcome)
@@ -177,18 +187,38 @@ def _gpus_of_workers() -> list[str]:
     return [str(i) for i in range(max(1, torch.cuda.device_count()))] if visible is None else visible.split(",")
 
 
-def _start(context, module: str, args: SimpleNamespace, gpu: str):
-    here, there = context.Pipe()
-    process = context.Process(target=work, args=(there, module, args, gpu), daemon=True)
+def _start(context, module: str, args: SimpleNamespace, gpu: str) -> list[tuple]:
+    """Start a process; returns a pair (pipe, process) for each of the rows that it can run at the same time."""
+    pipes = [context.Pipe() for _ in range(max(1, args.streams))]
+    process = context.Process(target=work, args=([there for _, there in pipes], module, args, gpu), daemon=True)
     process.start()
-    there.close()
-    return here, process
+    for _, there in pipes:
+        there.close()
+    return [(here, process) for here, _ in pipes]
 
 
-def work(pipe, module: str, args: SimpleNamespace, gpu: str) -> None:
-    """The loop of a worker: it receives rows and sends results, or None for a row that the deadline stopped."""
+def work(pipes: list, module: str, args: SimpleNamespace, gpu: str) -> None:
+    """The work of a process: a thread for each pipe."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # set before the first use of CUDA, when it is read
     experiment = importlib.import_module(module)
+    threads = [threading.Thread(target=_serve, args=(pipe, experiment, args, len(pipes) > 1)) for pipe in pipes[1:]]
+    for thread in threads:
+        thread.start()
+    _serve(pipes[0], experiment, args, len(pipes) > 1)
+    for thread in threads:
+        thread.join()
+
+
+def _serve(pipe, experiment, args: SimpleNamespace, with_others: bool) -> None:
+    """Receive rows and send results, or None for a row that the deadline stopped, until the pipe is closed."""
+    own_stream = contextlib.nullcontext()
+    if with_others and torch.cuda.is_available():
+        own_stream = torch.cuda.stream(torch.cuda.Stream())
+    with own_stream:
+        _serve_rows(pipe, experiment, args)
+
+
+def _serve_rows(pipe, experiment, args: SimpleNamespace) -> None:
     while True:
         try:
             row = pipe.recv()
@@ -196,12 +226,13 @@ def work(pipe, module: str, args: SimpleNamespace, gpu: str) -> None:
             return
         began = time.time()
         try:
-            outcome = experiment.run(row, args)
-            if isinstance(outcome, Iterator):
-                parts, outcome = outcome, {}
-                for part in parts:
-                    outcome |= part
-                    pipe.send({**outcome, "unfinished": True})
+            with TURN.taken():
+                outcome = experiment.run(row, args)
+                if isinstance(outcome, Iterator):
+                    parts, outcome = outcome, {}
+                    for part in parts:
+                        outcome |= part
+                        pipe.send({**outcome, "unfinished": True})
             outcome["seconds"] = round(time.time() - began, 1)
         except OutOfTime:
             outcome = None
@@ -209,5 +240,6 @@ def work(pipe, module: str, args: SimpleNamespace, gpu: str) -> None:
             traceback.print_exc()
             outcome = {"error": _message(error)}
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            with TURN.taken():  # not while another thread captures a graph
+                torch.cuda.empty_cache()
         pipe.send(outcome)

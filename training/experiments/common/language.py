@@ -1,11 +1,14 @@
 """A comparison of language models at several context lengths: its rows, and the function that runs them."""
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
 import typer
 
-from hf_memmix.training.experiments.common.fit import MODELS
+from hf_memmix.training.experiments.common.fit import NAMES
 from hf_memmix.training.experiments.common.harness import execute
 from hf_memmix.training.experiments.common.options import LanguageModelOptions, check_names, draw_if_asked
 from hf_memmix.training.experiments.common.plots import plot_language
@@ -20,7 +23,7 @@ class ComparisonOptions(LanguageModelOptions):
     models: Annotated[list[str], typer.Option(help="models to compare; repeatable")]
 
 
-def rows_to_run(done: list[dict], args) -> list[dict]:
+def rows_to_run(done: list[dict], args, seeds: tuple[int, ...] = SEEDS) -> list[dict]:
     """Rows with every learning rate at the shortest context, then the chosen rate at all contexts with every seed."""
     first, rows, chosen = args.contexts[0], [], {}
     for name in args.models:
@@ -28,7 +31,7 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
         rows += [(lrs.index(lr), {"model": name, "context": first, "lr": lr, "seed": 0}) for lr in lrs]
     # all models run with one rate before any runs with the next, so a time limit leaves out the same rates of all
     rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
-    for seed in SEEDS:
+    for seed in seeds:
         for context in args.contexts:
             rows += [
                 {"model": name, "context": context, "lr": lr, "seed": seed}
@@ -38,8 +41,15 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
     return rows
 
 
-def run_command(name: str, script: str, args: SimpleNamespace) -> None:
+def run_command(
+    name: str,
+    script: str,
+    args: SimpleNamespace,
+    seeds: tuple[int, ...] = SEEDS,
+    plot: Callable[[dict, Path], None] = plot_language,
+) -> None:
     """Run an experiment on language models and draw its plot if `args.plot` is set."""
-    check_names("--models", args.models, MODELS)
-    results = execute(name, script, args, rows_to_run, **describe_training_text(args.text))
-    draw_if_asked(args, plot_language, results)
+    check_names("--models", args.models, NAMES)
+    rows = functools.partial(rows_to_run, seeds=seeds)
+    results = execute(name, script, args, rows, **describe_training_text(args.text))
+    draw_if_asked(args, plot, results)

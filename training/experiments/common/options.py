@@ -9,7 +9,10 @@ import typer
 
 Out = Annotated[Path, typer.Option(help="JSON file of the results; if it exists, the run is resumed")]
 Plot = Annotated[bool, typer.Option(help="also draw the results as a PNG beside --out")]
-Workers = Annotated[int, typer.Option(help="rows that run at the same time, each in its own process")]
+Workers = Annotated[int, typer.Option(help="processes that run rows at the same time")]
+Streams = Annotated[
+    int, typer.Option(help="rows that run at the same time in each process, on CUDA streams of their own")
+]
 Seconds = Annotated[float, typer.Option(help="time limit in seconds; the same command runs the remaining rows later")]
 TrainingText = Annotated[
     Path, typer.Option(help="training text: a .txt file, or the .npy file that common/text.py writes")
@@ -31,6 +34,7 @@ class Options:
 
     out: Out
     workers: Workers = 1
+    streams: Streams = 1
     seconds: Seconds = float("inf")
 
 

@@ -1,15 +1,16 @@
 """Helpers for the plots of all experiments, and the plot of language models by context."""
 
+import textwrap
 from pathlib import Path
 
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
 
+CAPTION_WIDTH = 76  # letters per panel
 MARKERS = "osD^vP*Xh<>dpH8"
 # how the variant of a model with this ending of its name looks, beside marker and colour of the model
 VARIANTS = {
     "-small": {"markerfacecolor": "white"},
-    "-warm": {"markerfacecolor": "white", "markersize": 9},
     "-vconv": {"fillstyle": "left"},
 }
 
@@ -32,7 +33,7 @@ def figure_of(panels: int, caption: str):
     for panel in axes[0]:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel(caption, fontsize=8, color="#555555")
+    figure.supxlabel(textwrap.fill(caption, CAPTION_WIDTH * panels), fontsize=8, color="#555555")
     return figure, axes[0]
 
 
@@ -48,10 +49,10 @@ def save(figure, path: str | Path, dpi: int = 150) -> None:
 
 
 def sized_figure(panels: int, results: dict):
-    """`figure_of` with a caption that states the size of the models, the hardware and the commits."""
+    """`figure_of` with a caption that states size of the models, hardware, commits, and what the error bars are."""
     settings = results["settings"]
     size = f"{settings['layers']} layers of {settings['hidden_size']}, {settings['tokens'] / 1e6:.0f}M tokens"
-    return figure_of(panels, f"{size}; {measured_at(results)}")
+    return figure_of(panels, f"{size}; {measured_at(results)}; error bars: lowest to highest seed")
 
 
 def bars(panel, points: list[tuple[float, list[float]]], label: str, style: dict, across: bool = False) -> None:

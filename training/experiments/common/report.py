@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
-from hf_memmix.training.experiments.common.fit import MODELS, memory_of
+from hf_memmix.training.experiments.common.fit import NAMES, memory_of, model_of
 from hf_memmix.training.experiments.common.harness import matches, measured_at
 from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, trained_and_failed
 
@@ -55,9 +55,9 @@ def joined(results: dict, others: list[dict]) -> dict:
 
 def memory_text(settings: dict, model: str) -> tuple[str, str]:
     """The numbers of a layer's memory that do not grow, and which of q, k and v are convolved, as two cells."""
-    if model not in MODELS:
+    if model not in NAMES:
         return "", ""
-    floats, convolved = memory_of(SimpleNamespace(**settings), *MODELS[model])
+    floats, convolved = memory_of(*model_of(model, SimpleNamespace(**settings)))
     return (f"{floats:,}" if floats else "grows"), convolved
 
 

@@ -1,12 +1,12 @@
 """Echo's grid of multi-query recall. A sequence has n pairs, a gap of noise and n questions; each cell has its own
-model.
+model. All rates run with one seed; the other seeds run at the rate with the lowest loss on development sequences.
 
     python training/experiments/echo/mqar.py --workers 6 --out echo_mqar.json --plot
 
 The paper trains models of 50M parameters with gaps of 64 to 4,096 tokens. There SKA answers all questions in every
 cell, attention answers all questions in every cell but one, and Mamba-2 stays at chance. Here the models are those of
-`suite.py`, whose keys have 24 dimensions, and the grid has fewer cells. The reported accuracy is that of the learning
-rate with the lowest mean loss on development sequences.
+`suite.py`, whose keys have 24 dimensions, and the grid has fewer cells. "ska" gets the true action mask,
+"ska-unmasked" does not, and "ska-unmasked-k1" moreover has K = 1.
 """
 
 import json
@@ -16,12 +16,21 @@ from typing import Annotated
 import typer
 
 from hf_memmix.command_options import command
-from hf_memmix.training.experiments.common.harness import attempt, execute
+from hf_memmix.training.experiments.common.harness import attempt, execute, matches
 from hf_memmix.training.experiments.common.options import PlottedOptions, Rates, check_names, draw_if_asked
+from hf_memmix.training.experiments.common.rates import lowest_dev_loss
 from hf_memmix.training.experiments.echo import suite
 from hf_memmix.training.experiments.echo.plots import plot_grid
 from hf_memmix.training.experiments.echo.tasks import Examples, draw_examples
 
+# a model of the grid: its name in `suite.MODELS`, options of its SKA layers, and whether they get the true action mask
+MODELS = {
+    "ssm": ("ssm", {}, False),
+    "attention": ("attention", {}, False),
+    "ska": ("ska", {}, True),
+    "ska-unmasked": ("ska", {}, False),
+    "ska-unmasked-k1": ("ska", {"power": 1}, False),
+}
 CELLS = "[[4, 64], [16, 64], [4, 512], [16, 512], [4, 4096]]"
 
 
@@ -34,19 +43,26 @@ def batches(row: dict, args) -> Iterator[Examples]:
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    """The rows of all cells and learning rates with one seed, then those with the next seed."""
-    return [
-        {"model": name, "pairs": pairs, "gap": gap, "lr": lr, "seed": seed}
-        for seed in range(args.seeds)
-        for lr in args.lrs
-        for pairs, gap in args.cells
-        for name in reversed(args.models)
+    """The rows of all cells and learning rates with one seed, then those of the other seeds at the best rate."""
+    kinds = [{"model": name, "pairs": n, "gap": gap} for n, gap in args.cells for name in reversed(args.models)]
+    rows = [{**kind, "lr": lr, "seed": 0} for lr in args.lrs for kind in kinds]
+    best = [lowest_dev_loss(done, **kind, seed=0) if tried_all(done, kind, args.lrs) else None for kind in kinds]
+    return rows + [
+        {**kind, "lr": row["lr"], "seed": seed}
+        for seed in range(1, args.seeds)
+        for kind, row in zip(kinds, best, strict=True)
+        if row is not None
     ]
+
+
+def tried_all(done: list[dict], kind: dict, lrs: list[float]) -> bool:
+    return {row["lr"] for row in done if matches(row, {**kind, "seed": 0})} >= set(lrs)
 
 
 def run(row: dict, args) -> Iterator[dict]:
     pairs, gap, errors = row["pairs"], row["gap"], {}
-    model, masked = suite.build(row["model"], row["seed"]), row["model"] == "ska"
+    name, ska, masked = MODELS[row["model"]]
+    model = suite.build(name, row["seed"], **ska)
     result = suite.learn(model, batches(row, args), masked, row, args, stop_below_loss=args.enough)
     yield result | {"parameters": model.num_parameters()}
     if not result["finite"]:
@@ -83,7 +99,7 @@ class Options(PlottedOptions):
 def main(args) -> None:
     """Train a model for every cell and write the results."""
     args.cells = json.loads(args.cells)
-    check_names("--models", args.models, suite.MODELS)
+    check_names("--models", args.models, MODELS)
     results = execute("echo_mqar", __file__, args, rows_to_run)
     draw_if_asked(args, plot_grid, results)
 

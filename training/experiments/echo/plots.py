@@ -5,6 +5,7 @@ from pathlib import Path
 from hf_memmix.training.experiments.common.averages import mean_and_deviation
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.plots import figure_of, save
+from hf_memmix.training.experiments.common.rates import chosen_rows
 from hf_memmix.training.experiments.echo.report import (
     LENGTHS_PAPER,
     TASKS_PAPER,
@@ -14,7 +15,13 @@ from hf_memmix.training.experiments.echo.report import (
 )
 from hf_memmix.training.experiments.echo.suite import TRAINED
 
-COLORS = {"ssm": "#8a8a8a", "attention": "#c96f2f", "ska": "#2f6fa7"}
+COLORS = {
+    "ssm": "#8a8a8a",
+    "attention": "#c96f2f",
+    "ska": "#2f6fa7",
+    "ska-unmasked": "#7fb2d9",
+    "ska-unmasked-k1": "#3f9b77",
+}
 
 
 def _figure(panels: int, results: dict):
@@ -71,4 +78,22 @@ def plot_grid(results: dict, path: str | Path) -> None:
     panel.set_xticks(range(len(cells)), [f"{n} pairs,\ngap {gap}" for n, gap in cells], fontsize=7, rotation=45)
     panel.set_title("accuracy of recall, %", fontsize=11)
     panel.legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def plot_scratchpad(results: dict, path: str | Path) -> None:
+    """Plot the training loss of every model by step, a panel per tier: each seed at the chosen rate is a line."""
+    tiers = list(dict.fromkeys(row["tier"] for row in results["rows"]))
+    figure, panels = _figure(len(tiers), results)
+    for panel, tier in zip(panels, tiers, strict=True):
+        for i, name in enumerate(results["settings"]["variants"]):
+            rows = [row for row in results["rows"] if (row["tier"], row["variant"]) == (tier, name)]
+            for number, row in enumerate(chosen_rows(rows, variant=name)):
+                steps, losses = zip(*row["curve"], strict=True)
+                label = name if number == 0 else None
+                panel.plot(steps, losses, color=f"C{i}", alpha=0.8, linewidth=1.2, label=label)
+        panel.set_title(f"{tier}: training loss by step", fontsize=11)
+        panel.set_yscale("log")
+        panel.set_xlabel("step")
+    panels[0].legend(frameon=False, fontsize=7)
     save(figure, path)

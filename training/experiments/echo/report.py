@@ -11,6 +11,8 @@ import statistics
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import matches, measured_at
+from hf_memmix.training.experiments.common.rates import chosen_rows
+from hf_memmix.training.experiments.common.report import rate_text
 from hf_memmix.training.experiments.echo.suite import MODELS, TRAINED, memory_of, sequences_per_step
 
 TASKS_PAPER = {
@@ -23,7 +25,13 @@ TASKS_PAPER = {
 }
 # the line "Mean" of the paper's Table 3, as printed; the means of its own lines above are 53.3, 75.7 and 80.5
 MEAN_PAPER = {"ssm": 54.4, "attention": 76.2, "ska": 81.1}
-TITLES = {"ssm": "Mamba-2", "attention": "attention", "ska": "SKA, true mask"}
+TITLES = {
+    "ssm": "Mamba-2",
+    "attention": "attention",
+    "ska": "SKA, true mask",
+    "ska-unmasked": "SKA, no mask",
+    "ska-unmasked-k1": "SKA, no mask, K = 1",
+}
 LENGTHS_PAPER = {
     length: dict(zip(MODELS, row, strict=True))
     for length, row in {
@@ -228,17 +236,59 @@ def answers_seen(results: dict, row: dict) -> int:
 
 
 def grid_table(results: dict) -> str:
-    """A table of the accuracy of every model in every cell, and of the answers that SKA saw in training."""
-    models, cells = results["settings"]["models"], results["settings"]["cells"]
+    """A table of the accuracy of every model in every cell, and of the answers that SKA saw in training.
+
+    With more than one seed, a cell states how many there are, because a time limit can stop seeds.
+    """
+    models = [name for name in results["settings"]["models"] if any(r["model"] == name for r in results["rows"])]
     lines = []
-    for pairs, gap in cells:
+    for pairs, gap in results["settings"]["cells"]:
         ska = at_best_rate(results["rows"], model="ska", pairs=pairs, gap=gap)
         seen = f"{max(answers_seen(results, row) for row in ska):,}" if ska else ""
-        lines.append((pairs, gap, *(_figures(grid_accuracies(results, name, pairs, gap)) for name in models), seen))
+        cells = []
+        for name in models:
+            found = grid_accuracies(results, name, pairs, gap)
+            several = found and results["settings"]["seeds"] > 1
+            cells.append(_figures(found) + (f" ({seeds_text(len(found))})" if several else ""))
+        lines.append((pairs, gap, *cells, seen))
     return markdown_table(("pairs", "gap", *(TITLES[name] for name in models), "answers seen by SKA"), lines)
 
 
-REPORTS = {"echo_transfer": transfer_tables, "echo_ablation": ablation_table, "echo_mqar": grid_table}
+def seeds_text(count: int) -> str:
+    return f"{count} seed{'s' if count > 1 else ''}"
+
+
+LEARNT = 0.1  # the training loss below which a curve of the scratchpad counts as learnt
+
+
+def learnt_at(row: dict) -> int | None:
+    """The first recorded step whose training loss is below `LEARNT`; None if there is none."""
+    return next((step for step, loss in row["curve"] if loss < LEARNT), None)
+
+
+def scratchpad_table(results: dict) -> str:
+    """Accuracy of every model in both tiers at its chosen rate, and the steps after which the seeds had learnt."""
+    lines = []
+    for tier in dict.fromkeys(row["tier"] for row in results["rows"]):
+        for name in results["settings"]["variants"]:
+            rows = [row for row in results["rows"] if matches(row, {"tier": tier, "variant": name})]
+            found = [row for row in chosen_rows(rows, variant=name) if "accuracy" in row]
+            if not found:
+                continue
+            steps = [learnt_at(row) for row in found]
+            learnt = ", ".join("no" if step is None else f"{step}" for step in steps)
+            accuracy = _figures([100 * row["accuracy"] for row in found])
+            lines.append((tier, name, rate_text(rows, found[0]["lr"]), accuracy, len(found), learnt))
+    head = ("tier", "model", "rate", "accuracy in percent", "seeds", f"step with a loss below {LEARNT:g}, by seed")
+    return markdown_table(head, lines)
+
+
+REPORTS = {
+    "echo_transfer": transfer_tables,
+    "echo_ablation": ablation_table,
+    "echo_mqar": grid_table,
+    "echo_scratchpad": scratchpad_table,
+}
 
 
 def report(results: dict) -> str:

@@ -4,7 +4,7 @@
 
 The models have two layers. One model is trained for each cell (length, pairs) and learning rate (`rates_to_try`), on
 new sequences at every step, until the loss is below 0.01 or all tokens are used. The learning rate is chosen by the
-loss on development sequences. The reported accuracy is measured on test sequences, at this rate, with two seeds.
+loss on development sequences. The reported accuracy is measured on test sequences, at this rate, with three seeds.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from hf_memmix.command_options import command
-from hf_memmix.training.experiments.common.fit import MODELS
+from hf_memmix.training.experiments.common.fit import NAMES, model_of
 from hf_memmix.training.experiments.common.harness import execute
 from hf_memmix.training.experiments.common.mqar import VOCAB, check_cell
 from hf_memmix.training.experiments.common.options import (
@@ -32,8 +32,11 @@ from hf_memmix.training.experiments.common.rates import rates_to_try
 from hf_memmix.training.experiments.common.recall import train_recall
 from hf_memmix.training.experiments.gka.plots import plot_recall
 
-SEEDS = (0, 1)
-COMPARED = ("dec", "enc", "sim", "gka", "linear", "delta")
+SEEDS = (0, 1, 2)
+COMPARED = (
+    "transformer", "gka", "gdn", "dec", "dec-vconv", "mamba2", "delta", "gla", "linear-decay", "coffee", "enc", "sim",
+    "linear", "gdn-vconv", "gka-equal", "mamba2-equal",
+)  # fmt: skip
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
@@ -50,7 +53,7 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
 
 
 def run(row: dict, args) -> dict:
-    return train_recall(args, *MODELS[row["model"]], row["length"], row["pairs"], row["lr"], row["seed"])
+    return train_recall(*model_of(row["model"], args), row["length"], row["pairs"], row["lr"], row["seed"])
 
 
 class Options(PlottedOptions):
@@ -68,7 +71,7 @@ class Options(PlottedOptions):
 def main(args) -> None:
     """Train every model in every cell and write the results."""
     args.cells = json.loads(args.cells)
-    check_names("--models", args.models, MODELS)
+    check_names("--models", args.models, NAMES)
     for cell in args.cells:
         check_cell(*cell)
     results = execute("recall", __file__, args, rows_to_run, chance_loss=math.log(VOCAB // 2))

@@ -1,0 +1,59 @@
+"""Compares all mixers as language models with one protocol: the warm-up that a transformer needs, and three seeds.
+
+    python training/experiments/baselines/language.py --text text.npy --out baselines_language.json
+
+Text, sizes and the choice of learning rates are those of `lattice/language.py`; there the warm-up of 24 steps is too
+short for a transformer. "-vconv" in the name of a model means that v also passes through a short convolution, as in
+GKA, GLA and Mamba-2, "-no-vconv" that it does not, and "-equal" that the memory has as many numbers as that of
+Lattice (`fit.EQUAL_MEMORY`).
+"""
+
+from typing import Annotated
+
+import typer
+
+from hf_memmix.command_options import command
+from hf_memmix.training.experiments.baselines.report import plot_language
+from hf_memmix.training.experiments.common.fit import model_of, train_language_model
+from hf_memmix.training.experiments.common.language import ComparisonOptions, run_command
+
+SEEDS = (0, 1, 2)
+COMPARED = (
+    "transformer",
+    "gka",
+    "gdn",
+    "dec-vconv",
+    "dec",
+    "mamba2",
+    "mamba2-equal",
+    "gka-equal",
+    "gdn-vconv",
+    "linear-decay",
+    "delta",
+    "gla",
+    "coffee",
+    "coffee-equal",
+    "gka-no-vconv",
+    "delta-vconv",
+)
+
+
+def run(row: dict, args) -> dict:
+    return train_language_model(row, *model_of(row["model"], args), warmup_steps=args.warmup_steps)
+
+
+class Options(ComparisonOptions):
+    contexts = (512,)
+    models = COMPARED
+    lrs = (4e-3, 8e-3)
+    warmup_steps: Annotated[int, typer.Option(help="steps in which the learning rate grows linearly")] = 150
+
+
+@command(Options)
+def main(args) -> None:
+    """Train every model and write the results."""
+    run_command("baselines_language", __file__, args, SEEDS, plot_language)
+
+
+if __name__ == "__main__":
+    typer.run(main)

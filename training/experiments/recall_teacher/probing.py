@@ -22,6 +22,7 @@ PROBES = {
     "mqar_32": ("mqar_32", "drills", f"MQAR, {PAIRS} pairs"),
     "mqar": ("mqar", "drills", "MQAR, full"),
     "mqar_32_new": ("mqar_32", "new", f"MQAR, {PAIRS} pairs, new words"),
+    "mqar_32_unseen": ("mqar_32", "unseen", f"MQAR, {PAIRS} pairs, unseen words"),
 }
 # the least share of exact answers at the length of the gate; the teacher must reach all of them
 GATE, GATE_LENGTH = {"niah": 0.95, "mqar_32": 0.95, "mqar_32_new": 0.95, "variables": 0.80}, 1024

@@ -16,7 +16,9 @@ gate.
 import copy
 import json
 import math
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -42,6 +44,7 @@ from hf_memmix.training.experiments.recall_teacher.texts import (
     material_of,
     probe_materials,
     tokens_of,
+    unseen_of,
     write_words,
 )
 
@@ -103,7 +106,8 @@ def train(args: SimpleNamespace) -> dict:
     torch.set_float32_matmul_precision("high")
     tokenizer = AutoTokenizer.from_pretrained(args.data)
     probes = material_of(args.data, "heldout")
-    material = DrillMaterial(tokenizer, tokens_of(args.data, "train"), probes)
+    unseen = unseen_of(probes) if args.open_words else None
+    material = DrillMaterial(tokenizer, tokens_of(args.data, "train"), probes, unseen)
     if not (args.data / WORDS).exists():
         write_words(args.data, material.keys, material.values)
     lengths, batches = list(args.lengths), []
@@ -118,12 +122,12 @@ def train(args: SimpleNamespace) -> dict:
     plain = copy.deepcopy(model)  # is saved and probed: other shapes would compile the layers again
     optimizers, loss_of = optimizers_of(model, args), compiled(model, args)
     on_gpu = model.device.type == "cuda"
-    few = drawn(probe_materials(args.data), [args.gate_length], 4)
+    few = drawn(probe_materials(args.data, filler="dev"), [args.gate_length], args.few, seed=1)
     record = {"parameters": model.num_parameters(), "curve": [], "gates": []}
     step, seen, saved, checked = 0, 0, began, 0
     sums, summed = torch.zeros(2, device=model.device), 0
     training_began = time.time()
-    limit = args.seconds - (training_began - began)
+    limit = max(1.0, args.seconds - (training_began - began))
     while (progress := (time.time() - training_began) / limit) < 1:
         phase = min(len(lengths) - 1, int(progress * len(lengths)))
         ids, weights = (x.to(model.device, non_blocking=True) for x in next(batches[phase]))
@@ -163,6 +167,7 @@ def train(args: SimpleNamespace) -> dict:
     plain.load_state_dict(model.state_dict())
     save(plain, tokenizer, args.out)
     record |= {"steps": step, "tokens": seen, "training_seconds": round(time.time() - training_began, 1)}
+    record["dev_gate"] = quick_gate(plain, few, args.gate_length)  # decides between runs
     return record
 
 
@@ -186,7 +191,11 @@ def context_use(model, tokens: Tensor, count: int) -> list[dict]:
     return rows
 
 
-def measure(folder: Path, data: Path, args: SimpleNamespace) -> dict:
+def probes_of(data: Path, lengths: list[int], samples: int) -> dict:
+    return drawn(probe_materials(data), lengths, samples)
+
+
+def measure(folder: Path, data: Path, args: SimpleNamespace, probes: dict) -> dict:
     """The figures of a saved teacher, in float32 on its bfloat16 weights."""
     model = load_model(folder, dtype=torch.float32).to(device()).eval()
     streams = {name: torch.from_numpy(tokens_of(data, name).astype(numpy.int64)) for name in ("heldout", "domain")}
@@ -194,7 +203,7 @@ def measure(folder: Path, data: Path, args: SimpleNamespace) -> dict:
     for name, stream in streams.items():
         result["loss"][name] = mean_loss(model, stream[: args.measured_tokens], 1024)
         result["context_use"][name] = context_use(model, stream[: args.measured_tokens], args.positions)
-    result["recall"] = recall_of(model, drawn(probe_materials(data), args.probe_lengths, args.samples))
+    result["recall"] = recall_of(model, probes)
     result["gate"] = gate_of(result["recall"])
     return result
 
@@ -228,8 +237,12 @@ def main(
         2048,
     ),
     samples: Annotated[int, typer.Option(help="probes per length and depth")] = 20,
+    few: Annotated[int, typer.Option(help="probes per depth during training, in development text")] = 6,
     measured_tokens: int = 200_000,
     positions: Annotated[int, typer.Option(help="tokens whose loss is measured with the context cut")] = 1000,
+    open_words: Annotated[
+        bool, typer.Option(help="let three of four words of the probes stand as single tokens in MQAR and in pieces")
+    ] = False,
     seed: int = 0,
 ) -> None:
     """Train the teacher, then measure it."""
@@ -237,10 +250,12 @@ def main(
     args = SimpleNamespace(**values)
     settings = {key: str(value.name) if isinstance(value, Path) else value for key, value in values.items()}
     results = {"experiment": "recall_teacher", "environment": environment(device()), "settings": settings}
-    results |= train(args)
-    write_json(record, results)
-    results |= measure(out, data, args)
-    write_json(record, results)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # draws the probes while it trains
+        probes = pool.submit(probes_of, data, probe_lengths, samples)
+        results |= train(args)
+        write_json(record, results)
+        results |= measure(out, data, args, probes.result())
+        write_json(record, results)
     print(json.dumps({"gate": results["gate"], "loss": results["loss"]}))
 
 

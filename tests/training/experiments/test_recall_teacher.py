@@ -1,5 +1,6 @@
 """The recall teacher: drills, optimizer, probes, the control with windows, and the grid's rows and tables."""
 
+import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
+from hf_memmix.swap import memory_mixers
 from hf_memmix.training.data import tokenize_files
 from hf_memmix.training.evaluation.probes import Material
 from hf_memmix.training.experiments.recall_teacher import corpus, drills, grid, probing, report, teacher, texts
@@ -204,7 +206,7 @@ def test_a_window_refuses_a_cache(tiny):
         student.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
 
 
-ARGS = SimpleNamespace(layouts=tuple(grid.LAYOUTS), seed_list=(0, 1))
+ARGS = SimpleNamespace(layouts=(*grid.LAYOUTS, *grid.MIXTURES), seed_list=(0, 1))
 
 
 def aligned(layout, seed=0, **fields):
@@ -213,9 +215,9 @@ def aligned(layout, seed=0, **fields):
 
 def test_students_wait_for_their_mixers_and_pure_ones_come_first():
     first = grid.rows_to_run([], ARGS)
-    assert first[0] == {"stage": "teacher"}
-    assert {row["stage"] for row in first[1:]} == {"align"}
-    assert [row["layout"] for row in first[1:9]] == list(grid.MAIN)  # these start at once on eight workers
+    assert [row["layout"] for row in first[:22]] == [*grid.LAYOUTS] * 2  # these start at once
+    assert {row["stage"] for row in first[:22]} == {"align"}
+    assert first[22:] == [{"stage": "teacher"}]
     done = [aligned("gka"), aligned("coffee", finite=False), aligned("ska", ranking=None)]
     rows = [row for row in grid.rows_to_run(done, ARGS) if row["stage"] == "distill"]
     assert {row["layout"] for row in rows} == {"gka", "ska"}
@@ -225,6 +227,33 @@ def test_students_wait_for_their_mixers_and_pure_ones_come_first():
     cells = {(row["layout"], row["keep"], row["how"]) for row in everything if row["stage"] == "distill"}
     assert {("gka", keep, how) for keep in (1, 3, 6) for how in ("uniform", "select")} <= cells
     assert len(everything) == len({tuple(row.items()) for row in everything})
+
+
+def test_a_mixture_waits_for_the_mixers_of_its_seed_and_spends_the_bytes_of_one(tmp_path, monkeypatch):
+    done = [aligned(name, seed) for seed, names in ((0, grid.MIXED), (1, grid.MIXED[:-1])) for name in names]
+    mixed = [row for row in grid.rows_to_run(done, ARGS) if row.get("how") == "mixture"]
+    assert {(row["layout"], row["seed"]) for row in mixed} == {(name, 0) for name in grid.MIXTURES}
+    sizes = {"gka": 2, "lattice": 1, "mamba2": 1, "coffee": 1, "ska": 1}
+    scores = {"gka": [1, 1, 1, 1], "lattice": [2, 5, 2, 2], "mamba2": [9, 0, 9, 9], "coffee": [9] * 4, "ska": [8] * 4}
+
+    def ranking(row, args):
+        return {"layers": [{"score": s} for s in scores[row["layout"]]], "layer_bytes": sizes[row["layout"]]}
+
+    monkeypatch.setattr(grid, "ranking_of", ranking)
+    found = {row["layout"]: grid.mixture(row, 4, None) for row in mixed}
+    assert found["select, bytes of gka"] == ["gka", "mamba2", "gka", "gka"]
+    assert found["select, bytes of lattice"] == ["lattice", "mamba2", "lattice", "lattice"]
+    assert set(found["echo"]) == {"mamba2", "ska"}
+
+
+def test_long_half_lives_reach_every_head(tiny):
+    for name, start in grid.START_DECAY.items():
+        student = convert_model(tiny, name)
+        mixer = next(iter(memory_mixers(student).values()))
+        start(mixer, (16.0, 4096.0))
+        # a rate r per token keeps exp(-r): of dt_bias for gka and gla, of A_log and dt = 1 for mamba2
+        rate = mixer.A_log.exp() * torch.nn.functional.softplus(mixer.dt_bias)
+        torch.testing.assert_close(math.log(2) / rate[[0, -1]], torch.tensor([16.0, 4096.0]), rtol=1e-3, atol=0)
 
 
 def test_kept_layers_are_spread_or_have_the_highest_scores():

@@ -10,6 +10,7 @@ from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, pypl
 from hf_memmix.training.experiments.common.report import mean_of_rows
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES, mean_recall
 
+LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
 RIDGE = (("gka", "gla"), ("gka, long", "gla, long"))  # the same memory with and without the ridge regression
 
 
@@ -70,6 +71,11 @@ def share_text(rows: list[dict], task: str, length: int) -> str:
     return spread_text([None if share is None else 100 * share for share in shares], 0)
 
 
+def letters_of(rows: list[dict]) -> str:
+    """The mixers of the layers as letters, of each seed if the seeds differ."""
+    return ", ".join(dict.fromkeys("".join(LETTERS[kind] for kind in row["types"]) for row in rows))
+
+
 def table(results: dict) -> str:
     """One line per student: quality on both texts, and recall at the length of the gate."""
     head = ["kept", "layers", "mixer", "state", "perplexity ratio", "KL", "same token, %", "domain: ratio", "KL"]
@@ -83,7 +89,7 @@ def table(results: dict) -> str:
         lines.append(
             [
                 str(keep),
-                how if keep else "",
+                letters_of(rows) if how == "mixture" else how if keep else "",
                 name,
                 bytes_text(rows[0]["state_bytes"]),
                 mean_of_rows(rows, "heldout_ppl_ratio", 3).removesuffix(" (1 seed)"),
@@ -97,6 +103,8 @@ def table(results: dict) -> str:
         )
     failed = [row for row in results["rows"] if row.get("error") or row.get("finite") is False]
     notes = [f"{row.get('layout')}, {row['stage']}: {row.get('diverged') or row.get('error')}" for row in failed]
+    if any(how == "mixture" for _, how, _ in groups(results)):
+        notes.insert(0, f"Layers of a mixture: {', '.join(f'{letter} {name}' for name, letter in LETTERS.items())}.")
     return "\n\n".join([markdown_table(head, lines), *notes])
 
 

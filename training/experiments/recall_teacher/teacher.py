@@ -100,6 +100,14 @@ def compiled(model, args: SimpleNamespace):
     return torch.compile(losses, dynamic=False)
 
 
+def batches_of(material: DrillMaterial, length: int, args: SimpleNamespace):
+    """An iterator of batches of `args.batch_tokens` in rows of `length`. Its workers are forked before CUDA starts."""
+    rows = Rows(material, args.batch_tokens // length, length, args.seed)
+    options = {"prefetch_factor": 4, "persistent_workers": True} if args.workers else {}
+    pin = torch.cuda.is_available()
+    return iter(DataLoader(rows, batch_size=None, num_workers=args.workers, pin_memory=pin, **options))
+
+
 def train(args: SimpleNamespace) -> dict:
     """Train until `args.seconds` have passed and return the record of the training."""
     began = time.time()
@@ -110,13 +118,8 @@ def train(args: SimpleNamespace) -> dict:
     material = DrillMaterial(tokenizer, tokens_of(args.data, "train"), probes, unseen)
     if not (args.data / WORDS).exists():
         write_words(args.data, material.keys, material.values)
-    lengths, batches = list(args.lengths), []
-    for length in lengths:  # the workers are forked before CUDA starts
-        rows = Rows(material, args.batch_tokens // length, length, args.seed)
-        options = {"prefetch_factor": 4, "persistent_workers": True} if args.workers else {}
-        pin = torch.cuda.is_available()
-        loader = DataLoader(rows, batch_size=None, num_workers=args.workers, pin_memory=pin, **options)
-        batches.append(iter(loader))
+    lengths = list(args.lengths)
+    batches = [batches_of(material, length, args) for length in lengths]
     model = build(args, tokenizer) if args.start is None else load_model(args.start, dtype=torch.float32)
     model = model.to(device()).train()
     plain = copy.deepcopy(model)  # is saved and probed: other shapes would compile the layers again

@@ -58,20 +58,29 @@ def test_every_answer_of_a_drill_stands_in_its_context(material, name, length):
     assert answered >= 8
 
 
-def test_drills_of_any_tokens_have_no_token_that_is_held_out(tokenizer, material, probes):
+def test_pairs_of_any_tokens_leave_out_unseen_words_and_pieces_leave_out_nothing(material, probes):
     unseen = texts.unseen_of(probes)
     assert set(unseen.keys) < set(probes.keys)
-    opened = drills.DrillMaterial(tokenizer, material.filler, probes, unseen)
-    assert set(material.tokens) < set(opened.tokens)
-    assert opened.keys == material.keys  # words of the drills are the same, only single tokens are more
-    for some, words in ((material, probes), (opened, unseen)):
-        shut, seen = drills.first_tokens(words), set()
-        for seed in range(60):
-            for make in (drills.pairs_again, drills.pieces_again):
-                ids, spans = make(some, 400, random.Random(seed))
-                seen |= {ids[start] for start, _ in spans}
-        assert len(seen) > 500
-        assert not seen & shut
+    shut, seen = drills.first_tokens(unseen), {}
+    assert not set(material.tokens) & shut
+    assert set(material.tokens) & drills.first_tokens(probes)
+    for make in (drills.pairs_again, drills.pieces_again):
+        drawn = [make(material, 400, random.Random(seed)) for seed in range(60)]
+        seen[make] = {token for ids, spans in drawn for start, stop in spans for token in ids[start:stop]}
+    assert len(seen[drills.pairs_again]) > 500
+    assert not seen[drills.pairs_again] & shut
+    assert seen[drills.pieces_again] & shut
+
+
+def test_more_pieces_take_the_place_of_pairs(material, monkeypatch):
+    made = []
+    for name, (make, share) in drills.DRILLS.items():
+        noted = lambda *args, name=name, make=make: (made.append(name), make(*args))[1]  # noqa: E731
+        monkeypatch.setitem(drills.DRILLS, name, (noted, share))
+    for seed in range(20):
+        drills.row_of(material, 600, random.Random(seed), more_pieces=drills.DRILLS["pairs"][1])
+    assert "pairs" not in made
+    assert "pieces" in made
 
 
 def test_a_piece_that_comes_again_is_known_from_its_last_token(material):
@@ -172,7 +181,7 @@ def recall(task, length, exact, answers=10):
 
 def test_the_gate_needs_all_probes():
     rows = [recall("niah", 1024, 0.9), recall("niah", 1024, 1.0, 30), recall("mqar_32", 1024, 0.96)]
-    rows.append(recall("mqar_32_new", 1024, 0.95))
+    rows.append(recall("mqar_32_unseen", 1024, 0.95))
     gate = probing.gate_of([*rows, recall("variables", 1024, 0.81)])
     assert gate["passed"]
     assert gate["niah"]["exact"] == pytest.approx(0.975)

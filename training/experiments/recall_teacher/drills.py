@@ -4,9 +4,10 @@ A drill holds statements and questions in filler text. It has more questions tha
 has more answers: passwords and lines of a dictionary, pairs of keys and values (MQAR), chains of variables of up to
 two hops, and pieces of text that come again. Rows of training are packed: each drill ends with the end-of-text token.
 
-Keys and values of MQAR are words or any tokens of the vocabulary, and the pieces of text may be shuffled tokens. So
-the skill of copying does not belong to some words. No key, value or piece of a drill has the first token of a word
-that is held out. So the probes ask for words that the model has only read in text.
+No key or value of a drill begins with the first token of a probe's key or value, with one exception: keys and values
+of MQAR may also be single tokens of the vocabulary, of which only the first tokens of every fourth word of the probes
+(`texts.unseen_of`) are left out. Pieces have at least three tokens, and any token may stand in them. So every token is
+copied somewhere, and no word can be told to be "never an answer"; but the unseen words are in no drill of pairs.
 """
 
 import random
@@ -31,6 +32,7 @@ from hf_memmix.training.evaluation.probes.tasks import (
     sentence,
     sentence_end,
 )
+from hf_memmix.training.experiments.recall_teacher.texts import unseen_of
 
 SHORTEST = 96  # tokens of a drill
 AT_THE_START = 0.1  # share of the first statements that stand at the start of their drill
@@ -40,7 +42,8 @@ WORD_TEXT = 700_000  # tokens of the training text from which keys and values ar
 KINDS = {"words": 0.4, "tokens": 0.35, "spans": 0.25}  # of the keys and of the values of MQAR
 FEW_VALUES = (32, 128, 1024)  # the values of one drill of MQAR begin with so many tokens
 SHUFFLED = 0.6  # share of the drills with shuffled text, and of those with the pieces in another order
-PIECES = (2, 4, 8, 16)  # tokens of the longest piece
+PIECES = (4, 8, 16)  # tokens of the longest piece
+SHORTEST_PIECE = 3  # tokens, so that pieces are no pairs
 Word = tuple[str, tuple[int, ...]]
 # an event of a drill: its place from 0 to 1, its tokens, and the number of tokens before and of an answer in it
 Event = tuple[float, list[int], tuple[int, int] | None]
@@ -54,11 +57,10 @@ def first_tokens(material: Material) -> set[int]:
 class DrillMaterial(Material):
     """Filler, keys and values of the training text `tokens` [N], without the words of the probes of `avoid`.
 
-    unseen: the words of the probes that stand in no drill at all; the other ones are single tokens of MQAR and of
-    pieces. None: no word of the probes stands in a drill.
+    The words of `unseen_of(avoid)` are in no drill but those of pieces; the other ones may be single tokens of MQAR.
     """
 
-    def __init__(self, tokenizer, tokens: numpy.ndarray, avoid: Material, unseen: Material | None = None):
+    def __init__(self, tokenizer, tokens: numpy.ndarray, avoid: Material):
         text = tokenizer.decode(tokens[:WORD_TEXT].tolist())
         # as in `Material`, but the tokens are known, and there may be any number of keys and values
         self.tokenizer, self._words, self._pieces, self.start = tokenizer, {}, {}, []
@@ -67,8 +69,8 @@ class DrillMaterial(Material):
         words = [word for word, count in counts.items() if count > 1 and (word.istitle() or word.islower())]
         encoded = tokenizer([" " + word for word in words], add_special_tokens=False)["input_ids"]
         taken = first_tokens(avoid)
-        self.shut = (taken if unseen is None else first_tokens(unseen)) | set(tokenizer.all_special_ids)
-        self.tokens = [token for token in range(len(tokenizer)) if token not in self.shut]
+        shut = first_tokens(unseen_of(avoid)) | set(tokenizer.all_special_ids)
+        self.tokens = [token for token in range(len(tokenizer)) if token not in shut]
         pool = [(w, tuple(ids)) for w, ids in zip(words, encoded, strict=True) if len(ids) <= MAX_WORD_TOKENS]
         self.keys = [word for word in pool if word[1][0] not in taken]
         self.names = [word for word in self.keys if word[0].istitle()]
@@ -147,12 +149,12 @@ def pieces_again(material: DrillMaterial, length: int, draw: random.Random) -> t
     The answers are the tokens of a piece whose last token before them stands once in the text, so they are known.
     """
     size = int(draw.uniform(0.15, 1.0) * length / 2) - 8
-    text = [token for token in material.window(size, draw) if token not in material.shut]
+    text = [token for token in material.window(size, draw) if token != material.end]
     if draw.random() < SHUFFLED:
         draw.shuffle(text)
     pieces, longest = [], draw.choice(PIECES)
     while text:
-        cut = draw.randint(2, longest)
+        cut = draw.randint(SHORTEST_PIECE, longest)
         pieces.append(text[:cut])
         text = text[cut:]
     counts = Counter(token for piece in pieces for token in piece)
@@ -169,8 +171,8 @@ DRILLS: dict[str, tuple[Callable, float]] = {  # with their shares of the tokens
     "passwords": (passwords, 0.15),
     "chains": (chains, 0.3),
     "lines": (lines, 0.1),
-    "pairs": (pairs_again, 0.3),
-    "pieces": (pieces_again, 0.15),
+    "pairs": (pairs_again, 0.25),
+    "pieces": (pieces_again, 0.2),
 }
 
 
@@ -244,10 +246,16 @@ def _after(material: DrillMaterial, length: int, body, gap, tail, spans, draw: r
     return [*head, *body, *gap, *tail, material.end], kept
 
 
-def row_of(material: DrillMaterial, length: int, draw: random.Random) -> tuple[list[int], list[float]]:
-    """A row of packed drills: `length` token ids and the weight of each token as an answer (0: no answer)."""
-    ids, weights = [], []
-    makers, shares = zip(*DRILLS.values(), strict=True)
+def row_of(
+    material: DrillMaterial, length: int, draw: random.Random, more_pieces: float = 0.0
+) -> tuple[list[int], list[float]]:
+    """A row of packed drills: `length` token ids and the weight of each token as an answer (0: no answer).
+
+    more_pieces: the share of the tokens that drills of pieces take from those of pairs.
+    """
+    ids, weights, moved = [], [], {"pairs": -more_pieces, "pieces": more_pieces}
+    makers = [make for make, _ in DRILLS.values()]
+    shares = [share + moved.get(name, 0.0) for name, (_, share) in DRILLS.items()]
     alone = draw.random() < ALONE
     while (rest := length - len(ids)) >= SHORTEST:
         size = length if alone else min(rest, round(SHORTEST * (length / SHORTEST) ** draw.random()))
@@ -271,8 +279,9 @@ class Rows(IterableDataset):
     loader draws its own batches, from `seed` and its number.
     """
 
-    def __init__(self, material: DrillMaterial, rows: int, length: int, seed: int):
+    def __init__(self, material: DrillMaterial, rows: int, length: int, seed: int, more_pieces: float = 0.0):
         self.material, self.rows, self.length, self.seed = material, rows, length, seed
+        self.more_pieces = more_pieces
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
@@ -284,6 +293,6 @@ class Rows(IterableDataset):
     def batch(self, draw: random.Random) -> tuple[Tensor, Tensor]:
         text = self.rows // 2
         rows = [(self.material.window(self.length, draw), [0.0] * self.length) for _ in range(text)]
-        rows += [row_of(self.material, self.length, draw) for _ in range(self.rows - text)]
+        rows += [row_of(self.material, self.length, draw, self.more_pieces) for _ in range(self.rows - text)]
         ids, weights = zip(*rows, strict=True)
         return torch.tensor(ids, dtype=torch.int32), torch.tensor(weights)

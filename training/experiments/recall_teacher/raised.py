@@ -181,6 +181,7 @@ def main(
     gate_lr: Annotated[float, typer.Option(help="learning rate of the gates in distill")] = 6e-3,
     rest_lr: Annotated[float, typer.Option(help="learning rate of all other parameters in distill")] = 5e-4,
     answer_weight: float = 1.0,
+    more_pieces: Annotated[float, typer.Option(help="share of the drills' tokens that pieces take from pairs")] = 0.0,
     workers: Annotated[int, typer.Option(help="processes that make the rows")] = 6,
     compile: Annotated[bool, typer.Option(help="compile MLPs, norms and the loss")] = True,
     log_every: int = 25,

@@ -44,7 +44,6 @@ from hf_memmix.training.experiments.recall_teacher.texts import (
     material_of,
     probe_materials,
     tokens_of,
-    unseen_of,
     write_words,
 )
 
@@ -102,7 +101,7 @@ def compiled(model, args: SimpleNamespace):
 
 def batches_of(material: DrillMaterial, length: int, args: SimpleNamespace):
     """An iterator of batches of `args.batch_tokens` in rows of `length`. Its workers are forked before CUDA starts."""
-    rows = Rows(material, args.batch_tokens // length, length, args.seed)
+    rows = Rows(material, args.batch_tokens // length, length, args.seed, args.more_pieces)
     options = {"prefetch_factor": 4, "persistent_workers": True} if args.workers else {}
     pin = torch.cuda.is_available()
     return iter(DataLoader(rows, batch_size=None, num_workers=args.workers, pin_memory=pin, **options))
@@ -114,8 +113,7 @@ def train(args: SimpleNamespace) -> dict:
     torch.set_float32_matmul_precision("high")
     tokenizer = AutoTokenizer.from_pretrained(args.data)
     probes = material_of(args.data, "heldout")
-    unseen = unseen_of(probes) if args.open_words else None
-    material = DrillMaterial(tokenizer, tokens_of(args.data, "train"), probes, unseen)
+    material = DrillMaterial(tokenizer, tokens_of(args.data, "train"), probes)
     if not (args.data / WORDS).exists():
         write_words(args.data, material.keys, material.values)
     lengths = list(args.lengths)
@@ -243,9 +241,7 @@ def main(
     few: Annotated[int, typer.Option(help="probes per depth during training, in development text")] = 6,
     measured_tokens: int = 200_000,
     positions: Annotated[int, typer.Option(help="tokens whose loss is measured with the context cut")] = 1000,
-    open_words: Annotated[
-        bool, typer.Option(help="let three of four words of the probes stand as single tokens in MQAR and in pieces")
-    ] = False,
+    more_pieces: Annotated[float, typer.Option(help="share of the tokens that pieces take from pairs")] = 0.0,
     seed: int = 0,
 ) -> None:
     """Train the teacher, then measure it."""

@@ -53,7 +53,10 @@ def unseen_of(material: Material) -> Material:
 
 
 def probe_materials(folder: Path, split: str = "heldout", filler: str | None = None) -> dict[str, Material]:
-    """The material of each kind of words: "new" ones, a part of them that is "unseen", and those of the "drills".
+    """The material of each kind of words.
+
+    "new" words are no words of any drill, but three of four may be single tokens in drills of MQAR; the fourth part of
+    them that is "unseen" is not. "drills" has words of the drills.
 
     filler: the split that filler is taken from, if it is not `split`.
     """

@@ -31,7 +31,10 @@ MEASUREMENTS = {
     "published_conversions": f"{EXPERIMENTS}/conversion/results/published_conversions.json",
     "mixtures": f"{EXPERIMENTS}/mixtures/results/mixtures.json",
     "recall_teacher": f"{EXPERIMENTS}/recall_teacher/results/teacher.json",
-    "recall_teacher_first": f"{EXPERIMENTS}/recall_teacher/results/teacher_first.json",
+    **{
+        f"recall_teacher_{run}": f"{EXPERIMENTS}/recall_teacher/results/teacher_{run}.json"
+        for run in ("first", "second", "strict", "open", "even", "pieces")
+    },
     "recall_grid": f"{EXPERIMENTS}/recall_teacher/results/grid.json",
     "multi_gpu": f"{EXPERIMENTS}/several_gpus/results/multi_gpu.json",
     "budget": f"{EXPERIMENTS}/budget/results/training_h200.json",

@@ -90,6 +90,20 @@ def echo_mask_table(root: Path) -> str:
     return mask_table(read("echo_transfer", root), read("echo_ablation", root))
 
 
+def recall_runs_table(root: Path) -> str:
+    """The runs of the recall teacher."""
+    from hf_memmix.training.experiments.recall_teacher.report import RUNS, runs_table  # no experiments in a wheel
+
+    return runs_table({name: read(f"recall_teacher_{name}", root) for name in RUNS})
+
+
+def recall_lengths_table(root: Path) -> str:
+    """Recall by length of the recall teacher and of its students."""
+    from hf_memmix.training.experiments.recall_teacher.report import short_table  # no experiments in a wheel
+
+    return short_table(read("recall_grid", root))
+
+
 def gpus_table(root: Path) -> str:
     """Speed, memory and loss of every launch of `several_gpus/compare_launches.py`."""
     results = read("multi_gpu", root)
@@ -182,6 +196,8 @@ TABLES = {
     "lattice_frozen": kernels.lattice_frozen_table,
     "results": experiment_tables,
     "echo_mask": echo_mask_table,
+    "recall_runs": recall_runs_table,
+    "recall_lengths": recall_lengths_table,
     "conversion_costs": costs.costs_table,
     "conversion_memory": costs.conversion_memory_table,
     "published_conversions": costs.published_table,

@@ -224,14 +224,19 @@ def aligned(layout, seed=0, **fields):
 
 def test_students_wait_for_their_mixers_and_pure_ones_come_first():
     first = grid.rows_to_run([], ARGS)
-    assert [row["layout"] for row in first[:22]] == [*grid.LAYOUTS] * 2  # these start at once
-    assert {row["stage"] for row in first[:22]} == {"align"}
-    assert first[22:] == [{"stage": "teacher"}]
+    assert [row["layout"] for row in first[:9]] == [*grid.FIRST]  # these start at once
+    assert first[9] == {"stage": "teacher"}
+    assert {row.get("seed", 0) for row in first} == {0}
     done = [aligned("gka"), aligned("coffee", finite=False), aligned("ska", ranking=None)]
     rows = [row for row in grid.rows_to_run(done, ARGS) if row["stage"] == "distill"]
     assert {row["layout"] for row in rows} == {"gka", "ska"}
     assert [(row["layout"], row["keep"]) for row in rows][:4] == [("gka", 0), ("ska", 0), ("gka", 3), ("ska", 3)]
     assert not any(row["how"] == "select" for row in rows if row["layout"] == "ska")
+    done = [aligned(name) for name in grid.LAYOUTS]
+    seed = [row for row in grid.rows_to_run(done, ARGS) if row["stage"] == "distill"]
+    assert [(row["layout"], row["keep"]) for row in seed[:18]] == [(n, k) for k in (0, 3) for n in grid.FIRST]
+    assert {row["seed"] for row in grid.rows_to_run(done + seed[:17], ARGS) if "seed" in row} == {0}
+    assert {row["seed"] for row in grid.rows_to_run(done + seed[:18], ARGS) if "seed" in row} == {0, 1}
     everything = grid.rows_in_order(ARGS)
     cells = {(row["layout"], row["keep"], row["how"]) for row in everything if row["stage"] == "distill"}
     assert {("gka", keep, how) for keep in (1, 3, 6) for how in ("uniform", "select")} <= cells

@@ -41,7 +41,7 @@ from hf_memmix.training.evaluation.layer_selection import choose, rank_layers
 from hf_memmix.training.evaluation.mixer_search import Budget, choose_mixers, scores_of
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.fit import Deadline, autocast
-from hf_memmix.training.experiments.common.harness import attempt, device, execute
+from hf_memmix.training.experiments.common.harness import attempt, device, execute, matches
 from hf_memmix.training.experiments.common.options import PlottedOptions, draw_if_asked
 from hf_memmix.training.experiments.recall_teacher import window  # noqa: F401, registers "window"
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, recall_of
@@ -64,6 +64,7 @@ LAYOUTS = {
     "mamba2, long": ("mamba2", {}, (16.0, 4096.0)),
 }
 MAIN = tuple(LAYOUTS)[:8]
+FIRST, FIRST_CELLS = (*MAIN, "gka, long"), ((0, "uniform"), (3, "uniform"))  # what a seed measures first
 MIXED = ("gka", "lattice", "mamba2", "coffee", "ska")  # the mixers of the library, which `select` chooses among
 # layouts of several mixers: the mixer whose state bytes `select` may use, or None for Echo's layout
 MIXTURES = {"select, bytes of gka": "gka", "select, bytes of lattice": "lattice", "echo": None}
@@ -76,34 +77,46 @@ def rows_in_order(args) -> list[dict]:
     """All rows, the most informative first."""
     rows = []
 
-    def add(names, cells, aligns=True):
-        for seed in args.seed_list if aligns else ():
+    def add(names, seeds, cells, aligns=True):
+        for seed in seeds if aligns else ():
             rows.extend({"stage": "align", "layout": name, "seed": seed} for name in names)
         for keep, how in cells:
             cell = {"keep": keep, "how": how}
-            rows.extend(
-                {"stage": "distill", "layout": name, "seed": seed} | cell for seed in args.seed_list for name in names
-            )
+            rows.extend({"stage": "distill", "layout": name, "seed": seed} | cell for seed in seeds for name in names)
 
-    add(LAYOUTS, [(0, "uniform")])
-    rows.append({"stage": "teacher"})
-    add(MAIN, [(3, "uniform")])
-    add(MIXTURES, [(0, "mixture")], aligns=False)
-    add(MAIN, [(3, "select"), *((keep, how) for keep in (1, 6) for how in ("uniform", "select"))])
+    for seed in args.seed_list:
+        add(FIRST, [seed], [(0, "uniform")])
+        rows.append({"stage": "teacher"})
+        add(FIRST, [seed], [(3, "uniform")])
+        add(MIXTURES, [seed], [(0, "mixture")], aligns=False)
+    add(LAYOUTS, args.seed_list, [(0, "uniform")])
+    add(MAIN, args.seed_list, [(3, "select"), *((keep, how) for keep in (1, 6) for how in ("uniform", "select"))])
     unique = {tuple(row.items()): row for row in rows}
     return [row for row in unique.values() if row.get("layout", args.layouts[0]) in args.layouts]
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    """The rows whose mixers are aligned and lie in the folder of aligned mixers."""
+    """The rows whose mixers are aligned and lie in the folder of aligned mixers.
+
+    A seed begins when pure students and those with three kept layers of the seed before it have ended.
+    """
     aligned = {(row["layout"], row["seed"]): row for row in done if row["stage"] == "align"}
 
     def is_ready(row: dict) -> bool:
-        mixed, how = row["how"] == "mixture", row["how"]
-        found = [aligned.get((name, row["seed"])) for name in (MIXED if mixed else [row["layout"]])]
-        return all(one and one["finite"] and (one["ranking"] or how == "uniform") for one in found)
+        if row["stage"] != "distill":
+            return True
+        names = MIXED if row["how"] == "mixture" else [row["layout"]]
+        found = [aligned.get((name, row["seed"])) for name in names]
+        return all(one and one.get("finite") and (one["ranking"] or row["how"] == "uniform") for one in found)
 
-    return [row for row in rows_in_order(args) if row["stage"] != "distill" or is_ready(row)]
+    def is_first(row: dict) -> bool:
+        return row.get("layout") in FIRST and (row["stage"] == "align" or (row["keep"], row["how"]) in FIRST_CELLS)
+
+    rows = [row for row in rows_in_order(args) if is_ready(row)]
+    running = [row["seed"] for row in rows if is_first(row) and not any(matches(known, row) for known in done)]
+    places = {seed: place for place, seed in enumerate(args.seed_list)}
+    last = min((places[seed] for seed in running), default=len(places))
+    return [row for row in rows if places.get(row.get("seed"), 0) <= last]
 
 
 def kept_layers(keep: int, how: str, ranking: dict, layers: int) -> list[int]:

@@ -33,9 +33,10 @@ MEASUREMENTS = {
     "recall_teacher": f"{EXPERIMENTS}/recall_teacher/results/teacher.json",
     **{
         f"recall_teacher_{run}": f"{EXPERIMENTS}/recall_teacher/results/teacher_{run}.json"
-        for run in ("first", "second", "strict", "open", "even", "pieces")
+        for run in ("first", "second", "strict", "open")
     },
     "recall_grid": f"{EXPERIMENTS}/recall_teacher/results/grid.json",
+    "recall_grid_second": f"{EXPERIMENTS}/recall_teacher/results/grid_second.json",
     "multi_gpu": f"{EXPERIMENTS}/several_gpus/results/multi_gpu.json",
     "budget": f"{EXPERIMENTS}/budget/results/training_h200.json",
     "streaming": "conversion/benchmarks/streaming.json",

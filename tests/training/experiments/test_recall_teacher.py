@@ -300,7 +300,9 @@ def test_the_tables_and_the_plot_hold_all_students(tmp_path: Path):
     assert "ska, align: it failed" in text
     assert "gka against gla, no kept layer" in text
     assert "needle +20 points" in text
+    results["rows"].append(aligned("gka", ranking={"layers": [{}] * 4}))
     short = report.short_table(results)
+    assert "A transformer of 4 layers" in short
     assert "| the transformer itself | all |" in short
     assert "| `gka` | 0 | 70 ± 14 |" in short
     assert "| `gla`" not in short
@@ -312,10 +314,10 @@ def test_the_runs_of_the_teacher_stand_in_one_table(tmp_path: Path):
     rows = [recall("niah", 1024, 1.0), recall("variables", 1024, 0.8), recall("mqar_32_new", 1024, 0.25)]
     first = {"tokens": 3_000_000, "recall": rows, "environment": {"hardware": "a CPU", "commit": "abc"}, "gates": []}
     second = first | {"recall": [*rows, recall("mqar_32", 1024, 0.99), recall("mqar_32_unseen", 1024, 0.5)]}
-    second["gates"] = [{"tokens": 1000, "mqar_32_unseen": 0.5}]
+    second["gates"] = [{"tokens": 1_000_000, "mqar_32_unseen": 0.5}]
     text = report.runs_table({"first": first, "open": second})
-    assert f"| first | 3M | {report.RUNS['first']} | 100.0 | 80.0 |  | 25.0 |" in text
-    assert f"| open | 3M | {report.RUNS['open']} | 100.0 | 80.0 | 99.0 | 50.0 |" in text
+    assert f"| first | 3M | {report.RUNS['first']} | 100.0 | 80.0 |  | 25.0 |  |" in text
+    assert f"| open | 3M | {report.RUNS['open']} | 100.0 | 80.0 | 99.0 | 50.0 | 50 after 1.0M |" in text
     report.plot_runs({"open": second}, tmp_path / "runs.png")
     assert (tmp_path / "runs.png").stat().st_size > 1000
 

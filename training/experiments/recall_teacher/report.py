@@ -15,8 +15,7 @@ RUNS = {  # of the teacher, in their order
     "second": "words that are neither key nor value of a probe",
     "strict": "also any token that begins no word of a probe",
     "open": "also tokens that begin three of four words of a probe",
-    "even": "as open; drills of pieces have any token",
-    "pieces": "as even, with fewer pairs and more pieces",
+    "last": "as open; drills of pieces have any token",
 }
 SHORT = ("gka", "gka, long", "lattice", "mamba2, long", "window-256")  # the students of `short_table`
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
@@ -66,9 +65,12 @@ def runs_table(runs: dict[str, dict]) -> str:
         for tasks in (["niah"], ["variables"], ["mqar_32"], ["mqar_32_unseen", "mqar_32_new"]):
             found = [share for task in tasks if (share := mean_recall(rows, task, GATE_LENGTH)) is not None]
             shares.append(f"{100 * found[0]:.1f}" if found else "")
+        first = next((row for row in results["gates"] if "mqar_32_unseen" in row), None)
+        early = f"{100 * first['mqar_32_unseen']:.0f} after {first['tokens'] / 1e6:.1f}M" if first else ""
+        shares.append(early)
         lines.append([name, f"{results['tokens'] / 1e6:.0f}M", RUNS[name], *shares])
     return (
-        markdown_table([*head, "MQAR: words of no pair"], lines)
+        markdown_table([*head, "MQAR: words of no pair", "the same, early in the run"], lines)
         + f"\n\nExact answers in % at {GATE_LENGTH} tokens; MQAR has 32 pairs. "
         + "; ".join(f"{name}: commit {results['environment']['commit']}" for name, results in runs.items())
         + f". {next(iter(runs.values()))['environment']['hardware']}."
@@ -181,7 +183,7 @@ def short_table(results: dict) -> str:
         lines.append([name if keep is None else f"`{name}`", "all" if keep is None else str(keep), *shares])
     head = ["mixer", "layers that keep attention"]
     head += [f"{PROBES[task][2]}, {length}" for task in tasks for length in lengths]
-    layers = max((len(row["types"]) for row in results["rows"] if "types" in row), default=0)
+    layers = max((len(row["ranking"]["layers"]) for row in results["rows"] if row.get("ranking")), default=0)
     steps = results["settings"]["align_steps"] + results["settings"]["distill_steps"]
     tokens = steps * results["settings"]["batch_size"] * results["settings"]["block_size"] / 1e6
     return (

@@ -94,15 +94,15 @@ def recall_runs_table(root: Path) -> str:
     """The runs of the recall teacher."""
     from hf_memmix.training.experiments.recall_teacher.report import RUNS, runs_table  # no experiments in a wheel
 
-    files = {name: "recall_teacher" if name == "last" else f"recall_teacher_{name}" for name in RUNS}
+    files = {name: "recall_teacher" if name == "open" else f"recall_teacher_{name}" for name in RUNS}
     return runs_table({name: read(file, root) for name, file in files.items()})
 
 
-def recall_lengths_table(root: Path, name: str = "recall_grid") -> str:
+def recall_lengths_table(root: Path) -> str:
     """Recall by length of the recall teacher and of its students."""
     from hf_memmix.training.experiments.recall_teacher.report import short_table  # no experiments in a wheel
 
-    return short_table(read(name, root))
+    return short_table(read("recall_grid", root))
 
 
 def gpus_table(root: Path) -> str:

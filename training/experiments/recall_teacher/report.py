@@ -15,7 +15,6 @@ RUNS = {  # of the teacher, in their order
     "second": "words that are neither key nor value of a probe",
     "strict": "also any token that begins no word of a probe",
     "open": "also tokens that begin three of four words of a probe",
-    "last": "as open; drills of pieces have any token",
 }
 SHORT = ("gka", "gka, long", "lattice", "mamba2, long", "window-256")  # the students of `short_table`
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
@@ -174,15 +173,17 @@ def length_table(results: dict) -> str:
 def short_table(results: dict) -> str:
     """Recall by length of a few students, for readers who want to know what to expect."""
     teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
-    lengths, tasks = results["settings"]["lengths"], ("niah", "mqar_32")
+    students = [row for rows in groups(results).values() for row in rows]
+    measured = {(cell["task"], cell["length"]) for row in students for cell in row["recall"]}
+    columns = [(t, n) for t in ("niah", "mqar_32") for n in results["settings"]["lengths"] if (t, n) in measured]
     lines = []
     for (keep, how, name), rows in ({(None, "", "the transformer itself"): teacher} | groups(results)).items():
         if not rows or (keep is not None and (name not in SHORT or how != "uniform")):
             continue
-        shares = [share_text(rows, task, length) for task in tasks for length in lengths]
+        shares = [share_text(rows, task, length) for task, length in columns]
         lines.append([name if keep is None else f"`{name}`", "all" if keep is None else str(keep), *shares])
     head = ["mixer", "layers that keep attention"]
-    head += [f"{PROBES[task][2]}, {length}" for task in tasks for length in lengths]
+    head += [f"{PROBES[task][2]}, {length}" for task, length in columns]
     layers = max((len(row["ranking"]["layers"]) for row in results["rows"] if row.get("ranking")), default=0)
     steps = results["settings"]["align_steps"] + results["settings"]["distill_steps"]
     tokens = steps * results["settings"]["batch_size"] * results["settings"]["block_size"] / 1e6

@@ -80,12 +80,17 @@ def _compare(student: nn.Module, teacher: nn.Module, batches: list[Tensor], prog
             "teacher": run_teacher_forced(teacher, student, batch, errors.add),
             "student": student.base_model(input_ids=batch, use_cache=False).last_hidden_state,
         }
+        sums = exact(torch.zeros(len(heads) + 2, device=device))  # read once: each reading waits for a GPU
         for row in range(len(batch)):  # logits of one row at a time
             logp = {name: heads[name](hidden[name][row, :-1]).float().log_softmax(-1) for name in heads}
-            for name in heads:
-                nll[name] -= exact(logp[name].gather(-1, batch[row, 1:, None])).sum().item()
-            agree += (logp["student"].argmax(-1) == logp["teacher"].argmax(-1)).sum().item()
-            kl += (logp["teacher"].exp() * (logp["teacher"] - logp["student"])).sum().item()
+            losses = [-exact(logp[name].gather(-1, batch[row, 1:, None])).sum() for name in heads]
+            same = (logp["student"].argmax(-1) == logp["teacher"].argmax(-1)).sum()
+            divergence = (logp["teacher"].exp() * (logp["teacher"] - logp["student"])).sum()
+            sums += torch.stack([*losses, exact(same), exact(divergence)]).to(device)
+        *losses, same, divergence = sums.tolist()
+        for name, loss in zip(heads, losses, strict=True):
+            nll[name] += loss
+        agree, kl = agree + round(same), kl + divergence
         count += batch[:, 1:].numel()
         if progress is not None:
             progress(done, len(batches))
@@ -109,18 +114,21 @@ def figures_of(count: int, nll: dict[str, float], agree: int, kl: float, layer_e
 
 
 class LayerErrors:
-    """||mixer - attention||^2 / ||attention||^2 of each layer, over all outputs [B, T, hidden] added to it."""
+    """||mixer - attention||^2 / ||attention||^2 of each layer, over all outputs [B, T, hidden] added to it.
+
+    The sums stay on the layers' devices until they are asked for.
+    """
 
     def __init__(self):
         self.error, self.size = Counter(), Counter()
 
     def add(self, layer: int, ours: Tensor, theirs: Tensor) -> None:
         theirs = theirs.to(ours.device)
-        self.error[layer] += (ours.float() - theirs.float()).square().sum().item()
-        self.size[layer] += theirs.float().square().sum().item()
+        self.error[layer] += (ours.float() - theirs.float()).square().sum().double()
+        self.size[layer] += theirs.float().square().sum().double()
 
     def of_layers(self) -> dict[int, float]:
-        return {layer: self.error[layer] / max(self.size[layer], 1e-12) for layer in sorted(self.error)}
+        return {i: float(self.error[i]) / max(float(self.size[i]), 1e-12) for i in sorted(self.error)}
 
 
 @torch.no_grad()

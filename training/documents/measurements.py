@@ -33,9 +33,12 @@ MEASUREMENTS = {
     "context_use": f"{EXPERIMENTS}/conversion/results/context_use.json",
     "published_conversions": f"{EXPERIMENTS}/conversion/results/published_conversions.json",
     "mixtures": f"{EXPERIMENTS}/mixtures/results/mixtures.json",
-    "recall_teacher": f"{EXPERIMENTS}/recall_teacher/results/teacher.json",
-    "recall_teacher_first": f"{EXPERIMENTS}/recall_teacher/results/teacher_first.json",
-    "recall_grid": f"{EXPERIMENTS}/recall_teacher/results/grid.json",
+    "recall_teacher": f"{EXPERIMENTS}/recall_teacher/results/teacher_open.json",
+    **{
+        f"recall_teacher_{run}": f"{EXPERIMENTS}/recall_teacher/results/teacher_{run}.json"
+        for run in ("first", "second", "strict")
+    },
+    "recall_grid": f"{EXPERIMENTS}/recall_teacher/results/grid_second.json",
     "multi_gpu": f"{EXPERIMENTS}/several_gpus/results/multi_gpu.json",
     "budget": f"{EXPERIMENTS}/budget/results/training_h200.json",
     "streaming": "conversion/benchmarks/streaming.json",

@@ -92,6 +92,21 @@ def echo_mask_table(root: Path) -> str:
     return mask_table(read("echo_transfer", root), read("echo_ablation", root))
 
 
+def recall_runs_table(root: Path) -> str:
+    """The runs of the recall teacher."""
+    from hf_memmix.training.experiments.recall_teacher.report import RUNS, runs_table  # no experiments in a wheel
+
+    files = {name: "recall_teacher" if name == "open" else f"recall_teacher_{name}" for name in RUNS}
+    return runs_table({name: read(file, root) for name, file in files.items()})
+
+
+def recall_lengths_table(root: Path) -> str:
+    """Recall by length of the recall teacher and of its students."""
+    from hf_memmix.training.experiments.recall_teacher.report import short_table  # no experiments in a wheel
+
+    return short_table(read("recall_grid", root))
+
+
 def gpus_table(root: Path) -> str:
     """Speed, memory and loss of every launch of `several_gpus/compare_launches.py`."""
     results = read("multi_gpu", root)
@@ -185,6 +200,8 @@ TABLES = {
     "lattice_frozen": kernels.lattice_frozen_table,
     "results": experiment_tables,
     "echo_mask": echo_mask_table,
+    "recall_runs": recall_runs_table,
+    "recall_lengths": recall_lengths_table,
     "conversion_costs": costs.costs_table,
     "conversion_memory": costs.conversion_memory_table,
     "published_conversions": costs.published_table,

@@ -1,5 +1,6 @@
 """The recall teacher: drills, optimizer, probes, the control with windows, and the grid's rows and tables."""
 
+import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
+from hf_memmix.swap import memory_mixers
 from hf_memmix.training.data import tokenize_files
 from hf_memmix.training.evaluation.probes import Material
 from hf_memmix.training.experiments.recall_teacher import corpus, drills, grid, probing, report, teacher, texts
@@ -49,10 +51,45 @@ def test_every_answer_of_a_drill_stands_in_its_context(material, name, length):
         answered += len(spans)
         for start, stop in spans:
             value = ids[start:stop]
-            assert any(tuple(value) == tokens for _, tokens in material.values)
+            if name not in ("pairs", "pieces"):
+                assert any(tuple(value) == tokens for _, tokens in material.values)
             before = [ids[i : i + len(value)] for i in range(start - len(value) + 1)]
             assert value in before
     assert answered >= 8
+
+
+def test_pairs_of_any_tokens_leave_out_unseen_words_and_pieces_leave_out_nothing(material, probes):
+    unseen = texts.unseen_of(probes)
+    assert set(unseen.keys) < set(probes.keys)
+    shut, seen = drills.first_tokens(unseen), {}
+    assert not set(material.tokens) & shut
+    assert set(material.tokens) & drills.first_tokens(probes)
+    for make in (drills.pairs_again, drills.pieces_again):
+        drawn = [make(material, 400, random.Random(seed)) for seed in range(60)]
+        seen[make] = {token for ids, spans in drawn for start, stop in spans for token in ids[start:stop]}
+    assert len(seen[drills.pairs_again]) > 500
+    assert not seen[drills.pairs_again] & shut
+    assert seen[drills.pieces_again] & shut
+
+
+def test_more_pieces_take_the_place_of_pairs(material, monkeypatch):
+    made = []
+    for name, (make, share) in drills.DRILLS.items():
+        noted = lambda *args, name=name, make=make: (made.append(name), make(*args))[1]  # noqa: E731
+        monkeypatch.setitem(drills.DRILLS, name, (noted, share))
+    for seed in range(20):
+        drills.row_of(material, 600, random.Random(seed), more_pieces=drills.DRILLS["pairs"][1])
+    assert "pairs" not in made
+    assert "pieces" in made
+
+
+def test_a_piece_that_comes_again_is_known_from_its_last_token(material):
+    for seed in range(12):
+        ids, spans = drills.pieces_again(material, 300, random.Random(seed))
+        for start, stop in spans:
+            pairs = [ids[i : i + 2] for i in range(start - 1)]
+            assert stop == start + 1
+            assert ids[start - 1 : stop] in pairs
 
 
 def test_a_row_is_packed_and_its_answers_are_weighted(material):
@@ -144,7 +181,7 @@ def recall(task, length, exact, answers=10):
 
 def test_the_gate_needs_all_probes():
     rows = [recall("niah", 1024, 0.9), recall("niah", 1024, 1.0, 30), recall("mqar_32", 1024, 0.96)]
-    rows.append(recall("mqar_32_new", 1024, 0.95))
+    rows.append(recall("mqar_32_unseen", 1024, 0.95))
     gate = probing.gate_of([*rows, recall("variables", 1024, 0.81)])
     assert gate["passed"]
     assert gate["niah"]["exact"] == pytest.approx(0.975)
@@ -178,7 +215,7 @@ def test_a_window_refuses_a_cache(tiny):
         student.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
 
 
-ARGS = SimpleNamespace(layouts=tuple(grid.LAYOUTS), seed_list=(0, 1))
+ARGS = SimpleNamespace(layouts=(*grid.LAYOUTS, *grid.MIXTURES), seed_list=(0, 1))
 
 
 def aligned(layout, seed=0, **fields):
@@ -187,18 +224,50 @@ def aligned(layout, seed=0, **fields):
 
 def test_students_wait_for_their_mixers_and_pure_ones_come_first():
     first = grid.rows_to_run([], ARGS)
-    assert first[0] == {"stage": "teacher"}
-    assert {row["stage"] for row in first[1:]} == {"align"}
-    assert [row["layout"] for row in first[1:9]] == list(grid.MAIN)  # these start at once on eight workers
+    assert [row["layout"] for row in first[:9]] == [*grid.FIRST]  # these start at once
+    assert first[9] == {"stage": "teacher"}
+    assert {row.get("seed", 0) for row in first} == {0}
     done = [aligned("gka"), aligned("coffee", finite=False), aligned("ska", ranking=None)]
     rows = [row for row in grid.rows_to_run(done, ARGS) if row["stage"] == "distill"]
     assert {row["layout"] for row in rows} == {"gka", "ska"}
     assert [(row["layout"], row["keep"]) for row in rows][:4] == [("gka", 0), ("ska", 0), ("gka", 3), ("ska", 3)]
     assert not any(row["how"] == "select" for row in rows if row["layout"] == "ska")
+    done = [aligned(name) for name in grid.LAYOUTS]
+    seed = [row for row in grid.rows_to_run(done, ARGS) if row["stage"] == "distill"]
+    assert [(row["layout"], row["keep"]) for row in seed[:18]] == [(n, k) for k in (0, 3) for n in grid.FIRST]
+    assert {row["seed"] for row in grid.rows_to_run(done + seed[:17], ARGS) if "seed" in row} == {0}
+    assert {row["seed"] for row in grid.rows_to_run(done + seed[:18], ARGS) if "seed" in row} == {0, 1}
     everything = grid.rows_in_order(ARGS)
     cells = {(row["layout"], row["keep"], row["how"]) for row in everything if row["stage"] == "distill"}
     assert {("gka", keep, how) for keep in (1, 3, 6) for how in ("uniform", "select")} <= cells
     assert len(everything) == len({tuple(row.items()) for row in everything})
+
+
+def test_a_mixture_waits_for_the_mixers_of_its_seed_and_spends_the_bytes_of_one(tmp_path, monkeypatch):
+    done = [aligned(name, seed) for seed, names in ((0, grid.MIXED), (1, grid.MIXED[:-1])) for name in names]
+    mixed = [row for row in grid.rows_to_run(done, ARGS) if row.get("how") == "mixture"]
+    assert {(row["layout"], row["seed"]) for row in mixed} == {(name, 0) for name in grid.MIXTURES}
+    sizes = {"gka": 2, "lattice": 1, "mamba2": 1, "coffee": 1, "ska": 1}
+    scores = {"gka": [1, 1, 1, 1], "lattice": [2, 5, 2, 2], "mamba2": [9, 0, 9, 9], "coffee": [9] * 4, "ska": [8] * 4}
+
+    def ranking(row, args):
+        return {"layers": [{"score": s} for s in scores[row["layout"]]], "layer_bytes": sizes[row["layout"]]}
+
+    monkeypatch.setattr(grid, "ranking_of", ranking)
+    found = {row["layout"]: grid.mixture(row, 4, None) for row in mixed}
+    assert found["select, bytes of gka"] == ["gka", "mamba2", "gka", "gka"]
+    assert found["select, bytes of lattice"] == ["lattice", "mamba2", "lattice", "lattice"]
+    assert set(found["echo"]) == {"mamba2", "ska"}
+
+
+def test_long_half_lives_reach_every_head(tiny):
+    for name, start in grid.START_DECAY.items():
+        student = convert_model(tiny, name)
+        mixer = next(iter(memory_mixers(student).values()))
+        start(mixer, (16.0, 4096.0))
+        # a rate r per token keeps exp(-r): of dt_bias for gka and gla, of A_log and dt = 1 for mamba2
+        rate = mixer.A_log.exp() * torch.nn.functional.softplus(mixer.dt_bias)
+        torch.testing.assert_close(math.log(2) / rate[[0, -1]], torch.tensor([16.0, 4096.0]), rtol=1e-3, atol=0)
 
 
 def test_kept_layers_are_spread_or_have_the_highest_scores():
@@ -231,8 +300,26 @@ def test_the_tables_and_the_plot_hold_all_students(tmp_path: Path):
     assert "ska, align: it failed" in text
     assert "gka against gla, no kept layer" in text
     assert "needle +20 points" in text
+    results["rows"].append(aligned("gka", ranking={"layers": [{}] * 4}))
+    short = report.short_table(results)
+    assert "A transformer of 4 layers" in short
+    assert "| the transformer itself | all |" in short
+    assert "| `gka` | 0 | 70 ± 14 |" in short
+    assert "| `gla`" not in short
     report.plot(results, tmp_path / "grid.png")
     assert (tmp_path / "grid.png").stat().st_size > 1000
+
+
+def test_the_runs_of_the_teacher_stand_in_one_table(tmp_path: Path):
+    rows = [recall("niah", 1024, 1.0), recall("variables", 1024, 0.8), recall("mqar_32_new", 1024, 0.25)]
+    first = {"tokens": 3_000_000, "recall": rows, "environment": {"hardware": "a CPU", "commit": "abc"}, "gates": []}
+    second = first | {"recall": [*rows, recall("mqar_32", 1024, 0.99), recall("mqar_32_unseen", 1024, 0.5)]}
+    second["gates"] = [{"tokens": 1_000_000, "mqar_32_unseen": 0.5}]
+    text = report.runs_table({"first": first, "open": second})
+    assert f"| first | 3M | {report.RUNS['first']} | 100.0 | 80.0 |  | 25.0 |  |" in text
+    assert f"| open | 3M | {report.RUNS['open']} | 100.0 | 80.0 | 99.0 | 50.0 | 50 after 1.0M |" in text
+    report.plot_runs({"open": second}, tmp_path / "runs.png")
+    assert (tmp_path / "runs.png").stat().st_size > 1000
 
 
 def test_manual_pages_and_html_become_text():

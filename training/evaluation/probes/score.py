@@ -9,7 +9,7 @@ from hf_memmix._transformers import execution_device
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.training.evaluation.probes.material import Answer, Sample
 
-CHUNK = 256  # number of answer tokens whose logits are in memory at a time
+CHUNK_LOGITS = 2**25  # number of logits of answer tokens that are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,9 @@ def _look(model: nn.Module, head, rows: list[list[int]], batch: list[Sample], de
     hidden = model.base_model(input_ids=torch.tensor(rows, device=device), use_cache=False).last_hidden_state
     places = [(row, at, a) for row, s in enumerate(batch) for a in s.answers for at in range(a.start, a.stop)]
     found = []
-    for begin in range(0, len(places), CHUNK):
-        chunk = places[begin : begin + CHUNK]
+    size = max(1, CHUNK_LOGITS // model.config.vocab_size)
+    for begin in range(0, len(places), size):
+        chunk = places[begin : begin + size]
         logp = head(hidden[[row for row, _, _ in chunk], [at - 1 for _, at, _ in chunk]]).float().log_softmax(-1)
         tokens = torch.tensor([batch[row].ids[at] for row, at, _ in chunk], device=logp.device)
         picked = logp.gather(1, tokens[:, None])[:, 0].tolist()

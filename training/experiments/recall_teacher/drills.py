@@ -1,11 +1,13 @@
 """Training sequences of recall, in the formats of the probes, with other keys and values than the probes have.
 
 A drill holds statements and questions in filler text. It has more questions than a probe, so that a token of training
-has more answers: passwords and lines of a dictionary, pairs of keys and values (MQAR), and chains of variables of up
-to two hops. Rows of training are packed: each drill ends with the end-of-text token.
+has more answers: passwords and lines of a dictionary, pairs of keys and values (MQAR), chains of variables of up to
+two hops, and pieces of text that come again. Rows of training are packed: each drill ends with the end-of-text token.
 
-No key or value of a drill begins with the first token of a probe's key or value. So the probes ask for words that the
-model has only read in text.
+No key or value of a drill begins with the first token of a probe's key or value, with one exception: keys and values
+of MQAR may also be single tokens of the vocabulary, of which only the first tokens of every fourth word of the probes
+(`texts.unseen_of`) are left out. Pieces have at least three tokens, and any token may stand in them. So every token is
+copied somewhere, and no word can be told to be "never an answer"; but the unseen words are in no drill of pairs.
 """
 
 import random
@@ -30,20 +32,33 @@ from hf_memmix.training.evaluation.probes.tasks import (
     sentence,
     sentence_end,
 )
+from hf_memmix.training.experiments.recall_teacher.texts import unseen_of
 
 SHORTEST = 96  # tokens of a drill
 AT_THE_START = 0.1  # share of the first statements that stand at the start of their drill
 ALONE = 0.25  # share of the rows that are one long drill
 ANSWERED = 8  # a drill with more answers than this has the weight of so many
 WORD_TEXT = 700_000  # tokens of the training text from which keys and values are taken
-LONGEST_PAIR = 2 * MAX_WORD_TOKENS + 2  # tokens
+KINDS = {"words": 0.4, "tokens": 0.35, "spans": 0.25}  # of the keys and of the values of MQAR
+FEW_VALUES = (32, 128, 1024)  # the values of one drill of MQAR begin with so many tokens
+SHUFFLED = 0.6  # share of the drills with shuffled text, and of those with the pieces in another order
+PIECES = (4, 8, 16)  # tokens of the longest piece
+SHORTEST_PIECE = 3  # tokens, so that pieces are no pairs
 Word = tuple[str, tuple[int, ...]]
 # an event of a drill: its place from 0 to 1, its tokens, and the number of tokens before and of an answer in it
 Event = tuple[float, list[int], tuple[int, int] | None]
 
 
+def first_tokens(material: Material) -> set[int]:
+    """The first tokens of all keys and values of a material."""
+    return {tokens[0] for pool in (material.keys, material.values) for _, tokens in pool}
+
+
 class DrillMaterial(Material):
-    """Filler, keys and values of the training text `tokens` [N], without the words of the probes of `avoid`."""
+    """Filler, keys and values of the training text `tokens` [N], without the words of the probes of `avoid`.
+
+    The words of `unseen_of(avoid)` are in no drill but those of pieces; the other ones may be single tokens of MQAR.
+    """
 
     def __init__(self, tokenizer, tokens: numpy.ndarray, avoid: Material):
         text = tokenizer.decode(tokens[:WORD_TEXT].tolist())
@@ -53,7 +68,9 @@ class DrillMaterial(Material):
         counts = Counter(re.findall(r"[A-Za-z]{3,}", text))
         words = [word for word, count in counts.items() if count > 1 and (word.istitle() or word.islower())]
         encoded = tokenizer([" " + word for word in words], add_special_tokens=False)["input_ids"]
-        taken = {tokens[0] for pool in (avoid.keys, avoid.values) for _, tokens in pool}
+        taken = first_tokens(avoid)
+        shut = first_tokens(unseen_of(avoid)) | set(tokenizer.all_special_ids)
+        self.tokens = [token for token in range(len(tokenizer)) if token not in shut]
         pool = [(w, tuple(ids)) for w, ids in zip(words, encoded, strict=True) if len(ids) <= MAX_WORD_TOKENS]
         self.keys = [word for word in pool if word[1][0] not in taken]
         self.names = [word for word in self.keys if word[0].istitle()]
@@ -118,22 +135,44 @@ def lines(material: DrillMaterial, length: int, draw: random.Random) -> tuple[li
 
 def pairs_again(material: DrillMaterial, length: int, draw: random.Random) -> tuple[list[int], list[tuple[int, int]]]:
     """Pairs, filler of any length, and the same pairs in another order."""
-    pairs, texts = _pairs(material, draw.uniform(0.25, 1.0) * length / 2 - 8, length, draw)
+    pairs, texts = _pairs(material, draw.uniform(0.25, 1.0) * length / 2 - 8, length, draw, any_tokens=True)
     tail, spans = [], []
     for i in draw.sample(range(len(pairs)), len(pairs)):
         tail += texts[i]
         spans.append((len(tail) - len(pairs[i][1][1]), len(tail)))
-    body = [t for text in texts for t in text]
-    rest = length - 1 - len(body) - len(tail)
-    gap = draw.choice((0, rest, draw.randint(0, rest)))
-    return _after(material, length, body, material.window(gap, draw), tail, spans, draw)
+    return _after(material, length, *_body_and_gap(material, length, texts, tail, draw), tail, spans, draw)
+
+
+def pieces_again(material: DrillMaterial, length: int, draw: random.Random) -> tuple[list[int], list[tuple[int, int]]]:
+    """Text or shuffled text, filler of any length, and pieces of the same text in another order or in the same one.
+
+    The answers are the tokens of a piece whose last token before them stands once in the text, so they are known.
+    """
+    size = int(draw.uniform(0.15, 1.0) * length / 2) - 8
+    text = [token for token in material.window(size, draw) if token != material.end]
+    if draw.random() < SHUFFLED:
+        draw.shuffle(text)
+    pieces, longest = [], draw.choice(PIECES)
+    while text:
+        cut = draw.randint(SHORTEST_PIECE, longest)
+        pieces.append(text[:cut])
+        text = text[cut:]
+    counts = Counter(token for piece in pieces for token in piece)
+    tail, spans = [], []
+    for piece in draw.sample(pieces, len(pieces)) if draw.random() < SHUFFLED else pieces:
+        for i, last in enumerate(piece[:-1], 1):
+            if counts[last] == 1:
+                spans.append((len(tail) + i, len(tail) + i + 1))
+        tail += piece
+    return _after(material, length, *_body_and_gap(material, length, pieces, tail, draw), tail, spans, draw)
 
 
 DRILLS: dict[str, tuple[Callable, float]] = {  # with their shares of the tokens
-    "passwords": (passwords, 0.25),
-    "chains": (chains, 0.35),
-    "lines": (lines, 0.15),
+    "passwords": (passwords, 0.15),
+    "chains": (chains, 0.3),
+    "lines": (lines, 0.1),
     "pairs": (pairs_again, 0.25),
+    "pieces": (pieces_again, 0.2),
 }
 
 
@@ -154,10 +193,41 @@ def woven(material: DrillMaterial, length: int, events: list[Event], draw: rando
     return [*ids, *filler[last:], material.end], spans
 
 
-def _pairs(material: DrillMaterial, room: float, most: int, draw: random.Random, *frame: str):
-    pairs, texts, size = [], [], 0
-    for key in draw.sample(material.keys, min(most, int(room) // 2, len(material.keys))):
-        value = draw.choice(material.values)
+def _body_and_gap(material: DrillMaterial, length: int, texts, tail, draw: random.Random):
+    """The joined texts, and filler that follows them: none, all that fits, or any length."""
+    body = [t for text in texts for t in text]
+    rest = length - 1 - len(body) - len(tail)
+    return body, material.window(draw.choice((0, rest, draw.randint(0, rest))), draw)
+
+
+def _drawers(material: DrillMaterial, count: int, draw: random.Random) -> tuple[list, Callable]:
+    """`count` keys and a function that draws a value: each kind is words, single tokens, or one to three tokens."""
+    longest = {"tokens": 1, "spans": MAX_WORD_TOKENS}
+
+    def span(kind: str, first: int) -> Word:
+        return "", (first, *draw.choices(material.tokens, k=draw.randrange(longest[kind])))
+
+    kinds = draw.choices(tuple(KINDS), tuple(KINDS.values()), k=2)
+    if kinds[0] == "words":
+        keys = draw.sample(material.keys, min(count, len(material.keys)))
+    else:
+        keys = [span(kinds[0], first) for first in draw.sample(material.tokens, min(count, len(material.tokens)))]
+    if kinds[1] == "words":
+        return keys, lambda: draw.choice(material.values)
+    few = draw.sample(material.tokens, draw.choice(FEW_VALUES))
+    return keys, lambda: span(kinds[1], draw.choice(few))
+
+
+def _pairs(
+    material: DrillMaterial, room: float, most: int, draw: random.Random, *frame: str, any_tokens: bool = False
+):
+    pairs, texts, size, count = [], [], 0, min(most, int(room) // 2)
+    if any_tokens:
+        keys, value_of = _drawers(material, count, draw)
+    else:
+        keys, value_of = draw.sample(material.keys, min(count, len(material.keys))), None
+    for key in keys:
+        value = draw.choice(material.values) if value_of is None else value_of()
         text = sentence(material, key, *frame[:1], value, *frame[1:])
         size += len(text)
         if size > room and pairs:
@@ -176,10 +246,16 @@ def _after(material: DrillMaterial, length: int, body, gap, tail, spans, draw: r
     return [*head, *body, *gap, *tail, material.end], kept
 
 
-def row_of(material: DrillMaterial, length: int, draw: random.Random) -> tuple[list[int], list[float]]:
-    """A row of packed drills: `length` token ids and the weight of each token as an answer (0: no answer)."""
-    ids, weights = [], []
-    makers, shares = zip(*DRILLS.values(), strict=True)
+def row_of(
+    material: DrillMaterial, length: int, draw: random.Random, more_pieces: float = 0.0
+) -> tuple[list[int], list[float]]:
+    """A row of packed drills: `length` token ids and the weight of each token as an answer (0: no answer).
+
+    more_pieces: the share of the tokens that drills of pieces take from those of pairs.
+    """
+    ids, weights, moved = [], [], {"pairs": -more_pieces, "pieces": more_pieces}
+    makers = [make for make, _ in DRILLS.values()]
+    shares = [share + moved.get(name, 0.0) for name, (_, share) in DRILLS.items()]
     alone = draw.random() < ALONE
     while (rest := length - len(ids)) >= SHORTEST:
         size = length if alone else min(rest, round(SHORTEST * (length / SHORTEST) ** draw.random()))
@@ -203,8 +279,9 @@ class Rows(IterableDataset):
     loader draws its own batches, from `seed` and its number.
     """
 
-    def __init__(self, material: DrillMaterial, rows: int, length: int, seed: int):
+    def __init__(self, material: DrillMaterial, rows: int, length: int, seed: int, more_pieces: float = 0.0):
         self.material, self.rows, self.length, self.seed = material, rows, length, seed
+        self.more_pieces = more_pieces
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
@@ -216,6 +293,6 @@ class Rows(IterableDataset):
     def batch(self, draw: random.Random) -> tuple[Tensor, Tensor]:
         text = self.rows // 2
         rows = [(self.material.window(self.length, draw), [0.0] * self.length) for _ in range(text)]
-        rows += [row_of(self.material, self.length, draw) for _ in range(self.rows - text)]
+        rows += [row_of(self.material, self.length, draw, self.more_pieces) for _ in range(self.rows - text)]
         ids, weights = zip(*rows, strict=True)
         return torch.tensor(ids, dtype=torch.int32), torch.tensor(weights)

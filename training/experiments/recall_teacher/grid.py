@@ -5,15 +5,17 @@
     python training/experiments/recall_teacher/grid.py --teacher .scratch/teacher --data .scratch/recall --workers 8 \\
         --out training/experiments/recall_teacher/results/grid.json --plot
 
-Every layout is aligned in all layers once per seed. Its students take these mixers, keep 0, 1, 3 or 6 of 12 layers as
-attention (spread uniformly, or the layers that `memmix select` ranks highest), and are distilled on the same tokens.
-Students with attention over a window of 64 or 256 tokens in the place of the mixer are the control. The rows come in
-the order of what they tell: pure students and three kept layers of every mixer first. The same command continues an
-interrupted run.
+Every layout is aligned in all layers once per seed. Its students take these mixers, keep 0, 1, 3 or 6 of 12 layers
+as attention (spread uniformly, or the layers that `memmix select` ranks highest), and are distilled on the same
+tokens. Students with attention over a window of 64 or 256 tokens in the place of the mixer are the control. Mixtures
+take their mixers from the same alignments: the choice of `memmix select` at the state bytes of one mixer, and Echo's
+layout. The rows come in the order of what they tell: pure students and three kept layers of every mixer first. The
+same command continues an interrupted run and stops itself at its time limit.
 """
 
 import functools
 import json
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -24,19 +26,22 @@ import torch
 import typer
 
 from hf_memmix.command_options import command
-from hf_memmix.conversion import convert_model, load_model, report
+from hf_memmix.conversion import convert_model, load_model, mixer_types_of, report
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.from_attention.gka import start_decay
-from hf_memmix.conversion.mixer_files import load_mixers, mixer_file, write_mixers
+from hf_memmix.conversion.layer_cost import LayerCost
+from hf_memmix.conversion.mixer_files import load_aligned, mixer_file, write_mixers
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import ATTENTION
-from hf_memmix.serving.footprint import Footprint
+from hf_memmix.serving.footprint import Footprint, state_bytes
+from hf_memmix.swap import memory_mixers
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.layer_selection import choose, rank_layers
+from hf_memmix.training.evaluation.mixer_search import Budget, choose_mixers, scores_of
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.fit import Deadline, autocast
-from hf_memmix.training.experiments.common.harness import attempt, device, execute
+from hf_memmix.training.experiments.common.harness import attempt, device, execute, matches
 from hf_memmix.training.experiments.common.options import PlottedOptions, draw_if_asked
 from hf_memmix.training.experiments.recall_teacher import window  # noqa: F401, registers "window"
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, recall_of
@@ -56,8 +61,13 @@ LAYOUTS = {
     "window-256": ("window", {"window": 256}, None),
     "gka, long": ("gka", {}, (16.0, 4096.0)),
     "gla, long": ("gla", {}, (16.0, 4096.0)),
+    "mamba2, long": ("mamba2", {}, (16.0, 4096.0)),
 }
 MAIN = tuple(LAYOUTS)[:8]
+FIRST, FIRST_CELLS = (*MAIN, "gka, long"), ((0, "uniform"), (3, "uniform"))  # what a seed measures first
+MIXED = ("gka", "lattice", "mamba2", "coffee", "ska")  # the mixers of the library, which `select` chooses among
+# layouts of several mixers: the mixer whose state bytes `select` may use, or None for Echo's layout
+MIXTURES = {"select, bytes of gka": "gka", "select, bytes of lattice": "lattice", "echo": None}
 RATES = {"align": {"learning_rate": 5e-3}, "distill": {"learning_rate": 2e-3, "rest_learning_rate": 2e-4}}
 RANKING = "ranking.json"
 RANKING_LENGTH = 512  # tokens of the probes that rank the layers
@@ -65,38 +75,48 @@ RANKING_LENGTH = 512  # tokens of the probes that rank the layers
 
 def rows_in_order(args) -> list[dict]:
     """All rows, the most informative first."""
-    rows = [{"stage": "teacher"}]
+    rows = []
 
-    def add(names, seeds, cells=()):
-        rows.extend({"stage": "align", "layout": name, "seed": seed} for seed in seeds for name in names)
+    def add(names, seeds, cells, aligns=True):
+        for seed in seeds if aligns else ():
+            rows.extend({"stage": "align", "layout": name, "seed": seed} for name in names)
         for keep, how in cells:
-            more = [{"layout": name, "keep": keep, "how": how, "seed": seed} for seed in seeds for name in names]
-            rows.extend({"stage": "distill"} | row for row in more)
+            cell = {"keep": keep, "how": how}
+            rows.extend({"stage": "distill", "layout": name, "seed": seed} | cell for seed in seeds for name in names)
 
-    pure, three, (first, *others) = (0, "uniform"), (3, "uniform"), args.seed_list
-    add(MAIN, [first], [pure])
-    add(("gka, long", "gla, long"), [first], [pure])
-    add(MAIN, [first], [three])
-    add(MAIN, [first], [(3, "select")])
-    add(MAIN, others, [pure, three])
-    add(MAIN, [first], [(keep, how) for keep in (1, 6) for how in ("uniform", "select")])
-    add(("gka, long", "gla, long"), others, [pure])
-    add(MAIN, others, [(3, "select"), *((keep, how) for keep in (1, 6) for how in ("uniform", "select"))])
+    for seed in args.seed_list:
+        add(FIRST, [seed], [(0, "uniform")])
+        rows.append({"stage": "teacher"})
+        add(FIRST, [seed], [(3, "uniform")])
+        add(MIXTURES, [seed], [(0, "mixture")], aligns=False)
+    add(LAYOUTS, args.seed_list, [(0, "uniform")])
+    add(MAIN, args.seed_list, [(3, "select"), *((keep, how) for keep in (1, 6) for how in ("uniform", "select"))])
     unique = {tuple(row.items()): row for row in rows}
     return [row for row in unique.values() if row.get("layout", args.layouts[0]) in args.layouts]
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    """The rows whose mixers are aligned and lie in the folder of aligned mixers."""
+    """The rows whose mixers are aligned and lie in the folder of aligned mixers.
+
+    A seed begins when pure students and those with three kept layers of the seed before it have ended.
+    """
     aligned = {(row["layout"], row["seed"]): row for row in done if row["stage"] == "align"}
-    rows = []
-    for row in rows_in_order(args):
-        if row["stage"] == "distill":
-            found = aligned.get((row["layout"], row["seed"]))
-            if found is None or not found["finite"] or (row["how"] == "select" and not found["ranking"]):
-                continue
-        rows.append(row)
-    return rows
+
+    def is_ready(row: dict) -> bool:
+        if row["stage"] != "distill":
+            return True
+        names = MIXED if row["how"] == "mixture" else [row["layout"]]
+        found = [aligned.get((name, row["seed"])) for name in names]
+        return all(one and one.get("finite") and (one["ranking"] or row["how"] == "uniform") for one in found)
+
+    def is_first(row: dict) -> bool:
+        return row.get("layout") in FIRST and (row["stage"] == "align" or (row["keep"], row["how"]) in FIRST_CELLS)
+
+    rows = [row for row in rows_in_order(args) if is_ready(row)]
+    running = [row["seed"] for row in rows if is_first(row) and not any(matches(known, row) for known in done)]
+    places = {seed: place for place, seed in enumerate(args.seed_list)}
+    last = min((places[seed] for seed in running), default=len(places))
+    return [row for row in rows if places.get(row.get("seed"), 0) <= last]
 
 
 def kept_layers(keep: int, how: str, ranking: dict, layers: int) -> list[int]:
@@ -119,7 +139,7 @@ def align(row: dict, args) -> dict:
     student = convert_model(teacher, name, seed=row["seed"], mixers={name: options})
     if half_lives is not None:
         for layer in converted_layers(student):
-            start_decay(attention_module(student, layer), half_lives)
+            START_DECAY[name](attention_module(student, layer), half_lives)
     began = time.time()
     curve, error = trained(student, teacher, "align", row["seed"], args)
     if error is not None:
@@ -137,27 +157,53 @@ def align(row: dict, args) -> dict:
     folder = mixers_folder(row, args)
     folder.mkdir(parents=True, exist_ok=True)
     write_mixers(student, mixer_file(folder, name), {})
-    write_json(folder / RANKING, ranking)  # the last file: with it, the folder is complete
+    size = {"layer_bytes": state_bytes(memory_mixers(student)[0], torch.float32)}
+    write_json(folder / RANKING, (ranking or {}) | size)  # the last file: with it, the folder is complete
     return result | {"ranking": ranking} | ({"ranking_error": errors["ranking"]} if errors else {})
 
 
 def distill(row: dict, args) -> dict:
     """Distil one student and measure it."""
     teacher = teacher_of(args.teacher)
-    name, options, _ = LAYOUTS[row["layout"]]
     layers = teacher.config.num_hidden_layers
-    kept = kept_layers(row["keep"], row["how"], ranking_of(row, args), layers)
-    types = [ATTENTION if layer in kept else name for layer in range(layers)]
-    student = convert_model(teacher, layers=types, seed=row["seed"], mixers={name: options})
-    load_mixers(student, mixers_folder(row, args))
+    if row["how"] == "mixture":
+        types, options = mixture(row, layers, args), {}
+        sources = {name: mixers_folder(row | {"layout": name}, args) for name in MIXED}
+    else:
+        name, options, _ = LAYOUTS[row["layout"]]
+        kept = kept_layers(row["keep"], row["how"], ranking_of(row, args), layers)
+        types = [ATTENTION if layer in kept else name for layer in range(layers)]
+        sources, options = {name: mixers_folder(row, args)}, {name: options}
+    student = convert_model(teacher, layers=types, seed=row["seed"], mixers=options)
+    for mixer in memory_mixers(student).values():
+        load_aligned(mixer, sources[mixer.name])
     size = Footprint.of(student.config, torch.float32)
-    result = {"kept": kept, "state_bytes": size.state_bytes(), "parameters": student.num_parameters()}
+    result = {"types": types, "state_bytes": size.state_bytes(), "parameters": student.num_parameters()}
     began = time.time()
     curve, error = trained(student, teacher, "distill", row["seed"], args)
     if error is not None:
         return result | {"finite": False, "diverged": error}
     result |= {"finite": True, "curve": curve, "training_seconds": round(time.time() - began, 1)}
     return result | measured(student.to(device()).eval(), teacher, args)
+
+
+def mixture(row: dict, layers: int, args) -> list[str]:
+    """The mixer of every layer of a mixture."""
+    rankings = {name: ranking_of(row | {"layout": name}, args) for name in MIXED}
+    if (limit := MIXTURES[row["layout"]]) is None:
+        return mixer_types_of(row["layout"], layers)
+    scores = [{k: v for k, v in layer.items() if k != ATTENTION} for layer in scores_of(rankings)]
+    costs = [{name: LayerCost(found["layer_bytes"], None, None) for name, found in rankings.items()}] * layers
+    return choose_mixers(scores, costs, Budget(state_bytes=layers * rankings[limit]["layer_bytes"]))
+
+
+@torch.no_grad()
+def start_decay_of_mamba2(mixer, half_lives: tuple[float, float]) -> None:
+    low, high = (math.log(x) for x in half_lives)
+    mixer.A_log.copy_(torch.log(math.log(2) / torch.linspace(low, high, mixer.heads).exp()))
+
+
+START_DECAY = {"gka": start_decay, "gla": start_decay, "mamba2": start_decay_of_mamba2}
 
 
 def trained(student, teacher, stage: str, seed: int, args) -> tuple[list, str | None]:
@@ -169,7 +215,7 @@ def trained(student, teacher, stage: str, seed: int, args) -> tuple[list, str | 
         batch_size=args.batch_size,
         block_size=args.block_size,
         warmup_steps=steps // 10 + 1,
-        chunk_tokens=8192,
+        chunk_tokens=4096,
         seed=seed,
         trainer={"disable_tqdm": True, "logging_steps": max(1, steps // 20)},
         **RATES[stage],
@@ -225,7 +271,7 @@ def mixers_folder(row: dict, args) -> Path:
 class Options(PlottedOptions):
     teacher: Annotated[Path, typer.Option(help="folder of the recall teacher")]
     data: Annotated[Path, typer.Option(help="folder that corpus.py wrote, with rows.npy of distillation_rows.py")]
-    layouts: Annotated[list[str], typer.Option(help="repeatable")] = tuple(LAYOUTS)
+    layouts: Annotated[list[str], typer.Option(help="repeatable")] = (*LAYOUTS, *MIXTURES)
     seed_list: Annotated[list[int], typer.Option(help="seeds, in the order of their rows; repeatable")] = (0, 1)
     align_steps: int = 100
     distill_steps: int = 180

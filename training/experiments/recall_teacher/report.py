@@ -10,6 +10,14 @@ from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, pypl
 from hf_memmix.training.experiments.common.report import mean_of_rows
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES, mean_recall
 
+RUNS = {  # of the teacher, in their order
+    "first": "words that are no key of a probe",
+    "second": "words that are neither key nor value of a probe",
+    "strict": "also any token that begins no word of a probe",
+    "open": "also tokens that begin three of four words of a probe",
+}
+SHORT = ("gka", "gka, long", "lattice", "mamba2, long", "window-256")  # the students of `short_table`
+LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
 RIDGE = (("gka", "gla"), ("gka, long", "gla, long"))  # the same memory with and without the ridge regression
 
 
@@ -38,6 +46,46 @@ def teacher_section(results: dict) -> str:
             f" commit {results['environment']['commit']}.",
         ]
     )
+
+
+def runs_table(runs: dict[str, dict]) -> str:
+    """One line per run of the teacher, by its name in `RUNS`: recall at the length of the gate."""
+    head = [
+        "run",
+        "tokens",
+        "words that the drills of MQAR may have",
+        "needle",
+        "two hops",
+        "MQAR: words of the drills",
+    ]
+    lines = []
+    for name, results in runs.items():
+        rows, shares = results["recall"], []
+        for tasks in (["niah"], ["variables"], ["mqar_32"], ["mqar_32_unseen", "mqar_32_new"]):
+            found = [share for task in tasks if (share := mean_recall(rows, task, GATE_LENGTH)) is not None]
+            shares.append(f"{100 * found[0]:.1f}" if found else "")
+        first = next((row for row in results["gates"] if "mqar_32_unseen" in row), None)
+        early = f"{100 * first['mqar_32_unseen']:.0f} after {first['tokens'] / 1e6:.1f}M" if first else ""
+        shares.append(early)
+        lines.append([name, f"{results['tokens'] / 1e6:.0f}M", RUNS[name], *shares])
+    return (
+        markdown_table([*head, "MQAR: words of no pair", "the same, early in the run"], lines)
+        + f"\n\nExact answers in % at {GATE_LENGTH} tokens; MQAR has 32 pairs. "
+        + "; ".join(f"{name}: commit {results['environment']['commit']}" for name, results in runs.items())
+        + f". {next(iter(runs.values()))['environment']['hardware']}."
+    )
+
+
+def plot_runs(runs: dict[str, dict], path: str | Path) -> None:
+    """Plot MQAR with words of no pair, in development text, by the tokens of a run."""
+    figure, (panel,) = figure_of(1, next(iter(runs.values()))["environment"]["hardware"])
+    for place, (name, results) in enumerate(runs.items()):
+        checks = [row for row in results["gates"] if "mqar_32_unseen" in row]
+        style = {"marker": MARKERS[place % len(MARKERS)], "ms": 4, "label": name}
+        panel.plot([r["tokens"] / 1e6 for r in checks], [100 * r["mqar_32_unseen"] for r in checks], **style)
+    panel.set(xlabel="tokens of the run, millions", ylabel="MQAR, words of no pair, %", ylim=(-4, 104))
+    panel.legend(fontsize=8, frameon=False)
+    save(figure, path)
 
 
 def plot_teacher(results: dict, path: str | Path) -> None:
@@ -70,6 +118,11 @@ def share_text(rows: list[dict], task: str, length: int) -> str:
     return spread_text([None if share is None else 100 * share for share in shares], 0)
 
 
+def letters_of(rows: list[dict]) -> str:
+    """The mixers of the layers as letters, of each seed if the seeds differ."""
+    return ", ".join(dict.fromkeys("".join(LETTERS[kind] for kind in row["types"]) for row in rows))
+
+
 def table(results: dict) -> str:
     """One line per student: quality on both texts, and recall at the length of the gate."""
     head = ["kept", "layers", "mixer", "state", "perplexity ratio", "KL", "same token, %", "domain: ratio", "KL"]
@@ -83,7 +136,7 @@ def table(results: dict) -> str:
         lines.append(
             [
                 str(keep),
-                how if keep else "",
+                letters_of(rows) if how == "mixture" else how if keep else "",
                 name,
                 bytes_text(rows[0]["state_bytes"]),
                 mean_of_rows(rows, "heldout_ppl_ratio", 3).removesuffix(" (1 seed)"),
@@ -97,6 +150,8 @@ def table(results: dict) -> str:
         )
     failed = [row for row in results["rows"] if row.get("error") or row.get("finite") is False]
     notes = [f"{row.get('layout')}, {row['stage']}: {row.get('diverged') or row.get('error')}" for row in failed]
+    if any(how == "mixture" for _, how, _ in groups(results)):
+        notes.insert(0, f"Layers of a mixture: {', '.join(f'{letter} {name}' for name, letter in LETTERS.items())}.")
     return "\n\n".join([markdown_table(head, lines), *notes])
 
 
@@ -113,6 +168,30 @@ def length_table(results: dict) -> str:
     for name, rows in shown.items():
         lines.append([name, *(share_text(rows, task, length) for task, by in measured.items() for length in by)])
     return markdown_table(head, lines, figures=True)
+
+
+def short_table(results: dict) -> str:
+    """Recall by length of a few students, for readers who want to know what to expect."""
+    teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
+    students = [row for rows in groups(results).values() for row in rows]
+    measured = {(cell["task"], cell["length"]) for row in students for cell in row["recall"]}
+    columns = [(t, n) for t in ("niah", "mqar_32") for n in results["settings"]["lengths"] if (t, n) in measured]
+    lines = []
+    for (keep, how, name), rows in ({(None, "", "the transformer itself"): teacher} | groups(results)).items():
+        if not rows or (keep is not None and (name not in SHORT or how != "uniform")):
+            continue
+        shares = [share_text(rows, task, length) for task, length in columns]
+        lines.append([name if keep is None else f"`{name}`", "all" if keep is None else str(keep), *shares])
+    head = ["mixer", "layers that keep attention"]
+    head += [f"{PROBES[task][2]}, {length}" for task, length in columns]
+    layers = max((len(row["ranking"]["layers"]) for row in results["rows"] if row.get("ranking")), default=0)
+    steps = results["settings"]["align_steps"] + results["settings"]["distill_steps"]
+    tokens = steps * results["settings"]["batch_size"] * results["settings"]["block_size"] / 1e6
+    return (
+        markdown_table(head, lines)
+        + f"\n\nExact answers in % by length in tokens. A transformer of {layers} layers; every student was trained on"
+        f" {tokens:.1f}M tokens. {SPREAD_NOTE} {measured_at(results)}."
+    )
 
 
 def depth_table(results: dict, task: str = "niah") -> str:

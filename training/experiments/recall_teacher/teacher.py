@@ -16,7 +16,9 @@ gate.
 import copy
 import json
 import math
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -97,6 +99,14 @@ def compiled(model, args: SimpleNamespace):
     return torch.compile(losses, dynamic=False)
 
 
+def batches_of(material: DrillMaterial, length: int, args: SimpleNamespace):
+    """An iterator of batches of `args.batch_tokens` in rows of `length`. Its workers are forked before CUDA starts."""
+    rows = Rows(material, args.batch_tokens // length, length, args.seed, args.more_pieces)
+    options = {"prefetch_factor": 4, "persistent_workers": True} if args.workers else {}
+    pin = torch.cuda.is_available()
+    return iter(DataLoader(rows, batch_size=None, num_workers=args.workers, pin_memory=pin, **options))
+
+
 def train(args: SimpleNamespace) -> dict:
     """Train until `args.seconds` have passed and return the record of the training."""
     began = time.time()
@@ -106,24 +116,19 @@ def train(args: SimpleNamespace) -> dict:
     material = DrillMaterial(tokenizer, tokens_of(args.data, "train"), probes)
     if not (args.data / WORDS).exists():
         write_words(args.data, material.keys, material.values)
-    lengths, batches = list(args.lengths), []
-    for length in lengths:  # the workers are forked before CUDA starts
-        rows = Rows(material, args.batch_tokens // length, length, args.seed)
-        options = {"prefetch_factor": 4, "persistent_workers": True} if args.workers else {}
-        pin = torch.cuda.is_available()
-        loader = DataLoader(rows, batch_size=None, num_workers=args.workers, pin_memory=pin, **options)
-        batches.append(iter(loader))
+    lengths = list(args.lengths)
+    batches = [batches_of(material, length, args) for length in lengths]
     model = build(args, tokenizer) if args.start is None else load_model(args.start, dtype=torch.float32)
     model = model.to(device()).train()
     plain = copy.deepcopy(model)  # is saved and probed: other shapes would compile the layers again
     optimizers, loss_of = optimizers_of(model, args), compiled(model, args)
     on_gpu = model.device.type == "cuda"
-    few = drawn(probe_materials(args.data), [args.gate_length], 4)
+    few = drawn(probe_materials(args.data, filler="dev"), [args.gate_length], args.few, seed=1)
     record = {"parameters": model.num_parameters(), "curve": [], "gates": []}
     step, seen, saved, checked = 0, 0, began, 0
     sums, summed = torch.zeros(2, device=model.device), 0
     training_began = time.time()
-    limit = args.seconds - (training_began - began)
+    limit = max(1.0, args.seconds - (training_began - began))
     while (progress := (time.time() - training_began) / limit) < 1:
         phase = min(len(lengths) - 1, int(progress * len(lengths)))
         ids, weights = (x.to(model.device, non_blocking=True) for x in next(batches[phase]))
@@ -163,6 +168,7 @@ def train(args: SimpleNamespace) -> dict:
     plain.load_state_dict(model.state_dict())
     save(plain, tokenizer, args.out)
     record |= {"steps": step, "tokens": seen, "training_seconds": round(time.time() - training_began, 1)}
+    record["dev_gate"] = quick_gate(plain, few, args.gate_length)  # decides between runs
     return record
 
 
@@ -186,7 +192,11 @@ def context_use(model, tokens: Tensor, count: int) -> list[dict]:
     return rows
 
 
-def measure(folder: Path, data: Path, args: SimpleNamespace) -> dict:
+def probes_of(data: Path, lengths: list[int], samples: int) -> dict:
+    return drawn(probe_materials(data), lengths, samples)
+
+
+def measure(folder: Path, data: Path, args: SimpleNamespace, probes: dict) -> dict:
     """The figures of a saved teacher, in float32 on its bfloat16 weights."""
     model = load_model(folder, dtype=torch.float32).to(device()).eval()
     streams = {name: torch.from_numpy(tokens_of(data, name).astype(numpy.int64)) for name in ("heldout", "domain")}
@@ -194,7 +204,7 @@ def measure(folder: Path, data: Path, args: SimpleNamespace) -> dict:
     for name, stream in streams.items():
         result["loss"][name] = mean_loss(model, stream[: args.measured_tokens], 1024)
         result["context_use"][name] = context_use(model, stream[: args.measured_tokens], args.positions)
-    result["recall"] = recall_of(model, drawn(probe_materials(data), args.probe_lengths, args.samples))
+    result["recall"] = recall_of(model, probes)
     result["gate"] = gate_of(result["recall"])
     return result
 
@@ -228,8 +238,10 @@ def main(
         2048,
     ),
     samples: Annotated[int, typer.Option(help="probes per length and depth")] = 20,
+    few: Annotated[int, typer.Option(help="probes per depth during training, in development text")] = 6,
     measured_tokens: int = 200_000,
     positions: Annotated[int, typer.Option(help="tokens whose loss is measured with the context cut")] = 1000,
+    more_pieces: Annotated[float, typer.Option(help="share of the tokens that pieces take from pairs")] = 0.0,
     seed: int = 0,
 ) -> None:
     """Train the teacher, then measure it."""
@@ -237,10 +249,12 @@ def main(
     args = SimpleNamespace(**values)
     settings = {key: str(value.name) if isinstance(value, Path) else value for key, value in values.items()}
     results = {"experiment": "recall_teacher", "environment": environment(device()), "settings": settings}
-    results |= train(args)
-    write_json(record, results)
-    results |= measure(out, data, args)
-    write_json(record, results)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # draws the probes while it trains
+        probes = pool.submit(probes_of, data, probe_lengths, samples)
+        results |= train(args)
+        write_json(record, results)
+        results |= measure(out, data, args, probes.result())
+        write_json(record, results)
     print(json.dumps({"gate": results["gate"], "loss": results["loss"]}))
 
 

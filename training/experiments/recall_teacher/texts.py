@@ -11,6 +11,7 @@ from hf_memmix.training.evaluation.probes import Material
 
 WORDS = "words.json"
 KEYS, VALUES = 1024, 128  # as many as `Material` has
+PART = 4  # one of so many words of the probes is in the part that is unseen in any case
 MATERIAL_TOKENS = 150_000  # tokens of a split from which filler, keys and values of the probes are taken
 
 
@@ -44,7 +45,22 @@ def with_drill_words(material: Material, folder: Path) -> Material:
     return other
 
 
-def probe_materials(folder: Path, split: str = "heldout") -> dict[str, Material]:
-    """The material of each kind of words: "new" ones, which stand in no drill, and those of the "drills"."""
+def unseen_of(material: Material) -> Material:
+    """The material with every fourth of its keys and values."""
+    other = copy.copy(material)
+    other.keys, other.values = material.keys[::PART], material.values[::PART]
+    return other
+
+
+def probe_materials(folder: Path, split: str = "heldout", filler: str | None = None) -> dict[str, Material]:
+    """The material of each kind of words.
+
+    "new" words are no words of any drill, but three of four may be single tokens in drills of MQAR; the fourth part of
+    them that is "unseen" is not. "drills" has words of the drills.
+
+    filler: the split that filler is taken from, if it is not `split`.
+    """
     new = material_of(folder, split)
-    return {"new": new, "drills": with_drill_words(new, folder)}
+    if filler is not None:
+        new.filler = tokens_of(folder, filler)[:MATERIAL_TOKENS].tolist()
+    return {"new": new, "unseen": unseen_of(new), "drills": with_drill_words(new, folder)}

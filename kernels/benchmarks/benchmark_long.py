@@ -4,8 +4,8 @@
 
 Weights (bf16) and tokens are random. "prompt" is `model.generate` with `prefill_chunk_size`: tokens of the prompt per
 second up to the first new token, and the peak of allocated memory, in which the cache is included. "train" is forward,
-backward and one fused AdamW step of one row with gradient checkpointing and the library's own loss. The times are those
-of the GPU's events; a prompt is measured once, after a short one that compiles the kernels, and a training step is the
+backward and one fused AdamW step of one row with gradient checkpointing and the library's own loss. The GPU's events
+measure the times; a prompt is measured once, after a short one that compiles the kernels, and a training step is the
 median of `--repeats`. A run that needs more memory than the GPU has is a row with the `note` "out of memory". Rows of
 --out that describe the same measurement are replaced; all other rows are kept.
 """

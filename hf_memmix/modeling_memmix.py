@@ -88,7 +88,8 @@ class MemMixModel(MemMixPreTrained):
             layers = memory_mixers(self)
             kinds = [layers.get(i, ATTENTION) for i in range(len(self.config.mixer_types))]
             ranks = split_of(group, position_ids, batch, length, mask, kinds)
-            attention_mask, use_cache = None, False
+            # without a mask, the library takes positions that jump for packed sequences and makes a mask of [T, T]
+            attention_mask, use_cache = position_ids.new_ones(batch, length), False
         if boundaries is not None:
             if mask is not None or given is not None or use_cache:
                 what = "a padding mask" if mask is not None else "a cache"

@@ -17,6 +17,11 @@ __all__ = ["current_group", "keep_order", "split_of"]
 
 MAX_PIECES = 2  # of one rank; torch's balance for causal attention gives a rank its part from the front and the end
 
+_ONE_SEQUENCE = (
+    "split position_ids of the whole sequence like input_ids, and give one sequence per row: packed sequences cannot"
+    " be split over processes"
+)
+
 
 def keep_order(keep: bool = True):
     """Let torch give every rank one stretch of consecutive tokens (or not, with False).
@@ -68,13 +73,9 @@ def split_of(
         )
     pieces = []
     for rank, found in enumerate(all_told):
-        count, numbers = found[0], found[2:]
+        count, numbers, start = found[0], found[2:], 0
         if not 1 <= count <= MAX_PIECES:
-            raise ValueError(
-                f"position_ids of rank {rank} are not one sequence: they start again, or differ between the rows."
-                " Packed sequences cannot be split over processes; give one sequence per row"
-            )
-        start = 0
+            raise ValueError(f"position_ids of rank {rank} start again, or differ between the rows; {_ONE_SEQUENCE}")
         for first, tokens in zip(numbers[0 : 2 * count : 2], numbers[1 : 2 * count : 2], strict=True):
             pieces.append((first, Piece(start, start + tokens, rank)))
             start += tokens
@@ -82,9 +83,8 @@ def split_of(
     for (first, piece), (following, _) in zip(pieces, pieces[1:], strict=False):
         if first + piece.stop - piece.start != following:
             raise ValueError(
-                f"position_ids of the ranks do not follow each other: after {piece.stop - piece.start} tokens from"
-                f" position {first} comes position {following}; split position_ids of the whole sequence like"
-                " input_ids"
+                f"position_ids of the ranks do not follow each other: {piece.stop - piece.start} tokens from position"
+                f" {first}, and then position {following}; {_ONE_SEQUENCE}"
             )
     return Pieces(group, tuple(piece for _, piece in pieces), padded)
 

@@ -5,12 +5,12 @@ same Llama with a mixer in every layer, or in three of four.
         kernels/benchmarks/benchmark_context_parallel.py --out kernels/benchmarks/results/context_parallel_h200.json
 
 Weights (bf16) and tokens are random. "train" is forward, backward, the sum of the gradients over the GPUs and one
-fused AdamW step, with gradient checkpointing and the library's own loss, in torch's `context_parallel`. Its time is the
-median of `--repeats` steps between CUDA events, its memory the largest peak of the GPUs. With one process the same step
-runs on one GPU. "check" compares a small model in fp32 on all GPUs with the same on one GPU: `difference` is the largest
-of |a - b| / |b| of the loss and of the gradient of every parameter. `balanced` means that a GPU holds a part from the
-front and one from the end of the sequence. Rows of --out that describe the same measurement are replaced; all other
-rows are kept.
+fused AdamW step, with gradient checkpointing and the library's own loss, in torch's `context_parallel`. Its time is
+the median of `--repeats` steps between CUDA events, its memory the largest peak of the GPUs. With one process the same
+step runs on one GPU. "check" compares a small model in fp32 on all GPUs with the same on one GPU: `difference` is
+|a - b| / |b| of the loss and of all gradients as one vector, and `worst` the largest of the parameters' gradients.
+`balanced` means that a GPU holds a part from the front and one from the end of the sequence. Rows of --out that
+describe the same measurement are replaced; all other rows are kept.
 """
 
 import argparse
@@ -89,16 +89,14 @@ def backward(model, length: int, mesh) -> torch.Tensor:
 
 
 def check(mixer: str, layout: str, mesh) -> dict:
-    """The largest relative difference of loss and gradients."""
+    """The relative differences of loss and gradients between all GPUs and one."""
     model = build(mixer, layout, torch.float32, **SMALL)
     alone = copy.deepcopy(model)
     losses = backward(model, CHECKED_TOKENS, mesh), backward(alone, CHECKED_TOKENS, None)
-    pairs = {"loss": losses}
-    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-        pairs[name] = ours.grad, theirs.grad
-    differences = {name: ((ours - theirs).norm() / theirs.norm()).item() for name, (ours, theirs) in pairs.items()}
-    worst = max(differences, key=differences.get)
-    return {"difference": float(f"{differences[worst]:.2g}"), "worst": worst}
+    pairs = [(ours.grad, theirs.grad) for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True)]
+    whole = [torch.cat([gradient.flatten() for gradient in of_one]) for of_one in zip(*pairs, strict=True)]
+    loss, gradients, *each = (((a - b).norm() / b.norm()).item() for a, b in (losses, whole, *pairs))
+    return {"difference": float(f"{max(loss, gradients):.2g}"), "worst": float(f"{max(each):.2g}")}
 
 
 def train(mixer: str, layout: str, mesh, length: int, repeats: int) -> dict:

@@ -45,7 +45,8 @@ CASES = {
     "coffee, stablelm": {"mixer": "coffee", "family": "stablelm"},
 }
 REFUSED = {
-    "packed": ({"mixer": "gka", "restart": 40}, "Packed sequences cannot be split"),
+    "packed": ({"mixer": "gka", "restart": 40}, "packed sequences cannot be split"),
+    "many packed": ({"mixer": "gka", "restart": 5}, "rank 0 start again"),
     "positions of one part": ({"mixer": "gka", "forget_positions": True}, "do not follow each other"),
     "generate": ({"mixer": "gka", "generate": True}, "generate\\(\\) outside"),
     "padding with attention": ({"mixer": "gka", "layout": [1], "mask": "right"}, "have padding"),

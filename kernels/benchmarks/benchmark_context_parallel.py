@@ -25,7 +25,8 @@ import torch.distributed as dist
 import triton
 from benchmark import commit, merge
 from benchmark_generate import SHAPE
-from benchmark_model import MIXERS, median_ms
+from benchmark_long import median_seconds
+from benchmark_model import MIXERS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -111,7 +112,7 @@ def train(mixer: str, layout: str, mesh, length: int, repeats: int) -> dict:
         optimizer.zero_grad()
 
     torch.cuda.reset_peak_memory_stats()
-    seconds = median_ms(step, repeats) / 1e3
+    seconds = median_seconds(step, repeats)
     peak = torch.tensor(torch.cuda.max_memory_allocated(), device="cuda")
     if mesh is not None:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
@@ -148,7 +149,7 @@ def main():
         "--balanced", nargs="+", type=int, choices=(0, 1), default=[0], help="1: front and end per GPU"
     )
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--repeats", type=int, default=2, help="timed steps, after two that are not timed")
+    parser.add_argument("--repeats", type=int, default=2, help="timed steps, after one that is not timed")
     parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")
     args = parser.parse_args()
     mesh = None

@@ -5,9 +5,9 @@
 Weights (bf16) and tokens are random. "prompt" is `model.generate` with `prefill_chunk_size`: tokens of the prompt per
 second up to the first new token, and the peak of allocated memory, in which the cache is included. "train" is forward,
 backward and one fused AdamW step of one row with gradient checkpointing and the library's own loss. The GPU's events
-measure the times; a prompt is measured once, after a short one that compiles the kernels, and training steps
-`--repeats` times, after one that compiles; the median counts. A run that needs more memory than the GPU has is a row with the `note` "out of memory". Rows of
---out that describe the same measurement are replaced; all other rows are kept.
+measure the times. A prompt is measured once, after a short one that compiles the kernels; of training steps the median
+counts, after one that compiles. A run that needs more memory than the GPU has is a row with the `note` "out of memory".
+Rows of --out that describe the same measurement are replaced; all other rows are kept.
 """
 
 import argparse
@@ -33,6 +33,19 @@ def event() -> torch.cuda.Event:
     recorded = torch.cuda.Event(enable_timing=True)
     recorded.record()
     return recorded
+
+
+def median_seconds(step, repeats: int) -> float:
+    """Median of `repeats` calls, after one that compiles the kernels."""
+    step()
+    times = []
+    for _ in range(repeats):
+        start = event()
+        step()
+        end = event()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
 
 
 class FirstToken:
@@ -84,15 +97,7 @@ def train(model, length: int, repeats: int) -> dict:
         optimizer.zero_grad()
 
     torch.cuda.reset_peak_memory_stats()
-    step()  # compiles
-    times = []
-    for _ in range(repeats):
-        start = event()
-        step()
-        end = event()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    seconds = statistics.median(times)
+    seconds = median_seconds(step, repeats)
     return {
         "seconds": round(seconds, 3),
         "tokens_s": round(length / seconds),

@@ -6,8 +6,8 @@ Weights (bf16) and tokens are random. "prompt" is `model.generate` with `prefill
 second up to the first new token, and the peak of allocated memory, in which the cache is included. "train" is forward,
 backward and one fused AdamW step of one row with gradient checkpointing and the library's own loss. The GPU's events
 measure the times. A prompt is measured once, after a short one that compiles the kernels; of training steps the median
-counts, after one that compiles. A run that needs more memory than the GPU has is a row with the `note` "out of memory".
-Rows of --out that describe the same measurement are replaced; all other rows are kept.
+counts, after one that compiles. A run that needs more memory than the GPU has is a row with the `note` "out of
+memory". Rows of --out that describe the same measurement are replaced; all other rows are kept.
 """
 
 import argparse

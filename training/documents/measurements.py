@@ -47,6 +47,7 @@ MEASUREMENTS = {
     "lattice_issue": f"{KERNELS}/lattice_issue_sm90.json",
     "lattice_frozen": f"{KERNELS}/lattice_frozen_cpu.json",
     "models": f"{KERNELS}/model_h200.json",
+    "long": f"{KERNELS}/long_h200.json",
     "cpu": f"{KERNELS}/cpu.json",
     "serving_speed": f"{KERNELS}/serving_h200.json",
     "serving_before": f"{KERNELS}/serving_before_h200.json",

@@ -12,6 +12,7 @@ from hf_memmix.training.documents import kernel_tables as kernels
 from hf_memmix.training.documents import one_gpu_tables as one_gpu
 from hf_memmix.training.documents import serving_tables as serving
 from hf_memmix.training.documents.budget_tables import one_gpu_distil_table, plan_checked_table
+from hf_memmix.training.documents.long_tables import long_prompts_table
 from hf_memmix.training.documents.measurements import CARDS, read
 
 aligned_table = partial(markdown_table, figures=True)
@@ -192,6 +193,7 @@ TABLES = {
     "plan_checked": plan_checked_table,
     "plans": plans_table,
     "streaming": streaming_table,
+    "long_prompts": long_prompts_table,
     "one_gpu": one_gpu.one_gpu_table,
     "serving_families": serving.families_table,
     "serving_costs": serving.costs_table,

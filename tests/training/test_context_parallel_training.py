@@ -54,6 +54,7 @@ def finetune(folder, student, processes) -> dict:
     return load_model(out).state_dict()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("mixer", ["gka", "lattice"])
 def test_two_processes_train_what_one_does(tmp_path, mixer):
     student = tmp_path / "student"

@@ -86,7 +86,7 @@ def _compare(student: nn.Module, teacher: nn.Module, batches: list[Tensor], prog
             losses = [-exact(logp[name].gather(-1, batch[row, 1:, None])).sum() for name in heads]
             same = (logp["student"].argmax(-1) == logp["teacher"].argmax(-1)).sum()
             divergence = (logp["teacher"].exp() * (logp["teacher"] - logp["student"])).sum()
-            sums += torch.stack([*losses, exact(same), exact(divergence)]).to(device)
+            sums += torch.stack([*losses, exact(same), exact(divergence)]).to(sums.device)
         *losses, same, divergence = sums.tolist()
         for name, loss in zip(heads, losses, strict=True):
             nll[name] += loss
@@ -124,8 +124,8 @@ class LayerErrors:
 
     def add(self, layer: int, ours: Tensor, theirs: Tensor) -> None:
         theirs = theirs.to(ours.device)
-        self.error[layer] += (ours.float() - theirs.float()).square().sum().double()
-        self.size[layer] += theirs.float().square().sum().double()
+        self.error[layer] += exact((ours.float() - theirs.float()).square().sum())
+        self.size[layer] += exact(theirs.float().square().sum())
 
     def of_layers(self) -> dict[int, float]:
         return {i: float(self.error[i]) / max(float(self.size[i]), 1e-12) for i in sorted(self.error)}

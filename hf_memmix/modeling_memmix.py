@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from . import generated_models
 from ._transformers import change_class, model_class_of
 from .cache import RecurrentStateCache, adopt_cache, cast_cache, check_hidden, check_rows, static_length_of
+from .context_parallel import current_group, split_of
 from .generation import MemoryGeneration
 from .mixers import ATTENTION
 from .padding import PaddedRows, check_finite, check_new_mask, packing_of, padding_of, positions_in
@@ -74,8 +75,21 @@ class MemMixModel(MemMixPreTrained):
             # states never contain pads, but attention layers would read the pads if the mask is missing
             if attention_mask is not None or ATTENTION in self.config.mixer_types:
                 check_hidden(given, attention_mask)
-        resetting = position_ids if given is None and mask is None else None
+        group = current_group()
+        resetting = position_ids if given is None and mask is None and group is None else None
         boundaries = packing_of(kwargs.get("cu_seq_lens_q"), kwargs.pop("seq_idx", None), resetting, batch, length)
+        ranks = None
+        if group is not None:
+            if given is not None or use_cache or boundaries is not None:
+                raise ValueError(
+                    "context parallelism cannot be combined with packed sequences or a cache: give one sequence per"
+                    " row, with use_cache=False, and call generate() outside of its context"
+                )
+            layers = memory_mixers(self)
+            kinds = [layers.get(i, ATTENTION) for i in range(len(self.config.mixer_types))]
+            ranks = split_of(group, position_ids, batch, length, mask, kinds)
+            # without a mask, the library takes positions that jump for packed sequences and makes a mask of [T, T]
+            attention_mask, use_cache = position_ids.new_ones(batch, length), False
         if boundaries is not None:
             if mask is not None or given is not None or use_cache:
                 what = "a padding mask" if mask is not None else "a cache"
@@ -85,7 +99,7 @@ class MemMixModel(MemMixPreTrained):
             attention_mask, use_cache = None, False
         # sorted once for all layers. Both keys are always present: torch.compile would recompile if they changed
         rows = None if mask is None else PaddedRows.of(mask)
-        kwargs |= {"memmix_rows": rows, "memmix_cu_seqlens": boundaries}
+        kwargs |= {"memmix_rows": rows, "memmix_cu_seqlens": boundaries, "memmix_ranks": ranks}
 
         use_cache = (self.config.use_cache if use_cache is None else use_cache) and not checkpoints
         if use_cache and past_key_values is None:

@@ -31,6 +31,7 @@ DECIDED_ELSEWHERE = {
     "warmup_steps": "warmup_steps",
     "bf16": "bf16",
     "fp16": "bf16",
+    "parallelism_config": "the launch file of accelerate",
     "gradient_checkpointing": "gradient_checkpointing",
     "save_strategy": "save_every",
     "save_steps": "save_every",
@@ -67,9 +68,10 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
     """The arguments of one process of a run.
 
     Raises:
-        ValueError: the number of processes does not divide the batch size, or `trainer` has an unknown name, a name in
-            `DECIDED_ELSEWHERE`, or an impossible value.
+        ValueError: the number of processes does not divide the batch size, the launch file splits sequences, or
+            `trainer` has an unknown name, a name in `DECIDED_ELSEWHERE`, or an impossible value.
     """
+    _check_launch()
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if recipe.batch_size % processes:
         raise ValueError(
@@ -128,6 +130,17 @@ def check_packages(recipe: Recipe) -> None:
         raise ValueError(
             f"trainer sets optim to {optimizer!r}, which {package} computes, and it is missing; pip install {package},"
             " or give adamw_torch or adafactor"
+        )
+
+
+def _check_launch() -> None:
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
+        return
+    parts = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1"))
+    if parts > 1:
+        raise ValueError(
+            f"the launch file asks for context parallelism (cp_size {parts}), in which align and distill cannot train;"
+            " take training/accelerate/fsdp2.yaml, or fine-tune with the Trainer"
         )
 
 

@@ -17,9 +17,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_memmix_kernels.short_conv.op import MAX_TAPS
+
 from ..padding import PaddedRows
 from .options import MixerOptions
 from .pages import read_pages, start_anew, write_pages
+from .ranks import Pieces, current_group, scan_at_once, scan_in_turn
 from .tensor_parallel import TensorParallelPlan
 
 ATTENTION = "attention"
@@ -97,6 +100,8 @@ class MemoryMixer(nn.Module):
     steering_layers: ClassVar[tuple[str, ...]] = ()
     input_layers: ClassVar[tuple[str, ...]] = ()  # linear layers of `project` that read the layer's input: `products`
     token_arguments: ClassVar[tuple[str, ...]] = ()  # arguments [B, T] of the model that `scan` gets among its tokens
+    # whether the memory after tokens is e^g S + W, with S before them, and g and W do not depend on S: `piece_writes`
+    linear: ClassVar[bool] = False
     # where the states live in a server's memory, it runs the layer: f(hidden_states, position_embeddings) -> output
     server: Callable | None = None
 
@@ -170,6 +175,27 @@ class MemoryMixer(nn.Module):
         `scan` from them equals `scan` from None. A mixer whose first state is not zero must write this method.
         """
         return self.allocate_states(batch, device, dtype)
+
+    def convolved(self, tokens: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        """By name of the state of each short convolution: its inputs [B, T, C], and how many of them the state holds.
+
+        Only for a mixer that is `linear`; its tokens are at least as many.
+        """
+        raise NotImplementedError
+
+    def piece_writes(self, tokens: dict[str, Tensor], states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """W [B, H, K, V] and g [B, H] of the tokens, see `linear`; at a small part of the cost of `scan`.
+
+        `states`: those of the short convolutions before the tokens.
+        """
+        raise NotImplementedError
+
+    def memory_states(self, memory: Tensor) -> dict[str, Tensor]:
+        """The states that are not those of short convolutions, from S [B, H, K, V] of `piece_writes`."""
+        raise NotImplementedError
+
+    def check_split(self):
+        """Raise ValueError if the layer cannot compute a sequence that is split over several processes."""
 
     @classmethod
     def minimum_training_length(cls, options: MixerOptions) -> int:
@@ -268,6 +294,7 @@ class MemoryMixer(nn.Module):
         layer_past=None,
         memmix_rows: PaddedRows | None = None,
         memmix_cu_seqlens: Tensor | None = None,
+        memmix_ranks: Pieces | None = None,
         memmix_replay: tuple[dict[str, Tensor], dict[str, Tensor] | None, Tensor | None] | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
@@ -276,11 +303,12 @@ class MemoryMixer(nn.Module):
         Args:
             hidden_states: the layer's normed input [B, T, hidden].
             position_embeddings: cos and sin [B or 1, T, d].
-            attention_mask: ignored, except if it is the pair (memmix_rows, memmix_cu_seqlens) that `layout_hooks`
-                puts there for families whose decoder layer drops further keyword arguments.
+            attention_mask: ignored, except if it is the tuple (memmix_rows, memmix_cu_seqlens, memmix_ranks) that
+                `layout_hooks` puts there for families whose decoder layer drops further keyword arguments.
             past_key_values, layer_past: the cache, under the name that the family uses.
             memmix_rows: `PaddedRows.of(mask)` of the padding mask [B, T]; None if all tokens are real.
             memmix_cu_seqlens: boundaries [N + 1] of sequences packed along the flattened batch.
+            memmix_ranks: how the sequences are split over several processes; without a cache and packed sequences.
             memmix_replay: tokens, states before them and lengths, the arguments of `scan`, whose result is returned;
                 everything else is ignored. A rollback calls forward this way, because the hooks of a module (offload,
                 sharding) load its parameters only while its forward runs.
@@ -294,7 +322,16 @@ class MemoryMixer(nn.Module):
         if memmix_replay is not None:
             return self.scan(*memmix_replay)
         if isinstance(attention_mask, tuple):
-            memmix_rows, memmix_cu_seqlens = attention_mask
+            memmix_rows, memmix_cu_seqlens, memmix_ranks = attention_mask
+        if memmix_ranks is not None:
+            return self._forward_over_ranks(
+                hidden_states, position_embeddings, memmix_rows, memmix_ranks, kwargs
+            ), None
+        if current_group() is not None:
+            raise ValueError(
+                f"layer {self.layer_idx} does not receive how its sequences are split over the processes: context"
+                " parallelism needs the whole model, in a family that passes further keyword arguments to its layers"
+            )
         cache = past_key_values if past_key_values is not None else layer_past
         layer = cache.layers[self.layer_idx] if cache is not None else None
         states = layer.get() if layer is not None else None
@@ -332,6 +369,31 @@ class MemoryMixer(nn.Module):
             layer.put(new, length, replay, None if rows is None else rows.mask)
         out = self.readout(y, x)
         return (out if rows is None else rows.restore(out)), None
+
+    def _forward_over_ranks(self, hidden_states, position_embeddings, padding, ranks: Pieces, kwargs) -> Tensor:
+        """The output for this rank's pieces of sequences that are split over several processes."""
+        batch, length, _ = hidden_states.shape
+        rotary = _rotary_rows(position_embeddings, batch)
+        extra = self._token_arguments(kwargs, batch, length)
+        inputs, rows_of, parts = [], [], []
+        for piece in (ranks.pieces[place] for place in ranks.own()):
+            here = slice(piece.start, piece.stop)
+            x, *angles = (t[:, here] for t in (hidden_states, *rotary))
+            given = {name: t[:, here] for name, t in extra.items()}
+            rows = None if padding is None else PaddedRows.of(padding.mask[:, here])
+            if rows is not None:
+                x, *angles = (rows.valid_first(t) for t in (x, *angles))
+                given = {name: t.gather(1, rows.order) for name, t in given.items()}
+            inputs.append(x)
+            rows_of.append(rows)
+            parts.append((self.project_rows(x, angles, **given), None if rows is None else rows.lengths))
+        at_once = self.linear and not ranks.padded and ranks.shortest() >= MAX_TAPS
+        outputs = []
+        scanned = (scan_at_once if at_once else scan_in_turn)(self, parts, ranks)
+        for y, x, rows in zip(scanned, inputs, rows_of, strict=True):
+            out = self.readout(y, x)
+            outputs.append(out if rows is None else rows.restore(out))
+        return torch.cat(outputs, 1)
 
     def _token_arguments(self, given: dict, batch: int, length: int) -> dict[str, Tensor]:
         found = {name: given[name] for name in self.token_arguments if given.get(name) is not None}

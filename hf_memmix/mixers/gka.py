@@ -19,6 +19,7 @@ from transformers import initialization as init
 from hf_memmix_kernels import chunk_gka, gka_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
 from hf_memmix_kernels.gka import gates_of_token
+from hf_memmix_kernels.gka.op import sketched
 from hf_memmix_kernels.gka.schedule import MAX_PHASES
 from hf_memmix_kernels.rowwise import decay
 
@@ -27,6 +28,7 @@ from .base import register_mixer
 from .heads import HeadsMixer
 from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, has_hooks, init_layers
 from .options import LARGEST_CHUNK, MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
+from .ranks import decayed_sum
 
 GATES = ("a_proj", "b_proj", "alpha_proj")
 BETA_EPS = 1e-6  # added to beta, as in the GKA release
@@ -138,6 +140,7 @@ class GKAMixer(HeadsMixer):
     options_class = GKAOptions
     fp32_parameters = ("A_log", "dt_bias")
     steering_layers = ("a_proj", "b_proj", "alpha_proj")
+    linear = True
     max_head_dim = MAX_HEAD_DIM
     input_layers = (*HeadsMixer.input_layers, *GATES)
     head_parameters = ("a_proj", "A_log", "dt_bias", "b_proj", "alpha_proj")
@@ -225,6 +228,17 @@ class GKAMixer(HeadsMixer):
             log_decay = log_decay * valid
             beta = valid.expand_as(log_decay) if beta is None else beta * valid
         return q, k, v, log_decay, beta, new
+
+    def piece_writes(self, tokens, states):
+        """[H; U] and its decay."""
+        _, k, v, log_decay, beta, _ = self.memory_inputs(tokens, states, None, None)
+        k = sketched(k, self._solver()["sketch"])
+        strength = None if beta is None else beta.square()
+        return decayed_sum(torch.cat([k, v], -1), k, log_decay, strength)
+
+    def memory_states(self, memory):
+        H, U = memory.split([self.state_dim, self.head_dim], 2)
+        return {"H": H, "U": U}
 
     def step(self, tokens, states, state_indices=None):
         q, k, v = self.heads_step(tokens, states, state_indices)

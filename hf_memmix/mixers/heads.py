@@ -118,6 +118,9 @@ class HeadsMixer(MemoryMixer):
             )
         return convolved["q"], convolved["k"], convolved["v"], new
 
+    def convolved(self, tokens):
+        return {f"conv_{name}": (tokens[name], self.options.conv_size - 1) for name, _ in self._convolutions()}
+
     def convolve_step(self, tokens, states, state_indices=None):
         """As `convolve`, for one token. The states of the convolutions, or their pages, are updated in place."""
         convolved, where = dict(tokens), {"in_place": True, "state_indices": state_indices}

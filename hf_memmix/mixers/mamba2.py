@@ -26,6 +26,7 @@ from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
 from .layers import ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
+from .ranks import decayed_sum
 from .tensor_parallel import Cut, Part, plan_of, share
 
 TIME_STEPS = (1e-3, 0.1)  # dt at the start, log-uniform
@@ -97,6 +98,7 @@ class Mamba2Mixer(MemoryMixer):
     options_class = Mamba2Options
     fp32_parameters = ("A_log", "D", "dt_bias")
     lora_targets = ("in_proj", "out_proj")
+    linear = True
     steering_layers = ("in_proj",)  # its last rows are the step sizes, which set the decay
 
     def __init__(self, config, layer_idx: int):
@@ -141,6 +143,17 @@ class Mamba2Mixer(MemoryMixer):
             chunk_size=self.options.chunk_size,
         )
         return self.norm(y.flatten(2), tokens["z"]), {"conv": conv, "ssm": ssm}
+
+    def convolved(self, tokens):
+        return {"conv": (tokens["xBC"], self.options.conv_size - 1)}
+
+    def piece_writes(self, tokens, states):
+        xBC, _ = self.conv1d(tokens["xBC"], states["conv"], limit=_largest_feature(tokens["xBC"].dtype))
+        inputs = self._recurrence(xBC, tokens["dt"], tokens["log_decay"])
+        return decayed_sum(inputs["k"], inputs["v"], inputs["log_decay"], inputs["beta"])
+
+    def memory_states(self, memory):
+        return {"ssm": memory}
 
     def step(self, tokens, states, state_indices=None):
         xBC = tokens["xBC"]

@@ -169,6 +169,13 @@ class SKAMixer(MemoryMixer):
         size = 1 if options.refresh_every == 1 else options.chunk_size
         return max(size, 2 if options.power else 1) + 1
 
+    def check_split(self):
+        if self.options.normalization == "sequence_max":
+            raise ValueError(
+                f"ska of layer {self.layer_idx}: normalization='sequence_max' reads the whole sequence, of which each"
+                " process has a part; use normalization='running_max', or train without context parallelism"
+            )
+
     @property
     def _per_token(self) -> bool:
         return self.options.refresh_every == 1 and self.options.chunk_size > 1

@@ -1,6 +1,7 @@
-"""Two processes on gloo, as DDP and as FSDP2: the losses and the student of one process, also after a break.
+"""Two processes on gloo, as DDP, FSDP2 and ZeRO-3: the losses and the student of one process, also after a break.
 
-The settings of FSDP2 are those of the file that ships. DeepSpeed is not installed here: its file is only read.
+The settings of FSDP2 and ZeRO-3 are those of the files that ship. ZeRO-3 needs `pip install deepspeed`, which is no
+dependency of the tests: it is compiled from its sources.
 """
 
 import json
@@ -22,6 +23,9 @@ CONFIGS = Path(__file__).parents[2] / "training" / "accelerate"
 RUN = """
     import json, os, sys
     import torch
+    on_cpu = os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true"
+    if not on_cpu:  # accelerate would not use DeepSpeed
+        import zero3_on_cpu
     from tiny_teachers import tiny_teacher
     from transformers import TrainerCallback
     from hf_memmix.conversion import convert_model, save_student
@@ -33,6 +37,11 @@ RUN = """
             if state.global_step == 4:
                 raise KeyboardInterrupt
 
+    class Kill(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 4:
+                os._exit(1)
+
     torch.set_num_threads(1)
     out, broken = sys.argv[1], sys.argv[2] == "broken"
     teacher = tiny_teacher("llama", layers=2, tie_word_embeddings=True)
@@ -42,7 +51,7 @@ RUN = """
     for stage in ("align", "distill"):
         recipe = Recipe(stage=stage, steps=6, batch_size=4, block_size=16, learning_rate=3e-3, rest_learning_rate=1e-3,
                         warmup_steps=1, save_every=3, gradient_checkpointing=stage == "distill",
-                        trainer={"logging_steps": 1, "use_cpu": True, "disable_tqdm": True})
+                        trainer={"logging_steps": 1, "use_cpu": on_cpu, "disable_tqdm": True})
         if broken:
             try:
                 train(student, teacher, data, f"{out}/{stage}", recipe=recipe, callbacks=[Stop()])
@@ -50,7 +59,8 @@ RUN = """
                 student = convert_model(teacher, keep=[1])
                 if stage == "distill":
                     student.load_state_dict(aligned)
-        results[stage] = train(student, teacher, data, f"{out}/{stage}", recipe=recipe)
+        killed = [Kill()] if sys.argv[2] == stage else []
+        results[stage] = train(student, teacher, data, f"{out}/{stage}", recipe=recipe, callbacks=killed)
         aligned = {name: tensor.clone() for name, tensor in student.state_dict().items()}
     logits = student(torch.arange(3, 19)[None]).logits  # every process has a whole, working student
     if int(os.environ.get("RANK", 0)) == 0:
@@ -62,16 +72,24 @@ RUN = """
 """
 
 
-def launch(folder: Path, processes: int, broken: bool, **env) -> dict:
-    folder.mkdir()
+def launch(folder: Path, processes: int, mode: str, zero3: bool = False, **env) -> dict | None:
+    """The losses of a run; None if it is killed, in the stage that `mode` names."""
+    folder.mkdir(exist_ok=True)
     script = folder / "run.py"
     script.write_text(textwrap.dedent(RUN))
-    env = child_env(ACCELERATE_USE_CPU="1", **env)
+    env = child_env(**({"DS_ACCELERATOR": "cpu"} if zero3 else {"ACCELERATE_USE_CPU": "1"}), **env)
     command = [sys.executable]
-    if processes > 1:
+    if zero3:
+        command += ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "zero3.yaml")]
+        command += ["--num_processes", str(processes), "--main_process_port", "0"]
+    elif processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += [str(script), str(folder), "broken" if broken else "whole"]
+    command += [str(script), str(folder), mode]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    if mode in ("align", "distill"):
+        assert run.returncode and not (folder / "result.json").exists()
+        assert (folder / mode / "checkpoint-3").exists(), run.stderr[-3000:]
+        return None
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads((folder / "result.json").read_text())
 
@@ -84,21 +102,38 @@ def fsdp_environment() -> dict:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone") / "run"
-    return launch(folder, 1, broken=False), load_model(folder / "student")
+    return launch(folder, 1, "whole"), load_model(folder / "student")
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_train_what_one_does(tmp_path, alone, kind):
     # before 5.23 the library cannot resume a CPU run of several processes: it maps tensors to "cpu:0"
     broken = parse(transformers.__version__) >= parse("5.23")
-    result = launch(tmp_path / kind, 2, broken, **(fsdp_environment() if kind == "fsdp2" else {}))
+    result = launch(
+        tmp_path / kind, 2, "broken" if broken else "whole", **(fsdp_environment() if kind == "fsdp2" else {})
+    )
+    check_against_one_process(result, alone, tmp_path / kind / "student")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [(), ("align", "distill")])
+def test_zero3_trains_what_one_process_does(tmp_path, alone, kills):
+    pytest.importorskip("deepspeed", reason="pip install deepspeed")
+    for stage in kills:
+        launch(tmp_path / "zero3", 2, stage, zero3=True)
+    result = launch(tmp_path / "zero3", 2, "whole", zero3=True)
+    check_against_one_process(result, alone, tmp_path / "zero3" / "student")
+
+
+def check_against_one_process(result, alone, folder):
+    """Losses, logits and weights of several processes are those of one."""
     expected, student = alone
     assert result["tokens"] == expected["tokens"] == 6 * 4 * 16
     for stage, losses in expected["losses"].items():
         assert len(losses) == 6
         torch.testing.assert_close(torch.tensor(result["losses"][stage]), torch.tensor(losses), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(torch.tensor(result["logits"]), torch.tensor(expected["logits"]), rtol=1e-3, atol=1e-3)
-    saved, wanted = load_model(tmp_path / kind / "student").state_dict(), student.state_dict()
+    saved, wanted = load_model(folder).state_dict(), student.state_dict()
     assert saved.keys() == wanted.keys()
     for name in wanted:
         torch.testing.assert_close(saved[name], wanted[name], rtol=1e-3, atol=1e-4)

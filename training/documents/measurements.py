@@ -55,6 +55,7 @@ MEASUREMENTS = {
     "gpu_generations": f"{KERNELS}/gpu_generations.json",
     "lattice_frozen": f"{KERNELS}/lattice_frozen_cpu.json",
     "models": f"{KERNELS}/model_h200.json",
+    "long": f"{KERNELS}/long_h200.json",
     "cpu": f"{KERNELS}/cpu.json",
     "serving_speed": f"{KERNELS}/serving_h200.json",
     "serving_before": f"{KERNELS}/serving_before_h200.json",

@@ -13,6 +13,7 @@ from hf_memmix.training.documents import one_gpu_tables as one_gpu
 from hf_memmix.training.documents import serving_tables as serving
 from hf_memmix.training.documents.budget_tables import one_gpu_distil_table, plan_checked_table
 from hf_memmix.training.documents.gpu_tables import gpu_table
+from hf_memmix.training.documents.long_tables import long_prompts_table
 from hf_memmix.training.documents.measurements import CARDS, read
 from hf_memmix.training.documents.quantized_tables import quantized_table, small_states_table
 
@@ -214,6 +215,7 @@ TABLES = {
     "small_states": small_states_table,
     "plans": plans_table,
     "streaming": streaming_table,
+    "long_prompts": long_prompts_table,
     "one_gpu": one_gpu.one_gpu_table,
     "serving_families": serving.families_table,
     "serving_costs": serving.costs_table,

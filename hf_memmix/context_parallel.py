@@ -1,0 +1,99 @@
+"""Context parallelism: the tokens of every sequence are split over several processes.
+
+The door is the library's own: `ParallelismConfig(cp_size=...)` of accelerate, or torch's `context_parallel`, in whose
+context a model with mixers finds the process group. Kept attention layers are torch's ring attention there. Mixers
+pass their states on, see `mixers.ranks`. How the tokens are split is read from `position_ids`, which count over the
+whole sequence.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .mixers import ATTENTION, MemoryMixer
+from .mixers.ranks import Piece, Pieces, current_group
+
+__all__ = ["current_group", "keep_order", "split_of"]
+
+MAX_PIECES = 2  # of one rank; torch's balance for causal attention gives a rank its part from the front and the end
+
+_ONE_SEQUENCE = (
+    "split position_ids of the whole sequence like input_ids, and give one sequence per row: packed sequences cannot"
+    " be split over processes"
+)
+
+
+def keep_order(keep: bool = True):
+    """Let torch give every rank one stretch of consecutive tokens (or not, with False).
+
+    By default, rank r of R holds the parts r and 2 R - 1 - r of 2 R, which balances causal attention. For mixers that
+    work in turn (Lattice, COFFEE, SKA) one stretch is faster, and nothing is to be balanced in a model without
+    attention. Call it once in every process.
+    """
+    from torch.distributed.tensor.experimental import _attention
+
+    _attention._cp_options.enable_load_balance = not keep
+
+
+def split_of(
+    group: dist.ProcessGroup, position_ids: Tensor | None, batch: int, length: int, mask: Tensor | None, mixers
+) -> Pieces:
+    """How the sequences of this forward are split. All ranks call it, and raise the same errors.
+
+    Args:
+        position_ids: positions [B or 1, T] of this rank's tokens in the whole sequence.
+        mask: the padding mask [B, T] of this rank's tokens, or None.
+        mixers: the mixers of the model and `ATTENTION` for each kept layer.
+
+    Raises:
+        ValueError: position_ids are missing, do not count over one whole sequence, or differ between the rows; a layer
+            cannot be split; there is padding and a kept attention layer, which would read it.
+    """
+    for mixer in mixers:
+        if isinstance(mixer, MemoryMixer):
+            mixer.check_split()
+    if position_ids is None or position_ids.ndim != 2:
+        raise ValueError(
+            "context parallelism needs position_ids [B, T] of the whole sequence, split like input_ids: the order of"
+            " the tokens is read from them"
+        )
+    runs = _runs(position_ids, length)
+    # [count, padded, first position, tokens, ...]
+    told = [len(runs), int(mask is not None), *(number for run in runs[:MAX_PIECES] for number in run)]
+    told += [0] * (2 + 2 * MAX_PIECES - len(told))
+    mine = torch.tensor(told, device=position_ids.device)
+    all_told = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(all_told, mine, group=group)
+    all_told = [found.tolist() for found in all_told]
+    padded = any(found[1] for found in all_told)
+    if padded and ATTENTION in mixers:
+        raise ValueError(
+            "the sequences have padding, which the ring attention of the kept attention layers cannot hide; give rows"
+            " without padding, or convert all layers"
+        )
+    pieces = []
+    for rank, found in enumerate(all_told):
+        count, numbers, start = found[0], found[2:], 0
+        if not 1 <= count <= MAX_PIECES:
+            raise ValueError(f"position_ids of rank {rank} start again, or differ between the rows; {_ONE_SEQUENCE}")
+        for first, tokens in zip(numbers[0 : 2 * count : 2], numbers[1 : 2 * count : 2], strict=True):
+            pieces.append((first, Piece(start, start + tokens, rank)))
+            start += tokens
+    pieces.sort(key=lambda pair: pair[0])
+    for (first, piece), (following, _) in zip(pieces, pieces[1:], strict=False):
+        if first + piece.stop - piece.start != following:
+            raise ValueError(
+                f"position_ids of the ranks do not follow each other: {piece.stop - piece.start} tokens from position"
+                f" {first}, and then position {following}; {_ONE_SEQUENCE}"
+            )
+    return Pieces(group, tuple(piece for _, piece in pieces), padded)
+
+
+def _runs(position_ids: Tensor, length: int) -> list[tuple[int, int]]:
+    """First position and number of tokens of every stretch of consecutive positions; none if the rows differ."""
+    if position_ids.shape[1] != length or bool((position_ids != position_ids[:1]).any()):
+        return []
+    positions = position_ids[0]
+    starts = [0, *((positions.diff() != 1).nonzero()[:, 0] + 1).tolist()]
+    ends = [*starts[1:], length]
+    return [(int(positions[start]), end - start) for start, end in zip(starts, ends, strict=True)]

@@ -1,0 +1,175 @@
+"""Measures training steps of one sequence that is split over several GPUs: a Llama of 1.04 billion parameters, and the
+same Llama with a mixer in every layer, or in three of four.
+
+    NCCL_NVLS_ENABLE=0 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
+        kernels/benchmarks/benchmark_context_parallel.py --out kernels/benchmarks/results/context_parallel_h200.json
+
+Weights (bf16) and tokens are random. "train" is forward, backward, the sum of the gradients over the GPUs and one
+fused AdamW step, with gradient checkpointing and the library's own loss, in torch's `context_parallel`. Its time is
+the median of `--repeats` steps between CUDA events, its memory the largest peak of the GPUs. With one process the same
+step runs on one GPU. "check" compares a small model in fp32 on all GPUs with the same on one GPU: `difference` is
+|a - b| / |b| of the loss and of all gradients as one vector, and `worst` the largest of the parameters' gradients.
+`balanced` means that a GPU holds a part from the front and one from the end of the sequence. Rows of --out that
+describe the same measurement are replaced; all other rows are kept.
+"""
+
+import argparse
+import copy
+import json
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import triton
+from benchmark import commit, merge
+from benchmark_generate import SHAPE
+from benchmark_long import median_seconds
+from benchmark_model import MIXERS
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import hf_memmix
+from hf_memmix.context_parallel import keep_order
+
+TOKENS = 262144
+CHECKED_TOKENS = 4096
+SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "intermediate_size": 512, "vocab_size": 512}  # fmt: skip
+LAYOUTS = ("all", "hybrid")  # hybrid: every fourth layer keeps its attention
+PHASES = ("check", "train")
+MEASURED = ("seconds", "tokens_s", "peak_mib", "difference", "worst", "note")
+
+
+def build(mixer: str, layout: str, dtype: torch.dtype, **fields):
+    """A Llama in training mode with `mixer` in the layers of a layout."""
+    config = LlamaConfig(**{**SHAPE, **fields}, dtype=dtype, bos_token_id=0, eos_token_id=None, pad_token_id=0)
+    if mixer != "attention":
+        kept = [layout == "hybrid" and i % 4 == 3 for i in range(config.num_hidden_layers)]
+        config = hf_memmix.memmix_config(config, mixer_types=["attention" if keep else mixer for keep in kept])
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def batch(length: int, vocabulary: int) -> list[torch.Tensor]:
+    """Ids, positions, shifted labels and a full mask [1, T], the same in all processes."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, vocabulary, (1, length), device="cuda")
+    labels = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
+    return [ids, torch.arange(length, device="cuda")[None], labels, torch.ones_like(ids)]
+
+
+def split(tensors: list[torch.Tensor], mesh):
+    """A context in which the tensors hold this GPU's part; with one GPU, one in which they are whole."""
+    if mesh is None:
+        return nullcontext()
+    return context_parallel(mesh, buffers=tensors, buffer_seq_dims=[1] * len(tensors), no_restore_buffers=set(tensors))
+
+
+def backward(model, length: int, mesh) -> torch.Tensor:
+    """The mean loss over all tokens of the sequence; the gradients are those of the whole sequence."""
+    tensors = batch(length, model.config.vocab_size)
+    with split(tensors, mesh):
+        ids, positions, labels, mask = tensors
+        given = {
+            "labels": labels,
+            "shift_labels": labels,
+            "num_items_in_batch": torch.tensor(length - 1, device="cuda"),
+        }
+        loss = model(ids, position_ids=positions, attention_mask=mask, use_cache=False, **given).loss
+        loss.backward()
+    loss = loss.detach()
+    if mesh is not None:
+        dist.all_reduce(loss)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+    return loss
+
+
+def check(mixer: str, layout: str, mesh) -> dict:
+    """The relative differences of loss and gradients between all GPUs and one."""
+    model = build(mixer, layout, torch.float32, **SMALL)
+    alone = copy.deepcopy(model)
+    losses = backward(model, CHECKED_TOKENS, mesh), backward(alone, CHECKED_TOKENS, None)
+    pairs = [(ours.grad, theirs.grad) for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True)]
+    whole = [torch.cat([gradient.flatten() for gradient in of_one]) for of_one in zip(*pairs, strict=True)]
+    loss, gradients, *each = (((a - b).norm() / b.norm()).item() for a, b in (losses, whole, *pairs))
+    return {"difference": float(f"{max(loss, gradients):.2g}"), "worst": float(f"{max(each):.2g}")}
+
+
+def train(mixer: str, layout: str, mesh, length: int, repeats: int) -> dict:
+    """The measured columns of training steps of one sequence of `length` tokens."""
+    model = build(mixer, layout, torch.bfloat16)
+    model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step():
+        backward(model, length, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.cuda.reset_peak_memory_stats()
+    seconds = median_seconds(step, repeats)
+    peak = torch.tensor(torch.cuda.max_memory_allocated(), device="cuda")
+    if mesh is not None:
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return {
+        "seconds": round(seconds, 3),
+        "tokens_s": round(length / seconds),
+        "peak_mib": round(peak.item() / 2**20),
+    }
+
+
+def measured(args, phase: str, mixer: str, balanced: bool, mesh) -> dict:
+    """One row without the machine."""
+    keep_order(not balanced)
+    gpus = 1 if mesh is None else mesh.size()
+    row = {"phase": phase, "mixer": mixer, "layout": args.layout, "gpus": gpus, "balanced": balanced}
+    if phase == "check":
+        return {**row, "T": CHECKED_TOKENS, **check(mixer, args.layout, mesh)}
+    try:
+        found = train(mixer, args.layout, mesh, args.tokens, args.repeats)
+    except torch.OutOfMemoryError:
+        if mesh is not None:  # the other processes would wait for this one
+            raise
+        found = {"note": "out of memory"}
+    return {**row, "T": args.tokens, "checkpointing": True, **found}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--mixers", nargs="+", choices=MIXERS, default=list(MIXERS))
+    parser.add_argument("--layout", choices=LAYOUTS, default="all")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument(
+        "--balanced", nargs="+", type=int, choices=(0, 1), default=[0], help="1: front and end per GPU"
+    )
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--repeats", type=int, default=2, help="timed steps, after one that is not timed")
+    parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")
+    args = parser.parse_args()
+    mesh = None
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group("nccl")
+        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    for mixer in args.mixers:
+        for phase in args.phases:
+            for balanced in map(bool, args.balanced):
+                found = {**measured(args, phase, mixer, balanced, mesh), **machine, "commit": args.commit}
+                torch.cuda.empty_cache()
+                if mesh is None or mesh.get_rank() == 0:
+                    print(json.dumps({k: v for k, v in found.items() if k not in machine}), flush=True)
+                    args.out.parent.mkdir(parents=True, exist_ok=True)
+                    args.out.write_text(json.dumps(merge(args.out, [found], MEASURED), indent=1) + "\n")
+    if mesh is not None:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

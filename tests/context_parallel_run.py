@@ -1,0 +1,139 @@
+"""Training steps of sequences that are split over several processes, beside those of one process. The processes of
+tests/core/test_context_parallel.py run this module as a program.
+
+    python -m torch.distributed.run --nproc-per-node 2 context_parallel_run.py RESULT CASE...
+
+Every process computes a case alone first, and then its part in torch's `context_parallel`. Rank 0 writes the largest
+difference of loss and gradients per case, or the text of its error, as JSON.
+"""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.nn.functional import all_gather
+from torch.distributed.tensor.experimental import context_parallel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_memmix.context_parallel import current_group, keep_order
+from testing import base_model, build, difference, distinct_ids, tiny_config
+
+TOKENS = 96  # pieces of 24 and 16 tokens on two and three ranks that hold two each
+ALL = (0, 1, 2, 3)
+
+
+def gathered_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """Causal attention that gathers all keys: torch's ring attention runs on GPUs only."""
+    positions = gathered_attention.positions
+    if current_group() is None:
+        everywhere = positions
+    else:
+        key, value = (torch.cat(all_gather(t.contiguous()), 2) for t in (key, value))
+        parts = [torch.empty_like(positions) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, positions)
+        everywhere = torch.cat(parts)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    scores = query @ key.mT * scaling
+    scores = scores.masked_fill(positions[:, None] < everywhere, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+def loss_of(model, ids, position_ids, labels, mask=None):
+    """The sum of the cross-entropies of labels that are shifted already."""
+    gathered_attention.positions = position_ids[0].contiguous()
+    logits = model(ids, position_ids=position_ids, attention_mask=mask).logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def batch_of(case) -> list[torch.Tensor]:
+    """Ids, positions and shifted labels [2, T], and the padding mask if the case has one."""
+    ids = distinct_ids(2, TOKENS)
+    mask = torch.ones_like(ids)
+    kind = case.get("mask")
+    if kind == "left":
+        mask[0, :29] = 0
+    elif kind == "right":
+        mask[0, 50:] = 0
+    elif kind == "holes":
+        mask = (torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.7).long()
+    positions = torch.arange(TOKENS).expand(2, -1).contiguous()
+    labels = F.pad(ids.masked_fill(mask == 0, -100), (0, 1), value=-100)[:, 1:].contiguous()
+    return [ids, positions, labels, mask] if kind else [ids, positions, labels]
+
+
+def model_of(case):
+    """The model of a case, in training mode."""
+    layout = tuple(case.get("layout", ALL))
+    config = tiny_config(case.get("family", "llama"), layout, case["mixer"], case.get("options"))
+    model = build(config, dtype=getattr(torch, case.get("dtype", "float64"))).train()
+    if layout != ALL:
+        model.set_attn_implementation("gathered")
+    if "checkpointing" in case:
+        model.gradient_checkpointing_enable({"use_reentrant": case["checkpointing"] == "reentrant"})
+    if case.get("frozen"):  # what is trained is behind the first mixers
+        model.requires_grad_(False)
+        for layer in base_model(model).layers[2:]:
+            layer.requires_grad_(True)
+    return model
+
+
+def split_step(model, case, mesh) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss and the gradients of all processes together."""
+    buffers = [t.clone() for t in batch_of(case)]
+    if case.get("restart"):
+        buffers[1] = buffers[1] % case["restart"]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)):
+        if case.get("forget_positions"):
+            buffers[1] = torch.arange(buffers[0].shape[1]).expand(2, -1)
+        if case.get("generate"):
+            model.generate(buffers[0], max_new_tokens=2)
+        loss = loss_of(model, *buffers)
+        loss.backward()
+    found = {"loss": loss.detach(), **gradients(model)}
+    for tensor in found.values():
+        dist.all_reduce(tensor)
+    return found
+
+
+def largest_difference(case, mesh) -> float:
+    """Of loss and gradients, relative, between all processes and one."""
+    keep_order(not case.get("balanced", False))
+    model = model_of(case)
+    alone = copy.deepcopy(model)
+    found = split_step(model, case, mesh)
+    loss = loss_of(alone, *batch_of(case))
+    loss.backward()
+    expected = {"loss": loss.detach(), **gradients(alone)}
+    assert found.keys() == expected.keys()
+    return max(difference(found[name], expected[name]) for name in expected)
+
+
+def main(result, *cases):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ALL_ATTENTION_FUNCTIONS.register("gathered", gathered_attention)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    measured = []
+    for case in map(json.loads, cases):
+        try:
+            measured.append(largest_difference(case, mesh))
+        except ValueError as error:  # all processes raise it
+            measured.append(str(error))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(measured))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,134 @@
+"""Sequences that are split over two and three processes (gloo): loss and gradients are those of one process.
+
+`context_parallel_run.py` computes the cases, in float64. torch's ring attention runs on GPUs only, so kept attention
+layers gather all keys here.
+"""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from child import TESTS, child_env
+from hf_memmix.mixers.ranks import current_group, decayed_sum, states_before
+from testing import MIXERS
+
+LARGEST_DIFFERENCE = 1e-10
+CASES = {
+    **{name: {"mixer": name} for name in MIXERS},
+    # torch's balance for causal attention: a rank has tokens from the front and from the end
+    **{f"{name}, balanced": {"mixer": name, "balanced": True} for name in MIXERS},
+    # what is computed again in backward must send nothing again
+    **{f"{name}, checkpointing": {"mixer": name, "checkpointing": "plain"} for name in MIXERS},
+    "gka, reentrant checkpointing": {"mixer": "gka", "checkpointing": "reentrant"},
+    "lattice, reentrant checkpointing": {"mixer": "lattice", "checkpointing": "reentrant", "balanced": True},
+    "gka, hybrid": {"mixer": "gka", "layout": [0, 2], "balanced": True},
+    "lattice, hybrid": {"mixer": "lattice", "layout": [1, 2, 3], "checkpointing": "plain"},
+    # one rank has padding and another has none
+    "gka, right padding": {"mixer": "gka", "mask": "right"},
+    "gka, left padding": {"mixer": "gka", "mask": "left", "balanced": True},
+    **{f"{name}, holes": {"mixer": name, "mask": "holes", "balanced": name == "ska"} for name in MIXERS},
+    # a piece ends within a chunk
+    "ska, odd chunks": {"mixer": "ska", "options": {"chunk_size": 7}, "balanced": True},
+    "ska, a new estimate at every token": {"mixer": "ska", "options": {"refresh_every": 1}},
+    "gka, sketch and no gates": {
+        "mixer": "gka",
+        "options": {"sketch_dim": 3, "use_beta": False, "use_decay": False, "use_v_conv": False, "use_rope": True},
+    },
+    "mamba2, one group": {"mixer": "mamba2", "options": {"n_groups": 1, "time_step_limit": [0.01, 0.05]}},
+    # no gradient reaches the first mixers
+    "gka, frozen layers": {"mixer": "gka", "frozen": True},
+    "lattice, frozen layers": {"mixer": "lattice", "frozen": True, "checkpointing": "plain"},
+    # a family whose layers drop further keyword arguments
+    "coffee, stablelm": {"mixer": "coffee", "family": "stablelm"},
+}
+REFUSED = {
+    "packed": ({"mixer": "gka", "restart": 40}, "packed sequences cannot be split"),
+    "many packed": ({"mixer": "gka", "restart": 5}, "rank 0 start again"),
+    "positions of one part": ({"mixer": "gka", "forget_positions": True}, "do not follow each other"),
+    "generate": ({"mixer": "gka", "generate": True}, "generate\\(\\) outside"),
+    "padding with attention": ({"mixer": "gka", "layout": [1], "mask": "right"}, "have padding"),
+    "sequence_max": ({"mixer": "ska", "options": {"normalization": "sequence_max"}}, "normalization='sequence_max'"),
+}
+
+
+def launch(folder, processes, cases):
+    """What `context_parallel_run.py` measures, by the names of `cases`."""
+    result = folder / f"{processes}.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += [str(TESTS / "context_parallel_run.py"), str(result), *map(json.dumps, cases.values())]
+    run = subprocess.run(command, env=child_env(), capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return dict(zip(cases, json.loads(result.read_text()), strict=True))
+
+
+EVERYDAY = [name for name in CASES if "," not in name or name.endswith((", hybrid", ", checkpointing", "holes"))]
+
+
+@pytest.fixture(scope="module")
+def by_two(tmp_path_factory):
+    """Differences and messages of two processes, which are computed in one launch."""
+    cases = {name: CASES[name] for name in EVERYDAY} | {name: case for name, (case, _) in REFUSED.items()}
+    return launch(tmp_path_factory.mktemp("two"), 2, cases)
+
+
+@pytest.fixture(scope="module")
+def by_three(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("three"), 3, CASES)
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_two_processes_equal_one(by_two, name):
+    check(by_two[name])
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("name", CASES)
+def test_three_processes_equal_one(by_three, name):
+    check(by_three[name])
+
+
+def check(measured):
+    assert isinstance(measured, float), measured
+    assert measured <= LARGEST_DIFFERENCE
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(by_two, name):
+    assert re.search(REFUSED[name][1], by_two[name])
+
+
+def test_no_group_outside_of_a_context():
+    assert current_group() is None
+
+
+def test_states_before_equal_the_recurrence():
+    generator = torch.Generator().manual_seed(0)
+    W, g = torch.randn(5, 2, 3, 4, 6, generator=generator), -torch.rand(5, 2, 3, generator=generator)
+    g[2] = -1e5  # forgets everything; what is before must not blur what comes after
+    W, g = W.double(), g.double()
+    state, expected = torch.zeros_like(W[0]), []
+    for written, decay in zip(W, g, strict=True):
+        expected.append(state)
+        state = decay.exp()[..., None, None] * state + written
+    torch.testing.assert_close(states_before(W, g), torch.stack(expected))
+    torch.testing.assert_close(states_before(W.float(), g.float()), torch.stack(expected).float())
+
+
+@pytest.mark.parametrize(("k_heads", "v_heads"), [(6, 6), (2, 6), (2, 3)])
+def test_decayed_sum_equals_the_recurrence(k_heads, v_heads):
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 9, heads, 4, generator=generator).double() for heads in (k_heads, v_heads))
+    log_decay, strength = (torch.rand(2, 9, 6, generator=generator).double() for _ in range(2))
+    log_decay = -log_decay
+    expected = torch.zeros(2, 6, 4, 4, dtype=torch.float64)
+    for t in range(9):
+        one, other = (x[:, t].repeat_interleave(6 // x.shape[2], 1) for x in (k, v))
+        written = strength[:, t, :, None, None] * one[..., None] * other[..., None, :]
+        expected = log_decay[:, t, :, None, None].exp() * expected + written
+    written, total = decayed_sum(k, v, log_decay, strength)
+    torch.testing.assert_close(written, expected)
+    torch.testing.assert_close(total, log_decay.sum(1))

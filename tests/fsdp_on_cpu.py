@@ -1,0 +1,17 @@
+"""Imported for its effect: accelerate shards models by FSDP2 on CPUs too, where it would use DDP."""
+
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+
+_library_init = AcceleratorState.__init__
+
+
+def _init(self, *args, fsdp_plugin=None, **kwargs):
+    _library_init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    # every new state object starts from the kind of the processes, and shares all else with the first
+    self.fsdp_plugin = fsdp_plugin or vars(self).get("fsdp_plugin")
+    if self.fsdp_plugin is not None:
+        self.distributed_type = DistributedType.FSDP
+
+
+AcceleratorState.__init__ = _init

@@ -1,0 +1,76 @@
+"""The example of training/README.md that fine-tunes on long rows: two processes train what one does.
+
+Both run in float32 on a CPU, with SGD, which keeps differences of gradients small, and with FSDP2 as in the file that
+ships.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from child import TESTS, child_env
+from hf_memmix.conversion import load_model, save_student
+from hf_memmix.training.recipe import Recipe
+from hf_memmix.training.trainer_arguments import training_arguments
+from testing import build, tiny_config, word_tokenizer
+
+TRAINING = TESTS.parent / "training"
+CONFIG = yaml.safe_load((TRAINING / "accelerate" / "context_parallel.yaml").read_text(encoding="utf-8"))
+EXAMPLE = re.search(r"```python\n# finetune.py\n(.*?)```", (TRAINING / "README.md").read_text(encoding="utf-8"), re.S)[
+    1
+]
+ON_A_CPU = {"bf16=True": "use_cpu=True, disable_tqdm=True", "learning_rate=1e-4": 'learning_rate=0.1, optim="sgd"'}
+
+
+def environment() -> dict[str, str]:
+    """What `accelerate launch` makes of the file that ships."""
+    settings = {**CONFIG["fsdp_config"], **CONFIG["parallelism_config"]}
+    flags = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+    return flags | {name.upper(): str(value) for name, value in settings.items()}
+
+
+def finetune(folder, student, processes) -> dict:
+    script, text = folder / f"finetune{processes}.py", folder / "text.txt"
+    code = EXAMPLE
+    for old, new in ON_A_CPU.items():
+        assert old in code
+        code = code.replace(old, new)
+    script.write_text(("import fsdp_on_cpu\n" if processes > 1 else "") + code)
+    generator = torch.Generator().manual_seed(0)
+    text.write_text(" ".join(f"w{i}" for i in torch.randint(3, 90, (400,), generator=generator).tolist()))
+    command, env = [sys.executable], child_env(ACCELERATE_USE_CPU="1")
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        env |= environment()
+    out = folder / f"out{processes}"
+    command += [str(script), str(student), str(text), "64", str(out)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return load_model(out).state_dict()
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("mixer", ["gka", "lattice"])
+def test_two_processes_train_what_one_does(tmp_path, mixer):
+    student = tmp_path / "student"
+    save_student(build(tiny_config("llama", (0, 1, 2, 3), mixer)), student, tokenizer=word_tokenizer())
+    start = load_model(student).state_dict()
+    alone, together = finetune(tmp_path, student, 1), finetune(tmp_path, student, 2)
+    assert alone.keys() == together.keys() == start.keys()
+    changed = {name for name in start if not torch.equal(alone[name], start[name])}
+    assert len(changed) > 0.9 * len(start)
+    for name in changed:
+        step, wanted = together[name] - start[name], alone[name] - start[name]
+        assert (step - wanted).norm() <= 1e-2 * wanted.norm() + 1e-7, name
+
+
+def test_the_engine_refuses_it(monkeypatch, tmp_path):
+    for name, value in environment().items():
+        monkeypatch.setitem(os.environ, name, value)
+    with pytest.raises(ValueError, match=r"context parallelism \(cp_size 2\)"):
+        training_arguments(Recipe(stage="align"), tmp_path)

@@ -7,8 +7,8 @@ with respect to every input. Both are medians of triton.testing.do_bench, which 
 step that Python calls, with the launch overhead; "decode_graph" is one step of a captured CUDA graph that uses several
 states in turn, which together are larger than the L2 cache. `peak_mib` is the memory allocated in addition to the
 inputs; `kernel_ms` is the sum of the times of all GPU kernels of a pass, without the host. A pass that another
-library's op refuses to run has null for all, and the reason as `note`. Rows of --out that describe the same measurement
-are replaced; all other rows are kept. To measure a new op, add one row to BENCHES.
+library's op refuses to run has null for all, and the reason as `note`. Rows of --out that describe the same
+measurement are replaced; all other rows are kept. To measure a new op, add one row to BENCHES.
 """
 
 import argparse

@@ -6,8 +6,9 @@ The measured calls are operators without projections. "fwd" runs without autogra
 with respect to every input. Both are medians of triton.testing.do_bench, which flushes the L2 cache. "decode" is one
 step that Python calls, with the launch overhead; "decode_graph" is one step of a captured CUDA graph that uses several
 states in turn, which together are larger than the L2 cache. `peak_mib` is the memory allocated in addition to the
-inputs. A pass that another library's op refuses to run has null for both, and the reason as `note`. Rows of --out that
-describe the same measurement are replaced; all other rows are kept. To measure a new op, add one row to BENCHES.
+inputs; `kernel_ms` is the sum of the times of all GPU kernels of a pass, without the host. A pass that another
+library's op refuses to run has null for all, and the reason as `note`. Rows of --out that describe the same
+measurement are replaced; all other rows are kept. To measure a new op, add one row to BENCHES.
 """
 
 import argparse
@@ -30,7 +31,7 @@ import hf_memmix_kernels as K
 
 CHUNK_SHAPES = [(4, 8192, 8, 128), (4, 32768, 8, 128)]
 DECODE_SHAPES = [(1, 1, 32, 128), (8, 1, 32, 128), (64, 1, 32, 128)]
-MEASURED = ("ms", "peak_mib", "note", "gpu", "torch", "triton", "commit")
+MEASURED = ("ms", "kernel_ms", "peak_mib", "note", "gpu", "torch", "triton", "commit")
 L2_BYTES = 60e6
 
 
@@ -186,6 +187,15 @@ def measure_peak(fn: Callable) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def measure_kernels(fn: Callable) -> float:
+    """Milliseconds of all GPU kernels of one call, the mean of three."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(3):
+            fn()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profiler.key_averages()) / 3e3
+
+
 def time_chunks(bench: Bench, shape: tuple) -> list[dict]:
     inputs = {name: t.requires_grad_() for name, t in bench.draw(*shape).items()}
 
@@ -207,7 +217,12 @@ def time_chunks(bench: Bench, shape: tuple) -> list[dict]:
                 raise
             rows.append({"pass": name, "ms": None, "peak_mib": None, "note": str(refused)})
             continue
-        rows.append({"pass": name, "ms": round(ms, 4), "peak_mib": round(measure_peak(fn), 1)})
+        found = {
+            "ms": round(ms, 4),
+            "kernel_ms": round(measure_kernels(fn), 4),
+            "peak_mib": round(measure_peak(fn), 1),
+        }
+        rows.append({"pass": name, **found})
     return rows
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 import hf_memmix_kernels as K
 
 SHAPES = [(8, 4096, 12, 64)]
+LONG = (1, 131072, 12, 64)
 DECODE = [(1, 1, 12, 64), (8, 1, 12, 64), (64, 1, 12, 64)]
 
 
@@ -31,7 +32,7 @@ def lattice(variant: str) -> dict:
         "state": state,
         "step": lambda x, s: K.lattice_step(**x, state=s[0], variant=variant),
         "fields": {"variant": variant},
-        "chunk_shapes": SHAPES,
+        "chunk_shapes": [*SHAPES, LONG] if variant == "dec" else SHAPES,
         "decode_shapes": DECODE,
     }
 

@@ -83,7 +83,7 @@ def speed_limits(root: Path) -> str:
     forward = {}
     for row in read("kernels", root):
         if row["op"] in ("sdpa", "gka") and row["pass"] == "fwd" and row.get("iterations") in (None, [12, 10]):
-            forward.setdefault(_thousands(row["T"]), {})[row["op"]] = row["ms"]
+            forward.setdefault(tuple(row[size] for size in "BTHD"), {})[row["op"]] = row["ms"]
     whole: dict[str, dict[tuple, dict]] = {"prefill": {}, "graph": {}, "train": {}}
     for row in read("models", root):
         way = "graph" if row.get("cuda_graph") else row["phase"]
@@ -93,7 +93,7 @@ def speed_limits(root: Path) -> str:
         [(f"{batch} x {_thousands(tokens)}", ms["gka"], ms["attention"]) for (batch, tokens), ms in rows.items()]
         for rows in whole.values()
     )
-    op = [(length, ms["gka"], ms["sdpa"]) for length, ms in forward.items()]
+    op = [(_thousands(tokens), ms["gka"], ms["sdpa"]) for (_, tokens, *_), ms in forward.items() if len(ms) == 2]
     return "\n".join(
         (
             f"- Decode on the CPU of the first table: {_compared(cpu, 'tokens/s', more_is_better=True)}.",

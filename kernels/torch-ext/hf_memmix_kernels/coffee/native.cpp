@@ -1,5 +1,6 @@
 // COFFEE on a CPU: x = x + s (lambda x + u) with the gate s = g phi(w x), then y = C . x. One token, sequences, and their
-// gradients (README.md, "Backward"). Sequences are computed in blocks of features, whose states stay in the processor's cache.
+// gradients (README.md, "Backward"). Sequences are computed in blocks of features, whose states stay in the processor's
+// cache.
 
 #include <algorithm>
 
@@ -95,8 +96,8 @@ void forward(const Call& c, const Block& b, int64_t n, float* state, float* y, f
 
 // One token of the adjoint: carry is the gradient of `after`, then of `before`; sums are those of lambda, w, C and w_filter.
 template <int FEEDBACK>
-void reverse(const Block& b, const float* before, const float* after, const float* u, const float* factor, const float* dy,
-             float* carry, std::vector<float>* sums, float* du, float* dgate) {
+void reverse(const Block& b, const float* before, const float* after, const float* u, const float* factor,
+             const float* dy, float* carry, std::vector<float>* sums, float* du, float* dgate) {
     float value[BLOCK], gain[BLOCK], dvalue[BLOCK], dfilter[BLOCK];
     std::copy_n(dy, BLOCK, dvalue);
     std::fill_n(du, BLOCK, 0.0f);
@@ -155,8 +156,9 @@ void backward(const Call& c, const Block& b, int64_t n, const float* dy, const f
             const int64_t at = (n * c.tokens + t) * c.features + b.first;
             const float* before = &states[(t - begin) * size];
             std::copy_n(dy + at, b.width, above.data());
-            reverse<FEEDBACK>(b, before, before + size, &u[(t - begin) * BLOCK], &factors[(t - begin) * BLOCK], above.data(),
-                              carry.data(), sums, to_u.data(), to_gate.data());
+            const float *now = &u[(t - begin) * BLOCK], *factor = &factors[(t - begin) * BLOCK];
+            reverse<FEEDBACK>(b, before, before + size, now, factor, above.data(), carry.data(), sums, to_u.data(),
+                              to_gate.data());
             std::copy_n(to_u.data(), b.width, du + at);
             if (dgate) std::copy_n(to_gate.data(), b.width, dgate + at);
         }

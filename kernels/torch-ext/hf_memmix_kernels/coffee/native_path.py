@@ -46,6 +46,7 @@ def coffee_fwd_native(
     w_filter: Tensor | None,
     gate: Tensor | None,
     initial_state: Tensor,
+    cu_seqlens: None,
     feedback: str,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,6 +74,7 @@ def coffee_bwd_native(
     gate: Tensor | None,
     initial_state: Tensor,
     checkpoints: Tensor,
+    cu_seqlens: None,
     feedback: str,
     gate_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

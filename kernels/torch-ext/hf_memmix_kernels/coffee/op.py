@@ -32,11 +32,15 @@ def _checkpoint_shape(u: Tensor, initial_state: Tensor, cu_seqlens: Tensor | Non
     return (-(-T // chunk_length(B * D * n)) if save and cu_seqlens is None else 0, n, B, D)
 
 
-def _native(cu_seqlens: Tensor | None, u: Tensor, *tensors: Tensor | None):
-    """The native code of sequences, if it should run on these tensors, of which the sixth is the initial state."""
-    if cu_seqlens is not None or tensors[5].dtype != torch.float32:
-        return None
-    return native_library("coffee", u, *tensors)
+def _paths(cu_seqlens: Tensor | None, u: Tensor, *tensors: Tensor | None):
+    """The scan and its backward on the path that runs these tensors; the sixth of `tensors` is the initial state."""
+    if cu_seqlens is None and tensors[5].dtype == torch.float32 and (library := native_library("coffee", u, *tensors)):
+        return functools.partial(coffee_fwd_native, library), functools.partial(coffee_bwd_native, library)
+    if use_triton(u, "coffee"):
+        from .launch import coffee_bwd_triton, coffee_fwd_triton
+
+        return coffee_fwd_triton, coffee_bwd_triton
+    return coffee_fwd_torch, coffee_bwd_torch
 
 
 @functools.cache
@@ -71,11 +75,8 @@ def _deer(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance
     )
     if states is None:
         return None
-    kept = (
-        _kept_by_deer(states, initial_state, u)
-        if save
-        else states.new_empty(_checkpoint_shape(u, initial_state, None, False))
-    )
+    nothing = _checkpoint_shape(u, initial_state, None, False)
+    kept = _kept_by_deer(states, initial_state, u) if save else states.new_empty(nothing)
     return y, states[-1].permute(1, 2, 0).clone(memory_format=torch.contiguous_format), kept.clone()
 
 
@@ -118,12 +119,8 @@ def _fwd(
         if found is not None:
             return found
         _warn_not_converged(method)
-    if library := _native(cu_seqlens, u, lam, w, C, w_filter, gate, initial_state):
-        return coffee_fwd_native(library, u, lam, w, C, w_filter, gate, initial_state, feedback, save)
-    if use_triton(u, "coffee"):
-        from .launch import coffee_fwd_triton as fwd
-    else:
-        fwd, save = coffee_fwd_torch, save and cu_seqlens is None
+    fwd, _ = _paths(cu_seqlens, u, lam, w, C, w_filter, gate, initial_state)
+    save = save and (cu_seqlens is None or use_triton(u, "coffee"))
     return fwd(u, lam, w, C, w_filter, gate, initial_state, cu_seqlens, feedback, save)
 
 
@@ -153,20 +150,10 @@ def _bwd(
     gate_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (u, lam, w, C, w_filter, gate, initial_state)
-    if library := _native(cu_seqlens, *inputs, dy, dfinal):
-        fwd, bwd = functools.partial(coffee_fwd_native, library), functools.partial(coffee_bwd_native, library)
-        packed = ()
-    elif use_triton(u, "coffee"):
-        from .launch import coffee_bwd_triton as bwd
-        from .launch import coffee_fwd_triton as fwd
-
-        packed = (cu_seqlens,)
-    else:
-        fwd, bwd, packed = coffee_fwd_torch, coffee_bwd_torch, (cu_seqlens,)
+    fwd, bwd = _paths(cu_seqlens, *inputs, dy, dfinal)
     if not checkpoints.numel():
-        checkpoints = fwd(*inputs, *packed, feedback, True)[2]
-    grads = bwd(dy, dfinal, *inputs, checkpoints, *packed, feedback, gate_grad)
-    du, dlam, dw, dC, dfilter, dgate, dinitial = grads
+        checkpoints = fwd(*inputs, cu_seqlens, feedback, True)[2]
+    du, dlam, dw, dC, dfilter, dgate, dinitial = bwd(dy, dfinal, *inputs, checkpoints, cu_seqlens, feedback, gate_grad)
     if gate is None or not gate_grad:
         dgate = u.new_empty(0)
     else:

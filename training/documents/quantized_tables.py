@@ -28,8 +28,8 @@ def quantized_table(root: Path) -> str:
     table = markdown_table([*head, "error, times bf16", "perplexity of the bundled student"], lines, figures=True)
     where = found["environment"]
     return (
-        f"{table}\n\nA Llama of 1.2B parameters, random weights, `gka` in every layer, one sequence, without torch.compile;"
-        f" {where['hardware']}, torch {where['torch']}, torchao {where['torchao']}, bitsandbytes"
+        f"{table}\n\nA Llama of 1.2B parameters, random weights, `gka` in every layer, one sequence, without"
+        f" torch.compile; {where['hardware']}, torch {where['torch']}, torchao {where['torchao']}, bitsandbytes"
         f" {where['bitsandbytes']}. The error is that of the logits to those of fp32 with the same rounded weights."
     )
 

@@ -31,6 +31,19 @@ def _memory(align: dict, measured: str, estimated: str) -> str:
     return bytes_text(align["peak_memory"][measured]) + (f" ({bytes_text(told)})" if told else "")
 
 
+def _two_processes(found: dict | None) -> str:
+    """One sentence about the run of two processes, if it was measured."""
+    if found is None:
+        return ""
+    where = f"{found['gpus']} x {found['environment']['hardware']}" if found["gpus"] else "a CPU"
+    if found["largest_weight_difference"] == found["largest_loss_difference"] == 0:
+        return f" Two processes on {where} have the losses and weights of one, bit for bit."
+    return (
+        f" Two processes on {where} leave the weights of one but for {found['largest_weight_difference']:.1g}, and its"
+        f" losses but for {found['largest_loss_difference']:.1g}."
+    )
+
+
 def one_gpu_table(root: Path) -> str:
     """Memory, disk and time of the conversion and of `align --stream` of an 8B shape."""
     (convert, *_) = (row for row in read("streaming", root)["rows"] if row["shape"].endswith("-8b"))
@@ -75,9 +88,10 @@ def one_gpu_table(root: Path) -> str:
         f" while PyTorch could use {bytes_text(align['limit'])} of the GPU. {timed} of them were timed: a mixer"
         f" reads {rates['train']:,.0f} tokens/s in training, and {rates['layer']:,.0f} tokens/s together with the"
         f" teacher's layer. The hours of all layers, {rates['whole']:,.0f} tokens/s, and the size of the spool are"
-        " computed from"
-        " this; reading the texts and writing the student are not in them. The largest relative difference between the"
+        " computed from this; reading the texts and writing the student are not in them. `distill`: median speed of"
+        " training steps of one sequence of 2,048 tokens on the same GPU, with gradient checkpointing; the hours are"
+        " computed. The largest relative difference between the"
         f" losses of `align` with and without `--stream`, for the bundled transformer in {same['dtype']} on"
         f" {same['environment']['hardware']}, is"
-        f" {differences}."
+        f" {differences}." + _two_processes(measured.get("processes"))
     )

@@ -28,8 +28,8 @@ def quantized_table(root: Path) -> str:
     table = markdown_table([*head, "error, times bf16", "perplexity of the bundled student"], lines, figures=True)
     where = found["environment"]
     return (
-        f"{table}\n\nA Llama of 1.2B parameters, random weights, `gka` in every layer, one sequence;"
-        f" {where['hardware']}, torch {where['torch']}, torchao {where['torchao']}, bitsandbytes"
+        f"{table}\n\nA Llama of 1.2B parameters, random weights, `gka` in every layer, one sequence, without"
+        f" torch.compile; {where['hardware']}, torch {where['torch']}, torchao {where['torchao']}, bitsandbytes"
         f" {where['bitsandbytes']}. The error is that of the logits to those of fp32 with the same rounded weights."
     )
 
@@ -48,5 +48,5 @@ def small_states_table(root: Path) -> str:
     steps, where = found["optimizers"][0]["steps"], found["environment"]["hardware"]
     return (
         markdown_table(["optimizer, or frozen weights", "first loss", "last loss"], lines, figures=True)
-        + f"\n\n`distill` of a fresh conversion of the bundled transformer, {steps} steps, on {where}."
+        + f"\n\n`distill`, {steps} steps, on {where}."
     )

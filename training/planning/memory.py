@@ -174,18 +174,22 @@ def _align(s: Shapes, run: Settings) -> Memory:
     # a mixer gets its input in fp32, and the loss keeps the difference of the outputs in fp32
     one = 2 * FP32 * s.hidden * run.tokens
     inside = max(_inside(s, kind, run) for kind in s.kinds) * run.tokens
-    activations = layers * one + inside * (1 if run.checkpointing else layers)
-    # what the teacher's layer holds meanwhile: its residual stream, queries, keys, values and output of the attention,
-    # and, if the forward goes on to the next layer, its MLP
-    passing = 4 * s.hidden + 2 * s.queries + 2 * s.keys + (0 if streamed else 3 * s.inner)
+    # what the teacher's last layer holds meanwhile: its residual stream, queries, keys, values and output of the
+    # attention. The teacher stops there, before the MLP
+    passing = BF16 * (4 * s.hidden + 2 * s.queries + 2 * s.keys) * run.tokens
+    forward = {
+        "gradients": FP32 * trained if streamed else 0.0,
+        "copies": BF16 * trained,
+        "activations": layers * one + inside * (1 if run.checkpointing else layers) + passing,
+    }
+    backward = {
+        "gradients": FP32 * trained,
+        "copies": BF16 * trained / layers if run.checkpointing else 0.0,
+        "activations": one + inside,
+    }
+    worse = max(forward, backward, key=lambda part: sum(part.values()))
     return Memory(
-        weights=FP32 * trained,
-        optimizer=OPTIMIZERS[run.optimizer] * trained,
-        teacher=teacher,
-        gradients=FP32 * trained if run.checkpointing or streamed else 0.0,
-        copies=BF16 * trained,
-        activations=activations + BF16 * passing * run.tokens,
-        logits=0.0,
+        weights=FP32 * trained, optimizer=OPTIMIZERS[run.optimizer] * trained, teacher=teacher, logits=0.0, **worse
     )
 
 

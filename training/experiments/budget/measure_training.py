@@ -122,9 +122,10 @@ def prepared(teacher: nn.Module, student: nn.Module, settings: Settings, cuda: b
         keep = {id(parameter) for parameter in pair.parameters()}
         for name, parameter in student.named_parameters():
             if id(parameter) not in keep and "embed_tokens" not in name:
-                parameter.data = parameter.data[:0]
+                parameter.data = parameter.data.new_empty(0)  # a slice would keep the memory
         # the trainer's student is fp32, which the mixers' inputs follow
-        student.get_input_embeddings().weight.data = student.get_input_embeddings().weight.data[:1].float()
+        embeddings = student.get_input_embeddings().weight
+        embeddings.data = embeddings.data[:1].float()
     else:
         pair = make_pair(in_training_dtype(student, recipe).train(), teacher, recipe)
     rates = freeze_by_rate(student, recipe)

@@ -71,7 +71,7 @@ def _warn_untried() -> None:
 def use_triton(x: torch.Tensor, op: str, size: int = 0) -> bool:
     """Whether `op`, the name of the op's folder, should launch its Triton kernels for `x`.
 
-    `size` is the largest head size, for ops whose shared memory depends on it (`_device.SHARED`).
+    `size` is the largest head size or the rank, for ops that run up to a size on some GPUs (`_device.obstacle`).
 
     Raises:
         ValueError: `HF_MEMMIX_BACKEND` names no backend, or asks for Triton where it cannot run.

@@ -6,6 +6,8 @@ from ops_table import OPS, Shape
 
 import hf_memmix
 from hf_memmix.conversion import convert_model, report
+from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.train import align, distill
 from testing import MIXERS, MODELS, build, family_fields, random_ids, tiny_model
 from tiny_teachers import tiny_teacher
 from without_float64 import without_float64
@@ -74,6 +76,16 @@ def test_models_from_scratch(name):
     with without_float64():
         model.train()(ids, labels=ids).loss.backward()
         model.eval().generate(ids, max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize("stage", [align, distill])
+def test_training_runs(stage, tmp_path):
+    """Two steps of a stage, with its optimizer, schedule and log."""
+    teacher = tiny_teacher("llama", layers=2)
+    student, data = convert_model(teacher, keep=[1]), TokenBlocks(random_ids(1, 128)[0] % 61, 16)
+    with without_float64():
+        result = stage(student, teacher, data, tmp_path, steps=2, batch_size=2, block_size=16, warmup_steps=1)
+    assert result["steps"] == 2
 
 
 @every_mixer

@@ -28,6 +28,8 @@ def version(text: str) -> tuple[int, ...]:
 
 def _cell(rows: list[dict], arch: str) -> str:
     """What an op does on a GPU, from its rows of all sizes, dtypes and versions of Triton."""
+    if not rows:
+        return "runs" if arch == MEASURED_ON else "not tried"
     good = {name: all(compiles(r) for r in rows if r["triton"] == name) for name in {r["triton"] for r in rows}}
     working = sorted((name for name, whole in good.items() if whole), key=version)
     if not working:

@@ -37,11 +37,12 @@ class Device(NamedTuple):
 H200 = Device("sm_90", 227 * 1024, 132)
 
 OLDEST = 80  # capability; older tensor cores know neither bfloat16 nor TF32
-# major capability: {op: version of Triton from which on all its kernels compile}
-TRITON_FROM = {10: {"gka": (3, 7), "ska": (3, 7)}}
-# {op: {head size above which: bytes of shared memory that its largest kernel needs}}
+# major capability, or AMD: {op: {size above which: version of Triton from which on all its kernels compile}}; tried
+# were 3.6 and 3.9
+TRITON_FROM = {10: {"gka": {0: (3, 9)}, "ska": {32: (3, 9)}}, "AMD": {"ska": {0: (3, 9)}}}
+# {op: {size above which: bytes of shared memory that its largest kernel needs}}
 SHARED = {"gka": {128: 213_248}}
-NOT_FOR_AMD = frozenset({"ska"})
+NOT_FOR_AMD = frozenset({"gka", "lattice"})  # gka fails in the forward scan; lattice was not compiled
 
 
 @functools.cache
@@ -59,14 +60,15 @@ def of_index(index: int) -> Device:
 def obstacle(op: str, device: Device, triton: tuple[int, int], size: int = 0) -> str | None:
     """Why the kernels of `op` cannot run on a GPU with this (major, minor) version of Triton; None if they can.
 
-    `size` is the largest head size, where the op's shared memory depends on it.
+    `size` is the largest head size, or the rank, where the tables of this module have sizes.
     tests/kernels/test_device.py compares the result with what kernels/benchmarks/gpu_generations.py found.
     """
     if not device.nvidia and op in NOT_FOR_AMD:
-        return f"its kernels do not compile for AMD GPUs ({device.arch})"
+        return f"its kernels are not known to compile for AMD GPUs ({device.arch})"
     if device.nvidia and device.capability < OLDEST:
         return f"its kernels need an NVIDIA GPU from sm_{OLDEST} (Ampere) on, this is {device.arch}"
-    needed = TRITON_FROM.get(device.capability // 10 if device.nvidia else 0, {}).get(op, (0, 0))
+    versions = TRITON_FROM.get(device.capability // 10 if device.nvidia else "AMD", {}).get(op, {})
+    needed = max((version for above, version in versions.items() if size > above), default=triton)
     if triton < needed:
         needed, got = (".".join(map(str, version)) for version in (needed, triton))
         return f"its kernels for {device.arch} need Triton >= {needed}, {got} is installed; update torch"

@@ -47,31 +47,30 @@ def _obstacle(op: str, index: int, size: int = 0) -> str | None:
 
 
 @functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(f"hf_memmix_kernels: {message}", stacklevel=4)
+
+
+@functools.cache
 def _runs(op: str, index: int, size: int) -> bool:
     """Whether Triton is installed and the kernels of `op` run on the GPU with this index; it warns if they do not."""
     if not _has_triton():
         return False
     if reason := _obstacle(op, index, size):
-        warnings.warn(f"hf_memmix_kernels: {op} runs its torch path, which is slower: {reason}", stacklevel=2)
+        _warn_once(f"{op} runs its torch path, which is slower: {reason}")
         return False
     if torch.version.hip is not None:
-        _warn_untried()
+        _warn_once(
+            "the Triton kernels compile for AMD GPUs, but were never run on one; HF_MEMMIX_BACKEND=torch chooses the"
+            " torch path"
+        )
     return True
-
-
-@functools.cache
-def _warn_untried() -> None:
-    warnings.warn(
-        "hf_memmix_kernels: the Triton kernels compile for AMD GPUs, but were never run on one;"
-        " HF_MEMMIX_BACKEND=torch chooses the torch path",
-        stacklevel=2,
-    )
 
 
 def use_triton(x: torch.Tensor, op: str, size: int = 0) -> bool:
     """Whether `op`, the name of the op's folder, should launch its Triton kernels for `x`.
 
-    `size` is the largest head size, for ops whose shared memory depends on it (`_device.SHARED`).
+    `size` is the largest head size or the rank, for ops that run up to a size on some GPUs (`_device.obstacle`).
 
     Raises:
         ValueError: `HF_MEMMIX_BACKEND` names no backend, or asks for Triton where it cannot run.

@@ -149,7 +149,7 @@ def _gka_step(
 ) -> torch.Tensor:
     if library := _native(h, q, k, v, log_decay, alpha, beta, u):
         return gka_step_native(library, q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale)
-    if use_triton(q, "gka"):
+    if use_triton(q, "gka", 1):  # a step takes little shared memory at every size
         from .launch import gka_step_triton as step
     else:
         step = gka_step_torch

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .._chunks import checkpoint_slots, chunk_table
-from .._device import device_of, dot_precision, has_ptx
+from .._device import has_ptx
 from .._launch import accumulator, cdiv, page_strides
 from .kernels.sequential.backward import lattice_bwd_kernel
 from .kernels.sequential.dec_backward import lattice_adjoint_kernel, lattice_middle_kernel
@@ -15,15 +15,13 @@ from .kernels.sequential.dec_backward_windows import (
 )
 from .kernels.sequential.forward import lattice_fwd_kernel
 from .kernels.sequential.step import lattice_step_kernel
-from .sizes import CHECKPOINT, keeps_h, kept_sizes, padded, precision, window_precision
+from .sizes import CHECKPOINT, keeps_h, kept_sizes, levels_precision, padded, window_precision
 
 # tokens between two measurements of the norms, and between two states that backward keeps in scratch memory
 BLOCK = 16
 # lanes that share a slot, and warps per head of size 64 x 64
 LANES_FWD = LANES_BWD = 8
 WARPS_FWD = WARPS_BWD = 4
-# bytes of shared memory up to which windows by levels multiply in three parts, whose operands stay in registers
-SMALL_SHARED = 128 * 1024
 # pairs of a token and a head per program that computes coefficients
 ROWS = 32
 
@@ -138,7 +136,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     by_division = {**window, "MB": 64, "WIDE": max(64, BD), "PRECISION": window_precision(v)}
     by_levels = {
         **window, "MB": 32, "WIDE": max(32, BD), "LEVELS": CHECKPOINT.bit_length() - 1,
-        "PRECISION": dot_precision("tf32x3") if device_of(v).shared <= SMALL_SHARED else precision(v.dtype),
+        "PRECISION": levels_precision(v),
     }  # fmt: skip
 
     def read(*operands):

@@ -16,7 +16,7 @@ from .kernels.dual.windows_by_levels import (
     lattice_read_levels_kernel,
     lattice_write_adjoint_levels_kernel,
 )
-from .sizes import CHECKPOINT, WALKED, dual_sizes, padded, precision, window_precision
+from .sizes import CHECKPOINT, WALKED, dual_sizes, levels_precision, padded, precision, window_precision
 
 # tokens per chunk of the walk forward (half as many where registers do not hold more), and of the walk back
 CHUNK, CHUNK_BACK = 16, 8
@@ -69,7 +69,7 @@ class _Launch:
         self.read = {**self.write, "maxnreg": REGISTERS} if capped else self.write
         self.levels = {
             **shared, "MB": 32, "BD": max(32, padded(D)), "LEVELS": CHECKPOINT.bit_length() - 1,
-            "PRECISION": form, "PROGRAMS": PROGRAMS, "AHEAD": AHEAD, "num_warps": WARPS,
+            "PRECISION": levels_precision(v), "PROGRAMS": PROGRAMS, "AHEAD": AHEAD, "num_warps": WARPS,
         }  # fmt: skip
         self.walks, self.walks_by_token = (N * H * cdiv(M, WALKED),), (N * H * cdiv(M, MB),)
         self.reads = (windows * H,)

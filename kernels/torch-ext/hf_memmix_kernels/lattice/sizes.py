@@ -4,13 +4,15 @@ import torch
 from torch import Tensor
 
 from .._chunks import checkpoint_slots
-from .._device import compiled, dot_precision
+from .._device import compiled, device_of, dot_precision
 
 # tokens between two states kept for backward
 CHECKPOINT = 64
 # slots per program of the dual form's walks
 WALKED = 16
 MAX_DIM = 128
+# bytes of shared memory of a GPU that has too little for the operands of windows by levels in TF32
+SMALL_SHARED = 128 * 1024
 
 
 def padded(n: int) -> int:
@@ -21,6 +23,12 @@ def padded(n: int) -> int:
 def precision(dtype: torch.dtype) -> str:
     """The `input_precision` of `tl.dot` for products over a window, by the dtype of the inputs."""
     return "ieee" if dtype == torch.float64 else dot_precision("tf32x3" if dtype == torch.float32 else "tf32")
+
+
+def levels_precision(v: Tensor) -> str:
+    """As `precision`, for windows by levels: products in three parts keep their operands in registers."""
+    form = precision(v.dtype)
+    return dot_precision("tf32x3") if form == "tf32" and device_of(v).shared <= SMALL_SHARED else form
 
 
 def window_precision(v: Tensor) -> str:

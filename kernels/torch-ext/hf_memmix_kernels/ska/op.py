@@ -18,7 +18,7 @@ NORMALIZATIONS = ("running_max", "sequence_max")
 
 def _chunk_path(q: Tensor):
     """The module whose ska_forward and ska_backward run: torch in float64 and above the kernels' rank."""
-    if use_triton(q, "ska") and q.dtype != torch.float64:
+    if use_triton(q, "ska", q.shape[-1]) and q.dtype != torch.float64:
         from . import launch
 
         if q.shape[-1] <= launch.MAX_TRITON_RANK:
@@ -135,7 +135,7 @@ def _ska_step(
     sigma_floor: float,
 ) -> Tensor:
     step = ska_step_torch
-    if use_triton(q, "ska") and statistics.dtype != torch.float64:
+    if use_triton(q, "ska", q.shape[-1]) and statistics.dtype != torch.float64:
         from .launch import MAX_TRITON_RANK, ska_step_triton
 
         if q.shape[-1] <= MAX_TRITON_RANK:

@@ -106,19 +106,24 @@ def test_every_choice_of_launch_options(options, bounds, monkeypatch):
     agrees(K.scan_coffee, inputs, cu_seqlens=bounds and torch.tensor(bounds, device=DEVICE))
 
 
+def _of_the_op(warnings):
+    """The op's own warnings: Triton's interpreter has others, about NumPy, where a loop's bound is a tensor."""
+    return [w for w in warnings if issubclass(w.category, UserWarning)]
+
+
 @pytest.mark.parametrize("T", [1, 2, 17, 70])
 def test_deer_equals_the_scan(T, backend, recwarn):
     """Outputs, states and all gradients are equal. A warning would mean that DEER did not converge."""
     coffee_op._warn_not_converged.cache_clear()
     agrees(K.deer_coffee, draw(2, T, 3, 4, gate=2))
-    assert not recwarn.list
+    assert not _of_the_op(recwarn)
 
 
 @pytest.mark.parametrize("feedback", ["sigmoid", "linear", "input", "token"])
 def test_deer_takes_every_gate(feedback, backend, recwarn):
     coffee_op._warn_not_converged.cache_clear()
     agrees(K.deer_coffee, draw(1, 21, 3, 3, feedback=feedback, gate=3, filtered=True), feedback=feedback)
-    assert not recwarn.list
+    assert not _of_the_op(recwarn)
 
 
 @pytest.mark.parametrize("T", [1, 15, 16, 70])
@@ -132,7 +137,7 @@ def test_shooting_equals_the_scan(T, backend, monkeypatch, recwarn):
         monkeypatch.setattr(shooting, "shooting_chunk", lambda T: 16)
     coffee_op._warn_not_converged.cache_clear()
     agrees(K.chunk_coffee, draw(2, T, 3, 4, gate=2, filtered=True), method="shooting")
-    assert not recwarn.list
+    assert not _of_the_op(recwarn)
 
 
 @pytest.mark.parametrize("feedback", ["sigmoid", "linear", "input", "token"])
@@ -143,7 +148,7 @@ def test_shooting_takes_every_gate(feedback, backend, monkeypatch, recwarn):
         monkeypatch.setattr(shooting, "shooting_chunk", lambda T: 8)
     coffee_op._warn_not_converged.cache_clear()
     agrees(K.chunk_coffee, draw(1, 21, 3, 3, feedback=feedback, gate=3), feedback=feedback, method="shooting")
-    assert not recwarn.list
+    assert not _of_the_op(recwarn)
 
 
 def wild(T: int) -> dict:
@@ -188,7 +193,7 @@ def test_damped_newton_equals_the_scan(recwarn):
     inputs = draw(2, 64, 3, 4, dtype=torch.float64, gate=2)
     inputs["lam"] = inputs["lam"] - 1
     agrees(lambda **kw: K.deer_coffee(**kw, damping=1e-3, max_iterations=200), inputs)
-    assert not recwarn.list
+    assert not _of_the_op(recwarn)
 
 
 @pytest.mark.parametrize("T", [*range(1, 10), 31, 32, 33])

@@ -14,11 +14,12 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from hf_memmix.training.evaluation.probes import Material
 from hf_memmix.training.evaluation.probes.material import MAX_WORD_TOKENS
@@ -37,6 +38,7 @@ from hf_memmix.training.experiments.recall_teacher.texts import unseen_of
 SHORTEST = 96  # tokens of a drill
 AT_THE_START = 0.1  # share of the first statements that stand at the start of their drill
 ALONE = 0.25  # share of the rows that are one long drill
+DRILL_TEXT = 0.25  # weight of those tokens of a drill that are no answers
 ANSWERED = 8  # a drill with more answers than this has the weight of so many
 WORD_TEXT = 700_000  # tokens of the training text from which keys and values are taken
 KINDS = {"words": 0.4, "tokens": 0.35, "spans": 0.25}  # of the keys and of the values of MQAR
@@ -296,3 +298,11 @@ class Rows(IterableDataset):
         rows += [row_of(self.material, self.length, draw, self.more_pieces) for _ in range(self.rows - text)]
         ids, weights = zip(*rows, strict=True)
         return torch.tensor(ids, dtype=torch.int32), torch.tensor(weights)
+
+
+def batches_of(material: DrillMaterial, length: int, args: SimpleNamespace):
+    """An iterator of batches of `args.batch_tokens` in rows of `length`. Its workers are forked before CUDA starts."""
+    rows = Rows(material, args.batch_tokens // length, length, args.seed, args.more_pieces)
+    options = {"prefetch_factor": 4, "persistent_workers": True} if args.workers else {}
+    pin = torch.cuda.is_available()
+    return iter(DataLoader(rows, batch_size=None, num_workers=args.workers, pin_memory=pin, **options))

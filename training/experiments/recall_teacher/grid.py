@@ -13,9 +13,7 @@ layout. The rows come in the order of what they tell: pure students and three ke
 same command continues an interrupted run and stops itself at its time limit.
 """
 
-import functools
 import json
-import math
 import tempfile
 import time
 from pathlib import Path
@@ -26,9 +24,8 @@ import torch
 import typer
 
 from hf_memmix.command_options import command
-from hf_memmix.conversion import convert_model, load_model, mixer_types_of, report
+from hf_memmix.conversion import convert_model, mixer_types_of
 from hf_memmix.conversion.families import attention_module
-from hf_memmix.conversion.from_attention.gka import start_decay
 from hf_memmix.conversion.layer_cost import LayerCost
 from hf_memmix.conversion.mixer_files import load_aligned, mixer_file, write_mixers
 from hf_memmix.conversion.records import write_json
@@ -39,30 +36,21 @@ from hf_memmix.swap import memory_mixers
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.layer_selection import choose, rank_layers
 from hf_memmix.training.evaluation.mixer_search import Budget, choose_mixers, scores_of
-from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.fit import Deadline, autocast
 from hf_memmix.training.experiments.common.harness import attempt, device, execute, matches
 from hf_memmix.training.experiments.common.options import PlottedOptions, draw_if_asked
-from hf_memmix.training.experiments.recall_teacher import window  # noqa: F401, registers "window"
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, recall_of
 from hf_memmix.training.experiments.recall_teacher.report import plot
+from hf_memmix.training.experiments.recall_teacher.students import (
+    LAYOUTS,
+    START_DECAY,
+    measured,
+    sequences,
+    teacher_of,
+)
 from hf_memmix.training.experiments.recall_teacher.texts import probe_materials, tokens_of
 from hf_memmix.training.train import Recipe, train
 
-# the name of a layout: mixer, its options, and the half-lives of its memory at the start in tokens (None: the default)
-LAYOUTS = {
-    "gka": ("gka", {}, None),
-    "gla": ("gla", {}, None),
-    "lattice": ("lattice", {}, None),
-    "mamba2": ("mamba2", {}, None),
-    "coffee": ("coffee", {}, None),
-    "ska": ("ska", {}, None),
-    "window-64": ("window", {"window": 64}, None),
-    "window-256": ("window", {"window": 256}, None),
-    "gka, long": ("gka", {}, (16.0, 4096.0)),
-    "gla, long": ("gla", {}, (16.0, 4096.0)),
-    "mamba2, long": ("mamba2", {}, (16.0, 4096.0)),
-}
 MAIN = tuple(LAYOUTS)[:8]
 FIRST, FIRST_CELLS = (*MAIN, "gka, long"), ((0, "uniform"), (3, "uniform"))  # what a seed measures first
 MIXED = ("gka", "lattice", "mamba2", "coffee", "ska")  # the mixers of the library, which `select` chooses among
@@ -197,15 +185,6 @@ def mixture(row: dict, layers: int, args) -> list[str]:
     return choose_mixers(scores, costs, Budget(state_bytes=layers * rankings[limit]["layer_bytes"]))
 
 
-@torch.no_grad()
-def start_decay_of_mamba2(mixer, half_lives: tuple[float, float]) -> None:
-    low, high = (math.log(x) for x in half_lives)
-    mixer.A_log.copy_(torch.log(math.log(2) / torch.linspace(low, high, mixer.heads).exp()))
-
-
-START_DECAY = {"gka": start_decay, "gla": start_decay, "mamba2": start_decay_of_mamba2}
-
-
 def trained(student, teacher, stage: str, seed: int, args) -> tuple[list, str | None]:
     """Train one stage in place. Returns [step, loss] of the log, and the error's text if training diverged."""
     steps = getattr(args, f"{stage}_steps")
@@ -230,30 +209,9 @@ def trained(student, teacher, stage: str, seed: int, args) -> tuple[list, str | 
     return [[entry["step"], round(entry["loss"], 4)] for entry in done["log"]], None
 
 
-def measured(model, teacher, args) -> dict:
-    """Perplexity ratio, KL and agreement on held-out text and on the held-out domain, and recall."""
-    result = {}
-    for text in ("heldout", "domain"):
-        tokens = torch.from_numpy(tokens_of(args.data, text)[: args.measured_tokens].astype(numpy.int64))
-        with autocast():
-            compared = report(model, teacher, tokens, block_size=1024)
-        result |= {f"{text}_{name}": compared[name] for name in ("ppl_ratio", "kl", "top1_agreement")}
-    return result | {"recall": recall_of(model, sequences(args.data, tuple(args.lengths), args.samples))}
-
-
 def measured_teacher(args) -> dict:
     teacher = teacher_of(args.teacher)
     return {"recall": recall_of(teacher, sequences(args.data, tuple(args.lengths), args.samples))}
-
-
-@functools.cache
-def teacher_of(folder: Path):
-    return load_model(folder, dtype=torch.float32).to(device()).eval()
-
-
-@functools.cache
-def sequences(data: Path, lengths: tuple[int, ...], samples: int) -> dict:
-    return drawn(probe_materials(data), lengths, samples)
 
 
 def ranking_of(row: dict, args) -> dict | None:

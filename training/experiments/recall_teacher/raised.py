@@ -28,10 +28,9 @@ from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.serving.footprint import Footprint
 from hf_memmix.training.experiments.common.harness import device
-from hf_memmix.training.experiments.recall_teacher.drills import DrillMaterial
-from hf_memmix.training.experiments.recall_teacher.grid import LAYOUTS, START_DECAY, measured, teacher_of
-from hf_memmix.training.experiments.recall_teacher.probing import drawn
-from hf_memmix.training.experiments.recall_teacher.teacher import DRILL_TEXT, batches_of, quick_gate
+from hf_memmix.training.experiments.recall_teacher.drills import DRILL_TEXT, DrillMaterial, batches_of
+from hf_memmix.training.experiments.recall_teacher.probing import drawn, quick_gate
+from hf_memmix.training.experiments.recall_teacher.students import LAYOUTS, START_DECAY, measured, teacher_of
 from hf_memmix.training.experiments.recall_teacher.texts import material_of, probe_materials, tokens_of
 from hf_memmix.training.student_teacher import AlignStudentTeacher
 

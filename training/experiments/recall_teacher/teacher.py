@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 import typer
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_memmix.conversion import load_model
@@ -36,9 +35,9 @@ from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.training.bundled.language_model import mean_loss
 from hf_memmix.training.bundled.pretrain_teacher import build_model
 from hf_memmix.training.experiments.common.harness import device
-from hf_memmix.training.experiments.recall_teacher.drills import DrillMaterial, Rows
+from hf_memmix.training.experiments.recall_teacher.drills import DRILL_TEXT, DrillMaterial, batches_of
 from hf_memmix.training.experiments.recall_teacher.muon import Muon
-from hf_memmix.training.experiments.recall_teacher.probing import drawn, gate_of, mean_recall, recall_of
+from hf_memmix.training.experiments.recall_teacher.probing import drawn, gate_of, quick_gate, recall_of
 from hf_memmix.training.experiments.recall_teacher.texts import (
     WORDS,
     material_of,
@@ -48,7 +47,6 @@ from hf_memmix.training.experiments.recall_teacher.texts import (
 )
 
 CONTEXT = 2048
-DRILL_TEXT = 0.25  # weight of those tokens of a drill that are no answers
 WARM_UP = 100  # steps
 FLAT = 0.4  # share of the time with the full learning rate; it falls linearly afterwards
 CONTEXTS = (64, 256, 1024)  # tokens before a token whose loss is measured with the context cut
@@ -97,14 +95,6 @@ def compiled(model, args: SimpleNamespace):
     for layer in model.model.layers:
         layer.compile(dynamic=False)
     return torch.compile(losses, dynamic=False)
-
-
-def batches_of(material: DrillMaterial, length: int, args: SimpleNamespace):
-    """An iterator of batches of `args.batch_tokens` in rows of `length`. Its workers are forked before CUDA starts."""
-    rows = Rows(material, args.batch_tokens // length, length, args.seed, args.more_pieces)
-    options = {"prefetch_factor": 4, "persistent_workers": True} if args.workers else {}
-    pin = torch.cuda.is_available()
-    return iter(DataLoader(rows, batch_size=None, num_workers=args.workers, pin_memory=pin, **options))
 
 
 def train(args: SimpleNamespace) -> dict:
@@ -170,11 +160,6 @@ def train(args: SimpleNamespace) -> dict:
     record |= {"steps": step, "tokens": seen, "training_seconds": round(time.time() - training_began, 1)}
     record["dev_gate"] = quick_gate(plain, few, args.gate_length)  # decides between runs
     return record
-
-
-def quick_gate(model, sequences: dict, length: int) -> dict:
-    rows = recall_of(model, sequences)
-    return {task: mean_recall(rows, task, length) for task in sequences}
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from hf_memmix.training.documents.gpu_tables import compiles, gpu_table
 from hf_memmix.training.documents.measurements import read
 from hf_memmix_kernels import _device, _dispatch
 from hf_memmix_kernels._device import Device
+from hf_memmix_kernels.lattice.sizes import levels_precision
 
 ROOT = Path(__file__).parents[2]
 KEYS = ("triton", "arch", "op", "size", "dtype")
@@ -121,6 +122,15 @@ def test_on_amd_kernels_hold_no_ptx(machine, monkeypatch):
     assert _device.dot_precision("tf32x3") == "ieee"
     machine(TARGETS["sm_90"])
     assert _device.has_ptx(x) and _device.dot_precision("tf32x3") == "tf32x3"
+
+
+def test_launches_follow_the_shared_memory(machine, monkeypatch):
+    """Lattice's windows by levels keep TF32 on an H200, and need less memory where there is little."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x = SimpleNamespace(is_cuda=True, get_device=lambda: 0, dtype=torch.bfloat16)
+    for arch, form in {"sm_90": "tf32", "sm_80": "tf32", "sm_86": "tf32x3", "gfx942": "ieee"}.items():
+        machine(TARGETS[arch])
+        assert levels_precision(x) == form
 
 
 def test_the_facts_are_those_of_torch(monkeypatch):

@@ -42,7 +42,7 @@ OLDEST = 80  # capability; older tensor cores know neither bfloat16 nor TF32
 TRITON_FROM = {10: {"gka": {0: (3, 9)}, "ska": {32: (3, 9)}}, "AMD": {"ska": {0: (3, 9)}}}
 # {op: {size above which: bytes of shared memory that its largest kernel needs}}
 SHARED = {"gka": {128: 213_248}}
-NOT_FOR_AMD = frozenset({"gka", "lattice"})  # gka fails in the forward scan; lattice was not compiled
+NOT_FOR_AMD = frozenset({"gka", "lattice"})  # gka's forward scan and the adjoint of lattice's walk
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def obstacle(op: str, device: Device, triton: tuple[int, int], size: int = 0) ->
     tests/kernels/test_device.py compares the result with what kernels/benchmarks/gpu_generations.py found.
     """
     if not device.nvidia and op in NOT_FOR_AMD:
-        return f"its kernels are not known to compile for AMD GPUs ({device.arch})"
+        return f"its kernels do not compile for AMD GPUs ({device.arch})"
     if device.nvidia and device.capability < OLDEST:
         return f"its kernels need an NVIDIA GPU from sm_{OLDEST} (Ampere) on, this is {device.arch}"
     versions = TRITON_FROM.get(device.capability // 10 if device.nvidia else "AMD", {}).get(op, {})

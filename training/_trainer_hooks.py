@@ -6,11 +6,12 @@ changes its arguments. `TrainerHooks` overrides private methods of the Trainer a
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
 from torch.utils.data import Sampler
 from transformers import Trainer, TrainingArguments
+from transformers.integrations import deepspeed as deepspeed_state
 
 # the known and the installed trackers, with which `--report-to` is checked before a run
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
@@ -24,6 +25,7 @@ __all__ = [
     "get_reporting_integration_callbacks",
     "replace_contents",
     "use_one_gpu",
+    "whole_models",
 ]
 
 
@@ -41,6 +43,20 @@ def replace_contents(model: nn.Module, fresh: nn.Module):
     """
     extra = {name: value for name, value in model.__dict__.items() if name not in fresh.__dict__}
     model.__dict__ = fresh.__dict__ | extra | {"generation_config": model.generation_config}
+
+
+@contextmanager
+def whole_models():
+    """A context in which `from_pretrained` loads whole models, also while the arguments of a ZeRO-3 run exist.
+
+    The library keeps a reference to their settings, and while it is there, it shards every model that it loads.
+    """
+    settings = deepspeed_state._hf_deepspeed_config_weak_ref
+    deepspeed_state.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed_state._hf_deepspeed_config_weak_ref = settings
 
 
 class WrappedByUnits:

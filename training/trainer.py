@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from hf_memmix.conversion.convert import load_model
 from hf_memmix.conversion.saving import explain_write_errors, replace_folder
 from hf_memmix.training import sharded
-from hf_memmix.training._trainer_hooks import TrainerHooks
+from hf_memmix.training._trainer_hooks import TrainerHooks, whole_models
 from hf_memmix.training.groups import optimizer_groups
 from hf_memmix.training.run_identity import write_run_file
 from hf_memmix.training.teachers import lora_layers
@@ -181,7 +181,8 @@ class PairTrainer(TrainerHooks):
     def read_student(self, folder: str) -> None:
         """Load the weights of a checkpoint into the pair."""
         folder = Path(folder)
-        state = load_model(folder, torch.float32).state_dict()
+        with whole_models():
+            state = load_model(folder, torch.float32).state_dict()
         if lora_layers(self.model.plain_student):
             # the file holds weights with merged corrections; the frozen weights are those from the start of the run
             own = self.model.plain_student.state_dict()

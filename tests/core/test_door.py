@@ -86,6 +86,7 @@ METHODS = {
     "transformers.Trainer.get_optimizer_cls_and_kwargs": "args model",
     "transformers.integrations.get_available_reporting_integrations": "",
     "transformers.integrations.get_reporting_integration_callbacks": "report_to",
+    "transformers.integrations.deepspeed.unset_hf_deepspeed_config": "",
     "transformers.trainer_utils.rotate_checkpoints": "output_dir save_total_limit",
     "transformers.initialization.no_init_weights": "",
     "transformers.models.llama.modeling_llama.LlamaRMSNorm.forward": "hidden_states",
@@ -189,6 +190,10 @@ ATTRIBUTES = {
     "_tp_plan": lambda name: "model.layers.*.self_attn.q_proj" in getattr(tiny(), name),
     "_device_mesh": lambda name: reads("transformers.distributed.mixin", name),
     "_n_gpu": one_gpu,
+    "deepspeed": lambda name: resolve("transformers.integrations." + name).is_deepspeed_zero3_enabled() is False,
+    "_hf_deepspeed_config_weak_ref": lambda name: (
+        name in inspect.getsource(resolve("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled"))
+    ),
     "_no_split_modules": lambda name: reads("accelerate.utils.fsdp_utils", name),
     "_supports_sdpa": lambda name: getattr(LlamaModel, name) and reads("transformers.modeling_utils", name),
     "GradientCheckpointingLayer": lambda name: isinstance(tiny().model.layers[0], door.GradientCheckpointingLayer),

@@ -26,6 +26,8 @@ RUN = """
     on_cpu = os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true"
     if not on_cpu:  # accelerate would not use DeepSpeed
         import zero3_on_cpu
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":  # it would use DDP
+        import fsdp_on_cpu
     from tiny_teachers import tiny_teacher
     from transformers import TrainerCallback
     from hf_memmix.conversion import convert_model, save_student

@@ -209,7 +209,7 @@ def train_losses(folder: Path, device: torch.device, save) -> None:
     tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_gka"))
     data = TokenBlocks.from_files(asset_path("dev.txt"), tokenizer, 128)
     for name, fields in RECIPES.items():
-        row = {"recipe": name, "steps": STEPS}
+        row = {"recipe": name, "steps": STEPS, "student": "a fresh conversion of the bundled transformer"}
         try:
             teacher = load_model(asset_path("tiny_teacher"), torch.bfloat16 if device.type == "cuda" else None)
             student = convert_model(teacher, "gka")

@@ -45,8 +45,8 @@ def small_states_table(root: Path) -> str:
         ]
         for row in found["optimizers"]
     ]
-    steps, where = found["optimizers"][0]["steps"], found["environment"]["hardware"]
+    first, where = found["optimizers"][0], found["environment"]["hardware"]
     return (
         markdown_table(["optimizer, or frozen weights", "first loss", "last loss"], lines, figures=True)
-        + f"\n\n`distill`, {steps} steps, on {where}."
+        + f"\n\n`distill` of {first['student']}, {first['steps']} steps, on {where}."
     )

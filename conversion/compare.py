@@ -86,7 +86,7 @@ def _compare(student: nn.Module, teacher: nn.Module, batches: list[Tensor], prog
             losses = [-exact(logp[name].gather(-1, batch[row, 1:, None])).sum() for name in heads]
             same = (logp["student"].argmax(-1) == logp["teacher"].argmax(-1)).sum()
             divergence = (logp["teacher"].exp() * (logp["teacher"] - logp["student"])).sum()
-            sums += torch.stack([*losses, exact(same), exact(divergence)]).to(sums.device)
+            sums += torch.stack([*losses, exact(same), exact(divergence)])
         *losses, same, divergence = sums.tolist()
         for name, loss in zip(heads, losses, strict=True):
             nll[name] += loss

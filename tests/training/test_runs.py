@@ -232,6 +232,7 @@ def test_a_run_folder_lives_until_the_output_is_written(tmp_path):
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt), run_folder(out) as folder:
         folder.mkdir()
+        (folder / "state").touch()
         raise KeyboardInterrupt
     assert folder.is_dir()
     with run_folder(out) as again:

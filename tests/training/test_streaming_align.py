@@ -201,8 +201,8 @@ def test_data_that_are_read_as_a_stream(tmp_path):
         align(load_model(student), load_model(teacher), data, tmp_path / "two", **workers)
 
 
-def test_workers_that_read_rows_change_nothing(tmp_path, whole):
-    student, teacher = copied(whole, tmp_path)
+def test_workers_that_read_rows_change_nothing(tmp_path, whole, copied):
+    student, teacher = copied
     options = OPTIONS | {"steps": 6, "trainer": TRAINER | {"dataloader_num_workers": 2}}
     result = align_by_streaming(student, teacher, rows(), tmp_path / "out", **options)
     assert losses(result).equal(losses(whole[1])) and contents(tmp_path / "out") == contents(whole[0] / "out")
@@ -474,8 +474,8 @@ def test_no_resume_starts_again(tmp_path, broken):
     assert result["steps"] == 2 and not (tmp_path / "spool").exists()
 
 
-def test_folders_that_cannot_be_written_are_refused_in_one_line(tmp_path, whole):
-    student, teacher = copied(whole, tmp_path)
+def test_folders_that_cannot_be_written_are_refused_in_one_line(tmp_path, saved, copied):
+    student, teacher = copied
     (tmp_path / "file").write_text("mine")
     for changes, match in (
         ({"out": tmp_path / "file"}, "file' is a file; give a folder to write to"),
@@ -489,11 +489,11 @@ def test_folders_that_cannot_be_written_are_refused_in_one_line(tmp_path, whole)
             align_by_streaming(**{"student": student, "teacher": teacher, "data": rows(), "out": tmp_path / "out"}
                                | {"steps": 2, **OPTIONS} | changes)  # fmt: skip
         assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "student", "teacher"]
-    assert contents(teacher) == contents(whole[0] / "teacher")
+    assert contents(teacher) == contents(saved / "teacher")
 
 
-def test_a_teacher_of_another_width_is_refused_before_anything_is_computed(tmp_path, whole):
-    student, _ = copied(whole, tmp_path)
+def test_a_teacher_of_another_width_is_refused_before_anything_is_computed(tmp_path, copied):
+    student, _ = copied
     tiny_teacher("llama", 3, hidden_size=64).save_pretrained(tmp_path / "wide")
     with pytest.raises(ValueError, match=r"student \(3 layers of 32\) and teacher \(3 of 64\) differ"):
         align_by_streaming(student, tmp_path / "wide", rows(), tmp_path / "out", steps=2, **OPTIONS)

@@ -57,8 +57,8 @@ KEPT = {
     ATTENTION: Reads(3, queries=6, keys=4, heads=4),
     "gka": Reads(7, queries=18, keys=10, heads=22),
     "mamba2": Reads(1, hidden=23.1),
-    "lattice": Reads(6, queries=66.4),
-    "coffee": Reads(2, hidden=38.0),
+    "lattice": Reads(6, queries=32.0),
+    "coffee": Reads(2, hidden=29.7),
     "ska": Reads(3, queries=5.7),
 }
 

@@ -118,6 +118,17 @@ def test_states_before_equal_the_recurrence():
     torch.testing.assert_close(states_before(W.float(), g.float()), torch.stack(expected).float())
 
 
+def test_states_stay_fp32_under_autocast():
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 9, 6, 4, generator=generator) for _ in range(2))
+    log_decay = -torch.rand(2, 9, 6, generator=generator)
+    W, g = torch.randn(3, 2, 6, 4, 4, generator=generator), -torch.rand(3, 2, 6, generator=generator)
+    expected = *decayed_sum(k, v, log_decay), states_before(W, g)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = *decayed_sum(k, v, log_decay), states_before(W, g)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(("k_heads", "v_heads"), [(6, 6), (2, 6), (2, 3)])
 def test_decayed_sum_equals_the_recurrence(k_heads, v_heads):
     generator = torch.Generator().manual_seed(0)

@@ -21,6 +21,7 @@ from .mixers.ranks import Piece, Pieces, current_group
 __all__ = ["current_group", "keep_order", "refuse_pooling", "split_loss", "split_of"]
 
 MAX_PIECES = 2  # of one rank; torch's balance for causal attention gives a rank its part from the front and the end
+NO_TOKENS = -1  # told in place of the number of pieces
 
 _ONE_SEQUENCE = (
     "split position_ids of the whole sequence like input_ids, and give one sequence per row: packed sequences cannot"
@@ -106,8 +107,8 @@ def split_of(
         mask: the padding mask [B, T] of this rank's tokens, or None.
 
     Raises:
-        ValueError: position_ids are missing, do not count over one whole sequence, or differ between the rows; a layer
-            cannot be split; there is padding and a kept attention layer, which would read it.
+        ValueError: position_ids are missing, do not count over one whole sequence, or differ between the rows; a rank
+            has no tokens; a layer cannot be split; there is padding and a kept attention layer, which would read it.
     """
     for mixer in mixers:
         mixer.check_split()
@@ -119,7 +120,11 @@ def split_of(
         )
     runs = _runs(position_ids, length)
     # [count, padded, first position, tokens, ...]
-    told = [len(runs), int(mask is not None), *(number for run in runs[:MAX_PIECES] for number in run)]
+    told = [
+        len(runs) if length else NO_TOKENS,
+        int(mask is not None),
+        *(number for run in runs[:MAX_PIECES] for number in run),
+    ]
     told += [0] * (2 + 2 * MAX_PIECES - len(told))
     mine = torch.tensor(told, device=position_ids.device)
     all_told = [torch.empty_like(mine) for _ in range(group.size())]
@@ -134,6 +139,11 @@ def split_of(
     pieces = []
     for rank, found in enumerate(all_told):
         count, numbers, start = found[0], found[2:], 0
+        if count == NO_TOKENS:
+            raise ValueError(
+                f"rank {rank} has no tokens: the sequences are too short to be split over {group.size()} processes; pad"
+                " them or use fewer processes"
+            )
         if not 1 <= count <= MAX_PIECES:
             raise ValueError(f"position_ids of rank {rank} start again, or differ between the rows; {_ONE_SEQUENCE}")
         for first, tokens in zip(numbers[0 : 2 * count : 2], numbers[1 : 2 * count : 2], strict=True):
@@ -152,7 +162,7 @@ def split_of(
 
 def _runs(position_ids: Tensor, length: int) -> list[tuple[int, int]]:
     """First position and number of tokens of every stretch of consecutive positions; none if the rows differ."""
-    if position_ids.shape[1] != length or bool((position_ids != position_ids[:1]).any()):
+    if length == 0 or position_ids.shape[1] != length or bool((position_ids != position_ids[:1]).any()):
         return []
     positions = position_ids[0]
     starts = [0, *((positions.diff() != 1).nonzero()[:, 0] + 1).tolist()]

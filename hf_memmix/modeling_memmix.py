@@ -53,7 +53,8 @@ class MemMixModel(MemMixPreTrained):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         batch, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
-        if batch * length == 0:
+        # of split sequences a process may have no token, and all processes must raise the error: `split_of`
+        if batch == 0 or (length == 0 and current_group() is None):
             raise ValueError(f"the input has no tokens: {batch} rows of {length}; give at least one row of one token")
         given = past_key_values
         checkpoints = self._checkpoints_activations()

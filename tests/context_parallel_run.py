@@ -90,7 +90,7 @@ def model_of(case):
 
 def split_step(model, case, mesh) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss and the gradients of all processes together."""
-    buffers = [t.clone() for t in batch_of(case)]
+    buffers = [t[:, : case.get("tokens", TOKENS)].clone() for t in batch_of(case)]
     if case.get("restart"):
         buffers[1] = buffers[1] % case["restart"]
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)):

@@ -51,6 +51,7 @@ REFUSED = {
     "positions of one part": ({"mixer": "gka", "forget_positions": True}, "do not follow each other"),
     "generate": ({"mixer": "gka", "generate": True}, "generate\\(\\) outside"),
     "padding with attention": ({"mixer": "gka", "layout": [1], "mask": "right"}, "have padding"),
+    "too short": ({"mixer": "gka", "tokens": 1}, "rank 1 has no tokens"),
     # each process would see its own tokens only, or more than the window
     "eager attention": ({"mixer": "gka", "layout": [1], "attention": "eager"}, "attn_implementation='eager'"),
     "sliding window": ({"mixer": "gka", "layout": [1], "family": "mistral"}, "layer 0 has a sliding window of 7"),

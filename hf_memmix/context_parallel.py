@@ -141,8 +141,8 @@ def split_of(
         count, numbers, start = found[0], found[2:], 0
         if count == NO_TOKENS:
             raise ValueError(
-                f"rank {rank} has no tokens: the sequences are too short to be split over {group.size()} processes; pad"
-                " them or use fewer processes"
+                f"rank {rank} has no tokens: the sequences are too short to be split over {group.size()} processes;"
+                " pad them or use fewer processes"
             )
         if not 1 <= count <= MAX_PIECES:
             raise ValueError(f"position_ids of rank {rank} start again, or differ between the rows; {_ONE_SEQUENCE}")

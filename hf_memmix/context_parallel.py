@@ -6,16 +6,22 @@ pass their states on, see `mixers.ranks`. How the tokens are split is read from 
 whole sequence.
 """
 
+import functools
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._transformers import attention_implementation
+from .backbones import window_of
 from .mixers import ATTENTION, MemoryMixer
 from .mixers.ranks import Piece, Pieces, current_group
 
-__all__ = ["current_group", "keep_order", "split_of"]
+__all__ = ["current_group", "keep_order", "refuse_pooling", "split_loss", "split_of"]
 
 MAX_PIECES = 2  # of one rank; torch's balance for causal attention gives a rank its part from the front and the end
+NO_TOKENS = -1  # told in place of the number of pieces
 
 _ONE_SEQUENCE = (
     "split position_ids of the whole sequence like input_ids, and give one sequence per row: packed sequences cannot"
@@ -35,23 +41,78 @@ def keep_order(keep: bool = True):
     _attention._cp_options.enable_load_balance = not keep
 
 
+def split_loss(loss):
+    """The loss function of a causal language model, for labels that are split like the tokens.
+
+    The library would shift the labels of each part, so the last token of a part would have no label or a wrong one.
+    """
+
+    @functools.wraps(loss)
+    def checked(*args, **kwargs):
+        if kwargs.get("shift_labels") is None:
+            raise ValueError(
+                "labels are split over several processes, so the label of the last token of a part is in another"
+                " part: shift the whole labels by one token, give them as shift_labels beside labels, and name both"
+                " among the buffers of the context"
+            )
+        return loss(*args, **kwargs)
+
+    return checked
+
+
+def refuse_pooling(model, args):
+    """Hook of a model that reads the last token of a sequence: raise ValueError where the sequences are split."""
+    if current_group() is not None:
+        raise ValueError(
+            f"{type(model).__name__} reads the last token of a sequence, which only one process has under context"
+            " parallelism; call it outside of its context, or split the sequences of a causal language model"
+        )
+
+
+def check_attention(config):
+    """Raise ValueError if kept attention layers would not become torch's ring attention, and see one part only."""
+    found = attention_implementation(config)
+    if ATTENTION in config.mixer_types and found != "sdpa":
+        raise ValueError(
+            f"kept attention layers with attn_implementation={found!r} see only the tokens of their own process under"
+            " context parallelism; load the model with attn_implementation='sdpa', or convert all layers"
+        )
+
+
+def check_windows(config, tokens: int):
+    """Raise ValueError if a kept attention layer has a window, which ring attention ignores, below `tokens`."""
+    for i, kind in enumerate(config.mixer_types):
+        window = window_of(config, i) if kind == ATTENTION else None
+        if window is not None and window < tokens:
+            raise ValueError(
+                f"the kept attention of layer {i} has a sliding window of {window} tokens, which ring attention"
+                f" ignores, and the sequences have {tokens}; give at most {window}, or convert the layer"
+            )
+
+
 def split_of(
-    group: dist.ProcessGroup, position_ids: Tensor | None, batch: int, length: int, mask: Tensor | None, mixers
+    group: dist.ProcessGroup,
+    config,
+    mixers: Iterable[MemoryMixer],
+    position_ids: Tensor | None,
+    batch: int,
+    length: int,
+    mask: Tensor | None,
 ) -> Pieces:
     """How the sequences of this forward are split. All ranks call it, and raise the same errors.
 
     Args:
+        config: the configuration of the model, `mixers` its mixers.
         position_ids: positions [B or 1, T] of this rank's tokens in the whole sequence.
         mask: the padding mask [B, T] of this rank's tokens, or None.
-        mixers: the mixers of the model and `ATTENTION` for each kept layer.
 
     Raises:
-        ValueError: position_ids are missing, do not count over one whole sequence, or differ between the rows; a layer
-            cannot be split; there is padding and a kept attention layer, which would read it.
+        ValueError: position_ids are missing, do not count over one whole sequence, or differ between the rows; a rank
+            has no tokens; a layer cannot be split; there is padding and a kept attention layer, which would read it.
     """
     for mixer in mixers:
-        if isinstance(mixer, MemoryMixer):
-            mixer.check_split()
+        mixer.check_split()
+    check_attention(config)
     if position_ids is None or position_ids.ndim != 2:
         raise ValueError(
             "context parallelism needs position_ids [B, T] of the whole sequence, split like input_ids: the order of"
@@ -59,14 +120,18 @@ def split_of(
         )
     runs = _runs(position_ids, length)
     # [count, padded, first position, tokens, ...]
-    told = [len(runs), int(mask is not None), *(number for run in runs[:MAX_PIECES] for number in run)]
+    told = [
+        len(runs) if length else NO_TOKENS,
+        int(mask is not None),
+        *(number for run in runs[:MAX_PIECES] for number in run),
+    ]
     told += [0] * (2 + 2 * MAX_PIECES - len(told))
     mine = torch.tensor(told, device=position_ids.device)
     all_told = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(all_told, mine, group=group)
     all_told = [found.tolist() for found in all_told]
     padded = any(found[1] for found in all_told)
-    if padded and ATTENTION in mixers:
+    if padded and ATTENTION in config.mixer_types:
         raise ValueError(
             "the sequences have padding, which the ring attention of the kept attention layers cannot hide; give rows"
             " without padding, or convert all layers"
@@ -74,6 +139,11 @@ def split_of(
     pieces = []
     for rank, found in enumerate(all_told):
         count, numbers, start = found[0], found[2:], 0
+        if count == NO_TOKENS:
+            raise ValueError(
+                f"rank {rank} has no tokens: the sequences are too short to be split over {group.size()} processes;"
+                " pad them or use fewer processes"
+            )
         if not 1 <= count <= MAX_PIECES:
             raise ValueError(f"position_ids of rank {rank} start again, or differ between the rows; {_ONE_SEQUENCE}")
         for first, tokens in zip(numbers[0 : 2 * count : 2], numbers[1 : 2 * count : 2], strict=True):
@@ -86,12 +156,13 @@ def split_of(
                 f"position_ids of the ranks do not follow each other: {piece.stop - piece.start} tokens from position"
                 f" {first}, and then position {following}; {_ONE_SEQUENCE}"
             )
+    check_windows(config, sum(piece.stop - piece.start for _, piece in pieces))
     return Pieces(group, tuple(piece for _, piece in pieces), padded)
 
 
 def _runs(position_ids: Tensor, length: int) -> list[tuple[int, int]]:
     """First position and number of tokens of every stretch of consecutive positions; none if the rows differ."""
-    if position_ids.shape[1] != length or bool((position_ids != position_ids[:1]).any()):
+    if length == 0 or position_ids.shape[1] != length or bool((position_ids != position_ids[:1]).any()):
         return []
     positions = position_ids[0]
     starts = [0, *((positions.diff() != 1).nonzero()[:, 0] + 1).tolist()]

@@ -9,12 +9,12 @@ The classes of a backbone are made and registered with the Auto classes when its
     model = AutoModelForCausalLM.from_config(memmix_config(backbone, mixer_types=[...]))
 """
 
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from . import generated_models
 from ._transformers import change_class, model_class_of
 from .cache import RecurrentStateCache, adopt_cache, cast_cache, check_hidden, check_rows, static_length_of
-from .context_parallel import current_group, split_of
+from .context_parallel import current_group, refuse_pooling, split_loss, split_of
 from .generation import MemoryGeneration
 from .mixers import ATTENTION
 from .padding import PaddedRows, check_finite, check_new_mask, packing_of, padding_of, positions_in
@@ -53,7 +53,8 @@ class MemMixModel(MemMixPreTrained):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         batch, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
-        if batch * length == 0:
+        # of split sequences a process may have no token, and all processes must raise the error: `split_of`
+        if batch == 0 or (length == 0 and current_group() is None):
             raise ValueError(f"the input has no tokens: {batch} rows of {length}; give at least one row of one token")
         given = past_key_values
         checkpoints = self._checkpoints_activations()
@@ -85,9 +86,7 @@ class MemMixModel(MemMixPreTrained):
                     "context parallelism cannot be combined with packed sequences or a cache: give one sequence per"
                     " row, with use_cache=False, and call generate() outside of its context"
                 )
-            layers = memory_mixers(self)
-            kinds = [layers.get(i, ATTENTION) for i in range(len(self.config.mixer_types))]
-            ranks = split_of(group, position_ids, batch, length, mask, kinds)
+            ranks = split_of(group, self.config, memory_mixers(self).values(), position_ids, batch, length, mask)
             # without a mask, the library takes positions that jump for packed sequences and makes a mask of [T, T]
             attention_mask, use_cache = position_ids.new_ones(batch, length), False
         if boundaries is not None:
@@ -145,11 +144,21 @@ class MemMixForCausalLM(MemoryGeneration, _WithHead):
 
     _auto_class_for = AutoModelForCausalLM
 
+    @PreTrainedModel.loss_function.getter
+    def loss_function(self):
+        """As in transformers; it raises ValueError for labels that are split over processes and not shifted before."""
+        loss = PreTrainedModel.loss_function.fget(self)
+        return loss if current_group() is None else split_loss(loss)
+
 
 class MemMixForSequenceClassification(_WithHead):
     """A sequence classifier with mixers; see `MemMixModel`."""
 
     _auto_class_for = AutoModelForSequenceClassification
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_forward_pre_hook(refuse_pooling)
 
 
 _KINDS = (MemMixModel, MemMixForCausalLM, MemMixForSequenceClassification)

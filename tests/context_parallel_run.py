@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.experimental import context_parallel
+from transformers import AutoModelForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_memmix.context_parallel import current_group, keep_order
@@ -77,7 +78,7 @@ def model_of(case):
     config = tiny_config(case.get("family", "llama"), layout, case["mixer"], case.get("options"))
     model = build(config, dtype=getattr(torch, case.get("dtype", "float64"))).train()
     if layout != ALL:
-        model.set_attn_implementation("gathered")
+        model.set_attn_implementation(case.get("attention", "sdpa"))
     if "checkpointing" in case:
         model.gradient_checkpointing_enable({"use_reentrant": case["checkpointing"] == "reentrant"})
     if case.get("frozen"):  # what is trained is behind the first mixers
@@ -89,7 +90,7 @@ def model_of(case):
 
 def split_step(model, case, mesh) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss and the gradients of all processes together."""
-    buffers = [t.clone() for t in batch_of(case)]
+    buffers = [t[:, : case.get("tokens", TOKENS)].clone() for t in batch_of(case)]
     if case.get("restart"):
         buffers[1] = buffers[1] % case["restart"]
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)):
@@ -97,6 +98,10 @@ def split_step(model, case, mesh) -> tuple[torch.Tensor, dict[str, torch.Tensor]
             buffers[1] = torch.arange(buffers[0].shape[1]).expand(2, -1)
         if case.get("generate"):
             model.generate(buffers[0], max_new_tokens=2)
+        if case.get("labels"):
+            model(buffers[0], position_ids=buffers[1], labels=buffers[0])
+        if case.get("pooled"):
+            AutoModelForSequenceClassification.from_config(model.config)(buffers[0], position_ids=buffers[1])
         loss = loss_of(model, *buffers)
         loss.backward()
     found = {"loss": loss.detach(), **gradients(model)}
@@ -121,7 +126,7 @@ def largest_difference(case, mesh) -> float:
 def main(result, *cases):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    ALL_ATTENTION_FUNCTIONS.register("gathered", gathered_attention)
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", gathered_attention)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     measured = []
     for case in map(json.loads, cases):

@@ -12,6 +12,7 @@ Shapes: B batch, T tokens of a piece, P pieces on all ranks, in the order of the
 """
 
 import dataclasses
+import functools
 import types
 from collections import deque
 
@@ -111,7 +112,7 @@ def current_group() -> dist.ProcessGroup | None:
     """
     # in its context, torch replaces this function by a wrapper that knows the mesh
     attention = F.scaled_dot_product_attention
-    if not isinstance(attention, types.FunctionType) or not attention.__module__.startswith(_TORCH):
+    if not isinstance(attention, types.FunctionType) or not (attention.__module__ or "").startswith(_TORCH):
         return None
     cells = [cell.cell_contents for cell in attention.__closure__ or ()]
     meshes = [found for found in cells if isinstance(found, dist.device_mesh.DeviceMesh)]
@@ -208,6 +209,18 @@ def _ends(mixer, tokens: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x[:, x.shape[1] - taps :].mT for name, (x, taps) in mixer.convolved(tokens).items()}
 
 
+def without_autocast(function):
+    """`function(first, ...)` computes in the dtypes of its tensors: autocast would round states to bfloat16."""
+
+    @functools.wraps(function)
+    def exact(first, *others):
+        with torch.autocast(first.device.type, enabled=False):
+            return function(first, *others)
+
+    return exact
+
+
+@without_autocast
 def states_before(written: Tensor, log_decays: Tensor) -> Tensor:
     """[P, B, H, K, V]: the state before each piece of S <- e^g S + W.
 
@@ -224,6 +237,7 @@ def states_before(written: Tensor, log_decays: Tensor) -> Tensor:
     return torch.einsum("psbh,sbhkv->pbhkv", weights, written)
 
 
+@without_autocast
 def decayed_sum(k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What the tokens write, sum_t e^(g_{t+1} + ... + g_T) strength_t k_t v_t^T [B, H, K, V], and the whole decay
     g_1 + ... + g_T [B, H], in fp32 (fp64 for fp64).

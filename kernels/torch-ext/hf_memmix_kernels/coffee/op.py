@@ -111,7 +111,8 @@ def _fwd(
     damping: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # iterations read their convergence back to the host, which is not possible while a CUDA graph is captured
-    if method != "scan" and cu_seqlens is None and not (u.is_cuda and torch.cuda.is_current_stream_capturing()):
+    capturing = u.is_cuda and torch.cuda.is_current_stream_capturing()
+    if method != "scan" and cu_seqlens is None and u.numel() and not capturing:
         iterate = _deer if method == "deer" else _shooting
         found = iterate(
             u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping

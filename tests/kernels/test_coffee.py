@@ -119,6 +119,11 @@ def test_deer_equals_the_scan(T, backend, recwarn):
     assert not _of_the_op(recwarn)
 
 
+def test_the_results_of_deer_are_contiguous(backend):
+    """torch.compile is told so."""
+    assert all(t.is_contiguous() for t in K.deer_coffee(**draw(2, 17, 3, 4, gate=2)))
+
+
 @pytest.mark.parametrize("method", ["scan", "deer", "shooting"])
 def test_no_sequences(method, backend):
     """The gradients of the parameters are zeros."""

@@ -158,7 +158,7 @@ def _bwd(
     if gate is None or not gate_grad:
         dgate = u.new_empty(0)
     else:
-        dgate = (dgate.sum(-1) if gate.dim() == 2 else dgate).to(gate.dtype, memory_format=torch.contiguous_format)
+        dgate = (dgate.sum(-1) if gate.dim() == 2 else dgate).to(gate.dtype).contiguous()
     if w_filter is None:
         dfilter = u.new_empty(0)
     # those of the parameters are parts of one tensor, which results of a custom op may not be

@@ -119,6 +119,21 @@ def test_deer_equals_the_scan(T, backend, recwarn):
     assert not _of_the_op(recwarn)
 
 
+def test_the_results_of_deer_are_contiguous(backend):
+    """torch.compile is told so."""
+    assert all(t.is_contiguous() for t in K.deer_coffee(**draw(2, 17, 3, 4, gate=2)))
+
+
+@pytest.mark.parametrize("method", ["scan", "deer", "shooting"])
+def test_no_sequences(method, backend):
+    """The gradients of the parameters are zeros."""
+    u = torch.zeros(0, 5, 3, device=DEVICE)
+    parameters = [torch.zeros(3, 4, device=DEVICE, requires_grad=True) for _ in "lwC"]
+    y, state = K.chunk_coffee(u, *parameters, method=method)
+    assert y.shape == (0, 5, 3) and state.shape == (0, 3, 4)
+    assert not any(grad.any() for grad in torch.autograd.grad(y.sum(), parameters))
+
+
 @pytest.mark.parametrize("feedback", ["sigmoid", "linear", "input", "token"])
 def test_deer_takes_every_gate(feedback, backend, recwarn):
     coffee_op._warn_not_converged.cache_clear()

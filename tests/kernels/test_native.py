@@ -368,6 +368,20 @@ def test_no_rows(monkeypatch):
         assert op(t, t, t, gates)[0].shape == t.shape
 
 
+def test_nan_stays_in_its_sequence(monkeypatch):
+    """One thread computes both sequences of GKA. The second one begins with padding, where H is zero."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    op = next(op for op in OPS if op.name == "gka")
+    inputs = op.draw(Shape(2, 20, 1, 1, 9, 9), torch.float32)
+    inputs["k"][0, 3] = float("nan")
+    inputs["beta"][1, :5] = 0
+    leaves = {name: t.requires_grad_() for name, t in inputs.items()}
+    grads = torch.autograd.grad(op.run(op.fast, leaves, None)[0].sum(), list(leaves.values()))
+    assert not torch.isfinite(grads[1][0]).all()
+    for name, grad in zip(leaves, grads, strict=True):
+        assert torch.isfinite(grad[1]).all(), name
+
+
 def test_autograd_knows_that_a_step_wrote_the_state(monkeypatch):
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
     t, gates = torch.ones(1, 1, 2, 8, requires_grad=True), torch.zeros(1, 1, 2)

@@ -7,6 +7,7 @@ import torch
 from checks import error, outputs_and_gradients
 from ops_table import DEVICE, OPS, Shape
 from pool import Pool
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPE = Shape(1, 20, 2, 1, 32, 32)
@@ -48,6 +49,29 @@ def test_compiles_to_one_graph(op, bounds, backend):
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(inputs, state)
     got = torch.autograd.grad(compiled, list(inputs.values()))
     assert all(error(a, b) <= 1e-5 for a, b in zip(got, eager, strict=True))
+
+
+@once_per_function
+@pytest.mark.parametrize("path", ["torch", "native"])
+def test_inputs_that_are_not_contiguous_compile(op, path, monkeypatch):
+    """The compiler is told the strides of results and gradients, and its code checks them."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", path)
+    shape = Shape(2, 20, 2, 1, 32, 32)
+    inputs, state = op.draw(shape, torch.float32), op.draw_state(shape, 2, torch.float32)
+
+    def strided(t):
+        return t.transpose(0, 1).contiguous().transpose(0, 1)
+
+    inputs = {name: (strided(t) if t.dim() > 1 else t).requires_grad_() for name, t in inputs.items()}
+    leaves, state = list(inputs.values()), tuple(map(strided, state))
+    with Recorder() as recorder:
+        o, final = op.run(op.fast, inputs, state)
+        torch.autograd.grad(o.square().sum() + sum(s.square().sum() for s in final), leaves)
+    for func, (args, kwargs) in recorder.calls.items():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = func(*[mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+        for told, got in zip(fake, func(*args, **kwargs), strict=True):
+            assert (told.shape, told.stride(), told.dtype) == (got.shape, got.stride(), got.dtype), func
 
 
 @every_op

@@ -286,4 +286,4 @@ def deer_fwd_triton(
     if save:
         first = start.view(B, 1, D, NP)
         checkpoints = torch.cat([first, states[:, CHECKPOINT - 1 : T - 1 : CHECKPOINT]], 1).flatten(0, 1)
-    return y.to(u.dtype), states[:, -1, :, :n].contiguous(), checkpoints, iteration
+    return y.to(u.dtype).contiguous(), states[:, -1, :, :n].contiguous(), checkpoints, iteration

@@ -111,7 +111,8 @@ def _fwd(
     damping: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # iterations read their convergence back to the host, which is not possible while a CUDA graph is captured
-    if method != "scan" and cu_seqlens is None and not (u.is_cuda and torch.cuda.is_current_stream_capturing()):
+    capturing = u.is_cuda and torch.cuda.is_current_stream_capturing()
+    if method != "scan" and cu_seqlens is None and u.numel() and not capturing:
         iterate = _deer if method == "deer" else _shooting
         found = iterate(
             u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping
@@ -157,7 +158,7 @@ def _bwd(
     if gate is None or not gate_grad:
         dgate = u.new_empty(0)
     else:
-        dgate = (dgate.sum(-1) if gate.dim() == 2 else dgate).to(gate.dtype, memory_format=torch.contiguous_format)
+        dgate = (dgate.sum(-1) if gate.dim() == 2 else dgate).to(gate.dtype).contiguous()
     if w_filter is None:
         dfilter = u.new_empty(0)
     # those of the parameters are parts of one tensor, which results of a custom op may not be

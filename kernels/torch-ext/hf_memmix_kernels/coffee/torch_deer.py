@@ -117,4 +117,4 @@ def deer_fwd_torch(
         return u, None, iterations
     value, gain = lanes.output(x)
     y = value if gain is None else value * gain
-    return y.transpose(0, 1).to(u.dtype, memory_format=torch.contiguous_format), x, iterations
+    return y.transpose(0, 1).to(u.dtype).contiguous(), x, iterations

@@ -193,7 +193,9 @@ EXPORT void gka_gradients(const float* dout, const float* dh, const float* du, c
             }
             dalpha[gate] = by_alpha;
             const float norm = solve(H.data(), mixed.data(), s, D, steps, phases, phase_count, ridge);
-            product(s.matrix.data(), padded.data(), image.data(), D, s.width, 0, norm == 0 ? 0 : norm);
+            // where H is zero, s.matrix is that of another token, perhaps of another sequence, and may hold NaN
+            if (norm == 0) std::fill(image.begin(), image.end(), 0.0f);
+            else product(s.matrix.data(), padded.data(), image.data(), D, s.width, 0, norm);
             float xz = 0, zAx = 0;
             for (int i = 0; i < D; ++i) {
                 xz += solution[i] * s.x[i];

@@ -60,7 +60,8 @@ def _gka_fwd(
 @_gka_fwd.register_fake
 def _(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size):
     o = q.new_empty(*q.shape[:3], v.shape[-1])
-    return o, q.new_empty(q.shape, dtype=h0.dtype), torch.empty_like(h0), torch.empty_like(u0)
+    # dense, as the results are; empty_like would keep the strides of the arguments
+    return o, q.new_empty(q.shape, dtype=h0.dtype), h0.new_empty(h0.shape), u0.new_empty(u0.shape)
 
 
 @chunk_op("hf_memmix::gka_bwd")
@@ -111,7 +112,7 @@ def _gka_bwd(
 
 @_gka_bwd.register_fake
 def _(do, dh, du, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale, chunk_size):
-    return tuple(torch.empty_like(t) for t in (q, k, v, log_decay, alpha, beta, h0, u0))
+    return tuple(t.new_empty(t.shape) for t in (q, k, v, log_decay, alpha, beta, h0, u0))
 
 
 def _setup_context(ctx, inputs, output):

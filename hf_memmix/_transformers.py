@@ -115,6 +115,8 @@ IDLE_FIELDS = (
 
 # ---- tables
 
+_OURS = "hf_memmix."  # begins the keys of our own classes in a table of the library
+
 
 def model_class_of(config_class: type, auto_class: type = AutoModelForCausalLM) -> type | None:
     """The model class that an Auto class builds from a configuration class, or None. Includes registered classes."""
@@ -125,7 +127,12 @@ def model_class_of(config_class: type, auto_class: type = AutoModelForCausalLM) 
 def native_class_names(auto_class: type) -> dict[str, str]:
     """Class names of the library's models by model type, without loading them."""
     _, names = _MODELS[auto_class]
-    return {model_type: name for model_type, name in names.items() if isinstance(name, str)}
+    return {key: name for key, name in names.items() if isinstance(name, str) and not key.startswith(_OURS)}
+
+
+def list_as_language_model(model_class: type):
+    """Under `label_smoothing_factor` the Trainer shifts the labels for the class names in this table only."""
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_OURS + model_class.__name__] = model_class.__name__
 
 
 def copy_tensor_renames(native: type, model_type: str, model_class: type):

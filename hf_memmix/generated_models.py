@@ -2,7 +2,9 @@
 
 import sys
 
-from ._transformers import copy_tensor_renames, model_class_of, native_class_names
+from transformers import AutoModelForCausalLM
+
+from ._transformers import copy_tensor_renames, list_as_language_model, model_class_of, native_class_names
 from .configuration_memmix import MemMixConfig, config_class_for
 
 
@@ -30,6 +32,8 @@ def register(config_class: type[MemMixConfig], kinds: tuple[type, ...]):
         setattr(module, name, model_class)
         kind._auto_class_for.register(config_class, model_class)
         copy_tensor_renames(native, backbone.model_type, model_class)
+        if kind._auto_class_for is AutoModelForCausalLM:
+            list_as_language_model(model_class)
 
 
 def config_class_of_model(name: str, kinds: tuple[type, ...]) -> type[MemMixConfig] | None:

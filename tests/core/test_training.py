@@ -11,6 +11,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_memmix import MIXERS as MIXER_CLASSES
 from hf_memmix import lora_target_modules
@@ -190,6 +191,20 @@ def trainer(model, folder, **kwargs):
         seed=0,
     )
     return Trainer(model=model, args=arguments, train_dataset=rows, **kwargs)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["model", "lora"])
+def test_label_smoothing_shifts_the_labels(tmp_path, lora):
+    """The Trainer looks the name of the class up, to know whether a token's label is the next token."""
+    model = tiny_model("llama", "odd", DEFAULT_MIXER)
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if lora else model
+    run = trainer(model, tmp_path)
+    run.label_smoother = LabelSmoother(epsilon=0.1)
+    ids = random_ids(2, 9)
+    found = run.compute_loss(model.eval(), {"input_ids": ids, "labels": ids.clone()})
+    logits = model(ids).logits[:, :-1].float()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
+    assert_same(found, expected)
 
 
 def parameters(model):

@@ -139,6 +139,9 @@ class _WithHead(MemMixPreTrained):
         self.post_init()
 
 
+_library_loss = PreTrainedModel.loss_function.fget  # a plain function, which torch.compile can follow
+
+
 class MemMixForCausalLM(MemoryGeneration, _WithHead):
     """A causal language model with mixers and generate(); see `MemMixModel`."""
 
@@ -147,7 +150,7 @@ class MemMixForCausalLM(MemoryGeneration, _WithHead):
     @PreTrainedModel.loss_function.getter
     def loss_function(self):
         """As in transformers; it raises ValueError for labels that are split over processes and not shifted before."""
-        loss = PreTrainedModel.loss_function.fget(self)
+        loss = _library_loss(self)
         return loss if current_group() is None else split_loss(loss)
 
 

@@ -89,7 +89,10 @@ def test_ablation(args, tmp_path):
 
 
 def test_grid(args, tmp_path):
-    rows = [{**row, **whole(echo_mqar.run(row, args))} for row in echo_mqar.rows_to_run([], args)]
+    rows = []
+    for seed in range(args.seeds):
+        waiting = [row for row in echo_mqar.rows_to_run(rows, args) if row["seed"] == seed]
+        rows += [{**row, **whole(echo_mqar.run(row, args))} for row in waiting]
     assert len(rows) == 6 and all(0 <= row["accuracy"] <= 1 for row in rows)
     results = results_of("echo_mqar", rows)
     assert "| 4 | 8 |" in report(results)

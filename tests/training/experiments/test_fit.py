@@ -24,7 +24,13 @@ from hf_memmix.training.experiments.common.fit import (
     parameter_count,
 )
 from hf_memmix.training.experiments.common.graphs import TURN, Turn
-from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, rates_to_try, trained_and_failed
+from hf_memmix.training.experiments.common.rates import (
+    at_edge,
+    chosen_rows,
+    lowest_dev_loss,
+    rates_to_try,
+    trained_and_failed,
+)
 from hf_memmix.training.experiments.common.report import joined
 from hf_memmix.training.experiments.common.text import Windows, measured_tokens, train_tokens
 from hf_memmix.training.experiments.echo import mqar as echo_mqar
@@ -220,6 +226,14 @@ def test_rates_go_beyond_the_best_until_it_is_not_at_the_edge():
     assert rates_to_try([*edge, finished(16.0, 0.6, model="a")], [2.0, 4.0, 8.0], model="a")[1] == 8.0
     lost = [*edge, {"model": "a", "lr": 16.0, "finite": False}]
     assert rates_to_try(lost, [2.0, 4.0, 8.0], model="a")[1] == 8.0
+
+
+def test_a_row_that_could_not_be_measured_is_never_chosen():
+    unmeasured, measured = {"model": "a", "lr": 1.0, "finite": True}, finished(2.0, 3.0, model="a")
+    assert lowest_dev_loss([unmeasured], model="a") is None
+    assert lowest_dev_loss([unmeasured, measured], model="a") == measured
+    results = {"rows": [unmeasured, measured], "settings": {"models": ["a"]}}
+    assert trained_and_failed(results) == ([measured], [unmeasured])
 
 
 def test_a_rate_at_the_edge_of_those_tried():

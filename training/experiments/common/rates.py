@@ -8,8 +8,11 @@ MAX_EXTENSIONS = 4  # rates that `rates_to_try` adds to the given ones, at most
 
 
 def lowest_dev_loss(done: list[dict], **wanted) -> dict | None:
-    """The finished row with the wanted values that has the lowest development loss; None without such rows."""
-    rows = [row for row in done if row.get("finite") and matches(row, wanted)]
+    """The finished row with the wanted values that has the lowest development loss; None without such rows.
+
+    A row whose training succeeded and whose measuring failed has no development loss and is never chosen.
+    """
+    rows = [row for row in done if row.get("finite") and "dev_loss" in row and matches(row, wanted)]
     return min(rows, key=lambda row: row["dev_loss"], default=None)
 
 
@@ -56,7 +59,7 @@ def chosen_rows(rows: list[dict], **wanted) -> list[dict]:
 
 
 def trained_and_failed(results: dict, names: list[str] | None = None) -> tuple[list[dict], list[dict]]:
-    """The rows whose training succeeded, and the rows whose loss is not finite or no better than chance.
+    """The rows whose training succeeded, and the rows whose loss is not finite, not measured or no better than chance.
 
     Args:
         names: the models or variants in the order that the rows should have; default: the models of the settings.
@@ -65,5 +68,5 @@ def trained_and_failed(results: dict, names: list[str] | None = None) -> tuple[l
     rows = [row for row in results["rows"] if "finite" in row]
     rows.sort(key=lambda row: names.index(row.get("model") or row["rung"]))
     limit = results.get("chance_loss", math.inf)
-    kept = [row for row in rows if row["finite"] and row["dev_loss"] < limit]
+    kept = [row for row in rows if row["finite"] and row.get("dev_loss", math.inf) < limit]
     return kept, [row for row in rows if row not in kept]

@@ -2,7 +2,9 @@
 of several ops equal these ops. test_contract.py compares the ops themselves with their references.
 """
 
+import ctypes
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -175,6 +177,34 @@ def test_a_changed_source_is_compiled_anew(fresh, monkeypatch, tmp_path):
     monkeypatch.setattr(_native, "_processor", lambda: "another processor")
     keys.add(_native._key(_native.ROOT / "gka" / "native.cpp", _native.compiler()))
     assert len(keys) == 3
+
+
+EXPONENTIALS = """
+#include "native.h"
+EXPORT void exponentials(const float* x, float* y, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) y[i] = exponential(x[i]);
+}
+"""
+
+
+def test_the_exponential_is_right_for_every_argument(tmp_path):
+    """Each exponent of 2 and both ends: -inf came out between -88 and -87.68 once, where a gate is all but closed."""
+    source = tmp_path / "native.cpp"
+    source.write_text(EXPONENTIALS.replace("native.h", str(_native.ROOT / "native.h")))
+    code = ctypes.CDLL(str(_native._compile(source, tmp_path, "exponentials", _native.compiler())))
+    ends = torch.tensor([math.inf, 1e30, 88.7229, 88.72283, -87.336544, -87.34, -88.0, -104.0, -1e30])
+    x = torch.cat([torch.linspace(-90, 90, 1_000_001), ends, -ends])
+    y = torch.empty_like(x)
+    code.exponentials(*(ctypes.c_void_p(t.data_ptr()) for t in (x, y)), ctypes.c_int64(x.numel()))
+    truth = x.double().exp()
+    rounded = truth.float().double()  # infinity where float32 ends
+    rounded[truth < 2.0**-126] = 0
+    finite = rounded.isfinite() & (rounded > 0)
+    assert torch.equal(y[~finite].double(), rounded[~finite])
+    assert ((y.double() - rounded).abs() / rounded)[finite].max() < 2 * 2.0**-23
+    x.fill_(math.nan)
+    code.exponentials(*(ctypes.c_void_p(t.data_ptr()) for t in (x, y)), ctypes.c_int64(x.numel()))
+    assert y.isnan().all()
 
 
 @pytest.mark.parametrize("name", ["gka", "lattice_dec", "lattice_enc", "coffee"])

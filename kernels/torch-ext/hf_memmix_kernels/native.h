@@ -42,10 +42,11 @@ static inline float fused(float a, float b, float c) {
 #endif
 }
 
-// e^x within 2 units in the last place: 2^n times a polynomial of the rest, which compilers vectorise. 0 and infinity
-// where float32 has no other number; NaN stays NaN.
+// e^x within 2 units in the last place: 2^n times a polynomial of the rest, which compilers vectorise. 0 where e^x is
+// below 2^-126, the smallest normal number; infinity where it is above the largest number; NaN stays NaN.
 static inline float exponential(float x) {
-    const float limited = x < -88.0f ? -88.0f : x > 88.7f ? 88.7f : x;
+    constexpr float LOWEST = -87.336544f, HIGHEST = 88.72283f;  // log 2^-126 and log 2^128, rounded towards 0
+    const float limited = x < LOWEST ? LOWEST : x > HIGHEST ? HIGHEST : x;
     const float n = std::floor(limited * 1.44269504f + 0.5f);
     const float r = fused(n, 2.12194440e-4f, fused(n, -0.693359375f, limited));
     float p = 1.9875691500e-4f;
@@ -55,11 +56,12 @@ static inline float exponential(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    const int32_t bits = (int32_t(n) + 126) << 23;  // 2^(n-1), because 2^128 is no float32
-    float power;
-    std::memcpy(&power, &bits, sizeof power);
-    const float found = p * power * 2.0f;
-    return x < -88.0f ? 0.0f : x > 88.7f ? INFINITY : x != x ? x : found;
+    uint32_t bits;  // n is added to the exponent of p: 2^128 is no float32, and p < 1 where n is 128
+    std::memcpy(&bits, &p, sizeof bits);
+    bits += uint32_t(int32_t(n)) << 23;
+    float found;
+    std::memcpy(&found, &bits, sizeof found);
+    return x < LOWEST ? 0.0f : x > HIGHEST ? INFINITY : x != x ? x : found;
 }
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }

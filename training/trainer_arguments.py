@@ -115,6 +115,13 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
     return arguments
 
 
+def uses_bf16(recipe: Recipe) -> bool:
+    """Whether a run computes in autocast to bf16; with "auto", on a GPU that multiplies bf16, as from Ampere on."""
+    if recipe.bf16 != "auto":
+        return bool(recipe.bf16)
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def check_packages(recipe: Recipe) -> None:
     """Raise ValueError if the optimizer or the quantisation of a recipe cannot be used, or its package is missing.
 

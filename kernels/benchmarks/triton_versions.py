@@ -8,8 +8,7 @@
 
 A row is one measurement with one version of Triton; rows of other versions stay in the file. "errors": the largest
 error of outputs, states and gradients against float64, as a part of what the tests allow (1 is the limit). "times": as
-in `benchmark.py`, at one shape per op. `python -m hf_memmix.training.documents.readme_tables` makes the table in
-kernels/README.md.
+in `benchmark.py`, at one shape per op.
 """
 
 import argparse
@@ -61,7 +60,13 @@ def times(name: str) -> Iterator[dict]:
     bench = bench_of(name)
     found = time_chunks(bench, bench.chunk_shapes[0]) + time_decode(bench, bench.decode_shapes[1])
     for row in found:
-        yield {"op": name, "dtype": "bfloat16", "pass": row["pass"], "ms": row["ms"], "kernel_ms": row.get("kernel_ms")}
+        yield {
+            "op": name,
+            "dtype": "bfloat16",
+            "pass": row["pass"],
+            "ms": row["ms"],
+            "kernel_ms": row.get("kernel_ms"),
+        }
 
 
 def compile_timed(name: str) -> None:

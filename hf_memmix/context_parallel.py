@@ -7,21 +7,34 @@ whole sequence.
 """
 
 import functools
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._transformers import attention_implementation
 from .backbones import window_of
 from .mixers import ATTENTION, MemoryMixer
 from .mixers.ranks import Piece, Pieces, current_group
 
-__all__ = ["current_group", "keep_order", "refuse_pooling", "split_loss", "split_of"]
+__all__ = [
+    "current_group",
+    "keep_masks",
+    "keep_order",
+    "refuse_pooling",
+    "refuse_sequence_parallelism",
+    "split_loss",
+    "split_of",
+]
 
 MAX_PIECES = 2  # of one rank; torch's balance for causal attention gives a rank its part from the front and the end
 NO_TOKENS = -1  # told in place of the number of pieces
+# the hook of accelerate that drops masks, and the modules to which it is attached
+_DROPS_MASKS, _HOOKED = "_self_attn_pre_forward_hook", "self_attn"
+# where DeepSpeed keeps the group of its sequence parallelism: a module, and its variable
+_ULYSSES, _ULYSSES_GROUP = "deepspeed.runtime.sequence_parallel.parallel_state_sp", "_SEQUENCE_PARALLEL_GROUP"
 
 _ONE_SEQUENCE = (
     "split position_ids of the whole sequence like input_ids, and give one sequence per row: packed sequences cannot"
@@ -39,6 +52,52 @@ def keep_order(keep: bool = True):
     from torch.distributed.tensor.experimental import _attention
 
     _attention._cp_options.enable_load_balance = not keep
+
+
+class InsideOnly:
+    """accelerate's hook of an attention module, which drops its mask: inside of the context only, never of a mixer.
+
+    accelerate attaches its hook once, in `prepare`. Outside of the context, kept attention layers would then attend to
+    padding, across packed sequences and to later tokens. A mixer never needs it: it would lose how its tokens lie,
+    which some families hand over in place of the mask (`layout_hooks`).
+    """
+
+    def __init__(self, hook: Callable):
+        self.hook = hook
+
+    def __call__(self, module, args, kwargs):
+        if isinstance(module, MemoryMixer) or current_group() is None:
+            return None  # the arguments stay as they are
+        return self.hook(module, args, kwargs)
+
+
+def keep_masks(layers: Iterable[nn.Module]):
+    """Wrap the hooks with which accelerate drops the masks of decoder layers in `InsideOnly`."""
+    for layer in layers:
+        attention = getattr(layer, _HOOKED, None)
+        hooks = () if attention is None else attention._forward_pre_hooks
+        for key in list(hooks):
+            if getattr(hooks[key], "__name__", "") == _DROPS_MASKS:  # a hook may be an object without a name
+                _wrap(hooks, key)
+
+
+@torch.compiler.disable  # torch.compile cannot trace a change of the hooks; it traces the changed ones after this
+def _wrap(hooks, key):
+    hooks[key] = InsideOnly(hooks[key])
+
+
+def refuse_sequence_parallelism():
+    """Raise ValueError if DeepSpeed splits the sequences of training (`ParallelismConfig(sp_size=...)`).
+
+    Its attention gathers all tokens, but every mixer would begin anew in each process.
+    """
+    state = sys.modules.get(_ULYSSES)
+    group = getattr(state, _ULYSSES_GROUP, None)
+    if group is not None and (size := group.size()) > 1:
+        raise ValueError(
+            f"sequence parallelism of DeepSpeed (sp_size={size}) splits sequences, and a mixer would begin anew in"
+            f" each process; give ParallelismConfig(cp_size={size}) instead, with FSDP"
+        )
 
 
 def split_loss(loss):

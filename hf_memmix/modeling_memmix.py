@@ -14,7 +14,14 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from . import generated_models
 from ._transformers import change_class, model_class_of
 from .cache import RecurrentStateCache, adopt_cache, cast_cache, check_hidden, check_rows, static_length_of
-from .context_parallel import current_group, refuse_pooling, split_loss, split_of
+from .context_parallel import (
+    current_group,
+    keep_masks,
+    refuse_pooling,
+    refuse_sequence_parallelism,
+    split_loss,
+    split_of,
+)
 from .generation import MemoryGeneration
 from .mixers import ATTENTION
 from .padding import PaddedRows, check_finite, check_new_mask, packing_of, padding_of, positions_in
@@ -76,6 +83,9 @@ class MemMixModel(MemMixPreTrained):
             # states never contain pads, but attention layers would read the pads if the mask is missing
             if attention_mask is not None or ATTENTION in self.config.mixer_types:
                 check_hidden(given, attention_mask)
+        keep_masks(getattr(self, self._layers_name))
+        if self.training:  # in evaluation, DeepSpeed gives every process whole sequences
+            refuse_sequence_parallelism()
         group = current_group()
         resetting = position_ids if given is None and mask is None and group is None else None
         boundaries = packing_of(kwargs.get("cu_seq_lens_q"), kwargs.pop("seq_idx", None), resetting, batch, length)

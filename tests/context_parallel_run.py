@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.experimental import context_parallel
@@ -81,6 +82,8 @@ def model_of(case):
         model.set_attn_implementation(case.get("attention", "sdpa"))
     if "checkpointing" in case:
         model.gradient_checkpointing_enable({"use_reentrant": case["checkpointing"] == "reentrant"})
+    if case.get("hooks"):
+        _attach_context_parallel_hooks(model)
     if case.get("frozen"):  # what is trained is behind the first mixers
         model.requires_grad_(False)
         for layer in base_model(model).layers[2:]:

@@ -1,6 +1,7 @@
 """Where models come from and where they train: Hub ids, devices, trackers, launchers."""
 
 import json
+import os
 
 import pytest
 
@@ -79,8 +80,30 @@ def test_a_device_is_the_only_one_that_trainer_sees(monkeypatch, device, count, 
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     devices.choose_device(device)
-    assert devices.os.environ.get("CUDA_VISIBLE_DEVICES") == expected
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_a_device_of_amd_follows_its_own_variable(monkeypatch):
+    """torch and the driver read it first; NVIDIA's variable counts where it is not set."""
+    monkeypatch.setattr("torch.version.hip", "6.4")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    names = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    for given, device, expected in (
+        ({"HIP_VISIBLE_DEVICES": "2,3"}, "cuda:1", "3"),
+        ({"HIP_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "5,7"}, "cuda:1", "3"),
+        ({"CUDA_VISIBLE_DEVICES": "5,7"}, "cuda:1", "7"),
+        ({}, "cuda:1", "1"),
+        ({"HIP_VISIBLE_DEVICES": "2,3"}, "cpu", ""),
+    ):
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        devices.choose_device(device)
+        assert [os.environ.get(name) for name in names] == [expected, expected]
+        for name in names:
+            monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class Recipe:
     quantize: with teacher "lora", hold the frozen matrices in "4bit" (NF4 of bitsandbytes) or "8bit" (int8 of
         torchao). Student and teacher both use them. The saved student has the values that these matrices stand for.
     chunk_tokens: number of tokens whose logits are in memory at a time.
-    bf16: use autocast to bf16 with fp32 weights; "auto": only on a GPU.
+    bf16: use autocast to bf16 with fp32 weights; "auto": only on a GPU that has bf16.
     pack: no layer mixes tokens of two documents.
     stream: read the data during training instead of loading all tokens first.
     trainer: further TrainingArguments of transformers, by name.

@@ -35,7 +35,7 @@ from hf_memmix.training.run_lock import run_lock
 from hf_memmix.training.student_teacher import AlignStudentTeacher, DistillStudentTeacher, StudentTeacher
 from hf_memmix.training.teacher_cache import CachedBlocks
 from hf_memmix.training.trainer import PairTrainer
-from hf_memmix.training.trainer_arguments import check_packages, training_arguments
+from hf_memmix.training.trainer_arguments import check_packages, training_arguments, uses_bf16
 
 logger = logging.getLogger(__name__)
 
@@ -159,11 +159,6 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
         "seconds": round(seconds, 2),
         "log": log,
     }
-
-
-def uses_bf16(recipe: Recipe) -> bool:
-    """Whether the forward runs in autocast to bf16."""
-    return torch.cuda.is_available() if recipe.bf16 == "auto" else bool(recipe.bf16)
 
 
 def in_training_dtype(student: nn.Module, recipe: Recipe) -> nn.Module:

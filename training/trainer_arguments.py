@@ -60,6 +60,11 @@ OPTIMIZER_PACKAGES = {
 }
 # these choose their own parameters or need the gradients while they are made, so rates by group have no effect
 OWN_GROUPS = ("galore", "apollo", "lomo")
+# fields of accelerate's ParallelismConfig that split sequences: their names in words, and what else can be done
+SPLIT_SEQUENCES = {
+    "cp_size": ("context parallelism", ", or fine-tune with the Trainer"),
+    "sp_size": ("sequence parallelism", ""),
+}
 POSITIVE = ("logging_steps", "save_total_limit")
 BELOW_ONE = ("adam_beta1", "adam_beta2")
 
@@ -110,6 +115,13 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
     return arguments
 
 
+def uses_bf16(recipe: Recipe) -> bool:
+    """Whether a run computes in autocast to bf16; with "auto", on a GPU that multiplies bf16, as from Ampere on."""
+    if recipe.bf16 != "auto":
+        return bool(recipe.bf16)
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def check_packages(recipe: Recipe) -> None:
     """Raise ValueError if the optimizer or the quantisation of a recipe cannot be used, or its package is missing.
 
@@ -136,12 +148,13 @@ def check_packages(recipe: Recipe) -> None:
 def _check_launch() -> None:
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
         return
-    parts = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1"))
-    if parts > 1:
-        raise ValueError(
-            f"the launch file asks for context parallelism (cp_size {parts}), in which align and distill cannot train;"
-            " take training/accelerate/fsdp2.yaml, or fine-tune with the Trainer"
-        )
+    for field, (kind, remedy) in SPLIT_SEQUENCES.items():
+        parts = int(os.environ.get(f"PARALLELISM_CONFIG_{field.upper()}", "1"))
+        if parts > 1:
+            raise ValueError(
+                f"the launch file asks for {kind} ({field} {parts}), in which align and distill cannot train;"
+                f" take training/accelerate/fsdp2.yaml{remedy}"
+            )
 
 
 def _check(given: dict) -> None:

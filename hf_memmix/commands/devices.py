@@ -19,19 +19,21 @@ def choose_device(device: str | None) -> None:
         raise ValueError(f"--device is {device!r}; give cpu, cuda or, for the second GPU, cuda:1")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"--device is {device!r}, but the launcher gives each process its device; leave it out")
-    if kind == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        return
     import torch
 
+    from hf_memmix.visible_gpus import see_only, visible_gpus
+
+    if kind == "cpu":
+        see_only("")
+        return
     count = torch.cuda.device_count()
     if int(number or 0) >= count:
         raise ValueError(
             f"--device is {device!r}, but this machine shows {count} GPUs to PyTorch; give one of them, or cpu"
         )
     if number:
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if visible else number
+        visible = visible_gpus()
+        see_only(visible[int(number)] if visible else number)
 
 
 def check_processes() -> None:

@@ -4,7 +4,8 @@
     PYTHONPATH=../../tests/kernels python gpu_generations.py --out results/gpu_generations.json
 
 A row is one op, size, dtype and GPU: forward, backward and decode steps. Each is compiled in a process of its own,
-because an assertion of the compiler ends the process. Rows of other versions of Triton stay in the file.
+because an assertion of the compiler ends the process. Rows of other versions of Triton stay in the file. With
+`--missing`, a run that was cut off goes on where it stopped.
 `python -m hf_memmix.training.documents.readme_tables` makes the table in kernels/README.md.
 """
 
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import select
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,6 +112,11 @@ def finish(child: int, pipe: int) -> dict:
     return json.loads(text) if text else {"crashed": True}
 
 
+def same_case(row: dict, key: dict) -> bool:
+    """Whether `row` is the result for `key`."""
+    return all(row[field] == value for field, value in key.items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -117,6 +124,7 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
     parser.add_argument("--jobs", type=int, default=1, help="rows at the same time")
+    parser.add_argument("--missing", action="store_true", help="only rows that the file does not have yet")
     args = parser.parse_args()
     rows = json.loads(args.out.read_text()) if args.out.exists() else []
     waiting = [
@@ -126,17 +134,19 @@ def main() -> None:
         for dtype in args.dtypes
         for arch in args.archs
     ]
-    running = {}  # pipe: (child, key)
+    if args.missing:
+        waiting = [key for key in waiting if not any(same_case(row, key) for row in rows)]
+    running = {}  # pipe: (child, key, when it began)
     while waiting or running:
         while waiting and len(running) < args.jobs:
             key = waiting.pop()
             child, pipe = start(lambda key=key: measured(key["arch"], key["op"], key["size"], key["dtype"]))
-            running[pipe] = child, key
+            running[pipe] = child, key, time.monotonic()
         for pipe in select.select(list(running), [], [])[0]:
-            child, key = running.pop(pipe)
+            child, key, began = running.pop(pipe)
             row = key | finish(child, pipe)
-            print(json.dumps(row), flush=True)
-            rows = [old for old in rows if any(old[field] != key[field] for field in key)] + [row]
+            print(f"{time.monotonic() - began:.0f} s {json.dumps(row)}", flush=True)
+            rows = [old for old in rows if not same_case(old, key)] + [row]
             args.out.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
 

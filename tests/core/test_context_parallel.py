@@ -8,13 +8,16 @@ import json
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
+from accelerate.big_modeling import _attach_context_parallel_hooks
 
 from child import TESTS, child_env
+from core.checks import CHECKS
 from hf_memmix.mixers.ranks import current_group, decayed_sum, states_before
-from testing import MIXERS
+from testing import FAMILIES, MIXERS, NO_NATIVE_PACKING, build, random_ids, tiny_config, tiny_model
 
 LARGEST_DIFFERENCE = 1e-10
 CASES = {
@@ -44,6 +47,9 @@ CASES = {
     "lattice, frozen layers": {"mixer": "lattice", "frozen": True, "checkpointing": "plain"},
     # a family whose layers drop further keyword arguments
     "coffee, stablelm": {"mixer": "coffee", "family": "stablelm"},
+    # as accelerate prepares a model: its hooks drop the masks of the modules "self_attn"
+    "coffee, stablelm, hooks": {"mixer": "coffee", "family": "stablelm", "mask": "holes", "hooks": True},
+    "gka, hybrid, hooks": {"mixer": "gka", "layout": [0, 2], "hooks": True},
 }
 REFUSED = {
     "packed": ({"mixer": "gka", "restart": 40}, "packed sequences cannot be split"),
@@ -72,7 +78,9 @@ def launch(folder, processes, cases):
     return dict(zip(cases, json.loads(result.read_text()), strict=True))
 
 
-EVERYDAY = [name for name in CASES if "," not in name or name.endswith((", hybrid", ", checkpointing", "holes"))]
+EVERYDAY = [
+    name for name in CASES if "," not in name or name.endswith((", hybrid", ", checkpointing", "holes", "hooks"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +118,45 @@ def test_refusals(by_two, name):
 
 def test_no_group_outside_of_a_context():
     assert current_group() is None
+
+
+# accelerate refuses families with sliding windows
+HOOKED = [name for name, fields in FAMILIES.items() if "sliding_window" not in fields]
+
+
+@pytest.mark.parametrize(("layout", "family"), [("odd", name) for name in HOOKED] + [("all", "stablelm")])
+def test_hooks_of_accelerate_change_nothing_outside_of_the_context(layout, family):
+    """accelerate attaches them in `prepare`, for good: they drop the masks of all modules "self_attn"."""
+    model = tiny_model(family, layout, fresh=True)
+    _attach_context_parallel_hooks(model)
+    for name in ("padding", "packed", "chunked_prefill"):
+        if name != "packed" or family not in NO_NATIVE_PACKING:
+            CHECKS[name](model)
+
+
+def test_hooks_of_accelerate_under_compile():
+    """The model was never called without torch.compile after the hooks were attached."""
+    model = build(tiny_config("llama", "odd"))
+    ids, mask = random_ids(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        _attach_context_parallel_hooks(model)
+        found = torch.compile(model, backend="eager")(ids, attention_mask=mask).logits
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+def test_sequence_parallelism_of_deepspeed_is_refused_in_training(monkeypatch):
+    """A mixer would begin anew in each process. In evaluation DeepSpeed splits nothing."""
+    group = types.SimpleNamespace(size=lambda: 4)
+    state = types.SimpleNamespace(_SEQUENCE_PARALLEL_GROUP=group)
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.sequence_parallel.parallel_state_sp", state)
+    model, ids = tiny_model("llama", "odd", fresh=True), random_ids(1, 6)
+    model.eval()(ids)
+    with pytest.raises(ValueError, match=r"sp_size=4.*cp_size=4"):
+        model.train()(ids)
+    group.size = lambda: 1
+    model(ids)
 
 
 def test_states_before_equal_the_recurrence():

@@ -69,8 +69,18 @@ def test_two_processes_train_what_one_does(tmp_path, mixer):
         assert (step - wanted).norm() <= 1e-2 * wanted.norm() + 1e-7, name
 
 
-def test_the_engine_refuses_it(monkeypatch, tmp_path):
-    for name, value in environment().items():
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, r"context parallelism \(cp_size 2\)"),
+        (
+            {"PARALLELISM_CONFIG_CP_SIZE": "1", "PARALLELISM_CONFIG_SP_SIZE": "4"},
+            r"sequence parallelism \(sp_size 4\)",
+        ),
+    ],
+)
+def test_the_engine_refuses_it(monkeypatch, tmp_path, settings, message):
+    for name, value in (environment() | settings).items():
         monkeypatch.setitem(os.environ, name, value)
-    with pytest.raises(ValueError, match=r"context parallelism \(cp_size 2\)"):
+    with pytest.raises(ValueError, match=message):
         training_arguments(Recipe(stage="align"), tmp_path)

@@ -13,7 +13,7 @@ from hf_memmix.training.groups import freeze_by_rate, optimizer_groups, paramete
 from hf_memmix.training.recipe import Recipe, load_recipe
 from hf_memmix.training.teachers import share_weights, unshare_weights
 from hf_memmix.training.train import distill, train
-from hf_memmix.training.trainer_arguments import training_arguments
+from hf_memmix.training.trainer_arguments import training_arguments, uses_bf16
 from tiny_teachers import tiny_teacher
 
 GROUPS = [
@@ -265,3 +265,14 @@ def test_tied_tensors_of_a_teacher_are_tied_again_after_sharing():
     assert teacher.lm_head.weight is teacher.model.embed_tokens.weight
     assert teacher.lm_head.weight is not student.lm_head.weight
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("there", "has_bf16", "expected"), [(False, False, False), (True, False, False), (True, True, True)]
+)
+def test_bf16_is_chosen_where_the_gpu_has_it(monkeypatch, there, has_bf16, expected):
+    """A T4 has not: the Trainer would refuse it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    assert uses_bf16(Recipe(stage="align")) is expected
+    assert uses_bf16(Recipe(stage="align", bf16=True)) and not uses_bf16(Recipe(stage="align", bf16=False))

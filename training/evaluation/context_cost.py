@@ -87,5 +87,5 @@ def _new_cache(model: nn.Module, max_cache_len: int | None) -> Cache:
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":  # Apple's and Intel's GPUs, too, return before they have computed
+        torch.accelerator.synchronize(device)

@@ -30,13 +30,7 @@ from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.run_identity import config_of, deciding_fields, differences
 from hf_memmix.training.run_lock import remove_empty, run_folder, run_lock
 from hf_memmix.training.streaming.cost import streaming_cost
-from hf_memmix.training.streaming.layer_training import (
-    computes_in_bf16,
-    one_process,
-    order_of_rows,
-    take_mixer,
-    train_mixer,
-)
+from hf_memmix.training.streaming.layer_training import one_process, order_of_rows, take_mixer, train_mixer
 from hf_memmix.training.streaming.output import TrainedLayers, write_student
 from hf_memmix.training.streaming.planned import planned_student
 from hf_memmix.training.streaming.ranks import Ranks
@@ -45,7 +39,7 @@ from hf_memmix.training.streaming.spool import RECORD, HiddenStates, Spool
 from hf_memmix.training.streaming.teacher import StreamedTeacher
 from hf_memmix.training.streaming.walk import Walk
 from hf_memmix.training.train import check_fit, recipe_of
-from hf_memmix.training.trainer_arguments import training_arguments
+from hf_memmix.training.trainer_arguments import training_arguments, uses_bf16
 
 FORMER = "spool.json"  # in the run folder: where the spool is
 POLL = 0.2  # seconds between two looks at the spool for a file of another process
@@ -225,7 +219,7 @@ class _Run:
             "student": {"config": config_of(self.student), "weights": teacher_hash(self.student_folder)},
             "teacher": {"config": config_of(self.teacher.model), "weights": teacher_hash(self.teacher_folder)},
             "dtype": str(self.teacher.model.dtype).removeprefix("torch."),
-            "bf16": computes_in_bf16(self.recipe),
+            "bf16": uses_bf16(self.recipe),
         }
 
     # ---- the walk
@@ -257,14 +251,14 @@ class _Run:
         return self.rows.batches(self.recipe.batch_size, self.device)
 
     def _embedded(self, ids: Tensor, positions: Tensor | None) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=computes_in_bf16(self.recipe)):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=uses_bf16(self.recipe)):
             return self.teacher.embed(ids, positions)
 
     def _advanced(self, layer: int, hidden: HiddenStates) -> Iterator[Tensor]:
         """The outputs of a layer, batch by batch."""
         for places, ids, positions in self._batches():
             inputs = hidden.read(range(places.start, places.stop), self.device)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=computes_in_bf16(self.recipe)):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=uses_bf16(self.recipe)):
                 outputs = self.teacher.advance(layer, inputs, ids, positions)
             yield outputs
 

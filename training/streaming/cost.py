@@ -15,11 +15,12 @@ from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
 from hf_memmix.conversion.streaming.cost import peak_memory, reset_peak
 from hf_memmix.training.recipe import Recipe
-from hf_memmix.training.streaming.layer_training import computes_in_bf16, order_of_rows, take_mixer, train_mixer
+from hf_memmix.training.streaming.layer_training import order_of_rows, take_mixer, train_mixer
 from hf_memmix.training.streaming.rows import Rows
 from hf_memmix.training.streaming.spool import Spool
 from hf_memmix.training.streaming.teacher import StreamedTeacher
 from hf_memmix.training.streaming.walk import Walk
+from hf_memmix.training.trainer_arguments import uses_bf16
 
 
 def streaming_cost(
@@ -86,7 +87,7 @@ def _measured(student, teacher: StreamedTeacher, start: Path, rows: Rows, shape,
             with teacher.layer(layer), spool.read(layer) as hidden:
                 for places, ids, positions in some.batches(length, teacher.device):
                     batch = hidden.read(range(places.start, places.stop), teacher.device)
-                    with torch.autocast(teacher.device.type, torch.bfloat16, enabled=computes_in_bf16(recipe)):
+                    with torch.autocast(teacher.device.type, torch.bfloat16, enabled=uses_bf16(recipe)):
                         teacher.advance(layer, batch, ids, positions)
                 mixer = take_mixer(student, layer, Checkpoint(start))
                 train_mixer(student, teacher, layer, some, hidden, recipe, 1, folder)

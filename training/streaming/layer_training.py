@@ -23,7 +23,7 @@ from hf_memmix.training.streaming.spool import HiddenStates
 from hf_memmix.training.streaming.teacher import StreamedTeacher
 from hf_memmix.training.student_teacher import AlignStudentTeacher, StudentTeacher
 from hf_memmix.training.trainer import PairTrainer
-from hf_memmix.training.trainer_arguments import training_arguments
+from hf_memmix.training.trainer_arguments import training_arguments, uses_bf16
 
 # variables by which a launcher tells a process that it shares its model or batches with others
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
@@ -78,11 +78,6 @@ def one_process() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def computes_in_bf16(recipe: Recipe) -> bool:
-    """Whether a run computes in bf16 autocast."""
-    return torch.cuda.is_available() if recipe.bf16 == "auto" else bool(recipe.bf16)
-
-
 def order_of_rows(student: PreTrainedModel, length: int, recipe: Recipe, folder: Path) -> list[int]:
     """The numbers of the rows that a run reads from data of `length` rows, in the order in which it reads them."""
     reads = recipe.steps * recipe.batch_size * recipe.gradient_accumulation
@@ -135,7 +130,7 @@ def train_mixer(
     Raises:
         ValueError: training diverges, or the recipe trains no parameter of this layer.
     """
-    bf16 = computes_in_bf16(recipe)
+    bf16 = uses_bf16(recipe)
     with one_process():
         pair = StreamedAlign(student, teacher, layer, hidden, num_layers, bf16, recipe.gradient_checkpointing)
         rates = freeze_by_rate(student, recipe)

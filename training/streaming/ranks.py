@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import PrefixStore
 
+from hf_memmix.visible_gpus import see_only, visible_gpus
+
 # a rank waits as long as others work. If one of them fails, the launcher ends all
 PATIENCE = timedelta(days=30)
 _runs = itertools.count()  # the same number in all processes, because they make the same runs
@@ -53,7 +55,7 @@ def _rendezvous() -> tuple:
 
 def _see_one_gpu(index: int) -> None:
     """Make only one of the visible GPUs visible, before CUDA starts."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    visible = visible_gpus()
     count = len(visible) or torch.cuda.device_count()
     if not count:
         return
@@ -61,4 +63,4 @@ def _see_one_gpu(index: int) -> None:
         raise ValueError(
             f"the launcher started more than {count} processes, but they see {count} GPUs; start {count} processes"
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
+    see_only(visible[index] if visible else str(index))

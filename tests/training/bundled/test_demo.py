@@ -49,6 +49,14 @@ def test_cost_row(models):
     assert row["context"] == 64 and row["ms_per_token"] > 0 and row["cache"] in ("dynamic", "static")
 
 
+@pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("cuda", 1), ("mps", 1), ("xpu", 1)])
+def test_the_time_of_a_step_waits_for_every_kind_of_gpu(monkeypatch, device, waits):
+    calls = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", calls.append)
+    context_cost._synchronize(torch.device(device))
+    assert calls == waits * [torch.device(device)]
+
+
 def test_demo_end_to_end(tmp_path):
     with Progress(console=Console(quiet=True)) as progress:
         results = demo.run_demo(

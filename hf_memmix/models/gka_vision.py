@@ -89,14 +89,17 @@ class GKAVisionConfig(PreTrainedConfig):
 
     @classmethod
     def preset(cls, name: str, **overrides) -> "GKAVisionConfig":
-        """The configuration named `name` in `presets`, with 1000 classes as in ImageNet; `overrides` are fields.
+        """The configuration named `name` in `presets`; `overrides` are fields.
+
+        It has 1000 classes, as in ImageNet, unless `num_labels` or `id2label` says something else.
 
         Raises:
             ValueError: there is no such preset.
         """
         if name not in cls.presets:
             raise ValueError(f"unknown preset {name!r}; known: {sorted(cls.presets)}")
-        return cls(**{"num_labels": 1000, **cls.presets[name], **overrides})
+        classes = {} if overrides.get("id2label") else {"num_labels": 1000}
+        return cls(**{**classes, **cls.presets[name], **overrides})
 
     @property
     def hidden_sizes(self) -> list[int]:

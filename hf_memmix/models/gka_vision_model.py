@@ -228,7 +228,9 @@ class GKAVisionModel(GKAVisionPreTrainedModel):
         if pixel_values is None or pixel_values.dim() != 4:
             shape = None if pixel_values is None else tuple(pixel_values.shape)
             raise ValueError(f"pixel_values {shape} must have the shape [images, channels, height, width]")
-        _, channels, height, width = pixel_values.shape
+        count, channels, height, width = pixel_values.shape
+        if not count:
+            raise ValueError("pixel_values hold no image; give at least one")
         if channels != self.config.num_channels:
             raise ValueError(
                 f"pixel_values have {channels} channels, the model takes {self.config.num_channels}"

@@ -51,6 +51,14 @@ def images(count=3, height=64, width=64):
 # ---- the paper's sizes
 
 
+def test_the_classes_of_a_preset():
+    """1000, as in ImageNet, unless the user names or counts them."""
+    named = GKAVisionConfig.preset("tiny", id2label={0: "cat", 1: "dog"}, label2id={"cat": 0, "dog": 1})
+    assert named.num_labels == 2 and named.id2label == {0: "cat", 1: "dog"}
+    assert GKAVisionConfig.preset("tiny").num_labels == 1000
+    assert GKAVisionConfig.preset("tiny", num_labels=3).num_labels == 3
+
+
 def test_the_tiny_preset_has_the_parameters_of_the_paper():
     with torch.device("meta"):
         model = AutoModelForImageClassification.from_config(GKAVisionConfig.preset("tiny"))
@@ -281,6 +289,7 @@ def test_wrong_configurations_are_refused(fields, message):
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
+        ((0, 3, 64, 64), "pixel_values hold no image; give at least one"),
         ((2, 3, 31, 64), "images of 31 x 64 pixels are too small: .* at least 32 x 32"),
         ((2, 1, 64, 64), "1 channels, the model takes 3"),
         ((3, 64, 64), r"\(3, 64, 64\) must have the shape \[images, channels, height, width\]"),

@@ -18,6 +18,7 @@ MEASUREMENTS = {
     "gka_vision_throughput": f"{EXPERIMENTS}/gka_vision/results/throughput.json",
     "lattice_ablation": f"{EXPERIMENTS}/lattice/results/lattice_ablation.json",
     "lattice_language": f"{EXPERIMENTS}/lattice/results/lattice_language.json",
+    "enc_as_written": f"{EXPERIMENTS}/lattice/results/enc_as_written.json",
     **{f"coffee_table{i}": f"{EXPERIMENTS}/coffee/results/coffee_table{i}.json" for i in range(1, 7)},
     "baselines_language": f"{EXPERIMENTS}/baselines/results/baselines_language.json",
     "coffee_digits": f"{EXPERIMENTS}/coffee/results/coffee_digits.json",

@@ -49,6 +49,7 @@ class Experiment:
 EXPERIMENTS = {
     "lattice_language": Experiment(lattice.language, lattice_plots.plot_languages, takes_all_files=True),
     "lattice_ablation": Experiment(lattice.ablation, lattice_plots.plot_ablation),
+    "enc_as_written": Experiment(lattice.as_written, None),
     "recall": Experiment(gka.recall, gka_plots.plot_recall),
     "gka_solvers": Experiment(gka_solvers.section, gka_solvers.plot),
     "gka_variants": Experiment(gka_variants.section, gka_variants.plot),

@@ -22,6 +22,7 @@ from hf_memmix.training.experiments.echo import mqar, scratchpad, transfer
 from hf_memmix.training.experiments.gka import recall, solvers, variants
 from hf_memmix.training.experiments.gka_vision import digits, throughput
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
+from hf_memmix.training.experiments.lattice import as_written
 from hf_memmix.training.experiments.lattice import language as lattice_language
 from hf_memmix.training.experiments.mixtures import mixtures
 from hf_memmix.training.experiments.recall_teacher import corpus, distillation_rows, grid, teacher
@@ -34,6 +35,7 @@ HARNESSED = {
     "coffee_language": (coffee_language, language),
     "baselines_language": (baselines_language, language),
     "lattice_ablation": (lattice_ablation, lattice_ablation),
+    "enc_as_written": (as_written, as_written),
     "recall": (recall, recall),
     "gka_solvers": (solvers, solvers),
     "gka_vision_digits": (digits, digits),

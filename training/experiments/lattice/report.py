@@ -7,7 +7,8 @@ them.
 import statistics
 
 from hf_memmix.conversion.records import markdown_table
-from hf_memmix.training.experiments.common.harness import matches
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
+from hf_memmix.training.experiments.common.harness import matches, measured_at
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
 from hf_memmix.training.experiments.common.report import (
     caption,
@@ -19,6 +20,8 @@ from hf_memmix.training.experiments.common.report import (
 )
 from hf_memmix.training.experiments.lattice.language import PAPER
 from hf_memmix.training.experiments.lattice.variants import IN_PAPER, NOT_IN_PAPER
+
+DIVERGED = 100.0  # a larger norm of the gradients, which are clipped to norm 1, counts as divergence
 
 
 def language(files: list[dict]) -> str:
@@ -50,3 +53,30 @@ def ablation(results: dict) -> str:
     """The table of the ablation with its caption."""
     rows, failed = trained_and_failed(results, [*IN_PAPER, *NOT_IN_PAPER])
     return f"{ablation_table(rows)}\n\n{caption(results, failed)}"
+
+
+def as_written(results: dict) -> str:
+    """A table of the losses and the gradients of ENC with and without its limits at every rate, and what they show."""
+    own, norms, table = results["settings"], {}, []
+    for lr in sorted({row["lr"] for row in results["rows"]}):
+        for name in ("enc", "enc-as-written"):
+            rows = [row for row in results["rows"] if matches(row, {"model": name, "lr": lr})]
+            losses = [row["curve"][-1][1] for row in rows]
+            norms[name, lr] = [max(row["gradient_norms"]) for row in rows]
+            seeds = ", ".join(f"{norm:.1e}" for norm in norms[name, lr])
+            table.append([name, f"{lr:g}", spread_text(losses, 2), seeds])
+    diverged = [lr for name, lr in norms if name == "enc-as-written" and max(norms[name, lr]) > DIVERGED]
+    stable = all(norm < DIVERGED for (name, _), found in norms.items() if name == "enc" for norm in found)
+    said = (
+        f"As written, the training diverges at {' and '.join(f'{lr:g}' for lr in diverged)}: a gradient norm"
+        f" passes {DIVERGED:g}"
+        + (", which does not happen with the two limits at any of these rates." if stable else ".")
+        if diverged
+        else f"No gradient norm passes {DIVERGED:g}: at these rates the training does not diverge as written."
+    )
+    head = ["model", "rate", "last training loss", "largest gradient norm of each seed"]
+    size = (
+        f"{own['layers']} layers of {own['hidden_size']}, {own['steps']} steps of {own['batch_size']} sequences of"
+        f" {own['context']} tokens. {SPREAD_NOTE} {measured_at(results)}."
+    )
+    return f"{markdown_table(head, table)}\n\n{size}\n\n{said}"

@@ -108,7 +108,8 @@ def split_of(
 
     Raises:
         ValueError: position_ids are missing, do not count over one whole sequence, or differ between the rows; a rank
-            has no tokens; a layer cannot be split; there is padding and a kept attention layer, which would read it.
+            has no tokens, or not in their order; a layer cannot be split; there is padding and a kept attention layer,
+            which would read it.
     """
     for mixer in mixers:
         mixer.check_split()
@@ -146,7 +147,13 @@ def split_of(
             )
         if not 1 <= count <= MAX_PIECES:
             raise ValueError(f"position_ids of rank {rank} start again, or differ between the rows; {_ONE_SEQUENCE}")
-        for first, tokens in zip(numbers[0 : 2 * count : 2], numbers[1 : 2 * count : 2], strict=True):
+        firsts = numbers[0 : 2 * count : 2]
+        if firsts != sorted(firsts):
+            raise ValueError(
+                f"rank {rank} holds position {firsts[1]} of the sequence after position {firsts[0]}; give each process"
+                " its tokens in the order of the sequence"
+            )
+        for first, tokens in zip(firsts, numbers[1 : 2 * count : 2], strict=True):
             pieces.append((first, Piece(start, start + tokens, rank)))
             start += tokens
     pieces.sort(key=lambda pair: pair[0])

@@ -150,8 +150,8 @@ def split_of(
         firsts = numbers[0 : 2 * count : 2]
         if firsts != sorted(firsts):
             raise ValueError(
-                f"rank {rank} holds position {firsts[1]} of the sequence after position {firsts[0]}; give each process"
-                " its tokens in the order of the sequence"
+                f"position_ids of rank {rank} go back to {firsts[1]} after a part from {firsts[0]}; give the tokens in"
+                f" the order of the sequence, and {_ONE_SEQUENCE}"
             )
         for first, tokens in zip(firsts, numbers[1 : 2 * count : 2], strict=True):
             pieces.append((first, Piece(start, start + tokens, rank)))

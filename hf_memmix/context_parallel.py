@@ -18,7 +18,7 @@ from .backbones import window_of
 from .mixers import ATTENTION, MemoryMixer
 from .mixers.ranks import Piece, Pieces, current_group
 
-__all__ = ["current_group", "keep_order", "refuse_pooling", "split_loss", "split_of"]
+__all__ = ["current_group", "keep_fp32_weights", "keep_order", "refuse_pooling", "split_loss", "split_of"]
 
 MAX_PIECES = 2  # of one rank; torch's balance for causal attention gives a rank its part from the front and the end
 NO_TOKENS = -1  # told in place of the number of pieces
@@ -39,6 +39,18 @@ def keep_order(keep: bool = True):
     from torch.distributed.tensor.experimental import _attention
 
     _attention._cp_options.enable_load_balance = not keep
+
+
+def keep_fp32_weights(accelerator):
+    """Let FSDP2 give the forward the fp32 weights that it holds; autocast still multiplies matrices in bf16.
+
+    With mixed precision, accelerate tells FSDP2 to cast all weights for the forward, and all gradients, to bf16. That
+    rounds the decays of a memory, which a mixer declares to need fp32 (`fp32_parameters`). Call it after the
+    `Accelerator` or the `Trainer` (`trainer.accelerator`) is made, and before training. Without FSDP2 it does nothing.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 2:
+        plugin.mixed_precision_policy = None
 
 
 def split_loss(loss):

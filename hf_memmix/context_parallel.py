@@ -21,6 +21,7 @@ from .mixers.ranks import Piece, Pieces, current_group
 
 __all__ = [
     "current_group",
+    "keep_fp32_weights",
     "keep_masks",
     "keep_order",
     "refuse_pooling",
@@ -100,6 +101,18 @@ def refuse_sequence_parallelism():
         )
 
 
+def keep_fp32_weights(accelerator):
+    """Let FSDP2 give the forward the fp32 weights that it holds; autocast still multiplies matrices in bf16.
+
+    With mixed precision, accelerate tells FSDP2 to cast all weights for the forward, and all gradients, to bf16. That
+    rounds the decays of a memory, which a mixer declares to need fp32 (`fp32_parameters`). Call it after the
+    `Accelerator` or the `Trainer` (`trainer.accelerator`) is made, and before training. Without FSDP2 it does nothing.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 2:
+        plugin.mixed_precision_policy = None
+
+
 def split_loss(loss):
     """The loss function of a causal language model, for labels that are split like the tokens.
 
@@ -167,7 +180,8 @@ def split_of(
 
     Raises:
         ValueError: position_ids are missing, do not count over one whole sequence, or differ between the rows; a rank
-            has no tokens; a layer cannot be split; there is padding and a kept attention layer, which would read it.
+            has no tokens, or not in their order; a layer cannot be split; there is padding and a kept attention layer,
+            which would read it.
     """
     for mixer in mixers:
         mixer.check_split()
@@ -205,7 +219,13 @@ def split_of(
             )
         if not 1 <= count <= MAX_PIECES:
             raise ValueError(f"position_ids of rank {rank} start again, or differ between the rows; {_ONE_SEQUENCE}")
-        for first, tokens in zip(numbers[0 : 2 * count : 2], numbers[1 : 2 * count : 2], strict=True):
+        firsts = numbers[0 : 2 * count : 2]
+        if firsts != sorted(firsts):
+            raise ValueError(
+                f"position_ids of rank {rank} go back to {firsts[1]} after a part from {firsts[0]}; give the tokens in"
+                f" the order of the sequence, and {_ONE_SEQUENCE}"
+            )
+        for first, tokens in zip(firsts, numbers[1 : 2 * count : 2], strict=True):
             pieces.append((first, Piece(start, start + tokens, rank)))
             start += tokens
     pieces.sort(key=lambda pair: pair[0])

@@ -4,9 +4,11 @@ tests/core/test_context_parallel.py run this module as a program.
     python -m torch.distributed.run --nproc-per-node 2 context_parallel_run.py RESULT CASE...
 
 Every process computes a case alone first, and then its part in torch's `context_parallel`. Rank 0 writes the largest
-difference of loss and gradients per case, or the text of its error, as JSON.
+difference of loss and gradients per case, or the text of its error, as JSON. It also checks that the processes would
+not wait for each other forever where every message waits for its receiver, as on GPUs (NCCL): gloo does not wait.
 """
 
+import contextlib
 import copy
 import json
 import sys
@@ -27,6 +29,52 @@ from testing import base_model, build, difference, distinct_ids, tiny_config
 
 TOKENS = 96  # pieces of 24 and 16 tokens on two and three ranks that hold two each
 ALL = (0, 1, 2, 3)
+
+
+@contextlib.contextmanager
+def recorded():
+    """A list of what this process sends, receives and computes together with all others: operation, peer, tensor."""
+    steps, originals = [], {name: getattr(dist, name) for name in ("isend", "recv", "all_gather", "all_reduce")}
+
+    def recording(name, operation):
+        def call(*args, **kwargs):
+            messages = name in ("isend", "recv")
+            tensor = args[1] if name == "all_gather" else args[0]
+            steps.append((name, args[1] if messages else None, tuple(tensor.shape), str(tensor.dtype)))
+            assert tensor.is_contiguous()
+            return operation(*args, **kwargs)
+
+        return call
+
+    for name, operation in originals.items():
+        setattr(dist, name, recording(name, operation))
+    try:
+        yield steps
+    finally:
+        for name, operation in originals.items():
+            setattr(dist, name, operation)
+
+
+def check_meetings(steps: list[list[tuple]]):
+    """Raise ValueError if the processes stop each other where each step waits for the same step of its partners.
+
+    steps: those of every rank, in its order.
+    """
+    at = [0] * len(steps)
+    while True:
+        now = [mine[i] if i < len(mine) else None for mine, i in zip(steps, at, strict=True)]
+        ready = []
+        for rank, step in enumerate(now):
+            if step is not None and step[0] == "isend" and now[step[1]] == ("recv", rank, *step[2:]):
+                ready = [rank, step[1]]
+        if now[0] is not None and now[0][1] is None and all(step == now[0] for step in now):
+            ready = range(len(now))
+        if not ready:
+            break
+        for rank in ready:
+            at[rank] += 1
+    if any(step is not None for step in now):
+        raise ValueError(f"the processes wait for each other forever: {now}")
 
 
 def gathered_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
@@ -99,6 +147,8 @@ def split_step(model, case, mesh) -> tuple[torch.Tensor, dict[str, torch.Tensor]
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)):
         if case.get("forget_positions"):
             buffers[1] = torch.arange(buffers[0].shape[1]).expand(2, -1)
+        if case.get("reversed"):  # each rank holds the second half of its tokens first
+            buffers = [t.roll(t.shape[1] // 2, 1) for t in buffers]
         if case.get("generate"):
             model.generate(buffers[0], max_new_tokens=2)
         if case.get("labels"):
@@ -118,7 +168,11 @@ def largest_difference(case, mesh) -> float:
     keep_order(not case.get("balanced", False))
     model = model_of(case)
     alone = copy.deepcopy(model)
-    found = split_step(model, case, mesh)
+    with recorded() as mine:
+        found = split_step(model, case, mesh)
+    steps = [None] * dist.get_world_size()
+    dist.all_gather_object(steps, mine)
+    check_meetings(steps)
     loss = loss_of(alone, *batch_of(case))
     loss.backward()
     expected = {"loss": loss.detach(), **gradients(alone)}

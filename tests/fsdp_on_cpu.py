@@ -10,6 +10,8 @@ def _init(self, *args, fsdp_plugin=None, **kwargs):
     _library_init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
     # every new state object starts from the kind of the processes, and shares all else with the first
     self.fsdp_plugin = fsdp_plugin or vars(self).get("fsdp_plugin")
+    if fsdp_plugin is not None and self._mixed_precision != "no":  # as on GPUs
+        fsdp_plugin.set_mixed_precision(self._mixed_precision)
     if self.fsdp_plugin is not None:
         self.distributed_type = DistributedType.FSDP
 

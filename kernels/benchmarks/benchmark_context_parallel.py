@@ -6,11 +6,12 @@ same Llama with a mixer in every layer, or in three of four.
 
 Weights (bf16) and tokens are random. "train" is forward, backward, the sum of the gradients over the GPUs and one
 fused AdamW step, with gradient checkpointing and the library's own loss, in torch's `context_parallel`. Its time is
-the median of `--repeats` steps between CUDA events, its memory the largest peak of the GPUs. With one process the same
-step runs on one GPU. "check" compares a small model in fp32 on all GPUs with the same on one GPU: `difference` is
-|a - b| / |b| of the loss and of all gradients as one vector, and `worst` the largest of the parameters' gradients.
-`balanced` means that a GPU holds a part from the front and one from the end of the sequence. Rows of --out that
-describe the same measurement are replaced; all other rows are kept.
+the median of `--repeats` steps between CUDA events, its memory the largest peak of the GPUs. With one process the
+same step runs on one GPU. "check" compares a small model on all GPUs, with gradient checkpointing, with the same on
+one GPU: `difference` is |a - b| / |b| of the loss and of all gradients as one vector, and `worst` the largest of the
+parameters' gradients. Weights are fp32; `autocast` is the dtype in which matrices are multiplied. `balanced` means
+that a GPU holds a part from the front and one from the end of the sequence. Rows of --out that describe the same
+measurement are replaced; all other rows are kept.
 """
 
 import argparse
@@ -36,8 +37,10 @@ from hf_memmix.context_parallel import keep_order
 
 TOKENS = 262144
 CHECKED_TOKENS = 4096
-SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+# as many heads for keys as for queries: torch's attention in fp32 cannot share them
+SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
          "intermediate_size": 512, "vocab_size": 512}  # fmt: skip
+SHARED_KEYS = {**SMALL, "num_key_value_heads": 2}
 LAYOUTS = ("all", "hybrid")  # hybrid: every fourth layer keeps its attention
 PHASES = ("check", "train")
 MEASURED = ("seconds", "tokens_s", "peak_mib", "difference", "worst", "note")
@@ -69,7 +72,17 @@ def split(tensors: list[torch.Tensor], mesh):
     return context_parallel(mesh, buffers=tensors, buffer_seq_dims=[1] * len(tensors), no_restore_buffers=set(tensors))
 
 
-def backward(model, length: int, mesh) -> torch.Tensor:
+def add_up(gradients: list[torch.Tensor]):
+    """Sum each gradient over all GPUs, in place, in one message per dtype."""
+    for dtype in {gradient.dtype: None for gradient in gradients}:
+        same = [gradient for gradient in gradients if gradient.dtype == dtype]
+        flat = torch.cat([gradient.flatten() for gradient in same])
+        dist.all_reduce(flat)
+        for gradient, total in zip(same, flat.split([gradient.numel() for gradient in same]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def backward(model, length: int, mesh, autocast: bool = False) -> torch.Tensor:
     """The mean loss over all tokens of the sequence; the gradients are those of the whole sequence."""
     tensors = batch(length, model.config.vocab_size)
     with split(tensors, mesh):
@@ -79,21 +92,22 @@ def backward(model, length: int, mesh) -> torch.Tensor:
             "shift_labels": labels,
             "num_items_in_batch": torch.tensor(length - 1, device="cuda"),
         }
-        loss = model(ids, position_ids=positions, attention_mask=mask, use_cache=False, **given).loss
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = model(ids, position_ids=positions, attention_mask=mask, use_cache=False, **given).loss
         loss.backward()
     loss = loss.detach()
     if mesh is not None:
         dist.all_reduce(loss)
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
+        add_up([parameter.grad for parameter in model.parameters()])
     return loss
 
 
-def check(mixer: str, layout: str, mesh) -> dict:
+def check(mixer: str, layout: str, mesh, autocast: bool) -> dict:
     """The relative differences of loss and gradients between all GPUs and one."""
-    model = build(mixer, layout, torch.float32, **SMALL)
+    model = build(mixer, layout, torch.float32, **(SHARED_KEYS if autocast else SMALL))
     alone = copy.deepcopy(model)
-    losses = backward(model, CHECKED_TOKENS, mesh), backward(alone, CHECKED_TOKENS, None)
+    model.gradient_checkpointing_enable()
+    losses = backward(model, CHECKED_TOKENS, mesh, autocast), backward(alone, CHECKED_TOKENS, None, autocast)
     pairs = [(ours.grad, theirs.grad) for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True)]
     whole = [torch.cat([gradient.flatten() for gradient in of_one]) for of_one in zip(*pairs, strict=True)]
     loss, gradients, *each = (((a - b).norm() / b.norm()).item() for a, b in (losses, whole, *pairs))
@@ -129,7 +143,8 @@ def measured(args, phase: str, mixer: str, balanced: bool, mesh) -> dict:
     gpus = 1 if mesh is None else mesh.size()
     row = {"phase": phase, "mixer": mixer, "layout": args.layout, "gpus": gpus, "balanced": balanced}
     if phase == "check":
-        return {**row, "T": CHECKED_TOKENS, **check(mixer, args.layout, mesh)}
+        name = "bfloat16" if args.autocast else "none"
+        return {**row, "T": CHECKED_TOKENS, "autocast": name, **check(mixer, args.layout, mesh, args.autocast)}
     try:
         found = train(mixer, args.layout, mesh, args.tokens, args.repeats)
     except torch.OutOfMemoryError:
@@ -148,6 +163,7 @@ def main():
     parser.add_argument(
         "--balanced", nargs="+", type=int, choices=(0, 1), default=[0], help="1: front and end per GPU"
     )
+    parser.add_argument("--autocast", action="store_true", help="check in bf16, with keys that several heads share")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--repeats", type=int, default=2, help="timed steps, after one that is not timed")
     parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")

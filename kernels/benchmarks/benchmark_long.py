@@ -6,8 +6,8 @@ Weights (bf16) and tokens are random. "prompt" is `model.generate` with `prefill
 second up to the first new token, and the peak of allocated memory, in which the cache is included. "train" is forward,
 backward and one fused AdamW step of one row with gradient checkpointing and the library's own loss. The GPU's events
 measure the times. A prompt is measured once, after a short one that compiles the kernels; of training steps the median
-counts, after one that compiles. A run that needs more memory than the GPU has is a row with the `note` "out of
-memory". Rows of --out that describe the same measurement are replaced; all other rows are kept.
+counts, after one of `--untimed` tokens that compiles. A run that needs more memory than the GPU has is a row with the
+`note` "out of memory". Rows of --out that describe the same measurement are replaced; all other rows are kept.
 """
 
 import argparse
@@ -35,9 +35,9 @@ def event() -> torch.cuda.Event:
     return recorded
 
 
-def median_seconds(step, repeats: int) -> float:
-    """Median of `repeats` calls, after one that compiles the kernels."""
-    step()
+def median_seconds(step, repeats: int, first=None) -> float:
+    """Median of `repeats` calls of `step`, after one call of `first` (default: `step`) that compiles the kernels."""
+    (first or step)()
     times = []
     for _ in range(repeats):
         start = event()
@@ -84,20 +84,20 @@ def prompt(model, length: int) -> dict:
     }
 
 
-def train(model, length: int, repeats: int) -> dict:
-    """The measured columns of training steps of one row of `length` tokens."""
+def train(model, length: int, repeats: int, untimed: int) -> dict:
+    """The measured columns of training steps of one row of `length` tokens, after a step of `untimed` tokens."""
     model.train()
     model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     tokens = random_tokens(model, 1, length)
 
-    def step():
-        model(tokens, labels=tokens, use_cache=False).loss.backward()
+    def step(length=length):
+        model(tokens[:, :length], labels=tokens[:, :length], use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     torch.cuda.reset_peak_memory_stats()
-    seconds = median_seconds(step, repeats)
+    seconds = median_seconds(step, repeats, lambda: step(untimed))
     return {
         "seconds": round(seconds, 3),
         "tokens_s": round(length / seconds),
@@ -125,7 +125,7 @@ def rows_of(mixer: str, args):
         torch.cuda.empty_cache()
         model = build(None if mixer == "attention" else mixer)
         row = {"phase": "train", "T": args.train, "checkpointing": True}
-        yield {**row, **measured(train, model, args.train, args.repeats)}
+        yield {**row, **measured(train, model, args.train, args.repeats, args.untimed or args.train)}
 
 
 def main():
@@ -135,6 +135,7 @@ def main():
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--prompts", nargs="+", type=int, default=list(PROMPTS), help="lengths in tokens")
     parser.add_argument("--train", type=int, default=TRAIN, help="tokens of the row of a training step")
+    parser.add_argument("--untimed", type=int, help="tokens of the training step before (default: as --train)")
     parser.add_argument("--repeats", type=int, default=2, help="timed training steps, after one that is not timed")
     parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")
     args = parser.parse_args()

@@ -15,6 +15,7 @@ import torch
 from accelerate.big_modeling import _attach_context_parallel_hooks
 
 from child import TESTS, child_env
+from context_parallel_run import check_meetings
 from core.checks import CHECKS
 from hf_memmix.mixers.ranks import current_group, decayed_sum, states_before
 from testing import FAMILIES, MIXERS, NO_NATIVE_PACKING, build, random_ids, tiny_config, tiny_model
@@ -54,6 +55,10 @@ CASES = {
 REFUSED = {
     "packed": ({"mixer": "gka", "restart": 40}, "packed sequences cannot be split"),
     "many packed": ({"mixer": "gka", "restart": 5}, "rank 0 start again"),
+    "second half first": (
+        {"mixer": "gka", "reversed": True},
+        "rank 0 holds position 0 of the sequence after position 24",
+    ),
     "positions of one part": ({"mixer": "gka", "forget_positions": True}, "do not follow each other"),
     "generate": ({"mixer": "gka", "generate": True}, "generate\\(\\) outside"),
     "padding with attention": ({"mixer": "gka", "layout": [1], "mask": "right"}, "have padding"),
@@ -114,6 +119,19 @@ def check(measured):
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(by_two, name):
     assert re.search(REFUSED[name][1], str(by_two[name]))
+
+
+def test_processes_that_would_wait_forever():
+    state, together = ((4,), "torch.float32"), ("all_reduce", None, (2,), "torch.float32")
+    sends, receives = [("isend", 1, *state), ("recv", 1, *state)], [("recv", 0, *state), ("isend", 0, *state)]
+    check_meetings([[*sends, together], [*receives, together]])
+    for wrong in (
+        [sends, receives[::-1]],  # both send first
+        [[*sends, together], receives],
+        [sends, [("recv", 0, (5,), "torch.float32"), receives[1]]],
+    ):
+        with pytest.raises(ValueError, match="wait for each other forever"):
+            check_meetings(wrong)
 
 
 def test_no_group_outside_of_a_context():

@@ -8,12 +8,15 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from accelerate.utils import FullyShardedDataParallelPlugin
 
 from child import TESTS, child_env
+from hf_memmix.context_parallel import keep_fp32_weights
 from hf_memmix.conversion import load_model, save_student
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.trainer_arguments import training_arguments
@@ -34,10 +37,10 @@ def environment() -> dict[str, str]:
     return flags | {name.upper(): str(value) for name, value in settings.items()}
 
 
-def finetune(folder, student, processes) -> dict:
+def finetune(folder, student, processes, changes=ON_A_CPU) -> dict:
     script, text = folder / f"finetune{processes}.py", folder / "text.txt"
     code = EXAMPLE
-    for old, new in ON_A_CPU.items():
+    for old, new in changes.items():
         assert old in code
         code = code.replace(old, new)
     script.write_text(("import fsdp_on_cpu\n" if processes > 1 else "") + code)
@@ -67,6 +70,34 @@ def test_two_processes_train_what_one_does(tmp_path, mixer):
     for name in changed:
         step, wanted = together[name] - start[name], alone[name] - start[name]
         assert (step - wanted).norm() <= 1e-2 * wanted.norm() + 1e-7, name
+
+
+def test_weights_stay_fp32_under_mixed_precision():
+    """As accelerate prepares FSDP2 on GPUs; `fsdp_on_cpu` does the same for the example in bf16."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
+    keep_fp32_weights(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
+    assert plugin.mixed_precision_policy is None
+    keep_fp32_weights(SimpleNamespace(state=SimpleNamespace()))  # without FSDP
+
+
+@pytest.mark.product
+def test_the_example_in_bf16_keeps_the_decays_in_fp32(tmp_path):
+    student = tmp_path / "student"
+    save_student(build(tiny_config("llama", (0, 1, 2, 3), "gka")), student, tokenizer=word_tokenizer())
+    look = """
+from hf_memmix.mixers import MemoryMixer
+scan, seen = MemoryMixer.project_rows, set()
+def look(mixer, *args, **kwargs):
+    seen.update(parameter.dtype for parameter in mixer.parameters())
+    return scan(mixer, *args, **kwargs)
+MemoryMixer.project_rows = look
+trainer.train()
+assert seen == {torch.float32}, seen
+"""
+    in_bf16 = {"bf16=True": "use_cpu=True, disable_tqdm=True, bf16=True", "trainer.train()\n": "import torch" + look}
+    finetune(tmp_path, student, 2, in_bf16)
 
 
 @pytest.mark.parametrize(

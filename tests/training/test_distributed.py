@@ -1,10 +1,11 @@
 """Two processes on gloo, as DDP, FSDP2 and ZeRO-3: the losses and the student of one process, also after a break.
 
 The settings of FSDP2 and ZeRO-3 are those of the files that ship. ZeRO-3 needs `pip install deepspeed`, which is no
-dependency of the tests: it is compiled from its sources.
+dependency of the tests: it is compiled from its sources. It also runs on two GPUs, where there are two.
 """
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -23,8 +24,9 @@ CONFIGS = Path(__file__).parents[2] / "training" / "accelerate"
 RUN = """
     import json, os, sys
     import torch
-    on_cpu = os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true"
-    if not on_cpu:  # accelerate would not use DeepSpeed
+    gpus = os.environ.get("TRAIN_ON") == "gpus"
+    on_cpu = not gpus and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true"
+    if not gpus and not on_cpu:  # accelerate would not use DeepSpeed
         import zero3_on_cpu
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":  # it would use DDP
         import fsdp_on_cpu
@@ -52,7 +54,7 @@ RUN = """
     results = {}
     for stage in ("align", "distill"):
         recipe = Recipe(stage=stage, steps=6, batch_size=4, block_size=16, learning_rate=3e-3, rest_learning_rate=1e-3,
-                        warmup_steps=1, save_every=3, gradient_checkpointing=stage == "distill",
+                        warmup_steps=1, save_every=3, gradient_checkpointing=stage == "distill", bf16=False,
                         trainer={"logging_steps": 1, "use_cpu": on_cpu, "disable_tqdm": True})
         if broken:
             try:
@@ -64,7 +66,7 @@ RUN = """
         killed = [Kill()] if sys.argv[2] == stage else []
         results[stage] = train(student, teacher, data, f"{out}/{stage}", recipe=recipe, callbacks=killed)
         aligned = {name: tensor.clone() for name, tensor in student.state_dict().items()}
-    logits = student(torch.arange(3, 19)[None]).logits  # every process has a whole, working student
+    logits = student.cpu()(torch.arange(3, 19)[None]).logits  # every process has a whole, working student
     if int(os.environ.get("RANK", 0)) == 0:
         save_student(student, f"{out}/student")
         losses = {stage: [entry["loss"] for entry in result["log"]] for stage, result in results.items()}
@@ -74,12 +76,15 @@ RUN = """
 """
 
 
-def launch(folder: Path, processes: int, mode: str, zero3: bool = False, **env) -> dict | None:
+def launch(folder: Path, processes: int, mode: str, zero3: bool = False, gpus: bool = False, **env) -> dict | None:
     """The losses of a run; None if it is killed, in the stage that `mode` names."""
     folder.mkdir(exist_ok=True)
     script = folder / "run.py"
     script.write_text(textwrap.dedent(RUN))
-    env = child_env(**({"DS_ACCELERATOR": "cpu"} if zero3 else {"ACCELERATE_USE_CPU": "1"}), **env)
+    env |= {"TRAIN_ON": "gpus"} if gpus else {"DS_ACCELERATOR": "cpu"} if zero3 else {"ACCELERATE_USE_CPU": "1"}
+    if gpus and processes == 1:  # it would take all
+        env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    env = child_env(**env)
     command = [sys.executable]
     if zero3:
         command += ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "zero3.yaml")]
@@ -115,6 +120,20 @@ def test_two_processes_train_what_one_does(tmp_path, alone, kind):
         tmp_path / kind, 2, "broken" if broken else "whole", **(fsdp_environment() if kind == "fsdp2" else {})
     )
     check_against_one_process(result, alone, tmp_path / kind / "student")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [(), ("align",), ("distill",)])
+def test_zero3_trains_on_two_gpus_what_one_does(tmp_path, kills):
+    pytest.importorskip("deepspeed", reason="pip install deepspeed")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    one = launch(tmp_path / "alone", 1, "whole", gpus=True), load_model(tmp_path / "alone" / "student")
+    for stage in kills:
+        launch(tmp_path / "zero3", 2, stage, zero3=True, gpus=True)
+    result = launch(tmp_path / "zero3", 2, "whole", zero3=True, gpus=True)
+    check_against_one_process(result, one, tmp_path / "zero3" / "student")
 
 
 @pytest.mark.slow

@@ -117,6 +117,7 @@ def gpus_table(root: Path) -> str:
         "single_accumulated": "1 GPU, halves",
         "ddp": "2 GPUs, DDP",
         "fsdp2": "2 GPUs, FSDP2",
+        "zero3": "2 GPUs, ZeRO-3",
     }
     lines = []
     for model, model_name in model_names.items():

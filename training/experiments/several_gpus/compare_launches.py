@@ -1,4 +1,4 @@
-"""Compares the training of one recipe on one GPU, on two GPUs with DDP and on two GPUs with FSDP2.
+"""Compares the training of one recipe on one GPU with that on two GPUs with DDP, FSDP2 and ZeRO-3.
 
     python training/experiments/several_gpus/compare_launches.py
 
@@ -6,10 +6,11 @@ For each launch and stage it measures the loss curve, tokens/s, peak memory, and
 two GPUs divided by twice those on one. The global batch is the same in all launches, so the curves should differ only
 by rounding. A run on one GPU with two accumulation steps shows how large that difference is. There are two models: the
 bundled teacher, and a randomly initialised Llama of 1.2 billion parameters. All their layers become GKA; the second
-student has 1.3 billion parameters.
+student has 1.3 billion parameters. ZeRO-3 is left out where DeepSpeed is not installed.
 """
 
 import gc
+import importlib.util
 import json
 import os
 import statistics
@@ -47,6 +48,7 @@ ONE_B = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+KINDS = ("halves", "ddp", "fsdp2", "zero3")
 WARM_UP = 5  # steps that are not timed
 
 
@@ -131,7 +133,7 @@ def launcher_command(kind: str, cpu: bool) -> list[str]:
     """The beginning of a command line: accelerate with the recipe's config file, or torchrun on two CPU processes."""
     if kind == "single":
         return [sys.executable]
-    if cpu:
+    if cpu and kind != "zero3":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{kind}.yaml")]
     return [*launcher, "--main_process_port", "0"]
@@ -192,6 +194,7 @@ def main(
     ),
     cpu: Annotated[bool, typer.Option(help="try the launches on two CPU processes with a few steps")] = False,
     model: Annotated[list[str] | None, typer.Option(help="bundled or 1b; both by default")] = None,
+    kind: Annotated[list[str] | None, typer.Option(help=f"beside one GPU: {', '.join(KINDS)}; all by default")] = None,
     worker: Annotated[str | None, typer.Option(hidden=True)] = None,
     accumulation: Annotated[int, typer.Option(hidden=True)] = 1,
 ) -> None:
@@ -206,12 +209,17 @@ def main(
             if not int(os.environ.get("RANK", "0")):
                 write_json(logs / f"{title}.json", record)
         return
+    if unknown := set(kind or ()) - set(KINDS):
+        raise typer.BadParameter(f"--kind {unknown.pop()} is unknown; give {', '.join(KINDS)}")
+    kinds = kind or [name for name in KINDS if name != "zero3" or importlib.util.find_spec("deepspeed")]
     # the launches on one GPU run at the same time, each on its own GPU
     first, *others = (start("single", [name], logs, gpu=None if cpu else i) for i, name in enumerate(names))
     succeeded = finish(first)
-    succeeded &= finish(start("single", names[:1], logs, gpu=None if cpu else 0, accumulation=2), *others)
-    for kind in ("ddp", "fsdp2"):
-        succeeded &= finish(start(kind, names, logs))
+    if "halves" in kinds:
+        others.append(start("single", names[:1], logs, gpu=None if cpu else 0, accumulation=2))
+    succeeded &= finish(*others)
+    for launch in [name for name in kinds if name != "halves"]:
+        succeeded &= finish(start(launch, names, logs))
     found = {path.stem: json.loads(path.read_text()) for path in sorted(logs.glob("*.json"))}
     table = environment() | {"gpus": torch.cuda.device_count()}
     table |= {"summary": compare(found), "launches": found}

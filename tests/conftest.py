@@ -27,6 +27,11 @@ def pytest_configure(config):
     # set before the first `import triton`: without a GPU they run in the interpreter, with one they are compiled
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    if not torch.accelerator.is_available():
+        # torch.manual_seed formats and keeps the stack for each kind of accelerator that could still be initialised:
+        # milliseconds per call within pytest, several times per test
+        for kind in (torch.cuda, torch.mtia, torch.xpu):
+            kind.manual_seed_all = lambda seed: None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marker

@@ -31,6 +31,8 @@ test test-all test-processors serve-test: export OMP_NUM_THREADS = 1
 demo: export GOMP_SPINCOUNT = 1000
 test test-all test-processors serve-test demo: export HF_HUB_OFFLINE = 1
 test test-all test-processors serve-test demo: export TOKENIZERS_PARALLELISM = false
+# every process, also those that tests start, would compile all modules and tests again
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-all test-processors serve-test lint bench card clean
 

@@ -27,6 +27,11 @@ def pytest_configure(config):
     # set before the first `import triton`: without a GPU they run in the interpreter, with one they are compiled
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    if not torch.accelerator.is_available():
+        # torch.manual_seed formats and keeps the stack for each kind of accelerator that could still be initialised:
+        # milliseconds per call within pytest, several times per test
+        for kind in (torch.cuda, torch.mtia, torch.xpu):
+            kind.manual_seed_all = lambda seed: None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marker
@@ -48,6 +53,7 @@ def pytest_collection_finish():
     """The objects of the imported libraries stay to the end: the garbage collector need not look at them again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)  # objects; with 700, the default, up to a tenth of the time of a test goes into searches
     gc.enable()
 
 

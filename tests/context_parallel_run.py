@@ -1,5 +1,6 @@
 """Training steps of sequences that are split over several processes, beside those of one process. The processes of
-tests/core/test_context_parallel.py run this module as a program.
+tests/core/test_context_parallel.py run this module as a program; for errors, copies of a test's process call
+`measure`.
 
     python -m torch.distributed.run --nproc-per-node 2 context_parallel_run.py RESULT CASE...
 
@@ -180,9 +181,8 @@ def largest_difference(case, mesh) -> float:
     return max(difference(found[name], expected[name]) for name in expected)
 
 
-def main(result, *cases):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def measure(result, *cases):
+    """Write what this file says; `cases` are JSON. The process group is there already, and ends."""
     ALL_ATTENTION_FUNCTIONS.register("sdpa", gathered_attention)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     measured = []
@@ -198,4 +198,6 @@ def main(result, *cases):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    measure(*sys.argv[1:])

@@ -10,7 +10,6 @@ from hf_memmix.models import FAMILIES
 from hf_memmix.swap import fp32_parameter_names
 from testing import LAYERS, MIXERS, MODELS, build, family_fields, mixers_of, random_ids, tiny_config
 
-HALVES = (torch.bfloat16, torch.float16)
 # an option that adds a parameter in fp32
 OPTIONS = {"coffee": {"use_output_filter": True}}
 
@@ -50,21 +49,21 @@ def test_exactly_the_declared_parameters_stay_in_fp32(which, tmp_path):
     model.save_pretrained(tmp_path / "fp32")
     model_class = type(model)
     model_class.from_pretrained(tmp_path / "fp32", dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
-    for loader in (AutoModelForCausalLM, model_class):
-        for dtype in ("auto", *HALVES):
-            again = loader.from_pretrained(tmp_path / "bf16", dtype=dtype)
-            wanted = torch.bfloat16 if dtype == "auto" else dtype
-            wrong = {
-                name: parameter.dtype
-                for name, parameter in again.named_parameters()
-                if parameter.dtype != (torch.float32 if name in expected else wanted)
-            }
-            assert not wrong, f"dtype={dtype}"
-            for name in expected:
-                assert torch.equal(again.get_parameter(name), model.get_parameter(name)), f"{name} was rounded"
-            assert fp32_parameter_names(again) == expected
-            assert again.dtype == wanted
-            assert torch.isfinite(again(ids).logits).all()
+    loads = [(AutoModelForCausalLM, "auto"), (AutoModelForCausalLM, torch.float16), (model_class, torch.bfloat16)]
+    for loader, dtype in loads:
+        again = loader.from_pretrained(tmp_path / "bf16", dtype=dtype)
+        wanted = torch.bfloat16 if dtype == "auto" else dtype
+        wrong = {
+            name: parameter.dtype
+            for name, parameter in again.named_parameters()
+            if parameter.dtype != (torch.float32 if name in expected else wanted)
+        }
+        assert not wrong, f"dtype={dtype}"
+        for name in expected:
+            assert torch.equal(again.get_parameter(name), model.get_parameter(name)), f"{name} was rounded"
+        assert fp32_parameter_names(again) == expected
+        assert again.dtype == wanted
+        assert torch.isfinite(again(ids).logits).all()
 
 
 def test_the_filter_of_coffee_is_declared():

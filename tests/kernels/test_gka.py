@@ -108,7 +108,7 @@ def test_steps_on_the_states_of_a_sketch(s):
 @pytest.mark.parametrize("s", [1, 3, 16, 24])
 def test_keys_narrower_than_values(s, backend):
     """The kernels that read H alone have tiles of its size, and the decode step too; in float32 beside float64."""
-    shape = Shape(1, 70, 2, 1, s, 40)
+    shape = Shape(1, 70, 1, 1, s, 40)
     inputs, state = GKA.draw(shape, torch.float32), GKA.draw_state(shape, 1, torch.float32)
     weights = []
     want = outputs_and_gradients(GKA, GKA.naive, inputs, state, weights=weights)

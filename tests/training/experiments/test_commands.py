@@ -14,7 +14,7 @@ from hf_memmix.training.experiments.baselines import language as baselines_langu
 from hf_memmix.training.experiments.coffee import ih0, images, pixels, tables
 from hf_memmix.training.experiments.coffee import language as coffee_language
 from hf_memmix.training.experiments.common import language, text
-from hf_memmix.training.experiments.common.harness import load_results
+from hf_memmix.training.experiments.common.harness import load_results, matches
 from hf_memmix.training.experiments.conversion import context_use, kept_layers, starts
 from hf_memmix.training.experiments.conversion import table as conversion_table
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
@@ -79,10 +79,10 @@ def test_help(module):
     assert result.exit_code == 0 and "--" in result.output
 
 
-@pytest.mark.parametrize("name", HARNESSED)
-def test_the_options_are_the_settings_of_the_committed_results(name, tmp_path, monkeypatch):
-    """By name, so that a run can be resumed; values may have been given by hand. Lists are repeated options."""
-    module, caller = HARNESSED[name]
+@pytest.fixture(params=HARNESSED)
+def given(request, tmp_path, monkeypatch):
+    """What the command of an experiment gives to the harness if it is called with its default options."""
+    module, caller = HARNESSED[request.param]
     seen = []
     monkeypatch.setattr(caller, "execute", lambda *given, **about: seen.append(given) or {"rows": []})
     for imported in ("describe_training_text", "text_record", "load_digits"):
@@ -92,10 +92,34 @@ def test_the_options_are_the_settings_of_the_committed_results(name, tmp_path, m
     command = ["--out", tmp_path / "new.json", *paths]
     result = invoke(module, *command)
     assert result.exit_code == 0, result.output
-    ((given_name, script, args, rows),) = seen
-    assert given_name == name and Path(script) == Path(module.__file__) and callable(rows) and callable(module.run)
+    (given,) = seen
+    assert given[0] == request.param and Path(given[1]) == Path(module.__file__) and callable(module.run)
+    return given
+
+
+def test_the_options_are_the_settings_of_the_committed_results(given):
+    """By name, so that a run can be resumed; values may have been given by hand. Lists are repeated options."""
+    name, _, args, _ = given
     committed = json.loads(path_of(name).read_text())["settings"]
     assert load_results(args, name)["settings"].keys() == committed.keys()
+
+
+def test_rows_are_planned_at_every_stage(given):
+    """Before the first row; after rows that failed, in training or in measuring; and after all committed rows."""
+    name, _, args, rows_to_run = given
+    first = rows_to_run([], args)
+    assert first
+    stages = {
+        "at the start": [],
+        "after an error": [row | {"error": "no memory"} for row in first],
+        "without a measurement": [row | {"finite": True, "error": "no memory"} for row in first],
+        "after a loss that is not finite": [row | {"finite": False} for row in first],
+        "at the end": json.loads(path_of(name).read_text())["rows"],
+    }
+    for stage, done in stages.items():
+        rows = rows_to_run(done, args)
+        waiting = [json.dumps(row, sort_keys=True) for row in rows if not any(matches(known, row) for known in done)]
+        assert rows and len(set(waiting)) == len(waiting), stage
 
 
 @pytest.mark.parametrize("name, option", [("recall", "--models"), ("echo_ablation", "--variants")])

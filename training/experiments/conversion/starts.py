@@ -190,9 +190,9 @@ def is_random(mixer: str, start: Start) -> bool:
 
 
 def mean_error(rows: list[dict], mixer: str, start: str, key: str = "dev") -> float:
-    """Mean over layers and seeds of the error on the text `key`, "dev" or "heldout"."""
+    """Mean over layers and seeds of the error on the text `key`, "dev" or "heldout"; infinite if no row has it."""
     found = [row for row in rows if (row["mixer"], row["start"]) == (mixer, start) and key in row]
-    return statistics.fmean(statistics.fmean(row[key]) for row in found)
+    return statistics.fmean(statistics.fmean(row[key]) for row in found) if found else math.inf
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:

@@ -95,7 +95,7 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
             return True
         names = MIXED if row["how"] == "mixture" else [row["layout"]]
         found = [aligned.get((name, row["seed"])) for name in names]
-        return all(one and one.get("finite") and (one["ranking"] or row["how"] == "uniform") for one in found)
+        return all(one and one.get("finite") and (one.get("ranking") or row["how"] == "uniform") for one in found)
 
     def is_first(row: dict) -> bool:
         return row.get("layout") in FIRST and (row["stage"] == "align" or (row["keep"], row["how"]) in FIRST_CELLS)

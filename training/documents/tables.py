@@ -108,6 +108,13 @@ def recall_predictions_table(root: Path) -> str:
     return table(read("recall_grid", root), raised)
 
 
+def baselines_predictions_table(root: Path) -> str:
+    """What became of the predictions about the language models of the baselines."""
+    from hf_memmix.training.experiments.baselines.predictions import table  # no experiments in a wheel
+
+    return table(read("baselines_language", root), read("coffee_language", root))
+
+
 def recall_lengths_table(root: Path) -> str:
     """Recall by length of the recall teacher and of its students."""
     from hf_memmix.training.experiments.recall_teacher.report import short_table  # no experiments in a wheel
@@ -209,6 +216,7 @@ TABLES = {
     "results": experiment_tables,
     "echo_mask": echo_mask_table,
     "recall_runs": recall_runs_table,
+    "baselines_predictions": baselines_predictions_table,
     "recall_predictions": recall_predictions_table,
     "recall_lengths": recall_lengths_table,
     "conversion_costs": costs.costs_table,

@@ -7,7 +7,7 @@ is open.
 
 import statistics
 
-from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.experiments.common.predictions import Found, Outcome, predictions_table
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES, mean_recall
 from hf_memmix.training.experiments.recall_teacher.report import groups
 
@@ -17,7 +17,6 @@ WINDOWS = ("window-64", "window-256")
 NEEDLE = {"gka": (50, 80), "lattice": (40, 70), "gla": (25, 55), "mamba2": (25, 55)} | dict.fromkeys(
     (*WINDOWS, "coffee"), (0, 10)
 )
-Found = tuple[str, bool]  # what was measured, and whether it is as predicted
 
 
 class Students:
@@ -185,11 +184,6 @@ def table(results: dict, raised: dict | None = None) -> str:
         results: of `grid.py`.
         raised: the record of `raised.py`; None if it has not run.
     """
-    students, lines = Students(results), []
-    for number, (text, measure) in PREDICTIONS.items():
-        found = measure(students, raised)
-        right = sum(as_predicted for _, as_predicted in found)
-        verdict = "right" if right == len(found) else "missed" if not right else f"{right} of {len(found)} right"
-        shown = "; ".join(f"{said}{'' if as_predicted else ' (missed)'}" for said, as_predicted in found)
-        lines.append([number, text, shown, verdict if found else "open"])
-    return markdown_table(["", f"prediction, at {GATE_LENGTH} tokens", "measured", ""], lines)
+    students = Students(results)
+    outcomes = {number: Outcome(text, measure(students, raised)) for number, (text, measure) in PREDICTIONS.items()}
+    return predictions_table(f"prediction, at {GATE_LENGTH} tokens", outcomes)

@@ -306,7 +306,9 @@ def plot(results: dict, path: str | Path) -> None:
                         points[length] = statistics.fmean(shares)
                 style = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place % 10}", "ms": 4}
                 panel.plot(list(points), list(points.values()), label=name, **style)
-            panel.set(title=f"{PROBES[task][2]}, {f'{keep} layers kept' if keep else 'pure'}", ylim=(-4, 104))
+            kept = f"{keep} layers kept" if keep else "no layer kept"
+            panel.set_title(f"{PROBES[task][2]},\n{kept}", fontsize=10)  # in two lines: panels are narrow
+            panel.set_ylim(-4, 104)
             panel.set(xlabel="tokens", ylabel="exact answers, %", xticks=results["settings"]["lengths"])
             panel.grid(alpha=0.3)
     axes[0][0].legend(fontsize=6, frameon=False)

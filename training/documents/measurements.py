@@ -10,6 +10,7 @@ from hf_memmix.conversion.records import CHECKOUT
 
 EXPERIMENTS = "training/experiments"
 KERNELS = "kernels/benchmarks/results"
+RECALL_RUNS = ("first", "second", "strict", "open")  # of the recall teacher; the last one is the teacher
 MEASUREMENTS = {
     "demo": "training/bundled/results/demo.json",
     "recall": f"{EXPERIMENTS}/gka/results/recall.json",
@@ -34,11 +35,8 @@ MEASUREMENTS = {
     "context_use": f"{EXPERIMENTS}/conversion/results/context_use.json",
     "published_conversions": f"{EXPERIMENTS}/conversion/results/published_conversions.json",
     "mixtures": f"{EXPERIMENTS}/mixtures/results/mixtures.json",
-    "recall_teacher": f"{EXPERIMENTS}/recall_teacher/results/teacher_open.json",
-    **{
-        f"recall_teacher_{run}": f"{EXPERIMENTS}/recall_teacher/results/teacher_{run}.json"
-        for run in ("first", "second", "strict")
-    },
+    "recall_teacher": f"{EXPERIMENTS}/recall_teacher/results/teacher_{RECALL_RUNS[-1]}.json",
+    **{f"recall_teacher_{run}": f"{EXPERIMENTS}/recall_teacher/results/teacher_{run}.json" for run in RECALL_RUNS},
     "recall_grid": f"{EXPERIMENTS}/recall_teacher/results/grid_second.json",
     "multi_gpu": f"{EXPERIMENTS}/several_gpus/results/multi_gpu.json",
     "budget": f"{EXPERIMENTS}/budget/results/training_h200.json",

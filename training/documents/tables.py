@@ -14,7 +14,7 @@ from hf_memmix.training.documents import serving_tables as serving
 from hf_memmix.training.documents.budget_tables import one_gpu_distil_table, plan_checked_table
 from hf_memmix.training.documents.gpu_tables import gpu_table
 from hf_memmix.training.documents.long_tables import long_prompts_table
-from hf_memmix.training.documents.measurements import CARDS, read
+from hf_memmix.training.documents.measurements import CARDS, MEASUREMENTS, RECALL_RUNS, read
 from hf_memmix.training.documents.quantized_tables import quantized_table, small_states_table
 
 aligned_table = partial(markdown_table, figures=True)
@@ -95,10 +95,24 @@ def echo_mask_table(root: Path) -> str:
 
 def recall_runs_table(root: Path) -> str:
     """The runs of the recall teacher."""
-    from hf_memmix.training.experiments.recall_teacher.report import RUNS, runs_table  # no experiments in a wheel
+    from hf_memmix.training.experiments.recall_teacher.report import runs_table  # no experiments in a wheel
 
-    files = {name: "recall_teacher" if name == "open" else f"recall_teacher_{name}" for name in RUNS}
-    return runs_table({name: read(file, root) for name, file in files.items()})
+    return runs_table({run: read(f"recall_teacher_{run}", root) for run in RECALL_RUNS})
+
+
+def recall_predictions_table(root: Path) -> str:
+    """What became of the predictions about the students of the recall teacher."""
+    from hf_memmix.training.experiments.recall_teacher.predictions import table  # no experiments in a wheel
+
+    raised = read("recall_raised", root) if "recall_raised" in MEASUREMENTS else None
+    return table(read("recall_grid", root), raised)
+
+
+def baselines_predictions_table(root: Path) -> str:
+    """What became of the predictions about the language models of the baselines."""
+    from hf_memmix.training.experiments.baselines.predictions import table  # no experiments in a wheel
+
+    return table(read("baselines_language", root), read("coffee_language", root))
 
 
 def recall_lengths_table(root: Path) -> str:
@@ -203,6 +217,8 @@ TABLES = {
     "results": experiment_tables,
     "echo_mask": echo_mask_table,
     "recall_runs": recall_runs_table,
+    "baselines_predictions": baselines_predictions_table,
+    "recall_predictions": recall_predictions_table,
     "recall_lengths": recall_lengths_table,
     "conversion_costs": costs.costs_table,
     "conversion_memory": costs.conversion_memory_table,

@@ -71,6 +71,7 @@ EXPERIMENTS = {
     "mixtures": Experiment(mixtures.section, mixtures.plot),
     "recall_teacher": Experiment(recall_teacher.teacher_section, recall_teacher.plot_teacher),
     "recall_grid": Experiment(recall_teacher.section, recall_teacher.plot),
+    "recall_raised": Experiment(recall_teacher.raised_section, recall_teacher.plot_raised),
 }
 
 

@@ -11,6 +11,7 @@ from hf_memmix.mixers import GKAOptions
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.documents.measurements import read
 from hf_memmix.training.experiments.baselines import language as baselines_language
+from hf_memmix.training.experiments.baselines import predictions
 from hf_memmix.training.experiments.baselines import report as baselines_report
 from hf_memmix.training.experiments.common import language
 from hf_memmix.training.experiments.common.baselines import GLAOptions
@@ -127,3 +128,22 @@ def test_every_model_runs_with_three_seeds_at_the_best_rate():
     done = [{**row, "finite": True, "dev_loss": abs(row["lr"] - 8e-3)} for row in tried]
     rows = language.rows_to_run(done, args, baselines_language.SEEDS)
     assert [(row["lr"], row["seed"]) for row in rows[3:]] == [(8e-3, 0), (8e-3, 1), (8e-3, 2)]
+
+
+def language_row(model, lr, perplexity, seed=0):
+    row = {"model": model, "context": 512, "lr": lr, "seed": seed, "finite": True}
+    return row | {"perplexity": perplexity, "dev_loss": perplexity}
+
+
+def test_a_prediction_is_open_while_a_rate_is_at_the_edge():
+    inside = [language_row("transformer", lr, 43 + abs(lr - 2)) for lr in (1, 2, 3)]
+    inside += [language_row(name, lr, 40 + abs(lr - 2)) for name in ("gla", "gka") for lr in (1, 2, 3)]
+    inside += [language_row("gla", 2, 42.0, seed=1)]  # a mean of 41, 2.5 % above GKA
+    edge = [language_row("dec-vconv", lr, 42 - lr) for lr in (1, 2)]
+    settings = {"contexts": [512], "models": ["transformer", "gla", "gka", "dec-vconv"]}
+    results = {"settings": settings, "rows": inside + edge}
+    lines = predictions.table(results, results).splitlines()
+    assert "| 1 | transformer 42 to 47 | transformer 43.00 | right |" in lines
+    assert "| 2 | DEC with a convolution of v 40 to 42 | dec-vconv 40.00* | open |" in lines
+    assert "| 3 | DEC, GDN and the delta rule 42 to 45, within 3 % |  | open |" in lines
+    assert lines[10].endswith("| gla 41.00, gka 40.00: +2.5 % (missed) | missed |")

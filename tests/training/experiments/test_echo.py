@@ -199,6 +199,27 @@ def test_a_failed_measurement_does_not_affect_others(args, monkeypatch):
     assert failed["errors"].keys() == {"dev_loss", "accuracy"} and "curve" in failed
 
 
+NOT_MEASURED = {"seed": 0, "lr": 1e-3, "finite": True, "steps": 2, "parameters": 5, "curve": [[1, 2.0], [2, 1.5]]}
+
+
+@pytest.mark.parametrize(
+    "name, plot, row",
+    [
+        ("echo_transfer", plot_transfer, {"model": "ska"}),
+        ("echo_ablation", plot_ablation, {"model": "ska", "variant": "K = 1"}),
+        ("echo_mqar", plot_grid, {"model": "ska", "pairs": 4, "gap": 8}),
+        ("echo_scratchpad", plot_scratchpad, {"variant": "ssm", "tier": "easy"}),
+    ],
+)
+@pytest.mark.parametrize("measured", [{}, {"cells": []}, {"accuracy": 0.5}])
+def test_tables_and_plots_leave_out_rows_whose_measuring_failed(name, plot, row, measured, tmp_path):
+    row = NOT_MEASURED | row | measured | {"errors": {"dev_loss": "RuntimeError: out of memory"}}
+    results = results_of(name, [row])
+    assert "1 measurements failed." in report(results)
+    plot(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists()
+
+
 def test_means():
     row = {"cells": [["niah", 64, 1, 0.5], ["niah", 128, 1, 1.0], ["mqar", 64, 2, 0.0]]}
     assert mean_of(row) == 50 and mean_of(row, tasks="niah") == 75 and mean_of(row, tasks="niah", length=128) == 100

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -14,7 +15,17 @@ from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.data import tokenize_files
 from hf_memmix.training.evaluation.probes import Material
-from hf_memmix.training.experiments.recall_teacher import corpus, drills, grid, probing, report, teacher, texts
+from hf_memmix.training.experiments.common.fit import fit
+from hf_memmix.training.experiments.recall_teacher import (
+    corpus,
+    drills,
+    grid,
+    predictions,
+    probing,
+    report,
+    teacher,
+    texts,
+)
 from hf_memmix.training.experiments.recall_teacher.muon import Muon, orthogonal
 
 
@@ -270,6 +281,45 @@ def test_long_half_lives_reach_every_head(tiny):
         torch.testing.assert_close(math.log(2) / rate[[0, -1]], torch.tensor([16.0, 4096.0]), rtol=1e-3, atol=0)
 
 
+def changed(before: dict, after: dict) -> set[str]:
+    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+
+
+def test_align_trains_mixers_and_distill_trains_all_with_their_own_rates(tiny, tmp_path, monkeypatch):
+    ids = torch.randint(100, 2000, (4, 96), generator=torch.Generator().manual_seed(0))
+    numpy.save(tmp_path / "rows.npy", ids.numpy().astype(numpy.uint16))
+    sizes = {
+        "align_steps": 6,
+        "distill_steps": 6,
+        "batch_size": 2,
+        "block_size": 96,
+        "eager": (),
+        "deadline": math.inf,
+    }
+    args, seen = SimpleNamespace(data=tmp_path, **sizes), []
+    monkeypatch.setattr(grid, "fit", lambda *given, **options: seen.append(options) or fit(*given, **options))
+    student = convert_model(tiny, layers={"gka": [0, 5], "attention": "rest"})
+    mixers = {name for name in student.state_dict() if any(f"layers.{layer}.self_attn" in name for layer in (0, 5))}
+    start = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    losses = dict(grid.trained(student, tiny, "align", 0, args)["curve"])
+    assert losses[6] < losses[1]
+    aligned = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    assert changed(start, aligned) and changed(start, aligned) <= mixers
+    losses = dict(grid.trained(student, tiny, "distill", 0, args)["curve"])
+    assert losses[6] < losses[1]
+    assert changed(aligned, student.state_dict()) - mixers
+    rates = [[group["lr"] for group in options["groups"]] for options in seen]
+    assert rates == [[grid.RATES["align"]["learning_rate"]], list(grid.RATES["distill"].values())]
+    assert [sum(p.numel() for p in group["params"]) for group in seen[1]["groups"]] == [
+        sum(p.numel() for name, p in student.named_parameters() if (name in mixers) == inside)
+        for inside in (True, False)
+    ]
+    assert [options["graphed"] for options in seen] == [True, True]
+    args.eager = ("gka",)
+    grid.trained(student, tiny, "align", 0, args)
+    assert seen[2]["graphed"] is False
+
+
 def test_kept_layers_are_spread_or_have_the_highest_scores():
     assert grid.kept_layers(0, "uniform", {}, 12) == []
     assert grid.kept_layers(3, "uniform", {}, 12) == [2, 6, 10]
@@ -308,6 +358,36 @@ def test_the_tables_and_the_plot_hold_all_students(tmp_path: Path):
     assert "| `gla`" not in short
     report.plot(results, tmp_path / "grid.png")
     assert (tmp_path / "grid.png").stat().st_size > 1000
+
+
+def test_predictions_are_compared_with_the_students_that_were_measured():
+    rows = [student("gka", 0, 0, 0.6), student("gla", 0, 0, 0.7), student("lattice", 0, 0, 0.5)]
+    rows += [student("gka", 3, seed, exact) for seed, exact in ((0, 0.9), (1, 0.8))]
+    rows.append({"stage": "teacher", "recall": student("gka", 12, 0, 1.0)["recall"]})
+    results = {"rows": rows, "settings": {"layouts": list(grid.LAYOUTS)}}
+    lines = {line.split(" | ")[0].strip("| "): line for line in predictions.table(results).splitlines()[2:]}
+    assert set(lines) == set(predictions.PREDICTIONS)
+    assert "gka 60; lattice 50; gla 70 (missed) | 2 of 3 right" in lines["1"]
+    assert "gka 85 % (needle) (missed) | missed" in lines["2"]
+    assert "gla 70, teacher 100 (missed) | missed" in lines["6"]
+    assert "gka 60, gla 70 (missed) | missed" in lines["7"]
+    assert all(lines[number].endswith("|  | open |") for number in ("8", "9", "11", "12", "13"))
+    raised = {"align": {"tokens": 6e6}, "distill": {"tokens": 15e6}, "recall": rows[0]["recall"]}
+    assert "21M tokens; needle 60 % of the teacher's (missed)" in predictions.table(results, raised)
+
+
+def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
+    checks = [{"step": 5, "tokens": 2_000_000, "niah": 0.5}, {"step": 9, "tokens": 4_000_000, "niah": 0.75}]
+    results = {"checks": checks, "recall": [recall("niah", 1024, 0.9)], "state_bytes": 2048, "heldout_kl": 0.25}
+    results |= {"align": {"tokens": 1_000_000}, "distill": {"tokens": 5_000_000}, "heldout_ppl_ratio": 1.5}
+    results |= {"settings": {"layout": "gka, long", "gate_length": 1024}}
+    results |= {"environment": {"hardware": "a CPU", "commit": "abc"}}
+    text = report.raised_section(results)
+    assert "| needle | 90.0 |" in text
+    assert "Perplexity ratio 1.500, KL 0.250" in text and "1.0M tokens of align and 5.0M tokens of distill" in text
+    assert "| 4.0 | 75 |" in text
+    report.plot_raised(results, tmp_path / "raised.png")
+    assert (tmp_path / "raised.png").stat().st_size > 1000
 
 
 def test_the_runs_of_the_teacher_stand_in_one_table(tmp_path: Path):

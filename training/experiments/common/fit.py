@@ -152,6 +152,8 @@ def fit(
     stop_below_loss: float = 0.0,
     constant_rate_share: float = 0.0,
     warmup_steps: int | None = None,
+    groups: list[dict] | None = None,
+    graphed: bool = True,
 ) -> dict:
     """Train a model on the loss `loss_of(*batch_of(step))`.
 
@@ -163,6 +165,8 @@ def fit(
         stop_below_loss: training ends early when the loss is below this value. The loss is read 20 times in a run.
         constant_rate_share: the share of the steps that run at the full learning rate before the cosine decay begins.
         warmup_steps: steps in which the rate grows linearly; default: a twentieth of all steps.
+        groups: parameter groups of AdamW; a group without its own "lr" has `lr`. Default: weight decay on matrices.
+        graphed: on a GPU, capture a step as a CUDA graph.
 
     Returns:
         "curve", a list of [step, loss]; "gradient_norms", the largest norm of the gradients, before they are clipped,
@@ -173,10 +177,14 @@ def fit(
         OutOfTime: the command's deadline passed before the training ended.
     """
     model.train()
-    groups = decay_matrices(model, 0.1)
+    groups = decay_matrices(model, 0.1) if groups is None else groups
     on_gpu = device().type == "cuda"
-    rate = torch.tensor(lr, device=device()) if on_gpu else lr  # a CUDA graph reads the rate from device memory
-    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
+
+    def rate_of(highest: float):  # a CUDA graph reads the rate from device memory
+        return torch.tensor(highest, device=device()) if on_gpu else highest
+
+    groups = [group | {"lr": rate_of(group.get("lr", lr))} for group in groups]
+    optimizer = torch.optim.AdamW(groups, lr=rate_of(lr), betas=(0.9, 0.95), fused=on_gpu, capturable=on_gpu)
     warmup = max(1, steps // 20) if warmup_steps is None else warmup_steps
 
     def share_of_rate(step: int) -> float:
@@ -194,7 +202,7 @@ def fit(
         optimizer.step()
         return torch.stack([loss.detach().float(), norm.float()])
 
-    update = GraphedFunction(update) if on_gpu else update
+    update = GraphedFunction(update) if on_gpu and graphed else update
     every, curve, norms, began = max(1, steps // 20), [], [], time.time()
     largest = torch.zeros((), device=device())
 
@@ -215,7 +223,7 @@ def fit(
 
     captured = min(steps, WARM_UP + 1)
     if run_steps(0, captured):
-        with TURN.given_up() if on_gpu else contextlib.nullcontext():  # these steps replay the graph
+        with TURN.given_up() if on_gpu and graphed else contextlib.nullcontext():  # these steps replay the graph
             run_steps(captured, steps)
     took, done = time.time() - began, curve[-1][0]
     optimizer.zero_grad()

@@ -3,7 +3,10 @@
 import statistics
 from pathlib import Path
 
-from hf_memmix.conversion.records import markdown_table
+from hf_memmix.assets import asset_path
+from hf_memmix.conversion.estimate import estimate, meta_teacher
+from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
@@ -55,15 +58,25 @@ def table(results: dict) -> str:
     return markdown_table(HEAD, lines)
 
 
+def state_sizes(results: dict) -> str:
+    """A sentence with the memory of one sequence in a student of each mixer that keeps no attention layer."""
+    teacher, sizes = meta_teacher(asset_path("tiny_teacher")), []
+    for mixer in dict.fromkeys(row["mixer"] for row in results["rows"] if row["mixer"] != TEACHER):
+        (found,) = estimate(teacher, mixer, contexts=(1024,))["state"]
+        sizes.append(f"{mixer} {bytes_text(found['student'])}")
+    return f"State of one sequence without kept layers: {', '.join(sizes)}."
+
+
 def section(results: dict) -> str:
-    """The table, and below it the training budget, the hardware and the commits."""
+    """The table, and below it the training budget, the size of the states, the hardware and the commits."""
     settings = results["settings"]
     tokens = max((row.get("trained_tokens", 0) for row in results["rows"]), default=0)
     return (
         f"{table(results)}\n\n{tokens / 1e6:.1f}M tokens per student, {settings['align_steps']} steps of align and "
         f"{settings['distill_steps']} of distill; {measured_at(results)}. {SPREAD_NOTE} KL: the forward KL divergence"
         " from the transformer's next-token distribution on held-out text, in nats. Rates: a factor on the rates of"
-        " the recipes; (edge): the largest or smallest factor that was tried, so a better one may exist."
+        " the recipes; (edge): the largest or smallest factor that was tried, so a better one may exist. "
+        + state_sizes(results)
     )
 
 

@@ -14,7 +14,6 @@ same command continues an interrupted run and stops itself at its time limit.
 """
 
 import json
-import tempfile
 import time
 from pathlib import Path
 from typing import Annotated
@@ -33,10 +32,9 @@ from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.serving.footprint import Footprint, state_bytes
 from hf_memmix.swap import memory_mixers
-from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.layer_selection import choose, rank_layers
 from hf_memmix.training.evaluation.mixer_search import Budget, choose_mixers, scores_of
-from hf_memmix.training.experiments.common.fit import Deadline, autocast
+from hf_memmix.training.experiments.common.fit import autocast, fit
 from hf_memmix.training.experiments.common.harness import attempt, device, execute, matches
 from hf_memmix.training.experiments.common.options import PlottedOptions, draw_if_asked
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, recall_of
@@ -49,7 +47,8 @@ from hf_memmix.training.experiments.recall_teacher.students import (
     teacher_of,
 )
 from hf_memmix.training.experiments.recall_teacher.texts import probe_materials, tokens_of
-from hf_memmix.training.train import Recipe, train
+from hf_memmix.training.losses import forward_kl
+from hf_memmix.training.student_teacher import AlignStudentTeacher
 
 MAIN = tuple(LAYOUTS)[:8]
 FIRST, FIRST_CELLS = (*MAIN, "gka, long"), ((0, "uniform"), (3, "uniform"))  # what a seed measures first
@@ -129,10 +128,10 @@ def align(row: dict, args) -> dict:
         for layer in converted_layers(student):
             START_DECAY[name](attention_module(student, layer), half_lives)
     began = time.time()
-    curve, error = trained(student, teacher, "align", row["seed"], args)
-    if error is not None:
-        return {"finite": False, "diverged": error}
-    result = {"finite": True, "curve": curve, "training_seconds": round(time.time() - began, 1)}
+    result = trained(student, teacher, "align", row["seed"], args)
+    if not result["finite"]:
+        return result
+    result["training_seconds"] = round(time.time() - began, 1)
     dev = torch.from_numpy(tokens_of(args.data, "dev").astype(numpy.int64))[: args.ranking_tokens]
     blocks = dev[: len(dev) // RANKING_LENGTH * RANKING_LENGTH].view(-1, RANKING_LENGTH)
     found = drawn(probe_materials(args.data, "dev"), [RANKING_LENGTH], args.ranking_samples, ("niah", "mqar_32"))
@@ -168,11 +167,11 @@ def distill(row: dict, args) -> dict:
     size = Footprint.of(student.config, torch.float32)
     result = {"types": types, "state_bytes": size.state_bytes(), "parameters": student.num_parameters()}
     began = time.time()
-    curve, error = trained(student, teacher, "distill", row["seed"], args)
-    if error is not None:
-        return result | {"finite": False, "diverged": error}
-    result |= {"finite": True, "curve": curve, "training_seconds": round(time.time() - began, 1)}
-    return result | measured(student.to(device()).eval(), teacher, args)
+    result |= trained(student, teacher, "distill", row["seed"], args)
+    if not result["finite"]:
+        return result
+    result["training_seconds"] = round(time.time() - began, 1)
+    return result | measured(student, teacher, args)
 
 
 def mixture(row: dict, layers: int, args) -> list[str]:
@@ -185,28 +184,43 @@ def mixture(row: dict, layers: int, args) -> list[str]:
     return choose_mixers(scores, costs, Budget(state_bytes=layers * rankings[limit]["layer_bytes"]))
 
 
-def trained(student, teacher, stage: str, seed: int, args) -> tuple[list, str | None]:
-    """Train one stage in place. Returns [step, loss] of the log, and the error's text if training diverged."""
-    steps = getattr(args, f"{stage}_steps")
-    recipe = Recipe(
-        stage=stage,
-        steps=steps,
-        batch_size=args.batch_size,
-        block_size=args.block_size,
-        warmup_steps=steps // 10 + 1,
-        chunk_tokens=4096,
-        seed=seed,
-        trainer={"disable_tqdm": True, "logging_steps": max(1, steps // 20)},
-        **RATES[stage],
-    )
+def trained(student, teacher, stage: str, seed: int, args) -> dict:
+    """Train one stage in place and return the result of `fit`.
+
+    `align` trains the mixers, on the inputs of the teacher's layers; `distill` trains all parameters on the forward
+    KL of the next-token distributions. These are the losses of `memmix align` and `memmix distill`.
+    """
+    torch.set_float32_matmul_precision("high")
+    student.float().to(device())
     rows = torch.from_numpy(numpy.load(args.data / "rows.npy", allow_pickle=False).astype(numpy.int64))
-    data = TokenBlocks(rows.flatten(), args.block_size)
-    with tempfile.TemporaryDirectory() as scratch:
-        try:
-            done = train(student, teacher, data, scratch, recipe=recipe, resume=False, callbacks=[Deadline(args)])
-        except ValueError as error:
-            return [], str(error)[:200]
-    return [[entry["step"], round(entry["loss"], 4)] for entry in done["log"]], None
+    rows = rows.flatten()[: rows.numel() // args.block_size * args.block_size].view(-1, args.block_size).to(device())
+    steps, batch = getattr(args, f"{stage}_steps"), args.batch_size
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).to(device())
+    if stage == "align":
+        pair = AlignStudentTeacher(student, teacher)
+        loss_of, rates = lambda ids: pair.loss(ids, None), [RATES[stage]["learning_rate"]]
+        parameters = [list(pair.mixers.parameters())]
+    else:
+        student.requires_grad_(True)
+        mixers = {id(p) for mixer in memory_mixers(student).values() for p in mixer.parameters()}
+        parameters = [[p for p in student.parameters() if (id(p) in mixers) == inside] for inside in (True, False)]
+        rates = [RATES[stage]["learning_rate"], RATES[stage]["rest_learning_rate"]]
+
+        def loss_of(ids):
+            with torch.no_grad():
+                theirs = teacher(input_ids=ids, use_cache=False).logits
+            return forward_kl(student(input_ids=ids, use_cache=False).logits, theirs).mean()
+
+    def batch_of(step: int):
+        at = torch.arange(step * batch, (step + 1) * batch, device=device()) % len(rows)
+        return (rows[order[at]],)
+
+    groups = [{"params": p, "lr": lr, "weight_decay": 0.0} for p, lr in zip(parameters, rates, strict=True) if p]
+    schedule = {"warmup_steps": steps // 10 + 1, "groups": groups}
+    graphed = not {mixer.name for mixer in memory_mixers(student).values()} & set(args.eager)
+    result = fit(student, loss_of, steps, rates[0], args, batch_of, graphed=graphed, **schedule)
+    student.requires_grad_(True).eval()
+    return result
 
 
 def measured_teacher(args) -> dict:
@@ -240,6 +254,9 @@ class Options(PlottedOptions):
     samples: Annotated[int, typer.Option(help="probes per length and depth")] = 8
     ranking_tokens: Annotated[int, typer.Option(help="development text that ranks the layers")] = 16_384
     ranking_samples: Annotated[int, typer.Option(help="probes per depth that rank the layers")] = 4
+    eager: Annotated[
+        list[str], typer.Option(help="mixers whose training steps are not captured as CUDA graphs; repeatable")
+    ] = ()
 
 
 @command(Options)

@@ -15,6 +15,7 @@ RUNS = {  # of the teacher, in their order
     "second": "words that are neither key nor value of a probe",
     "strict": "also any token that begins no word of a probe",
     "open": "also tokens that begin three of four words of a probe",
+    "even": "as open, and any token may stand in the pieces that are copied",
 }
 SHORT = ("gka", "gka, long", "lattice", "mamba2, long", "window-256")  # the students of `short_table`
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
@@ -23,11 +24,6 @@ RIDGE = (("gka", "gla"), ("gka, long", "gla, long"))  # the same memory with and
 
 def teacher_section(results: dict) -> str:
     """The teacher's recall by length, its gate, its losses and how much its context counts."""
-    lengths = sorted({row["length"] for row in results["recall"]})
-    lines = []
-    for task, (_, _, name) in PROBES.items():
-        shares = [mean_recall(results["recall"], task, length) for length in lengths]
-        lines.append([name, *("" if share is None else f"{100 * share:.1f}" for share in shares)])
     gate = results["gate"]
     verdicts = [
         f"{PROBES[task][2]} {100 * part['exact']:.1f} % of at least {100 * part['least']:.0f} %"
@@ -38,7 +34,7 @@ def teacher_section(results: dict) -> str:
     head = [f"after {row['context']} tokens" for row in next(iter(results["context_use"].values()))]
     return "\n\n".join(
         [
-            markdown_table(["exact answers, % at length", *map(str, lengths)], lines, figures=True),
+            recall_by_length(results["recall"]),
             f"Gate at {GATE_LENGTH} tokens: {'; '.join(verdicts)}: {'passed' if gate['passed'] else 'not passed'}.",
             markdown_table(["loss, nats per token", *head], contexts, figures=True),
             f"{results['parameters'] / 1e6:.1f}M parameters, {results['tokens'] / 1e6:.0f}M tokens in"
@@ -46,6 +42,48 @@ def teacher_section(results: dict) -> str:
             f" commit {results['environment']['commit']}.",
         ]
     )
+
+
+def recall_by_length(rows: list[dict]) -> str:
+    """The share of exact answers of one model: a line per probe, a column per length."""
+    lengths, lines = sorted({row["length"] for row in rows}), []
+    for task, (_, _, name) in PROBES.items():
+        shares = [mean_recall(rows, task, length) for length in lengths]
+        lines.append([name, *("" if share is None else f"{100 * share:.1f}" for share in shares)])
+    return markdown_table(["exact answers, % at length", *map(str, lengths)], lines, figures=True)
+
+
+def raised_section(results: dict) -> str:
+    """The recall of the student of `raised.py` by length, its quality, and its recall on the way."""
+    head, names = ["million tokens of distill"], [task for task in PROBES if task in (results["checks"] or [{}])[0]]
+    checks = [
+        [f"{row['tokens'] / 1e6:.1f}", *(f"{100 * row[task]:.0f}" for task in names)] for row in results["checks"]
+    ]
+    head += [f"{PROBES[task][2]} at {results['settings']['gate_length']}, %" for task in names]
+    stages = [f"{results[stage]['tokens'] / 1e6:.1f}M tokens of {stage}" for stage in ("align", "distill")]
+    figures = f"Perplexity ratio {results['heldout_ppl_ratio']:.3f}, KL {results['heldout_kl']:.3f} on held-out text"
+    where = results["environment"]
+    return "\n\n".join(
+        [
+            recall_by_length(results["recall"]),
+            f"{figures}. `{results['settings']['layout']}` without kept layers, state"
+            f" {bytes_text(results['state_bytes'])}; {' and '.join(stages)}. {where['hardware']}, commit"
+            f" {where['commit']}.",
+            "On the way, in development text:",
+            markdown_table(head, checks, figures=True),
+        ]
+    )
+
+
+def plot_raised(results: dict, path: str | Path) -> None:
+    """Plot recall in development text by the tokens of distill, one line per probe."""
+    figure, (panel,) = figure_of(1, f"{results['settings']['layout']}, commit {results['environment']['commit']}")
+    for place, task in enumerate(task for task in PROBES if task in (results["checks"] or [{}])[0]):
+        points = [(row["tokens"] / 1e6, 100 * row[task]) for row in results["checks"]]
+        panel.plot(*zip(*points, strict=True), marker=MARKERS[place % len(MARKERS)], ms=4, label=PROBES[task][2])
+    panel.set(xlabel="tokens of distill, millions", ylabel="exact answers, %", ylim=(-4, 104))
+    panel.legend(fontsize=7, frameon=False)
+    save(figure, path)
 
 
 def runs_table(runs: dict[str, dict]) -> str:
@@ -149,7 +187,7 @@ def table(results: dict) -> str:
             ]
         )
     failed = [row for row in results["rows"] if row.get("error") or row.get("finite") is False]
-    notes = [f"{row.get('layout')}, {row['stage']}: {row.get('diverged') or row.get('error')}" for row in failed]
+    notes = [f"{row.get('layout')}, {row['stage']}: {row.get('error', 'the loss is not finite')}" for row in failed]
     if any(how == "mixture" for _, how, _ in groups(results)):
         notes.insert(0, f"Layers of a mixture: {', '.join(f'{letter} {name}' for name, letter in LETTERS.items())}.")
     return "\n\n".join([markdown_table(head, lines), *notes])
@@ -268,7 +306,9 @@ def plot(results: dict, path: str | Path) -> None:
                         points[length] = statistics.fmean(shares)
                 style = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place % 10}", "ms": 4}
                 panel.plot(list(points), list(points.values()), label=name, **style)
-            panel.set(title=f"{PROBES[task][2]}, {f'{keep} layers kept' if keep else 'pure'}", ylim=(-4, 104))
+            kept = f"{keep} layers kept" if keep else "no layer kept"
+            panel.set_title(f"{PROBES[task][2]},\n{kept}", fontsize=10)  # in two lines: panels are narrow
+            panel.set_ylim(-4, 104)
             panel.set(xlabel="tokens", ylabel="exact answers, %", xticks=results["settings"]["lengths"])
             panel.grid(alpha=0.3)
     axes[0][0].legend(fontsize=6, frameon=False)

@@ -1,0 +1,189 @@
+"""What became of the predictions about the students: one line per prediction, computed from the results.
+
+The numbers and the wording of the predictions are those of the README. All shares are of exact answers at 1024 tokens,
+as means over seeds; "teacher" is the row of the teacher in the same results. A prediction whose rows were not measured
+is open.
+"""
+
+import statistics
+
+from hf_memmix.training.experiments.common.predictions import Found, Outcome, predictions_table
+from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES, mean_recall
+from hf_memmix.training.experiments.recall_teacher.report import groups
+
+MIXERS = ("gka", "lattice", "gla", "mamba2", "coffee", "ska")
+WINDOWS = ("window-64", "window-256")
+# prediction 1: the needle of pure students, lowest and highest share in percent
+NEEDLE = {"gka": (50, 80), "lattice": (40, 70), "gla": (25, 55), "mamba2": (25, 55)} | dict.fromkeys(
+    (*WINDOWS, "coffee"), (0, 10)
+)
+
+
+class Students:
+    """The figures of the students in the results of the grid. A figure that was not measured is None."""
+
+    def __init__(self, results: dict):
+        self.rows = groups(results)
+        self.own = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
+
+    def of(self, layout: str, keep: int = 0, how: str = "uniform") -> list[dict]:
+        return self.rows.get((keep, how, layout), [])
+
+    def share(self, task: str, *student) -> float | None:
+        """The share of exact answers of a student, in percent; of the teacher without a student."""
+        return _percent([row["recall"] for row in (self.of(*student) if student else self.own)], task)
+
+    def mean(self, key: str, *student) -> float | None:
+        rows = self.of(*student)
+        return statistics.fmean(row[key] for row in rows) if rows else None
+
+
+def _percent(recalls: list[list[dict]], task: str) -> float | None:
+    shares = [share for rows in recalls if (share := mean_recall(rows, task, GATE_LENGTH)) is not None]
+    return 100 * statistics.fmean(shares) if shares else None
+
+
+def _needle(students: Students, raised) -> list[Found]:
+    shares = {name: students.share("niah", name) for name in NEEDLE}
+    return [
+        (f"{name} {share:.0f}", NEEDLE[name][0] <= share <= NEEDLE[name][1])
+        for name, share in shares.items()
+        if share is not None
+    ]
+
+
+def _three_layers(students: Students, raised) -> list[Found]:
+    found = []
+    for name in MIXERS:
+        ratios = {}
+        for task in ("niah", "variables", "mqar_32"):
+            ours, theirs = students.share(task, name, 3), students.share(task)
+            if ours is not None and theirs:
+                ratios[PROBES[task][2]] = 100 * ours / theirs
+        if ratios:
+            worst = min(ratios, key=ratios.get)
+            found.append((f"{name} {ratios[worst]:.0f} % ({worst})", ratios[worst] >= 95))
+    return found
+
+
+def _perplexity(students: Students, raised) -> list[Found]:
+    names = [n for n in (*MIXERS, *WINDOWS) if n not in ("coffee", "ska")]
+    ratios = {name: students.mean("heldout_ppl_ratio", name) for name in names}
+    ratios = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    needles = [share for name in ratios if (share := students.share("niah", name)) is not None]
+    if not needles:
+        return []
+    return [
+        *((f"{name} {ratio:.2f}", ratio <= 1.10) for name, ratio in ratios.items()),
+        (f"needles differ by {max(needles) - min(needles):.0f} points", max(needles) - min(needles) > 30),
+    ]
+
+
+def _two_hops(students: Students, raised) -> list[Found]:
+    shares = {n: share for n in MIXERS if (share := students.share("variables", n)) is not None}
+    teacher = students.share("variables")
+    if not shares or teacher is None:
+        return []
+    best = max(shares, key=shares.get)
+    return [(f"{best} {shares[best]:.0f}, teacher {teacher:.0f}", shares[best] < teacher / 2)]
+
+
+def _ridge(students: Students, raised) -> list[Found]:
+    return _difference(students, "mqar_32", ("gka",), ("gla",), 10)
+
+
+def _long(students: Students, raised) -> list[Found]:
+    return _difference(students, "niah", ("gka, long",), ("gka",), 0, strict=True)
+
+
+def _much_longer(students: Students, raised) -> list[Found]:
+    return [
+        *_difference(students, "niah", ("gka, long",), ("gka",), 15),
+        *_difference(students, "niah", ("gla, long",), ("gla",), 0, strict=True),
+    ]
+
+
+def _difference(students: Students, task: str, ours, theirs, least: float, strict: bool = False) -> list[Found]:
+    first, second = students.share(task, *ours), students.share(task, *theirs)
+    if first is None or second is None:
+        return []
+    by = first - second
+    return [(f"{ours[0]} {first:.0f}, {theirs[0]} {second:.0f}", by > least if strict else by >= least)]
+
+
+def _selected(students: Students, raised) -> list[Found]:
+    found = []
+    for name in MIXERS:
+        both = [
+            [share for task in ("niah", "variables", "mqar_32") if (share := students.share(task, name, 3, how))]
+            for how in ("select", "uniform")
+        ]
+        if all(both):
+            ours, theirs = map(statistics.fmean, both)
+            found.append((f"{name} {ours:.0f} against {theirs:.0f}", ours >= theirs))
+    return found
+
+
+def _mixtures(students: Students, raised) -> list[Found]:
+    found, kl = [], {name: students.mean("heldout_kl", name) for name in MIXERS}
+    chosen = students.of("select, bytes of gka", 0, "mixture")
+    if chosen and kl["gka"]:
+        count = min(row["types"].count("gka") for row in chosen)
+        ratio = students.mean("heldout_kl", "select, bytes of gka", 0, "mixture") / kl["gka"]
+        found += [(f"gka in {count} layers", count >= 8), (f"KL {ratio:.2f} of gka's", 0.95 <= ratio <= 1.05)]
+    if (ours := students.mean("heldout_kl", "select, bytes of lattice", 0, "mixture")) and kl["lattice"]:
+        found.append((f"KL {ours / kl['lattice']:.2f} of lattice's", ours <= 0.97 * kl["lattice"]))
+    if (echo := students.mean("heldout_kl", "echo", 0, "mixture")) and kl["mamba2"] and kl["ska"]:
+        text = f"echo {echo:.2f}, mamba2 {kl['mamba2']:.2f}, ska {kl['ska']:.2f}"
+        found.append((text, kl["mamba2"] < echo < kl["ska"]))
+    return found
+
+
+def _raised(students: Students, raised: dict | None) -> list[Found]:
+    if raised is None or "recall" not in raised:
+        return []
+    tokens = sum(raised[stage]["tokens"] for stage in ("align", "distill")) / 1e6
+    found = [(f"{tokens:.0f}M tokens", tokens >= 20)]
+    for task, share, above in (("niah", 80, True), ("mqar_32", 50, True), ("mqar", 50, False)):
+        ours, theirs = _percent([raised["recall"]], task), students.share(task)
+        if ours is not None and theirs:
+            ratio = 100 * ours / theirs
+            found.append((f"{PROBES[task][2]} {ratio:.0f} % of the teacher's", (ratio >= share) == above))
+    return found
+
+
+PREDICTIONS = {
+    "1": (
+        "needle: GKA 50 to 80 %, Lattice 40 to 70, GLA and Mamba-2 25 to 55, windows and COFFEE to 10",
+        _needle,
+    ),
+    "2": ("with 3 kept layers, at least 95 % of the teacher's recall (the worst probe is shown)", _three_layers),
+    "5": ("pure students but COFFEE and SKA: perplexity ratio to 1.10, needles differ by over 30 points", _perplexity),
+    "6": ("two hops: no pure student reaches half of the teacher's share", _two_hops),
+    "7": ("MQAR with 32 pairs: GKA above GLA by at least 10 points", _ridge),
+    "8": ("needle: GKA with long half-lives above GKA", _long),
+    "9": ("3 layers kept by `select`: mean recall at least that of uniform ones", _selected),
+    "11": ("needle: long half-lives add at least 15 points to GKA, and some to GLA", _much_longer),
+    "12": (
+        "mixtures: GKA in at least 8 layers and KL within 5 % of GKA's; KL at least 3 % below Lattice's at its bytes;"
+        " Echo's layout between Mamba-2 and SKA",
+        _mixtures,
+    ),
+    "13": (
+        "`raised.py`: at least 20M tokens, 80 % of the teacher's needle, 50 % of MQAR with 32 pairs, less than 50 % of"
+        " MQAR, full",
+        _raised,
+    ),
+}
+
+
+def table(results: dict, raised: dict | None = None) -> str:
+    """One line per prediction.
+
+    Args:
+        results: of `grid.py`.
+        raised: the record of `raised.py`; None if it has not run.
+    """
+    students = Students(results)
+    outcomes = {number: Outcome(text, measure(students, raised)) for number, (text, measure) in PREDICTIONS.items()}
+    return predictions_table(f"prediction, at {GATE_LENGTH} tokens", outcomes)

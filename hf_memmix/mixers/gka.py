@@ -169,7 +169,7 @@ class GKAMixer(HeadsMixer):
         self.add_output()
 
     def project(self, x, rotary):
-        gates = self._native_gates(x)
+        gates = self._gates_at_once(x)
         products = self.products(x, without=() if gates is None else GATES)
         tokens = self.project_heads(products, rotary)
         return tokens | (self._gates(x, products) if gates is None else gates)
@@ -187,8 +187,8 @@ class GKAMixer(HeadsMixer):
             tokens["alpha"] = at_least_fp32(products["alpha_proj"]).sigmoid()
         return tokens
 
-    def _native_gates(self, x):
-        """The gates of one token in one call of native code, or None where that is not possible."""
+    def _gates_at_once(self, x):
+        """The gates of one token in one call of native code or one kernel, or None where that is not possible."""
         options = self.options
         if x.shape[1] != 1 or self.joined_layers is not None:
             return None

@@ -113,7 +113,7 @@ def case_errors(case: tuple[int, int, int]) -> list[dict[str, float]]:
     """For each schedule, the error of each quantity in one case."""
     mixer, x = random_layer(*case)
     reference = copy.deepcopy(mixer).double()
-    reference.options.refinement = list(EXACT)
+    reference.options.solver_phases = list(EXACT)
     with backend("torch"):
         with torch.no_grad():
             layer_truth = reference(x.double())[0]
@@ -125,7 +125,7 @@ def case_errors(case: tuple[int, int, int]) -> list[dict[str, float]]:
         ]
     found = []
     for schedule in SCHEDULES:
-        mixer.options.refinement = list(schedule)
+        mixer.options.solver_phases = list(schedule)
         with backend("triton"):
             with torch.no_grad():
                 got = {"layer": rms_ratio(mixer(x)[0], layer_truth)}

@@ -1,4 +1,5 @@
-"""Rows of `benchmark.py`: SKA by its kernels and by batched torch.linalg, and Mamba-2's SSD by our `gla` and by FLA.
+"""Rows of `benchmark.py`: SKA by its kernels and by batched torch.linalg, Mamba-2's SSD by our `gla` and by FLA, and
+FLA's Gated DeltaNet.
 
 D of a row is the size P of a value; the Koopman rank r is a field of its own. The rows of FLA need FLA to be
 installed.
@@ -111,6 +112,16 @@ def fla_fused(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return fused_chunk_simple_gla(x["q"], x["k"], x["v"], g=x["log_decay"], output_final_state=True)
 
 
+def draw_gdn(B: int, T: int, H: int, D: int) -> dict[str, Tensor]:
+    return {**draw_ssd(B, T, H, D), "beta": torch.rand(B, T, H, device="cuda").bfloat16()}
+
+
+def fla_gdn(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(x["q"], x["k"], x["v"], x["log_decay"], x["beta"], output_final_state=True)
+
+
 BENCHES = [
     *(ska(rank) for rank in (24, 32, 64)),
     *(linalg(rank) for rank in (24, 32, 64)),
@@ -124,4 +135,13 @@ if importlib.util.find_spec("fla"):
         {**SSD, "forward": fla_ssd(False), "fields": {"by": f"{name}, refusal lifted"}},
         {**SSD, "forward": fla_constant, "draw": draw_constant, "fields": {"by": f"{name}, constant decay"}},
         {**SSD, "forward": fla_fused, "fields": {"by": "fla fused_chunk_simple_gla"}},
+        # Gated DeltaNet, the linear attention whose state is nearest to GKA's
+        {
+            "op": "gdn",
+            "draw": draw_gdn,
+            "forward": fla_gdn,
+            "chunk_shapes": [(4, 8192, 8, 128), (1, 131072, 8, 128)],
+            "fields": {"by": "fla chunk_gated_delta_rule"},
+            "refusal": refusal,
+        },
     ]

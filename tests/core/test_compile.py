@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from core.checks import an_end_token, assert_follows, assert_same_generation, greedy, left_padded, uncached_greedy
 from core.compiled import ROUNDINGS, Graphs, bound_of_logits, compiled_generation
 from hf_memmix.swap import decoder_layers
+from hf_memmix_kernels.gka import gates
 from testing import DEFAULT_MIXER, MIXERS, assert_same, base_model, build, float32_noise, random_ids, tiny_config
 
 pytestmark = pytest.mark.compiles
@@ -78,6 +79,20 @@ def test_finished_rows_of_a_compiled_decode():
     shown = torch.cat([mask, real, torch.ones(2, 7, dtype=torch.long)], 1)
     out = greedy(model, turn, 4, attention_mask=shown[:, :-4], past_key_values=out.past_key_values)
     assert_follows(model, out, turn, shown, [4, 4], "second turn")
+
+
+@torch.no_grad()
+def test_gates_of_gka_are_one_op_in_a_decode_graph(monkeypatch):
+    """On a GPU, where each of the three small matrix products would be a kernel that mostly waits."""
+    monkeypatch.setattr(gates, "_op_is_faster", lambda x: True)
+    model, graphs = small("llama", "all", torch.float32, mixer="gka"), Graphs()
+    ids = random_ids(2, 7)
+    out = compiled_generation(model, ids, graphs.backend("aot_eager"), new_tokens=4)
+    assert_same_generation(out, uncached_greedy(model, ids, 4), "compiled", bound_of_logits(model))
+    (graph,) = graphs
+    calls = [str(node.target) for node in graph.graph.nodes]
+    assert sum("gka_gates" in name for name in calls) == len(LAYERS["all"])
+    assert not any("softplus" in name for name in calls)
 
 
 @pytest.mark.parametrize(("family", "mixer"), [*(("llama", mixer) for mixer in MIXERS), ("stablelm", DEFAULT_MIXER)])

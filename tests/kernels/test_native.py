@@ -3,7 +3,6 @@ of several ops equal these ops. test_contract.py compares the ops themselves wit
 """
 
 import ctypes
-import functools
 import math
 import os
 import subprocess
@@ -27,7 +26,6 @@ from hf_memmix_kernels import (
     lattice_step,
     short_conv_step,
 )
-from hf_memmix_kernels.gka import gates_of_token
 from hf_memmix_kernels.gka import native_path as gka_native_path
 from hf_memmix_kernels.rowwise import decay, gated_norm, unit_heads
 from hf_memmix_kernels.short_conv import Convolution, unit_heads_after_convolutions
@@ -263,28 +261,6 @@ def test_heads_equal_convolutions_and_unit_heads(dtype, rotated, paged, monkeypa
         want = unit_heads(want.unflatten(-1, (-1, dim)), *angles, 1e-6).flatten(2) if dim else want
         assert error(got[i], want) <= tolerance
         assert torch.equal(pools[i] if indices is None else pools[i][indices], states[i])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gates_equal_the_projections(dtype, batch, monkeypatch):
-    torch.manual_seed(0)
-    x = torch.randn(batch, 1, 40, dtype=dtype)
-    weights = [torch.randn(4, 40, dtype=dtype) for _ in range(3)]
-    biases = [None, *(torch.randn(4, dtype=dtype) for _ in range(2))]
-    dt_bias, A_log = torch.randn(4), torch.randn(4)
-    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
-    call = functools.partial(gates_of_token, x, weights, biases, dt_bias, A_log, 1e-6)
-    got = call()
-    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
-    assert call() is None
-    logits = [
-        torch.nn.functional.linear(x.double(), w.double(), None if b is None else b.double())
-        for w, b in zip(weights, biases, strict=True)
-    ]
-    want = decay(logits[0], dt_bias, A_log)[1], logits[1].sigmoid() + 1e-6, logits[2].sigmoid()
-    assert all(g.dtype == torch.float32 and error(g, w) <= 1e-6 for g, w in zip(got, want, strict=True))
 
 
 def test_gradients_take_the_torch_path(monkeypatch):

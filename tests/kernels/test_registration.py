@@ -2,11 +2,14 @@
 bad input.
 """
 
+import re
+
 import pytest
 import torch
 from checks import error, outputs_and_gradients
 from ops_table import DEVICE, OPS, Shape
 from pool import Pool
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,6 +89,23 @@ def test_step_compiles_and_updates_in_place(op, backend):
     )
     assert error(got, want) <= 1e-6
     assert all(error(a, b) <= 1e-6 for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.compiles
+@torch.no_grad()
+@once_per_function
+def test_a_compiled_step_copies_no_state(op):
+    """Inductor gives the op the state itself. A copy per layer and token would cost as much as the step."""
+    inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 1))
+    state = op.draw_state(SHAPE, 1, torch.float32)
+    torch._dynamo.reset()
+    step = torch.compile(lambda inputs, state: op.step(op, inputs, state), fullgraph=True)
+    _, (code,) = run_and_get_code(step, inputs, state)
+    made = re.findall(r"empty_strided_cpu\(\(([\d, ]*)\)", code) + re.findall(
+        r"empty_strided_cuda\(\(([\d, ]*)\)", code
+    )
+    shapes = {tuple(int(size) for size in sizes.split(",") if size.strip()) for sizes in made}
+    assert ".default(" in code and not shapes & {tuple(s.shape) for s in state}
 
 
 @once_per_function

@@ -20,10 +20,15 @@ def needs_op(args: tuple) -> bool:
     # torch has no public function that returns whether a dispatch mode is active
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    for a in args:  # noqa: SIM110  any() would take twice the time, and this runs before every decode step
+    return not all_plain(args)
+
+
+def all_plain(args: tuple) -> bool:
+    """Whether no argument is a tensor subclass, which may hold its elements elsewhere or in another form."""
+    for a in args:  # noqa: SIM110  all() would take twice the time, and this runs before every decode step
         if type(a) not in PLAIN and isinstance(a, Tensor):
-            return True
-    return False
+            return False
+    return True
 
 
 def or_zeros(gradient: Tensor | None, like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:

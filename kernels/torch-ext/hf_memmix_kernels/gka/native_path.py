@@ -6,7 +6,6 @@ import functools
 import torch
 from torch import Tensor
 
-from .._dispatch import native_library
 from .._native import (
     INTEGER,
     POINTER,
@@ -21,13 +20,11 @@ from .._native import (
     starts_of,
     zeros,
 )
-from .._registration import needs_op
 from .schedule import gradient_phases, richardson_steps
 
 TOKENS = (*[POINTER] * 9, INTEGER, INTEGER, *[POINTER] * 5, *[INTEGER] * 5, REAL, REAL, INTEGER, INTEGER)
 GRADIENTS = (*[POINTER] * 23, *[INTEGER] * 5, REAL, REAL, INTEGER, INTEGER)
 GATES = (*[POINTER] * 6, *[INTEGER] * 3, REAL, INTEGER)
-MAX_GATE_WORK = 2**20  # products; with more of them, the matrix products of torch are faster
 
 
 @functools.cache
@@ -103,41 +100,19 @@ def gka_step_native(
     return o if q.dtype == torch.float32 else o.to(q.dtype)
 
 
-def gates_of_token(
+def gates_of_token_native(
+    library: ctypes.CDLL,
     x: Tensor,
     weights: list[Tensor],
     biases: list[Tensor | None],
     dt_bias: Tensor,
     A_log: Tensor,
     beta_eps: float,
-) -> list[Tensor] | None:
-    """The gates of one token from the layer's input, in one call of native code. Arguments are not checked.
-
-    Args:
-        x: [B, 1, hidden].
-        weights: three projections [H, hidden], and `biases` [H] or None: to the decay, to beta and to alpha.
-        dt_bias, A_log: [H].
-        beta_eps: added to beta.
-
-    Returns:
-        log_decay = -e^A_log softplus(W_0 x + dt_bias), beta = sigmoid(W_1 x + b_1) + beta_eps and alpha =
-        sigmoid(W_2 x + b_2), float32 [B, 1, H]; or None if native code cannot run.
-    """
+) -> tuple[Tensor, ...]:
+    """log_decay, beta and alpha, float32 [B, 1, H], see `gates.gates_of_token`."""
     heads, hidden = weights[0].shape
-    tensors, dtype = [x, *weights, *biases], x.dtype
-    # first: torch.compile would make a guard of every other condition. Under autocast the layers have another dtype
-    if needs_op((*tensors, dt_bias, A_log)) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-        return None
-    if 3 * heads * x.numel() > MAX_GATE_WORK:
-        return None
-    for t in tensors:  # a loop takes half the time of any()
-        if t is not None and (t.dtype != dtype or not t.is_contiguous()):
-            return None
-    library = native_library("gka", *tensors, dt_bias, A_log)
-    if library is None:
-        return None
     dt_bias, A_log = dense(dt_bias), dense(A_log)
-    results, pointers = [empty(x.shape[0], 1, heads) for _ in weights], POINTER * 3
+    results, pointers = tuple(empty(x.shape[0], 1, heads) for _ in weights), POINTER * 3
     function(library, "gka_gates", GATES)(
         x.data_ptr(), pointers(*[t.data_ptr() for t in weights]), pointers(*[address(t) for t in biases]),
         dt_bias.data_ptr(), A_log.data_ptr(), pointers(*[t.data_ptr() for t in results]),

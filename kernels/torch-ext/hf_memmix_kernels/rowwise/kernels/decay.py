@@ -5,15 +5,20 @@ import triton.language as tl
 
 
 @triton.jit
+def softplus(b_z):
+    """log(1 + e^z), exact to rounding also for small e^z; z itself from 20 on, as in torch."""
+    b_e = tl.exp(tl.minimum(b_z, 20))
+    b_u = 1 + b_e
+    b_log = tl.where(b_u == 1, b_e, tl.log(b_u) * (b_e / tl.where(b_u == 1, 1, b_u - 1)))
+    return tl.where(b_z > 20, b_z, b_log)
+
+
+@triton.jit
 def _step_sizes(b_x, b_bias, limits):
     """x + bias with x clamped, dt, and where the gradient of dt passes to the sum, and from there to x."""
     limit, low, high = limits
     b_z = tl.where(b_x > limit, limit, tl.where(b_x < -limit, -limit, b_x)) + b_bias
-    # log(1 + e^z), exact to rounding also for small e^z; z itself from 20 on, as in torch
-    b_e = tl.exp(tl.minimum(b_z, 20))
-    b_u = 1 + b_e
-    b_log = tl.where(b_u == 1, b_e, tl.log(b_u) * (b_e / tl.where(b_u == 1, 1, b_u - 1)))
-    b_dt = tl.where(b_z > 20, b_z, b_log)
+    b_dt = softplus(b_z)
     m_z, m_x = (b_dt >= low) & (b_dt <= high), tl.abs(b_x) <= limit
     return b_z, tl.where(b_dt < low, low, tl.where(b_dt > high, high, b_dt)), m_z, m_x
 

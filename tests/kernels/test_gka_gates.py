@@ -1,0 +1,93 @@
+"""The gates of GKA's decode step in one call: as the layers' own products, in eager and in compiled programs."""
+
+import pytest
+import torch
+from checks import error
+from draw import DEVICE
+from ops_table import TOLERANCE
+
+from hf_memmix_kernels.gka import gates, gates_of_token
+from hf_memmix_kernels.rowwise import decay
+
+EPS = 1e-6
+
+
+def arguments(batch, heads, hidden, dtype, device="cpu"):
+    torch.manual_seed(0)
+    x = torch.randn(batch, 1, hidden, dtype=dtype, device=device)
+    weights = [torch.randn(heads, hidden, dtype=dtype, device=device) / hidden**0.5 for _ in range(3)]
+    biases = [None, *(torch.randn(heads, dtype=dtype, device=device) for _ in range(2))]
+    return x, weights, biases, torch.randn(heads, device=device), torch.randn(heads, device=device), EPS
+
+
+def expected(x, weights, biases, dt_bias, A_log, eps):
+    """The gates by the products of the layers, in float64."""
+    layers = zip(weights, biases, strict=True)
+    logits = [torch.nn.functional.linear(x.double(), w.double(), None if b is None else b.double()) for w, b in layers]
+    return decay(logits[0], dt_bias, A_log)[1], logits[1].sigmoid() + eps, logits[2].sigmoid()
+
+
+def assert_gates(got, want, dtype):
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == torch.float32 and g.shape == w.shape and error(g, w) <= TOLERANCE[dtype]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", ["native", "triton"])
+# heads and the hidden size are not multiples of a block; the last size takes two blocks
+@pytest.mark.parametrize(("batch", "heads", "hidden"), [(1, 4, 40), (3, 5, 64), (2, 1, 2100)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gates_equal_the_projections(dtype, batch, heads, hidden, path, monkeypatch):
+    if path == "native" and (DEVICE == "cuda" or dtype == torch.float16 or hidden > 64):
+        pytest.skip("native code runs on a CPU, in float32 and bfloat16; the larger sizes are for the kernel's blocks")
+    given = arguments(batch, heads, hidden, dtype, DEVICE)
+    want = expected(*given)
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", path)
+    assert_gates(gates_of_token(*given), want, dtype)
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    assert gates_of_token(*given) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_a_compiled_program_calls_one_op(path, monkeypatch):
+    """On a GPU, in the place of three matrix products and their activations."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", path)
+    monkeypatch.setattr(gates, "_op_is_faster", lambda x: True)
+    given, calls = arguments(2, 4, 40, torch.bfloat16, DEVICE), []
+
+    def record(graph, inputs):
+        calls.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    got = torch.compile(gates_of_token, backend=record, fullgraph=True)(*given)
+    assert_gates(got, expected(*given), torch.bfloat16)
+    assert [name for name in calls if "getitem" not in name] == ["hf_memmix.gka_gates.default"]
+    x, weights, biases, *rest = given
+    torch.library.opcheck(
+        gates._gates_op, (x, *weights, *biases, *rest), test_utils=("test_schema", "test_faketensor")
+    )
+
+
+class Sharded(torch.Tensor):
+    """As DTensor: what its memory holds is not the whole tensor."""
+
+
+def test_the_layers_run_where_one_call_would_be_wrong(monkeypatch):
+    """With gradients, under autocast, in float64, with parts of weights, under torch.func, and with many rows."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
+    x, weights, biases, *rest = arguments(1, 4, 40, torch.float32, DEVICE)
+    assert gates_of_token(x, weights, biases, *rest) is None
+    with torch.no_grad():
+        assert gates_of_token(x, weights, biases, *rest) is not None
+        with torch.autocast(DEVICE, torch.bfloat16):
+            assert gates_of_token(x, weights, biases, *rest) is None
+        assert gates_of_token(*arguments(1, 4, 40, torch.float64, DEVICE)) is None
+        sharded = weights[0].as_subclass(Sharded)
+        assert gates_of_token(x, [sharded, *weights[1:]], biases, *rest) is None
+        assert gates_of_token(x, [weights[0].T.contiguous().T, *weights[1:]], biases, *rest) is None
+        found = []
+        torch.func.vmap(lambda row: found.append(gates_of_token(row, weights, biases, *rest)) or row)(x[None])
+        assert found == [None]
+        assert gates_of_token(*arguments(gates.MAX_ROWS + 1, 4, 40, torch.float32, DEVICE)) is None

@@ -424,6 +424,14 @@ class GenerationHooks:
         """A context manager around assisted and prompt-lookup decoding."""
         raise NotImplementedError
 
+    def beam_search(self, cache):
+        """A context manager around beam search."""
+        raise NotImplementedError
+
+    def check_new_tokens(self, cache, tokens: int):
+        """Raise ValueError unless a prompt of `tokens` tokens has more tokens than the cache."""
+        raise NotImplementedError
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
     ):
@@ -460,8 +468,21 @@ class GenerationHooks:
         with self.assisted_decoding(kwargs.get("past_key_values")):
             return super()._assisted_decoding(*args, **kwargs)
 
+    def _beam_search(self, *args, **kwargs):
+        """Beam search and beam sampling."""
+        with self.beam_search(kwargs.get("past_key_values")):
+            return super()._beam_search(*args, **kwargs)
+
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
-        """In 5.17, the later chunks of a prompt look like decode steps; `memmix_prefill` marks them."""
+        """In 5.17, the later chunks of a prompt look like decode steps; `memmix_prefill` marks them.
+
+        The library cuts the cached tokens off the prompt, ids[:, seen - tokens :]. If no new token is left, this is
+        a part of the prompt that the cache has read already.
+        """
+        if (cache := model_kwargs.get("past_key_values")) is not None:
+            embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+            widths = [x.shape[1] for x in (input_ids, embeds, mask) if x is not None]
+            self.check_new_tokens(cache, max(*widths, getattr(generation_config, "_mask_length", 0)))
         model_kwargs["memmix_prefill"] = True
         try:
             return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)

@@ -64,6 +64,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     is_sliding = False
     supports_early_init = False
+    of_beams = False  # whether beam search has filled it, so that its rows are not those of the returned sequences
 
     def __init__(self, static: bool = False, mask_length: int | None = None):
         LinearAttentionCacheLayerMixin.__init__(self, 1)
@@ -224,7 +225,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.seen.zero_()
             if self.hidden is not None:
                 self.hidden.zero_()
-        self.is_initialized = self.has_previous_state[0] = False
+        self.is_initialized = self.has_previous_state[0] = self.of_beams = False
         self._past = []
 
     def activate_past_recording(self):

@@ -429,7 +429,11 @@ class GenerationHooks:
         raise NotImplementedError
 
     def check_new_tokens(self, cache, tokens: int):
-        """Raise ValueError unless a prompt of `tokens` tokens has more tokens than the cache."""
+        """Raise ValueError unless the prompt, of `tokens` tokens, has more tokens than the cache."""
+        raise NotImplementedError
+
+    def note_virtual_tokens(self, cache, tokens: int):
+        """Called after the prompt of `tokens` tokens was read; the cache may have read more."""
         raise NotImplementedError
 
     def _prepare_cache_for_generation(
@@ -479,12 +483,18 @@ class GenerationHooks:
         The library cuts the cached tokens off the prompt, ids[:, seen - tokens :]. If no new token is left, this is
         a part of the prompt that the cache has read already.
         """
-        if (cache := model_kwargs.get("past_key_values")) is not None:
-            embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
-            widths = [x.shape[1] for x in (input_ids, embeds, mask) if x is not None]
-            self.check_new_tokens(cache, max(*widths, getattr(generation_config, "_mask_length", 0)))
+        cache, embeds, mask = (
+            model_kwargs.get(name) for name in ("past_key_values", "inputs_embeds", "attention_mask")
+        )
+        widths = [x.shape[1] for x in (input_ids, embeds, mask) if x is not None]
+        tokens = max(*widths, getattr(generation_config, "_mask_length", 0))
+        if cache is not None:
+            self.check_new_tokens(cache, tokens)
         model_kwargs["memmix_prefill"] = True
         try:
-            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+            out = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
         finally:
             del model_kwargs["memmix_prefill"]
+        if cache is not None:
+            self.note_virtual_tokens(cache, tokens)
+        return out

@@ -83,12 +83,24 @@ class MemoryGeneration(GenerationHooks):
     def check_new_tokens(self, cache, tokens: int):
         """Raise ValueError if the cache has read the whole prompt, as its states do not give the next token."""
         seen = int(cache.get_seq_length())
+        if virtual := max(getattr(layer, "virtual_tokens", 0) for layer in cache.layers):
+            raise ValueError(
+                f"PEFT's prompt tuning has put {virtual} tokens before those of the prompt into this cache, and"
+                " generate() cannot tell which tokens are new: give the whole sequence without past_key_values"
+            )
         if seen and tokens <= seen:
             raise ValueError(
                 f"the prompt has {tokens} tokens and the cache has read {seen}, so no token is new: generate() takes"
                 " the whole sequence, the cached tokens first, and at least one token after them. To continue after"
                 " a document, read all of it but its last token into the cache"
             )
+
+    def note_virtual_tokens(self, cache, tokens: int):
+        """Note that the cache has read more tokens than the prompt has."""
+        virtual = max(int(cache.get_seq_length()) - tokens, 0)
+        for layer in cache.layers:
+            if isinstance(layer, RecurrentLayer):
+                layer.virtual_tokens = virtual
 
     # the var-keyword must be spelled `kwargs`: generate() looks for that name to see what the model accepts
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, inputs_embeds=None, **kwargs):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from transformers import DynamicCache
 
 from core.checks import greedy, uncached_greedy
@@ -70,3 +71,21 @@ def test_expand_of_a_cache_that_is_part_of_a_graph(model):
     gradients = [torch.autograd.grad(x.square().sum(), weight)[0] for x in (out, expected)]
     assert_same(*gradients)
     assert int(cache.get_seq_length()) == 6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ("first", "all"))
+def test_a_second_turn_of_prompt_tuning_is_refused(layout):
+    """The cache has read more tokens than there are in the prompt: transformers would leave out as many new ones."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_peft_model(tiny_model("llama", layout, fresh=True), config).double().eval()
+    ids = random_ids(2, 7)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **options)
+    turn = torch.cat([out.sequences, random_ids(2, 6)], 1)
+    options = {"max_new_tokens": 4, "attention_mask": torch.ones_like(turn)}
+    with pytest.raises(ValueError, match="prompt tuning has put 3 tokens.*without past_key_values"):
+        model.generate(input_ids=turn, past_key_values=out.past_key_values, **options)
+    out.past_key_values.reset()
+    again = model.generate(input_ids=turn, past_key_values=out.past_key_values, do_sample=False, **options)
+    assert_same(again, model.generate(input_ids=turn, do_sample=False, **options), tolerance=0)

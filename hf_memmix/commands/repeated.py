@@ -17,8 +17,9 @@ class Command(TyperCommand):
         def parse_and_warn(args):
             values, rest, order = parse(args)  # `order` has an entry for each time that a parameter was given
             for parameter, times in Counter(order).items():
-                takes_one = not (getattr(parameter, "multiple", True) or parameter.is_flag)
-                if times > 1 and takes_one and not ctx.resilient_parsing:
+                if parameter.param_type_name != "option" or parameter.multiple or parameter.is_flag:
+                    continue
+                if times > 1 and not ctx.resilient_parsing:
                     name, last = parameter.opts[0], values[parameter.name]
                     typer.echo(f"warning: {name} is given {times} times; only the last value counts: {last}", err=True)
             return values, rest, order

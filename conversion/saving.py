@@ -17,6 +17,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+FREE_PLACE = "remove it, choose another folder, or replace it (--overwrite; overwrite=True in Python)"
 SHARD_SIZE = "5GB"  # largest weight file of a saved model, as on the Hub
 # a failed write of torch.save raises a plain RuntimeError; these texts identify it
 _TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "iostream error")
@@ -30,10 +31,11 @@ def check_target(path: str | Path, overwrite: bool = False) -> Path:
     """
     path = Path(path).absolute()
     remove_leftovers(path)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{str(path)!r} is a file; give a folder to write to")
+    for part in (path, *path.parents):
+        if part.exists() and not part.is_dir():
+            raise ValueError(f"{str(part)!r} is a file; give a folder to write to")
     if path.exists() and any(path.iterdir()) and not overwrite:
-        raise ValueError(f"{str(path)!r} exists and is not empty; remove it, choose another folder, or overwrite")
+        raise ValueError(f"{str(path)!r} exists and is not empty; {FREE_PLACE}")
     return path
 
 

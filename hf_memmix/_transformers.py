@@ -424,6 +424,18 @@ class GenerationHooks:
         """A context manager around assisted and prompt-lookup decoding."""
         raise NotImplementedError
 
+    def beam_search(self, cache):
+        """A context manager around beam search."""
+        raise NotImplementedError
+
+    def check_new_tokens(self, cache, tokens: int):
+        """Raise ValueError unless the prompt, of `tokens` tokens, has more tokens than the cache."""
+        raise NotImplementedError
+
+    def note_virtual_tokens(self, cache, tokens: int):
+        """Called after the prompt of `tokens` tokens was read; the cache may have read more."""
+        raise NotImplementedError
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
     ):
@@ -460,10 +472,29 @@ class GenerationHooks:
         with self.assisted_decoding(kwargs.get("past_key_values")):
             return super()._assisted_decoding(*args, **kwargs)
 
+    def _beam_search(self, *args, **kwargs):
+        """Beam search and beam sampling."""
+        with self.beam_search(kwargs.get("past_key_values")):
+            return super()._beam_search(*args, **kwargs)
+
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
-        """In 5.17, the later chunks of a prompt look like decode steps; `memmix_prefill` marks them."""
+        """In 5.17, the later chunks of a prompt look like decode steps; `memmix_prefill` marks them.
+
+        The library cuts the cached tokens off the prompt, ids[:, seen - tokens :]. If no new token is left, this is
+        a part of the prompt that the cache has read already.
+        """
+        cache, embeds, mask = (
+            model_kwargs.get(name) for name in ("past_key_values", "inputs_embeds", "attention_mask")
+        )
+        widths = [x.shape[1] for x in (input_ids, embeds, mask) if x is not None]
+        tokens = max(*widths, getattr(generation_config, "_mask_length", 0))
+        if cache is not None:
+            self.check_new_tokens(cache, tokens)
         model_kwargs["memmix_prefill"] = True
         try:
-            return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+            out = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
         finally:
             del model_kwargs["memmix_prefill"]
+        if cache is not None:
+            self.note_virtual_tokens(cache, tokens)
+        return out

@@ -3,7 +3,15 @@
 from contextlib import contextmanager
 
 from ._transformers import GenerationHooks, execution_device
-from .cache import FinishedRows, RecurrentStateCache, adopt_cache, check_hidden, feeds_pads, static_length_of
+from .cache import (
+    FinishedRows,
+    RecurrentLayer,
+    RecurrentStateCache,
+    adopt_cache,
+    check_hidden,
+    feeds_pads,
+    static_length_of,
+)
 from .mixers import ATTENTION
 from .padding import padding_of
 from .swap import memory_mixers
@@ -61,6 +69,38 @@ class MemoryGeneration(GenerationHooks):
         finally:
             if isinstance(cache, RecurrentStateCache):
                 cache.stop_past_recording()  # otherwise every later forward would add to the record
+
+    @contextmanager
+    def beam_search(self, cache):
+        """Afterwards the cache is refused: its rows are those of the last running beams, not of the returned ones."""
+        try:
+            yield
+        finally:
+            for layer in () if cache is None else cache.layers:
+                if isinstance(layer, RecurrentLayer):
+                    layer.of_beams = True
+
+    def check_new_tokens(self, cache, tokens: int):
+        """Raise ValueError if the cache has read the whole prompt, as its states do not give the next token."""
+        seen = int(cache.get_seq_length())
+        if virtual := max(getattr(layer, "virtual_tokens", 0) for layer in cache.layers):
+            raise ValueError(
+                f"PEFT's prompt tuning has put {virtual} tokens before those of the prompt into this cache, and"
+                " generate() cannot tell which tokens are new: give the whole sequence without past_key_values"
+            )
+        if seen and tokens <= seen:
+            raise ValueError(
+                f"the prompt has {tokens} tokens and the cache has read {seen}, so no token is new: generate() takes"
+                " the whole sequence, the cached tokens first, and at least one token after them. To continue after"
+                " a document, read all of it but its last token into the cache"
+            )
+
+    def note_virtual_tokens(self, cache, tokens: int):
+        """Note that the cache has read more tokens than the prompt has."""
+        virtual = max(int(cache.get_seq_length()) - tokens, 0)
+        for layer in cache.layers:
+            if isinstance(layer, RecurrentLayer):
+                layer.virtual_tokens = virtual
 
     # the var-keyword must be spelled `kwargs`: generate() looks for that name to see what the model accepts
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, inputs_embeds=None, **kwargs):

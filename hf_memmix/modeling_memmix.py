@@ -24,7 +24,7 @@ from .context_parallel import (
 )
 from .generation import MemoryGeneration
 from .mixers import ATTENTION
-from .padding import PaddedRows, check_finite, check_new_mask, packing_of, padding_of, positions_in
+from .padding import PaddedRows, check_finite, check_new_mask, check_one_sequence, packing_of, padding_of, positions_in
 from .pretrained import MemMixPreTrained
 from .swap import memory_mixers
 
@@ -88,6 +88,8 @@ class MemMixModel(MemMixPreTrained):
             refuse_sequence_parallelism()
         group = current_group()
         resetting = position_ids if given is None and mask is None and group is None else None
+        if group is None and length > 1 and (mask is not None or given is not None):
+            check_one_sequence(position_ids, mask, given is not None)
         boundaries = packing_of(kwargs.get("cu_seq_lens_q"), kwargs.pop("seq_idx", None), resetting, batch, length)
         ranks = None
         if group is not None:

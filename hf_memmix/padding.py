@@ -157,6 +157,35 @@ def packing_of(cu_seq_lens_q, seq_idx, position_ids, batch: int, length: int) ->
     return None
 
 
+def check_one_sequence(position_ids, mask: Tensor | None, cached: bool):
+    """Raise ValueError if `position_ids` describe packed sequences beside a padding mask or a cache.
+
+    Pads may have any position. With a cache, positions may leave some out, but not start again. Compiled graphs skip
+    this check.
+
+    Args:
+        position_ids: [B or 1, T], or None.
+        mask: the padding mask [B, T], or None.
+        cached: whether there is a cache.
+    """
+    if position_ids is None or position_ids.ndim != 2 or is_torchdynamo_compiling():
+        return
+    steps = position_ids.diff(dim=1)
+    starts = steps <= 0 if cached else steps != 1
+    if mask is not None:
+        valid = mask.to(starts.device, torch.bool)
+        starts = starts & valid[:, 1:] & valid[:, :-1]
+    if not bool(starts.any()):
+        return
+    row, token = starts.nonzero()[0].tolist()
+    before, here = position_ids[min(row, len(position_ids) - 1), token : token + 2].tolist()
+    raise ValueError(
+        f"position_ids of row {row} go from {before} to {here} at token {token + 1}, which starts a packed sequence,"
+        f" and packed sequences cannot be combined with {'a cache' if cached else 'a padding mask'}: drop one of the"
+        " two, or give positions that rise by one over the tokens of a row"
+    )
+
+
 def _boundaries(starts: Tensor) -> Tensor:
     """Boundaries from [B, T - 1] flags of the tokens that start a sequence; every row starts one."""
     starts = torch.nn.functional.pad(starts, (1, 0), value=True).flatten()

@@ -86,6 +86,8 @@ def test_tables_for_people(workspace):
     [
         (["convert", "--teacher", "{}/nowhere", "--out", "{}/s"], "not a model folder"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/teacher"], "exists and is not empty"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/teacher"], "replace it (--overwrite"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/text.txt/s"], "text.txt' is a file; give a folder"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--mixer", "nosuch"], "nosuch"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep-layers", "9"], "layers 0 to 1"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--keep-layers", "0-999999999999"], "layers 0 to 1"),
@@ -145,3 +147,21 @@ def test_numbers_that_yaml_reads_as_text(workspace):
 def test_wrong_options_are_usage_errors():
     assert memmix("convert").exit_code == 2
     assert memmix("nosuch").exit_code == 2
+
+
+def test_an_option_given_twice_is_a_warning(workspace):
+    """`--keep-layers 0 --keep-layers 1` keeps layer 1 alone."""
+    run = memmix("convert", "--teacher", workspace / "teacher", "--out", workspace / "s",
+                 "--keep-layers", "0", "--keep-layers", "1", "--json")  # fmt: skip
+    result_of(run)
+    assert "warning: --keep-layers is given 2 times; only the last value counts: 1" in run.stderr
+    assert json.loads((workspace / "s" / "config.json").read_text())["mixer_types"] == ["gka", "attention"]
+
+
+def test_switches_and_repeatable_options_may_be_given_twice(workspace):
+    command = ["convert", "--teacher", workspace / "teacher", "--out", workspace / "s", "--json", "--json"]
+    run = memmix(*command, "--option", "ridge=0.1", "--option", "chunk_size=32")
+    result_of(run)
+    assert "warning" not in run.stderr
+    options = json.loads((workspace / "s" / "config.json").read_text())["mixers"]["gka"]
+    assert (options["ridge"], options["chunk_size"]) == (0.1, 32)

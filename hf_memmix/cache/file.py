@@ -26,6 +26,7 @@ from ..configuration_memmix import MemMixConfig
 from ..mixers import MIXERS
 from .identity import check_same_model, fingerprint
 from .layer import RecurrentLayer
+from .rows import check_beams
 
 FILE_NAME = "memory.safetensors"
 FORMAT = "hf_memmix.cache.1"
@@ -68,6 +69,7 @@ def save_cache(cache, directory: str | os.PathLike) -> Path:
 def _describe(layer) -> tuple[dict[str, Tensor], dict]:
     """The tensors of a cache layer, and a description with which `_restore` rebuilds the layer."""
     if isinstance(layer, RecurrentLayer):
+        check_beams(layer)
         states = layer.states if layer.is_initialized else {}
         description = {"kind": "recurrent", "static": layer.static, "seen": int(layer.seen)}
         if states and layer.hidden is not None:

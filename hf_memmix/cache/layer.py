@@ -64,6 +64,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
 
     is_sliding = False
     supports_early_init = False
+    of_beams = False  # whether beam search has filled it, so that its rows are not those of the returned sequences
+    virtual_tokens = 0  # how many tokens that are not in the prompt PEFT's prompt tuning has put in front of it
 
     def __init__(self, static: bool = False, mask_length: int | None = None):
         LinearAttentionCacheLayerMixin.__init__(self, 1)
@@ -224,7 +226,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.seen.zero_()
             if self.hidden is not None:
                 self.hidden.zero_()
-        self.is_initialized = self.has_previous_state[0] = False
+        self.is_initialized = self.has_previous_state[0] = self.of_beams = False
+        self.virtual_tokens = 0
         self._past = []
 
     def activate_past_recording(self):

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from ..mixers import ATTENTION
@@ -64,13 +65,17 @@ class RecurrentStateCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all states, keys and values held now; 0 before the first token of a dynamic cache."""
-        total = 0
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        """All states, keys and values held now."""
+        tensors = []
         for layer in self.layers:
             if isinstance(layer, RecurrentLayer):
-                total += layer.nbytes
+                tensors += layer.states.values()
             elif layer.is_initialized:
-                total += layer.keys.nbytes + layer.values.nbytes
-        return total
+                tensors += [layer.keys, layer.values]
+        return tensors
 
     def crop(self, tokens_to_remove: int):
         """Forget the last `-tokens_to_remove` tokens.
@@ -126,7 +131,9 @@ class RecurrentStateCache(Cache):
         rows = self.batch_rows
         if rows != 1 or batch < 1:
             raise ValueError(f"expand({batch}) needs a cache with one sequence and batch >= 1; this one holds {rows}")
-        new = copy.deepcopy(self)
+        # states that are part of a graph cannot be copied; they are shared until the next line replaces them
+        graph = {id(tensor): tensor for tensor in self._tensors() if not tensor.is_leaf}
+        new = copy.deepcopy(self, graph)
         new.batch_repeat_interleave(batch)
         return new
 

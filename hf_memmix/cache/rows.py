@@ -1,22 +1,38 @@
-"""Checks whether an input may continue a cache: it has as many rows, and its mask hides the tokens that were pads."""
+"""Checks whether an input may continue a cache.
+
+It has as many rows, its mask hides the tokens that were pads, and the cache is not left by beam search.
+"""
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.utils import is_torchdynamo_compiling
 
-from .layer import count_hidden
+from .layer import RecurrentLayer, count_hidden
 
 
 def check_rows(cache: Cache, batch: int):
-    """Raise ValueError if the number of sequences in an adopted cache is not `batch`."""
+    """Raise ValueError if the number of sequences in an adopted cache is not `batch`, or it is left by beam search."""
     layer = cache.memmix_layer
-    if layer is None or not layer.states or layer.batch_size == batch:
+    if layer is None or not layer.states:
+        return
+    check_beams(layer)
+    if layer.batch_size == batch:
         return
     raise ValueError(
         f"the cache holds {layer.batch_size} sequences, the input {batch}; copy one with cache.expand(batch), or keep"
         " some with cache.batch_select_indices(indices)"
     )
+
+
+def check_beams(layer: RecurrentLayer):
+    """Raise ValueError if beam search has filled the layer."""
+    if layer.of_beams:
+        raise ValueError(
+            "beam search has filled this cache: its rows are those of the last running beams, in another order than"
+            " the returned sequences, and those of beams that ended early are lost. Read the returned sequences into"
+            " an empty cache, or call cache.reset()"
+        )
 
 
 def check_hidden(cache: Cache | None, attention_mask: Tensor | None):

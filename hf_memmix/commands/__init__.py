@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from hf_memmix.commands import convert, generate, measure, plan, publish, run, select, serve, train
+from hf_memmix.commands.repeated import Command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,11 +33,11 @@ COMMANDS = {
     "push": publish.push,
 }
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
+    app.command(_name, cls=Command)(_command)
 # options after the name of the program, also --help, are passed to the program
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-app.command("run", context_settings=_PASS_ON)(run.run)
-app.command("serve", context_settings=_PASS_ON)(serve.serve)
+app.command("run", cls=Command, context_settings=_PASS_ON)(run.run)
+app.command("serve", cls=Command, context_settings=_PASS_ON)(serve.serve)
 
 
 def _print_version(wanted: bool) -> None:

@@ -38,7 +38,7 @@ def card(
 
     target = model / "README.md"
     if target.exists() and not overwrite:
-        raise ValueError(f"{target} exists; keep it, or overwrite")
+        raise ValueError(f"{target} exists; keep it, or replace it by --overwrite")
     figures = ("teacher_ppl", "student_ppl", "ppl_ratio", "top1_agreement", "kl", "tokens")
     content = student_card(
         model,

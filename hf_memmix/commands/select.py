@@ -104,7 +104,7 @@ def select(
             " align each candidate (memmix align), and give the students with --student"
         )
     if out_file.exists() and not overwrite:
-        raise ValueError(f"{out_file} exists; choose another name, or overwrite")
+        raise ValueError(f"{out_file} exists; choose another name, or replace it by --overwrite")
     students = student or []
     several = mixers is not None or len(students) > 1
     if mixers is not None and (students or mixer is not None):

@@ -23,6 +23,7 @@ from ..padding import PaddedRows
 from .options import MixerOptions
 from .pages import read_pages, start_anew, write_pages
 from .ranks import Pieces, current_group, scan_at_once, scan_in_turn
+from .rounding import WarnsOfRounding
 from .tensor_parallel import TensorParallelPlan
 
 ATTENTION = "attention"
@@ -83,7 +84,7 @@ class AttentionShape:
             raise ValueError(f"{self.heads} query heads are not a multiple of {self.kv_heads} key/value heads")
 
 
-class MemoryMixer(nn.Module):
+class MemoryMixer(WarnsOfRounding):
     """Takes the place of a decoder layer's attention module.
 
     Args:

@@ -63,6 +63,7 @@ METHODS = {
     "transformers.GenerationMixin._get_static_cache_init_shape": "",
     "transformers.GenerationMixin._sample": "input_ids logits_processor stopping_criteria generation_config",
     "transformers.GenerationMixin._assisted_decoding": "input_ids",
+    "transformers.GenerationMixin._beam_search": "input_ids",
     "transformers.GenerationMixin._prefill": "input_ids generation_config model_kwargs is_first_iteration",
     "transformers.conversion_mapping.get_checkpoint_conversion_mapping": "model_type",
     "transformers.conversion_mapping.register_checkpoint_conversion_mapping": (
@@ -185,6 +186,7 @@ ATTRIBUTES = {
     ),
     "_is_hf_initialized": marks_filled_modules,
     "_is_user_defined": marks_given_cache,
+    "_mask_length": lambda name: reads("transformers.generation.utils", name),
     "_attn_implementation": lambda name: getattr(LlamaConfig(attn_implementation="eager"), name) == "eager",
     "_hf_hook": has_hook,
     "_tp_plan": lambda name: "model.layers.*.self_attn.q_proj" in getattr(tiny(), name),

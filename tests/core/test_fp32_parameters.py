@@ -1,7 +1,10 @@
 """A model that is loaded in 16 bits keeps exactly those parameters in fp32 that its mixers declare."""
 
+import warnings
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import hf_memmix
@@ -86,3 +89,31 @@ def test_names_of_a_base_model_and_of_a_wrapper():
     assert fp32_parameter_names(wrapper) == {f"student.{name}" for name in declared(model)}
     mixer = mixers_of(model)[1]
     assert fp32_parameter_names(mixer) == {"gamma", "eta"}
+
+
+CASTS = {
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "to": lambda model: model.to("cpu", torch.bfloat16),
+    "wrapper": lambda model: get_peft_model(model, LoraConfig(target_modules=["lm_head"])).to(torch.float16),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_cast_that_rounds_them_is_a_warning(mixer, cast):
+    """torch casts all parameters; the result is another model than `from_pretrained(dtype=...)` gives."""
+    model = converted(mixer)
+    name = next(iter(declared(model))).rpartition(".")[2]
+    with pytest.warns(UserWarning, match=rf"{name}.* rounded to torch\.(b?float16).*from_pretrained\(folder, dtype="):
+        CASTS[cast](model)
+
+
+def test_casts_that_round_nothing_are_silent(tmp_path):
+    model = converted("gka")
+    model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.double().float().to("cpu")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        loaded.to("cpu").float()

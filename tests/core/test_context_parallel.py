@@ -59,7 +59,7 @@ REFUSED = {
     "many packed": ({"mixer": "gka", "restart": 5}, "rank 0 start again"),
     "second half first": (
         {"mixer": "gka", "reversed": True},
-        "rank 0 holds position 0 of the sequence after position 24",
+        "rank 0 go back to 0 after a part from 24",
     ),
     "positions of one part": ({"mixer": "gka", "forget_positions": True}, "do not follow each other"),
     "generate": ({"mixer": "gka", "generate": True}, "generate\\(\\) outside"),

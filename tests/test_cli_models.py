@@ -2,9 +2,13 @@
 
 import json
 import os
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
+from child import child_env
 from cli_runner import memmix, result_of
 from hf_memmix.commands import devices, hub
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
@@ -119,6 +123,43 @@ def test_wrong_devices_are_refused(monkeypatch, device, message):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(ValueError, match=f"--device is '{device}'.*{message}"):
         devices.choose_device(device)
+
+
+CHOSEN = """
+    import sys, torch
+    from hf_memmix.commands import app, select, train
+
+    asked = []
+    torch.cuda.is_available = lambda: asked.append(1) or False
+    def chosen(device):
+        assert device == "cuda:1" and not asked
+        sys.exit(7)
+    select.choose_device = train.choose_device = chosen
+    app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["align", "--student", "me/teacher", "--text", "text.txt", "--out", "s"],
+        ["align", "--stream", "--student", "me/teacher", "--text", "text.txt", "--out", "s"],
+        ["select", "--mixers", "gka,mamba2", "--train-text", "text.txt", "--text", "text.txt", "--out", "plan.json"],
+    ],
+    ids=["align", "stream", "select"],
+)
+def test_the_device_is_chosen_before_cuda_is_asked_for_its_gpus(cached, command):
+    """CUDA reads CUDA_VISIBLE_DEVICES when it is first asked; then every GPU is visible until the process ends."""
+    more = ["--teacher", "snapshots", "--device", "cuda:1"]
+    (cached / "snapshots").symlink_to(cached / "hub" / "models--me--teacher" / "snapshots" / COMMIT)
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CHOSEN), *command, *more],
+        env=child_env(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 7, run.stderr[-2000:]
 
 
 def test_several_processes_without_a_gpu_are_refused_with_the_reason(cached, monkeypatch):

@@ -5,9 +5,14 @@ A comment here explains why each one is needed, and a row in tests/core/test_doo
 changes its arguments. `TrainerHooks` overrides private methods of the Trainer and calls methods with public names.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from torch.utils.data import Sampler
 from transformers import Trainer, TrainingArguments
@@ -19,20 +24,36 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 __all__ = [
     "INTEGRATION_TO_CALLBACK",
+    "OneGPUArguments",
     "TrainerHooks",
     "WrappedByUnits",
     "get_available_reporting_integrations",
     "get_reporting_integration_callbacks",
     "replace_contents",
-    "use_one_gpu",
     "whole_models",
 ]
 
 
-def use_one_gpu(arguments: TrainingArguments):
-    """Train on only one of several visible GPUs. Otherwise the Trainer would wrap the model in nn.DataParallel."""
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # `n_gpu` cannot be set
+class OneGPUArguments(TrainingArguments):
+    """Arguments of a process that trains on one GPU: on its current one if no launcher gives it a GPU.
+
+    `TrainingArguments` takes the first visible GPU then, and the Trainer would wrap the model in nn.DataParallel for
+    the other ones.
+    """
+
+    # the device is chosen here and nowhere else
+    @cached_property
+    def _setup_devices(self) -> torch.device:
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        on_cpu = self.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
+        if not index or on_cpu or "LOCAL_RANK" in os.environ:
+            device = super()._setup_devices
+            self._n_gpu = min(self._n_gpu, 1)  # `n_gpu` cannot be set
+            return device
+        # the method above would make the first GPU the current one, and occupy memory there
+        AcceleratorState._reset_state(reset_partial_state=True)
+        self.distributed_state, self._n_gpu = PartialState(backend=self.ddp_backend), 1
+        return torch.device("cuda", index)
 
 
 def replace_contents(model: nn.Module, fresh: nn.Module):

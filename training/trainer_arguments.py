@@ -12,8 +12,8 @@ from transformers import TrainingArguments
 
 from hf_memmix.training._trainer_hooks import (
     INTEGRATION_TO_CALLBACK,
+    OneGPUArguments,
     get_available_reporting_integrations,
-    use_one_gpu,
 )
 from hf_memmix.training.quantized import check_installed
 from hf_memmix.training.recipe import Recipe
@@ -107,11 +107,10 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
     }
     _check(recipe.trainer)
     try:
-        arguments = TrainingArguments(**(values | recipe.trainer))
+        arguments = OneGPUArguments(**(values | recipe.trainer))
     except (TypeError, ValueError, ImportError) as error:
         raise ValueError(f"trainer of the recipe: {str(error).strip().splitlines()[0]}") from None
     check_trackers(arguments.report_to)
-    use_one_gpu(arguments)  # several GPUs need `accelerate launch`; nn.DataParallel cannot run a `StudentTeacher`
     return arguments
 
 

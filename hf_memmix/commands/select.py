@@ -27,6 +27,7 @@ from hf_memmix.commands.common import (
     shared_tokenizer,
     tokenizer_of,
 )
+from hf_memmix.commands.devices import choose_device
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.hub import model_folder
 from hf_memmix.commands.measure import BatchSize, Seed, Text, environment_of
@@ -207,10 +208,14 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
     `given`: aligned students; without them `mixers` names the candidates. The aligned mixers and the scores stay in a
     folder beside the plan: an interrupted run continues, and another budget needs no new measurement.
     """
+    device, device_map = place
+    if mixers is not None:  # before imports of libraries that ask CUDA for its GPUs
+        choose_device(device)
+        device = device and device.partition(":")[0]  # only this GPU is visible now
+
     from dataclasses import asdict, replace
     from functools import partial
 
-    from hf_memmix.commands.devices import choose_device
     from hf_memmix.conversion import convert_model, load_model
     from hf_memmix.conversion.compare_in_turn import place_mixers
     from hf_memmix.conversion.estimate import meta_teacher
@@ -224,7 +229,6 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
     from hf_memmix.training.run_lock import run_lock
 
     # wrong choices, and budgets that no mixture meets, are refused before hours of work
-    device, device_map = place
     teacher, recipe, blocks = model_folder(teacher), training["recipe"], None
     config, shapes = read_config(teacher), meta_teacher(teacher)
     limits = _budget(budget, config.num_hidden_layers)
@@ -249,7 +253,6 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
 
     data = _data(tokenizer, measure)
     if kinds:
-        choose_device(device)
         if device == "cpu":
             recipe = replace(recipe, trainer=recipe.trainer | {"use_cpu": True})
         blocks = TokenBlocks.from_files(training["text"], tokenizer, recipe.block_size, recipe.pack)

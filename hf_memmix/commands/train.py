@@ -199,6 +199,12 @@ def cache_teacher(
         out.print(f"{tokens} tokens, {top_k} probabilities each; written to {out_dir}: teacher: cache:{out_dir}")
 
 
+def _take_device(args: SimpleNamespace) -> None:
+    """Choose the device before imports of libraries ask CUDA for its GPUs, which fixes the visible ones."""
+    choose_device(args.device)
+    check_processes()
+
+
 def _settings(stage: str, args: SimpleNamespace):
     """The recipe of a command, with the options that replace its fields. Checks the options of both ways to train."""
     from dataclasses import replace
@@ -206,8 +212,6 @@ def _settings(stage: str, args: SimpleNamespace):
     from hf_memmix.training.recipe import load_recipe
     from hf_memmix.training.trainer_arguments import check_packages, check_trackers
 
-    choose_device(args.device)
-    check_processes()
     overrides = {name: value for name, value in vars(args).items() if name in RECIPE_FIELDS}
     settings = load_recipe(args.recipe, **overrides, stage=stage)
     given = {"logging_steps": args.logging_steps} if args.logging_steps else {}
@@ -238,6 +242,8 @@ def _read_data(args: SimpleNamespace, settings, student: Path | None, teacher: P
 
 
 def _train(stage: str, args: SimpleNamespace) -> None:
+    _take_device(args)
+
     import torch
 
     from hf_memmix.conversion import save_student
@@ -284,6 +290,8 @@ def _print_result(stage: str, result: dict, out_dir: Path) -> None:
 
 
 def _align_by_streaming(args: SimpleNamespace) -> None:
+    _take_device(args)
+
     from contextlib import nullcontext
 
     from hf_memmix.training.streaming import align_by_streaming

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from transformers import (
     AutoModel,
@@ -160,6 +161,22 @@ def one_gpu(name):
     return arguments.n_gpu == 7
 
 
+def chooses_the_device(name):
+    """The device is the value of this cached property, which our arguments compute in another way."""
+    arguments = TrainingArguments(output_dir="unused", report_to="none", use_cpu=True)
+    chosen = arguments.device
+    vars(arguments)[name] = torch.device("cuda", 1)
+    return (
+        chosen.type == "cpu" and arguments.device.index == 1 and isinstance(arguments.distributed_state, PartialState)
+    )
+
+
+def forgets(name):
+    PartialState(cpu=True)
+    getattr(AcceleratorState, name)(reset_partial_state=True)
+    return not PartialState._shared_state
+
+
 def models(auto_class, table, names, native):
     table, names = (resolve("transformers.models.auto.modeling_auto." + name) for name in (table, names))
     # `register` writes into the table, and `get` takes a default
@@ -192,6 +209,8 @@ ATTRIBUTES = {
     "_tp_plan": lambda name: "model.layers.*.self_attn.q_proj" in getattr(tiny(), name),
     "_device_mesh": lambda name: reads("transformers.distributed.mixin", name),
     "_n_gpu": one_gpu,
+    "_setup_devices": chooses_the_device,
+    "_reset_state": forgets,
     "deepspeed": lambda name: resolve("transformers.integrations." + name).is_deepspeed_zero3_enabled() is False,
     "_hf_deepspeed_config_weak_ref": lambda name: (
         name in inspect.getsource(resolve("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled"))

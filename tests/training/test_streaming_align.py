@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -11,17 +12,21 @@ import textwrap
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed import HashStore
 
 from child import child_env
 from cli_runner import memmix, result_of
 from hf_memmix.conversion import convert_model, load_model, save_student
 from hf_memmix.conversion.families import FAMILIES, decoder_layers
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
-from hf_memmix.training.streaming import align_by_streaming
+from hf_memmix.training.recipe import load_recipe
+from hf_memmix.training.streaming import align_by_streaming, ranks
+from hf_memmix.training.streaming.ranks import Ranks
 from hf_memmix.training.streaming.spool import Spool
 from hf_memmix.training.streaming.teacher import StreamedTeacher
 from hf_memmix.training.streaming.walk import Walk
 from hf_memmix.training.train import align, distill
+from hf_memmix.training.trainer_arguments import training_arguments
 from testing import every_third
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -406,6 +411,89 @@ def test_two_processes_share_the_layers(tmp_path, whole, copied, killed):
     if not killed:
         assert trained == ["0-0", "0-2", "1-1"]
     assert not (tmp_path / "spool").exists() and not (tmp_path / ".out.run").exists()
+
+
+def two_by_hand(folder, body):
+    """Two processes without a launcher that would end one of them when the other one ends."""
+    script = folder / "run.py"
+    script.write_text(f"OPTIONS = {OPTIONS!r}\n" + textwrap.dedent(RUN) + textwrap.dedent(body) + "\nrun()\n")
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1"}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, script, folder],
+            env=child_env(**launch, RANK=str(rank), LOCAL_RANK=str(rank)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [run.communicate(timeout=300)[1] for run in runs]
+    return [run.returncode for run in runs], [(text.strip().splitlines() or [""])[-1] for text in told]
+
+
+@pytest.mark.parametrize(
+    ("ends", "codes", "told"),
+    [
+        ("die", [-signal.SIGKILL, 1], "the launch has lost its process 0 or its launcher"),
+        ("full", [1, 1], "process 0 of the launch has failed: cannot write"),
+    ],
+)
+def test_a_process_that_ends_does_not_leave_the_other_one_waiting(tmp_path, whole, copied, ends, codes, told):
+    body = """
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if os.environ["RANK"] == "0":
+        spool.write_json = nth(2, spool.write_json, ACT)
+    """
+    returned, last = two_by_hand(tmp_path, "import errno\n" + textwrap.dedent(body).replace("ACT", ends))
+    assert returned == codes and f"ValueError: {told}" in last[1]
+    student, teacher = copied
+    align_by_streaming(student, teacher, rows(), tmp_path / "out", spool=tmp_path / "spool", steps=6, **OPTIONS)
+    assert contents(tmp_path / "out") == contents(whole[0] / "out")  # nothing is locked or broken
+
+
+def test_processes_tell_each_other_why_they_end_and_what_they_wait_for(monkeypatch):
+    store, lines = HashStore(), []
+    first, second = (Ranks(rank, 2, store, lines.append) for rank in range(2))
+    monkeypatch.setattr(ranks, "POLL", 0.01)
+    monkeypatch.setattr(ranks, "TELL_AFTER", 0.0)
+    assert first.share("plan", lambda: {"walk": 3}) == second.share("plan", dict) == {"walk": 3} and not lines
+    answers = iter([False, True])
+    second.wait(lambda: next(answers), "the inputs of layer 4")
+    assert lines == ["process 1 has waited 0 s for the inputs of layer 4"]
+    with pytest.raises(OSError, match="disk"), first.telling_failure():
+        raise OSError("the disk is full\nand more")
+    for _ in range(2):  # the reason of the first one stays
+        told = "^process 0 of the launch has failed: the disk is full$"
+        with pytest.raises(ValueError, match=told), second.telling_failure():
+            second.share("result", dict)
+    alone = Ranks()
+    with pytest.raises(ZeroDivisionError), alone.telling_failure():
+        alone.share("plan", lambda: 1 / 0)
+
+
+def test_each_process_computes_on_its_own_gpu(tmp_path, monkeypatch):
+    """CUDA_VISIBLE_DEVICES is read before a run begins, so the current GPU decides, which the Trainer must respect."""
+    current = [0]
+    for name, value in (
+        ("device_count", lambda: 2),
+        ("set_device", lambda index: current.__setitem__(0, index)),
+        ("current_device", lambda: current[0]),
+        ("is_initialized", lambda: True),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    ranks._take_gpu(1)
+    arguments = training_arguments(load_recipe("align"), tmp_path)
+    assert (arguments.device, arguments.n_gpu, current) == (torch.device("cuda", 1), 1, [1])
+    with pytest.raises(ValueError, match="started more than 2 processes, but they see 2 GPUs; start 2 processes"):
+        ranks._take_gpu(2)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    ranks._take_gpu(0)
+    assert current == [1] and training_arguments(load_recipe("align"), tmp_path).device.type == "cpu"
 
 
 def test_the_walk_of_several_processes():

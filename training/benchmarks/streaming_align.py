@@ -12,12 +12,13 @@ layers, without the first one, whose time contains the compilation of kernels:
 The memory of PyTorch on the GPU is limited to `--limit` GiB. A second part aligns the bundled teacher in bf16 (in fp32
 on a CPU) with and without --stream and compares the losses, without and with clipping of gradients to the norm
 `--clip`. A third part (`--part processes`) runs the command on the bundled teacher with one process and with
-`accelerate launch` of two, on two GPUs if there are so many, and compares losses and weights. The figures go to
+two, and compares losses and weights: with `accelerate launch` on two GPUs, on a CPU with `torchrun`. The figures go to
 results/streaming_align.json.
 """
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -158,6 +159,58 @@ def compare(args) -> dict:
     return record | {"options": options} | losses
 
 
+# a script that runs memmix, and prints every so many seconds where each thread of it stands
+WATCHED = """import faulthandler, runpy, sys
+faulthandler.dump_traceback_later(float(sys.argv.pop(1)), repeat=True)
+runpy.run_module("hf_memmix.cli", run_name="__main__", alter_sys=True)
+"""
+
+
+def launched(count: int, options: list, args) -> dict:
+    """The result of `memmix align --stream` with `count` processes, on GPUs if there are any.
+
+    What it writes to stderr goes to the file `OUT.COUNT.log` beside `--out`.
+
+    Raises:
+        SystemExit: it failed, it took longer than `--patience`, or the processes did not share the layers.
+    """
+    import torch
+
+    from hf_memmix.conversion.records import CHECKOUT
+
+    script, log = args.work / "watched.py", args.out.with_suffix(f".{count}.log")
+    script.write_text(WATCHED)
+    on_gpu = torch.cuda.is_available()
+    command, environment = [sys.executable], {**os.environ}
+    if count > 1 and on_gpu:
+        command += ["-m", "accelerate.commands.launch", "--config_file", CHECKOUT / "training/accelerate/ddp.yaml"]
+        command += ["--num_processes", count, "--main_process_port", 0]  # 0: a free port
+    elif count > 1:  # `accelerate launch --cpu` starts one process only
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
+    if not on_gpu:
+        environment["ACCELERATE_USE_CPU"] = "true"
+    command += [script, args.patience / 3, "align", "--stream", "--json", *options]
+    start = time.perf_counter()
+    with log.open("w") as errors:
+        run = subprocess.Popen([*map(str, command)], env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            told, _ = run.communicate(timeout=args.patience)
+        except subprocess.TimeoutExpired:
+            run.terminate()  # a launcher ends its processes
+            try:
+                run.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                run.kill()
+            raise SystemExit(f"{count} processes were not ready after {args.patience:.0f} s; see {log}") from None
+    if run.returncode:
+        raise SystemExit(f"{count} processes failed: {log.read_text()[-2000:]}")
+    result = json.loads(told.strip().splitlines()[-1])
+    for name in ("process", "device") if on_gpu else ("process",):
+        if len({row[name] for row in result["layers"].values()}) != count:
+            raise SystemExit(f"{count} processes were started, but the layers were trained so: {result['layers']}")
+    return result | {"wall_seconds": round(time.perf_counter() - start, 2)}
+
+
 def compare_processes(args) -> dict:
     """Losses and weights of the bundled pair from one process and from two, which train different layers."""
     import torch
@@ -165,27 +218,21 @@ def compare_processes(args) -> dict:
 
     from hf_memmix.assets import asset_path
     from hf_memmix.conversion import convert_model
-    from hf_memmix.conversion.records import CHECKOUT, environment
+    from hf_memmix.conversion.records import environment
 
     start = args.work / "bundled-start"
     convert_model(asset_path("tiny_teacher"), args.mixer, out=start)
-    launch = ["accelerate.commands.launch", "--config_file", str(CHECKOUT / "training/accelerate/ddp.yaml")]
-    if not torch.cuda.is_available():
-        launch += ["--cpu"]
+    options = ["--student", start, "--teacher", asset_path("tiny_teacher"), "--text", asset_path("dev.txt")]
+    options += ["--batch-size", 8, "--block-size", 128, "--steps", 4 if args.tiny else 20]
+    options += ["--logging-steps", 1, "--overwrite"]
     runs = {}
     for count in (1, 2):
         out = args.work / f"bundled-{count}"
-        command = [sys.executable, "-m"]
-        command += [*launch, "--num_processes", str(count), "-m"] if count > 1 else []
-        command += ["hf_memmix.cli", "align", "--stream", "--json", "--logging-steps", "1", "--overwrite"]
-        command += ["--student", start, "--teacher", asset_path("tiny_teacher"), "--text", asset_path("dev.txt")]
-        command += ["--batch-size", "8", "--block-size", "128", "--steps", "4" if args.tiny else "20", "--out", out]
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{count} processes failed: {done.stderr[-2000:]}")
-        result = json.loads(done.stdout.strip().splitlines()[-1])
-        runs[count] = {"losses": [row["loss"] for row in result["log"]], "seconds": result["seconds"]}
+        result = launched(count, [*options, "--out", out], args)
+        runs[count] = {"losses": [row["loss"] for row in result["log"]]}
+        runs[count] |= {name: result[name] for name in ("seconds", "wall_seconds", "layers")}
         runs[count]["weights"] = load_file(out / "model.safetensors")
+        print(f"{count} processes: {runs[count]['wall_seconds']} s", flush=True)
     one, two = (runs[count].pop("weights") for count in (1, 2))
     for folder in args.work.glob("bundled-*"):
         shutil.rmtree(folder)
@@ -211,6 +258,9 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--clip", type=float, default=0.01, help="largest norm of gradients of the run with clipping")
+    parser.add_argument(
+        "--patience", type=float, default=1800.0, help="seconds for each run of --part processes, then it is ended"
+    )
     parser.add_argument("--limit", type=float, default=24.0, help="GiB of GPU memory")
     parser.add_argument("--tiny", action="store_true", help="a small width, to try the script")
     parser.add_argument("--out", type=Path, default=RESULTS)

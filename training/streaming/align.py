@@ -42,7 +42,6 @@ from hf_memmix.training.train import check_fit, recipe_of
 from hf_memmix.training.trainer_arguments import training_arguments, uses_bf16
 
 FORMER = "spool.json"  # in the run folder: where the spool is
-POLL = 0.2  # seconds between two looks at the spool for a file of another process
 Progress = Callable[[int, int, str], None]  # steps done, all steps, what is going on
 
 
@@ -107,13 +106,18 @@ def align_by_streaming(
     if place in (out, run_dir) or run_dir in place.parents:
         raise ValueError(f"the spool {str(place)!r} lies in the output or run folder; give another one with --spool")
     say = notify or (lambda line: None)
-    ranks = Ranks.of_launch()
+    ranks = Ranks.of_launch(say)
     if dry_run:
         check_target(out, overwrite)
         with tempfile.TemporaryDirectory(prefix="memmix-dry-run-") as name:
             student = student or planned_student(teacher, plan, Path(name))
             return _Run(student, teacher, data, recipe, Path(name), place, ranks, say).cost(measure=True)
-    with run_folder(out, resume, overwrite) as folder, run_lock(place), _no_empty_folder(place):
+    with (
+        ranks.telling_failure(),
+        run_folder(out, resume, overwrite) as folder,
+        run_lock(place),
+        _no_empty_folder(place),
+    ):
         if student is None:
             student = folder / ranks.share("start", lambda: planned_student(teacher, plan, folder, resume).name)
         run = _Run(student, teacher, data, recipe, folder, place, ranks, say)
@@ -233,8 +237,7 @@ class _Run:
         mine = [layer for layer in walk.steps() if walk.owner(layer, self.ranks.count) == self.ranks.rank]
         total, before = self.recipe.steps * sum(layer in walk.train for layer in mine), 0
         for layer in mine:
-            while not self.spool.is_ready(layer):
-                time.sleep(POLL)
+            self.ranks.wait(partial(self.spool.is_ready, layer), f"the inputs of layer {layer}")
             clock = _Clock()
             with self.teacher.layer(layer), self.spool.read(layer) as hidden:
                 clock.stop("load")
@@ -276,7 +279,8 @@ class _Run:
             report,
         )
         clock.stop("train")
-        self.trained.write(layer, mixer, {"log": log, "seconds": clock.seconds})
+        record = {"log": log, "seconds": clock.seconds, "process": self.ranks.rank, "device": str(self.device)}
+        self.trained.write(layer, mixer, record)
         mixer.to("meta")
 
     def _release(self) -> None:
@@ -288,8 +292,8 @@ class _Run:
 
     def finish(self, out: Path, overwrite: bool, cost: dict, start: float) -> dict:
         """Rank 0 waits for all layers, writes the student and removes the spool. Returns the result of the run."""
-        while any(self.trained.record(layer) is None for layer in self.layers):
-            time.sleep(POLL)
+        for layer in self.layers:
+            self.ranks.wait(partial(self.trained.record, layer), f"the mixer of layer {layer}")
         seconds = time.perf_counter() - start
         records = {layer: self.trained.record(layer) for layer in self.layers}
         tokenizer = load_tokenizer(self.teacher_folder) or load_tokenizer(self.student_folder)
@@ -308,8 +312,8 @@ class _Run:
                 str(layer): {
                     "first_loss": record["log"][0]["loss"],
                     "last_loss": record["log"][-1]["loss"],
-                    "seconds": record["seconds"],
                 }
+                | {name: record[name] for name in ("seconds", "process", "device") if name in record}
                 for layer, record in records.items()
             },
             "cost": cost,

@@ -10,6 +10,7 @@ not fit is recorded with its error. `--tiny` runs small shapes, also on a CPU.
 """
 
 import argparse
+import faulthandler
 import gc
 import json
 import statistics
@@ -191,15 +192,17 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--seconds", type=float, default=100.0, help="begin no further row after so many seconds")
-    parser.add_argument("--only", action="append", help="only runs whose names begin so; may be given again")
+    parser.add_argument(
+        "--only", action="append", help="only runs whose names begin so; may be given again, they run in this order"
+    )
     args = parser.parse_args()
+    faulthandler.dump_traceback_later(args.seconds, repeat=True)  # where a row stands that takes longer
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     begin, rows = time.perf_counter(), {}
     if args.out.exists():  # rows that are not measured now stay
         rows = {row["run"]: row for row in json.loads(args.out.read_text())["rows"]}
-    for name, size, settings in RUNS:
-        if args.only and not name.startswith(tuple(args.only)):
-            continue
+    for name, size, settings in [run for start in args.only or [""] for run in RUNS if run[0].startswith(start)]:
+        print(f"{time.perf_counter() - begin:.0f} s: {name}", flush=True)
         if time.perf_counter() - begin > args.seconds:
             print(f"no time left for {name}", flush=True)
             continue
@@ -207,8 +210,9 @@ def main():
             size, settings = "tiny", Settings(**asdict(settings) | {"length": 64, "chunk_tokens": 32})
         try:
             row = measure(name, size, settings, device)
-        except (torch.OutOfMemoryError, ValueError, ImportError) as error:
-            row = {"run": name, "shape": size, "settings": asdict(settings), "error": str(error).splitlines()[0]}
+        except (RuntimeError, ValueError, ImportError) as error:  # also without memory: torch.OutOfMemoryError
+            told = str(error).strip().splitlines()[0]
+            row = {"run": name, "shape": size, "settings": asdict(settings), "error": told}
         rows[name] = row | {"environment": environment(device)}
         shown = ("run", "tokens_s", "ms", "kernel_ms", "ratio", "allocated", "reserved", "error")
         print(json.dumps({key: row[key] for key in shown if key in row}), flush=True)

@@ -487,6 +487,7 @@ class GenerationHooks:
             model_kwargs.get(name) for name in ("past_key_values", "inputs_embeds", "attention_mask")
         )
         widths = [x.shape[1] for x in (input_ids, embeds, mask) if x is not None]
+        # the width of a mask without pads, which the library has dropped; 5.17 keeps it
         tokens = max(*widths, getattr(generation_config, "_mask_length", 0))
         if cache is not None:
             self.check_new_tokens(cache, tokens)

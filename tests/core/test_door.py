@@ -128,6 +128,12 @@ def reads(module, name):
     return re.search(rf"\.{name}\b|[\"']{name}[\"']", inspect.getsource(resolve(module)))
 
 
+def noted_when_a_full_mask_is_dropped(name):
+    """Where generate() drops a mask without pads it notes the width; 5.17 keeps such a mask."""
+    dropped = '["attention_mask"] == 1).all()' in inspect.getsource(resolve("transformers.generation.utils"))
+    return bool(reads("transformers.generation.utils", name)) == dropped
+
+
 def registers(name):
     registry, model = resolve("transformers.utils.output_capturing." + name), tiny(LlamaModel)
     key = str(type(model))
@@ -203,7 +209,7 @@ ATTRIBUTES = {
     ),
     "_is_hf_initialized": marks_filled_modules,
     "_is_user_defined": marks_given_cache,
-    "_mask_length": lambda name: reads("transformers.generation.utils", name),
+    "_mask_length": noted_when_a_full_mask_is_dropped,
     "_attn_implementation": lambda name: getattr(LlamaConfig(attn_implementation="eager"), name) == "eager",
     "_hf_hook": has_hook,
     "_tp_plan": lambda name: "model.layers.*.self_attn.q_proj" in getattr(tiny(), name),

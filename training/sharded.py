@@ -1,7 +1,8 @@
 """Gathers the weights of a `StudentTeacher` into a plain state dict of the student, and loads one, for every launcher.
 
-One process and DDP: the parameters themselves. FSDP2: every tensor is a DTensor; they are gathered one at a time on
-all processes. ZeRO-3: DeepSpeed gathers them, in the dtype in which it trains.
+One process and DDP: the parameters themselves. FSDP2: every tensor is a DTensor. ZeRO-3: a parameter is empty, and
+DeepSpeed gives it its entries for a while (those of few entries are always whole). Both are gathered one at a time on
+all processes.
 """
 
 from collections.abc import Iterator
@@ -22,6 +23,11 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a sharded one (all processes must call this); any other tensor itself."""
+    if hasattr(tensor, "ds_id"):  # a parameter of ZeRO-3
+        from deepspeed import zero
+
+        with zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -32,7 +38,7 @@ def is_sharded(pair: StudentTeacher) -> bool:
 
 def gather(pair: StudentTeacher, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Names and full tensors of the pair, on the CPU. Every process must iterate; without `keep` it yields nothing."""
-    for name, tensor in pair.state_dict().items():
+    for name, tensor in pair.state_dict(keep_vars=True).items():
         full = whole(tensor)
         if keep:
             yield name, full.detach().cpu()

@@ -98,8 +98,9 @@ class PairTrainer(TrainerHooks):
 
     def check_weights(self) -> None:
         """Raise ValueError if a trained weight is not finite: the gradient of a finite loss can be infinite."""
+        part = sharded.whole if self.is_deepspeed_enabled else sharded.local  # of ZeRO-3's part, the end is undefined
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and not torch.isfinite(sharded.local(parameter)).all():
+            if parameter.requires_grad and not torch.isfinite(part(parameter)).all():
                 raise ValueError(self._diverged(f"{name} has NaN or infinite entries"))
 
     def _diverged(self, what: str) -> str:

@@ -28,6 +28,8 @@ RUN = """
     on_cpu = not gpus and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true"
     if not gpus and not on_cpu:  # accelerate would not use DeepSpeed
         import zero3_on_cpu
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        import zero3_sharded
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":  # it would use DDP
         import fsdp_on_cpu
     from tiny_teachers import tiny_teacher

@@ -90,6 +90,7 @@ LEFT_OUT = {
         _COMPILE + r"training_on_other_lengths",
         _COMPILE + r"a_layer_that_checkpoints",  # test_families.py has this without a graph
         r"tests/core/test_new_mixer\.py::test_static_decode_is_one_graph",
+        r"tests/core/test_context_parallel\.py::test_hooks_of_accelerate_under_compile",  # without a graph it stays
     ],
     "trainings: one layout, and one model per kind of mixer, stay": [
         r"tests/core/test_training\.py::test_loss_falls\[(.*-all|mixtral|gpt_neox)",
@@ -151,7 +152,9 @@ LEFT_OUT = {
         r"tests/training/experiments/test_gka_solvers\.py::test_table_and_plot",
         _STREAM + r"(packed_rows|clipping|data_that|only_rows|distill_cont|no_resume|another_run|a_spool_disk)",
         _STREAM + r"(a_run_never|the_command_leaves|a_plan_is|workers_that_read)",
-        r"tests/core/test_quantization\.py::test_(qlora_trains|what_steers_a_memory).*\[(8bit|int8)",
+        r"tests/core/test_quantization\.py::test_what_steers_a_memory.*\[(8bit|int8)",
+        r"tests/core/test_quantization\.py::test_qlora_trains",  # test_recipe.py trains with LoRA
+        r"tests/training/experiments/test_recall_teacher\.py::test_(align_trains|the_tables_and_the_plot)",
         r"tests/test_cli\.py::test_slices_are_merged",
         r"tests/test_cli_measure\.py::test_teacher_beside_student",
         r"tests/test_packaging\.py::test_wheel_holds",
@@ -194,7 +197,8 @@ LEFT_OUT = {
         r"tests/core/test_config\.py::test_importing_does_not_load_modelling_code",
         r"tests/core/test_saving\.py::test_load_without_the_import",
         r"tests/conversion/test_streaming\.py::test_(memory_is_one_layer|a_killed_conversion)",
-        _STREAM + r"(a_killed_run|a_damaged_spool|two_processes_share)",
+        _STREAM + r"(a_killed_run|a_damaged_spool|two_processes_share|a_process_that_ends)",
+        r"tests/test_cli_models\.py::test_the_device_is_chosen_before\w*\[(select|stream)",
         r"tests/kernels/test_native\.py::test_(a_fork_while|two_processes_at|a_file_that_was_cut|a_cache_folder)",
         r"tests/kernels/test_coffee\.py::test_the_old_name_still_works",
         r"tests/test_imports\.py::test_everything_imports_without_triton",

@@ -6,7 +6,8 @@ from checks import error
 from draw import DEVICE
 from ops_table import TOLERANCE
 
-from hf_memmix_kernels.gka import gates, gates_of_token
+from hf_memmix_kernels.gka import gates_of_token
+from hf_memmix_kernels.gka import op as gka_op
 from hf_memmix_kernels.rowwise import decay
 
 EPS = 1e-6
@@ -53,7 +54,7 @@ def test_gates_equal_the_projections(dtype, batch, heads, hidden, path, monkeypa
 def test_a_compiled_program_calls_one_op(path, monkeypatch):
     """On a GPU, in the place of three matrix products and their activations."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", path)
-    monkeypatch.setattr(gates, "_op_is_faster", lambda x: True)
+    monkeypatch.setattr(gka_op, "_op_is_faster", lambda x: True)
     given, calls = arguments(2, 4, 40, torch.bfloat16, DEVICE), []
 
     def record(graph, inputs):
@@ -66,7 +67,7 @@ def test_a_compiled_program_calls_one_op(path, monkeypatch):
     assert [name for name in calls if "getitem" not in name] == ["hf_memmix.gka_gates.default"]
     x, weights, biases, *rest = given
     torch.library.opcheck(
-        gates._gates_op, (x, *weights, *biases, *rest), test_utils=("test_schema", "test_faketensor")
+        gka_op._gates_op, (x, *weights, *biases, *rest), test_utils=("test_schema", "test_faketensor")
     )
 
 
@@ -90,4 +91,4 @@ def test_the_layers_run_where_one_call_would_be_wrong(monkeypatch):
         found = []
         torch.func.vmap(lambda row: found.append(gates_of_token(row, weights, biases, *rest)) or row)(x[None])
         assert found == [None]
-        assert gates_of_token(*arguments(gates.MAX_ROWS + 1, 4, 40, torch.float32, DEVICE)) is None
+        assert gates_of_token(*arguments(gka_op.MAX_ROWS + 1, 4, 40, torch.float32, DEVICE)) is None

@@ -36,7 +36,9 @@ MEASUREMENTS = {
     "published_conversions": f"{EXPERIMENTS}/conversion/results/published_conversions.json",
     "mixtures": f"{EXPERIMENTS}/mixtures/results/mixtures.json",
     "recall_teacher": f"{EXPERIMENTS}/recall_teacher/results/teacher_{RECALL_RUNS[-1]}.json",
-    **{f"recall_teacher_{run}": f"{EXPERIMENTS}/recall_teacher/results/teacher_{run}.json" for run in RECALL_RUNS},
+    **{
+        f"recall_teacher_{run}": f"{EXPERIMENTS}/recall_teacher/results/teacher_{run}.json" for run in RECALL_RUNS[:-1]
+    },
     "recall_grid": f"{EXPERIMENTS}/recall_teacher/results/grid_second.json",
     "multi_gpu": f"{EXPERIMENTS}/several_gpus/results/multi_gpu.json",
     "budget": f"{EXPERIMENTS}/budget/results/training_h200.json",

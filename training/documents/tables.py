@@ -97,7 +97,8 @@ def recall_runs_table(root: Path) -> str:
     """The runs of the recall teacher."""
     from hf_memmix.training.experiments.recall_teacher.report import runs_table  # no experiments in a wheel
 
-    return runs_table({run: read(f"recall_teacher_{run}", root) for run in RECALL_RUNS})
+    earlier = {run: read(f"recall_teacher_{run}", root) for run in RECALL_RUNS[:-1]}
+    return runs_table(earlier | {RECALL_RUNS[-1]: read("recall_teacher", root)})
 
 
 def recall_predictions_table(root: Path) -> str:

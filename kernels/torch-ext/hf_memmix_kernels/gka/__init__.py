@@ -1,7 +1,6 @@
 """GKA: gated ridge regression at test time."""
 
-from .gates import gates_of_token
 from .naive import naive_gka
-from .op import chunk_gka, gka_step
+from .op import chunk_gka, gates_of_token, gka_step
 
 __all__ = ["chunk_gka", "gates_of_token", "gka_step", "naive_gka"]

@@ -7,9 +7,10 @@ import torch
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
-from .._registration import chunk_op, or_zeros, step_op
+from .._registration import all_plain, chunk_op, needs_op, or_zeros, step_op
 from . import torch_path
-from .native_path import gka_backward_native, gka_forward_native, gka_step_native
+from .gates import MAX_NATIVE_WORK, MAX_ROWS, gates_torch
+from .native_path import gates_of_token_native, gka_backward_native, gka_forward_native, gka_step_native
 from .schedule import as_phases
 from .torch_path import gka_step_torch
 
@@ -319,3 +320,81 @@ def gka_step(
     q, k = sketched(q, sketch), sketched(k, sketch)
     phases = as_phases(num_iterations, refinement)
     return _gka_step(q, k, v, log_decay, alpha, beta, h, u, state_indices, list(phases), ridge, scale)
+
+
+@torch.library.custom_op("hf_memmix::gka_gates", mutates_args=())
+def _gates_op(
+    x: torch.Tensor,
+    w_decay: torch.Tensor,
+    w_beta: torch.Tensor,
+    w_alpha: torch.Tensor,
+    b_decay: torch.Tensor | None,
+    b_beta: torch.Tensor | None,
+    b_alpha: torch.Tensor | None,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    beta_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    path = _gates_triton if use_triton(x, "gka", 1) else gates_torch
+    return path(x, w_decay, w_beta, w_alpha, b_decay, b_beta, b_alpha, dt_bias, A_log, beta_eps)
+
+
+@_gates_op.register_fake
+def _(x, w_decay, w_beta, w_alpha, b_decay, b_beta, b_alpha, dt_bias, A_log, beta_eps):
+    shape = (x.shape[0], 1, w_decay.shape[0])
+    return tuple(x.new_empty(shape, dtype=torch.float32) for _ in range(3))
+
+
+def _gates_triton(*args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from .launch_gates import gates_triton
+
+    return gates_triton(*args)
+
+
+def _op_is_faster(x: torch.Tensor) -> bool:
+    """Whether a compiled program should call the op. On a CPU, torch.compile fuses the operators itself."""
+    return x.is_cuda
+
+
+def gates_of_token(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    beta_eps: float,
+) -> tuple[torch.Tensor, ...] | None:
+    """The gates of one token from the layer's input, in one call of native code or one kernel, without autograd.
+
+    Arguments are not checked.
+
+    Args:
+        x: [B, 1, hidden].
+        weights: three projections [H, hidden], and `biases` [H] or None: to the decay, to beta and to alpha.
+        dt_bias, A_log: [H].
+        beta_eps: added to beta.
+
+    Returns:
+        log_decay, beta and alpha, float32 [B, 1, H]; or None if neither native code nor the kernel can run, if
+        gradients are needed, or if the matrix products of torch are faster.
+    """
+    tensors, dtype = (x, *weights, *biases, dt_bias, A_log), x.dtype
+    through_op = needs_op(tensors)
+    if through_op and not _op_is_faster(x):  # first: torch.compile would make a guard of every other condition
+        return None
+    # under autocast the layers have another dtype; native code and the kernel have no float64
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or dtype == torch.float64:
+        return None
+    if not all_plain(tensors):
+        return None
+    for t in (x, *weights, *biases):  # a loop takes half the time of any()
+        if t is not None and (t.dtype != dtype or not t.is_contiguous()):
+            return None
+    arguments = (*weights, *biases, dt_bias, A_log, beta_eps)
+    if through_op:
+        return _gates_op(x, *arguments) if x.shape[0] <= MAX_ROWS else None
+    if 3 * x.shape[0] * weights[0].numel() <= MAX_NATIVE_WORK and (library := native_library("gka", *tensors)):
+        return gates_of_token_native(library, x, weights, biases, dt_bias, A_log, beta_eps)
+    if x.shape[0] > MAX_ROWS or not use_triton(x, "gka", 1) or torch._C._are_functorch_transforms_active():
+        return None
+    return _gates_triton(x, *arguments)

@@ -85,6 +85,7 @@ __all__ = [
     "name_in_plan",
     "native_class",
     "native_class_names",
+    "order_prefetch",
     "same_forward",
     "saved_tensors",
     "stores_under_other_names",
@@ -240,6 +241,37 @@ def attention_implementation(config) -> str:
 def is_given_by_user(cache) -> bool:
     """Whether generate() was called with this cache, which then outlives the call."""
     return getattr(cache, "_is_user_defined", False)
+
+
+class _OrderedStream:
+    """A stream whose work begins when the work of the default stream that was started before it has ended.
+
+    Offloaded caches of transformers 5.17 bring keys and values back while their copy to the CPU may still be on its
+    way, and generated wrong tokens on a busy GPU. Newer releases wait by themselves; to wait twice costs nothing.
+    """
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __enter__(self):
+        self.stream.wait_stream(torch.cuda.default_stream(self.stream.device))
+        return self.stream.__enter__()
+
+    def __exit__(self, *error):
+        return self.stream.__exit__(*error)
+
+    def record_event(self, *args):
+        return self.stream.record_event(*args)
+
+    def wait_stream(self, stream):
+        self.stream.wait_stream(stream)
+
+
+def order_prefetch(cache):
+    """Let an offloaded cache (`offloading=True`) read from the CPU only what has arrived there."""
+    stream = getattr(cache, "prefetch_stream", None)
+    if stream is not None and not isinstance(stream, _OrderedStream):
+        cache.prefetch_stream = _OrderedStream(stream)
 
 
 @contextmanager

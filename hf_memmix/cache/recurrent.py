@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
+from .._transformers import order_prefetch
 from ..mixers import ATTENTION
 from .file import load_cache, save_cache
 from .identity import check_same_model
@@ -260,5 +261,6 @@ def _replace_layers_of(cache: Cache, config):
 
 def _mark_adopted(cache: Cache, config):
     """Store in the cache the configuration of its model, and a recurrent layer (or None) for checks of its rows."""
+    order_prefetch(cache)
     cache.memmix_config = config
     cache.memmix_layer = next((layer for layer in cache.layers if isinstance(layer, RecurrentLayer)), None)

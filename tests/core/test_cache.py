@@ -10,6 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 from core.checks import assert_same_generation, greedy, uncached_greedy
 from hf_memmix import RecurrentStateCache
+from hf_memmix.cache.recurrent import adopt_cache
 from testing import MIXERS, assert_same, mixers_of, random_ids, tiny_config, tiny_model
 
 FAMILIES = ("llama", "gemma3_text", "gpt_neox")
@@ -174,11 +175,44 @@ def test_offload_and_back():
 
 @pytest.mark.gpu
 def test_offloaded_generation():
+    """Also while other work keeps the GPU busy, which delays the copies to the CPU."""
     model = tiny_model("llama", "odd", fresh=True).cuda()
     ids = random_ids(1, 9).cuda()
-    assert_same_generation(
-        greedy(model, ids, cache_implementation="offloaded"), uncached_greedy(model, ids), "offloaded cache"
-    )
+    expected = uncached_greedy(model, ids)
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(5):
+        for _ in range(100):
+            busy @ busy
+        assert_same_generation(greedy(model, ids, cache_implementation="offloaded"), expected, "offloaded cache")
+
+
+class FakeStream:
+    device = "cuda:0"
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def wait_stream(self, other):
+        self.calls.append(f"waits for {other}")
+
+    def __enter__(self):
+        self.calls.append("begins")
+
+    def __exit__(self, *error):
+        self.calls.append("ends")
+
+
+@pytest.mark.parametrize("own", (True, False))
+def test_offloaded_layers_come_back_after_the_work_before(own, monkeypatch):
+    """transformers 5.17 reads the memory of the CPU before the copy to it has ended."""
+    calls = []
+    monkeypatch.setattr(torch, "Stream", lambda: FakeStream(calls))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"the default stream of {device}")
+    config = tiny_model("llama", "odd").config
+    cache = RecurrentStateCache(config, offloading=True) if own else DynamicCache(config=config, offloading=True)
+    adopt_cache(cache, config)
+    cache.prefetch(0)
+    assert calls == ["waits for the default stream of cuda:0", "begins", "ends"]
 
 
 @pytest.mark.parametrize("duplicate", (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))))

@@ -261,6 +261,6 @@ def _replace_layers_of(cache: Cache, config):
 
 def _mark_adopted(cache: Cache, config):
     """Store in the cache the configuration of its model, and a recurrent layer (or None) for checks of its rows."""
-    order_prefetch(cache)
+    order_prefetch(cache, [layer for layer in cache.layers if not isinstance(layer, RecurrentLayer)])
     cache.memmix_config = config
     cache.memmix_layer = next((layer for layer in cache.layers if isinstance(layer, RecurrentLayer)), None)

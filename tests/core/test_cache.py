@@ -189,11 +189,11 @@ def test_offloaded_generation():
 class FakeStream:
     device = "cuda:0"
 
-    def __init__(self, calls):
-        self.calls = calls
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
 
     def wait_stream(self, other):
-        self.calls.append(f"waits for {other}")
+        self.calls.append(f"{self.name} waits for {other.name}")
 
     def __enter__(self):
         self.calls.append("begins")
@@ -202,17 +202,18 @@ class FakeStream:
         self.calls.append("ends")
 
 
+@pytest.mark.parametrize(("layers", "one"), ((4, False), (2, True)))
 @pytest.mark.parametrize("own", (True, False))
-def test_offloaded_layers_come_back_after_the_work_before(own, monkeypatch):
-    """transformers 5.17 reads the memory of the CPU before the copy to it has ended."""
+def test_offloaded_layers_are_there_when_they_are_used(own, layers, one, monkeypatch):
+    """The library does not wait for the copy to the CPU (5.17), nor for the copy back of the only offloaded layer."""
     calls = []
-    monkeypatch.setattr(torch, "Stream", lambda: FakeStream(calls))
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"the default stream of {device}")
-    config = tiny_model("llama", "odd").config
+    monkeypatch.setattr(torch, "Stream", lambda: FakeStream("prefetch", calls))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: FakeStream("default", calls))
+    config = tiny_config("llama", "first", num_hidden_layers=layers)
     cache = RecurrentStateCache(config, offloading=True) if own else DynamicCache(config=config, offloading=True)
     adopt_cache(cache, config)
     cache.prefetch(0)
-    assert calls == ["waits for the default stream of cuda:0", "begins", "ends"]
+    assert calls == ["prefetch waits for default", "begins", "ends"] + ["default waits for prefetch"] * one
 
 
 @pytest.mark.parametrize("duplicate", (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))))

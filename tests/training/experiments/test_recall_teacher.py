@@ -1,5 +1,6 @@
 """The recall teacher: drills, optimizer, probes, the control with windows, and the grid's rows and tables."""
 
+import copy
 import math
 import random
 from pathlib import Path
@@ -20,13 +21,17 @@ from hf_memmix.training.experiments.recall_teacher import (
     corpus,
     drills,
     grid,
+    kept_weights,
     predictions,
     probing,
     report,
     teacher,
+    team,
     texts,
 )
 from hf_memmix.training.experiments.recall_teacher.muon import Muon, orthogonal
+from hf_memmix.training.experiments.recall_teacher.students import without_masks
+from hf_memmix.training.experiments.recall_teacher.team import Team
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +151,48 @@ def test_muon_steps_downhill_and_refuses_vectors():
     assert loss < 0.5
     with pytest.raises(ValueError, match=r"shape \(3,\); give these to another optimizer"):
         Muon([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+def test_a_team_averages_gradients_and_follows_the_first_clock(monkeypatch):
+    parameters = [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(4))]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 4.0)
+    alone = Team()
+    alone.average(parameters)
+    assert alone.rank == 0 and alone.clock(0.5) == 0.5 and all((p.grad == 4).all() for p in parameters)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(team.dist, "all_reduce", lambda flat: flat.add_(2.0))  # the other one has gradients of 2
+    monkeypatch.setattr(team.dist, "broadcast", lambda shared, source: shared.fill_(0.25))
+    second = Team()
+    second.average(parameters)
+    assert second.rank == 1 and second.clock(0.5) == 0.25 and all((p.grad == 3).all() for p in parameters)
+
+
+def test_a_kept_teacher_comes_back_exactly(tiny, tokenizer, tmp_path):
+    model = copy.deepcopy(tiny)
+    teacher.save(model, tokenizer, tmp_path / "teacher")
+    kept_weights.keep(model, tmp_path / "teacher", tmp_path / "teacher.bin")
+    kept_weights.unpack(tmp_path / "teacher.bin", tmp_path / "again")
+    again = load_model(tmp_path / "again", dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name])
+        before = tiny.state_dict()[name]
+        assert (tensor - before).norm() < 0.05 * before.norm()
+    size = (tmp_path / "teacher.bin").stat().st_size
+    assert 0.5 * model.num_parameters() < size < 0.8 * model.num_parameters()
+    assert (tmp_path / "again" / "tokenizer.json").exists()
+
+
+def test_attention_without_masks_is_the_same(tiny):
+    ids = torch.randint(100, 2000, (2, 40), generator=torch.Generator().manual_seed(0))
+    student = convert_model(tiny, layers={"gka": [0, 5], "attention": "rest"}).eval()
+    with torch.no_grad():
+        expected = [model(ids, use_cache=False).logits for model in (tiny, student)]
+        with without_masks(tiny, student):
+            found = [model(ids, use_cache=False).logits for model in (tiny, student)]
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert tiny.config._attn_implementation == student.config._attn_implementation == "sdpa"
 
 
 def test_the_loss_of_answers_counts_answers_only():

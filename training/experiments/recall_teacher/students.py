@@ -58,7 +58,10 @@ def measured(model, teacher, args) -> dict:
 
 @contextlib.contextmanager
 def without_masks(*models):
-    """Attention of whole rows without a mask tensor: in a CUDA graph, transformers would make one and run slower."""
+    """Causal attention of whole rows, for models that see no padding.
+
+    Otherwise transformers looks for packed rows, and the host waits for the device; in a CUDA graph it makes a mask.
+    """
     AttentionInterface.register(WHOLE_ROWS, sdpa_attention_forward)  # a name without a function that makes masks
     before = [model.config._attn_implementation for model in models]
     try:

@@ -40,6 +40,7 @@ from hf_memmix.training.experiments.recall_teacher.drills import DRILL_TEXT, Dri
 from hf_memmix.training.experiments.recall_teacher.kept_weights import keep
 from hf_memmix.training.experiments.recall_teacher.muon import Muon
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, gate_of, quick_gate, recall_of
+from hf_memmix.training.experiments.recall_teacher.students import without_masks
 from hf_memmix.training.experiments.recall_teacher.team import Team
 from hf_memmix.training.experiments.recall_teacher.texts import (
     WORDS,
@@ -131,7 +132,7 @@ def train(args: SimpleNamespace, team: Team) -> dict:
         length = lengths[min(len(lengths) - 1, int(progress * len(lengths)))]
         ids, weights = (x.to(model.device, non_blocking=True) for x in next(batches[length]))
         ids = ids.long()
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu), without_masks(model):
             hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
             text, answers = loss_of(hidden, model.lm_head.weight, ids, weights, len(ids) // 2)
         (text + args.answer_weight * answers).backward()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PATIENCE = timedelta(seconds=90)  # how long a process waits for the others
+PATIENCE = timedelta(seconds=60)  # how long a process waits for the others
 
 
 class Team:

@@ -418,9 +418,17 @@ def test_predictions_are_compared_with_the_students_that_were_measured():
     assert "gka 85 % (needle) (missed) | missed" in lines["2"]
     assert "gla 70, teacher 100 (missed) | missed" in lines["6"]
     assert "gka 60, gla 70 (missed) | missed" in lines["7"]
-    assert all(lines[number].endswith("|  | open |") for number in ("8", "9", "11", "12", "13"))
+    assert all(lines[number].endswith("|  | open |") for number in ("8", "9", "11", "12", "13", "15"))
     raised = {"align": {"tokens": 6e6}, "distill": {"tokens": 15e6}, "recall": rows[0]["recall"]}
-    assert "21M tokens; needle 60 % of the teacher's (missed)" in predictions.table(results, raised)
+    runs = {"raised": raised, "raised_plain": raised | {"recall": student("gka", 0, 0, 0.45)["recall"]}}
+    rows[0] |= {"graphed": True, "ms_per_step": 20.0}
+    rows[1] |= {"graphed": False, "ms_per_step": 30.0}
+    rows += [student("gka", 1, 0, 0.6), student("gka", 6, 0, 0.9)]
+    text = predictions.table(results, runs)
+    assert "21M tokens; needle 60 % of the teacher's (missed)" in text
+    assert "gka with 1 60 %; gka with 6 90 % (missed)" in text
+    assert "needle 60 against 45; MQAR, 32 pairs 60 against 45 (missed)" in text
+    assert "1 of 2 captured (missed); 25 ms" in text
 
 
 def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
@@ -433,6 +441,11 @@ def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
     assert "| needle | 90.0 |" in text
     assert "Perplexity ratio 1.500, KL 0.250" in text and "1.0M tokens of align and 5.0M tokens of distill" in text
     assert "| 4.0 | 75 |" in text
+    grid_settings = {"layouts": list(grid.LAYOUTS), "align_steps": 1, "distill_steps": 2, "batch_size": 1000}
+    rows = [student("gka, long", 0, 0, 0.5), {"stage": "teacher", "recall": [recall("niah", 1024, 1.0)]}]
+    table = report.raised_table({"raised": results}, {"rows": rows, "settings": grid_settings | {"block_size": 1000}})
+    assert "| teacher |  | 0 | 100 |" in table and "| gka, long, of the grid | 3.0 | 1.100 | 50 |" in table
+    assert "| gka, long: all of the recipe | 6.0 | 0.250 | 90 |" in table
     report.plot_raised(results, tmp_path / "raised.png")
     assert (tmp_path / "raised.png").stat().st_size > 1000
 

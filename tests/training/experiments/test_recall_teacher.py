@@ -418,7 +418,7 @@ def test_predictions_are_compared_with_the_students_that_were_measured():
     assert "gka 85 % (needle) (missed) | missed" in lines["2"]
     assert "gla 70, teacher 100 (missed) | missed" in lines["6"]
     assert "gka 60, gla 70 (missed) | missed" in lines["7"]
-    assert all(lines[number].endswith("|  | open |") for number in ("8", "9", "11", "12", "13", "15"))
+    assert all(lines[number].endswith("|  | open |") for number in ("8", "9", "11", "12", "13", "14", "15"))
     raised = {"align": {"tokens": 6e6}, "distill": {"tokens": 15e6}, "recall": rows[0]["recall"]}
     runs = {"raised": raised, "raised_plain": raised | {"recall": student("gka", 0, 0, 0.45)["recall"]}}
     rows[0] |= {"graphed": True, "ms_per_step": 20.0}
@@ -429,6 +429,10 @@ def test_predictions_are_compared_with_the_students_that_were_measured():
     assert "gka with 1 60 %; gka with 6 90 % (missed)" in text
     assert "needle 60 against 45; MQAR, 32 pairs 60 against 45 (missed)" in text
     assert "1 of 2 captured (missed); 25 ms" in text
+    even = {"tokens": 240e6, "recall": student("gka", 12, 0, 0.9)["recall"]}
+    text = predictions.table(results, {"even": even})
+    assert "240M tokens; needle 90 % (missed); MQAR, 32 pairs 90 % (missed); two hops 90 %;" in text
+    assert "unseen words 90 % | 3 of 5 right" in text
 
 
 def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):

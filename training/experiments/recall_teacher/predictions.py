@@ -1,4 +1,4 @@
-"""What became of the predictions about the students: one line per prediction, computed from the results.
+"""What became of the predictions since the students: one line per prediction, computed from the results.
 
 The numbers and the wording of the predictions are those of the README. All shares are of exact answers at 1024 tokens,
 as means over seeds; "teacher" is the row of the teacher in the same results. A prediction whose rows were not measured
@@ -180,6 +180,22 @@ def _graphs(students: Students, raised) -> list[Found]:
     return [(f"{captured} of {len(rows)} captured", captured == len(rows)), (f"{median:.0f} ms", median < 60)]
 
 
+def _teacher(students: Students, runs: dict[str, dict]) -> list[Found]:
+    run = runs.get("even")
+    if run is None:
+        return []
+    found = [(f"{run['tokens'] / 1e6:.0f}M tokens", run["tokens"] >= 230e6)]
+    for task, least, most in (
+        ("niah", 95, 100),
+        ("mqar_32", 95, 100),
+        ("variables", 80, 100),
+        ("mqar_32_unseen", 60, 95),
+    ):
+        share = _percent([run["recall"]], task)
+        found.append((f"{PROBES[task][2]} {share:.0f} %", least <= share <= most))
+    return found
+
+
 PREDICTIONS = {
     "1": (
         "needle: GKA 50 to 80 %, Lattice 40 to 70, GLA and Mamba-2 25 to 55, windows and COFFEE to 10",
@@ -202,6 +218,11 @@ PREDICTIONS = {
         " MQAR, full",
         _raised,
     ),
+    "14": (
+        'teacher "even": 230M tokens; needle and MQAR with 32 pairs at least 95 %, two hops at least 80 %, MQAR with'
+        " unseen words 60 to 95 %",
+        _teacher,
+    ),
     "15": ("needle, in % of the teacher's: with 1 kept layer at least 60, with 6 at least 98", _few_layers),
     "16": (
         "`raised.py`: KL on answers and the own rate of the gates add at least 10 points of needle and 20 of MQAR with"
@@ -212,15 +233,14 @@ PREDICTIONS = {
 }
 
 
-def table(results: dict, raised: dict[str, dict] | None = None) -> str:
+def table(results: dict, others: dict[str, dict] | None = None) -> str:
     """One line per prediction.
 
     Args:
         results: of `grid.py`.
-        raised: the records of `raised.py` by the name of their file, for example "raised" and "raised_plain".
+        others: further records by the name of their file: "raised" and "raised_plain" of `raised.py`, and "even", the
+            teacher.
     """
-    students = Students(results)
-    outcomes = {
-        number: Outcome(text, measure(students, raised or {})) for number, (text, measure) in PREDICTIONS.items()
-    }
+    students, runs = Students(results), others or {}
+    outcomes = {number: Outcome(text, measure(students, runs)) for number, (text, measure) in PREDICTIONS.items()}
     return predictions_table(f"prediction, at {GATE_LENGTH} tokens", outcomes)

@@ -105,8 +105,23 @@ def recall_predictions_table(root: Path) -> str:
     """What became of the predictions about the students of the recall teacher."""
     from hf_memmix.training.experiments.recall_teacher.predictions import table  # no experiments in a wheel
 
-    raised = read("recall_raised", root) if "recall_raised" in MEASUREMENTS else None
-    return table(read("recall_grid", root), raised)
+    runs = recall_raised_runs(root)
+    if RECALL_RUNS[-1] == "even":
+        runs["even"] = read("recall_teacher", root)
+    return table(read("recall_grid", root), runs)
+
+
+def recall_raised_runs(root: Path) -> dict[str, dict]:
+    """The records of `raised.py` by the names of their files."""
+    names = [name for name in MEASUREMENTS if name.startswith("recall_raised")]
+    return {name.removeprefix("recall_"): read(name, root) for name in names}
+
+
+def recall_raised_table(root: Path) -> str:
+    """The students of `raised.py` beside each other and their teacher."""
+    from hf_memmix.training.experiments.recall_teacher.report import raised_table  # no experiments in a wheel
+
+    return raised_table(recall_raised_runs(root), read("recall_grid", root))
 
 
 def baselines_predictions_table(root: Path) -> str:
@@ -221,6 +236,7 @@ TABLES = {
     "baselines_predictions": baselines_predictions_table,
     "recall_predictions": recall_predictions_table,
     "recall_lengths": recall_lengths_table,
+    "recall_raised_runs": recall_raised_table,
     "conversion_costs": costs.costs_table,
     "conversion_memory": costs.conversion_memory_table,
     "published_conversions": costs.published_table,

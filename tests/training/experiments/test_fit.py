@@ -110,6 +110,21 @@ def test_a_graph_trains_as_single_launches_do(mixer, tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
+def test_a_step_that_cannot_be_captured_runs_without_a_graph(tmp_path):
+    layer, x = torch.nn.Linear(4, 1).cuda(), torch.ones(8, 4, device="cuda")
+
+    def loss_of(x):
+        return (layer(x) - x.sum().item()).square().mean()  # waits for the device
+
+    with pytest.warns(UserWarning, match="runs without a CUDA graph"):
+        result = fit.fit(layer, loss_of, 40, 1e-2, arguments(tmp_path), lambda step: (x,))
+    assert result["steps"] == 40 and not result["graphed"]
+    assert result["curve"][-1][1] < result["curve"][0][1]
+    graph = fit.fit(layer, lambda x: layer(x).square().mean(), 40, 1e-2, arguments(tmp_path), lambda step: (x,))
+    assert graph["curve"][-1][1] < graph["curve"][0][1]  # the process trains on
+
+
+@pytest.mark.gpu
 def test_models_in_threads_train_as_alone(tmp_path):
     """Four models, each in a thread with its own stream: the losses of the same models one after the other."""
     args, names = arguments(tmp_path), ("transformer", "gka", "dec", "mamba2")

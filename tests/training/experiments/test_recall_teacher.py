@@ -1,5 +1,6 @@
 """The recall teacher: drills, optimizer, probes, the control with windows, and the grid's rows and tables."""
 
+import copy
 import math
 import random
 from pathlib import Path
@@ -20,13 +21,17 @@ from hf_memmix.training.experiments.recall_teacher import (
     corpus,
     drills,
     grid,
+    kept_weights,
     predictions,
     probing,
     report,
     teacher,
+    team,
     texts,
 )
 from hf_memmix.training.experiments.recall_teacher.muon import Muon, orthogonal
+from hf_memmix.training.experiments.recall_teacher.students import without_masks
+from hf_memmix.training.experiments.recall_teacher.team import Team
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +151,48 @@ def test_muon_steps_downhill_and_refuses_vectors():
     assert loss < 0.5
     with pytest.raises(ValueError, match=r"shape \(3,\); give these to another optimizer"):
         Muon([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+def test_a_team_averages_gradients_and_follows_the_first_clock(monkeypatch):
+    parameters = [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(4))]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 4.0)
+    alone = Team()
+    alone.average(parameters)
+    assert alone.rank == 0 and alone.clock(0.5) == 0.5 and all((p.grad == 4).all() for p in parameters)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(team.dist, "all_reduce", lambda flat: flat.add_(2.0))  # the other one has gradients of 2
+    monkeypatch.setattr(team.dist, "broadcast", lambda shared, source: shared.fill_(0.25))
+    second = Team()
+    second.average(parameters)
+    assert second.rank == 1 and second.clock(0.5) == 0.25 and all((p.grad == 3).all() for p in parameters)
+
+
+def test_a_kept_teacher_comes_back_exactly(tiny, tokenizer, tmp_path):
+    model = copy.deepcopy(tiny)
+    teacher.save(model, tokenizer, tmp_path / "teacher")
+    kept_weights.keep(model, tmp_path / "teacher", tmp_path / "teacher.bin")
+    kept_weights.unpack(tmp_path / "teacher.bin", tmp_path / "again")
+    again = load_model(tmp_path / "again", dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name])
+        before = tiny.state_dict()[name]
+        assert (tensor - before).norm() < 0.05 * before.norm()
+    size = (tmp_path / "teacher.bin").stat().st_size
+    assert 0.5 * model.num_parameters() < size < 0.8 * model.num_parameters()
+    assert (tmp_path / "again" / "tokenizer.json").exists()
+
+
+def test_attention_without_masks_is_the_same(tiny):
+    ids = torch.randint(100, 2000, (2, 40), generator=torch.Generator().manual_seed(0))
+    student = convert_model(tiny, layers={"gka": [0, 5], "attention": "rest"}).eval()
+    with torch.no_grad():
+        expected = [model(ids, use_cache=False).logits for model in (tiny, student)]
+        with without_masks(tiny, student):
+            found = [model(ids, use_cache=False).logits for model in (tiny, student)]
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert tiny.config._attn_implementation == student.config._attn_implementation == "sdpa"
 
 
 def test_the_loss_of_answers_counts_answers_only():
@@ -371,9 +418,21 @@ def test_predictions_are_compared_with_the_students_that_were_measured():
     assert "gka 85 % (needle) (missed) | missed" in lines["2"]
     assert "gla 70, teacher 100 (missed) | missed" in lines["6"]
     assert "gka 60, gla 70 (missed) | missed" in lines["7"]
-    assert all(lines[number].endswith("|  | open |") for number in ("8", "9", "11", "12", "13"))
+    assert all(lines[number].endswith("|  | open |") for number in ("8", "9", "11", "12", "13", "14", "15"))
     raised = {"align": {"tokens": 6e6}, "distill": {"tokens": 15e6}, "recall": rows[0]["recall"]}
-    assert "21M tokens; needle 60 % of the teacher's (missed)" in predictions.table(results, raised)
+    runs = {"raised": raised, "raised_plain": raised | {"recall": student("gka", 0, 0, 0.45)["recall"]}}
+    rows[0] |= {"graphed": True, "ms_per_step": 20.0}
+    rows[1] |= {"graphed": False, "ms_per_step": 30.0}
+    rows += [student("gka", 1, 0, 0.6), student("gka", 6, 0, 0.9)]
+    text = predictions.table(results, runs)
+    assert "21M tokens; needle 60 % of the teacher's (missed)" in text
+    assert "gka with 1 60 %; gka with 6 90 % (missed)" in text
+    assert "needle 60 against 45; MQAR, 32 pairs 60 against 45 (missed)" in text
+    assert "1 of 2 captured (missed); 25 ms" in text
+    even = {"tokens": 240e6, "recall": student("gka", 12, 0, 0.9)["recall"]}
+    text = predictions.table(results, {"even": even})
+    assert "240M tokens; needle 90 % (missed); MQAR, 32 pairs 90 % (missed); two hops 90 %;" in text
+    assert "unseen words 90 % | 3 of 5 right" in text
 
 
 def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
@@ -386,6 +445,11 @@ def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
     assert "| needle | 90.0 |" in text
     assert "Perplexity ratio 1.500, KL 0.250" in text and "1.0M tokens of align and 5.0M tokens of distill" in text
     assert "| 4.0 | 75 |" in text
+    grid_settings = {"layouts": list(grid.LAYOUTS), "align_steps": 1, "distill_steps": 2, "batch_size": 1000}
+    rows = [student("gka, long", 0, 0, 0.5), {"stage": "teacher", "recall": [recall("niah", 1024, 1.0)]}]
+    table = report.raised_table({"raised": results}, {"rows": rows, "settings": grid_settings | {"block_size": 1000}})
+    assert "| teacher |  | 0 | 100 |" in table and "| gka, long, of the grid | 3.0 | 1.100 | 50 |" in table
+    assert "| gka, long: all of the recipe | 6.0 | 0.250 | 90 |" in table
     report.plot_raised(results, tmp_path / "raised.png")
     assert (tmp_path / "raised.png").stat().st_size > 1000
 

@@ -171,7 +171,7 @@ def fit(
     Returns:
         "curve", a list of [step, loss]; "gradient_norms", the largest norm of the gradients, before they are clipped,
         since the previous point of the curve; "steps", the number of steps that ran; "finite", whether the losses
-        are finite; "ms_per_step".
+        are finite; "ms_per_step"; "graphed", whether steps were replayed from a CUDA graph.
 
     Raises:
         OutOfTime: the command's deadline passed before the training ended.
@@ -221,15 +221,17 @@ def fit(
                     return False
         return True
 
-    captured = min(steps, WARM_UP + 1)
-    if run_steps(0, captured):
+    first = min(steps, WARM_UP + 1)
+    if run_steps(0, first):
         with TURN.given_up() if on_gpu and graphed else contextlib.nullcontext():  # these steps replay the graph
-            run_steps(captured, steps)
+            run_steps(first, steps)
     took, done = time.time() - began, curve[-1][0]
     optimizer.zero_grad()
     finite = math.isfinite(curve[-1][1])
     curves = {"curve": curve, "gradient_norms": norms}
-    return {**curves, "steps": done, "finite": finite, "ms_per_step": round(1000 * took / done, 2)}
+    captured = getattr(update, "graph", None) is not None
+    speed = {"ms_per_step": round(1000 * took / done, 2), "graphed": captured}
+    return {**curves, "steps": done, "finite": finite, **speed}
 
 
 def train_language_model(

@@ -45,6 +45,7 @@ from hf_memmix.training.experiments.recall_teacher.students import (
     measured,
     sequences,
     teacher_of,
+    without_masks,
 )
 from hf_memmix.training.experiments.recall_teacher.texts import probe_materials, tokens_of
 from hf_memmix.training.losses import forward_kl
@@ -75,9 +76,10 @@ def rows_in_order(args) -> list[dict]:
         add(FIRST, [seed], [(0, "uniform")])
         rows.append({"stage": "teacher"})
         add(FIRST, [seed], [(3, "uniform")])
+        add(MAIN, [seed], [(1, "uniform"), (6, "uniform"), (3, "select")])
         add(MIXTURES, [seed], [(0, "mixture")], aligns=False)
-    add(LAYOUTS, args.seed_list, [(0, "uniform")])
-    add(MAIN, args.seed_list, [(3, "select"), *((keep, how) for keep in (1, 6) for how in ("uniform", "select"))])
+        add(LAYOUTS, [seed], [(0, "uniform")])
+    add(MAIN, args.seed_list, [(1, "select"), (6, "select")])
     unique = {tuple(row.items()): row for row in rows}
     return [row for row in unique.values() if row.get("layout", args.layouts[0]) in args.layouts]
 
@@ -155,12 +157,12 @@ def distill(row: dict, args) -> dict:
     layers = teacher.config.num_hidden_layers
     if row["how"] == "mixture":
         types, options = mixture(row, layers, args), {}
-        sources = {name: mixers_folder(row | {"layout": name}, args) for name in MIXED}
+        sources = {name: aligned_folder(row | {"layout": name}, args) for name in MIXED}
     else:
         name, options, _ = LAYOUTS[row["layout"]]
         kept = kept_layers(row["keep"], row["how"], ranking_of(row, args), layers)
         types = [ATTENTION if layer in kept else name for layer in range(layers)]
-        sources, options = {name: mixers_folder(row, args)}, {name: options}
+        sources, options = {name: aligned_folder(row, args)}, {name: options}
     student = convert_model(teacher, layers=types, seed=row["seed"], mixers=options)
     for mixer in memory_mixers(student).values():
         load_aligned(mixer, sources[mixer.name])
@@ -218,7 +220,8 @@ def trained(student, teacher, stage: str, seed: int, args) -> dict:
     groups = [{"params": p, "lr": lr, "weight_decay": 0.0} for p, lr in zip(parameters, rates, strict=True) if p]
     schedule = {"warmup_steps": steps // 10 + 1, "groups": groups}
     graphed = not {mixer.name for mixer in memory_mixers(student).values()} & set(args.eager)
-    result = fit(student, loss_of, steps, rates[0], args, batch_of, graphed=graphed, **schedule)
+    with without_masks(student, teacher):
+        result = fit(student, loss_of, steps, rates[0], args, batch_of, graphed=graphed, **schedule)
     student.requires_grad_(True).eval()
     return result
 
@@ -229,11 +232,16 @@ def measured_teacher(args) -> dict:
 
 
 def ranking_of(row: dict, args) -> dict | None:
-    """The ranking of the layers by the aligned mixers of this layout and seed; aligns them if their folder is lost."""
-    path = mixers_folder(row, args) / RANKING
-    if not path.exists():
+    """The ranking of the layers by the aligned mixers of this layout and seed."""
+    return json.loads((aligned_folder(row, args) / RANKING).read_text())
+
+
+def aligned_folder(row: dict, args) -> Path:
+    """The folder of the aligned mixers of this layout and seed; aligns them again if it is lost."""
+    folder = mixers_folder(row, args)
+    if not (folder / RANKING).exists():
         align(row, args)
-    return json.loads(path.read_text())
+    return folder
 
 
 def mixers_folder(row: dict, args) -> Path:

@@ -1,4 +1,4 @@
-"""What became of the predictions about the students: one line per prediction, computed from the results.
+"""What became of the predictions since the students: one line per prediction, computed from the results.
 
 The numbers and the wording of the predictions are those of the README. All shares are of exact answers at 1024 tokens,
 as means over seeds; "teacher" is the row of the teacher in the same results. A prediction whose rows were not measured
@@ -24,6 +24,7 @@ class Students:
 
     def __init__(self, results: dict):
         self.rows = groups(results)
+        self.trained = [row for row in results["rows"] if row["stage"] != "teacher"]
         self.own = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
 
     def of(self, layout: str, keep: int = 0, how: str = "uniform") -> list[dict]:
@@ -139,8 +140,9 @@ def _mixtures(students: Students, raised) -> list[Found]:
     return found
 
 
-def _raised(students: Students, raised: dict | None) -> list[Found]:
-    if raised is None or "recall" not in raised:
+def _raised(students: Students, runs: dict[str, dict]) -> list[Found]:
+    raised = runs.get("raised", {})
+    if "recall" not in raised:
         return []
     tokens = sum(raised[stage]["tokens"] for stage in ("align", "distill")) / 1e6
     found = [(f"{tokens:.0f}M tokens", tokens >= 20)]
@@ -149,6 +151,48 @@ def _raised(students: Students, raised: dict | None) -> list[Found]:
         if ours is not None and theirs:
             ratio = 100 * ours / theirs
             found.append((f"{PROBES[task][2]} {ratio:.0f} % of the teacher's", (ratio >= share) == above))
+    return found
+
+
+def _few_layers(students: Students, raised) -> list[Found]:
+    found, teacher = [], students.share("niah")
+    for keep, least in ((1, 60), (6, 98)):
+        for name in ("gka", "lattice", "gla", "mamba2"):
+            if (share := students.share("niah", name, keep)) is not None and teacher:
+                found.append((f"{name} with {keep} {100 * share / teacher:.0f} %", 100 * share / teacher >= least))
+    return found
+
+
+def _answers(students: Students, raised: dict[str, dict]) -> list[Found]:
+    found, runs = [], [raised.get(name, {}).get("recall") for name in ("raised", "raised_plain")]
+    for task, least in (("niah", 10), ("mqar_32", 20)) if all(runs) else ():
+        ours, plain = (_percent([rows], task) for rows in runs)
+        if ours is not None and plain is not None:
+            found.append((f"{PROBES[task][2]} {ours:.0f} against {plain:.0f}", ours - plain >= least))
+    return found
+
+
+def _graphs(students: Students, raised) -> list[Found]:
+    rows = [row for row in students.trained if "graphed" in row]
+    if not rows:
+        return []
+    captured, median = sum(row["graphed"] for row in rows), statistics.median(row["ms_per_step"] for row in rows)
+    return [(f"{captured} of {len(rows)} captured", captured == len(rows)), (f"{median:.0f} ms", median < 60)]
+
+
+def _teacher(students: Students, runs: dict[str, dict]) -> list[Found]:
+    run = runs.get("even")
+    if run is None:
+        return []
+    found = [(f"{run['tokens'] / 1e6:.0f}M tokens", run["tokens"] >= 230e6)]
+    for task, least, most in (
+        ("niah", 95, 100),
+        ("mqar_32", 95, 100),
+        ("variables", 80, 100),
+        ("mqar_32_unseen", 60, 95),
+    ):
+        share = _percent([run["recall"]], task)
+        found.append((f"{PROBES[task][2]} {share:.0f} %", least <= share <= most))
     return found
 
 
@@ -174,16 +218,29 @@ PREDICTIONS = {
         " MQAR, full",
         _raised,
     ),
+    "14": (
+        'teacher "even": 230M tokens; needle and MQAR with 32 pairs at least 95 %, two hops at least 80 %, MQAR with'
+        " unseen words 60 to 95 %",
+        _teacher,
+    ),
+    "15": ("needle, in % of the teacher's: with 1 kept layer at least 60, with 6 at least 98", _few_layers),
+    "16": (
+        "`raised.py`: KL on answers and the own rate of the gates add at least 10 points of needle and 20 of MQAR with"
+        " 32 pairs",
+        _answers,
+    ),
+    "17": ("all training of the grid runs in CUDA graphs; the median step takes less than 60 ms", _graphs),
 }
 
 
-def table(results: dict, raised: dict | None = None) -> str:
+def table(results: dict, others: dict[str, dict] | None = None) -> str:
     """One line per prediction.
 
     Args:
         results: of `grid.py`.
-        raised: the record of `raised.py`; None if it has not run.
+        others: further records by the name of their file: "raised" and "raised_plain" of `raised.py`, and "even", the
+            teacher.
     """
-    students = Students(results)
-    outcomes = {number: Outcome(text, measure(students, raised)) for number, (text, measure) in PREDICTIONS.items()}
+    students, runs = Students(results), others or {}
+    outcomes = {number: Outcome(text, measure(students, runs)) for number, (text, measure) in PREDICTIONS.items()}
     return predictions_table(f"prediction, at {GATE_LENGTH} tokens", outcomes)

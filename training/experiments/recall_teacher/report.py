@@ -75,6 +75,33 @@ def raised_section(results: dict) -> str:
     )
 
 
+# the students of `raised.py` by the names of their records
+RAISED = {
+    "raised": "all of the recipe",
+    "raised_plain": "without the KL on answers and the own rate of the gates",
+}
+
+
+def raised_table(runs: dict[str, dict], grid: dict) -> str:
+    """One line per student of `raised.py`, with its tokens, below the teacher and the same layout in the grid."""
+    tasks = [task for task in PROBES if any(row["task"] == task for run in runs.values() for row in run["recall"])]
+    head = ["student", "tokens, millions", "KL", *(f"{PROBES[task][2]} at {GATE_LENGTH}, %" for task in tasks)]
+    teacher = [row for row in grid["rows"] if row["stage"] == "teacher" and "recall" in row]
+    lines = [["teacher", "", "0", *(share_text(teacher, task, GATE_LENGTH) for task in tasks)]] if teacher else []
+    for layout in dict.fromkeys(run["settings"]["layout"] for run in runs.values()):
+        if rows := groups(grid).get((0, "uniform", layout)):
+            kl = mean_of_rows(rows, "heldout_kl", 3).removesuffix(" (1 seed)")
+            shares = [share_text(rows, task, GATE_LENGTH) for task in tasks]
+            lines.append([f"{layout}, of the grid", f"{tokens_of(grid) / 1e6:.1f}", kl, *shares])
+    for name, run in runs.items():
+        read = sum(run[stage]["tokens"] for stage in ("align", "distill"))
+        read += sum(part["tokens"] for part in run.get("groups", []))
+        shares = [share_text([run], task, GATE_LENGTH) for task in tasks]
+        text = f"{run['settings']['layout']}: {RAISED[name]}"
+        lines.append([text, f"{read / 1e6:.1f}", f"{run['heldout_kl']:.3f}", *shares])
+    return markdown_table(head, lines, figures=True)
+
+
 def plot_raised(results: dict, path: str | Path) -> None:
     """Plot recall in development text by the tokens of distill, one line per probe."""
     figure, (panel,) = figure_of(1, f"{results['settings']['layout']}, commit {results['environment']['commit']}")
@@ -208,6 +235,12 @@ def length_table(results: dict) -> str:
     return markdown_table(head, lines, figures=True)
 
 
+def tokens_of(results: dict) -> int:
+    """The tokens that every student of the grid read, in align and distill."""
+    own = results["settings"]
+    return (own["align_steps"] + own["distill_steps"]) * own["batch_size"] * own["block_size"]
+
+
 def short_table(results: dict) -> str:
     """Recall by length of a few students, for readers who want to know what to expect."""
     teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
@@ -223,8 +256,7 @@ def short_table(results: dict) -> str:
     head = ["mixer", "layers that keep attention"]
     head += [f"{PROBES[task][2]}, {length}" for task, length in columns]
     layers = max((len(row["ranking"]["layers"]) for row in results["rows"] if row.get("ranking")), default=0)
-    steps = results["settings"]["align_steps"] + results["settings"]["distill_steps"]
-    tokens = steps * results["settings"]["batch_size"] * results["settings"]["block_size"] / 1e6
+    tokens = tokens_of(results) / 1e6
     return (
         markdown_table(head, lines)
         + f"\n\nExact answers in % by length in tokens. A transformer of {layers} layers; every student was trained on"
@@ -288,7 +320,7 @@ def plot(results: dict, path: str | Path) -> None:
     """Plot recall against length: a row of panels per number of kept layers, a column per probe, a line per mixer."""
     found = groups(results)
     teacher = _with([row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row])
-    keeps = [keep for keep in (0, 3) if any(key[:2] == (keep, "uniform") for key in found)]
+    keeps = [keep for keep in (0, 1, 3, 6) if any(key[:2] == (keep, "uniform") for key in found)]
     tasks = [t for t in PROBES if any(c["task"] == t for rows in found.values() for r in rows for c in r["recall"])]
     if not keeps or not tasks:
         return

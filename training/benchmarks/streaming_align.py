@@ -311,7 +311,7 @@ def _one_and_two(teacher: Path, options: list, args) -> dict:
     for count, out in outs.items():
         result = launched(count, [*options, "--out", out], args)
         runs[count] = {"losses": [row["loss"] for row in result["log"]], "gpu_memory": _memory_by_device(result)}
-        runs[count] |= {name: result[name] for name in ("seconds", "wall_seconds", "layers")}
+        runs[count] |= {name: result[name] for name in ("seconds", "wall_seconds", "layers", "cost")}
         print(f"{count} processes: {runs[count]['wall_seconds']} s", flush=True)
     difference = 0.0
     with (
@@ -371,9 +371,11 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     record = json.loads(args.out.read_text()) if args.out.exists() else {}
     for name in args.part or ("run", "same_losses"):
-        record[name] = PARTS[name](args)
+        found = PARTS[name](args)
+        # losses are compared in several dtypes, on several machines
+        record[name] = record.get(name, {}) | {found["dtype"]: found} if name == "same_losses" else found
         write_json(args.out, record)
-        print(json.dumps(record[name]))
+        print(json.dumps(found))
 
 
 PARTS = {

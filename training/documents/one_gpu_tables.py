@@ -65,8 +65,8 @@ def _two_gpus(found: dict | None) -> tuple[list[list[str]], str]:
         f" Two GPUs: {found['measured_layers']} layers of this shape with {found['tokens']:,} tokens each, by one"
         f" process and by two of `accelerate launch`. The two {_difference(found)} (tolerance of the losses:"
         f" {found['tolerance']:.0e}). A layer takes {seconds[1]:.2f} s in each of them and {seconds[0]:.2f} s in one"
-        f" process, so two GPUs are {found['speedup']:.2f} times as fast. This leaves out that the second GPU waits for"
-        " its first layer."
+        f" process, so two GPUs are {found['speedup']:.2f} times as fast. This leaves out that the second GPU waits"
+        " for its first layer."
     )
     return [row], told
 

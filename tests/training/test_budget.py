@@ -184,7 +184,7 @@ def test_a_missing_package_is_named_before_anything_is_loaded(tmp_path, monkeypa
 
 # ---- optimizers with small states
 
-OPTIMIZERS = ["adamw_torch_fused", "adafactor", "adamw_8bit", "paged_adamw_8bit", "lion_8bit"]
+OPTIMIZERS = ["adamw_torch_fused", "adafactor", "adamw_8bit", "paged_adamw_8bit", "lion_8bit", "adamw_torch_8bit"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

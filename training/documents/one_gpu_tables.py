@@ -61,12 +61,14 @@ def _two_gpus(found: dict | None) -> tuple[list[list[str]], str]:
         f"{two['computed']['hours']:.2f} hours",
     ]
     seconds = [found["tokens"] / run["layer_tokens_per_second"] for run in (one, two)]
+    noise = " (more than twice is noise)" if found["speedup"] > 2 else ""
     told = (
-        f" Two GPUs: {found['measured_layers']} layers of this shape with {found['tokens']:,} tokens each, by one"
+        f"\n\nTwo GPUs: {found['measured_layers']} layers of this shape with {found['tokens']:,} tokens each, by one"
         f" process and by two of `accelerate launch`. The two {_difference(found)} (tolerance of the losses:"
         f" {found['tolerance']:.0e}). A layer takes {seconds[1]:.2f} s in each of them and {seconds[0]:.2f} s in one"
-        f" process, so two GPUs are {found['speedup']:.2f} times as fast. This leaves out that the second GPU waits"
-        " for its first layer."
+        f" process, with which {tokens / 1e6:.0f}M tokens would take {one['computed']['hours']:.2f} hours in this"
+        f" measurement. So two GPUs are {found['speedup']:.2f} times as fast{noise}. This leaves out that the second"
+        " GPU waits for its first layer."
     )
     return [row], told
 
@@ -77,7 +79,7 @@ def _same_losses(found: dict[str, dict]) -> str:
     def differences(name: str) -> str:
         return ", ".join(
             f"{row[name]['largest_difference']:.1g} in {dtype} on {row['environment']['hardware']} (tolerance"
-            f" {row[name]['tolerance']:.0e})"
+            f" {row[name]['tolerance']:.0e}{'' if row[name]['same'] else ', missed'})"
             for dtype, row in found.items()
         )
 
@@ -130,5 +132,5 @@ def one_gpu_table(root: Path) -> str:
         f" teacher's layer. The hours of all layers, {rates['whole']:,.0f} tokens/s, and the size of the spool are"
         " computed from this; reading the texts and writing the student are not in them. `distill`: median speed of"
         " training steps of one sequence of 2,048 tokens on the same GPU, with gradient checkpointing; the hours are"
-        f" computed. {_same_losses(measured['same_losses'])}{_two_processes(measured.get('processes'))}{told}"
+        f" computed.\n\n{_same_losses(measured['same_losses'])}{_two_processes(measured.get('processes'))}{told}"
     )

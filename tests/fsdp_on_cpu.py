@@ -1,5 +1,6 @@
 """Imported for its effect: accelerate shards models by FSDP2 on CPUs too, where it would use DDP."""
 
+import torch.distributed.fsdp
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
@@ -17,3 +18,13 @@ def _init(self, *args, fsdp_plugin=None, **kwargs):
 
 
 AcceleratorState.__init__ = _init
+
+
+class _Unpinned(torch.distributed.fsdp.CPUOffloadPolicy):
+    """Memory can be pinned for an accelerator only."""
+
+    def __init__(self):
+        super().__init__(pin_memory=False)
+
+
+torch.distributed.fsdp.CPUOffloadPolicy = _Unpinned

@@ -38,6 +38,9 @@ def quantized_linear(
         out, into = layer.weight.shape
         with torch.device("meta"):
             new = bitsandbytes.nn.Linear4bit(into, out, layer.bias is not None, compute_dtype, quant_type="nf4")
+        # on a CPU with bf16 instructions, a layer of the teacher would replace its weights, which the student shares,
+        # by a format that has other scales and no gradient of the input
+        new.support_avx512bf16_for_cpu = False
         new.weight = bitsandbytes.nn.Params4bit(layer.weight.detach(), requires_grad=False, quant_type="nf4")
         new.bias = layer.bias
         return new.to(device)  # this quantises the weight

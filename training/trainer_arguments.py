@@ -33,6 +33,9 @@ DECIDED_ELSEWHERE = {
     "fp16": "bf16",
     "parallelism_config": "the launch file of accelerate",
     "gradient_checkpointing": "gradient_checkpointing",
+    "gradient_checkpointing_kwargs": "gradient_checkpointing",
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing",
     "save_strategy": "save_every",
     "save_steps": "save_every",
     "save_only_model": "save_every",
@@ -106,6 +109,8 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
     _check(recipe.trainer)
+    if _offloads(recipe.trainer) and torch.cuda.is_available():
+        values["ddp_backend"] = "cuda:nccl,cpu:gloo"  # NCCL cannot sum the norms of gradients on the CPU
     try:
         arguments = OneGPUArguments(**(values | recipe.trainer))
     except (TypeError, ValueError, ImportError) as error:
@@ -144,6 +149,13 @@ def check_packages(recipe: Recipe) -> None:
         )
 
 
+def _offloads(given: dict) -> bool:
+    """Whether `trainer` asks FSDP to keep parameters, gradients and the optimizer's states in the CPU's memory."""
+    kind, config = given.get("fsdp") or "", given.get("fsdp_config") or {}
+    named = isinstance(kind, str) and "offload" in kind.split()
+    return named or bool(kind) and isinstance(config, dict) and bool(config.get("cpu_offload"))
+
+
 def _check_launch() -> None:
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
         return
@@ -164,7 +176,8 @@ def _check(given: dict) -> None:
         if name in DECIDED_ELSEWHERE:
             raise ValueError(f"trainer sets {name}, which {DECIDED_ELSEWHERE[name]} decides; remove it from trainer")
         try:
-            if not (types[name] is float and type(value) is int):
+            # transformers prefers a boolean for fsdp, which its type does not name
+            if not (types[name] is float and type(value) is int or name == "fsdp" and type(value) is bool):
                 type_validator(name, value, types[name])
         except TypeError:
             kind = getattr(types[name], "__name__", types[name])

@@ -114,6 +114,21 @@ def test_student_and_teacher_share_the_quantized_matrices(quantize):
     assert "model.layers.0.self_attn.A_log" in trained and "model.layers.0.self_attn.a_proj.weight" in trained
 
 
+def test_a_cpu_with_bf16_instructions_does_not_change_the_weights_that_teacher_and_student_share(monkeypatch):
+    """There bitsandbytes replaces the weights of layers in eval mode by another format, for inference."""
+    bnb = pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(bnb.nn.modules, "has_avx512bf16", lambda: True)
+    layer = quantized.quantized_linear(torch.nn.Linear(64, 32), "4bit", torch.float32).eval()
+    before, rows = layer.weight.data.clone(), torch.randn(2, 64)
+    with torch.no_grad():
+        expected = torch.nn.functional.linear(rows, quantized.plain_weight(layer), layer.bias)
+        torch.testing.assert_close(layer(rows), expected)
+    assert torch.equal(layer.weight.data, before) and layer.weight.quant_state.nested
+    rows.requires_grad_()
+    layer(rows).sum().backward()
+    torch.testing.assert_close(rows.grad[0], quantized.plain_weight(layer).sum(0))
+
+
 @pytest.mark.parametrize("quantize", PRECISIONS[1:])
 def test_matrices_are_rounded_where_they_are_trained(tmp_path, quantize, monkeypatch):
     """With a GPU, on the GPU: a CPU takes minutes for the matrices of an 8B model."""
@@ -169,7 +184,7 @@ def test_a_missing_package_is_named_before_anything_is_loaded(tmp_path, monkeypa
 
 # ---- optimizers with small states
 
-OPTIMIZERS = ["adamw_torch_fused", "adafactor", "adamw_8bit", "paged_adamw_8bit", "lion_8bit"]
+OPTIMIZERS = ["adamw_torch_fused", "adafactor", "adamw_8bit", "paged_adamw_8bit", "lion_8bit", "adamw_torch_8bit"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

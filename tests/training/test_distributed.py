@@ -30,7 +30,8 @@ RUN = """
         import zero3_on_cpu
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import zero3_sharded
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":  # it would use DDP
+    fsdp = "fsdp" in os.environ.get("TRAINER", "") or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if fsdp and not gpus:  # it would use DDP
         import fsdp_on_cpu
     from tiny_teachers import tiny_teacher
     from transformers import TrainerCallback
@@ -57,7 +58,8 @@ RUN = """
     for stage in ("align", "distill"):
         recipe = Recipe(stage=stage, steps=6, batch_size=4, block_size=16, learning_rate=3e-3, rest_learning_rate=1e-3,
                         warmup_steps=1, save_every=3, gradient_checkpointing=stage == "distill", bf16=False,
-                        trainer={"logging_steps": 1, "use_cpu": on_cpu, "disable_tqdm": True})
+                        trainer={"logging_steps": 1, "use_cpu": on_cpu, "disable_tqdm": True,
+                                 **json.loads(os.environ.get("TRAINER", "{}"))})
         if broken:
             try:
                 train(student, teacher, data, f"{out}/{stage}", recipe=recipe, callbacks=[Stop()])
@@ -78,7 +80,7 @@ RUN = """
 """
 
 
-def launch(folder: Path, processes: int, mode: str, zero3: bool = False, gpus: bool = False, **env) -> dict | None:
+def launch(folder: Path, processes: int, mode: str, zero3=False, gpus=False, launcher=False, **env) -> dict | None:
     """The losses of a run; None if it is killed, in the stage that `mode` names."""
     folder.mkdir(exist_ok=True)
     script = folder / "run.py"
@@ -91,7 +93,7 @@ def launch(folder: Path, processes: int, mode: str, zero3: bool = False, gpus: b
     if zero3:
         command += ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "zero3.yaml")]
         command += ["--num_processes", str(processes), "--main_process_port", "0"]
-    elif processes > 1:
+    elif processes > 1 or launcher:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command += [str(script), str(folder), mode]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
@@ -114,14 +116,28 @@ def alone(tmp_path_factory):
     return launch(folder, 1, "whole"), load_model(folder / "student")
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+# `trainer` of a recipe that keeps weights, gradients and the optimizer's states in the memory of the CPU
+OFFLOAD = {"TRAINER": json.dumps({"fsdp": "full_shard offload", "fsdp_config": {"version": 2}})}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "offload"])
 def test_two_processes_train_what_one_does(tmp_path, alone, kind):
     # before 5.23 the library cannot resume a CPU run of several processes: it maps tensors to "cpu:0"
     broken = parse(transformers.__version__) >= parse("5.23")
-    result = launch(
-        tmp_path / kind, 2, "broken" if broken else "whole", **(fsdp_environment() if kind == "fsdp2" else {})
-    )
+    environment = {"ddp": {}, "fsdp2": fsdp_environment(), "offload": OFFLOAD}[kind]
+    result = launch(tmp_path / kind, 2, "broken" if broken else "whole", **environment)
     check_against_one_process(result, alone, tmp_path / kind / "student")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("processes", [1, 2])
+def test_offload_to_the_cpu_trains_what_one_gpu_does(tmp_path, processes):
+    if torch.cuda.device_count() < processes:
+        pytest.skip("needs two GPUs")
+    one = launch(tmp_path / "alone", 1, "whole", gpus=True), load_model(tmp_path / "alone" / "student")
+    # a launcher for one process too: FSDP needs one
+    result = launch(tmp_path / "offload", processes, "whole", gpus=True, launcher=True, **OFFLOAD)
+    check_against_one_process(result, one, tmp_path / "offload" / "student")
 
 
 @pytest.mark.gpu

@@ -317,6 +317,10 @@ def test_speed_scales_with_parameters_mixers_and_gpus(monkeypatch):
     assert speed.speed_of("full", 2e9, {"gka": 1, "ska": 1}, True).tokens_s == pytest.approx(400 / 0.75)
     assert speed.speed_of("full", 8e9, {"gka": 2}, False).tokens_s == pytest.approx(90 * 4 / 3)
     assert speed.speed_of("full", 1e9, {"gka": 2}, False, gpus=4).tokens_s == pytest.approx(4000 * 0.81)
+    rows.append(rows[0] | {"kind": "align --stream"})
+    for more, share in (({}, 0.9), ({"two_gpus_stream": 0.95}, 0.95)):
+        data.update(more)
+        assert speed.speed_of("align --stream", 1e9, {"gka": 2}, False, gpus=2).tokens_s == pytest.approx(2000 * share)
 
 
 # ---- the command

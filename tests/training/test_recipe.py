@@ -125,6 +125,11 @@ def test_a_recipe_object_is_run_for_fewer_steps(student, tmp_path):
         ({"max_steps": 3}, "trainer sets max_steps, which steps decides"),
         ({"learning_rate": 0.1}, "trainer sets learning_rate, which learning_rate decides"),
         ({"save_steps": 3}, "trainer sets save_steps, which save_every decides"),
+        (
+            {"gradient_checkpointing_kwargs": {}},
+            "sets gradient_checkpointing_kwargs, which gradient_checkpointing decides",
+        ),
+        ({"fsdp": 2}, "trainer sets fsdp to 2, which is not of type"),
         ({"logging_steps": "often"}, "trainer sets logging_steps to 'often', which is not of type float"),
         ({"logging_steps": -1}, "trainer sets logging_steps to -1; it must be finite and at least 0"),
         ({"logging_steps": 0}, "trainer sets logging_steps to 0; it must be more than 0"),

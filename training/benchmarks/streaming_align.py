@@ -12,8 +12,11 @@ layers, without the first one, whose time contains the compilation of kernels:
 The memory of PyTorch on the GPU is limited to `--limit` GiB. A second part aligns the bundled teacher in bf16 (in fp32
 on a CPU) with and without --stream and compares the losses, without and with clipping of gradients to the norm
 `--clip`. A third part (`--part processes`) runs the command on the bundled teacher with one process and with
-two, and compares losses and weights: with `accelerate launch` on two GPUs, on a CPU with `torchrun`. The figures go to
-results/streaming_align.json.
+two, and compares losses and weights: with `accelerate launch` on two GPUs, on a CPU with `torchrun`. A fourth part
+(`--part shape_processes`) does the same with the widths of the shape and `--layers` layers, and measures speed and
+memory of each GPU. The figures go to results/streaming_align.json.
+
+The losses of two runs are the same if no step differs by more than `TOLERANCE`, relative to the first one.
 """
 
 import argparse
@@ -29,6 +32,10 @@ RESULTS = Path(__file__).parent / "results" / "streaming_align.json"
 SHAPE, WHOLE_TOKENS = "llama-8b", 2_000_000
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 TINY |= {"vocab_size": 512}
+# largest relative difference between the losses of a step. In bf16 the order of a sum changes the third digit of a
+# product; clipping takes the norm of one layer and not of all
+TOLERANCE = {"unclipped": {"float32": 1e-6, "bfloat16": 1e-3}, "clipped": {"float32": 1e-2, "bfloat16": 1e-2}}
+TOLERANCE["processes"] = 1e-6  # the same layers and rows, in another process
 
 
 def measure(args) -> dict:
@@ -140,11 +147,14 @@ def compare(args) -> dict:
             student, folder, data, args.work / "bundled-out", trainer=trainer, overwrite=True, **options
         )
         both = [[row["loss"] for row in run["log"]] for run in (memory, streamed)]
-        worst = max(abs(a - b) / a for a, b in zip(*both, strict=True))
-        losses["clipped" if clip else "unclipped"] = {
+        worst, name = _largest_difference(*both), "clipped" if clip else "unclipped"
+        tolerance = TOLERANCE[name][str(dtype).removeprefix("torch.")]
+        losses[name] = {
             "memory": both[0],
             "streamed": both[1],
             "largest_difference": worst,
+            "tolerance": tolerance,
+            "same": worst <= tolerance,
         }
     for folder in args.work.glob("bundled-*"):
         shutil.rmtree(folder)
@@ -159,9 +169,20 @@ def compare(args) -> dict:
     return record | {"options": options} | losses
 
 
-# a script that runs memmix, and prints every so many seconds where each thread of it stands
-WATCHED = """import faulthandler, runpy, sys
+def _largest_difference(first: list[float], second: list[float]) -> float:
+    """Of two lists of losses, relative to the first one."""
+    return max(abs(a - b) / a for a, b in zip(first, second, strict=True))
+
+
+# a script that runs memmix with a part of the memory of its GPU (0: all of it), and prints every so many seconds where
+# each thread of it stands
+WATCHED = """import faulthandler, os, runpy, sys
+import torch
 faulthandler.dump_traceback_later(float(sys.argv.pop(1)), repeat=True)
+if limit := float(sys.argv.pop(1)):
+    gpu = int(os.environ.get("LOCAL_RANK", "0"))
+    total = torch.cuda.get_device_properties(gpu).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit * 2**30 / total), gpu)
 runpy.run_module("hf_memmix.cli", run_name="__main__", alter_sys=True)
 """
 
@@ -189,7 +210,8 @@ def launched(count: int, options: list, args) -> dict:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
     if not on_gpu:
         environment["ACCELERATE_USE_CPU"] = "true"
-    command += [script, args.patience / 3, "align", "--stream", "--json", *options]
+    limit = args.limit if on_gpu else 0
+    command += [script, args.patience / 3, limit, "align", "--stream", "--json", *options]
     start = time.perf_counter()
     with log.open("w") as errors:
         run = subprocess.Popen([*map(str, command)], env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -213,39 +235,118 @@ def launched(count: int, options: list, args) -> dict:
 
 def compare_processes(args) -> dict:
     """Losses and weights of the bundled pair from one process and from two, which train different layers."""
+    from hf_memmix.assets import asset_path
+
+    options = ["--batch-size", 8, "--block-size", 128, "--steps", 4 if args.tiny else 20]
+    return _one_and_two(asset_path("tiny_teacher"), options, args)
+
+
+def compare_shape_processes(args) -> dict:
+    """As `compare_processes`, with the widths of the shape, and with speed and memory of each process.
+
+    The teacher has the vocabulary of the bundled tokenizer, because its texts are read.
+    """
+    from hf_memmix.assets import asset_path
+    from hf_memmix.conversion.benchmarks.streaming import SHAPES, make_teacher
+    from hf_memmix.conversion.loading import read_config
+    from hf_memmix.training.recipe import load_recipe
+
+    bundled, teacher = asset_path("tiny_teacher"), args.work / "bundled-shape"
+    widths = (TINY if args.tiny else {}) | {"vocab_size": read_config(bundled).vocab_size}
+    make_teacher(SHAPE, teacher, **widths, num_hidden_layers=args.layers)
+    for file in bundled.glob("tokenizer*"):
+        shutil.copy(file, teacher)
+    recipe = load_recipe("align", steps=args.steps, block_size=64 if args.tiny else None)
+    record = _one_and_two(teacher, ["--steps", recipe.steps, "--block-size", recipe.block_size], args)
+    count, depth = recipe.steps * recipe.tokens_per_step, SHAPES[SHAPE]["num_hidden_layers"]
+    for processes, run in record["runs"].items():
+        layer = _seconds_of_a_layer(run["layers"])
+        hours = depth / int(processes) * (layer["load"] + WHOLE_TOKENS * layer["work"] / count) / 3600
+        run |= {
+            "layer_tokens_per_second": count / layer["work"],  # of one process
+            "computed": {"tokens": WHOLE_TOKENS, "hours": hours, "tokens_per_second": WHOLE_TOKENS / hours / 3600},
+        }
+    return {
+        "shape": SHAPE,
+        "tiny": args.tiny,
+        "measured_layers": args.layers,
+        "layers": depth,
+        "batch_size": recipe.batch_size,
+        "block_size": recipe.block_size,
+        "steps": recipe.steps,
+        "tokens": count,
+        "speedup": record["runs"]["1"]["computed"]["hours"] / record["runs"]["2"]["computed"]["hours"],
+    } | record
+
+
+def _seconds_of_a_layer(layers: dict[str, dict]) -> dict[str, float]:
+    """Mean seconds to `load` a layer and to compute it (`work`: advance and train).
+
+    Without the first layer of each process, in which kernels are compiled. The last layer is not advanced.
+    """
+    first, parts = set(), {"load": [], "advance": [], "train": []}
+    for row in layers.values():
+        if row["process"] in first:
+            for name, seconds in row["seconds"].items():
+                parts[name].append(seconds)
+        first.add(row["process"])
+    mean = {name: sum(values) / len(values) for name, values in parts.items()}
+    return {"load": mean["load"], "work": mean["advance"] + mean["train"]}
+
+
+def _one_and_two(teacher: Path, options: list, args) -> dict:
+    """`align --stream` of a teacher with one process and with two: what differs, and what each process needs."""
     import torch
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
     from hf_memmix.assets import asset_path
     from hf_memmix.conversion import convert_model
     from hf_memmix.conversion.records import environment
 
     start = args.work / "bundled-start"
-    convert_model(asset_path("tiny_teacher"), args.mixer, out=start)
-    options = ["--student", start, "--teacher", asset_path("tiny_teacher"), "--text", asset_path("dev.txt")]
-    options += ["--batch-size", 8, "--block-size", 128, "--steps", 4 if args.tiny else 20]
-    options += ["--logging-steps", 1, "--overwrite"]
-    runs = {}
-    for count in (1, 2):
-        out = args.work / f"bundled-{count}"
+    convert_model(teacher, args.mixer, out=start)
+    options = ["--student", start, "--teacher", teacher, *options, "--logging-steps", 1, "--overwrite"]
+    options += ["--text", asset_path("train.txt"), "--text", asset_path("dev.txt")]
+    runs, outs = {}, {count: args.work / f"bundled-{count}" for count in (1, 2)}
+    for count, out in outs.items():
         result = launched(count, [*options, "--out", out], args)
-        runs[count] = {"losses": [row["loss"] for row in result["log"]]}
-        runs[count] |= {name: result[name] for name in ("seconds", "wall_seconds", "layers")}
-        runs[count]["weights"] = load_file(out / "model.safetensors")
+        runs[count] = {"losses": [row["loss"] for row in result["log"]], "gpu_memory": _memory_by_device(result)}
+        runs[count] |= {name: result[name] for name in ("seconds", "wall_seconds", "layers", "cost")}
         print(f"{count} processes: {runs[count]['wall_seconds']} s", flush=True)
-    one, two = (runs[count].pop("weights") for count in (1, 2))
+    difference = 0.0
+    with (
+        safe_open(str(outs[1] / "model.safetensors"), "pt") as one,
+        safe_open(str(outs[2] / "model.safetensors"), "pt") as two,
+    ):
+        for name in one.keys():  # noqa: SIM118, no dict
+            values = one.get_tensor(name), two.get_tensor(name)
+            if not torch.equal(*values):
+                difference = max(difference, (values[0].float() - values[1].float()).abs().max().item())
     for folder in args.work.glob("bundled-*"):
         shutil.rmtree(folder)
+    worst = _largest_difference(runs[1]["losses"], runs[2]["losses"])
+    on_gpu = torch.cuda.is_available()
     return {
         "mixer": args.mixer,
         "gpus": min(2, torch.cuda.device_count()),
-        "largest_weight_difference": max((one[n].float() - two[n].float()).abs().max().item() for n in one),
-        "largest_loss_difference": max(
-            abs(a - b) / a for a, b in zip(runs[1]["losses"], runs[2]["losses"], strict=True)
-        ),
+        "limit": args.limit * 2**30 if on_gpu else None,
+        "largest_weight_difference": difference,
+        "largest_loss_difference": worst,
+        "tolerance": TOLERANCE["processes"],
+        "same": worst <= TOLERANCE["processes"],
         "runs": {str(count): run for count, run in runs.items()},
         "environment": environment(),
     }
+
+
+def _memory_by_device(result: dict) -> dict[str, dict]:
+    """Largest peak memory of the processes by their GPU; empty on a CPU."""
+    found = {}
+    for row in result["layers"].values():
+        if "peak_memory" in row:
+            known = found.setdefault(row["device"], dict.fromkeys(row["peak_memory"], 0))
+            found[row["device"]] = {name: max(known[name], size) for name, size in row["peak_memory"].items()}
+    return found
 
 
 def main() -> None:
@@ -259,7 +360,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--clip", type=float, default=0.01, help="largest norm of gradients of the run with clipping")
     parser.add_argument(
-        "--patience", type=float, default=1800.0, help="seconds for each run of --part processes, then it is ended"
+        "--patience", type=float, default=1800.0, help="seconds for each run of several processes, then it is ended"
     )
     parser.add_argument("--limit", type=float, default=24.0, help="GiB of GPU memory")
     parser.add_argument("--tiny", action="store_true", help="a small width, to try the script")
@@ -270,12 +371,19 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     record = json.loads(args.out.read_text()) if args.out.exists() else {}
     for name in args.part or ("run", "same_losses"):
-        record[name] = PARTS[name](args)
+        found = PARTS[name](args)
+        # losses are compared in several dtypes, on several machines
+        record[name] = record.get(name, {}) | {found["dtype"]: found} if name == "same_losses" else found
         write_json(args.out, record)
-        print(json.dumps(record[name]))
+        print(json.dumps(found))
 
 
-PARTS = {"run": measure, "same_losses": compare, "processes": compare_processes}
+PARTS = {
+    "run": measure,
+    "same_losses": compare,
+    "processes": compare_processes,
+    "shape_processes": compare_shape_processes,
+}
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ from pathlib import Path
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.documents.conversion_costs import SHAPES
+from hf_memmix.training.documents.measurements import read
 from hf_memmix.training.planning.plan import Stage, plan_stages
 from hf_memmix.training.planning.speed import measured
 
 BUDGET, TOKENS = 24 * 2**30, 50_000_000
+WAITING = 2 / 3  # of a step: if the kernels take less, the GPU waits for the host
 
 
 @functools.cache
@@ -55,4 +57,15 @@ def plan_checked_table(root: Path) -> str:
         for row in found["rows"]
     ]
     table = markdown_table(["run", "tokens/s", "measured", "computed", "difference"], lines, figures=True)
-    return f"{table}\n\nPeak of allocated GPU memory on one {found['gpu']}; random weights, `gka` in every layer."
+    waiting = [
+        f"{row['run']}, {row['kernel_ms']:.0f} of {row['ms']:.0f} ms"
+        for row in read("budget", root)["rows"]
+        if row.get("kernel_ms", 0) < WAITING * row.get("ms", 0)
+    ]
+    told = (
+        " Some steps wait for the host, so their speed depends on the CPU and on what else it does; the time of the"
+        f" kernels in a step: {'; '.join(waiting)}."
+    )
+    return f"{table}\n\nPeak of allocated GPU memory on one {found['gpu']}; random weights, `gka` in every layer." + (
+        told if waiting else ""
+    )

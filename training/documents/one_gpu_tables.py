@@ -31,16 +31,63 @@ def _memory(align: dict, measured: str, estimated: str) -> str:
     return bytes_text(align["peak_memory"][measured]) + (f" ({bytes_text(told)})" if told else "")
 
 
+def _difference(found: dict) -> str:
+    """How far two processes are from one."""
+    weights, losses = found["largest_weight_difference"], found["largest_loss_difference"]
+    if weights == losses == 0:
+        return "have the losses and weights of one, bit for bit"
+    return f"leave the weights of one but for {weights:.1g}, and its losses but for {losses:.1g}"
+
+
 def _two_processes(found: dict | None) -> str:
-    """One sentence about the run of two processes, if it was measured."""
+    """One sentence about two processes that train the bundled pair, if that was measured."""
     if found is None:
         return ""
     where = f"{found['gpus']} x {found['environment']['hardware']}" if found["gpus"] else "a CPU"
-    if found["largest_weight_difference"] == found["largest_loss_difference"] == 0:
-        return f" Two processes on {where} have the losses and weights of one, bit for bit."
+    return f" Two processes on {where} {_difference(found)}."
+
+
+def _two_gpus(found: dict | None) -> tuple[list[list[str]], str]:
+    """The row of `align --stream` with two GPUs, and sentences about it; nothing if it was not measured."""
+    if found is None or found["gpus"] != 2:
+        return [], ""
+    one, two = found["runs"]["1"], found["runs"]["2"]
+    tokens, cost = two["computed"]["tokens"], two["cost"]
+    row = [
+        f"`memmix align --stream`, {tokens / 1e6:.0f}M tokens, two GPUs",
+        bytes_text(max(memory["reserved"] for memory in two["gpu_memory"].values())) + " each",
+        "not measured",
+        f"{bytes_text(round(cost['spool_bytes'] * tokens / cost['tokens']))} (the spool)",
+        f"{two['computed']['hours']:.2f} hours",
+    ]
+    seconds = [found["tokens"] / run["layer_tokens_per_second"] for run in (one, two)]
+    noise = " (more than twice is noise)" if found["speedup"] > 2 else ""
+    told = (
+        f"\n\nTwo GPUs: {found['measured_layers']} layers of this shape with {found['tokens']:,} tokens each, by one"
+        f" process and by two of `accelerate launch`. The two {_difference(found)} (tolerance of the losses:"
+        f" {found['tolerance']:.0e}). A layer takes {seconds[1]:.2f} s in each of them and {seconds[0]:.2f} s in one"
+        f" process, with which {tokens / 1e6:.0f}M tokens would take {one['computed']['hours']:.2f} hours in this"
+        f" measurement. So two GPUs are {found['speedup']:.2f} times as fast{noise}. This leaves out that the second"
+        " GPU waits for its first layer."
+    )
+    return [row], told
+
+
+def _same_losses(found: dict[str, dict]) -> str:
+    """How far the losses of `align --stream` are from those in memory, by dtype."""
+
+    def differences(name: str) -> str:
+        return ", ".join(
+            f"{row[name]['largest_difference']:.1g} in {dtype} on {row['environment']['hardware']} (tolerance"
+            f" {row[name]['tolerance']:.0e}{'' if row[name]['same'] else ', missed'})"
+            for dtype, row in found.items()
+        )
+
+    (norm,) = {row["clip"] for row in found.values()}
     return (
-        f" Two processes on {where} leave the weights of one but for {found['largest_weight_difference']:.1g}, and its"
-        f" losses but for {found['largest_loss_difference']:.1g}."
+        "The largest relative difference between the losses of `align` with and without `--stream`, for the bundled"
+        f" transformer: {differences('unclipped')} without clipping of gradients; {differences('clipped')} if"
+        f" gradients are clipped to the norm {norm:g}."
     )
 
 
@@ -48,7 +95,8 @@ def one_gpu_table(root: Path) -> str:
     """Memory, disk and time of the conversion and of `align --stream` of an 8B shape."""
     (convert, *_) = (row for row in read("streaming", root)["rows"] if row["shape"].endswith("-8b"))
     measured = read("streaming_align", root)
-    align, same = measured["run"], measured["same_losses"]
+    align = measured["run"]
+    two_gpus, told = _two_gpus(measured.get("shape_processes"))
     took, computed = convert["measured"], align["computed"]
     rows = [
         [
@@ -65,19 +113,13 @@ def one_gpu_table(root: Path) -> str:
             f"{bytes_text(computed['spool_bytes'])} (the spool)",
             f"{computed['hours']:.2f} hours",
         ],
+        *two_gpus,
         *_distill_rows(root),
     ]
     table = markdown_table(["step", "GPU memory", "memory", "disk", "time"], rows)
     rates = align["tokens_per_second"]
     timed = align["measured_layers"] - 2
     where = align["environment"]
-    differences = " and ".join(
-        f"{same[name]['largest_difference']:.1g} {told}"
-        for name, told in (
-            ("unclipped", "without clipping of gradients"),
-            ("clipped", f"if gradients are clipped to the norm {same['clip']:g}"),
-        )
-    )
     return (
         f"{table}\n\n"
         + ("In brackets: what `--dry-run` told. " if "dry_run" in align else "")
@@ -90,8 +132,5 @@ def one_gpu_table(root: Path) -> str:
         f" teacher's layer. The hours of all layers, {rates['whole']:,.0f} tokens/s, and the size of the spool are"
         " computed from this; reading the texts and writing the student are not in them. `distill`: median speed of"
         " training steps of one sequence of 2,048 tokens on the same GPU, with gradient checkpointing; the hours are"
-        " computed. The largest relative difference between the"
-        f" losses of `align` with and without `--stream`, for the bundled transformer in {same['dtype']} on"
-        f" {same['environment']['hardware']}, is"
-        f" {differences}." + _two_processes(measured.get("processes"))
+        f" computed.\n\n{_same_losses(measured['same_losses'])}{_two_processes(measured.get('processes'))}{told}"
     )

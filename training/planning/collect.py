@@ -20,20 +20,26 @@ TRAIN = (8, 2048)  # sequences and tokens of the training step with which mixers
 def collect(root: Path = CHECKOUT) -> dict:
     """`rows` of measured runs (`run`, `kind`, `parameters`, `checkpointing`, `tokens_s`, `bytes`, `reserved` and
     `predicted_bytes`, which are computed anew), `mixers` (milliseconds of a training step by mixer), `two_gpus` (the
-    share of twice the speed of one GPU that two reach) and `gpu`.
+    share of twice the speed of one GPU that two reach in `distill`), `two_gpus_stream` (the same in `align --stream`,
+    if it was measured) and `gpu`.
     """
     steps = [row for row in read("models", root) if row["phase"] == "train" and not row["compiled"]]
     launches = read("multi_gpu", root)["launches"]
     speeds = [launches[name]["stages"]["distill"]["tokens_per_second"] for name in ("1b_ddp", "1b_single")]
-    rows = []
+    rows, streamed = [], {}
     if (root / MEASUREMENTS["budget"]).is_file():
         rows += [_row(row) for row in read("budget", root)["rows"] if "error" not in row]
     if (root / MEASUREMENTS["streaming_align"]).is_file():
-        rows += [_streamed(read("streaming_align", root)["run"])]
+        found = read("streaming_align", root)
+        rows += [_streamed(found["run"])]
+        pair = found.get("shape_processes")
+        if pair is not None and pair["gpus"] == 2:
+            streamed = {"two_gpus_stream": round(min(1.0, pair["speedup"] / 2), 3)}
     return {
         "rows": rows,
         "mixers": {row["mixer"]: row["ms"] for row in steps if (row["B"], row["T"]) == TRAIN},
         "two_gpus": round(speeds[0] / speeds[1] / 2, 3),
+        **streamed,
         "gpu": steps[0]["gpu"],
     }
 

@@ -55,5 +55,6 @@ def speed_of(kind: str, parameters: int, mixers: dict[str, int], checkpointing: 
     if known:
         seconds *= sum(count * steps[kind] for kind, count in known.items()) / sum(known.values()) / steps["gka"]
     # two GPUs were measured; the same share is lost with each doubling
-    efficiency = data["two_gpus"] ** math.log2(gpus)
+    share = data.get("two_gpus_stream", data["two_gpus"]) if kind == "align --stream" else data["two_gpus"]
+    efficiency = share ** math.log2(gpus)
     return Speed(gpus * efficiency / seconds, row["run"])

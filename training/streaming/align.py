@@ -41,6 +41,7 @@ from hf_memmix.training.streaming.walk import Walk
 from hf_memmix.training.train import check_fit, recipe_of
 from hf_memmix.training.trainer_arguments import training_arguments, uses_bf16
 
+OF_A_LAYER = ("seconds", "process", "device", "peak_memory")  # what the result tells of it besides losses
 FORMER = "spool.json"  # in the run folder: where the spool is
 Progress = Callable[[int, int, str], None]  # steps done, all steps, what is going on
 
@@ -88,7 +89,8 @@ def align_by_streaming(
     Returns:
         `{"stage", "steps", "tokens", "first_loss", "last_loss", "seconds", "log", "layers", "cost"}`: as `train`, with
         losses and seconds (to `load` its weights, to `advance` to the next layer, to `train` its mixer) of each layer
-        by its index, and the cost, see `streaming_cost`; for a dry run the cost alone.
+        by its index, with its process, its device and, on a GPU, the peak memory of the process until then, and the
+        cost, see `streaming_cost`; for a dry run the cost alone.
 
     Raises:
         ValueError: as in `train`; or a folder cannot be read layer by layer, the spool belongs to another run or has
@@ -280,6 +282,9 @@ class _Run:
         )
         clock.stop("train")
         record = {"log": log, "seconds": clock.seconds, "process": self.ranks.rank, "device": str(self.device)}
+        if self.device.type == "cuda":  # of this process until now
+            allocated, reserved = torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved
+            record["peak_memory"] = {"allocated": allocated(self.device), "reserved": reserved(self.device)}
         self.trained.write(layer, mixer, record)
         mixer.to("meta")
 
@@ -313,7 +318,7 @@ class _Run:
                     "first_loss": record["log"][0]["loss"],
                     "last_loss": record["log"][-1]["loss"],
                 }
-                | {name: record[name] for name in ("seconds", "process", "device") if name in record}
+                | {name: record[name] for name in OF_A_LAYER if name in record}
                 for layer, record in records.items()
             },
             "cost": cost,

@@ -181,6 +181,11 @@ def step_of(pair, tokens, trained, optimizer):
     return loss
 
 
+def chosen(only: str) -> list[tuple]:
+    """The run of this name; without one, all runs whose names begin so."""
+    return [run for run in RUNS if run[0] == only] or [run for run in RUNS if run[0].startswith(only)]
+
+
 def _now(cuda: bool) -> float:
     if cuda:
         torch.cuda.synchronize()
@@ -193,7 +198,9 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--seconds", type=float, default=100.0, help="begin no further row after so many seconds")
     parser.add_argument(
-        "--only", action="append", help="only runs whose names begin so; may be given again, they run in this order"
+        "--only",
+        action="append",
+        help="only the run of this name, or all whose names begin so; may be given again, they run in this order",
     )
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.seconds, repeat=True)  # where a row stands that takes longer
@@ -201,7 +208,7 @@ def main():
     begin, rows = time.perf_counter(), {}
     if args.out.exists():  # rows that are not measured now stay
         rows = {row["run"]: row for row in json.loads(args.out.read_text())["rows"]}
-    for name, size, settings in [run for start in args.only or [""] for run in RUNS if run[0].startswith(start)]:
+    for name, size, settings in [run for only in args.only or [""] for run in chosen(only)]:
         print(f"{time.perf_counter() - begin:.0f} s: {name}", flush=True)
         if time.perf_counter() - begin > args.seconds:
             print(f"no time left for {name}", flush=True)

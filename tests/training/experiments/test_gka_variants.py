@@ -85,6 +85,11 @@ def test_every_row_runs_and_stands_in_the_table(args, tmp_path):
     settings = {**SETTINGS, "variants": args.variants}
     results = {"settings": settings, "environment": environment, "rows": rows}
     table = section(results)
+    plain, last = (
+        next(r for r in rows if r["task"] == "text" and r["variant"] == v) for v in ("s = D", "attention last")
+    )
+    above = f"{100 * (last['perplexity'] / plain['perplexity'] - 1):+.1f} %"
+    assert f"| attention last | 0.003 | {last['perplexity']:.2f} (1 seed) |" in table and f"| {above} |" in table
     for word in ("32 tokens, 4 pairs", "perplexity at 32", "s = D/4", "half the heads", "(1 seed)", "| 100 |"):
         assert word in table, word
     plot(results, tmp_path / "plot.png")

@@ -3,8 +3,8 @@
     apt-get download dataset-fashion-mnist
     python training/experiments/gka_vision/make_fashion.py dataset-fashion-mnist_*.deb fashion_10k.npz
 
-The 10,000 images are photographs of clothes in ten classes, 28 x 28 pixels in grey (Zalando, under the Expat licence). The
-command needs dpkg; nothing is installed.
+The 10,000 images are photographs of clothes in ten classes, 28 x 28 pixels in grey (Zalando, under the Expat licence).
+The command needs dpkg; nothing is installed.
 """
 
 import subprocess

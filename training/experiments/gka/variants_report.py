@@ -83,8 +83,8 @@ def section(results: dict) -> str:
         "recall": f"Recall: accuracy in percent after {own['recall_tokens'] / 1e6:.0f}M tokens, and the share of the"
         " training that passed before the loss was a tenth below that of guessing.",
         "text": f"Text: perplexity after {own['tokens'] / 1e6:.0f}M tokens, its distance from that of s = D at the"
-        " same seeds, and the largest norm of the gradients after the first fifth of the training. The state of a hybrid is"
-        " that of a GKA layer. Paper: average accuracy over short tasks of models of 2.8B parameters.",
+        " same seeds, and the largest norm of the gradients after the first fifth of the training. The state of a"
+        " hybrid is that of a GKA layer. Paper: average accuracy over short tasks of models of 2.8B parameters.",
     }
     tasks = dict.fromkeys(row["task"] for row in results["rows"])
     caption = " ".join([*(captions[task] for task in tasks), SPREAD_NOTE, f"{measured_at(results)}."])

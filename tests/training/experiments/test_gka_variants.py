@@ -176,7 +176,7 @@ def test_predictions_are_compared_with_the_rows_that_ran():
     sketches = result("recall", {"s = D": ("accuracy", 0.99), "s = D/2": ("accuracy", 0.95)}, pairs=32)
     text = result("text", {"s = D": ("perplexity", 40.0), "no decay": ("perplexity", 42.0)})
     grid = result("recall", {"s = D": ("accuracy", 0.6), "rate x 2": ("accuracy", 0.5)}, pairs=64)
-    lines = predictions.table(sketches, text, grid).splitlines()[2:]
+    lines = predictions.table(sketches, text, grid, None).splitlines()[2:]
     assert len(lines) == len(predictions.PREDICTIONS)
     assert lines[0] == "| 1 | 32 pairs: s = D recalls more than 95 % | s = D: 99.0 | right |"
     assert lines[1] == "| 2 | s = D/2 recalls 60 to 90 % | s = D/2: 95.0 (missed) | missed |"

@@ -52,6 +52,25 @@ def largest_norm(row: dict) -> float:
     return max(norms[len(norms) // 5 :])
 
 
+def with_recall_rows(grid: dict, recall: dict) -> dict:
+    """The results of the grid of recall, with GKA's rows of `recall.py` in the same cells as "s = D" and "rate x 0.5".
+
+    Those rows are trained in the same way, so the grid does not run them again. Rows of the grid itself come first.
+    """
+    names = {3e-3: "s = D", 1.5e-3: "rate x 0.5"}
+    size = next(row["state_bytes"] for row in grid["rows"] if row["variant"] != "half the heads")
+    cells = {(row["length"], row["pairs"]) for row in grid["rows"]}
+    known = {(row["variant"], row["seed"]) for row in grid["rows"] if "finite" in row}
+    commit, rows = recall["environment"]["commit"], []
+    for row in recall["rows"]:
+        name = names.get(row["lr"]) if row["model"] == "gka" else None
+        if name and (row["length"], row["pairs"]) in cells and (name, row["seed"]) not in known:
+            rows.append({"commit": commit, **row, "task": "recall", "variant": name, "state_bytes": size})
+    variants = list(dict.fromkeys([*names.values(), *grid["settings"]["variants"]]))
+    settings = grid["settings"] | {"variants": variants}
+    return grid | {"rows": [*grid["rows"], *rows], "settings": settings}
+
+
 def distance(rows: list[dict], plain: dict[int, dict]) -> str:
     """By how many percent the perplexity of a variant is above that of GKA at the same seeds; "" without them."""
     above = [100 * (row["perplexity"] / plain[row["seed"]]["perplexity"] - 1) for row in rows if row["seed"] in plain]

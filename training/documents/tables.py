@@ -131,6 +131,28 @@ def baselines_predictions_table(root: Path) -> str:
     return table(read("baselines_language", root), read("coffee_language", root))
 
 
+def gka_predictions_table(root: Path) -> str:
+    """What became of the predictions about the variants of GKA."""
+    from hf_memmix.training.experiments.gka.predictions import table  # no experiments in a wheel
+
+    sketches, text = (read(f"gka_variants_{name}", root) for name in ("sketches", "text"))
+    ridge = read("gka_variants_ridge", root) if "gka_variants_ridge" in MEASUREMENTS else None
+    return table(sketches, text, _gka_grid(root), ridge)
+
+
+def gka_grid_table(root: Path) -> str:
+    """What changes GKA's recall with 64 pairs."""
+    from hf_memmix.training.experiments.gka.variants_report import section  # no experiments in a wheel
+
+    return section(_gka_grid(root))
+
+
+def _gka_grid(root: Path) -> dict:
+    from hf_memmix.training.experiments.gka.variants_report import with_recall_rows  # no experiments in a wheel
+
+    return with_recall_rows(read("gka_variants_recall", root), read("recall", root))
+
+
 def recall_lengths_table(root: Path) -> str:
     """Recall by length of the recall teacher and of its students."""
     from hf_memmix.training.experiments.recall_teacher.report import short_table  # no experiments in a wheel
@@ -235,6 +257,8 @@ TABLES = {
     "recall_runs": recall_runs_table,
     "baselines_predictions": baselines_predictions_table,
     "recall_predictions": recall_predictions_table,
+    "gka_predictions": gka_predictions_table,
+    "gka_grid": gka_grid_table,
     "recall_lengths": recall_lengths_table,
     "recall_raised_runs": recall_raised_table,
     "conversion_costs": costs.costs_table,

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from hf_memmix.training.experiments.common import mnist
-from hf_memmix.training.experiments.gka_vision import digits, make_digits, report, throughput
+from hf_memmix.training.experiments.gka_vision import digits, make_digits, make_fashion, report, throughput
 from hf_memmix.training.experiments.gka_vision.models import CLOSE, MODELS, SMALL, TINY_PRESET, equal_config
 from hf_memmix.training.experiments.gka_vision.models import parameter_count as count
 
@@ -74,6 +74,26 @@ def test_files_without_digits_are_refused(tmp_path):
     numpy.savez(tmp_path / "other.npz", images=numpy.zeros((3, 8, 8)), labels=numpy.zeros(3))
     with pytest.raises(ValueError, match="make it by make_digits.py"):
         digits.load_digits(tmp_path / "other.npz")
+
+
+def test_the_images_of_the_package_are_read(tmp_path):
+    with pytest.raises(ValueError, match="has no t10k-images-idx3-ubyte.gz"):
+        make_fashion.read_folder(tmp_path)
+    folder = tmp_path / make_fashion.FOLDER
+    folder.mkdir(parents=True)
+
+    def write(name, header, *shape):
+        sizes = b"".join(size.to_bytes(4, "big") for size in shape)
+        data = bytes([0, 0, 8, header]) + sizes + bytes(i % 7 for i in range(math.prod(shape)))
+        (folder / f"t10k-{name}-ubyte.gz").write_bytes(gzip.compress(data))
+
+    write("images-idx3", 3, 2, 28, 28)
+    write("labels-idx1", 1, 2)
+    images, labels = make_fashion.read_folder(tmp_path)
+    assert images.shape == (2, 28, 28) and images[0, 0, :3].tolist() == [0, 1, 2] and labels.tolist() == [0, 1]
+    write("labels-idx1", 1, 3)
+    with pytest.raises(ValueError, match="not those of Fashion-MNIST"):
+        make_fashion.read_folder(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["gka", "vit"])

@@ -52,13 +52,39 @@ def largest_norm(row: dict) -> float:
     return max(norms[len(norms) // 5 :])
 
 
+def with_recall_rows(grid: dict, recall: dict) -> dict:
+    """The results of the grid of recall, with GKA's rows of `recall.py` in the same cells as "s = D" and "rate x 0.5".
+
+    Those rows are trained in the same way, so the grid does not run them again. Rows of the grid itself come first.
+    """
+    names = {3e-3: "s = D", 1.5e-3: "rate x 0.5"}
+    size = next(row["state_bytes"] for row in grid["rows"] if row["variant"] != "half the heads")
+    cells = {(row["length"], row["pairs"]) for row in grid["rows"]}
+    known = {(row["variant"], row["seed"]) for row in grid["rows"] if "finite" in row}
+    commit, rows = recall["environment"]["commit"], []
+    for row in recall["rows"]:
+        name = names.get(row["lr"]) if row["model"] == "gka" else None
+        if name and (row["length"], row["pairs"]) in cells and (name, row["seed"]) not in known:
+            rows.append({"commit": commit, **row, "task": "recall", "variant": name, "state_bytes": size})
+    variants = list(dict.fromkeys([*names.values(), *grid["settings"]["variants"]]))
+    settings = grid["settings"] | {"variants": variants}
+    return grid | {"rows": [*grid["rows"], *rows], "settings": settings}
+
+
+def distance(rows: list[dict], plain: dict[int, dict]) -> str:
+    """By how many percent the perplexity of a variant is above that of GKA at the same seeds; "" without them."""
+    above = [100 * (row["perplexity"] / plain[row["seed"]]["perplexity"] - 1) for row in rows if row["seed"] in plain]
+    return f"{sum(above) / len(above):+.1f} %" if above and rows[0]["variant"] != "s = D" else ""
+
+
 def section(results: dict) -> str:
     """One table per task and length, with a caption below all of them."""
     own, tables = results["settings"], []
     for name, rows in panels_of(results).items():
         recall = rows[0]["task"] == "recall"
         head = ["variant", "rate", name, "at chance, %" if recall else "largest gradient", "state per layer"]
-        head, lines = head + ["paper"] * (not recall), []
+        head, lines = head + ["above s = D", "paper"] * (not recall), []
+        plain = {row["seed"]: row for row in rows if row["variant"] == "s = D"}
         for variant in own["variants"]:
             found = [row for row in rows if row["variant"] == variant]
             if not found:
@@ -66,19 +92,21 @@ def section(results: dict) -> str:
             beside = [share_at_chance(row) if recall else largest_norm(row) for row in found]
             sizes = ", ".join(dict.fromkeys(bytes_text(row["state_bytes"]) for row in found))
             spread = spread_text(beside, 0 if recall else 2)
-            paper = [] if recall else [IN_PAPER.get(variant, "")]
+            paper = [] if recall else [distance(found, plain), IN_PAPER.get(variant, "")]
             mean = mean_of_rows(found, *figure_key(found[0]))
             lines.append([variant, f"{found[0]['lr']:g}", mean, spread, sizes, *paper])
         tables.append(markdown_table(head, lines))
     failed = [row for row in results["rows"] if "error" in row or row.get("finite") is False]
     names = ", ".join(f"{row['variant']} ({row['task']}, seed {row['seed']})" for row in failed)
-    caption = (
-        f"Recall: accuracy in percent after {own['recall_tokens'] / 1e6:.0f}M tokens, and the share of the training"
-        " that passed before the loss was a tenth below that of guessing. Text: perplexity after"
-        f" {own['tokens'] / 1e6:.0f}M tokens, and the largest norm of the gradients after the first fifth of it."
-        " The state of a hybrid is that of a GKA layer. Paper: average accuracy over short tasks of models of 2.8B"
-        f" parameters. {SPREAD_NOTE} {measured_at(results)}."
-    )
+    captions = {
+        "recall": f"Recall: accuracy in percent after {own['recall_tokens'] / 1e6:.0f}M tokens, and the share of the"
+        " training that passed before the loss was a tenth below that of guessing.",
+        "text": f"Text: perplexity after {own['tokens'] / 1e6:.0f}M tokens, its distance from that of s = D at the"
+        " same seeds, and the largest norm of the gradients after the first fifth of the training. The state of a"
+        " hybrid is that of a GKA layer. Paper: average accuracy over short tasks of models of 2.8B parameters.",
+    }
+    tasks = dict.fromkeys(row["task"] for row in results["rows"])
+    caption = " ".join([*(captions[task] for task in tasks), SPREAD_NOTE, f"{measured_at(results)}."])
     return "\n\n".join([*tables, caption + (f" Failed: {names}." if names else "")])
 
 

@@ -1,0 +1,143 @@
+"""What became of the predictions about the variants of GKA, computed from the results of `variants.py`.
+
+Accuracies are in percent, perplexities are compared at the same seeds. All figures are means over seeds.
+"""
+
+import statistics
+from dataclasses import dataclass
+
+from hf_memmix.training.experiments.common.predictions import Found, Outcome, predictions_table
+from hf_memmix.training.experiments.gka.variants import VARIANTS
+from hf_memmix.training.experiments.gka.variants_report import largest_norm, share_at_chance
+
+GKA = "s = D"
+RATES = ("rate x 0.5", "rate x 0.75", "rate x 1.5", "rate x 2")
+RIDGES = ("ridge 0.01", "ridge 0.05", "ridge 0.1")
+ONE_LAYER = ("attention first", "attention second", "attention last")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The finished rows of one task: by the name of the variant, and by seed."""
+
+    of: dict[str, dict[int, dict]]
+
+    @classmethod
+    def from_rows(cls, rows: list[dict], **wanted) -> "Figures":
+        of: dict[str, dict[int, dict]] = {}
+        for row in rows:
+            if row.get("finite") and all(row.get(key) == value for key, value in wanted.items()):
+                of.setdefault(row["variant"], {})[row["seed"]] = row
+        return cls(of)
+
+    def accuracy(self, name: str) -> float:
+        return 100 * statistics.fmean(row["accuracy"] for row in self.of[name].values())
+
+    def start(self, name: str) -> float:
+        """The share of the training, in percent, in which the loss was near that of guessing."""
+        return statistics.fmean(share_at_chance(row) for row in self.of[name].values())
+
+    def above(self, name: str) -> float:
+        """By how many percent the perplexity is above that of GKA."""
+        both = self.of[name].keys() & self.of[GKA].keys()
+        shares = [self.of[name][seed]["perplexity"] / self.of[GKA][seed]["perplexity"] for seed in both]
+        return 100 * (statistics.fmean(shares) - 1)
+
+    def norm(self, name: str) -> float:
+        return statistics.fmean(largest_norm(row) for row in self.of[name].values())
+
+
+def recalls(low: float, high: float):
+    """The accuracy of each variant lies between two limits in percent."""
+    return lambda f, names: [(f"{name}: {f.accuracy(name):.1f}", low < f.accuracy(name) < high) for name in names]
+
+
+def perplexity(low: float, high: float):
+    """The perplexity of each variant is above GKA's by a percentage between two limits."""
+    return lambda f, names: [(f"{name}: {f.above(name):+.1f} %", low < f.above(name) < high) for name in names]
+
+
+def changes(low: float, high: float):
+    """The accuracy of each variant differs from GKA's by so many points."""
+
+    def measure(f: Figures, names: list[str]) -> list[Found]:
+        found = {name: f.accuracy(name) - f.accuracy(GKA) for name in names}
+        return [(f"{name}: {by:+.1f} points", low < by < high) for name, by in found.items()]
+
+    return measure
+
+
+def behind_gka(f: Figures, names: list[str]) -> list[Found]:
+    return [(f"{name.split(',')[0]}: {f.accuracy(name):.1f}", f.accuracy(name) < f.accuracy(GKA)) for name in names]
+
+
+def early(f: Figures, names: list[str]) -> list[Found]:
+    return [(f"at chance for {f.start(name):.0f} % of the training", f.start(name) <= 10) for name in names]
+
+
+def spikes(f: Figures, names: list[str]) -> list[Found]:
+    found = [f.norm(name) / f.norm(GKA) for name in names]
+    return [(f"largest gradient {by:.1f} times as large", by > 2) for by in found]
+
+
+def places(f: Figures, names: list[str]) -> list[Found]:
+    best = min(names, key=f.above)
+    return [(f"lowest: {best}", best != "attention first")]
+
+
+def more_attention(f: Figures, names: list[str]) -> list[Found]:
+    return [(f"{f.above(name):+.1f} %", f.above(name) > 0) for name in names]
+
+
+ANY = 1e9
+# the task, the prediction, the variants that it is about, and what measures it
+PREDICTIONS = (
+    ("sketches", "32 pairs: s = D recalls more than 95 %", (GKA,), recalls(95, 101)),
+    ("sketches", "s = D/2 recalls 60 to 90 %", ("s = D/2",), recalls(60, 90)),
+    ("sketches", "s = D/4 recalls less than 40 %", ("s = D/4",), recalls(-1, 40)),
+    ("text", "D/2 raises the perplexity by less than 2 %", ("s = D/2",), perplexity(-ANY, 2)),
+    ("text", "D/4 by less than 5 %", ("s = D/4",), perplexity(-ANY, 5)),
+    ("text", "no decay raises it by more than 3 %", ("no decay",), perplexity(3, ANY)),
+    ("text", "no alpha changes it by less than 1 %", ("no alpha",), perplexity(-1, 1)),
+    ("text", "other ridges change it by less than 1 %", RIDGES, perplexity(-1, 1)),
+    ("ridge", "a constant ridge: largest gradient more than twice as large", ("constant ridge 0.25",), spikes),
+    ("ridge", "a constant ridge raises the perplexity by less than 3 %", ("constant ridge 0.25",),
+     perplexity(-ANY, 3)),
+    ("text", "one layer of attention lowers it by less than 2 %", ONE_LAYER, perplexity(-2, 0)),
+    ("text", "most at the second or the last layer", ONE_LAYER, places),
+    ("text", "attention in all layers is worse than GKA", ("attention in all layers",), more_attention),
+    ("grid", "64 pairs: with q equal to k at the start, GKA leaves chance in the first tenth", ("q starts as k",),
+     early),
+    ("grid", "and recalls more than 85 %", ("q starts as k",), recalls(85, 101)),
+    ("grid", "DEC and the delta rule with projections of their own for q fall behind GKA",
+     tuple(name for name in VARIANTS if "own projection" in name), behind_gka),
+    ("grid", "a slow decay helps by more than 10 points", ("slow decay",), changes(10, ANY)),
+    ("grid", "other rates change less than 10 points", RATES, changes(-10, 10)),
+    ("grid", "without the convolution of v nothing changes (3 points)", ("v not convolved",),
+     changes(-3, 3)),
+    ("grid", "half the heads, with states twice as large, recall more than 90 %", ("half the heads",),
+     recalls(90, 101)),
+    ("grid", "without decay and alpha, as in Figure 3a, more than 85 %", ("as in Figure 3a",),
+     recalls(85, 101)),
+)  # fmt: skip
+
+
+def table(sketches: dict, text: dict, grid: dict, ridge: dict | None) -> str:
+    """One line per prediction, from the results of `variants.py` that the README's commands write.
+
+    Args:
+        ridge: the results of the constant ridge; None if there are none.
+    """
+    figures = {
+        "sketches": Figures.from_rows(sketches["rows"], pairs=32),
+        "text": Figures.from_rows(text["rows"]),
+        "grid": Figures.from_rows(grid["rows"], pairs=64),
+        "ridge": Figures.from_rows(ridge["rows"] if ridge else []),
+    }
+    outcomes = {}
+    for number, (task, said, names, measure) in enumerate(PREDICTIONS, 1):
+        found = figures[task]
+        measured = [name for name in names if name in found.of]
+        complete = len(measured) == len(names)
+        outcomes[str(number)] = Outcome(said, measure(found, measured) if measured else [], final=complete)
+    return predictions_table("prediction", outcomes)

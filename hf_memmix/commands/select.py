@@ -356,8 +356,8 @@ def check_mixers(student, folder, kept: list[int]) -> None:
     kinds = getattr(student.config, "mixer_types", [])
     if missing := [i for i, kind in enumerate(kinds) if kind == ATTENTION and i not in kept]:
         raise ValueError(
-            f"layers {missing} of {folder} are attention, so no mixer can be measured there; give a student with mixers"
-            " in all layers (memmix convert --keep-layers none, then memmix align)"
+            f"layers {missing} of {folder} are attention, so no mixer can be measured there; give a student with"
+            " mixers in all layers (memmix convert --keep-layers none, then memmix align)"
         )
 
 

@@ -114,7 +114,7 @@ def grid_rows(args, losses):
 def test_the_grid_tries_rates_until_a_cell_is_solved(args):
     args.models, args.lrs = ["ssm", "ska"], [1e-3, 2e-3]
     assert grid_rows(args, {}) == [("ska", 1e-3, 0), ("ssm", 1e-3, 0)]
-    solved = {("ska", 1e-3): echo_mqar.SOLVED / 2}
+    solved = {("ska", 1e-3): echo_suite.SOLVED / 2}
     assert grid_rows(args, solved | {("ssm", 1e-3): 1.0}) == [("ssm", 2e-3, 0), ("ska", 1e-3, 1)]
     # neither rate solves the cell, and the best one is the largest: the next is twice as large
     tried = solved | {("ssm", 1e-3): 1.0, ("ssm", 2e-3): 0.5}

@@ -26,8 +26,9 @@ def report(reports: list[dict]) -> str:
         if "data" in found:
             sections.append(_images(found))
             continue
+        seeds = f", seeds drawn from {found['seed']}" if found.get("seed") else ""
         for name, run in found["runs"].items():
-            tables.setdefault(run["table"], []).append((name.partition(": ")[2], run))
+            tables.setdefault(run["table"], []).append((name.partition(": ")[2] + seeds, run))
     parts = [_table(table, tables[table]) for table in sorted(tables)] + sections
     if tables:
         evaluations = max(len(run["curve"]) for runs in tables.values() for _, run in runs if "curve" in run)

@@ -1,7 +1,7 @@
 """Echo's grid of multi-query recall. A sequence has n pairs, a gap of noise and n questions; each cell has its own
-model. The rates run with one seed, in the given order, until one of them solves the cell (`SOLVED`). If none does, the
-rate with the lowest loss on development sequences is chosen, and further rates run while it is the largest or the
-smallest one. The other seeds run at the chosen rate.
+model. The rates run with one seed, in the given order, until one of them solves the cell (`suite.SOLVED`). If none
+does, the rate with the lowest loss on development sequences is chosen, and further rates run while it is the largest
+or the smallest one. The other seeds run at the chosen rate.
 
     python training/experiments/echo/mqar.py --workers 6 --out echo_mqar.json --plot
 
@@ -33,7 +33,6 @@ MODELS = {
     "ska-unmasked": ("ska", {}, False),
     "ska-unmasked-k1": ("ska", {"power": 1}, False),
 }
-SOLVED = 0.02  # the loss on development sequences below which a model has solved its cell
 CELLS = "[[4, 64], [16, 64], [4, 512], [16, 512], [4, 4096]]"
 
 
@@ -63,7 +62,7 @@ def rates_of_cell(done: list[dict], lrs: list[float], kind: dict) -> tuple[list[
     After a rate that solved the cell no further one is tried: the loss cannot choose between rates that both solve it.
     """
     first = lowest_dev_loss(done, **kind, seed=0)
-    if first is not None and first["dev_loss"] < SOLVED:
+    if first is not None and first["dev_loss"] < suite.SOLVED:
         return [first["lr"]], first["lr"]
     tried = {row["lr"] for row in done if matches(row, {**kind, "seed": 0})}
     for position, lr in enumerate(lrs):

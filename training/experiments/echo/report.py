@@ -257,7 +257,7 @@ def grid_table(results: dict) -> str:
 
 
 def edge_text(rows: list[dict], **cell) -> str:
-    """ " (edge)" for a model that has not solved a cell of the grid, if a rate outside of those tried may be better."""
+    """The mark of a model that has not solved a cell of the grid, if a rate outside of those tried may be better."""
     tried = [row for row in rows if matches(row, {**cell, "seed": 0}) and "dev_loss" in row]
     best = lowest_dev_loss(tried)
     unsolved = best is not None and best["dev_loss"] >= SOLVED

@@ -103,6 +103,27 @@ def test_defects_keep_their_traceback(name, tmp_path, capsys):
     assert kind == "defect" and error.__traceback__ is not None
 
 
+def test_a_reader_that_has_ended_is_no_mistake(monkeypatch, capsys):
+    """As in `memmix generate ... | head`: typer ends the program without a message."""
+    end, start = os.pipe()
+    os.close(end)
+    pipe = os.fdopen(start, "w")
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", pipe)
+        kind, error = outcome(lambda: print("a line"), capsys)
+    with pytest.raises(BrokenPipeError):
+        pipe.close()
+    assert kind == "defect" and isinstance(error, BrokenPipeError) and capsys.readouterr().err == ""
+
+
+def test_another_broken_pipe_is_one_line(capsys):
+    def send():
+        raise BrokenPipeError(32, "the server has ended")
+
+    kind, text = outcome(send, capsys)
+    assert kind == "line" and "the server has ended" in text
+
+
 def test_every_command_reports_in_one_line():
     """Every command is decorated, except those that start another program; `serve` checks before, in `prepare`."""
     for command in app.registered_commands:

@@ -164,6 +164,10 @@ def test_mistakes_of_plans_are_one_clear_line(workspace):
         ([*select, "--keep", "x"], "--keep is 'x'"),
         ([*select, "--student", workspace / "teacher"], "has the mixers []"),
         ([*select, "--student", workspace / "other"], "different numbers of layers"),
+        (
+            [*select, "--student", workspace / "kept", "--keep-count", "1"],
+            "are attention, so no mixer can be measured",
+        ),
         ([*select, "--length", "250"], "less than the 250 tokens"),
     ):
         run = memmix(*command)

@@ -8,11 +8,14 @@ These are reported in one line:
 - a package that is not installed, unless it is our own;
 - too little memory.
 
+If the reader of the output has ended, as `head` does, the command ends without a message.
+
 All other exceptions are defects of this project or of a library, and keep their traceback: a ValueError of `int("x")`
 in our code, of a torch operation, a TypeError, a KeyError, an AttributeError.
 """
 
 import dis
+import sys
 from collections.abc import Iterator
 from functools import wraps
 from types import TracebackType
@@ -52,11 +55,15 @@ def one_line_errors(command):
     def run(*args, **kwargs):
         try:
             start_library()
-            return command(*args, **kwargs)
+            result = command(*args, **kwargs)
+            sys.stdout.flush()
+            return result
         except KeyboardInterrupt:
             err.print("[yellow]interrupted[/]")
             raise typer.Exit(130) from None
         except Exception as error:
+            if isinstance(error, BrokenPipeError) and _reader_has_ended():
+                raise  # typer ends the program
             message = message_of(error)
             if message is None:
                 raise
@@ -67,6 +74,15 @@ def one_line_errors(command):
         raise typer.Exit(1)
 
     return run
+
+
+def _reader_has_ended() -> bool:
+    """Whether nobody reads the standard output any more. If somebody does, an empty line is written to it."""
+    try:
+        print(flush=True)  # only writing tells, because an output without a buffer has nothing left to flush
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _written_by_us(error: BaseException) -> bool:

@@ -153,6 +153,7 @@ def _select_layers(teacher, out_file: Path, given: Path | None, mixer, chosen, m
     check_length(teacher_model, "teacher", measure["length"], "--length", "give a shorter one")
     mixers = _mixers_for(teacher_model, teacher, student, mixer, place)
     check_student(mixers, student, teacher_model, teacher)
+    check_mixers(mixers, student, named or [])
     check_vocabularies(mixers, teacher_model)
     kind = mixer if student is None else only_mixer(mixers, student)
     data = _data(tokenizer, measure)
@@ -345,6 +346,18 @@ def check_student(student, folder, teacher, teacher_folder) -> None:
     if student.config.num_hidden_layers != teacher.config.num_hidden_layers:
         raise ValueError(
             f"{folder} and {teacher_folder} have different numbers of layers; give the teacher it came from"
+        )
+
+
+def check_mixers(student, folder, kept: list[int]) -> None:
+    """Raise ValueError if a layer of an aligned student that the plan does not keep has no mixer to measure."""
+    from hf_memmix.mixers import ATTENTION
+
+    kinds = getattr(student.config, "mixer_types", [])
+    if missing := [i for i, kind in enumerate(kinds) if kind == ATTENTION and i not in kept]:
+        raise ValueError(
+            f"layers {missing} of {folder} are attention, so no mixer can be measured there; give a student with"
+            " mixers in all layers (memmix convert --keep-layers none, then memmix align)"
         )
 
 

@@ -124,6 +124,14 @@ def recall_raised_table(root: Path) -> str:
     return raised_table(recall_raised_runs(root), read("recall_grid", root))
 
 
+def coffee_fixed_table(root: Path) -> str:
+    """COFFEE's tables with the embedding of the last noise symbol fixed, and with that of symbol 8."""
+    from hf_memmix.training.experiments.coffee.report import equal_epochs  # no experiments in a wheel
+
+    tables = [read(f"coffee_table{number}", root) for number in (3, 4, 5)]
+    return equal_epochs(("last noise symbol fixed", "symbol 8 fixed"), tables, [read("coffee_fixed8_256", root)])
+
+
 def baselines_predictions_table(root: Path) -> str:
     """What became of the predictions about the language models of the baselines."""
     from hf_memmix.training.experiments.baselines.predictions import table  # no experiments in a wheel
@@ -255,6 +263,7 @@ TABLES = {
     "results": experiment_tables,
     "echo_mask": echo_mask_table,
     "recall_runs": recall_runs_table,
+    "coffee_fixed": coffee_fixed_table,
     "baselines_predictions": baselines_predictions_table,
     "recall_predictions": recall_predictions_table,
     "gka_predictions": gka_predictions_table,

@@ -160,6 +160,20 @@ def test_tables_command_and_plot(tmp_path, monkeypatch):
     assert plot.stat().st_size > 10_000
 
 
+def test_runs_are_compared_at_equal_epochs():
+    """The longer run counts up to the end of the shorter one, and other settings are left out."""
+
+    def run(ends, accuracies, task, **other):
+        curve = [{"iteration": end, "accuracy": [a, 0.5]} for end, a in zip(ends, accuracies, strict=True)]
+        sizes = {"table": 3, "model": "coffee", "states": 8, "dim": 16, "learning_rate": 0.01, "iterations": ends[-1]}
+        return sizes | {"task": task, "curve": curve} | other
+
+    long = {"runs": {"3: a": run([2000, 20_000, 40_000], [0.6, 0.7, 1.0], {"gap": 1}), "3: b": run([5], [1], {})}}
+    short = {"runs": {"3: a fixed": run([2000, 20_000], [0.9, 0.8], {"gap": 1}), "3: c": {"error": "x"}}}
+    text = coffee_report.equal_epochs(("first", "second"), [long], [short])
+    assert "| 3 | a fixed | 2.0 | 0.600 (0 of 2) | 0.700 (0 of 2) | +10.0 |" in text and "| b" not in text
+
+
 def test_glyphs_are_seeded_and_labelled():
     images, labels, test_images, test_labels = coffee_glyphs.glyphs(1500, 500)
     assert images.shape == (1500, 25, 25) and test_images.shape == (500, 25, 25)

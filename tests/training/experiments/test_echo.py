@@ -10,6 +10,7 @@ import torch
 
 from hf_memmix.mixers.ska import SKAMixer
 from hf_memmix.training.experiments.common.fit import fit
+from hf_memmix.training.experiments.common.harness import matches
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
 from hf_memmix.training.experiments.echo import mqar as echo_mqar
 from hf_memmix.training.experiments.echo import scratchpad as echo_scratchpad
@@ -100,16 +101,25 @@ def test_grid(args, tmp_path):
     assert (tmp_path / "plot.png").exists()
 
 
-def test_the_other_seeds_of_the_grid_run_at_the_best_rate(args):
-    """All rates with the first seed; the next seed waits for all of them."""
-    args.models, args.lrs = ["ssm", "ska-unmasked"], [1e-3, 2e-3]
-    first = [row for row in echo_mqar.rows_to_run([], args) if row["seed"] == 0]
-    assert [(row["model"], row["lr"]) for row in first] == [
-        (name, lr) for lr in args.lrs for name in ("ska-unmasked", "ssm")
+def grid_rows(args, losses):
+    """The rows of the grid that run after rows with the losses {(model, rate): development loss} of the first seed."""
+    done = [
+        {"model": name, "pairs": 4, "gap": 8, "lr": lr, "seed": 0, "finite": True, "dev_loss": loss}
+        for (name, lr), loss in losses.items()
     ]
-    done = [{**row, "finite": True, "dev_loss": row["lr"] if row["model"] == "ssm" else -row["lr"]} for row in first]
-    assert echo_mqar.rows_to_run(done[:3], args) == [*first, {**first[2], "seed": 1}]
-    assert [row["lr"] for row in echo_mqar.rows_to_run(done, args)[4:]] == [2e-3, 1e-3]
+    rows = [row for row in echo_mqar.rows_to_run(done, args) if not any(matches(known, row) for known in done)]
+    return [(row["model"], row["lr"], row["seed"]) for row in rows]
+
+
+def test_the_grid_tries_rates_until_a_cell_is_solved(args):
+    args.models, args.lrs = ["ssm", "ska"], [1e-3, 2e-3]
+    assert grid_rows(args, {}) == [("ska", 1e-3, 0), ("ssm", 1e-3, 0)]
+    solved = {("ska", 1e-3): echo_suite.SOLVED / 2}
+    assert grid_rows(args, solved | {("ssm", 1e-3): 1.0}) == [("ssm", 2e-3, 0), ("ska", 1e-3, 1)]
+    # neither rate solves the cell, and the best one is the largest: the next is twice as large
+    tried = solved | {("ssm", 1e-3): 1.0, ("ssm", 2e-3): 0.5}
+    assert grid_rows(args, tried) == [("ssm", 4e-3, 0), ("ska", 1e-3, 1)]
+    assert grid_rows(args, tried | {("ssm", 4e-3): 0.7}) == [("ska", 1e-3, 1), ("ssm", 2e-3, 1)]
 
 
 def test_the_mask_of_the_grid_is_given_to_one_model_only(args, monkeypatch):

@@ -309,12 +309,14 @@ def test_report_has_means_over_seeds_and_gaps_beside_the_papers():
         finished(1e-2, 1.0, model="dec", context=512, seed=1, perplexity=12.0),
         finished(1e-2, 1.0, model="delta", context=512, seed=0, perplexity=22.0),
         finished(2e-2, 9.0, model="enc", context=512, seed=0, perplexity=8000.0),
+        {"model": "enc", "lr": 4e-2, "context": 512, "seed": 0, "finite": True},
     ]
     results = {"experiment": "lattice_language", "settings": settings, "rows": rows, "chance_loss": 6.5}
     text = lattice_report.language([results | {"environment": {"hardware": "CPU", "commit": "abc"}}])
     assert "| dec | 512 | q, k | 0.01 (only one) | 11.00 ± 1.41 | +0.0 % | +0.0 % |" in text
     assert "| delta | 512 | q, k | 0.01 (only one) | 22.00 (1 seed) | +100.0 % | +6.4 % |" in text
     assert "Order at 512, paper: dec < delta." in text and "Learnt nothing: enc at 0.02." in text
+    assert "Trained and not measured: enc at 0.04." in text and "| enc |  | **8000.00** | not measured |" in text
 
 
 def test_rows_of_another_result_stand_in_the_table_if_it_was_measured_in_the_same_way():

@@ -18,24 +18,10 @@ from hf_memmix.training.experiments.common.fit import model_of, train_language_m
 from hf_memmix.training.experiments.common.language import ComparisonOptions, run_command
 
 SEEDS = (0, 1, 2)
-COMPARED = (
-    "transformer",
-    "gka",
-    "gdn",
-    "dec-vconv",
-    "dec",
-    "mamba2",
-    "mamba2-equal",
-    "gka-equal",
-    "gdn-vconv",
-    "linear-decay",
-    "delta",
-    "gla",
-    "coffee",
-    "coffee-equal",
-    "gka-no-vconv",
-    "delta-vconv",
-)
+COMPARED = (  # the order in which they run
+    "transformer", "gka", "gdn", "dec", "mamba2", "gla", "delta", "linear-decay", "coffee",
+    "mamba2-equal", "gka-equal", "coffee-equal", "dec-vconv", "gdn-vconv", "delta-vconv", "gka-no-vconv",
+)  # fmt: skip
 
 
 def run(row: dict, args) -> dict:

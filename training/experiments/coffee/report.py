@@ -26,8 +26,9 @@ def report(reports: list[dict]) -> str:
         if "data" in found:
             sections.append(_images(found))
             continue
+        seeds = f", seeds drawn from {found['seed']}" if found.get("seed") else ""
         for name, run in found["runs"].items():
-            tables.setdefault(run["table"], []).append((name.partition(": ")[2], run))
+            tables.setdefault(run["table"], []).append((name.partition(": ")[2] + seeds, run))
     parts = [_table(table, tables[table]) for table in sorted(tables)] + sections
     if tables:
         evaluations = max(len(run["curve"]) for runs in tables.values() for _, run in runs if "curve" in run)
@@ -53,6 +54,43 @@ def _table(table: int, runs: list[tuple[str, dict]]) -> str:
         solved = f"{run['seeds_at_0.99']} of {run['seeds']}"
         rows.append((name, run["parameters"], run["paper"], *figures, solved, f"{run['iterations'] / 10_000:.1f}"))
     return f"**{TITLES[table]}**\n\n" + markdown_table(HEAD, rows)
+
+
+def equal_epochs(titles: tuple[str, str], first: list[dict], second: list[dict]) -> str:
+    """Two sets of runs at equal numbers of epochs: a line for each setting of a table that both have.
+
+    A setting is the same if table, model, sizes, task and rate are. A seed's figure is the highest of its evaluations
+    up to the end of the shorter run.
+
+    Args:
+        titles: what is different in the two sets.
+        first, second: the results of `tables.py`.
+    """
+    same, lines = ("table", "model", "states", "dim", "task", "learning_rate"), []
+    for _, run in _runs(first):
+        for name, other in _runs(second):
+            if any(run[key] != other[key] for key in same):
+                continue
+            end = min(run["iterations"], other["iterations"])
+            pair = [best_until(of, end) for of in (run, other)]
+            cells = [f"{median(best):.3f} ({sum(a >= 0.99 for a in best)} of {len(best)})" for best in pair]
+            distance = 100 * (median(pair[1]) - median(pair[0]))
+            lines.append((run["table"], name, f"{end / 10_000:.1f}", *cells, f"{distance:+.1f}"))
+    return markdown_table(("table", "setting", "epochs", *titles, "distance, points"), lines) + (
+        "\n\nThe median over seeds, and in brackets how many seeds reach 0.99, after equal numbers of epochs."
+    )
+
+
+def _runs(reports: list[dict]) -> list[tuple[str, dict]]:
+    """The names and results of all runs that were measured, in the order of their tables."""
+    found = [(name.partition(": ")[2], run) for report in reports for name, run in report["runs"].items()]
+    return sorted((pair for pair in found if "curve" in pair[1]), key=lambda pair: pair[1]["table"])
+
+
+def best_until(run: dict, iterations: int) -> list[float]:
+    """For each seed, the highest accuracy of its evaluations in the first `iterations` steps."""
+    curve = [point["accuracy"] for point in run["curve"] if point["iteration"] <= iterations]
+    return [max(accuracies) for accuracies in zip(*curve, strict=True)]
 
 
 def _images(found: dict) -> str:

@@ -91,6 +91,12 @@ def _row(table, model, *, paper, states=8, dim=16, rate=0.01, epochs=1, seeds=8,
     }
 
 
+def name_of(row: dict) -> str:
+    """The name of a row of `settings` in the results."""
+    sizes = "".join(f" {key}={value}" for key, value in {**row["task"], **row["options"]}.items())
+    return f"{row['table']}: {row['model']} D={row['dim']} n={row['states']}{sizes} rate={row['rate']}"
+
+
 def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512) -> Run:
     """The training run of one row of `settings`."""
     model_class, options = MODELS[row["model"]]
@@ -102,9 +108,8 @@ def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512) -> Run:
         ids, target = task.draw(copies, count, generator)
         return (ids, task.target), target
 
-    sizes = "".join(f" {key}={value}" for key, value in {**row["task"], **row["options"]}.items())
     return Run(
-        name=f"{row['table']}: {row['model']} D={row['dim']} n={row['states']}{sizes} rate={row['rate']}",
+        name=name_of(row),
         model=model,
         draw=draw,
         test=lambda generator: (draw(2500, generator) for _ in range(TEST_CHUNKS)),
@@ -139,6 +144,7 @@ def main(
     out: Annotated[Path, typer.Argument(help="the JSON file to write")],
     tables: Annotated[list[int], typer.Option(help="numbers of tables, 1 to 6; repeatable")] = (1, 2, 3, 4, 5, 6),
     models: Annotated[list[str], typer.Option(help="only these models; repeatable")] = (),
+    only: Annotated[list[str], typer.Option(help="only rows with this in their name, as length=256; repeatable")] = (),
     seconds: Annotated[float, typer.Option(help="time limit of all training together")] = float("inf"),
     seeds: Annotated[int | None, typer.Option(help="number of seeds of every row; default: as in the table")] = None,
     fixed: Annotated[
@@ -155,6 +161,10 @@ def main(
         rows = [{**row, "seeds": seeds} for row in rows]
     if fixed is not None:
         rows = [{**row, "options": row["options"] | {"fixed": fixed}} for row in rows if row["model"] == "coffee"]
+    if only:
+        rows = [row for row in rows if any(text in name_of(row) for text in only)]
+    if not rows:
+        raise typer.BadParameter("no row of these tables is left", param_hint="--only")
     start = time.perf_counter()
     runs = [make_run(row, seed) for row in rows]
     found = train(runs, device, seconds)

@@ -111,19 +111,31 @@ def rates_table(results: dict) -> str:
         cells = [name]
         for lr in rates:
             row = tried[name].get(lr)
-            text = "" if row is None else f"{row['perplexity']:.2f}" if row["finite"] else "diverged"
+            text = "" if row is None else _perplexity_text(row)
             cells.append(f"**{text}**" if best and row is best[0] else text)
         table.append(cells)
     return markdown_table(["model", *(f"{lr:g}" for lr in rates)], table)
 
 
+def _perplexity_text(row: dict) -> str:
+    if "perplexity" in row:
+        return f"{row['perplexity']:.2f}"
+    return "not measured" if row["finite"] else "diverged"
+
+
 def caption(results: dict, failed: list[dict]) -> str:
-    """The text below a table: size of the models, hardware, commits, what ± is, and the rows that learnt nothing."""
+    """The text below a table: size of the models, hardware, commits, what ± is, and which rows it leaves out:
+    those that learnt nothing, and those that were trained and not measured.
+    """
     settings = results["settings"]
     text = f"{settings['layers']} layers of {settings['hidden_size']}, {settings['tokens'] / 1e6:.0f}M tokens;"
     text += f" {measured_at(results)}. {SPREAD_NOTE}"
-    names = [f"{row.get('model') or row['rung']} at {row['lr']:g}" for row in failed]
-    return text + (f" Learnt nothing: {', '.join(dict.fromkeys(names))}." if names else "")
+    left_out = {"Learnt nothing": [], "Trained and not measured": []}
+    for row in failed:
+        measured = "dev_loss" in row or not row["finite"]
+        name = f"{row.get('model') or row['rung']} at {row['lr']:g}"
+        left_out["Learnt nothing" if measured else "Trained and not measured"].append(name)
+    return text + "".join(f" {why}: {', '.join(dict.fromkeys(names))}." for why, names in left_out.items() if names)
 
 
 def language_section(results: dict, reference: str, in_paper: dict) -> str:

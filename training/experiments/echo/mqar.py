@@ -1,5 +1,7 @@
 """Echo's grid of multi-query recall. A sequence has n pairs, a gap of noise and n questions; each cell has its own
-model. All rates run with one seed; the other seeds run at the rate with the lowest loss on development sequences.
+model. The rates run with one seed, in the given order, until one of them solves the cell (`suite.SOLVED`). If none
+does, the rate with the lowest loss on development sequences is chosen, and further rates run while it is the largest
+or the smallest one. The other seeds run at the chosen rate.
 
     python training/experiments/echo/mqar.py --workers 6 --out echo_mqar.json --plot
 
@@ -18,7 +20,7 @@ import typer
 from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.harness import attempt, execute, matches
 from hf_memmix.training.experiments.common.options import PlottedOptions, Rates, check_names, draw_if_asked
-from hf_memmix.training.experiments.common.rates import lowest_dev_loss
+from hf_memmix.training.experiments.common.rates import lowest_dev_loss, rates_to_try
 from hf_memmix.training.experiments.echo import suite
 from hf_memmix.training.experiments.echo.plots import plot_grid
 from hf_memmix.training.experiments.echo.tasks import Examples, draw_examples
@@ -43,20 +45,30 @@ def batches(row: dict, args) -> Iterator[Examples]:
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    """The rows of all cells and learning rates with one seed, then those of the other seeds at the best rate."""
-    kinds = [{"model": name, "pairs": n, "gap": gap} for n, gap in args.cells for name in reversed(args.models)]
-    rows = [{**kind, "lr": lr, "seed": 0} for lr in args.lrs for kind in kinds]
-    best = [lowest_dev_loss(done, **kind, seed=0) if tried_all(done, kind, args.lrs) else None for kind in kinds]
-    return rows + [
-        {**kind, "lr": row["lr"], "seed": seed}
-        for seed in range(1, args.seeds)
-        for kind, row in zip(kinds, best, strict=True)
-        if row is not None
-    ]
+    """The rows of all cells and rates with one seed, then those of the other seeds at the chosen rate."""
+    tries, others = [], []
+    for pairs, gap in args.cells:
+        for name in reversed(args.models):
+            kind = {"model": name, "pairs": pairs, "gap": gap}
+            lrs, chosen = rates_of_cell(done, args.lrs, kind)
+            tries += [(lrs.index(lr), {**kind, "lr": lr, "seed": 0}) for lr in lrs]
+            others += [{**kind, "lr": chosen, "seed": seed} for seed in range(1, args.seeds) if chosen is not None]
+    return [row for _, row in sorted(tries, key=lambda pair: pair[0])] + sorted(others, key=lambda row: row["seed"])
 
 
-def tried_all(done: list[dict], kind: dict, lrs: list[float]) -> bool:
-    return {row["lr"] for row in done if matches(row, {**kind, "seed": 0})} >= set(lrs)
+def rates_of_cell(done: list[dict], lrs: list[float], kind: dict) -> tuple[list[float], float | None]:
+    """The rates to try for a model in a cell, and the chosen one; None until it is known.
+
+    After a rate that solved the cell no further one is tried: the loss cannot choose between rates that both solve it.
+    """
+    first = lowest_dev_loss(done, **kind, seed=0)
+    if first is not None and first["dev_loss"] < suite.SOLVED:
+        return [first["lr"]], first["lr"]
+    tried = {row["lr"] for row in done if matches(row, {**kind, "seed": 0})}
+    for position, lr in enumerate(lrs):
+        if lr not in tried:
+            return lrs[: position + 1], None
+    return rates_to_try(done, lrs, **kind, seed=0)
 
 
 def run(row: dict, args) -> Iterator[dict]:

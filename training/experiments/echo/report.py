@@ -11,9 +11,9 @@ import statistics
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import matches, measured_at
-from hf_memmix.training.experiments.common.rates import chosen_rows
+from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, lowest_dev_loss
 from hf_memmix.training.experiments.common.report import rate_text
-from hf_memmix.training.experiments.echo.suite import MODELS, TRAINED, memory_of, sequences_per_step
+from hf_memmix.training.experiments.echo.suite import MODELS, SOLVED, TRAINED, memory_of, sequences_per_step
 
 TASKS_PAPER = {
     "mqar": {"ssm": 55.1, "attention": 76.0, "ska": 82.2},
@@ -238,7 +238,8 @@ def answers_seen(results: dict, row: dict) -> int:
 def grid_table(results: dict) -> str:
     """A table of the accuracy of every model in every cell, and of the answers that SKA saw in training.
 
-    With more than one seed, a cell states how many there are, because a time limit can stop seeds.
+    With more than one seed, a cell states how many there are, because a time limit can stop seeds. "(edge)": the cell
+    is not solved, and no larger or no smaller rate was tried.
     """
     models = [name for name in results["settings"]["models"] if any(r["model"] == name for r in results["rows"])]
     lines = []
@@ -249,9 +250,18 @@ def grid_table(results: dict) -> str:
         for name in models:
             found = grid_accuracies(results, name, pairs, gap)
             several = found and results["settings"]["seeds"] > 1
-            cells.append(_figures(found) + (f" ({seeds_text(len(found))})" if several else ""))
+            seeds = f" ({seeds_text(len(found))})" if several else ""
+            cells.append(_figures(found) + seeds + edge_text(results["rows"], model=name, pairs=pairs, gap=gap))
         lines.append((pairs, gap, *cells, seen))
     return markdown_table(("pairs", "gap", *(TITLES[name] for name in models), "answers seen by SKA"), lines)
+
+
+def edge_text(rows: list[dict], **cell) -> str:
+    """The mark of a model that has not solved a cell of the grid, if a rate outside of those tried may be better."""
+    tried = [row for row in rows if matches(row, {**cell, "seed": 0}) and "dev_loss" in row]
+    best = lowest_dev_loss(tried)
+    unsolved = best is not None and best["dev_loss"] >= SOLVED
+    return " (edge)" if unsolved and at_edge(tried, best["lr"]) else ""
 
 
 def seeds_text(count: int) -> str:

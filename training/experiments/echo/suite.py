@@ -33,6 +33,7 @@ PAIRS = (2, 4, 8, 16)
 BATCHES_PER_DRAW = 64
 FORWARD_TOKENS = 2**16  # tokens of one forward in a measurement
 DEV_SEED = TEST_SEED // 2  # training seeds are smaller, so development and test sequences are new to the models
+SOLVED = 0.02  # the loss on development sequences below which a model has solved its cell of the recall grid
 # share of the steps at the full rate: the loss stays on a plateau for thousands of steps before recall is learned, and
 # a rate that decays during the plateau keeps the loss there
 CONSTANT_RATE_SHARE = 0.6

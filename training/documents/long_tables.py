@@ -113,5 +113,6 @@ def context_checks_table(root: Path) -> str:
     (tokens,), (gpus,) = ({row[name] for row in measured} for name in ("T", "gpus"))
     head = ["layers", "products", "tokens of a GPU", "loss and gradients", "worst parameter", "after three steps"]
     return markdown_table(head, rows) + (
-        f"\n\n{gpus} GPUs beside one, {tokens:,} tokens, 4 layers of width 256: relative differences; {_versions(measured)}."
+        f"\n\n{gpus} GPUs beside one, {tokens:,} tokens, 4 layers of width 256: relative differences;"
+        f" {_versions(measured)}."
     )

@@ -49,8 +49,11 @@ def triton_traps_table(root: Path) -> str:
     for (op, dtype, way), row in found.items():
         cells = []
         for v in versions:
-            part = row[v]["part"] if v in row else None
-            cells += ["not finite" if part is None else f"{part:,.2f}", f"{row[v]['ms']:.3f}"] if v in row else ["", ""]
+            if v not in row:
+                cells += ["", ""]
+                continue
+            part = row[v]["part"]
+            cells += ["not finite" if part is None else f"{part:,.2f}", f"{row[v]['ms']:.3f}"]
         rows.append([op, dtype, way, *cells])
     head = ["trap", "dtype", "way", *(f"{what}, Triton {v}" for v in versions for what in ("error", "ms"))]
     return markdown_table(head, rows)

@@ -20,6 +20,7 @@ from hf_memmix_kernels.gla.op import chunk_gla
 NARROW = Shape(1, 200, 8, 4, 32, 64)  # key heads of 32 numbers: a tile's row takes 64 bytes
 TIMED = (4, 8192, 16)  # B, T, H
 CHUNK, WIDTH, CHUNKS = 64, 64, 16384
+PROGRAMS, STEPS = 128, 64  # of stored_kernel
 
 
 @contextlib.contextmanager
@@ -95,10 +96,47 @@ def transposed(dtype: torch.dtype) -> Iterator[tuple[str, float, float]]:
         yield way, error(out, want) / limit, triton.testing.do_bench(launch_it)
 
 
+@triton.jit
+def stored_kernel(a, b, out, STEPS, C: tl.constexpr, D: tl.constexpr, DIRECT: tl.constexpr):
+    """Stores the sum of a b_i after every step. The columns of b are permuted, so those of the accumulator are not in
+    the order of memory, as in Lattice's walks: it is stored as it is, or in whole rows.
+    """
+    o_c, o_d = tl.arange(0, C)[:, None], tl.arange(0, D)[None, :]
+    program = tl.program_id(0).to(tl.int64) * STEPS * C * D
+    order = o_d % 8 * (D // 8) + o_d // 8
+    b_a, acc = tl.load(a + o_c * D + o_d), tl.zeros([C, D], tl.float32)
+    for i in range(STEPS):
+        acc = tl.dot(b_a, tl.load(b + i * D * D + tl.arange(0, D)[:, None] * D + order), acc)
+        p_out = out + program + i * C * D + o_c * D
+        if DIRECT:
+            tl.store(p_out + order, acc)
+        else:
+            rows = tl.reshape(tl.permute(tl.reshape(acc, [C, D // 8, 8]), 0, 2, 1), [C, D])
+            tl.store(p_out + o_d, rows)
+
+
+def stored(dtype: torch.dtype) -> Iterator[tuple[str, float, float]]:
+    """Way, error and ms of stores of accumulators whose columns are not in the order of memory."""
+    torch.manual_seed(0)
+    a = torch.randn(CHUNK, WIDTH, device="cuda", dtype=dtype)
+    b = torch.randn(STEPS, WIDTH, WIDTH, device="cuda", dtype=dtype)
+    want = (a.double() @ b.double()).cumsum(0).expand(PROGRAMS, -1, -1, -1)
+    limit = TOLERANCE["tf32" if dtype == torch.float32 else dtype]
+    for way in ("kept", "avoided"):
+        out = torch.empty(PROGRAMS, STEPS, CHUNK, WIDTH, device="cuda")
+
+        def launch_it(out=out, way=way):
+            stored_kernel[(PROGRAMS,)](a, b, out, STEPS, CHUNK, WIDTH, DIRECT=way == "avoided")
+
+        launch_it()
+        yield way, error(out, want) / limit, triton.testing.do_bench(launch_it)
+
+
 # name in the file: (function, dtypes); Triton's float32 tiles of gla have rows of 128 bytes
 TRAPS = {
     "narrow tiles": (narrow, (torch.bfloat16,)),
     "transposed accumulators": (transposed, (torch.bfloat16, torch.float32)),
+    "stored accumulators": (stored, (torch.bfloat16,)),
 }
 
 

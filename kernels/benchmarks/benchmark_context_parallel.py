@@ -14,8 +14,9 @@ layer, and makes no row.
 "check" compares a small model on all GPUs, with gradient checkpointing, with the same on one GPU. `difference` is
 |a - b| / |b| of the loss and of all gradients as one vector, `worst` the largest of the parameters' gradients, and
 `steps` that of the change of all weights in three steps of SGD with momentum. Weights are fp32; `autocast` is the type
-in which matrices are multiplied. `balanced` means that a GPU holds a part from the front and one from the end of the
-sequence. Rows of --out that describe the same measurement are replaced; all other rows are kept.
+in which matrices are multiplied, and with bfloat16, `rounding` is the `worst` that it makes on one GPU, beside fp32.
+`balanced` means that a GPU holds a part from the front and one from the end of the sequence. Rows of --out that
+describe the same measurement are replaced; all other rows are kept.
 """
 
 import argparse
@@ -50,7 +51,7 @@ LAYOUTS = ("all", "hybrid")  # hybrid: every fourth layer keeps its attention
 PHASES = ("compile", "check", "train")
 CHECKED_STEPS = 3  # of SGD
 COMPILED = {"num_hidden_layers": 1, "vocab_size": 512}
-MEASURED = ("seconds", "tokens_s", "peak_mib", "difference", "worst", "steps", "note")
+MEASURED = ("seconds", "tokens_s", "peak_mib", "difference", "worst", "steps", "rounding", "note")
 
 
 def build(mixer: str, layout: str, dtype: torch.dtype, **fields):
@@ -120,6 +121,7 @@ def check(mixer: str, layout: str, mesh, autocast: bool) -> dict:
     model = build(mixer, layout, torch.float32, **(SHARED_KEYS if autocast else SMALL))
     alone, start = copy.deepcopy(model), [parameter.detach().clone() for parameter in model.parameters()]
     model.gradient_checkpointing_enable()
+    exact = copy.deepcopy(model) if autocast else None
     runs = [(m, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), on) for m, on in ((model, mesh), (alone, None))]
     found = {}
     for _ in range(CHECKED_STEPS):
@@ -128,6 +130,10 @@ def check(mixer: str, layout: str, mesh, autocast: bool) -> dict:
             pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True)]
             found["difference"] = max(relative([tuple(losses)]), relative(pairs))
             found["worst"] = max(relative([pair]) for pair in pairs)
+            if exact is not None:
+                backward(exact, CHECKED_TOKENS, None)
+                rounded = [(q.grad, r.grad) for q, r in zip(alone.parameters(), exact.parameters(), strict=True)]
+                found["rounding"] = max(relative([pair]) for pair in rounded)
         for _, optimizer, _ in runs:
             optimizer.step()
             optimizer.zero_grad()

@@ -64,7 +64,7 @@ def long_training_table(root: Path) -> str:
     ]
     (tokens,) = {row["T"] for row in measured}
     head = ["layers", "step", "tokens/s", "peak memory", "predicted tokens/s", "speed of attention"]
-    return markdown_table(head, rows) + (
+    return markdown_table(head, rows, figures=True) + (
         f"\n\nOne row of {tokens:,} tokens: forward, backward with gradient checkpointing and AdamW, weights in bf16;"
         f" the same shape; {_versions(measured)}."
     )
@@ -79,7 +79,7 @@ def _costs(row: dict) -> list[str]:
 
 def _layers(row: dict) -> str:
     if row["mixer"] == "attention":
-        return NAMES["attention"]
+        return NAMES["attention"]  # in whatever layout
     return f"`{row['mixer']}`" + (", every fourth attention" if row["layout"] == "hybrid" else "")
 
 
@@ -93,7 +93,7 @@ def context_parallel_table(root: Path) -> str:
         rows.append([_layers(row), row["gpus"], row["weights"], *_costs(row), predicted])
     (tokens,) = {row["T"] for row in measured}
     head = ["layers", "GPUs", "weights", "step", "tokens/s", "peak memory per GPU", "predicted tokens/s"]
-    return markdown_table(head, rows) + (
+    return markdown_table(head, rows, figures=True) + (
         f"\n\nOne sequence of {tokens:,} tokens in a Llama shape with 1.04 billion parameters: forward, backward with"
         " gradient checkpointing and AdamW; with float32 weights, matrices are multiplied in bf16 (autocast);"
         f" {_versions(measured)}."
@@ -108,11 +108,12 @@ def context_checks_table(root: Path) -> str:
     for row in measured:
         products = "bf16" if row["autocast"] == "bfloat16" else "fp32"
         split = "front and end" if row["balanced"] else "one stretch"
-        figures = [row["note"], "", ""] if "note" in row else [row["difference"], row["worst"], row["steps"]]
+        figures = [row["difference"], row["worst"], row["steps"], row.get("rounding", "")]
         rows.append([_layers(row), products, split, *figures])
     (tokens,), (gpus,) = ({row[name] for row in measured} for name in ("T", "gpus"))
     head = ["layers", "products", "tokens of a GPU", "loss and gradients", "worst parameter", "after three steps"]
-    return markdown_table(head, rows) + (
+    head.append("worst parameter, bf16 beside fp32 on one GPU")
+    return markdown_table(head, rows, figures=True) + (
         f"\n\n{gpus} GPUs beside one, {tokens:,} tokens, 4 layers of width 256: relative differences;"
         f" {_versions(measured)}."
     )

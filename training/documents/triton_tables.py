@@ -6,7 +6,8 @@ from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.documents.gpu_tables import version
 from hf_memmix.training.documents.measurements import read
 
-PASSES = {"forward": "forward", "forward_backward": "forward and backward", "decode": "decode"}
+# passes of which the GPU's own time is known
+PASSES = {"fwd": "forward", "fwd+bwd": "forward and backward", "decode_graph": "decode step of 8 sequences"}
 
 
 def _by_version(root: Path, measured: str) -> tuple[list[str], dict[tuple, dict[str, dict]]]:
@@ -24,20 +25,21 @@ def triton_versions_table(root: Path) -> str:
     _, errors = _by_version(root, "errors")
     old, new = versions[0], versions[-1]
     rows = []
-    for (op, dtype, name), found in times.items():
-        ms = [found[v]["ms"] if v in found else None for v in versions]
-        ratio = f"{ms[-1] / ms[0]:.2f}" if None not in (ms[0], ms[-1]) else ""
-        rows.append([f"`{op}`", dtype, PASSES.get(name, name), *("" if t is None else f"{t:.3f}" for t in ms), ratio])
-    head = ["op", "dtype", "pass", *(f"ms, Triton {v}" for v in versions), f"{new} / {old}"]
-    text = markdown_table(head, rows)
+    for (op, _, name), found in times.items():
+        if name in PASSES:
+            ms = [found[v]["kernel_ms"] or found[v]["ms"] for v in versions]
+            cells = [f"{t:.4f}" if name == "decode_graph" else f"{t:.3f}" for t in ms]
+            rows.append([f"`{op}`", PASSES[name], *cells, f"{ms[-1] / ms[0]:.2f}"])
+    head = ["op", "pass", *(f"ms, Triton {v}" for v in versions), f"{new} / {old}"]
+    text = markdown_table(head, rows, figures=True)
     lines = [
         [f"`{op}`", dtype, *(f"{found[v]['part']:.3f}" if v in found else "" for v in versions)]
         for (op, dtype, _), found in errors.items()
     ]
-    text += "\n\n" + markdown_table(["op", "dtype", *(f"error, Triton {v}" for v in versions)], lines)
+    text += "\n\n" + markdown_table(["op", "dtype", *(f"error, Triton {v}" for v in versions)], lines, figures=True)
     some = next(iter(times.values()))[new]
     return text + (
-        "\n\nError: the largest of outputs, states and gradients against float64, as a part of what the tests allow"
+        "\n\nThe kernels' own time, in bf16. Error: the largest of outputs, states and gradients against float64, as a part of what the tests allow"
         f" (1 is the limit). {some['gpu']}, torch {some['torch']}."
     )
 
@@ -56,4 +58,4 @@ def triton_traps_table(root: Path) -> str:
             cells += ["not finite" if part is None else f"{part:,.2f}", f"{row[v]['ms']:.3f}"]
         rows.append([op, dtype, way, *cells])
     head = ["trap", "dtype", "way", *(f"{what}, Triton {v}" for v in versions for what in ("error", "ms"))]
-    return markdown_table(head, rows)
+    return markdown_table(head, rows, figures=True)

@@ -21,10 +21,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_memmix_kernels import chunk_gla
 from hf_memmix_kernels._common import compute_dtype
 
 # messages that may be under way: each holds a state, and more than the number of ranks do not help
 MAX_UNDER_WAY = 8
+WIDEST_KEYS = 256  # of `chunk_gla`
 # the module in which torch defines its context parallelism
 _TORCH = "torch.distributed.tensor.experimental"
 _under_way: deque[tuple[object, Tensor]] = deque()
@@ -240,21 +242,19 @@ def states_before(written: Tensor, log_decays: Tensor) -> Tensor:
 @without_autocast
 def decayed_sum(k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What the tokens write, sum_t e^(g_{t+1} + ... + g_T) strength_t k_t v_t^T [B, H, K, V], and the whole decay
-    g_1 + ... + g_T [B, H], in fp32 (fp64 for fp64).
+    g_1 + ... + g_T [B, H], in fp32 (fp64 for fp64). It is the last state of `chunk_gla`, whose outputs are not used.
 
     Args:
-        k, v: [B, T, Hk, K] and [B, T, Hv, V]; Hk and Hv divide H. Head h reads key head h // (H / Hk), and so on.
+        k, v: [B, T, Hk, K] and [B, T, Hv, V], V <= 256; Hk divides H, and Hv is Hk or H. Head h reads key head
+            h // (H / Hk), and so on.
         log_decay, strength: [B, T, H].
     """
-    dtype, heads = compute_dtype(k.dtype), log_decay.shape[2]
-    # summed from the end: where the sum is large, and its rounding too, the weight is zero
-    from_here = log_decay.to(dtype).flip(1).cumsum(1).flip(1)
-    weights = torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], 1).exp()
-    weights = weights if strength is None else weights * strength.to(dtype)
-    v = v if v.shape[2] == heads else v.repeat_interleave(heads // v.shape[2], 2)
-    weighted = (v.to(dtype) * weights[..., None]).unflatten(2, (k.shape[2], -1))  # [B, T, Hk, H / Hk, V]
-    written = torch.einsum("bthk,bthgv->bhgkv", k.to(dtype), weighted)
-    return written.flatten(1, 2), from_here[:, 0]
+    heads = log_decay.shape[2] if v.shape[2] == k.shape[2] else k.shape[2]  # of queries, as `chunk_gla` asks for them
+    written = []
+    for part in k.split(WIDEST_KEYS, -1):
+        q = part.new_zeros(*part.shape[:2], heads, part.shape[3])
+        written.append(chunk_gla(q, part.contiguous(), v, log_decay, strength)[1])
+    return torch.cat(written, 2), log_decay.to(compute_dtype(k.dtype)).sum(1)
 
 
 def _anchor(like: Tensor, trains: bool) -> Tensor:

@@ -4,18 +4,24 @@ same Llama with a mixer in every layer, or in three of four.
     NCCL_NVLS_ENABLE=0 python -m torch.distributed.run --standalone --nproc-per-node 2 \\
         kernels/benchmarks/benchmark_context_parallel.py --out kernels/benchmarks/results/context_parallel_h200.json
 
-Weights (bf16) and tokens are random. "train" is forward, backward, the sum of the gradients over the GPUs and one
-fused AdamW step, with gradient checkpointing and the library's own loss, in torch's `context_parallel`. Its time is
-the median of `--repeats` steps between CUDA events, its memory the largest peak of the GPUs. With one process the
-same step runs on one GPU. "check" compares a small model on all GPUs, with gradient checkpointing, with the same on
-one GPU: `difference` is |a - b| / |b| of the loss and of all gradients as one vector, and `worst` the largest of the
-parameters' gradients. Weights are fp32; `autocast` is the dtype in which matrices are multiplied. `balanced` means
-that a GPU holds a part from the front and one from the end of the sequence. Rows of --out that describe the same
-measurement are replaced; all other rows are kept.
+Weights and tokens are random. "train" is forward, backward, the sum of the gradients over the GPUs and one fused
+AdamW step, with gradient checkpointing and the library's own loss, in torch's `context_parallel`. Its time is the
+median of `--repeats` steps between CUDA events, its memory the largest peak of the GPUs. With one process the same
+step runs on one GPU. `weights` is the dtype of weights, gradients and optimizer; with float32, as our training recipes
+have it, matrices are multiplied in bf16 (autocast). "compile" launches the kernels of "train" once, in a model of one
+layer, and makes no row.
+
+"check" compares a small model on all GPUs, with gradient checkpointing, with the same on one GPU. `difference` is
+|a - b| / |b| of the loss and of all gradients as one vector, `worst` the largest of the parameters' gradients, and
+`steps` that of the change of all weights in three steps of SGD with momentum. Weights are fp32; `autocast` is the type
+in which matrices are multiplied, and with bfloat16, `rounding` is the `worst` that it makes on one GPU, beside fp32.
+`balanced` means that a GPU holds a part from the front and one from the end of the sequence. Rows of --out that
+describe the same measurement are replaced; all other rows are kept.
 """
 
 import argparse
 import copy
+import itertools
 import json
 import os
 from contextlib import nullcontext
@@ -42,8 +48,10 @@ SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "
          "intermediate_size": 512, "vocab_size": 512}  # fmt: skip
 SHARED_KEYS = {**SMALL, "num_key_value_heads": 2}
 LAYOUTS = ("all", "hybrid")  # hybrid: every fourth layer keeps its attention
-PHASES = ("check", "train")
-MEASURED = ("seconds", "tokens_s", "peak_mib", "difference", "worst", "note")
+PHASES = ("compile", "check", "train")
+CHECKED_STEPS = 3  # of SGD
+COMPILED = {"num_hidden_layers": 1, "vocab_size": 512}
+MEASURED = ("seconds", "tokens_s", "peak_mib", "difference", "worst", "steps", "rounding", "note")
 
 
 def build(mixer: str, layout: str, dtype: torch.dtype, **fields):
@@ -102,26 +110,52 @@ def backward(model, length: int, mesh, autocast: bool = False) -> torch.Tensor:
     return loss
 
 
+def relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """|a - b| / |b| of pairs (a, b), which count as one vector, with two digits."""
+    ours, theirs = (torch.cat([tensor.flatten() for tensor in of_one]) for of_one in zip(*pairs, strict=True))
+    return float(f"{((ours - theirs).norm() / theirs.norm()).item():.2g}")
+
+
 def check(mixer: str, layout: str, mesh, autocast: bool) -> dict:
-    """The relative differences of loss and gradients between all GPUs and one."""
+    """The relative differences of loss, gradients and trained weights between all GPUs and one."""
     model = build(mixer, layout, torch.float32, **(SHARED_KEYS if autocast else SMALL))
-    alone = copy.deepcopy(model)
+    alone, start = copy.deepcopy(model), [parameter.detach().clone() for parameter in model.parameters()]
     model.gradient_checkpointing_enable()
-    losses = backward(model, CHECKED_TOKENS, mesh, autocast), backward(alone, CHECKED_TOKENS, None, autocast)
-    pairs = [(ours.grad, theirs.grad) for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True)]
-    whole = [torch.cat([gradient.flatten() for gradient in of_one]) for of_one in zip(*pairs, strict=True)]
-    loss, gradients, *each = (((a - b).norm() / b.norm()).item() for a, b in (losses, whole, *pairs))
-    return {"difference": float(f"{max(loss, gradients):.2g}"), "worst": float(f"{max(each):.2g}")}
+    exact = copy.deepcopy(model) if autocast else None
+    runs = [(m, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), on) for m, on in ((model, mesh), (alone, None))]
+    found = {}
+    for _ in range(CHECKED_STEPS):
+        losses = [backward(each, CHECKED_TOKENS, on, autocast) for each, _, on in runs]
+        if not found:
+            pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True)]
+            found["difference"] = max(relative([tuple(losses)]), relative(pairs))
+            found["worst"] = max(relative([pair]) for pair in pairs)
+            if exact is not None:
+                backward(exact, CHECKED_TOKENS, None)
+                rounded = [(q.grad, r.grad) for q, r in zip(alone.parameters(), exact.parameters(), strict=True)]
+                found["rounding"] = max(relative([pair]) for pair in rounded)
+        for _, optimizer, _ in runs:
+            optimizer.step()
+            optimizer.zero_grad()
+    changes = [(p - s, q - s) for p, q, s in zip(model.parameters(), alone.parameters(), start, strict=True)]
+    return {**found, "steps": relative(changes)}
 
 
-def train(mixer: str, layout: str, mesh, length: int, repeats: int) -> dict:
+def compile_kernels(mixer: str, layout: str, mesh, length: int, weights: torch.dtype):
+    """Launch the kernels of `train` once."""
+    model = build(mixer, layout, weights, **COMPILED)
+    model.gradient_checkpointing_enable()
+    backward(model, length, mesh, weights == torch.float32)
+
+
+def train(mixer: str, layout: str, mesh, length: int, weights: torch.dtype, repeats: int) -> dict:
     """The measured columns of training steps of one sequence of `length` tokens."""
-    model = build(mixer, layout, torch.bfloat16)
+    model = build(mixer, layout, weights)
     model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step():
-        backward(model, length, mesh)
+        backward(model, length, mesh, weights == torch.float32)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -137,33 +171,34 @@ def train(mixer: str, layout: str, mesh, length: int, repeats: int) -> dict:
     }
 
 
-def measured(args, phase: str, mixer: str, balanced: bool, mesh) -> dict:
+def measured(args, phase: str, mixer: str, layout: str, balanced: bool, mesh) -> dict:
     """One row without the machine."""
     keep_order(not balanced)
     gpus = 1 if mesh is None else mesh.size()
-    row = {"phase": phase, "mixer": mixer, "layout": args.layout, "gpus": gpus, "balanced": balanced}
+    row = {"phase": phase, "mixer": mixer, "layout": layout, "gpus": gpus, "balanced": balanced}
     if phase == "check":
         name = "bfloat16" if args.autocast else "none"
-        return {**row, "T": CHECKED_TOKENS, "autocast": name, **check(mixer, args.layout, mesh, args.autocast)}
+        return {**row, "T": CHECKED_TOKENS, "autocast": name, **check(mixer, layout, mesh, args.autocast)}
     try:
-        found = train(mixer, args.layout, mesh, args.tokens, args.repeats)
+        found = train(mixer, layout, mesh, args.tokens, getattr(torch, args.weights), args.repeats)
     except torch.OutOfMemoryError:
         if mesh is not None:  # the other processes would wait for this one
             raise
         found = {"note": "out of memory"}
-    return {**row, "T": args.tokens, "checkpointing": True, **found}
+    return {**row, "T": args.tokens, "checkpointing": True, "weights": args.weights, **found}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--mixers", nargs="+", choices=MIXERS, default=list(MIXERS))
-    parser.add_argument("--layout", choices=LAYOUTS, default="all")
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["all"])
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=["check", "train"])
     parser.add_argument(
         "--balanced", nargs="+", type=int, choices=(0, 1), default=[0], help="1: front and end per GPU"
     )
     parser.add_argument("--autocast", action="store_true", help="check in bf16, with keys that several heads share")
+    parser.add_argument("--weights", choices=("float32", "bfloat16"), default="float32", help="of training steps")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--repeats", type=int, default=2, help="timed steps, after one that is not timed")
     parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")
@@ -174,15 +209,16 @@ def main():
         dist.init_process_group("nccl")
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    for mixer in args.mixers:
-        for phase in args.phases:
-            for balanced in map(bool, args.balanced):
-                found = {**measured(args, phase, mixer, balanced, mesh), **machine, "commit": args.commit}
-                torch.cuda.empty_cache()
-                if mesh is None or mesh.get_rank() == 0:
-                    print(json.dumps({k: v for k, v in found.items() if k not in machine}), flush=True)
-                    args.out.parent.mkdir(parents=True, exist_ok=True)
-                    args.out.write_text(json.dumps(merge(args.out, [found], MEASURED), indent=1) + "\n")
+    for mixer, layout, phase, balanced in itertools.product(args.mixers, args.layouts, args.phases, args.balanced):
+        if phase == "compile":
+            compile_kernels(mixer, layout, mesh, args.tokens, getattr(torch, args.weights))
+        else:
+            found = {**measured(args, phase, mixer, layout, bool(balanced), mesh), **machine, "commit": args.commit}
+            if mesh is None or mesh.get_rank() == 0:
+                print(json.dumps({k: v for k, v in found.items() if k not in machine}), flush=True)
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(merge(args.out, [found], MEASURED), indent=1) + "\n")
+        torch.cuda.empty_cache()
     if mesh is not None:
         dist.destroy_process_group()
 

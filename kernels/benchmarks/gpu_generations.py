@@ -5,7 +5,7 @@
 
 A row is one op, size, dtype and GPU: forward, backward and decode steps. Each is compiled in a process of its own,
 because an assertion of the compiler ends the process. Rows of other versions of Triton stay in the file. With
-`--missing`, a run that was cut off goes on where it stopped.
+`--missing`, a run that was cut off goes on where it stopped, first with the cells of the table that have no row.
 `python -m hf_memmix.training.documents.readme_tables` makes the table in kernels/README.md.
 """
 
@@ -117,6 +117,11 @@ def same_case(row: dict, key: dict) -> bool:
     return all(row[field] == value for field, value in key.items())
 
 
+def tried(rows: list[dict], key: dict) -> bool:
+    """Whether a row has the same op, size and GPU, of whatever dtype and version of Triton."""
+    return any(same_case(row, {field: key[field] for field in ("arch", "op", "size")}) for row in rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -136,10 +141,11 @@ def main() -> None:
     ]
     if args.missing:
         waiting = [key for key in waiting if not any(same_case(row, key) for row in rows)]
+        waiting.sort(key=lambda key: (tried(rows, key), key["dtype"] == "float32"))
     running = {}  # pipe: (child, key, when it began)
     while waiting or running:
         while waiting and len(running) < args.jobs:
-            key = waiting.pop()
+            key = waiting.pop(0)
             child, pipe = start(lambda key=key: measured(key["arch"], key["op"], key["size"], key["dtype"]))
             running[pipe] = child, key, time.monotonic()
         for pipe in select.select(list(running), [], [])[0]:

@@ -5,6 +5,7 @@
     python triton_versions.py compile --ops gla      # fills Triton's cache, so that the times need no compiler
     python triton_versions.py errors --out results/triton_versions_h200.json
     python triton_versions.py times --out results/triton_versions_h200.json
+    python triton_versions.py traps --out results/triton_versions_h200.json
 
 A row is one measurement with one version of Triton; rows of other versions stay in the file. "errors": the largest
 error of outputs, states and gradients against float64, as a part of what the tests allow (1 is the limit). "times": as
@@ -19,8 +20,8 @@ from pathlib import Path
 import torch
 import triton
 from benchmark import BENCHES, Bench, commit, time_chunks, time_decode
-from checks import error, outputs_and_gradients
 from ops_table import OPS, Op, Shape
+from triton_traps import TRAPS, parts_of_tolerance, trap
 
 ACCURACY_SHAPE = Shape(1, 200, 8, 4, 128, 128)
 DTYPES = (torch.bfloat16, torch.float32)
@@ -46,11 +47,7 @@ def bench_of(name: str) -> Bench:
 def errors(op: Op) -> Iterator[dict]:
     """One row per dtype: the largest error as a part of the tolerance, and of which tensor."""
     for dtype in DTYPES if op.low_precision else DTYPES[1:]:
-        torch.manual_seed(0)
-        inputs, state, weights = op.draw(ACCURACY_SHAPE, dtype), op.draw_state(ACCURACY_SHAPE, 1, dtype), []
-        want = outputs_and_gradients(op, op.naive, inputs, state, weights=weights)
-        got = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
-        parts = {k: error(got[k], want[k]) / op.tolerance(dtype, grad=k.startswith("d ")) for k in want}
+        parts = parts_of_tolerance(op, ACCURACY_SHAPE, dtype)
         worst = max(parts, key=parts.get)
         yield {"op": op.name, "dtype": str(dtype).removeprefix("torch."), "part": round(parts[worst], 4), "of": worst}
 
@@ -84,12 +81,12 @@ def compile_timed(name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measure", choices=["compile", "errors", "times"])
+    parser.add_argument("measure", choices=["compile", "errors", "times", "traps"])
     parser.add_argument("--ops", nargs="+", help="names; all by default")
     parser.add_argument("--out", type=Path, help="JSON file of the rows; without it they are only printed")
     parser.add_argument("--commit", default=commit(), help="commit to record; needed where there is no git checkout")
     args = parser.parse_args()
-    known = [op.name for op in OPS] if args.measure == "errors" else list(TIMED)
+    known = {"errors": [op.name for op in OPS], "traps": list(TRAPS)}.get(args.measure, list(TIMED))
     if unknown := sorted(set(args.ops or []) - set(known)):
         parser.error(f"{args.measure} has no op {unknown[0]!r}; choose from {', '.join(known)}")
     if not torch.cuda.is_available():
@@ -99,7 +96,10 @@ def main() -> None:
         if args.measure == "compile":
             compile_timed(name)
             continue
-        found = errors(next(op for op in OPS if op.name == name)) if args.measure == "errors" else times(name)
+        if args.measure == "errors":
+            found = errors(next(op for op in OPS if op.name == name))
+        else:
+            found = trap(name) if args.measure == "traps" else times(name)
         for result in found:
             row = {"measured": args.measure, "triton": triton.__version__, **result, **machine}
             print(json.dumps(row), flush=True)

@@ -1,7 +1,7 @@
 """The example of training/README.md that fine-tunes on long rows: two processes train what one does.
 
-Both run in float32 on a CPU, with SGD, which keeps differences of gradients small, and with FSDP2 as in the file that
-ships.
+Both run in float32, with SGD, which keeps differences of gradients small, and with FSDP2 as in the file that ships: on
+a CPU, and on two GPUs where there are two.
 """
 
 import os
@@ -27,6 +27,7 @@ CONFIG = yaml.safe_load((TRAINING / "accelerate" / "context_parallel.yaml").read
 EXAMPLE = re.search(r"```python\n# finetune.py\n(.*?)```", (TRAINING / "README.md").read_text(encoding="utf-8"), re.S)[
     1
 ]
+ON_GPUS = {"bf16=True": "disable_tqdm=True", "learning_rate=1e-4": 'learning_rate=0.1, optim="sgd"'}
 ON_A_CPU = {"bf16=True": "use_cpu=True, disable_tqdm=True", "learning_rate=1e-4": 'learning_rate=0.1, optim="sgd"'}
 
 
@@ -37,16 +38,18 @@ def environment() -> dict[str, str]:
     return flags | {name.upper(): str(value) for name, value in settings.items()}
 
 
-def finetune(folder, student, processes, changes=ON_A_CPU) -> dict:
+def finetune(folder, student, processes, changes=ON_A_CPU, gpus=False) -> dict:
     script, text = folder / f"finetune{processes}.py", folder / "text.txt"
     code = EXAMPLE
     for old, new in changes.items():
         assert old in code
         code = code.replace(old, new)
-    script.write_text(("import fsdp_on_cpu\n" if processes > 1 else "") + code)
+    script.write_text(("import fsdp_on_cpu\n" if processes > 1 and not gpus else "") + code)
     generator = torch.Generator().manual_seed(0)
     text.write_text(" ".join(f"w{i}" for i in torch.randint(3, 90, (400,), generator=generator).tolist()))
-    command, env = [sys.executable], child_env(ACCELERATE_USE_CPU="1")
+    command, env = [sys.executable], child_env(**({} if gpus else {"ACCELERATE_USE_CPU": "1"}))
+    if gpus and processes == 1:  # it would take all
+        env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         env |= environment()
@@ -57,19 +60,34 @@ def finetune(folder, student, processes, changes=ON_A_CPU) -> dict:
     return load_model(out).state_dict()
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("mixer", ["gka", "lattice"])
-def test_two_processes_train_what_one_does(tmp_path, mixer):
-    student = tmp_path / "student"
-    save_student(build(tiny_config("llama", (0, 1, 2, 3), mixer)), student, tokenizer=word_tokenizer())
+def check_training(folder, config, **how):
+    """Raise AssertionError if the weights that two processes train are not those of one."""
+    student = folder / "student"
+    save_student(build(config), student, tokenizer=word_tokenizer())
     start = load_model(student).state_dict()
-    alone, together = finetune(tmp_path, student, 1), finetune(tmp_path, student, 2)
+    alone, together = finetune(folder, student, 1, **how), finetune(folder, student, 2, **how)
     assert alone.keys() == together.keys() == start.keys()
     changed = {name for name in start if not torch.equal(alone[name], start[name])}
     assert len(changed) > 0.9 * len(start)
     for name in changed:
         step, wanted = together[name] - start[name], alone[name] - start[name]
         assert (step - wanted).norm() <= 1e-2 * wanted.norm() + 1e-7, name
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("mixer", ["gka", "lattice"])
+def test_two_processes_train_what_one_does(tmp_path, mixer):
+    check_training(tmp_path, tiny_config("llama", (0, 1, 2, 3), mixer))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("mixer", "layout"), [("gka", (0, 1, 2, 3)), ("lattice", (0, 1, 2, 3)), ("gka", (0, 2))])
+def test_two_gpus_train_what_one_does(tmp_path, mixer, layout):
+    """With (0, 2), the kept attention is torch's ring attention, which cannot share keys in float32."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    check_training(tmp_path, tiny_config("llama", layout, mixer, num_key_value_heads=4), changes=ON_GPUS, gpus=True)
 
 
 def test_weights_stay_fp32_under_mixed_precision():

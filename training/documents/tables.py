@@ -13,9 +13,15 @@ from hf_memmix.training.documents import one_gpu_tables as one_gpu
 from hf_memmix.training.documents import serving_tables as serving
 from hf_memmix.training.documents.budget_tables import one_gpu_distil_table, plan_checked_table
 from hf_memmix.training.documents.gpu_tables import gpu_table
-from hf_memmix.training.documents.long_tables import long_prompts_table
+from hf_memmix.training.documents.long_tables import (
+    context_checks_table,
+    context_parallel_table,
+    long_prompts_table,
+    long_training_table,
+)
 from hf_memmix.training.documents.measurements import CARDS, MEASUREMENTS, RECALL_RUNS, read
 from hf_memmix.training.documents.quantized_tables import quantized_table, small_states_table
+from hf_memmix.training.documents.triton_tables import triton_traps_table, triton_versions_table
 
 aligned_table = partial(markdown_table, figures=True)
 
@@ -168,9 +174,9 @@ def recall_lengths_table(root: Path) -> str:
     return short_table(read("recall_grid", root))
 
 
-def gpus_table(root: Path) -> str:
-    """Speed, memory and loss of every launch of `several_gpus/compare_launches.py`."""
-    results = read("multi_gpu", root)
+def gpus_table(root: Path, name: str = "multi_gpu") -> str:
+    """Speed, memory and loss of every launch of `several_gpus/compare_launches.py` in one of its files."""
+    results = read(name, root)
     model_names = {"bundled": "bundled, 5M", "1b": "Llama shape, 1.3B"}
     launches = {
         "single": "1 GPU",
@@ -283,6 +289,11 @@ TABLES = {
     "plans": plans_table,
     "streaming": streaming_table,
     "long_prompts": long_prompts_table,
+    "long_training": long_training_table,
+    "context_parallel": context_parallel_table,
+    "context_checks": context_checks_table,
+    "triton_versions": triton_versions_table,
+    "triton_traps": triton_traps_table,
     "one_gpu": one_gpu.one_gpu_table,
     "serving_families": serving.families_table,
     "serving_costs": serving.costs_table,

@@ -76,7 +76,7 @@ class Pieces:
         """[P, ...]: the values of all pieces, from those of this rank's pieces (`own`), which have one shape.
 
         Args:
-                key: names the values, and is unique in this forward.
+            key: names the values, and is unique in this forward.
             trains: whether gradients may flow into the values; the same on all ranks.
         """
         own, counts = self.own(), [sum(p.rank == rank for p in self.pieces) for rank in range(self.group.size())]

@@ -39,7 +39,8 @@ def triton_versions_table(root: Path) -> str:
     text += "\n\n" + markdown_table(["op", "dtype", *(f"error, Triton {v}" for v in versions)], lines, figures=True)
     some = next(iter(times.values()))[new]
     return text + (
-        "\n\nThe kernels' own time, in bf16. Error: the largest of outputs, states and gradients against float64, as a part of what the tests allow"
+        "\n\nThe time of the kernels alone, in bf16. Error: the largest of outputs, states and gradients against"
+        " float64, as a part of what the tests allow"
         f" (1 is the limit). {some['gpu']}, torch {some['torch']}."
     )
 

@@ -3,12 +3,13 @@
     python kernels/benchmarks/decode_profile.py --out kernels/benchmarks/results/decode_profile_h200.json
 
 The models and the measurement are those of "decode" in `benchmark_model.py`: a static cache after a prompt of 1024
-tokens, a step that `generate()` compiles with CUDA graphs. `ms` is the median time between two tokens without the
-profiler. All other columns are medians over tokens under the profiler, which makes the host slower: `before_ms` from
-the end of the token before to the first kernel, `span_ms` from there to the end of the last kernel, `kernel_ms` the sum
-of the times of all kernels, `launches` their number, `guards_ms` what torch.compile's checks take before it runs the
-compiled program. `longest` are kernels as [name, number, ms] per token. `graph_ms` is the step without torch.compile as
-one CUDA graph, without the host. Rows of --out that describe the same measurement are replaced.
+tokens, and a step that `generate()` compiles with CUDA graphs. `ms` is the median time between two tokens without the
+profiler. All other columns are medians over tokens under the profiler, which makes the host slower: `before_ms` is
+the time from the end of the token before to the first kernel, `span_ms` that from there to the end of the last
+kernel, `kernel_ms` the sum of the times of all kernels, `launches` their number, and `guards_ms` what the checks of
+torch.compile take before the compiled program runs. `longest` are kernels as [name, number, ms] per token. `graph_ms`
+is the step without torch.compile as one CUDA graph, without the host. Rows of --out that describe the same
+measurement are replaced.
 """
 
 import argparse

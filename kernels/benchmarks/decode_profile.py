@@ -4,12 +4,12 @@
 
 The models and the measurement are those of "decode" in `benchmark_model.py`: a static cache after a prompt of 1024
 tokens, and a step that `generate()` compiles with CUDA graphs. `ms` is the median time between two tokens without the
-profiler. All other columns are medians over tokens under the profiler, which makes the host slower: `before_ms` is
-the time from the end of the token before to the first kernel, `span_ms` that from there to the end of the last
-kernel, `kernel_ms` the sum of the times of all kernels, `launches` their number, and `guards_ms` what the checks of
-torch.compile take before the compiled program runs. `longest` are kernels as [name, number, ms] per token. `graph_ms`
-is the step without torch.compile as one CUDA graph, without the host. Rows of --out that describe the same
-measurement are replaced.
+profiler. The other columns are medians over tokens under the profiler, which makes the host slower: `kernel_ms` is the
+sum of the times of all kernels, `launches` their number, `gaps_ms` the sum of the waits of less than 20 microseconds
+between kernels, which are those inside of the CUDA graph, and `guards_ms` what the checks of torch.compile take before
+the compiled program runs. `longest` are kernels as [name, number, ms] per token, `host` ranges of the host in the same
+form. `graph_ms` is the step without torch.compile as one CUDA graph, without the host. Rows of --out that describe the
+same measurement are replaced.
 """
 
 import argparse
@@ -29,7 +29,8 @@ from transformers import StoppingCriteriaList
 from hf_memmix.training.benchmarks.quantized import step_graph
 
 NEW_TOKENS, PROFILED, LONGEST = 32, 12, 14
-MEASURED = ("ms", "before_ms", "span_ms", "kernel_ms", "launches", "guards_ms", "longest", "graph_ms", "kernels_graph")
+GAP_US = 20
+MEASURED = ("ms", "kernel_ms", "gaps_ms", "launches", "guards_ms", "longest", "host", "graph_ms", "kernels_graph")
 
 
 class TokenMarker(TokenTimer):
@@ -52,39 +53,40 @@ def profile_tokens(model, batch: int) -> dict:
     with torch.profiler.profile(activities=activities) as profiler:
         generate(model, batch, PROFILED, TokenMarker())
     events = profiler.events()
-    kernels = [
+    kernels = sorted(
         (e.time_range.start, e.time_range.end, e.name)
         for e in events
-        if e.device_type == DeviceType.CUDA and e.name != "end of a token"
-    ]
-    kernels.sort()
+        if e.device_type == DeviceType.CUDA and not e.is_user_annotation
+    )
     host = [e for e in events if e.device_type == DeviceType.CPU]
     ends = sorted(e.time_range.end for e in host if e.name == "end of a token")
-    guards = [e for e in host if "Cache Lookup" in e.name]
-    rows, names, times = [], Counter(), Counter()
     tokens = list(zip(ends, ends[1:], strict=False))[PROFILED // 2 :]
+    rows, on_gpu, on_host = [], Counter(), Counter()
     for begin, end in tokens:
         inside = [kernel for kernel in kernels if begin <= kernel[0] < end]
-        if not inside:
-            continue
+        called = [e for e in host if begin <= e.time_range.start < end]
         for start, stop, name in inside:
-            names[name] += 1
-            times[name] += stop - start
+            on_gpu[name] += stop - start
+        for e in called:
+            on_host[e.name] += e.time_range.elapsed_us()
+        gaps = [after[0] - before[1] for before, after in zip(inside, inside[1:], strict=False)]
         rows.append(
             {
-                "before_ms": inside[0][0] - begin,
-                "span_ms": max(stop for _, stop, _ in inside) - inside[0][0],
-                "kernel_ms": sum(stop - start for start, stop, _ in inside),
-                "guards_ms": sum(e.time_range.elapsed_us() for e in guards if begin <= e.time_range.start < end),
-                "launches": 1e3 * len(inside),
+                "kernel_ms": sum(stop - start for start, stop, _ in inside) / 1e3,
+                "gaps_ms": sum(gap for gap in gaps if 0 < gap < GAP_US) / 1e3,
+                "guards_ms": sum(e.time_range.elapsed_us() for e in called if "Cache Lookup" in e.name) / 1e3,
+                "launches": len(inside),
             }
         )
-    found = {name: round(statistics.median(row[name] for row in rows) / 1e3, 3) for name in rows[0]}
-    longest = [
-        [name[:70], round(names[name] / len(rows), 1), round(us / len(rows) / 1e3, 4)]
-        for name, us in times.most_common(LONGEST)
-    ]
-    return found | {"launches": round(found["launches"]), "longest": longest}
+    found = {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+    names = Counter(name for begin, end in tokens for start, _, name in kernels if begin <= start < end)
+    calls = Counter(e.name for begin, end in tokens for e in host if begin <= e.time_range.start < end)
+    for column, times, numbers in (("longest", on_gpu, names), ("host", on_host, calls)):
+        found[column] = [
+            [name[:70], round(numbers[name] / len(tokens), 1), round(us / len(tokens) / 1e3, 4)]
+            for name, us in times.most_common(LONGEST)
+        ]
+    return found
 
 
 def graph_columns(model, batch: int) -> dict:

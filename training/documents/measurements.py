@@ -56,6 +56,8 @@ MEASUREMENTS = {
     "gpu_generations": f"{KERNELS}/gpu_generations.json",
     "lattice_frozen": f"{KERNELS}/lattice_frozen_cpu.json",
     "models": f"{KERNELS}/model_h200.json",
+    "decode_profile": f"{KERNELS}/decode_profile_h200.json",
+    "op_counters": f"{KERNELS}/op_counters_h200.json",
     "long": f"{KERNELS}/long_h200.json",
     "cpu": f"{KERNELS}/cpu.json",
     "serving_speed": f"{KERNELS}/serving_h200.json",

@@ -9,15 +9,15 @@ SMALLEST_WAIT = 0.1  # share of a warp's time
 
 
 def decode_profile_table(root: Path) -> str:
-    """The parts of the time of one decoded token, by mixer."""
+    """What the GPU and the checks of a compiled program take of one decoded token, by mixer."""
     rows = read("decode_profile", root)
     lines = []
     for row in rows:
         note = f", gates by {row['gates']}" if "gates" in row else ""
-        parts = [f"{row[name]:.2f}" for name in ("ms", "kernel_ms", "gaps_ms", "guards_ms")]
+        parts = [f"{row[name]:.2f}" for name in ("kernel_ms", "gaps_ms", "guards_ms")]
         graph = f"{row['graph_ms']:.2f}" if "graph_ms" in row else ""
         lines.append([f"`{row['mixer']}`{note}", str(row["B"]), *parts, str(row["launches"]), graph])
-    head = ["mixer", "B", "ms per token", "kernels", "gaps between them", "checks", "number of kernels", "one graph"]
+    head = ["mixer", "B", "kernels", "gaps between them", "checks", "number of kernels", "one graph"]
     ((gpu, torch),) = {(row["gpu"], row["torch"]) for row in rows}
     commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
     return aligned_table(head, lines) + f"\n\nMilliseconds. {gpu}, torch {torch}, commit {commits}."

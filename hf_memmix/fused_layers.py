@@ -37,7 +37,7 @@ class FusedRMSNorm(_Fused):
         found = None
         if hidden_states.dtype == self.weight.dtype:
             found = rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        return super().forward(hidden_states) if found is None else found
+        return self.native.forward(self, hidden_states) if found is None else found
 
 
 class FusedMLP(_Fused):

@@ -113,6 +113,11 @@ class MemoryMixer(WarnsOfRounding):
         self.joined_layers: nn.Module | None = None
         self.options = self.options_class.from_dict(config.mixers.get(self.name, {}))  # may change: set_mixer_options
 
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "options":
+            self.plain = value.plain  # what a decode step reads, see `MixerOptions`
+
     # ---- every mixer implements these five methods
 
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:

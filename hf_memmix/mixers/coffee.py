@@ -114,8 +114,8 @@ class CoffeeMixer(MemoryMixer):
         return coffee_step(u, **self._recurrence(), state=states["x"], state_indices=state_indices)
 
     def readout(self, y, x):
-        gate = self.z_proj(x) if self.options.use_gate else None
-        if self.options.use_o_norm:
+        gate = self.z_proj(x) if self.plain["use_gate"] else None
+        if self.plain["use_o_norm"]:
             y = self.o_norm(y, gate)
         elif gate is not None:
             y = y * F.silu(gate)
@@ -180,5 +180,5 @@ class CoffeeMixer(MemoryMixer):
         return ("lam_logit", "w", "C", "w_filter") if self.options.use_output_filter else ("lam_logit", "w", "C")
 
     def _recurrence(self) -> dict:
-        w_filter = at_least_fp32(self.w_filter) if self.options.use_output_filter else None
+        w_filter = at_least_fp32(self.w_filter) if self.plain["use_output_filter"] else None
         return {"lam": self.lam(), "w": at_least_fp32(self.w), "C": at_least_fp32(self.C), "w_filter": w_filter}

@@ -176,23 +176,23 @@ class GKAMixer(HeadsMixer):
 
     def _gates(self, x, products):
         """log_decay, beta and alpha from the products of the layer's input."""
-        options, tokens = self.options, {}
-        if options.use_decay:
+        options, tokens = self.plain, {}
+        if options["use_decay"]:
             _, tokens["log_decay"] = decay(products["a_proj"], self.dt_bias, self.A_log)
         else:
             tokens["log_decay"] = at_least_fp32(x.new_zeros(*x.shape[:2], self.heads))
-        if options.use_beta:
+        if options["use_beta"]:
             tokens["beta"] = at_least_fp32(products["b_proj"]).sigmoid() + BETA_EPS
-        if options.use_alpha:
+        if options["use_alpha"]:
             tokens["alpha"] = at_least_fp32(products["alpha_proj"]).sigmoid()
         return tokens
 
     def _gates_at_once(self, x):
         """The gates of one token in one call of native code or one kernel, or None where that is not possible."""
-        options = self.options
+        options = self.plain
         if x.shape[1] != 1 or self.joined_layers is not None:
             return None
-        if not (options.use_decay and options.use_beta and options.use_alpha):
+        if not (options["use_decay"] and options["use_beta"] and options["use_alpha"]):
             return None
         layers = [self._modules[name] for name in GATES]
         for layer in layers:
@@ -264,10 +264,10 @@ class GKAMixer(HeadsMixer):
             init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
 
     def _solver(self) -> dict:
-        options = self.options
+        options = self.plain
         return {
-            "sketch": self.sketch if options.sketch_dim is not None else None,
-            "refinement": tuple(options.solver_phases),
-            "ridge": options.ridge,
-            "scale": None if options.use_o_norm else 1.0,
+            "sketch": self.sketch if options["sketch_dim"] is not None else None,
+            "refinement": tuple(options["solver_phases"].values()),
+            "ridge": options["ridge"],
+            "scale": None if options["use_o_norm"] else 1.0,
         }

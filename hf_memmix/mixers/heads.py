@@ -82,14 +82,14 @@ class HeadsMixer(MemoryMixer):
 
         `products`: of the layer's input.
         """
-        options = self.options
+        options = self.plain
         if "qk_proj" in products:
             q = k = products["qk_proj"]
         else:
             q, k = products["q_proj"], products["k_proj"]
-        if options.qk_norm == "full":
+        if options["qk_norm"] == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        elif options.qk_norm == "head":
+        elif options["qk_norm"] == "head":
             q, k = (norm(self._key_heads(t)).flatten(2) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
         tokens = {"q": q, "k": k, "v": products["v_proj"]}
         if self.use_rope:
@@ -107,7 +107,7 @@ class HeadsMixer(MemoryMixer):
                 f"use_rope=True, but this backbone has no rotary embeddings; set mixers[{self.name!r}]['use_rope'] to"
                 " False"
             )
-        return tuple(one_angle_per_pair(t, self.options.rope_layout) for t in rotary)
+        return tuple(one_angle_per_pair(t, self.plain["rope_layout"]) for t in rotary)
 
     def convolve(self, tokens, states, lengths, cu_seqlens):
         """q, k and v [B, T, C] after the short convolutions, and the states of the convolutions."""
@@ -146,7 +146,7 @@ class HeadsMixer(MemoryMixer):
             Convolution(tokens[name], convolution.weight.squeeze(1), states[f"conv_{name}"], head_dims[name])
             for name, convolution in convolutions
         ]
-        silu = self.options.conv_activation == "silu"
+        silu = self.plain["conv_activation"] == "silu"
         outputs = unit_heads_after_convolutions(
             parts, tokens.get("cos"), tokens.get("sin"), UNIT_EPS, silu, state_indices
         )
@@ -156,8 +156,8 @@ class HeadsMixer(MemoryMixer):
         return self._key_heads(q), self._key_heads(k), v.unflatten(-1, (-1, self.head_dim))
 
     def readout(self, y, x):
-        gate = self.g_proj(x).view(y.shape) if self.options.use_gate else None
-        if self.options.use_o_norm:
+        gate = self.g_proj(x).view(y.shape) if self.plain["use_gate"] else None
+        if self.plain["use_o_norm"]:
             y = self.o_norm(y, gate, self.gate_activation)
         elif gate is not None:
             y = y * ACTIVATIONS[self.gate_activation](gate)

@@ -135,14 +135,14 @@ class LatticeMixer(HeadsMixer):
         self.add_output()
 
     def project(self, x, rotary):
-        options, products = self.options, self.products(x)
+        options, products = self.plain, self.products(x)
         tokens = self.project_heads(products, rotary)
         tokens["gamma"] = self._step_size(x, products)
-        if options.use_forget_gate:
+        if options["use_forget_gate"]:
             tokens["log_decay"] = F.logsigmoid(at_least_fp32(products["f_proj"]))
-        if options.variant == "enc" and self.stabilises_enc:
+        if options["variant"] == "enc" and self.stabilises_enc:
             # with projection, a forget gate has the effect of a larger step
-            gated = options.use_forget_gate and options.project
+            gated = options["use_forget_gate"] and options["project"]
             mu = tokens["log_decay"].exp() if gated else torch.ones_like(tokens["gamma"])
             tokens["gamma"] = tokens["gamma"].clamp(max=ENC_STEP * mu)
         return tokens
@@ -170,7 +170,7 @@ class LatticeMixer(HeadsMixer):
         return y, new
 
     def step(self, tokens, states, state_indices=None):
-        q, k, v = self._own_heads(*self.heads_step(tokens, states, state_indices, self.options.use_unit_qk))
+        q, k, v = self._own_heads(*self.heads_step(tokens, states, state_indices, self.plain["use_unit_qk"]))
         memory = {"state": states["S"], "state_indices": state_indices}
         return lattice_step(q, k, v, tokens["gamma"], tokens.get("log_decay"), **memory, **self._recurrence())
 
@@ -201,7 +201,7 @@ class LatticeMixer(HeadsMixer):
     @classmethod
     def check_states(cls, options, states):
         """Slots must have unit norm if the write projects them to it."""
-        if _projects(options):
+        if _projects(options.plain):
             check_lattice(state=states["S"])
 
     def check_weights(self):
@@ -216,11 +216,11 @@ class LatticeMixer(HeadsMixer):
 
     def _step_size(self, x, products):
         """gamma [B, T, H] in fp32."""
-        options = self.options
-        if options.step_size == "constant":
-            return (options.gamma_max * at_least_fp32(self.gamma_bias).sigmoid()).expand(*x.shape[:2], -1)
+        options = self.plain
+        if options["step_size"] == "constant":
+            return (options["gamma_max"] * at_least_fp32(self.gamma_bias).sigmoid()).expand(*x.shape[:2], -1)
         logits = at_least_fp32(products["gamma_proj"])
-        return F.softplus(logits) if options.step_size == "softplus" else options.gamma_max * logits.sigmoid()
+        return F.softplus(logits) if options["step_size"] == "softplus" else options["gamma_max"] * logits.sigmoid()
 
     def angles(self, rotary):
         cos, sin = super().angles(rotary)
@@ -233,11 +233,11 @@ class LatticeMixer(HeadsMixer):
 
     def heads_for_memory(self, q, k, v, tokens):
         """[B, T, C] after the convolutions -> q, k [B, T, H, m] and v [B, T, H, d]; unit norms as the options say."""
-        return self._own_heads(*self.split_heads(q, k, v, tokens, unit_norm=self.options.use_unit_qk))
+        return self._own_heads(*self.split_heads(q, k, v, tokens, unit_norm=self.plain["use_unit_qk"]))
 
     def _own_heads(self, q, k, v):
         """q, k and v with one head of k and v per query head; in ENC v has unit norm."""
-        if self.options.variant == "enc" and self.stabilises_enc:
+        if self.plain["variant"] == "enc" and self.stabilises_enc:
             v = unit_heads(v, None, None, UNIT_EPS)
         # every query head has its own memory
         if k.shape[2] != self.heads:
@@ -247,10 +247,10 @@ class LatticeMixer(HeadsMixer):
         return q, k, v
 
     def _recurrence(self) -> dict:
-        options = self.options
-        return {"variant": options.variant, "project": _projects(options), "l1": options.l1}
+        options = self.plain
+        return {"variant": options["variant"], "project": _projects(options), "l1": options["l1"]}
 
 
-def _projects(options: LatticeOptions) -> bool:
-    """Whether slots have unit norm."""
-    return options.project and options.variant not in ("ttt", "delta")
+def _projects(options: dict) -> bool:
+    """Whether slots have unit norm, by the `plain` options."""
+    return options["project"] and options["variant"] not in ("ttt", "delta")

@@ -122,7 +122,7 @@ class Mamba2Mixer(MemoryMixer):
 
     def project(self, x, rotary):
         z, xBC, dt = self.in_proj(x).split([self.features, self.conv_dim, self.heads], -1)
-        smallest, largest = self.options.time_step_limit or (None, None)
+        smallest, largest = (self.plain["time_step_limit"] or {0: None, 1: None}).values()
         limits = {"limit": _largest_feature(dt.dtype), "smallest": smallest, "largest": largest}
         dt, log_decay = decay(dt, self.dt_bias, self.A_log, **limits)
         return {"z": z, "xBC": xBC, "dt": dt, "log_decay": log_decay}
@@ -227,7 +227,7 @@ class Mamba2Mixer(MemoryMixer):
 
     def _recurrence(self, xBC, dt, log_decay) -> dict:
         """The arguments of gated linear attention: queries C and keys B of a group, values x and gates of a head."""
-        bc = self.groups * self.options.state_size
+        bc = self.groups * self.plain["state_size"]
         x, B, C = xBC.split([self.features, bc, bc], -1)
         B, C = (t.unflatten(-1, (self.groups, -1)) for t in (B, C))
         return {

@@ -40,6 +40,7 @@ def mixer_options(cls: type) -> type:
                 kind = cls.__dataclass_fields__[name].type
                 reason = f"must be of type {kind.__name__ if isinstance(kind, type) else kind}"
             raise ValueError(f"{name}={value!r} {reason}") from None
+        self.__dict__.setdefault("plain", {})[name] = dict(enumerate(value)) if isinstance(value, list) else value
 
     cls.__init__, cls.__setattr__ = __init__, __setattr__
     return cls
@@ -87,7 +88,15 @@ def conv_size(default: int = 4):
 
 @mixer_options
 class MixerOptions:
-    """Base of a mixer's options: plain JSON values. Subclasses are `@mixer_options` classes with more fields."""
+    """Base of a mixer's options: plain JSON values. Subclasses are `@mixer_options` classes with more fields.
+
+    Attributes:
+        plain: the values by name, a list as {0: its first entry, ...}. A decode step reads this dictionary: a program
+            of torch.compile checks objects and lists at each call, but dictionaries of numbers and texts, as a part of
+            a module, only after something was assigned to them.
+    """
+
+    plain: ClassVar[dict]  # of each instance, and no option
 
     # options that change how a state is read, but not its meaning: a saved state stays valid when they change
     inference_options: ClassVar[tuple[str, ...]] = ()

@@ -106,8 +106,8 @@ class SKAMixer(MemoryMixer):
 
     def project(self, x, rotary):
         products = self.products(x)
-        q, k = (products[name].unflatten(-1, (-1, self.options.rank)) for name in ("q_proj", "k_proj"))
-        if self.options.use_cg_lift:
+        q, k = (products[name].unflatten(-1, (-1, self.plain["rank"])) for name in ("q_proj", "k_proj"))
+        if self.plain["use_cg_lift"]:
             q, k = (self.lift_proj(cg_lift(t)) for t in (q, k))
         return {"q": q, "k": k, "v": products["v_proj"].unflatten(-1, (-1, self.head_dim))}
 
@@ -130,14 +130,14 @@ class SKAMixer(MemoryMixer):
         return y, dict(zip(STATES, state, strict=True))
 
     def step(self, tokens, states, state_indices=None):
-        options = self.options
+        options = self.plain
         state = tuple(states[name] for name in STATES)
         return ska_step(
             *self._arguments(tokens),
             state,
             **self._model(),
-            chunk_size=options.chunk_size,
-            refresh_every=options.refresh_every,
+            chunk_size=options["chunk_size"],
+            refresh_every=options["refresh_every"],
             state_indices=state_indices,
         )
 
@@ -186,8 +186,7 @@ class SKAMixer(MemoryMixer):
         return (*(tokens[n] for n in "qkv"), tokens.get("action_mask"), gamma, eta)
 
     def _model(self) -> dict:
-        options = self.options
-        return {name: getattr(options, name) for name in ("power", "eps", "spectral_norm", "sigma_floor")}
+        return {name: self.plain[name] for name in ("power", "eps", "spectral_norm", "sigma_floor")}
 
     def _after_chunks_of_one(self, state):
         """The state of `chunk_ska(chunk_size=1)` from that of `ska_step(refresh_every=1)`."""

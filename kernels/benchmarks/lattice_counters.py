@@ -51,18 +51,23 @@ def once(variant: str) -> None:
     torch.cuda.synchronize()
 
 
-def counters(variant: str) -> list[dict[str, str]]:
-    """One row of counters per kernel launch, in the order of the launches.
+def counters(command: list[str], kernels: str, more: tuple[str, ...] = ()) -> list[dict[str, str]]:
+    """One row of counters per kernel launch of a command, in the order of the launches.
+
+    Args:
+        command: a Python script and its arguments.
+        kernels: regular expression of the names of the kernels.
+        more: further counters.
 
     Raises:
         RuntimeError: ncu is missing or may not read the counters; the message contains the output of ncu.
     """
-    metrics = [HBM, LATENCY, *(STALL.format(name) for name in WAITS)]
+    metrics = [HBM, LATENCY, *(STALL.format(name) for name in WAITS), *more]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "counters.csv"
-        command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--log-file", str(log)]
-        command += ["--metrics", ",".join(metrics), "-k", "regex:^lattice_"]
-        run = subprocess.run([*command, sys.executable, __file__, "--once", variant], capture_output=True, text=True)
+        ncu = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--log-file", str(log)]
+        ncu += ["--metrics", ",".join(metrics), "-k", f"regex:{kernels}", sys.executable]
+        run = subprocess.run([*ncu, *command], capture_output=True, text=True)
         text = log.read_text() if log.exists() else ""
         if run.returncode or LATENCY not in text:
             raise RuntimeError(f"ncu read no counters, exit status {run.returncode}: {(run.stderr + text)[-500:]}")
@@ -90,7 +95,11 @@ def main():
     if args.once:
         once(args.once)
         return
-    rows = [{"variant": variant, **shares(row)} for variant in ("dec", "enc", "sim") for row in counters(variant)]
+    rows = [
+        {"variant": variant, **shares(row)}
+        for variant in ("dec", "enc", "sim")
+        for row in counters([__file__, "--once", variant], "^lattice_")
+    ]
     found = {"gpu": torch.cuda.get_device_name(), "commit": args.commit, "rows": rows}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found, indent=1) + "\n")

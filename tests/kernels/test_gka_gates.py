@@ -13,12 +13,6 @@ from hf_memmix_kernels.rowwise import decay
 EPS = 1e-6
 
 
-@pytest.fixture(autouse=True)
-def kernel_on_gpus(monkeypatch):
-    """These tests are what the kernel needs before users' GPUs run it."""
-    monkeypatch.setattr(gka_op, "GATES_KERNEL_ON_GPUS", True)
-
-
 def arguments(batch, heads, hidden, dtype, device="cpu"):
     torch.manual_seed(0)
     x = torch.randn(batch, 1, hidden, dtype=dtype, device=device)

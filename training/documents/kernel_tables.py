@@ -7,6 +7,7 @@ from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.documents.measurements import MEASUREMENTS, read
 from hf_memmix_kernels.coffee.sizes import coffee_method
 
+HEAD_DIM = 128  # of `kernel_table`
 ATTENTION_SHAPED = ("sdpa", "short_conv", "gla", "gka")  # ops with other shapes are in `op_table`
 # variant, pass, T and the target in milliseconds, at B=8, 12 heads of 64 channels and slots, in bf16
 LATTICE_TARGETS = (
@@ -27,7 +28,7 @@ aligned_table = partial(markdown_table, figures=True)
 
 def kernel_table(root: Path) -> str:
     """Milliseconds of the ops that share attention's shape, on the GPU, with torch's attention from the same run."""
-    rows = [row for row in read("kernels", root) if row["op"] in ATTENTION_SHAPED]
+    rows = [row for row in read("kernels", root) if row["op"] in ATTENTION_SHAPED and row["D"] == HEAD_DIM]
     ops: dict[str, dict] = {}
     for row in rows:
         schedule = row.get("iterations")

@@ -64,6 +64,8 @@ MEASUREMENTS = {
     "gpu_generations": f"{KERNELS}/gpu_generations.json",
     "lattice_frozen": f"{KERNELS}/lattice_frozen_cpu.json",
     "models": f"{KERNELS}/model_h200.json",
+    "decode_profile": f"{KERNELS}/decode_profile_h200.json",
+    "op_counters": f"{KERNELS}/op_counters_h200.json",
     "long": f"{KERNELS}/long_h200.json",
     "context_parallel": f"{KERNELS}/context_parallel_h200.json",
     "triton_versions": f"{KERNELS}/triton_versions_h200.json",

@@ -9,6 +9,7 @@ from hf_memmix.conversion.teachers_table import refusals, teachers_table
 from hf_memmix.training.documents import choice_tables as choice
 from hf_memmix.training.documents import conversion_costs as costs
 from hf_memmix.training.documents import kernel_tables as kernels
+from hf_memmix.training.documents import limit_tables as limits
 from hf_memmix.training.documents import one_gpu_tables as one_gpu
 from hf_memmix.training.documents import serving_tables as serving
 from hf_memmix.training.documents.budget_tables import one_gpu_distil_table, plan_checked_table
@@ -257,6 +258,8 @@ TABLES = {
     "generate": kernels.generate_table,
     "models": kernels.models_table,
     "cpu": kernels.cpu_table,
+    "decode_profile": limits.decode_profile_table,
+    "op_counters": limits.op_counters_table,
     "gpu_generations": gpu_table,
     "op": kernels.op_table,
     "gka_sketch": kernels.sketch_table,

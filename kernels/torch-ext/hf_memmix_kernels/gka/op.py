@@ -14,10 +14,6 @@ from .native_path import gates_of_token_native, gka_backward_native, gka_forward
 from .schedule import as_phases
 from .torch_path import gka_step_torch
 
-# whether the kernel of the gates runs on GPUs. So far it was compiled for them and ran in Triton's interpreter only:
-# its tests and its time on a GPU come first
-GATES_KERNEL_ON_GPUS = False
-
 
 def _chunk_path(q: torch.Tensor, v: torch.Tensor):
     """The module whose gka_forward and gka_backward run.
@@ -357,7 +353,7 @@ def _gates_triton(*args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _op_is_faster(x: torch.Tensor) -> bool:
     """Whether a compiled program should call the op. On a CPU, torch.compile fuses the operators itself."""
-    return x.is_cuda and GATES_KERNEL_ON_GPUS
+    return x.is_cuda
 
 
 def gates_of_token(
@@ -399,8 +395,6 @@ def gates_of_token(
         return _gates_op(x, *arguments) if x.shape[0] <= MAX_ROWS else None
     if 3 * x.shape[0] * weights[0].numel() <= MAX_NATIVE_WORK and (library := native_library("gka", *tensors)):
         return gates_of_token_native(library, x, weights, biases, dt_bias, A_log, beta_eps)
-    if x.is_cuda and not GATES_KERNEL_ON_GPUS:
-        return None
     if x.shape[0] > MAX_ROWS or not use_triton(x, "gka", 1) or torch._C._are_functorch_transforms_active():
         return None
     return _gates_triton(x, *arguments)

@@ -1,0 +1,46 @@
+"""Tables of what limits a decoded token and the ops on a GPU, from the results of `kernels/benchmarks`."""
+
+from pathlib import Path
+
+from hf_memmix.training.documents.kernel_tables import aligned_table
+from hf_memmix.training.documents.measurements import read
+
+SMALLEST_WAIT = 0.1  # share of a warp's time
+
+
+def decode_profile_table(root: Path) -> str:
+    """What the GPU and the checks of a compiled program take of one decoded token, by mixer."""
+    rows = read("decode_profile", root)
+    lines = []
+    for row in rows:
+        note = f", gates by {row['gates']}" if "gates" in row else ""
+        parts = [f"{row[name]:.2f}" for name in ("kernel_ms", "gaps_ms", "guards_ms")]
+        graph = f"{row['graph_ms']:.2f}" if "graph_ms" in row else ""
+        lines.append([f"`{row['mixer']}`{note}", str(row["B"]), *parts, str(row["launches"]), graph])
+    head = ["mixer", "B", "kernels", "gaps between them", "checks", "number of kernels", "one graph"]
+    ((gpu, torch),) = {(row["gpu"], row["torch"]) for row in rows}
+    commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
+    return aligned_table(head, lines) + f"\n\nMilliseconds. {gpu}, torch {torch}, commit {commits}."
+
+
+def op_counters_table(root: Path) -> str:
+    """What the warps of the ops' kernels wait for, and how busy the units of the GPU are."""
+    found = read("op_counters", root)
+    names = {"tensor": "tensor cores", "special": "special functions", "shared": "shared memory", "hbm": "HBM"}
+    names = {name: title for name, title in names.items() if all(name in row for row in found["rows"])}
+    lines = []
+    for row in found["rows"]:
+        issue = row["warp"].get("issue", 0)
+        waits = ", ".join(
+            f"{name} {100 * x:.0f} %" for name, x in row["warp"].items() if name != "issue" and x >= SMALLEST_WAIT
+        )
+        shape = " x ".join(str(row[name]) for name in "BTHD") + (f", rank {row['rank']}" if "rank" in row else "")
+        units = [f"{100 * row[name]:.0f} %" for name in names]
+        spills = f"{row.get('local_loads', 0) + row.get('local_stores', 0):.1f}"
+        lines.append([shape, f"`{row['kernel']}`", f"{100 * issue:.0f} %", waits, *units, spills])
+    head = ["B x T x H x D", "kernel", "a warp issues", "it waits for", *names.values(), "spills, millions"]
+    return (
+        aligned_table(head, lines)
+        + f"\n\nShares of a warp's time, waits from {100 * SMALLEST_WAIT:.0f} % on, and of the peak of a unit; loads "
+        f"and stores of spilled registers by warps. {found['gpu']}, commit {found['commit']}."
+    )

@@ -15,6 +15,7 @@ from .kernels.sequential.dec_backward_windows import (
 )
 from .kernels.sequential.forward import lattice_fwd_kernel
 from .kernels.sequential.step import lattice_step_kernel
+from .launch_cuda import can_walk, can_walk_back, walk, walk_back
 from .sizes import CHECKPOINT, keeps_h, kept_sizes, levels_precision, padded, window_precision
 
 # tokens between two measurements of the norms, and between two states that backward keeps in scratch memory
@@ -72,6 +73,9 @@ def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, var
     h = p = None
     if keeps_h(*rule):
         h, p = kept.split(kept_sizes(v, initial_state, cu_seqlens, rule))[1:] if save else (start, start)
+        if can_walk(q, k, v, initial_state):
+            walk((q, k, v, gamma), start, (o, final), (kept, h, p), save, cu_seqlens)
+            return o, _from_tiles(final, initial_state), kept
     lattice_fwd_kernel[(N * H,)](
         (q, k, v, gamma, log_decay), start, (o, final), (kept, h, p), int(save), cu_seqlens, v.shape[1], float(l1),
         H=H, **sizes, **_split(_warps(WARPS_FWD, initial_state), sizes), VARIANT=variant, PROJECT=project, L1=l1 > 0,
@@ -148,12 +152,15 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     lattice_middle_kernel[(windows * H,)](
         a, b, h, kept, middle, layout, **shared, GROUP=2, num_warps=split["num_warps"]
     )
-    lattice_adjoint_kernel[(N * H,)](
-        (end, do), (q, k, gamma), (h, p, hh, a, b), (kept, middle), (dz, dalpha, dstart), scratch,
-        cu_seqlens, v.shape[1],
-        **shared, WARPS=split["WARPS"], LANES=split["LANES"], num_warps=split["num_warps"],
-        GROUP=max(2, split["GROUP"]), FETCH=has_ptx(v),
-    )  # fmt: skip
+    back = (end, do), (q, k, gamma), (h, p, hh, a, b), (kept, middle), (dz, dalpha, dstart), scratch, cu_seqlens
+    if can_walk_back(q, k, do, dfinal):
+        walk_back(*back)
+    else:
+        lattice_adjoint_kernel[(N * H,)](
+            *back, v.shape[1],
+            **shared, WARPS=split["WARPS"], LANES=split["LANES"], num_warps=split["num_warps"],
+            GROUP=max(2, split["GROUP"]), FETCH=has_ptx(v),
+        )  # fmt: skip
     read(dz, moves, kept, dalpha, (dk, dv, dgamma))
     return dq, dk, dv, dgamma, None, _from_tiles(dstart, dfinal)
 

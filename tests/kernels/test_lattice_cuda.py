@@ -1,0 +1,303 @@
+"""The walks of Lattice's "dec" in CUDA C++: when they run, what they compute on a GPU, and, where a C++ compiler is
+installed, what they compute in an emulator of a block of threads (cuda_emulator.cpp).
+"""
+
+import ctypes
+import logging
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import error
+
+import hf_memmix_kernels as K
+from hf_memmix_kernels import _cuda
+from hf_memmix_kernels._device import H200, Device
+from hf_memmix_kernels._chunks import checkpoint_slots
+from hf_memmix_kernels._native import compiler
+from hf_memmix_kernels.lattice import launch_cuda
+from hf_memmix_kernels.lattice.naive import naive_write
+from hf_memmix_kernels.lattice.sizes import CHECKPOINT
+
+NAMES = ("o", "state", "dq", "dk", "dv", "dgamma", "dstate")
+LENGTHS = {
+    "one token": [1],
+    "ragged": [1, 31, 32, 33, 200],
+    "whole windows": [64, 128],
+    "batched": None,
+}
+
+
+def draw(lengths: list[int] | None, dtype: torch.dtype, device: str) -> tuple[list, dict]:
+    """q, k, v, gamma and the first state, of several sequences and 3 heads; and cu_seqlens."""
+    torch.manual_seed(0)
+    B, T = (2, 77) if lengths is None else (1, sum(lengths))
+    N = B if lengths is None else len(lengths)
+    q, k, v = (F.normalize(torch.randn(B, T, 3, 64), dim=-1) for _ in range(3))
+    state = torch.linalg.qr(torch.randn(N, 3, 64, 64)).Q
+    bounds = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(device)
+    gamma = torch.rand(B, T, 3)
+    gamma[:, T // 2] = 0  # padding writes nothing
+    return [x.to(device, dtype) for x in (q, k, 2 * v)] + [gamma.to(device), state.to(device)], {"cu_seqlens": bounds}
+
+
+def results(function, inputs: list, options: dict) -> dict[str, torch.Tensor]:
+    """The op's results and all gradients, of a loss with random weights."""
+    torch.manual_seed(1)
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    o, state = function(*inputs[:4], initial_state=inputs[4], **options)
+    weights = [torch.randn(x.shape, device=x.device, dtype=torch.float64) for x in (o, state)]
+    loss = sum((x.double() * w).sum() for x, w in zip((o, state), weights, strict=True))
+    return dict(zip(NAMES, (o, state, *torch.autograd.grad(loss, inputs)), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_the_walks_against_float64(lengths, dtype, monkeypatch, poisoned_empty):
+    """Errors are at most those of Triton's kernels, but for rounding in another order."""
+    inputs, options = draw(lengths, dtype, "cuda")
+    assert launch_cuda.can_walk(*inputs[:3], inputs[4])
+    want = results(K.naive_lattice, [x.double() for x in inputs], options)
+    got = results(K.chunk_lattice, inputs, options)
+    monkeypatch.setattr("hf_memmix_kernels.lattice.launch.can_walk", lambda *_: False)
+    monkeypatch.setattr("hf_memmix_kernels.lattice.launch.can_walk_back", lambda *_: False)
+    triton = results(K.chunk_lattice, inputs, options)
+    for name in NAMES:
+        assert error(got[name], want[name]) <= 1.3 * error(triton[name], want[name]) + 2e-6, name
+
+
+@pytest.mark.gpu
+def test_without_gradients_nothing_is_kept():
+    inputs, options = draw(LENGTHS["ragged"], torch.bfloat16, "cuda")
+    with torch.no_grad():
+        o, state = K.chunk_lattice(*inputs[:4], initial_state=inputs[4], **options)
+    want = results(K.chunk_lattice, inputs, options)
+    assert torch.equal(o, want["o"])
+    assert torch.equal(state, want["state"])
+
+
+@pytest.mark.gpu
+def test_long_inputs_keep_slots_of_unit_norm():
+    torch.manual_seed(0)
+    q, k, v = (F.normalize(torch.randn(1, 20_000, 2, 64, device="cuda"), dim=-1).bfloat16() for _ in range(3))
+    gamma = torch.rand(1, 20_000, 2, device="cuda")
+    _, state = K.chunk_lattice(q, k, v, gamma)
+    assert (state.norm(dim=-2) - 1).abs().max() <= 1e-5
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_the_walks():
+    inputs, _ = draw(None, torch.bfloat16, "cuda")
+    with torch.no_grad():
+        want = K.chunk_lattice(*inputs[:4], initial_state=inputs[4])[0]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = K.chunk_lattice(*inputs[:4], initial_state=inputs[4])[0]
+    got.zero_()
+    graph.replay()
+    assert torch.equal(got, want)
+
+
+EMULATOR = Path(__file__).parent / "cuda_emulator.cpp"
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """Calls a kernel on CPU tensors: emulated("walk.cu", blocks, tensors, T, H)."""
+    if compiler() is None:
+        pytest.skip("no C++ compiler")
+    folder, libraries = tmp_path_factory.mktemp("emulated"), {}
+
+    def call(name: str, blocks: int, tensors: list, T: int, H: int) -> None:
+        if name not in libraries:
+            source, library = folder / name, folder / f"{name}.so"
+            source.write_text(launch_cuda.source(name))
+            flags = ["-DFORWARD"] if name == "walk.cu" else []
+            subprocess.run(
+                [compiler(), "-std=c++17", "-O2", "-w", "-fPIC", "-shared", *flags, f'-DSOURCE="{source}"', EMULATOR,
+                 "-o", library], check=True,
+            )  # fmt: skip
+            libraries[name] = ctypes.CDLL(str(library))
+        sizes = ctypes.c_int(T), ctypes.c_int(H)
+        addresses = [None if x is None else x.data_ptr() for x in tensors] + [ctypes.addressof(x) for x in sizes]
+        libraries[name].emulate(blocks, (ctypes.c_void_p * len(addresses))(*addresses))
+
+    return call
+
+
+def states(inputs: list, options: dict) -> list[tuple]:
+    """(h, p, state before, state after) of every token and head [T, H, ...] by the reference, one for each sequence."""
+    q, k, v, gamma, first = (x.double() for x in inputs)
+    bounds = options["cu_seqlens"]
+    rows = [(n, slice(None)) for n in range(len(q))]
+    if bounds is not None:
+        rows = [(0, slice(*bounds[n : n + 2].tolist())) for n in range(len(first))]
+    found = []
+    for n, (row, at) in enumerate(rows):
+        S, tokens = first[n], []
+        for kt, vt, gt in zip(k[row, at], v[row, at], gamma[row, at], strict=True):
+            h = (S @ kt[..., None])[..., 0] - vt
+            p = (S.mT @ h[..., None])[..., 0]
+            scalars = gt[:, None, None], torch.ones_like(gt)[:, None, None]
+            after = naive_write(S, kt[..., None], vt[..., None], *scalars, "dec", True, 0.0)
+            tokens.append((h, p, S, after))
+            S = after
+        found.append(tuple(map(torch.stack, zip(*tokens, strict=True))))
+    return found
+
+
+def sharp(inputs: list) -> list:
+    """k of one slot and large steps: a slot is scaled in the token, because a is near zero or large."""
+    q, k, v, gamma, state = inputs
+    one = F.one_hot(k.float().abs().argmax(-1), 64) * k.float().sum(-1, keepdim=True).sign()
+    return [q, one.to(k.dtype), v, 6 * gamma, state]
+
+
+CASES = {**LENGTHS, "sharp": [100]}
+
+
+def case(name: str) -> tuple[list, dict]:
+    inputs, options = draw(CASES[name], torch.bfloat16, "cpu")
+    return (sharp(inputs) if name == "sharp" else inputs), options
+
+
+def tiles(state: torch.Tensor) -> torch.Tensor:
+    return state.mT.flatten(0, 1).contiguous()
+
+
+def empty(*shape) -> torch.Tensor:
+    return torch.full(shape, float("nan"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_walk_in_the_emulator(name, emulated):
+    """o, the final state, and h, p and the states that backward needs; the same o and state without these."""
+    inputs, options = case(name)
+    (q, k, v, gamma, first), bounds = inputs, options["cu_seqlens"]
+    B, T, H, _ = v.shape
+    want_o, want_state = K.naive_lattice(*inputs[:4], initial_state=first, **options)
+    start, h, p = tiles(first), empty(*v.shape), empty(*v.shape)
+    kept = empty(checkpoint_slots(B, T, bounds, CHECKPOINT) * H, 64, 64)
+    results = []
+    for saved in ((kept, h, p), (None, None, None)):
+        o, final = torch.zeros_like(v), torch.full_like(start, float("nan"))
+        emulated("walk.cu", len(start), [q, k, v, gamma, start, o, final, *saved, bounds], T, H)
+        results.append((o, final))
+    assert all(map(torch.equal, *results))
+    o, final = results[0]
+    assert error(o, want_o) <= 0.002
+    assert error(final.view(first.shape).mT, want_state) <= 2e-6
+    row = 0
+    for n, (want_h, want_p, before, _) in enumerate(states(inputs, options)):
+        begin = n * T if bounds is None else int(bounds[n])
+        at = slice(begin, begin + len(want_h))
+        assert error(h.flatten(0, 1)[at], want_h) <= 2e-6
+        assert error(p.flatten(0, 1)[at], want_p) <= 5e-6
+        row = n * -(-T // CHECKPOINT) if bounds is None else begin // CHECKPOINT + n
+        want = before[::CHECKPOINT].mT
+        assert error(kept.view(-1, H, 64, 64)[row : row + len(want)], want) <= 2e-6
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_walk_back_in_the_emulator(name, emulated):
+    """dz, dalpha and the first state's gradient give the gradients of the reference."""
+    inputs, options = case(name)
+    (q, k, v, gamma, first), bounds = inputs, options["cu_seqlens"]
+    B, T, H, _ = v.shape
+    leaves = [x.double().requires_grad_() for x in inputs]
+    o, state = K.naive_lattice(*leaves[:4], initial_state=leaves[4], **options)
+    do, dfinal = torch.randn(v.shape).bfloat16(), torch.randn(first.shape)
+    _, _, want_dv, want_dgamma, want_start = torch.autograd.grad((o, state), leaves, (do.double(), dfinal.double()))
+    slots = checkpoint_slots(B, T, bounds, CHECKPOINT)
+    h, p, a, b = (torch.zeros(B * T, H, 64) for _ in range(4))
+    kept, middle = torch.zeros(slots, H, 64, 64), torch.zeros(slots, H, 64, 64)
+    for n, (found_h, found_p, before, _) in enumerate(states(inputs, options)):
+        begin = n * T if bounds is None else int(bounds[n])
+        at = slice(begin, begin + len(found_h))
+        h[at], p[at] = found_h, found_p
+        row = n * -(-T // CHECKPOINT) if bounds is None else begin // CHECKPOINT + n
+        for tile, offset in ((kept, 0), (middle, CHECKPOINT // 2)):
+            found = before[offset::CHECKPOINT].mT
+            tile[row : row + len(found)] = found
+    hh = h.square().sum(-1)
+    alpha = -gamma.flatten(0, 1)[..., None] * k.flatten(0, 1).float()
+    beta = (1 + alpha.square() * (hh[..., None] - p.square()).clamp_min(0)).rsqrt()
+    a, b = beta * (1 - alpha * p), beta * alpha
+    end, scratch = tiles(dfinal), empty(len(first) * H, 16, 4096)
+    dz, dalpha, dstart = empty(B * T, H, 64), empty(B * T, H, 64), torch.full_like(end, float("nan"))
+    emulated(
+        "walk_back.cu", len(end),
+        [end, do, q, k, gamma, h, p, hh, a, b, kept, middle, dz, dalpha, dstart, scratch, bounds], T, H,
+    )  # fmt: skip
+    assert error(-dz, want_dv.flatten(0, 1)) <= 5e-6
+    assert error(-(k.flatten(0, 1).float() * dalpha).sum(-1), want_dgamma.flatten(0, 1)) <= 1e-5
+    # what lies along a slot is left out, as the op's backward removes it
+    start = tiles(first)
+    got = dstart - start * (start * dstart).sum(-1, keepdim=True)
+    assert error(got.view(first.shape).mT, want_start) <= 5e-6
+
+
+def test_sizes_are_those_of_the_source(tmp_path):
+    """The bytes of shared memory, as the compiler counts them."""
+    if compiler() is None:
+        pytest.skip("no C++ compiler")
+    for name, size in (("walk.cu", launch_cuda.SHARED), ("walk_back.cu", launch_cuda.SHARED_BACK)):
+        source = tmp_path / name
+        source.write_text(launch_cuda.source(name) + f'\nstatic_assert(sizeof(Shared) == {size}, "bytes");\n')
+        flags = ["-DFORWARD"] if name == "walk.cu" else []
+        command = [compiler(), "-std=c++17", "-w", "-fsyntax-only", *flags, f'-DSOURCE="{source}"', EMULATOR]
+        subprocess.run(command, check=True)
+
+
+def test_inputs_that_the_walks_do_not_take(monkeypatch):
+    """They run 64 slots of size 64 in 16 bits on a GPU; all else goes to Triton or torch."""
+    monkeypatch.setattr(launch_cuda, "has_nvrtc", lambda: True)
+    monkeypatch.setattr(launch_cuda, "_kernels", lambda *_: ())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    gpu = [H200]
+    monkeypatch.setattr(launch_cuda, "device_of", lambda _: gpu[0])
+    monkeypatch.setattr("hf_memmix_kernels._device.of_index", lambda _: gpu[0])
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def taken(dtype, size=64, q_dtype=None, walk=launch_cuda.can_walk):
+        x, state = torch.zeros(1, 2, 1, 64, dtype=dtype), torch.zeros(1, 1, 64, size)
+        return walk(x if q_dtype is None else x.to(q_dtype), x, x, state)
+
+    assert taken(torch.bfloat16)
+    assert taken(torch.float16)
+    assert not taken(torch.float32)
+    assert not taken(torch.bfloat16, size=32)
+    assert not taken(torch.bfloat16, q_dtype=torch.float32)
+    assert taken(torch.bfloat16, walk=launch_cuda.can_walk_back)
+    gpu[0] = Device("sm_89", 99 * 1024, 128)
+    assert taken(torch.bfloat16)
+    assert not taken(torch.bfloat16, walk=launch_cuda.can_walk_back)
+
+
+@pytest.mark.parametrize("failure", [ImportError("no cuda-bindings"), RuntimeError("NVRTC does not compile")], ids=str)
+def test_kernels_that_do_not_load_are_reported_once(failure, monkeypatch, caplog):
+    def load(*_):
+        raise failure
+
+    monkeypatch.setattr(launch_cuda, "load", load)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
+    launch_cuda._kernels.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert launch_cuda._kernels(0, torch.bfloat16) is None
+        assert launch_cuda._kernels(0, torch.bfloat16) is None
+    launch_cuda._kernels.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"lattice: Triton's kernels run, because those in CUDA C++ do not: {failure}"
+    ]
+
+
+def test_nvrtc_can_be_switched_off(monkeypatch):
+    monkeypatch.setenv("HF_MEMMIX_NVRTC", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    _cuda.has_nvrtc.cache_clear()
+    assert not _cuda.has_nvrtc()
+    _cuda.has_nvrtc.cache_clear()

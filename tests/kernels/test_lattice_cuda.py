@@ -14,8 +14,8 @@ from checks import error
 
 import hf_memmix_kernels as K
 from hf_memmix_kernels import _cuda
-from hf_memmix_kernels._device import H200, Device
 from hf_memmix_kernels._chunks import checkpoint_slots
+from hf_memmix_kernels._device import H200, Device
 from hf_memmix_kernels._native import compiler
 from hf_memmix_kernels.lattice import launch_cuda
 from hf_memmix_kernels.lattice.naive import naive_write
@@ -129,7 +129,7 @@ def emulated(tmp_path_factory):
 
 
 def states(inputs: list, options: dict) -> list[tuple]:
-    """(h, p, state before, state after) of every token and head [T, H, ...] by the reference, one for each sequence."""
+    """(h, p, state before, state after) of every token and head [T, H, ...] by the reference, for each sequence."""
     q, k, v, gamma, first = (x.double() for x in inputs)
     bounds = options["cu_seqlens"]
     rows = [(n, slice(None)) for n in range(len(q))]

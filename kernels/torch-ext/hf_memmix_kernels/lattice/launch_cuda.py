@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def can_walk(q: Tensor, k: Tensor, v: Tensor, state: Tensor, shared: int = SHARED) -> bool:
-    """Whether a walk that needs so many bytes of shared memory exists for such inputs: 64 slots of size 64, all inputs in
-    the same 16 bits.
+    """Whether a walk that needs so many bytes of shared memory exists for such inputs: 64 slots of size 64, all
+    inputs in the same 16 bits.
     """
     return (
         has_ptx(v)

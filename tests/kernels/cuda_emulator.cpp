@@ -1,5 +1,5 @@
 // Runs a kernel of CUDA C++ on a CPU: every thread of a block is a coroutine, which waits in barriers and shuffles.
-// Compiled with -DSOURCE='"file"', a file that holds common.cu and then walk.cu (-DFORWARD) or walk_back.cu; bfloat16.
+// Compiled with -DSOURCE='"walks.cu"'; bfloat16.
 
 #include <algorithm>
 #include <cmath>
@@ -15,8 +15,9 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __restrict__
+#define __shared__ static
+#define __align__(n) __attribute__((aligned(n)))
 #define KEEP(x)
-#define SHARED(type, name) static type name
 using std::min;
 struct uint2 { uint32_t x, y; };
 struct uint4 { uint32_t x, y, z, w; };
@@ -25,7 +26,7 @@ struct float4 { float x, y, z, w; };
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-constexpr int LIVE = 256, LANE = 32, STACK = 1 << 17;
+constexpr int LIVE = 128, LANE = 32, STACK = 1 << 17;
 static struct { unsigned x; } threadIdx, blockIdx;
 static ucontext_t scheduler, contexts[LIVE];
 static bool ended[LIVE];
@@ -48,19 +49,9 @@ struct Barrier {
       while (turn == mine) wait();
   }
 };
-static Barrier block, roles[2], warps[LIVE / LANE];
-static int votes[2];
+static Barrier block, warps[LIVE / LANE];
 static float values[LIVE / LANE][2][LANE];
-static int __syncthreads_or(int vote) {
-  const int turn = block.turn & 1;
-  votes[turn] |= vote;
-  if (block.count + 1 == LIVE) votes[turn ^ 1] = 0;
-  block.sync(LIVE);
-  return votes[turn];
-}
-static void __syncthreads() { __syncthreads_or(0); }
-static void sync_role(int role) { roles[role].sync(LIVE / 2); }
-static int uniform(int x) { return x; }
+static void __syncthreads() { block.sync(LIVE); }
 static float __shfl_sync(unsigned, float x, int from) {
   Barrier& warp = warps[current / LANE];
   float* sent = values[current / LANE][warp.turn & 1];
@@ -74,17 +65,18 @@ static void copy4(void* to, const void* from, bool real) { real ? memcpy(to, fro
 static void copies_end() {}
 template <int N> static void copies_wait() {}
 static float rsqrt_fast(float x) { return 1 / std::sqrt(x) * (1 + 1e-7f); }
-static float rcp_fast(float x) { return 1 / x * (1 - 1e-7f); }
-static uint16_t narrow(float x) {
+static float __uint_as_float(uint32_t x) {
+  float y;
+  memcpy(&y, &x, 4);
+  return y;
+}
+static uint32_t narrow(float x) {
   uint32_t y;
   memcpy(&y, &x, 4);
   return (y + 0x7fff + (y >> 16 & 1)) >> 16;
 }
-static void unpack(uint32_t x, float& lo, float& hi) {
-  const uint32_t parts[2] = {x << 16, x & 0xffff0000u};
-  memcpy(&lo, parts, 4);
-  memcpy(&hi, parts + 1, 4);
-}
+static uint32_t pack(float lo, float hi) { return narrow(lo) | narrow(hi) << 16; }
+static void fetch_line(const float*) {}
 #include SOURCE
 
 static void start() {
@@ -111,23 +103,23 @@ static void run(int blocks, void (*kernel)()) {
         }
   }
 }
-// the arguments of the kernel, in their order
+// the arguments of the kernels, in their order
 static void* const* given;
 static int int_at(int i) { return *(int*)given[i]; }
-extern "C" void emulate(int blocks, void* const* arguments) {
+#define F(i) (float*)given[i]
+#define H(i) (u16*)given[i]
+#define L(i) (long long*)given[i]
+extern "C" void walk_forward(int blocks, void* const* arguments) {
   given = arguments;
-#ifdef FORWARD
-#define CALL(kernel)                                                                                                   \
-  kernel((u16*)given[0], (u16*)given[1], (u16*)given[2], (float*)given[3], (float*)given[4], (u16*)given[5],           \
-         (float*)given[6], (float*)given[7], (float*)given[8], (float*)given[9], (long long*)given[10], int_at(11),    \
-         int_at(12))
+#define CALL(kernel) \
+  kernel(H(0), H(1), H(2), F(3), F(4), H(5), F(6), F(7), F(8), F(9), L(10), int_at(11), int_at(12))
   if (given[7]) run(blocks, [] { CALL(lattice_dec_walk_saving); });
   else run(blocks, [] { CALL(lattice_dec_walk); });
-#else
-#define F(i) (float*)given[i]
+}
+extern "C" void walk_back(int blocks, void* const* arguments) {
+  given = arguments;
   run(blocks, [] {
-    lattice_dec_walk_back(F(0), (u16*)given[1], (u16*)given[2], (u16*)given[3], F(4), F(5), F(6), F(7), F(8), F(9), F(10),
-                          F(11), F(12), F(13), F(14), F(15), (long long*)given[16], int_at(17), int_at(18));
+    lattice_dec_walk_back(F(0), H(1), H(2), H(3), F(4), F(5), F(6), F(7), F(8), F(9), F(10), F(11), F(12), F(13), F(14),
+                          F(15), L(16), int_at(17), int_at(18));
   });
-#endif
 }

@@ -15,7 +15,7 @@ from checks import error
 import hf_memmix_kernels as K
 from hf_memmix_kernels import _cuda
 from hf_memmix_kernels._chunks import checkpoint_slots
-from hf_memmix_kernels._device import H200, Device
+from hf_memmix_kernels._device import H200
 from hf_memmix_kernels._native import compiler
 from hf_memmix_kernels.lattice import launch_cuda
 from hf_memmix_kernels.lattice.naive import naive_write
@@ -63,7 +63,6 @@ def test_the_walks_against_float64(lengths, dtype, monkeypatch, poisoned_empty):
     want = results(K.naive_lattice, [x.double() for x in inputs], options)
     got = results(K.chunk_lattice, inputs, options)
     monkeypatch.setattr("hf_memmix_kernels.lattice.launch.can_walk", lambda *_: False)
-    monkeypatch.setattr("hf_memmix_kernels.lattice.launch.can_walk_back", lambda *_: False)
     triton = results(K.chunk_lattice, inputs, options)
     for name in NAMES:
         assert error(got[name], want[name]) <= 1.3 * error(triton[name], want[name]) + 2e-6, name
@@ -104,26 +103,23 @@ def test_a_cuda_graph_replays_the_walks():
 EMULATOR = Path(__file__).parent / "cuda_emulator.cpp"
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory):
-    """Calls a kernel on CPU tensors: emulated("walk.cu", blocks, tensors, T, H)."""
+def compile_emulator(*options: str, source: Path = launch_cuda.SOURCE) -> None:
     if compiler() is None:
         pytest.skip("no C++ compiler")
-    folder, libraries = tmp_path_factory.mktemp("emulated"), {}
+    subprocess.run([compiler(), "-std=c++17", "-w", *options, f'-DSOURCE="{source}"', str(EMULATOR)], check=True)
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """Calls a kernel on CPU tensors: emulated("walk_forward", blocks, tensors, T, H)."""
+    path = tmp_path_factory.mktemp("emulated") / "walks.so"
+    compile_emulator("-O2", "-fPIC", "-shared", "-o", str(path))
+    library = ctypes.CDLL(str(path))
 
     def call(name: str, blocks: int, tensors: list, T: int, H: int) -> None:
-        if name not in libraries:
-            source, library = folder / name, folder / f"{name}.so"
-            source.write_text(launch_cuda.source(name))
-            flags = ["-DFORWARD"] if name == "walk.cu" else []
-            subprocess.run(
-                [compiler(), "-std=c++17", "-O2", "-w", "-fPIC", "-shared", *flags, f'-DSOURCE="{source}"', EMULATOR,
-                 "-o", library], check=True,
-            )  # fmt: skip
-            libraries[name] = ctypes.CDLL(str(library))
         sizes = ctypes.c_int(T), ctypes.c_int(H)
         addresses = [None if x is None else x.data_ptr() for x in tensors] + [ctypes.addressof(x) for x in sizes]
-        libraries[name].emulate(blocks, (ctypes.c_void_p * len(addresses))(*addresses))
+        getattr(library, name)(blocks, (ctypes.c_void_p * len(addresses))(*addresses))
 
     return call
 
@@ -184,7 +180,7 @@ def test_the_walk_in_the_emulator(name, emulated):
     results = []
     for saved in ((kept, h, p), (None, None, None)):
         o, final = torch.zeros_like(v), torch.full_like(start, float("nan"))
-        emulated("walk.cu", len(start), [q, k, v, gamma, start, o, final, *saved, bounds], T, H)
+        emulated("walk_forward", len(start), [q, k, v, gamma, start, o, final, *saved, bounds], T, H)
         results.append((o, final))
     assert all(map(torch.equal, *results))
     o, final = results[0]
@@ -229,7 +225,7 @@ def test_the_walk_back_in_the_emulator(name, emulated):
     end, scratch = tiles(dfinal), empty(len(first) * H, 16, 4096)
     dz, dalpha, dstart = empty(B * T, H, 64), empty(B * T, H, 64), torch.full_like(end, float("nan"))
     emulated(
-        "walk_back.cu", len(end),
+        "walk_back", len(end),
         [end, do, q, k, gamma, h, p, hh, a, b, kept, middle, dz, dalpha, dstart, scratch, bounds], T, H,
     )  # fmt: skip
     assert error(-dz, want_dv.flatten(0, 1)) <= 5e-6
@@ -241,15 +237,13 @@ def test_the_walk_back_in_the_emulator(name, emulated):
 
 
 def test_sizes_are_those_of_the_source(tmp_path):
-    """The bytes of shared memory, as the compiler counts them."""
-    if compiler() is None:
-        pytest.skip("no C++ compiler")
-    for name, size in (("walk.cu", launch_cuda.SHARED), ("walk_back.cu", launch_cuda.SHARED_BACK)):
-        source = tmp_path / name
-        source.write_text(launch_cuda.source(name) + f'\nstatic_assert(sizeof(Shared) == {size}, "bytes");\n')
-        flags = ["-DFORWARD"] if name == "walk.cu" else []
-        command = [compiler(), "-std=c++17", "-w", "-fsyntax-only", *flags, f'-DSOURCE="{source}"', EMULATOR]
-        subprocess.run(command, check=True)
+    """The numbers that launches know, as the compiler counts them."""
+    source = tmp_path / "sizes.cu"
+    asserted = (
+        f"D == {launch_cuda.SIZE} && WARPS == {launch_cuda.WARPS} && sizeof(Shared) == {launch_cuda.SHARED_BACK}"
+    )
+    source.write_text(f'{launch_cuda.SOURCE.read_text()}\nstatic_assert({asserted}, "sizes");\n')
+    compile_emulator("-fsyntax-only", source=source)
 
 
 def test_inputs_that_the_walks_do_not_take(monkeypatch):
@@ -257,24 +251,18 @@ def test_inputs_that_the_walks_do_not_take(monkeypatch):
     monkeypatch.setattr(launch_cuda, "has_nvrtc", lambda: True)
     monkeypatch.setattr(launch_cuda, "_kernels", lambda *_: ())
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    gpu = [H200]
-    monkeypatch.setattr(launch_cuda, "device_of", lambda _: gpu[0])
-    monkeypatch.setattr("hf_memmix_kernels._device.of_index", lambda _: gpu[0])
+    monkeypatch.setattr("hf_memmix_kernels._device.of_index", lambda _: H200)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
-    def taken(dtype, size=64, q_dtype=None, walk=launch_cuda.can_walk):
+    def taken(dtype, size=64, q_dtype=None):
         x, state = torch.zeros(1, 2, 1, 64, dtype=dtype), torch.zeros(1, 1, 64, size)
-        return walk(x if q_dtype is None else x.to(q_dtype), x, x, state)
+        return launch_cuda.can_walk(x if q_dtype is None else x.to(q_dtype), x, x, state)
 
     assert taken(torch.bfloat16)
     assert taken(torch.float16)
     assert not taken(torch.float32)
     assert not taken(torch.bfloat16, size=32)
     assert not taken(torch.bfloat16, q_dtype=torch.float32)
-    assert taken(torch.bfloat16, walk=launch_cuda.can_walk_back)
-    gpu[0] = Device("sm_89", 99 * 1024, 128)
-    assert taken(torch.bfloat16)
-    assert not taken(torch.bfloat16, walk=launch_cuda.can_walk_back)
 
 
 @pytest.mark.parametrize("failure", [ImportError("no cuda-bindings"), RuntimeError("NVRTC does not compile")], ids=str)

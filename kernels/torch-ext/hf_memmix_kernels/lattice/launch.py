@@ -15,7 +15,7 @@ from .kernels.sequential.dec_backward_windows import (
 )
 from .kernels.sequential.forward import lattice_fwd_kernel
 from .kernels.sequential.step import lattice_step_kernel
-from .launch_cuda import can_walk, can_walk_back, walk, walk_back
+from .launch_cuda import can_walk, walk, walk_back
 from .sizes import CHECKPOINT, keeps_h, kept_sizes, levels_precision, padded, window_precision
 
 # tokens between two measurements of the norms, and between two states that backward keeps in scratch memory
@@ -153,7 +153,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
         a, b, h, kept, middle, layout, **shared, GROUP=2, num_warps=split["num_warps"]
     )
     back = (end, do), (q, k, gamma), (h, p, hh, a, b), (kept, middle), (dz, dalpha, dstart), scratch, cu_seqlens
-    if can_walk_back(q, k, do, dfinal):
+    if can_walk(q, k, do, dfinal):
         walk_back(*back)
     else:
         lattice_adjoint_kernel[(N * H,)](

@@ -112,7 +112,7 @@ static int int_at(int i) { return *(int*)given[i]; }
 extern "C" void walk_forward(int blocks, void* const* arguments) {
   given = arguments;
 #define CALL(kernel) \
-  kernel(H(0), H(1), H(2), F(3), F(4), H(5), F(6), F(7), F(8), F(9), L(10), int_at(11), int_at(12))
+  kernel(H(0), H(1), H(2), F(3), F(4), H(5), F(6), F(7), F(8), F(9), L(10), int_at(11), int_at(12), int_at(13))
   if (given[7]) run(blocks, [] { CALL(lattice_dec_walk_saving); });
   else run(blocks, [] { CALL(lattice_dec_walk); });
 }

@@ -79,6 +79,24 @@ def test_without_gradients_nothing_is_kept():
 
 
 @pytest.mark.gpu
+def test_v_may_be_a_part_of_a_product():
+    inputs, options = draw(None, torch.bfloat16, "cuda")
+    q, k, v, gamma, first = inputs
+    want = results(K.chunk_lattice, inputs, options)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    o, state = K.chunk_lattice(q, k, part_of_a_product(v), gamma, initial_state=first)
+    assert torch.equal(o, want["o"])
+    assert torch.equal(state, want["state"])
+    leaves[2] = part_of_a_product(v).requires_grad_()
+    torch.manual_seed(1)
+    o, state = K.chunk_lattice(*leaves[:4], initial_state=leaves[4])
+    weights = [torch.randn(x.shape, device=x.device, dtype=torch.float64) for x in (o, state)]
+    grads = torch.autograd.grad(sum((x.double() * w).sum() for x, w in zip((o, state), weights, strict=True)), leaves)
+    for name, found in zip(NAMES[2:], grads, strict=True):
+        assert torch.equal(found, want[name]), name
+
+
+@pytest.mark.gpu
 def test_long_inputs_keep_slots_of_unit_norm():
     torch.manual_seed(0)
     q, k, v = (F.normalize(torch.randn(1, 20_000, 2, 64, device="cuda"), dim=-1).bfloat16() for _ in range(3))
@@ -111,13 +129,13 @@ def compile_emulator(*options: str, source: Path = launch_cuda.SOURCE) -> None:
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """Calls a kernel on CPU tensors: emulated("walk_forward", blocks, tensors, T, H)."""
+    """Calls a kernel on CPU tensors: emulated("walk_forward", blocks, tensors, T, H, row stride of v)."""
     path = tmp_path_factory.mktemp("emulated") / "walks.so"
     compile_emulator("-O2", "-fPIC", "-shared", "-o", str(path))
     library = ctypes.CDLL(str(path))
 
-    def call(name: str, blocks: int, tensors: list, T: int, H: int) -> None:
-        sizes = ctypes.c_int(T), ctypes.c_int(H)
+    def call(name: str, blocks: int, tensors: list, *numbers: int) -> None:
+        sizes = [ctypes.c_int(x) for x in numbers]
         addresses = [None if x is None else x.data_ptr() for x in tensors] + [ctypes.addressof(x) for x in sizes]
         getattr(library, name)(blocks, (ctypes.c_void_p * len(addresses))(*addresses))
 
@@ -164,13 +182,30 @@ def tiles(state: torch.Tensor) -> torch.Tensor:
     return state.mT.flatten(0, 1).contiguous()
 
 
+def part_of_a_product(v: torch.Tensor) -> torch.Tensor:
+    """v as columns of a tensor with other columns, as a layer has it."""
+    wide = torch.full((*v.shape[:2], 3, *v.shape[2:]), float("nan"), dtype=v.dtype, device=v.device)
+    wide[:, :, 1] = v
+    return wide[:, :, 1]
+
+
+def test_rows_of_heads_copies_what_the_walk_cannot_read():
+    v = torch.randn(2, 5, 3, 64).bfloat16()
+    for other in (v.transpose(1, 2).contiguous().transpose(1, 2), v.repeat_interleave(2, -1)[..., ::2], v[:, 1:]):
+        assert not other.is_contiguous()
+        assert launch_cuda.rows_of_heads(other).is_contiguous()
+        assert torch.equal(launch_cuda.rows_of_heads(other), other)
+
+
 def empty(*shape) -> torch.Tensor:
     return torch.full(shape, float("nan"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_walk_in_the_emulator(name, emulated):
-    """o, the final state, and h, p and the states that backward needs; the same o and state without these."""
+    """o, the final state, and h, p and the states that backward needs; the same o and state without these, and with v
+    as a part of a product.
+    """
     inputs, options = case(name)
     (q, k, v, gamma, first), bounds = inputs, options["cu_seqlens"]
     B, T, H, _ = v.shape
@@ -178,9 +213,12 @@ def test_the_walk_in_the_emulator(name, emulated):
     start, h, p = tiles(first), empty(*v.shape), empty(*v.shape)
     kept = empty(checkpoint_slots(B, T, bounds, CHECKPOINT) * H, 64, 64)
     results = []
-    for saved in ((kept, h, p), (None, None, None)):
+    for saved, rows in (((kept, h, p), v), ((None, None, None), part_of_a_product(v))):
+        assert launch_cuda.rows_of_heads(rows) is rows
         o, final = torch.zeros_like(v), torch.full_like(start, float("nan"))
-        emulated("walk_forward", len(start), [q, k, v, gamma, start, o, final, *saved, bounds], T, H)
+        emulated(
+            "walk_forward", len(start), [q, k, rows, gamma, start, o, final, *saved, bounds], T, H, rows.stride(1)
+        )
         results.append((o, final))
     assert all(map(torch.equal, *results))
     o, final = results[0]

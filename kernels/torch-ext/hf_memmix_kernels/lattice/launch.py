@@ -15,7 +15,7 @@ from .kernels.sequential.dec_backward_windows import (
 )
 from .kernels.sequential.forward import lattice_fwd_kernel
 from .kernels.sequential.step import lattice_step_kernel
-from .launch_cuda import can_walk, walk, walk_back
+from .launch_cuda import can_walk, rows_of_heads, walk, walk_back
 from .sizes import CHECKPOINT, keeps_h, kept_sizes, levels_precision, padded, window_precision
 
 # tokens between two measurements of the norms, and between two states that backward keeps in scratch memory
@@ -65,19 +65,20 @@ def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, var
     """o, the final state [N, H, d, m] and, in one buffer, the tensors for backward (`kept_sizes`)."""
     N, H, _, _ = initial_state.shape
     sizes, rule = _sizes(initial_state, LANES_FWD), (variant, project, l1)
-    q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
+    q, k, gamma = (x.contiguous() for x in (q, k, gamma))
     log_decay = None if log_decay is None else log_decay.contiguous()
     start = _to_tiles(initial_state, sizes)
-    final, o = torch.empty_like(start), torch.empty_like(v)
+    final, o = torch.empty_like(start), v.new_empty(v.shape)
     kept = start.new_empty(sum(kept_sizes(v, initial_state, cu_seqlens, rule)) if save else 0)
     h = p = None
     if keeps_h(*rule):
         h, p = kept.split(kept_sizes(v, initial_state, cu_seqlens, rule))[1:] if save else (start, start)
         if can_walk(q, k, v, initial_state):
-            walk((q, k, v, gamma), start, (o, final), (kept, h, p), save, cu_seqlens)
+            walk((q, k, rows_of_heads(v), gamma), start, (o, final), (kept, h, p), save, cu_seqlens)
             return o, _from_tiles(final, initial_state), kept
     lattice_fwd_kernel[(N * H,)](
-        (q, k, v, gamma, log_decay), start, (o, final), (kept, h, p), int(save), cu_seqlens, v.shape[1], float(l1),
+        (q, k, v.contiguous(), gamma, log_decay), start, (o, final), (kept, h, p), int(save), cu_seqlens, v.shape[1],
+        float(l1),
         H=H, **sizes, **_split(_warps(WARPS_FWD, initial_state), sizes), VARIANT=variant, PROJECT=project, L1=l1 > 0,
         CHECKPOINT=CHECKPOINT, BLOCK=BLOCK,
     )  # fmt: skip
@@ -86,11 +87,12 @@ def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, var
 
 def lattice_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, variant, project, l1):
     """Gradients of q, k, v, gamma, log_decay (or None) and the initial state."""
-    do, q, k, v, gamma = (x.contiguous() for x in (do, q, k, v, gamma))
+    do, q, k, gamma = (x.contiguous() for x in (do, q, k, gamma))
     rule = (variant, project, l1)
     if keeps_h(*rule):
         notes = kept.split(kept_sizes(v, initial_state, cu_seqlens, rule))
         return _read_bwd(do, dfinal, q, k, v, gamma, *notes, cu_seqlens)
+    v = v.contiguous()
     N, H, _, _ = initial_state.shape
     sizes = _sizes(initial_state, LANES_BWD)
     log_decay = None if log_decay is None else log_decay.contiguous()
@@ -113,7 +115,7 @@ def lattice_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kep
 
 
 def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
-    """`lattice_bwd_triton` from the tiles, h and p that forward kept."""
+    """`lattice_bwd_triton` from the tiles, h and p that forward kept; it reads no v."""
     N, H, D, M = dfinal.shape
     sizes = _sizes(dfinal, LANES_BWD)
     split = _split(_warps(WARPS_BWD, dfinal), sizes)
@@ -124,7 +126,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     end = _to_tiles(dfinal, sizes)
     dstart, BD = torch.empty_like(end), end.shape[2]
     hh, dalpha, dz = (end.new_empty(x.shape) for x in (gamma, q, v))
-    dq, dk, dv, dgamma = (torch.empty_like(x) for x in (q, k, v, gamma))
+    dq, dk, dv, dgamma = (x.new_empty(x.shape) for x in (q, k, v, gamma))
     middle, scratch = torch.empty_like(kept), end.new_empty(N * H, CHECKPOINT // 4, end[0].numel())
     a, b, refused = (
         torch.empty_like(dalpha),

@@ -54,15 +54,28 @@ def _wide(cu_seqlens: Tensor | None) -> Tensor | None:
     return None if cu_seqlens is None else cu_seqlens.long()
 
 
+def rows_of_heads(v: Tensor) -> Tensor:
+    """v [B, T, H, d] with the heads of a token side by side and tokens at equal distances, as `walk` reads it: v
+    itself if it is so, as a part of a product with other columns is, else a copy.
+    """
+    B, T, H, d = v.shape
+    fits = v.stride(3) == 1 and v.stride(2) == d and (B == 1 or v.stride(0) == T * v.stride(1))
+    aligned = v.stride(1) % 8 == 0 and v.data_ptr() % 16 == 0
+    return v if fits and aligned and v.stride(1) < 2**31 else v.contiguous()
+
+
 def walk(inputs, start, outputs, saved, saves: bool, cu_seqlens) -> None:
-    """As `lattice_fwd_kernel` of "dec": fills o and the final tiles and, if `saves`, kept, h and p."""
+    """As `lattice_fwd_kernel` of "dec": fills o and the final tiles and, if `saves`, kept, h and p. v need not be
+    contiguous, see `rows_of_heads`.
+    """
     q, k, v, gamma = inputs
     kernel = _kernels(v.device.index, v.dtype)[int(saves)]
     saved = saved if saves else (None, None, None)
     with torch.cuda.device(v.device):
         kernel(
-            start.shape[0], q, k, v, gamma.float(), start, *outputs, *saved, _wide(cu_seqlens), v.shape[1], v.shape[2]
-        )
+            start.shape[0], q, k, v, gamma.float(), start, *outputs, *saved, _wide(cu_seqlens), v.shape[1], v.shape[2],
+            v.stride(1),
+        )  # fmt: skip
 
 
 def walk_back(upstream, inputs, moves, states, grads, scratch, cu_seqlens) -> None:

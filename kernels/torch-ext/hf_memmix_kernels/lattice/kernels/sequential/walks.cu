@@ -196,7 +196,7 @@ template <bool SAVES> __device__ __forceinline__ void walk(
     const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, const float* __restrict__ gamma,
     const float* __restrict__ start_state, u16* __restrict__ o, float* __restrict__ final_state,
     float* __restrict__ kept, float* __restrict__ h_out, float* __restrict__ p_out,
-    const long long* __restrict__ cu_seqlens, int T, int H) {
+    const long long* __restrict__ cu_seqlens, int T, int H, int v_stride) {
   __shared__ __align__(16) Tokens in;
   __shared__ __align__(16) float zs[2][WARPS][D];
   __shared__ __align__(16) float ys[8][SHARES][D];
@@ -205,7 +205,8 @@ template <bool SAVES> __device__ __forceinline__ void walk(
   const long long at = my.at, program = my.program;
   int stride = H * D;
   KEEP(stride);
-  q += at * D; k += at * D; v += at * D; o += at * D; gamma += at;
+  KEEP(v_stride);
+  q += at * D; k += at * D; v += at / H * v_stride + my.head * D; o += at * D; gamma += at;
   if (SAVES) {
     h_out += at * D + my.entry(my.s_lane);
     p_out += at * D + slot0 + own;
@@ -221,7 +222,7 @@ template <bool SAVES> __device__ __forceinline__ void walk(
         const u16* from = which == 0 ? q : which == 1 ? k : v;
         const bool real = t < length;
         u16* to = &in.q[0][0] + (which * RING + t % RING) * D + part;
-        copy16(to, from + (real ? (long long)t * stride : 0) + part, real);
+        copy16(to, from + (real ? (long long)t * (which == 2 ? v_stride : stride) : 0) + part, real);
       }
     }
     if (tid < STAGE) {
@@ -393,12 +394,12 @@ template <bool SAVES> __device__ __forceinline__ void walk(
 }
 #define ARGUMENTS                                                                                                    \
   const u16 *q, const u16 *k, const u16 *v, const float *gamma, const float *start_state, u16 *o, float *final_state, \
-      float *kept, float *h_out, float *p_out, const long long *cu_seqlens, int T, int H
+      float *kept, float *h_out, float *p_out, const long long *cu_seqlens, int T, int H, int v_stride
 extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk(ARGUMENTS) {
-  walk<false>(q, k, v, gamma, start_state, o, final_state, kept, h_out, p_out, cu_seqlens, T, H);
+  walk<false>(q, k, v, gamma, start_state, o, final_state, kept, h_out, p_out, cu_seqlens, T, H, v_stride);
 }
 extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_saving(ARGUMENTS) {
-  walk<true>(q, k, v, gamma, start_state, o, final_state, kept, h_out, p_out, cu_seqlens, T, H);
+  walk<true>(q, k, v, gamma, start_state, o, final_state, kept, h_out, p_out, cu_seqlens, T, H, v_stride);
 }
 // Back in time: dz and dalpha of all tokens, and the gradient of the first state.
 constexpr int HALF = 32;

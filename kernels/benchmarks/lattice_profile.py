@@ -15,7 +15,7 @@ from hf_memmix_kernels import chunk_lattice
 
 SEQUENTIAL = (
     "lattice_fwd_kernel", "lattice_adjoint_kernel", "lattice_walk_kernel", "lattice_walk_adjoint_kernel",
-    "lattice_dec_walk", "lattice_dec_walk_saving", "lattice_dec_walk_back",
+    "lattice_dec_walk_back",
 )  # fmt: skip
 
 

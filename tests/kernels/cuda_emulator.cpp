@@ -1,5 +1,5 @@
 // Runs a kernel of CUDA C++ on a CPU: every thread of a block is a coroutine, which waits in barriers and shuffles.
-// Compiled with -DSOURCE='"walks.cu"'; bfloat16.
+// Compiled with -DSOURCE='"walk_back.cu"'; bfloat16.
 
 #include <algorithm>
 #include <cmath>
@@ -70,12 +70,6 @@ static float __uint_as_float(uint32_t x) {
   memcpy(&y, &x, 4);
   return y;
 }
-static uint32_t narrow(float x) {
-  uint32_t y;
-  memcpy(&y, &x, 4);
-  return (y + 0x7fff + (y >> 16 & 1)) >> 16;
-}
-static uint32_t pack(float lo, float hi) { return narrow(lo) | narrow(hi) << 16; }
 static void fetch_line(const float*) {}
 #include SOURCE
 
@@ -109,13 +103,6 @@ static int int_at(int i) { return *(int*)given[i]; }
 #define F(i) (float*)given[i]
 #define H(i) (u16*)given[i]
 #define L(i) (long long*)given[i]
-extern "C" void walk_forward(int blocks, void* const* arguments) {
-  given = arguments;
-#define CALL(kernel) \
-  kernel(H(0), H(1), H(2), F(3), F(4), H(5), F(6), F(7), F(8), F(9), L(10), int_at(11), int_at(12), int_at(13))
-  if (given[7]) run(blocks, [] { CALL(lattice_dec_walk_saving); });
-  else run(blocks, [] { CALL(lattice_dec_walk); });
-}
 extern "C" void walk_back(int blocks, void* const* arguments) {
   given = arguments;
   run(blocks, [] {

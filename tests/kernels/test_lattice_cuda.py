@@ -1,5 +1,5 @@
-"""The walks of Lattice's "dec" in CUDA C++: when they run, what they compute on a GPU, and, where a C++ compiler is
-installed, what they compute in an emulator of a block of threads (cuda_emulator.cpp).
+"""The walk back of Lattice's "dec" in CUDA C++: when it runs, what it computes on a GPU, and, where a C++ compiler is
+installed, what it computes in an emulator of a block of threads (cuda_emulator.cpp).
 """
 
 import ctypes
@@ -56,66 +56,16 @@ def results(function, inputs: list, options: dict) -> dict[str, torch.Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_the_walks_against_float64(lengths, dtype, monkeypatch, poisoned_empty):
+def test_the_walk_back_against_float64(lengths, dtype, monkeypatch, poisoned_empty):
     """Errors are at most those of Triton's kernels, but for rounding in another order."""
     inputs, options = draw(lengths, dtype, "cuda")
-    assert launch_cuda.can_walk(*inputs[:3], inputs[4])
+    assert launch_cuda.can_walk_back(*inputs[:3], inputs[4])
     want = results(K.naive_lattice, [x.double() for x in inputs], options)
     got = results(K.chunk_lattice, inputs, options)
-    monkeypatch.setattr("hf_memmix_kernels.lattice.launch.can_walk", lambda *_: False)
+    monkeypatch.setattr("hf_memmix_kernels.lattice.launch.can_walk_back", lambda *_: False)
     triton = results(K.chunk_lattice, inputs, options)
     for name in NAMES:
         assert error(got[name], want[name]) <= 1.3 * error(triton[name], want[name]) + 2e-6, name
-
-
-@pytest.mark.gpu
-def test_without_gradients_nothing_is_kept():
-    inputs, options = draw(LENGTHS["ragged"], torch.bfloat16, "cuda")
-    with torch.no_grad():
-        o, state = K.chunk_lattice(*inputs[:4], initial_state=inputs[4], **options)
-    want = results(K.chunk_lattice, inputs, options)
-    assert torch.equal(o, want["o"])
-    assert torch.equal(state, want["state"])
-
-
-@pytest.mark.gpu
-def test_v_may_be_a_part_of_a_product():
-    inputs, options = draw(None, torch.bfloat16, "cuda")
-    q, k, v, gamma, first = inputs
-    want = results(K.chunk_lattice, inputs, options)
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    o, state = K.chunk_lattice(q, k, part_of_a_product(v), gamma, initial_state=first)
-    assert torch.equal(o, want["o"])
-    assert torch.equal(state, want["state"])
-    leaves[2] = part_of_a_product(v).requires_grad_()
-    torch.manual_seed(1)
-    o, state = K.chunk_lattice(*leaves[:4], initial_state=leaves[4])
-    weights = [torch.randn(x.shape, device=x.device, dtype=torch.float64) for x in (o, state)]
-    grads = torch.autograd.grad(sum((x.double() * w).sum() for x, w in zip((o, state), weights, strict=True)), leaves)
-    for name, found in zip(NAMES[2:], grads, strict=True):
-        assert torch.equal(found, want[name]), name
-
-
-@pytest.mark.gpu
-def test_long_inputs_keep_slots_of_unit_norm():
-    torch.manual_seed(0)
-    q, k, v = (F.normalize(torch.randn(1, 20_000, 2, 64, device="cuda"), dim=-1).bfloat16() for _ in range(3))
-    gamma = torch.rand(1, 20_000, 2, device="cuda")
-    _, state = K.chunk_lattice(q, k, v, gamma)
-    assert (state.norm(dim=-2) - 1).abs().max() <= 1e-5
-
-
-@pytest.mark.gpu
-def test_a_cuda_graph_replays_the_walks():
-    inputs, _ = draw(None, torch.bfloat16, "cuda")
-    with torch.no_grad():
-        want = K.chunk_lattice(*inputs[:4], initial_state=inputs[4])[0]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = K.chunk_lattice(*inputs[:4], initial_state=inputs[4])[0]
-    got.zero_()
-    graph.replay()
-    assert torch.equal(got, want)
 
 
 EMULATOR = Path(__file__).parent / "cuda_emulator.cpp"
@@ -129,15 +79,15 @@ def compile_emulator(*options: str, source: Path = launch_cuda.SOURCE) -> None:
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """Calls a kernel on CPU tensors: emulated("walk_forward", blocks, tensors, T, H, row stride of v)."""
-    path = tmp_path_factory.mktemp("emulated") / "walks.so"
+    """Calls a kernel on CPU tensors: emulated(blocks, tensors, T, H)."""
+    path = tmp_path_factory.mktemp("emulated") / "walk_back.so"
     compile_emulator("-O2", "-fPIC", "-shared", "-o", str(path))
     library = ctypes.CDLL(str(path))
 
-    def call(name: str, blocks: int, tensors: list, *numbers: int) -> None:
+    def call(blocks: int, tensors: list, *numbers: int) -> None:
         sizes = [ctypes.c_int(x) for x in numbers]
         addresses = [None if x is None else x.data_ptr() for x in tensors] + [ctypes.addressof(x) for x in sizes]
-        getattr(library, name)(blocks, (ctypes.c_void_p * len(addresses))(*addresses))
+        library.walk_back(blocks, (ctypes.c_void_p * len(addresses))(*addresses))
 
     return call
 
@@ -182,57 +132,8 @@ def tiles(state: torch.Tensor) -> torch.Tensor:
     return state.mT.flatten(0, 1).contiguous()
 
 
-def part_of_a_product(v: torch.Tensor) -> torch.Tensor:
-    """v as columns of a tensor with other columns, as a layer has it."""
-    wide = torch.full((*v.shape[:2], 3, *v.shape[2:]), float("nan"), dtype=v.dtype, device=v.device)
-    wide[:, :, 1] = v
-    return wide[:, :, 1]
-
-
-def test_rows_of_heads_copies_what_the_walk_cannot_read():
-    v = torch.randn(2, 5, 3, 64).bfloat16()
-    for other in (v.transpose(1, 2).contiguous().transpose(1, 2), v.repeat_interleave(2, -1)[..., ::2], v[:, 1:]):
-        assert not other.is_contiguous()
-        assert launch_cuda.rows_of_heads(other).is_contiguous()
-        assert torch.equal(launch_cuda.rows_of_heads(other), other)
-
-
 def empty(*shape) -> torch.Tensor:
     return torch.full(shape, float("nan"))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_walk_in_the_emulator(name, emulated):
-    """o, the final state, and h, p and the states that backward needs; the same o and state without these, and with v
-    as a part of a product.
-    """
-    inputs, options = case(name)
-    (q, k, v, gamma, first), bounds = inputs, options["cu_seqlens"]
-    B, T, H, _ = v.shape
-    want_o, want_state = K.naive_lattice(*inputs[:4], initial_state=first, **options)
-    start, h, p = tiles(first), empty(*v.shape), empty(*v.shape)
-    kept = empty(checkpoint_slots(B, T, bounds, CHECKPOINT) * H, 64, 64)
-    results = []
-    for saved, rows in (((kept, h, p), v), ((None, None, None), part_of_a_product(v))):
-        assert launch_cuda.rows_of_heads(rows) is rows
-        o, final = torch.zeros_like(v), torch.full_like(start, float("nan"))
-        emulated(
-            "walk_forward", len(start), [q, k, rows, gamma, start, o, final, *saved, bounds], T, H, rows.stride(1)
-        )
-        results.append((o, final))
-    assert all(map(torch.equal, *results))
-    o, final = results[0]
-    assert error(o, want_o) <= 0.002
-    assert error(final.view(first.shape).mT, want_state) <= 2e-6
-    row = 0
-    for n, (want_h, want_p, before, _) in enumerate(states(inputs, options)):
-        begin = n * T if bounds is None else int(bounds[n])
-        at = slice(begin, begin + len(want_h))
-        assert error(h.flatten(0, 1)[at], want_h) <= 2e-6
-        assert error(p.flatten(0, 1)[at], want_p) <= 5e-6
-        row = n * -(-T // CHECKPOINT) if bounds is None else begin // CHECKPOINT + n
-        want = before[::CHECKPOINT].mT
-        assert error(kept.view(-1, H, 64, 64)[row : row + len(want)], want) <= 2e-6
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -263,7 +164,7 @@ def test_the_walk_back_in_the_emulator(name, emulated):
     end, scratch = tiles(dfinal), empty(len(first) * H, 16, 4096)
     dz, dalpha, dstart = empty(B * T, H, 64), empty(B * T, H, 64), torch.full_like(end, float("nan"))
     emulated(
-        "walk_back", len(end),
+        len(end),
         [end, do, q, k, gamma, h, p, hh, a, b, kept, middle, dz, dalpha, dstart, scratch, bounds], T, H,
     )  # fmt: skip
     assert error(-dz, want_dv.flatten(0, 1)) <= 5e-6
@@ -284,17 +185,17 @@ def test_sizes_are_those_of_the_source(tmp_path):
     compile_emulator("-fsyntax-only", source=source)
 
 
-def test_inputs_that_the_walks_do_not_take(monkeypatch):
-    """They run 64 slots of size 64 in 16 bits on a GPU; all else goes to Triton or torch."""
+def test_inputs_that_the_walk_does_not_take(monkeypatch):
+    """It runs 64 slots of size 64 in 16 bits on a GPU; all else goes to Triton or torch."""
     monkeypatch.setattr(launch_cuda, "has_nvrtc", lambda: True)
-    monkeypatch.setattr(launch_cuda, "_kernels", lambda *_: ())
+    monkeypatch.setattr(launch_cuda, "_kernel", lambda *_: ())
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     monkeypatch.setattr("hf_memmix_kernels._device.of_index", lambda _: H200)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
     def taken(dtype, size=64, q_dtype=None):
         x, state = torch.zeros(1, 2, 1, 64, dtype=dtype), torch.zeros(1, 1, 64, size)
-        return launch_cuda.can_walk(x if q_dtype is None else x.to(q_dtype), x, x, state)
+        return launch_cuda.can_walk_back(x if q_dtype is None else x.to(q_dtype), x, x, state)
 
     assert taken(torch.bfloat16)
     assert taken(torch.float16)
@@ -310,13 +211,13 @@ def test_kernels_that_do_not_load_are_reported_once(failure, monkeypatch, caplog
 
     monkeypatch.setattr(launch_cuda, "load", load)
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
-    launch_cuda._kernels.cache_clear()
+    launch_cuda._kernel.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert launch_cuda._kernels(0, torch.bfloat16) is None
-        assert launch_cuda._kernels(0, torch.bfloat16) is None
-    launch_cuda._kernels.cache_clear()
+        assert launch_cuda._kernel(0, torch.bfloat16) is None
+        assert launch_cuda._kernel(0, torch.bfloat16) is None
+    launch_cuda._kernel.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
-        f"lattice: Triton's kernels run, because those in CUDA C++ do not: {failure}"
+        f"lattice: Triton's kernel runs, because that in CUDA C++ does not: {failure}"
     ]
 
 

@@ -15,7 +15,7 @@ from .kernels.sequential.dec_backward_windows import (
 )
 from .kernels.sequential.forward import lattice_fwd_kernel
 from .kernels.sequential.step import lattice_step_kernel
-from .launch_cuda import can_walk, rows_of_heads, walk, walk_back
+from .launch_cuda import can_walk_back, walk_back
 from .sizes import CHECKPOINT, keeps_h, kept_sizes, levels_precision, padded, window_precision
 
 # tokens between two measurements of the norms, and between two states that backward keeps in scratch memory
@@ -65,20 +65,16 @@ def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, var
     """o, the final state [N, H, d, m] and, in one buffer, the tensors for backward (`kept_sizes`)."""
     N, H, _, _ = initial_state.shape
     sizes, rule = _sizes(initial_state, LANES_FWD), (variant, project, l1)
-    q, k, gamma = (x.contiguous() for x in (q, k, gamma))
+    q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
     log_decay = None if log_decay is None else log_decay.contiguous()
     start = _to_tiles(initial_state, sizes)
-    final, o = torch.empty_like(start), v.new_empty(v.shape)
+    final, o = torch.empty_like(start), torch.empty_like(v)
     kept = start.new_empty(sum(kept_sizes(v, initial_state, cu_seqlens, rule)) if save else 0)
     h = p = None
     if keeps_h(*rule):
         h, p = kept.split(kept_sizes(v, initial_state, cu_seqlens, rule))[1:] if save else (start, start)
-        if can_walk(q, k, v, initial_state):
-            walk((q, k, rows_of_heads(v), gamma), start, (o, final), (kept, h, p), save, cu_seqlens)
-            return o, _from_tiles(final, initial_state), kept
     lattice_fwd_kernel[(N * H,)](
-        (q, k, v.contiguous(), gamma, log_decay), start, (o, final), (kept, h, p), int(save), cu_seqlens, v.shape[1],
-        float(l1),
+        (q, k, v, gamma, log_decay), start, (o, final), (kept, h, p), int(save), cu_seqlens, v.shape[1], float(l1),
         H=H, **sizes, **_split(_warps(WARPS_FWD, initial_state), sizes), VARIANT=variant, PROJECT=project, L1=l1 > 0,
         CHECKPOINT=CHECKPOINT, BLOCK=BLOCK,
     )  # fmt: skip
@@ -155,7 +151,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
         a, b, h, kept, middle, layout, **shared, GROUP=2, num_warps=split["num_warps"]
     )
     back = (end, do), (q, k, gamma), (h, p, hh, a, b), (kept, middle), (dz, dalpha, dstart), scratch, cu_seqlens
-    if can_walk(q, k, do, dfinal):
+    if can_walk_back(q, k, do, dfinal):
         walk_back(*back)
     else:
         lattice_adjoint_kernel[(N * H,)](

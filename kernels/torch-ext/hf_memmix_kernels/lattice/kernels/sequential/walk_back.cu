@@ -1,14 +1,13 @@
-// The two walks of Lattice's "dec" through time, forward (forward.py) and back (dec_backward.py), for 64 slots of 64.
-// Symbols and formulas are those of these files. launch_cuda.py compiles this one with NVRTC, BF16 = 0 for float16.
+// The walk of Lattice's "dec" back in time (dec_backward.py has the formulas), for 64 slots of 64.
+// launch_cuda.py compiles this file with NVRTC, BF16 = 0 for float16.
 //
 // One block per (sequence, head). A thread holds R slots x E entries of the state: LANES lanes share a slot, and SL
-// lanes of a warp and the warps have different slots. A token needs two sums that depend on each other, over the slots
-// (shuffles, then shared memory and one barrier) and over the entries of a slot (shuffles). `scatter` leaves a part of
+// lanes of a warp and the warps have different slots. A token needs two sums that depend on each other, over the entries
+// of a slot (shuffles) and over the slots (shuffles, then shared memory and one barrier). `scatter` leaves a part of
 // the sums in every lane, so that each lane computes the scalars of one slot.
 //
-// What Triton's kernels do not have: inputs come through cp.async; a lane computes the scalars of one slot; z of the
-// next token is found before the slots are written, S' k = S (a k) + h (b . k); and the write fills the time in which
-// warps wait for the sum over slots. A loop treats one or two tokens, because a long one waits for its instructions.
+// What Triton's kernel does not have: inputs come through cp.async, half a window ahead; a lane computes the scalars of
+// one slot; what lies along a slot is left out. A loop treats two tokens, because a longer one waits for its instructions.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -19,8 +18,6 @@ constexpr int SL = 32 / LANES;              // lanes of a warp with the same ent
 constexpr int E = D / LANES;                // entries per thread
 constexpr int R = D / (SL * WARPS);      // slots per thread
 constexpr int V = 4;                     // entries that lie together
-constexpr int STAGE = 8, RING = 32;      // tokens that are fetched together, and tokens in shared memory
-constexpr int SHARES = SL * WARPS;       // threads with the same entries
 static_assert(R == 4 && E == 8, "vectors of 4 slots, and of two chunks of 4 entries");
 constexpr int CHECKPOINT = 64;           // tokens between two states that forward keeps
 #define FULL 0xffffffffu
@@ -45,15 +42,6 @@ __device__ __forceinline__ void fetch_line(const float* from) { asm volatile("pr
 __device__ __forceinline__ float rsqrt_fast(float x) {
   float r;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 r;
-#if BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-#endif
   return r;
 }
 #endif
@@ -186,221 +174,6 @@ __device__ __forceinline__ void store_once(float* to, const float* x, const Plac
   if (my.warp == 0 && my.s_lane < E / V) store4(to, y);
 }
 
-// inputs of RING tokens
-struct Tokens {
-  u16 q[RING][D], k[RING][D], v[RING][D];
-  float gamma[RING];
-};
-
-template <bool SAVES> __device__ __forceinline__ void walk(
-    const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, const float* __restrict__ gamma,
-    const float* __restrict__ start_state, u16* __restrict__ o, float* __restrict__ final_state,
-    float* __restrict__ kept, float* __restrict__ h_out, float* __restrict__ p_out,
-    const long long* __restrict__ cu_seqlens, int T, int H, int v_stride) {
-  __shared__ __align__(16) Tokens in;
-  __shared__ __align__(16) float zs[2][WARPS][D];
-  __shared__ __align__(16) float ys[8][SHARES][D];
-  const Place my(cu_seqlens, T, H);
-  const int tid = my.tid, lane = my.lane, warp = my.warp, slot0 = my.slot0, own = my.own, length = my.length;
-  const long long at = my.at, program = my.program;
-  int stride = H * D;
-  KEEP(stride);
-  KEEP(v_stride);
-  q += at * D; k += at * D; v += at / H * v_stride + my.head * D; o += at * D; gamma += at;
-  if (SAVES) {
-    h_out += at * D + my.entry(my.s_lane);
-    p_out += at * D + slot0 + own;
-    kept += (my.row * H + my.head) * (D * D);
-  }
-
-  auto fetch = [&](int first) {
-#pragma unroll
-    for (int c0 = 0; c0 < STAGE * 24; c0 += THREADS) {
-      const int c = c0 + tid;
-      if (STAGE * 24 % THREADS == 0 || c < STAGE * 24) {
-        const int which = c / (STAGE * 8), t = first + c / 8 % STAGE, part = c % 8 * 8;
-        const u16* from = which == 0 ? q : which == 1 ? k : v;
-        const bool real = t < length;
-        u16* to = &in.q[0][0] + (which * RING + t % RING) * D + part;
-        copy16(to, from + (real ? (long long)t * (which == 2 ? v_stride : stride) : 0) + part, real);
-      }
-    }
-    if (tid < STAGE) {
-      const int t = first + tid;
-      const bool real = t < length;
-      copy4(&in.gamma[t % RING], gamma + (real ? (long long)t * H : 0), real);
-    }
-    copies_end();
-  };
-  fetch(0); fetch(STAGE); fetch(2 * STAGE);
-
-  float S[R][E], z[E], h[E], a[R], b[R];
-  load_tile(S, start_state + program * (D * D), my);
-  auto normalise = [&]() {
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-      float n = 0;
-#pragma unroll
-      for (int e = 0; e < E; e++) n += S[r][e] * S[r][e];
-      n = sum_lanes<LANES>(n);
-      n = n > 0 ? inverse_root(n) : 0;
-#pragma unroll
-      for (int e = 0; e < E; e++) S[r][e] *= n;
-    }
-  };
-  auto write = [&]() {  // of the token before
-#pragma unroll
-    for (int r = 0; r < R; r++)
-#pragma unroll
-      for (int e = 0; e < E; e++) S[r][e] = a[r] * S[r][e] + b[r] * h[e];
-  };
-  auto no_write = [&]() {
-#pragma unroll
-    for (int r = 0; r < R; r++) { a[r] = 1; b[r] = 0; }
-#pragma unroll
-    for (int e = 0; e < E; e++) h[e] = 0;
-  };
-  no_write();
-  copies_wait<2>();
-  __syncthreads();
-  {
-    u32 x[R / 2];
-    float kk[R];
-    raw<R>(x, &in.k[0][slot0]);
-    floats<R>(kk, x);
-#pragma unroll
-    for (int e = 0; e < E; e++) {
-      z[e] = 0;
-#pragma unroll
-      for (int r = 0; r < R; r++) z[e] += kk[r] * S[r][e];
-    }
-  }
-  auto read = [&](const u32* raw_q, int t) {  // this thread's share of S q of token t
-    float qq[R], y[E];
-    floats<R>(qq, raw_q);
-#pragma unroll
-    for (int e = 0; e < E; e++) {
-      y[e] = qq[0] * S[0][e];
-#pragma unroll
-      for (int r = 1; r < R; r++) y[e] += qq[r] * S[r][e];
-    }
-    store_entries(ys[t & 7][warp * SL + my.s_lane], y, my);
-  };
-  auto write_y = [&](int first) {  // of 4 tokens
-    const int t = first + warp, e = lane * 2;
-    float lo = 0, hi = 0;
-#pragma unroll
-    for (int g = 0; g < SHARES; g++) {
-      float2 x = *(const float2*)&ys[t & 7][g][e];
-      lo += x.x;
-      hi += x.y;
-    }
-    if (t >= 0 && t < length) *(u32*)(o + (long long)t * stride + e) = pack(lo, hi);
-  };
-  for (int first = 0; first < length; first += 4) {
-    if (first % STAGE == 0) copies_wait<1>();
-    if (first % 16 == 0) {
-      write();
-      no_write();
-      normalise();
-      if (SAVES && first % CHECKPOINT == 0) {
-        store_tile(kept, S, my);
-        kept += (long long)H * D * D;
-      }
-    }
-    const int end = min(first + 4, length);
-#pragma unroll 1
-    for (int t = first; t < end; t++) {
-      const int i = t % RING;
-      // z_t over slots; meanwhile the write of the token before
-      scatter_entries(z, lane);
-      *(float2*)&zs[t & 1][warp][my.z_at] = make_float2(z[0], z[1]);
-      u32 raw_v[E / 2], raw_k[R / 2], raw_q[R / 2];
-#pragma unroll
-      for (int c = 0; c < E / V; c++) raw<V>(raw_v + c * V / 2, &in.v[i][my.entry(c)]);
-      const u16 raw_own = in.k[i][slot0 + own];
-      const float g = in.gamma[i];
-      raw<R>(raw_q, &in.q[(t - 1) & (RING - 1)][slot0]);
-      write();
-      __syncthreads();
-      float zz[WARPS][E];
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) load_entries(zz[w], zs[t & 1][w], my);
-      raw<R>(raw_k, &in.k[(t + 1) % RING][slot0]);
-      float vv[E];
-      floats<E>(vv, raw_v);
-#pragma unroll
-      for (int e = 0; e < E; e++) {
-#pragma unroll
-        for (int n = WARPS / 2; n; n /= 2)
-#pragma unroll
-          for (int w = 0; w < n; w++) zz[w][e] += zz[w + n][e];
-        h[e] = zz[0][e] - vv[e];
-      }
-      float p[R], hh = 0;
-#pragma unroll
-      for (int r = 0; r < R; r++) {
-        p[r] = S[r][0] * h[0];
-#pragma unroll
-        for (int e = 1; e < E; e++) p[r] += S[r][e] * h[e];
-      }
-#pragma unroll
-      for (int e = 0; e < E; e++) hh += h[e] * h[e];
-      scatter<R, LANES / 2, 1>(p, lane);
-      hh = sum_lanes<LANES>(hh);
-      read(raw_q, t - 1);
-      // the scalars of one slot
-      float lo, hi;
-      unpack(raw_own, lo, hi);
-      const float al = -g * lo, pp = p[0];
-      const float be = inverse_root(1 + al * al * fmaxf(hh - pp * pp, 0.f));
-      const float aa = be * (1 - al * pp), bb = be * al;
-      // z of the next token from the slots before this one's write
-      float kk[R], xx[R], bk = 0;
-      floats<R>(kk, raw_k);
-#pragma unroll
-      for (int r = 0; r < R; r++) {
-        const int from = (lane & ~(LANES - 1)) + r * (LANES / R);
-        a[r] = __shfl_sync(FULL, aa, from);
-        b[r] = __shfl_sync(FULL, bb, from);
-        xx[r] = a[r] * kk[r];
-        bk += b[r] * kk[r];
-      }
-#pragma unroll
-      for (int e = 0; e < E; e++) {
-        z[e] = bk * h[e];
-#pragma unroll
-        for (int r = 0; r < R; r++) z[e] += xx[r] * S[r][e];
-      }
-      if (SAVES) {
-        if (my.owner) *p_out = pp;
-        p_out += stride;
-        store_once(h_out, h, my);
-        h_out += stride;
-      }
-    }
-    if (first % STAGE == 0) fetch(first + 3 * STAGE);
-    if (end - first == 4) write_y(first - 2);
-  }
-  write();
-  u32 raw_q[R / 2];
-  raw<R>(raw_q, &in.q[(length - 1) & (RING - 1)][slot0]);
-  read(raw_q, length - 1);
-  __syncthreads();
-  write_y(length - 8);
-  write_y(length - 4);
-  normalise();
-  store_tile(final_state + program * (D * D), S, my);
-}
-#define ARGUMENTS                                                                                                    \
-  const u16 *q, const u16 *k, const u16 *v, const float *gamma, const float *start_state, u16 *o, float *final_state, \
-      float *kept, float *h_out, float *p_out, const long long *cu_seqlens, int T, int H, int v_stride
-extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk(ARGUMENTS) {
-  walk<false>(q, k, v, gamma, start_state, o, final_state, kept, h_out, p_out, cu_seqlens, T, H, v_stride);
-}
-extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_saving(ARGUMENTS) {
-  walk<true>(q, k, v, gamma, start_state, o, final_state, kept, h_out, p_out, cu_seqlens, T, H, v_stride);
-}
 // Back in time: dz and dalpha of all tokens, and the gradient of the first state.
 constexpr int HALF = 32;
 struct Half {

@@ -13,7 +13,10 @@ from profiling import arguments_and_rows, kernel_ms, write_rows
 
 from hf_memmix_kernels import chunk_lattice
 
-SEQUENTIAL = ("lattice_fwd_kernel", "lattice_adjoint_kernel", "lattice_walk_kernel", "lattice_walk_adjoint_kernel")
+SEQUENTIAL = (
+    "lattice_fwd_kernel", "lattice_adjoint_kernel", "lattice_walk_kernel", "lattice_walk_adjoint_kernel",
+    "lattice_dec_walk_back",
+)  # fmt: skip
 
 
 def profile(variant: str, backward: bool) -> dict[str, float]:

@@ -15,6 +15,7 @@ from .kernels.sequential.dec_backward_windows import (
 )
 from .kernels.sequential.forward import lattice_fwd_kernel
 from .kernels.sequential.step import lattice_step_kernel
+from .launch_cuda import can_walk_back, walk_back
 from .sizes import CHECKPOINT, keeps_h, kept_sizes, levels_precision, padded, window_precision
 
 # tokens between two measurements of the norms, and between two states that backward keeps in scratch memory
@@ -82,11 +83,12 @@ def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, var
 
 def lattice_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, variant, project, l1):
     """Gradients of q, k, v, gamma, log_decay (or None) and the initial state."""
-    do, q, k, v, gamma = (x.contiguous() for x in (do, q, k, v, gamma))
+    do, q, k, gamma = (x.contiguous() for x in (do, q, k, gamma))
     rule = (variant, project, l1)
     if keeps_h(*rule):
         notes = kept.split(kept_sizes(v, initial_state, cu_seqlens, rule))
         return _read_bwd(do, dfinal, q, k, v, gamma, *notes, cu_seqlens)
+    v = v.contiguous()
     N, H, _, _ = initial_state.shape
     sizes = _sizes(initial_state, LANES_BWD)
     log_decay = None if log_decay is None else log_decay.contiguous()
@@ -109,7 +111,7 @@ def lattice_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kep
 
 
 def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
-    """`lattice_bwd_triton` from the tiles, h and p that forward kept."""
+    """`lattice_bwd_triton` from the tiles, h and p that forward kept; it reads no v."""
     N, H, D, M = dfinal.shape
     sizes = _sizes(dfinal, LANES_BWD)
     split = _split(_warps(WARPS_BWD, dfinal), sizes)
@@ -120,7 +122,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     end = _to_tiles(dfinal, sizes)
     dstart, BD = torch.empty_like(end), end.shape[2]
     hh, dalpha, dz = (end.new_empty(x.shape) for x in (gamma, q, v))
-    dq, dk, dv, dgamma = (torch.empty_like(x) for x in (q, k, v, gamma))
+    dq, dk, dv, dgamma = (x.new_empty(x.shape) for x in (q, k, v, gamma))
     middle, scratch = torch.empty_like(kept), end.new_empty(N * H, CHECKPOINT // 4, end[0].numel())
     a, b, refused = (
         torch.empty_like(dalpha),
@@ -148,12 +150,15 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     lattice_middle_kernel[(windows * H,)](
         a, b, h, kept, middle, layout, **shared, GROUP=2, num_warps=split["num_warps"]
     )
-    lattice_adjoint_kernel[(N * H,)](
-        (end, do), (q, k, gamma), (h, p, hh, a, b), (kept, middle), (dz, dalpha, dstart), scratch,
-        cu_seqlens, v.shape[1],
-        **shared, WARPS=split["WARPS"], LANES=split["LANES"], num_warps=split["num_warps"],
-        GROUP=max(2, split["GROUP"]), FETCH=has_ptx(v),
-    )  # fmt: skip
+    back = (end, do), (q, k, gamma), (h, p, hh, a, b), (kept, middle), (dz, dalpha, dstart), scratch, cu_seqlens
+    if can_walk_back(q, k, do, dfinal):
+        walk_back(*back)
+    else:
+        lattice_adjoint_kernel[(N * H,)](
+            *back, v.shape[1],
+            **shared, WARPS=split["WARPS"], LANES=split["LANES"], num_warps=split["num_warps"],
+            GROUP=max(2, split["GROUP"]), FETCH=has_ptx(v),
+        )  # fmt: skip
     read(dz, moves, kept, dalpha, (dk, dv, dgamma))
     return dq, dk, dv, dgamma, None, _from_tiles(dstart, dfinal)
 

@@ -58,8 +58,11 @@ def gpu_table(root: Path) -> str:
     lines = [line for op in dict.fromkeys(row["op"] for row in rows) for line in _lines(op, rows, archs)]
     limits = {row["arch"]: f"{row['limit'] // 1024} KiB" for row in rows}
     heads = [f"{arch} ({EXAMPLES[arch]})" for arch in archs]
+    cells = {(row["arch"], row["op"], row["size"]) for row in rows}
+    both = {(row["arch"], row["op"], row["size"]) for row in rows if row["dtype"] == "float32"}
     versions = ", ".join(sorted({row["triton"] for row in rows}, key=version))
     return (
         markdown_table(["op", *heads], [*lines, ["shared memory", *(limits[arch] for arch in archs)]])
-        + f"\n\nForward, backward and decode steps, in bfloat16 and float32, compiled with Triton {versions}."
+        + f"\n\nForward, backward and decode steps, compiled in bfloat16 and float32 for {len(cells & both)} of {len(cells)}"
+        f" pairs of a size and a GPU, and in one of them for the others, with Triton {versions}."
     )

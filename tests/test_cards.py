@@ -10,12 +10,14 @@ from huggingface_hub import ModelCard
 
 from hf_memmix.assets import asset_path
 from hf_memmix.training.documents.measurements import path_of, read
-from hf_memmix.training.experiments.common.averages import median
+from hf_memmix.training.experiments.common.averages import mean_and_deviation, median
 from hf_memmix.training.experiments.common.harness import matches
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
 from hf_memmix.training.experiments.common.report import joined
 from hf_memmix.training.experiments.echo.report import columns, mean_of
 from hf_memmix.training.experiments.echo.suite import TRAINED
+from hf_memmix.training.experiments.gka.predictions import Figures
+from hf_memmix.training.experiments.gka.variants_report import with_recall_rows
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 TEXTS = ("train.txt", "dev.txt", "heldout.txt")
@@ -259,3 +261,43 @@ def test_what_the_card_of_gka_says():
     assert round(constant["residuals"][29] / adaptive["residuals"][29], -1) == 180
     assert "0.24 at 0.01 and 0.63 at 0.1" in text
     assert [round(ridges[a, False]["true_residual"], 2) for a in (0.01, 0.1)] == [0.24, 0.63]
+
+
+def test_what_the_cards_say_of_variants_images_and_pixels():
+    """Figures of prose against the rows: recall and text of GKA's variants, GKAVision, COFFEE on MNIST."""
+    text = text_of("gka")
+    sketches = Figures.from_rows(read("gka_variants_sketches")["rows"])
+    assert "s = D recalls 98 %, s = D/2 71 % and s = D/4 nothing" in text
+    assert [round(sketches.accuracy(name)) for name in ("s = D", "s = D/2", "s = D/4")] == [98, 71, 0]
+    grid = Figures.from_rows(with_recall_rows(read("gka_variants_recall"), read("recall"))["rows"])
+    assert "it recalls 97 %" in text and round(grid.accuracy("as in Figure 3a")) == 97
+    assert "after 15 % of the training instead of 40 %" in text
+    assert [round(grid.start(name)) for name in ("as in Figure 3a", "s = D")] == [15, 40]
+    assert "raise the accuracy by 12 points" in text
+    assert round(grid.accuracy("slow decay") - grid.accuracy("s = D")) == 12
+    language = Figures.from_rows(read("gka_variants_text")["rows"])
+    assert "rises by 2 to 3 % for both" in text and all(2 < language.above(f"s = D/{i}") < 3 for i in (2, 4))
+    assert "**No alpha (F.3)** costs 4 %" in text and round(language.above("no alpha")) == 4
+    others = [language.above(name) for name in language.of if name != "s = D"]
+    assert "costs by far the most" in text and sorted(others)[-2] == language.above("no decay")
+    assert "0.1 is within 0.5 % of 0.02" in text and abs(language.above("ridge 0.1")) < 0.5
+    assert "the last one costs least" in text and language.above("attention last") < language.above("attention second")
+
+    pictures, digits = text_of("gka_vision"), read("gka_vision_digits")["rows"]
+    for said, model in (("GKA", "gka"), ("Mamba-2", "mamba2"), ("attention", "attention"), ("a ViT", "vit")):
+        mean, _ = mean_and_deviation(100 * row["accuracy"] for row in chosen_rows(digits, model=model))
+        assert f"{said} {mean:.2f} %" in pictures
+    speed = {(r["model"], r["resolution"]): r for r in read("gka_vision_throughput")["rows"]}
+    for said, key in (("GKAVision-T 12.6", ("gka", 224)), ("2.08 and", ("gka", 512)), ("and 0.65", ("gka", 1024))):
+        digits_after = len(said.rpartition(".")[2].split()[0])
+        wanted = f"{speed[key]['inference_images_per_second'] / 1000:.{digits_after}f}"
+        assert wanted in said and said in pictures
+
+    runs = read("coffee_mnist_5k")["runs"]
+    for name, figure in (("coffee n=2", "0.915"), ("S6 n=2", "0.333"), ("coffee with output filter n=2", "0.912")):
+        accuracies = runs[name]["last"]["accuracy"]
+        assert figure in text_of("coffee") and f"{sum(accuracies) / len(accuracies):.3f}" == figure
+    pixels = read("coffee_pixels")["rows"]
+    found = {name: [r["accuracy"] for r in chosen_rows(pixels, model=name)] for name in ("coffee", "mamba2", "s6")}
+    assert "Mamba-2 is ahead of COFFEE" in text_of("coffee") and min(found["mamba2"]) > max(found["coffee"])
+    assert "S6 does not leave chance" in text_of("coffee") and max(found["s6"]) < 0.12

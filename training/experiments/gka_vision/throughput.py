@@ -4,8 +4,8 @@
 
 All models have the parameters of the preset "tiny" (`models.py`) and random weights in bf16. A batch has about as many
 pixels at every resolution. On a GPU, each measured call is one CUDA graph, timed by events, and attention runs by the
-backend of `scaled_dot_product_attention` that is the fastest for the model and the resolution (`SDPA`): a first run
-showed that PyTorch's own choice materialised the attention matrix of the ViT.
+backend of `scaled_dot_product_attention` that is the fastest for the model and the resolution (`SDPA`): in a first
+run, PyTorch's own choice needed as much memory for the ViT as its attention matrices.
 """
 
 import contextlib

@@ -175,7 +175,12 @@ def test_what_the_documents_say_of_the_longer_warm_up():
     assert [round(100 * above("dec", other)) for other in ("gka", "mamba2")] == [3, 2]
     gained = 1 - long["gka", 0.008]["perplexity"] / long["gka", 0.004]["perplexity"]
     assert "GKA gains another 3 % from a rate of 0.008" in card and round(100 * gained) == 3
-    assert "lose 1 % or less" in card and all(0 < above(f"{n}-equal", n) < 0.0105 for n in ("mamba2", "gka"))
+    lost = [
+        long[f"{name}-equal", lr]["perplexity"] / long[name, lr]["perplexity"] - 1
+        for name in ("mamba2", "gka")
+        for lr in (0.004, 0.008)
+    ]
+    assert "lose about 2 % at most" in card and 0.015 < max(lost) < 0.0205
     assert "neither DEC nor GDN gains from a convolution of v" in card
     assert above("dec-vconv", "dec") > 0 and above("gdn-vconv", "gdn") > 0
     shown = [(name, 0.004) for name in ("transformer", "dec-vconv", "dec", "gdn", "delta", "mamba2", "gka", "gla")]

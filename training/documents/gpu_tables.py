@@ -63,6 +63,7 @@ def gpu_table(root: Path) -> str:
     versions = ", ".join(sorted({row["triton"] for row in rows}, key=version))
     return (
         markdown_table(["op", *heads], [*lines, ["shared memory", *(limits[arch] for arch in archs)]])
-        + f"\n\nForward, backward and decode steps, compiled in bfloat16 and float32 for {len(cells & both)} of {len(cells)}"
-        f" pairs of a size and a GPU, and in one of them for the others, with Triton {versions}."
+        + "\n\nForward, backward and decode steps, compiled in bfloat16 and float32 for"
+        f" {len(cells & both)} of {len(cells)} pairs of a size and a GPU, and in one of them for the others,"
+        f" with Triton {versions}."
     )

@@ -48,7 +48,6 @@ MEASUREMENTS = {
     },
     "recall_grid": f"{EXPERIMENTS}/recall_teacher/results/grid_second.json",
     "multi_gpu": f"{EXPERIMENTS}/several_gpus/results/multi_gpu.json",
-    "zero3": f"{EXPERIMENTS}/several_gpus/results/zero3.json",
     "budget": f"{EXPERIMENTS}/budget/results/training_h200.json",
     "streaming": "conversion/benchmarks/streaming.json",
     "streaming_align": "training/benchmarks/results/streaming_align.json",

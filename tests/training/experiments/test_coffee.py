@@ -17,6 +17,7 @@ from hf_memmix.training.experiments.coffee import tables as coffee_tables
 from hf_memmix.training.experiments.coffee.baselines import S6Layer, TokenGateCore
 from hf_memmix.training.experiments.coffee.tasks import LAST_SYMBOL, InductionHead
 from hf_memmix.training.experiments.coffee.trainer import Run, train
+from hf_memmix.training.experiments.common.idx import read_idx
 
 
 def generator(seed=0):
@@ -206,10 +207,10 @@ def test_mnist_files(tmp_path):
         coffee_glyphs.mnist(tmp_path)
     (tmp_path / "x").write_bytes(b"\0\0\x08\1\0\0\0\5abc")
     with pytest.raises(ValueError, match=r"has 11 bytes.*8 \+ 5"):
-        coffee_glyphs.read_idx(tmp_path / "x")
+        read_idx(tmp_path / "x")
     (tmp_path / "x").write_bytes(b"PK..")
     with pytest.raises(ValueError, match="starts with 504b"):
-        coffee_glyphs.read_idx(tmp_path / "x")
+        read_idx(tmp_path / "x")
 
 
 def test_digits_without_scikit_learn(monkeypatch):

@@ -4,13 +4,13 @@ The strokes replace MNIST where its files are missing. They are another task, so
 those of MNIST. Each function returns (training images, labels, test images, labels): floats in [0, 1] [N, H, W].
 """
 
-import gzip
 import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hf_memmix.training.experiments.common.idx import read_idx
 from hf_memmix.training.experiments.common.mnist import read_parts
 
 SIZE = 25
@@ -94,23 +94,6 @@ def _cropped(images: Tensor) -> Tensor:
     start = (images.shape[1] - SIZE) // 2
     crop = slice(start, start + SIZE)
     return images[:, crop, crop].float() / 255
-
-
-def read_idx(path: Path) -> Tensor:
-    """The bytes of an idx file: two zeros, the type 8 (unsigned bytes), the dimensions and their sizes.
-
-    Raises:
-        ValueError: another type, or not as many bytes as the header says.
-    """
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    if len(data) < 4 or data[:3] != b"\0\0\x08":
-        raise ValueError(f"{path} starts with {data[:4].hex()}: an idx file of unsigned bytes starts with 000008")
-    rank = data[3]
-    header = 4 + 4 * rank
-    shape = [int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(rank)]
-    if len(data) != header + math.prod(shape):
-        raise ValueError(f"{path} has {len(data)} bytes, its header announces {header} + {math.prod(shape)}")
-    return torch.frombuffer(bytearray(data[header:]), dtype=torch.uint8).view(shape)
 
 
 def _find(folder: Path, name: str) -> Path:

@@ -16,7 +16,7 @@ import numpy
 import typer
 from torch import Tensor
 
-from hf_memmix.training.experiments.coffee.glyphs import read_idx
+from hf_memmix.training.experiments.common.idx import read_idx
 
 FOLDER = "usr/share/datasets/fashion-mnist"
 

@@ -1,6 +1,4 @@
-"""Rounds a teacher so that it fits into one small file, and makes its folder again from this file.
-
-    python training/experiments/recall_teacher/kept_weights.py --file teacher.bin --out .scratch/teacher
+"""Rounds a teacher so that it fits into one small file, and makes its folder again from this file (unpack_teacher.py).
 
 `teacher.py --keep teacher.bin` rounds every row of a matrix to multiples of an eighth of its root mean square. Such a
 weight has about 5 bits of entropy: 23M weights take about 14 MB. The rounding comes before the teacher is measured, so
@@ -11,10 +9,8 @@ import json
 import math
 import zlib
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -76,16 +72,3 @@ def unpack(file: Path, folder: Path) -> None:
         else:
             tensors[name] = take(torch.bfloat16, shape)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def main(
-    file: Annotated[Path, typer.Option(help="file of teacher.py --keep")],
-    out: Annotated[Path, typer.Option(help="folder for the teacher")],
-) -> None:
-    """Make the teacher's folder again."""
-    unpack(file, out)
-    print(f"teacher in {out}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

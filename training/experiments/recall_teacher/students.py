@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy
 import torch
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_memmix._transformers import attention_implementation
 from hf_memmix.conversion import load_model, report
 from hf_memmix.conversion.from_attention.gka import start_decay
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
@@ -62,15 +62,15 @@ def without_masks(*models):
 
     Otherwise transformers looks for packed rows, and the host waits for the device; in a CUDA graph it makes a mask.
     """
-    AttentionInterface.register(WHOLE_ROWS, sdpa_attention_forward)  # a name without a function that makes masks
-    before = [model.config._attn_implementation for model in models]
+    AttentionInterface.register(WHOLE_ROWS, AttentionInterface()["sdpa"])  # a name without a function that makes masks
+    before = [attention_implementation(model.config) for model in models]
     try:
         for model in models:
-            model.config._attn_implementation = WHOLE_ROWS
+            model.set_attn_implementation(WHOLE_ROWS)
         yield
     finally:
         for model, name in zip(models, before, strict=True):
-            model.config._attn_implementation = name
+            model.set_attn_implementation(name)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.documents.measurements import read
 
 MEASURED_ON = "sm_90"  # where the kernels also ran, see the other tables
+DTYPES = ("bfloat16", "float32")
 EXAMPLES = {
     "sm_80": "A100",
     "sm_86": "RTX 3090, A10",
@@ -58,12 +59,11 @@ def gpu_table(root: Path) -> str:
     lines = [line for op in dict.fromkeys(row["op"] for row in rows) for line in _lines(op, rows, archs)]
     limits = {row["arch"]: f"{row['limit'] // 1024} KiB" for row in rows}
     heads = [f"{arch} ({EXAMPLES[arch]})" for arch in archs]
-    cells = {(row["arch"], row["op"], row["size"]) for row in rows}
-    both = {(row["arch"], row["op"], row["size"]) for row in rows if row["dtype"] == "float32"}
+    found = {name: {(r["arch"], r["op"], r["size"]) for r in rows if r["dtype"] == name} for name in DTYPES}
+    both, some = set.intersection(*found.values()), set.union(*found.values())
     versions = ", ".join(sorted({row["triton"] for row in rows}, key=version))
     return (
         markdown_table(["op", *heads], [*lines, ["shared memory", *(limits[arch] for arch in archs)]])
-        + "\n\nForward, backward and decode steps, compiled in bfloat16 and float32 for"
-        f" {len(cells & both)} of {len(cells)} pairs of a size and a GPU, and in one of them for the others,"
-        f" with Triton {versions}."
+        + "\n\nForward, backward and decode steps, compiled in bfloat16 or float32, and in both for"
+        f" {len(both)} of {len(some)} pairs of a size and a GPU, with Triton {versions}."
     )

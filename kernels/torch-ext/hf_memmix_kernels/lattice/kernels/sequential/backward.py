@@ -26,7 +26,6 @@ from .tiles import (
     rescale,
     shrink,
     slots,
-    state_offsets,
     total,
 )
 
@@ -162,7 +161,7 @@ def lattice_bwd_kernel(
     i_h = i_s % H
     start, length, row = sequence(i_s // H, cu_seqlens, T, CHECKPOINT)
     o_m, o_d = tl.arange(0, BM), tl.arange(0, D1)[:, None] * D2 + tl.arange(0, D2)[None, :]
-    o_s = state_offsets(o_m, o_d)
+    o_s = slots(o_m) * (D1 * D2) + entries(o_d)
     m_m, m_d = o_m < M, o_d < D
     states += i_s * ((BLOCK + CHECKPOINT // BLOCK) * TILE) + o_s
     p_notes, h_notes = notes + i_s * (CHECKPOINT * NOTE) + o_m, notes + i_s * (CHECKPOINT * NOTE) + BM + o_d

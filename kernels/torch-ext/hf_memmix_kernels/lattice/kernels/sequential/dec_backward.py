@@ -25,7 +25,6 @@ from .tiles import (
     over_slots_but,
     rescale,
     slots,
-    state_offsets,
 )
 
 
@@ -77,7 +76,7 @@ def lattice_middle_kernel(
     i_c, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     begin, tokens, row = window_of(i_c, layout, CHECKPOINT)
     o_m, o_d = tl.arange(0, BM), tl.arange(0, D1)[:, None] * D2 + tl.arange(0, D2)[None, :]
-    o_s = (row * H + i_h) * (BM * D1 * D2) + state_offsets(o_m, o_d)
+    o_s = (row * H + i_h) * (BM * D1 * D2) + slots(o_m) * (D1 * D2) + entries(o_d)
     at = begin * H + i_h
     a, b, h = a + at * M, b + at * M, h + at * D
     if tokens > HALF:
@@ -149,7 +148,7 @@ def lattice_adjoint_kernel(
     i_h = i_s % H
     start, length, row = sequence(i_s // H, cu_seqlens, T, CHECKPOINT)
     o_m, o_d = tl.arange(0, BM), tl.arange(0, D1)[:, None] * D2 + tl.arange(0, D2)[None, :]
-    o_s = state_offsets(o_m, o_d)
+    o_s = slots(o_m) * (D1 * D2) + entries(o_d)
     o_one, o_t = entries(o_d) + 0 * slots(o_m), tl.arange(0, 2)[:, None]
     m_m, m_d = o_m < M, o_d < D
     m_one = entries(m_d) & slots(o_m == 0)

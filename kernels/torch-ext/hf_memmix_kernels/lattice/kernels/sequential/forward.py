@@ -23,7 +23,6 @@ from .tiles import (
     over_slots,
     share_over_slots,
     slots,
-    state_offsets,
 )
 
 
@@ -81,7 +80,7 @@ def lattice_fwd_kernel(
     i_h = i_s % H
     start, length, row = sequence(i_s // H, cu_seqlens, T, CHECKPOINT)
     o_m, o_d = tl.arange(0, BM), tl.arange(0, D1)[:, None] * D2 + tl.arange(0, D2)[None, :]
-    o_s = state_offsets(o_m, o_d)
+    o_s = slots(o_m) * (D1 * D2) + entries(o_d)
     o_t, o_y = tl.arange(0, GROUP)[:, None], tl.arange(0, D1 * D2)[None, :]
     m_m, m_d = o_m < M, o_d < D
     m_h = entries(m_d) & slots(o_m == 0)

@@ -135,19 +135,6 @@ def entries(x):
 
 
 @triton.jit
-def state_offsets(o_m, o_d):
-    """Offsets of the entries `o_d` [D1, D2] of the slots `o_m` in a stored state.
-
-    Triton orders the axes of a tile by how many addresses in a row each has. Slots and D1 are equal in that: 3.6 takes
-    the slots first, 3.9 takes D1, and more than twice the time. So here the slots claim two in a row. Loads and stores
-    read the claim of the last axis only, which is true.
-    """
-    D1: tl.constexpr = o_d.shape[0]
-    D2: tl.constexpr = o_d.shape[1]
-    return tl.max_contiguous(slots(o_m) * (D1 * D2) + entries(o_d), [2, 1, D2])
-
-
-@triton.jit
 def rsqrt(x):
     """1 / sqrt(x) to the last place. The GPU's own instruction is biased, and the bias adds up over tokens."""
     r = tl.rsqrt(x)

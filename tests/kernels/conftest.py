@@ -10,7 +10,11 @@ import torch
 
 import hf_memmix_kernels
 
-interpreter.enable()
+
+@pytest.hookimpl(trylast=True)  # after tests/conftest.py has switched the interpreter on
+def pytest_configure():
+    interpreter.enable()
+
 
 # ops with native code; those of them whose whole forward and backward pass is native, not only the step
 NATIVE = {path.parent.name for path in Path(hf_memmix_kernels.__file__).parent.glob("*/native.cpp")}

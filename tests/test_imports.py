@@ -94,10 +94,14 @@ def test_command_line_imports_lazily():
 
 
 def test_kernels_need_torch_and_triton_only():
-    """The folder is a Hub kernel project: it is loaded on its own, under another name."""
+    """The folder is a Hub kernel project: it is loaded on its own, under another name.
+
+    cuda.bindings comes with torch's wheels for CUDA; `_cuda` imports it lazily, and nothing else does.
+    """
     allowed = {"torch", "triton", "hf_memmix_kernels", *sys.stdlib_module_names}
     kernels = [found for found in all_imports() if layer(found.importer) == 0]
-    assert not [found for found in kernels if found.target.split(".")[0] not in allowed]
+    others = [found for found in kernels if found.target.split(".")[0] not in allowed]
+    assert {tuple(found) for found in others} <= {("hf_memmix_kernels._cuda", "cuda.bindings", True)}
     absolute = [
         (name, node.lineno)
         for name, _, file in MODULES.values()

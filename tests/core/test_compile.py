@@ -73,8 +73,9 @@ def test_a_compiled_step_skips_the_checks_of_layers(mixer, monkeypatch):
     monkeypatch.setattr(guards.GuardManagerWrapper, "finalize", lambda self: checks.append(self) or finalize(self))
     with torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=True):
         compiled_generation(model, random_ids(1, 7), Graphs().backend(), new_tokens=4)
-    decoder_layer = type(decoder_layers(base_model(model))[1])
-    assert decoder_layer in skipped_types(checks[-1].root)
+    layer, skipped = decoder_layers(base_model(model))[1], set(skipped_types(checks[-1].root))
+    # with transformers 5.17 the decoder layers themselves are checked, and all their parts are skipped
+    assert type(layer) in skipped or {type(part) for part in layer.children()} <= skipped
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from contextlib import contextmanager
 
+from transformers.masking_utils import create_masks_for_generate
+
 from ._transformers import GenerationHooks, execution_device
 from .cache import (
     FinishedRows,
@@ -124,6 +126,16 @@ class MemoryGeneration(GenerationHooks):
             mask = padding_of(attention_mask, batch, length, seen, static)
             inputs["memmix_mask"] = None if mask is None else mask.contiguous()
         return inputs
+
+    def create_masks_for_generate(self, *args, **kwargs):
+        """The masks of kept attention layers for a static cache; None without such layers, as no mixer reads them.
+
+        The library calls it before every token, outside of the compiled step. It takes about twenty small operators.
+        """
+        if ATTENTION not in self.config.mixer_types:
+            return None
+        make = getattr(super(), "create_masks_for_generate", create_masks_for_generate)  # some families have their own
+        return make(*args, **kwargs)
 
     def generate_batch(self, *args, **kwargs):
         """Refused: ValueError. Why, and what transformers would need: hf_memmix/serving/continuous_batching.md."""

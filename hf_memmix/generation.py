@@ -2,8 +2,6 @@
 
 from contextlib import contextmanager
 
-from transformers.masking_utils import create_masks_for_generate
-
 from ._transformers import GenerationHooks, execution_device
 from .cache import (
     FinishedRows,
@@ -40,6 +38,10 @@ class MemoryGeneration(GenerationHooks):
         """Allocate the states at fixed addresses now: they must not be allocated inside a compiled forward."""
         for i, mixer in memory_mixers(self).items():
             cache.layers[i].allocate(mixer.allocate_states(batch, execution_device(mixer), self.dtype))
+
+    def reads_masks(self) -> bool:
+        """Whether there is an attention layer: no mixer reads a mask."""
+        return ATTENTION in self.config.mixer_types
 
     def heads_with_keys(self, heads: list[int]) -> list[int]:
         """0 for layers with a mixer, because their cache layers are replaced afterwards."""
@@ -126,16 +128,6 @@ class MemoryGeneration(GenerationHooks):
             mask = padding_of(attention_mask, batch, length, seen, static)
             inputs["memmix_mask"] = None if mask is None else mask.contiguous()
         return inputs
-
-    def create_masks_for_generate(self, *args, **kwargs):
-        """The masks of kept attention layers for a static cache; None without such layers, as no mixer reads them.
-
-        The library calls it before every token, outside of the compiled step. It takes about twenty small operators.
-        """
-        if ATTENTION not in self.config.mixer_types:
-            return None
-        make = getattr(super(), "create_masks_for_generate", create_masks_for_generate)  # some families have their own
-        return make(*args, **kwargs)
 
     def generate_batch(self, *args, **kwargs):
         """Refused: ValueError. Why, and what transformers would need: hf_memmix/serving/continuous_batching.md."""

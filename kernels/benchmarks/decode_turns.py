@@ -48,7 +48,7 @@ def serve(row: dict):
     if row.get("variant") == "products":
         op.MAX_ROWS = 0
     if row.get("variant") == "masks":
-        del MemoryGeneration.create_masks_for_generate
+        MemoryGeneration.reads_masks = lambda self: True
     model = build(None if row["mixer"] == "attention" else row["mixer"])
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     print(PREFIX + json.dumps(take_turn(model, row) | machine), flush=True)

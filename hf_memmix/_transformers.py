@@ -30,6 +30,9 @@ from transformers.conversion_mapping import (
 # the names and shapes under which `save_pretrained` writes the tensors of a model, and the way back for some of them
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
 
+# the masks that generate() makes before each step of a static cache
+from transformers.masking_utils import create_masks_for_generate
+
 # a module whose forward `gradient_checkpointing_enable` recomputes in backward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -444,6 +447,10 @@ class GenerationHooks:
         """The cache to generate with, made from the library's `cache`. `given`: the user has passed it."""
         raise NotImplementedError
 
+    def reads_masks(self) -> bool:
+        """Whether a layer reads the masks that the library makes."""
+        raise NotImplementedError
+
     def heads_with_keys(self, heads: list[int]) -> list[int]:
         """Number of heads, per layer, for which a static cache allocates keys and values."""
         raise NotImplementedError
@@ -485,6 +492,13 @@ class GenerationHooks:
         cache = model_kwargs["past_key_values"] = self.fit_cache(model_kwargs["past_key_values"], rows, given)
         if getattr(generation_config, "is_assistant", False):
             cache.activate_past_recording()  # the library has activated it in the layers that were replaced since
+
+    def create_masks_for_generate(self, *args, **kwargs):
+        """Before each step of a static cache, outside of the compiled program: about twenty small operators."""
+        if not self.reads_masks():
+            return None
+        make = getattr(super(), "create_masks_for_generate", create_masks_for_generate)  # some families have their own
+        return make(*args, **kwargs)
 
     def _get_static_cache_init_shape(self):
         """The library allocates keys and values of a static cache before a chunked prefill, for all layers."""

@@ -39,6 +39,10 @@ class MemoryGeneration(GenerationHooks):
         for i, mixer in memory_mixers(self).items():
             cache.layers[i].allocate(mixer.allocate_states(batch, execution_device(mixer), self.dtype))
 
+    def reads_masks(self) -> bool:
+        """Whether there is an attention layer: no mixer reads a mask."""
+        return ATTENTION in self.config.mixer_types
+
     def heads_with_keys(self, heads: list[int]) -> list[int]:
         """0 for layers with a mixer, because their cache layers are replaced afterwards."""
         return [n if kind == ATTENTION else 0 for n, kind in zip(heads, self.config.mixer_types, strict=True)]

@@ -202,7 +202,8 @@ def replace_layers(layers: list, config, static: bool):
     kinds = config.mixer_types
     # the largest length, because transformers 5.17 may take the size of the causal mask from a recurrent layer
     attention = [layer for layer, kind in zip(layers, kinds, strict=False) if kind == ATTENTION]
-    mask_length = max((getattr(layer, "max_cache_len", -1) for layer in attention), default=None)
+    lengths = [getattr(layer, "max_cache_len", -1) for layer in attention]
+    mask_length = max(lengths) if lengths else None  # torch.compile cannot trace `default=None`
     for i, kind in enumerate(kinds):
         # with early-exit drafting, the cache has fewer layers than the configuration
         if kind == ATTENTION or i >= len(layers) or isinstance(layers[i], RecurrentLayer):

@@ -79,6 +79,18 @@ def test_a_compiled_step_skips_the_checks_of_layers(mixer, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("layout", "mixer"), [*(("all", mixer) for mixer in MIXERS), ("mixed", DEFAULT_MIXER)])
+def test_a_prompt_is_one_graph(layout, mixer):
+    """The graph also makes the cache, from which plain decoding goes on."""
+    model, ids, graphs = small("llama", layout, mixer=mixer), random_ids(2, 9), Graphs()
+    compiled = torch.compile(model, backend=graphs.backend(), fullgraph=True, dynamic=False)
+    out = compiled(ids[:, :-1], use_cache=True)
+    assert len(graphs) == 1
+    logits = model(ids[:, -1:], past_key_values=out.past_key_values).logits
+    assert_same(logits[:, 0], model(ids, use_cache=False).logits[:, -1], tolerance=bound_of_logits(model))
+
+
+@torch.no_grad()
 def test_second_call_compiles_nothing():
     """Another prompt, shorter and padded, runs in the same graph."""
     model, graphs = small("llama", "mixed"), Graphs()

@@ -66,6 +66,7 @@ METHODS = {
     "transformers.GenerationMixin._assisted_decoding": "input_ids",
     "transformers.GenerationMixin._beam_search": "input_ids",
     "transformers.GenerationMixin._prefill": "input_ids generation_config model_kwargs is_first_iteration",
+    "transformers.masking_utils.create_masks_for_generate": "config inputs_embeds attention_mask past_key_values",
     "transformers.conversion_mapping.get_checkpoint_conversion_mapping": "model_type",
     "transformers.conversion_mapping.register_checkpoint_conversion_mapping": (
         "model_type_or_class_name mapping overwrite"

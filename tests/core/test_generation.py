@@ -1,5 +1,7 @@
 """generate() and its users beyond what `checks.py` asks of every family."""
 
+import importlib
+
 import pytest
 import torch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
@@ -173,6 +175,22 @@ def test_chunked_prefill_of_a_static_cache(layout, monkeypatch):
     assert_same_generation(greedy(model, ids, **options), uncached_greedy(model, ids), "chunks")
     kept = model.config.mixer_types.count("attention")
     assert len([size for size in made if size]) == kept
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ("llama", "gemma3_text"))
+def test_masks_are_made_for_attention_layers_only(family, monkeypatch):
+    """Before each token of a static cache the library makes masks, which no mixer reads."""
+    made = []
+    for place in ("hf_memmix._transformers", "transformers.models.gemma3.modeling_gemma3"):
+        make = importlib.import_module(place).create_masks_for_generate
+        monkeypatch.setattr(
+            f"{place}.create_masks_for_generate", lambda *a, _m=make, **k: made.append(1) or _m(*a, **k)
+        )
+    for layout in LAYOUTS:
+        made.clear()
+        check_padded_generation(tiny_model(family, layout), cache_implementation="static")
+        assert bool(made) == (layout != "all")
 
 
 @torch.no_grad()

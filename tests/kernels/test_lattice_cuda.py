@@ -5,6 +5,8 @@ installed, what it computes in an emulator of a block of threads (cuda_emulator.
 import ctypes
 import logging
 import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -54,8 +56,8 @@ def results(function, inputs: list, options: dict) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    monkeypatch.setenv("HF_MEMMIX_NVRTC", "1")
+def by_default(monkeypatch):
+    monkeypatch.delenv("HF_MEMMIX_NVRTC", raising=False)
     _cuda.has_nvrtc.cache_clear()
     yield
     _cuda.has_nvrtc.cache_clear()
@@ -229,8 +231,16 @@ def test_kernels_that_do_not_load_are_reported_once(failure, monkeypatch, caplog
     ]
 
 
-def test_nvrtc_is_off_by_default(monkeypatch):
-    monkeypatch.delenv("HF_MEMMIX_NVRTC")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+@pytest.mark.parametrize("case", ["present", "missing", "broken", "off", "no GPU"])
+def test_when_nvrtc_is_used(case, monkeypatch):
+    """By default where it is present."""
+    bindings = types.SimpleNamespace(
+        nvrtc=types.SimpleNamespace(nvrtcVersion=lambda: (case == "broken", 13, 0)), driver=""
+    )
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None if case == "missing" else bindings)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: case != "no GPU")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert not _cuda.has_nvrtc()
+    if case == "off":
+        monkeypatch.setenv("HF_MEMMIX_NVRTC", "0")
+    assert _cuda.has_nvrtc() == (case == "present")

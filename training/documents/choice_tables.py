@@ -74,21 +74,20 @@ def speed_limits(root: Path) -> str:
         (_thousands(theirs["context"]), 1e3 / ours["ms_per_token"], 1e3 / theirs["ms_per_token"])
         for theirs, ours in zip(costs["teacher"], costs["student"], strict=True)
     ]
-    last = {(row["model"], row["context"], row["B"]): row["ms"] for row in read("generate", root)}
-    gpu = [
-        (f"{batch} sequence{'s' * (batch > 1)} of {_thousands(context)}", last["gka", context, batch], ms)
-        for (model, context, batch), ms in last.items()
-        if model != "gka"  # the transformer that it was converted from
-    ]
     forward = {}
     for row in read("kernels", root):
         if row["op"] in ("sdpa", "gka") and row["pass"] == "fwd" and row.get("iterations") in (None, [12, 10]):
             forward.setdefault(tuple(row[size] for size in "BTHD"), {})[row["op"]] = row["ms"]
-    whole: dict[str, dict[tuple, dict]] = {"prefill": {}, "graph": {}, "train": {}}
+    whole: dict[str, dict[tuple, dict]] = {"decode": {}, "prefill": {}, "graph": {}, "train": {}}
     for row in read("models", root):
         way = "graph" if row.get("cuda_graph") else row["phase"]
-        if way in whole and not row["compiled"]:
+        if way in whole and (not row["compiled"] or way == "decode"):
             whole[way].setdefault((row["B"], row["T"]), {})[row["mixer"]] = row["ms"]
+    decode = whole.pop("decode")
+    gpu = [
+        (f"{batch} sequence{'s' * (batch > 1)} of {_thousands(context)}", ms["gka"], ms["attention"])
+        for (batch, context), ms in sorted(decode.items())
+    ]
     prefill, graph, training = (
         [(f"{batch} x {_thousands(tokens)}", ms["gka"], ms["attention"]) for (batch, tokens), ms in rows.items()]
         for rows in whole.values()

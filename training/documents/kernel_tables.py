@@ -261,7 +261,7 @@ def models_table(root: Path) -> str:
             f"{row['ms']:.2f}" if row["phase"] == "decode" else f"{row['ms']:.1f}",
             f"{row['kernel_ms']:.1f}" if "kernel_ms" in row else "",
             f"{row['tokens_s']:,}",
-            f"{row['tokens_s'] / attention[case(row)]['tokens_s']:.2f}",
+            f"{row['tokens_s'] / attention[case(row)]['tokens_s']:.2f}" if case(row) in attention else "",
             f"{row['peak_mib'] / 1024:.1f}",
             row["commit"][:7],
         ]

@@ -5,6 +5,7 @@ from pathlib import Path
 from hf_memmix.training.documents.kernel_tables import aligned_table
 from hf_memmix.training.documents.measurements import read
 
+VARIANTS = {"products": "gates by products", "masks": "with masks"}
 SMALLEST_WAIT = 0.1  # share of a warp's time
 
 
@@ -21,6 +22,22 @@ def decode_profile_table(root: Path) -> str:
     ((gpu, torch),) = {(row["gpu"], row["torch"]) for row in rows}
     commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
     return aligned_table(head, lines) + f"\n\nMilliseconds. {gpu}, torch {torch}, commit {commits}."
+
+
+def decode_turns_table(root: Path) -> str:
+    """A decoded token on the clock, of models that took turns: median, each round, and times attention."""
+    rows = read("decode_turns", root)
+    attention = {row["B"]: row["ms"] for row in rows if row["mixer"] == "attention"}
+    lines = []
+    for row in rows:
+        note = f", {VARIANTS[row['variant']]}" if "variant" in row else ""
+        first, *rounds = (f"{ms:.2f}" for ms in row["rounds"])
+        clock = [f"{row['ms']:.2f}", f"{row['ms'] / attention[row['B']]:.2f}"]
+        graph = f"{row['graph_ms']:.2f}" if "graph_ms" in row else ""
+        lines.append([f"`{row['mixer']}`{note}", str(row["B"]), *clock, graph, first, " ".join(rounds)])
+    head = ["mixer", "B", "ms per token", "of attention", "one graph", "first round", "the other rounds"]
+    ((gpu, torch, commit),) = {(row["gpu"], row["torch"], row["commit"][:7]) for row in rows}
+    return aligned_table(head, lines) + f"\n\n{gpu}, torch {torch}, commit {commit}."
 
 
 def op_counters_table(root: Path) -> str:

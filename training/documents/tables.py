@@ -259,6 +259,7 @@ TABLES = {
     "models": kernels.models_table,
     "cpu": kernels.cpu_table,
     "decode_profile": limits.decode_profile_table,
+    "decode_turns": limits.decode_turns_table,
     "op_counters": limits.op_counters_table,
     "gpu_generations": gpu_table,
     "op": kernels.op_table,

@@ -1,5 +1,5 @@
-"""Kernels in CUDA C++, used with `HF_MEMMIX_NVRTC=1`. NVRTC compiles them for the GPU at hand when they are first
-used; no compiler needs to be installed.
+"""Kernels in CUDA C++. NVRTC compiles them for the GPU at hand when they are first used; no compiler needs to be
+installed. `HF_MEMMIX_NVRTC=0` switches them off.
 
 torch's wheels for CUDA bring NVRTC and cuda-bindings along. Where one is missing, or on a GPU that is not NVIDIA's,
 there are no such kernels, and ops launch their Triton kernels instead.
@@ -97,7 +97,7 @@ def load(source: str, options: tuple[str, ...]):
 @functools.cache
 def has_nvrtc() -> bool:
     """Whether kernels in CUDA C++ can be used."""
-    if torch.version.cuda is None or os.environ.get("HF_MEMMIX_NVRTC") != "1" or not torch.cuda.is_available():
+    if torch.version.cuda is None or os.environ.get("HF_MEMMIX_NVRTC") == "0" or not torch.cuda.is_available():
         return False
     try:
         from cuda.bindings import driver, nvrtc

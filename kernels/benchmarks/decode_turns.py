@@ -1,0 +1,121 @@
+"""Measures a decoded token of several models in turns, so that differences of a few percent can be seen, on one GPU.
+
+    python kernels/benchmarks/decode_turns.py --rows attention:1 gka:1 gka:1:products gka:1:masks \\
+        --out kernels/benchmarks/results/decode_turns_h200.json
+
+The models and the measurement are those of "decode" in `benchmark_model.py`. A row is MIXER:BATCH, and a third word
+changes it: "products" computes the gates of GKA by matrix products, not by one kernel; "masks" lets the library make
+masks before each token, as if there were attention layers. Each row is a process. All compile at the same time; then
+one after another measures while the others wait. `rounds` are the medians of a row in milliseconds, `ms` is their
+median without the first. `graph_ms` is the step without torch.compile as one CUDA graph, measured at the end, for
+models with mixers. Rows of --out that describe the same measurement are replaced. With --models, the rows
+without a third word replace those of that file, too.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import triton
+from benchmark import commit, merge
+from benchmark_generate import build, measure
+from benchmark_model import DECODE_CONTEXT, MEASURED, MIXERS, NEW_TOKENS
+from decode_profile import graph_columns
+
+from hf_memmix.generation import MemoryGeneration
+from hf_memmix_kernels.gka import op
+
+VARIANTS = ("products", "masks")
+GRAPH = "graph"  # a line that asks for `graph_ms`
+PREFIX = "found "  # of the lines that a process writes for its parent
+
+
+def parse(row: str) -> dict:
+    """The columns that describe a row MIXER:BATCH or MIXER:BATCH:VARIANT; ValueError if it is no such row."""
+    mixer, batch, *variant = row.split(":")
+    if mixer not in MIXERS or len(variant) > 1 or not set(variant) <= set(VARIANTS):
+        raise ValueError(f"{row!r} is not MIXER:BATCH or MIXER:BATCH:VARIANT with a variant of {VARIANTS}")
+    described = {"mixer": mixer, "phase": "decode", "B": int(batch), "T": DECODE_CONTEXT, "compiled": True}
+    return described | ({"variant": variant[0]} if variant else {})
+
+
+def serve(row: dict):
+    """Compile, then measure once for each line of the standard input."""
+    if row.get("variant") == "products":
+        op.MAX_ROWS = 0
+    if row.get("variant") == "masks":
+        MemoryGeneration.reads_masks = lambda self: True
+    model = build(None if row["mixer"] == "attention" else row["mixer"])
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    print(PREFIX + json.dumps(take_turn(model, row) | machine), flush=True)
+    for line in sys.stdin:
+        if line.strip() == GRAPH:
+            graphed = hasattr(model.config, "mixer_types")
+            found = {"graph_ms": graph_columns(model, row["B"])["graph_ms"]} if graphed else {}
+        else:
+            found = take_turn(model, row)
+        print(PREFIX + json.dumps(found), flush=True)
+
+
+def take_turn(model, row: dict) -> dict:
+    found = measure(model, row["B"], DECODE_CONTEXT, NEW_TOKENS, "static")
+    return {name: found[name] for name in ("ms", "peak_mib", "first_token_s")}
+
+
+def answer(process: subprocess.Popen) -> dict:
+    """The next result of a process; RuntimeError if it has ended."""
+    for line in process.stdout:
+        if line.startswith(PREFIX):
+            return json.loads(line.removeprefix(PREFIX))
+    raise RuntimeError(f"{process.args} ended with {process.wait()}")
+
+
+def measure_in_turns(specs: list[str], rounds: int) -> list[dict]:
+    """One row per specification."""
+    command = [sys.executable, __file__, "--serve"]
+    processes = {
+        spec: subprocess.Popen([*command, spec], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for spec in specs
+    }
+    rows = {spec: parse(spec) | answer(process) | {"rounds": []} for spec, process in processes.items()}
+    for _ in range(rounds):
+        for spec, process in processes.items():
+            print(file=process.stdin, flush=True)
+            rows[spec]["rounds"].append(answer(process)["ms"])
+    for spec, process in processes.items():
+        print(GRAPH, file=process.stdin, flush=True)
+        rows[spec] |= answer(process)
+        process.communicate()
+    for row in rows.values():
+        row["ms"] = round(statistics.median(row["rounds"][1:] or row["rounds"]), 3)
+        row["tokens_s"] = round(1e3 * row["B"] / row["ms"])
+    return list(rows.values())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", nargs="+", default=[f"{mixer}:1" for mixer in MIXERS])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--models", type=Path, help="model_h200.json, to replace rows there")
+    parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")
+    args = parser.parse_args()
+    if args.serve:
+        serve(parse(args.serve))
+        return
+    rows = [row | {"commit": args.commit} for row in measure_in_turns(args.rows, args.rounds)]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    whole = [{k: v for k, v in row.items() if k not in ("rounds", "graph_ms")} for row in rows if "variant" not in row]
+    for path, found in ((args.out, rows), (args.models, whole)):
+        if path is not None:
+            path.write_text(json.dumps(merge(path, found, (*MEASURED, "rounds", "graph_ms")), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

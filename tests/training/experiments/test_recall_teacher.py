@@ -429,10 +429,12 @@ def test_predictions_are_compared_with_the_students_that_were_measured():
     assert "gka with 1 60 %; gka with 6 90 % (missed)" in text
     assert "needle 60 against 45; MQAR, 32 pairs 60 against 45 (missed)" in text
     assert "1 of 2 captured (missed); 25 ms" in text
-    even = {"tokens": 240e6, "recall": student("gka", 12, 0, 0.9)["recall"]}
+    even = {"tokens": 290e6, "recall": student("gka", 12, 0, 0.9)["recall"]}
     text = predictions.table(results, {"even": even})
-    assert "240M tokens; needle 90 % (missed); MQAR, 32 pairs 90 % (missed); two hops 90 %;" in text
+    assert "290M tokens; needle 90 % (missed); MQAR, 32 pairs 90 % (missed); two hops 90 %;" in text
     assert "unseen words 90 % | 3 of 5 right" in text
+    rows += [student("gka, long", 0, 0, 0.3), student("window-64", 0, 0, 0.02)]
+    assert "gka, long 30, teacher 100; the most: gla 70 (missed); window-64 2 (missed)" in predictions.table(results)
 
 
 def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):

@@ -76,11 +76,20 @@ def optimizer_of(named: list, lr: float, gate_lr: float, rest_lr: float) -> torc
 
 
 def compile_parts(model) -> None:
-    """Compile what is not the mixer: the MLPs and the norms of the layers."""
+    """Compile what is not the mixer: the MLPs and the norms of the layers.
+
+    They are compiled for the rows of training only. Probes have many shapes and run `without_compiled_parts`:
+    otherwise each new number of rows and length would compile every part again, up to torch's limit of eight.
+    """
     torch._dynamo.config.suppress_errors = True  # a part that cannot be compiled runs as it is
     for layer in model.model.layers:
         for part in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
             part.compile(dynamic=False)
+
+
+def without_compiled_parts():
+    """A context in which compiled parts run as they were before they were compiled."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def share(student, part) -> None:
@@ -175,7 +184,8 @@ def train(args: SimpleNamespace) -> tuple:
         return text + args.answer_weight * answers, {"text": text.detach(), "answers": answers.detach()}
 
     def check(step: int, tokens: int):
-        gate = quick_gate(student, few, args.gate_length)
+        with without_compiled_parts():
+            gate = quick_gate(student, few, args.gate_length)
         record["checks"].append({"step": step, "tokens": tokens} | gate)
         print(record["checks"][-1], flush=True)
 
@@ -233,7 +243,8 @@ def main(
     student, theirs, trained = train(args)
     results |= trained
     write_json(record, results)
-    results |= measured(student, theirs, args)
+    with without_compiled_parts():
+        results |= measured(student, theirs, args)
     write_json(record, results)
     print(json.dumps({key: results[key] for key in ("heldout_ppl_ratio", "heldout_kl")}))
 

@@ -5,10 +5,10 @@
 
 One student without kept layers is aligned and distilled on the same GPU for a fixed time, or on a fixed number of
 tokens. It differs from the students of `grid.py` in this: many times more tokens, in drills that never come again;
-half-lives of 16 to 4096 tokens at the start; the loss is the KL to the teacher over tokens of text plus the KL over the
-answers of the drills; the gates, which decide what a memory forgets, have their own rate. Recall on development text is
-measured on the way, so the record shows recall by tokens read. With `--groups`, the first layers are converted first:
-half of distill goes to students whose last layers are still the teacher's attention.
+half-lives of 16 to 4096 tokens at the start; the loss is the KL to the teacher over tokens of text plus the KL over
+the answers of the drills; the gates, which decide what a memory forgets, have their own rate. Recall on development
+text is measured on the way, so the record shows recall by tokens read. With `--groups`, the first layers are converted
+first: half of distill goes to students whose last layers are still the teacher's attention.
 """
 
 import functools

@@ -168,6 +168,13 @@ def _gka_grid(root: Path) -> dict:
     return with_recall_rows(read("gka_variants_recall", root), read("recall", root))
 
 
+def recall_mixtures_table(root: Path) -> str:
+    """The mixtures among the students of the recall teacher, beside single mixers."""
+    from hf_memmix.training.experiments.recall_teacher.report import mixtures_table  # no experiments in a wheel
+
+    return mixtures_table(read("recall_grid", root))
+
+
 def recall_lengths_table(root: Path) -> str:
     """Recall by length of the recall teacher and of its students."""
     from hf_memmix.training.experiments.recall_teacher.report import short_table  # no experiments in a wheel
@@ -278,6 +285,7 @@ TABLES = {
     "gka_predictions": gka_predictions_table,
     "gka_grid": gka_grid_table,
     "recall_lengths": recall_lengths_table,
+    "recall_mixtures": recall_mixtures_table,
     "recall_raised_runs": recall_raised_table,
     "conversion_costs": costs.costs_table,
     "conversion_memory": costs.conversion_memory_table,

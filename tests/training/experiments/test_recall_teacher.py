@@ -397,6 +397,16 @@ def test_the_tables_and_the_plot_hold_all_students(tmp_path: Path):
     assert "ska, align: it failed" in text
     assert "gka against gla, no kept layer" in text
     assert "needle +20 points" in text
+    assert "| mixer of the other layers | needle: 0 | needle: 3 | MQAR, 32 pairs: 0 |" in text
+    assert "| gka | 70 ± 14 | 100 | 70 ± 14 | 100 |" in text
+    mixed = student("select, bytes of gka", 0, 0, 0.9) | {"how": "mixture", "types": ["gka", "lattice"]}
+    for row in rows[:2]:
+        row["types"] = ["gka", "gka"]
+    settings["layouts"] += grid.MIXTURES
+    mixtures = report.mixtures_table(results | {"rows": [*rows, mixed]})
+    assert "| gka | GG | 2.0 KiB | 1.100 ± 0.000 | 1.100 ± 0.000 | 70 ± 14 | 70 ± 14 | 2 |" in mixtures
+    assert "| select, bytes of gka | GL | 2.0 KiB | 1.100 | 1.100 | 90 | 90 | 1 |" in mixtures
+    assert "echo" not in mixtures
     results["rows"].append(aligned("gka", ranking={"layers": [{}] * 4}))
     short = report.short_table(results)
     assert "A transformer of 4 layers" in short

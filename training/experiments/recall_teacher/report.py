@@ -19,6 +19,12 @@ RUNS = {  # of the teacher, in their order
 }
 SHORT = ("gka", "gka, long", "lattice", "mamba2, long", "window-256")  # the students of `short_table`
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
+BY_LENGTH = ("niah", "variables", "mqar_32", "mqar")  # the probes of `length_table`
+MIXED = {  # layouts of several mixers, and the single mixers that they are compared with
+    "select, bytes of gka": ("gka",),
+    "select, bytes of lattice": ("lattice",),
+    "echo": ("mamba2", "ska"),
+}
 RIDGE = (("gka", "gla"), ("gka, long", "gla, long"))  # the same memory with and without the ridge regression
 
 
@@ -178,7 +184,7 @@ def _with(teacher: list[dict]) -> dict[str, list[dict]]:
 
 
 def share_text(rows: list[dict], task: str, length: int) -> str:
-    """The mean share of exact answers over seeds, in percent."""
+    """The mean share of exact answers over seeds, in percent; "" without rows."""
     shares = [mean_recall(row["recall"], task, length) for row in rows]
     return spread_text([None if share is None else 100 * share for share in shares], 0)
 
@@ -225,7 +231,7 @@ def length_table(results: dict) -> str:
     teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
     pure = {name: rows for (keep, _, name), rows in groups(results).items() if keep == 0}
     shown, measured = _with(teacher) | pure, {}
-    for task in PROBES:
+    for task in BY_LENGTH:
         cells = [cell for rows in shown.values() for row in rows for cell in row["recall"] if cell["task"] == task]
         measured[task] = sorted({cell["length"] for cell in cells})
     head = ["pure student", *(f"{PROBES[task][2]} {length}" for task, by in measured.items() for length in by)]
@@ -233,6 +239,46 @@ def length_table(results: dict) -> str:
     for name, rows in shown.items():
         lines.append([name, *(share_text(rows, task, length) for task, by in measured.items() for length in by)])
     return markdown_table(head, lines, figures=True)
+
+
+def kept_table(results: dict) -> str:
+    """Recall at the length of the gate by the number of layers that keep attention; "" if all students are pure."""
+    found = {key: rows for key, rows in groups(results).items() if key[1] != "mixture"}
+    choices = list(dict.fromkeys((keep, how) for keep, how, _ in found))
+    names = list(dict.fromkeys(name for _, _, name in found))
+    if len(choices) == 1:
+        return ""
+    head = ["mixer of the other layers"]
+    lines = [[name] for name in names]
+    for task in ("niah", "mqar_32"):
+        for keep, how in choices:
+            head.append(f"{PROBES[task][2]}: {keep}{', by `select`' if how == 'select' else ''}")
+            for line in lines:
+                line.append(share_text(found.get((keep, how, line[0]), []), task, GATE_LENGTH))
+    return markdown_table(head, lines, figures=True)
+
+
+def mixtures_table(results: dict) -> str:
+    """Students of several mixers, each below the single mixers that it is compared with."""
+    head = ["students", "layers", "state", "perplexity ratio", "KL"]
+    head += [f"{PROBES[task][2]} at {GATE_LENGTH}, %" for task in ("niah", "mqar_32")] + ["seeds"]
+    found, lines = groups(results), []
+    for layout, others in MIXED.items():
+        if not (mixed := found.get((0, "mixture", layout))):
+            continue
+        for name, rows in [*((other, found.get((0, "uniform", other), [])) for other in others), (layout, mixed)]:
+            if not rows:
+                continue
+            figures = [
+                mean_of_rows(rows, key, 3).removesuffix(" (1 seed)") for key in ("heldout_ppl_ratio", "heldout_kl")
+            ]
+            shares = [share_text(rows, task, GATE_LENGTH) for task in ("niah", "mqar_32")]
+            lines.append(
+                [name, letters_of(rows), bytes_text(rows[0]["state_bytes"]), *figures, *shares, str(len(rows))]
+            )
+    letters = ", ".join(f"{letter} {name}" for name, letter in LETTERS.items())
+    note = f"{letters}. Every student was trained on {tokens_of(results) / 1e6:.1f}M tokens. {SPREAD_NOTE}"
+    return f"{markdown_table(head, lines)}\n\n{note} {measured_at(results)}."
 
 
 def tokens_of(results: dict) -> int:
@@ -313,7 +359,15 @@ def section(results: dict) -> str:
         f"{own['align_steps']} steps of align and {own['distill_steps']} of distill, {per_step} tokens each."
         f" {SPREAD_NOTE} {measured_at(results)}."
     )
-    return "\n\n".join([table(results), length_table(results), depth_table(results), ridge_text(results), note])
+    parts = [
+        kept_table(results),
+        length_table(results),
+        depth_table(results),
+        table(results),
+        ridge_text(results),
+        note,
+    ]
+    return "\n\n".join(part for part in parts if part)
 
 
 def plot(results: dict, path: str | Path) -> None:

@@ -437,14 +437,19 @@ def test_predictions_are_compared_with_the_students_that_were_measured():
     text = predictions.table(results, runs)
     assert "21M tokens; needle 60 % of the teacher's (missed)" in text
     assert "gka with 1 60 %; gka with 6 90 % (missed)" in text
+    assert "MQAR, 32 pairs: gka 60 % (missed) | missed" in text
     assert "needle 60 against 45; MQAR, 32 pairs 60 against 45 (missed)" in text
     assert "1 of 2 captured (missed); 25 ms" in text
     even = {"tokens": 290e6, "recall": student("gka", 12, 0, 0.9)["recall"]}
     text = predictions.table(results, {"even": even})
     assert "290M tokens; needle 90 % (missed); MQAR, 32 pairs 90 % (missed); two hops 90 %;" in text
     assert "unseen words 90 % | 3 of 5 right" in text
-    rows += [student("gka, long", 0, 0, 0.3), student("window-64", 0, 0, 0.02)]
-    assert "gka, long 30, teacher 100; the most: gla 70 (missed); window-64 2 (missed)" in predictions.table(results)
+    rows += [student("gka, long", 0, 0, 0.3), student("window-64", 0, 0, 0.02), student("gla", 0, 1, 0.5)]
+    rows.append(student("gka", 1, 0, 0.7) | {"how": "select"})
+    text = predictions.table(results)
+    assert "gka, long 30, teacher 100; the most: gka 60 (missed); window-64 2 (missed)" in text
+    assert "needle: gka 70 by `select`, 60 in the middle | 1 of 2 right" in text
+    assert "gla 20 (missed) | missed" in text
 
 
 def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):

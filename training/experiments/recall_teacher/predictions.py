@@ -193,6 +193,29 @@ def _pairs(students: Students, raised) -> list[Found]:
     return found + [(f"{name} {shares[name]:.0f}", shares[name] <= 1) for name in WINDOWS if name in shares]
 
 
+def _one_layer(students: Students, raised) -> list[Found]:
+    found, teacher = [], students.share("mqar_32")
+    for name in ("gka", "lattice", "gla", "mamba2"):
+        if (share := students.share("mqar_32", name, 1)) is not None and teacher:
+            ratio = 100 * share / teacher
+            found.append((f"{PROBES['mqar_32'][2]}: {name} {ratio:.0f} %", ratio >= 80))
+    for name in ("gka", "lattice"):
+        chosen, middle = students.share("niah", name, 1, "select"), students.share("niah", name, 1)
+        if chosen is not None and middle is not None:
+            found.append((f"needle: {name} {chosen:.0f} by `select`, {middle:.0f} in the middle", chosen >= middle))
+    return found
+
+
+def _seeds(students: Students, raised) -> list[Found]:
+    found = []
+    for keep, _, name in students.rows:
+        shares = [_percent([row["recall"]], "niah") for row in students.of(name)] if keep == 0 else []
+        if len(shares) > 1 and None not in shares:
+            by = max(shares) - min(shares)
+            found.append((f"{name} {by:.0f}", by <= 10))
+    return found
+
+
 def _teacher(students: Students, runs: dict[str, dict]) -> list[Found]:
     run = runs.get("even")
     if run is None:
@@ -248,6 +271,12 @@ PREDICTIONS = {
         " share; windows have at most 1 %",
         _pairs,
     ),
+    "19": (
+        "1 kept layer: at least 80 % of the teacher's MQAR with 32 pairs; by `select`, GKA and Lattice find"
+        " at least as many needles as with the layer in the middle",
+        _one_layer,
+    ),
+    "20": ("needle: the seeds of a pure student differ by at most 10 points", _seeds),
 }
 
 

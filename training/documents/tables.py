@@ -112,9 +112,7 @@ def recall_predictions_table(root: Path) -> str:
     """What became of the predictions about the students of the recall teacher."""
     from hf_memmix.training.experiments.recall_teacher.predictions import table  # no experiments in a wheel
 
-    runs = recall_raised_runs(root)
-    if RECALL_RUNS[-1] == "even":
-        runs["even"] = read("recall_teacher", root)
+    runs = recall_raised_runs(root) | {RECALL_RUNS[-1]: read("recall_teacher", root)}
     return table(read("recall_grid", root), runs)
 
 

@@ -17,7 +17,7 @@ RUNS = {  # of the teacher, in their order
     "open": "also tokens that begin three of four words of a probe",
     "even": "as open, and any token may stand in the pieces that are copied",
 }
-SHORT = ("gka", "gka, long", "lattice", "mamba2, long", "window-256")  # the students of `short_table`
+SHORT = ("gka", "lattice", "mamba2", "coffee", "window-256")  # the students of `short_table`
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
 BY_LENGTH = ("niah", "variables", "mqar_32", "mqar")  # the probes of `length_table`
 MIXED = {  # layouts of several mixers, and the single mixers that they are compared with
@@ -381,22 +381,24 @@ def plot(results: dict, path: str | Path) -> None:
     figure, axes = pyplot_without_screen().subplots(
         len(keeps), len(tasks), figsize=(3.6 * len(tasks), 3.4 * len(keeps)), squeeze=False, constrained_layout=True
     )
+    places = {name: place for place, name in enumerate(dict.fromkeys([*teacher, *(name for _, _, name in found)]))}
+    shown = {}
     for keep, panels in zip(keeps, axes, strict=True):
         lines = teacher | {name: rows for (k, how, name), rows in found.items() if (k, how) == (keep, "uniform")}
         for task, panel in zip(tasks, panels, strict=True):
-            for place, (name, rows) in enumerate(lines.items()):
-                points = {}
+            for name, rows in lines.items():
+                points, place = {}, places[name]
                 for length in results["settings"]["lengths"]:
                     shares = [mean_recall(row["recall"], task, length) for row in rows]
                     if shares := [100 * share for share in shares if share is not None]:
                         points[length] = statistics.fmean(shares)
                 style = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place % 10}", "ms": 4}
-                panel.plot(list(points), list(points.values()), label=name, **style)
+                (shown[name],) = panel.plot(list(points), list(points.values()), **style)
             kept = f"{keep} layers kept" if keep else "no layer kept"
             panel.set_title(f"{PROBES[task][2]},\n{kept}", fontsize=10)  # in two lines: panels are narrow
             panel.set_ylim(-4, 104)
             panel.set(xlabel="tokens", ylabel="exact answers, %", xticks=results["settings"]["lengths"])
             panel.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=6, frameon=False)
+    figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=9, frameon=False)
     figure.supxlabel(measured_at(results), fontsize=8, color="#555555")
     save(figure, path)

@@ -397,7 +397,7 @@ def test_the_tables_and_the_plot_hold_all_students(tmp_path: Path):
     assert "ska, align: it failed" in text
     assert "gka against gla, no kept layer" in text
     assert "needle +20 points" in text
-    assert "| mixer of the other layers | needle: 0 | needle: 3 | MQAR, 32 pairs: 0 |" in text
+    assert "| kept layers, 1024 tokens | needle: 0 | needle: 3 | MQAR, 32 pairs: 0 |" in text
     assert "| gka | 70 ± 14 | 100 | 70 ± 14 | 100 |" in text
     mixed = student("select, bytes of gka", 0, 0, 0.9) | {"how": "mixture", "types": ["gka", "lattice"]}
     for row in rows[:2]:
@@ -466,7 +466,7 @@ def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
     rows = [student("gka, long", 0, 0, 0.5), {"stage": "teacher", "recall": [recall("niah", 1024, 1.0)]}]
     table = report.raised_table({"raised": results}, {"rows": rows, "settings": grid_settings | {"block_size": 1000}})
     assert "| teacher |  | 0 | 100 |" in table and "| gka, long, of the grid | 3.0 | 1.100 | 50 |" in table
-    assert "| gka, long: all of the recipe | 6.0 | 0.250 | 90 |" in table
+    assert "| gka, long: the whole recipe | 6.0 | 0.250 | 90 |" in table
     report.plot_raised(results, tmp_path / "raised.png")
     assert (tmp_path / "raised.png").stat().st_size > 1000
 

@@ -17,7 +17,7 @@ RUNS = {  # of the teacher, in their order
     "open": "also tokens that begin three of four words of a probe",
     "even": "as open, and any token may stand in the pieces that are copied",
 }
-SHORT = ("gka", "lattice", "mamba2", "coffee", "window-256")  # the students of `short_table`
+SHORT = ("gka", "lattice", "coffee")  # the students of `short_table`
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
 BY_LENGTH = ("niah", "variables", "mqar_32", "mqar")  # the probes of `length_table`
 MIXED = {  # layouts of several mixers, and the single mixers that they are compared with
@@ -83,7 +83,8 @@ def raised_section(results: dict) -> str:
 
 # the students of `raised.py` by the names of their records
 RAISED = {
-    "raised": "all of the recipe",
+    "raised": "the whole recipe",
+    "raised_long": "the whole recipe, for longer",
     "raised_plain": "without the KL on answers and the own rate of the gates",
 }
 
@@ -115,7 +116,7 @@ def plot_raised(results: dict, path: str | Path) -> None:
         points = [(row["tokens"] / 1e6, 100 * row[task]) for row in results["checks"]]
         panel.plot(*zip(*points, strict=True), marker=MARKERS[place % len(MARKERS)], ms=4, label=PROBES[task][2])
     panel.set(xlabel="tokens of distill, millions", ylabel="exact answers, %", ylim=(-4, 104))
-    panel.legend(fontsize=7, frameon=False)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=7, frameon=False)
     save(figure, path)
 
 
@@ -242,20 +243,25 @@ def length_table(results: dict) -> str:
 
 
 def kept_table(results: dict) -> str:
-    """Recall at the length of the gate by the number of layers that keep attention; "" if all students are pure."""
+    """Recall by the number of layers that keep attention, at the length of the gate and at the longest one.
+
+    "" if all students are pure.
+    """
     found = {key: rows for key, rows in groups(results).items() if key[1] != "mixture"}
     choices = list(dict.fromkeys((keep, how) for keep, how, _ in found))
     names = list(dict.fromkeys(name for _, _, name in found))
     if len(choices) == 1:
         return ""
-    head = ["mixer of the other layers"]
-    lines = [[name] for name in names]
-    for task in ("niah", "mqar_32"):
-        for keep, how in choices:
-            head.append(f"{PROBES[task][2]}: {keep}{', by `select`' if how == 'select' else ''}")
-            for line in lines:
-                line.append(share_text(found.get((keep, how, line[0]), []), task, GATE_LENGTH))
-    return markdown_table(head, lines, figures=True)
+    columns = [(task, *choice) for task in ("niah", "mqar_32") for choice in choices]
+    titles = [f"{PROBES[t][2]}: {keep}{' by `select`' if how == 'select' else ''}" for t, keep, how in columns]
+    tables = []
+    for length in dict.fromkeys((GATE_LENGTH, max(results["settings"]["lengths"]))):
+        lines = [
+            [name, *(share_text(found.get((keep, how, name), []), task, length) for task, keep, how in columns)]
+            for name in names
+        ]
+        tables.append(markdown_table([f"kept layers, {length} tokens", *titles], lines, figures=True))
+    return "\n\n".join(tables)
 
 
 def mixtures_table(results: dict) -> str:
@@ -295,10 +301,11 @@ def short_table(results: dict) -> str:
     columns = [(t, n) for t in ("niah", "mqar_32") for n in results["settings"]["lengths"] if (t, n) in measured]
     lines = []
     for (keep, how, name), rows in ({(None, "", "the transformer itself"): teacher} | groups(results)).items():
-        if not rows or (keep is not None and (name not in SHORT or how != "uniform")):
+        if not rows or (keep is not None and (name not in SHORT or how == "mixture")):
             continue
         shares = [share_text(rows, task, length) for task, length in columns]
-        lines.append([name if keep is None else f"`{name}`", "all" if keep is None else str(keep), *shares])
+        kept = "all" if keep is None else f"{keep}, by `select`" if how == "select" else str(keep)
+        lines.append([name if keep is None else f"`{name}`", kept, *shares])
     head = ["mixer", "layers that keep attention"]
     head += [f"{PROBES[task][2]}, {length}" for task, length in columns]
     layers = max((len(row["ranking"]["layers"]) for row in results["rows"] if row.get("ranking")), default=0)
@@ -345,7 +352,7 @@ def ridge_text(results: dict) -> str:
                     ours_mean, theirs_mean = (100 * statistics.fmean(shares) for shares in both)
                     gains.append(f"{title} {ours_mean - theirs_mean:+.0f} points")
             ratio = [statistics.fmean(row["heldout_kl"] for row in side) for side in (rows, other)]
-            kept = f"{keep} kept layers ({how})" if keep else "no kept layer"
+            kept = f"{keep} kept layer{'s' * (keep > 1)} ({how})" if keep else "no kept layer"
             lines.append(f"- {ours} against {theirs}, {kept}: KL {ratio[0]:.3f} against {ratio[1]:.3f};"
                          f" at {GATE_LENGTH} tokens {', '.join(gains)}.")  # fmt: skip
     return "\n".join(lines)
@@ -394,7 +401,7 @@ def plot(results: dict, path: str | Path) -> None:
                         points[length] = statistics.fmean(shares)
                 style = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place % 10}", "ms": 4}
                 (shown[name],) = panel.plot(list(points), list(points.values()), **style)
-            kept = f"{keep} layers kept" if keep else "no layer kept"
+            kept = f"{keep} layer{'s' * (keep > 1)} kept" if keep else "no layer kept"
             panel.set_title(f"{PROBES[task][2]},\n{kept}", fontsize=10)  # in two lines: panels are narrow
             panel.set_ylim(-4, 104)
             panel.set(xlabel="tokens", ylabel="exact answers, %", xticks=results["settings"]["lengths"])

@@ -10,7 +10,7 @@ from hf_memmix.conversion.records import CHECKOUT
 
 EXPERIMENTS = "training/experiments"
 KERNELS = "kernels/benchmarks/results"
-RECALL_RUNS = ("first", "second", "strict", "open")  # of the recall teacher; the last one is the teacher
+RECALL_RUNS = ("first", "second", "strict", "open", "even")  # of the recall teacher; the last one is the teacher
 MEASUREMENTS = {
     "demo": "training/bundled/results/demo.json",
     "recall": f"{EXPERIMENTS}/gka/results/recall.json",
@@ -42,11 +42,15 @@ MEASUREMENTS = {
     "context_use": f"{EXPERIMENTS}/conversion/results/context_use.json",
     "published_conversions": f"{EXPERIMENTS}/conversion/results/published_conversions.json",
     "mixtures": f"{EXPERIMENTS}/mixtures/results/mixtures.json",
+    "mixtures_h200": f"{EXPERIMENTS}/mixtures/results/mixtures_h200.json",
     "recall_teacher": f"{EXPERIMENTS}/recall_teacher/results/teacher_{RECALL_RUNS[-1]}.json",
     **{
         f"recall_teacher_{run}": f"{EXPERIMENTS}/recall_teacher/results/teacher_{run}.json" for run in RECALL_RUNS[:-1]
     },
-    "recall_grid": f"{EXPERIMENTS}/recall_teacher/results/grid_second.json",
+    "recall_grid": f"{EXPERIMENTS}/recall_teacher/results/grid.json",
+    "recall_grid_second": f"{EXPERIMENTS}/recall_teacher/results/grid_second.json",
+    "recall_raised": f"{EXPERIMENTS}/recall_teacher/results/raised.json",
+    "recall_raised_long": f"{EXPERIMENTS}/recall_teacher/results/raised_long.json",
     "multi_gpu": f"{EXPERIMENTS}/several_gpus/results/multi_gpu.json",
     "budget": f"{EXPERIMENTS}/budget/results/training_h200.json",
     "streaming": "conversion/benchmarks/streaming.json",

@@ -112,9 +112,7 @@ def recall_predictions_table(root: Path) -> str:
     """What became of the predictions about the students of the recall teacher."""
     from hf_memmix.training.experiments.recall_teacher.predictions import table  # no experiments in a wheel
 
-    runs = recall_raised_runs(root)
-    if RECALL_RUNS[-1] == "even":
-        runs["even"] = read("recall_teacher", root)
+    runs = recall_raised_runs(root) | {RECALL_RUNS[-1]: read("recall_teacher", root)}
     return table(read("recall_grid", root), runs)
 
 
@@ -166,6 +164,13 @@ def _gka_grid(root: Path) -> dict:
     from hf_memmix.training.experiments.gka.variants_report import with_recall_rows  # no experiments in a wheel
 
     return with_recall_rows(read("gka_variants_recall", root), read("recall", root))
+
+
+def recall_mixtures_table(root: Path) -> str:
+    """The mixtures among the students of the recall teacher, beside single mixers."""
+    from hf_memmix.training.experiments.recall_teacher.report import mixtures_table  # no experiments in a wheel
+
+    return mixtures_table(read("recall_grid", root))
 
 
 def recall_lengths_table(root: Path) -> str:
@@ -279,6 +284,7 @@ TABLES = {
     "gka_predictions": gka_predictions_table,
     "gka_grid": gka_grid_table,
     "recall_lengths": recall_lengths_table,
+    "recall_mixtures": recall_mixtures_table,
     "recall_raised_runs": recall_raised_table,
     "conversion_costs": costs.costs_table,
     "conversion_memory": costs.conversion_memory_table,

@@ -397,6 +397,16 @@ def test_the_tables_and_the_plot_hold_all_students(tmp_path: Path):
     assert "ska, align: it failed" in text
     assert "gka against gla, no kept layer" in text
     assert "needle +20 points" in text
+    assert "| kept layers, 1024 tokens | needle: 0 | needle: 3 | MQAR, 32 pairs: 0 |" in text
+    assert "| gka | 70 ± 14 | 100 | 70 ± 14 | 100 |" in text
+    mixed = student("select, bytes of gka", 0, 0, 0.9) | {"how": "mixture", "types": ["gka", "lattice"]}
+    for row in rows[:2]:
+        row["types"] = ["gka", "gka"]
+    settings["layouts"] += grid.MIXTURES
+    mixtures = report.mixtures_table(results | {"rows": [*rows, mixed]})
+    assert "| gka | GG | 2.0 KiB | 1.100 ± 0.000 | 1.100 ± 0.000 | 70 ± 14 | 70 ± 14 | 2 |" in mixtures
+    assert "| select, bytes of gka | GL | 2.0 KiB | 1.100 | 1.100 | 90 | 90 | 1 |" in mixtures
+    assert "echo" not in mixtures
     results["rows"].append(aligned("gka", ranking={"layers": [{}] * 4}))
     short = report.short_table(results)
     assert "A transformer of 4 layers" in short
@@ -427,12 +437,19 @@ def test_predictions_are_compared_with_the_students_that_were_measured():
     text = predictions.table(results, runs)
     assert "21M tokens; needle 60 % of the teacher's (missed)" in text
     assert "gka with 1 60 %; gka with 6 90 % (missed)" in text
+    assert "MQAR, 32 pairs: gka 60 % (missed) | missed" in text
     assert "needle 60 against 45; MQAR, 32 pairs 60 against 45 (missed)" in text
     assert "1 of 2 captured (missed); 25 ms" in text
-    even = {"tokens": 240e6, "recall": student("gka", 12, 0, 0.9)["recall"]}
+    even = {"tokens": 290e6, "recall": student("gka", 12, 0, 0.9)["recall"]}
     text = predictions.table(results, {"even": even})
-    assert "240M tokens; needle 90 % (missed); MQAR, 32 pairs 90 % (missed); two hops 90 %;" in text
+    assert "290M tokens; needle 90 % (missed); MQAR, 32 pairs 90 % (missed); two hops 90 %;" in text
     assert "unseen words 90 % | 3 of 5 right" in text
+    rows += [student("gka, long", 0, 0, 0.3), student("window-64", 0, 0, 0.02), student("gla", 0, 1, 0.5)]
+    rows.append(student("gka", 1, 0, 0.7) | {"how": "select"})
+    text = predictions.table(results)
+    assert "gka, long 30, teacher 100; the most: gka 60 (missed); window-64 2 (missed)" in text
+    assert "needle: gka 70 by `select`, 60 in the middle | 1 of 2 right" in text
+    assert "gla 20 (missed) | missed" in text
 
 
 def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
@@ -449,7 +466,7 @@ def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
     rows = [student("gka, long", 0, 0, 0.5), {"stage": "teacher", "recall": [recall("niah", 1024, 1.0)]}]
     table = report.raised_table({"raised": results}, {"rows": rows, "settings": grid_settings | {"block_size": 1000}})
     assert "| teacher |  | 0 | 100 |" in table and "| gka, long, of the grid | 3.0 | 1.100 | 50 |" in table
-    assert "| gka, long: all of the recipe | 6.0 | 0.250 | 90 |" in table
+    assert "| gka, long: the whole recipe | 6.0 | 0.250 | 90 |" in table
     report.plot_raised(results, tmp_path / "raised.png")
     assert (tmp_path / "raised.png").stat().st_size > 1000
 

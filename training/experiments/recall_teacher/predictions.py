@@ -177,14 +177,50 @@ def _graphs(students: Students, raised) -> list[Found]:
     if not rows:
         return []
     captured, median = sum(row["graphed"] for row in rows), statistics.median(row["ms_per_step"] for row in rows)
-    return [(f"{captured} of {len(rows)} captured", captured == len(rows)), (f"{median:.0f} ms", median < 60)]
+    return [(f"{captured} of {len(rows)} captured", captured == len(rows)), (f"{median:.0f} ms", median < 120)]
+
+
+def _pairs(students: Students, raised) -> list[Found]:
+    best, teacher = "gka, long", students.share("mqar_32")
+    names = [name for keep, _, name in students.rows if keep == 0 and not name.startswith(("select", "echo"))]
+    shares = {name: share for name in names if (share := students.share("mqar_32", name)) is not None}
+    if best not in shares or not teacher:
+        return []
+    ours = shares[best]
+    first = max(shares, key=shares.get)
+    found = [(f"{best} {ours:.0f}, teacher {teacher:.0f}", ours >= 0.1 * teacher)]
+    found.append((f"the most: {first} {shares[first]:.0f}", ours >= shares[first]))
+    return found + [(f"{name} {shares[name]:.0f}", shares[name] <= 1) for name in WINDOWS if name in shares]
+
+
+def _one_layer(students: Students, raised) -> list[Found]:
+    found, teacher = [], students.share("mqar_32")
+    for name in ("gka", "lattice", "gla", "mamba2"):
+        if (share := students.share("mqar_32", name, 1)) is not None and teacher:
+            ratio = 100 * share / teacher
+            found.append((f"{PROBES['mqar_32'][2]}: {name} {ratio:.0f} %", ratio >= 80))
+    for name in ("gka", "lattice"):
+        chosen, middle = students.share("niah", name, 1, "select"), students.share("niah", name, 1)
+        if chosen is not None and middle is not None:
+            found.append((f"needle: {name} {chosen:.0f} by `select`, {middle:.0f} in the middle", chosen >= middle))
+    return found
+
+
+def _seeds(students: Students, raised) -> list[Found]:
+    found = []
+    for keep, _, name in students.rows:
+        shares = [_percent([row["recall"]], "niah") for row in students.of(name)] if keep == 0 else []
+        if len(shares) > 1 and None not in shares:
+            by = max(shares) - min(shares)
+            found.append((f"{name} {by:.0f}", by <= 10))
+    return found
 
 
 def _teacher(students: Students, runs: dict[str, dict]) -> list[Found]:
     run = runs.get("even")
     if run is None:
         return []
-    found = [(f"{run['tokens'] / 1e6:.0f}M tokens", run["tokens"] >= 230e6)]
+    found = [(f"{run['tokens'] / 1e6:.0f}M tokens", run["tokens"] >= 280e6)]
     for task, least, most in (
         ("niah", 95, 100),
         ("mqar_32", 95, 100),
@@ -219,7 +255,7 @@ PREDICTIONS = {
         _raised,
     ),
     "14": (
-        'teacher "even": 230M tokens; needle and MQAR with 32 pairs at least 95 %, two hops at least 80 %, MQAR with'
+        'teacher "even": 280M tokens; needle and MQAR with 32 pairs at least 95 %, two hops at least 80 %, MQAR with'
         " unseen words 60 to 95 %",
         _teacher,
     ),
@@ -229,7 +265,18 @@ PREDICTIONS = {
         " 32 pairs",
         _answers,
     ),
-    "17": ("all training of the grid runs in CUDA graphs; the median step takes less than 60 ms", _graphs),
+    "17": ("all training of the grid runs in CUDA graphs; the median step takes less than 120 ms", _graphs),
+    "18": (
+        "MQAR with 32 pairs: GKA with long half-lives has the most of pure students, at least 10 % of the teacher's"
+        " share; windows have at most 1 %",
+        _pairs,
+    ),
+    "19": (
+        "1 kept layer: at least 80 % of the teacher's MQAR with 32 pairs; by `select`, GKA and Lattice find"
+        " at least as many needles as with the layer in the middle",
+        _one_layer,
+    ),
+    "20": ("needle: the seeds of a pure student differ by at most 10 points", _seeds),
 }
 
 

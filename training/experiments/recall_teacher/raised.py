@@ -3,12 +3,12 @@
     python training/experiments/recall_teacher/raised.py --teacher .scratch/teacher --data .scratch/recall \\
         --seconds 150 --record training/experiments/recall_teacher/results/raised.json
 
-One student without kept layers is aligned and distilled on the same GPU for a fixed time. It differs from the
-students of `grid.py` in this: many times more tokens, in drills that never come again; half-lives of 16 to 4096 tokens
-at the start; the loss is the KL to the teacher over tokens of text plus the KL over the answers of the drills; the
-gates, which decide what a memory forgets, have their own rate. Recall on development text is measured on the way, so
-the record shows recall by tokens read. With `--groups`, the first layers are converted first: half of the time of
-distill goes to students whose last layers are still the teacher's attention.
+One student without kept layers is aligned and distilled on the same GPU for a fixed time, or on a fixed number of
+tokens. It differs from the students of `grid.py` in this: many times more tokens, in drills that never come again;
+half-lives of 16 to 4096 tokens at the start; the loss is the KL to the teacher over tokens of text plus the KL over
+the answers of the drills; the gates, which decide what a memory forgets, have their own rate. Recall on development
+text is measured on the way, so the record shows recall by tokens read. With `--groups`, the first layers are converted
+first: half of distill goes to students whose last layers are still the teacher's attention.
 """
 
 import functools
@@ -76,11 +76,20 @@ def optimizer_of(named: list, lr: float, gate_lr: float, rest_lr: float) -> torc
 
 
 def compile_parts(model) -> None:
-    """Compile what is not the mixer: the MLPs and the norms of the layers."""
+    """Compile what is not the mixer: the MLPs and the norms of the layers.
+
+    They are compiled for the rows of training only. Probes have many shapes and run `without_compiled_parts`:
+    otherwise each new number of rows and length would compile every part again, up to torch's limit of eight.
+    """
     torch._dynamo.config.suppress_errors = True  # a part that cannot be compiled runs as it is
     for layer in model.model.layers:
         for part in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
             part.compile(dynamic=False)
+
+
+def without_compiled_parts():
+    """A context in which compiled parts run as they were before they were compiled."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def share(student, part) -> None:
@@ -95,14 +104,18 @@ def share(student, part) -> None:
     part.lm_head.weight = part.model.embed_tokens.weight  # tied, so it has one name only
 
 
-def stage(name: str, seconds: float, loss_of, optimizer, batches, args, check=None) -> dict:
-    """Train for a time, in which `check` does not count.
+def stage(name: str, part: float, loss_of, optimizer, batches, args, check=None) -> dict:
+    """Train for a part of `args.tokens`, or of `args.seconds` if it ends first; `check` does not count as time.
 
     loss_of(ids, weights) returns the loss and the figures to log; check(step, tokens) measures the student on the way.
     """
     began, away, step, seen, curve, checked, last = time.time(), 0.0, 0, 0, [], 0, None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    while (progress := (time.time() - began - away) / seconds) < 1:
+
+    def progress_now() -> float:
+        return max((time.time() - began - away) / args.seconds, seen / (args.tokens or math.inf)) / part
+
+    while (progress := progress_now()) < 1:
         ids, weights = (x.to(device(), non_blocking=True) for x in next(batches))
         factor = rate(step, progress)
         for group in optimizer.param_groups:
@@ -155,7 +168,7 @@ def train(args: SimpleNamespace) -> tuple:
         return error, {"error": error.detach()}
 
     optimizer = optimizer_of(named, args.align_lr, args.align_lr, args.align_lr)
-    record["align"] = stage("align", args.align_share * args.seconds, align_loss, optimizer, batches, args)
+    record["align"] = stage("align", args.align_share, align_loss, optimizer, batches, args)
 
     student.requires_grad_(True)
     inside = {id(p) for layer in layers for p in attention_module(student, layer).parameters()}
@@ -175,22 +188,23 @@ def train(args: SimpleNamespace) -> tuple:
         return text + args.answer_weight * answers, {"text": text.detach(), "answers": answers.detach()}
 
     def check(step: int, tokens: int):
-        gate = quick_gate(student, few, args.gate_length)
+        with without_compiled_parts():
+            gate = quick_gate(student, few, args.gate_length)
         record["checks"].append({"step": step, "tokens": tokens} | gate)
         print(record["checks"][-1], flush=True)
 
-    seconds, record["groups"] = (1 - args.align_share) * args.seconds, []
+    rest, record["groups"] = 1 - args.align_share, []
     for group in range(1, args.groups):
         converted = math.ceil(len(layers) * group / args.groups)
         types = [name if layer in layers[:converted] else ATTENTION for layer in range(len(layers))]
         part = convert_model(teacher, layers=types, mixers={name: options}).float().to(device())
         share(student, part.requires_grad_(False))
-        part_loss, time_of_part = functools.partial(distill_loss, part), seconds / 2 / (args.groups - 1)
-        trained = stage(f"{converted} layers", time_of_part, part_loss, optimizer_for(part), batches, args)
+        part_loss, own_rest = functools.partial(distill_loss, part), rest / 2 / (args.groups - 1)
+        trained = stage(f"{converted} layers", own_rest, part_loss, optimizer_for(part), batches, args)
         record["groups"].append({"converted": converted} | trained)
-    seconds = seconds / 2 if args.groups > 1 else seconds
+    rest = rest / 2 if args.groups > 1 else rest
     loss_of = functools.partial(distill_loss, student)
-    record["distill"] = stage("distill", seconds, loss_of, optimizer_for(student), batches, args, check)
+    record["distill"] = stage("distill", rest, loss_of, optimizer_for(student), batches, args, check)
     return student.eval(), teacher, record
 
 
@@ -199,8 +213,11 @@ def main(
     data: Annotated[Path, typer.Option(help="folder that corpus.py wrote")],
     record: Annotated[Path, typer.Option(help="JSON file for the figures")],
     layout: Annotated[str, typer.Option(help="a layout of grid.py")] = "gka, long",
-    seconds: Annotated[float, typer.Option(help="time of align and distill together")] = 150,
-    align_share: Annotated[float, typer.Option(help="share of the time for align")] = 0.25,
+    seconds: Annotated[float, typer.Option(help="time limit of align and distill together")] = 150,
+    tokens: Annotated[
+        float | None, typer.Option(help="tokens of align and distill together; default: the time decides")
+    ] = None,
+    align_share: Annotated[float, typer.Option(help="share of align")] = 0.25,
     batch_tokens: Annotated[int, typer.Option(help="tokens per optimizer step")] = 32768,
     block_size: int = 2048,
     groups: Annotated[int, typer.Option(help="groups of layers that are converted one after the other")] = 1,
@@ -233,7 +250,8 @@ def main(
     student, theirs, trained = train(args)
     results |= trained
     write_json(record, results)
-    results |= measured(student, theirs, args)
+    with without_compiled_parts():
+        results |= measured(student, theirs, args)
     write_json(record, results)
     print(json.dumps({key: results[key] for key in ("heldout_ppl_ratio", "heldout_kl")}))
 

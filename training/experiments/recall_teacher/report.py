@@ -17,8 +17,14 @@ RUNS = {  # of the teacher, in their order
     "open": "also tokens that begin three of four words of a probe",
     "even": "as open, and any token may stand in the pieces that are copied",
 }
-SHORT = ("gka", "gka, long", "lattice", "mamba2, long", "window-256")  # the students of `short_table`
+SHORT = ("gka", "lattice", "coffee")  # the students of `short_table`
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
+BY_LENGTH = ("niah", "variables", "mqar_32", "mqar")  # the probes of `length_table`
+MIXED = {  # layouts of several mixers, and the single mixers that they are compared with
+    "select, bytes of gka": ("gka",),
+    "select, bytes of lattice": ("lattice",),
+    "echo": ("mamba2", "ska"),
+}
 RIDGE = (("gka", "gla"), ("gka, long", "gla, long"))  # the same memory with and without the ridge regression
 
 
@@ -77,7 +83,8 @@ def raised_section(results: dict) -> str:
 
 # the students of `raised.py` by the names of their records
 RAISED = {
-    "raised": "all of the recipe",
+    "raised": "the whole recipe",
+    "raised_long": "the whole recipe, for longer",
     "raised_plain": "without the KL on answers and the own rate of the gates",
 }
 
@@ -109,7 +116,7 @@ def plot_raised(results: dict, path: str | Path) -> None:
         points = [(row["tokens"] / 1e6, 100 * row[task]) for row in results["checks"]]
         panel.plot(*zip(*points, strict=True), marker=MARKERS[place % len(MARKERS)], ms=4, label=PROBES[task][2])
     panel.set(xlabel="tokens of distill, millions", ylabel="exact answers, %", ylim=(-4, 104))
-    panel.legend(fontsize=7, frameon=False)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=7, frameon=False)
     save(figure, path)
 
 
@@ -178,7 +185,7 @@ def _with(teacher: list[dict]) -> dict[str, list[dict]]:
 
 
 def share_text(rows: list[dict], task: str, length: int) -> str:
-    """The mean share of exact answers over seeds, in percent."""
+    """The mean share of exact answers over seeds, in percent; "" without rows."""
     shares = [mean_recall(row["recall"], task, length) for row in rows]
     return spread_text([None if share is None else 100 * share for share in shares], 0)
 
@@ -225,7 +232,7 @@ def length_table(results: dict) -> str:
     teacher = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
     pure = {name: rows for (keep, _, name), rows in groups(results).items() if keep == 0}
     shown, measured = _with(teacher) | pure, {}
-    for task in PROBES:
+    for task in BY_LENGTH:
         cells = [cell for rows in shown.values() for row in rows for cell in row["recall"] if cell["task"] == task]
         measured[task] = sorted({cell["length"] for cell in cells})
     head = ["pure student", *(f"{PROBES[task][2]} {length}" for task, by in measured.items() for length in by)]
@@ -233,6 +240,51 @@ def length_table(results: dict) -> str:
     for name, rows in shown.items():
         lines.append([name, *(share_text(rows, task, length) for task, by in measured.items() for length in by)])
     return markdown_table(head, lines, figures=True)
+
+
+def kept_table(results: dict) -> str:
+    """Recall by the number of layers that keep attention, at the length of the gate and at the longest one.
+
+    "" if all students are pure.
+    """
+    found = {key: rows for key, rows in groups(results).items() if key[1] != "mixture"}
+    choices = list(dict.fromkeys((keep, how) for keep, how, _ in found))
+    names = list(dict.fromkeys(name for _, _, name in found))
+    if len(choices) == 1:
+        return ""
+    columns = [(task, *choice) for task in ("niah", "mqar_32") for choice in choices]
+    titles = [f"{PROBES[t][2]}: {keep}{' by `select`' if how == 'select' else ''}" for t, keep, how in columns]
+    tables = []
+    for length in dict.fromkeys((GATE_LENGTH, max(results["settings"]["lengths"]))):
+        lines = [
+            [name, *(share_text(found.get((keep, how, name), []), task, length) for task, keep, how in columns)]
+            for name in names
+        ]
+        tables.append(markdown_table([f"kept layers, {length} tokens", *titles], lines, figures=True))
+    return "\n\n".join(tables)
+
+
+def mixtures_table(results: dict) -> str:
+    """Students of several mixers, each below the single mixers that it is compared with."""
+    head = ["students", "layers", "state", "perplexity ratio", "KL"]
+    head += [f"{PROBES[task][2]} at {GATE_LENGTH}, %" for task in ("niah", "mqar_32")] + ["seeds"]
+    found, lines = groups(results), []
+    for layout, others in MIXED.items():
+        if not (mixed := found.get((0, "mixture", layout))):
+            continue
+        for name, rows in [*((other, found.get((0, "uniform", other), [])) for other in others), (layout, mixed)]:
+            if not rows:
+                continue
+            figures = [
+                mean_of_rows(rows, key, 3).removesuffix(" (1 seed)") for key in ("heldout_ppl_ratio", "heldout_kl")
+            ]
+            shares = [share_text(rows, task, GATE_LENGTH) for task in ("niah", "mqar_32")]
+            lines.append(
+                [name, letters_of(rows), bytes_text(rows[0]["state_bytes"]), *figures, *shares, str(len(rows))]
+            )
+    letters = ", ".join(f"{letter} {name}" for name, letter in LETTERS.items())
+    note = f"{letters}. Every student was trained on {tokens_of(results) / 1e6:.1f}M tokens. {SPREAD_NOTE}"
+    return f"{markdown_table(head, lines)}\n\n{note} {measured_at(results)}."
 
 
 def tokens_of(results: dict) -> int:
@@ -249,10 +301,11 @@ def short_table(results: dict) -> str:
     columns = [(t, n) for t in ("niah", "mqar_32") for n in results["settings"]["lengths"] if (t, n) in measured]
     lines = []
     for (keep, how, name), rows in ({(None, "", "the transformer itself"): teacher} | groups(results)).items():
-        if not rows or (keep is not None and (name not in SHORT or how != "uniform")):
+        if not rows or (keep is not None and (name not in SHORT or how == "mixture")):
             continue
         shares = [share_text(rows, task, length) for task, length in columns]
-        lines.append([name if keep is None else f"`{name}`", "all" if keep is None else str(keep), *shares])
+        kept = "all" if keep is None else f"{keep}, by `select`" if how == "select" else str(keep)
+        lines.append([name if keep is None else f"`{name}`", kept, *shares])
     head = ["mixer", "layers that keep attention"]
     head += [f"{PROBES[task][2]}, {length}" for task, length in columns]
     layers = max((len(row["ranking"]["layers"]) for row in results["rows"] if row.get("ranking")), default=0)
@@ -299,7 +352,7 @@ def ridge_text(results: dict) -> str:
                     ours_mean, theirs_mean = (100 * statistics.fmean(shares) for shares in both)
                     gains.append(f"{title} {ours_mean - theirs_mean:+.0f} points")
             ratio = [statistics.fmean(row["heldout_kl"] for row in side) for side in (rows, other)]
-            kept = f"{keep} kept layers ({how})" if keep else "no kept layer"
+            kept = f"{keep} kept layer{'s' * (keep > 1)} ({how})" if keep else "no kept layer"
             lines.append(f"- {ours} against {theirs}, {kept}: KL {ratio[0]:.3f} against {ratio[1]:.3f};"
                          f" at {GATE_LENGTH} tokens {', '.join(gains)}.")  # fmt: skip
     return "\n".join(lines)
@@ -313,7 +366,15 @@ def section(results: dict) -> str:
         f"{own['align_steps']} steps of align and {own['distill_steps']} of distill, {per_step} tokens each."
         f" {SPREAD_NOTE} {measured_at(results)}."
     )
-    return "\n\n".join([table(results), length_table(results), depth_table(results), ridge_text(results), note])
+    parts = [
+        kept_table(results),
+        length_table(results),
+        depth_table(results),
+        table(results),
+        ridge_text(results),
+        note,
+    ]
+    return "\n\n".join(part for part in parts if part)
 
 
 def plot(results: dict, path: str | Path) -> None:
@@ -327,22 +388,24 @@ def plot(results: dict, path: str | Path) -> None:
     figure, axes = pyplot_without_screen().subplots(
         len(keeps), len(tasks), figsize=(3.6 * len(tasks), 3.4 * len(keeps)), squeeze=False, constrained_layout=True
     )
+    places = {name: place for place, name in enumerate(dict.fromkeys([*teacher, *(name for _, _, name in found)]))}
+    shown = {}
     for keep, panels in zip(keeps, axes, strict=True):
         lines = teacher | {name: rows for (k, how, name), rows in found.items() if (k, how) == (keep, "uniform")}
         for task, panel in zip(tasks, panels, strict=True):
-            for place, (name, rows) in enumerate(lines.items()):
-                points = {}
+            for name, rows in lines.items():
+                points, place = {}, places[name]
                 for length in results["settings"]["lengths"]:
                     shares = [mean_recall(row["recall"], task, length) for row in rows]
                     if shares := [100 * share for share in shares if share is not None]:
                         points[length] = statistics.fmean(shares)
                 style = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place % 10}", "ms": 4}
-                panel.plot(list(points), list(points.values()), label=name, **style)
-            kept = f"{keep} layers kept" if keep else "no layer kept"
+                (shown[name],) = panel.plot(list(points), list(points.values()), **style)
+            kept = f"{keep} layer{'s' * (keep > 1)} kept" if keep else "no layer kept"
             panel.set_title(f"{PROBES[task][2]},\n{kept}", fontsize=10)  # in two lines: panels are narrow
             panel.set_ylim(-4, 104)
             panel.set(xlabel="tokens", ylabel="exact answers, %", xticks=results["settings"]["lengths"])
             panel.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=6, frameon=False)
+    figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=9, frameon=False)
     figure.supxlabel(measured_at(results), fontsize=8, color="#555555")
     save(figure, path)

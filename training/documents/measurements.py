@@ -18,6 +18,7 @@ MEASUREMENTS = {
     "gka_variants_sketches": f"{EXPERIMENTS}/gka/results/gka_variants_sketches.json",
     "gka_variants_text": f"{EXPERIMENTS}/gka/results/gka_variants_text.json",
     "gka_variants_recall": f"{EXPERIMENTS}/gka/results/gka_variants_recall.json",
+    "gka_variants_ridge": f"{EXPERIMENTS}/gka/results/gka_variants_ridge.json",
     "gka_vision_digits": f"{EXPERIMENTS}/gka_vision/results/digits.json",
     "gka_vision_throughput": f"{EXPERIMENTS}/gka_vision/results/throughput.json",
     "lattice_ablation": f"{EXPERIMENTS}/lattice/results/lattice_ablation.json",

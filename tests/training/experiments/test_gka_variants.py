@@ -184,3 +184,23 @@ def test_predictions_are_compared_with_the_rows_that_ran():
     assert "| no decay: +5.0 % | right |" in lines[5]
     (rates,) = (line for line in lines if "other rates" in line)
     assert rates.endswith("| rate x 2: -10.0 points (missed) | open |")  # not all rates ran
+
+
+def test_predictions_about_seeds_need_several_and_differences_are_taken_at_equal_seeds():
+    def figures(key: str, of: dict[str, list[float]]) -> predictions.Figures:
+        rows = [
+            {"variant": name, "seed": seed, "finite": True, key: value}
+            for name, values in of.items()
+            for seed, value in enumerate(values)
+        ]
+        return predictions.Figures.from_rows(rows)
+
+    recall = figures("accuracy", {"s = D": [0.6, 0.7], "no alpha": [0.75]})
+    assert predictions.every_seed(45, 65)(recall, ["s = D"]) == [("s = D: 60.0, 70.0", False)]
+    assert predictions.every_seed(45, 75)(recall, ["s = D"]) == [("s = D: 60.0, 70.0", True)]
+    assert predictions.every_seed(45, 65)(recall, ["s = D", "no alpha"]) == []
+    assert recall.gain("no alpha") == pytest.approx(15.0)
+    text = figures("perplexity", {"s = D": [40.0, 41.0], "s = D/2": [40.0]})
+    assert predictions.spread(2)(text, ["s = D"]) == [("s = D: 1.75 %", True)]
+    assert predictions.spread(1)(text, ["s = D"]) == [("s = D: 1.75 %", False)]
+    assert predictions.spread(2)(text, ["s = D", "s = D/2"]) == []

@@ -41,8 +41,8 @@ def throughput(results: dict) -> str:
                 cells.append("" if own is None else f"{own:,.0f}" + (f" ({own / vit:.2f})" if vit else ""))
             table.append([model, *cells])
         tables.append(markdown_table([kind, *(f"{resolution} px" for resolution in resolutions)], table))
-    where, batch = results["environment"], results["settings"]["batch_at_224"]
-    caption = f"bf16, {batch} images of 224 pixels per batch. {where['hardware']}, commit {where['commit']}."
+    batch = results["settings"]["batch_at_224"]
+    caption = f"bf16, {batch} images of 224 pixels per batch. {measured_at(results)}."
     return "\n\n".join([*tables, caption])
 
 

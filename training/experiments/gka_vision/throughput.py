@@ -4,8 +4,9 @@
 
 All models have the parameters of the preset "tiny" (`models.py`) and random weights in bf16. A batch has about as many
 pixels at every resolution. On a GPU, each measured call is one CUDA graph, timed by events, and attention runs by the
-backend of `scaled_dot_product_attention` that is the fastest for the model and the resolution (`SDPA`): in a first
-run, PyTorch's own choice needed as much memory for the ViT as its attention matrices.
+backend of `scaled_dot_product_attention` that is the fastest for the model and the resolution (`SDPA`). PyTorch's own
+choice needs as much memory for the ViT as its attention matrices: during a capture transformers 5.17 gives it a full
+mask, which no fused kernel takes. With such a kernel the capture fails, and the calls run without a graph.
 """
 
 import contextlib

@@ -20,6 +20,7 @@ import typer
 from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.models.coffee_core import CoffeeCore
 from hf_memmix.training.experiments.coffee.baselines import S6Core, TokenGateCore
+from hf_memmix.training.experiments.coffee.native_step import gradients
 from hf_memmix.training.experiments.coffee.tasks import (
     LAST_SYMBOL,
     PADDING,
@@ -97,8 +98,8 @@ def name_of(row: dict) -> str:
     return f"{row['table']}: {row['model']} D={row['dim']} n={row['states']}{sizes} rate={row['rate']}"
 
 
-def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512) -> Run:
-    """The training run of one row of `settings`."""
+def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512, threads: int = 0) -> Run:
+    """The training run of one row of `settings`; with `threads`, native code computes its gradients (on a CPU)."""
     model_class, options = MODELS[row["model"]]
     copies, task = row["seeds"], InductionHead(**row["task"])
     torch.manual_seed(seed)
@@ -121,6 +122,7 @@ def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512) -> Run:
         evaluate_every=epoch // (10 if row["epochs"] == 1 else 5),
         # a run of one epoch is trained to its end; longer runs stop early, as in the paper
         enough=0.995 if row["epochs"] > 1 else 2.0,
+        gradients=(lambda inputs, target: gradients(model, inputs[0], target, threads)) if threads else None,
         info={"fixed": model.fixed} | {key: row[key] for key in ("table", "model", "states", "dim", "task", "paper")},
     )
 
@@ -151,6 +153,9 @@ def main(
         int | None, typer.Option(help="symbol whose embedding is fixed; default: as in the table")
     ] = None,
     seed: int = 0,
+    native_threads: Annotated[
+        int, typer.Option(help="on a CPU: threads of native code that computes the gradients; 0: autograd")
+    ] = 0,
 ) -> None:
     """Train the rows of the tables."""
     check_names("--models", models, MODELS)
@@ -166,7 +171,7 @@ def main(
     if not rows:
         raise typer.BadParameter("no row of these tables is left", param_hint="--only")
     start = time.perf_counter()
-    runs = [make_run(row, seed) for row in rows]
+    runs = [make_run(row, seed, threads=native_threads) for row in rows]
     found = train(runs, device, seconds)
     for run in runs:
         if run.info["model"] == "coffee" and "last" in found[run.name]:

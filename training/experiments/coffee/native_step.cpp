@@ -173,7 +173,7 @@ EXPORT void induction_gradients(
                     for (int64_t t = 0; t < tokens; ++t) {
                         const int32_t* id = &b.ids[t * V];
                         const Row& du = b.row(b.du, t);
-                        EACH found[v] += id[v] == m ? du[v] : 0.0f;
+                        EACH found[v] += float(id[v] == m) * du[v];  // a choice would not be vectorised
                     }
                     Row& to = b.row(b.table, m * dim + d);
                     EACH to[v] += found[v];

@@ -35,7 +35,7 @@ def _function():
         source = Path(folder) / SOURCE.name
         source.write_text(SOURCE.read_text())
         (Path(folder) / "native.h").write_text((_native.ROOT / "native.h").read_text())
-        library = ctypes.CDLL(str(_native._compile(source, Path(folder), SOURCE.stem, command)))
+        library = ctypes.CDLL(str(_native.compile_source(source, Path(folder), SOURCE.stem, command)))
     found = library.induction_gradients
     found.argtypes, found.restype = [ctypes.c_void_p] * 11 + [ctypes.c_int64] * 7, None
     return found

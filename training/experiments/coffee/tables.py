@@ -99,7 +99,7 @@ def name_of(row: dict) -> str:
 
 
 def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512, threads: int = 0) -> Run:
-    """The training run of one row of `settings`; with `threads`, native code computes its gradients (on a CPU)."""
+    """The training run of one row of `settings`. `threads`: of native code for its gradients on a CPU; 0: autograd."""
     model_class, options = MODELS[row["model"]]
     copies, task = row["seeds"], InductionHead(**row["task"])
     torch.manual_seed(seed)
@@ -109,7 +109,7 @@ def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512, threads
         ids, target = task.draw(copies, count, generator)
         return (ids, task.target), target
 
-    return Run(
+    run = Run(
         name=name_of(row),
         model=model,
         draw=draw,
@@ -122,9 +122,10 @@ def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512, threads
         evaluate_every=epoch // (10 if row["epochs"] == 1 else 5),
         # a run of one epoch is trained to its end; longer runs stop early, as in the paper
         enough=0.995 if row["epochs"] > 1 else 2.0,
-        gradients=(lambda inputs, target: gradients(model, inputs[0], target, threads)) if threads else None,
+        gradients=(lambda inputs, target: gradients(run.model, inputs[0], target, threads)) if threads else None,
         info={"fixed": model.fixed} | {key: row[key] for key in ("table", "model", "states", "dim", "task", "paper")},
     )
+    return run
 
 
 def best_weights(run: Run) -> dict:

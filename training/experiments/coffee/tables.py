@@ -150,6 +150,7 @@ def main(
     only: Annotated[list[str], typer.Option(help="only rows with this in their name, as length=256; repeatable")] = (),
     seconds: Annotated[float, typer.Option(help="time limit of all training together")] = float("inf"),
     seeds: Annotated[int | None, typer.Option(help="number of seeds of every row; default: as in the table")] = None,
+    epochs: Annotated[int | None, typer.Option(help="most epochs of a row; default: as in the table")] = None,
     fixed: Annotated[
         int | None, typer.Option(help="symbol whose embedding is fixed; default: as in the table")
     ] = None,
@@ -165,6 +166,8 @@ def main(
     rows = [row for row in rows if not models or row["model"] in models]
     if seeds:
         rows = [{**row, "seeds": seeds} for row in rows]
+    if epochs:
+        rows = [{**row, "epochs": epochs} for row in rows]
     if fixed is not None:
         rows = [{**row, "options": row["options"] | {"fixed": fixed}} for row in rows if row["model"] == "coffee"]
     if only:

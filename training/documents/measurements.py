@@ -29,6 +29,8 @@ MEASUREMENTS = {
     "coffee_glyphs": f"{EXPERIMENTS}/coffee/results/coffee_glyphs.json",
     "coffee_mnist_5k": f"{EXPERIMENTS}/coffee/results/coffee_mnist_5k.json",
     "coffee_pixels": f"{EXPERIMENTS}/coffee/results/coffee_pixels.json",
+    "coffee_fixed8": f"{EXPERIMENTS}/coffee/results/coffee_fixed8.json",
+    "coffee_table2_seeds": f"{EXPERIMENTS}/coffee/results/coffee_table2_seeds.json",
     "coffee_fixed8_256": f"{EXPERIMENTS}/coffee/results/coffee_fixed8_256.json",
     "coffee_ih0": f"{EXPERIMENTS}/coffee/results/coffee_ih0.json",
     "coffee_language": f"{EXPERIMENTS}/coffee/results/coffee_language.json",

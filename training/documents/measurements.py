@@ -31,7 +31,7 @@ MEASUREMENTS = {
     "coffee_pixels": f"{EXPERIMENTS}/coffee/results/coffee_pixels.json",
     "coffee_fixed8": f"{EXPERIMENTS}/coffee/results/coffee_fixed8.json",
     "coffee_table2_seeds": f"{EXPERIMENTS}/coffee/results/coffee_table2_seeds.json",
-    "coffee_fixed8_256": f"{EXPERIMENTS}/coffee/results/coffee_fixed8_256.json",
+    "coffee_fixed8_gpu": f"{EXPERIMENTS}/coffee/results/coffee_fixed8_gpu.json",
     "coffee_ih0": f"{EXPERIMENTS}/coffee/results/coffee_ih0.json",
     "coffee_language": f"{EXPERIMENTS}/coffee/results/coffee_language.json",
     "echo_ablation": f"{EXPERIMENTS}/echo/results/echo_ablation.json",

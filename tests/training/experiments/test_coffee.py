@@ -218,7 +218,7 @@ def test_tables_command_and_plot(tmp_path, monkeypatch):
 
 
 def test_runs_are_compared_at_equal_epochs():
-    """The longer run counts up to the end of the shorter one, and other settings are left out."""
+    """Both count up to the last step at which both were evaluated, and other settings are left out."""
 
     def run(ends, accuracies, task, **other):
         curve = [{"iteration": end, "accuracy": [a, 0.5]} for end, a in zip(ends, accuracies, strict=True)]
@@ -226,9 +226,11 @@ def test_runs_are_compared_at_equal_epochs():
         return sizes | {"task": task, "curve": curve} | other
 
     long = {"runs": {"3: a": run([2000, 20_000, 40_000], [0.6, 0.7, 1.0], {"gap": 1}), "3: b": run([5], [1], {})}}
-    short = {"runs": {"3: a fixed": run([2000, 20_000], [0.9, 0.8], {"gap": 1}), "3: c": {"error": "x"}}}
+    stopped = run([2000, 20_000, 21_550], [0.9, 0.8, 1.0], {"gap": 1})  # its last evaluation is at the time limit
+    short = {"runs": {"3: a fixed": stopped, "3: c": {"error": "x"}}}
     text = coffee_report.equal_epochs(("first", "second"), [long], [short])
-    assert "| 3 | a fixed | 2.0 | 0.600 (0 of 2) | 0.700 (0 of 2) | +10.0 |" in text and "| b" not in text
+    cells = "2.0 | 0.600 (0.550 to 0.650; 0 of 2) | 0.700 (0.600 to 0.800; 0 of 2) | +10.0"
+    assert f"| 3 | a fixed | {cells} |" in text and "| b" not in text
 
 
 def test_glyphs_are_seeded_and_labelled():

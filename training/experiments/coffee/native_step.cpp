@@ -1,12 +1,15 @@
 // The loss of `CoffeeCore` on the induction head task and its gradients, for a CPU: one function instead of some sixty
-// calls of torch for a step. `native_step.py` compiles it and says what its arguments are.
+// calls of torch for a step. `native_step.py` compiles it and says what its arguments are. Tokens and targets are not
+// checked: they must be symbols.
+#include <algorithm>
+
 #include "native.h"
 
 constexpr int V = 32;        // sequences that are computed together
 constexpr int SYMBOLS = 16;  // at most
-using Row = float[V];
+using Row = float[V];        // one number for each of them
 
-// One number for each of V sequences: f(v) for all v, in a loop that compilers vectorise.
+// A statement for every sequence v of a row, in a loop that compilers vectorise: no row overlaps another one.
 #define EACH _Pragma("GCC ivdep") for (int v = 0; v < V; ++v)
 
 static float sum(const Row& x) {

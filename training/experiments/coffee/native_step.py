@@ -48,11 +48,11 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 @torch.no_grad()
 def gradients(model: CoffeeCore, ids: Tensor, target: Tensor, threads: int = 1) -> Tensor:
-    """Add the gradients of the mean loss of every copy to the parameters' `grad`, which are empty before.
+    """Write the gradients of the mean loss of every copy to the `grad` of the parameters.
 
     Args:
         model: on the CPU, with the sigmoid feedback and without an output filter.
-        ids: tokens [S, B, L], B a multiple of 32.
+        ids: tokens [S, B, L] from 0 to M - 1, B a multiple of 32.
         target: [S, B, K], the symbols to be predicted at the last K tokens.
         threads: among which the copies are divided.
 
@@ -62,8 +62,8 @@ def gradients(model: CoffeeCore, ids: Tensor, target: Tensor, threads: int = 1) 
     Raises:
         ValueError: another kind of model, or sizes that do not fit.
     """
-    if model.feedback != "sigmoid" or model.w_filter is not None or model.symbols > MAX_SYMBOLS:
-        raise ValueError("the native step has no other feedback, no output filter and at most 16 symbols")
+    if not isinstance(model, CoffeeCore) or model.feedback != "sigmoid" or model.w_filter is not None or model.symbols > MAX_SYMBOLS:
+        raise ValueError("the native step is that of CoffeeCore: no other feedback, no output filter, up to 16 symbols")
     (copies, batch, tokens), last = ids.shape, target.shape[2]
     if batch % TOGETHER:
         raise ValueError(f"a batch of {batch} sequences is no multiple of {TOGETHER}")

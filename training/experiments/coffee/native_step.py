@@ -62,8 +62,9 @@ def gradients(model: CoffeeCore, ids: Tensor, target: Tensor, threads: int = 1) 
     Raises:
         ValueError: another kind of model, or sizes that do not fit.
     """
-    if not isinstance(model, CoffeeCore) or model.feedback != "sigmoid" or model.w_filter is not None or model.symbols > MAX_SYMBOLS:
-        raise ValueError("the native step is that of CoffeeCore: no other feedback, no output filter, up to 16 symbols")
+    plain = isinstance(model, CoffeeCore) and model.feedback == "sigmoid" and model.w_filter is None
+    if not plain or model.symbols > MAX_SYMBOLS:
+        raise ValueError("the native step takes a CoffeeCore with no other feedback, no filter and at most 16 symbols")
     (copies, batch, tokens), last = ids.shape, target.shape[2]
     if batch % TOGETHER:
         raise ValueError(f"a batch of {batch} sequences is no multiple of {TOGETHER}")

@@ -56,9 +56,10 @@ class CoreModule(nn.Module):
     def outputs(self, ids: Tensor, last: int | None = None) -> Tensor:
         """y [S, B, last, D] of tokens [S, B, L]; all L positions when `last` is None."""
         table = self.embeddings()
-        # a product instead of a lookup: with nine rows, the atomic additions of a lookup's backward are slow
+        # a product instead of a lookup: with nine rows, the atomic additions of a lookup's backward are slow. One
+        # product per sequence: in one of all tokens, backward would be a sum over B * L that few programs share
         one_hot = (ids[..., None] == torch.arange(self.symbols, device=ids.device)).to(table.dtype)
-        u = torch.einsum("sblm,smd->blsd", one_hot, table).flatten(2)
+        u = (one_hot @ table[:, None]).permute(1, 2, 0, 3).flatten(2)
         y = self.mix(u, ids.shape[2] if last is None else last)
         return y.unflatten(2, (self.copies, self.dim)).permute(2, 0, 1, 3)
 

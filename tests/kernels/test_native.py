@@ -159,8 +159,8 @@ def test_two_processes_at_once(fresh):
 
 
 def test_two_threads_at_once(fresh, monkeypatch):
-    calls, compile_once = [], _native._compile
-    monkeypatch.setattr(_native, "_compile", lambda *args: calls.append(args) or compile_once(*args))
+    calls, compile_once = [], _native.compile_source
+    monkeypatch.setattr(_native, "compile_source", lambda *args: calls.append(args) or compile_once(*args))
     threads = [threading.Thread(target=_native.library, args=("gla",)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -189,7 +189,7 @@ def test_the_exponential_is_right_for_every_argument(tmp_path):
     """Each exponent of 2 and both ends: -inf came out between -88 and -87.68 once, where a gate is all but closed."""
     source = tmp_path / "native.cpp"
     source.write_text(EXPONENTIALS.replace("native.h", str(_native.ROOT / "native.h")))
-    code = ctypes.CDLL(str(_native._compile(source, tmp_path, "exponentials", _native.compiler())))
+    code = ctypes.CDLL(str(_native.compile_source(source, tmp_path, "exponentials", _native.compiler())))
     ends = torch.tensor([math.inf, 1e30, 88.7229, 88.72283, -87.336544, -87.34, -88.0, -104.0, -1e30])
     x = torch.cat([torch.linspace(-90, 90, 1_000_001), ends, -ends])
     y = torch.empty_like(x)

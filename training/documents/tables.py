@@ -134,7 +134,16 @@ def coffee_fixed_table(root: Path) -> str:
     from hf_memmix.training.experiments.coffee.report import equal_epochs  # no experiments in a wheel
 
     tables = [read(f"coffee_table{number}", root) for number in (3, 4, 5)]
-    return equal_epochs(("last noise symbol fixed", "symbol 8 fixed"), tables, [read("coffee_fixed8_256", root)])
+    fixed = [read(name, root) for name in ("coffee_fixed8", "coffee_fixed8_gpu")]
+    return equal_epochs(("last noise symbol fixed", "symbol 8 fixed"), tables, fixed)
+
+
+def coffee_seeds_table(root: Path) -> str:
+    """COFFEE's Table 2 with the first 32 seeds and with 32 further ones."""
+    from hf_memmix.training.experiments.coffee.report import equal_epochs  # no experiments in a wheel
+
+    titles = ("first seeds", "further seeds")
+    return equal_epochs(titles, [read("coffee_table2", root)], [read("coffee_table2_seeds", root)])
 
 
 def baselines_predictions_table(root: Path) -> str:
@@ -279,6 +288,7 @@ TABLES = {
     "echo_mask": echo_mask_table,
     "recall_runs": recall_runs_table,
     "coffee_fixed": coffee_fixed_table,
+    "coffee_seeds": coffee_seeds_table,
     "baselines_predictions": baselines_predictions_table,
     "recall_predictions": recall_predictions_table,
     "gka_predictions": gka_predictions_table,

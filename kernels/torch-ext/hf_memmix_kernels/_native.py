@@ -131,8 +131,16 @@ def _run(command: list[str]) -> tuple[str, int]:
             raise
 
 
-def _compile(source: Path, folder: Path, name: str, command: str) -> Path:
-    """Compile `source` to a file of `folder`, which appears when it is complete: others may compile it, too."""
+def compile_source(source: Path, folder: Path, name: str, command: str) -> Path:
+    """Compile `source` to a file of `folder`, which appears when it is complete: others may compile it, too.
+
+    Args:
+        name: the file's name begins with it.
+        command: the path of the compiler.
+
+    Raises:
+        NativeError: it cannot be compiled.
+    """
     handle, scratch = tempfile.mkstemp(prefix="compiling-", suffix=".tmp", dir=folder)
     os.close(handle)
     try:
@@ -160,13 +168,13 @@ def _load(op: str) -> ctypes.CDLL:
         name = f"{op}-{_key(source, command)}"
         try:
             folder = _own_folder()
-            return ctypes.CDLL(str(_kept(folder, name) or _compile(source, folder, name, command)))
+            return ctypes.CDLL(str(_kept(folder, name) or compile_source(source, folder, name, command)))
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
             if isinstance(error, NativeError):
                 raise
             logger.info("hf_memmix: the cache folder cannot be used (%s), compiling for this process only", error)
         with tempfile.TemporaryDirectory(prefix="hf_memmix") as folder:  # a loaded file may be deleted
-            return ctypes.CDLL(str(_compile(source, Path(folder), name, command)))
+            return ctypes.CDLL(str(compile_source(source, Path(folder), name, command)))
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeError(f"the native code of {op} cannot be compiled: {error}") from error
 

@@ -8,16 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hf_memmix.models.coffee_core import CoffeeCore
 from hf_memmix.training.experiments.coffee import glyphs as coffee_glyphs
 from hf_memmix.training.experiments.coffee import ih0 as coffee_ih0
 from hf_memmix.training.experiments.coffee import images as coffee_images
+from hf_memmix.training.experiments.coffee import native_step
 from hf_memmix.training.experiments.coffee import plots as coffee_plots
 from hf_memmix.training.experiments.coffee import report as coffee_report
 from hf_memmix.training.experiments.coffee import tables as coffee_tables
 from hf_memmix.training.experiments.coffee.baselines import S6Layer, TokenGateCore
-from hf_memmix.training.experiments.coffee.tasks import LAST_SYMBOL, InductionHead
+from hf_memmix.training.experiments.coffee.tasks import LAST_SYMBOL, SYMBOLS, InductionHead
 from hf_memmix.training.experiments.coffee.trainer import Run, train
 from hf_memmix.training.experiments.common.idx import read_idx
+from hf_memmix_kernels import _native
 
 
 def generator(seed=0):
@@ -95,9 +98,9 @@ def test_every_row_has_the_papers_parameters():
         assert len({run.name for run in runs}) == len(runs)
 
 
-def short_run(name="a", **fields):
+def short_run(name="a", threads=0, **fields):
     row = {**coffee_tables.settings(1)[0], "seeds": 2, "task": {"length": 5}}
-    run = coffee_tables.make_run(row, 0, epoch=40, batch=64)
+    run = coffee_tables.make_run(row, 0, epoch=40, batch=64, threads=threads)
     run.name, run.test = name, lambda g: [run.draw(500, g)]
     vars(run).update({"iterations": 40, "evaluate_every": 20, **fields})
     return run
@@ -118,6 +121,59 @@ def test_training_learns_is_seeded_and_leaves_the_others_alone():
     assert found["a"]["parameters"] == 512
     again = train([short_run(iterations=400)], **quiet)["a"]
     assert again["curve"] == curve
+
+
+NATIVE = pytest.mark.skipif(_native.compiler() is None, reason="no C++ compiler is installed")
+
+
+@NATIVE
+@pytest.mark.parametrize("table, row, copies", [(1, 5, 1), (2, 1, 3), (3, 1, 2), (4, 0, 2), (4, 1, 1)])
+def test_the_native_step_has_autograds_gradients(table, row, copies):
+    """With a fixed embedding and without, one and two symbols to predict, and more threads than copies."""
+    run = coffee_tables.make_run({**coffee_tables.settings(table)[row], "seeds": copies}, 0)
+    run.prepare(torch.device("cpu"))
+    with torch.no_grad():
+        run.model.lam.uniform_(-2, 0)
+    inputs, target = run.draw(64, run.generator)
+    expected = F.cross_entropy(run.model(*inputs).movedim(-1, 1), target, reduction="none").flatten(1).mean(1)
+    expected.sum().backward()
+    autograds = [p.grad.clone() for p in run.model.parameters()]
+    run.model.zero_grad()
+    torch.testing.assert_close(native_step.gradients(run.model, inputs[0], target, threads=2), expected.detach())
+    for p, grad in zip(run.model.parameters(), autograds, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-5, atol=1e-5 * grad.abs().max().item())
+
+
+@NATIVE
+def test_with_the_native_step_a_seed_trains_as_it_does_alone_and_by_autograd():
+    """Two seeds at a time and the second one alone, on the same sequences: the parameters after 20 steps agree."""
+    batches = [InductionHead().draw(2, 64, generator(step)) for step in range(20)]
+
+    def trained(threads, kept):
+        run = short_run(threads=threads)
+        run.model = copied(run.model, kept)
+        run.prepare(torch.device("cpu"))
+        for ids, target in batches:
+            run.draw = lambda batch, of, ids=ids, target=target: ((ids[kept], 1), target[kept])
+            run.step()
+        return torch.cat([p[-1].flatten() for p in run.model.parameters()])
+
+    def copied(model, kept):
+        few = CoffeeCore(SYMBOLS, model.dim, model.lam.shape[2], copies=len(kept), fixed=model.fixed)
+        few.load_state_dict({name: value[kept] for name, value in model.state_dict().items()})
+        return few
+
+    by_autograd = trained(0, [0, 1])
+    for kept in ([0, 1], [1]):
+        torch.testing.assert_close(trained(2, kept), by_autograd, rtol=1e-3, atol=1e-4)
+
+
+def test_the_native_step_refuses_what_it_cannot_compute():
+    ids, target = InductionHead().draw(1, 48, generator())
+    with pytest.raises(ValueError, match="48 sequences is no multiple of 32"):
+        native_step.gradients(CoffeeCore(9, 4, 2), ids, target)
+    with pytest.raises(ValueError, match="no other feedback"):
+        native_step.gradients(CoffeeCore(9, 4, 2, feedback="linear"), ids, target)
 
 
 def test_a_time_limit_still_gives_results():
@@ -162,7 +218,7 @@ def test_tables_command_and_plot(tmp_path, monkeypatch):
 
 
 def test_runs_are_compared_at_equal_epochs():
-    """The longer run counts up to the end of the shorter one, and other settings are left out."""
+    """Both count up to the last step at which both were evaluated, and other settings are left out."""
 
     def run(ends, accuracies, task, **other):
         curve = [{"iteration": end, "accuracy": [a, 0.5]} for end, a in zip(ends, accuracies, strict=True)]
@@ -170,9 +226,11 @@ def test_runs_are_compared_at_equal_epochs():
         return sizes | {"task": task, "curve": curve} | other
 
     long = {"runs": {"3: a": run([2000, 20_000, 40_000], [0.6, 0.7, 1.0], {"gap": 1}), "3: b": run([5], [1], {})}}
-    short = {"runs": {"3: a fixed": run([2000, 20_000], [0.9, 0.8], {"gap": 1}), "3: c": {"error": "x"}}}
+    stopped = run([2000, 20_000, 21_550], [0.9, 0.8, 1.0], {"gap": 1})  # its last evaluation is at the time limit
+    short = {"runs": {"3: a fixed": stopped, "3: c": {"error": "x"}}}
     text = coffee_report.equal_epochs(("first", "second"), [long], [short])
-    assert "| 3 | a fixed | 2.0 | 0.600 (0 of 2) | 0.700 (0 of 2) | +10.0 |" in text and "| b" not in text
+    cells = "2.0 | 0.600 (0.550 to 0.650; 0 of 2) | 0.700 (0.600 to 0.800; 0 of 2) | +10.0"
+    assert f"| 3 | a fixed | {cells} |" in text and "| b" not in text
 
 
 def test_glyphs_are_seeded_and_labelled():

@@ -20,6 +20,7 @@ import typer
 from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.models.coffee_core import CoffeeCore
 from hf_memmix.training.experiments.coffee.baselines import S6Core, TokenGateCore
+from hf_memmix.training.experiments.coffee.native_step import gradients
 from hf_memmix.training.experiments.coffee.tasks import (
     LAST_SYMBOL,
     PADDING,
@@ -97,8 +98,8 @@ def name_of(row: dict) -> str:
     return f"{row['table']}: {row['model']} D={row['dim']} n={row['states']}{sizes} rate={row['rate']}"
 
 
-def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512) -> Run:
-    """The training run of one row of `settings`."""
+def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512, threads: int = 0) -> Run:
+    """The training run of one row of `settings`. `threads`: of native code for its gradients on a CPU; 0: autograd."""
     model_class, options = MODELS[row["model"]]
     copies, task = row["seeds"], InductionHead(**row["task"])
     torch.manual_seed(seed)
@@ -108,7 +109,7 @@ def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512) -> Run:
         ids, target = task.draw(copies, count, generator)
         return (ids, task.target), target
 
-    return Run(
+    run = Run(
         name=name_of(row),
         model=model,
         draw=draw,
@@ -121,8 +122,10 @@ def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512) -> Run:
         evaluate_every=epoch // (10 if row["epochs"] == 1 else 5),
         # a run of one epoch is trained to its end; longer runs stop early, as in the paper
         enough=0.995 if row["epochs"] > 1 else 2.0,
+        gradients=(lambda inputs, target: gradients(run.model, inputs[0], target, threads)) if threads else None,
         info={"fixed": model.fixed} | {key: row[key] for key in ("table", "model", "states", "dim", "task", "paper")},
     )
+    return run
 
 
 def best_weights(run: Run) -> dict:
@@ -147,10 +150,14 @@ def main(
     only: Annotated[list[str], typer.Option(help="only rows with this in their name, as length=256; repeatable")] = (),
     seconds: Annotated[float, typer.Option(help="time limit of all training together")] = float("inf"),
     seeds: Annotated[int | None, typer.Option(help="number of seeds of every row; default: as in the table")] = None,
+    epochs: Annotated[int | None, typer.Option(help="most epochs of a row; default: as in the table")] = None,
     fixed: Annotated[
         int | None, typer.Option(help="symbol whose embedding is fixed; default: as in the table")
     ] = None,
     seed: int = 0,
+    native_threads: Annotated[
+        int, typer.Option(help="on a CPU: threads of native code that computes the gradients; 0: autograd")
+    ] = 0,
 ) -> None:
     """Train the rows of the tables."""
     check_names("--models", models, MODELS)
@@ -159,6 +166,8 @@ def main(
     rows = [row for row in rows if not models or row["model"] in models]
     if seeds:
         rows = [{**row, "seeds": seeds} for row in rows]
+    if epochs:
+        rows = [{**row, "epochs": epochs} for row in rows]
     if fixed is not None:
         rows = [{**row, "options": row["options"] | {"fixed": fixed}} for row in rows if row["model"] == "coffee"]
     if only:
@@ -166,7 +175,7 @@ def main(
     if not rows:
         raise typer.BadParameter("no row of these tables is left", param_hint="--only")
     start = time.perf_counter()
-    runs = [make_run(row, seed) for row in rows]
+    runs = [make_run(row, seed, threads=native_threads) for row in rows]
     found = train(runs, device, seconds)
     for run in runs:
         if run.info["model"] == "coffee" and "last" in found[run.name]:

@@ -34,6 +34,7 @@ class Run:
         iterations: largest number of steps.
         evaluate_every: number of steps between two evaluations.
         enough: stop when every copy has this accuracy.
+        gradients: (inputs, labels) -> losses [S], which writes the gradients of the parameters; default: by autograd.
         lower_rate: (loss, rate): use this rate when the mean training loss of the copies is below this loss.
         info: further entries of the results.
     """
@@ -48,6 +49,7 @@ class Run:
     iterations: int = 10_000
     evaluate_every: int = 1000
     enough: float = 2.0
+    gradients: Callable | None = None
     lower_rate: tuple[float, float] | None = None
     info: dict = field(default_factory=dict)
 
@@ -128,8 +130,11 @@ class Run:
     def _step(self):
         self.optimizer.zero_grad()
         inputs, labels = self.draw(self.batch, self.generator)
-        loss = _losses(self.model(*inputs), labels).mean(1)
-        loss.sum().backward()
+        if self.gradients is None:
+            loss = _losses(self.model(*inputs), labels).mean(1)
+            loss.sum().backward()
+        else:
+            loss = self.gradients(inputs, labels)
         self.optimizer.step()
         if hasattr(self.model, "project_"):
             self.model.project_()

@@ -17,7 +17,7 @@ RUNS = {  # of the teacher, in their order
     "open": "also tokens that begin three of four words of a probe",
     "even": "as open, and any token may stand in the pieces that are copied",
 }
-SHORT = ("gka", "lattice", "coffee")  # the students of `short_table`
+SHORT = ("gka", "lattice", "coffee", "window-64")  # the students of `short_table`
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
 BY_LENGTH = ("niah", "variables", "mqar_32", "mqar")  # the probes of `length_table`
 MIXED = {  # layouts of several mixers, and the single mixers that they are compared with

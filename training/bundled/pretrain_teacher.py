@@ -282,7 +282,7 @@ def train(args: SimpleNamespace) -> dict:
     record["heldout"] = measure_export(args.out, args.heldout, args.context, accelerator.device)
     if args.drills:
         model = load_model(args.out, torch.float32).to(accelerator.device)
-        record["recall"] = measure_recall(model, tokenizer, texts["heldout"], args.context)
+        record["recall"] = measure_recall({"teacher": model}, tokenizer, texts["heldout"], args.context)
     return record
 
 

@@ -91,14 +91,15 @@ class DevRecall:
         return {"dev_answers": round(total / self.weights[:, 1:].sum().item(), 4), "dev_recall": recall}
 
 
-def measure_recall(model, tokenizer, text: str, context: int, samples: int = 16) -> dict:
-    """Exact answers of a model by task and length, for all words of the probes about `text` and for the unseen ones.
+def measure_recall(models: dict, tokenizer, text: str, context: int, samples: int = 16) -> dict:
+    """Exact answers of models by task and length, for all words of the probes about `text` and for the unseen ones.
 
-    Returns `{"words": rows, "unseen": rows}`; a row is `{"task", "length", "answers", "model": share}`.
+    models: by name. Returns `{"words": rows, "unseen": rows}`; a row is `{"task", "length", "answers"}` and the share of
+    every model by its name.
     """
     material, result = Material(tokenizer, text), {}
     lengths = tuple(length for length in LENGTHS if length <= context) or (context,)
     for name, words in (("words", material), ("unseen", unseen_of(material))):
         options = {"tasks": TASKS, "lengths": lengths, "samples": samples, "control": False}
-        result[name] = by_length(run_probes({"model": model}, words, **options))
+        result[name] = by_length(run_probes(models, words, **options))
     return result

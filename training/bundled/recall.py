@@ -94,8 +94,8 @@ class DevRecall:
 def measure_recall(models: dict, tokenizer, text: str, context: int, samples: int = 16) -> dict:
     """Exact answers of models by task and length, for all words of the probes about `text` and for the unseen ones.
 
-    models: by name. Returns `{"words": rows, "unseen": rows}`; a row is `{"task", "length", "answers"}` and the share of
-    every model by its name.
+    models: by name. Returns `{"words": rows, "unseen": rows}`; a row is `{"task", "length", "answers"}` and the share
+    of every model by its name.
     """
     material, result = Material(tokenizer, text), {}
     lengths = tuple(length for length in LENGTHS if length <= context) or (context,)

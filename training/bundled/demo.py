@@ -1,10 +1,10 @@
 """`make demo`: converts, trains and measures the bundled transformer, offline, on a CPU.
 
 It converts the bundled transformer to GKA, aligns and distils it briefly on the bundled text, and measures both
-models: perplexity and agreement on held-out text, bytes of the cache and time per token by context length, and
-generated text. It writes `results.json`, `plot.png` and the checkpoint `student/`, and loads this checkpoint in a new
-Python process. To change learning rates or steps, compare with `--text hf_memmix/assets/dev.txt`: the held-out text
-must not be used for choices.
+models: perplexity and agreement on held-out text, recall by length, bytes of the cache and time per token by context
+length, and generated text. It writes `results.json`, `plot.png` and the checkpoint `student/`, and loads this
+checkpoint in a new Python process. To change learning rates or steps, compare with `--text
+hf_memmix/assets/dev.txt`: the held-out text must not be used for choices.
 """
 
 import json
@@ -29,6 +29,7 @@ from hf_memmix.conversion.records import processor, write_json
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.context_cost import context_cost
 from hf_memmix.training.evaluation.context_cost_plot import plot_context_cost
+from hf_memmix.training.evaluation.probes import Material, by_length, run_probes
 from hf_memmix.training.text_files import read_text, text_record
 from hf_memmix.training.train import align, distill
 
@@ -41,7 +42,9 @@ LEARNING_RATES = {
 }
 WARMUP_STEPS = 5
 NEW_TOKENS = 80
-STAGE_SECONDS = 100  # a slow or busy machine stops training here, so that the whole takes less than five minutes
+PROBES = {"niah": "needle", "mqar": "keys and values (MQAR)"}
+PROBE_LENGTHS = (128, 256, 512, 1024)
+STAGE_SECONDS = 95  # a slow or busy machine stops training here, so that the whole takes less than five minutes
 # the code of the new process, which gets only the folder and the prompt
 LOAD_AND_GENERATE = """
 import sys, torch, hf_memmix
@@ -86,12 +89,15 @@ def run_demo(
     block_size: int = 256,
     text: Path | None = None,
     text_tokens: int = 20_000,
+    probe_lengths: tuple[int, ...] = PROBE_LENGTHS,
+    probe_samples: int = 2,
     contexts: tuple[int, ...] = CONTEXTS,
     new_tokens: int = NEW_TOKENS,
 ) -> dict:
     """Run the demo, write its files into the folder `output`, and return the content of `results.json`.
 
     The models are compared on the first `text_tokens` tokens of the file `text`, the bundled held-out text by default.
+    Recall is measured with `probe_samples` needles at each of five depths, and so many sequences of MQAR, per length.
     """
     text = asset_path("heldout.txt") if text is None else text
     content = read_text(text)
@@ -133,6 +139,15 @@ def run_demo(
     )
 
     models = {"teacher": teacher, "student": student}
+    task = progress.add_task("probe recall", total=None)
+    recall = recall_of(
+        models,
+        Material(tokenizer, content),
+        probe_lengths,
+        probe_samples,
+        progress=lambda done, total: progress.update(task, completed=done, total=total),
+    )
+
     cost = {role: [] for role in models}
     task = progress.add_task("measure memory and speed", total=2 * len(contexts))
     for context in contexts:
@@ -156,6 +171,7 @@ def run_demo(
         "student": describe("GKA", student) | {"converted_layers": len(mixers)},
         "text": text_record(text),
         "quality": quality,
+        "recall": {"samples": probe_samples, "rows": recall},
         "stages": stages,
         "context_cost": cost,
         "prompt": prompt,
@@ -167,6 +183,27 @@ def run_demo(
     results = json.loads((output / "results.json").read_text())
     plot_context_cost(results, output / "plot.png")
     return results
+
+
+def recall_of(models: dict, material: Material, lengths: tuple[int, ...], samples: int, progress=None) -> list[dict]:
+    """The share of exact answers of the models by task and length, see `by_length`."""
+    options = {"tasks": tuple(PROBES), "lengths": lengths, "samples": samples, "control": False}
+    return by_length(run_probes(models, material, progress=progress, **options))
+
+
+def recall_rows(recall: dict) -> list[list[str]]:
+    """One row per task for a table: its name with the lengths, and the percentages of both models."""
+    table = []
+    for task, name in PROBES.items():
+        rows = [row for row in recall["rows"] if row["task"] == task]
+        shares = [" / ".join(f"{100 * row[role]:.0f}" for row in rows) for role in ("teacher", "student")]
+        table.append([f"{name} recalled, % at {' / '.join(str(row['length']) for row in rows)} tokens", *shares])
+    return table
+
+
+def recalls_nothing(recall: dict) -> bool:
+    """Whether the transformer itself fails nearly everything, so that the probes say nothing about its student."""
+    return max(row["teacher"] for row in recall["rows"]) < 0.1
 
 
 def describe(name: str, model: PreTrainedModel) -> dict:
@@ -209,6 +246,8 @@ def show(results: dict, output: Path, console: Console) -> None:
         f"perplexity on {results['text']['file']}", f"{quality['teacher_ppl']:.2f}", f"{quality['student_ppl']:.2f}"
     )
     table.add_row("top-1 agreement with the transformer", "", f"{100 * quality['top1_agreement']:.1f} %")
+    for row in recall_rows(results["recall"]):
+        table.add_row(*row)
     for ours, theirs in zip(cost["student"], cost["teacher"], strict=True):
         if theirs["context"] >= 4096:
             sizes = (f"{row['cache_bytes']:,}" for row in (theirs, ours))
@@ -219,6 +258,8 @@ def show(results: dict, output: Path, console: Console) -> None:
     rates = (f"{results['generated'][role]['tokens_per_second']:.1f}" for role in ("teacher", "student"))
     table.add_row("generate() tokens/s, short prompt", *rates)
     console.print(table)
+    if recalls_nothing(results["recall"]):
+        console.print("The transformer itself recalls nearly nothing, so its student has no recall to keep.")
     console.print(f"[bold]prompt[/bold] {results['prompt']}", highlight=False)
     for role, name in (("teacher", "transformer"), ("student", "GKA student")):
         console.print(f"[bold]{name}[/bold] {results['generated'][role]['text']}", highlight=False)

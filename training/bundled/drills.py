@@ -228,7 +228,7 @@ def _drawers(material: DrillMaterial, count: int, draw: random.Random) -> tuple[
         keys = [span(kinds[0], first) for first in draw.sample(material.tokens, min(count, len(material.tokens)))]
     if kinds[1] == "words":
         return keys, lambda: draw.choice(material.values)
-    few = draw.sample(material.tokens, draw.choice(FEW_VALUES))
+    few = draw.sample(material.tokens, min(len(material.tokens), draw.choice(FEW_VALUES)))
     return keys, lambda: span(kinds[1], draw.choice(few))
 
 

@@ -17,6 +17,7 @@ from hf_memmix.training.evaluation.probes.grid import LENGTHS
 
 TASKS = ("niah", "mqar", "kv", "variables")
 DEV_TASKS = ("niah", "mqar")
+FEWEST_WORDS = 18  # in a drill of chains
 DEV_ROWS = 32  # rows of drills whose answers' loss is measured on development text
 
 
@@ -53,9 +54,19 @@ def drills_of(material: DrillMaterial, length: int, draw: random.Random) -> tupl
 
 
 def material_of(tokenizer, ids: Tensor, probes: str) -> DrillMaterial:
-    """Words and filler of the stream `ids` [N], without the unseen words of the probes about the text `probes`."""
+    """Words and filler of the stream `ids` [N], without the unseen words of the probes about the text `probes`.
+
+    Raises:
+        ValueError: the stream has too few words for drills.
+    """
     unseen = unseen_of(Material(tokenizer, probes))
-    return DrillMaterial(tokenizer, ids.numpy().astype(numpy.int64), unseen, unseen)
+    material = DrillMaterial(tokenizer, ids.numpy().astype(numpy.int64), unseen, unseen)
+    fewest = min(len(material.names), len(material.values))
+    if fewest < FEWEST_WORDS:
+        raise ValueError(
+            f"drills need {FEWEST_WORDS} names and as many other words, and the text has {fewest}; give a longer text"
+        )
+    return material
 
 
 class DevRecall:

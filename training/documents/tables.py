@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.conversion.teachers_table import refusals, teachers_table
+from hf_memmix.training.bundled.demo import recall_rows
 from hf_memmix.training.documents import choice_tables as choice
 from hf_memmix.training.documents import conversion_costs as costs
 from hf_memmix.training.documents import kernel_tables as kernels
@@ -37,6 +38,8 @@ def demo_table(root: Path) -> str:
         ["held-out perplexity", f"{quality['teacher_ppl']:.2f}", f"{quality['student_ppl']:.2f}"],
         ["same most likely token", "", f"{100 * quality['top1_agreement']:.1f} %"],
     ]
+    if "recall" in results:  # not in a run before the demo measured it
+        rows += recall_rows(results["recall"])
     for theirs, ours in pairs:
         if theirs["context"] >= 4096:
             name = f"cache at {theirs['context'] // 1024}k tokens of context"

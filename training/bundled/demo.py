@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, report, save_student
 from hf_memmix.conversion.records import processor, write_json
+from hf_memmix.training.bundled.versions import bundled_teacher
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.context_cost import context_cost
 from hf_memmix.training.evaluation.context_cost_plot import plot_context_cost
@@ -167,7 +168,7 @@ def run_demo(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "dtype": "float32",
-        "teacher": describe("transformer", teacher),
+        "teacher": describe("transformer", teacher) | bundled_teacher(),
         "student": describe("GKA", student) | {"converted_layers": len(mixers)},
         "text": text_record(text),
         "quality": quality,

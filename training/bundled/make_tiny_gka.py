@@ -33,6 +33,7 @@ from hf_memmix.conversion.records import bytes_text, write_json
 from hf_memmix.conversion.saving import check_target
 from hf_memmix.training.bundled.recall import drills_of, material_of, measure_recall
 from hf_memmix.training.data import TokenBlocks, tokenize_files
+from hf_memmix.training.hashes import file_hash
 from hf_memmix.training.sampling import sample_blocks
 from hf_memmix.training.text_files import read_text, text_record
 from hf_memmix.training.train import Recipe, train
@@ -121,6 +122,7 @@ def main(
         "keep": keep,
         "layer_kl": scores,
         "mixer_options": student.config.mixers,
+        "teacher": {"sha256": file_hash(teacher_folder / "model.safetensors")},
         "untrained": before,
         "heldout": final,
         **recall,

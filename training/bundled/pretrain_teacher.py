@@ -240,22 +240,22 @@ def train(args: SimpleNamespace) -> dict:
             made[length][1].dataset.epoch = epoch
         model.train()
         losses = []
-        for batch in loaders[length]:
-            with without_masks(plain_model) if args.drills else contextlib.nullcontext():
+        with without_masks(plain_model) if args.drills else contextlib.nullcontext():
+            for batch in loaders[length]:
                 loss = loss_of(model, batch, answers_too)
                 accelerator.backward(loss.sum())
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer, schedule in zip(optimizers, schedules, strict=True):
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            losses.append(loss.detach())
-            step += 1
-            if step % args.log_every == 0 or step == total_steps:
-                seconds = {"seconds": round(time.time() - began, 2)}
-                record["steps"].append({"step": step} | train_losses(loss) | seconds)
-            if step == total_steps:
-                break
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                losses.append(loss.detach())
+                step += 1
+                if step % args.log_every == 0 or step == total_steps:
+                    seconds = {"seconds": round(time.time() - began, 2)}
+                    record["steps"].append({"step": step} | train_losses(loss) | seconds)
+                if step == total_steps:
+                    break
         row = {"epoch": epoch, "step": step} | train_losses(torch.stack(losses).mean(0))
         with torch.compiler.set_stance("force_eager"):  # other shapes are not compiled
             dev = mean_loss(model, ids["dev"], args.context)

@@ -273,12 +273,12 @@ def train(args: SimpleNamespace) -> dict:
             best, best_epoch = dev, epoch
             if accelerator.is_main_process:
                 save(plain_model, tokenizer, args.out)
+        record |= {"best_epoch": best_epoch, "wall_seconds": row["seconds"]}
+        record["tokens_seen"] = step * args.batch_size * args.context * accelerator.num_processes * (1 + args.drills)
         if accelerator.is_main_process and args.metrics:
-            write_json(args.metrics, record | {"best_epoch": best_epoch})
+            write_json(args.metrics, record)
 
     accelerator.wait_for_everyone()
-    record["best_epoch"], record["wall_seconds"] = best_epoch, round(time.time() - began, 1)
-    record["tokens_seen"] = step * args.batch_size * args.context * accelerator.num_processes * (1 + args.drills)
     record["heldout"] = measure_export(args.out, args.heldout, args.context, accelerator.device)
     if args.drills:
         model = load_model(args.out, torch.float32).to(accelerator.device)

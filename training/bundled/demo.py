@@ -26,11 +26,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, report, save_student
 from hf_memmix.conversion.records import processor, write_json
-from hf_memmix.training.bundled.versions import bundled_teacher
+from hf_memmix.training.bundled.recall import drill_rows, material_of
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.context_cost import context_cost
 from hf_memmix.training.evaluation.context_cost_plot import plot_context_cost
 from hf_memmix.training.evaluation.probes import Material, by_length, run_probes
+from hf_memmix.training.hashes import file_hash
 from hf_memmix.training.text_files import read_text, text_record
 from hf_memmix.training.train import align, distill
 
@@ -89,6 +90,8 @@ def run_demo(
     batch_size: int = 4,
     block_size: int = 256,
     text: Path | None = None,
+    teacher_folder: Path | None = None,
+    drills: bool = False,
     text_tokens: int = 20_000,
     probe_lengths: tuple[int, ...] = PROBE_LENGTHS,
     probe_samples: int = 2,
@@ -99,6 +102,8 @@ def run_demo(
 
     The models are compared on the first `text_tokens` tokens of the file `text`, the bundled held-out text by default.
     Recall is measured with `probe_samples` needles at each of five depths, and so many sequences of MQAR, per length.
+    `teacher_folder` takes the place of the bundled transformer. With `drills`, half of the training rows are drills of
+    recall, without the words of every fourth probe.
     """
     text = asset_path("heldout.txt") if text is None else text
     content = read_text(text)
@@ -106,11 +111,12 @@ def run_demo(
     seconds = {}
     output.mkdir(parents=True, exist_ok=True)
 
-    teacher = AutoModelForCausalLM.from_pretrained(asset_path("tiny_teacher"), dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
+    teacher_folder = asset_path("tiny_teacher") if teacher_folder is None else teacher_folder
+    teacher = AutoModelForCausalLM.from_pretrained(teacher_folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
     student = convert_model(teacher, mixer="gka", keep=keep, chunk_size=32)  # the fastest chunk on a CPU
 
-    data = TokenBlocks.from_files(asset_path("train.txt"), tokenizer, block_size)
+    data = training_rows(tokenizer, block_size, content if drills else None)
     stages = []
     for stage, steps in ((align, align_steps), (distill, distill_steps)):
         name = stage.__name__
@@ -168,7 +174,7 @@ def run_demo(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "dtype": "float32",
-        "teacher": describe("transformer", teacher) | bundled_teacher(),
+        "teacher": describe("transformer", teacher) | {"sha256": file_hash(teacher_folder / "model.safetensors")},
         "student": describe("GKA", student) | {"converted_layers": len(mixers)},
         "text": text_record(text),
         "quality": quality,
@@ -184,6 +190,16 @@ def run_demo(
     results = json.loads((output / "results.json").read_text())
     plot_context_cost(results, output / "plot.png")
     return results
+
+
+def training_rows(tokenizer, block_size: int, probes: str | None) -> TokenBlocks:
+    """The bundled training text in rows of `block_size` tokens; with the text of the probes, as many rows of drills."""
+    data = TokenBlocks.from_files(asset_path("train.txt"), tokenizer, block_size)
+    if probes is None:
+        return data
+    material = material_of(tokenizer, data.blocks.flatten(), probes)
+    rows = [data.blocks, drill_rows(material, len(data), block_size, seed=0)]
+    return TokenBlocks(torch.cat(rows).flatten(), block_size, tokenizer=data.tokenizer)
 
 
 def recall_of(models: dict, material: Material, lengths: tuple[int, ...], samples: int, progress=None) -> list[dict]:
@@ -277,6 +293,10 @@ def main(
     align_steps: Annotated[int, typer.Option(help="steps of layer-wise alignment")] = 100,
     distill_steps: Annotated[int, typer.Option(help="steps of distillation")] = 100,
     text: Annotated[Path | None, typer.Option(help="text of the comparison; the held-out text by default")] = None,
+    teacher: Annotated[Path | None, typer.Option(help="folder of another transformer than the bundled one")] = None,
+    drills: Annotated[
+        bool, typer.Option("--drills", help="train on drills of recall, too, for a transformer that recalls")
+    ] = False,
 ) -> None:
     """Convert, align, distil and measure the bundled transformer."""
     console = Console()
@@ -285,7 +305,7 @@ def main(
     transformers.logging.disable_progress_bar()
     with Progress(*columns, console=console) as progress:
         steps = {"align_steps": align_steps, "distill_steps": distill_steps}
-        results = run_demo(output, progress, keep=keep, text=text, **steps)
+        results = run_demo(output, progress, keep=keep, text=text, teacher_folder=teacher, drills=drills, **steps)
     show(results, output, console)
 
 

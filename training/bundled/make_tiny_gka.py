@@ -13,7 +13,6 @@ models is measured. Before the end, the held-out text then only says which words
 """
 
 import json
-import random
 import shutil
 import tempfile
 import time
@@ -31,7 +30,7 @@ from hf_memmix.conversion import convert_model, layers_to_keep, load_model, repo
 from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.conversion.records import bytes_text, write_json
 from hf_memmix.conversion.saving import check_target
-from hf_memmix.training.bundled.recall import drills_of, material_of, measure_recall
+from hf_memmix.training.bundled.recall import drill_rows, material_of, measure_recall
 from hf_memmix.training.data import TokenBlocks, tokenize_files
 from hf_memmix.training.hashes import file_hash
 from hf_memmix.training.sampling import sample_blocks
@@ -191,8 +190,8 @@ def make_data(teacher, stream: torch.Tensor, tokenizer, args, say) -> TokenBlock
             )
         )
     if args.drill_blocks:
-        material, draw = material_of(tokenizer, stream, read_text(args.heldout)), random.Random(args.seed)
-        parts.append(torch.stack([drills_of(material, size, draw)[0] for _ in range(args.drill_blocks)]))
+        material = material_of(tokenizer, stream, read_text(args.heldout))
+        parts.append(drill_rows(material, args.drill_blocks, size, args.seed))
     return TokenBlocks(torch.cat(parts).flatten(), size)
 
 

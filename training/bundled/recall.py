@@ -53,6 +53,12 @@ def drills_of(material: DrillMaterial, length: int, draw: random.Random) -> tupl
     return torch.tensor(ids), torch.tensor(weights)
 
 
+def drill_rows(material: DrillMaterial, count: int, length: int, seed: int) -> Tensor:
+    """`count` rows of drills [count, length] int64."""
+    draw = random.Random(seed)
+    return torch.stack([drills_of(material, length, draw)[0] for _ in range(count)])
+
+
 def material_of(tokenizer, ids: Tensor, probes: str) -> DrillMaterial:
     """Words and filler of the stream `ids` [N], without the unseen words of the probes about the text `probes`.
 

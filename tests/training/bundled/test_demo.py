@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model
@@ -95,6 +95,15 @@ def test_demo_end_to_end(tmp_path):
     assert f"{theirs[1]['cache_bytes']:,}" in shown
     assert "needle recalled, % at 96 / 128 tokens" in shown
     assert "no recall to keep" in shown  # the bundled transformer finds no needle, and the demo says so
+
+
+def test_with_drills_half_of_the_rows_are_drills():
+    tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
+    text = demo.training_rows(tokenizer, 128, None)
+    both = demo.training_rows(tokenizer, 128, asset_path("heldout.txt").read_text(encoding="utf-8"))
+    assert len(both) == 2 * len(text) and torch.equal(both.blocks[: len(text)], text.blocks)
+    ends = (both.blocks[len(text) :] == tokenizer.eos_token_id).sum(1)
+    assert (ends >= 1).all()  # each drill ends with the end-of-text token
 
 
 def test_recall_of_the_demo_is_a_row_per_task():

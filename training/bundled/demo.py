@@ -193,7 +193,7 @@ def run_demo(
 
 
 def training_rows(tokenizer, block_size: int, probes: str | None) -> TokenBlocks:
-    """The bundled training text in rows of `block_size` tokens; with the text of the probes, as many rows of drills."""
+    """The bundled training text in rows of `block_size` tokens; with the text of the probes, as many drills."""
     data = TokenBlocks.from_files(asset_path("train.txt"), tokenizer, block_size)
     if probes is None:
         return data

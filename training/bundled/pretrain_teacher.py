@@ -280,9 +280,9 @@ def train(args: SimpleNamespace) -> dict:
 
     accelerator.wait_for_everyone()
     record["heldout"] = measure_export(args.out, args.heldout, args.context, accelerator.device)
-    if args.drills:
+    if args.drills and args.samples:
         model = load_model(args.out, torch.float32).to(accelerator.device)
-        record["recall"] = measure_recall({"teacher": model}, tokenizer, texts["heldout"], args.context)
+        record["recall"] = measure_recall({"teacher": model}, tokenizer, texts["heldout"], args.context, args.samples)
     return record
 
 
@@ -341,6 +341,7 @@ def main(
     workers: Annotated[int, typer.Option(help="processes that make the rows")] = 0,
     compile: Annotated[bool, typer.Option("--compile", help="use torch.compile")] = False,
     dev_samples: Annotated[int, typer.Option(help="probes per length and depth after each epoch")] = 4,
+    samples: Annotated[int, typer.Option(help="the same at the end, on the held-out text; 0: not measured")] = 16,
 ) -> None:
     """Train the bundled teacher and write its folder."""
     values = dict(locals())

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[3]
 DOCUMENTS = {
     "README.md": 3,  # demo, mixers, students
     "training/README.md": 3,  # quantized, small_states, one_gpu
+    "training/bundled/README.md": 1,  # bundled_recall
     "training/convert_your_model.md": 1,
     "training/experiments/conversion/README.md": 4,
     "training/experiments/mixtures/README.md": 1,

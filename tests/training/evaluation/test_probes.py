@@ -161,7 +161,7 @@ def test_mistakes(small, bundled):
 
 
 def test_the_bundled_teacher_recalls_only_from_a_near_context(bundled):
-    """A model of five million parameters has no induction heads; it only predicts words that came shortly before."""
+    """Trained on text alone, it has no induction heads; it only predicts words that came shortly before."""
     from hf_memmix.conversion import load_model
 
     model = {"teacher": load_model(asset_path("tiny_teacher"), torch.float32)}

@@ -1,5 +1,7 @@
 """The page about the bundled models: what its prose says, from the results; shares of the tables."""
 
+import json
+
 from hf_memmix.conversion.records import CHECKOUT
 from hf_memmix.training.documents import bundled_tables
 from hf_memmix.training.documents.bundled_tables import share
@@ -32,8 +34,6 @@ def test_what_the_page_says_about_the_candidate():
 
 
 def test_what_the_page_says_about_the_bundled_transformer():
-    import json
-
     metrics = json.loads((CHECKOUT / CARDS / "tiny_teacher/metrics.json").read_text())
     epoch = metrics["epochs"][len(read("candidate_training")["epochs"]) - 1]
     assert f"had a loss of {epoch['dev_loss']:.2f} on" in PAGE

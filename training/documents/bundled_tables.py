@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.bundled.demo import recall_rows
 from hf_memmix.training.bundled.versions import as_sentence
 from hf_memmix.training.documents.measurements import MEASUREMENTS, read
 
@@ -51,6 +52,26 @@ def bundled_recall_table(root: Path) -> str:
         f"of them text, in {len(run['epochs'])} passes; pass {run['best_epoch']} was kept. {run['wall_seconds']:.0f} "
         f"s on one {run['hardware']} that other runs shared. One seed; {candidate['samples']} probes per length and "
         "depth." + told + as_sentence(bundled)
+    )
+
+
+def bundled_demo_table(root: Path) -> str:
+    """What the demo shows if the candidate takes the place of the bundled transformer."""
+    results = read("demo_candidate", root)
+    quality, stages = results["quality"], {stage["stage"]: stage["steps"] for stage in results["stages"]}
+    layers = f"{results['student']['converted_layers']} of {results['student']['layers']} layers"
+    rows = [["held-out perplexity", f"{quality['teacher_ppl']:.2f}", f"{quality['student_ppl']:.2f}"]]
+    rows += [
+        ["same most likely token", "", f"{100 * quality['top1_agreement']:.1f} %"],
+        *recall_rows(results["recall"]),
+    ]
+    needles = next(row["answers"] for row in results["recall"]["rows"] if row["task"] == "niah")
+    return (
+        markdown_table(["", "candidate", f"GKA, {layers}"], rows)
+        + f"\n\n{stages['align']} steps of `align` and {stages['distill']} of `distill`, half of the rows drills, in "
+        f"{results['seconds']['align'] + results['seconds']['distill']:.0f} s on a CPU that other programs used, too. "
+        f"Perplexity in windows of 256 tokens; {needles} needles per length; transformer of sha256 "
+        f"{results['teacher']['sha256'][:12]}."
     )
 
 

@@ -13,6 +13,7 @@ KERNELS = "kernels/benchmarks/results"
 RECALL_RUNS = ("first", "second", "strict", "open")  # of the recall teacher; the last one is the teacher
 MEASUREMENTS = {
     "demo": "training/bundled/results/demo.json",
+    "demo_candidate": "training/bundled/results/demo_candidate.json",
     "bundled_recall": "training/bundled/results/recall_bundled.json",
     "candidate_recall": "training/bundled/results/recall_candidate.json",
     "candidate_training": "training/bundled/results/recall_training.json",

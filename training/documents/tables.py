@@ -15,7 +15,11 @@ from hf_memmix.training.documents import limit_tables as limits
 from hf_memmix.training.documents import one_gpu_tables as one_gpu
 from hf_memmix.training.documents import serving_tables as serving
 from hf_memmix.training.documents.budget_tables import one_gpu_distil_table, plan_checked_table
-from hf_memmix.training.documents.bundled_tables import bundled_predictions_table, bundled_recall_table
+from hf_memmix.training.documents.bundled_tables import (
+    bundled_demo_table,
+    bundled_predictions_table,
+    bundled_recall_table,
+)
 from hf_memmix.training.documents.gpu_tables import gpu_table
 from hf_memmix.training.documents.long_tables import (
     context_checks_table,
@@ -277,6 +281,7 @@ TABLES = {
     "lattice_counters": kernels.lattice_counters_table,
     "lattice_frozen": kernels.lattice_frozen_table,
     "bundled_recall": bundled_recall_table,
+    "bundled_demo": bundled_demo_table,
     "bundled_predictions": bundled_predictions_table,
     "results": experiment_tables,
     "echo_mask": echo_mask_table,

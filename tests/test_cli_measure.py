@@ -34,6 +34,7 @@ def test_teacher_beside_student(workspace):
     assert all(row["teacher"] and row["student"] for row in saved["cells"])
     run = memmix("eval", workspace / "student", *at, *SMALL[:-1], "--overwrite")
     assert run.exit_code == 0 and "gain" in run.stdout
+    assert "exact answers" in run.stdout and "64 tokens" in run.stdout
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def evaluate(
     from hf_memmix.conversion.limits import limit_of
     from hf_memmix.conversion.records import write_json
     from hf_memmix.conversion.saving import atomic_folder, check_target
-    from hf_memmix.training.evaluation.probes import TASKS, Material, plot_probes, run_probes
+    from hf_memmix.training.evaluation.probes import TASKS, Material, by_length, plot_probes, run_probes
     from hf_memmix.training.text_files import read_text, text_record
 
     check_placement(device, device_map)
@@ -148,10 +148,17 @@ def evaluate(
         gains = ["-" if s is None else f"{s['gain']:.2f} ± {s['gain_error']:.2f}" for s in scored]
         table.add_row(row["task"], "" if row["chance"] is None else f"{row['chance']:.1%}", *shares, *gains)
     out.print(table)
+    lengths = Table("exact answers", "model", *(f"{length} tokens" for length in grid["lengths"]))
+    rows = by_length(results)
+    for task in chosen:
+        for role in folders:
+            some = [row[role] for row in rows if row["task"] == task]
+            lengths.add_row(task, role, *("-" if share is None else f"{share:.1%}" for share in some))
+    out.print(lengths)
     if alone := [length for length in grid["lengths"] if length > min(limit_of(model) for model in models.values())]:
         out.print(
-            f"the table does not show lengths {alone}: they are too long for one of the models; probes.json holds the"
-            " results of the other model"
+            f"the first table does not show lengths {alone}: they are too long for one of the models; probes.json"
+            " holds the results of the other model"
         )
     out.print(f"gain: by how many nats per token the context makes the answer more likely; written to {out_dir}")
 

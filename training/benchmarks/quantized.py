@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 import hf_memmix
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion.records import environment, write_json
+from hf_memmix.training.bundled.versions import bundled_teacher, check_teacher
 from hf_memmix.training.data import TokenBlocks, tokenize_files
 
 RESULTS = Path(__file__).parent / "results" / "quantized_h200.json"
@@ -266,8 +267,10 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    check_teacher(args.out, {"teacher": bundled_teacher()})
     record = json.loads(args.out.read_text()) if args.out.exists() else {}
     record["environment"] = environment(device) | versions()
+    record["teacher"] = bundled_teacher()
 
     with tempfile.TemporaryDirectory(prefix="memmix-quantized-") as name:
         for part in args.part or ("student", "shape", "optimizers"):

@@ -124,6 +124,7 @@ def compare(args) -> dict:
     from hf_memmix.conversion import convert_model, load_model, save_student
     from hf_memmix.conversion.loading import load_tokenizer
     from hf_memmix.conversion.records import environment
+    from hf_memmix.training.bundled.versions import bundled_teacher
     from hf_memmix.training.data import TokenBlocks
     from hf_memmix.training.streaming import align_by_streaming
     from hf_memmix.training.train import align
@@ -164,6 +165,7 @@ def compare(args) -> dict:
         "mixer": args.mixer,
         "clip": args.clip,
         "dtype": str(dtype).removeprefix("torch."),
+        "teacher": bundled_teacher(),
         "environment": environment(),
     }
     return record | {"options": options} | losses

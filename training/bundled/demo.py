@@ -1,10 +1,10 @@
 """`make demo`: converts, trains and measures the bundled transformer, offline, on a CPU.
 
 It converts the bundled transformer to GKA, aligns and distils it briefly on the bundled text, and measures both
-models: perplexity and agreement on held-out text, bytes of the cache and time per token by context length, and
-generated text. It writes `results.json`, `plot.png` and the checkpoint `student/`, and loads this checkpoint in a new
-Python process. To change learning rates or steps, compare with `--text hf_memmix/assets/dev.txt`: the held-out text
-must not be used for choices.
+models: perplexity and agreement on held-out text, recall by length, bytes of the cache and time per token by context
+length, and generated text. It writes `results.json`, `plot.png` and the checkpoint `student/`, and loads this
+checkpoint in a new Python process. To change learning rates or steps, compare with `--text
+hf_memmix/assets/dev.txt`: the held-out text must not be used for choices.
 """
 
 import json
@@ -26,9 +26,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, report, save_student
 from hf_memmix.conversion.records import processor, write_json
+from hf_memmix.training.bundled.recall import drill_rows, material_of
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.context_cost import context_cost
 from hf_memmix.training.evaluation.context_cost_plot import plot_context_cost
+from hf_memmix.training.evaluation.probes import Material, by_length, run_probes
+from hf_memmix.training.hashes import file_hash
 from hf_memmix.training.text_files import read_text, text_record
 from hf_memmix.training.train import align, distill
 
@@ -41,7 +44,9 @@ LEARNING_RATES = {
 }
 WARMUP_STEPS = 5
 NEW_TOKENS = 80
-STAGE_SECONDS = 100  # a slow or busy machine stops training here, so that the whole takes less than five minutes
+PROBES = {"niah": "needle", "mqar": "keys and values (MQAR)"}
+PROBE_LENGTHS = (128, 256, 512, 1024)
+STAGE_SECONDS = 95  # a slow or busy machine stops training here, so that the whole takes less than five minutes
 # the code of the new process, which gets only the folder and the prompt
 LOAD_AND_GENERATE = """
 import sys, torch, hf_memmix
@@ -85,13 +90,20 @@ def run_demo(
     batch_size: int = 4,
     block_size: int = 256,
     text: Path | None = None,
+    teacher_folder: Path | None = None,
+    drills: bool = False,
     text_tokens: int = 20_000,
+    probe_lengths: tuple[int, ...] = PROBE_LENGTHS,
+    probe_samples: int = 2,
     contexts: tuple[int, ...] = CONTEXTS,
     new_tokens: int = NEW_TOKENS,
 ) -> dict:
     """Run the demo, write its files into the folder `output`, and return the content of `results.json`.
 
     The models are compared on the first `text_tokens` tokens of the file `text`, the bundled held-out text by default.
+    Recall is measured with `probe_samples` needles at each of five depths, and so many sequences of MQAR, per length.
+    `teacher_folder` takes the place of the bundled transformer. With `drills`, half of the training rows are drills of
+    recall, without the words of every fourth probe.
     """
     text = asset_path("heldout.txt") if text is None else text
     content = read_text(text)
@@ -99,11 +111,12 @@ def run_demo(
     seconds = {}
     output.mkdir(parents=True, exist_ok=True)
 
-    teacher = AutoModelForCausalLM.from_pretrained(asset_path("tiny_teacher"), dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
+    teacher_folder = asset_path("tiny_teacher") if teacher_folder is None else teacher_folder
+    teacher = AutoModelForCausalLM.from_pretrained(teacher_folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
     student = convert_model(teacher, mixer="gka", keep=keep, chunk_size=32)  # the fastest chunk on a CPU
 
-    data = TokenBlocks.from_files(asset_path("train.txt"), tokenizer, block_size)
+    data = training_rows(tokenizer, block_size, content if drills else None)
     stages = []
     for stage, steps in ((align, align_steps), (distill, distill_steps)):
         name = stage.__name__
@@ -133,6 +146,15 @@ def run_demo(
     )
 
     models = {"teacher": teacher, "student": student}
+    task = progress.add_task("probe recall", total=None)
+    recall = recall_of(
+        models,
+        Material(tokenizer, content),
+        probe_lengths,
+        probe_samples,
+        progress=lambda done, total: progress.update(task, completed=done, total=total),
+    )
+
     cost = {role: [] for role in models}
     task = progress.add_task("measure memory and speed", total=2 * len(contexts))
     for context in contexts:
@@ -152,10 +174,11 @@ def run_demo(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "dtype": "float32",
-        "teacher": describe("transformer", teacher),
+        "teacher": describe("transformer", teacher) | {"sha256": file_hash(teacher_folder / "model.safetensors")},
         "student": describe("GKA", student) | {"converted_layers": len(mixers)},
         "text": text_record(text),
         "quality": quality,
+        "recall": {"samples": probe_samples, "rows": recall},
         "stages": stages,
         "context_cost": cost,
         "prompt": prompt,
@@ -167,6 +190,37 @@ def run_demo(
     results = json.loads((output / "results.json").read_text())
     plot_context_cost(results, output / "plot.png")
     return results
+
+
+def training_rows(tokenizer, block_size: int, probes: str | None) -> TokenBlocks:
+    """The bundled training text in rows of `block_size` tokens; with the text of the probes, as many drills."""
+    data = TokenBlocks.from_files(asset_path("train.txt"), tokenizer, block_size)
+    if probes is None:
+        return data
+    material = material_of(tokenizer, data.blocks.flatten(), probes)
+    rows = [data.blocks, drill_rows(material, len(data), block_size, seed=0)]
+    return TokenBlocks(torch.cat(rows).flatten(), block_size, tokenizer=data.tokenizer)
+
+
+def recall_of(models: dict, material: Material, lengths: tuple[int, ...], samples: int, progress=None) -> list[dict]:
+    """The share of exact answers of the models by task and length, see `by_length`."""
+    options = {"tasks": tuple(PROBES), "lengths": lengths, "samples": samples, "control": False}
+    return by_length(run_probes(models, material, progress=progress, **options))
+
+
+def recall_rows(recall: dict) -> list[list[str]]:
+    """One row per task for a table: its name with the lengths, and the percentages of both models."""
+    table = []
+    for task, name in PROBES.items():
+        rows = [row for row in recall["rows"] if row["task"] == task]
+        shares = [" / ".join(f"{100 * row[role]:.0f}" for row in rows) for role in ("teacher", "student")]
+        table.append([f"{name} recalled, % at {' / '.join(str(row['length']) for row in rows)} tokens", *shares])
+    return table
+
+
+def recalls_nothing(recall: dict) -> bool:
+    """Whether the transformer itself fails nearly everything, so that the probes say nothing about its student."""
+    return max(row["teacher"] for row in recall["rows"]) < 0.1
 
 
 def describe(name: str, model: PreTrainedModel) -> dict:
@@ -209,6 +263,8 @@ def show(results: dict, output: Path, console: Console) -> None:
         f"perplexity on {results['text']['file']}", f"{quality['teacher_ppl']:.2f}", f"{quality['student_ppl']:.2f}"
     )
     table.add_row("top-1 agreement with the transformer", "", f"{100 * quality['top1_agreement']:.1f} %")
+    for row in recall_rows(results["recall"]):
+        table.add_row(*row)
     for ours, theirs in zip(cost["student"], cost["teacher"], strict=True):
         if theirs["context"] >= 4096:
             sizes = (f"{row['cache_bytes']:,}" for row in (theirs, ours))
@@ -219,6 +275,8 @@ def show(results: dict, output: Path, console: Console) -> None:
     rates = (f"{results['generated'][role]['tokens_per_second']:.1f}" for role in ("teacher", "student"))
     table.add_row("generate() tokens/s, short prompt", *rates)
     console.print(table)
+    if recalls_nothing(results["recall"]):
+        console.print("The transformer itself recalls nearly nothing, so its student has no recall to keep.")
     console.print(f"[bold]prompt[/bold] {results['prompt']}", highlight=False)
     for role, name in (("teacher", "transformer"), ("student", "GKA student")):
         console.print(f"[bold]{name}[/bold] {results['generated'][role]['text']}", highlight=False)
@@ -235,6 +293,10 @@ def main(
     align_steps: Annotated[int, typer.Option(help="steps of layer-wise alignment")] = 100,
     distill_steps: Annotated[int, typer.Option(help="steps of distillation")] = 100,
     text: Annotated[Path | None, typer.Option(help="text of the comparison; the held-out text by default")] = None,
+    teacher: Annotated[Path | None, typer.Option(help="folder of another transformer than the bundled one")] = None,
+    drills: Annotated[
+        bool, typer.Option("--drills", help="train on drills of recall, too, for a transformer that recalls")
+    ] = False,
 ) -> None:
     """Convert, align, distil and measure the bundled transformer."""
     console = Console()
@@ -243,7 +305,7 @@ def main(
     transformers.logging.disable_progress_bar()
     with Progress(*columns, console=console) as progress:
         steps = {"align_steps": align_steps, "distill_steps": distill_steps}
-        results = run_demo(output, progress, keep=keep, text=text, **steps)
+        results = run_demo(output, progress, keep=keep, text=text, teacher_folder=teacher, drills=drills, **steps)
     show(results, output, console)
 
 

@@ -1,7 +1,14 @@
-"""Training a small language model from scratch: its loss, and which parameters decay."""
+"""Training a small language model from scratch: its loss, which parameters decay, and attention without masks."""
+
+import contextlib
 
 import torch
 import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from hf_memmix._transformers import attention_implementation
+
+WHOLE_ROWS = "causal_whole_rows"
 
 
 def next_token_loss(model, ids: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
@@ -23,8 +30,34 @@ def mean_loss(model, ids: torch.Tensor, length: int, batch_size: int = 16) -> fl
     return total / sum(len(w) - 1 for w in windows)
 
 
-def decay_matrices(model, weight_decay: float) -> list[dict]:
+def decay_matrices(parameters, weight_decay: float) -> list[dict]:
     """Optimizer groups: weight decay on matrices, none on vectors (norms, biases)."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def matrices_of_layers(model) -> tuple[list, list]:
+    """The matrices of the layers, which Muon trains, and the other parameters: embeddings and vectors."""
+    named = [
+        (parameter.ndim == 2 and "embed_tokens" not in name, parameter) for name, parameter in model.named_parameters()
+    ]
+    return [p for inner, p in named if inner], [p for inner, p in named if not inner]
+
+
+@contextlib.contextmanager
+def without_masks(*models):
+    """Causal attention of whole rows, for models that see no padding.
+
+    Otherwise transformers looks for packed rows, and the host waits for the device; in a CUDA graph it makes a mask.
+    """
+    AttentionInterface.register(WHOLE_ROWS, AttentionInterface()["sdpa"])  # a name without a function that makes masks
+    before = [attention_implementation(model.config) for model in models]
+    try:
+        for model in models:
+            model.set_attn_implementation(WHOLE_ROWS)
+        yield
+    finally:
+        for model, name in zip(models, before, strict=True):
+            model.set_attn_implementation(name)

@@ -7,6 +7,9 @@ It is meant for one GPU. The number of steps is computed from `--minutes` and th
 in time on any machine. A part of the data is sampled from the teacher. `--keep auto` aligns all layers, and then keeps
 the layer whose replacement changes the teacher's predictions most. The model in bf16 and `metrics.json` are written to
 `--out`. The held-out text is read once, at the end; all other figures are measured on the development text.
+
+For a teacher that recalls (`pretrain_teacher --drills`), `--drill-blocks` adds rows of drills, and the recall of both
+models is measured. Before the end, the held-out text then only says which words are not used in the drills.
 """
 
 import json
@@ -27,9 +30,11 @@ from hf_memmix.conversion import convert_model, layers_to_keep, load_model, repo
 from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.conversion.records import bytes_text, write_json
 from hf_memmix.conversion.saving import check_target
+from hf_memmix.training.bundled.recall import drill_rows, material_of, measure_recall
 from hf_memmix.training.data import TokenBlocks, tokenize_files
+from hf_memmix.training.hashes import file_hash
 from hf_memmix.training.sampling import sample_blocks
-from hf_memmix.training.text_files import text_record
+from hf_memmix.training.text_files import read_text, text_record
 from hf_memmix.training.train import Recipe, train
 
 OFFSETS = 4  # real text is cut into blocks at this many offsets
@@ -53,6 +58,7 @@ def main(
     block_size: int = 512,
     batch_size: int = 64,
     sampled_blocks: Annotated[int, typer.Option(help="blocks of text that the teacher writes")] = 8192,
+    drill_blocks: Annotated[int, typer.Option(help="blocks of drills of recall")] = 0,
     align_lr: float = 3e-3,
     mixer_lr: float = 1.5e-3,
     rest_lr: float = 4e-4,
@@ -79,8 +85,11 @@ def main(
     before = measure(student, teacher, tokenizer, dev_text, args.block_size, DEV_TOKENS)
     say(f"converted {student.conversion_report.converted}: perplexity ratio {before['ppl_ratio']:.2f} untrained")
 
-    data = make_data(teacher, stream, args, say)
-    say(f"{len(data)} blocks of {args.block_size}: {len(stream)} real tokens, {args.sampled_blocks} sampled blocks")
+    data = make_data(teacher, stream, tokenizer, args, say)
+    say(
+        f"{len(data)} blocks of {args.block_size}: {len(stream)} real tokens, {args.sampled_blocks} sampled blocks, "
+        f"{args.drill_blocks} blocks of drills"
+    )
 
     runs, scores = [], None
     with tempfile.TemporaryDirectory() as scratch:
@@ -103,12 +112,19 @@ def main(
 
     save_student(student.cpu(), out, tokenizer, overwrite=True, dtype=torch.bfloat16)
     final = measure_export(out, teacher_folder, heldout, args.block_size, device)
+    recall = {}
+    if args.drill_blocks:
+        models = {"teacher": teacher, "student": load_model(out, dtype=torch.float32).to(device)}
+        context = teacher.config.max_position_embeddings
+        recall = {"recall": measure_recall(models, tokenizer, read_text(heldout), context)}
     metrics = {
         "keep": keep,
         "layer_kl": scores,
         "mixer_options": student.config.mixers,
+        "teacher": {"sha256": file_hash(teacher_folder / "model.safetensors")},
         "untrained": before,
         "heldout": final,
+        **recall,
         "stages": [{k: v for k, v in run.items() if k != "log"} for run in runs],
         "curves": {run["stage"]: [[e["step"], e["loss"]] for e in run["log"]] for run in runs},
         "arguments": {"keep": keep_layers} | {k: str(v) for k, v in vars(args).items() if k not in NOT_RECORDED},
@@ -157,8 +173,8 @@ def most_needed_layer(
     return [max(layers, key=scores.__getitem__)], scores
 
 
-def make_data(teacher, stream: torch.Tensor, args, say) -> TokenBlocks:
-    """Blocks of real text, cut at several offsets, and blocks that are sampled from the teacher."""
+def make_data(teacher, stream: torch.Tensor, tokenizer, args, say) -> TokenBlocks:
+    """Blocks of real text, cut at several offsets, blocks that are sampled from the teacher, and drills."""
     size = args.block_size
     offsets = [i * size // OFFSETS for i in range(OFFSETS) if len(stream) > i * size // OFFSETS + size]
     parts = [TokenBlocks(stream[offset:], size).blocks for offset in offsets]
@@ -173,6 +189,9 @@ def make_data(teacher, stream: torch.Tensor, args, say) -> TokenBlocks:
                 progress=lambda done, total: say(f"sampled {done} of {total} blocks"),
             )
         )
+    if args.drill_blocks:
+        material = material_of(tokenizer, stream, read_text(args.heldout))
+        parts.append(drill_rows(material, args.drill_blocks, size, args.seed))
     return TokenBlocks(torch.cat(parts).flatten(), size)
 
 

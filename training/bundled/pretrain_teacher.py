@@ -9,8 +9,15 @@ Learns a byte-level BPE tokenizer on the training text, then the model (Touvron 
 grouped key/value heads and tied embeddings). After each epoch the loss on the dev text is measured and the best
 weights are kept. The run ends after `--patience` epochs without an improvement. The held-out text is read once, at the
 end. Text files hold documents separated by a line `<|endoftext|>`, which is the tokenizer's bos and eos.
+
+With `--drills`, every window of text has a row of drills of recall beside it (drills.py), and the loss is that of the
+text plus that of the answers. The epoch with the lowest sum of both on the development text is kept. The recipe:
+
+    python -m hf_memmix.training.bundled.pretrain_teacher --train ... --drills --muon-lr 0.02 --epochs 20 \\
+        --short-context 256 --short-epochs 8 --workers 4 --compile
 """
 
+import contextlib
 import copy
 import json
 import math
@@ -37,7 +44,16 @@ from transformers import (
 
 from hf_memmix.conversion import load_model
 from hf_memmix.conversion.records import hardware, write_json
-from hf_memmix.training.bundled.language_model import decay_matrices, mean_loss, next_token_loss
+from hf_memmix.training.bundled.drills import losses_of_drills
+from hf_memmix.training.bundled.language_model import (
+    decay_matrices,
+    matrices_of_layers,
+    mean_loss,
+    next_token_loss,
+    without_masks,
+)
+from hf_memmix.training.bundled.muon import Muon
+from hf_memmix.training.bundled.recall import DevRecall, DrilledWindows, material_of, measure_recall
 from hf_memmix.training.text_files import read_text, text_record
 
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -133,8 +149,48 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     tokenizer.save_pretrained(out)
 
 
+def optimizers_of(model: LlamaForCausalLM, args: SimpleNamespace) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters; with `args.muon_lr`, Muon for the matrices of the layers.
+
+    Muon decays weights by the same share per step as AdamW.
+    """
+    if args.muon_lr is None:
+        matrices, rest = [], model.parameters()
+    else:
+        matrices, rest = matrices_of_layers(model)
+    fused = True if matrices and torch.cuda.is_available() else None
+    adam = torch.optim.AdamW(decay_matrices(rest, args.weight_decay), lr=args.lr, betas=(0.9, 0.95), fused=fused)
+    if not matrices:
+        return [adam]
+    return [adam, Muon(matrices, lr=args.muon_lr, weight_decay=args.weight_decay * args.lr / args.muon_lr)]
+
+
+def windows_of(ids: torch.Tensor, length: int, args: SimpleNamespace, material) -> tuple[ShiftedWindows, DataLoader]:
+    """The windows of `length` tokens and their loader; a batch has as many tokens of text at every length."""
+    windows, rows = ShiftedWindows(ids, length), args.batch_size * args.context // length
+    items = windows if material is None else DrilledWindows(windows, material, args.seed)
+    loader = DataLoader(items, batch_size=rows, shuffle=True, drop_last=len(windows) >= rows, num_workers=args.workers)
+    return windows, loader
+
+
+def loss_of(model, batch, answers_too) -> torch.Tensor:
+    """The losses [1], or of text and of answers [2], of a batch of windows, or of windows and drills."""
+    if torch.is_tensor(batch):
+        return next_token_loss(model, batch)[None]
+    text, drills, weights = batch
+    ids, weights = torch.cat([text, drills]), torch.cat([torch.zeros_like(weights), weights])
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    return torch.stack(answers_too(logits, ids, weights, len(text)))
+
+
 def train(args: SimpleNamespace) -> dict:
-    """Train with the settings `args`, write the best model and its tokenizer to `args.out`, and return a record."""
+    """Train with the settings `args`, write the best model and its tokenizer to `args.out`, and return a record.
+
+    The record of the epochs so far is written to `args.metrics` after each one.
+
+    Raises:
+        ValueError: a text is missing or too short, or the loss is not finite.
+    """
     texts = {name: read_documents(getattr(args, name)) for name in ("train", "dev", "heldout")}
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     set_seed(args.seed)
@@ -143,13 +199,25 @@ def train(args: SimpleNamespace) -> dict:
     model = build_model(args, tokenizer)
     add_dropout(model, args.dropout)
 
-    windows = ShiftedWindows(ids["train"], args.context)
-    loader = DataLoader(windows, batch_size=args.batch_size, shuffle=True, drop_last=len(windows) >= args.batch_size)
-    optimizer = torch.optim.AdamW(decay_matrices(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.95))
-    plain_model = model
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    total_steps = args.max_steps or args.epochs * len(loader)
-    schedule = get_cosine_schedule_with_warmup(optimizer, min(args.warmup, total_steps // 10), total_steps)
+    material, dev_recall = None, None
+    if args.drills:
+        material = material_of(tokenizer, ids["train"], texts["heldout"])
+        dev_material = material_of(tokenizer, ids["dev"], texts["heldout"])
+        dev_recall = DevRecall(tokenizer, texts["dev"], dev_material, args.context, args.dev_samples)
+    lengths = [args.short_context] * args.short_epochs + [args.context]  # of the epochs; the last one stays
+    made = {length: windows_of(ids["train"], length, args, material) for length in dict.fromkeys(lengths)}
+    plain_model, answers_too = model, losses_of_drills
+    if args.compile:
+        torch._dynamo.config.suppress_errors = True  # a part that cannot be compiled runs as it is
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+        answers_too = torch.compile(losses_of_drills, dynamic=False)
+    model, *optimizers = accelerator.prepare(model, *optimizers_of(model, args))
+    loaders = {length: accelerator.prepare(loader) for length, (_, loader) in made.items()}
+    steps_of = [len(loaders[lengths[min(epoch, len(lengths) - 1)]]) for epoch in range(args.epochs)]
+    total_steps = args.max_steps or sum(steps_of)
+    warmup = min(args.warmup, total_steps // 10)
+    schedules = [get_cosine_schedule_with_warmup(optimizer, warmup, total_steps) for optimizer in optimizers]
 
     record = {
         "arguments": {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()},
@@ -164,39 +232,64 @@ def train(args: SimpleNamespace) -> dict:
     best, best_epoch, step, epoch, began = math.inf, 0, 0, 0, time.time()
     offsets = torch.Generator().manual_seed(args.seed)
     while step < total_steps and epoch - best_epoch < args.patience:
+        length = lengths[min(epoch, len(lengths) - 1)]
         epoch += 1
-        windows.offset = int(torch.randint(args.context, (1,), generator=offsets))
+        windows = made[length][0]
+        windows.offset = int(torch.randint(length, (1,), generator=offsets))
+        if material is not None:
+            made[length][1].dataset.epoch = epoch
         model.train()
         losses = []
-        for batch in loader:
-            loss = next_token_loss(model, batch)
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-            step += 1
-            if step % args.log_every == 0 or step == total_steps:
-                record["steps"].append({"step": step, "train_loss": round(loss.item(), 4)})
-            if step == total_steps:
-                break
-        dev = mean_loss(model, ids["dev"], args.context)
+        with without_masks(plain_model) if args.drills else contextlib.nullcontext():
+            for batch in loaders[length]:
+                loss = loss_of(model, batch, answers_too)
+                accelerator.backward(loss.sum())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                losses.append(loss.detach())
+                step += 1
+                if step % args.log_every == 0 or step == total_steps:
+                    seconds = {"seconds": round(time.time() - began, 2)}
+                    record["steps"].append({"step": step} | train_losses(loss) | seconds)
+                if step == total_steps:
+                    break
+        row = {"epoch": epoch, "step": step} | train_losses(torch.stack(losses).mean(0))
+        with torch.compiler.set_stance("force_eager"):  # other shapes are not compiled
+            dev = mean_loss(model, ids["dev"], args.context)
+            row["dev_loss"] = round(dev, 4)
+            if dev_recall is not None:
+                with accelerator.autocast():
+                    row |= dev_recall.measure(plain_model)
+        dev += row.get("dev_answers", 0.0)
         if not math.isfinite(dev):
             raise ValueError(f"the dev loss became {dev} at step {step}: lower --lr (now {args.lr})")
-        row = {"epoch": epoch, "step": step, "train_loss": torch.stack(losses).mean().item(), "dev_loss": dev}
-        record["epochs"].append({k: round(v, 4) for k, v in row.items()})
-        accelerator.print(f"epoch {epoch} step {step} train {row['train_loss']:.4f} dev {dev:.4f}", flush=True)
+        row["seconds"] = round(time.time() - began, 1)
+        record["epochs"].append(row)
+        accelerator.print(json.dumps(row), flush=True)
         if dev < best:
             best, best_epoch = dev, epoch
             if accelerator.is_main_process:
                 save(plain_model, tokenizer, args.out)
+        record |= {"best_epoch": best_epoch, "wall_seconds": row["seconds"]}
+        record["tokens_seen"] = step * args.batch_size * args.context * accelerator.num_processes * (1 + args.drills)
+        if accelerator.is_main_process and args.metrics:
+            write_json(args.metrics, record)
 
     accelerator.wait_for_everyone()
-    record["best_epoch"], record["wall_seconds"] = best_epoch, round(time.time() - began, 1)
-    record["tokens_seen"] = step * args.batch_size * args.context * accelerator.num_processes
     record["heldout"] = measure_export(args.out, args.heldout, args.context, accelerator.device)
+    if args.drills and args.samples:
+        model = load_model(args.out, torch.float32).to(accelerator.device)
+        record["recall"] = measure_recall({"teacher": model}, tokenizer, texts["heldout"], args.context, args.samples)
     return record
+
+
+def train_losses(losses: torch.Tensor) -> dict[str, float]:
+    """The rounded losses [1] of text, or [2] of text and of answers, for the record."""
+    names = ("train_loss", "train_answers")
+    return {name: round(value, 4) for name, value in zip(names, losses.tolist(), strict=False)}
 
 
 def measure_export(folder: Path, heldout: Path, context: int, device="cpu") -> dict:
@@ -239,6 +332,16 @@ def main(
     dropout: float = 0.1,
     log_every: Annotated[int, typer.Option(help="steps between rows of the record")] = 50,
     seed: int = 0,
+    drills: Annotated[bool, typer.Option("--drills", help="rows of drills of recall beside the text")] = False,
+    muon_lr: Annotated[
+        float | None, typer.Option(help="rate of Muon for the matrices of the layers; AdamW without it")
+    ] = None,
+    short_context: Annotated[int, typer.Option(help="window length of the first --short-epochs epochs")] = 256,
+    short_epochs: int = 0,
+    workers: Annotated[int, typer.Option(help="processes that make the rows")] = 0,
+    compile: Annotated[bool, typer.Option("--compile", help="use torch.compile")] = False,
+    dev_samples: Annotated[int, typer.Option(help="probes per length and depth after each epoch")] = 4,
+    samples: Annotated[int, typer.Option(help="the same at the end, on the held-out text; 0: not measured")] = 16,
 ) -> None:
     """Train the bundled teacher and write its folder."""
     values = dict(locals())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hf_memmix.conversion.estimate import estimate, meta_teacher
 from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.training.bundled.versions import as_sentence
 from hf_memmix.training.documents.measurements import read
 
 CONTEXT = 4096  # of the memory column
@@ -43,7 +44,7 @@ def mixers_table(root: Path) -> str:
         "predictions there, in nats. Names recalled: how often the next token is right where a name is mentioned for "
         "the second time; use of context: how much the context raises the log-probability of this token, as a share "
         "of the transformer's figure. Memory: the cache of one sequence in bf16, computed by `memmix convert "
-        "--dry-run`; no attention is kept."
+        "--dry-run`; no attention is kept." + as_sentence(results)
     )
 
 

@@ -13,6 +13,11 @@ KERNELS = "kernels/benchmarks/results"
 RECALL_RUNS = ("first", "second", "strict", "open", "even")  # of the recall teacher; the last one is the teacher
 MEASUREMENTS = {
     "demo": "training/bundled/results/demo.json",
+    "demo_candidate": "training/bundled/results/demo_candidate.json",
+    "bundled_recall": "training/bundled/results/recall_bundled.json",
+    "candidate_recall": "training/bundled/results/recall_candidate.json",
+    "candidate_training": "training/bundled/results/recall_training.json",
+    "candidate_context": "training/bundled/results/recall_context_use.json",
     "recall": f"{EXPERIMENTS}/gka/results/recall.json",
     "gka_solvers": f"{EXPERIMENTS}/gka/results/gka_solvers.json",
     "gka_variants_sketches": f"{EXPERIMENTS}/gka/results/gka_variants_sketches.json",

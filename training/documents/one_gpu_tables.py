@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.training.bundled.versions import as_sentence
 from hf_memmix.training.documents.measurements import read
 
 DISTILLED = {"8B LoRA": "LoRA", "8B QLoRA": "QLoRA"}  # runs of measure_training.py, and their names in the table
@@ -87,7 +88,7 @@ def _same_losses(found: dict[str, dict]) -> str:
     return (
         "The largest relative difference between the losses of `align` with and without `--stream`, for the bundled"
         f" transformer: {differences('unclipped')} without clipping of gradients; {differences('clipped')} if"
-        f" gradients are clipped to the norm {norm:g}."
+        f" gradients are clipped to the norm {norm:g}." + "".join(sorted({as_sentence(row) for row in found.values()}))
     )
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.training.bundled.versions import as_sentence
 from hf_memmix.training.documents.measurements import read
 
 
@@ -31,6 +32,7 @@ def quantized_table(root: Path) -> str:
         f"{table}\n\nA Llama of 1.2B parameters, random weights, `gka` in every layer, one sequence, without"
         f" torch.compile; {where['hardware']}, torch {where['torch']}, torchao {where['torchao']}, bitsandbytes"
         f" {where['bitsandbytes']}. The error is that of the logits to those of fp32 with the same rounded weights."
+        + as_sentence(found)
     )
 
 
@@ -48,5 +50,5 @@ def small_states_table(root: Path) -> str:
     first, where = found["optimizers"][0], found["environment"]["hardware"]
     return (
         markdown_table(["optimizer, or frozen weights", "first loss", "last loss"], lines, figures=True)
-        + f"\n\n`distill` of {first['student']}, {first['steps']} steps, on {where}."
+        + f"\n\n`distill` of {first['student']}, {first['steps']} steps, on {where}.{as_sentence(found)}"
     )

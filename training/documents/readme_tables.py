@@ -24,6 +24,7 @@ DOCUMENTS = (
     "conversion/README.md",
     "hf_memmix/serving/README.md",
     "training/README.md",
+    "training/bundled/README.md",
     "training/convert_your_model.md",
     "training/experiments/*/README.md",
     "kernels/README.md",

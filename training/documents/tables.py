@@ -6,6 +6,8 @@ from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.conversion.teachers_table import refusals, teachers_table
+from hf_memmix.training.bundled.demo import recall_rows
+from hf_memmix.training.bundled.versions import as_sentence
 from hf_memmix.training.documents import choice_tables as choice
 from hf_memmix.training.documents import conversion_costs as costs
 from hf_memmix.training.documents import kernel_tables as kernels
@@ -13,6 +15,11 @@ from hf_memmix.training.documents import limit_tables as limits
 from hf_memmix.training.documents import one_gpu_tables as one_gpu
 from hf_memmix.training.documents import serving_tables as serving
 from hf_memmix.training.documents.budget_tables import one_gpu_distil_table, plan_checked_table
+from hf_memmix.training.documents.bundled_tables import (
+    bundled_demo_table,
+    bundled_predictions_table,
+    bundled_recall_table,
+)
 from hf_memmix.training.documents.gpu_tables import gpu_table
 from hf_memmix.training.documents.long_tables import (
     context_checks_table,
@@ -37,6 +44,8 @@ def demo_table(root: Path) -> str:
         ["held-out perplexity", f"{quality['teacher_ppl']:.2f}", f"{quality['student_ppl']:.2f}"],
         ["same most likely token", "", f"{100 * quality['top1_agreement']:.1f} %"],
     ]
+    if "recall" in results:  # not in a run before the demo measured it
+        rows += recall_rows(results["recall"])
     for theirs, ours in pairs:
         if theirs["context"] >= 4096:
             name = f"cache at {theirs['context'] // 1024}k tokens of context"
@@ -50,13 +59,13 @@ def demo_table(root: Path) -> str:
         + f"\n\n{results['hardware']}; torch {results['torch']}, transformers {results['transformers']}; "
         f"{minutes:.1f} minutes in all, of which {results['seconds']['align'] + results['seconds']['distill']:.0f} s "
         f"are training. Perplexity over {quality['tokens']:,} tokens of the held-out text; the demo's learning "
-        "rates and steps were chosen on another text."
+        "rates and steps were chosen on another text." + as_sentence(results)
     )
 
 
 def student_table(root: Path) -> str:
     """One row for every student that has measurements in `model_cards`."""
-    lines, devices, tokens = [], set(), set()
+    lines, devices, tokens, teachers = [], set(), set(), set()
     for path in sorted((root / CARDS).glob("*/metrics*.json")):
         metrics = json.loads(path.read_text())
         heldout = metrics["heldout"]
@@ -70,6 +79,7 @@ def student_table(root: Path) -> str:
         line += [f"{heldout[key]:.2f}" for key in ("teacher_ppl", "student_ppl")]
         lines.append([*line, f"{heldout['ppl_ratio']:.3f}", f"{100 * heldout['top1_agreement']:.1f} %"])
         tokens.add(f"{heldout['tokens']:,}")
+        teachers.add(as_sentence(metrics))
         devices.add(f"{metrics['device']} in {metrics['seconds'] / 60:.0f} minutes")
     head = [
         "student",
@@ -83,7 +93,7 @@ def student_table(root: Path) -> str:
     ]
     return aligned_table(head, lines) + (
         f"\n\n{', '.join(sorted(tokens))} tokens of the held-out text, which was never used for selection; "
-        f"distilled on one {', '.join(sorted(devices))} each."
+        f"distilled on one {', '.join(sorted(devices))} each.{''.join(sorted(teachers))}"
     )
 
 
@@ -220,6 +230,7 @@ def gpus_table(root: Path, name: str = "multi_gpu") -> str:
         + f"\n\n{results['gpus']} x {results['hardware']}, torch {results['torch']}, commit "
         f"{results['commit']}. Loss off by: the largest relative difference from the loss on one GPU, over all steps. "
         "Halves: gradient accumulation in two parts; the last rows of an epoch, fewer than a batch, had more weight."
+        + as_sentence(results)
     )
 
 
@@ -284,6 +295,9 @@ TABLES = {
     "lattice_targets": kernels.lattice_targets_table,
     "lattice_counters": kernels.lattice_counters_table,
     "lattice_frozen": kernels.lattice_frozen_table,
+    "bundled_recall": bundled_recall_table,
+    "bundled_demo": bundled_demo_table,
+    "bundled_predictions": bundled_predictions_table,
     "results": experiment_tables,
     "echo_mask": echo_mask_table,
     "recall_runs": recall_runs_table,

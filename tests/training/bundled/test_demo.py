@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model
@@ -67,6 +67,8 @@ def test_demo_end_to_end(tmp_path):
             batch_size=1,
             block_size=64,
             text_tokens=200,
+            probe_lengths=(96, 128),
+            probe_samples=1,
             contexts=(512, 4096),
             new_tokens=6,
         )
@@ -78,6 +80,11 @@ def test_demo_end_to_end(tmp_path):
     assert results["text"]["sha256"] == hashlib.sha256(content).hexdigest()
     assert results["quality"]["tokens"] == 196  # 200 in blocks of 64, whose first tokens nothing predicts
     assert results["quality"]["student_ppl"] > 1
+    rows = results["recall"]["rows"]
+    assert [(row["task"], row["length"]) for row in rows] == [
+        (task, n) for task in ("niah", "mqar") for n in (96, 128)
+    ]
+    assert all(0 <= row[role] <= 1 for row in rows for role in ("teacher", "student"))
     ours, theirs = results["context_cost"]["student"], results["context_cost"]["teacher"]
     assert ours[0]["cache_bytes"] == ours[1]["cache_bytes"] < theirs[1]["cache_bytes"]
 
@@ -86,3 +93,23 @@ def test_demo_end_to_end(tmp_path):
     shown = console.export_text()
     assert f"{results['quality']['student_ppl']:.2f}" in shown
     assert f"{theirs[1]['cache_bytes']:,}" in shown
+    assert "needle recalled, % at 96 / 128 tokens" in shown
+    assert "no recall to keep" in shown  # the bundled transformer finds no needle, and the demo says so
+
+
+def test_with_drills_half_of_the_rows_are_drills():
+    tokenizer = AutoTokenizer.from_pretrained(asset_path("tiny_teacher"))
+    text = demo.training_rows(tokenizer, 128, None)
+    both = demo.training_rows(tokenizer, 128, asset_path("heldout.txt").read_text(encoding="utf-8"))
+    assert len(both) == 2 * len(text) and torch.equal(both.blocks[: len(text)], text.blocks)
+    ends = (both.blocks[len(text) :] == tokenizer.eos_token_id).sum(1)
+    assert (ends >= 1).all()  # each drill ends with the end-of-text token
+
+
+def test_recall_of_the_demo_is_a_row_per_task():
+    rows = [
+        {"task": task, "length": n, "teacher": 1.0, "student": n / 1000} for task in demo.PROBES for n in (128, 256)
+    ]
+    recall = {"samples": 2, "rows": rows}
+    assert demo.recall_rows(recall)[0] == ["needle recalled, % at 128 / 256 tokens", "100 / 100", "13 / 26"]
+    assert not demo.recalls_nothing(recall)

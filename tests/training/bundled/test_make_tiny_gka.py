@@ -3,11 +3,20 @@
 import json
 
 import typer
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from hf_memmix.assets import asset_path
 from hf_memmix.conversion import load_model
 from hf_memmix.training.bundled import make_tiny_gka
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+
+
+def make(options):
+    app = typer.Typer()
+    app.command()(make_tiny_gka.main)
+    command = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    return CliRunner().invoke(app, command, catch_exceptions=False)
 
 
 def test_recipe_in_miniature(tmp_path):
@@ -18,10 +27,7 @@ def test_recipe_in_miniature(tmp_path):
     sizes = {"keep": "auto", "minutes": 0.01, "block-size": 16, "batch-size": 2, "sampled-blocks": 3}
     files = {name: tmp_path / f"{name}.txt" for name in ("text", "dev", "heldout")}
     files |= {"teacher": tmp_path / "teacher", "out": tmp_path / "out"}
-    app = typer.Typer()
-    app.command()(make_tiny_gka.main)
-    command = [str(part) for name, value in (sizes | files).items() for part in (f"--{name}", value)]
-    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    result = make(sizes | files)
     assert result.exit_code == 0, result.output
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     student = load_model(tmp_path / "out")
@@ -31,3 +37,22 @@ def test_recipe_in_miniature(tmp_path):
     assert {"ppl_ratio", "top1_agreement", "layer_error"} <= metrics["heldout"].keys()
     assert [metrics[key]["text"]["file"] for key in ("untrained", "heldout")] == ["dev.txt", "heldout.txt"]
     assert [stage["stage"] for stage in metrics["stages"]] == ["align", "distill"]
+
+
+def test_a_student_of_drills_is_measured_beside_its_teacher(tmp_path):
+    tiny_teacher("llama", layers=2, vocab_size=4096, max_position_embeddings=128).save_pretrained(tmp_path / "teacher")
+    AutoTokenizer.from_pretrained(asset_path("tiny_teacher")).save_pretrained(tmp_path / "teacher")
+    sizes = {"minutes": 0.01, "block-size": 96, "batch-size": 2, "sampled-blocks": 0, "drill-blocks": 4}
+    files = {name: tmp_path / f"{name}.txt" for name in ("text", "dev", "heldout")}
+    for name, path in files.items():
+        path.write_text(
+            asset_path("train.txt" if name == "text" else f"{name}.txt").read_text("utf-8")[:60_000], "utf-8"
+        )
+    result = make(sizes | files | {"teacher": tmp_path / "teacher", "out": tmp_path / "out"})
+    assert result.exit_code == 0, result.output
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert "4 blocks of drills" in result.output
+    for words in ("words", "unseen"):
+        rows = metrics["recall"][words]
+        assert [row["task"] for row in rows] == ["niah", "mqar", "kv", "variables"]
+        assert all(row["length"] == 128 and {"teacher", "student"} <= row.keys() for row in rows)

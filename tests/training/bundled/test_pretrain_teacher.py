@@ -10,7 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_memmix.training.bundled import pretrain_teacher
+from hf_memmix.assets import asset_path
+from hf_memmix.training.bundled import measure_teacher, pretrain_teacher
+from hf_memmix.training.bundled.drills import first_tokens, unseen_of
+from hf_memmix.training.bundled.recall import DrilledWindows, material_of
+from hf_memmix.training.evaluation.probes import Material
 
 TINY = {"vocab_size": 300, "context": 32, "hidden_size": 32, "intermediate_size": 48, "layers": 2, "heads": 2}
 TINY |= {"kv_heads": 1}
@@ -26,6 +30,21 @@ def text(tmp_path_factory):
 
 def pretrain(text: Path, out: Path, **more) -> None:
     pretrain_teacher.main(text, text, text, out / "model", out / "m.json", **TINY, **more)
+
+
+DRILLED = {"vocab_size": 1024, "context": 192, "short_context": 96, "short_epochs": 1, "drills": True, "muon_lr": 0.02}
+
+
+@pytest.fixture(scope="module")
+def drilled(tmp_path_factory):
+    """A teacher that was trained for a moment on the bundled texts and drills, and its texts."""
+    out = tmp_path_factory.mktemp("drilled")
+    for name, size in (("train", 150_000), ("dev", 150_000), ("heldout", 383_510)):
+        (out / f"{name}.txt").write_text(asset_path(f"{name}.txt").read_text("utf-8")[:size], "utf-8")
+    texts = [out / f"{name}.txt" for name in ("train", "dev", "heldout")]
+    options = TINY | DRILLED | {"epochs": 2, "batch_size": 16, "dev_samples": 1, "log_every": 1}
+    pretrain_teacher.main(*texts, out / "model", out / "m.json", **options)
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +116,65 @@ def test_dropout_acts_in_training_only(text):
     ids = torch.arange(16)[None]
     assert not torch.equal(model.train()(ids).logits, model(ids).logits)
     assert torch.equal(model.eval()(ids).logits, model(ids).logits)
+
+
+def test_drills_stand_beside_the_text_and_recall_is_recorded(drilled):
+    record = json.loads((drilled / "m.json").read_text())
+    first, second = record["epochs"]
+    assert first["dev_answers"] > 0 and set(second["dev_recall"]) == {"niah", "mqar"}
+    assert set(second["dev_recall"]["niah"]) == {"96", "192"}
+    assert all(row["train_answers"] > 0 for row in record["steps"])
+    # an epoch has the same number of tokens of text with both window lengths, and as many of drills
+    assert first["step"] == second["step"] - first["step"]
+    assert record["tokens_seen"] == second["step"] * 2 * 16 * 192
+    assert record["best_epoch"] == 1 + (
+        second["dev_loss"] + second["dev_answers"] < first["dev_loss"] + first["dev_answers"]
+    )
+    assert [(row["task"], row["length"]) for row in record["recall"]["unseen"]][:2] == [("niah", 128), ("mqar", 128)]
+    assert set(record["arguments"]) >= {"drills", "muon_lr", "short_epochs"}
+
+
+def test_a_teacher_is_measured_from_its_folder(drilled, tmp_path):
+    measure_teacher.main(tmp_path / "m.json", drilled / "model", drilled / "heldout.txt", samples=16)
+    found, record = (json.loads(path.read_text()) for path in (tmp_path / "m.json", drilled / "m.json"))
+    assert found["recall"] == record["recall"] and found["heldout"] == record["heldout"]
+    weights = (drilled / "model" / "model.safetensors").read_bytes()
+    assert found["teacher"]["sha256"] == hashlib.sha256(weights).hexdigest()
+
+
+def test_a_row_depends_on_its_index_and_epoch_only_and_has_no_unseen_word_as_key(drilled):
+    tokenizer = AutoTokenizer.from_pretrained(drilled / "model")
+    heldout = (drilled / "heldout.txt").read_text()
+    ids = pretrain_teacher.encode(tokenizer, (drilled / "train.txt").read_text())
+    material = material_of(tokenizer, ids, heldout)
+    rows = DrilledWindows(pretrain_teacher.ShiftedWindows(ids, 200), material, seed=0)
+    text, drills, weights = rows[3]
+    assert torch.equal(text, ids[600:800]) and drills.shape == weights.shape == (200,)
+    assert weights.sum() > 0 and torch.equal(rows[3][1], drills)
+    rows.epoch = 1
+    assert not torch.equal(rows[3][1], drills) and not torch.equal(rows[4][1], rows[3][1])
+    shut = first_tokens(unseen_of(Material(tokenizer, heldout)))
+    assert not shut & first_tokens(material) and not shut & set(material.tokens)
+
+
+def test_drills_without_room_or_words_are_refused(drilled, text):
+    tokenizer = AutoTokenizer.from_pretrained(drilled / "model")
+    windows = pretrain_teacher.ShiftedWindows(torch.arange(200), 64)
+    with pytest.raises(ValueError, match="rows of at least 96 tokens"):
+        DrilledWindows(windows, None, seed=0)
+    with pytest.raises(ValueError, match="give a longer text"):
+        ids = pretrain_teacher.encode(tokenizer, text.read_text())
+        material_of(tokenizer, ids, (drilled / "heldout.txt").read_text())
+
+
+def test_muon_trains_the_matrices_of_the_layers_and_decays_as_adamw(text):
+    args = SimpleNamespace(**TINY, lr=3e-3, muon_lr=None, weight_decay=1.0)
+    model = pretrain_teacher.build_model(args, pretrain_teacher.train_tokenizer(text.read_text(), 300, 32))
+    (adam,) = pretrain_teacher.optimizers_of(model, args)
+    assert sum(len(group["params"]) for group in adam.param_groups) == len(list(model.parameters()))
+    args.muon_lr = 0.02
+    rest, muon = pretrain_teacher.optimizers_of(model, args)
+    (group,) = muon.param_groups
+    assert group["lr"] * group["weight_decay"] == pytest.approx(3e-3)
+    assert len(group["params"]) == 2 * 7 and all(p.ndim == 2 for p in group["params"])
+    assert rest.param_groups[0]["params"] == [model.model.embed_tokens.weight]

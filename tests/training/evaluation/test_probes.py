@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
-from hf_memmix.training.evaluation.probes import TASKS, Material, draw, plot_probes, run_probes, score
+from hf_memmix.training.evaluation.probes import TASKS, Material, by_length, draw, plot_probes, run_probes, score
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 ANSWERED_BY_COPYING = ("niah", "niah_multi", "kv", "mqar")
@@ -120,6 +120,30 @@ def test_every_model_reads_the_same_and_a_short_one_is_left_out(small, tmp_path)
         assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_shares_by_length_are_those_of_all_answers_of_all_depths(small):
+    models = {"teacher": tiny_teacher(layers=2, max_position_embeddings=64), "student": Copier(64)}
+    arguments = {"tasks": ("niah", "mqar"), "lengths": (64, 96), "depths": (0.0, 1.0), "samples": 3}
+    results = run_probes(models, small, **arguments)
+    rows = by_length(results)
+    assert [(row["task"], row["length"]) for row in rows] == [("niah", 64), ("niah", 96), ("mqar", 64), ("mqar", 96)]
+    assert [row["teacher"] is None for row in rows] == [False, True, False, True]
+    for row in rows:
+        length = row["length"]
+        depths = arguments["depths"] if row["task"] == "niah" else (None,)
+        samples = [s for depth in depths for s in draw(row["task"], small, length, depth, 0, 3)]
+        found = score(models["student"], samples)
+        assert row["answers"] == len(found)
+        assert row["student"] == pytest.approx(sum(s.exact for s in found) / len(found))
+
+
+def test_without_controls_everything_but_the_gain_is_the_same(small):
+    model, arguments = {"model": tiny_teacher(layers=1)}, {"tasks": ("mqar",), "lengths": (64,), "samples": 2}
+    cells = [run_probes(model, small, control=control, **arguments)["cells"] for control in (True, False)]
+    for with_control, without in zip(*cells, strict=True):
+        known = {name: value for name, value in with_control["model"].items() if not name.startswith("gain")}
+        assert without["model"] == known | {"gain": None, "gain_error": None}
+
+
 def test_mistakes(small, bundled):
     model = {"model": tiny_teacher(layers=1)}
     for arguments, message in (
@@ -137,7 +161,7 @@ def test_mistakes(small, bundled):
 
 
 def test_the_bundled_teacher_recalls_only_from_a_near_context(bundled):
-    """A model of five million parameters has no induction heads; it only predicts words that came shortly before."""
+    """Trained on text alone, it has no induction heads; it only predicts words that came shortly before."""
     from hf_memmix.conversion import load_model
 
     model = {"teacher": load_model(asset_path("tiny_teacher"), torch.float32)}

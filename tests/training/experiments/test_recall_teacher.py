@@ -14,12 +14,14 @@ from transformers import AutoTokenizer
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.swap import memory_mixers
+from hf_memmix.training.bundled import drills
+from hf_memmix.training.bundled.language_model import without_masks
+from hf_memmix.training.bundled.muon import Muon, orthogonal
 from hf_memmix.training.data import tokenize_files
 from hf_memmix.training.evaluation.probes import Material
 from hf_memmix.training.experiments.common.fit import fit
 from hf_memmix.training.experiments.recall_teacher import (
     corpus,
-    drills,
     grid,
     kept_weights,
     predictions,
@@ -29,8 +31,6 @@ from hf_memmix.training.experiments.recall_teacher import (
     team,
     texts,
 )
-from hf_memmix.training.experiments.recall_teacher.muon import Muon, orthogonal
-from hf_memmix.training.experiments.recall_teacher.students import without_masks
 from hf_memmix.training.experiments.recall_teacher.team import Team
 
 
@@ -75,7 +75,7 @@ def test_every_answer_of_a_drill_stands_in_its_context(material, name, length):
 
 
 def test_pairs_of_any_tokens_leave_out_unseen_words_and_pieces_leave_out_nothing(material, probes):
-    unseen = texts.unseen_of(probes)
+    unseen = drills.unseen_of(probes)
     assert set(unseen.keys) < set(probes.keys)
     shut, seen = drills.first_tokens(unseen), {}
     assert not set(material.tokens) & shut

@@ -23,6 +23,7 @@ def run_probes(
     samples: int = 16,
     seed: int = 0,
     batch_size: int = 8,
+    control: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict:
     """Score every model on the same sequences.
@@ -30,6 +31,7 @@ def run_probes(
     Args:
         models: by name, a model or a function that loads it. A loaded model leaves the memory before the next one.
         samples: sequences per cell. A task without depths draws this number of sequences per length.
+        control: whether the controls are read. Without them, gains are None, and the probes take half of the time.
 
     Returns:
         `settings`, `cells` and `summary`. A cell has `{"task", "length", "depth", "answers", "chance"}` and, for every
@@ -50,7 +52,7 @@ def run_probes(
         model = model if isinstance(model, nn.Module) else model()
         for (task, length), sequences in drawn.items():
             if length <= limit_of(model):
-                raw[task, length][name] = score(model, sequences, batch_size)
+                raw[task, length][name] = score(model, sequences, batch_size, control)
             done += 1
             if progress is not None:
                 progress(done, total)
@@ -71,14 +73,39 @@ def means(scores: list[Scores]) -> dict:
     """Means of the fields of `Scores` over answers, and the standard error of the mean gain."""
     choices = [s.choice for s in scores if s.choice is not None]
     count = max(1, len(scores))
-    gain = sum(s.gain for s in scores) / count
+    gains = [s.gain for s in scores if s.gain is not None]
+    gain = sum(gains) / count if gains or not scores else None
     return {
         "nll": sum(s.nll for s in scores) / count,
         "exact": sum(s.exact for s in scores) / count,
         "choice": sum(choices) / len(choices) if choices else None,
         "gain": gain,
-        "gain_error": (sum((s.gain - gain) ** 2 for s in scores) / max(1, count - 1) / count) ** 0.5,
+        "gain_error": (
+            None if gain is None else (sum((g - gain) ** 2 for g in gains) / max(1, count - 1) / count) ** 0.5
+        ),
     }
+
+
+def by_length(results: dict) -> list[dict]:
+    """The share of exact answers of every model by task and length, over all depths.
+
+    results: of `run_probes`. A row is `{"task", "length", "answers"}` and, by the model's name, the share, or None if
+    the length is over the model's limit. An answer is exact if each of its tokens is the likeliest one of the whole
+    vocabulary.
+    """
+    rows: dict[tuple[str, int], list[dict]] = {}
+    for cell in results["cells"]:
+        rows.setdefault((cell["task"], cell["length"]), []).append(cell)
+    fields = ("task", "length", "depth", "answers", "chance")
+    table = []
+    for (task, length), cells in rows.items():
+        row = {"task": task, "length": length, "answers": sum(cell["answers"] for cell in cells)}
+        for name in (name for name in cells[0] if name not in fields):
+            read = all(cell[name] is not None for cell in cells)
+            right = sum(cell["answers"] * cell[name]["exact"] for cell in cells) if read else None
+            row[name] = right / row["answers"] if read else None
+        table.append(row)
+    return table
 
 
 def _check(tasks, lengths, depths, samples) -> None:

@@ -177,7 +177,7 @@ def fit(
         OutOfTime: the command's deadline passed before the training ended.
     """
     model.train()
-    groups = decay_matrices(model, 0.1) if groups is None else groups
+    groups = decay_matrices(model.parameters(), 0.1) if groups is None else groups
     on_gpu = device().type == "cuda"
 
     def rate_of(highest: float):  # a CUDA graph reads the rate from device memory

@@ -29,6 +29,7 @@ from types import SimpleNamespace
 import torch
 
 from hf_memmix.conversion.records import environment, write_json
+from hf_memmix.training.bundled.versions import check_teacher, earlier_teacher
 from hf_memmix.training.experiments.common.graphs import TURN
 
 PACKAGE = "hf_memmix.training.experiments"
@@ -42,6 +43,10 @@ _RESUME_MAY_EXTEND = ("models", "variants", "contexts", "cells", "tasks", "seeds
 
 class OutOfTime(Exception):
     """The time limit of the command passed before a row ended. The next command runs this row again."""
+
+
+# experiments that convert or measure the bundled transformer
+OF_THE_BUNDLED_TEACHER = ("conversion_table", "init_table", "compare_plans", "context_use", "mixtures")
 
 
 def device() -> torch.device:
@@ -70,10 +75,14 @@ def _message(error: Exception) -> str:
 
 
 def measured_at(results: dict) -> str:
-    """The hardware of the results and the commits of their rows. A run that was resumed may have several commits."""
+    """The hardware of the results and the commits of their rows. A run that was resumed may have several commits.
+
+    Results of an earlier bundled transformer than today's also name it.
+    """
     where = results["environment"]
     commits = dict.fromkeys(row.get("commit") or where["commit"] for row in results["rows"])
-    return f"{where['hardware']}, commit {', '.join(commits)}"
+    earlier = earlier_teacher(results) if results.get("experiment") in OF_THE_BUNDLED_TEACHER else ""
+    return f"{where['hardware']}, commit {', '.join(commits)}{'; ' if earlier else ''}{earlier}"
 
 
 def matches(record: dict, row: dict) -> bool:
@@ -114,12 +123,13 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: C
     Args:
         name: the experiment's name in its results.
         script: the file of the experiment, in a folder of `training/experiments`; the workers import it for its `run`.
-        about: further entries of the results, for example the description of the training text.
+        about: further entries of the results, for example the description of the training text, or "teacher".
 
     Returns the content of `args.out`: "experiment", "environment", "settings", the entries of `about`, and "rows".
     """
     args.deadline = time.time() + args.seconds
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    check_teacher(args.out, about)
     results = load_results(args, name) | about
     module = f"{PACKAGE}.{Path(script).parent.name}.{Path(script).stem}"
     context, gpus = multiprocessing.get_context("spawn"), itertools.cycle(_gpus_of_workers())

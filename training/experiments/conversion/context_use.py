@@ -9,6 +9,7 @@ little, a student with little memory can reach the teacher's perplexity, and per
 """
 
 import math
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -25,6 +26,7 @@ from hf_memmix.training.experiments.common.options import Out
 from hf_memmix.training.text_files import text_record
 
 CONTEXTS = (16, 32, 64, 128, 256, 512)
+BUNDLED = asset_path("tiny_teacher")
 
 
 @torch.no_grad()
@@ -85,13 +87,14 @@ def main(
     out: Out,
     positions: Annotated[int, typer.Option(help="number of tokens whose loss is measured")] = 1200,
     contexts: Annotated[list[int], typer.Option(help="tokens before each of them; repeatable")] = CONTEXTS,
+    teacher: Annotated[Path, typer.Option(help="folder of the transformer")] = BUNDLED,
 ) -> None:
-    """Measure the bundled transformer and write the results."""
-    folder = asset_path("tiny_teacher")
-    model = load_model(folder, dtype=torch.float32).to(device()).eval()
-    tokens = tokenize_files(asset_path("heldout.txt"), AutoTokenizer.from_pretrained(folder))
+    """Measure the bundled transformer, or another one, and write the results."""
+    model = load_model(teacher, dtype=torch.float32).to(device()).eval()
+    tokens = tokenize_files(asset_path("heldout.txt"), AutoTokenizer.from_pretrained(teacher))
     settings = {"positions": positions, "contexts": list(contexts)}
     results = {"experiment": "context_use", "environment": environment(device()), "settings": settings}
+    results["teacher"] = text_record(teacher / "model.safetensors")
     results |= {"text": text_record(asset_path("heldout.txt")), "rows": measure(model, tokens, contexts, positions)}
     write_json(out, results)
     print(section(results))

@@ -23,6 +23,7 @@ from hf_memmix.conversion import convert_model, load_model, report, save_student
 from hf_memmix.conversion.convert import layers_to_keep
 from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.conversion.records import markdown_table, write_json
+from hf_memmix.training.bundled.versions import bundled_teacher
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.layer_selection import cost_of_swaps, rank_layers
 from hf_memmix.training.evaluation.probes import Material, draw
@@ -201,7 +202,7 @@ class Options(DistillationOptions):
 def main(args) -> None:
     """Train a student for every set of kept layers and write the results."""
     text = describe_training_text(args.text)
-    results = execute("compare_plans", __file__, args, rows_to_run, text=text)
+    results = execute("compare_plans", __file__, args, rows_to_run, text=text, teacher=bundled_teacher())
     if len(results["rows"]) > 1:
         results["summary"] = summary(results)
         write_json(args.out, results)

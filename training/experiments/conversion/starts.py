@@ -36,6 +36,7 @@ from hf_memmix.conversion.from_attention.coffee import start_states
 from hf_memmix.conversion.from_attention.gka import start_decay
 from hf_memmix.conversion.from_attention.lattice import scale_values
 from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.training.bundled.versions import bundled_teacher
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.harness import device, execute
@@ -255,7 +256,7 @@ def main(args) -> None:
     """Measure every start and write the results."""
     check_names("--mixers", args.mixers, STARTS)
     texts = {name: {"text": text_record(asset_path(f"{name}.txt"))} for name in ("dev", "heldout")}
-    execute("init_table", __file__, args, rows_to_run, **texts)
+    execute("init_table", __file__, args, rows_to_run, teacher=bundled_teacher(), **texts)
 
 
 if __name__ == "__main__":

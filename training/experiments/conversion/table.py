@@ -23,6 +23,7 @@ from hf_memmix.assets import asset_path
 from hf_memmix.command_options import command
 from hf_memmix.conversion import convert_model, load_model, report
 from hf_memmix.conversion.convert import layers_to_keep
+from hf_memmix.training.bundled.versions import bundled_teacher
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.probes import Material, run_probes
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
@@ -114,7 +115,7 @@ class Options(DistillationOptions):
 def main(args) -> None:
     """Convert and train every row and write the results."""
     text = describe_training_text(args.text)
-    results = execute("conversion_table", __file__, args, rows_to_run, text=text)
+    results = execute("conversion_table", __file__, args, rows_to_run, text=text, teacher=bundled_teacher())
     draw_if_asked(args, table_report.plot, results)
 
 

@@ -25,6 +25,7 @@ from hf_memmix.conversion.layer_cost import LayerCost
 from hf_memmix.conversion.mixer_files import load_mixers
 from hf_memmix.serving.footprint import Footprint, state_bytes
 from hf_memmix.swap import memory_mixers
+from hf_memmix.training.bundled.versions import bundled_teacher
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.layer_selection import rank_layers
 from hf_memmix.training.evaluation.mixer_search import Budget, aligned_student, choose_mixers, scores_of
@@ -168,7 +169,8 @@ class Options(PlottedOptions):
 @command(Options)
 def main(args) -> None:
     """Align, choose and distil every row and write the results."""
-    results = execute("mixtures", __file__, args, rows_to_run, text=describe_training_text(args.text))
+    about = {"text": describe_training_text(args.text), "teacher": bundled_teacher()}
+    results = execute("mixtures", __file__, args, rows_to_run, **about)
     draw_if_asked(args, plot, results)
 
 

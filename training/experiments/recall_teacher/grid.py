@@ -32,6 +32,7 @@ from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.serving.footprint import Footprint, state_bytes
 from hf_memmix.swap import memory_mixers
+from hf_memmix.training.bundled.language_model import without_masks
 from hf_memmix.training.evaluation.layer_selection import choose, rank_layers
 from hf_memmix.training.evaluation.mixer_search import Budget, choose_mixers, scores_of
 from hf_memmix.training.experiments.common.fit import autocast, fit
@@ -45,7 +46,6 @@ from hf_memmix.training.experiments.recall_teacher.students import (
     measured,
     sequences,
     teacher_of,
-    without_masks,
 )
 from hf_memmix.training.experiments.recall_teacher.texts import probe_materials, tokens_of
 from hf_memmix.training.losses import forward_kl

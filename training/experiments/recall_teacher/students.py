@@ -1,15 +1,12 @@
 """The students of the recall teacher: their layouts, how their memory starts, and how they are measured."""
 
-import contextlib
 import functools
 import math
 from pathlib import Path
 
 import numpy
 import torch
-from transformers import AttentionInterface
 
-from hf_memmix._transformers import attention_implementation
 from hf_memmix.conversion import load_model, report
 from hf_memmix.conversion.from_attention.gka import start_decay
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
@@ -33,7 +30,6 @@ LAYOUTS = {
     "gla, long": ("gla", {}, (16.0, 4096.0)),
     "mamba2, long": ("mamba2", {}, (16.0, 4096.0)),
 }
-WHOLE_ROWS = "causal_whole_rows"
 
 
 @torch.no_grad()
@@ -54,23 +50,6 @@ def measured(model, teacher, args) -> dict:
             compared = report(model, teacher, tokens, block_size=1024)
         result |= {f"{text}_{name}": compared[name] for name in ("ppl_ratio", "kl", "top1_agreement")}
     return result | {"recall": recall_of(model, sequences(args.data, tuple(args.lengths), args.samples))}
-
-
-@contextlib.contextmanager
-def without_masks(*models):
-    """Causal attention of whole rows, for models that see no padding.
-
-    Otherwise transformers looks for packed rows, and the host waits for the device; in a CUDA graph it makes a mask.
-    """
-    AttentionInterface.register(WHOLE_ROWS, AttentionInterface()["sdpa"])  # a name without a function that makes masks
-    before = [attention_implementation(model.config) for model in models]
-    try:
-        for model in models:
-            model.set_attn_implementation(WHOLE_ROWS)
-        yield
-    finally:
-        for model, name in zip(models, before, strict=True):
-            model.set_attn_implementation(name)
 
 
 @functools.cache

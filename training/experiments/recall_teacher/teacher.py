@@ -33,14 +33,13 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_memmix.conversion import load_model
 from hf_memmix.conversion.records import environment, write_json
-from hf_memmix.training.bundled.language_model import mean_loss
+from hf_memmix.training.bundled.drills import DrillMaterial, batches_of, losses_of_drills
+from hf_memmix.training.bundled.language_model import matrices_of_layers, mean_loss, without_masks
+from hf_memmix.training.bundled.muon import Muon
 from hf_memmix.training.bundled.pretrain_teacher import build_model
 from hf_memmix.training.experiments.common.harness import device
-from hf_memmix.training.experiments.recall_teacher.drills import DRILL_TEXT, DrillMaterial, batches_of
 from hf_memmix.training.experiments.recall_teacher.kept_weights import keep
-from hf_memmix.training.experiments.recall_teacher.muon import Muon
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, gate_of, quick_gate, recall_of
-from hf_memmix.training.experiments.recall_teacher.students import without_masks
 from hf_memmix.training.experiments.recall_teacher.team import Team
 from hf_memmix.training.experiments.recall_teacher.texts import (
     WORDS,
@@ -66,17 +65,11 @@ def losses(hidden: Tensor, head: Tensor, ids: Tensor, weights: Tensor, text: int
 
     hidden [B, T, D], head [V, D], ids [B, T], weights of answers [B, T]; the first `text` rows are real text.
     """
-    logits = (hidden[:, :-1] @ head.to(hidden.dtype).T).float()
-    loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
-    answers = weights[:, 1:]
-    plain = (answers == 0).float()
-    plain = torch.cat([plain[:text], DRILL_TEXT * plain[text:]])
-    return (loss * plain).sum() / plain.sum(), (loss * answers).sum() / answers.sum().clamp_min(1)
+    return losses_of_drills(hidden[:, :-1] @ head.to(hidden.dtype).T, ids, weights, text)
 
 
 def optimizers_of(model, args: SimpleNamespace) -> list[torch.optim.Optimizer]:
-    inner = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name]
-    rest = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed_tokens" in name]
+    inner, rest = matrices_of_layers(model)
     adam = torch.optim.AdamW(rest, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=model.device.type == "cuda")
     return [Muon(inner, lr=args.muon_lr, weight_decay=0.1), adam]
 

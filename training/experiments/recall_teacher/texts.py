@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy
 from transformers import AutoTokenizer
 
+from hf_memmix.training.bundled.drills import unseen_of
 from hf_memmix.training.evaluation.probes import Material
 
 WORDS = "words.json"
 KEYS, VALUES = 1024, 128  # as many as `Material` has
-PART = 4  # one of so many words of the probes is in the part that is unseen in any case
 MATERIAL_TOKENS = 150_000  # tokens of a split from which filler, keys and values of the probes are taken
 
 
@@ -42,13 +42,6 @@ def with_drill_words(material: Material, folder: Path) -> Material:
     pools, other = json.loads((folder / WORDS).read_text(encoding="utf-8")), copy.copy(material)
     for name, words in pools.items():
         setattr(other, name, [(text, tuple(tokens)) for text, tokens in words])
-    return other
-
-
-def unseen_of(material: Material) -> Material:
-    """The material with every fourth of its keys and values."""
-    other = copy.copy(material)
-    other.keys, other.values = material.keys[::PART], material.values[::PART]
     return other
 
 

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Train
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.records import environment, write_json
+from hf_memmix.training.bundled.versions import bundled_teacher
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.train import train
@@ -221,7 +222,7 @@ def main(
     for launch in [name for name in kinds if name != "halves"]:
         succeeded &= finish(start(launch, names, logs))
     found = {path.stem: json.loads(path.read_text()) for path in sorted(logs.glob("*.json"))}
-    table = environment() | {"gpus": torch.cuda.device_count()}
+    table = environment() | {"gpus": torch.cuda.device_count(), "teacher": bundled_teacher()}
     table |= {"summary": compare(found), "launches": found}
     write_json(out, table)
     print(json.dumps(table["summary"], indent=1))

@@ -4,12 +4,14 @@ A drill holds statements and questions in filler text. It has more questions tha
 has more answers: passwords and lines of a dictionary, pairs of keys and values (MQAR), chains of variables of up to
 two hops, and pieces of text that come again. Rows of training are packed: each drill ends with the end-of-text token.
 
-No key or value of a drill begins with the first token of a probe's key or value, with one exception: keys and values
-of MQAR may also be single tokens of the vocabulary, of which only the first tokens of every fourth word of the probes
-(`texts.unseen_of`) are left out. Pieces have at least three tokens, and any token may stand in them. So every token is
-copied somewhere, and no word can be told to be "never an answer"; but the unseen words are in no drill of pairs.
+No key or value of a drill begins with the first token of a word that is to be avoided, e.g. of a probe's key or value,
+with one exception: keys and values of MQAR may also be single tokens of the vocabulary, of which only the first tokens
+of the unseen words are left out, by default every fourth word to be avoided (`unseen_of`). Pieces have at least three
+tokens, and any token may stand in them. So every token is copied somewhere, and no word can be told to be "never an
+answer"; but the unseen words are in no drill of pairs.
 """
 
+import copy
 import random
 import re
 from collections import Counter
@@ -18,6 +20,7 @@ from types import SimpleNamespace
 
 import numpy
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -33,7 +36,6 @@ from hf_memmix.training.evaluation.probes.tasks import (
     sentence,
     sentence_end,
 )
-from hf_memmix.training.experiments.recall_teacher.texts import unseen_of
 
 SHORTEST = 96  # tokens of a drill
 AT_THE_START = 0.1  # share of the first statements that stand at the start of their drill
@@ -46,6 +48,7 @@ FEW_VALUES = (32, 128, 1024)  # the values of one drill of MQAR begin with so ma
 SHUFFLED = 0.6  # share of the drills with shuffled text, and of those with the pieces in another order
 PIECES = (4, 8, 16)  # tokens of the longest piece
 SHORTEST_PIECE = 3  # tokens, so that pieces are no pairs
+PART = 4  # one of so many words of the probes is unseen
 Word = tuple[str, tuple[int, ...]]
 # an event of a drill: its place from 0 to 1, its tokens, and the number of tokens before and of an answer in it
 Event = tuple[float, list[int], tuple[int, int] | None]
@@ -56,13 +59,21 @@ def first_tokens(material: Material) -> set[int]:
     return {tokens[0] for pool in (material.keys, material.values) for _, tokens in pool}
 
 
+def unseen_of(material: Material) -> Material:
+    """The material with every fourth of its keys and values."""
+    other = copy.copy(material)
+    other.keys, other.values = material.keys[::PART], material.values[::PART]
+    return other
+
+
 class DrillMaterial(Material):
     """Filler, keys and values of the training text `tokens` [N], without the words of the probes of `avoid`.
 
-    The words of `unseen_of(avoid)` are in no drill but those of pieces; the other ones may be single tokens of MQAR.
+    The words of `unseen` are in no drill but those of pieces; the other ones may be single tokens of MQAR. By default
+    they are those of `unseen_of(avoid)`.
     """
 
-    def __init__(self, tokenizer, tokens: numpy.ndarray, avoid: Material):
+    def __init__(self, tokenizer, tokens: numpy.ndarray, avoid: Material, unseen: Material | None = None):
         text = tokenizer.decode(tokens[:WORD_TEXT].tolist())
         # as in `Material`, but the tokens are known, and there may be any number of keys and values
         self.tokenizer, self._words, self._pieces, self.start = tokenizer, {}, {}, []
@@ -71,7 +82,8 @@ class DrillMaterial(Material):
         words = [word for word, count in counts.items() if count > 1 and (word.istitle() or word.islower())]
         encoded = tokenizer([" " + word for word in words], add_special_tokens=False)["input_ids"]
         taken = first_tokens(avoid)
-        shut = first_tokens(unseen_of(avoid)) | set(tokenizer.all_special_ids)
+        unseen = unseen_of(avoid) if unseen is None else unseen
+        shut = first_tokens(unseen) | set(tokenizer.all_special_ids)
         self.tokens = [token for token in range(len(tokenizer)) if token not in shut]
         pool = [(w, tuple(ids)) for w, ids in zip(words, encoded, strict=True) if len(ids) <= MAX_WORD_TOKENS]
         self.keys = [word for word in pool if word[1][0] not in taken]
@@ -216,7 +228,7 @@ def _drawers(material: DrillMaterial, count: int, draw: random.Random) -> tuple[
         keys = [span(kinds[0], first) for first in draw.sample(material.tokens, min(count, len(material.tokens)))]
     if kinds[1] == "words":
         return keys, lambda: draw.choice(material.values)
-    few = draw.sample(material.tokens, draw.choice(FEW_VALUES))
+    few = draw.sample(material.tokens, min(len(material.tokens), draw.choice(FEW_VALUES)))
     return keys, lambda: span(kinds[1], draw.choice(few))
 
 
@@ -272,6 +284,19 @@ def row_of(
         ids += tokens
         weights += marks
     return ids, weights
+
+
+def losses_of_drills(logits: Tensor, ids: Tensor, weights: Tensor, text: int) -> tuple[Tensor, Tensor]:
+    """The mean losses of text and of answers, in nats.
+
+    logits [B, T - 1, V] of the tokens after the first one, ids [B, T], weights of answers [B, T]. The first `text`
+    rows are real text; tokens of the other rows that are no answers have the weight `DRILL_TEXT` in the first loss.
+    """
+    loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
+    answers = weights[:, 1:]
+    plain = (answers == 0).float()
+    plain = torch.cat([plain[:text], DRILL_TEXT * plain[text:]])
+    return (loss * plain).sum() / plain.sum(), (loss * answers).sum() / answers.sum().clamp_min(1)
 
 
 class Rows(IterableDataset):

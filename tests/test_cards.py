@@ -3,6 +3,7 @@
 import hashlib
 import json
 import runpy
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from huggingface_hub import ModelCard
 
 from hf_memmix.assets import asset_path
 from hf_memmix.training.documents.measurements import path_of, read
+from hf_memmix.training.experiments.baselines.predictions import BEST_RATES, Perplexities
 from hf_memmix.training.experiments.common.averages import mean_and_deviation, median
 from hf_memmix.training.experiments.common.harness import matches
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
@@ -183,11 +185,48 @@ def test_what_the_documents_say_of_the_longer_warm_up():
     assert "lose about 2 % at most" in card and 0.015 < max(lost) < 0.0205
     assert "neither DEC nor GDN gains from a convolution of v" in card
     assert above("dec-vconv", "dec") > 0 and above("gdn-vconv", "gdn") > 0
+    check_best_rates(Perplexities(read("baselines_language")), card)
     shown = [(name, 0.004) for name in ("transformer", "dec-vconv", "dec", "gdn", "delta", "mamba2", "gka", "gla")]
     for row in (*shown, ("dec-vconv", 0.008)):
         assert f"{long[row]['perplexity']:.2f}" in readme
     for name in ("coffee", "transformer", "mamba2", "gka"):
         assert f"{long[name, 0.004]['perplexity']:.2f}" in text_of("coffee")
+
+
+def check_best_rates(long, card):
+    """What the card of Lattice says of the nine mixers at their best rates, from all seeds."""
+    assert "The rates of the nine mixers with their own settings enclose the best one" in card
+    assert not long.edge & set(BEST_RATES) and "they have three seeds (COFFEE two)" in card
+    assert {len(long.seeds[name]) for name in BEST_RATES if name != "coffee"} == {3} and len(long.seeds["coffee"]) == 2
+
+    above = long.above
+    order = ["mamba2", "gka", "dec"]
+    assert "Every seed of one of them is below every seed of the next" in card
+    assert all(max(long.seeds[a]) < min(long.seeds[b]) for a, b in pairwise(order))
+    assert "GKA is 1.7 % behind it" in card and round(above("gka", "mamba2"), 1) == 1.7
+    assert "DEC 3 % behind GKA" in card and round(above("dec", "gka")) == 3
+    assert "DEC is 2 % ahead of GDN and of linear attention with decay, with every seed" in card
+    for name in ("gdn", "linear-decay"):
+        assert round(above(name, "dec")) == 2 and max(long.seeds["dec"]) < min(long.seeds[name])
+    assert "These two are equal" in card and abs(above("gdn", "linear-decay")) < 0.5
+    assert "is 4 % behind linear attention with decay" in card and round(above("delta", "linear-decay")) == 4
+    assert "is 4 % behind GKA. One of its seeds is 4 % worse than the two others" in card
+    best, middle, worst = sorted(long.seeds["gla"])
+    assert round(above("gla", "gka")) == 4 and round(100 * (worst / middle - 1)) == 4 and middle / best < 1.005
+    assert all(
+        best < max(long.seeds[name]) and min(long.seeds[name]) < worst for name in ("dec", "gdn", "linear-decay")
+    )
+    assert "is 5 % behind DEC" in card and round(above("coffee", "dec")) == 5
+    assert "The transformer is last, with seeds that differ by 4 %" in card
+    assert max(long.of[name] for name in BEST_RATES) == long.of["transformer"]
+    assert round(100 * (max(long.seeds["transformer"]) / min(long.seeds["transformer"]) - 1)) == 4
+    assert "is still 4 % ahead of DEC" in card and round(above("mamba2-equal", "dec")) == -4
+    short = Perplexities(joined(read("lattice_language"), [read("coffee_language")]))
+    for ahead, behind, said in (("mamba2", "dec", (5, 10)), ("gka", "dec", (3, 9)), ("mamba2", "coffee", (10, 16)),
+                                ("gka", "coffee", (8, 15)), ("transformer", "coffee", (-3, None))):  # fmt: skip
+        assert round(above(behind, ahead)) == said[0] and (
+            said[1] is None or round(short.above(behind, ahead)) == said[1]
+        )
 
 
 def path_of_readme(experiment):

@@ -1,6 +1,7 @@
 """Equal parameters, equal data, and a harness that resumes, survives a row that fails, and stops in time."""
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -44,7 +45,8 @@ SIZES = {"hidden_size": 64, "layers": 2, "heads": 2, "batch_tokens": 64, "tokens
 
 def arguments(tmp_path, **values):
     return argparse.Namespace(
-        **{**SIZES, "out": tmp_path / "out.json", "seconds": 600, "workers": 1, "streams": 1, **values}
+        **{**SIZES, "out": tmp_path / "out.json", "seconds": 600, "workers": 1, "streams": 1, "whole_rows": False}
+        | values
     )
 
 
@@ -457,6 +459,26 @@ def test_stops_in_time(tmp_path):
         "recall", recall.__file__, arguments(tmp_path, models=["transformer"], seconds=0), rows_of_recall
     )
     assert results["rows"] == []
+
+
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_the_last_seconds_are_left_to_rows_that_end_in_time(whole_rows, tmp_path, monkeypatch):
+    """Each row takes 40 of 100 seconds, so the third one would be stopped."""
+    now = [1000.0]
+
+    def take_a_row(pipe, experiment, args, with_others):
+        with contextlib.suppress(EOFError):
+            while pipe.recv():
+                now[0] += 40
+                pipe.send({"finite": True, "seconds": 40.0} if now[0] <= args.deadline else None)
+
+    monkeypatch.setattr(harness, "_start", start_in_thread)
+    monkeypatch.setattr(harness, "_serve", take_a_row)
+    monkeypatch.setattr(harness.time, "time", lambda: now[0])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    args = arguments(tmp_path, models=["transformer", "linear"], seconds=100, whole_rows=whole_rows)
+    assert len(run_recall(args, rows_of_recall)["rows"]) == 2
+    assert now[0] == (1080 if whole_rows else 1120)
 
 
 def test_bundled_text_is_what_is_measured():

@@ -8,6 +8,7 @@ GKA, GLA and Mamba-2, "-no-vconv" that it does not, and "-equal" that the memory
 Lattice (`fit.EQUAL_MEMORY`).
 """
 
+from types import SimpleNamespace
 from typing import Annotated
 
 import typer
@@ -15,13 +16,24 @@ import typer
 from hf_memmix.command_options import command
 from hf_memmix.training.experiments.baselines.report import plot_language
 from hf_memmix.training.experiments.common.fit import model_of, train_language_model
-from hf_memmix.training.experiments.common.language import ComparisonOptions, run_command
+from hf_memmix.training.experiments.common.language import ComparisonOptions, rows_to_run, run_command
 
 SEEDS = (0, 1, 2)
-COMPARED = (  # the order in which they run
-    "transformer", "gka", "gdn", "dec", "mamba2", "gla", "delta", "linear-decay", "coffee",
-    "mamba2-equal", "gka-equal", "coffee-equal", "dec-vconv", "gdn-vconv", "delta-vconv", "gka-no-vconv",
-)  # fmt: skip
+GROUPS = (  # in the order of their importance
+    ("transformer", "gka", "gdn", "dec", "mamba2", "gla", "delta", "linear-decay", "coffee"),
+    ("mamba2-equal", "gka-equal", "coffee-equal"),
+    ("dec-vconv", "gdn-vconv", "delta-vconv", "gka-no-vconv"),
+)
+COMPARED = sum(GROUPS, ())
+
+
+def rows_by_importance(done: list[dict], args: SimpleNamespace) -> list[dict]:
+    """All rates and seeds of a group of models come before those of the next group."""
+    rows = []
+    for group in GROUPS:
+        of_group = SimpleNamespace(**vars(args) | {"models": [name for name in args.models if name in group]})
+        rows += rows_to_run(done, of_group, SEEDS)
+    return rows
 
 
 def run(row: dict, args) -> dict:
@@ -38,7 +50,7 @@ class Options(ComparisonOptions):
 @command(Options)
 def main(args) -> None:
     """Train every model and write the results."""
-    run_command("baselines_language", __file__, args, SEEDS, plot_language)
+    run_command("baselines_language", __file__, args, rows_by_importance, plot_language)
 
 
 if __name__ == "__main__":

@@ -6,22 +6,29 @@ open.
 """
 
 import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from hf_memmix.training.experiments.common.predictions import Found, Outcome, predictions_table
 from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, trained_and_failed
 
 
 class Perplexities:
-    """The mean held-out perplexity of each model at its chosen rate, and the models whose rate is at the edge."""
+    """The held-out perplexities of each model at its chosen rate.
+
+    of: the mean over seeds; seeds: the perplexity with each seed; rate: the chosen rate; edge: the models whose rate
+    is at the edge.
+    """
 
     def __init__(self, results: dict):
-        rows, _ = trained_and_failed(results)
-        self.of, self.edge = {}, set()
+        rows, failed = trained_and_failed(results)
+        self.of, self.seeds, self.rate, self.edge = {}, {}, {}, set()
         for name in dict.fromkeys(row["model"] for row in rows):
-            tried = [row for row in rows if row["model"] == name]
-            if chosen := chosen_rows(tried, context=results["settings"]["contexts"][0]):
-                self.of[name] = statistics.fmean(row["perplexity"] for row in chosen)
-                if at_edge([row for row in tried if row["seed"] == 0], chosen[0]["lr"]):
+            if chosen := chosen_rows(rows, model=name, context=results["settings"]["contexts"][0]):
+                self.seeds[name] = [row["perplexity"] for row in chosen]
+                self.of[name], self.rate[name] = statistics.fmean(self.seeds[name]), chosen[0]["lr"]
+                # a rate at which the training failed was tried, too
+                if at_edge([row for row in rows + failed if row["model"] == name], chosen[0]["lr"]):
                     self.edge.add(name)
 
     def text(self, name: str) -> str:
@@ -62,22 +69,63 @@ def distance(name: str, other: str, low: float, high: float):
     return lambda models, before: [compared(models, name, other, low, high)]
 
 
+def best_rates(models: Perplexities, before: Perplexities) -> list[Found]:
+    """The chosen rate of each of the nine mixers."""
+    return [
+        (f"{name} {models.rate[name]:g}{'*' if name in models.edge else ''}", models.rate[name] == rate)
+        for name, rate in BEST_RATES.items()
+    ]
+
+
+def spread(models: Perplexities, before: Perplexities) -> list[Found]:
+    """The standard deviation over seeds in percent of the mean, of the models that have two seeds or more."""
+    several = {name: models.seeds[name] for name in BEST_RATES if len(models.seeds[name]) > 1}
+    shares = {name: 100 * statistics.stdev(seeds) / models.of[name] for name, seeds in several.items()}
+    return [(f"{name} {share:.1f} % ({len(several[name])} seeds)", share < 1) for name, share in shares.items()]
+
+
+def order(models: Perplexities, before: Perplexities) -> list[Found]:
+    found = sorted(BEST_RATES, key=models.of.get)
+    return [(" < ".join(models.text(name) for name in found), found == [*ORDER])]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """names: the models that it is about; measure: what became of it; seeds: as many it needs of each model."""
+
+    text: str
+    names: tuple[str, ...]
+    measure: Callable[[Perplexities, Perplexities], list[Found]]
+    seeds: int = 1
+
+
 BLOCK, LARGER = ("dec", "gdn", "delta"), ("mamba2", "gka")
-# the prediction, the models that it is about, and what measures it
+ORDER = ("mamba2", "gka", "gla", "dec", "gdn", "linear-decay", "coffee", "delta", "transformer")
+BEST_RATES = dict.fromkeys(ORDER, 4e-3) | dict.fromkeys(("gka", "gla", "dec", "gdn"), 8e-3) | {"mamba2": 16e-3}
 PREDICTIONS = (
-    ("transformer 42 to 47", ("transformer",), between(42, 47, "transformer")),
-    ("DEC with a convolution of v 40 to 42", ("dec-vconv",), between(40, 42, "dec-vconv")),
-    ("DEC, GDN and the delta rule 42 to 45, within 3 %", BLOCK, similar),
-    ("Mamba-2 and GKA change by less than 2 % from a warm-up of 24 steps", LARGER, unchanged),
-    (
+    Prediction("transformer 42 to 47", ("transformer",), between(42, 47, "transformer")),
+    Prediction("DEC with a convolution of v 40 to 42", ("dec-vconv",), between(40, 42, "dec-vconv")),
+    Prediction("DEC, GDN and the delta rule 42 to 45, within 3 %", BLOCK, similar),
+    Prediction("Mamba-2 and GKA change by less than 2 % from a warm-up of 24 steps", LARGER, unchanged),
+    Prediction(
         "a memory of equal size costs Mamba-2 and GKA less than 3 %, and they stay ahead of DEC",
         (*LARGER, "mamba2-equal", "gka-equal", "dec"),
         equal_memory,
     ),
-    ("a convolution of v lowers GDN by 1 to 4 %", ("gdn", "gdn-vconv"), distance("gdn", "gdn-vconv", 1, 4)),
-    ("and the delta rule by 1 to 4 %", ("delta", "delta-vconv"), distance("delta", "delta-vconv", 1, 4)),
-    ("without it GKA loses 1 to 4 %", ("gka-no-vconv", "gka"), distance("gka-no-vconv", "gka", 1, 4)),
-    ("GLA within 1.5 % of GKA", ("gla", "gka"), distance("gla", "gka", -1.5, 1.5)),
+    Prediction("a convolution of v lowers GDN by 1 to 4 %", ("gdn", "gdn-vconv"), distance("gdn", "gdn-vconv", 1, 4)),
+    Prediction("and the delta rule by 1 to 4 %", ("delta", "delta-vconv"), distance("delta", "delta-vconv", 1, 4)),
+    Prediction("without it GKA loses 1 to 4 %", ("gka-no-vconv", "gka"), distance("gka-no-vconv", "gka", 1, 4)),
+    Prediction("GLA within 1.5 % of GKA", ("gla", "gka"), distance("gla", "gka", -1.5, 1.5)),
+    Prediction(
+        "best rate 0.016 for Mamba-2, 0.008 for GKA, GLA, DEC and GDN, 0.004 for the other four", ORDER, best_rates
+    ),
+    Prediction("standard deviation over three seeds below 1 % for each of the nine", ORDER, spread, seeds=3),
+    Prediction("order of the means: " + ", ".join(ORDER), ORDER, order, seeds=3),
+    Prediction(
+        "a convolution of v costs the delta rule 1 to 4 %",
+        ("delta", "delta-vconv"),
+        distance("delta-vconv", "delta", 1, 4),
+    ),
 )
 
 
@@ -89,10 +137,11 @@ def table(results: dict, before: dict) -> str:
         before: the language models of COFFEE's experiment, whose warm-up is 24 steps.
     """
     models, earlier, outcomes = Perplexities(results), Perplexities(before), {}
-    for number, (text, names, measure) in enumerate(PREDICTIONS, 1):
-        measured = all(name in models.of for name in names)
-        found = measure(models, earlier) if measured else []
-        outcomes[str(number)] = Outcome(text, found, final=not models.edge & set(names))
+    for number, one in enumerate(PREDICTIONS, 1):
+        measured = all(name in models.of for name in one.names)
+        found = one.measure(models, earlier) if measured else []
+        enough = measured and all(len(models.seeds[name]) >= one.seeds for name in one.names)
+        outcomes[str(number)] = Outcome(one.text, found, final=enough and not models.edge & set(one.names))
     context = results["settings"]["contexts"][0]
     return (
         predictions_table(f"prediction, perplexity at {context} tokens", outcomes)

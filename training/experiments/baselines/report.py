@@ -30,12 +30,13 @@ def plot_language(results: dict, path: str | Path) -> None:
 
     A marker is hollow if no larger or no smaller rate was tried, so the model may be better than it is shown.
     """
-    rows, _ = trained_and_failed(results)
+    rows, failed = trained_and_failed(results)
     found = {name: chosen_rows(rows, model=name) for name in dict.fromkeys(row["model"] for row in rows)}
     values = {name: [row["perplexity"] for row in chosen] for name, chosen in found.items() if chosen}
     names = sorted(values, key=lambda name: -mean_and_deviation(values[name])[0])
     figure, (panel,) = sized_figure(1, results)
-    edge = {name: at_edge([row for row in rows if row["model"] == name], found[name][0]["lr"]) for name in names}
+    tried = {name: [row for row in rows + failed if row["model"] == name] for name in names}
+    edge = {name: at_edge(tried[name], found[name][0]["lr"]) for name in names}
     for kind, color in COLORS.items():
         of_kind = [(i, name) for i, name in enumerate(names) if size_of_memory(results["settings"], name) == kind]
         for hollow, fill in ((False, color), (True, "white")):

@@ -35,8 +35,8 @@ from hf_memmix.training.experiments.common.graphs import TURN
 PACKAGE = "hf_memmix.training.experiments"
 GRACE = 20.0  # seconds after the deadline in which a running row may still end
 # options that do not change what is measured: a resumed run may change them
-_RESUME_MAY_CHANGE = ("out", "plot", "workers", "streams", "seconds", "deadline", "text", "images", "teacher", "data",
-                      "eager")  # fmt: skip
+_RESUME_MAY_CHANGE = ("out", "plot", "workers", "streams", "seconds", "whole_rows", "deadline", "text", "images",
+                      "teacher", "data", "eager")  # fmt: skip
 # options that list what is compared: a resumed run may name a part of them, or more; the file then lists all
 _RESUME_MAY_EXTEND = ("models", "variants", "contexts", "cells", "tasks", "seeds", "layouts", "seed_list")
 
@@ -131,6 +131,7 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: C
     args.out.parent.mkdir(parents=True, exist_ok=True)
     check_teacher(args.out, about)
     results = load_results(args, name) | about
+    before = len(results["rows"])
     module = f"{PACKAGE}.{Path(script).parent.name}.{Path(script).stem}"
     context, gpus = multiprocessing.get_context("spawn"), itertools.cycle(_gpus_of_workers())
     idle, busy, limit = [], {}, max(1, args.workers) * max(1, args.streams)
@@ -140,7 +141,7 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: C
             tried = [*results["rows"], *(row for row, _ in busy.values())]
             done = [row for row in results["rows"] if "unfinished" not in row]
             waiting = [row for row in rows_to_run(done, args) if not any(matches(t, row) for t in tried)]
-            if time.time() > args.deadline:
+            if time.time() + _least_time(results["rows"][before:], args) > args.deadline:
                 waiting = []
             while waiting and len(busy) < limit:
                 idle = idle or _start(context, module, args, next(gpus))
@@ -182,6 +183,14 @@ def execute(name: str, script: str | Path, args: SimpleNamespace, rows_to_run: C
         for process in [p for _, p in idle] + [p for _, p in busy.values()]:
             process.terminate()
     return results
+
+
+def _least_time(rows: list[dict], args: SimpleNamespace) -> float:
+    """The seconds that a row of this run needs at least: those of the shortest of its finished `rows`.
+
+    0 without the option `whole_rows`, with which the last seconds of a run are left to the rows that are running.
+    """
+    return min((row["seconds"] for row in rows if "seconds" in row), default=0.0) if args.whole_rows else 0.0
 
 
 def _record(results: dict, row: dict, outcome: dict) -> None:

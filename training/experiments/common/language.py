@@ -1,6 +1,5 @@
 """A comparison of language models at several context lengths: its rows, and the function that runs them."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,11 +44,10 @@ def run_command(
     name: str,
     script: str,
     args: SimpleNamespace,
-    seeds: tuple[int, ...] = SEEDS,
+    rows: Callable = rows_to_run,
     plot: Callable[[dict, Path], None] = plot_language,
 ) -> None:
-    """Run an experiment on language models and draw its plot if `args.plot` is set."""
+    """Run an experiment on language models and draw its plot if `args.plot` is set. rows: see `harness.execute`."""
     check_names("--models", args.models, NAMES)
-    rows = functools.partial(rows_to_run, seeds=seeds)
     results = execute(name, script, args, rows, **describe_training_text(args.text))
     draw_if_asked(args, plot, results)

@@ -14,6 +14,9 @@ Streams = Annotated[
     int, typer.Option(help="rows that run at the same time in each process, on CUDA streams of their own")
 ]
 Seconds = Annotated[float, typer.Option(help="time limit in seconds; the same command runs the remaining rows later")]
+WholeRows = Annotated[
+    bool, typer.Option(help="start no row that the time limit will stop, judged by the shortest row of this run")
+]
 TrainingText = Annotated[
     Path, typer.Option(help="training text: a .txt file, or the .npy file that common/text.py writes")
 ]
@@ -36,6 +39,7 @@ class Options:
     workers: Workers = 1
     streams: Streams = 1
     seconds: Seconds = float("inf")
+    whole_rows: WholeRows = False
 
 
 class PlottedOptions(Options):

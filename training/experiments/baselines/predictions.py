@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hf_memmix.training.experiments.common.averages import percent_above
 from hf_memmix.training.experiments.common.predictions import Found, Outcome, predictions_table
 from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, trained_and_failed
 
@@ -16,16 +17,17 @@ from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, tr
 class Perplexities:
     """The held-out perplexities of each model at its chosen rate.
 
-    of: the mean over seeds; seeds: the perplexity with each seed; rate: the chosen rate; edge: the models whose rate
-    is at the edge.
+    of: the mean over seeds; by_seed: the perplexity of each seed; seeds: the same as a list; rate: the chosen rate;
+    edge: the models whose rate is at the edge.
     """
 
     def __init__(self, results: dict):
         rows, failed = trained_and_failed(results)
-        self.of, self.seeds, self.rate, self.edge = {}, {}, {}, set()
+        self.of, self.seeds, self.by_seed, self.rate, self.edge = {}, {}, {}, {}, set()
         for name in dict.fromkeys(row["model"] for row in rows):
             if chosen := chosen_rows(rows, model=name, context=results["settings"]["contexts"][0]):
-                self.seeds[name] = [row["perplexity"] for row in chosen]
+                self.by_seed[name] = {row["seed"]: row["perplexity"] for row in chosen}
+                self.seeds[name] = [*self.by_seed[name].values()]
                 self.of[name], self.rate[name] = statistics.fmean(self.seeds[name]), chosen[0]["lr"]
                 # a rate at which the training failed was tried, too
                 if at_edge([row for row in rows + failed if row["model"] == name], chosen[0]["lr"]):
@@ -35,8 +37,8 @@ class Perplexities:
         return f"{name} {self.of[name]:.2f}{'*' if name in self.edge else ''}"
 
     def above(self, name: str, other: str) -> float:
-        """By how many percent the perplexity of `name` is above that of `other`."""
-        return 100 * (self.of[name] / self.of[other] - 1)
+        """By how many percent the perplexity of `name` is above that of `other`, at the seeds that both have."""
+        return percent_above(self.by_seed[name], self.by_seed[other])
 
 
 def compared(models: Perplexities, name: str, other: str, low: float, high: float) -> Found:

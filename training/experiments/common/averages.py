@@ -39,3 +39,18 @@ def spread_text(values: Iterable[float | None], digits: int, alone: str = "") ->
         return ""
     mean, deviation = mean_and_deviation(found)
     return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if len(found) > 1 else alone)
+
+
+def percent_above(figures: dict[int, float], others: dict[int, float]) -> float | None:
+    """By how many percent the mean of `figures` is above that of `others`, over the seeds that both have.
+
+    Args:
+        figures, others: by seed.
+
+    Returns:
+        None if they have no seed in common.
+    """
+    seeds = figures.keys() & others.keys()
+    if not seeds:
+        return None
+    return 100 * (sum(figures[seed] for seed in seeds) / sum(others[seed] for seed in seeds) - 1)

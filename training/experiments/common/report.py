@@ -6,6 +6,7 @@ import statistics
 from types import SimpleNamespace
 
 from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.experiments.common import averages
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.fit import NAMES, memory_of, model_of
 from hf_memmix.training.experiments.common.harness import matches, measured_at
@@ -64,8 +65,8 @@ def memory_text(settings: dict, model: str) -> tuple[str, str]:
 def language_table(results: dict, rows: list[dict], reference: str, in_paper: dict) -> str:
     """A table of perplexities by context, and the order of the models at each context.
 
-    Each perplexity has its distance in percent from the reference model, and the paper's distance if the paper has
-    one.
+    Each perplexity has its distance in percent from the reference model, at the seeds that both have, and the paper's
+    distance if the paper has one.
     """
     contexts = results["settings"]["contexts"]
     names, lines, orders = dict.fromkeys(row["model"] for row in rows), {}, []
@@ -75,7 +76,7 @@ def language_table(results: dict, rows: list[dict], reference: str, in_paper: di
         ours = {name: statistics.fmean(row["perplexity"] for row in found) for name, found in chosen.items()}
         paper = {name: in_paper[name][context] for name in ours if context in in_paper.get(name, {})}
         for name, found in chosen.items():
-            above = (percent_above(ours, name, reference), percent_above(paper, name, reference))
+            above = (_above(found, chosen.get(reference, [])), percent_above(paper, name, reference))
             tried = [row for row in results["rows"] if matches(row, {"model": name, "context": contexts[0]})]
             cells = (mean_of_rows(found, "perplexity", 2), *above)
             lines.setdefault(name, {})[context] = (*cells, rate_text(tried, found[0]["lr"]))
@@ -92,6 +93,12 @@ def language_table(results: dict, rows: list[dict], reference: str, in_paper: di
             row += cells.get(context, ("", "", ""))[: 3 if in_paper else 2]
         table.append(row)
     return f"{markdown_table(head, table)}\n\n" + "\n".join(orders)
+
+
+def _above(rows: list[dict], others: list[dict]) -> str:
+    of = [{row["seed"]: row["perplexity"] for row in found} for found in (rows, others)]
+    by = averages.percent_above(*of)
+    return "" if by is None else f"{by:+.1f} %"
 
 
 def rates_table(results: dict) -> str:
@@ -145,6 +152,7 @@ def language_section(results: dict, reference: str, in_paper: dict) -> str:
     missing = [name for name in results["settings"]["models"] if not any(r["model"] == name for r in results["rows"])]
     planned = f" Planned and not run: {', '.join(missing)}." if missing else ""
     return (
-        f"{table}\n\n{caption(results, failed)}{planned}\n\nPerplexity at {results['settings']['contexts'][0]} by"
+        f"{table}\n\n{caption(results, failed)} Distances in percent are at the seeds that both models have.{planned}"
+        f"\n\nPerplexity at {results['settings']['contexts'][0]} by"
         f" learning rate, first seed; bold: the lowest development loss:\n\n{rates_table(results)}"
     )

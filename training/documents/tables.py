@@ -199,6 +199,13 @@ def recall_lengths_table(root: Path) -> str:
     return short_table(read("recall_grid", root))
 
 
+def recall_summary_table(root: Path) -> str:
+    """Recall of a few students of the recall teacher, for the project's README."""
+    from hf_memmix.training.experiments.recall_teacher.summary import summary_table  # no experiments in a wheel
+
+    return summary_table(read("recall_grid", root), read("recall_raised_long", root))
+
+
 def gpus_table(root: Path, name: str = "multi_gpu") -> str:
     """Speed, memory and loss of every launch of `several_gpus/compare_launches.py` in one of its files."""
     results = read(name, root)
@@ -308,6 +315,7 @@ TABLES = {
     "gka_predictions": gka_predictions_table,
     "gka_grid": gka_grid_table,
     "recall_lengths": recall_lengths_table,
+    "recall_summary": recall_summary_table,
     "recall_mixtures": recall_mixtures_table,
     "recall_raised_runs": recall_raised_table,
     "conversion_costs": costs.costs_table,

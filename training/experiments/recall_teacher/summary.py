@@ -1,0 +1,42 @@
+"""The recall of a few students in one table, for readers of the project's README."""
+
+from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE
+from hf_memmix.training.experiments.common.harness import measured_at
+from hf_memmix.training.experiments.common.report import mean_of_rows
+from hf_memmix.training.experiments.recall_teacher.probing import PROBES
+from hf_memmix.training.experiments.recall_teacher.report import groups, share_text, tokens_of
+
+CELLS = (("niah", 256), ("niah", 1024), ("niah", 2048), ("mqar_32", 1024), ("mqar_32", 2048))
+STUDENTS = {  # (kept layers, how they were chosen, layout) in the grid
+    "`gka`, 3 layers keep attention": (3, "uniform", "gka"),
+    "`gka`, 1 layer, chosen by `memmix select`": (1, "select", "gka"),
+    "`gka`, none": (0, "uniform", "gka"),
+    "control, 3 layers": (3, "uniform", "window-64"),
+    "control, none": (0, "uniform", "window-64"),
+}
+AFTER = "`gka`, none"  # the student of `raised.py` stands below this one
+
+
+def summary_table(grid: dict, longer: dict) -> str:
+    """The teacher, students of `grid.py`, and the student of `raised.py` that was trained for longer."""
+    head = ["student", "training tokens", "perplexity ratio", *(f"{PROBES[task][2]}, {n}" for task, n in CELLS)]
+    teacher = [row for row in grid["rows"] if row["stage"] == "teacher" and "recall" in row]
+    lines = [["the transformer", "", "1", *_shares(teacher)]]
+    for name, key in STUDENTS.items():
+        rows = groups(grid).get(key, [])
+        ratio = mean_of_rows(rows, "heldout_ppl_ratio", 3).removesuffix(" (1 seed)")
+        lines.append([name, f"{tokens_of(grid) / 1e6:.1f}M", ratio, *_shares(rows)])
+        if name == AFTER:
+            read = sum(longer[stage]["tokens"] for stage in ("align", "distill"))
+            ratio = f"{longer['heldout_ppl_ratio']:.3f}"
+            lines.append([f"{name}, a loss that asks for recall", f"{read / 1e6:.1f}M", ratio, *_shares([longer])])
+    return (
+        f"{markdown_table(head, lines, figures=True)}\n\nExact answers in % by the length of the context in tokens."
+        f" Control: attention over the last 64 tokens in all layers that are not kept. {SPREAD_NOTE} Without it: one"
+        f" seed. {measured_at(grid)}."
+    )
+
+
+def _shares(rows: list[dict]) -> list[str]:
+    return [share_text(rows, task, length) for task, length in CELLS]

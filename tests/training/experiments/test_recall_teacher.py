@@ -27,6 +27,7 @@ from hf_memmix.training.experiments.recall_teacher import (
     predictions,
     probing,
     report,
+    summary,
     teacher,
     team,
     texts,
@@ -469,6 +470,31 @@ def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
     assert "| gka, long: the whole recipe | 6.0 | 0.250 | 90 |" in table
     report.plot_raised(results, tmp_path / "raised.png")
     assert (tmp_path / "raised.png").stat().st_size > 1000
+
+
+def test_the_summary_holds_the_teacher_both_trainings_and_the_control():
+    rows = [student("gka", 0, seed, exact) for seed, exact in ((0, 0.25), (1, 0.5))]
+    rows += [student("gka", 3, 0, 0.9), student("window-64", 0, 0, 0.2), student("gka", 1, 0, 0.7) | {"how": "select"}]
+    rows.append({"stage": "teacher", "recall": student("gka", 12, 0, 1.0)["recall"]})
+    settings = {"layouts": list(grid.LAYOUTS), "align_steps": 1, "distill_steps": 2, "batch_size": 1000}
+    environment = {"hardware": "a CPU", "commit": "abc"}
+    results = {"rows": rows, "settings": settings | {"block_size": 1000}, "environment": environment}
+    longer = {
+        "align": {"tokens": 1e6},
+        "distill": {"tokens": 5e6},
+        "heldout_ppl_ratio": 1.5,
+        "recall": rows[2]["recall"],
+    }
+    lines = summary.summary_table(results, longer).splitlines()
+    starts = ["| the transformer |  | 1 |  | 100 |  | 100 |  |"]
+    starts += [f"| `gka`, {kept} | 3.0M | 1.100 |  | {share} |" for kept, share in (
+        ("3 layers keep attention", 90), ("1 layer, chosen by `memmix select`", 70)
+    )]  # fmt: skip
+    starts += ["| `gka`, none | 3.0M | 1.100 ± 0.000 |  | 38 ± 18 |"]
+    starts += ["| `gka`, none, a loss that asks for recall | 6.0M | 1.500 |  | 90 |"]
+    starts += ["| control, 3 layers | 3.0M |  |  |  |", "| control, none | 3.0M | 1.100 |  | 20 |"]
+    assert all(line.startswith(start) for line, start in zip(lines[2:], starts, strict=False)), lines
+    assert len(starts) == 7 and lines[9] == ""
 
 
 def test_the_runs_of_the_teacher_stand_in_one_table(tmp_path: Path):

@@ -1,6 +1,6 @@
 """Measures a decoded token of several models in turns, so that differences of a few percent can be seen, on one GPU.
 
-    python kernels/benchmarks/decode_turns.py --rows attention:1 gka:1 gka:1:products gka:1:masks \\
+    python kernels/benchmarks/decode_turns.py --rounds 9 --rows attention:1 gka:1 gka:1:products gka:1:masks \\
         --out kernels/benchmarks/results/decode_turns_h200.json
 
 The models and the measurement are those of "decode" in `benchmark_model.py`. A row is MIXER:BATCH, and a third word

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, report, save_student
+from hf_memmix.conversion.limits import limit_of
 from hf_memmix.conversion.records import processor, write_json
 from hf_memmix.training.bundled.recall import drill_rows, material_of
 from hf_memmix.training.data import TokenBlocks
@@ -101,7 +102,8 @@ def run_demo(
     """Run the demo, write its files into the folder `output`, and return the content of `results.json`.
 
     The models are compared on the first `text_tokens` tokens of the file `text`, the bundled held-out text by default.
-    Recall is measured with `probe_samples` needles at each of five depths, and so many sequences of MQAR, per length.
+    Recall is measured with `probe_samples` needles at each of five depths, and so many sequences of MQAR, per length
+    that the transformer can read.
     `teacher_folder` takes the place of the bundled transformer. With `drills`, half of the training rows are drills of
     recall, without the words of every fourth probe.
     """
@@ -112,6 +114,11 @@ def run_demo(
     output.mkdir(parents=True, exist_ok=True)
 
     teacher_folder = asset_path("tiny_teacher") if teacher_folder is None else teacher_folder
+    weights = teacher_folder / "model.safetensors"
+    if not weights.is_file():
+        raise ValueError(
+            f"{weights} is missing; the demo takes a transformer that is saved as one file of safetensors"
+        )
     teacher = AutoModelForCausalLM.from_pretrained(teacher_folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
     student = convert_model(teacher, mixer="gka", keep=keep, chunk_size=32)  # the fastest chunk on a CPU
@@ -147,6 +154,7 @@ def run_demo(
 
     models = {"teacher": teacher, "student": student}
     task = progress.add_task("probe recall", total=None)
+    probe_lengths = tuple(length for length in probe_lengths if length <= limit_of(teacher))
     recall = recall_of(
         models,
         Material(tokenizer, content),
@@ -174,7 +182,7 @@ def run_demo(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "dtype": "float32",
-        "teacher": describe("transformer", teacher) | {"sha256": file_hash(teacher_folder / "model.safetensors")},
+        "teacher": describe("transformer", teacher) | {"sha256": file_hash(weights)},
         "student": describe("GKA", student) | {"converted_layers": len(mixers)},
         "text": text_record(text),
         "quality": quality,
@@ -205,13 +213,13 @@ def training_rows(tokenizer, block_size: int, probes: str | None) -> TokenBlocks
 def recall_of(models: dict, material: Material, lengths: tuple[int, ...], samples: int, progress=None) -> list[dict]:
     """The share of exact answers of the models by task and length, see `by_length`."""
     options = {"tasks": tuple(PROBES), "lengths": lengths, "samples": samples, "control": False}
-    return by_length(run_probes(models, material, progress=progress, **options))
+    return by_length(run_probes(models, material, progress=progress, **options)) if lengths else []
 
 
 def recall_rows(recall: dict) -> list[list[str]]:
     """One row per task for a table: its name with the lengths, and the percentages of both models."""
     table = []
-    for task, name in PROBES.items():
+    for task, name in PROBES.items() if recall["rows"] else ():
         rows = [row for row in recall["rows"] if row["task"] == task]
         shares = [" / ".join(f"{100 * row[role]:.0f}" for row in rows) for role in ("teacher", "student")]
         table.append([f"{name} recalled, % at {' / '.join(str(row['length']) for row in rows)} tokens", *shares])
@@ -220,7 +228,7 @@ def recall_rows(recall: dict) -> list[list[str]]:
 
 def recalls_nothing(recall: dict) -> bool:
     """Whether the transformer itself fails nearly everything, so that the probes say nothing about its student."""
-    return max(row["teacher"] for row in recall["rows"]) < 0.1
+    return max((row["teacher"] for row in recall["rows"]), default=0.0) < 0.1
 
 
 def describe(name: str, model: PreTrainedModel) -> dict:

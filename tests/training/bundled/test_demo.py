@@ -67,7 +67,7 @@ def test_demo_end_to_end(tmp_path):
             batch_size=1,
             block_size=64,
             text_tokens=200,
-            probe_lengths=(96, 128),
+            probe_lengths=(96, 128, 4096),  # the transformer cannot read the last one
             probe_samples=1,
             contexts=(512, 4096),
             new_tokens=6,
@@ -95,6 +95,17 @@ def test_demo_end_to_end(tmp_path):
     assert f"{theirs[1]['cache_bytes']:,}" in shown
     assert "needle recalled, % at 96 / 128 tokens" in shown
     assert "no recall to keep" in shown  # the bundled transformer finds no needle, and the demo says so
+
+
+def test_a_transformer_in_several_files_is_refused_before_any_work(tmp_path):
+    with Progress(console=Console(quiet=True)) as progress, pytest.raises(ValueError, match="safetensors is missing"):
+        demo.run_demo(tmp_path / "out", progress, teacher_folder=tmp_path)
+
+
+def test_without_a_length_that_fits_there_is_no_recall_to_show():
+    assert demo.recall_of({}, None, (), 1) == []
+    recall = {"samples": 1, "rows": []}
+    assert demo.recall_rows(recall) == [] and demo.recalls_nothing(recall)
 
 
 def test_with_drills_half_of_the_rows_are_drills():

@@ -491,8 +491,11 @@ def test_the_summary_holds_the_teacher_both_trainings_and_the_control():
         ("3 layers keep attention", 90), ("1 layer, chosen by `memmix select`", 70)
     )]  # fmt: skip
     starts += ["| `gka`, none | 3.0M | 1.100 ± 0.000 |  | 38 ± 18 |"]
-    starts += ["| `gka`, none, a loss that asks for recall | 6.0M | 1.500 |  | 90 |"]
-    starts += ["| control, 3 layers | 3.0M |  |  |  |", "| control, none | 3.0M | 1.100 |  | 20 |"]
+    starts += ["| `gka`, none, trained to recall | 6.0M | 1.500 |  | 90 |"]
+    starts += [
+        "| only the last 64 tokens (control), 3 layers | 3.0M |  |  |  |",
+        "| only the last 64 tokens (control), none | 3.0M | 1.100 |  | 20 |",
+    ]
     assert all(line.startswith(start) for line, start in zip(lines[2:], starts, strict=False)), lines
     assert len(starts) == 7 and lines[9] == ""
 

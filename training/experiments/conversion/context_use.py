@@ -93,7 +93,8 @@ def main(
     model = load_model(teacher, dtype=torch.float32).to(device()).eval()
     tokens = tokenize_files(asset_path("heldout.txt"), AutoTokenizer.from_pretrained(teacher))
     settings = {"positions": positions, "contexts": list(contexts)}
-    results = {"experiment": "context_use", "environment": environment(device()), "settings": settings}
+    experiment = "context_use" if teacher == BUNDLED else "context_use_of_another"
+    results = {"experiment": experiment, "environment": environment(device()), "settings": settings}
     results["teacher"] = text_record(teacher / "model.safetensors")
     results |= {"text": text_record(asset_path("heldout.txt")), "rows": measure(model, tokens, contexts, positions)}
     write_json(out, results)

@@ -12,8 +12,8 @@ STUDENTS = {  # (kept layers, how they were chosen, layout) in the grid
     "`gka`, 3 layers keep attention": (3, "uniform", "gka"),
     "`gka`, 1 layer, chosen by `memmix select`": (1, "select", "gka"),
     "`gka`, none": (0, "uniform", "gka"),
-    "control, 3 layers": (3, "uniform", "window-64"),
-    "control, none": (0, "uniform", "window-64"),
+    "only the last 64 tokens (control), 3 layers": (3, "uniform", "window-64"),
+    "only the last 64 tokens (control), none": (0, "uniform", "window-64"),
 }
 AFTER = "`gka`, none"  # the student of `raised.py` stands below this one
 
@@ -30,7 +30,7 @@ def summary_table(grid: dict, longer: dict) -> str:
         if name == AFTER:
             read = sum(longer[stage]["tokens"] for stage in ("align", "distill"))
             ratio = f"{longer['heldout_ppl_ratio']:.3f}"
-            lines.append([f"{name}, a loss that asks for recall", f"{read / 1e6:.1f}M", ratio, *_shares([longer])])
+            lines.append([f"{name}, trained to recall", f"{read / 1e6:.1f}M", ratio, *_shares([longer])])
     return (
         f"{markdown_table(head, lines, figures=True)}\n\nExact answers in % by the length of the context in tokens."
         f" Control: attention over the last 64 tokens in all layers that are not kept. {SPREAD_NOTE} Without it: one"

@@ -183,6 +183,9 @@ def test_what_the_documents_say_of_the_longer_warm_up():
         for lr in (0.004, 0.008)
     ]
     assert "lose about 2 % at most" in card and 0.015 < max(lost) < 0.0205
+    equal = [100 * (long["gka-equal", lr]["perplexity"] / long["gla", lr]["perplexity"] - 1) for lr in (0.004, 0.008)]
+    assert "GKA is 1.0 % worse at 0.004 and 1.1 % better at 0.008" in card
+    assert [f"{by:.1f}" for by in equal] == ["1.0", "-1.1"]
     assert "neither DEC nor GDN gains from a convolution of v" in card
     assert above("dec-vconv", "dec") > 0 and above("gdn-vconv", "gdn") > 0
     check_best_rates(Perplexities(read("baselines_language")), card)
@@ -373,4 +376,7 @@ def test_what_the_cards_say_of_variants_images_and_pixels():
     assert min(found["mamba2"]) > max(found["coffee"]) and {len(values) for values in found.values()} == {5}
     filtered = [row["accuracy"] for row in chosen_rows(pixels, model="coffee-filter")]
     assert "is 4 points better" in text_of("coffee") and round(20 * (sum(filtered) - sum(found["coffee"]))) == 4
+    plain = {row["seed"]: row["accuracy"] for row in chosen_rows(pixels, model="coffee")}
+    worse = [row["accuracy"] < plain[row["seed"]] for row in chosen_rows(pixels, model="coffee-filter")]
+    assert "but worse with three of the five seeds" in text_of("coffee") and worse.count(True) == 3
     assert "S6 does not leave chance" in text_of("coffee") and max(found["s6"]) < 0.12

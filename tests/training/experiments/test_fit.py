@@ -304,6 +304,7 @@ def test_what_is_drawn():
 
 
 def test_report_has_means_over_seeds_and_gaps_beside_the_papers():
+    # distances are at the seeds that both models have: 22 to 10
     settings = {"contexts": [512, 2048], "layers": 1, "hidden_size": 32, "heads": 2, "tokens": 3_000_000}
     settings["models"] = ["delta", "dec", "enc"]
     rows = [
@@ -316,7 +317,7 @@ def test_report_has_means_over_seeds_and_gaps_beside_the_papers():
     results = {"experiment": "lattice_language", "settings": settings, "rows": rows, "chance_loss": 6.5}
     text = lattice_report.language([results | {"environment": {"hardware": "CPU", "commit": "abc"}}])
     assert "| dec | 512 | q, k | 0.01 (only one) | 11.00 ± 1.41 | +0.0 % | +0.0 % |" in text
-    assert "| delta | 512 | q, k | 0.01 (only one) | 22.00 (1 seed) | +100.0 % | +6.4 % |" in text
+    assert "| delta | 512 | q, k | 0.01 (only one) | 22.00 (1 seed) | +120.0 % | +6.4 % |" in text
     assert "Order at 512, paper: dec < delta." in text and "Learnt nothing: enc at 0.02." in text
     assert "Trained and not measured: enc at 0.04." in text and "| enc |  | **8000.00** | not measured |" in text
 

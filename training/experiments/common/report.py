@@ -6,8 +6,7 @@ import statistics
 from types import SimpleNamespace
 
 from hf_memmix.conversion.records import markdown_table
-from hf_memmix.training.experiments.common import averages
-from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, percent_above, spread_text
 from hf_memmix.training.experiments.common.fit import NAMES, memory_of, model_of
 from hf_memmix.training.experiments.common.harness import matches, measured_at
 from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, trained_and_failed
@@ -21,8 +20,14 @@ def mean_of_rows(rows: list[dict], key: str, digits: int, scale: float = 1.0) ->
     return spread_text([scale * row[key] for row in rows], digits, alone=" (1 seed)")
 
 
-def percent_above(of: dict[str, float], name: str, to: str) -> str:
-    """By how many percent the figure of model `name` is above that of model `to`; "" if one is missing."""
+def above(rows: list[dict], others: list[dict]) -> str:
+    """By how many percent the perplexity of `rows` is above that of `others`, at the seeds that both have, else ""."""
+    by = percent_above(*({row["seed"]: row["perplexity"] for row in found} for found in (rows, others)))
+    return "" if by is None else f"{by:+.1f} %"
+
+
+def paper_above(of: dict[str, float], name: str, to: str) -> str:
+    """By how many percent the paper's figure of model `name` is above that of model `to`; "" if one is missing."""
     return f"{100 * (of[name] / of[to] - 1):+.1f} %" if name in of and to in of else ""
 
 
@@ -76,9 +81,9 @@ def language_table(results: dict, rows: list[dict], reference: str, in_paper: di
         ours = {name: statistics.fmean(row["perplexity"] for row in found) for name, found in chosen.items()}
         paper = {name: in_paper[name][context] for name in ours if context in in_paper.get(name, {})}
         for name, found in chosen.items():
-            above = (_above(found, chosen.get(reference, [])), percent_above(paper, name, reference))
+            distances = (above(found, chosen.get(reference, [])), paper_above(paper, name, reference))
             tried = [row for row in results["rows"] if matches(row, {"model": name, "context": contexts[0]})]
-            cells = (mean_of_rows(found, "perplexity", 2), *above)
+            cells = (mean_of_rows(found, "perplexity", 2), *distances)
             lines.setdefault(name, {})[context] = (*cells, rate_text(tried, found[0]["lr"]))
         for whose, figures in (("here", ours), ("paper", paper)):
             if figures:
@@ -93,12 +98,6 @@ def language_table(results: dict, rows: list[dict], reference: str, in_paper: di
             row += cells.get(context, ("", "", ""))[: 3 if in_paper else 2]
         table.append(row)
     return f"{markdown_table(head, table)}\n\n" + "\n".join(orders)
-
-
-def _above(rows: list[dict], others: list[dict]) -> str:
-    of = [{row["seed"]: row["perplexity"] for row in found} for found in (rows, others)]
-    by = averages.percent_above(*of)
-    return "" if by is None else f"{by:+.1f} %"
 
 
 def rates_table(results: dict) -> str:

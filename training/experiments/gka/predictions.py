@@ -6,6 +6,7 @@ Accuracies are in percent, perplexities are compared at the same seeds. All figu
 import statistics
 from dataclasses import dataclass
 
+from hf_memmix.training.experiments.common.averages import percent_above
 from hf_memmix.training.experiments.common.predictions import Found, Outcome, predictions_table
 from hf_memmix.training.experiments.gka.variants import VARIANTS
 from hf_memmix.training.experiments.gka.variants_report import largest_norm, share_at_chance
@@ -37,18 +38,17 @@ class Figures:
         """The share of the training, in percent, in which the loss was near that of guessing."""
         return statistics.fmean(share_at_chance(row) for row in self.of[name].values())
 
-    def _pairs(self, name: str, key: str) -> list[tuple[float, float]]:
-        """The figures of a variant and of GKA at the seeds that both have."""
-        both = self.of[name].keys() & self.of[GKA].keys()
-        return [(self.of[name][seed][key], self.of[GKA][seed][key]) for seed in sorted(both)]
+    def _by_seed(self, name: str, key: str) -> dict[int, float]:
+        return {seed: row[key] for seed, row in self.of[name].items()}
 
     def above(self, name: str) -> float:
         """By how many percent the perplexity is above that of GKA."""
-        return 100 * (statistics.fmean(own / gka for own, gka in self._pairs(name, "perplexity")) - 1)
+        return percent_above(*(self._by_seed(which, "perplexity") for which in (name, GKA)))
 
     def gain(self, name: str) -> float:
         """By how many points the accuracy is above that of GKA."""
-        return statistics.fmean(100 * own - 100 * gka for own, gka in self._pairs(name, "accuracy"))
+        ours, plain = (self._by_seed(which, "accuracy") for which in (name, GKA))
+        return statistics.fmean(100 * ours[seed] - 100 * plain[seed] for seed in ours.keys() & plain.keys())
 
     def norm(self, name: str) -> float:
         return statistics.fmean(largest_norm(row) for row in self.of[name].values())

@@ -8,7 +8,7 @@ from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_t
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.mqar import VOCAB
 from hf_memmix.training.experiments.common.plots import bars, figure_of, save
-from hf_memmix.training.experiments.common.report import mean_of_rows
+from hf_memmix.training.experiments.common.report import above, mean_of_rows
 
 # the paper's average over short tasks, at 2.8 billion parameters: Appendices H, F.2, F.3, G and I. It has no such
 # figure for the constant ridge of F.1. Its hybrid has 4 layers of attention among 30
@@ -73,8 +73,7 @@ def with_recall_rows(grid: dict, recall: dict) -> dict:
 
 def distance(rows: list[dict], plain: dict[int, dict]) -> str:
     """By how many percent the perplexity of a variant is above that of GKA at the same seeds; "" without them."""
-    above = [100 * (row["perplexity"] / plain[row["seed"]]["perplexity"] - 1) for row in rows if row["seed"] in plain]
-    return f"{sum(above) / len(above):+.1f} %" if above and rows[0]["variant"] != "s = D" else ""
+    return "" if rows[0]["variant"] == "s = D" else above(rows, [*plain.values()])
 
 
 def section(results: dict) -> str:

@@ -4,18 +4,17 @@ Figures are means and standard deviations over seeds. Rows that learnt nothing a
 them.
 """
 
-import statistics
-
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import matches, measured_at
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
 from hf_memmix.training.experiments.common.report import (
+    above,
     caption,
     joined,
     language_section,
     mean_of_rows,
-    percent_above,
+    paper_above,
     rate_text,
 )
 from hf_memmix.training.experiments.lattice.language import PAPER
@@ -33,7 +32,6 @@ def ablation_table(rows: list[dict]) -> str:
     """A table of the perplexity of each variant and its distance from DEC with projection, here and in the paper."""
     found = {name: chosen_rows(rows, rung=name) for name in dict.fromkeys(row["rung"] for row in rows)}
     found = {name: chosen for name, chosen in found.items() if chosen}
-    ours = {name: statistics.fmean(row["perplexity"] for row in chosen) for name, chosen in found.items()}
     paper = {name: perplexity for name, (_, perplexity) in IN_PAPER.items() if perplexity is not None}
     full = "+ projection"
     table = [
@@ -41,8 +39,8 @@ def ablation_table(rows: list[dict]) -> str:
             name,
             rate_text([row for row in rows if matches(row, {"rung": name})], chosen[0]["lr"]),
             mean_of_rows(chosen, "perplexity", 2),
-            percent_above(ours, name, full),
-            percent_above(paper, name, full),
+            above(chosen, found.get(full, [])),
+            paper_above(paper, name, full),
         ]
         for name, chosen in found.items()
     ]

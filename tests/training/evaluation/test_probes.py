@@ -151,6 +151,7 @@ def test_mistakes(small, bundled):
         ({"lengths": (8,)}, "give a longer"),
         ({"depths": (1.5,)}, "outside 0 to 1"),
         ({"samples": 0}, "at least one"),
+        ({"lengths": (64, 99_999_999)}, "length 99999999 needs 7999999920 tokens .* give shorter lengths"),
     ):
         with pytest.raises(ValueError, match=message):
             run_probes(model, small, **({"lengths": (64,), "tasks": ("niah",)} | arguments))

@@ -11,6 +11,7 @@ from hf_memmix.training.evaluation.probes.tasks import TASKS, draw
 
 LENGTHS = (128, 256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+MAX_CELL_TOKENS = 2**28  # tokens of one task and length that are in memory at a time: about 5 GB of lists
 
 
 def run_probes(
@@ -39,20 +40,24 @@ def run_probes(
         over all cells of a task that every model can read. `chance` and `choice` are None without candidates.
 
     Raises:
-        ValueError: a task is unknown, a depth is outside 0 to 1, or a length is too short for a task.
+        ValueError: a task is unknown, a depth is outside 0 to 1, a length is too short for a task, or the sequences
+            of one task and length have more than `MAX_CELL_TOKENS` tokens.
     """
     _check(tasks, lengths, depths, samples)
-    drawn = {}  # all samples are drawn before a model runs, so that a length that is too short is refused at once
-    for task in tasks:
-        for length in lengths:
-            asked = depths if TASKS[task].depths else (None,)
-            drawn[task, length] = [s for d in asked for s in draw(task, material, length, d, seed, samples)]
-    raw, done, total = {key: {} for key in drawn}, 0, len(drawn) * len(models)
+
+    def cell(task: str, length: int, count: int) -> list:
+        asked = depths if TASKS[task].depths else (None,)
+        return [s for d in asked for s in draw(task, material, length, d, seed, count)]
+
+    raw = {(task, length): {} for task in tasks for length in lengths}
+    for task, length in raw:  # before a model runs, so that a length that is too short is refused at once
+        cell(task, length, 1)
+    done, total = 0, len(raw) * len(models)
     for name, model in models.items():
         model = model if isinstance(model, nn.Module) else model()
-        for (task, length), sequences in drawn.items():
+        for (task, length), scores in raw.items():
             if length <= limit_of(model):
-                raw[task, length][name] = score(model, sequences, batch_size, control)
+                scores[name] = score(model, cell(task, length, samples), batch_size, control)
             done += 1
             if progress is not None:
                 progress(done, total)
@@ -115,6 +120,12 @@ def _check(tasks, lengths, depths, samples) -> None:
         raise ValueError(f"depth {bad[0]} is outside 0 to 1")
     if samples < 1 or not (tasks and lengths and depths):
         raise ValueError("give at least one task, one length, one depth and one sample")
+    depth_count = max(len(depths) if TASKS[task].depths else 1 for task in tasks)
+    if (tokens := max(lengths) * depth_count * samples) > MAX_CELL_TOKENS:
+        raise ValueError(
+            f"length {max(lengths)} needs {tokens} tokens for {depth_count} depths of {samples} samples, the limit is "
+            f"{MAX_CELL_TOKENS}; give shorter lengths, fewer depths or fewer samples"
+        )
 
 
 def _cells(task: str, length: int, depths, models, results: dict[str, list[Scores]]) -> list[dict]:

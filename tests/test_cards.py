@@ -143,6 +143,15 @@ def test_what_the_card_of_lattice_says():
         assert max(measured[context], key=lambda name: mean(name, context)) == "linear"
     seeds = max(of_model("dec")) - min(of_model("dec"))
     assert all(abs(mean(name) - mean("dec")) <= seeds for name in ("gdn", "linear-decay", "dec-small", "enc-small"))
+    assert (
+        "only the transformer and Mamba-2 have a lower mean at 2048 than at 512, by less than their seeds differ"
+        in text
+    )
+    longer = [name for name in results["settings"]["models"] if of_model(name, 2048)]
+    better = [name for name in longer if mean(name, 2048) < mean(name)]
+    assert sorted(better) == ["mamba2", "transformer"]
+    assert all(mean(name) - mean(name, 2048) < max(of_model(name)) - min(of_model(name)) for name in better)
+    assert all(mean(name, 8192) > mean(name, 2048) for name in longer if of_model(name, 8192))
     recalled = {row["model"]: row["accuracy"] for row in read("recall")["rows"] if row["pairs"] == 64}
     for row in read("recall")["rows"]:
         if row["pairs"] == 64:

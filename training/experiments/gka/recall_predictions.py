@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hf_memmix.training.experiments.common.harness import matches
 from hf_memmix.training.experiments.common.predictions import Found, Outcome, predictions_table
 from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows
+from hf_memmix.training.experiments.gka.report import accuracy_text
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,13 @@ class Cell:
     rows: list[dict]
 
     def at_rate(self, name: str, lr: float) -> float | None:
-        """The accuracy of the first seed at one learning rate; None if it was not measured."""
-        found = [row for row in self.rows if matches(row, {"model": name, "lr": lr, "seed": 0}) and "accuracy" in row]
-        return 100 * found[0]["accuracy"] if found else None
+        """The accuracy of the first seed at one learning rate, 0 if it diverged; None if it was not trained."""
+        found = [row for row in self.rows if matches(row, {"model": name, "lr": lr, "seed": 0})]
+        return 100 * found[0].get("accuracy", 0.0) if found else None
+
+    def text_at_rate(self, name: str, lr: float) -> str:
+        found = [row for row in self.rows if matches(row, {"model": name, "lr": lr, "seed": 0})]
+        return f"{name} at {lr:g}: {accuracy_text(found[0])}"
 
     def chosen(self, name: str) -> list[dict]:
         return [row for row in chosen_rows(self.rows, model=name) if "accuracy" in row]
@@ -50,7 +55,7 @@ def at_rate(name: str, lr: float, low: float, high: float) -> Callable[[Cell], M
 
     def measure(cell: Cell) -> Measured:
         found = cell.at_rate(name, lr)
-        return ([], False) if found is None else ([(f"{name} at {lr:g}: {found:.1f}", low <= found <= high)], True)
+        return ([], False) if found is None else ([(cell.text_at_rate(name, lr), low <= found <= high)], True)
 
     return measure
 
@@ -62,7 +67,7 @@ def near(name: str, lr: float, other: float, points: float) -> Callable[[Cell], 
         found, there = cell.at_rate(name, lr), cell.at_rate(name, other)
         if found is None or there is None:
             return [], False
-        return [(f"{name} at {lr:g}: {found:.1f}, at {other:g}: {there:.1f}", abs(found - there) <= points)], True
+        return [(f"{cell.text_at_rate(name, lr)}, at {other:g}: {there:.1f}", abs(found - there) <= points)], True
 
     return measure
 

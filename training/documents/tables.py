@@ -163,6 +163,13 @@ def baselines_predictions_table(root: Path) -> str:
     return table(read("baselines_language", root), read("coffee_language", root))
 
 
+def associative_recall_predictions_table(root: Path) -> str:
+    """What became of the predictions about associative recall (`gka/recall.py`)."""
+    from hf_memmix.training.experiments.gka.recall_predictions import table  # no experiments in a wheel
+
+    return table(read("recall", root))
+
+
 def gka_predictions_table(root: Path) -> str:
     """What became of the predictions about the variants of GKA."""
     from hf_memmix.training.experiments.gka.predictions import table  # no experiments in a wheel
@@ -312,6 +319,7 @@ TABLES = {
     "coffee_seeds": coffee_seeds_table,
     "baselines_predictions": baselines_predictions_table,
     "recall_predictions": recall_predictions_table,
+    "associative_recall_predictions": associative_recall_predictions_table,
     "gka_predictions": gka_predictions_table,
     "gka_grid": gka_grid_table,
     "recall_lengths": recall_lengths_table,

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_memmix.training.experiments.common.mqar import VOCAB, check_cell, draw_recall
+from hf_memmix.training.experiments.gka import recall_predictions
 
 BATCH, LENGTH, PAIRS = 64, 128, 16
 
@@ -68,3 +69,23 @@ def test_seed_decides():
 def test_cells_without_room(cell, message):
     with pytest.raises(ValueError, match=message):
         check_cell(*cell)
+
+
+def test_predictions_about_recall_are_open_while_a_rate_is_at_the_edge():
+    def row(model, lr, accuracy, pairs=128, **more):
+        cell = {"model": model, "length": 4 * pairs, "pairs": pairs, "lr": lr, "seed": 0, "finite": True}
+        return cell | {"accuracy": accuracy, "dev_loss": 1 - accuracy} | more
+
+    rows = [row("sim", lr, accuracy) for lr, accuracy in ((1e-3, 0.01), (2e-3, 0.05), (4e-3, 0.02))]
+    rows += [row("delta", lr, accuracy) for lr, accuracy in ((1e-3, 0.5), (2e-3, 0.4))]
+    rows += [
+        row("sim", 0.02, 0.2, pairs=64),
+        row("delta", 0.0015, 0.8, pairs=64),
+        row("delta", 0.00075, 0.6, pairs=64),
+    ]
+    lines = recall_predictions.table({"rows": rows}).splitlines()
+    assert "| 2 | SIM at 0.02 recalls less than 10 % | sim at 0.02: 20.0 (missed) | missed |" in lines
+    assert lines[4].endswith("| delta at 0.00075: 60.0, at 0.0015: 80.0 (missed) | missed |")
+    assert lines[5].endswith("|  | open |"), "DEC was not measured"
+    assert lines[6].endswith("| delta 50.0* | open |") and lines[8].endswith("| sim 5.0 | right |")
+    assert lines[11].endswith("| delta 0.001* | open |")

@@ -8,6 +8,7 @@ open.
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hf_memmix.training.experiments.common.averages import percent_above
 from hf_memmix.training.experiments.common.predictions import Found, Outcome, predictions_table
@@ -67,15 +68,20 @@ def equal_memory(models: Perplexities, before: Perplexities) -> list[Found]:
     return [*dearer, *(compared(models, f"{name}-equal", "dec", -100, 0) for name in LARGER)]
 
 
+def distances(pairs: dict[str, str], low: float, high: float):
+    """By how many percent each model is above the other one of its pair."""
+    return lambda models, before: [compared(models, *pair, low, high) for pair in pairs.items()]
+
+
 def distance(name: str, other: str, low: float, high: float):
-    return lambda models, before: [compared(models, name, other, low, high)]
+    return distances({name: other}, low, high)
 
 
-def best_rates(models: Perplexities, before: Perplexities) -> list[Found]:
-    """The chosen rate of each of the nine mixers."""
-    return [
+def best_rates(predicted: dict[str, float]):
+    """The chosen rate of each model, from the predicted ones."""
+    return lambda models, before: [
         (f"{name} {models.rate[name]:g}{'*' if name in models.edge else ''}", models.rate[name] == rate)
-        for name, rate in BEST_RATES.items()
+        for name, rate in predicted.items()
     ]
 
 
@@ -91,6 +97,14 @@ def order(models: Perplexities, before: Perplexities) -> list[Found]:
     return [(" < ".join(models.text(name) for name in found), found == [*ORDER])]
 
 
+def every_seed_in_order(*names: str):
+    """Whether every seed of a model is below every seed of the next one."""
+    return lambda models, before: [
+        (f"{models.text(a)}, {models.text(b)}", max(models.seeds[a]) < min(models.seeds[b]))
+        for a, b in pairwise(names)
+    ]
+
+
 @dataclass(frozen=True)
 class Prediction:
     """names: the models that it is about; measure: what became of it; seeds: as many it needs of each model."""
@@ -104,6 +118,8 @@ class Prediction:
 BLOCK, LARGER = ("dec", "gdn", "delta"), ("mamba2", "gka")
 ORDER = ("mamba2", "gka", "gla", "dec", "gdn", "linear-decay", "coffee", "delta", "transformer")
 BEST_RATES = dict.fromkeys(ORDER, 4e-3) | dict.fromkeys(("gka", "gla", "dec", "gdn"), 8e-3) | {"mamba2": 16e-3}
+OTHER_RATES = dict.fromkeys(("gka-equal", "dec-vconv", "gdn-vconv", "gka-no-vconv"), 8e-3)
+OTHER_RATES |= dict.fromkeys(("coffee-equal", "delta-vconv"), 4e-3) | {"mamba2-equal": 16e-3}
 PREDICTIONS = (
     Prediction("transformer 42 to 47", ("transformer",), between(42, 47, "transformer")),
     Prediction("DEC with a convolution of v 40 to 42", ("dec-vconv",), between(40, 42, "dec-vconv")),
@@ -119,7 +135,9 @@ PREDICTIONS = (
     Prediction("without it GKA loses 1 to 4 %", ("gka-no-vconv", "gka"), distance("gka-no-vconv", "gka", 1, 4)),
     Prediction("GLA within 1.5 % of GKA", ("gla", "gka"), distance("gla", "gka", -1.5, 1.5)),
     Prediction(
-        "best rate 0.016 for Mamba-2, 0.008 for GKA, GLA, DEC and GDN, 0.004 for the other four", ORDER, best_rates
+        "best rate 0.016 for Mamba-2, 0.008 for GKA, GLA, DEC and GDN, 0.004 for the other four",
+        ORDER,
+        best_rates(BEST_RATES),
     ),
     Prediction("standard deviation over three seeds below 1 % for each of the nine", ORDER, spread, seeds=3),
     Prediction("order of the means: " + ", ".join(ORDER), ORDER, order, seeds=3),
@@ -127,6 +145,41 @@ PREDICTIONS = (
         "a convolution of v costs the delta rule 1 to 4 %",
         ("delta", "delta-vconv"),
         distance("delta-vconv", "delta", 1, 4),
+    ),
+    Prediction(
+        "best rate 0.016 for mamba2-equal, 0.004 for coffee-equal and delta-vconv, 0.008 for the other four",
+        tuple(OTHER_RATES),
+        best_rates(OTHER_RATES),
+    ),
+    Prediction(
+        "with equal memory every seed of Mamba-2 is below every seed of GKA, and those below every seed of DEC",
+        ("mamba2-equal", "gka-equal", "dec"),
+        every_seed_in_order("mamba2-equal", "gka-equal", "dec"),
+        seeds=3,
+    ),
+    Prediction(
+        "GKA with equal memory is 1 to 4 % below GLA",
+        ("gka-equal", "gla"),
+        distance("gka-equal", "gla", -4, -1),
+        seeds=3,
+    ),
+    Prediction(
+        "COFFEE with twice its memory within 1.5 % of COFFEE",
+        ("coffee-equal", "coffee"),
+        distance("coffee-equal", "coffee", -1.5, 1.5),
+        seeds=3,
+    ),
+    Prediction(
+        "a convolution of v costs DEC and GDN 1 to 4 %",
+        ("dec-vconv", "dec", "gdn-vconv", "gdn"),
+        distances({"dec-vconv": "dec", "gdn-vconv": "gdn"}, 1, 4),
+        seeds=3,
+    ),
+    Prediction(
+        "without it GKA changes by less than 1.5 %",
+        ("gka-no-vconv", "gka"),
+        distance("gka-no-vconv", "gka", -1.5, 1.5),
+        seeds=3,
     ),
 )
 

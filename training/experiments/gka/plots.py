@@ -23,5 +23,5 @@ def plot_recall(results: dict, path: str | Path) -> None:
     panel.set_yscale("log")
     panel.set_title("share of wrong answers", fontsize=11)
     list_failed_rows(panel, failed, ("model", "length", "pairs"))
-    panel.legend(frameon=False, fontsize=8)
+    panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, path)

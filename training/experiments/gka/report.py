@@ -33,18 +33,23 @@ def missing_cells(results: dict) -> str:
     return f" Planned and not run: {'; '.join(missing)}." if missing else ""
 
 
+def accuracy_text(row: dict) -> str:
+    """The accuracy of a row in percent; "diverged" if its loss was not finite."""
+    return f"{100 * row['accuracy']:.1f}" if "accuracy" in row else "diverged"
+
+
 def accuracies_by_rate(results: dict) -> str:
     """One table per cell: the accuracy of each model at each rate with the first seed; bold: the chosen rate."""
-    finished, tables = [row for row in results["rows"] if "accuracy" in row and row["seed"] == 0], []
+    finished, tables = [row for row in results["rows"] if "finite" in row and row["seed"] == 0], []
     for length, pairs in dict.fromkeys((row["length"], row["pairs"]) for row in finished):
         rows = [row for row in finished if (row["length"], row["pairs"]) == (length, pairs)]
         rates = sorted({row["lr"] for row in rows})
         lines = []
         for name in dict.fromkeys(row["model"] for row in rows):
             of_rate = {row["lr"]: row for row in rows if row["model"] == name}
-            best = chosen_rows(list(of_rate.values()), model=name)[0]
-            texts = {lr: f"{100 * row['accuracy']:.1f}" for lr, row in of_rate.items()}
-            texts[best["lr"]] = f"**{texts[best['lr']]}**"
+            texts = {lr: accuracy_text(row) for lr, row in of_rate.items()}
+            for best in chosen_rows(list(of_rate.values()), model=name):
+                texts[best["lr"]] = f"**{texts[best['lr']]}**"
             lines.append([name, *(texts.get(lr, "") for lr in rates)])
         head = [f"{length} tokens, {pairs} pairs, at rate", *(f"{lr:g}" for lr in rates)]
         tables.append(markdown_table(head, lines))

@@ -134,9 +134,11 @@ def recall_raised_runs(root: Path) -> dict[str, dict]:
 
 def recall_raised_table(root: Path) -> str:
     """The students of `raised.py` beside each other and their teacher."""
-    from hf_memmix.training.experiments.recall_teacher.report import raised_table  # no experiments in a wheel
+    # no experiments in a wheel
+    from hf_memmix.training.experiments.recall_teacher.raised_report import raised_lengths_table, raised_table
 
-    return raised_table(recall_raised_runs(root), read("recall_grid", root))
+    runs = recall_raised_runs(root)
+    return f"{raised_table(runs, read('recall_grid', root))}\n\n{raised_lengths_table(runs)}"
 
 
 def coffee_fixed_table(root: Path) -> str:

@@ -205,7 +205,7 @@ def recall_summary_table(root: Path) -> str:
     """Recall of a few students of the recall teacher, for the project's README."""
     from hf_memmix.training.experiments.recall_teacher.summary import summary_table  # no experiments in a wheel
 
-    return summary_table(read("recall_grid", root), read("recall_raised_long", root))
+    return summary_table(read("recall_grid", root), recall_raised_runs(root))
 
 
 def gpus_table(root: Path, name: str = "multi_gpu") -> str:

@@ -472,10 +472,10 @@ def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
     table = raised_report.raised_table({"raised": results}, {"rows": rows, "settings": settings})
     assert "| teacher | grows |  | 1 | 0 | 100 |" in table
     assert "| gka, long, of the grid | 2.0 KiB | 3.0 | 1.100 | 1.100 | 50 |" in table
-    assert "| gka, long: the whole recipe, seed 1 | 2.0 KiB | 6.0 | 1.500 | 0.250 | 90 |" in table
+    assert "| gka, long, seed 1 | 2.0 KiB | 6.0 | 1.500 | 0.250 | 90 |" in table
     lengths = raised_report.raised_lengths_table({"raised": results, "raised_plain": results})
     assert "| student | tokens, millions | needle 1024 |" in lengths
-    assert "| gka, long: without the KL on answers and the own rate of the gates, seed 1 | 6.0 | 90 |" in lengths
+    assert "| gka, long, seed 1: without the KL on answers and the own rate of the gates | 6.0 | 90 |" in lengths
     for name, draw in (("raised", report.plot_raised), ("runs", raised_report.plot_runs)):
         draw(results if name == "raised" else {name: results}, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
@@ -494,19 +494,21 @@ def test_the_summary_holds_the_teacher_both_trainings_and_the_control():
         "heldout_ppl_ratio": 1.5,
         "recall": rows[2]["recall"],
     }
-    lines = summary.summary_table(results, longer).splitlines()
+    gla = longer | {"heldout_ppl_ratio": 1.75}
+    lines = summary.summary_table(results, {"raised_long": longer, "raised_gla_long": gla}).splitlines()
     starts = ["| the transformer |  | 1 |  | 100 |  | 100 |  |"]
     starts += [f"| `gka`, {kept} | 3.0M | 1.100 |  | {share} |" for kept, share in (
         ("3 layers keep attention", 90), ("1 layer, chosen by `memmix select`", 70)
     )]  # fmt: skip
     starts += ["| `gka`, none | 3.0M | 1.100 ± 0.000 |  | 38 ± 18 |"]
     starts += ["| `gka`, none, trained to recall | 6.0M | 1.500 |  | 90 |"]
+    starts += ["| `gka` without its ridge regression, none, trained to recall | 6.0M | 1.750 |  | 90 |"]
     starts += [
         "| only the last 64 tokens (control), 3 layers | 3.0M |  |  |  |",
         "| only the last 64 tokens (control), none | 3.0M | 1.100 |  | 20 |",
     ]
     assert all(line.startswith(start) for line, start in zip(lines[2:], starts, strict=False)), lines
-    assert len(starts) == 7 and lines[9] == ""
+    assert len(starts) == 8 and lines[10] == ""
 
 
 def test_the_runs_of_the_teacher_stand_in_one_table(tmp_path: Path):

@@ -10,7 +10,6 @@ from hf_memmix.training.experiments.recall_teacher.report import groups, share_t
 
 # what differs from the recipe of the first student, by the names of the records
 RECIPES = {"raised_plain": "without the KL on answers and the own rate of the gates"}
-RECIPE = "the whole recipe"
 BY_LENGTH = ("niah", "variables", "mqar_32", "mqar")  # the probes of `raised_lengths_table`
 PLOTTED = "mqar_32"
 
@@ -23,9 +22,10 @@ def tokens_read(run: dict) -> int:
 
 
 def name_of(name: str, run: dict) -> str:
-    """The layout, the recipe and the tokens of a record, for tables."""
-    seed = f", seed {run['settings']['seed']}" if run["settings"].get("seed") else ""
-    return f"{run['settings']['layout']}: {RECIPES.get(name, RECIPE)}{seed}"
+    """The layout of a record, what differs from the recipe, and its seed if it is not the first one."""
+    settings = run["settings"]
+    parts = [settings["layout"]] + ([f"seed {settings['seed']}"] if settings.get("seed") else [])
+    return ": ".join([", ".join(parts), *([RECIPES[name]] if name in RECIPES else [])])
 
 
 def raised_table(runs: dict[str, dict], grid: dict) -> str:
@@ -71,7 +71,7 @@ def plot_runs(runs: dict[str, dict], path: str | Path) -> None:
     figure, (panel,) = figure_of(1, next(iter(runs.values()))["environment"]["hardware"])
     for place, (name, run) in enumerate(runs.items()):
         points = [(row["tokens"] / 1e6, 100 * row[PLOTTED]) for row in run["checks"] if PLOTTED in row]
-        label = f"{name_of(name, run).replace(f': {RECIPE}', '')}, {tokens_read(run) / 1e6:.0f}M"
+        label = f"{name_of(name, run)}, {tokens_read(run) / 1e6:.0f}M"
         style = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place % 10}", "ms": 4, "label": label}
         panel.plot([x for x, _ in points], [y for _, y in points], **style)
     title = f"{PROBES[PLOTTED][2]} at {GATE_LENGTH} tokens, %"

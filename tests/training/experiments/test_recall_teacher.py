@@ -462,7 +462,7 @@ def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
     results |= {"align": {"tokens": 1_000_000}, "distill": {"tokens": 5_000_000}, "heldout_ppl_ratio": 1.5}
     results |= {"settings": {"layout": "gka, long", "gate_length": 1024, "seed": 1}}
     results |= {"environment": {"hardware": "a CPU", "commit": "abc"}}
-    text = report.raised_section(results)
+    text = raised_report.section([results])
     assert "| needle | 90.0 |" in text
     assert "Perplexity ratio 1.500, KL 0.250" in text and "1.0M tokens of align and 5.0M tokens of distill" in text
     assert "| 4.0 | 75 |" in text
@@ -476,9 +476,11 @@ def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
     lengths = raised_report.raised_lengths_table({"raised": results, "raised_plain": results})
     assert "| student | tokens, millions | needle 1024 |" in lengths
     assert "| gka, long, seed 1: without the KL on answers and the own rate of the gates | 6.0 | 90 |" in lengths
-    for name, draw in (("raised", report.plot_raised), ("runs", raised_report.plot_runs)):
-        draw(results if name == "raised" else {name: results}, tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+    results["checks"] = [row | {"mqar_32": 0.25} for row in checks]
+    results["settings"]["record"] = "raised.json"
+    for count in (1, 2):
+        raised_report.plot([results] * count, tmp_path / f"{count}.png")
+        assert (tmp_path / f"{count}.png").stat().st_size > 1000
 
 
 def test_the_summary_holds_the_teacher_both_trainings_and_the_control():
@@ -495,20 +497,21 @@ def test_the_summary_holds_the_teacher_both_trainings_and_the_control():
         "recall": rows[2]["recall"],
     }
     gla = longer | {"heldout_ppl_ratio": 1.75}
-    lines = summary.summary_table(results, {"raised_long": longer, "raised_gla_long": gla}).splitlines()
+    raised = {"raised": longer, "raised_long": longer, "raised_gla": gla}
+    lines = summary.summary_table(results, raised).splitlines()
     starts = ["| the transformer |  | 1 |  | 100 |  | 100 |  |"]
     starts += [f"| `gka`, {kept} | 3.0M | 1.100 |  | {share} |" for kept, share in (
         ("3 layers keep attention", 90), ("1 layer, chosen by `memmix select`", 70)
     )]  # fmt: skip
     starts += ["| `gka`, none | 3.0M | 1.100 ± 0.000 |  | 38 ± 18 |"]
-    starts += ["| `gka`, none, trained to recall | 6.0M | 1.500 |  | 90 |"]
     starts += ["| `gka` without its ridge regression, none, trained to recall | 6.0M | 1.750 |  | 90 |"]
+    starts += ["| `gka`, none, trained to recall | 6.0M | 1.500 |  | 90 |"] * 2
     starts += [
         "| only the last 64 tokens (control), 3 layers | 3.0M |  |  |  |",
         "| only the last 64 tokens (control), none | 3.0M | 1.100 |  | 20 |",
     ]
     assert all(line.startswith(start) for line, start in zip(lines[2:], starts, strict=False)), lines
-    assert len(starts) == 8 and lines[10] == ""
+    assert len(starts) == 9 and lines[11] == ""
 
 
 def test_the_runs_of_the_teacher_stand_in_one_table(tmp_path: Path):

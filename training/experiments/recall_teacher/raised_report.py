@@ -6,7 +6,13 @@ from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
 from hf_memmix.training.experiments.common.report import mean_of_rows
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
-from hf_memmix.training.experiments.recall_teacher.report import groups, share_text, tokens_of
+from hf_memmix.training.experiments.recall_teacher.report import (
+    groups,
+    plot_raised,
+    raised_section,
+    share_text,
+    tokens_of,
+)
 
 # what differs from the recipe of the first student, by the names of the records
 RECIPES = {"raised_plain": "without the KL on answers and the own rate of the gates"}
@@ -64,6 +70,19 @@ def raised_lengths_table(runs: dict[str, dict]) -> str:
     commits = dict.fromkeys(run["environment"]["commit"] for run in runs.values())
     hardware = next(iter(runs.values()))["environment"]["hardware"]
     return f"{markdown_table(head, lines, figures=True)}\n\n{hardware}, commits {', '.join(commits)}."
+
+
+def section(files: list[dict]) -> str:
+    """The report of each record of `raised.py`."""
+    return "\n\n".join(map(raised_section, files))
+
+
+def plot(files: list[dict], path: str | Path) -> None:
+    """Plot all probes of one record on the way, or one probe of several records."""
+    if len(files) == 1:
+        plot_raised(files[0], path)
+    else:
+        plot_runs({Path(results["settings"]["record"]).stem: results for results in files}, path)
 
 
 def plot_runs(runs: dict[str, dict], path: str | Path) -> None:

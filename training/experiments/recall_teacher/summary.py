@@ -18,8 +18,9 @@ STUDENTS = {  # (kept layers, how they were chosen, layout) in the grid
 }
 AFTER = "`gka`, none"  # the students of `raised.py` stand below this one
 RAISED = {
+    "raised_gla": "`gka` without its ridge regression, none, trained to recall",
+    "raised": "`gka`, none, trained to recall",
     "raised_long": "`gka`, none, trained to recall",
-    "raised_gla_long": "`gka` without its ridge regression, none, trained to recall",
 }
 
 

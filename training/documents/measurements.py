@@ -58,6 +58,8 @@ MEASUREMENTS = {
     "recall_grid": f"{EXPERIMENTS}/recall_teacher/results/grid.json",
     "recall_grid_second": f"{EXPERIMENTS}/recall_teacher/results/grid_second.json",
     "recall_raised": f"{EXPERIMENTS}/recall_teacher/results/raised.json",
+    "recall_raised_gla": f"{EXPERIMENTS}/recall_teacher/results/raised_gla.json",
+    "recall_raised_gla_wide": f"{EXPERIMENTS}/recall_teacher/results/raised_gla_wide.json",
     "recall_raised_long": f"{EXPERIMENTS}/recall_teacher/results/raised_long.json",
     "multi_gpu": f"{EXPERIMENTS}/several_gpus/results/multi_gpu.json",
     "budget": f"{EXPERIMENTS}/budget/results/training_h200.json",

@@ -134,9 +134,11 @@ def recall_raised_runs(root: Path) -> dict[str, dict]:
 
 def recall_raised_table(root: Path) -> str:
     """The students of `raised.py` beside each other and their teacher."""
-    from hf_memmix.training.experiments.recall_teacher.report import raised_table  # no experiments in a wheel
+    # no experiments in a wheel
+    from hf_memmix.training.experiments.recall_teacher.raised_report import raised_lengths_table, raised_table
 
-    return raised_table(recall_raised_runs(root), read("recall_grid", root))
+    runs = recall_raised_runs(root)
+    return f"{raised_table(runs, read('recall_grid', root))}\n\n{raised_lengths_table(runs)}"
 
 
 def coffee_fixed_table(root: Path) -> str:
@@ -210,7 +212,7 @@ def recall_summary_table(root: Path) -> str:
     """Recall of a few students of the recall teacher, for the project's README."""
     from hf_memmix.training.experiments.recall_teacher.summary import summary_table  # no experiments in a wheel
 
-    return summary_table(read("recall_grid", root), read("recall_raised_long", root))
+    return summary_table(read("recall_grid", root), recall_raised_runs(root))
 
 
 def gpus_table(root: Path, name: str = "multi_gpu") -> str:

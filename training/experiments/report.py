@@ -28,6 +28,7 @@ from hf_memmix.training.experiments.gka_vision import report as gka_vision
 from hf_memmix.training.experiments.lattice import plots as lattice_plots
 from hf_memmix.training.experiments.lattice import report as lattice
 from hf_memmix.training.experiments.mixtures import report as mixtures
+from hf_memmix.training.experiments.recall_teacher import raised_report as recall_raised
 from hf_memmix.training.experiments.recall_teacher import report as recall_teacher
 
 
@@ -71,7 +72,7 @@ EXPERIMENTS = {
     "mixtures": Experiment(mixtures.section, mixtures.plot),
     "recall_teacher": Experiment(recall_teacher.teacher_section, recall_teacher.plot_teacher),
     "recall_grid": Experiment(recall_teacher.section, recall_teacher.plot),
-    "recall_raised": Experiment(recall_teacher.raised_section, recall_teacher.plot_raised),
+    "recall_raised": Experiment(recall_raised.section, recall_raised.plot, takes_all_files=True),
 }
 
 

@@ -232,6 +232,66 @@ def _teacher(students: Students, runs: dict[str, dict]) -> list[Found]:
     return found
 
 
+def _shares(runs: dict[str, dict], name: str) -> dict[str, float]:
+    """The percentages of a student of `raised.py` by probe; {} if it was not measured."""
+    recall = runs.get(name, {}).get("recall", [])
+    found = {task: _percent([recall], task) for task in PROBES}
+    return {task: share for task, share in found.items() if share is not None}
+
+
+def _within(runs: dict[str, dict], name: str, limits: dict[str, tuple[float, float]]) -> list[Found]:
+    shares = _shares(runs, name)
+    return [
+        (f"{runs[name]['settings']['layout']}: {PROBES[task][2]} {shares[task]:.0f}", low <= shares[task] <= high)
+        for task, (low, high) in limits.items()
+        if task in shares
+    ]
+
+
+def _above(runs: dict[str, dict], ours: str, theirs: str, least: float, task: str = "mqar_32") -> list[Found]:
+    first, second = _shares(runs, ours).get(task), _shares(runs, theirs).get(task)
+    if first is None or second is None:
+        return []
+    names = [runs[name]["settings"]["layout"] for name in (ours, theirs)]
+    return [(f"{PROBES[task][2]}: {names[0]} {first:.0f}, {names[1]} {second:.0f}", first - second >= least)]
+
+
+def _raised_gla(students: Students, runs: dict[str, dict]) -> list[Found]:
+    found = _within(runs, "raised_gla", {"niah": (80, 100), "mqar_32": (40, 85)})
+    found += _above(runs, "raised", "raised_gla", 10)
+    kl = [runs.get(name, {}).get("heldout_kl") for name in ("raised", "raised_gla")]
+    return found + ([(f"KL {kl[0]:.3f}, {kl[1]:.3f}", kl[1] - kl[0] >= 0.03)] if None not in kl else [])
+
+
+def _raised_state(students: Students, runs: dict[str, dict]) -> list[Found]:
+    return _above(runs, "raised_gla_wide", "raised_gla", 5) + _above(runs, "raised", "raised_gla_wide", 5)
+
+
+def _raised_others(students: Students, runs: dict[str, dict]) -> list[Found]:
+    return [
+        *_within(runs, "raised_mamba2", {"niah": (30, 90), "mqar_32": (5, 50)}),
+        *_within(runs, "raised_lattice", {"niah": (70, 100), "mqar_32": (30, 85)}),
+    ]
+
+
+def _raised_seed(students: Students, runs: dict[str, dict]) -> list[Found]:
+    shares = [_shares(runs, name).get("mqar_32") for name in ("raised", "raised_seed1")]
+    found = _within(runs, "raised_seed1", {"niah": (90, 100)})
+    if found and None not in shares:
+        text = f"{PROBES['mqar_32'][2]} {shares[0]:.0f} and {shares[1]:.0f}"
+        found.append((text, abs(shares[0] - shares[1]) <= 8))
+    return found
+
+
+def _raised_gla_long(students: Students, runs: dict[str, dict]) -> list[Found]:
+    found = _within(runs, "raised_gla_long", {"niah": (95, 100), "mqar_32": (70, 95)})
+    found += _above(runs, "raised_long", "raised_gla_long", 4)
+    both = [_shares(runs, name).get("mqar") for name in ("raised_long", "raised_gla_long")]
+    if None not in both:
+        found.append((f"{PROBES['mqar'][2]}: {both[0]:.0f} and {both[1]:.0f}", both[1] <= both[0] / 2))
+    return found
+
+
 PREDICTIONS = {
     "1": (
         "needle: GKA 50 to 80 %, Lattice 40 to 70, GLA and Mamba-2 25 to 55, windows and COFFEE to 10",
@@ -277,6 +337,25 @@ PREDICTIONS = {
         _one_layer,
     ),
     "20": ("needle: the seeds of a pure student differ by at most 10 points", _seeds),
+    "21": (
+        "`raised.py`, 24M tokens: GLA finds at least 80 % of needles and 40 to 85 % of MQAR with 32 pairs; GKA at"
+        " least 10 points more pairs, its KL at least 0.03 lower",
+        _raised_gla,
+    ),
+    "22": (
+        "MQAR with 32 pairs: GLA with the state of GKA at least 5 points above GLA and 5 below GKA",
+        _raised_state,
+    ),
+    "23": (
+        "Mamba-2: 30 to 90 % of needles, 5 to 50 % of MQAR with 32 pairs; Lattice: at least 70 %, 30 to 85 %",
+        _raised_others,
+    ),
+    "24": ("second seed of GKA: at least 90 % of needles, MQAR with 32 pairs within 8 points", _raised_seed),
+    "25": (
+        "GLA, 51M tokens: at least 95 % of needles, 70 to 95 % of MQAR with 32 pairs, at least 4 points below GKA; of"
+        " MQAR, full at most half of GKA's",
+        _raised_gla_long,
+    ),
 }
 
 
@@ -285,8 +364,7 @@ def table(results: dict, others: dict[str, dict] | None = None) -> str:
 
     Args:
         results: of `grid.py`.
-        others: further records by the name of their file: "raised" and "raised_plain" of `raised.py`, and "even", the
-            teacher.
+        others: further records by the name of their file: those of `raised.py`, and "even", the teacher.
     """
     students, runs = Students(results), others or {}
     outcomes = {number: Outcome(text, measure(students, runs)) for number, (text, measure) in PREDICTIONS.items()}

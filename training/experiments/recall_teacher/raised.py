@@ -33,11 +33,17 @@ from hf_memmix.serving.footprint import Footprint
 from hf_memmix.training.bundled.drills import DRILL_TEXT, DrillMaterial, batches_of
 from hf_memmix.training.experiments.common.harness import device
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, quick_gate
-from hf_memmix.training.experiments.recall_teacher.students import LAYOUTS, START_DECAY, measured, teacher_of
+from hf_memmix.training.experiments.recall_teacher.students import (
+    RAISED_LAYOUTS,
+    START_DECAY,
+    measured,
+    teacher_of,
+)
 from hf_memmix.training.experiments.recall_teacher.texts import material_of, probe_materials, tokens_of
 from hf_memmix.training.student_teacher import AlignStudentTeacher
 
-GATES = re.compile(r"\b(a_proj|b_proj|alpha_proj|A_log|dt_bias)\b")  # parameters of decay, beta and alpha
+# parameters of decay, beta and alpha; of Lattice's steps
+GATES = re.compile(r"\b(a_proj|b_proj|alpha_proj|A_log|dt_bias|gamma_proj)\b")
 WARM_UP = 40  # steps of each stage
 CHECKS = 6  # measurements of recall on the way, in `distill`
 
@@ -149,7 +155,7 @@ def train(args: SimpleNamespace) -> tuple:
     material = DrillMaterial(tokenizer, teacher_tokens, teacher_data)
     batches = batches_of(material, args.block_size, args)  # before CUDA starts
     teacher = teacher_of(args.teacher)
-    name, options, half_lives = LAYOUTS[args.layout]
+    name, options, half_lives = RAISED_LAYOUTS[args.layout]
     student = convert_model(teacher, name, seed=args.seed, mixers={name: options}).float().to(device())
     layers = converted_layers(student)
     if half_lives is not None:
@@ -212,7 +218,7 @@ def main(
     teacher: Annotated[Path, typer.Option(help="folder of the recall teacher")],
     data: Annotated[Path, typer.Option(help="folder that corpus.py wrote")],
     record: Annotated[Path, typer.Option(help="JSON file for the figures")],
-    layout: Annotated[str, typer.Option(help="a layout of grid.py")] = "gka, long",
+    layout: Annotated[str, typer.Option(help="a layout of grid.py, or of students.py")] = "gka, long",
     seconds: Annotated[float, typer.Option(help="time limit of align and distill together")] = 150,
     tokens: Annotated[
         float | None, typer.Option(help="tokens of align and distill together; default: the time decides")

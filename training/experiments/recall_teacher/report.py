@@ -81,34 +81,6 @@ def raised_section(results: dict) -> str:
     )
 
 
-# the students of `raised.py` by the names of their records
-RAISED = {
-    "raised": "the whole recipe",
-    "raised_long": "the whole recipe, for longer",
-    "raised_plain": "without the KL on answers and the own rate of the gates",
-}
-
-
-def raised_table(runs: dict[str, dict], grid: dict) -> str:
-    """One line per student of `raised.py`, with its tokens, below the teacher and the same layout in the grid."""
-    tasks = [task for task in PROBES if any(row["task"] == task for run in runs.values() for row in run["recall"])]
-    head = ["student", "tokens, millions", "KL", *(f"{PROBES[task][2]} at {GATE_LENGTH}, %" for task in tasks)]
-    teacher = [row for row in grid["rows"] if row["stage"] == "teacher" and "recall" in row]
-    lines = [["teacher", "", "0", *(share_text(teacher, task, GATE_LENGTH) for task in tasks)]] if teacher else []
-    for layout in dict.fromkeys(run["settings"]["layout"] for run in runs.values()):
-        if rows := groups(grid).get((0, "uniform", layout)):
-            kl = mean_of_rows(rows, "heldout_kl", 3).removesuffix(" (1 seed)")
-            shares = [share_text(rows, task, GATE_LENGTH) for task in tasks]
-            lines.append([f"{layout}, of the grid", f"{tokens_of(grid) / 1e6:.1f}", kl, *shares])
-    for name, run in runs.items():
-        read = sum(run[stage]["tokens"] for stage in ("align", "distill"))
-        read += sum(part["tokens"] for part in run.get("groups", []))
-        shares = [share_text([run], task, GATE_LENGTH) for task in tasks]
-        text = f"{run['settings']['layout']}: {RAISED[name]}"
-        lines.append([text, f"{read / 1e6:.1f}", f"{run['heldout_kl']:.3f}", *shares])
-    return markdown_table(head, lines, figures=True)
-
-
 def plot_raised(results: dict, path: str | Path) -> None:
     """Plot recall in development text by the tokens of distill, one line per probe."""
     figure, (panel,) = figure_of(1, f"{results['settings']['layout']}, commit {results['environment']['commit']}")

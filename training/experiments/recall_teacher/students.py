@@ -9,10 +9,11 @@ import torch
 
 from hf_memmix.conversion import load_model, report
 from hf_memmix.conversion.from_attention.gka import start_decay
+from hf_memmix.conversion.from_attention.lattice import VALUE_SIZE
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.fit import autocast
 from hf_memmix.training.experiments.common.harness import device
-from hf_memmix.training.experiments.recall_teacher import window  # noqa: F401, registers "window"
+from hf_memmix.training.experiments.recall_teacher import wide, window  # noqa: F401, registers "gla-wide", "window"
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, recall_of
 from hf_memmix.training.experiments.recall_teacher.texts import probe_materials, tokens_of
 
@@ -30,6 +31,11 @@ LAYOUTS = {
     "gla, long": ("gla", {}, (16.0, 4096.0)),
     "mamba2, long": ("mamba2", {}, (16.0, 4096.0)),
 }
+# further layouts of `raised.py`
+RAISED_LAYOUTS = LAYOUTS | {
+    "lattice, long": ("lattice", {}, (16.0, 4096.0)),
+    "gla-wide, long": ("gla-wide", {}, (16.0, 4096.0)),  # with the state of GKA
+}
 
 
 @torch.no_grad()
@@ -38,7 +44,26 @@ def start_decay_of_mamba2(mixer, half_lives: tuple[float, float]) -> None:
     mixer.A_log.copy_(torch.log(math.log(2) / torch.linspace(low, high, mixer.heads).exp()))
 
 
-START_DECAY = {"gka": start_decay, "gla": start_decay, "mamba2": start_decay_of_mamba2}
+@torch.no_grad()
+def start_steps_of_lattice(mixer, half_lives: tuple[float, float]) -> None:
+    """Give the heads of a `LatticeMixer` steps with which slots forget half of their content in these half-lives.
+
+    Lattice forgets by writing: with unit keys over m slots and values of size s, a step g turns a slot by about
+    g s / sqrt(m), and the cosines of these angles multiply. So the half-life is 2 log(2) m / (g s)^2.
+    """
+    low, high = (math.log(x) for x in half_lives)
+    lives = torch.linspace(low, high, mixer.heads).exp()
+    steps = (2 * math.log(2) * mixer.slots / lives).sqrt() / VALUE_SIZE
+    mixer.gamma_proj.bias.copy_((steps / mixer.options.gamma_max).logit())
+
+
+START_DECAY = {
+    "gka": start_decay,
+    "gla": start_decay,
+    "gla-wide": start_decay,
+    "mamba2": start_decay_of_mamba2,
+    "lattice": start_steps_of_lattice,
+}
 
 
 def measured(model, teacher, args) -> dict:

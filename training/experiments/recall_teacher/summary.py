@@ -5,6 +5,7 @@ from hf_memmix.training.experiments.common.averages import SPREAD_NOTE
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.report import mean_of_rows
 from hf_memmix.training.experiments.recall_teacher.probing import PROBES
+from hf_memmix.training.experiments.recall_teacher.raised_report import tokens_read
 from hf_memmix.training.experiments.recall_teacher.report import groups, share_text, tokens_of
 
 CELLS = (("niah", 256), ("niah", 1024), ("niah", 2048), ("mqar_32", 1024), ("mqar_32", 2048))
@@ -15,11 +16,19 @@ STUDENTS = {  # (kept layers, how they were chosen, layout) in the grid
     "only the last 64 tokens (control), 3 layers": (3, "uniform", "window-64"),
     "only the last 64 tokens (control), none": (0, "uniform", "window-64"),
 }
-AFTER = "`gka`, none"  # the student of `raised.py` stands below this one
+AFTER = "`gka`, none"  # the students of `raised.py` stand below this one
+RAISED = {
+    "raised_gla": "`gka` without its ridge regression, none, trained to recall",
+    "raised": "`gka`, none, trained to recall",
+    "raised_long": "`gka`, none, trained to recall",
+}
 
 
-def summary_table(grid: dict, longer: dict) -> str:
-    """The teacher, students of `grid.py`, and the student of `raised.py` that was trained for longer."""
+def summary_table(grid: dict, raised: dict[str, dict]) -> str:
+    """The teacher, students of `grid.py`, and those of `raised.py` that were trained for longer.
+
+    raised: by the names in `RAISED`.
+    """
     head = ["student", "training tokens", "perplexity ratio", *(f"{PROBES[task][2]}, {n}" for task, n in CELLS)]
     teacher = [row for row in grid["rows"] if row["stage"] == "teacher" and "recall" in row]
     lines = [["the transformer", "", "1", *_shares(teacher)]]
@@ -28,9 +37,9 @@ def summary_table(grid: dict, longer: dict) -> str:
         ratio = mean_of_rows(rows, "heldout_ppl_ratio", 3).removesuffix(" (1 seed)")
         lines.append([name, f"{tokens_of(grid) / 1e6:.1f}M", ratio, *_shares(rows)])
         if name == AFTER:
-            read = sum(longer[stage]["tokens"] for stage in ("align", "distill"))
-            ratio = f"{longer['heldout_ppl_ratio']:.3f}"
-            lines.append([f"{name}, trained to recall", f"{read / 1e6:.1f}M", ratio, *_shares([longer])])
+            for run, title in RAISED.items():
+                ratio = f"{raised[run]['heldout_ppl_ratio']:.3f}"
+                lines.append([title, f"{tokens_read(raised[run]) / 1e6:.1f}M", ratio, *_shares([raised[run]])])
     return (
         f"{markdown_table(head, lines, figures=True)}\n\nExact answers in % by the length of the context in tokens."
         f" Control: attention over the last 64 tokens in all layers that are not kept. {SPREAD_NOTE} Without it: one"

@@ -1,0 +1,99 @@
+"""The tables and the plot of the students of `raised.py`, beside each other."""
+
+from pathlib import Path
+
+from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
+from hf_memmix.training.experiments.common.report import mean_of_rows
+from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
+from hf_memmix.training.experiments.recall_teacher.report import (
+    groups,
+    plot_raised,
+    raised_section,
+    share_text,
+    tokens_of,
+)
+
+# what differs from the recipe of the first student, by the names of the records
+RECIPES = {"raised_plain": "without the KL on answers and the own rate of the gates"}
+BY_LENGTH = ("niah", "variables", "mqar_32", "mqar")  # the probes of `raised_lengths_table`
+PLOTTED = "mqar_32"
+
+
+def tokens_read(run: dict) -> int:
+    """The tokens of all stages."""
+    return sum(run[stage]["tokens"] for stage in ("align", "distill")) + sum(
+        part["tokens"] for part in run.get("groups", [])
+    )
+
+
+def name_of(name: str, run: dict) -> str:
+    """The layout of a record, what differs from the recipe, and its seed if it is not the first one."""
+    settings = run["settings"]
+    parts = [settings["layout"]] + ([f"seed {settings['seed']}"] if settings.get("seed") else [])
+    return ": ".join([", ".join(parts), *([RECIPES[name]] if name in RECIPES else [])])
+
+
+def raised_table(runs: dict[str, dict], grid: dict) -> str:
+    """One line per student of `raised.py`, with its tokens, below the teacher and the same layout in the grid."""
+    tasks = [task for task in PROBES if any(row["task"] == task for run in runs.values() for row in run["recall"])]
+    head = ["student", "state", "tokens, millions", "perplexity ratio", "KL"]
+    head += [f"{PROBES[task][2]} at {GATE_LENGTH}, %" for task in tasks]
+    teacher = [row for row in grid["rows"] if row["stage"] == "teacher" and "recall" in row]
+    shares = [share_text(teacher, task, GATE_LENGTH) for task in tasks]
+    lines = [["teacher", "grows", "", "1", "0", *shares]] if teacher else []
+    for layout in dict.fromkeys(run["settings"]["layout"] for run in runs.values()):
+        if rows := groups(grid).get((0, "uniform", layout)):
+            figures = [
+                mean_of_rows(rows, key, 3).removesuffix(" (1 seed)") for key in ("heldout_ppl_ratio", "heldout_kl")
+            ]
+            shares = [share_text(rows, task, GATE_LENGTH) for task in tasks]
+            state = bytes_text(rows[0]["state_bytes"])
+            lines.append([f"{layout}, of the grid", state, f"{tokens_of(grid) / 1e6:.1f}", *figures, *shares])
+    for name, run in runs.items():
+        shares = [share_text([run], task, GATE_LENGTH) for task in tasks]
+        figures = [f"{run[key]:.3f}" for key in ("heldout_ppl_ratio", "heldout_kl")]
+        state, read = bytes_text(run["state_bytes"]), f"{tokens_read(run) / 1e6:.1f}"
+        lines.append([name_of(name, run), state, read, *figures, *shares])
+    return markdown_table(head, lines, figures=True)
+
+
+def raised_lengths_table(runs: dict[str, dict]) -> str:
+    """Recall by length: one line per student of `raised.py`."""
+    cells = sorted({(row["task"], row["length"]) for run in runs.values() for row in run["recall"]})
+    columns = [(task, length) for task in BY_LENGTH for known, length in cells if known == task]
+    head = ["student", "tokens, millions", *(f"{PROBES[task][2]} {length}" for task, length in columns)]
+    lines = [
+        [name_of(name, run), f"{tokens_read(run) / 1e6:.1f}", *(share_text([run], *column) for column in columns)]
+        for name, run in runs.items()
+    ]
+    commits = dict.fromkeys(run["environment"]["commit"] for run in runs.values())
+    hardware = next(iter(runs.values()))["environment"]["hardware"]
+    return f"{markdown_table(head, lines, figures=True)}\n\n{hardware}, commits {', '.join(commits)}."
+
+
+def section(files: list[dict]) -> str:
+    """The report of each record of `raised.py`."""
+    return "\n\n".join(map(raised_section, files))
+
+
+def plot(files: list[dict], path: str | Path) -> None:
+    """Plot all probes of one record on the way, or one probe of several records."""
+    if len(files) == 1:
+        plot_raised(files[0], path)
+    else:
+        plot_runs({Path(results["settings"]["record"]).stem: results for results in files}, path)
+
+
+def plot_runs(runs: dict[str, dict], path: str | Path) -> None:
+    """Plot one probe in development text by the tokens of distill, one line per student."""
+    figure, (panel,) = figure_of(1, next(iter(runs.values()))["environment"]["hardware"])
+    for place, (name, run) in enumerate(runs.items()):
+        points = [(row["tokens"] / 1e6, 100 * row[PLOTTED]) for row in run["checks"] if PLOTTED in row]
+        label = f"{name_of(name, run)}, {tokens_read(run) / 1e6:.0f}M"
+        style = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place % 10}", "ms": 4, "label": label}
+        panel.plot([x for x, _ in points], [y for _, y in points], **style)
+    title = f"{PROBES[PLOTTED][2]} at {GATE_LENGTH} tokens, %"
+    panel.set(xlabel="tokens of distill, millions", ylabel=title, ylim=(-4, 104))
+    figure.legend(loc="outside upper center", ncols=2, fontsize=7, frameon=False)
+    save(figure, path)

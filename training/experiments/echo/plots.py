@@ -82,18 +82,47 @@ def plot_grid(results: dict, path: str | Path) -> None:
 
 
 def plot_scratchpad(results: dict, path: str | Path) -> None:
-    """Plot the training loss of every model by step, a panel per tier: each seed at the chosen rate is a line."""
+    """Plot the accuracy of every model by training step, a panel per tier: each seed at the chosen rate is a line.
+
+    With three or more scales of SKA's output a last panel has the accuracy at the end by scale, the dose.
+    """
     tiers = list(dict.fromkeys(row["tier"] for row in results["rows"]))
-    figure, panels = _figure(len(tiers), results)
-    for panel, tier in zip(panels, tiers, strict=True):
+    doses = {
+        name: float(name.split()[-1])
+        for name in results["settings"]["variants"]
+        if "eta" in name and "mask" not in name
+    }
+    figure, panels = _figure(len(tiers) + (len(doses) > 2), results)
+    for tier, panel in zip(tiers, panels, strict=False):
         for i, name in enumerate(results["settings"]["variants"]):
             rows = [row for row in results["rows"] if (row["tier"], row["variant"]) == (tier, name)]
             for number, row in enumerate(chosen_rows(rows, variant=name)):
-                steps, losses = zip(*row["curve"], strict=True)
+                steps, accuracies = zip(*[[0, 0.02], *row.get("accuracies", ())], strict=True)
                 label = name if number == 0 else None
-                panel.plot(steps, losses, color=f"C{i}", alpha=0.8, linewidth=1.2, label=label)
-        panel.set_title(f"{tier}: training loss by step", fontsize=11)
-        panel.set_yscale("log")
+                percent = [100 * accuracy for accuracy in accuracies]
+                panel.plot(steps, percent, color=f"C{i}", alpha=0.8, linewidth=1.2, label=label)
+        panel.set_title(f"{tier}: accuracy by training step, %", fontsize=11)
+        panel.set_ylim(-3, 103)
         panel.set_xlabel("step")
     panels[0].legend(frameon=False, fontsize=7)
+    if len(doses) > 2:
+        _plot_doses(panels[-1], results, tiers, doses)
     save(figure, path)
+
+
+def _plot_doses(panel, results: dict, tiers: list[str], doses: dict[str, float]) -> None:
+    """The accuracy at the end of the training by the scale of SKA's output at its start, a line per tier."""
+    for tier in tiers:
+        rows = [row for row in results["rows"] if row["tier"] == tier and "accuracy" in row]
+        found = {eta: chosen_rows(rows, variant=name) for name, eta in sorted(doses.items(), key=lambda item: item[1])}
+        points = [
+            (eta, *mean_and_deviation([100 * row["accuracy"] for row in rows])) for eta, rows in found.items() if rows
+        ]
+        if points:
+            etas, means, deviations = zip(*points, strict=True)
+            panel.errorbar(etas, means, deviations, marker="o", capsize=3, label=tier)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(list(doses.values()), [f"{eta:g}" for eta in doses.values()])
+    panel.set_title("accuracy at the end by scale eta, %", fontsize=11)
+    panel.set_ylim(-3, 103)
+    panel.legend(frameon=False, fontsize=8)

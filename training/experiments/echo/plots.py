@@ -9,6 +9,8 @@ from hf_memmix.training.experiments.common.rates import chosen_rows
 from hf_memmix.training.experiments.echo.report import (
     LENGTHS_PAPER,
     TASKS_PAPER,
+    answers_seen,
+    at_best_rate,
     chosen,
     grid_accuracies,
     mean_of,
@@ -68,7 +70,9 @@ def plot_ablation(results: dict, path: str | Path) -> None:
 
 
 def plot_grid(results: dict, path: str | Path) -> None:
-    """Plot the accuracy of each model in each cell of the recall grid."""
+    """Plot the accuracy of each model in each cell of the recall grid; with several seeds, the loss of each seed."""
+    if results["settings"]["seeds"] > 1:
+        return plot_answers(results, path)
     figure, (panel,) = _figure(1, results)
     cells = [tuple(cell) for cell in results["settings"]["cells"]]
     for model in results["settings"]["models"]:
@@ -78,6 +82,24 @@ def plot_grid(results: dict, path: str | Path) -> None:
     panel.set_xticks(range(len(cells)), [f"{n} pairs,\ngap {gap}" for n, gap in cells], fontsize=7, rotation=45)
     panel.set_title("accuracy of recall, %", fontsize=11)
     panel.legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def plot_answers(results: dict, path: str | Path) -> None:
+    """Plot the training loss by the answers seen, a panel per cell: each seed at the chosen rate is a line."""
+    cells = [tuple(cell) for cell in results["settings"]["cells"]]
+    figure, panels = _figure(len(cells), results)
+    for panel, (pairs, gap) in zip(panels, cells, strict=True):
+        for model in results["settings"]["models"]:
+            rows = at_best_rate(results["rows"], model=model, pairs=pairs, gap=gap)
+            for number, row in enumerate(rows):
+                seen = [answers_seen(results, row | {"steps": step}) / 1e6 for step, _ in row["curve"]]
+                label = model if number == 0 else None
+                losses = [loss for _, loss in row["curve"]]
+                panel.plot(seen, losses, color=COLORS[model], alpha=0.8, linewidth=1.2, label=label)
+        panel.set_title(f"{pairs} pairs, gap {gap}: training loss by million answers", fontsize=10)
+        panel.set_yscale("log")
+        panel.legend(frameon=False, fontsize=8)
     save(figure, path)
 
 

@@ -256,6 +256,36 @@ def grid_table(results: dict) -> str:
     return markdown_table(("pairs", "gap", *(TITLES[name] for name in models), "answers seen by SKA"), lines)
 
 
+# what the paper's text says of its models of 50M parameters in the cells of the recall grid, in percent
+GRID_PAPER = {"ssm": "chance", "ska": "100"}
+
+
+def answers_table(*grids: dict) -> str:
+    """A line for every model in every cell of grids with several seeds: the accuracy of each seed, and the answers
+    that it saw in training until its loss was small enough, or until the end."""
+    lines = []
+    for grid in grids:
+        for pairs, gap in grid["settings"]["cells"]:
+            for name in grid["settings"]["models"]:
+                cell = {"model": name, "pairs": pairs, "gap": gap}
+                rows = [row for row in at_best_rate(grid["rows"], **cell) if "accuracy" in row]
+                if not rows:
+                    continue
+                rows.sort(key=lambda row: row["seed"])
+                tried = [row for row in grid["rows"] if matches(row, cell | {"seed": 0})]
+                solved = min(row["dev_loss"] for row in rows if "dev_loss" in row) < SOLVED
+                rate = f"{rows[0]['lr']:g}" if solved else rate_text(tried, rows[0]["lr"])
+                accuracies = [100 * row["accuracy"] for row in rows]
+                seen = [answers_seen(grid, row) for row in rows]
+                answers = " to ".join(dict.fromkeys(f"{n / 1e6:.2f}M" for n in (min(seen), max(seen))))
+                by_seed = ", ".join(f"{a:.1f}" for a in accuracies)
+                paper = GRID_PAPER.get(name, "")
+                lines.append((pairs, gap, TITLES[name], rate, _figures(accuracies), by_seed, answers, paper))
+    head = ("pairs", "gap", "model", "rate", "accuracy in percent", "by seed", "answers seen", "paper, 50M")
+    measured = " and ".join(dict.fromkeys(map(measured_at, grids)))
+    return f"{markdown_table(head, lines)}\n\n{measured}. {SPREAD_NOTE}"
+
+
 def edge_text(rows: list[dict], **cell) -> str:
     """The mark of a model that has not solved a cell of the grid, if a rate outside of those tried may be better."""
     tried = [row for row in rows if matches(row, {**cell, "seed": 0}) and "dev_loss" in row]

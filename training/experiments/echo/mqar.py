@@ -2,7 +2,7 @@
 model. The rates run with one seed, in the given order, until one of them solves the cell (`suite.SOLVED`). If none
 does, the rate with the lowest loss on development sequences is chosen, and up to `--further-rates` others run while
 it is the largest or the smallest one. The other seeds run at the chosen rate. The first rate of every model comes
-first, then the other seeds of the models whose rate is known, then further rates.
+first, then in turns the other seeds of the models whose rate is known and further rates.
 
     python training/experiments/echo/mqar.py --workers 6 --out echo_mqar.json --plot
 
@@ -52,13 +52,13 @@ def batches(row: dict, args) -> Iterator[Examples]:
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    """The rows of all models and cells: first rates, other seeds of those whose rate is known, further rates."""
+    """First rates of all models and cells, then in turns further rates and, where the rate is known, other seeds."""
     rows = []
     for pairs, gap in args.cells:
         for name in reversed(args.models):
             kind = {"model": name, "pairs": pairs, "gap": gap}
             lrs, chosen = rates_until_solved(done, args.lrs, suite.SOLVED, args.further_rates, **kind)
-            rows += [(args.seeds * (lr != lrs[0]), {**kind, "lr": lr, "seed": 0}) for lr in lrs]
+            rows += [(2 * lrs.index(lr), {**kind, "lr": lr, "seed": 0}) for lr in lrs]
             rows += [
                 (seed, {**kind, "lr": chosen, "seed": seed}) for seed in range(1, args.seeds) if chosen is not None
             ]

@@ -91,13 +91,13 @@ def batches(row: dict, batch: int) -> Iterator[Examples]:
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    """First rates of all models and tiers, other seeds of those whose rate is known, and further rates."""
+    """First rates of all models and tiers, then in turns further rates and, where the rate is known, other seeds."""
     rows = []
     for name in args.variants:
         for tier in args.tiers:
             kind = {"variant": name, "tier": tier}
             lrs, chosen = rates_until_solved(done, args.lrs, suite.SOLVED, args.further_rates, **kind)
-            rows += [(args.seeds * lrs.index(lr), {**kind, "lr": lr, "seed": 0}) for lr in lrs]
+            rows += [(2 * lrs.index(lr), {**kind, "lr": lr, "seed": 0}) for lr in lrs]
             rows += [
                 (seed, {**kind, "lr": chosen, "seed": seed}) for seed in range(1, args.seeds) if chosen is not None
             ]

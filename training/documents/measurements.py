@@ -11,7 +11,6 @@ from hf_memmix.conversion.records import CHECKOUT
 EXPERIMENTS = "training/experiments"
 KERNELS = "kernels/benchmarks/results"
 RECALL_RUNS = ("first", "second", "strict", "open", "even")  # of the recall teacher; the last one is the teacher
-ECHO_EQUAL_ANSWERS = ("echo_mqar_16_pairs", "echo_mqar_4_pairs")
 MEASUREMENTS = {
     "demo": "training/bundled/results/demo.json",
     "demo_candidate": "training/bundled/results/demo_candidate.json",
@@ -43,8 +42,6 @@ MEASUREMENTS = {
     "coffee_language": f"{EXPERIMENTS}/coffee/results/coffee_language.json",
     "echo_ablation": f"{EXPERIMENTS}/echo/results/echo_ablation.json",
     "echo_mqar": f"{EXPERIMENTS}/echo/results/echo_mqar.json",
-    **{name: f"{EXPERIMENTS}/echo/results/{name}.json" for name in ECHO_EQUAL_ANSWERS},
-    "echo_dose": f"{EXPERIMENTS}/echo/results/echo_dose.json",
     "echo_scratchpad": f"{EXPERIMENTS}/echo/results/echo_scratchpad.json",
     "echo_transfer": f"{EXPERIMENTS}/echo/results/echo_transfer.json",
     "conversion_table": f"{EXPERIMENTS}/conversion/results/conversion_table.json",

@@ -27,7 +27,7 @@ from hf_memmix.training.documents.long_tables import (
     long_prompts_table,
     long_training_table,
 )
-from hf_memmix.training.documents.measurements import CARDS, ECHO_EQUAL_ANSWERS, MEASUREMENTS, RECALL_RUNS, read
+from hf_memmix.training.documents.measurements import CARDS, MEASUREMENTS, RECALL_RUNS, read
 from hf_memmix.training.documents.quantized_tables import quantized_table, small_states_table
 from hf_memmix.training.documents.triton_tables import triton_traps_table, triton_versions_table
 
@@ -108,13 +108,6 @@ def echo_mask_table(root: Path) -> str:
     from hf_memmix.training.experiments.echo.report import mask_table
 
     return mask_table(read("echo_transfer", root), read("echo_ablation", root))
-
-
-def echo_answers_table(root: Path) -> str:
-    """Echo's recall grid with equal numbers of answers, with and without the true action mask."""
-    from hf_memmix.training.experiments.echo.report import answers_table  # no experiments in a wheel
-
-    return answers_table(*(read(name, root) for name in ECHO_EQUAL_ANSWERS))
 
 
 def recall_runs_table(root: Path) -> str:
@@ -314,7 +307,6 @@ TABLES = {
     "bundled_predictions": bundled_predictions_table,
     "results": experiment_tables,
     "echo_mask": echo_mask_table,
-    "echo_answers": echo_answers_table,
     "recall_runs": recall_runs_table,
     "coffee_fixed": coffee_fixed_table,
     "coffee_seeds": coffee_seeds_table,

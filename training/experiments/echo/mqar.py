@@ -21,6 +21,7 @@ import typer
 from hf_memmix.command_options import command
 from hf_memmix.training.experiments.common.harness import attempt, execute
 from hf_memmix.training.experiments.common.options import (
+    Checkpoints,
     FurtherRates,
     PlottedOptions,
     Rates,
@@ -69,7 +70,16 @@ def run(row: dict, args) -> Iterator[dict]:
     pairs, gap, errors = row["pairs"], row["gap"], {}
     name, ska, masked = MODELS[row["model"]]
     model = suite.build(name, row["seed"], **ska)
-    result = suite.learn(model, batches(row, args), masked, row, args, stop_below_loss=args.enough)
+    name_of_row = f"{row['model']}_{pairs}_{gap}_{row['lr']:g}_{row['seed']}.pt"
+    result = suite.learn(
+        model,
+        batches(row, args),
+        masked,
+        row,
+        args,
+        stop_below_loss=args.enough,
+        checkpoint=args.checkpoints and args.checkpoints / name_of_row,
+    )
     yield result | {"parameters": model.num_parameters()}
     if not result["finite"]:
         return
@@ -99,6 +109,7 @@ class Options(PlottedOptions):
     lrs: Rates = (3e-3, 1e-3)
     further_rates: FurtherRates = MAX_EXTENSIONS
     seeds: int = 1
+    checkpoints: Checkpoints = None
     models: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = tuple(suite.MODELS)
 
 

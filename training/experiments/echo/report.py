@@ -238,9 +238,10 @@ def answers_seen(results: dict, row: dict) -> int:
 def grid_table(results: dict) -> str:
     """A table of the accuracy of every model in every cell, and of the answers that SKA saw in training.
 
-    With more than one seed, a cell states how many there are, because a time limit can stop seeds. "(edge)": the cell
-    is not solved, and no larger or no smaller rate was tried.
+    "(edge)": the cell is not solved, and no larger or no smaller rate was tried. With several seeds: `answers_table`.
     """
+    if results["settings"]["seeds"] > 1:
+        return answers_table(results)
     models = [name for name in results["settings"]["models"] if any(r["model"] == name for r in results["rows"])]
     lines = []
     for pairs, gap in results["settings"]["cells"]:
@@ -249,9 +250,7 @@ def grid_table(results: dict) -> str:
         cells = []
         for name in models:
             found = grid_accuracies(results, name, pairs, gap)
-            several = found and results["settings"]["seeds"] > 1
-            seeds = f" ({seeds_text(len(found))})" if several else ""
-            cells.append(_figures(found) + seeds + edge_text(results["rows"], model=name, pairs=pairs, gap=gap))
+            cells.append(_figures(found) + edge_text(results["rows"], model=name, pairs=pairs, gap=gap))
         lines.append((pairs, gap, *cells, seen))
     return markdown_table(("pairs", "gap", *(TITLES[name] for name in models), "answers seen by SKA"), lines)
 
@@ -260,30 +259,28 @@ def grid_table(results: dict) -> str:
 GRID_PAPER = {"ssm": "chance", "ska": "100"}
 
 
-def answers_table(*grids: dict) -> str:
-    """A line for every model in every cell of grids with several seeds: the accuracy of each seed, and the answers
+def answers_table(results: dict) -> str:
+    """A line for every model in every cell of a grid with several seeds: the accuracy of each seed, and the answers
     that it saw in training until its loss was small enough, or until the end."""
     lines = []
-    for grid in grids:
-        for pairs, gap in grid["settings"]["cells"]:
-            for name in grid["settings"]["models"]:
-                cell = {"model": name, "pairs": pairs, "gap": gap}
-                rows = [row for row in at_best_rate(grid["rows"], **cell) if "accuracy" in row]
-                if not rows:
-                    continue
-                rows.sort(key=lambda row: row["seed"])
-                tried = [row for row in grid["rows"] if matches(row, cell | {"seed": 0})]
-                solved = min(row["dev_loss"] for row in rows if "dev_loss" in row) < SOLVED
-                rate = f"{rows[0]['lr']:g}" if solved else rate_text(tried, rows[0]["lr"])
-                accuracies = [100 * row["accuracy"] for row in rows]
-                seen = [answers_seen(grid, row) for row in rows]
-                answers = " to ".join(dict.fromkeys(f"{n / 1e6:.2f}M" for n in (min(seen), max(seen))))
-                by_seed = ", ".join(f"{a:.1f}" for a in accuracies)
-                paper = GRID_PAPER.get(name, "")
-                lines.append((pairs, gap, TITLES[name], rate, _figures(accuracies), by_seed, answers, paper))
+    for pairs, gap in results["settings"]["cells"]:
+        for name in results["settings"]["models"]:
+            cell = {"model": name, "pairs": pairs, "gap": gap}
+            rows = [row for row in at_best_rate(results["rows"], **cell) if "accuracy" in row]
+            if not rows:
+                continue
+            rows.sort(key=lambda row: row["seed"])
+            tried = [row for row in results["rows"] if matches(row, cell | {"seed": 0})]
+            solved = min(row["dev_loss"] for row in rows) < SOLVED
+            rate = f"{rows[0]['lr']:g}" if solved else rate_text(tried, rows[0]["lr"])
+            accuracies = [100 * row["accuracy"] for row in rows]
+            seen = [answers_seen(results, row) for row in rows]
+            answers = " to ".join(dict.fromkeys(f"{n / 1e6:.2f}M" for n in (min(seen), max(seen))))
+            by_seed = ", ".join(f"{a:.1f}" for a in accuracies)
+            paper = GRID_PAPER.get(name, "")
+            lines.append((pairs, gap, TITLES[name], rate, _figures(accuracies), by_seed, answers, paper))
     head = ("pairs", "gap", "model", "rate", "accuracy in percent", "by seed", "answers seen", "paper, 50M")
-    measured = " and ".join(dict.fromkeys(map(measured_at, grids)))
-    return f"{markdown_table(head, lines)}\n\n{measured}. {SPREAD_NOTE}"
+    return markdown_table(head, lines)
 
 
 def edge_text(rows: list[dict], **cell) -> str:
@@ -292,10 +289,6 @@ def edge_text(rows: list[dict], **cell) -> str:
     best = lowest_dev_loss(tried)
     unsolved = best is not None and best["dev_loss"] >= SOLVED
     return " (edge)" if unsolved and at_edge(tried, best["lr"]) else ""
-
-
-def seeds_text(count: int) -> str:
-    return f"{count} seed{'s' if count > 1 else ''}"
 
 
 LEARNED = 0.95  # the accuracy from which a tier of the scratchpad counts as learned

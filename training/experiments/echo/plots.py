@@ -106,25 +106,27 @@ def plot_answers(results: dict, path: str | Path) -> None:
 def plot_scratchpad(results: dict, path: str | Path) -> None:
     """Plot the accuracy of every model by training step, a panel per tier: each seed at the chosen rate is a line.
 
-    With three or more scales of SKA's output a last panel has the accuracy at the end by scale, the dose.
+    Rows that did not record it (they are older) have their training loss instead. With three or more scales of SKA's
+    output a last panel has the accuracy at the end by scale, the dose.
     """
     tiers = list(dict.fromkeys(row["tier"] for row in results["rows"]))
+    recorded = any("accuracies" in row for row in results["rows"])
     doses = {
         name: float(name.split()[-1])
         for name in results["settings"]["variants"]
-        if "eta" in name and "mask" not in name
+        if recorded and "eta" in name and "mask" not in name
     }
     figure, panels = _figure(len(tiers) + (len(doses) > 2), results)
     for tier, panel in zip(tiers, panels, strict=False):
         for i, name in enumerate(results["settings"]["variants"]):
             rows = [row for row in results["rows"] if (row["tier"], row["variant"]) == (tier, name)]
             for number, row in enumerate(chosen_rows(rows, variant=name)):
-                steps, accuracies = zip(*[[0, 0.02], *row.get("accuracies", ())], strict=True)
+                accuracies = [[step, 100 * accuracy] for step, accuracy in row.get("accuracies", ())]
+                steps, values = zip(*(accuracies if recorded else row["curve"]), strict=True)
                 label = name if number == 0 else None
-                percent = [100 * accuracy for accuracy in accuracies]
-                panel.plot(steps, percent, color=f"C{i}", alpha=0.8, linewidth=1.2, label=label)
-        panel.set_title(f"{tier}: accuracy by training step, %", fontsize=11)
-        panel.set_ylim(-3, 103)
+                panel.plot(steps, values, color=f"C{i}", alpha=0.8, linewidth=1.2, label=label)
+        panel.set_title(f"{tier}: {'accuracy in percent' if recorded else 'training loss'} by step", fontsize=11)
+        panel.set(yscale="linear", ylim=(-3, 103)) if recorded else panel.set_yscale("log")
         panel.set_xlabel("step")
     panels[0].legend(frameon=False, fontsize=7)
     if len(doses) > 2:

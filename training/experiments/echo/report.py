@@ -292,6 +292,7 @@ def edge_text(rows: list[dict], **cell) -> str:
 
 
 LEARNED = 0.95  # the accuracy from which a tier of the scratchpad counts as learned
+SCALES_PAPER = ("ska, eta 1.5", "ska, eta 3")  # the standard scale, and a larger one whose value is not known
 # what the paper's text says of its Figure 3: accuracy in percent, and steps until it is reached
 CURVES_PAPER = {
     ("easy", "ska"): "100 after 500",
@@ -301,9 +302,11 @@ CURVES_PAPER = {
 }
 
 
-def learned_at(row: dict) -> int | None:
-    """The first recorded step whose accuracy is at least `LEARNED`; None if there is none."""
-    return next((step for step, accuracy in row.get("accuracies", ()) if accuracy >= LEARNED), None)
+def learned_at(row: dict) -> str:
+    """The first recorded step whose accuracy is at least `LEARNED`; "no" if there is none."""
+    if "accuracies" not in row:  # rows of the first run
+        return "not recorded"
+    return next((str(step) for step, accuracy in row["accuracies"] if accuracy >= LEARNED), "no")
 
 
 def scratchpad_table(results: dict) -> str:
@@ -315,10 +318,10 @@ def scratchpad_table(results: dict) -> str:
             found = [row for row in chosen_rows(rows, variant=name) if "accuracy" in row]
             if not found:
                 continue
-            learned = ", ".join("no" if step is None else f"{step}" for step in map(learned_at, found))
+            learned = ", ".join(map(learned_at, found))
             accuracy = _figures([100 * row["accuracy"] for row in found])
             rate = rate_text(rows, found[0]["lr"]) if found[0]["dev_loss"] >= SOLVED else f"{found[0]['lr']:g}"
-            paper = CURVES_PAPER.get((tier, "ska" if name.startswith("ska") and "mask" not in name else name), "")
+            paper = CURVES_PAPER.get((tier, "ska" if name in SCALES_PAPER else name), "")
             lines.append((tier, name, rate, accuracy, len(found), learned, paper))
     head = ("tier", "model", "rate", "accuracy in percent", "seeds", f"step with {LEARNED:.0%}, by seed", "paper")
     return markdown_table(head, lines)

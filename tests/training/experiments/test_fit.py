@@ -255,6 +255,11 @@ def test_a_training_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     assert resumed["curve"][:5] == whole["curve"][:5]
     torch.testing.assert_close(model.weight, expected.weight, atol=2e-3, rtol=0)
     assert abs(resumed["curve"][-1][1] - whole["curve"][-1][1]) < 1e-2
+    with pytest.raises(harness.OutOfTime):
+        train(20, checkpoint=path)
+    ended, model = train(checkpoint=path)
+    assert ended["resumed_at"] == [40] and ended["curve"] == whole["curve"]
+    assert torch.equal(model.weight, expected.weight) and not path.exists()
 
 
 def finished(lr, loss, **row):

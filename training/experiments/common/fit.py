@@ -233,7 +233,7 @@ def fit(
                 try:
                     check_time(args)
                 except OutOfTime:
-                    if saved is not None and step + 1 < steps:
+                    if saved is not None:
                         saved.save(step + 1, model, optimizer, curves | {"resumed_at": resumed})
                     raise
         return True
@@ -250,7 +250,7 @@ def fit(
     finite = math.isfinite(curve[-1][1])
     curves |= {"resumed_at": resumed} if resumed else {}
     captured = getattr(update, "graph", None) is not None
-    speed = {"ms_per_step": round(1000 * took / (done - start), 2), "graphed": captured}
+    speed = {"ms_per_step": round(1000 * took / max(1, done - start), 2), "graphed": captured}
     return {**curves, "steps": done, "finite": finite, **speed}
 
 

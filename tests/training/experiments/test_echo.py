@@ -36,6 +36,10 @@ SMALL = {
     "models": list(echo_suite.MODELS),
     "variants": list(echo_ablation.VARIANTS),
     "deadline": math.inf,
+    "further_rates": 4,
+    "checkpoints": None,
+    "accuracy_every": 1,
+    "tiers": list(echo_scratchpad.CHAINS),
 }
 ENVIRONMENT = {"hardware": "CPU", "commit": "0000000"}
 
@@ -96,9 +100,27 @@ def test_grid(args, tmp_path):
         rows += [{**row, **whole(echo_mqar.run(row, args))} for row in waiting]
     assert len(rows) == 6 and all(0 <= row["accuracy"] <= 1 for row in rows)
     results = results_of("echo_mqar", rows)
-    assert "| 4 | 8 |" in report(results)
-    plot_grid(results, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").exists()
+    for seeds in (1, 2):  # the accuracy by cell, and the loss by answers
+        results["settings"]["seeds"] = seeds
+        assert "| 4 | 8 |" in report(results)
+        plot_grid(results, tmp_path / f"{seeds}.png")
+    assert (tmp_path / "1.png").read_bytes() != (tmp_path / "2.png").read_bytes()
+
+
+def test_the_table_of_equal_answers(args):
+    """Each seed's accuracy, the answers from the fastest to the slowest, and the edge of unsolved cells."""
+    args.models = ["ssm", "ska"]
+
+    def row(model, lr, seed, accuracy, steps):
+        cell = {"model": model, "pairs": 4, "gap": 8, "lr": lr, "seed": seed}
+        return cell | {"finite": True, "accuracy": accuracy, "dev_loss": 1.001 - accuracy, "steps": steps}
+
+    rows = [row("ska", 1e-3, 1, 1.0, 10_000), row("ska", 1e-3, 0, 0.99, 20_000), row("ssm", 1e-3, 0, 0.5, 20_000)]
+    grid = results_of("echo_mqar", [*rows, row("ssm", 2e-3, 0, 0.4, 20_000)])
+    grid["settings"] |= {"models": args.models, "batch": 4}
+    lines = report(grid).splitlines()[2:]
+    assert lines[0] == "| 4 | 8 | Mamba-2 | 0.001 (edge) | 50.0 | 50.0 | 0.32M | chance |"
+    assert lines[1] == "| 4 | 8 | SKA, true mask | 0.001 | 99.5 ± 0.7 | 99.0, 100.0 | 0.16M to 0.32M | 100 |"
 
 
 def grid_rows(args, losses):
@@ -115,11 +137,13 @@ def test_the_grid_tries_rates_until_a_cell_is_solved(args):
     args.models, args.lrs = ["ssm", "ska"], [1e-3, 2e-3]
     assert grid_rows(args, {}) == [("ska", 1e-3, 0), ("ssm", 1e-3, 0)]
     solved = {("ska", 1e-3): echo_suite.SOLVED / 2}
-    assert grid_rows(args, solved | {("ssm", 1e-3): 1.0}) == [("ssm", 2e-3, 0), ("ska", 1e-3, 1)]
+    assert grid_rows(args, solved | {("ssm", 1e-3): 1.0}) == [("ska", 1e-3, 1), ("ssm", 2e-3, 0)]
     # neither rate solves the cell, and the best one is the largest: the next is twice as large
     tried = solved | {("ssm", 1e-3): 1.0, ("ssm", 2e-3): 0.5}
-    assert grid_rows(args, tried) == [("ssm", 4e-3, 0), ("ska", 1e-3, 1)]
+    assert grid_rows(args, tried) == [("ska", 1e-3, 1), ("ssm", 4e-3, 0)]
     assert grid_rows(args, tried | {("ssm", 4e-3): 0.7}) == [("ska", 1e-3, 1), ("ssm", 2e-3, 1)]
+    args.further_rates = 0
+    assert grid_rows(args, tried) == [("ska", 1e-3, 1), ("ssm", 2e-3, 1)]
 
 
 def test_the_mask_of_the_grid_is_given_to_one_model_only(args, monkeypatch):
@@ -136,16 +160,41 @@ def test_the_mask_of_the_grid_is_given_to_one_model_only(args, monkeypatch):
 
 
 def test_scratchpad(args, tmp_path):
-    args.variants = list(echo_scratchpad.VARIANTS)
-    rows = [{**row, **whole(echo_scratchpad.run(row, args))} for row in echo_scratchpad.rows_to_run([], args)]
-    assert len(rows) == 12 and all(0 <= row["accuracy"] <= 1 and not row.get("errors") for row in rows)
-    rows[0]["curve"] = [[1, 2.0], [2, 0.05]]
+    args.variants, args.tiers = list(echo_scratchpad.VARIANTS), list(echo_scratchpad.TIERS)
+    planned = [row for row in echo_scratchpad.rows_to_run([], args) if row["tier"] != "tools, hard"]
+    assert len(planned) == 3 * len(args.variants)
+    rows = [{**row, **whole(echo_scratchpad.run(row, args))} for row in planned]
+    assert all(0 <= row["accuracy"] <= 1 and not row.get("errors") for row in rows)
+    assert all([step for step, _ in row["accuracies"]] == [1, 2] for row in rows)
+    rows[0]["accuracies"] = [[1, 0.2], [2, 0.96]]
     results = results_of("echo_scratchpad", rows)
     results["settings"]["variants"] = args.variants
     text = report(results)
-    assert "| easy | ssm | 0.001 (only one) |" in text and "| 1 | 2 |" in text and "| 1 | no |" in text
+    assert "| easy | ssm | 0.001 (only one) |" in text and "| 1 | no | 10 to 20 (Mamba-3) |" in text
+    assert "| 1 | 2 | 100 after 500 |" in text
     plot_scratchpad(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_the_accuracy_of_the_training_is_that_of_the_last_batches(args, monkeypatch):
+    """It is averaged over the last `ACCURACY_STEPS` batches before the step, also where the training ends."""
+    monkeypatch.setattr(echo_suite, "ACCURACY_STEPS", 2)
+    answers = iter([0.9, 0.1, 0.3, 0.9, 0.9, 0.5, 0.7])
+    monkeypatch.setattr(echo_suite, "accuracy_of", lambda logits, examples: torch.tensor(next(answers)))
+    model, args.steps = echo_suite.build("ssm", 0), 7
+    batches = echo_suite.training_batches(0, 2, 32, [2])
+    found = echo_suite.learn(model, batches, False, {"lr": 1e-3}, args, accuracy_every=3)
+    assert found["accuracies"] == [[3, 0.2], [6, 0.7]]
+
+
+def test_a_solved_model_gets_its_seeds_before_another_gets_further_rates(args):
+    args.variants, args.tiers, args.lrs = ["ska, eta 1.5", "ssm"], ["easy"], [2e-3, 1e-3]
+    done = [
+        {"variant": name, "tier": "easy", "lr": 2e-3, "seed": 0, "finite": True, "dev_loss": loss}
+        for name, loss in (("ska, eta 1.5", 0.01), ("ssm", 1.0))
+    ]
+    rows = [row for row in echo_scratchpad.rows_to_run(done, args) if not any(matches(d, row) for d in done)]
+    assert [(row["variant"], row["lr"], row["seed"]) for row in rows] == [("ska, eta 1.5", 2e-3, 1), ("ssm", 1e-3, 0)]
 
 
 def test_the_scale_of_the_output_is_set():

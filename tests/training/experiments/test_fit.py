@@ -219,6 +219,49 @@ def test_recall_row(tmp_path):
     assert 0 <= result["accuracy"] <= 1 and result["sequences"] == 32 and 0 < result["dev_loss"] < 10
 
 
+def test_a_training_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    """In two parts as without a break, up to the rounding of AdamW's moments; the file is gone at the end."""
+    inputs = torch.randn(40, 8, 4, generator=torch.Generator().manual_seed(0))
+    drawn = []
+
+    def train(calls_before_the_deadline=math.inf, **options):
+        torch.manual_seed(0)
+        model, calls = torch.nn.Linear(4, 4), []
+
+        def check_time(args):
+            calls.append(args)
+            if len(calls) >= calls_before_the_deadline:
+                raise harness.OutOfTime
+
+        monkeypatch.setattr(fit, "check_time", check_time)
+        batches = iter(inputs)
+
+        def batch_of(step):
+            drawn.append(step)
+            return (next(batches),)
+
+        loss_of = lambda x: (model(x) - x.flip(-1)).square().mean()  # noqa: E731
+        return fit.fit(model, loss_of, 40, 1e-2, argparse.Namespace(), batch_of, graphed=False, **options), model
+
+    whole, expected = train()
+    path = tmp_path / "row" / "model.pt"
+    with pytest.raises(harness.OutOfTime):
+        train(5, checkpoint=path)
+    assert path.exists() and drawn[-1] == 9
+    resumed, model = train(checkpoint=path)
+    assert not path.exists() and not list(path.parent.iterdir())
+    assert resumed["resumed_at"] == [10] and "resumed_at" not in whole and resumed["steps"] == 40
+    assert [step for step, _ in resumed["curve"]] == [step for step, _ in whole["curve"]]
+    assert resumed["curve"][:5] == whole["curve"][:5]
+    torch.testing.assert_close(model.weight, expected.weight, atol=2e-3, rtol=0)
+    assert abs(resumed["curve"][-1][1] - whole["curve"][-1][1]) < 1e-2
+    with pytest.raises(harness.OutOfTime):
+        train(20, checkpoint=path)
+    ended, model = train(checkpoint=path)
+    assert ended["resumed_at"] == [40] and ended["curve"] == whole["curve"]
+    assert torch.equal(model.weight, expected.weight) and not path.exists()
+
+
 def finished(lr, loss, **row):
     return {**row, "lr": lr, "finite": True, "dev_loss": loss, "heldout_loss": -loss}
 

@@ -9,6 +9,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -21,8 +22,9 @@ from hf_memmix.mixers import ATTENTION
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.bundled.language_model import decay_matrices, mean_loss, next_token_loss
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "linear"
+from hf_memmix.training.experiments.common.checkpoints import Checkpoint
 from hf_memmix.training.experiments.common.graphs import TURN, WARM_UP, GraphedFunction
-from hf_memmix.training.experiments.common.harness import check_time, device
+from hf_memmix.training.experiments.common.harness import OutOfTime, check_time, device
 from hf_memmix.training.experiments.common.text import VOCAB, Windows, measured_tokens, train_tokens
 
 # the name of a model: the mixer of all its layers and the mixer's options
@@ -154,6 +156,7 @@ def fit(
     warmup_steps: int | None = None,
     groups: list[dict] | None = None,
     graphed: bool = True,
+    checkpoint: Path | None = None,
 ) -> dict:
     """Train a model on the loss `loss_of(*batch_of(step))`.
 
@@ -167,11 +170,14 @@ def fit(
         warmup_steps: steps in which the rate grows linearly; default: a twentieth of all steps.
         groups: parameter groups of AdamW; a group without its own "lr" has `lr`. Default: weight decay on matrices.
         graphed: on a GPU, capture a step as a CUDA graph.
+        checkpoint: the file in which a training is saved that the command's deadline stops. If it exists, the training
+            goes on from it: the batches of the steps before are drawn and not used.
 
     Returns:
         "curve", a list of [step, loss]; "gradient_norms", the largest norm of the gradients, before they are clipped,
         since the previous point of the curve; "steps", the number of steps that ran; "finite", whether the losses
-        are finite; "ms_per_step"; "graphed", whether steps were replayed from a CUDA graph.
+        are finite; "ms_per_step"; "graphed", whether steps were replayed from a CUDA graph; "resumed_at", the steps
+        after which the training went on from a checkpoint, if it did.
 
     Raises:
         OutOfTime: the command's deadline passed before the training ended.
@@ -191,7 +197,14 @@ def fit(
         decayed = max(0.0, step / steps - constant_rate_share) / (1 - constant_rate_share)
         return min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * decayed))
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
+    saved = None if checkpoint is None else Checkpoint(checkpoint)
+    start, records = (0, {}) if saved is None else saved.load(model, optimizer)
+    curve, norms, resumed = (records.get(name, []) for name in ("curve", "gradient_norms", "resumed_at"))
+    if start:
+        resumed.append(start)
+        for step in range(start):
+            batch_of(step)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(start + step))
 
     def update(*batch) -> Tensor:
         optimizer.zero_grad()
@@ -203,8 +216,7 @@ def fit(
         return torch.stack([loss.detach().float(), norm.float()])
 
     update = GraphedFunction(update) if on_gpu and graphed else update
-    every, curve, norms, began = max(1, steps // 20), [], [], time.time()
-    largest = torch.zeros((), device=device())
+    every, largest, began = max(1, steps // 20), torch.zeros((), device=device()), time.time()
 
     def run_steps(first: int, end: int) -> bool:
         """Run the steps from `first` to before `end`; returns whether the training goes on after them."""
@@ -213,24 +225,32 @@ def fit(
             torch.maximum(largest, norm, out=largest)
             schedule.step()
             if (step + 1) % every == 0 or step + 1 == steps:
-                check_time(args)
                 curve.append([step + 1, round(loss.item(), 4)])
                 norms.append(round(largest.item(), 4))
                 largest.zero_()
                 if not math.isfinite(curve[-1][1]) or curve[-1][1] < stop_below_loss:
                     return False
+                try:
+                    check_time(args)
+                except OutOfTime:
+                    if saved is not None:
+                        saved.save(step + 1, model, optimizer, curves | {"resumed_at": resumed})
+                    raise
         return True
 
-    first = min(steps, WARM_UP + 1)
-    if run_steps(0, first):
+    curves = {"curve": curve, "gradient_norms": norms}
+    first = min(steps, start + WARM_UP + 1)
+    if run_steps(start, first):
         with TURN.given_up() if on_gpu and graphed else contextlib.nullcontext():  # these steps replay the graph
             run_steps(first, steps)
     took, done = time.time() - began, curve[-1][0]
     optimizer.zero_grad()
+    if saved is not None:
+        saved.remove()
     finite = math.isfinite(curve[-1][1])
-    curves = {"curve": curve, "gradient_norms": norms}
+    curves |= {"resumed_at": resumed} if resumed else {}
     captured = getattr(update, "graph", None) is not None
-    speed = {"ms_per_step": round(1000 * took / done, 2), "graphed": captured}
+    speed = {"ms_per_step": round(1000 * took / max(1, done - start), 2), "graphed": captured}
     return {**curves, "steps": done, "finite": finite, **speed}
 
 

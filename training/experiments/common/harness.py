@@ -36,9 +36,10 @@ PACKAGE = "hf_memmix.training.experiments"
 GRACE = 20.0  # seconds after the deadline in which a running row may still end
 # options that do not change what is measured: a resumed run may change them
 _RESUME_MAY_CHANGE = ("out", "plot", "workers", "streams", "seconds", "whole_rows", "deadline", "text", "images",
-                      "teacher", "data", "eager")  # fmt: skip
+                      "teacher", "data", "eager", "checkpoints")  # fmt: skip
 # options that list what is compared: a resumed run may name a part of them, or more; the file then lists all
-_RESUME_MAY_EXTEND = ("models", "variants", "contexts", "cells", "tasks", "seeds", "layouts", "seed_list")
+_RESUME_MAY_EXTEND = ("models", "variants", "contexts", "cells", "tasks", "seeds", "layouts", "seed_list",
+                      "tiers")  # fmt: skip
 
 
 class OutOfTime(Exception):

@@ -21,6 +21,13 @@ TrainingText = Annotated[
     Path, typer.Option(help="training text: a .txt file, or the .npy file that common/text.py writes")
 ]
 Rates = Annotated[list[float], typer.Option(help="learning rates to try; repeatable")]
+FurtherRates = Annotated[
+    int, typer.Option(help="further rates to try at most while the best one is the largest or the smallest")
+]
+Checkpoints = Annotated[
+    Path | None,
+    typer.Option(help="folder in which trainings are saved that the time limit stops; the next command resumes them"),
+]
 HiddenSize = Annotated[
     int, typer.Option(help="hidden size of the Llama backbone; the transformer's MLP is 2.5 times as wide")
 ]

@@ -16,12 +16,14 @@ def lowest_dev_loss(done: list[dict], **wanted) -> dict | None:
     return min(rows, key=lambda row: row["dev_loss"], default=None)
 
 
-def rates_to_try(done: list[dict], lrs: list[float], **wanted) -> tuple[list[float], float | None]:
+def rates_to_try(
+    done: list[dict], lrs: list[float], extensions: int = MAX_EXTENSIONS, **wanted
+) -> tuple[list[float], float | None]:
     """The learning rates to try for the rows with the wanted values, and the rate that is chosen for them.
 
     The chosen rate has the lowest development loss; it is None until all rates have been tried. While the best rate
     is the largest one tried, twice that rate is tried as well; while it is the smallest, half that rate, up to
-    `MAX_EXTENSIONS` times. The rule is the same for all models, so no model is behind only because the given rates
+    `extensions` times. The rule is the same for all models, so no model is behind only because the given rates
     did not suit it.
     """
     rows, lrs = [row for row in done if matches(row, wanted)], list(lrs)
@@ -31,10 +33,28 @@ def rates_to_try(done: list[dict], lrs: list[float], **wanted) -> tuple[list[flo
         if best is None:
             break
         beyond = {max(lrs): 2 * max(lrs), min(lrs): min(lrs) / 2}.get(best["lr"])
-        if given == 1 or beyond is None or len(lrs) == given + MAX_EXTENSIONS:
+        if given == 1 or beyond is None or len(lrs) == given + extensions:
             return lrs, best["lr"]
         lrs.append(beyond)
     return lrs, None
+
+
+def rates_until_solved(
+    done: list[dict], lrs: list[float], solved: float, extensions: int = MAX_EXTENSIONS, **kind
+) -> tuple[list[float], float | None]:
+    """The rates to try with seed 0 for the rows of this kind, and the chosen one; None until it is known.
+
+    The rates run in the given order. After a rate whose development loss is below `solved` no further one is tried:
+    the loss cannot choose between rates that both solve the task. If none does, `rates_to_try` decides.
+    """
+    first = lowest_dev_loss(done, **kind, seed=0)
+    if first is not None and first["dev_loss"] < solved:
+        return [first["lr"]], first["lr"]
+    tried = {row["lr"] for row in done if matches(row, {**kind, "seed": 0})}
+    for position, lr in enumerate(lrs):
+        if lr not in tried:
+            return lrs[: position + 1], None
+    return rates_to_try(done, lrs, extensions, **kind, seed=0)
 
 
 def at_edge(rows: list[dict], lr: float, key: str = "lr") -> bool:

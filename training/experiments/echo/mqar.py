@@ -1,7 +1,8 @@
 """Echo's grid of multi-query recall. A sequence has n pairs, a gap of noise and n questions; each cell has its own
 model. The rates run with one seed, in the given order, until one of them solves the cell (`suite.SOLVED`). If none
-does, the rate with the lowest loss on development sequences is chosen, and further rates run while it is the largest
-or the smallest one. The other seeds run at the chosen rate.
+does, the rate with the lowest loss on development sequences is chosen, and up to `--further-rates` others run while
+it is the largest or the smallest one. The other seeds run at the chosen rate. The first rate of every model comes
+first, then in turns the other seeds of the models whose rate is known and further rates.
 
     python training/experiments/echo/mqar.py --workers 6 --out echo_mqar.json --plot
 
@@ -18,9 +19,16 @@ from typing import Annotated
 import typer
 
 from hf_memmix.command_options import command
-from hf_memmix.training.experiments.common.harness import attempt, execute, matches
-from hf_memmix.training.experiments.common.options import PlottedOptions, Rates, check_names, draw_if_asked
-from hf_memmix.training.experiments.common.rates import lowest_dev_loss, rates_to_try
+from hf_memmix.training.experiments.common.harness import attempt, execute
+from hf_memmix.training.experiments.common.options import (
+    Checkpoints,
+    FurtherRates,
+    PlottedOptions,
+    Rates,
+    check_names,
+    draw_if_asked,
+)
+from hf_memmix.training.experiments.common.rates import MAX_EXTENSIONS, rates_until_solved
 from hf_memmix.training.experiments.echo import suite
 from hf_memmix.training.experiments.echo.plots import plot_grid
 from hf_memmix.training.experiments.echo.tasks import Examples, draw_examples
@@ -45,37 +53,33 @@ def batches(row: dict, args) -> Iterator[Examples]:
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    """The rows of all cells and rates with one seed, then those of the other seeds at the chosen rate."""
-    tries, others = [], []
+    """First rates of all models and cells, then in turns further rates and, where the rate is known, other seeds."""
+    rows = []
     for pairs, gap in args.cells:
         for name in reversed(args.models):
             kind = {"model": name, "pairs": pairs, "gap": gap}
-            lrs, chosen = rates_of_cell(done, args.lrs, kind)
-            tries += [(lrs.index(lr), {**kind, "lr": lr, "seed": 0}) for lr in lrs]
-            others += [{**kind, "lr": chosen, "seed": seed} for seed in range(1, args.seeds) if chosen is not None]
-    return [row for _, row in sorted(tries, key=lambda pair: pair[0])] + sorted(others, key=lambda row: row["seed"])
-
-
-def rates_of_cell(done: list[dict], lrs: list[float], kind: dict) -> tuple[list[float], float | None]:
-    """The rates to try for a model in a cell, and the chosen one; None until it is known.
-
-    After a rate that solved the cell no further one is tried: the loss cannot choose between rates that both solve it.
-    """
-    first = lowest_dev_loss(done, **kind, seed=0)
-    if first is not None and first["dev_loss"] < suite.SOLVED:
-        return [first["lr"]], first["lr"]
-    tried = {row["lr"] for row in done if matches(row, {**kind, "seed": 0})}
-    for position, lr in enumerate(lrs):
-        if lr not in tried:
-            return lrs[: position + 1], None
-    return rates_to_try(done, lrs, **kind, seed=0)
+            lrs, chosen = rates_until_solved(done, args.lrs, suite.SOLVED, args.further_rates, **kind)
+            rows += [(2 * lrs.index(lr), {**kind, "lr": lr, "seed": 0}) for lr in lrs]
+            rows += [
+                (seed, {**kind, "lr": chosen, "seed": seed}) for seed in range(1, args.seeds) if chosen is not None
+            ]
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
 
 def run(row: dict, args) -> Iterator[dict]:
     pairs, gap, errors = row["pairs"], row["gap"], {}
     name, ska, masked = MODELS[row["model"]]
     model = suite.build(name, row["seed"], **ska)
-    result = suite.learn(model, batches(row, args), masked, row, args, stop_below_loss=args.enough)
+    name_of_row = f"{row['model']}_{pairs}_{gap}_{row['lr']:g}_{row['seed']}.pt"
+    result = suite.learn(
+        model,
+        batches(row, args),
+        masked,
+        row,
+        args,
+        stop_below_loss=args.enough,
+        checkpoint=args.checkpoints and args.checkpoints / name_of_row,
+    )
     yield result | {"parameters": model.num_parameters()}
     if not result["finite"]:
         return
@@ -103,7 +107,9 @@ class Options(PlottedOptions):
     sequences: Annotated[int, typer.Option(help="sequences measured, at least")] = 128
     cells: Annotated[str, typer.Option(help="[[pairs, gap], ...] as JSON")] = CELLS
     lrs: Rates = (3e-3, 1e-3)
+    further_rates: FurtherRates = MAX_EXTENSIONS
     seeds: int = 1
+    checkpoints: Checkpoints = None
     models: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = tuple(suite.MODELS)
 
 

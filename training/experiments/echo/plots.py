@@ -9,6 +9,8 @@ from hf_memmix.training.experiments.common.rates import chosen_rows
 from hf_memmix.training.experiments.echo.report import (
     LENGTHS_PAPER,
     TASKS_PAPER,
+    answers_seen,
+    at_best_rate,
     chosen,
     grid_accuracies,
     mean_of,
@@ -68,7 +70,9 @@ def plot_ablation(results: dict, path: str | Path) -> None:
 
 
 def plot_grid(results: dict, path: str | Path) -> None:
-    """Plot the accuracy of each model in each cell of the recall grid."""
+    """Plot the accuracy of each model in each cell of the recall grid; with several seeds, the loss of each seed."""
+    if results["settings"]["seeds"] > 1:
+        return plot_answers(results, path)
     figure, (panel,) = _figure(1, results)
     cells = [tuple(cell) for cell in results["settings"]["cells"]]
     for model in results["settings"]["models"]:
@@ -81,19 +85,68 @@ def plot_grid(results: dict, path: str | Path) -> None:
     save(figure, path)
 
 
+def plot_answers(results: dict, path: str | Path) -> None:
+    """Plot the training loss by the answers seen, a panel per cell: each seed at the chosen rate is a line."""
+    cells = [tuple(cell) for cell in results["settings"]["cells"]]
+    figure, panels = _figure(len(cells), results)
+    for panel, (pairs, gap) in zip(panels, cells, strict=True):
+        for model in results["settings"]["models"]:
+            rows = at_best_rate(results["rows"], model=model, pairs=pairs, gap=gap)
+            for number, row in enumerate(rows):
+                seen = [answers_seen(results, row | {"steps": step}) / 1e6 for step, _ in row["curve"]]
+                label = model if number == 0 else None
+                losses = [loss for _, loss in row["curve"]]
+                panel.plot(seen, losses, color=COLORS[model], alpha=0.8, linewidth=1.2, label=label)
+        panel.set_title(f"{pairs} pairs, gap {gap}: training loss by million answers", fontsize=10)
+        panel.set_yscale("log")
+        panel.legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
 def plot_scratchpad(results: dict, path: str | Path) -> None:
-    """Plot the training loss of every model by step, a panel per tier: each seed at the chosen rate is a line."""
+    """Plot the accuracy of every model by training step, a panel per tier: each seed at the chosen rate is a line.
+
+    Rows that did not record it (they are older) have their training loss instead. With three or more scales of SKA's
+    output a last panel has the accuracy at the end by scale, the dose.
+    """
     tiers = list(dict.fromkeys(row["tier"] for row in results["rows"]))
-    figure, panels = _figure(len(tiers), results)
-    for panel, tier in zip(panels, tiers, strict=True):
+    recorded = any("accuracies" in row for row in results["rows"])
+    doses = {
+        name: float(name.split()[-1])
+        for name in results["settings"]["variants"]
+        if recorded and "eta" in name and "mask" not in name
+    }
+    figure, panels = _figure(len(tiers) + (len(doses) > 2), results)
+    for tier, panel in zip(tiers, panels, strict=False):
         for i, name in enumerate(results["settings"]["variants"]):
             rows = [row for row in results["rows"] if (row["tier"], row["variant"]) == (tier, name)]
             for number, row in enumerate(chosen_rows(rows, variant=name)):
-                steps, losses = zip(*row["curve"], strict=True)
+                accuracies = [[step, 100 * accuracy] for step, accuracy in row.get("accuracies", ())]
+                steps, values = zip(*(accuracies if recorded else row["curve"]), strict=True)
                 label = name if number == 0 else None
-                panel.plot(steps, losses, color=f"C{i}", alpha=0.8, linewidth=1.2, label=label)
-        panel.set_title(f"{tier}: training loss by step", fontsize=11)
-        panel.set_yscale("log")
+                panel.plot(steps, values, color=f"C{i}", alpha=0.8, linewidth=1.2, label=label)
+        panel.set_title(f"{tier}: {'accuracy in percent' if recorded else 'training loss'} by step", fontsize=11)
+        panel.set(yscale="linear", ylim=(-3, 103)) if recorded else panel.set_yscale("log")
         panel.set_xlabel("step")
     panels[0].legend(frameon=False, fontsize=7)
+    if len(doses) > 2:
+        _plot_doses(panels[-1], results, tiers, doses)
     save(figure, path)
+
+
+def _plot_doses(panel, results: dict, tiers: list[str], doses: dict[str, float]) -> None:
+    """The accuracy at the end of the training by the scale of SKA's output at its start, a line per tier."""
+    for tier in tiers:
+        rows = [row for row in results["rows"] if row["tier"] == tier and "accuracy" in row]
+        found = {eta: chosen_rows(rows, variant=name) for name, eta in sorted(doses.items(), key=lambda item: item[1])}
+        points = [
+            (eta, *mean_and_deviation([100 * row["accuracy"] for row in rows])) for eta, rows in found.items() if rows
+        ]
+        if points:
+            etas, means, deviations = zip(*points, strict=True)
+            panel.errorbar(etas, means, deviations, marker="o", capsize=3, label=tier)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(list(doses.values()), [f"{eta:g}" for eta in doses.values()])
+    panel.set_title("accuracy at the end by scale eta, %", fontsize=11)
+    panel.set_ylim(-3, 103)
+    panel.legend(frameon=False, fontsize=8)

@@ -238,9 +238,10 @@ def answers_seen(results: dict, row: dict) -> int:
 def grid_table(results: dict) -> str:
     """A table of the accuracy of every model in every cell, and of the answers that SKA saw in training.
 
-    With more than one seed, a cell states how many there are, because a time limit can stop seeds. "(edge)": the cell
-    is not solved, and no larger or no smaller rate was tried.
+    "(edge)": the cell is not solved, and no larger or no smaller rate was tried. With several seeds: `answers_table`.
     """
+    if results["settings"]["seeds"] > 1:
+        return answers_table(results)
     models = [name for name in results["settings"]["models"] if any(r["model"] == name for r in results["rows"])]
     lines = []
     for pairs, gap in results["settings"]["cells"]:
@@ -249,11 +250,37 @@ def grid_table(results: dict) -> str:
         cells = []
         for name in models:
             found = grid_accuracies(results, name, pairs, gap)
-            several = found and results["settings"]["seeds"] > 1
-            seeds = f" ({seeds_text(len(found))})" if several else ""
-            cells.append(_figures(found) + seeds + edge_text(results["rows"], model=name, pairs=pairs, gap=gap))
+            cells.append(_figures(found) + edge_text(results["rows"], model=name, pairs=pairs, gap=gap))
         lines.append((pairs, gap, *cells, seen))
     return markdown_table(("pairs", "gap", *(TITLES[name] for name in models), "answers seen by SKA"), lines)
+
+
+# what the paper's text says of its models of 50M parameters in the cells of the recall grid, in percent
+GRID_PAPER = {"ssm": "chance", "ska": "100"}
+
+
+def answers_table(results: dict) -> str:
+    """A line for every model in every cell of a grid with several seeds: the accuracy of each seed, and the answers
+    that it saw in training until its loss was small enough, or until the end."""
+    lines = []
+    for pairs, gap in results["settings"]["cells"]:
+        for name in results["settings"]["models"]:
+            cell = {"model": name, "pairs": pairs, "gap": gap}
+            rows = [row for row in at_best_rate(results["rows"], **cell) if "accuracy" in row]
+            if not rows:
+                continue
+            rows.sort(key=lambda row: row["seed"])
+            tried = [row for row in results["rows"] if matches(row, cell | {"seed": 0})]
+            solved = min(row["dev_loss"] for row in rows) < SOLVED
+            rate = f"{rows[0]['lr']:g}" if solved else rate_text(tried, rows[0]["lr"])
+            accuracies = [100 * row["accuracy"] for row in rows]
+            seen = [answers_seen(results, row) for row in rows]
+            answers = " to ".join(dict.fromkeys(f"{n / 1e6:.2f}M" for n in (min(seen), max(seen))))
+            by_seed = ", ".join(f"{a:.1f}" for a in accuracies)
+            paper = GRID_PAPER.get(name, "")
+            lines.append((pairs, gap, TITLES[name], rate, _figures(accuracies), by_seed, answers, paper))
+    head = ("pairs", "gap", "model", "rate", "accuracy in percent", "by seed", "answers seen", "paper, 50M")
+    return markdown_table(head, lines)
 
 
 def edge_text(rows: list[dict], **cell) -> str:
@@ -264,20 +291,26 @@ def edge_text(rows: list[dict], **cell) -> str:
     return " (edge)" if unsolved and at_edge(tried, best["lr"]) else ""
 
 
-def seeds_text(count: int) -> str:
-    return f"{count} seed{'s' if count > 1 else ''}"
+LEARNED = 0.95  # the accuracy from which a tier of the scratchpad counts as learned
+SCALES_PAPER = ("ska, eta 1.5", "ska, eta 3")  # the standard scale, and a larger one whose value is not known
+# what the paper's text says of its Figure 3: accuracy in percent, and steps until it is reached
+CURVES_PAPER = {
+    ("easy", "ska"): "100 after 500",
+    ("hard", "ska"): "100 after 750 to 1,000",
+    ("easy", "ssm"): "10 to 20 (Mamba-3)",
+    ("hard", "ssm"): "at most 16 (Mamba-3)",
+}
 
 
-LEARNT = 0.1  # the training loss below which a curve of the scratchpad counts as learnt
-
-
-def learnt_at(row: dict) -> int | None:
-    """The first recorded step whose training loss is below `LEARNT`; None if there is none."""
-    return next((step for step, loss in row["curve"] if loss < LEARNT), None)
+def learned_at(row: dict) -> str:
+    """The first recorded step whose accuracy is at least `LEARNED`; "no" if there is none."""
+    if "accuracies" not in row:  # rows of the first run
+        return "not recorded"
+    return next((str(step) for step, accuracy in row["accuracies"] if accuracy >= LEARNED), "no")
 
 
 def scratchpad_table(results: dict) -> str:
-    """Accuracy of every model in both tiers at its chosen rate, and the steps after which the seeds had learnt."""
+    """Accuracy of every model in every tier at its chosen rate, and the steps after which the seeds had learned."""
     lines = []
     for tier in dict.fromkeys(row["tier"] for row in results["rows"]):
         for name in results["settings"]["variants"]:
@@ -285,11 +318,12 @@ def scratchpad_table(results: dict) -> str:
             found = [row for row in chosen_rows(rows, variant=name) if "accuracy" in row]
             if not found:
                 continue
-            steps = [learnt_at(row) for row in found]
-            learnt = ", ".join("no" if step is None else f"{step}" for step in steps)
+            learned = ", ".join(map(learned_at, found))
             accuracy = _figures([100 * row["accuracy"] for row in found])
-            lines.append((tier, name, rate_text(rows, found[0]["lr"]), accuracy, len(found), learnt))
-    head = ("tier", "model", "rate", "accuracy in percent", "seeds", f"step with a loss below {LEARNT:g}, by seed")
+            rate = rate_text(rows, found[0]["lr"]) if found[0]["dev_loss"] >= SOLVED else f"{found[0]['lr']:g}"
+            paper = CURVES_PAPER.get((tier, "ska" if name in SCALES_PAPER else name), "")
+            lines.append((tier, name, rate, accuracy, len(found), learned, paper))
+    head = ("tier", "model", "rate", "accuracy in percent", "seeds", f"step with {LEARNED:.0%}, by seed", "paper")
     return markdown_table(head, lines)
 
 

@@ -1,13 +1,19 @@
-"""Retrieval across a scratchpad: a system prompt of four facts, a gap of noise, four questions (the paper's Figure 3).
+"""Curves of recall by training step, in the tiers and with the scales of SKA's output of the paper's appendix.
 
-    python training/experiments/echo/scratchpad.py --workers 3 --streams 4 --out echo_scratchpad.json --plot
+    python training/experiments/echo/scratchpad.py --steps 6000 --streams 6 --out echo_scratchpad.json --plot
+    python training/experiments/echo/scratchpad.py --tiers "tools, easy" --tiers "tools, hard" --steps 2500 \\
+        --variants ssm --variants "ska, eta 0.75" --variants "ska, eta 1.5" --variants "ska, eta 3" \\
+        --variants "ska, eta 6" --streams 6 --out echo_dose.json --plot
 
-The paper's appendix shows the training curves of its Mamba-3 baseline and of SKA with two scales of its output, eta,
-in an easy tier (a gap of 10 to 30 tokens) and a hard one (150 to 300 tokens). The values of eta are not in the text
-of the paper that we have; here they are that of the preset and twice that. The gap is the tier's longest. As in the
-paper SKA is in the last two of four layers, training takes 2000 steps of 16 sequences, and SKA gets the true action
-mask; "no mask" is SKA without it. The learning rate is the one with the lowest loss on development sequences with one
-seed.
+Chain of thought (Figure 3): a system prompt of four facts, a gap of noise of 30 tokens (easy; the paper: 10 to 30) or
+300 (hard; 150 to 300), and four questions. Tool calls: a history of 20 calls (easy; 10 to 30) or 60 (hard; 60 to 120)
+and four questions about them. The paper asks one question, and compares its Mamba-3 baseline with SKA at two scales
+of its output, eta, "to demonstrate a dose-response relationship". Eta is learned and starts at 1.5; the value of the
+stronger one and the learning rate are missing in the text of the paper that we have. Here eta starts at half of the
+standard, the standard, twice and four times it, and the rates run with one seed until one solves the tier
+(`suite.SOLVED`). As in the paper SKA is in the last two of four layers, a step has 16 sequences, training takes 6,000
+steps with chains of thought and 2,500 with tools, the accuracy is taken every 250 steps, and SKA gets the true action
+mask; "no mask" is SKA without it.
 """
 
 from collections.abc import Iterator
@@ -20,15 +26,33 @@ import typer
 from hf_memmix.command_options import command
 from hf_memmix.mixers.ska import ETA, SKAMixer
 from hf_memmix.training.experiments.common.harness import attempt, execute
-from hf_memmix.training.experiments.common.options import PlottedOptions, Rates, Steps, check_names, draw_if_asked
-from hf_memmix.training.experiments.common.rates import rates_to_try
+from hf_memmix.training.experiments.common.options import (
+    FurtherRates,
+    PlottedOptions,
+    Rates,
+    Steps,
+    check_names,
+    draw_if_asked,
+)
+from hf_memmix.training.experiments.common.rates import rates_until_solved
 from hf_memmix.training.experiments.echo import suite
 from hf_memmix.training.experiments.echo.plots import plot_scratchpad
 from hf_memmix.training.experiments.echo.tasks import TASKS, Examples, draw_examples
 
-PAIRS = 4
-GAPS = {"easy": 30, "hard": 300}  # tokens
 LAST_TWO = ("mamba2", "mamba2", "ska", "ska")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A task of `tasks.py` with so many facts, and the tokens of noise in a sequence."""
+
+    task: str
+    pairs: int
+    noise: int = 0
+
+    @property
+    def length(self) -> int:
+        return TASKS[self.task][1](self.pairs) + self.noise
 
 
 @dataclass(frozen=True)
@@ -40,50 +64,56 @@ class Variant:
     masked: bool = True
 
 
+TIERS = {
+    "easy": Tier("system_prompt", 4, noise=30),
+    "hard": Tier("system_prompt", 4, noise=300),
+    "tools, easy": Tier("tool_trace", 20),
+    "tools, hard": Tier("tool_trace", 60),
+}
 VARIANTS = {
-    "ssm": Variant("ssm", masked=False),
-    "attention": Variant("attention", masked=False),
     "ska, eta 1.5": Variant(),
     "ska, eta 3": Variant(eta=2 * ETA),
+    "ssm": Variant("ssm", masked=False),
     "ska, eta 1.5, no mask": Variant(masked=False),
     "ska, eta 3, no mask": Variant(eta=2 * ETA, masked=False),
+    "ska, eta 0.75": Variant(eta=ETA / 2),
+    "ska, eta 6": Variant(eta=4 * ETA),
+    "attention": Variant("attention", masked=False),
 }
-
-
-def tier_length(tier: str) -> int:
-    return TASKS["system_prompt"][1](PAIRS) + GAPS[tier]
+CHAINS, COMPARED = ("easy", "hard"), ("ska, eta 1.5", "ska, eta 3", "ssm", "ska, eta 1.5, no mask")
 
 
 def batches(row: dict, batch: int) -> Iterator[Examples]:
-    length, generator = tier_length(row["tier"]), suite.seeded_generator(row["seed"])
+    tier, generator = TIERS[row["tier"]], suite.seeded_generator(row["seed"])
     while True:
-        drawn = draw_examples("system_prompt", batch * suite.BATCHES_PER_DRAW, length, PAIRS, generator)
+        drawn = draw_examples(tier.task, batch * suite.BATCHES_PER_DRAW, tier.length, tier.pairs, generator)
         yield from (drawn[i * batch : (i + 1) * batch] for i in range(suite.BATCHES_PER_DRAW))
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    """The rows of all rates with one seed, then the best rate with the other seeds."""
-    rows, chosen = [], []
-    for tier in GAPS:
-        for name in args.variants:
+    """First rates of all models and tiers, then in turns further rates and, where the rate is known, other seeds."""
+    rows = []
+    for name in args.variants:
+        for tier in args.tiers:
             kind = {"variant": name, "tier": tier}
-            lrs, lr = rates_to_try(done, args.lrs, **kind, seed=0)
-            rows += [(lrs.index(rate), {**kind, "lr": rate, "seed": 0}) for rate in lrs]
-            chosen += [] if lr is None else [{**kind, "lr": lr}]
-    rows = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
-    return rows + [{**row, "seed": seed} for seed in range(1, args.seeds) for row in chosen]
+            lrs, chosen = rates_until_solved(done, args.lrs, suite.SOLVED, args.further_rates, **kind)
+            rows += [(2 * lrs.index(lr), {**kind, "lr": lr, "seed": 0}) for lr in lrs]
+            rows += [
+                (seed, {**kind, "lr": chosen, "seed": seed}) for seed in range(1, args.seeds) if chosen is not None
+            ]
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
 
 def run(row: dict, args) -> Iterator[dict]:
-    variant, length, errors = VARIANTS[row["variant"]], tier_length(row["tier"]), {}
+    variant, tier, errors = VARIANTS[row["variant"]], TIERS[row["tier"]], {}
     model = suite.build(variant.model, row["seed"], LAST_TWO if variant.model == "ska" else None)
     set_eta(model, variant.eta)
-    result = suite.learn(model, batches(row, args.batch), variant.masked, row, args)
+    result = suite.learn(model, batches(row, args.batch), variant.masked, row, args, args.accuracy_every)
     yield result | {"parameters": model.num_parameters()}
     if not result["finite"]:
         return
     for name, seed, figure in (("dev_loss", suite.DEV_SEED, "loss"), ("accuracy", suite.TEST_SEED, "accuracy")):
-        sizes = ("system_prompt", length, PAIRS, args.sequences, variant.masked, seed)
+        sizes = (tier.task, tier.length, tier.pairs, args.sequences, variant.masked, seed)
         found = attempt(errors, name, suite.measure, model, *sizes)
         yield {} if found is None else {name: found[figure]}
     if errors:
@@ -99,18 +129,22 @@ def set_eta(model, eta: float) -> None:
 
 
 class Options(PlottedOptions):
-    steps: Steps = 2000
+    steps: Steps = 6000
     batch: Annotated[int, typer.Option(help="sequences per step")] = 16
+    accuracy_every: Annotated[int, typer.Option(help="steps between two accuracies of the training curve")] = 250
     sequences: Annotated[int, typer.Option(help="sequences measured, at least")] = 512
-    lrs: Rates = (3e-3, 1e-3)
+    lrs: Rates = (2e-3, 1e-3, 4e-3)
+    further_rates: FurtherRates = 0
     seeds: int = 3
-    variants: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = tuple(VARIANTS)
+    tiers: Annotated[list[str], typer.Option(help="tiers to train in; repeatable")] = CHAINS
+    variants: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = COMPARED
 
 
 @command(Options)
 def main(args) -> None:
-    """Train every model in both tiers and write the results."""
+    """Train every model in every tier and write the results."""
     check_names("--variants", args.variants, VARIANTS)
+    check_names("--tiers", args.tiers, TIERS)
     results = execute("echo_scratchpad", __file__, args, rows_to_run)
     draw_if_asked(args, plot_scratchpad, results)
 

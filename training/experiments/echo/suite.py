@@ -31,6 +31,7 @@ TRAINED = ("system_prompt", "tool_trace")
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 PAIRS = (2, 4, 8, 16)
 BATCHES_PER_DRAW = 64
+ACCURACY_STEPS = 50  # an accuracy during training is the mean over the batches of so many steps
 FORWARD_TOKENS = 2**16  # tokens of one forward in a measurement
 DEV_SEED = TEST_SEED // 2  # training seeds are smaller, so development and test sequences are new to the models
 SOLVED = 0.02  # the loss on development sequences below which a model has solved its cell of the recall grid
@@ -91,21 +92,56 @@ def value_logits(model, examples: Examples, masked: bool) -> Tensor:
     return model.lm_head(hidden.gather(1, index)).float()
 
 
-def learn(model, batches: Iterable[Examples], masked: bool, row: dict, args: SimpleNamespace, **fit_options) -> dict:
-    """Train for `args.steps` steps, one batch per step, at the row's rate; the loss counts the answers only."""
-    stream_of = iter(batches)
+def accuracy_of(logits: Tensor, examples: Examples) -> Tensor:
+    """The share of questions whose most likely value is the right one; logits [B, n, V] of `value_logits`."""
+    values = logits[..., VALUES.start : VALUES.stop].argmax(-1) + VALUES.start
+    return (values == examples.values).float().mean()
+
+
+def learn(
+    model,
+    batches: Iterable[Examples],
+    masked: bool,
+    row: dict,
+    args: SimpleNamespace,
+    accuracy_every: int | None = None,
+    **fit_options,
+) -> dict:
+    """Train for `args.steps` steps, one batch per step, at the row's rate; the loss counts the answers only.
+
+    With `accuracy_every` the result has "accuracies", [step, accuracy] after each multiple of so many steps: the mean
+    over the last `ACCURACY_STEPS` batches, each answered before it is learned. The model has seen none of them before.
+    """
+    stream_of, accuracies = iter(batches), []
+    right = torch.zeros((), device=device())
+    averaged = min(ACCURACY_STEPS, accuracy_every or 1)
+
+    def note_accuracy(step: int):
+        """Called with the number of steps that have run."""
+        if accuracy_every and step and step % accuracy_every == 0:
+            accuracies.append([step, round(right.item() / averaged, 4)])
+        if accuracy_every and (step + averaged) % accuracy_every == 0:
+            right.zero_()
 
     def batch_of(step: int) -> tuple[Tensor, ...]:
+        note_accuracy(step)
         batch = next(stream_of)
         return batch.ids, batch.positions, batch.values, batch.action_mask
 
     def loss_of(*tensors: Tensor) -> Tensor:
         examples = Examples(*tensors)
-        return F.cross_entropy(value_logits(model, examples, masked).flatten(0, 1), examples.values.flatten())
+        logits = value_logits(model, examples, masked)
+        if accuracy_every:
+            right.add_(accuracy_of(logits.detach(), examples))
+        return F.cross_entropy(logits.flatten(0, 1), examples.values.flatten())
 
-    return fit(
+    result = fit(
         model, loss_of, args.steps, row["lr"], args, batch_of, constant_rate_share=CONSTANT_RATE_SHARE, **fit_options
     )
+    if not accuracy_every:
+        return result
+    note_accuracy(result["steps"])
+    return result | {"accuracies": accuracies}
 
 
 def grid_length(pairs: int, gap: int) -> int:
@@ -136,8 +172,7 @@ def measure(model, task: str, length: int, pairs: int, sequences: int, masked: b
         with autocast():
             found = value_logits(model, examples, masked)
         losses.append(F.cross_entropy(found.flatten(0, 1), examples.values.flatten()))
-        values = found[..., VALUES.start : VALUES.stop].argmax(-1) + VALUES.start
-        right.append((values == examples.values).float().mean())
+        right.append(accuracy_of(found, examples))
     return {"loss": torch.stack(losses).mean().item(), "accuracy": torch.stack(right).mean().item()}
 
 

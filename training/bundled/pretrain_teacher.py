@@ -226,6 +226,8 @@ def train(args: SimpleNamespace) -> dict:
     plain_model, answers_too = model, losses_of_drills
     if args.compile:
         torch._dynamo.config.suppress_errors = True  # a part that cannot be compiled runs as it is
+        # the hooks of each layer have other ids, so each layer is compiled once per window length
+        torch._dynamo.config.recompile_limit = 4 * args.layers
         for layer in model.model.layers:
             layer.compile(dynamic=False)
         answers_too = torch.compile(losses_of_drills, dynamic=False)

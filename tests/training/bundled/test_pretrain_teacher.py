@@ -134,6 +134,18 @@ def test_drills_stand_beside_the_text_and_recall_is_recorded(drilled):
     assert set(record["arguments"]) >= {"drills", "muon_lr", "short_epochs"}
 
 
+def test_a_run_goes_on_from_an_earlier_teacher_and_has_drills_beside_every_few_windows(drilled):
+    texts = [drilled / f"{name}.txt" for name in ("train", "dev", "heldout")]
+    options = TINY | DRILLED | {"short_epochs": 0, "epochs": 1, "max_steps": 2, "batch_size": 16, "samples": 0}
+    options |= {"start": drilled / "model", "lr": 0.0, "muon_lr": 1e-9, "drill_every": 4, "answer_weight": 0.5}
+    pretrain_teacher.main(*texts, drilled / "again", drilled / "again.json", **options)
+    before, record = (json.loads((drilled / name).read_text()) for name in ("m.json", "again.json"))
+    assert record["tokens_seen"] == 2 * (16 + 4) * 192
+    best = before["epochs"][before["best_epoch"] - 1]
+    assert record["epochs"][0]["dev_loss"] == pytest.approx(best["dev_loss"], abs=2e-3)  # the weights were rounded
+    assert record["arguments"]["start"] == "model"
+
+
 def test_a_teacher_is_measured_from_its_folder(drilled, tmp_path):
     measure_teacher.main(tmp_path / "m.json", drilled / "model", drilled / "heldout.txt", samples=16)
     found, record = (json.loads(path.read_text()) for path in (tmp_path / "m.json", drilled / "m.json"))

@@ -13,7 +13,7 @@ end. Text files hold documents separated by a line `<|endoftext|>`, which is the
 With `--drills`, every window of text has a row of drills of recall beside it (drills.py), and the loss is that of the
 text plus that of the answers. After the short epochs the answers may weigh less, and only every `--drill-every`-th
 window has drills. The epoch with the lowest sum of both losses on the development text is kept. `--start` trains on
-from the weights of an earlier run. A recipe:
+from the weights and the tokenizer of an earlier run. A recipe:
 
     python -m hf_memmix.training.bundled.pretrain_teacher --train ... --drills --muon-lr 0.02 \\
         --short-context 256 --short-epochs 3 --drill-every 4 --answer-weight 0.5 --workers 2 --compile
@@ -212,7 +212,10 @@ def train(args: SimpleNamespace) -> dict:
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
     )
     set_seed(args.seed)
-    tokenizer = train_tokenizer(texts["train"], args.vocab_size, args.context)
+    if args.start is None:
+        tokenizer = train_tokenizer(texts["train"], args.vocab_size, args.context)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(args.start)
     ids = {name: encode(tokenizer, text) for name, text in texts.items()}
     model = build_model(args, tokenizer)
     if args.start is not None:
@@ -346,7 +349,7 @@ def main(
     heads: int = 4,
     kv_heads: int = 2,
     epochs: int = 28,
-    start: Annotated[Path | None, typer.Option(help="teacher to train on from, with the same tokenizer")] = None,
+    start: Annotated[Path | None, typer.Option(help="teacher to train on from, with its tokenizer")] = None,
     max_steps: Annotated[int | None, typer.Option(help="optimizer steps, instead of --epochs")] = None,
     patience: Annotated[int, typer.Option(help="epochs without a lower dev loss before stopping")] = 8,
     batch_size: Annotated[int, typer.Option(help="windows per step and process")] = 16,

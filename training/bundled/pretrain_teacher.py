@@ -21,6 +21,7 @@ from the weights and the tokenizer of an earlier run. A recipe:
 
 import contextlib
 import copy
+import functools
 import json
 import math
 import time
@@ -41,7 +42,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
-    get_cosine_schedule_with_warmup,
 )
 
 from hf_memmix.conversion import load_model
@@ -193,6 +193,30 @@ def loss_of(model, batch, answers_too) -> torch.Tensor:
     return torch.stack(answers_too(logits, ids, weights, len(text)))
 
 
+class Clock:
+    """The share of a time limit that has passed since the first question; always 0 without a limit."""
+
+    def __init__(self, seconds: float | None):
+        self.seconds, self.began = seconds, None
+
+    def share(self) -> float:
+        if self.seconds is None:
+            return 0.0
+        self.began = time.time() if self.began is None else self.began
+        return (time.time() - self.began) / self.seconds
+
+
+def rate_at(step: int, clock: Clock, warmup: int, total: int) -> float:
+    """The learning rate as a share of its maximum: a linear warm-up, then a cosine to zero.
+
+    The cosine ends after `total` steps or, if this is earlier, at the limit of the clock.
+    """
+    if step < warmup:
+        return step / max(1, warmup)
+    progress = max((step - warmup) / max(1, total - warmup), clock.share())
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
 def tokens_of(batch) -> int:
     """The tokens of a batch: those of its windows and of its drills."""
     return batch.numel() if torch.is_tensor(batch) else batch[0].numel() + batch[1].numel()
@@ -242,7 +266,9 @@ def train(args: SimpleNamespace) -> dict:
     steps_of = [len(loaders[lengths[min(epoch, len(lengths) - 1)]]) for epoch in range(args.epochs)]
     total_steps = args.max_steps or sum(steps_of)
     warmup = min(args.warmup, total_steps // 10)
-    schedules = [get_cosine_schedule_with_warmup(optimizer, warmup, total_steps) for optimizer in optimizers]
+    clock = Clock(args.seconds)
+    rate = functools.partial(rate_at, clock=clock, warmup=warmup, total=total_steps)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
 
     record = {
         "arguments": {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()},
@@ -256,7 +282,7 @@ def train(args: SimpleNamespace) -> dict:
     }
     best, best_epoch, step, epoch, seen, began = math.inf, 0, 0, 0, 0, time.time()
     offsets = torch.Generator().manual_seed(args.seed)
-    while step < total_steps and epoch - best_epoch < args.patience:
+    while step < total_steps and epoch - best_epoch < args.patience and clock.share() < 1:
         length = lengths[min(epoch, len(lengths) - 1)]
         epoch += 1
         windows = made[length][0]
@@ -280,15 +306,16 @@ def train(args: SimpleNamespace) -> dict:
                 if step % args.log_every == 0 or step == total_steps:
                     seconds = {"seconds": round(time.time() - began, 2)}
                     record["steps"].append({"step": step} | train_losses(loss) | seconds)
-                if step == total_steps:
+                if step == total_steps or clock.share() >= 1:
                     break
+        ends = step == total_steps or clock.share() >= 1
         row = {"epoch": epoch, "step": step} | train_losses(torch.stack(losses).mean(0))
         with torch.compiler.set_stance("force_eager"):  # other shapes are not compiled
             dev = mean_loss(model, ids["dev"], args.context)
             row["dev_loss"] = round(dev, 4)
             if dev_recall is not None:
                 with accelerator.autocast():
-                    row |= dev_recall.measure(plain_model, epoch % args.probe_every == 0 or step == total_steps)
+                    row |= dev_recall.measure(plain_model, epoch % args.probe_every == 0 or ends)
         dev += row.get("dev_answers", 0.0)
         if not math.isfinite(dev):
             raise ValueError(f"the dev loss became {dev} at step {step}: lower --lr (now {args.lr})")
@@ -351,6 +378,7 @@ def main(
     epochs: int = 28,
     start: Annotated[Path | None, typer.Option(help="teacher to train on from, with its tokenizer")] = None,
     max_steps: Annotated[int | None, typer.Option(help="optimizer steps, instead of --epochs")] = None,
+    seconds: Annotated[float | None, typer.Option(help="time limit, at which the learning rate is zero")] = None,
     patience: Annotated[int, typer.Option(help="epochs without a lower dev loss before stopping")] = 8,
     batch_size: Annotated[int, typer.Option(help="windows per step and process")] = 16,
     lr: float = 3e-3,

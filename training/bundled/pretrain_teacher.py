@@ -15,8 +15,9 @@ text plus that of the answers. After the short epochs the answers may weigh less
 window has drills. The epoch with the lowest sum of both losses on the development text is kept. `--start` trains on
 from the weights and the tokenizer of an earlier run. A recipe:
 
-    python -m hf_memmix.training.bundled.pretrain_teacher --train ... --drills --muon-lr 0.02 \\
-        --short-context 256 --short-epochs 3 --drill-every 4 --answer-weight 0.5 --workers 2 --compile
+    python -m hf_memmix.training.bundled.pretrain_teacher --train ... --start ... --drills --muon-lr 0.005 \\
+        --lr 0.00075 --weight-decay 0.3 --epochs 12 --short-context 256 --short-epochs 2 --drill-every 4 \\
+        --answer-weight 0.3 --workers 2 --compile
 """
 
 import contextlib
@@ -256,8 +257,6 @@ def train(args: SimpleNamespace) -> dict:
     plain_model, answers_too = model, losses_of_drills
     if args.compile:
         torch._dynamo.config.suppress_errors = True  # a part that cannot be compiled runs as it is
-        # the hooks of each layer have other ids, so each layer is compiled once per window length
-        torch._dynamo.config.recompile_limit = 4 * args.layers
         for layer in model.model.layers:
             layer.compile(dynamic=False)
         answers_too = torch.compile(losses_of_drills, dynamic=False)

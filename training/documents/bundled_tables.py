@@ -49,9 +49,9 @@ def bundled_recall_table(root: Path) -> str:
     return (
         markdown_table(head, rows)
         + f"\n\nHeld-out perplexity: bundled {bundled['heldout']['perplexity']:.2f}, {perplexities}. The first "
-        f"candidate read {first['tokens_seen'] / 1e6:.0f}M tokens, half of them text, in {len(first['epochs'])} passes; "
-        f"pass {first['best_epoch']} was kept. {first['wall_seconds']:.0f} s on one {first['hardware']} that other runs "
-        f"shared. One seed; {bundled['samples']} probes per length and depth." + as_sentence(bundled)
+        f"candidate read {first['tokens_seen'] / 1e6:.0f}M tokens, half of them text, in {len(first['epochs'])} "
+        f"passes; pass {first['best_epoch']} was kept. {first['wall_seconds']:.0f} s on one {first['hardware']} "
+        f"that other runs shared. One seed; {bundled['samples']} probes per length and depth." + as_sentence(bundled)
     )
 
 

@@ -94,7 +94,7 @@ def bundled_runs_table(root: Path) -> str:
     return (
         markdown_table(head, rows)
         + "\n\nLosses, needles and MQAR: development text, at 1024 tokens. The two candidates of a run shared an "
-        "NVIDIA H200, which the time of a step includes. One seed each."
+        "NVIDIA H200, in the fourth run with other programs, too; the time of a step includes this. One seed each."
     )
 
 

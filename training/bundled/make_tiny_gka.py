@@ -8,8 +8,9 @@ in time on any machine. A part of the data is sampled from the teacher. `--keep 
 the layer whose replacement changes the teacher's predictions most. The model in bf16 and `metrics.json` are written to
 `--out`. The held-out text is read once, at the end; all other figures are measured on the development text.
 
-For a teacher that recalls (`pretrain_teacher --drills`), `--drill-blocks` adds rows of drills, and the recall of both
-models is measured. Before the end, the held-out text then only says which words are not used in the drills.
+For a teacher that recalls (`pretrain_teacher --drills`), `--drill-blocks` adds rows of drills, which help to choose
+the kept layer, and the recall of both models is measured. Before the end, the held-out text then only says which words
+are not used in the drills.
 """
 
 import json
@@ -106,17 +107,14 @@ def main(
             middle = report(student, teacher, dev, block_size=args.block_size)
             say(f"{stage}: {steps} steps, perplexity ratio {middle['ppl_ratio']:.4f}")
             if stage == "align" and keep_layers == "auto":
-                keep, scores = most_needed_layer(student, teacher, stream[:20_000], args.block_size, options)
+                keep, scores = most_needed_layer(
+                    student, teacher, scored_tokens(stream, data, args), args.block_size, options
+                )
                 say(f"KL when only this layer is replaced: {scores}; keeping {keep}")
                 student = with_kept(student, teacher, keep, options)
 
     save_student(student.cpu(), out, tokenizer, overwrite=True, dtype=torch.bfloat16)
     final = measure_export(out, teacher_folder, heldout, args.block_size, device)
-    recall = {}
-    if args.drill_blocks:
-        models = {"teacher": teacher, "student": load_model(out, dtype=torch.float32).to(device)}
-        context = teacher.config.max_position_embeddings
-        recall = {"recall": measure_recall(models, tokenizer, read_text(heldout), context)}
     metrics = {
         "keep": keep,
         "layer_kl": scores,
@@ -124,7 +122,6 @@ def main(
         "teacher": {"sha256": file_hash(teacher_folder / "model.safetensors")},
         "untrained": before,
         "heldout": final,
-        **recall,
         "stages": [{k: v for k, v in run.items() if k != "log"} for run in runs],
         "curves": {run["stage"]: [[e["step"], e["loss"]] for e in run["log"]] for run in runs},
         "arguments": {"keep": keep_layers} | {k: str(v) for k, v in vars(args).items() if k not in NOT_RECORDED},
@@ -134,6 +131,11 @@ def main(
         "seconds": round(time.monotonic() - started, 1),
     }
     write_json(out / "metrics.json", metrics)
+    if args.drill_blocks:
+        models = {"teacher": teacher, "student": load_model(out, dtype=torch.float32).to(device)}
+        context = teacher.config.max_position_embeddings
+        metrics["recall"] = measure_recall(models, tokenizer, read_text(heldout), context)
+        write_json(out / "metrics.json", metrics)
     size = bytes_text(sum(p.stat().st_size for p in out.iterdir()))
     say(
         f"perplexity {final['student_ppl']:.3f} against {final['teacher_ppl']:.3f}, ratio {final['ppl_ratio']:.4f}, "
@@ -171,6 +173,13 @@ def most_needed_layer(
         single = with_kept(aligned, teacher, [i for i in layers if i != layer], options)
         scores.append(round(report(single, teacher, tokens, block_size=block_size)["kl"], 5))
     return [max(layers, key=scores.__getitem__)], scores
+
+
+def scored_tokens(stream: torch.Tensor, data: TokenBlocks, args) -> torch.Tensor:
+    """The tokens that choose a kept layer: real text and, if the student learns drills, as many blocks of them."""
+    blocks = TokenBlocks(stream[:20_000], args.block_size).blocks
+    drills = data.blocks[-min(args.drill_blocks, len(blocks)) :] if args.drill_blocks else blocks[:0]
+    return torch.cat([blocks, drills]).flatten()
 
 
 def make_data(teacher, stream: torch.Tensor, tokenizer, args, say) -> TokenBlocks:

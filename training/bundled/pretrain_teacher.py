@@ -11,14 +11,18 @@ weights are kept. The run ends after `--patience` epochs without an improvement.
 end. Text files hold documents separated by a line `<|endoftext|>`, which is the tokenizer's bos and eos.
 
 With `--drills`, every window of text has a row of drills of recall beside it (drills.py), and the loss is that of the
-text plus that of the answers. The epoch with the lowest sum of both on the development text is kept. The recipe:
+text plus that of the answers. After the short epochs the answers may weigh less, and only every `--drill-every`-th
+window has drills. The epoch with the lowest sum of both losses on the development text is kept. `--start` trains on
+from the weights and the tokenizer of an earlier run. A recipe:
 
-    python -m hf_memmix.training.bundled.pretrain_teacher --train ... --drills --muon-lr 0.02 --epochs 20 \\
-        --short-context 256 --short-epochs 8 --workers 4 --compile
+    python -m hf_memmix.training.bundled.pretrain_teacher --train ... --start ... --drills --muon-lr 0.005 \\
+        --lr 0.00075 --weight-decay 0.3 --epochs 12 --short-context 256 --short-epochs 2 --drill-every 4 \\
+        --answer-weight 0.3 --workers 2 --compile
 """
 
 import contextlib
 import copy
+import functools
 import json
 import math
 import time
@@ -31,7 +35,7 @@ import torch.nn.functional as F
 import transformers
 import typer
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
@@ -39,7 +43,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
-    get_cosine_schedule_with_warmup,
 )
 
 from hf_memmix.conversion import load_model
@@ -168,9 +171,17 @@ def optimizers_of(model: LlamaForCausalLM, args: SimpleNamespace) -> list[torch.
 def windows_of(ids: torch.Tensor, length: int, args: SimpleNamespace, material) -> tuple[ShiftedWindows, DataLoader]:
     """The windows of `length` tokens and their loader; a batch has as many tokens of text at every length."""
     windows, rows = ShiftedWindows(ids, length), args.batch_size * args.context // length
-    items = windows if material is None else DrilledWindows(windows, material, args.seed)
-    loader = DataLoader(items, batch_size=rows, shuffle=True, drop_last=len(windows) >= rows, num_workers=args.workers)
+    items, options = windows, {"num_workers": args.workers, "pin_memory": torch.cuda.is_available()}
+    if material is not None:
+        items = DrilledWindows(windows, material, args.seed, args.drill_every if length == args.context else 1)
+        options["collate_fn"] = as_it_is
+    loader = DataLoader(items, batch_size=rows, shuffle=True, drop_last=len(windows) >= rows, **options)
     return windows, loader
+
+
+def as_it_is(batch):
+    """The batch, which its data set has already stacked."""
+    return batch
 
 
 def loss_of(model, batch, answers_too) -> torch.Tensor:
@@ -178,9 +189,38 @@ def loss_of(model, batch, answers_too) -> torch.Tensor:
     if torch.is_tensor(batch):
         return next_token_loss(model, batch)[None]
     text, drills, weights = batch
-    ids, weights = torch.cat([text, drills]), torch.cat([torch.zeros_like(weights), weights])
+    ids, weights = torch.cat([text, drills]), torch.cat([weights.new_zeros(text.shape), weights])
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     return torch.stack(answers_too(logits, ids, weights, len(text)))
+
+
+class Clock:
+    """The share of a time limit that has passed since the first question; always 0 without a limit."""
+
+    def __init__(self, seconds: float | None):
+        self.seconds, self.began = seconds, None
+
+    def share(self) -> float:
+        if self.seconds is None:
+            return 0.0
+        self.began = time.time() if self.began is None else self.began
+        return (time.time() - self.began) / self.seconds
+
+
+def rate_at(step: int, clock: Clock, warmup: int, total: int) -> float:
+    """The learning rate as a share of its maximum: a linear warm-up, then a cosine to zero.
+
+    The cosine ends after `total` steps or, if this is earlier, at the limit of the clock.
+    """
+    if step < warmup:
+        return step / max(1, warmup)
+    progress = max((step - warmup) / max(1, total - warmup), clock.share())
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def tokens_of(batch) -> int:
+    """The tokens of a batch: those of its windows and of its drills."""
+    return batch.numel() if torch.is_tensor(batch) else batch[0].numel() + batch[1].numel()
 
 
 def train(args: SimpleNamespace) -> dict:
@@ -192,11 +232,19 @@ def train(args: SimpleNamespace) -> dict:
         ValueError: a text is missing or too short, or the loss is not finite.
     """
     texts = {name: read_documents(getattr(args, name)) for name in ("train", "dev", "heldout")}
-    accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
+    accelerator = Accelerator(
+        mixed_precision="bf16" if torch.cuda.is_available() else "no",
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
+    )
     set_seed(args.seed)
-    tokenizer = train_tokenizer(texts["train"], args.vocab_size, args.context)
+    if args.start is None:
+        tokenizer = train_tokenizer(texts["train"], args.vocab_size, args.context)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(args.start)
     ids = {name: encode(tokenizer, text) for name, text in texts.items()}
     model = build_model(args, tokenizer)
+    if args.start is not None:
+        model.load_state_dict(load_model(args.start, torch.float32).state_dict())
     add_dropout(model, args.dropout)
 
     material, dev_recall = None, None
@@ -217,7 +265,9 @@ def train(args: SimpleNamespace) -> dict:
     steps_of = [len(loaders[lengths[min(epoch, len(lengths) - 1)]]) for epoch in range(args.epochs)]
     total_steps = args.max_steps or sum(steps_of)
     warmup = min(args.warmup, total_steps // 10)
-    schedules = [get_cosine_schedule_with_warmup(optimizer, warmup, total_steps) for optimizer in optimizers]
+    clock = Clock(args.seconds)
+    rate = functools.partial(rate_at, clock=clock, warmup=warmup, total=total_steps)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
 
     record = {
         "arguments": {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()},
@@ -229,9 +279,9 @@ def train(args: SimpleNamespace) -> dict:
         "steps": [],
         "epochs": [],
     }
-    best, best_epoch, step, epoch, began = math.inf, 0, 0, 0, time.time()
+    best, best_epoch, step, epoch, seen, began = math.inf, 0, 0, 0, 0, time.time()
     offsets = torch.Generator().manual_seed(args.seed)
-    while step < total_steps and epoch - best_epoch < args.patience:
+    while step < total_steps and epoch - best_epoch < args.patience and clock.share() < 1:
         length = lengths[min(epoch, len(lengths) - 1)]
         epoch += 1
         windows = made[length][0]
@@ -239,30 +289,32 @@ def train(args: SimpleNamespace) -> dict:
         if material is not None:
             made[length][1].dataset.epoch = epoch
         model.train()
-        losses = []
+        losses, weights = [], torch.ones(1 + args.drills, device=accelerator.device)
+        weights[1:] = args.answer_weight if length == args.context else 1.0
         with without_masks(plain_model) if args.drills else contextlib.nullcontext():
             for batch in loaders[length]:
                 loss = loss_of(model, batch, answers_too)
-                accelerator.backward(loss.sum())
+                accelerator.backward(loss @ weights)
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 for optimizer, schedule in zip(optimizers, schedules, strict=True):
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
                 losses.append(loss.detach())
-                step += 1
+                step, seen = step + 1, seen + tokens_of(batch)
                 if step % args.log_every == 0 or step == total_steps:
                     seconds = {"seconds": round(time.time() - began, 2)}
                     record["steps"].append({"step": step} | train_losses(loss) | seconds)
-                if step == total_steps:
+                if step == total_steps or clock.share() >= 1:
                     break
+        ends = step == total_steps or clock.share() >= 1
         row = {"epoch": epoch, "step": step} | train_losses(torch.stack(losses).mean(0))
         with torch.compiler.set_stance("force_eager"):  # other shapes are not compiled
             dev = mean_loss(model, ids["dev"], args.context)
             row["dev_loss"] = round(dev, 4)
             if dev_recall is not None:
                 with accelerator.autocast():
-                    row |= dev_recall.measure(plain_model)
+                    row |= dev_recall.measure(plain_model, epoch % args.probe_every == 0 or ends)
         dev += row.get("dev_answers", 0.0)
         if not math.isfinite(dev):
             raise ValueError(f"the dev loss became {dev} at step {step}: lower --lr (now {args.lr})")
@@ -274,7 +326,7 @@ def train(args: SimpleNamespace) -> dict:
             if accelerator.is_main_process:
                 save(plain_model, tokenizer, args.out)
         record |= {"best_epoch": best_epoch, "wall_seconds": row["seconds"]}
-        record["tokens_seen"] = step * args.batch_size * args.context * accelerator.num_processes * (1 + args.drills)
+        record["tokens_seen"] = seen * accelerator.num_processes
         if accelerator.is_main_process and args.metrics:
             write_json(args.metrics, record)
 
@@ -323,7 +375,9 @@ def main(
     heads: int = 4,
     kv_heads: int = 2,
     epochs: int = 28,
+    start: Annotated[Path | None, typer.Option(help="teacher to train on from, with its tokenizer")] = None,
     max_steps: Annotated[int | None, typer.Option(help="optimizer steps, instead of --epochs")] = None,
+    seconds: Annotated[float | None, typer.Option(help="time limit, at which the learning rate is zero")] = None,
     patience: Annotated[int, typer.Option(help="epochs without a lower dev loss before stopping")] = 8,
     batch_size: Annotated[int, typer.Option(help="windows per step and process")] = 16,
     lr: float = 3e-3,
@@ -338,9 +392,12 @@ def main(
     ] = None,
     short_context: Annotated[int, typer.Option(help="window length of the first --short-epochs epochs")] = 256,
     short_epochs: int = 0,
+    drill_every: Annotated[int, typer.Option(help="windows for a row of drills, after the short epochs")] = 1,
+    answer_weight: Annotated[float, typer.Option(help="of the loss of answers, after the short epochs")] = 1.0,
     workers: Annotated[int, typer.Option(help="processes that make the rows")] = 0,
     compile: Annotated[bool, typer.Option("--compile", help="use torch.compile")] = False,
-    dev_samples: Annotated[int, typer.Option(help="probes per length and depth after each epoch")] = 4,
+    dev_samples: Annotated[int, typer.Option(help="probes per length and depth, for the development text")] = 4,
+    probe_every: Annotated[int, typer.Option(help="epochs between these probes")] = 1,
     samples: Annotated[int, typer.Option(help="the same at the end, on the held-out text; 0: not measured")] = 16,
 ) -> None:
     """Train the bundled teacher and write its folder."""

@@ -25,24 +25,33 @@ class DrilledWindows(Dataset):
     """Windows of text, each with a row of drills: (text, drills, weights of answers), [length] each.
 
     windows: a data set with `length`, whose items are windows of text. The drills of an item depend on `seed`, on
-    `epoch` and on its index, not on the number of workers.
+    `epoch` and on its index, not on the number of workers. A batch of `B` windows, text [B, length], has
+    D = ceil(B / every) rows of drills and of weights [D, length].
 
     Raises:
         ValueError: the rows are too short for a drill.
     """
 
-    def __init__(self, windows: Dataset, material: DrillMaterial, seed: int):
+    def __init__(self, windows: Dataset, material: DrillMaterial, seed: int, every: int = 1):
         if windows.length < SHORTEST:
             raise ValueError(f"drills need rows of at least {SHORTEST} tokens, and the context has {windows.length}")
-        self.windows, self.material, self.seed, self.epoch = windows, material, seed, 0
+        self.windows, self.material, self.seed, self.every, self.epoch = windows, material, seed, every, 0
 
     def __len__(self) -> int:
         return len(self.windows)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.windows[index], *self.drills(index)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        text = torch.stack([self.windows[index] for index in indices])
+        drills, weights = zip(*(self.drills(index) for index in indices[:: self.every]), strict=True)
+        return text, torch.stack(drills), torch.stack(weights)
+
+    def drills(self, index: int) -> tuple[Tensor, Tensor]:
         length = self.windows.length
         draw = random.Random(f"{self.seed} {self.epoch} {length} {index}")
-        return self.windows[index], *drills_of(self.material, length, draw)
+        return drills_of(self.material, length, draw)
 
 
 def drills_of(material: DrillMaterial, length: int, draw: random.Random) -> tuple[Tensor, Tensor]:
@@ -86,14 +95,17 @@ class DevRecall:
         self.lengths = sorted({max(SHORTEST, context // 4), context})
 
     @torch.no_grad()
-    def measure(self, model) -> dict:
-        """`{"dev_answers": nats, "dev_recall": {task: {length: share of exact answers}}}`."""
+    def measure(self, model, probes: bool = True) -> dict:
+        """`{"dev_answers": nats}`; with `probes` also `"dev_recall": {task: {length: share of exact answers}}`."""
         device, total = next(model.parameters()).device, 0.0
         model.eval()
         for ids, weights in zip(self.ids.split(8), self.weights.split(8), strict=True):
             ids, weights = ids.to(device), weights.to(device)
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
             total += losses_of_drills(logits, ids, weights, 0)[1].item() * weights[:, 1:].sum().item()
+        answers = {"dev_answers": round(total / self.weights[:, 1:].sum().item(), 4)}
+        if not probes:
+            return answers
         found = run_probes(
             {"model": model},
             self.material,
@@ -105,7 +117,7 @@ class DevRecall:
         recall = {task: {} for task in DEV_TASKS}
         for row in by_length(found):
             recall[row["task"]][str(row["length"])] = round(row["model"], 4)
-        return {"dev_answers": round(total / self.weights[:, 1:].sum().item(), 4), "dev_recall": recall}
+        return answers | {"dev_recall": recall}
 
 
 def measure_recall(models: dict, tokenizer, text: str, context: int, samples: int = 16) -> dict:

@@ -1,6 +1,8 @@
-"""The tables about the candidate for the next bundled transformer: its recall by length, and its predictions."""
+"""The tables about the candidates for the next bundled transformer: recall by length, runs, and predictions."""
 
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.bundled.demo import recall_rows
@@ -8,7 +10,18 @@ from hf_memmix.training.bundled.versions import as_sentence
 from hf_memmix.training.documents.measurements import MEASUREMENTS, read
 
 TASKS = {"niah": "needle", "mqar": "MQAR, full", "kv": "dictionary", "variables": "two hops"}
-STUDENT = "candidate_student"
+CANDIDATES = {
+    "first run": "candidate_recall",
+    "third run": "bundled_run_muon_recall",
+    "fourth run": "bundled_run_low_recall",
+}
+RUNS = {"third, Muon": "muon", "third, AdamW": "adam", "fourth": "mild", "fourth, half rates": "low"}
+OPEN = (
+    (7, "the student", ""),
+    (13, "more drills with AdamW", "at least +1 % perplexity"),
+    (17, "the fifth run", ""),
+    (18, "its students", ""),
+)
 Recall = dict[str, list[dict]]
 
 
@@ -19,40 +32,82 @@ def share(recall: Recall, words: str, task: str, length: int, name: str = "teach
 
 
 def bundled_recall_table(root: Path) -> str:
-    """One line per probe and model: the bundled transformer, the candidate, with unseen words, and its student."""
-    bundled, candidate, run = (
-        read(name, root) for name in ("bundled_recall", "candidate_recall", "candidate_training")
-    )
-    models = [
-        ("bundled", bundled["recall"], "words", "teacher"),
-        ("candidate", candidate["recall"], "words", "teacher"),
-        ("candidate, unseen words", candidate["recall"], "unseen", "teacher"),
+    """One line per probe and model: the bundled transformer, and the candidates, two with unseen words, too."""
+    bundled = read("bundled_recall", root)
+    found = {run: read(name, root) for run, name in CANDIDATES.items()}
+    models = [("bundled", bundled, "words"), *((run, measured, "words") for run, measured in found.items())]
+    models += [(f"{run}, unseen words", found[run], "unseen") for run in ("first run", "fourth run")]
+    lengths = sorted({row["length"] for row in bundled["recall"]["words"]})
+    rows = [
+        [title, name, *(f"{share(measured['recall'], words, task, length):.1f}" for length in lengths)]
+        for task, title in TASKS.items()
+        for name, measured, words in models
     ]
-    told = ""
-    if STUDENT in MEASUREMENTS:
-        student = read(STUDENT, root)
-        models.append(("its GKA student", student["recall"], "words", "student"))
-        tokens, keep = sum(stage["tokens"] for stage in student["stages"]), student["keep"]
-        heldout = student["heldout"]
-        told = (
-            f" The student keeps the attention of layer {keep[0]}, read {tokens / 1e6:.1f}M tokens and has "
-            f"{heldout['ppl_ratio']:.3f} times the candidate's perplexity."
-        )
-    lengths = sorted({row["length"] for row in candidate["recall"]["words"]})
-    rows = []
-    for task, title in TASKS.items():
-        for name, recall, words, who in models:
-            shares = [share(recall, words, task, length, who) for length in lengths]
-            rows.append([title, name, *("" if found is None else f"{found:.1f}" for found in shares)])
     head = ["exact answers, %", "model", *(f"{length} tokens" for length in lengths)]
+    first = read("candidate_training", root)
+    perplexities = ", ".join(f"{run} {measured['heldout']['perplexity']:.2f}" for run, measured in found.items())
     return (
         markdown_table(head, rows)
-        + f"\n\nHeld-out perplexity: bundled {bundled['heldout']['perplexity']:.2f}, candidate "
-        f"{candidate['heldout']['perplexity']:.2f}. The candidate read {run['tokens_seen'] / 1e6:.0f}M tokens, half "
-        f"of them text, in {len(run['epochs'])} passes; pass {run['best_epoch']} was kept. {run['wall_seconds']:.0f} "
-        f"s on one {run['hardware']} that other runs shared. One seed; {candidate['samples']} probes per length and "
-        "depth." + told + as_sentence(bundled)
+        + f"\n\nHeld-out perplexity: bundled {bundled['heldout']['perplexity']:.2f}, {perplexities}. The first "
+        f"candidate read {first['tokens_seen'] / 1e6:.0f}M tokens, half of them text, in {len(first['epochs'])} "
+        f"passes; pass {first['best_epoch']} was kept. {first['wall_seconds']:.0f} s on one {first['hardware']} "
+        f"that other runs shared. One seed; {bundled['samples']} probes per length and depth." + as_sentence(bundled)
     )
+
+
+def best_pass(run: dict) -> dict:
+    """The pass whose weights were kept."""
+    return run["epochs"][run["best_epoch"] - 1]
+
+
+def dev_share(run: dict, task: str) -> str:
+    """Exact answers at the longest length in the development text, in percent, when they were measured last."""
+    measured = [row["dev_recall"][task] for row in run["epochs"] if "dev_recall" in row]
+    return f"{100 * measured[-1][max(measured[-1], key=int)]:.1f}" if measured else ""
+
+
+def perplexity_of(name: str, root: Path) -> str:
+    """The held-out perplexity of a candidate, "" if it was not measured."""
+    measured = f"bundled_run_{name}_recall"
+    return f"{read(measured, root)['heldout']['perplexity']:.2f}" if measured in MEASUREMENTS else ""
+
+
+def bundled_runs_table(root: Path) -> str:
+    """One line per candidate of the third run and the later ones."""
+    rows = []
+    for title, name in RUNS.items():
+        run = read(f"bundled_run_{name}", root)
+        given, kept = run["arguments"], best_pass(run)
+        rows.append(
+            [title, "AdamW" if given["muon_lr"] is None else "Muon", given["answer_weight"], given["weight_decay"]]
+            + [
+                f"{len(run['epochs'])} of {given['epochs']}",
+                f"{run['tokens_seen'] / 1e6:.0f}M",
+                f"{step_seconds(run):.3f}",
+            ]
+            + [f"{kept['dev_loss']:.3f}", f"{kept['dev_answers']:.3f}"]
+            + [dev_share(run, task) for task in ("niah", "mqar")]
+            + [perplexity_of(name, root)]
+        )
+    head = ["run", "optimizer", "weight of answers", "decay", "passes", "tokens", "seconds of a step"]
+    head += ["loss of text", "loss of answers", "needle, %", "MQAR, %", "held-out perplexity"]
+    return (
+        markdown_table(head, rows)
+        + "\n\nLosses, needles and MQAR: development text, at 1024 tokens. The two candidates of a run shared an "
+        "NVIDIA H200, in the fourth run with other programs, too; the time of a step includes this. One seed each."
+    )
+
+
+def step_seconds(run: dict) -> float:
+    """Median seconds of a step with the longest windows, between two rows of the record within a pass."""
+    begins = [row["step"] for row in run["epochs"]]
+    gaps = [
+        (b["seconds"] - a["seconds"]) / (b["step"] - a["step"])
+        for a, b in pairwise(run["steps"])
+        if a["step"] >= begins[run["arguments"]["short_epochs"] - 1]
+        and not any(a["step"] < s <= b["step"] for s in begins)
+    ]
+    return median(gaps)
 
 
 def bundled_demo_table(root: Path) -> str:
@@ -76,7 +131,7 @@ def bundled_demo_table(root: Path) -> str:
 
 
 def bundled_predictions_table(root: Path) -> str:
-    """What became of the predictions in training/bundled/README.md."""
+    """What became of the predictions in training/bundled/README.md (1 to 7: the first run)."""
     bundled, candidate, run, context = (
         read(name, root) for name in ("bundled_recall", "candidate_recall", "candidate_training", "candidate_context")
     )
@@ -107,15 +162,67 @@ def bundled_predictions_table(root: Path) -> str:
         [5, "dictionary at 256", "at least 80 %", f"{lines:.1f} %", lines >= 80],
         [6, "perplexity, 64 instead of 512 tokens", "at least +2 %", f"{100 * (ratio - 1):+.1f} %", ratio >= 1.02],
     ]
-    if STUDENT in MEASUREMENTS:
-        recall = read(STUDENT, root)["recall"]
-        for length, at_least in ((256, True), (1024, False)):
-            kept = [share(recall, "words", "niah", length, name) for name in ("student", "teacher")]
-            part = 100 * kept[0] / kept[1] if kept[1] else 0.0
-            bound = "at least half" if at_least else "less than half"
-            text = f"needles at {length} that the student keeps"
-            rows.append([7, text, bound, f"{part:.0f} %", (part >= 50) == at_least])
+    rows += [*later_predictions(root), *predictions_of_the_fourth_run(root)]
     rows = [[*row[:-1], "right" if row[-1] else "missed"] for row in rows]
-    if STUDENT not in MEASUREMENTS:
-        rows.append([7, "the student", "", "", "open"])
+    for number, what, expected in OPEN:
+        rows.append([number, what, expected, "", "open"])
+    rows.sort(key=lambda row: row[0])
     return markdown_table(["", "prediction", "expected", "measured", ""], rows)
+
+
+def later_predictions(root: Path) -> list[list]:
+    """The rows of the predictions about the third run."""
+    muon, adam = (read(f"bundled_run_{name}", root) for name in ("muon", "adam"))
+    own, other = (read(f"bundled_run_{name}_recall", root)["recall"] for name in ("muon", "adam"))
+    kept = [best_pass(run) for run in (muon, adam)]
+    perplexity = muon["heldout"]["perplexity"]
+
+    def of(recall: Recall, task: str) -> float:
+        return share(recall, "words", task, 1024)
+
+    needle, mqar, hops = (of(own, task) for task in ("niah", "mqar", "variables"))
+    gap, answers = (kept[1][key] - kept[0][key] for key in ("dev_loss", "dev_answers"))
+    passes, seconds = min(len(run["epochs"]) for run in (muon, adam)), max(step_seconds(run) for run in (muon, adam))
+    return [
+        [8, "held-out perplexity", "31 to 36", f"{perplexity:.2f}", 31 <= perplexity <= 36],
+        [8, "needle at 1024", "at least 98 %", f"{needle:.1f} %", needle >= 98],
+        [8, "MQAR, full at 1024", "at least 95 %", f"{mqar:.1f} %", mqar >= 95],
+        [8, "two hops at 1024", "at least 30 %", f"{hops:.1f} %", hops >= 30],
+        [9, "AdamW, needle at 1024", "at least 95 %", f"{of(other, 'niah'):.1f} %", of(other, "niah") >= 95],
+        [9, "loss of text, AdamW less Muon", "below 0", f"{gap:+.3f}", gap < 0],
+        [9, "loss of answers, AdamW less Muon", "above 0", f"{answers:+.3f}", answers > 0],
+        [10, "passes", "at least 28", passes, passes >= 28],
+        [10, "seconds of a step", "at most 0.04", f"{seconds:.3f}", seconds <= 0.04],
+        [11, "held-out perplexity", "29 to 32", f"{perplexity:.2f}", 29 <= perplexity <= 32],
+        [11, "needle at 1024", "at least 98 %", f"{needle:.1f} %", needle >= 98],
+        [11, "MQAR, full at 1024", "at least 95 %", f"{mqar:.1f} %", mqar >= 95],
+        [12, "loss of text, AdamW less Muon", "below 0", f"{gap:+.3f}", gap < 0],
+        [
+            12,
+            "MQAR at 1024, AdamW less Muon",
+            "below 0",
+            f"{of(other, 'mqar') - mqar:+.1f} points",
+            of(other, "mqar") < mqar,
+        ],
+    ]
+
+
+def predictions_of_the_fourth_run(root: Path) -> list[list]:
+    """The rows of the predictions about the run that trained the bundled transformer on."""
+    low, mild = (read(f"bundled_run_{name}", root) for name in ("low", "mild"))
+    measured = read("bundled_run_low_recall", root)
+    perplexity, recall = measured["heldout"]["perplexity"], measured["recall"]
+    needle, mqar = (share(recall, "words", task, 1024) for task in ("niah", "mqar"))
+    passes = min(len(run["epochs"]) for run in (low, mild))
+    text, answers = (
+        low["epochs"][passes - 1][key] - mild["epochs"][passes - 1][key] for key in ("dev_loss", "dev_answers")
+    )
+    seconds = max(step_seconds(run) for run in (low, mild))
+    return [
+        [14, "held-out perplexity", "29 to 32", f"{perplexity:.2f}", 29 <= perplexity <= 32],
+        [14, "needle at 1024", "at least 98 %", f"{needle:.1f} %", needle >= 98],
+        [14, "MQAR, full at 1024", "at least 93 %", f"{mqar:.1f} %", mqar >= 93],
+        [15, f"loss of text after {passes} passes, half rates less the others", "below 0", f"{text:+.3f}", text < 0],
+        [15, "loss of answers, the same", "above 0", f"{answers:+.3f}", answers > 0],
+        [16, "seconds of a step", "at most 0.03", f"{seconds:.3f}", seconds <= 0.03],
+    ]

@@ -10,14 +10,18 @@ from hf_memmix.conversion.records import CHECKOUT
 
 EXPERIMENTS = "training/experiments"
 KERNELS = "kernels/benchmarks/results"
+BUNDLED = "training/bundled/results"
+BUNDLED_RUNS = ("muon", "adam", "mild", "low")  # candidates of the bundled transformer
 RECALL_RUNS = ("first", "second", "strict", "open", "even")  # of the recall teacher; the last one is the teacher
 MEASUREMENTS = {
-    "demo": "training/bundled/results/demo.json",
-    "demo_candidate": "training/bundled/results/demo_candidate.json",
-    "bundled_recall": "training/bundled/results/recall_bundled.json",
-    "candidate_recall": "training/bundled/results/recall_candidate.json",
-    "candidate_training": "training/bundled/results/recall_training.json",
-    "candidate_context": "training/bundled/results/recall_context_use.json",
+    "demo": f"{BUNDLED}/demo.json",
+    "demo_candidate": f"{BUNDLED}/demo_candidate.json",
+    "bundled_recall": f"{BUNDLED}/recall_bundled.json",
+    "candidate_recall": f"{BUNDLED}/recall_candidate.json",
+    "candidate_training": f"{BUNDLED}/recall_training.json",
+    "candidate_context": f"{BUNDLED}/recall_context_use.json",
+    **{f"bundled_run_{name}": f"{BUNDLED}/run_{name}.json" for name in BUNDLED_RUNS},
+    **{f"bundled_run_{name}_recall": f"{BUNDLED}/run_{name}_recall.json" for name in ("muon", "adam", "low")},
     "recall": f"{EXPERIMENTS}/gka/results/recall.json",
     "gka_solvers": f"{EXPERIMENTS}/gka/results/gka_solvers.json",
     "gka_variants_sketches": f"{EXPERIMENTS}/gka/results/gka_variants_sketches.json",

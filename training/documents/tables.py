@@ -19,6 +19,7 @@ from hf_memmix.training.documents.bundled_tables import (
     bundled_demo_table,
     bundled_predictions_table,
     bundled_recall_table,
+    bundled_runs_table,
 )
 from hf_memmix.training.documents.gpu_tables import gpu_table
 from hf_memmix.training.documents.long_tables import (
@@ -313,6 +314,7 @@ TABLES = {
     "lattice_frozen": kernels.lattice_frozen_table,
     "bundled_recall": bundled_recall_table,
     "bundled_demo": bundled_demo_table,
+    "bundled_runs": bundled_runs_table,
     "bundled_predictions": bundled_predictions_table,
     "results": experiment_tables,
     "echo_mask": echo_mask_table,

@@ -42,7 +42,14 @@ def test_recipe_in_miniature(tmp_path):
 def test_a_student_of_drills_is_measured_beside_its_teacher(tmp_path):
     tiny_teacher("llama", layers=2, vocab_size=4096, max_position_embeddings=128).save_pretrained(tmp_path / "teacher")
     AutoTokenizer.from_pretrained(asset_path("tiny_teacher")).save_pretrained(tmp_path / "teacher")
-    sizes = {"minutes": 0.01, "block-size": 96, "batch-size": 2, "sampled-blocks": 0, "drill-blocks": 4}
+    sizes = {
+        "keep": "auto",
+        "minutes": 0.01,
+        "block-size": 96,
+        "batch-size": 2,
+        "sampled-blocks": 0,
+        "drill-blocks": 4,
+    }
     files = {name: tmp_path / f"{name}.txt" for name in ("text", "dev", "heldout")}
     for name, path in files.items():
         path.write_text(

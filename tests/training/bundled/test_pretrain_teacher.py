@@ -134,6 +134,18 @@ def test_drills_stand_beside_the_text_and_recall_is_recorded(drilled):
     assert set(record["arguments"]) >= {"drills", "muon_lr", "short_epochs"}
 
 
+def test_a_run_goes_on_from_an_earlier_teacher_and_has_drills_beside_every_few_windows(drilled):
+    texts = [drilled / f"{name}.txt" for name in ("train", "dev", "heldout")]
+    options = TINY | DRILLED | {"short_epochs": 0, "epochs": 1, "max_steps": 2, "batch_size": 16, "samples": 0}
+    options |= {"start": drilled / "model", "lr": 0.0, "muon_lr": 1e-9, "drill_every": 4, "answer_weight": 0.5}
+    pretrain_teacher.main(*texts, drilled / "again", drilled / "again.json", **options)
+    before, record = (json.loads((drilled / name).read_text()) for name in ("m.json", "again.json"))
+    assert record["tokens_seen"] == 2 * (16 + 4) * 192
+    best = before["epochs"][before["best_epoch"] - 1]
+    assert record["epochs"][0]["dev_loss"] == pytest.approx(best["dev_loss"], abs=2e-3)  # the weights were rounded
+    assert record["arguments"]["start"] == "model"
+
+
 def test_a_teacher_is_measured_from_its_folder(drilled, tmp_path):
     measure_teacher.main(tmp_path / "m.json", drilled / "model", drilled / "heldout.txt", samples=16)
     found, record = (json.loads(path.read_text()) for path in (tmp_path / "m.json", drilled / "m.json"))
@@ -178,3 +190,14 @@ def test_muon_trains_the_matrices_of_the_layers_and_decays_as_adamw(text):
     assert group["lr"] * group["weight_decay"] == pytest.approx(3e-3)
     assert len(group["params"]) == 2 * 7 and all(p.ndim == 2 for p in group["params"])
     assert rest.param_groups[0]["params"] == [model.model.embed_tokens.weight]
+
+
+def test_the_learning_rate_follows_the_steps_or_the_time_whichever_is_further(monkeypatch):
+    rate = pretrain_teacher.rate_at
+    none = pretrain_teacher.Clock(None)
+    assert [rate(step, none, 10, 110) for step in (0, 5, 10, 60, 110)] == pytest.approx([0, 0.5, 1, 0.5, 0])
+    now = iter((100.0, 100.0, 125.0, 150.0))
+    monkeypatch.setattr(pretrain_teacher.time, "time", lambda: next(now))
+    clock = pretrain_teacher.Clock(50.0)
+    assert rate(10, clock, 10, 110) == 1
+    assert rate(11, clock, 10, 110) == pytest.approx(0.5) and rate(12, clock, 10, 110) == pytest.approx(0)

@@ -5,7 +5,7 @@ from pathlib import Path
 from hf_memmix.training.documents.kernel_tables import aligned_table
 from hf_memmix.training.documents.measurements import read
 
-VARIANTS = {"products": "gates by products", "masks": "with masks"}
+VARIANTS = {"products": "gates by products", "apart": "convolutions and norms apart", "masks": "with masks"}
 SMALLEST_WAIT = 0.1  # share of a warp's time
 
 

@@ -1,7 +1,7 @@
 """Short depthwise causal convolution with a carried state."""
 
+from .heads import Convolution, unit_heads_after_convolutions
 from .naive import naive_short_conv
-from .native_path import Convolution, unit_heads_after_convolutions
 from .op import short_conv, short_conv_step
 
 __all__ = [

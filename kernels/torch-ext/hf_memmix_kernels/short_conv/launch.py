@@ -108,7 +108,7 @@ def short_conv_step_triton(
     BC = min(256, next_power_of_2(C))
     short_conv_step_kernel[(B, cdiv(C, BC))](
         x, weight, bias, target, state_indices, *page_strides(state_indices, target), y, C, stride,
-        K=K, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None, LIMIT=limit, num_warps=2,
+        K=K, BC=BC, SILU=silu, ACC=accumulator(x.dtype), LIMIT=limit, num_warps=2,
     )  # fmt: skip
     if not in_place:
         state.copy_(target)

@@ -48,7 +48,7 @@ def _angles(cos, sin, i_r, m_r, heads, length, s_b, s_t, s_r, HALF: tl.constexpr
 
 
 @triton.jit
-def _rotate(b_first, b_second, b_cos, b_sin):
+def rotate(b_first, b_second, b_cos, b_sin):
     return b_first * b_cos - b_second * b_sin, b_second * b_cos + b_first * b_sin
 
 
@@ -65,7 +65,7 @@ def unit_heads_fwd_kernel(
     b_square = tl.sum(b_rest * b_rest, 1)
     if HALF > 0:
         b_cos, b_sin = _angles(cos, sin, i_r, m_r, heads, length, s_b, s_t, s_r, HALF, BH, ACC)
-        b_first, b_second = _rotate(b_first, b_second, b_cos, b_sin)
+        b_first, b_second = rotate(b_first, b_second, b_cos, b_sin)
         b_square += tl.sum(b_first * b_first + b_second * b_second, 1)
     b_scale = (1 / (tl.sqrt(b_square) + eps))[:, None]
     _store_rows(y, b_first * b_scale, b_second * b_scale, b_rest * b_scale, i_r, m_r, D, HALF, BH, BR)
@@ -85,7 +85,7 @@ def unit_heads_bwd_kernel(
     b_cos, b_sin = b_first, b_first
     if HALF > 0:
         b_cos, b_sin = _angles(cos, sin, i_r, m_r, heads, length, s_b, s_t, s_r, HALF, BH, ACC)
-        b_first, b_second = _rotate(b_first, b_second, b_cos, b_sin)
+        b_first, b_second = rotate(b_first, b_second, b_cos, b_sin)
         b_square += tl.sum(b_first * b_first + b_second * b_second, 1)
         b_dot += tl.sum(b_first * g_first + b_second * g_second, 1)
     b_norm = tl.sqrt(b_square)

@@ -9,8 +9,8 @@ convolutions and the unit norms of a layer one after the other, not as one kerne
 before each token, as if there were attention layers. Each row is a process. All compile at the same time, as far as
 memory allows; then the script prints "ready", and one after another measures while the others wait. `rounds` are the
 medians of a row in milliseconds, `ms` is their median without the first. `graph_ms` is the step without torch.compile
-as one CUDA graph, measured at the end, for models with mixers. Rows are written after every round. Rows of --out that
-describe the same measurement are replaced. With --models, the rows without a third word replace those of that file, too.
+as one CUDA graph, measured at the end, for models with mixers. Rows are written after every round; those of --out that
+describe the same measurement are replaced. With --models, rows without a third word replace those of that file, too.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from benchmark_model import DECODE_CONTEXT, MEASURED, MIXERS, NEW_TOKENS
 from decode_profile import graph_columns
 
 from hf_memmix.generation import MemoryGeneration
-from hf_memmix_kernels.gka import op
-from hf_memmix_kernels.short_conv import heads
+from hf_memmix_kernels.gka import op as gka_op
+from hf_memmix_kernels.short_conv import op as short_conv_op
 
 VARIANTS = ("products", "apart", "masks")
 GRAPH = "graph"  # a line that asks for `graph_ms`
@@ -51,9 +51,9 @@ def parse(row: str) -> dict:
 def serve(row: dict):
     """Compile, then measure once for each line of the standard input."""
     if row.get("variant") == "products":
-        op.MAX_ROWS = 0
+        gka_op.MAX_ROWS = 0
     if row.get("variant") == "apart":
-        heads.MAX_HEAD = 0
+        short_conv_op.MAX_HEAD = 0
     if row.get("variant") == "masks":
         MemoryGeneration.reads_masks = lambda self: True
     model = build(None if row["mixer"] == "attention" else row["mixer"])

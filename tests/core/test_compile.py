@@ -9,7 +9,7 @@ from core.checks import an_end_token, assert_follows, assert_same_generation, gr
 from core.compiled import ROUNDINGS, Graphs, bound_of_logits, compiled_generation
 from hf_memmix.swap import decoder_layers
 from hf_memmix_kernels.gka import op as gka_op
-from hf_memmix_kernels.short_conv import heads
+from hf_memmix_kernels.short_conv import op as short_conv_op
 from testing import DEFAULT_MIXER, MIXERS, assert_same, base_model, build, float32_noise, random_ids, tiny_config
 
 pytestmark = pytest.mark.compiles
@@ -141,7 +141,7 @@ def test_gates_of_gka_are_one_op_in_a_decode_graph(monkeypatch):
 @pytest.mark.parametrize("mixer", ["gka", "lattice"])
 def test_convolutions_and_norms_of_heads_are_one_op_in_a_decode_graph(mixer, monkeypatch):
     """On a GPU, where each of them would be a kernel that mostly waits."""
-    monkeypatch.setattr(heads, "_op_is_faster", lambda x: True)
+    monkeypatch.setattr(short_conv_op, "_op_is_faster", lambda x: True)
     model, graphs = small("llama", "all", torch.float32, mixer=mixer), Graphs()
     ids = random_ids(2, 7)
     out = compiled_generation(model, ids, graphs.backend("aot_eager"), new_tokens=4)

@@ -12,7 +12,8 @@ from torch._inductor.utils import run_and_get_code
 
 from hf_memmix_kernels import naive_short_conv, short_conv
 from hf_memmix_kernels.rowwise import naive_unit_heads, unit_heads
-from hf_memmix_kernels.short_conv import Convolution, heads, unit_heads_after_convolutions
+from hf_memmix_kernels.short_conv import Convolution, unit_heads_after_convolutions
+from hf_memmix_kernels.short_conv import op as short_conv_op
 
 EPS = 1e-6
 
@@ -72,7 +73,7 @@ def test_heads_equal_naive(path, case, dtype, paged, monkeypatch, poisoned_empty
         got = unit_heads_after_convolutions(convolutions, cos, sin, EPS, silu, indices)
     else:
         x, weights, states, head_dims = ([c[i] for c in convolutions] for i in range(4))
-        y = heads._heads_op(x, weights, states, head_dims, cos, sin, EPS, silu, indices)
+        y = short_conv_op._heads_op(x, weights, states, head_dims, cos, sin, EPS, silu, indices)
         got = y.split([t.numel() for t in x])
     for y, state, (y_want, state_want) in zip(got, rows, want, strict=True):
         assert y.dtype == dtype and error(y.view(y_want.shape), y_want) <= 2 * TOLERANCE[dtype]
@@ -123,7 +124,7 @@ def call(convolutions, *options):
 def test_a_compiled_program_calls_one_op_and_copies_no_state(case, path, monkeypatch):
     """On a GPU, in the place of all convolutions and norms. A copy of a state would take longer than the op."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", path)
-    monkeypatch.setattr(heads, "_op_is_faster", lambda x: True)
+    monkeypatch.setattr(short_conv_op, "_op_is_faster", lambda x: True)
     convolutions, cos, sin = draw(*CASES[case], torch.float32)
     want = expected(convolutions, cos, sin, True)
     torch._dynamo.reset()
@@ -137,7 +138,7 @@ def test_a_compiled_program_calls_one_op_and_copies_no_state(case, path, monkeyp
         assert error(y, y_want) <= TOLERANCE[torch.float32] and torch.equal(c.state.double(), state_want)
     x, weights, states, head_dims = ([c[i] for c in convolutions] for i in range(4))
     arguments = (x, weights, states, head_dims, cos, sin, EPS, True, None)
-    torch.library.opcheck(heads._heads_op, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(short_conv_op._heads_op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 class Sharded(torch.Tensor):
@@ -162,5 +163,5 @@ def test_the_layers_run_where_one_call_would_be_wrong(monkeypatch):
         found = []
         torch.func.vmap(lambda x: found.append(runs(q._replace(x=x), k, v)) or x)(q.x[None])
         assert found == [False]
-        monkeypatch.setattr(heads, "MAX_HEAD", 8)
+        monkeypatch.setattr(short_conv_op, "MAX_HEAD", 8)
         assert not runs(q, k, v)

@@ -31,7 +31,7 @@ def heads_triton(
     y = x[0].new_empty(batch * sum(channels))
     short_conv_heads_kernel[(batch, sum(programs))](
         tuple(t for t, _ in rows), tuple(w.contiguous() for w in weights), tuple(states),
-        tuple(y.split([batch * C for C in channels])), cos, sin, state_indices,
+        tuple(y.split([batch * C for C in channels])), (cos, sin), state_indices,
         tuple(stride for _, stride in rows), tuple(page_strides(state_indices, *states)),
         (0, 0) if cos is None else (cos.stride(0), cos.stride(2)), tuple(channels), tuple(programs), eps,
         DIMS=tuple(head_dims), HALF=half, BH=next_power_of_2(max(1, half)),

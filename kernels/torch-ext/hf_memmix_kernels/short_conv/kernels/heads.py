@@ -51,12 +51,13 @@ def _unit_head(
 
 @triton.jit
 def short_conv_heads_kernel(
-    x, weights, states, y, cos, sin, pages, x_strides, page_strides, angle_strides, channels, programs, eps,
+    x, weights, states, y, angles, pages, x_strides, page_strides, angle_strides, channels, programs, eps,
     DIMS: tl.constexpr, HALF: tl.constexpr, BH: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     K: tl.constexpr, SILU: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Tuples have one entry per convolution: `programs` is how many work on it, DIMS its head size, 0 without norm."""
     i_b, i_p = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cos, sin = angles
     if HALF > 0:
         cos += i_b * angle_strides[0]
         sin += i_b * angle_strides[0]

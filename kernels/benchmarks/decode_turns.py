@@ -138,7 +138,7 @@ def main():
         for path, found in ((args.out, rows), (args.models, whole)):
             if path is not None:
                 path.write_text(json.dumps(merge(path, found, (*MEASURED, "rounds", "graph_ms")), indent=1) + "\n")
-        print(*(f"{row['mixer']}:{row['B']}:{row.get('variant', '')} {row['ms']}" for row in rows), flush=True)
+        print(*(f"{row['mixer']}:{row['B']} {row.get('variant', '')} {row['ms']};" for row in rows), flush=True)
 
     measure_in_turns(args.rows, args.rounds, save)
 

@@ -93,14 +93,22 @@ def answer(process: subprocess.Popen) -> dict:
     raise RuntimeError(f"{process.args} ended with {process.wait()}")
 
 
-def measure_in_turns(specs: list[str], rounds: int, save: Callable[[list[dict]], None]) -> None:
-    """Measure one row per specification; `save` gets all rows after every round."""
+def measure_in_turns(specs: list[str], rounds: int, graphs: list[str], save: Callable[[list[dict]], None]) -> None:
+    """Measure one row per specification, and one graph for the mixers of `graphs`; `save` gets all rows after every
+    round.
+    """
     command = [sys.executable, __file__, "--serve"]
     processes = {
         spec: subprocess.Popen([*command, spec], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for spec in specs
     }
-    rows = {spec: parse(spec) | answer(process) | {"rounds": []} for spec, process in processes.items()}
+    rows = {}
+    for spec in specs:
+        try:
+            rows[spec] = parse(spec) | answer(processes[spec]) | {"rounds": []}
+        except RuntimeError as ended:
+            print(f"{spec} is left out: {ended}", flush=True)
+            del processes[spec]
     print("ready", flush=True)
     for _ in range(rounds):
         for spec, process in processes.items():
@@ -111,8 +119,9 @@ def measure_in_turns(specs: list[str], rounds: int, save: Callable[[list[dict]],
             row["tokens_s"] = round(1e3 * row["B"] / row["ms"])
         save(list(rows.values()))
     for spec, process in processes.items():
-        print(GRAPH, file=process.stdin, flush=True)
-        rows[spec] |= answer(process)
+        if rows[spec]["mixer"] in graphs:
+            print(GRAPH, file=process.stdin, flush=True)
+            rows[spec] |= answer(process)
         process.communicate()
         save(list(rows.values()))
 
@@ -122,6 +131,7 @@ def main():
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--rows", nargs="+", default=[f"{mixer}:1" for mixer in MIXERS])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--graphs", nargs="*", choices=MIXERS, default=list(MIXERS), help="mixers with `graph_ms`")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--models", type=Path, help="model_h200.json, to replace rows there")
     parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")
@@ -140,7 +150,7 @@ def main():
                 path.write_text(json.dumps(merge(path, found, (*MEASURED, "rounds", "graph_ms")), indent=1) + "\n")
         print(*(f"{row['mixer']}:{row['B']} {row.get('variant', '')} {row['ms']};" for row in rows), flush=True)
 
-    measure_in_turns(args.rows, args.rounds, save)
+    measure_in_turns(args.rows, args.rounds, args.graphs, save)
 
 
 if __name__ == "__main__":

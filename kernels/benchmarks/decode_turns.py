@@ -73,7 +73,9 @@ def first_turn(model, row: dict) -> dict:
     for _ in range(WAITS):
         try:
             return take_turn(model, row)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # cuBLAS and Triton have errors of their own
+            if not any(word in str(error) for word in ("memory", "ALLOC")):
+                raise
             torch.cuda.empty_cache()
             time.sleep(3)
     return take_turn(model, row)

@@ -19,9 +19,7 @@ def decode_profile_table(root: Path) -> str:
         graph = f"{row['graph_ms']:.2f}" if "graph_ms" in row else ""
         lines.append([f"`{row['mixer']}`{note}", str(row["B"]), *parts, str(row["launches"]), graph])
     head = ["mixer", "B", "kernels", "gaps between them", "checks", "number of kernels", "one graph"]
-    ((gpu, torch),) = {(row["gpu"], row["torch"]) for row in rows}
-    commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
-    return aligned_table(head, lines) + f"\n\nMilliseconds. {gpu}, torch {torch}, commit {commits}."
+    return aligned_table(head, lines) + f"\n\nMilliseconds. {_machine(rows)}."
 
 
 def decode_turns_table(root: Path) -> str:
@@ -36,8 +34,29 @@ def decode_turns_table(root: Path) -> str:
         graph = f"{row['graph_ms']:.2f}" if "graph_ms" in row else ""
         lines.append([f"`{row['mixer']}`{note}", str(row["B"]), *clock, graph, first, " ".join(rounds)])
     head = ["mixer", "B", "ms per token", "of attention", "one graph", "first round", "the other rounds"]
-    ((gpu, torch, commit),) = {(row["gpu"], row["torch"], row["commit"][:7]) for row in rows}
-    return aligned_table(head, lines) + f"\n\n{gpu}, torch {torch}, commit {commit}."
+    return aligned_table(head, lines) + f"\n\n{_machine(rows)}."
+
+
+def graph_time_table(root: Path) -> str:
+    """One CUDA graph of a decode step by the state of its process and its host, measured in several ways."""
+    rows = read("graph_time", root)
+    ways = {"behind": "GPU alone", "back_to_back": "20 in a row", "idle": "GPU waits for the host", "host": "host"}
+    ways |= {"first": "the first replay", "kernel_ms": "kernels", "clock_mhz": "MHz"}
+    lines = []
+    for row in rows:
+        digits = [str(row[way]) if way == "clock_mhz" else f"{row[way]:.3f}" if way in row else "" for way in ways]
+        error = f"{100 * row['logits_error']:.2f} %" if "logits_error" in row else ""
+        lines.append([row["graph"], row["state"], *digits, error])
+    return aligned_table(["convolutions and norms", "state", *ways.values(), "logits off"], lines) + (
+        f"\n\nMilliseconds. {_machine(rows)}."
+    )
+
+
+def _machine(rows: list[dict]) -> str:
+    """The GPU and the version of torch of all rows, and their commits."""
+    ((gpu, torch),) = {(row["gpu"], row["torch"]) for row in rows}
+    commits = list(dict.fromkeys(row["commit"][:7] for row in rows))
+    return f"{gpu}, torch {torch}, commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
 
 
 def op_counters_table(root: Path) -> str:
@@ -55,9 +74,10 @@ def op_counters_table(root: Path) -> str:
         units = [f"{100 * row[name]:.0f} %" for name in names]
         spills = f"{row.get('local_loads', 0) + row.get('local_stores', 0):.1f}"
         lines.append([shape, f"`{row['kernel']}`", f"{100 * issue:.0f} %", waits, *units, spills])
+    commits = ", ".join(dict.fromkeys(row.get("commit", found["commit"])[:7] for row in found["rows"]))
     head = ["B x T x H x D", "kernel", "a warp issues", "it waits for", *names.values(), "spills, millions"]
     return (
         aligned_table(head, lines)
         + f"\n\nShares of a warp's time, waits from {100 * SMALLEST_WAIT:.0f} % on, and of the peak of a unit; loads "
-        f"and stores of spilled registers by warps. {found['gpu']}, commit {found['commit']}."
+        f"and stores of spilled registers by warps. {found['gpu']}, commit {commits}."
     )

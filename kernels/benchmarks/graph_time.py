@@ -4,8 +4,8 @@
     python kernels/benchmarks/graph_time.py --generate --out kernels/benchmarks/results/graph_time_h200.json
 
 The model is GKA of `benchmark_model.py` at B = 1, its step without torch.compile (`graph_columns` of
-decode_profile.py). "apart" runs the short convolutions and unit norms of a layer one after the other. A row is one
-graph and one state:
+decode_profile.py). "apart" runs the short convolutions and unit norms of a layer one after the other; "again" is a
+second graph of "at once", whose tensors lie elsewhere. A row is one graph and one state:
 
     fresh       nothing else has happened in the process
     generated   `generate()` has compiled the model before (--generate; then no other state)
@@ -50,7 +50,7 @@ from hf_memmix_kernels.short_conv import op as short_conv_op
 ROUNDS, REPLAYS, TOKENS, PROCESSES = 4, 20, 8, 7
 WAYS = ("idle", "behind", "back_to_back", "host")
 MEASURED = (*WAYS, "first", "kernel_ms", "clock_mhz", "logits_error")
-GRAPHS = ("at once", "apart")
+GRAPHS = ("at once", "apart", "again")
 HOLD = "import torch, time; torch.ones(1, device='cuda'); print('ready', flush=True); time.sleep(600)"
 COUNT = "print('ready', flush=True)\nwhile True: pass"
 

@@ -45,11 +45,9 @@ def graph_time_table(root: Path) -> str:
     lines = []
     for row in rows:
         digits = [str(row[way]) if way == "clock_mhz" else f"{row[way]:.3f}" if way in row else "" for way in ways]
-        error = f"{100 * row['logits_error']:.2f} %" if "logits_error" in row else ""
-        lines.append([row["graph"], row["state"], *digits, error])
-    return aligned_table(["convolutions and norms", "state", *ways.values(), "logits off"], lines) + (
-        f"\n\nMilliseconds. {_machine(rows)}."
-    )
+        lines.append([row["graph"], row["state"], *digits])
+    table = aligned_table(["convolutions and norms", "state", *ways.values()], lines)
+    return table + f"\n\nMilliseconds. {_machine(rows)}."
 
 
 def _machine(rows: list[dict]) -> str:

@@ -4,7 +4,7 @@
 
 Apart, they are a kernel per convolution and one per norm, each of which takes longer to start than to run; on a CPU a
 call takes longer than its arithmetic. Here is the torch path; op.py has the operator and the choice of
-the path, launch_heads.py the kernel, native_path.py the native code.
+the path, launch_token.py the kernel, native_path.py the native code.
 """
 
 from typing import NamedTuple

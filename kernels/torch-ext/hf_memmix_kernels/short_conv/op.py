@@ -225,7 +225,7 @@ def _(x, weights, states, head_dims, cos, sin, eps, silu, state_indices):
 
 
 def _heads_triton(*args) -> Tensor:
-    from .launch_heads import heads_triton
+    from .launch_token import heads_triton
 
     return heads_triton(*args)
 

@@ -4,12 +4,14 @@ import torch
 from torch import Tensor
 
 from .._launch import cdiv, next_power_of_2
+from .._tape import taped
 from .kernels.gates import gka_gates_kernel
 
 HEADS_OF_PROGRAM = 2  # with 32 heads and one row 48 programs read the weights
 BLOCK = 2048  # of the hidden size, in registers at a time: 16 bytes per thread and load
 
 
+@taped
 def gates_triton(
     x: Tensor,
     w_decay: Tensor,

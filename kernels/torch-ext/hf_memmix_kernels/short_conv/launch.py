@@ -6,6 +6,7 @@ from torch import Tensor
 from .._chunks import chunk_table
 from .._common import compute_dtype, num_sequences
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
+from .._tape import taped
 from .kernels.backward import short_conv_bwd_kernel
 from .kernels.forward import short_conv_fwd_kernel
 from .kernels.step import short_conv_step_kernel
@@ -21,6 +22,7 @@ def _launch_shape(x: Tensor, cu_seqlens: Tensor | None, BT: int):
     return first, sequence, 1, bound
 
 
+@taped
 def short_conv_fwd_triton(
     x: Tensor,
     weight: Tensor,
@@ -53,6 +55,7 @@ def short_conv_fwd_triton(
     return y, final
 
 
+@taped
 def short_conv_bwd_triton(
     dy: Tensor,
     dstate: Tensor,
@@ -89,6 +92,7 @@ def short_conv_bwd_triton(
     return dx, dparams[:K].T.contiguous(), dparams[K].clone(), dinitial
 
 
+@taped
 def short_conv_step_triton(
     x: Tensor,
     weight: Tensor,

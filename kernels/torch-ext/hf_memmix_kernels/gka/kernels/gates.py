@@ -8,6 +8,7 @@ One program computes one gate of BH heads of one sequence. Sums and results are 
 import triton
 import triton.language as tl
 
+from ..._tape import launched
 from ...rowwise.kernels.decay import softplus
 
 
@@ -28,6 +29,7 @@ def _logits(x, w, bias, i_h, heads, hidden, BH: tl.constexpr, BD: tl.constexpr):
     return b_z.to(x.dtype.element_ty).to(tl.float32)
 
 
+@launched
 @triton.jit
 def gka_gates_kernel(
     x, weights, biases, dt_bias, A_log, results, heads, hidden, beta_eps, BH: tl.constexpr, BD: tl.constexpr

@@ -3,9 +3,11 @@
 import triton
 import triton.language as tl
 
+from ..._tape import launched
 from ..._page_offset import state_offset
 
 
+@launched
 @triton.jit
 def gla_step_kernel(
     inputs, state, pages, stride, o, scale, H, K, V, strides,

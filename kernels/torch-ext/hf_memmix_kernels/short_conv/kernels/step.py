@@ -3,10 +3,12 @@
 import triton
 import triton.language as tl
 
+from ..._tape import launched
 from ..._page_offset import state_offset
 from .tiles import cut
 
 
+@launched
 @triton.jit
 def short_conv_step_kernel(
     x, weight, bias, state, pages, stride, y, C, x_stride,

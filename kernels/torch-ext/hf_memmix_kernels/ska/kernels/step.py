@@ -7,6 +7,7 @@ rows of a batch may therefore have different positions, and a CUDA graph holds b
 import triton
 import triton.language as tl
 
+from ..._tape import launched
 from ..._page_offset import state_offset
 from .tiles import (
     SMALLEST,
@@ -71,6 +72,7 @@ def _same_for_all(p, pages):
         return tl.atomic_add(p, 0.0)
 
 
+@launched
 @triton.jit
 def ska_step_kernel(
     q, k, v, gain, S, W, previous, nu, position,

@@ -49,6 +49,7 @@ ALLOCATIONS = frozenset(
         _aten.new_empty_strided.default,
     }
 )  # fmt: skip
+FACTS = frozenset({_aten.promote_types.default})  # about dtypes; without a tensor
 # the shapes of their results depend on the shapes of their arguments only
 OPERATORS = frozenset(
     {
@@ -176,8 +177,8 @@ class _Recorder(TorchDispatchMode):
                 raise _NotTaped("memory of another kind")
             self.steps.append(_Step("allocate", func, results=(self._number(result),), form=form))
             return
-        if not isinstance(result, (Tensor, tuple, list)) and not types:
-            return  # a fact about dtypes
+        if func in FACTS:
+            return
         if func not in VIEWS and func not in OPERATORS:
             raise _NotTaped(f"{func} is not an operator of tapes")
         given, named = self.slot(tuple(args)), {name: self.slot(x) for name, x in kwargs.items()}

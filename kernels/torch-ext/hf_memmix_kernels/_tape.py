@@ -18,6 +18,7 @@ them off. In Triton's interpreter they are off; tests switch them on, and kernel
 """
 
 import functools
+import inspect
 import os
 import threading
 from collections.abc import Callable
@@ -128,7 +129,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, args: tuple):
         super().__init__()
-        self.steps, self.reason, self.slots, self.owner = [], None, 0, object()
+        self.steps, self.reason, self.slots, self.owner, self.launching = [], None, 0, object(), False
         # own objects, also where a tensor is passed twice: another call may pass two
         self.args = tuple([a.detach() if isinstance(a, Tensor) else a for a in args])
         self.arguments = [self._number(a) if isinstance(a, Tensor) else None for a in self.args]
@@ -163,7 +164,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self.reason is None:
+        if self.reason is None and not self.launching:
             try:
                 self._write(func, args, kwargs, result)
             except _NotTaped as found:
@@ -198,10 +199,15 @@ class _Recorder(TorchDispatchMode):
 
     def launch(self, function, grid, *args, **kwargs):
         """Launch as Triton does, and write it down."""
-        kernel = function.run(*args, grid=grid, warmup=False, **kwargs)
+        self.launching = True  # the interpreter itself calls operators
+        try:
+            kernel = function.run(*args, grid=grid, warmup=False, **kwargs)
+        finally:
+            self.launching = False
         if self.reason is None:
             try:
-                bound = function.signature.bind(*args, **{n: x for n, x in kwargs.items() if n in function.arg_names})
+                named = {n: x for n, x in kwargs.items() if n in function.arg_names}
+                bound = inspect.signature(function.fn).bind(*args, **named)
                 bound.apply_defaults()
                 given = self.kernel_slot(tuple(bound.arguments.values()))
                 options = {n: x for n, x in kwargs.items() if n not in function.arg_names}
@@ -380,6 +386,16 @@ def _form(device: int, args: tuple) -> tuple | None:
     return tuple(found)
 
 
+_forms = []
+
+
+def forget() -> None:
+    """Forget all tapes, for tests and for programs that change what launch functions read."""
+    for tapes, seen in _forms:
+        tapes.clear()
+        seen.clear()
+
+
 def taped(function: Callable) -> Callable:
     """Decorator of a launch function with positional arguments; see the module's docstring.
 
@@ -387,6 +403,7 @@ def taped(function: Callable) -> Callable:
     It returns tensors: one, or a tuple with None allowed.
     """
     tapes, seen = {}, set()
+    _forms.append((tapes, seen))
 
     def record(form, args):
         recorder = _Recorder(args)

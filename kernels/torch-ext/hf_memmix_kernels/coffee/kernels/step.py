@@ -3,11 +3,13 @@
 import triton
 import triton.language as tl
 
+from ..._tape import launched
 from ..._page_offset import state_offset
 from .forward import filtered
 from .tiles import advance, load_states, scaled, store_states
 
 
+@launched
 @triton.jit(do_not_specialize=("gate_b", "gate_d"))
 def coffee_step_kernel(
     u, lam, w, C, F, gate, state, pages, stride, y, gate_b, gate_d,

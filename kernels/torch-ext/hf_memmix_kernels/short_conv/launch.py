@@ -38,12 +38,11 @@ def short_conv_fwd_triton(
     (_, T, C), K = x.shape, weight.shape[1]
     N = num_sequences(x.shape[0], cu_seqlens)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # no tile writes the final state of a sequence without tokens, so the result starts as the initial state
-    if initial_state is None:
-        final = x.new_zeros(N, C, K - 1)
-    else:
-        initial_state = initial_state.contiguous()
-        final = initial_state.to(x.dtype, copy=True)
+    initial_state = None if initial_state is None else initial_state.contiguous()
+    if cu_seqlens is None and lengths is None and T:
+        final = x.new_empty(N, C, K - 1)
+    else:  # no tile writes the final state of a sequence without tokens, so the result starts as the initial state
+        final = x.new_zeros(N, C, K - 1) if initial_state is None else initial_state.to(x.dtype, copy=True)
     BT, BC = (64 if T > 512 else 16), min(512, next_power_of_2(C))
     first, sequence, NT, tiles = _launch_shape(x, cu_seqlens, BT)
     short_conv_fwd_kernel[(tiles, cdiv(C, BC))](

@@ -9,7 +9,7 @@ carries.
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 from .tiles import (
     INPUT,
     advance,

@@ -8,7 +8,7 @@ states.
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 from .tiles import LINEAR, SIGMOID, gates, load_gates, load_rows, scaled
 
 

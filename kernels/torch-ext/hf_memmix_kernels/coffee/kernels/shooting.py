@@ -7,7 +7,7 @@ so it overflows only if the recurrence itself does.
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 from .deer import local
 from .tiles import load_gates, load_rows, scaled
 

@@ -10,7 +10,7 @@ on Hopper.
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 from .tiles import (
     add_product,
     decay_from,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 from .tiles import decay_from, dot, load_gate, load_rows, load_state, locate_chunk, split_dot, store_rows
 
 

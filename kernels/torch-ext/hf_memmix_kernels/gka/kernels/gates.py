@@ -8,7 +8,7 @@ One program computes one gate of BH heads of one sequence. Sums and results are 
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 from ...rowwise.kernels.decay import softplus
 
 

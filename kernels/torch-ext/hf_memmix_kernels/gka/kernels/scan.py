@@ -9,7 +9,7 @@ the initial state and the sums of the parts before its own.
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 from .tiles import dot, load_gate, load_rows, locate_sequence
 
 

@@ -8,7 +8,7 @@ It runs Richardson steps over Chebyshev roots, with iterative refinement between
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 from .tiles import (
     decay_from,
     dot,

@@ -6,7 +6,7 @@ The iterations run in float16, and what the registers cannot hold beside r and i
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 from .solve import load_rhs, state_norm
 from .tiles import decay_from, dot, load_gate, load_rows, load_state, locate_chunk, split_dot, store_gate, store_rows
 

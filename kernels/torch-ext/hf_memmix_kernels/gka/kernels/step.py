@@ -17,8 +17,8 @@ rounding of H changed.
 import triton
 import triton.language as tl
 
-from ..._tape import launched
 from ..._page_offset import state_offset
+from ..._recorder import launched
 
 
 @triton.jit

@@ -8,7 +8,7 @@ of an accumulator on Hopper.
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 from .tiles import locate_chunk
 
 

@@ -11,7 +11,7 @@ after every chunk.
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 from .tiles import locate_chunk, locate_sequence
 
 

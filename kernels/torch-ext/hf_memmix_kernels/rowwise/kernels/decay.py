@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 
 
 @triton.jit

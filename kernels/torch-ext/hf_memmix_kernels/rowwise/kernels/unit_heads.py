@@ -7,7 +7,7 @@ not rotated, [R, BR].
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 
 
 @triton.jit

@@ -5,7 +5,7 @@ preactivation in registers.
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 from .tiles import PREFETCH, cut, load_window, locate_tile
 
 

@@ -7,7 +7,7 @@ Every element is loaded once and its activation is evaluated once.
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 from .tiles import PREFETCH, cut, load_window, locate_tile
 
 

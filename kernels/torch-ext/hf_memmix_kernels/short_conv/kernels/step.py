@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from ..._tape import launched
 from ..._page_offset import state_offset
+from ..._recorder import launched
 from .tiles import cut
 
 

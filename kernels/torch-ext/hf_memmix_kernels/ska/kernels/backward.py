@@ -8,7 +8,7 @@ With D = C^T dW, E = P D, dN = s sum_i (N^T)^i E (N^T)^(K-1-i), dP = s D (N^T)^K
 import triton
 import triton.language as tl
 
-from ..._tape import launched
+from ..._recorder import launched
 from .tiles import (
     SMALLEST,
     bounds,

@@ -7,8 +7,8 @@ rows of a batch may therefore have different positions, and a CUDA graph holds b
 import triton
 import triton.language as tl
 
-from ..._tape import launched
 from ..._page_offset import state_offset
+from ..._recorder import launched
 from .tiles import (
     SMALLEST,
     STEPS,

@@ -18,7 +18,7 @@ mask. The walk back stores its numbers in the same way.
 import triton
 import triton.language as tl
 
-from ...._tape import launched
+from ...._recorder import launched
 from ..sequential.tiles import rsqrt
 from .tiles import load_rows, locate, span
 

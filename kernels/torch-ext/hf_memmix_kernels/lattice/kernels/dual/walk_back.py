@@ -17,7 +17,7 @@ t. At last E <- A E + G H + Q dY. walk_back_by_token.py handles the heads in whi
 import triton
 import triton.language as tl
 
-from ...._tape import launched
+from ...._recorder import launched
 from ..sequential.tiles import fetch
 from .tiles import goes_by_token, load_rows, locate, span, write_rule
 from .walk import (

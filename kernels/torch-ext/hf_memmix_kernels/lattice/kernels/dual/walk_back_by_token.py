@@ -7,7 +7,7 @@ from the state instead, which it replays from the start of the window. This is e
 import triton
 import triton.language as tl
 
-from ...._tape import launched
+from ...._recorder import launched
 from .tiles import goes_by_token, kept_slots, span, write_rule
 
 

@@ -12,7 +12,7 @@ h is v or -v. The sign goes to b and g, which multiply h everywhere, and v is us
 import triton
 import triton.language as tl
 
-from ...._tape import launched
+from ...._recorder import launched
 from .tiles import kept_slots, load_column, load_rows, locate, write_rule
 
 

@@ -8,7 +8,7 @@ the end of the segment that holds j: the suffix of this segment times a prefix o
 import triton
 import triton.language as tl
 
-from ...._tape import launched
+from ...._recorder import launched
 from ..sequential.tiles import known
 from .tiles import join, kept_slots, load_column, load_rows, locate, pairs, write_rule
 

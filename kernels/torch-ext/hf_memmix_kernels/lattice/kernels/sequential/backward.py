@@ -13,7 +13,7 @@ With x = s . g, w = h . g (per slot), sigma = s' . g = a x + b w, D = beta (g - 
 import triton
 import triton.language as tl
 
-from ...._tape import launched
+from ...._recorder import launched
 from .forward import load_write, sequence
 from .tiles import (
     advance,

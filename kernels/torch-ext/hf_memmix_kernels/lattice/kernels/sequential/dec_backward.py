@@ -14,7 +14,7 @@ gradient of s', x = s . g, w = h . g (per slot), sigma = s' . g = a x + b w and 
 import triton
 import triton.language as tl
 
-from ...._tape import launched
+from ...._recorder import launched
 from .dec_backward_windows import window_of
 from .forward import load_group, sequence
 from .tiles import (

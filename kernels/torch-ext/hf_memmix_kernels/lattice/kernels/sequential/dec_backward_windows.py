@@ -8,7 +8,7 @@ Given h and p, which forward keeps, the states of a window are linear in the sta
 import triton
 import triton.language as tl
 
-from ...._tape import launched
+from ...._recorder import launched
 from ..dual.tiles import join, load_column, load_rows, pairs
 from ..dual.windows import decays, load_raw, multiply, parts, token_order, transposed
 from .tiles import rescale

@@ -11,7 +11,7 @@ CHECKPOINT-th token for backward, and h and p of every token if the backward of 
 import triton
 import triton.language as tl
 
-from ...._tape import launched
+from ...._recorder import launched
 from .tiles import (
     advance,
     coefficients,

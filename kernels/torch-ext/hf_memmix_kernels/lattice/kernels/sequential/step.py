@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from ...._tape import launched
 from ...._page_offset import state_offset
+from ...._recorder import launched
 from .forward import load_write
 from .tiles import advance, coefficients, direction, entries, inverse_norm, known, over_entries, slots
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from .._common import check_cu_seqlens, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
-from .._registration import chunk_op, step_op
+from .._registration import chunk_op, module, step_op
 from .native_path import runs_native_step, short_conv_step_native
 from .torch_path import short_conv_bwd_torch, short_conv_fwd_torch, short_conv_step_torch
 
@@ -24,10 +24,7 @@ def _fwd(
     silu: bool,
     limit: float | None,
 ) -> tuple[Tensor, Tensor]:
-    if use_triton(x, "short_conv"):
-        from .launch import short_conv_fwd_triton as fwd
-    else:
-        fwd = short_conv_fwd_torch
+    fwd = module(".launch", __package__).short_conv_fwd_triton if use_triton(x, "short_conv") else short_conv_fwd_torch
     return fwd(x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit)
 
 
@@ -52,10 +49,7 @@ def _bwd(
     silu: bool,
     limit: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if use_triton(x, "short_conv"):
-        from .launch import short_conv_bwd_triton as bwd
-    else:
-        bwd = short_conv_bwd_torch
+    bwd = module(".launch", __package__).short_conv_bwd_triton if use_triton(x, "short_conv") else short_conv_bwd_torch
     dx, dweight, dbias, dinitial = bwd(dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit)
     return dx, dweight.to(weight.dtype), dbias.to(weight.dtype if bias is None else bias.dtype), dinitial.to(x.dtype)
 

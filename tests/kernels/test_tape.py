@@ -4,6 +4,7 @@ import functools
 import gc
 import itertools
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ops_table import OPS, Shape
 from hf_memmix_kernels import rowwise
 
 _tape = pytest.importorskip("hf_memmix_kernels._tape")
+_recorder = pytest.importorskip("hf_memmix_kernels._recorder")
 rowwise_launch = pytest.importorskip("hf_memmix_kernels.rowwise.launch")
 
 INTERPRETED = _tape.interpreted
@@ -302,6 +304,95 @@ def test_forms_are_forgotten_when_they_are_too_many(monkeypatch, tapes):
     for _ in range(2):
         product(numbers(4, 16), numbers(4, 16))
     assert len(tapes()) == 1
+
+
+class Compiled:
+    """Stands for a kernel that Triton has compiled, with its launcher: it notes what it is launched with."""
+
+    function, packed_metadata = 7, (4, 1, 0)
+
+    def __init__(self, scratch: int = 0):
+        self.launches = []
+        self.run = SimpleNamespace(
+            launch=lambda *args: self.launches.append(args), launch_cooperative_grid=False, launch_pdl=True,
+            global_scratch_size=scratch, profile_scratch_size=0,
+        )  # fmt: skip
+
+
+class Function:
+    """Stands for a function with `triton.jit`."""
+
+    def __init__(self, compiled: Compiled):
+        self.compiled, self.fn, self.arg_names = compiled, self.kernel, ["x", "parts", "y", "n", "scale", "BLOCK"]
+
+    @staticmethod
+    def kernel(x, parts, y, n, scale, BLOCK):
+        pass
+
+    def run(self, *args, **kwargs):
+        return self.compiled
+
+
+@pytest.fixture
+def by_address(monkeypatch):
+    """The function that plays a call's tape as on a GPU, on stream 5 of GPU 3."""
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 2 + device, raising=False)
+    monkeypatch.setattr(_recorder, "interpreted", True)  # nothing calls Triton's hooks
+    monkeypatch.setattr(_tape, "interpreted", False)
+
+    def written(function, *args):
+        recorder = _recorder.Recorder(args)
+        recorder.run(function)
+        return _tape._player(recorder)
+
+    return written
+
+
+def test_a_launch_gets_addresses(by_address):
+    """Offsets of views, tuples, None and numbers; views that only kernels read are not made."""
+    compiled = Compiled()
+    kernel = _recorder.launched(Function(compiled))
+
+    def launch(x, n, y):
+        both = x.new_empty(2, 4)
+        low, high = both
+        kernel[(3,)](x[1], (low, None, high.view(torch.int32)[1:]), y, n, -0.0, BLOCK=64, num_warps=4)
+        return None, high, both
+
+    play = by_address(launch, torch.zeros(2, 4, device=DEVICE), 6, torch.zeros(8, device=DEVICE)[4:])
+    for _ in range(2):
+        x, y = torch.zeros(2, 4, device=DEVICE), torch.zeros(9, device=DEVICE)[1:5]
+        nothing, high, both = play(x, 6, y)
+        assert nothing is None and high.data_ptr() == both[1].data_ptr() and both.shape == (2, 4)
+        start, *args = compiled.launches[-1][:3], *compiled.launches[-1][3:]
+        assert start == (3, 1, 1) and args[:10] == [5, 7, False, True, None, None, (4, 1, 0), None, None, None]
+        assert args[10:14] == [x.data_ptr() + 16, (both.data_ptr(), None, both.data_ptr() + 20), y.data_ptr(), 6]
+        assert str(args[14:]) == "[-0.0, 64]"
+    assert "view" not in play.source and "unbind" not in [f.__name__ for f in play.__globals__.values() if callable(f)]
+
+
+def test_a_kernel_with_scratch_memory_is_refused(by_address):
+    kernel = _recorder.launched(Function(Compiled(scratch=16)))
+    with pytest.raises(_recorder.NotTaped, match="scratch"):
+        by_address(lambda x: kernel[(1,)](x, (), x, 1, 1.0, BLOCK=1), torch.zeros(4, device=DEVICE))
+
+
+def test_memory_is_freed_after_its_last_use(by_address):
+    """Scratch is gone before the next allocation, as in the launch function."""
+    kernel = _recorder.launched(Function(Compiled()))
+
+    def launch(x):
+        scratch = x.new_empty(1024)
+        kernel[(1,)](x, (scratch,), x, 1, 1.0, BLOCK=1)
+        del scratch
+        out = torch.empty_like(x)
+        kernel[(1,)](x, (out,), x, 1, 1.0, BLOCK=1)
+        return out
+
+    source = by_address(launch, torch.zeros(4, device=DEVICE)).source
+    assert source.index("t1 = ") < source.index("del t1") < source.index("t2 = ")
+    assert "del t2" not in source
 
 
 @gpu

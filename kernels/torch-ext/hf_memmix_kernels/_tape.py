@@ -168,7 +168,7 @@ class _Writer:
 
     def __init__(self, recorder: Recorder, by_address: bool):
         self.recorder, self.by_address = recorder, by_address
-        self.names = {"empty": _EMPTY or torch.empty_strided, "misaligned": _misaligned}  # what the source uses
+        self.names = {"misaligned": _misaligned}  # objects that the source uses
         self.inside = recorder.inside if by_address else {}
         launches = [step for step in recorder.steps if step.kind == "launch"]
         self.read = {self.root(slot) for step in launches for slot in slots_in(step.args)}
@@ -204,9 +204,11 @@ class _Writer:
 
     def allocate(self, step: Step) -> list[str]:
         (slot,), (shape, stride, dtype, device) = step.results, step.form
-        call = f"empty({shape}, {stride}, {self.name(dtype)})"
-        if device.type != "cuda" or not _EMPTY:
-            call = f"empty({shape}, {stride}, dtype={self.name(dtype)}, device={self.name(device)})"
+        if _EMPTY and device.type == "cuda" and device.index == torch._C._cuda_getDevice():
+            call = f"{self.name(_EMPTY)}({shape}, {stride}, {self.name(dtype)})"
+        else:
+            empty = self.name(torch.empty_strided)
+            call = f"{empty}({shape}, {stride}, dtype={self.name(dtype)}, device={self.name(device)})"
         lines = [f"{self.tensor(slot)} = {call}", *self.address_of(slot)]
         return [*lines, f"if p{int(slot)} % {ALIGNED}: misaligned()"] if len(lines) > 1 else lines
 

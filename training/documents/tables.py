@@ -292,6 +292,7 @@ TABLES = {
     "cpu": kernels.cpu_table,
     "decode_profile": limits.decode_profile_table,
     "decode_turns": limits.decode_turns_table,
+    "host_time": limits.host_time_table,
     "op_counters": limits.op_counters_table,
     "gpu_generations": gpu_table,
     "op": kernels.op_table,

@@ -57,6 +57,26 @@ def _machine(rows: list[dict]) -> str:
     return f"{gpu}, torch {torch}, commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
 
 
+def host_time_table(root: Path) -> str:
+    """A prompt and a training step of models in turns: with tapes and without, until the last kernel and until the
+    call returns.
+    """
+    rows = read("host_time", root)
+    kind = lambda row: (row["phase"], row["B"], row["T"], row["compiled"], row["mixer"])  # noqa: E731
+    plain = {kind(row): row for row in rows if not row["tapes"]}
+    taped = {kind(row): row for row in rows if row["tapes"]}
+    lines = []
+    for key, row in plain.items():
+        tape = taped.get(key)
+        times = [f"{x[name]:.2f}" if x else "" for x in (tape, row) for name in ("ms", "host_ms")]
+        phase = f"{row['phase']}{', compiled' if row['compiled'] else ''}, {row['B']} x {row['T']:,}"
+        same = {True: "yes", False: "no", None: ""}[(tape or {}).get("same")]
+        lines.append([phase, f"`{row['mixer']}`", *times, same])
+    head = ["phase", "mixer", "with tapes: ms", "host", "without: ms", "host", "same output"]
+    ((gpu, torch, triton, commit),) = {(row["gpu"], row["torch"], row["triton"], row["commit"][:7]) for row in rows}
+    return aligned_table(head, lines) + f"\n\n{gpu}, torch {torch}, Triton {triton}, commit {commit}."
+
+
 def op_counters_table(root: Path) -> str:
     """What the warps of the ops' kernels wait for, and how busy the units of the GPU are."""
     found = read("op_counters", root)

@@ -6,7 +6,7 @@ from torch import Tensor
 from .._common import check_cu_seqlens, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
-from .._registration import all_plain, chunk_op, needs_op, step_op
+from .._registration import all_plain, chunk_op, module, needs_op, step_op
 from .heads import MAX_HEAD, Convolution, heads_torch
 from .native_path import heads_native, runs_native_step, short_conv_step_native
 from .torch_path import short_conv_bwd_torch, short_conv_fwd_torch, short_conv_step_torch
@@ -25,10 +25,7 @@ def _fwd(
     silu: bool,
     limit: float | None,
 ) -> tuple[Tensor, Tensor]:
-    if use_triton(x, "short_conv"):
-        from .launch import short_conv_fwd_triton as fwd
-    else:
-        fwd = short_conv_fwd_torch
+    fwd = module(".launch", __package__).short_conv_fwd_triton if use_triton(x, "short_conv") else short_conv_fwd_torch
     return fwd(x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit)
 
 
@@ -53,10 +50,7 @@ def _bwd(
     silu: bool,
     limit: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if use_triton(x, "short_conv"):
-        from .launch import short_conv_bwd_triton as bwd
-    else:
-        bwd = short_conv_bwd_torch
+    bwd = module(".launch", __package__).short_conv_bwd_triton if use_triton(x, "short_conv") else short_conv_bwd_torch
     dx, dweight, dbias, dinitial = bwd(dy, dstate, x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit)
     return dx, dweight.to(weight.dtype), dbias.to(weight.dtype if bias is None else bias.dtype), dinitial.to(x.dtype)
 
@@ -225,9 +219,7 @@ def _(x, weights, states, head_dims, cos, sin, eps, silu, state_indices):
 
 
 def _heads_triton(*args) -> Tensor:
-    from .launch_token import heads_triton
-
-    return heads_triton(*args)
+    return module(".launch_token", __package__).heads_triton(*args)
 
 
 def _op_is_faster(x: Tensor) -> bool:

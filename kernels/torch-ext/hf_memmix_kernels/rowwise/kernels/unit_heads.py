@@ -7,6 +7,8 @@ not rotated, [R, BR].
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
+
 
 @triton.jit
 def _load_rows(
@@ -53,6 +55,7 @@ def rotate(b_first, b_second, b_cos, b_sin):
 
 
 # the number of tokens changes from batch to batch of a server: it must not compile another kernel
+@launched
 @triton.jit(do_not_specialize=["rows", "length", "s_b"])
 def unit_heads_fwd_kernel(
     x, y, cos, sin, rows, heads, length, s_b, s_t, s_r, eps,
@@ -71,6 +74,7 @@ def unit_heads_fwd_kernel(
     _store_rows(y, b_first * b_scale, b_second * b_scale, b_rest * b_scale, i_r, m_r, D, HALF, BH, BR)
 
 
+@launched
 @triton.jit
 def unit_heads_bwd_kernel(
     x, dy, dx, cos, sin, rows, heads, length, s_b, s_t, s_r, eps,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..._page_offset import state_offset
+from ..._recorder import launched
 from ...rowwise.kernels.unit_heads import rotate
 from .step import advance
 
@@ -49,6 +50,7 @@ def _unit_head(
         tl.store(y + 2 * HALF + o_r, (b_rest * b_scale).to(y.dtype.element_ty), mask=m_r)
 
 
+@launched
 @triton.jit
 def short_conv_heads_kernel(
     x, weights, states, y, angles, pages, x_strides, page_strides, angle_strides, channels, programs, eps,

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ..._page_offset import state_offset
+from ..._recorder import launched
 from .tiles import cut
 
 
@@ -31,6 +32,7 @@ def advance(
     return b_z
 
 
+@launched
 @triton.jit
 def short_conv_step_kernel(
     x, weight, bias, state, pages, stride, y, C, x_stride,

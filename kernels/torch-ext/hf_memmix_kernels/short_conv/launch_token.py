@@ -20,7 +20,7 @@ def heads_triton(
     silu: bool,
     state_indices: Tensor | None,
 ) -> Tensor:
-    """The outputs of `heads.unit_heads_after_convolutions`, one after the other in one flat tensor."""
+    """The outputs of `op.unit_heads_after_convolutions`, one after the other in one flat tensor."""
     batch, (_, taps), head_dim = x[0].shape[0], weights[0].shape, max(head_dims)
     half = 0 if cos is None else cos.shape[-1]
     if cos is not None and cos.stride() != sin.stride():

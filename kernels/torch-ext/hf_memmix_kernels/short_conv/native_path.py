@@ -54,7 +54,7 @@ def heads_native(
     silu: bool,
     state_indices: Tensor | None,
 ) -> list[Tensor]:
-    """The outputs [B, 1, C], see `heads.unit_heads_after_convolutions`; the states are shifted in place."""
+    """The outputs [B, 1, C], see `op.unit_heads_after_convolutions`; the states are shifted in place."""
     if cos is not None:
         cos, sin = cos.contiguous(), sin.contiguous()
     x, weights = [t.contiguous() for t in x], [t.contiguous() for t in weights]

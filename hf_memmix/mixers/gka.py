@@ -18,7 +18,7 @@ from transformers import initialization as init
 
 from hf_memmix_kernels import chunk_gka, gka_step
 from hf_memmix_kernels._common import MAX_HEAD_DIM
-from hf_memmix_kernels.gka import gates_of_token
+from hf_memmix_kernels.gka import gates_of_products, gates_of_token
 from hf_memmix_kernels.gka.op import sketched
 from hf_memmix_kernels.gka.schedule import MAX_PHASES
 from hf_memmix_kernels.rowwise import decay
@@ -177,6 +177,11 @@ class GKAMixer(HeadsMixer):
     def _gates(self, x, products):
         """log_decay, beta and alpha from the products of the layer's input."""
         options, tokens = self.plain, {}
+        if options["use_decay"] and options["use_beta"] and options["use_alpha"]:
+            logits = [products[name] for name in GATES]
+            found = gates_of_products(*logits, self.dt_bias, self.A_log, BETA_EPS)
+            if found is not None:
+                return dict(zip(("log_decay", "beta", "alpha"), found, strict=True))
         if options["use_decay"]:
             _, tokens["log_decay"] = decay(products["a_proj"], self.dt_bias, self.A_log)
         else:

@@ -129,14 +129,14 @@ class HeadsMixer(MemoryMixer):
         return convolved["q"], convolved["k"], convolved["v"]
 
     def heads_step(self, tokens, states, state_indices=None, unit_norm=True):
-        """`convolve_step` and `split_heads` for one token: in one call of native code where that is possible."""
-        found = self._native_heads(tokens, states, state_indices) if unit_norm else None
+        """`convolve_step` and `split_heads` for one token: in one call where that is possible."""
+        found = self._heads_at_once(tokens, states, state_indices) if unit_norm else None
         if found is not None:
             return found
         return self.split_heads(*self.convolve_step(tokens, states, state_indices), tokens, unit_norm=unit_norm)
 
-    def _native_heads(self, tokens, states, state_indices):
-        """q, k and v of `heads_step`, or None."""
+    def _heads_at_once(self, tokens, states, state_indices):
+        """q, k and v of `heads_step` in one call of native code or one kernel, or None where that is not possible."""
         convolutions = self._convolutions()
         # hooks of a module (offload) would not run, and a part of its weight may be elsewhere
         if any(has_hooks(convolution) for _, convolution in convolutions):

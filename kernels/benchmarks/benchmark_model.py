@@ -30,6 +30,7 @@ from benchmark_generate import build, measure
 import hf_memmix
 
 PEAK_FLOPS = 989e12  # bf16, one H200
+BUSY_CYCLES = 10_000_000  # of the GPU: 5 ms, longer than the host needs to launch a graph
 DECODE_CONTEXT, NEW_TOKENS = 1024, 32
 DECODE_BATCHES = (1, 32, 128)
 PREFILL = ((1, 2048), (1, 32768))
@@ -71,19 +72,26 @@ def kernel_times(call: Callable[[], object]) -> tuple[float, dict[str, float], l
     return sum(kinds.values()), {kind: round(ms, 3) for kind, ms in kinds.most_common()}, rows
 
 
-def median_ms(call: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds of a call between CUDA events, after two calls that are not timed."""
+def between_events(call: Callable[[], object], behind: bool = False) -> float:
+    """Milliseconds between two CUDA events around a call. With `behind`, the GPU is busy with other work when the host
+    makes the call, so the time is the GPU's alone.
+    """
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if behind:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(BUSY_CYCLES)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def median_ms(call: Callable[[], object], repeats: int, behind: bool = False) -> float:
+    """Median of `between_events`, after two calls that are not timed."""
     call()
     call()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return statistics.median(between_events(call, behind) for _ in range(repeats))
 
 
 def random_tokens(model, batch: int, length: int) -> torch.Tensor:

@@ -93,7 +93,7 @@ def graph_columns(model, batch: int) -> dict:
     """Time and number of kernels of the step as one CUDA graph, without torch.compile."""
     with torch.no_grad():
         graph, used = step_graph(model, random_tokens(model, batch, DECODE_CONTEXT))
-    ms = median_ms(graph.replay, 20)
+    ms = median_ms(graph.replay, 20, behind=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         graph.replay()
         torch.cuda.synchronize()

@@ -4,12 +4,13 @@
         --out kernels/benchmarks/results/decode_turns_h200.json
 
 The models and the measurement are those of "decode" in `benchmark_model.py`. A row is MIXER:BATCH, and a third word
-changes it: "products" computes the gates of GKA by matrix products, not by one kernel; "masks" lets the library make
-masks before each token, as if there were attention layers. Each row is a process. All compile at the same time; then
-one after another measures while the others wait. `rounds` are the medians of a row in milliseconds, `ms` is their
-median without the first. `graph_ms` is the step without torch.compile as one CUDA graph, measured at the end, for
-models with mixers. Rows of --out that describe the same measurement are replaced. With --models, the rows
-without a third word replace those of that file, too.
+changes it: "products" computes the gates of GKA by matrix products, not by one kernel; "apart" runs the short
+convolutions and the unit norms of a layer one after the other, not as one kernel; "masks" lets the library make masks
+before each token, as if there were attention layers. Each row is a process. All compile at the same time, as far as
+memory allows; then the script prints "ready", and one after another measures while the others wait. `rounds` are the
+medians of a row in milliseconds, `ms` is their median without the first. `graph_ms` is the step without torch.compile
+as one CUDA graph, measured at the end, for models with mixers. Rows are written after every round; those of --out that
+describe the same measurement are replaced. With --models, rows without a third word replace those of that file, too.
 """
 
 import argparse
@@ -17,6 +18,8 @@ import json
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,10 +30,12 @@ from benchmark_model import DECODE_CONTEXT, MEASURED, MIXERS, NEW_TOKENS
 from decode_profile import graph_columns
 
 from hf_memmix.generation import MemoryGeneration
-from hf_memmix_kernels.gka import op
+from hf_memmix_kernels.gka import op as gka_op
+from hf_memmix_kernels.short_conv import op as short_conv_op
 
-VARIANTS = ("products", "masks")
+VARIANTS = ("products", "apart", "masks")
 GRAPH = "graph"  # a line that asks for `graph_ms`
+WAITS = 20  # times that a process waits for memory, 3 seconds each, while others compile
 PREFIX = "found "  # of the lines that a process writes for its parent
 
 
@@ -46,12 +51,14 @@ def parse(row: str) -> dict:
 def serve(row: dict):
     """Compile, then measure once for each line of the standard input."""
     if row.get("variant") == "products":
-        op.MAX_ROWS = 0
+        gka_op.MAX_ROWS = 0
+    if row.get("variant") == "apart":
+        short_conv_op.MAX_HEAD = 0
     if row.get("variant") == "masks":
         MemoryGeneration.reads_masks = lambda self: True
     model = build(None if row["mixer"] == "attention" else row["mixer"])
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    print(PREFIX + json.dumps(take_turn(model, row) | machine), flush=True)
+    print(PREFIX + json.dumps(first_turn(model, row) | machine), flush=True)
     for line in sys.stdin:
         if line.strip() == GRAPH:
             graphed = hasattr(model.config, "mixer_types")
@@ -61,8 +68,22 @@ def serve(row: dict):
         print(PREFIX + json.dumps(found), flush=True)
 
 
+def first_turn(model, row: dict) -> dict:
+    """The turn that compiles; tried again if other processes have taken the memory."""
+    for _ in range(WAITS):
+        try:
+            return take_turn(model, row)
+        except RuntimeError as error:  # cuBLAS and Triton have errors of their own
+            if not any(word in str(error) for word in ("memory", "ALLOC")):
+                raise
+            torch.cuda.empty_cache()
+            time.sleep(3)
+    return take_turn(model, row)
+
+
 def take_turn(model, row: dict) -> dict:
     found = measure(model, row["B"], DECODE_CONTEXT, NEW_TOKENS, "static")
+    torch.cuda.empty_cache()
     return {name: found[name] for name in ("ms", "peak_mib", "first_token_s")}
 
 
@@ -74,26 +95,37 @@ def answer(process: subprocess.Popen) -> dict:
     raise RuntimeError(f"{process.args} ended with {process.wait()}")
 
 
-def measure_in_turns(specs: list[str], rounds: int) -> list[dict]:
-    """One row per specification."""
+def measure_in_turns(specs: list[str], rounds: int, graphs: list[str], save: Callable[[list[dict]], None]) -> None:
+    """Measure one row per specification, and one graph for the mixers of `graphs`; `save` gets all rows after every
+    round.
+    """
     command = [sys.executable, __file__, "--serve"]
     processes = {
         spec: subprocess.Popen([*command, spec], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for spec in specs
     }
-    rows = {spec: parse(spec) | answer(process) | {"rounds": []} for spec, process in processes.items()}
+    rows = {}
+    for spec in specs:
+        try:
+            rows[spec] = parse(spec) | answer(processes[spec]) | {"rounds": []}
+        except RuntimeError as ended:
+            print(f"{spec} is left out: {ended}", flush=True)
+            del processes[spec]
+    print("ready", flush=True)
     for _ in range(rounds):
         for spec, process in processes.items():
             print(file=process.stdin, flush=True)
             rows[spec]["rounds"].append(answer(process)["ms"])
+        for row in rows.values():
+            row["ms"] = round(statistics.median(row["rounds"][1:] or row["rounds"]), 3)
+            row["tokens_s"] = round(1e3 * row["B"] / row["ms"])
+        save(list(rows.values()))
     for spec, process in processes.items():
-        print(GRAPH, file=process.stdin, flush=True)
-        rows[spec] |= answer(process)
+        if rows[spec]["mixer"] in graphs:
+            print(GRAPH, file=process.stdin, flush=True)
+            rows[spec] |= answer(process)
         process.communicate()
-    for row in rows.values():
-        row["ms"] = round(statistics.median(row["rounds"][1:] or row["rounds"]), 3)
-        row["tokens_s"] = round(1e3 * row["B"] / row["ms"])
-    return list(rows.values())
+        save(list(rows.values()))
 
 
 def main():
@@ -101,6 +133,7 @@ def main():
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--rows", nargs="+", default=[f"{mixer}:1" for mixer in MIXERS])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--graphs", nargs="*", choices=MIXERS, default=list(MIXERS), help="mixers with `graph_ms`")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--models", type=Path, help="model_h200.json, to replace rows there")
     parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")
@@ -108,13 +141,18 @@ def main():
     if args.serve:
         serve(parse(args.serve))
         return
-    rows = [row | {"commit": args.commit} for row in measure_in_turns(args.rows, args.rounds)]
-    for row in rows:
-        print(json.dumps(row), flush=True)
-    whole = [{k: v for k, v in row.items() if k not in ("rounds", "graph_ms")} for row in rows if "variant" not in row]
-    for path, found in ((args.out, rows), (args.models, whole)):
-        if path is not None:
-            path.write_text(json.dumps(merge(path, found, (*MEASURED, "rounds", "graph_ms")), indent=1) + "\n")
+
+    def save(rows):
+        rows = [row | {"commit": args.commit} for row in rows]
+        whole = [
+            {k: v for k, v in row.items() if k not in ("rounds", "graph_ms")} for row in rows if "variant" not in row
+        ]
+        for path, found in ((args.out, rows), (args.models, whole)):
+            if path is not None:
+                path.write_text(json.dumps(merge(path, found, (*MEASURED, "rounds", "graph_ms")), indent=1) + "\n")
+        print(*(f"{row['mixer']}:{row['B']} {row.get('variant', '')} {row['ms']};" for row in rows), flush=True)
+
+    measure_in_turns(args.rows, args.rounds, args.graphs, save)
 
 
 if __name__ == "__main__":

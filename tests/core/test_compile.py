@@ -9,6 +9,7 @@ from core.checks import an_end_token, assert_follows, assert_same_generation, gr
 from core.compiled import ROUNDINGS, Graphs, bound_of_logits, compiled_generation
 from hf_memmix.swap import decoder_layers
 from hf_memmix_kernels.gka import op as gka_op
+from hf_memmix_kernels.short_conv import op as short_conv_op
 from testing import DEFAULT_MIXER, MIXERS, assert_same, base_model, build, float32_noise, random_ids, tiny_config
 
 pytestmark = pytest.mark.compiles
@@ -134,6 +135,21 @@ def test_gates_of_gka_are_one_op_in_a_decode_graph(monkeypatch):
     calls = [str(node.target) for node in graph.graph.nodes]
     assert sum("gka_gates" in name for name in calls) == len(LAYERS["all"])
     assert not any("softplus" in name for name in calls)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ["gka", "lattice"])
+def test_convolutions_and_norms_of_heads_are_one_op_in_a_decode_graph(mixer, monkeypatch):
+    """On a GPU, where each of them would be a kernel that mostly waits."""
+    monkeypatch.setattr(short_conv_op, "_op_is_faster", lambda x: True)
+    model, graphs = small("llama", "all", torch.float32, mixer=mixer), Graphs()
+    ids = random_ids(2, 7)
+    out = compiled_generation(model, ids, graphs.backend("aot_eager"), new_tokens=4)
+    assert_same_generation(out, uncached_greedy(model, ids, 4), "compiled", bound_of_logits(model))
+    (graph,) = graphs
+    calls = [str(node.target) for node in graph.graph.nodes]
+    assert sum("short_conv_heads" in name for name in calls) == len(LAYERS["all"])
+    assert not any("short_conv_step" in name for name in calls)
 
 
 @pytest.mark.parametrize(("family", "mixer"), [*(("llama", mixer) for mixer in MIXERS), ("stablelm", DEFAULT_MIXER)])

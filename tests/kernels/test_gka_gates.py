@@ -1,4 +1,4 @@
-"""The gates of GKA's decode step in one call: as the layers' own products, in eager and in compiled programs."""
+"""GKA's gates in one call, of one token and of whole sequences: as by the layers, in eager and compiled programs."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from checks import error
 from draw import DEVICE
 from ops_table import TOLERANCE
 
-from hf_memmix_kernels.gka import gates_of_token
+from hf_memmix_kernels.gka import gates_of_products, gates_of_token
 from hf_memmix_kernels.gka import op as gka_op
 from hf_memmix_kernels.rowwise import decay
 
@@ -95,3 +95,20 @@ def test_the_layers_run_where_one_call_would_be_wrong(monkeypatch):
         torch.func.vmap(lambda row: found.append(gates_of_token(row, weights, biases, *rest)) or row)(x[None])
         assert found == [None]
         assert gates_of_token(*arguments(gka_op.MAX_ROWS + 1, 4, 40, torch.float32, DEVICE)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
+def test_gates_of_whole_sequences(dtype, monkeypatch):
+    """From the products of the layers, which need not be contiguous; without gradients only."""
+    torch.manual_seed(0)
+    wide = torch.randn(2, 300, 3, 5, dtype=dtype, device=DEVICE)
+    logits, dt_bias, A_log = wide.unbind(2), torch.randn(5, device=DEVICE), torch.randn(5, device=DEVICE)
+    z = [x.double() for x in logits]
+    want = decay(z[0], dt_bias, A_log)[1], z[1].sigmoid() + EPS, z[2].sigmoid()
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
+    assert gates_of_products(*logits, dt_bias, A_log, EPS) is None  # gradients are on
+    with torch.no_grad():
+        assert_gates(gates_of_products(*logits, dt_bias, A_log, EPS), want, torch.float32)
+        assert gates_of_products(*(x[:0] for x in logits), dt_bias, A_log, EPS) is None
+        monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+        assert gates_of_products(*logits, dt_bias, A_log, EPS) is None

@@ -89,6 +89,12 @@ def faults(folder: Path) -> list[str]:
             found += [
                 f"{path}: {f} unpacks `{name}`: do_not_specialize has no effect in it" for f, name in unpacked(tree)
             ]
+            recorded = set(decorated(tree, "launched"))
+            found += [
+                f"{path}: {f} has no @launched: tapes would not see its launches"
+                for f in decorated(tree, "triton.jit")
+                if "kernel" in f and f not in recorded
+            ]
             for f in functions(tree):
                 # device functions without "kernel" in their names are inlined and may have more arguments
                 count = sum(not (a.annotation and "constexpr" in ast.unparse(a.annotation)) for a in f.args.args)
@@ -167,6 +173,7 @@ def step_kernel({", ".join(f"x{i}" for i in range(13))}, N: tl.constexpr):
         ("kernels/forward.py", '"""Forward."""\ndef grid(x):\n    pass\n', "no @triton.jit"),
         ("kernels/forward.py", GROUPED_NUMBERS, "do_not_specialize has no effect"),
         ("kernels/forward.py", GROUPED_NUMBERS.replace("sizes", "layout"), "do_not_specialize has no effect"),
+        ("kernels/forward.py", MANY_ARGUMENTS, "no @launched"),
         ("kernels/forward.py", MANY_ARGUMENTS, "13 arguments, the limit is 12"),
         ("step.py", '"""S."""\n@torch.library.custom_op("a::b")\ndef f(x):\n    pass\n', "op.py does"),
         ("sizes.py", "X = 1\n", "no docstring"),

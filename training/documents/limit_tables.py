@@ -5,7 +5,7 @@ from pathlib import Path
 from hf_memmix.training.documents.kernel_tables import aligned_table
 from hf_memmix.training.documents.measurements import read
 
-VARIANTS = {"products": "gates by products", "masks": "with masks"}
+VARIANTS = {"products": "gates by products", "apart": "convolutions and norms apart", "masks": "with masks"}
 SMALLEST_WAIT = 0.1  # share of a warp's time
 
 
@@ -19,9 +19,7 @@ def decode_profile_table(root: Path) -> str:
         graph = f"{row['graph_ms']:.2f}" if "graph_ms" in row else ""
         lines.append([f"`{row['mixer']}`{note}", str(row["B"]), *parts, str(row["launches"]), graph])
     head = ["mixer", "B", "kernels", "gaps between them", "checks", "number of kernels", "one graph"]
-    ((gpu, torch),) = {(row["gpu"], row["torch"]) for row in rows}
-    commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
-    return aligned_table(head, lines) + f"\n\nMilliseconds. {gpu}, torch {torch}, commit {commits}."
+    return aligned_table(head, lines) + f"\n\nMilliseconds. {_machine(rows)}."
 
 
 def decode_turns_table(root: Path) -> str:
@@ -36,8 +34,47 @@ def decode_turns_table(root: Path) -> str:
         graph = f"{row['graph_ms']:.2f}" if "graph_ms" in row else ""
         lines.append([f"`{row['mixer']}`{note}", str(row["B"]), *clock, graph, first, " ".join(rounds)])
     head = ["mixer", "B", "ms per token", "of attention", "one graph", "first round", "the other rounds"]
-    ((gpu, torch, commit),) = {(row["gpu"], row["torch"], row["commit"][:7]) for row in rows}
-    return aligned_table(head, lines) + f"\n\n{gpu}, torch {torch}, commit {commit}."
+    return aligned_table(head, lines) + f"\n\n{_machine(rows)}."
+
+
+def graph_time_table(root: Path) -> str:
+    """One CUDA graph of a decode step by the state of its process and its host, measured in several ways."""
+    rows = read("graph_time", root)
+    ways = {"behind": "GPU alone", "back_to_back": "20 in a row", "idle": "GPU waits for the host", "host": "host"}
+    ways |= {"first": "the first replay", "kernel_ms": "kernels", "clock_mhz": "MHz"}
+    lines = []
+    for row in rows:
+        digits = [str(row[way]) if way == "clock_mhz" else f"{row[way]:.3f}" if way in row else "" for way in ways]
+        lines.append([row["graph"], row["state"], *digits])
+    table = aligned_table(["convolutions and norms", "state", *ways.values()], lines)
+    return table + f"\n\nMilliseconds. {_machine(rows)}."
+
+
+def _machine(rows: list[dict]) -> str:
+    """The GPU and the version of torch of all rows, and their commits."""
+    ((gpu, torch),) = {(row["gpu"], row["torch"]) for row in rows}
+    commits = list(dict.fromkeys(row["commit"][:7] for row in rows))
+    return f"{gpu}, torch {torch}, commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
+
+
+def host_time_table(root: Path) -> str:
+    """A prompt and a training step of models in turns: with tapes and without, until the last kernel and until the
+    call returns.
+    """
+    rows = read("host_time", root)
+    kind = lambda row: (row["phase"], row["B"], row["T"], row["compiled"], row["mixer"])  # noqa: E731
+    plain = {kind(row): row for row in rows if not row["tapes"]}
+    taped = {kind(row): row for row in rows if row["tapes"]}
+    lines = []
+    for key, row in plain.items():
+        tape = taped.get(key)
+        times = [f"{x[name]:.2f}" if x else "" for x in (tape, row) for name in ("ms", "host_ms")]
+        phase = f"{row['phase']}{', compiled' if row['compiled'] else ''}, {row['B']} x {row['T']:,}"
+        same = {True: "yes", False: "no", None: ""}[(tape or {}).get("same")]
+        lines.append([phase, f"`{row['mixer']}`", *times, same])
+    head = ["phase", "mixer", "with tapes: ms", "host", "without: ms", "host", "same output"]
+    ((gpu, torch, triton, commit),) = {(row["gpu"], row["torch"], row["triton"], row["commit"][:7]) for row in rows}
+    return aligned_table(head, lines) + f"\n\n{gpu}, torch {torch}, Triton {triton}, commit {commit}."
 
 
 def op_counters_table(root: Path) -> str:
@@ -55,9 +92,10 @@ def op_counters_table(root: Path) -> str:
         units = [f"{100 * row[name]:.0f} %" for name in names]
         spills = f"{row.get('local_loads', 0) + row.get('local_stores', 0):.1f}"
         lines.append([shape, f"`{row['kernel']}`", f"{100 * issue:.0f} %", waits, *units, spills])
+    commits = ", ".join(dict.fromkeys(row.get("commit", found["commit"])[:7] for row in found["rows"]))
     head = ["B x T x H x D", "kernel", "a warp issues", "it waits for", *names.values(), "spills, millions"]
     return (
         aligned_table(head, lines)
         + f"\n\nShares of a warp's time, waits from {100 * SMALLEST_WAIT:.0f} % on, and of the peak of a unit; loads "
-        f"and stores of spilled registers by warps. {found['gpu']}, commit {found['commit']}."
+        f"and stores of spilled registers by warps. {found['gpu']}, commit {commits}."
     )

@@ -83,6 +83,8 @@ MEASUREMENTS = {
     "models": f"{KERNELS}/model_h200.json",
     "decode_profile": f"{KERNELS}/decode_profile_h200.json",
     "decode_turns": f"{KERNELS}/decode_turns_h200.json",
+    "graph_time": f"{KERNELS}/graph_time_h200.json",
+    "host_time": f"{KERNELS}/host_time_h200.json",
     "op_counters": f"{KERNELS}/op_counters_h200.json",
     "long": f"{KERNELS}/long_h200.json",
     "context_parallel": f"{KERNELS}/context_parallel_h200.json",

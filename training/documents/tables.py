@@ -302,6 +302,8 @@ TABLES = {
     "cpu": kernels.cpu_table,
     "decode_profile": limits.decode_profile_table,
     "decode_turns": limits.decode_turns_table,
+    "graph_time": limits.graph_time_table,
+    "host_time": limits.host_time_table,
     "op_counters": limits.op_counters_table,
     "gpu_generations": gpu_table,
     "op": kernels.op_table,

@@ -76,6 +76,9 @@ class CudaKernel:
 
     def __call__(self, programs: int, *args: Tensor | int | float | None) -> None:
         """Launch on torch's current stream. A tensor is passed as its address, None as a null pointer."""
+        from ._recorder import refuse
+
+        refuse("a kernel in CUDA C++")
         values = tuple(0 if x is None else x.data_ptr() if isinstance(x, Tensor) else x for x in args)
         kinds = tuple(LAUNCHED_AS.get(type(x), ctypes.c_void_p) for x in args)
         stream = torch.cuda.current_stream().cuda_stream

@@ -6,11 +6,19 @@ call: on a CPU more than a small step itself, on a GPU more than the kernels of 
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+
+@functools.cache
+def module(name: str, package: str):
+    """A module that is imported when it is first needed. An import in a function costs a microsecond per call."""
+    return importlib.import_module(name, package)
+
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list))  # no tensor subclasses
 

@@ -10,6 +10,7 @@ from .._chunks import checkpoint_slots
 from .._common import num_sequences
 from .._device import has_ptx
 from .._launch import accumulator, cdiv, contiguous, next_power_of_2, page_strides
+from .._tape import taped
 from .kernels.affine_scan import affine_scan_kernel
 from .kernels.backward import coffee_bwd_kernel
 from .kernels.deer import coffee_deer_kernel
@@ -90,6 +91,7 @@ def _gate_strides(gate: Tensor | None, features: int) -> tuple[int, int]:
     return (1, 0) if gate.dim() == 2 else (features, 1)
 
 
+@taped
 def coffee_fwd_triton(
     u: Tensor,
     lam: Tensor,
@@ -147,6 +149,7 @@ def _pad_states(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, padded_states(x.shape[-1]) - x.shape[-1])).flatten(1)
 
 
+@taped
 def coffee_bwd_triton(
     dy: Tensor,
     dfinal: Tensor,
@@ -200,6 +203,7 @@ def coffee_bwd_triton(
     return du, dlam, dw, dC, dfilter, dgate, dx0
 
 
+@taped
 def coffee_step_triton(
     u: Tensor,
     lam: Tensor,

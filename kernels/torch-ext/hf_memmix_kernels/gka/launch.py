@@ -11,6 +11,7 @@ import torch
 from .._chunks import chunk_table
 from .._device import has_ptx
 from .._launch import accumulator, cdiv, next_power_of_2, page_strides
+from .._tape import taped
 from .kernels.backward import gka_bwd_kernel_dk, gka_bwd_kernel_dv, gka_bwd_kernel_read, gka_bwd_kernel_ridge
 from .kernels.forward import gka_fwd_kernel_read
 from .kernels.scan import gka_bwd_kernel_scan, gka_fwd_kernel_scan
@@ -141,6 +142,7 @@ class _Launch:
         return norms
 
 
+@taped
 def gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size):
     """(o in q's dtype, x float32, final H, final U). The kernels choose the chunk length, `chunk_size` is not used."""
     q, k, v, log_decay, alpha, beta, h0, u0 = (t.contiguous() for t in (q, k, v, log_decay, alpha, beta, h0, u0))
@@ -156,6 +158,7 @@ def gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, rid
     return o, x, h_final, u_final
 
 
+@taped
 def gka_backward(
     do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale, chunk_size
 ):
@@ -211,6 +214,7 @@ def gka_backward(
     return dq, dk, dv, dg, dalpha, dbeta, dh0, du0
 
 
+@taped
 def gka_step_triton(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -398,3 +398,33 @@ def gates_of_token(
     if x.shape[0] > MAX_ROWS or not use_triton(x, "gka", 1) or torch._C._are_functorch_transforms_active():
         return None
     return _gates_triton(x, *arguments)
+
+
+def gates_of_products(
+    z_decay: torch.Tensor,
+    z_beta: torch.Tensor,
+    z_alpha: torch.Tensor,
+    dt_bias: torch.Tensor,
+    A_log: torch.Tensor,
+    beta_eps: float,
+) -> tuple[torch.Tensor, ...] | None:
+    """The gates of whole sequences from the three projections, in one kernel, without autograd.
+
+    Arguments are not checked.
+
+    Args:
+        z_decay, z_beta, z_alpha: the projections with their biases [B, T, H].
+        dt_bias, A_log: [H].
+        beta_eps: added to beta.
+
+    Returns:
+        log_decay, beta and alpha, float32 [B, T, H]; or None if the kernel cannot run or gradients are needed.
+    """
+    tensors = z_decay, z_beta, z_alpha, dt_bias, A_log
+    if needs_op(tensors) or torch.is_grad_enabled() or z_decay.dtype == torch.float64 or not z_decay.numel():
+        return None
+    if not use_triton(z_decay, "gka", 1) or torch._C._are_functorch_transforms_active():
+        return None
+    from .launch_gates import activations_triton
+
+    return activations_triton(*tensors, beta_eps)

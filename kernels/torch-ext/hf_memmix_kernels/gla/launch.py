@@ -8,6 +8,7 @@ from torch import Tensor
 from .._chunks import chunk_table
 from .._common import num_sequences
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
+from .._tape import taped
 from .kernels.backward import gla_bwd_kernel_dqkg, gla_bwd_kernel_dv
 from .kernels.forward import gla_cumsum_kernel, gla_fwd_kernel, gla_scan_kernel
 from .kernels.step import gla_step_kernel
@@ -96,6 +97,7 @@ class _Launch:
         return states, last
 
 
+@taped
 def gla_fwd_triton(
     q: Tensor,
     k: Tensor,
@@ -121,6 +123,7 @@ def gla_fwd_triton(
     return o, final
 
 
+@taped
 def gla_bwd_triton(
     do: Tensor,
     dfinal: Tensor,
@@ -181,6 +184,7 @@ def _sum_of_parts(x: Tensor | None) -> Tensor | None:
     return x if x is None else x[0] if len(x) == 1 else x.sum(0)
 
 
+@taped
 def gla_step_triton(
     q: Tensor,
     k: Tensor,

@@ -6,7 +6,7 @@ from torch import Tensor
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
-from .._registration import chunk_op, or_zeros, step_op
+from .._registration import chunk_op, module, or_zeros, step_op
 from .native_path import gla_step_native
 from .torch_path import gla_bwd_torch, gla_fwd_torch, gla_step_torch
 
@@ -26,10 +26,7 @@ def _fwd(
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    if use_triton(q, "gla"):
-        from .launch import gla_fwd_triton as fwd
-    else:
-        fwd = gla_fwd_torch
+    fwd = module(".launch", __package__).gla_fwd_triton if use_triton(q, "gla") else gla_fwd_torch
     return fwd(q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, scale, chunk_size)
 
 
@@ -53,10 +50,7 @@ def _bwd(
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if use_triton(q, "gla"):
-        from .launch import gla_bwd_triton as bwd
-    else:
-        bwd = gla_bwd_torch
+    bwd = module(".launch", __package__).gla_bwd_triton if use_triton(q, "gla") else gla_bwd_torch
     *grads, dbeta, dskip, dinitial = bwd(
         do, dfinal, q, k, v, log_decay, beta, skip, initial_state, cu_seqlens, scale, chunk_size
     )

@@ -6,6 +6,7 @@ from torch import Tensor
 from .._chunks import checkpoint_slots, chunk_table
 from .._device import has_ptx
 from .._launch import accumulator, cdiv, page_strides
+from .._tape import taped
 from .kernels.sequential.backward import lattice_bwd_kernel
 from .kernels.sequential.dec_backward import lattice_adjoint_kernel, lattice_middle_kernel
 from .kernels.sequential.dec_backward_windows import (
@@ -61,6 +62,7 @@ def _from_tiles(tiles: Tensor, like: Tensor) -> Tensor:
     return tiles[:, : like.shape[3], : like.shape[2]].mT.reshape(like.shape)
 
 
+@taped
 def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
     """o, the final state [N, H, d, m] and, in one buffer, the tensors for backward (`kept_sizes`)."""
     N, H, _, _ = initial_state.shape
@@ -81,6 +83,7 @@ def lattice_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, var
     return o, _from_tiles(final, initial_state), kept
 
 
+@taped
 def lattice_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, variant, project, l1):
     """Gradients of q, k, v, gamma, log_decay (or None) and the initial state."""
     do, q, k, gamma = (x.contiguous() for x in (do, q, k, gamma))
@@ -163,6 +166,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     return dq, dk, dv, dgamma, None, _from_tiles(dstart, dfinal)
 
 
+@taped
 def lattice_step_triton(q, k, v, gamma, log_decay, state, state_indices, variant, project, l1):
     """Update the state [B, H, d, m], or its pages, in place by one token; returns o [B, 1, H, d] in v's dtype."""
     sizes = _sizes(state, LANES_FWD)

@@ -7,6 +7,7 @@ from .._chunks import checkpoint_slots, chunk_table
 from .._common import compute_dtype
 from .._device import has_ptx
 from .._launch import accumulator, cdiv
+from .._tape import taped
 from .kernels.dual.walk import lattice_gram_kernel, lattice_walk_kernel
 from .kernels.dual.walk_back import lattice_gram_adjoint_kernel, lattice_walk_adjoint_kernel
 from .kernels.dual.walk_back_by_token import lattice_careful_adjoint_kernel
@@ -93,6 +94,7 @@ class _Launch:
         return hh, steps, gram
 
 
+@taped
 def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
     """o, the final state [N, H, d, m], and one buffer with the tensors for backward."""
     q, k, v, gamma = (x.contiguous() for x in (q, k, v, gamma))
@@ -109,6 +111,7 @@ def dual_fwd_triton(q, k, v, gamma, log_decay, initial_state, cu_seqlens, varian
     return o, final.view(start.shape).mT, kept if save else kept.new_empty(0)
 
 
+@taped
 def dual_bwd_triton(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, variant, project, l1):
     """Gradients of q, k, v, gamma, log_decay and the initial state. That of log_decay is None: gamma contains the
     decay.

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2
+from .._tape import taped
 from .kernels.decay import decay_bwd_kernel, decay_fwd_kernel
 from .kernels.gated_norm import gated_norm_bwd_kernel, gated_norm_fwd_kernel
 from .kernels.gated_product import gated_product_bwd_kernel, gated_product_fwd_kernel
@@ -42,6 +43,7 @@ def _unit_arguments(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: floa
     return arguments, (cdiv(rows, R),)
 
 
+@taped
 def unit_heads_fwd_triton(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
     """y [B, T, H, D] in x.dtype."""
     x = x.contiguous()
@@ -52,6 +54,7 @@ def unit_heads_fwd_triton(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps
     return y
 
 
+@taped
 def unit_heads_bwd_triton(dy: Tensor, x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
     """dx [B, T, H, D] in x.dtype."""
     x, dy = x.contiguous(), dy.contiguous()
@@ -80,6 +83,7 @@ def _norm_arguments(y, gate, weight, eps, activation, norm_first, limit, gate_li
     }  # fmt: skip
 
 
+@taped
 def gated_norm_fwd_triton(y, gate, weight, *options) -> Tensor:
     """The output, contiguous, in the shape and dtype of y. `options` are those of `_norm_arguments`."""
     y, weight = y.contiguous(), weight.contiguous()
@@ -91,6 +95,7 @@ def gated_norm_fwd_triton(y, gate, weight, *options) -> Tensor:
     return out
 
 
+@taped
 def gated_norm_bwd_triton(do, y, gate, weight, *options):
     """dy, dgate (None without a gate) and dweight, in the dtypes of their tensors."""
     y, weight, do = y.contiguous(), weight.contiguous(), do.contiguous()
@@ -111,6 +116,7 @@ def gated_norm_bwd_triton(do, y, gate, weight, *options):
     return dy, dgate, dweight.sum(1).flatten().to(weight.dtype)
 
 
+@taped
 def gated_product_fwd_triton(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, contiguous, in the dtype of the gate."""
     gate, up = gate.contiguous(), up.contiguous()
@@ -122,6 +128,7 @@ def gated_product_fwd_triton(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+@taped
 def gated_product_bwd_triton(do: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up."""
     do, gate, up = do.contiguous(), gate.contiguous(), up.contiguous()
@@ -145,6 +152,7 @@ def _decay_arguments(x: Tensor, limit, smallest, largest) -> dict:
     }  # fmt: skip
 
 
+@taped
 def decay_fwd_triton(x: Tensor, bias: Tensor, A_log: Tensor, *limits) -> tuple[Tensor, Tensor]:
     """dt and g [B, T, H] in the dtype of sums."""
     (x, stride), bias, A_log = by_rows(x), bias.contiguous(), A_log.contiguous()
@@ -156,6 +164,7 @@ def decay_fwd_triton(x: Tensor, bias: Tensor, A_log: Tensor, *limits) -> tuple[T
     return dt, g
 
 
+@taped
 def decay_bwd_triton(ddt: Tensor | None, dg: Tensor | None, x: Tensor, bias: Tensor, A_log: Tensor, *limits):
     """dx, dbias and dA_log, in the dtypes of their tensors."""
     (x, stride), bias, A_log = by_rows(x), bias.contiguous(), A_log.contiguous()

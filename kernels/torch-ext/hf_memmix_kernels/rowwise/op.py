@@ -4,12 +4,13 @@ They keep no state and are not registered with torch.library. torch.compile trac
 path and fuses them with the operators before and after them.
 """
 
+import functools
 from collections.abc import Callable
 
 from torch import Tensor
 
 from .._dispatch import native_library, use_triton
-from .._registration import eager_function, needs_op
+from .._registration import eager_function, module, needs_op
 from .native_path import decay_native, gated_norm_native, runs_native, unit_heads_native
 from .torch_path import ACTIVATIONS, decay_torch, gated_norm_torch, gated_product_torch, unit_heads_torch
 
@@ -23,7 +24,7 @@ def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
 
 def _native(x: Tensor, *others: Tensor | None, one_dtype: bool = True):
     """The native code, if it should compute a function of these tensors; else None."""
-    if needs_op((x, *others)):  # first: torch.compile would make a guard of every other condition
+    if x.is_cuda or needs_op((x, *others)):  # first: torch.compile would make a guard of every other condition
         return None
     for t in others if one_dtype else ():
         if t is not None and t.dtype != x.dtype:
@@ -31,10 +32,11 @@ def _native(x: Tensor, *others: Tensor | None, one_dtype: bool = True):
     return native_library("rowwise", x, *others) if runs_native(x, *others) else None
 
 
-def _unit_fwd(*args):
-    from .launch import unit_heads_fwd_triton
+launch = functools.partial(module, ".launch", __package__)
 
-    return unit_heads_fwd_triton(*args)
+
+def _unit_fwd(*args):
+    return launch().unit_heads_fwd_triton(*args)
 
 
 def _unit_context(ctx, inputs, output):
@@ -43,15 +45,11 @@ def _unit_context(ctx, inputs, output):
 
 
 def _unit_bwd(ctx, dy):
-    from .launch import unit_heads_bwd_triton
-
-    return unit_heads_bwd_triton(dy, *ctx.saved_tensors, ctx.eps), None, None, None
+    return launch().unit_heads_bwd_triton(dy, *ctx.saved_tensors, ctx.eps), None, None, None
 
 
 def _norm_fwd(*args):
-    from .launch import gated_norm_fwd_triton
-
-    return gated_norm_fwd_triton(*args)
+    return launch().gated_norm_fwd_triton(*args)
 
 
 def _norm_context(ctx, inputs, output):
@@ -60,16 +58,12 @@ def _norm_context(ctx, inputs, output):
 
 
 def _norm_bwd(ctx, do):
-    from .launch import gated_norm_bwd_triton
-
-    dy, dgate, dweight = gated_norm_bwd_triton(do, *ctx.saved_tensors, *ctx.options)
+    dy, dgate, dweight = launch().gated_norm_bwd_triton(do, *ctx.saved_tensors, *ctx.options)
     return dy, dgate, dweight, None, None, None, None, None
 
 
 def _product_fwd(*args):
-    from .launch import gated_product_fwd_triton
-
-    return gated_product_fwd_triton(*args)
+    return launch().gated_product_fwd_triton(*args)
 
 
 def _product_context(ctx, inputs, output):
@@ -77,15 +71,11 @@ def _product_context(ctx, inputs, output):
 
 
 def _product_bwd(ctx, do):
-    from .launch import gated_product_bwd_triton
-
-    return gated_product_bwd_triton(do, *ctx.saved_tensors)
+    return launch().gated_product_bwd_triton(do, *ctx.saved_tensors)
 
 
 def _decay_fwd(*args):
-    from .launch import decay_fwd_triton
-
-    return decay_fwd_triton(*args)
+    return launch().decay_fwd_triton(*args)
 
 
 def _decay_context(ctx, inputs, output):
@@ -95,9 +85,7 @@ def _decay_context(ctx, inputs, output):
 
 
 def _decay_bwd(ctx, ddt, dg):
-    from .launch import decay_bwd_triton
-
-    grads = decay_bwd_triton(ddt, dg, *ctx.saved_tensors, ctx.limit, ctx.smallest, ctx.largest)
+    grads = launch().decay_bwd_triton(ddt, dg, *ctx.saved_tensors, ctx.limit, ctx.smallest, ctx.largest)
     return *grads, None, None, None
 
 

@@ -1,8 +1,8 @@
 """Short depthwise causal convolution with a carried state."""
 
+from .heads import Convolution
 from .naive import naive_short_conv
-from .native_path import Convolution, unit_heads_after_convolutions
-from .op import short_conv, short_conv_step
+from .op import short_conv, short_conv_step, unit_heads_after_convolutions
 
 __all__ = [
     "Convolution",

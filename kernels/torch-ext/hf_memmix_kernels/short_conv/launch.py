@@ -6,6 +6,7 @@ from torch import Tensor
 from .._chunks import chunk_table
 from .._common import compute_dtype, num_sequences
 from .._launch import accumulator, by_rows, cdiv, next_power_of_2, page_strides
+from .._tape import taped
 from .kernels.backward import short_conv_bwd_kernel
 from .kernels.forward import short_conv_fwd_kernel
 from .kernels.step import short_conv_step_kernel
@@ -21,6 +22,7 @@ def _launch_shape(x: Tensor, cu_seqlens: Tensor | None, BT: int):
     return first, sequence, 1, bound
 
 
+@taped
 def short_conv_fwd_triton(
     x: Tensor,
     weight: Tensor,
@@ -36,12 +38,11 @@ def short_conv_fwd_triton(
     (_, T, C), K = x.shape, weight.shape[1]
     N = num_sequences(x.shape[0], cu_seqlens)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # no tile writes the final state of a sequence without tokens, so the result starts as the initial state
-    if initial_state is None:
-        final = x.new_zeros(N, C, K - 1)
-    else:
-        initial_state = initial_state.contiguous()
-        final = initial_state.to(x.dtype, copy=True)
+    initial_state = None if initial_state is None else initial_state.contiguous()
+    if cu_seqlens is None and lengths is None and T:
+        final = x.new_empty(N, C, K - 1)
+    else:  # no tile writes the final state of a sequence without tokens, so the result starts as the initial state
+        final = x.new_zeros(N, C, K - 1) if initial_state is None else initial_state.to(x.dtype, copy=True)
     BT, BC = (64 if T > 512 else 16), min(512, next_power_of_2(C))
     first, sequence, NT, tiles = _launch_shape(x, cu_seqlens, BT)
     short_conv_fwd_kernel[(tiles, cdiv(C, BC))](
@@ -53,6 +54,7 @@ def short_conv_fwd_triton(
     return y, final
 
 
+@taped
 def short_conv_bwd_triton(
     dy: Tensor,
     dstate: Tensor,
@@ -89,6 +91,7 @@ def short_conv_bwd_triton(
     return dx, dparams[:K].T.contiguous(), dparams[K].clone(), dinitial
 
 
+@taped
 def short_conv_step_triton(
     x: Tensor,
     weight: Tensor,
@@ -108,7 +111,7 @@ def short_conv_step_triton(
     BC = min(256, next_power_of_2(C))
     short_conv_step_kernel[(B, cdiv(C, BC))](
         x, weight, bias, target, state_indices, *page_strides(state_indices, target), y, C, stride,
-        K=K, BC=BC, SILU=silu, ACC=accumulator(x.dtype), HAS_BIAS=bias is not None, LIMIT=limit, num_warps=2,
+        K=K, BC=BC, SILU=silu, ACC=accumulator(x.dtype), LIMIT=limit, num_warps=2,
     )  # fmt: skip
     if not in_place:
         state.copy_(target)

@@ -2,14 +2,11 @@
 
 import ctypes
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._dispatch import native_library
 from .._native import INTEGER, POINTER, REAL, address, changed, function, pages_of
-from .._registration import needs_op
 
 STEP = (*[POINTER] * 5, INTEGER, POINTER, *[INTEGER] * 4, REAL, INTEGER)
 HEADS = (*[POINTER] * 7, INTEGER, POINTER, POINTER, INTEGER, POINTER, *[INTEGER] * 3, REAL, INTEGER)
@@ -45,68 +42,31 @@ def short_conv_step_native(
     return y
 
 
-class Convolution(NamedTuple):
-    """A convolution of `unit_heads_after_convolutions`: x [B, 1, C], weight [C, K], state [B, C, K-1] or its pages,
-    and the head size D, or 0 if the output stays as it is."""
-
-    x: Tensor
-    weight: Tensor
-    state: Tensor
-    head_dim: int
-
-
-def unit_heads_after_convolutions(
-    convolutions: list[Convolution],
+def heads_native(
+    library: ctypes.CDLL,
+    x: list[Tensor],
+    weights: list[Tensor],
+    states: list[Tensor],
+    head_dims: list[int],
     cos: Tensor | None,
     sin: Tensor | None,
     eps: float,
     silu: bool,
     state_indices: Tensor | None,
-) -> list[Tensor] | None:
-    """One token: `short_conv_step` of each convolution, then `unit_heads` of its output, in one call of native code.
-
-    It is faster than these functions, because a call takes longer than its arithmetic. Arguments are not checked.
-
-    Args:
-        convolutions: all with the same number of taps K.
-        cos, sin: [B, 1, r] as of `unit_heads`, or None; in the dtype of x.
-        eps: added to the norms.
-        silu: whether the activation is SiLU or none.
-        state_indices: pages of the states, int64 [B], or None.
-
-    Returns:
-        The outputs [B, 1, C], or None if native code cannot run them.
-    """
-    x, paged = convolutions[0].x, state_indices is not None
-    tensors = [t for c in convolutions for t in c[:3]]
-    # first: torch.compile would make a guard of every other condition
-    if needs_op((*tensors, cos, sin)) or torch.is_grad_enabled() or not x.is_cpu:
-        return None
-    if cos is not None and not cos.dtype == sin.dtype == x.dtype:
-        return None
-    for c in convolutions:
-        if (
-            c.x.dtype != x.dtype
-            or not runs_native_step(c.x, c.weight, None, c.state)
-            or not (paged or c.state.is_contiguous())
-        ):
-            return None
-    library = native_library("short_conv", *tensors, cos, sin)
-    if library is None:
-        return None
+) -> list[Tensor]:
+    """The outputs [B, 1, C], see `op.unit_heads_after_convolutions`; the states are shifted in place."""
     if cos is not None:
         cos, sin = cos.contiguous(), sin.contiguous()
-    inputs, weights = [c.x.contiguous() for c in convolutions], [c.weight.contiguous() for c in convolutions]
-    outputs, count = [torch.empty_like(t) for t in inputs], len(convolutions)
+    x, weights = [t.contiguous() for t in x], [t.contiguous() for t in weights]
+    outputs, count = [torch.empty_like(t) for t in x], len(x)
     pointers, integers = POINTER * count, INTEGER * count
-    states = [c.state for c in convolutions]
     pages = pages_of(state_indices, min(map(len, states)))
     function(library, "short_conv_heads", HEADS)(
-        *(pointers(*[t.data_ptr() for t in tensors]) for tensors in (inputs, weights, states, outputs)),
-        integers(*[t.shape[-1] for t in inputs]), integers(*[t.stride(0) for t in states]),
-        integers(*[c.head_dim for c in convolutions]), count, address(cos), address(sin),
-        0 if cos is None else cos.shape[-1], address(pages), x.shape[0], weights[0].shape[1], silu, eps,
-        x.dtype == torch.bfloat16,
+        *(pointers(*[t.data_ptr() for t in tensors]) for tensors in (x, weights, states, outputs)),
+        integers(*[t.shape[-1] for t in x]), integers(*[t.stride(0) for t in states]),
+        integers(*head_dims), count, address(cos), address(sin),
+        0 if cos is None else cos.shape[-1], address(pages), x[0].shape[0], weights[0].shape[1], silu, eps,
+        x[0].dtype == torch.bfloat16,
     )  # fmt: skip
     changed(*states)
     return outputs

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._launch import cdiv, contiguous, next_power_of_2, page_strides
+from .._tape import taped
 from .kernels.backward import ska_bwd_kernel_dkv, ska_bwd_kernel_operator, ska_bwd_kernel_scan
 from .kernels.forward import ska_fwd_kernel_read, ska_fwd_kernel_scan
 from .kernels.step import ska_step_kernel
@@ -80,6 +81,7 @@ def _tokens(like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype).contiguous() for t in tensors)
 
 
+@taped
 def ska_forward(q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, lengths, chunk_size, *options):
     """o [B, T, H, P] in q's dtype and the five final states."""
     shape, dtype = (*q.shape[:3], v.shape[-1]), q.dtype
@@ -96,6 +98,7 @@ def ska_forward(q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, leng
     return o, S_final, W_final, previous_final, nu_final, position_final
 
 
+@taped
 def ska_backward(
     do, dS_final, dW_final, dprevious_final, dnu_final,
     q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, lengths, chunk_size, *options,
@@ -128,6 +131,7 @@ def ska_backward(
     return dq, dk, dv, dgain.sum(0), dS0, dW0, dprevious, dnu0
 
 
+@taped
 def ska_step_triton(
     q, k, v, gain, S, W, previous, nu, position, state_indices,
     chunk_size, per_token, power, eps, spectral_norm, sigma_floor,

@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 
+
+@launched
 @triton.jit(do_not_specialize=("chunks", "lanes"))
 def affine_scan_kernel(
     A, b, start, base, shift, out, chunks, lanes,

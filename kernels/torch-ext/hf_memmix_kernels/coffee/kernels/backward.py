@@ -9,6 +9,7 @@ carries.
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .tiles import (
     INPUT,
     advance,
@@ -136,6 +137,7 @@ def _before_group(
     return x
 
 
+@launched
 @triton.jit(do_not_specialize=("T", "gate_t", "gate_d", "segment", "segments"))
 def coffee_bwd_kernel(
     upstream, inputs, checkpoints, grads, maps, cu_seqlens, T, gate_t, gate_d, segment, segments,

@@ -8,6 +8,7 @@ states.
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .tiles import LINEAR, SIGMOID, gates, load_gates, load_rows, scaled
 
 
@@ -25,6 +26,7 @@ def local(x, u, factor, lam, w, w2, FORM: tl.constexpr, MATH: tl.constexpr):
     return x + s * v, J
 
 
+@launched
 @triton.jit(do_not_specialize=("T", "chunks", "gate_t", "gate_d"))
 def coffee_deer_kernel(
     inputs, states, maps, worst, T, chunks, gate_t, gate_d,

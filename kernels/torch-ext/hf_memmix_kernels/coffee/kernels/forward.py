@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .tiles import (
     advance,
     advance_short,
@@ -49,6 +50,7 @@ def _group(
     return x, z
 
 
+@launched
 @triton.jit(do_not_specialize=("T", "gate_t", "gate_d"))
 def coffee_fwd_kernel(
     inputs, x0, outputs, cu_seqlens, T, gate_t, gate_d,

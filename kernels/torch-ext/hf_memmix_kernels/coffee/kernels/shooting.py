@@ -7,6 +7,7 @@ so it overflows only if the recurrence itself does.
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .deer import local
 from .tiles import load_gates, load_rows, scaled
 
@@ -16,6 +17,7 @@ STEEP = tl.constexpr(4.0)
 SLOPELESS = tl.constexpr(1e4)
 
 
+@launched
 @triton.jit(do_not_specialize=("T", "chunks", "length", "gate_t", "gate_d"))
 def coffee_chunk_kernel(
     inputs, states, maps, worst, T, chunks, length, gate_t, gate_d,

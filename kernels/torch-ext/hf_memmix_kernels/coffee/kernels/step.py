@@ -4,10 +4,12 @@ import triton
 import triton.language as tl
 
 from ..._page_offset import state_offset
+from ..._recorder import launched
 from .forward import filtered
 from .tiles import advance, load_states, scaled, store_states
 
 
+@launched
 @triton.jit(do_not_specialize=("gate_b", "gate_d"))
 def coffee_step_kernel(
     u, lam, w, C, F, gate, state, pages, stride, y, gate_b, gate_d,

@@ -10,6 +10,7 @@ on Hopper.
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .tiles import (
     add_product,
     decay_from,
@@ -26,6 +27,7 @@ from .tiles import (
 )
 
 
+@launched
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_bwd_kernel_read(
     inputs, UT0, x, do, outputs, layout, N, length, per_sequence, scale,
@@ -62,6 +64,7 @@ def gka_bwd_kernel_read(
     store_gate(local + head, tl.sum(b_q * d_mixed, 1) + mix * along, rows, H, C)
 
 
+@launched
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_bwd_kernel_ridge(
     inputs, solved, outputs, layout, N, length, per_sequence, ridge,
@@ -117,6 +120,7 @@ def scores_of(
     return scores
 
 
+@launched
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_bwd_kernel_dv(
     inputs, terms, RT, outputs, layout, N, length, per_sequence, scale,
@@ -151,6 +155,7 @@ def gka_bwd_kernel_dv(
     store_rows(dv + head * DVR, (b * b)[:, None] * R_k, rows, H * DVR, DVR, C, DK)
 
 
+@launched
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_bwd_kernel_dk(
     inputs, terms, states, sums, grads, layout, N, length, per_sequence, scale,

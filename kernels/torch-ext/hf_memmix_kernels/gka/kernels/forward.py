@@ -3,9 +3,11 @@
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .tiles import decay_from, dot, load_gate, load_rows, load_state, locate_chunk, split_dot, store_rows
 
 
+@launched
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_fwd_kernel_read(
     inputs, UT0, x, o, layout, N, length, per_sequence, scale,

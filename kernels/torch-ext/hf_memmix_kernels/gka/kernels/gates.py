@@ -1,13 +1,15 @@
-"""GKA's gates of one token per sequence: three projections of the layer's input, and their activations.
+"""GKA's gates: three projections of the layer's input, and their activations.
 
     log_decay = -e^A_log softplus(W_0 x + dt_bias);  beta = sigmoid(W_1 x + b_1) + eps;  alpha = sigmoid(W_2 x + b_2)
 
-One program computes one gate of BH heads of one sequence. Sums and results are float32.
+For one token per sequence a program computes one gate of BH heads of one sequence. For whole sequences, whose
+projections are matrix products of torch, it computes the activations. Sums and results are float32.
 """
 
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from ...rowwise.kernels.decay import softplus
 
 
@@ -28,6 +30,7 @@ def _logits(x, w, bias, i_h, heads, hidden, BH: tl.constexpr, BD: tl.constexpr):
     return b_z.to(x.dtype.element_ty).to(tl.float32)
 
 
+@launched
 @triton.jit
 def gka_gates_kernel(
     x, weights, biases, dt_bias, A_log, results, heads, hidden, beta_eps, BH: tl.constexpr, BD: tl.constexpr
@@ -47,3 +50,19 @@ def gka_gates_kernel(
     else:
         b_z = _logits(x, weights[2], biases[2], i_h, heads, hidden, BH, BD)
         tl.store(results[2] + o, tl.sigmoid(b_z), mask=m_h)
+
+
+@launched
+@triton.jit
+def gka_activations_kernel(logits, dt_bias, A_log, results, size, heads, beta_eps, BLOCK: tl.constexpr):
+    """logits and results [tokens, heads], `size` numbers each."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m, i_h = o < size, o % heads
+    b_z = tl.load(logits[0] + o, mask=m, other=0).to(tl.float32)
+    b_dt = softplus(b_z + tl.load(dt_bias + i_h, mask=m, other=0).to(tl.float32))
+    b_rate = tl.exp(tl.load(A_log + i_h, mask=m, other=0).to(tl.float32))
+    tl.store(results[0] + o, -b_rate * b_dt, mask=m)
+    b_z = tl.load(logits[1] + o, mask=m, other=0).to(tl.float32)
+    tl.store(results[1] + o, tl.sigmoid(b_z) + beta_eps, mask=m)
+    b_z = tl.load(logits[2] + o, mask=m, other=0).to(tl.float32)
+    tl.store(results[2] + o, tl.sigmoid(b_z), mask=m)

@@ -9,6 +9,7 @@ the initial state and the sums of the parts before its own.
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .tiles import dot, load_gate, load_rows, locate_sequence
 
 
@@ -61,6 +62,7 @@ def forward_tile(
     return state, past
 
 
+@launched
 @triton.jit(do_not_specialize=["length", "per_sequence", "parts"])
 def gka_fwd_kernel_scan(
     inputs, initial, states, final, partial, layout, length, per_sequence, parts,
@@ -215,6 +217,7 @@ def backward_tile_R(
     return tile, past
 
 
+@launched
 @triton.jit(do_not_specialize=["length", "per_sequence", "parts"])
 def gka_bwd_kernel_scan(
     inputs, states, terms, upstream, sums, grads, partial, layout, length, per_sequence, parts, scale,

@@ -8,6 +8,7 @@ It runs Richardson steps over Chebyshev roots, with iterative refinement between
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .tiles import (
     decay_from,
     dot,
@@ -22,6 +23,7 @@ from .tiles import (
 )
 
 
+@launched
 @triton.jit
 def gka_kernel_steps(table, VALUES: tl.constexpr):
     """Write constants to the device without a copy from the host, which a CUDA graph could not capture."""
@@ -50,6 +52,7 @@ def load_rhs(high, low, rows, stride, width, C: tl.constexpr, COLS: tl.constexpr
     return value
 
 
+@launched
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_kernel_solve(
     rhs, matrix, x, norms, layout, N, length, per_sequence, table, ridge,

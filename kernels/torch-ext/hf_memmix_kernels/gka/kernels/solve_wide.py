@@ -6,6 +6,7 @@ The iterations run in float16, and what the registers cannot hold beside r and i
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .solve import load_rhs, state_norm
 from .tiles import decay_from, dot, load_gate, load_rows, load_state, locate_chunk, split_dot, store_gate, store_rows
 
@@ -24,6 +25,7 @@ def key_weights(log_decay, beta, key_sizes, rows, H: tl.constexpr, C: tl.constex
     return tl.exp(G), decay_from(G, C) * (weight * weight)[None, :]
 
 
+@launched
 @triton.jit(do_not_specialize=["length", "per_sequence", "N"])
 def gka_kernel_solve_wide(
     rhs, matrix, outputs, layout, N, length, per_sequence, table, ridge,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ..._page_offset import state_offset
+from ..._recorder import launched
 
 
 @triton.jit
@@ -69,6 +70,7 @@ def _advance(h, k, b_k, b_decay, b_write, i_0, D: tl.constexpr, BD: tl.constexpr
     return b_h
 
 
+@launched
 @triton.jit(do_not_specialize=["h"])
 def gka_step_kernel(
     q, k, v, log_decay, alpha, beta, h, u, pages, h_stride, u_stride, o,

@@ -8,9 +8,11 @@ of an accumulator on Hopper.
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .tiles import locate_chunk
 
 
+@launched
 @triton.jit
 def gla_bwd_kernel_dqkg(
     do, inputs, chunk_states, grads, layout, scale, sizes, strides,
@@ -104,6 +106,7 @@ def gla_bwd_kernel_dqkg(
         tl.store(dq + o_sum, b_dq_sum.to(dq.dtype.element_ty), mask=m_tk)
 
 
+@launched
 @triton.jit
 def gla_bwd_kernel_dv(
     do, inputs, dstates, grads, layout, scale, sizes, strides,

@@ -11,9 +11,11 @@ after every chunk.
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .tiles import locate_chunk, locate_sequence
 
 
+@launched
 @triton.jit
 def gla_cumsum_kernel(
     gates, by_head, layout, T, NT, N, H, rows,
@@ -36,6 +38,7 @@ def gla_cumsum_kernel(
         tl.store(beta_out + o_out, b_beta, mask=mask)
 
 
+@launched
 @triton.jit
 def gla_scan_kernel(
     inputs, initial, states, final, layout, scale, sizes, strides,
@@ -82,6 +85,7 @@ def gla_scan_kernel(
     tl.store(final + i_nh.to(tl.int64) * K * V + o_s, b_s, mask=m_s)
 
 
+@launched
 @triton.jit
 def gla_fwd_kernel(
     inputs, states, o, layout, scale, sizes, strides,

@@ -4,8 +4,10 @@ import triton
 import triton.language as tl
 
 from ..._page_offset import state_offset
+from ..._recorder import launched
 
 
+@launched
 @triton.jit
 def gla_step_kernel(
     inputs, state, pages, stride, o, scale, H, K, V, strides,

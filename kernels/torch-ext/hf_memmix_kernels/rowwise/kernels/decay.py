@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
+
 
 @triton.jit
 def softplus(b_z):
@@ -23,6 +25,7 @@ def _step_sizes(b_x, b_bias, limits):
     return b_z, tl.where(b_dt < low, low, tl.where(b_dt > high, high, b_dt)), m_z, m_x
 
 
+@launched
 @triton.jit
 def decay_fwd_kernel(
     inputs, dt, g, rows, H, stride, limits,
@@ -42,6 +45,7 @@ def decay_fwd_kernel(
     tl.store(g + o, b_rate * b_dt, mask=m)
 
 
+@launched
 @triton.jit
 def decay_bwd_kernel(
     upstream, inputs, dx, dparams, rows, H, stride, limits,

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
+
 
 @triton.jit
 def _activation(b_g, GELU: tl.constexpr):
@@ -27,6 +29,7 @@ def _gate_offsets(i_r, o_d, place, D: tl.constexpr):
     return ((i_r // per_token).to(tl.int64) * stride + i_r % per_token * D)[:, None] + o_d[None, :]
 
 
+@launched
 @triton.jit
 def gated_norm_fwd_kernel(
     y, gate, weight, out, rows, groups, eps, limits, place,
@@ -52,6 +55,7 @@ def gated_norm_fwd_kernel(
     tl.store(out + o, (b_y * b_scale[:, None] * b_w).to(out.dtype.element_ty), mask=m)
 
 
+@launched
 @triton.jit
 def gated_norm_bwd_kernel(
     do, inputs, grads, per_group, rows, groups, eps, limits, place,

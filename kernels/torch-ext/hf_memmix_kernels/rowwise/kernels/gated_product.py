@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 
+
+@launched
 @triton.jit
 def gated_product_fwd_kernel(gate, up, out, size, BLOCK: tl.constexpr, ACC: tl.constexpr):
     """out = silu(gate) * up."""
@@ -14,6 +17,7 @@ def gated_product_fwd_kernel(gate, up, out, size, BLOCK: tl.constexpr, ACC: tl.c
     tl.store(out + o, (b_g / (1 + tl.exp(-b_g)) * b_u).to(out.dtype.element_ty), mask=m)
 
 
+@launched
 @triton.jit
 def gated_product_bwd_kernel(do, gate, up, dgate, dup, size, BLOCK: tl.constexpr, ACC: tl.constexpr):
     """dup = do silu(gate), dgate = do up silu'(gate)."""

@@ -7,6 +7,8 @@ not rotated, [R, BR].
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
+
 
 @triton.jit
 def _load_rows(
@@ -48,11 +50,12 @@ def _angles(cos, sin, i_r, m_r, heads, length, s_b, s_t, s_r, HALF: tl.constexpr
 
 
 @triton.jit
-def _rotate(b_first, b_second, b_cos, b_sin):
+def rotate(b_first, b_second, b_cos, b_sin):
     return b_first * b_cos - b_second * b_sin, b_second * b_cos + b_first * b_sin
 
 
 # the number of tokens changes from batch to batch of a server: it must not compile another kernel
+@launched
 @triton.jit(do_not_specialize=["rows", "length", "s_b"])
 def unit_heads_fwd_kernel(
     x, y, cos, sin, rows, heads, length, s_b, s_t, s_r, eps,
@@ -65,12 +68,13 @@ def unit_heads_fwd_kernel(
     b_square = tl.sum(b_rest * b_rest, 1)
     if HALF > 0:
         b_cos, b_sin = _angles(cos, sin, i_r, m_r, heads, length, s_b, s_t, s_r, HALF, BH, ACC)
-        b_first, b_second = _rotate(b_first, b_second, b_cos, b_sin)
+        b_first, b_second = rotate(b_first, b_second, b_cos, b_sin)
         b_square += tl.sum(b_first * b_first + b_second * b_second, 1)
     b_scale = (1 / (tl.sqrt(b_square) + eps))[:, None]
     _store_rows(y, b_first * b_scale, b_second * b_scale, b_rest * b_scale, i_r, m_r, D, HALF, BH, BR)
 
 
+@launched
 @triton.jit
 def unit_heads_bwd_kernel(
     x, dy, dx, cos, sin, rows, heads, length, s_b, s_t, s_r, eps,
@@ -85,7 +89,7 @@ def unit_heads_bwd_kernel(
     b_cos, b_sin = b_first, b_first
     if HALF > 0:
         b_cos, b_sin = _angles(cos, sin, i_r, m_r, heads, length, s_b, s_t, s_r, HALF, BH, ACC)
-        b_first, b_second = _rotate(b_first, b_second, b_cos, b_sin)
+        b_first, b_second = rotate(b_first, b_second, b_cos, b_sin)
         b_square += tl.sum(b_first * b_first + b_second * b_second, 1)
         b_dot += tl.sum(b_first * g_first + b_second * g_second, 1)
     b_norm = tl.sqrt(b_square)

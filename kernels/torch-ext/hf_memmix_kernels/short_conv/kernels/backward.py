@@ -5,9 +5,11 @@ preactivation in registers.
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .tiles import PREFETCH, cut, load_window, locate_tile
 
 
+@launched
 @triton.jit
 def short_conv_bwd_kernel(
     upstream, inputs, grads, layout, T, NT, N, C, stride,

@@ -7,10 +7,12 @@ Every element is loaded once and its activation is evaluated once.
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .tiles import PREFETCH, cut, load_window, locate_tile
 
 
 # the numbers of tokens and sequences change from batch to batch of a server: they must not compile another kernel
+@launched
 @triton.jit(do_not_specialize=["T", "NT", "N"])
 def short_conv_fwd_kernel(
     inputs, y, final, layout, T, NT, N, C, stride,

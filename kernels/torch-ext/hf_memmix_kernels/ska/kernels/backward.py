@@ -8,6 +8,7 @@ With D = C^T dW, E = P D, dN = s sum_i (N^T)^i E (N^T)^(K-1-i), dP = s D (N^T)^K
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .tiles import (
     SMALLEST,
     bounds,
@@ -26,6 +27,7 @@ from .tiles import (
 )
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "per_sequence", "N"])
 def ska_bwd_kernel_operator(
     inputs, states, dW_final, grads, layout, T, per_sequence, N, eps, sigma_floor,
@@ -124,6 +126,7 @@ def ska_bwd_kernel_operator(
         tl.store(dnu + state, tl.where(b_nu > SMALLEST, 2 * eps * b_nu * trace, 0.0))
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "per_sequence"])
 def ska_bwd_kernel_scan(
     statistics, final, grads, layout, T, per_sequence,
@@ -163,6 +166,7 @@ def ska_bwd_kernel_scan(
         tl.store(dnu0 + i_nh, carried)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "per_sequence", "N"])
 def ska_bwd_kernel_dkv(
     inputs, statistics, previous, dprevious_final, grads, layout, T, per_sequence, N,

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..._recorder import launched
 from .tiles import (
     bounds,
     dot,
@@ -50,6 +51,7 @@ def _sum_products(
     return acc, nu
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "per_sequence"])
 def ska_fwd_kernel_scan(
     inputs, initial, statistics, final, layout, T, per_sequence,
@@ -109,6 +111,7 @@ def ska_fwd_kernel_scan(
         store_tile(S_final + at + 2 * R + j, acc, o_r, R, WIDTH, o_r, V - j)
 
 
+@launched
 @triton.jit(do_not_specialize=["T", "per_sequence", "N"])
 def ska_fwd_kernel_read(
     inputs, states, o, W_final, layout, T, per_sequence, N, eps, sigma_floor,

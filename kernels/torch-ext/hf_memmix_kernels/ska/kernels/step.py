@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..._page_offset import state_offset
+from ..._recorder import launched
 from .tiles import (
     SMALLEST,
     STEPS,
@@ -71,6 +72,7 @@ def _same_for_all(p, pages):
         return tl.atomic_add(p, 0.0)
 
 
+@launched
 @triton.jit
 def ska_step_kernel(
     q, k, v, gain, S, W, previous, nu, position,

@@ -18,10 +18,12 @@ mask. The walk back stores its numbers in the same way.
 import triton
 import triton.language as tl
 
+from ...._recorder import launched
 from ..sequential.tiles import rsqrt
 from .tiles import load_rows, locate, span
 
 
+@launched
 @triton.jit
 def lattice_gram_kernel(
     v, gamma, hh, gram, steps, layout,
@@ -183,6 +185,7 @@ def walk_chunk(U, k, gamma, gram, o_z, VARIANT: tl.constexpr):
     return U, A, W
 
 
+@launched
 @triton.jit
 def lattice_walk_kernel(
     inputs, start_state, outputs, layout,

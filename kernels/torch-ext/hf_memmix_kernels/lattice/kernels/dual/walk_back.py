@@ -17,6 +17,7 @@ t. At last E <- A E + G H + Q dY. walk_back_by_token.py handles the heads in whi
 import triton
 import triton.language as tl
 
+from ...._recorder import launched
 from ..sequential.tiles import fetch
 from .tiles import goes_by_token, load_rows, locate, span, write_rule
 from .walk import (
@@ -35,6 +36,7 @@ from .walk import (
 )
 
 
+@launched
 @triton.jit
 def lattice_gram_adjoint_kernel(
     do, v, gamma, hh, gram, steps, layout,
@@ -153,6 +155,7 @@ def tangent(E, S):
     return E - tl.sum(S * E, 1)[:, None] * S
 
 
+@launched
 @triton.jit
 def lattice_walk_adjoint_kernel(
     upstream, inputs, walked, grads, layout,

@@ -7,6 +7,7 @@ from the state instead, which it replays from the start of the window. This is e
 import triton
 import triton.language as tl
 
+from ...._recorder import launched
 from .tiles import goes_by_token, kept_slots, span, write_rule
 
 
@@ -132,6 +133,7 @@ def load_tokens(
     return b_q, b_k, b_p, b_r, b_v, b_do, b_hh, b_gamma
 
 
+@launched
 @triton.jit
 def lattice_careful_adjoint_kernel(
     upstream, inputs, walked, grads, layout,

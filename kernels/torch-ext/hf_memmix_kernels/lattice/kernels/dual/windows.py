@@ -12,6 +12,7 @@ h is v or -v. The sign goes to b and g, which multiply h everywhere, and v is us
 import triton
 import triton.language as tl
 
+from ...._recorder import launched
 from .tiles import kept_slots, load_column, load_rows, locate, write_rule
 
 
@@ -78,6 +79,7 @@ def load_raw(p, o_t, o_w, width: tl.constexpr, stride, tokens):
     return tl.load(p + o_t[:, None] * stride + o_w[None, :], mask=mask, other=0)
 
 
+@launched
 @triton.jit
 def lattice_read_kernel(
     inputs, walked, o, refused, layout,
@@ -115,6 +117,7 @@ def lattice_read_kernel(
     tl.store(refused + tl.program_id(0), 1 - fits)
 
 
+@launched
 @triton.jit
 def lattice_read_adjoint_kernel(
     do, inputs, walked, found, flags, refused, layout,
@@ -159,6 +162,7 @@ def lattice_read_adjoint_kernel(
     tl.store(refused + tl.program_id(0), 1 - fits)
 
 
+@launched
 @triton.jit
 def lattice_write_adjoint_kernel(
     do, inputs, walked, grads, layout,

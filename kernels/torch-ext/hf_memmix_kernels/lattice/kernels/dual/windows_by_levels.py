@@ -8,6 +8,7 @@ the end of the segment that holds j: the suffix of this segment times a prefix o
 import triton
 import triton.language as tl
 
+from ...._recorder import launched
 from ..sequential.tiles import known
 from .tiles import join, kept_slots, load_column, load_rows, locate, pairs, write_rule
 
@@ -58,6 +59,7 @@ def read_window(
     tl.store(o + at * D + o_t[:, None] * (H * D) + o_d[None, :], b_o.to(o.dtype.element_ty), mask=mask)
 
 
+@launched
 @triton.jit
 def lattice_read_levels_kernel(
     refused, windows, inputs, walked, o, layout,
@@ -115,6 +117,7 @@ def read_adjoint_window(
         tl.store(reads + o_p, b_dq, mask=(o_m < M)[None, :])
 
 
+@launched
 @triton.jit
 def lattice_read_adjoint_levels_kernel(
     refused, windows, do, inputs, walked, found, layout,
@@ -194,6 +197,7 @@ def write_adjoint_window(
     tl.store(dv + o_v, known(b_dh, VARIANT).to(dv.dtype.element_ty), mask=mask_v)
 
 
+@launched
 @triton.jit
 def lattice_write_adjoint_levels_kernel(
     refused, windows, do, inputs, walked, grads, layout, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr,

@@ -13,6 +13,7 @@ With x = s . g, w = h . g (per slot), sigma = s' . g = a x + b w, D = beta (g - 
 import triton
 import triton.language as tl
 
+from ...._recorder import launched
 from .forward import load_write, sequence
 from .tiles import (
     advance,
@@ -136,6 +137,7 @@ def write_adjoint(
     return g, dq, dk, dv, dgamma, r
 
 
+@launched
 @triton.jit
 def lattice_bwd_kernel(
     upstream, inputs, kept, grads, scratch, cu_seqlens, T, l1,

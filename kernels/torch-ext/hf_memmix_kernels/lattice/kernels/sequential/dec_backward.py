@@ -14,6 +14,7 @@ gradient of s', x = s . g, w = h . g (per slot), sigma = s' . g = a x + b w and 
 import triton
 import triton.language as tl
 
+from ...._recorder import launched
 from .dec_backward_windows import window_of
 from .forward import load_group, sequence
 from .tiles import (
@@ -65,6 +66,7 @@ def load_pair(
     )
 
 
+@launched
 @triton.jit
 def lattice_middle_kernel(
     a, b, h, kept, middle, layout,
@@ -125,6 +127,7 @@ def fetch_tokens(
     fetch_rows(hh + at * H, H, TOKENS, 1, 16)
 
 
+@launched
 @triton.jit
 def lattice_adjoint_kernel(
     upstream, inputs, moves, states, grads, scratch, cu_seqlens, T,

@@ -8,6 +8,7 @@ Given h and p, which forward keeps, the states of a window are linear in the sta
 import triton
 import triton.language as tl
 
+from ...._recorder import launched
 from ..dual.tiles import join, load_column, load_rows, pairs
 from ..dual.windows import decays, load_raw, multiply, parts, token_order, transposed
 from .tiles import rescale
@@ -31,6 +32,7 @@ def window_of(i_c, layout, CHECKPOINT: tl.constexpr):
         return start + window * CHECKPOINT, tokens, start // CHECKPOINT + last + window
 
 
+@launched
 @triton.jit
 def lattice_rule_kernel(
     k, gamma, h, p, hh, a, b, rows,
@@ -51,6 +53,7 @@ def lattice_rule_kernel(
     tl.store(b + o_k, beta * alpha, mask=m_k)
 
 
+@launched
 @triton.jit
 def lattice_slots_kernel(
     x, moves, kept, dalpha, grads, refused, layout,
@@ -103,6 +106,7 @@ def lattice_slots_kernel(
     tl.store(refused + tl.program_id(0), 1 - fits)
 
 
+@launched
 @triton.jit
 def lattice_slots_levels_kernel(
     x, moves, kept, dalpha, grads, refused, layout,

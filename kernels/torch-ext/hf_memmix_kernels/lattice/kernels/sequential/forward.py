@@ -11,6 +11,7 @@ CHECKPOINT-th token for backward, and h and p of every token if the backward of 
 import triton
 import triton.language as tl
 
+from ...._recorder import launched
 from .tiles import (
     advance,
     coefficients,
@@ -60,6 +61,7 @@ def load_group(p, offsets, mask, stride, left, GROUP: tl.constexpr):
     return rows
 
 
+@launched
 @triton.jit
 def lattice_fwd_kernel(
     inputs, start_state, outputs, saved, saves, cu_seqlens, T, l1,

@@ -4,10 +4,12 @@ import triton
 import triton.language as tl
 
 from ...._page_offset import state_offset
+from ...._recorder import launched
 from .forward import load_write
 from .tiles import advance, coefficients, direction, entries, inverse_norm, known, over_entries, slots
 
 
+@launched
 @triton.jit
 def lattice_step_kernel(
     q, k, v, gamma, log_decay, state, pages, stride, o, l1, heads,

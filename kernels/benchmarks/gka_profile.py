@@ -10,7 +10,7 @@ refers to them.
 import torch
 from profiling import arguments_and_rows, kernel_ms, write_rows
 
-from hf_memmix_kernels import chunk_gka
+from hf_memmix_kernels import _tape, chunk_gka
 from hf_memmix_kernels.gka import launch
 
 CONFIGURATIONS = [
@@ -47,6 +47,7 @@ def main():
     args, rows = arguments_and_rows(__doc__)
     inputs = draw()
     for warps, stages, tile in CONFIGURATIONS:
+        _tape.switch.on = False  # a tape would go on with the configuration before
         launch.LAUNCH = dict.fromkeys(launch.LAUNCH, ((warps, stages),) * 3)
         launch.COLUMNS_OF_TILE = tile
         rows.append(

@@ -1,5 +1,6 @@
 """Tapes repeat what launch functions do, bit by bit, and are not played where anything could differ."""
 
+import copy
 import functools
 import gc
 import itertools
@@ -175,6 +176,11 @@ def reads_a_number(x):
 
 
 @_tape.taped
+def reads_a_copy(x):
+    return product(x, x + x.to("meta").shape[0])
+
+
+@_tape.taped
 def uses_another_tensor(x):
     return product(x, OTHER)
 
@@ -191,7 +197,12 @@ OTHER = torch.ones(4, 16, device=DEVICE)
 
 
 @pytest.mark.parametrize(
-    ("function", "reason"), [(reads_a_number, "not an operator of"), (uses_another_tensor, "neither an argument")]
+    ("function", "reason"),
+    [
+        (reads_a_number, "not an operator of"),
+        (reads_a_copy, "a tensor on meta"),
+        (uses_another_tensor, "neither an argument"),
+    ],
 )
 def test_what_a_tape_cannot_repeat_is_refused(function, reason, tapes):
     for _ in range(4):
@@ -211,7 +222,33 @@ def test_a_kernel_in_cuda_is_refused(tapes):
     assert "a kernel in CUDA C++" in tapes()
 
 
-@pytest.mark.parametrize("where", ["mode", "transform", "hook", "debug", "subclass"])
+def test_an_error_of_the_recorder_is_not_the_users(tapes, monkeypatch):
+    """The call has done its work; only its tape is missing."""
+    monkeypatch.setattr(_recorder.inspect, "signature", lambda function: 1 / 0)
+    for _ in range(3):
+        x = numbers(4, 16)
+        assert torch.equal(product(x, x), without_tapes(lambda x=x: product(x, x)))
+    assert tapes() == ["ZeroDivisionError: division by zero"]
+
+
+def test_a_kernel_can_be_copied():
+    kernel = rowwise_launch.gated_product_fwd_kernel
+    assert copy.copy(kernel).function is kernel.function
+
+
+def test_results_carry_nothing(tmp_path):
+    """They can be saved and loaded, also those of the call that was written down."""
+    x = numbers(4, 16)
+    for _ in range(3):
+        out = product(x, x)
+        assert not vars(out)
+        torch.save(out, tmp_path / "out.pt")
+        assert torch.equal(torch.load(tmp_path / "out.pt"), out)
+
+
+@pytest.mark.parametrize(
+    "where", ["mode", "transform", "hook", "exit", "debug", "instrumented", "autocast", "subclass"]
+)
 def test_what_else_sees_a_call_gets_it(where, tapes, monkeypatch):
     """A dispatch mode, a transform, a hook of Triton's or a subclass: the call is as without tapes."""
     x = numbers(4, 16)
@@ -234,6 +271,15 @@ def test_what_else_sees_a_call_gets_it(where, tapes, monkeypatch):
     elif where == "hook":
         monkeypatch.setattr(_tape._runtime.launch_enter_hook, "calls", [lambda metadata: None])
         product(x, x)
+    elif where == "exit":
+        monkeypatch.setattr(_tape._runtime.launch_exit_hook, "calls", [lambda metadata: None])
+        product(x, x)
+    elif where == "instrumented":
+        monkeypatch.setattr(_tape._compilation, "instrumentation_mode", "fpsan")
+        product(x, x)
+    elif where == "autocast":
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            product(x, x)
     elif where == "debug":
         monkeypatch.setattr(_tape._runtime, "debug", True)
         product(x, x)
@@ -291,6 +337,7 @@ def test_arguments_without_a_form():
     """Another device, a subclass, and objects of other types."""
     x = torch.zeros(4)
     assert _tape._form(0, (x,)) is None
+    assert _tape._form(0, (1,)) != _tape._form(1, (1,))
     assert _tape._form(-1, (x.as_subclass(Sub),)) is None
     assert _tape._form(-1, ({"a": 1},)) is None
     assert _tape._form(-1, ((1.5,),)) is None
@@ -314,7 +361,7 @@ class Compiled:
     def __init__(self, scratch: int = 0):
         self.launches = []
         self.run = SimpleNamespace(
-            launch=lambda *args: self.launches.append(args), launch_cooperative_grid=False, launch_pdl=True,
+            launch=lambda *args: self.launches.append(args), launch_cooperative_grid=True, launch_pdl=False,
             global_scratch_size=scratch, profile_scratch_size=0,
         )  # fmt: skip
 
@@ -366,7 +413,7 @@ def test_a_launch_gets_addresses(by_address):
         nothing, high, both = play(x, 6, y)
         assert nothing is None and high.data_ptr() == both[1].data_ptr() and both.shape == (2, 4)
         start, *args = compiled.launches[-1][:3], *compiled.launches[-1][3:]
-        assert start == (3, 1, 1) and args[:10] == [5, 7, False, True, None, None, (4, 1, 0), None, None, None]
+        assert start == (3, 1, 1) and args[:10] == [5, 7, True, False, None, None, (4, 1, 0), None, None, None]
         assert args[10:14] == [x.data_ptr() + 16, (both.data_ptr(), None, both.data_ptr() + 20), y.data_ptr(), 6]
         assert str(args[14:]) == "[-0.0, 64]"
     assert "view" not in play.source and "unbind" not in [f.__name__ for f in play.__globals__.values() if callable(f)]
@@ -390,6 +437,14 @@ def test_memory_is_freed_after_its_last_use(by_address):
         kernel[(1,)](x, (out,), x, 1, 1.0, BLOCK=1)
         return out
 
+    def launch_views(x):
+        low, high = x.new_empty(2, 1024)
+        kernel[(1,)](x, (low,), x, 1, 1.0, BLOCK=1)
+        kernel[(1,)](x, (high,), x, 2, 1.0, BLOCK=1)
+        return torch.empty_like(x)
+
+    lines = by_address(launch_views, torch.zeros(4, device=DEVICE)).source.split("\n    ")
+    assert ", 2, 1.0" in lines[lines.index("del t1") - 1]  # after both views are read
     source = by_address(launch, torch.zeros(4, device=DEVICE)).source
     assert source.index("t1 = ") < source.index("del t1") < source.index("t2 = ")
     assert "del t2" not in source
@@ -434,3 +489,15 @@ def test_a_tensor_of_the_cpu_is_refused_as_without_tapes():
         product(x, x)
     with pytest.raises(ValueError, match="cannot be accessed"):
         product(x, x.cpu())
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_gpu_has_its_own_tape(tapes):
+    """A compiled kernel belongs to one GPU."""
+    for _ in range(3):
+        for index in range(2):
+            with torch.cuda.device(index):
+                x = torch.randn(4, 16, device="cuda")
+                assert torch.equal(product(x, x), without_tapes(lambda x=x: product(x, x)))
+    assert [callable(tape) for tape in tapes()] == [True, True]

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
 _aten = torch.ops.aten
-FACTS = frozenset({_aten.promote_types.default})  # about dtypes; without a tensor
+FACTS = frozenset({_aten.promote_types.default})  # about dtypes; without a tensor, so they are not written down
 ALLOCATIONS = frozenset(
     {
         _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
@@ -24,7 +24,7 @@ ALLOCATIONS = frozenset(
 )  # fmt: skip
 VIEWS = frozenset(
     {
-        _aten.alias.default, _aten.as_strided.default, _aten.detach.default, _aten.expand.default,
+        _aten.alias.default, _aten.detach.default, _aten.expand.default,
         _aten.permute.default, _aten.select.int, _aten.slice.Tensor, _aten.split.Tensor,
         _aten.split_with_sizes.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.t.default,
         _aten.transpose.int, _aten.unbind.int, _aten.unsqueeze.default, _aten.view.default, _aten.view.dtype,
@@ -69,6 +69,8 @@ class Kernel:
         return self.function[grid] if recorder is None else functools.partial(recorder.launch, self.function, grid)
 
     def __getattr__(self, name):
+        if name == "function":  # of an object that is being copied
+            raise AttributeError(name)
         return getattr(self.function, name)
 
 
@@ -117,8 +119,8 @@ class Recorder(TorchDispatchMode):
     """Runs one call and writes it down.
 
     Each tensor has a number: arguments first, then every result in its order. The number is an attribute of the tensor
-    object. So a tensor is found by identity, also where tensors share memory, and its memory is freed as without a
-    recorder.
+    object, for as long as the call runs. So a tensor is found by identity, also where tensors share memory, and its
+    memory is freed as without a recorder.
 
     Attributes:
         arguments: the slot of each argument, None if it is no tensor.
@@ -132,15 +134,21 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.steps, self.reason, self.outputs, self.inside = [], None, None, {}
         self._slots, self._owner, self._launching, self._counted = 0, object(), False, 0
+        self._device = next((a.device for a in args if isinstance(a, Tensor)), None)
         # objects of their own, also where a tensor is passed twice: another call may pass two
         self._args = tuple([a.detach() if isinstance(a, Tensor) else a for a in args])
         self.arguments = [self._number(a) if isinstance(a, Tensor) else None for a in self._args]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler for this mode, which takes seconds."""
+        return False
+
     def run(self, function: Callable):
-        """What `function` returns."""
-        _recording.recorder = self
-        knobs.runtime.launch_enter_hook.add(self._count)
+        """What `function` returns. An argument that it returns comes back as another object on the same memory."""
         try:
+            _recording.recorder = self
+            knobs.runtime.launch_enter_hook.add(self._count)
             with self:
                 outputs = function(*self._args)
         finally:
@@ -151,6 +159,9 @@ class Recorder(TorchDispatchMode):
             self.reason = self.reason or "a kernel that is not `launched`"
         self._write(lambda: setattr(self, "outputs", self._slot(outputs)))
         del self._args
+        for x in outputs if isinstance(outputs, tuple) else (outputs,):
+            if isinstance(x, Tensor):
+                vars(x).pop("_memmix_slot", None)  # `torch.save` would write it
         return outputs
 
     def launch(self, function, grid: tuple, *args, **kwargs):
@@ -180,13 +191,17 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _operator(self, func, args: tuple, kwargs: dict, result) -> None:
+        many = isinstance(result, (tuple, list))
+        for part in result if many else (result,):
+            # what is read from a copy on the CPU depends on the numbers in it
+            if isinstance(part, Tensor) and part.device != self._device:
+                raise NotTaped(f"a tensor on {part.device}")
         if func in ALLOCATIONS:
             form = tuple(result.shape), result.stride(), result.dtype, result.device
             self.steps.append(Step("allocate", func, (), {}, (self._number(result),), form))
             return
         if func not in VIEWS and func not in OPERATORS:
             raise NotTaped(f"{func} is not an operator of tapes")
-        many = isinstance(result, (tuple, list))
         parts = tuple(result) if many else () if result is args[0] else (result,)  # () in place
         given, named = self._slot(tuple(args)), {name: self._slot(x) for name, x in kwargs.items()}
         results = tuple([self._number(part) for part in parts])
@@ -203,10 +218,13 @@ class Recorder(TorchDispatchMode):
                 write()
             except NotTaped as found:
                 self.reason = str(found)
+            except Exception as error:  # the call itself has done its work
+                self.reason = f"{type(error).__name__}: {error}"
 
     def _count(self, metadata) -> None:
         """Triton's hook before every launch in every thread: no launch of this call may be missing."""
-        self._counted += _recording.recorder is self
+        if _recording.recorder is self:
+            self._counted += 1
 
     def _number(self, tensor: Tensor) -> Slot:
         slot = Slot(self._slots)

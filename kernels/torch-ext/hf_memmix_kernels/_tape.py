@@ -57,8 +57,10 @@ def forget() -> None:
 def taped(function: Callable) -> Callable:
     """Decorator of a launch function with positional arguments.
 
-    What the function does depends on nothing but its arguments and the device. It launches only kernels that are
-    `launched`, and returns tensors: one, or a tuple with None allowed.
+    What the function does depends on nothing but the form of its arguments and the device. A recorder does not see,
+    so the function must not use: `tolist`, `numpy`, `data_ptr`, `storage_offset` or an attribute of a tensor, `is`
+    between arguments, an environment variable, or a variable of a module that changes. The function launches only
+    kernels that are `launched`, and returns tensors: one, or a tuple with None allowed.
     """
     tapes, seen = {}, set()
     _tables.append((tapes, seen))
@@ -70,6 +72,8 @@ def taped(function: Callable) -> Callable:
             tapes[form] = _player(recorder)
         except NotTaped as found:
             tapes[form] = str(found)
+        except Exception as error:  # the call itself has done its work
+            tapes[form] = f"{type(error).__name__}: {error}"
         return outputs
 
     @functools.wraps(function)
@@ -172,7 +176,8 @@ class _Writer:
         self.inside = recorder.inside if by_address else {}
         launches = [step for step in recorder.steps if step.kind == "launch"]
         self.read = {self.root(slot) for step in launches for slot in slots_in(step.args)}
-        self.made = self.read | set(slots_in(recorder.outputs))  # slots that must be tensors
+        # slots that must be tensors; from the last step to the first, what an operator or a needed view reads is one
+        self.made = self.read | set(slots_in(recorder.outputs))
         for step in reversed(recorder.steps):
             if step.kind == "operator" or (step.kind == "view" and self.made & set(step.results)):
                 self.made |= set(slots_in(step.args) + slots_in(step.kwargs))

@@ -85,7 +85,7 @@ def main(args) -> None:
         check_cell(*cell)
     check_names("--models", args.models, MODELS)
     results = execute("gka_figure3a", __file__, args, rows_to_run, chance_loss=math.log(VOCAB // 2))
-    draw_if_asked(args, plot, results)
+    draw_if_asked(args, lambda found, path: plot([found], path), results)
 
 
 if __name__ == "__main__":

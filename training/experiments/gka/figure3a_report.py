@@ -48,9 +48,18 @@ def with_rows_of_size_64(results: dict, grid: dict, recall: dict) -> dict:
     return results | {"rows": rows}
 
 
-def section(results: dict) -> str:
-    """One table per length and number of pairs: the accuracy of each model at each size, its rate and its memory."""
-    tables = []
+def joined(files: list[dict]) -> dict:
+    """The results of one file, or those of `with_rows_of_size_64` from three."""
+    return files[0] if len(files) == 1 else with_rows_of_size_64(*files)
+
+
+def section(files: list[dict]) -> str:
+    """One table per length and number of pairs: the accuracy of each model at each size, its rate and its memory.
+
+    Args:
+        files: as in `joined`.
+    """
+    results, tables = joined(files), []
     for (length, pairs), rows in cells_of(results).items():
         sizes, lines = sizes_of(rows), []
         for model in results["settings"]["models"]:
@@ -73,8 +82,9 @@ def section(results: dict) -> str:
     return "\n\n".join([*tables, caption])
 
 
-def plot(results: dict, path: str | Path) -> None:
-    """Accuracy against hidden size, one panel per length and number of pairs."""
+def plot(files: list[dict], path: str | Path) -> None:
+    """Accuracy against hidden size, one panel per length and number of pairs. files: as in `joined`."""
+    results = joined(files)
     cells = cells_of(results)
     figure, panels = figure_of(len(cells), measured_at(results))
     for panel, ((length, pairs), rows) in zip(panels, cells.items(), strict=True):

@@ -56,7 +56,7 @@ def test_rows_of_the_other_experiments_are_those_of_size_64():
         return common | {"accuracy": accuracy} | fields
 
     settings = SETTINGS | {"cells": [[256, 64]], "models": ["gka", "mamba2", "delta"]}
-    own = [row(0.2, model="gka", hidden_size=32), row(0.3, model="delta", hidden_size=64, commit="own")]
+    own = [row(0.2, model="gka", hidden_size=32), row(0.3, model="delta", hidden_size=64, state_bytes=8, commit="own")]
     results = {"settings": settings, "environment": WHERE, "rows": own}
     grid = {"environment": WHERE, "rows": [row(0.9, variant="as in Figure 3a"), row(0.8, variant="s = D")]}
     recall = {"environment": WHERE, "rows": [
@@ -65,6 +65,7 @@ def test_rows_of_the_other_experiments_are_those_of_size_64():
     ]}  # fmt: skip
     found = with_rows_of_size_64(results, grid, recall)["rows"][2:]
     assert [(r["model"], r["accuracy"], r["hidden_size"]) for r in found] == [("delta", 0.6, 64), ("gka", 0.9, 64)]
+    assert [r.get("state_bytes") for r in found] == [8, None]
     ahead = predictions.gka_first(
         predictions.figures_by_size({"rows": [*own, *found]}), ["gka of 32", "gka of 64", "delta of 64"]
     )

@@ -33,18 +33,16 @@ def with_rows_of_size_64(results: dict, grid: dict, recall: dict) -> dict:
             `SAME_IN_RECALL` are taken.
     """
     rows, cells = list(results["rows"]), [tuple(cell) for cell in results["settings"]["cells"]]
-    memory = {
-        row["model"]: row["state_bytes"] for row in rows if row.get("hidden_size") == 64 and "state_bytes" in row
-    }
-    peers = [row for row in recall["rows"] if row["model"] in SAME_IN_RECALL]
+    own = {row["model"]: row["state_bytes"] for row in rows if row["hidden_size"] == 64}
+    memory = {"state_bytes": own[name] for name in SAME_IN_RECALL if name in own}  # theirs are equally large
+    peers = [memory | row for row in recall["rows"] if row["model"] in SAME_IN_RECALL]
     plain = [row | {"model": "gka"} for row in grid["rows"] if row["variant"] == "as in Figure 3a"]
     commits = (recall["environment"]["commit"], grid["environment"]["commit"])
     for commit, found in zip(commits, (peers, plain), strict=True):
         for row in found:
             key = {name: row[name] for name in ("model", "length", "pairs", "lr", "seed")} | {"hidden_size": 64}
             if (row["length"], row["pairs"]) in cells and not any(matches(known, key) for known in rows):
-                known = {"state_bytes": memory[row["model"]]} if row["model"] in memory else {}
-                rows.append({"commit": commit, **known, **row, "hidden_size": 64})
+                rows.append({"commit": commit, **row, "hidden_size": 64})
     return results | {"rows": rows}
 
 

@@ -33,8 +33,8 @@ def with_rows_of_size_64(results: dict, grid: dict, recall: dict) -> dict:
             `SAME_IN_RECALL` are taken.
     """
     rows, cells = list(results["rows"]), [tuple(cell) for cell in results["settings"]["cells"]]
-    own = {row["model"]: row["state_bytes"] for row in rows if row["hidden_size"] == 64}
-    memory = {"state_bytes": own[name] for name in SAME_IN_RECALL if name in own}  # theirs are equally large
+    own = [row["state_bytes"] for row in rows if row["hidden_size"] == 64 and row["model"] in SAME_IN_RECALL]
+    memory = {"state_bytes": own[0]} if own else {}  # theirs are equally large
     peers = [memory | row for row in recall["rows"] if row["model"] in SAME_IN_RECALL]
     plain = [row | {"model": "gka"} for row in grid["rows"] if row["variant"] == "as in Figure 3a"]
     commits = (recall["environment"]["commit"], grid["environment"]["commit"])

@@ -356,6 +356,15 @@ def test_what_the_cards_say_of_variants_images_and_pixels():
     for said, model in (("GKA", "gka"), ("Mamba-2", "mamba2"), ("attention", "attention"), ("a ViT", "vit")):
         mean, _ = mean_and_deviation(100 * row["accuracy"] for row in chosen_rows(digits, model=model))
         assert f"{said} {mean:.2f} %" in pictures
+    clothes = {}
+    for row in read("gka_vision_fashion")["rows"]:
+        clothes.setdefault(row["model"], []).append(100 * row["accuracy"])
+    failed = [value for value in clothes["attention"] if value < 50]
+    clothes["attention"] = [value for value in clothes["attention"] if value > 50]
+    for said, model in (("GKA", "gka"), ("Mamba-2", "mamba2"), ("attention", "attention"), ("a ViT", "vit")):
+        assert f"{said} {mean_and_deviation(clothes[model])[0]:.2f} %" in pictures
+    assert "with two of three seeds (the third fails, 26.7 %)" in pictures and f"{failed[0]:.1f}" == "26.7"
+    assert [len(values) for values in (clothes["attention"], clothes["gka"], failed)] == [2, 3, 1]
     speed = {(r["model"], r["resolution"]): r for r in read("gka_vision_throughput")["rows"]}
     for said, key in (
         ("GKAVision-T 12.6", ("gka", 224)), ("with Mamba-2 13.6", ("mamba2", 224)),

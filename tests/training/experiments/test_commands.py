@@ -54,8 +54,8 @@ SCRIPTS = [
     ih0,
     images,
     tables,
-    variants,  # no results yet
-    pixels,  # no results yet
+    variants,
+    pixels,
     throughput,
     scratchpad,
     text,

@@ -179,7 +179,7 @@ def gka_predictions_table(root: Path) -> str:
 
     sketches, text = (read(f"gka_variants_{name}", root) for name in ("sketches", "text"))
     ridge = read("gka_variants_ridge", root) if "gka_variants_ridge" in MEASUREMENTS else None
-    return table(sketches, text, _gka_grid(root), ridge)
+    return table(sketches, text, _gka_grid(root), ridge, _gka_sizes(root))
 
 
 def gka_grid_table(root: Path) -> str:
@@ -193,6 +193,14 @@ def _gka_grid(root: Path) -> dict:
     from hf_memmix.training.experiments.gka.variants_report import with_recall_rows  # no experiments in a wheel
 
     return with_recall_rows(read("gka_variants_recall", root), read("recall", root))
+
+
+def _gka_sizes(root: Path) -> dict | None:
+    from hf_memmix.training.experiments.gka.figure3a_report import joined  # no experiments in a wheel
+
+    if "gka_figure3a" not in MEASUREMENTS:
+        return None
+    return joined([read(name, root) for name in ("gka_figure3a", "gka_variants_recall", "recall")])
 
 
 def recall_mixtures_table(root: Path) -> str:

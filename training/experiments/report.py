@@ -20,6 +20,7 @@ from hf_memmix.training.experiments.common.plots import plot_language
 from hf_memmix.training.experiments.conversion import context_use, kept_layers, starts_report, table_report
 from hf_memmix.training.experiments.echo import plots as echo_plots
 from hf_memmix.training.experiments.echo import report as echo
+from hf_memmix.training.experiments.gka import figure3a_report as gka_figure3a
 from hf_memmix.training.experiments.gka import plots as gka_plots
 from hf_memmix.training.experiments.gka import report as gka
 from hf_memmix.training.experiments.gka import solvers_report as gka_solvers
@@ -54,6 +55,7 @@ EXPERIMENTS = {
     "recall": Experiment(gka.recall, gka_plots.plot_recall),
     "gka_solvers": Experiment(gka_solvers.section, gka_solvers.plot),
     "gka_variants": Experiment(gka_variants.section, gka_variants.plot),
+    "gka_figure3a": Experiment(gka_figure3a.section, gka_figure3a.plot, takes_all_files=True),
     "gka_vision_digits": Experiment(gka_vision.digits, None),
     "gka_vision_throughput": Experiment(gka_vision.throughput, gka_vision.plot_throughput),
     "baselines_language": Experiment(baselines.language, baselines.plot_language),

@@ -19,7 +19,7 @@ from hf_memmix.training.experiments.conversion import context_use, kept_layers, 
 from hf_memmix.training.experiments.conversion import table as conversion_table
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
 from hf_memmix.training.experiments.echo import mqar, scratchpad, transfer
-from hf_memmix.training.experiments.gka import recall, solvers, variants
+from hf_memmix.training.experiments.gka import figure3a, recall, solvers, variants
 from hf_memmix.training.experiments.gka_vision import digits, throughput
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
 from hf_memmix.training.experiments.lattice import as_written
@@ -37,6 +37,7 @@ HARNESSED = {
     "lattice_ablation": (lattice_ablation, lattice_ablation),
     "enc_as_written": (as_written, as_written),
     "recall": (recall, recall),
+    "gka_figure3a": (figure3a, figure3a),
     "gka_solvers": (solvers, solvers),
     "gka_vision_digits": (digits, digits),
     "echo_transfer": (transfer, transfer),
@@ -53,8 +54,8 @@ SCRIPTS = [
     ih0,
     images,
     tables,
-    variants,  # no results yet
-    pixels,  # no results yet
+    variants,
+    pixels,
     throughput,
     scratchpad,
     text,

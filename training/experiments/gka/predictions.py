@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from hf_memmix.training.experiments.common.averages import percent_above
 from hf_memmix.training.experiments.common.predictions import Found, Outcome, predictions_table
+from hf_memmix.training.experiments.common.rates import chosen_rows
 from hf_memmix.training.experiments.gka.variants import VARIANTS
 from hf_memmix.training.experiments.gka.variants_report import largest_norm, share_at_chance
 
 GKA = "s = D"
 RATES = ("rate x 0.5", "rate x 0.75", "rate x 1.5", "rate x 2")
 RIDGES = ("ridge 0.01", "ridge 0.05", "ridge 0.1")
+SIZES, PEERS = (32, 64, 128), ("mamba2", "gdn", "gla", "delta")
 ONE_LAYER = ("attention first", "attention second", "attention last")
 
 
@@ -106,6 +108,38 @@ def spread(below: float):
     return measure
 
 
+def with_seeds(count: int, measure):
+    """`measure` if every variant has at least `count` seeds; else nothing is known."""
+    return lambda f, names: measure(f, names) if min(len(f.of[name]) for name in names) >= count else []
+
+
+def of_size(model: str, hidden_size: int, lr: float | None = None) -> str:
+    """The name of a model of `figure3a.py`, at one rate or at the chosen one."""
+    return f"{model} of {hidden_size}" + (f" at {lr:g}" if lr else "")
+
+
+def figures_by_size(results: dict | None) -> Figures:
+    """The models of `figure3a.py` by `of_size`, each at every rate and at the one that was chosen."""
+    rows = [row for row in results["rows"] if "accuracy" in row] if results else []
+    named = [row | {"variant": of_size(row["model"], row["hidden_size"], row["lr"])} for row in rows]
+    for model, size in dict.fromkeys((row["model"], row["hidden_size"]) for row in rows):
+        chosen = chosen_rows(rows, model=model, hidden_size=size)
+        named += [row | {"variant": of_size(model, size)} for row in chosen]
+    return Figures.from_rows(named)
+
+
+def gka_first(f: Figures, names: list[str]) -> list[Found]:
+    """Whether GKA is ahead of all other models at every size."""
+    found = []
+    for size in SIZES:
+        ours, others = of_size("gka", size), [name for name in names if name.endswith(f" {size}")]
+        if ours in others and len(others) > 1:
+            best = max((name for name in others if name != ours), key=f.accuracy)
+            said = f"size {size}: {f.accuracy(ours):.1f}, best of the others {best.split()[0]} {f.accuracy(best):.1f}"
+            found.append((said, f.accuracy(ours) > f.accuracy(best)))
+    return found
+
+
 def early(f: Figures, names: list[str]) -> list[Found]:
     return [(f"at chance for {f.start(name):.0f} % of the training", f.start(name) <= 10) for name in names]
 
@@ -165,20 +199,40 @@ PREDICTIONS = (
      ("s = D", "s = D/2", "s = D/4"), spread(1)),
     ("text", "attention first raises the perplexity by more than attention second: more than 4.6 %",
      ("attention first",), perplexity(4.6, ANY)),
+    # written before the run of the model sizes and of further seeds of text
+    ("sizes", "Figure 3a: GKA is ahead of the other models at every size",
+     tuple(of_size(name, size) for size in SIZES for name in ("gka", *PEERS)), gka_first),
+    ("sizes", "at size 32 GKA recalls 25 to 60 %", (of_size("gka", 32),), recalls(25, 60)),
+    ("sizes", "at size 32 every other model less than 35 %", tuple(of_size(name, 32) for name in PEERS),
+     recalls(-1, 35)),
+    ("sizes", "at size 64 Mamba-2 with as large a memory recalls 30 to 85 %", (of_size("mamba2", 64),),
+     recalls(30, 85)),
+    ("sizes", "at size 64 GLA recalls less than 60 %", (of_size("gla", 64),), recalls(-1, 60)),
+    ("sizes", "at size 64 GDN at the rate 0.0015 recalls more than 40 %", (of_size("gdn", 64, 1.5e-3),),
+     recalls(40, 101)),
+    ("sizes", "at size 128 GKA, DeltaNet and GDN recall more than 95 %",
+     tuple(of_size(name, 128) for name in ("gka", "delta", "gdn")), recalls(95, 101)),
+    ("grid", "further seeds: no decay, and half the heads, more than 90 % with each", ("no decay", "half the heads"),
+     every_seed(90, 101)),
+    ("text", "with a second seed: no decay costs 12 to 22 %", ("no decay",), with_seeds(2, perplexity(12, 22))),
+    ("text", "attention first more than 20 %", ("attention first",), with_seeds(2, perplexity(20, ANY))),
+    ("text", "and the ridges stay within 2 %", RIDGES, with_seeds(2, perplexity(-2, 2))),
 )  # fmt: skip
 
 
-def table(sketches: dict, text: dict, grid: dict, ridge: dict | None) -> str:
-    """One line per prediction, from the results of `variants.py` that the README's commands write.
+def table(sketches: dict, text: dict, grid: dict, ridge: dict | None, sizes: dict | None = None) -> str:
+    """One line per prediction, from the results of `variants.py` and `figure3a.py` that the README's commands write.
 
     Args:
         ridge: the results of the constant ridge; None if there are none.
+        sizes: the results of the model sizes; None if there are none.
     """
     figures = {
         "sketches": Figures.from_rows(sketches["rows"], pairs=32),
         "text": Figures.from_rows(text["rows"]),
         "grid": Figures.from_rows(grid["rows"], pairs=64),
         "ridge": Figures.from_rows(ridge["rows"] if ridge else []),
+        "sizes": figures_by_size(sizes),
     }
     outcomes = {}
     for number, (task, said, names, measure) in enumerate(PREDICTIONS, 1):

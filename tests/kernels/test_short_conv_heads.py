@@ -165,3 +165,26 @@ def test_the_layers_run_where_one_call_would_be_wrong(monkeypatch):
         assert found == [False]
         monkeypatch.setattr(short_conv_op, "MAX_HEAD", 8)
         assert not runs(q, k, v)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiles)], ids=["kernel", "op"])
+def test_states_that_a_step_refuses_stay_as_they_were(compiled, monkeypatch):
+    """The kernel would read pages with gaps, and indices with gaps, as if these had none, and change other pages."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
+    monkeypatch.setattr(short_conv_op, "_op_is_faster", lambda x: True)
+    convolutions, *_ = draw(*CASES["gka"], torch.float32)
+    pools = [randn(10, *c.state.shape[1:], dtype=torch.float32) for c in convolutions]
+    gaps = [pool.mT.contiguous().mT for pool in pools]
+    every_other = torch.tensor([3, 9, 1, 9], device=DEVICE)[::2]
+    short = [pool[:1] for pool in pools]
+    torch._dynamo.reset()
+    step = torch.compile(call, fullgraph=True) if compiled else call
+    cases = [(pools, every_other, "contiguous int32"), (gaps, every_other.contiguous(), "must be contiguous")]
+    cases += [(pools, every_other[:1], "contiguous int32"), (short, None, "state must be")]
+    for states, indices, message in cases:
+        before = [state.clone() for state in states]
+        paged = [tuple(c._replace(state=state)) for c, state in zip(convolutions, states, strict=True)]
+        with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=None if compiled else message):
+            step(paged, None, None, EPS, True, indices)
+        assert all(torch.equal(a, b) for a, b in zip(states, before, strict=True))

@@ -96,10 +96,9 @@ def _step(
 ) -> Tensor:
     if runs_native_step(x, weight, bias, state) and (library := native_library("short_conv", x, weight, bias, state)):
         return short_conv_step_native(library, x, weight, bias, state, state_indices, silu, limit)
+    step = short_conv_step_torch
     if use_triton(x, "short_conv"):
-        from .launch import short_conv_step_triton as step
-    else:
-        step = short_conv_step_torch
+        step = module(".launch", __package__).short_conv_step_triton
     return step(x, weight, bias, state, state_indices, silu, limit)
 
 
@@ -238,7 +237,7 @@ def unit_heads_after_convolutions(
     """One token: `short_conv_step` of each convolution, then `unit_heads` of its output, in one call of native code or
     one kernel, without autograd.
 
-    Arguments are not checked.
+    Native code checks no arguments. The op and the kernel check the states only.
 
     Args:
         convolutions: all with the same number of taps K and, where they have heads, one head size.
@@ -249,6 +248,9 @@ def unit_heads_after_convolutions(
 
     Returns:
         The outputs [B, 1, C]; or None if neither native code nor the kernel can run, or if gradients are needed.
+
+    Raises:
+        ValueError: states or pages that `short_conv_step` refuses; no state has changed then.
     """
     x, weights, states, head_dims = ([c[i] for c in convolutions] for i in range(4))
     tensors, first = (*x, *weights, *states, cos, sin), x[0]
@@ -257,21 +259,23 @@ def unit_heads_after_convolutions(
         return None
     if torch.is_grad_enabled() or not all_plain(tensors):
         return None
+    # benchmarks set MAX_HEAD to 0 to run the layers: this condition must stay before native code and the kernel
     if max(head_dims) > MAX_HEAD or (cos is not None and 2 * cos.shape[-1] > max(head_dims)):
         return None  # `unit_heads` has a message for the second
     for c in convolutions:
         if c.x.dtype != first.dtype or not (state_indices is not None or c.state.is_contiguous()):
             return None
     arguments = (x, weights, states, head_dims, cos, sin, eps, silu, state_indices)
-    if through_op:
-        return _split(_heads_op(*arguments), x)
-    if first.is_cpu and _runs_native(convolutions, cos, sin):
-        library = native_library("short_conv", first, *tensors)
-        if library is not None:
-            return heads_native(library, *arguments)
-    if not use_triton(first, "short_conv") or torch._C._are_functorch_transforms_active():
-        return None
-    return _split(_heads_triton(*arguments), x)
+    if not through_op:
+        if first.is_cpu and _runs_native(convolutions, cos, sin):
+            library = native_library("short_conv", first, *tensors)
+            if library is not None:
+                return heads_native(library, *arguments)
+        if not use_triton(first, "short_conv") or torch._C._are_functorch_transforms_active():
+            return None
+    shapes = tuple((c.x.shape[0], c.x.shape[2], c.weight.shape[1] - 1) for c in convolutions)
+    check_step_states("short_conv_step", tuple(states), shapes, state_indices, any_stride=True)
+    return _split(_heads_op(*arguments) if through_op else _heads_triton(*arguments), x)
 
 
 def _split(y: Tensor, x: list[Tensor]) -> list[Tensor]:

@@ -45,8 +45,9 @@ def graph_time_table(root: Path) -> str:
     lines = []
     for row in rows:
         digits = [str(row[way]) if way == "clock_mhz" else f"{row[way]:.3f}" if way in row else "" for way in ways]
-        lines.append([row["graph"], row["state"], *digits])
-    table = aligned_table(["convolutions and norms", "state", *ways.values()], lines)
+        apart = f"{100 * row['logits_from_apart']:.1f} %" if "logits_from_apart" in row else ""
+        lines.append([row["graph"], row["state"], *digits, apart])
+    table = aligned_table(["convolutions and norms", "state", *ways.values(), "logits from apart"], lines)
     return table + f"\n\nMilliseconds. {_machine(rows)}."
 
 

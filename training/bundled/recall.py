@@ -22,11 +22,11 @@ DEV_ROWS = 32  # rows of drills whose answers' loss is measured on development t
 
 
 class DrilledWindows(Dataset):
-    """Windows of text, each with a row of drills: (text, drills, weights of answers), [length] each.
+    """Batches of windows of text with rows of drills beside them; it has no single items.
 
-    windows: a data set with `length`, whose items are windows of text. The drills of an item depend on `seed`, on
-    `epoch` and on its index, not on the number of workers. A batch of `B` windows, text [B, length], has
-    D = ceil(B / every) rows of drills and of weights [D, length].
+    windows: a data set with `length`, whose items are windows of text. The drills of a window depend on `seed`, on
+    `epoch` and on its index, not on the number of workers. A batch of `B` windows is (text [B, length], drills
+    [D, length], weights of answers [D, length]) with D = ceil(B / every).
 
     Raises:
         ValueError: the rows are too short for a drill.
@@ -39,9 +39,6 @@ class DrilledWindows(Dataset):
 
     def __len__(self) -> int:
         return len(self.windows)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self.windows[index], *self.drills(index)
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         text = torch.stack([self.windows[index] for index in indices])

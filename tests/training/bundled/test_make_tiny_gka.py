@@ -1,7 +1,9 @@
 """The recipe of the bundled student, in miniature: it must end with a loadable folder and its metrics."""
 
 import json
+from types import SimpleNamespace
 
+import torch
 import typer
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -17,6 +19,19 @@ def make(options):
     app.command()(make_tiny_gka.main)
     command = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     return CliRunner().invoke(app, command, catch_exceptions=False)
+
+
+def test_drills_choose_the_kept_layer_beside_as_many_blocks_of_text():
+    stream, drills = torch.arange(25_000), -torch.arange(1, 1 + 5 * 4096)
+    text = stream[: 4 * 4096]  # the whole blocks of the first 20,000 tokens
+
+    def scored(drill_blocks):
+        data = make_tiny_gka.TokenBlocks(torch.cat([stream[: 2 * 4096], drills[: drill_blocks * 4096]]), 4096)
+        return make_tiny_gka.scored_tokens(stream, data, SimpleNamespace(block_size=4096, drill_blocks=drill_blocks))
+
+    assert torch.equal(scored(0), text)
+    assert torch.equal(scored(1), torch.cat([text, drills[:4096]]))
+    assert torch.equal(scored(5), torch.cat([text, drills[4096 : 5 * 4096]]))  # the last four of five
 
 
 def test_recipe_in_miniature(tmp_path):

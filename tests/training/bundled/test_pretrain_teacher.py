@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_memmix.assets import asset_path
@@ -108,6 +109,38 @@ def test_unusable_text_is_refused_before_anything_is_written(tmp_path, content, 
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"seconds": 0}, "0 is too small; give more than 0"),
+        ({"seconds": -3.0}, "-3.0 is too small; give more than 0"),
+        ({"muon_lr": 0.0}, "0.0 is too small; give more than 0"),
+        ({"drills": True, "probe_every": 0}, "0 is too small; give at least 1"),
+        ({"drills": True, "drill_every": -1}, "-1 is too small; give at least 1"),
+        ({"drills": True, "answer_weight": -1.0}, "-1.0 is too small; give at least 0"),
+        ({"epochs": 0}, "0 is too small; give at least 1"),
+        ({"dropout": 1.0}, "1.0 is too large; give less than 1"),
+        ({"short_epochs": 1, "short_context": 64}, "64 is above --context 32; give at most that"),
+        ({"drill_every": 4}, "4 has no effect without --drills; add --drills"),
+        ({"answer_weight": 0.5}, "0.5 has no effect without --drills; add --drills"),
+        ({"probe_every": 2}, "2 has no effect without --drills; add --drills"),
+        ({"start": Path("missing")}, "'missing' holds no config.json; give the folder of a teacher"),
+        ({"start": asset_path("tiny_gka")}, "tiny_gka' is a memmix.*; give the folder of a Llama"),
+        ({"start": asset_path("tiny_teacher")}, "300 is not the 4096 of --start .*; leave it out"),
+    ],
+)
+def test_bad_options_are_refused_before_the_texts_are_read(options, message, tmp_path):
+    with pytest.raises(typer.BadParameter, match=message) as error:
+        pretrain(tmp_path / "missing.txt", tmp_path, **options)
+    assert error.value.param_hint.startswith("--") and "\n" not in str(error.value)
+
+
+def test_a_time_limit_with_several_processes_is_refused(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrain_teacher, "Accelerator", lambda **_: SimpleNamespace(num_processes=2))
+    with pytest.raises(ValueError, match="--seconds is 5 with 2 processes, .*; give --max-steps or --epochs"):
+        pretrain(text, tmp_path, seconds=5)
+
+
 def test_dropout_acts_in_training_only(text):
     args = SimpleNamespace(**TINY)
     tokenizer = pretrain_teacher.train_tokenizer(text.read_text(), args.vocab_size, args.context)
@@ -136,14 +169,22 @@ def test_drills_stand_beside_the_text_and_recall_is_recorded(drilled):
 
 def test_a_run_goes_on_from_an_earlier_teacher_and_has_drills_beside_every_few_windows(drilled):
     texts = [drilled / f"{name}.txt" for name in ("train", "dev", "heldout")]
-    options = TINY | DRILLED | {"short_epochs": 0, "epochs": 1, "max_steps": 2, "batch_size": 16, "samples": 0}
+    options = DRILLED | {
+        "vocab_size": None,
+        "short_epochs": 0,
+        "epochs": 1,
+        "max_steps": 2,
+        "batch_size": 16,
+        "samples": 0,
+    }
     options |= {"start": drilled / "model", "lr": 0.0, "muon_lr": 1e-9, "drill_every": 4, "answer_weight": 0.5}
     pretrain_teacher.main(*texts, drilled / "again", drilled / "again.json", **options)
     before, record = (json.loads((drilled / name).read_text()) for name in ("m.json", "again.json"))
     assert record["tokens_seen"] == 2 * (16 + 4) * 192
     best = before["epochs"][before["best_epoch"] - 1]
     assert record["epochs"][0]["dev_loss"] == pytest.approx(best["dev_loss"], abs=2e-3)  # the weights were rounded
-    assert record["arguments"]["start"] == "model"
+    assert record["arguments"]["start"] == "model" and record["parameters"] == before["parameters"]
+    assert record["arguments"]["hidden_size"] == 32 and record["arguments"]["vocab_size"] == 1024
 
 
 def test_a_teacher_is_measured_from_its_folder(drilled, tmp_path):
@@ -160,11 +201,14 @@ def test_a_row_depends_on_its_index_and_epoch_only_and_has_no_unseen_word_as_key
     ids = pretrain_teacher.encode(tokenizer, (drilled / "train.txt").read_text())
     material = material_of(tokenizer, ids, heldout)
     rows = DrilledWindows(pretrain_teacher.ShiftedWindows(ids, 200), material, seed=0)
-    text, drills, weights = rows[3]
-    assert torch.equal(text, ids[600:800]) and drills.shape == weights.shape == (200,)
-    assert weights.sum() > 0 and torch.equal(rows[3][1], drills)
+    text, drills, weights = rows.__getitems__([3, 4])
+    assert torch.equal(text[0], ids[600:800]) and text.shape == drills.shape == weights.shape == (2, 200)
+    assert weights.sum() > 0 and torch.equal(rows.drills(3)[0], drills[0]) and not torch.equal(*drills)
     rows.epoch = 1
-    assert not torch.equal(rows[3][1], drills) and not torch.equal(rows[4][1], rows[3][1])
+    assert not torch.equal(rows.drills(3)[0], drills[0])
+    few = DrilledWindows(rows.windows, material, seed=0, every=2).__getitems__([3, 4, 5])
+    assert few[0].shape == (3, 200) and few[1].shape == few[2].shape == (2, 200)
+    assert pretrain_teacher.tokens_of(few) == 5 * 200 and pretrain_teacher.tokens_of(few[0]) == 3 * 200
     shut = first_tokens(unseen_of(Material(tokenizer, heldout)))
     assert not shut & first_tokens(material) and not shut & set(material.tokens)
 

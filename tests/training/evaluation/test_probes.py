@@ -1,6 +1,8 @@
 """Probes of recall: exact lengths, answers that a model which copies gets right and a deaf one does not."""
 
 import json
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -145,7 +147,8 @@ def test_without_controls_everything_but_the_gain_is_the_same(small):
 
 
 def test_mistakes(small, bundled):
-    model = {"model": tiny_teacher(layers=1)}
+    model = {"model": Copier(64)}
+    model["model"].config.max_position_embeddings = math.inf
     for arguments, message in (
         ({"tasks": ("nosuch",)}, "'nosuch' is unknown"),
         ({"lengths": (8,)}, "give a longer"),
@@ -159,6 +162,30 @@ def test_mistakes(small, bundled):
         score(model["model"], draw("niah", bundled, 128, 0.5, 0, 1))
     with pytest.raises(ValueError, match="give a longer text"):
         Material(tiny_tokenizer(), "the cat sat")
+
+
+def test_a_length_that_does_not_fit_every_draw_is_refused_before_a_model_runs(small, monkeypatch):
+    make, drawn = TASKS["mqar"].make, []
+
+    def sometimes_too_long(*args):
+        drawn.append(args)
+        if len(drawn) == 3:
+            raise ValueError("give a longer length")
+        return make(*args)
+
+    monkeypatch.setitem(TASKS, "mqar", replace(TASKS["mqar"], make=sometimes_too_long))
+    loaded = []
+    with pytest.raises(ValueError, match="give a longer length"):
+        run_probes({"model": lambda: loaded.append(1)}, small, tasks=("mqar",), lengths=(64,), samples=4)
+    assert len(drawn) == 3 and not loaded
+
+
+def test_lengths_that_no_model_can_read_are_not_drawn(small):
+    """They do not count towards the limit of tokens."""
+    model = {"model": tiny_teacher(layers=1, max_position_embeddings=64)}
+    arguments = {"tasks": ("niah",), "depths": (0.5,), "samples": 2}
+    long, short = (run_probes(model, small, lengths=at, **arguments) for at in ((64, 999_999_999), (64,)))
+    assert long["cells"] == short["cells"] and long["summary"] == short["summary"]
 
 
 def test_the_bundled_teacher_recalls_only_from_a_near_context(bundled):

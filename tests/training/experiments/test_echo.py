@@ -187,6 +187,12 @@ def test_the_accuracy_of_the_training_is_that_of_the_last_batches(args, monkeypa
     assert found["accuracies"] == [[3, 0.2], [6, 0.7]]
 
 
+def test_accuracies_with_a_checkpoint_are_refused(args, tmp_path):
+    options = {"accuracy_every": 1, "checkpoint": tmp_path / "model.pt"}
+    with pytest.raises(ValueError, match="give accuracy_every or checkpoint, not both"):
+        echo_suite.learn(None, [], False, {"lr": 1e-3}, args, **options)
+
+
 def test_a_solved_model_gets_its_seeds_before_another_gets_further_rates(args):
     args.variants, args.tiers, args.lrs = ["ska, eta 1.5", "ssm"], ["easy"], [2e-3, 1e-3]
     done = [

@@ -219,47 +219,96 @@ def test_recall_row(tmp_path):
     assert 0 <= result["accuracy"] <= 1 and result["sequences"] == 32 and 0 < result["dev_loss"] < 10
 
 
-def test_a_training_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
-    """In two parts as without a break, up to the rounding of AdamW's moments; the file is gone at the end."""
-    inputs = torch.randn(40, 8, 4, generator=torch.Generator().manual_seed(0))
-    drawn = []
+def train_line(monkeypatch, calls_before_the_deadline=math.inf, steps=40, lr=1e-2, size=4, **options):
+    """A small training whose deadline passes when the clock is asked for so many times: (result, model)."""
+    torch.manual_seed(0)
+    inputs = torch.randn(40, 8, size, generator=torch.Generator().manual_seed(0))
+    model, calls, drawn = torch.nn.Linear(size, size), [], []
 
-    def train(calls_before_the_deadline=math.inf, **options):
-        torch.manual_seed(0)
-        model, calls = torch.nn.Linear(4, 4), []
+    def check_time(args):
+        calls.append(args)
+        if len(calls) >= calls_before_the_deadline:
+            raise harness.OutOfTime
 
-        def check_time(args):
-            calls.append(args)
-            if len(calls) >= calls_before_the_deadline:
-                raise harness.OutOfTime
+    monkeypatch.setattr(fit, "check_time", check_time)
 
-        monkeypatch.setattr(fit, "check_time", check_time)
-        batches = iter(inputs)
+    def batch_of(step):
+        assert step == len(drawn)
+        drawn.append(step)
+        return (inputs[step],)
 
-        def batch_of(step):
-            drawn.append(step)
-            return (next(batches),)
+    loss_of = lambda x: (model(x) - x.flip(-1)).square().mean()  # noqa: E731
+    args = argparse.Namespace()
+    return fit.fit(model, loss_of, steps, lr, args, batch_of, graphed=False, **options), model
 
-        loss_of = lambda x: (model(x) - x.flip(-1)).square().mean()  # noqa: E731
-        return fit.fit(model, loss_of, 40, 1e-2, argparse.Namespace(), batch_of, graphed=False, **options), model
 
-    whole, expected = train()
+@pytest.mark.parametrize("stopped", [10, 11, 40])
+def test_a_training_goes_on_from_its_checkpoint(stopped, tmp_path, monkeypatch):
+    """In two parts as without a break, up to the rounding of AdamW's moments; the file is gone at the end.
+
+    The points of the curve are two steps apart, so one of the deadlines is between two points.
+    """
+    whole, expected = train_line(monkeypatch)
     path = tmp_path / "row" / "model.pt"
     with pytest.raises(harness.OutOfTime):
-        train(5, checkpoint=path)
-    assert path.exists() and drawn[-1] == 9
-    resumed, model = train(checkpoint=path)
+        train_line(monkeypatch, stopped, checkpoint=path)
+    assert torch.load(path)["steps"] == stopped
+    resumed, model = train_line(monkeypatch, checkpoint=path)
     assert not path.exists() and not list(path.parent.iterdir())
-    assert resumed["resumed_at"] == [10] and "resumed_at" not in whole and resumed["steps"] == 40
+    assert resumed["resumed_at"] == [stopped] and "resumed_at" not in whole and resumed["steps"] == 40
     assert [step for step, _ in resumed["curve"]] == [step for step, _ in whole["curve"]]
-    assert resumed["curve"][:5] == whole["curve"][:5]
+    assert resumed["curve"][: stopped // 2] == whole["curve"][: stopped // 2]
+    assert resumed["gradient_norms"][: (stopped + 1) // 2] == whole["gradient_norms"][: (stopped + 1) // 2]
     torch.testing.assert_close(model.weight, expected.weight, atol=2e-3, rtol=0)
     assert abs(resumed["curve"][-1][1] - whole["curve"][-1][1]) < 1e-2
+    if stopped == 40:
+        assert resumed["curve"] == whole["curve"] and torch.equal(model.weight, expected.weight)
+
+
+def test_the_largest_norm_since_the_last_point_is_saved(tmp_path, monkeypatch):
+    path = tmp_path / "model.pt"
     with pytest.raises(harness.OutOfTime):
-        train(20, checkpoint=path)
-    ended, model = train(checkpoint=path)
-    assert ended["resumed_at"] == [40] and ended["curve"] == whole["curve"]
-    assert torch.equal(model.weight, expected.weight) and not path.exists()
+        train_line(monkeypatch, 11, checkpoint=path)
+    saved = torch.load(path)
+    assert saved["records"]["largest"] > 0
+    saved["records"]["largest"] = 77.0
+    torch.save(saved, path)
+    assert train_line(monkeypatch, checkpoint=path)[0]["gradient_norms"][5] == 77.0
+
+
+@pytest.mark.parametrize(
+    "options, difference",
+    [
+        ({"steps": 30}, "steps = 40, and here steps = 30"),
+        ({"lr": 2e-2}, "lr = 0.01, and here lr = 0.02"),
+        ({"warmup_steps": 5}, "warmup_steps = 2, and here warmup_steps = 5"),
+        ({"row": {"seed": 1}}, "seed = 0, and here seed = 1"),
+        ({"size": 5}, r"another weight: \[4, 4\], and here \[5, 5\]"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused(options, difference, tmp_path, monkeypatch):
+    path, row = tmp_path / "model.pt", {"row": {"seed": 0}}
+    with pytest.raises(harness.OutOfTime):
+        train_line(monkeypatch, 10, checkpoint=path, **row)
+    with pytest.raises(ValueError, match=f"model.pt was saved with {difference}; .*delete it") as error:
+        train_line(monkeypatch, checkpoint=path, **(row | options))
+    assert "\n" not in str(error.value) and path.exists()
+
+
+def test_a_checkpoint_of_other_batches_is_refused(tmp_path):
+    layer, path = torch.nn.Linear(4, 1), tmp_path / "model.pt"
+
+    def train(rows, deadline):
+        args, loss_of = argparse.Namespace(deadline=deadline), lambda x: layer(x).square().mean()
+        return fit.fit(
+            layer, loss_of, 40, 1e-2, args, lambda _: (torch.ones(rows, 4),), graphed=False, checkpoint=path
+        )
+
+    with pytest.raises(harness.OutOfTime):
+        train(8, 0)
+    with pytest.raises(ValueError, match=r"batch = \[\[8, 4\]\], and here batch = \[\[6, 4\]\]"):
+        train(6, math.inf)
+    assert train(8, math.inf)["resumed_at"] == [1]
 
 
 def finished(lr, loss, **row):

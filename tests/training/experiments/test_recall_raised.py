@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memmix.assets import asset_path
@@ -45,6 +46,12 @@ def test_slots_forget_half_of_their_content_in_the_half_lives_of_lattice(tiny):
     halves = 2 * math.log(2) / angles
     torch.testing.assert_close(halves[[0, -1]], torch.tensor([16.0, 4096.0]), rtol=1e-3, atol=0)
     assert raised.GATES.search("gamma_proj.bias") and not raised.GATES.search("g_proj.bias")
+
+
+def test_an_unknown_layout_is_refused_before_anything_is_read(tmp_path):
+    missing = tmp_path / "missing"
+    with pytest.raises(typer.BadParameter, match="'gka, short' is unknown; choose from .*gka, long"):
+        raised.main(missing, missing, missing, layout="gka, short")
 
 
 def test_predictions_about_the_longer_training():

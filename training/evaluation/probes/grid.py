@@ -1,5 +1,6 @@
 """Scores models on every task, length and depth; `memmix eval` writes the result as JSON."""
 
+import math
 from collections.abc import Callable
 
 from torch import nn
@@ -11,7 +12,9 @@ from hf_memmix.training.evaluation.probes.tasks import TASKS, draw
 
 LENGTHS = (128, 256, 512, 1024)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-MAX_CELL_TOKENS = 2**28  # tokens of one task and length that are in memory at a time: about 5 GB of lists
+# Tokens of one task and length that are in memory at a time. With 8,192 tokens, one takes 16 bytes in lists of
+# needles, 19 of dictionaries and 43 of associative recall (tracemalloc): 4, 5 and 12 GB at this limit.
+MAX_CELL_TOKENS = 2**28
 
 
 def run_probes(
@@ -29,6 +32,9 @@ def run_probes(
 ) -> dict:
     """Score every model on the same sequences.
 
+    The sequences of one task and length are drawn anew for each model, and once before the first model runs, so that
+    those of one cell only are in memory. Lengths that no model can read are left out, if all models are loaded.
+
     Args:
         models: by name, a model or a function that loads it. A loaded model leaves the memory before the next one.
         samples: sequences per cell. A task without depths draws this number of sequences per length.
@@ -43,15 +49,18 @@ def run_probes(
         ValueError: a task is unknown, a depth is outside 0 to 1, a length is too short for a task, or the sequences
             of one task and length have more than `MAX_CELL_TOKENS` tokens.
     """
-    _check(tasks, lengths, depths, samples)
+    limits = [limit_of(model) if isinstance(model, nn.Module) else math.inf for model in models.values()]
+    readable = tuple(length for length in lengths if length <= max(limits, default=0))
+    _check(tasks, lengths, readable, depths, samples)
 
     def cell(task: str, length: int, count: int) -> list:
         asked = depths if TASKS[task].depths else (None,)
         return [s for d in asked for s in draw(task, material, length, d, seed, count)]
 
     raw = {(task, length): {} for task in tasks for length in lengths}
-    for task, length in raw:  # before a model runs, so that a length that is too short is refused at once
-        cell(task, length, 1)
+    for task, length in raw:  # before a model runs, so that a length that is too short for a draw is refused at once
+        if length in readable:
+            cell(task, length, samples)
     done, total = 0, len(raw) * len(models)
     for name, model in models.items():
         model = model if isinstance(model, nn.Module) else model()
@@ -113,7 +122,7 @@ def by_length(results: dict) -> list[dict]:
     return table
 
 
-def _check(tasks, lengths, depths, samples) -> None:
+def _check(tasks, lengths, readable, depths, samples) -> None:
     if unknown := [task for task in tasks if task not in TASKS]:
         raise ValueError(f"task {unknown[0]!r} is unknown; there are {', '.join(TASKS)}")
     if bad := [depth for depth in depths if not 0 <= depth <= 1]:
@@ -121,9 +130,10 @@ def _check(tasks, lengths, depths, samples) -> None:
     if samples < 1 or not (tasks and lengths and depths):
         raise ValueError("give at least one task, one length, one depth and one sample")
     depth_count = max(len(depths) if TASKS[task].depths else 1 for task in tasks)
-    if (tokens := max(lengths) * depth_count * samples) > MAX_CELL_TOKENS:
+    longest = max(readable, default=0)
+    if (tokens := longest * depth_count * samples) > MAX_CELL_TOKENS:
         raise ValueError(
-            f"length {max(lengths)} needs {tokens} tokens for {depth_count} depths of {samples} samples, the limit is "
+            f"length {longest} needs {tokens} tokens for {depth_count} depths of {samples} samples, the limit is "
             f"{MAX_CELL_TOKENS}; give shorter lengths, fewer depths or fewer samples"
         )
 

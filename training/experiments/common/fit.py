@@ -56,6 +56,7 @@ MODELS = {
 # makes it so. GKA keeps two matrices [head size, head size] per head, so it gets twice as many heads of half the size.
 EQUAL_MEMORY = {"gka-equal": None, "mamba2-equal": "state_size", "coffee-equal": "states"}
 NAMES = (*MODELS, *EQUAL_MEMORY)
+STEPS_AHEAD = 16  # with a checkpoint: the steps that may wait for the device when the clock is asked
 
 
 def model_of(name: str, args: SimpleNamespace) -> tuple[SimpleNamespace, str, dict]:
@@ -157,6 +158,7 @@ def fit(
     groups: list[dict] | None = None,
     graphed: bool = True,
     checkpoint: Path | None = None,
+    row: dict | None = None,
 ) -> dict:
     """Train a model on the loss `loss_of(*batch_of(step))`.
 
@@ -171,7 +173,10 @@ def fit(
         groups: parameter groups of AdamW; a group without its own "lr" has `lr`. Default: weight decay on matrices.
         graphed: on a GPU, capture a step as a CUDA graph.
         checkpoint: the file in which a training is saved that the command's deadline stops. If it exists, the training
-            goes on from it: the batches of the steps before are drawn and not used.
+            goes on from it: the batches of the steps before are drawn and not used. With it the clock is asked after
+            every step, otherwise 20 times in a run.
+        row: what else, besides the other arguments and the shapes of a batch, a checkpoint must have in common with
+            this training: for example the model's name and the seed.
 
     Returns:
         "curve", a list of [step, loss]; "gradient_norms", the largest norm of the gradients, before they are clipped,
@@ -181,6 +186,7 @@ def fit(
 
     Raises:
         OutOfTime: the command's deadline passed before the training ended.
+        ValueError: the checkpoint was saved by a training with other settings.
     """
     model.train()
     groups = decay_matrices(model.parameters(), 0.1) if groups is None else groups
@@ -197,13 +203,22 @@ def fit(
         decayed = max(0.0, step / steps - constant_rate_share) / (1 - constant_rate_share)
         return min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * decayed))
 
-    saved = None if checkpoint is None else Checkpoint(checkpoint)
+    settings = {"steps": steps, "lr": lr, "warmup_steps": warmup, "constant_rate_share": constant_rate_share}
+    settings |= {"stop_below_loss": stop_below_loss} | (row or {})
+    saved = None if checkpoint is None else Checkpoint(checkpoint, settings)
     start, records = (0, {}) if saved is None else saved.load(model, optimizer)
     curve, norms, resumed = (records.get(name, []) for name in ("curve", "gradient_norms", "resumed_at"))
+
+    def drawn(step: int) -> tuple[Tensor, ...]:
+        batch = batch_of(step)
+        if saved is not None and step == 0:
+            saved.agree(batch=[list(x.shape) for x in batch])
+        return batch
+
     if start:
         resumed.append(start)
         for step in range(start):
-            batch_of(step)
+            drawn(step)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_rate(start + step))
 
     def update(*batch) -> Tensor:
@@ -216,25 +231,31 @@ def fit(
         return torch.stack([loss.detach().float(), norm.float()])
 
     update = GraphedFunction(update) if on_gpu and graphed else update
-    every, largest, began = max(1, steps // 20), torch.zeros((), device=device()), time.time()
+    every, began = max(1, steps // 20), time.time()
+    largest = torch.full((), records.get("largest", 0.0), device=device())
 
     def run_steps(first: int, end: int) -> bool:
         """Run the steps from `first` to before `end`; returns whether the training goes on after them."""
         for step in range(first, end):
-            loss, norm = update(*batch_of(step))
+            loss, norm = update(*drawn(step))
             torch.maximum(largest, norm, out=largest)
             schedule.step()
-            if (step + 1) % every == 0 or step + 1 == steps:
+            at_point = (step + 1) % every == 0 or step + 1 == steps
+            if at_point:
                 curve.append([step + 1, round(loss.item(), 4)])
                 norms.append(round(largest.item(), 4))
                 largest.zero_()
                 if not math.isfinite(curve[-1][1]) or curve[-1][1] < stop_below_loss:
                     return False
+            elif saved is not None and step % STEPS_AHEAD == 0:
+                loss.item()  # waits for the device: steps that are only launched would run after the deadline
+            if at_point or saved is not None:
                 try:
                     check_time(args)
                 except OutOfTime:
                     if saved is not None:
-                        saved.save(step + 1, model, optimizer, curves | {"resumed_at": resumed})
+                        so_far = curves | {"resumed_at": resumed, "largest": largest.item()}
+                        saved.save(step + 1, model, optimizer, so_far)
                     raise
         return True
 

@@ -1,6 +1,8 @@
 """The choice of a learning rate: which rates are tried, which one is chosen, and which rows have the chosen rate."""
 
 import math
+from collections.abc import Iterable
+from types import SimpleNamespace
 
 from hf_memmix.training.experiments.common.harness import matches
 
@@ -55,6 +57,20 @@ def rates_until_solved(
         if lr not in tried:
             return lrs[: position + 1], None
     return rates_to_try(done, lrs, extensions, **kind, seed=0)
+
+
+def rows_until_solved(done: list[dict], kinds: Iterable[dict], solved: float, args: SimpleNamespace) -> list[dict]:
+    """The first rate of every kind of rows, then in turns further rates and, where the rate is known, other seeds.
+
+    kinds: the values that name a kind, the most important kind first. `rates_until_solved` decides about the rates,
+    with `args.lrs` and `args.further_rates`. `args.seeds`: the number of seeds; the first one tries the rates.
+    """
+    rows = []
+    for kind in kinds:
+        lrs, chosen = rates_until_solved(done, args.lrs, solved, args.further_rates, **kind)
+        rows += [(2 * lrs.index(lr), {**kind, "lr": lr, "seed": 0}) for lr in lrs]
+        rows += [(seed, {**kind, "lr": chosen, "seed": seed}) for seed in range(1, args.seeds) if chosen is not None]
+    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
 
 def at_edge(rows: list[dict], lr: float, key: str = "lr") -> bool:

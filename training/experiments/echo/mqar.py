@@ -28,7 +28,7 @@ from hf_memmix.training.experiments.common.options import (
     check_names,
     draw_if_asked,
 )
-from hf_memmix.training.experiments.common.rates import MAX_EXTENSIONS, rates_until_solved
+from hf_memmix.training.experiments.common.rates import MAX_EXTENSIONS, rows_until_solved
 from hf_memmix.training.experiments.echo import suite
 from hf_memmix.training.experiments.echo.plots import plot_grid
 from hf_memmix.training.experiments.echo.tasks import Examples, draw_examples
@@ -54,16 +54,10 @@ def batches(row: dict, args) -> Iterator[Examples]:
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
     """First rates of all models and cells, then in turns further rates and, where the rate is known, other seeds."""
-    rows = []
-    for pairs, gap in args.cells:
-        for name in reversed(args.models):
-            kind = {"model": name, "pairs": pairs, "gap": gap}
-            lrs, chosen = rates_until_solved(done, args.lrs, suite.SOLVED, args.further_rates, **kind)
-            rows += [(2 * lrs.index(lr), {**kind, "lr": lr, "seed": 0}) for lr in lrs]
-            rows += [
-                (seed, {**kind, "lr": chosen, "seed": seed}) for seed in range(1, args.seeds) if chosen is not None
-            ]
-    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    kinds = [
+        {"model": name, "pairs": pairs, "gap": gap} for pairs, gap in args.cells for name in reversed(args.models)
+    ]
+    return rows_until_solved(done, kinds, suite.SOLVED, args)
 
 
 def run(row: dict, args) -> Iterator[dict]:

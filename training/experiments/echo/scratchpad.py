@@ -34,7 +34,7 @@ from hf_memmix.training.experiments.common.options import (
     check_names,
     draw_if_asked,
 )
-from hf_memmix.training.experiments.common.rates import rates_until_solved
+from hf_memmix.training.experiments.common.rates import rows_until_solved
 from hf_memmix.training.experiments.echo import suite
 from hf_memmix.training.experiments.echo.plots import plot_scratchpad
 from hf_memmix.training.experiments.echo.tasks import TASKS, Examples, draw_examples
@@ -92,16 +92,8 @@ def batches(row: dict, batch: int) -> Iterator[Examples]:
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
     """First rates of all models and tiers, then in turns further rates and, where the rate is known, other seeds."""
-    rows = []
-    for name in args.variants:
-        for tier in args.tiers:
-            kind = {"variant": name, "tier": tier}
-            lrs, chosen = rates_until_solved(done, args.lrs, suite.SOLVED, args.further_rates, **kind)
-            rows += [(2 * lrs.index(lr), {**kind, "lr": lr, "seed": 0}) for lr in lrs]
-            rows += [
-                (seed, {**kind, "lr": chosen, "seed": seed}) for seed in range(1, args.seeds) if chosen is not None
-            ]
-    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    kinds = [{"variant": name, "tier": tier} for name in args.variants for tier in args.tiers]
+    return rows_until_solved(done, kinds, suite.SOLVED, args)
 
 
 def run(row: dict, args) -> Iterator[dict]:

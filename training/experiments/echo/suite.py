@@ -111,7 +111,12 @@ def learn(
 
     With `accuracy_every` the result has "accuracies", [step, accuracy] after each multiple of so many steps: the mean
     over the last `ACCURACY_STEPS` batches, each answered before it is learned. The model has seen none of them before.
+
+    Raises:
+        ValueError: `accuracy_every` and a checkpoint are given; a training that goes on would miss earlier accuracies.
     """
+    if accuracy_every and fit_options.get("checkpoint") is not None:
+        raise ValueError("accuracies are not saved in a checkpoint; give accuracy_every or checkpoint, not both")
     stream_of, accuracies = iter(batches), []
     right = torch.zeros((), device=device())
     averaged = min(ACCURACY_STEPS, accuracy_every or 1)
@@ -135,9 +140,8 @@ def learn(
             right.add_(accuracy_of(logits.detach(), examples))
         return F.cross_entropy(logits.flatten(0, 1), examples.values.flatten())
 
-    result = fit(
-        model, loss_of, args.steps, row["lr"], args, batch_of, constant_rate_share=CONSTANT_RATE_SHARE, **fit_options
-    )
+    fit_options |= {"constant_rate_share": CONSTANT_RATE_SHARE, "row": row}
+    result = fit(model, loss_of, args.steps, row["lr"], args, batch_of, **fit_options)
     if not accuracy_every:
         return result
     note_accuracy(result["steps"])

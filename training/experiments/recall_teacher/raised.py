@@ -32,6 +32,7 @@ from hf_memmix.mixers import ATTENTION
 from hf_memmix.serving.footprint import Footprint
 from hf_memmix.training.bundled.drills import DRILL_TEXT, DrillMaterial, batches_of
 from hf_memmix.training.experiments.common.harness import device
+from hf_memmix.training.experiments.common.options import check_names
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, quick_gate
 from hf_memmix.training.experiments.recall_teacher.students import (
     RAISED_LAYOUTS,
@@ -250,6 +251,7 @@ def main(
 ) -> None:
     """Train the student, then measure it beside its teacher."""
     values = dict(locals())
+    check_names("--layout", [layout], RAISED_LAYOUTS)
     args = SimpleNamespace(**values)
     settings = {key: str(value.name) if isinstance(value, Path) else value for key, value in values.items()}
     results = {"experiment": "recall_raised", "environment": environment(device()), "settings": settings}

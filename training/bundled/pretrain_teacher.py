@@ -133,7 +133,7 @@ def sizes_of(args: SimpleNamespace) -> dict[str, int]:
             message = f"{str(args.start)!r} holds no {file}; give the folder of a teacher that this command wrote"
             raise typer.BadParameter(message, param_hint="--start")
     config = json.loads((args.start / "config.json").read_text(encoding="utf-8"))
-    if config.get("model_type") != "llama":
+    if config.get("model_type") != LlamaConfig.model_type:
         message = f"{str(args.start)!r} is a {config.get('model_type')}; give the folder of a Llama"
         raise typer.BadParameter(message, param_hint="--start")
     found = {name: config.get(field) for name, (_, field) in SIZES.items()}

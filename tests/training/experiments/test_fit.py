@@ -522,7 +522,15 @@ def distance_moved(tmp_path, warmup_steps):
 
 def test_what_was_trained_is_kept_when_measuring_fails(tmp_path):
     """No sequences to measure: the training stands in the file, with what failed; the row does not run again."""
-    values = {"steps": 2, "batch": 2, "batch_tokens": 512, "sequences": 0, "enough": 0.0}
+    values = {
+        "steps": 2,
+        "batch": 2,
+        "batch_tokens": 512,
+        "sequences": 0,
+        "enough": 0.0,
+        "further_rates": 0,
+        "checkpoints": None,
+    }
     args = arguments(tmp_path, **values, models=["ssm"], cells=[[4, 8]], lrs=[1e-3], seeds=1)
     results = harness.execute("echo_mqar", echo_mqar.__file__, args, echo_mqar.rows_to_run)
     (row,) = results["rows"]

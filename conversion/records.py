@@ -1,12 +1,14 @@
 """Functions for measurements and reports: the machine of a measurement, JSON files, Markdown tables, byte sizes."""
 
+import contextlib
 import json
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import transformers
@@ -54,19 +56,29 @@ def environment(device: torch.device | str | None = None) -> dict[str, str]:
     }
 
 
-def write_json(path: str | Path, content: object, indent: int | None = 1) -> None:
-    """Write `content` as a JSON file, atomically, and flush it to disk. Missing folders are made."""
+@contextlib.contextmanager
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+    """A new file for bytes, which stands at `path`, flushed to disk, when the block ends without an error.
+
+    Until then, and after an error, `path` is as before. Missing folders are made.
+    """
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=indent) + "\n")
+        with part.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_json(path: str | Path, content: object, indent: int | None = 1) -> None:
+    """Write `content` as a JSON file, as `atomic_file` does."""
+    with atomic_file(path) as file:
+        file.write((json.dumps(content, indent=indent) + "\n").encode())
 
 
 def markdown_table(head: Sequence, rows: Iterable[Sequence], figures: bool = False) -> str:

@@ -13,6 +13,7 @@ measurement are replaced; all other rows are kept. To measure a new op, add one 
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import time
@@ -282,6 +283,17 @@ def merge(path: Path, rows: list[dict], measured: tuple[str, ...] = ()) -> list[
     return list({**kept, **{key(row): row for row in rows}}.values())
 
 
+def write_merged(path: Path, rows: list[dict], measured: tuple[str, ...] = ()) -> None:
+    """Write what `merge` gives to the file, whole or not at all. A missing folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(merge(path, rows, measured), indent=1) + "\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def main() -> None:
     names = list(dict.fromkeys(bench.op for bench in BENCHES))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -313,8 +325,7 @@ def main() -> None:
                 print(shown, flush=True)
             torch.cuda.empty_cache()
             if args.out:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(merge(args.out, rows), indent=1) + "\n")
+                write_merged(args.out, rows)
 
 
 if __name__ == "__main__":

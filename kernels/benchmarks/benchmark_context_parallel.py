@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import triton
-from benchmark import commit, merge
+from benchmark import commit, write_merged
 from benchmark_generate import SHAPE
 from benchmark_long import median_seconds
 from benchmark_model import MIXERS
@@ -216,8 +216,7 @@ def main():
             found = {**measured(args, phase, mixer, layout, bool(balanced), mesh), **machine, "commit": args.commit}
             if mesh is None or mesh.get_rank() == 0:
                 print(json.dumps({k: v for k, v in found.items() if k not in machine}), flush=True)
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(merge(args.out, [found], MEASURED), indent=1) + "\n")
+                write_merged(args.out, [found], MEASURED)
         torch.cuda.empty_cache()
     if mesh is not None:
         dist.destroy_process_group()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import triton
-from benchmark import commit, merge
+from benchmark import commit, write_merged
 from benchmark_generate import build
 from benchmark_model import MIXERS, random_tokens
 
@@ -144,8 +144,7 @@ def main():
         for row in rows_of(mixer, args):
             found = {"mixer": mixer, **row, **machine, "commit": args.commit}
             print(json.dumps({name: value for name, value in found.items() if name not in machine}), flush=True)
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(merge(args.out, [found], MEASURED), indent=1) + "\n")
+            write_merged(args.out, [found], MEASURED)
         torch.cuda.empty_cache()
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import triton
-from benchmark import commit, merge
+from benchmark import commit, write_merged
 from benchmark_generate import build, measure
 
 import hf_memmix
@@ -212,8 +212,7 @@ def main():
             print(json.dumps({name: value for name, value in rows[-1].items() if name not in machine}), flush=True)
             for found in longest[: args.longest]:
                 print("   ", *found, flush=True)
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(merge(args.out, rows, MEASURED), indent=1) + "\n")
+            write_merged(args.out, rows, MEASURED)
         torch._dynamo.reset()
         torch.cuda.empty_cache()
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import triton
-from benchmark import commit, merge
+from benchmark import commit, write_merged
 from benchmark_generate import TokenTimer, build, measure
 from benchmark_model import DECODE_CONTEXT, MIXERS, median_ms, random_tokens
 from torch.autograd import DeviceType
@@ -128,8 +128,7 @@ def main():
             row = {"mixer": mixer, "B": batch, "T": DECODE_CONTEXT, **profiled(model, batch)}
             rows.append(row | machine | {"commit": args.commit})
             print(json.dumps(row), flush=True)
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(merge(args.out, rows, MEASURED), indent=1) + "\n")
+            write_merged(args.out, rows, MEASURED)
         del model
         torch.cuda.empty_cache()
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import triton
-from benchmark import commit, merge
+from benchmark import commit, write_merged
 from benchmark_generate import build, measure
 from benchmark_model import DECODE_CONTEXT, MEASURED, MIXERS, NEW_TOKENS
 from decode_profile import graph_columns
@@ -149,7 +149,7 @@ def main():
         ]
         for path, found in ((args.out, rows), (args.models, whole)):
             if path is not None:
-                path.write_text(json.dumps(merge(path, found, (*MEASURED, "rounds", "graph_ms")), indent=1) + "\n")
+                write_merged(path, found, (*MEASURED, "rounds", "graph_ms"))
         print(*(f"{row['mixer']}:{row['B']} {row.get('variant', '')} {row['ms']};" for row in rows), flush=True)
 
     measure_in_turns(args.rows, args.rounds, args.graphs, save)

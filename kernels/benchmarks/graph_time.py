@@ -40,7 +40,7 @@ from pathlib import Path
 
 import torch
 import triton
-from benchmark import commit, merge
+from benchmark import commit, write_merged
 from benchmark_generate import TokenTimer, build
 from benchmark_model import DECODE_CONTEXT, between_events, kernel_times, random_tokens
 from decode_profile import generate
@@ -172,7 +172,7 @@ def main():
             row |= firsts[name] | kernels.get(name, {}) | {"clock_mhz": clock_mhz}
             rows.append(row | machine | {"commit": args.commit})
             print(json.dumps(row), flush=True)
-        args.out.write_text(json.dumps(merge(args.out, rows, MEASURED), indent=1) + "\n")
+        write_merged(args.out, rows, MEASURED)
 
 
 if __name__ == "__main__":

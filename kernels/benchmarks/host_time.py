@@ -8,7 +8,8 @@ without tapes (each kernel is launched by Triton's Python) and once with them. `
 before the call to after its last kernel, `host_ms` the median time until the call returns, while kernels may still
 run: where the two are equal, the GPU waits for Python. `launches` are the Triton kernels of one call without tapes,
 and `launch_us` is Python's median time to launch one. `peak_mib` is the peak of memory over what lay there before.
-`same` says whether the outputs with and without tapes are equal bit by bit; a token changes the state, so it has none.
+`same` is true if the outputs with tapes and without are equal bit by bit. Rows of "token" have no `same`, because each
+token changes the state.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 import triton
-from benchmark import commit, merge
+from benchmark import commit, write_merged
 from benchmark_generate import build
 from benchmark_model import DECODE_CONTEXT, MIXERS, PREFILL, TRAIN, random_tokens
 from triton.runtime.jit import JITFunction
@@ -154,8 +155,7 @@ def main():
         rows = [row | machine | {"commit": args.commit} for row in rows_of(phase, args.mixers, args.rounds)]
         for row in rows:
             print(json.dumps({name: x for name, x in row.items() if name not in (*machine, "rounds")}), flush=True)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(merge(args.out, rows, MEASURED), indent=1) + "\n")
+        write_merged(args.out, rows, MEASURED)
         torch._dynamo.reset()
         torch.cuda.empty_cache()
 

@@ -126,7 +126,7 @@ def test_finished_rows_of_a_compiled_decode():
 @torch.no_grad()
 def test_gates_of_gka_are_one_op_in_a_decode_graph(monkeypatch):
     """On a GPU, where each of the three small matrix products would be a kernel that mostly waits."""
-    monkeypatch.setattr(gka_op, "_op_is_faster", lambda x: True)
+    monkeypatch.setattr(gka_op, "op_is_faster", lambda x: True)
     model, graphs = small("llama", "all", torch.float32, mixer="gka"), Graphs()
     ids = random_ids(2, 7)
     out = compiled_generation(model, ids, graphs.backend("aot_eager"), new_tokens=4)
@@ -141,7 +141,7 @@ def test_gates_of_gka_are_one_op_in_a_decode_graph(monkeypatch):
 @pytest.mark.parametrize("mixer", ["gka", "lattice"])
 def test_convolutions_and_norms_of_heads_are_one_op_in_a_decode_graph(mixer, monkeypatch):
     """On a GPU, where each of them would be a kernel that mostly waits."""
-    monkeypatch.setattr(short_conv_op, "_op_is_faster", lambda x: True)
+    monkeypatch.setattr(short_conv_op, "op_is_faster", lambda x: True)
     model, graphs = small("llama", "all", torch.float32, mixer=mixer), Graphs()
     ids = random_ids(2, 7)
     out = compiled_generation(model, ids, graphs.backend("aot_eager"), new_tokens=4)

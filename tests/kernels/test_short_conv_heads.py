@@ -124,7 +124,7 @@ def call(convolutions, *options):
 def test_a_compiled_program_calls_one_op_and_copies_no_state(case, path, monkeypatch):
     """On a GPU, in the place of all convolutions and norms. A copy of a state would take longer than the op."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", path)
-    monkeypatch.setattr(short_conv_op, "_op_is_faster", lambda x: True)
+    monkeypatch.setattr(short_conv_op, "op_is_faster", lambda x: True)
     convolutions, cos, sin = draw(*CASES[case], torch.float32)
     want = expected(convolutions, cos, sin, True)
     torch._dynamo.reset()
@@ -172,7 +172,7 @@ def test_the_layers_run_where_one_call_would_be_wrong(monkeypatch):
 def test_states_that_a_step_refuses_stay_as_they_were(compiled, monkeypatch):
     """The kernel would read pages with gaps, and indices with gaps, as if these had none, and change other pages."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
-    monkeypatch.setattr(short_conv_op, "_op_is_faster", lambda x: True)
+    monkeypatch.setattr(short_conv_op, "op_is_faster", lambda x: True)
     convolutions, *_ = draw(*CASES["gka"], torch.float32)
     pools = [randn(10, *c.state.shape[1:], dtype=torch.float32) for c in convolutions]
     gaps = [pool.mT.contiguous().mT for pool in pools]

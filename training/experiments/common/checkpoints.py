@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hf_memmix.conversion.records import atomic_file
+
 
 class Checkpoint:
     """The file of one row's training: the steps that have run, the weights, and the moments of AdamW in bfloat16.
@@ -43,11 +45,9 @@ class Checkpoint:
             for p in model.parameters()
         ]
         weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
         content = {"settings": self.settings, "weights": weights, "moments": moments, "records": records}
-        torch.save({"steps": steps} | content, partial)
-        partial.replace(self.path)
+        with atomic_file(self.path) as file:
+            torch.save({"steps": steps} | content, file)
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict]:
         """Fill the model and the new optimizer from the file; returns the steps that have run and the records.

@@ -46,7 +46,7 @@ def norms_of(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def by_batch(model: nn.Module, images, labels) -> float:
-    """Accuracy with the statistics of each part of `images`; the running statistics stay as they are."""
+    """Accuracy if BatchNorm takes the statistics of each part of `images`. The running statistics do not change."""
     norms = norms_of(model)
     kept = [(norm.running_mean, norm.running_var) for norm in norms]
     for norm in norms:

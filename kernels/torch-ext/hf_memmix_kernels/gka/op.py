@@ -7,7 +7,7 @@ import torch
 from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
-from .._registration import all_plain, chunk_op, needs_op, or_zeros, step_op
+from .._registration import all_plain, chunk_op, needs_op, op_is_faster, or_zeros, step_op
 from . import torch_path
 from .gates import MAX_NATIVE_WORK, MAX_ROWS, gates_torch
 from .native_path import gates_of_token_native, gka_backward_native, gka_forward_native, gka_step_native
@@ -351,11 +351,6 @@ def _gates_triton(*args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return gates_triton(*args)
 
 
-def _op_is_faster(x: torch.Tensor) -> bool:
-    """Whether a compiled program should call the op. On a CPU, torch.compile fuses the operators itself."""
-    return x.is_cuda
-
-
 def gates_of_token(
     x: torch.Tensor,
     weights: list[torch.Tensor],
@@ -380,7 +375,7 @@ def gates_of_token(
     """
     tensors, dtype = (x, *weights, *biases, dt_bias, A_log), x.dtype
     through_op = needs_op(tensors)
-    if through_op and not _op_is_faster(x):  # first: torch.compile would make a guard of every other condition
+    if through_op and not op_is_faster(x):  # first: torch.compile would make a guard of every other condition
         return None
     # under autocast the layers have another dtype; native code and the kernel have no float64
     if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or dtype == torch.float64:

@@ -6,7 +6,7 @@ from torch import Tensor
 from .._common import check_cu_seqlens, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
-from .._registration import all_plain, chunk_op, module, needs_op, step_op
+from .._registration import all_plain, chunk_op, module, needs_op, op_is_faster, step_op
 from .heads import MAX_HEAD, Convolution, heads_torch
 from .native_path import heads_native, runs_native_step, short_conv_step_native
 from .torch_path import short_conv_bwd_torch, short_conv_fwd_torch, short_conv_step_torch
@@ -221,11 +221,6 @@ def _heads_triton(*args) -> Tensor:
     return module(".launch_token", __package__).heads_triton(*args)
 
 
-def _op_is_faster(x: Tensor) -> bool:
-    """Whether a compiled program should call the op. On a CPU, torch.compile fuses the operators itself."""
-    return x.is_cuda
-
-
 def unit_heads_after_convolutions(
     convolutions: list[Convolution],
     cos: Tensor | None,
@@ -255,7 +250,7 @@ def unit_heads_after_convolutions(
     x, weights, states, head_dims = ([c[i] for c in convolutions] for i in range(4))
     tensors, first = (*x, *weights, *states, cos, sin), x[0]
     through_op = needs_op(tensors)
-    if through_op and not _op_is_faster(first):  # first: torch.compile would make a guard of every other condition
+    if through_op and not op_is_faster(first):  # first: torch.compile would make a guard of every other condition
         return None
     if torch.is_grad_enabled() or not all_plain(tensors):
         return None

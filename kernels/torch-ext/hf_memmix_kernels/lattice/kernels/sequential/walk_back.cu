@@ -7,7 +7,9 @@
 // the sums in every lane, so that each lane computes the scalars of one slot.
 //
 // What Triton's kernel does not have: inputs come through cp.async, half a window ahead; a lane computes the scalars of
-// one slot; what lies along a slot is left out. A loop treats two tokens, because a longer one waits for its instructions.
+// one slot; what lies along a slot is removed at every second token. The gradient does not need it, but it must be removed:
+// a token multiplies it by a^2, and a is above 1 where h and k have the same sign in a slot, as with values near zero; in
+// some layers it grew to 10^12 times the gradient. A loop treats two tokens, because a longer one waits for its instructions.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -316,12 +318,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
       const float u = al * turn, c2 = u + keep * along * bo, c3 = u + al * along * ao;
       float weight = my.owner ? al * along * bo : 0.f;
       weight = sum_lanes<LANES>(weight);
-      float share[E], d2[R], d3[R];
+      float share[E], d1[R], d2[R], d3[R];  // d1: what lies along the slot
 #pragma unroll
       for (int r = 0; r < R; r++) {
         const int from = (lane & ~(LANES - 1)) + r * (LANES / R);
         d3[r] = __shfl_sync(FULL, c3, from);
         d2[r] = __shfl_sync(FULL, c2, from);
+        if (!parity) d1[r] = __shfl_sync(FULL, keep * along * ao, from);
       }
 #pragma unroll
       for (int e = 0; e < E; e++) {
@@ -336,7 +339,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) lattice_dec_walk_back(
 #pragma unroll
       for (int r = 0; r < R; r++)
 #pragma unroll
-        for (int e = 0; e < E; e++) g[r][e] = aa[r] * g[r][e] - d2[r] * hv[e];
+        for (int e = 0; e < E; e++) {
+          g[r][e] = aa[r] * g[r][e] - d2[r] * hv[e];
+          if (!parity) g[r][e] -= d1[r] * S[r][e];
+        }
       u32 raw_k[R / 2];
       float kk[R];
       raw<R>(raw_k, &now.k[t][slot0]);

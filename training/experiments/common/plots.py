@@ -94,10 +94,12 @@ def log_scale(axis) -> None:
 
 
 def list_failed_rows(panel, failed: list[dict], keys: tuple[str, ...]) -> None:
-    """Write below the panel which rows it does not show because they diverged."""
+    """Write below the panel which rows it does not show because they diverged or learnt nothing."""
     names = dict.fromkeys(" ".join(str(row[key]) for key in (*keys, "lr")) for row in failed)
     if names:
-        panel.set_xlabel(f"{panel.get_xlabel()}\ndiverged, not shown: {', '.join(names)}", fontsize=7)
+        panel.set_xlabel(
+            f"{panel.get_xlabel()}\ndiverged or learnt nothing, not shown: {', '.join(names)}", fontsize=7
+        )
 
 
 def plot_language(results: dict, path: str | Path) -> None:

@@ -9,8 +9,8 @@ before the call to after its last kernel, `host_ms` the median time until the ca
 run: where the two are equal, the GPU waits for Python. `launches` are the Triton kernels of one call without tapes,
 and `launch_us` is Python's median time to launch one. `peak_mib` is the peak of memory over what lay there before.
 `same` is true if the outputs with tapes and without are equal bit by bit. Rows of "token" have no `same`, because each
-token changes the state. Rows of GKA's prompt with `"variant": "apart"` run the short convolutions and the unit norms
-of q, k and v as functions, not in one call.
+token changes the state. Rows of GKA with `"variant": "apart"` run the short convolutions and the unit norms of q, k
+and v of a prompt or a token as functions, not in one call.
 """
 
 import argparse
@@ -109,16 +109,17 @@ def token(model, batch: int, length: int) -> Callable[[], torch.Tensor]:
 
 
 def switch(tapes: bool, variant: str | None) -> None:
-    """With tapes or without; the convolutions and norms of a prompt in one call or "apart"."""
+    """With tapes or without; the convolutions and norms in one call or "apart"."""
     _tape.switch.on = tapes
     short_conv_op.MAX_HEAD = 0 if variant == "apart" else WIDEST
 
 
 def ways(mixer: str, phase: str) -> list[tuple[bool, str | None]]:
-    """Without tapes and with them; attention launches no Triton kernels."""
+    """Pairs of `switch`: without tapes and with them. Attention launches no Triton kernels."""
     if mixer == "attention":
         return [(False, None)]
-    return [(False, None), (True, None), *([(True, "apart")] if (mixer, phase) == ("gka", "prefill") else [])]
+    apart = mixer == "gka" and phase in ("prefill", "token")
+    return [(False, None), (True, None), *([(True, "apart")] if apart else [])]
 
 
 def rows_of(phase: str, mixers: list[str], rounds: int) -> list[dict]:

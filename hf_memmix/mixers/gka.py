@@ -225,8 +225,7 @@ class GKAMixer(HeadsMixer):
 
     def memory_inputs(self, tokens, states, lengths, cu_seqlens):
         """q, k, v as the memory reads them; log_decay, beta, without effect at padding; states of the convolutions."""
-        q, k, v, new = self.convolve(tokens, states, lengths, cu_seqlens)
-        q, k, v = self.split_heads(q, k, v, tokens, unit_norm=True)
+        q, k, v, new = self.heads_scan(tokens, states, lengths, cu_seqlens)
         log_decay, beta = tokens["log_decay"], tokens.get("beta")
         if lengths is not None:
             valid = before_the_end(lengths, q.shape[1])[..., None].to(log_decay.dtype)

@@ -95,9 +95,11 @@ def answer(process: subprocess.Popen) -> dict:
     raise RuntimeError(f"{process.args} ended with {process.wait()}")
 
 
-def measure_in_turns(specs: list[str], rounds: int, graphs: list[str], save: Callable[[list[dict]], None]) -> None:
-    """Measure one row per specification, and one graph for the mixers of `graphs`; `save` gets all rows after every
-    round.
+def measure_in_turns(
+    specs: list[str], rounds: int, graphs: list[str], save: Callable[[list[dict]], None], go: Path | None
+) -> None:
+    """Measure one row per specification, and one graph for the mixers of `graphs`, as soon as the file `go` is there;
+    `save` gets all rows after every round.
     """
     command = [sys.executable, __file__, "--serve"]
     processes = {
@@ -112,6 +114,8 @@ def measure_in_turns(specs: list[str], rounds: int, graphs: list[str], save: Cal
             print(f"{spec} is left out: {ended}", flush=True)
             del processes[spec]
     print("ready", flush=True)
+    while go is not None and not go.exists():
+        time.sleep(0.2)
     for _ in range(rounds):
         for spec, process in processes.items():
             print(file=process.stdin, flush=True)
@@ -136,6 +140,7 @@ def main():
     parser.add_argument("--graphs", nargs="*", choices=MIXERS, default=list(MIXERS), help="mixers with `graph_ms`")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--models", type=Path, help="model_h200.json, to replace rows there")
+    parser.add_argument("--wait-for", type=Path, help="measure as soon as this file is there; compile before")
     parser.add_argument("--commit", default=commit(), help="for machines that hold no git checkout")
     args = parser.parse_args()
     if args.serve:
@@ -152,7 +157,7 @@ def main():
                 write_merged(path, found, (*MEASURED, "rounds", "graph_ms"))
         print(*(f"{row['mixer']}:{row['B']} {row.get('variant', '')} {row['ms']};" for row in rows), flush=True)
 
-    measure_in_turns(args.rows, args.rounds, args.graphs, save)
+    measure_in_turns(args.rows, args.rounds, args.graphs, save, args.wait_for)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ Columns are milliseconds, medians of rounds in which the graphs take turns:
 
 `kernel_ms` is the sum of the times of the kernels of one replay, `clock_mhz` the clock of the multiprocessors after
 the last round. `logits_error` is the rms difference of the logits of 8 tokens from those of the same model in float32,
-relative to their rms. `logits_from_apart` is the largest difference of the same logits, in bf16, from those of
-"apart", relative to the largest logit.
+relative to their rms; `logits_errors` has one for each of `PROMPTS` prompts, and `logits_error` is that of all.
+`logits_from_apart` is the largest difference of the same logits, in bf16, from those of "apart", relative to the
+largest logit.
 """
 
 import argparse
@@ -48,9 +49,9 @@ from decode_profile import generate
 from hf_memmix.training.benchmarks.quantized import step_graph
 from hf_memmix_kernels.short_conv import op as short_conv_op
 
-ROUNDS, REPLAYS, TOKENS, PROCESSES = 4, 20, 8, 7
+ROUNDS, REPLAYS, TOKENS, PROMPTS, PROCESSES = 4, 20, 8, 6, 7
 WAYS = ("idle", "behind", "back_to_back", "host")
-MEASURED = (*WAYS, "first", "kernel_ms", "clock_mhz", "logits_error", "logits_from_apart")
+MEASURED = (*WAYS, "first", "kernel_ms", "clock_mhz", "logits_error", "logits_errors", "logits_from_apart")
 GRAPHS = ("at once", "apart", "again")
 HOLD = "import torch, time; torch.ones(1, device='cuda'); print('ready', flush=True); time.sleep(600)"
 COUNT = "print('ready', flush=True)\nwhile True: pass"
@@ -114,17 +115,20 @@ def logits(model, tokens: torch.Tensor) -> torch.Tensor:
 def graphs_of(model) -> tuple[dict, dict]:
     """The graphs by name, with the tensors they use, and the first columns of their rows."""
     graphs, rows, found, largest = {}, {}, {}, short_conv_op.MAX_HEAD
-    tokens, prompt = (random_tokens(model, 1, length) for length in (64, DECODE_CONTEXT))
-    want = logits(copy.deepcopy(model).float(), tokens)
+    prompts, prompt = random_tokens(model, PROMPTS, 64).split(1), random_tokens(model, 1, DECODE_CONTEXT)
+    exact = copy.deepcopy(model).float()
+    want = torch.cat([logits(exact, tokens) for tokens in prompts])
+    del exact
     for name in GRAPHS:
         short_conv_op.MAX_HEAD = 0 if name == "apart" else largest
-        found[name] = logits(model, tokens)
-        error = (found[name] - want).square().mean().sqrt() / want.square().mean().sqrt()
+        found[name] = torch.cat([logits(model, tokens) for tokens in prompts])
+        errors = (found[name] - want).square().mean((1, 2)) / want.square().mean()
         with torch.no_grad():
             graphs[name] = step_graph(model, prompt)
         rows[name] = {
             "first": round(between_events(graphs[name][0].replay), 3),
-            "logits_error": round(error.item(), 5),
+            "logits_error": round(errors.mean().sqrt().item(), 5),
+            "logits_errors": [round(error, 5) for error in errors.sqrt().tolist()],
         }
     short_conv_op.MAX_HEAD, apart = largest, found["apart"]
     for name, row in rows.items():

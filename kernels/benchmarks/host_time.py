@@ -9,7 +9,8 @@ before the call to after its last kernel, `host_ms` the median time until the ca
 run: where the two are equal, the GPU waits for Python. `launches` are the Triton kernels of one call without tapes,
 and `launch_us` is Python's median time to launch one. `peak_mib` is the peak of memory over what lay there before.
 `same` is true if the outputs with tapes and without are equal bit by bit. Rows of "token" have no `same`, because each
-token changes the state.
+token changes the state. Rows of GKA with `"variant": "apart"` run the short convolutions and the unit norms of q, k
+and v of a prompt or a token as functions, not in one call.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from benchmark_model import DECODE_CONTEXT, MIXERS, PREFILL, TRAIN, random_token
 from triton.runtime.jit import JITFunction
 
 from hf_memmix_kernels import _tape
+from hf_memmix_kernels.short_conv import op as short_conv_op
 
 MEASURED = ("ms", "host_ms", "rounds", "launches", "launch_us", "peak_mib", "same")
 # phase: B, T and the name of its rows
@@ -34,6 +36,7 @@ PHASES = {
     "prefill": (*PREFILL[0], "prefill"), "compiled": (*PREFILL[0], "prefill"), "train": (*TRAIN[0], "train"),
     "short": (1, 512, "train"), "token": (1, DECODE_CONTEXT, "decode"),
 }  # fmt: skip
+WIDEST = short_conv_op.MAX_HEAD
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
@@ -105,37 +108,51 @@ def token(model, batch: int, length: int) -> Callable[[], torch.Tensor]:
     return call
 
 
+def switch(tapes: bool, variant: str | None) -> None:
+    """With tapes or without; the convolutions and norms in one call or "apart"."""
+    _tape.switch.on = tapes
+    short_conv_op.MAX_HEAD = 0 if variant == "apart" else WIDEST
+
+
+def ways(mixer: str, phase: str) -> list[tuple[bool, str | None]]:
+    """Pairs of `switch`: without tapes and with them. Attention launches no Triton kernels."""
+    if mixer == "attention":
+        return [(False, None)]
+    apart = mixer == "gka" and phase in ("prefill", "token")
+    return [(False, None), (True, None), *([(True, "apart")] if apart else [])]
+
+
 def rows_of(phase: str, mixers: list[str], rounds: int) -> list[dict]:
-    """Two rows for each model, without and with tapes; one for attention, which launches no Triton kernels."""
+    """One row for each model and way."""
     batch, length, name = PHASES[phase]
     make = {"train": step, "prefill": prompt, "decode": token}[name]
     calls, rows, outputs = {}, {}, {}
     for mixer in mixers:
         model = build(None if mixer == "attention" else mixer)
         calls[mixer] = make(torch.compile(model) if phase == "compiled" else model, batch, length)
-        for tapes in (False, True)[: 1 if mixer == "attention" else 2]:
-            _tape.switch.on = tapes
-            rows[mixer, tapes] = {
+        for tapes, variant in ways(mixer, phase):
+            switch(tapes, variant)
+            rows[mixer, tapes, variant] = row = {
                 "mixer": mixer, "phase": name, "B": batch, "T": length,
                 "compiled": phase == "compiled", "tapes": tapes, "rounds": [],
-            }  # fmt: skip
+            } | ({"variant": variant} if variant else {})  # fmt: skip
             for _ in range(3):  # compiles, writes tapes, plays them
-                outputs[mixer, tapes] = calls[mixer]()
+                outputs[mixer, tapes, variant] = calls[mixer]()
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             calls[mixer]()
             torch.cuda.synchronize()
-            rows[mixer, tapes]["peak_mib"] = (torch.cuda.max_memory_allocated() - before) >> 20
-    for (mixer, tapes), row in rows.items():
+            row["peak_mib"] = (torch.cuda.max_memory_allocated() - before) >> 20
+    for (mixer, tapes, variant), row in rows.items():
         if tapes and name != "decode":
-            row["same"] = torch.equal(outputs[mixer, False], outputs[mixer, True])
+            row["same"] = torch.equal(outputs[mixer, False, None], outputs[mixer, tapes, variant])
         if not tapes and mixer != "attention":
-            _tape.switch.on = False
+            switch(False, None)
             row |= launches(calls[mixer])
     for _ in range(rounds):
-        for (mixer, tapes), row in rows.items():
-            _tape.switch.on = tapes
+        for (mixer, tapes, variant), row in rows.items():
+            switch(tapes, variant)
             row["rounds"].append([round(ms, 2) for ms in timed(calls[mixer])])
     for row in rows.values():
         row["host_ms"], row["ms"] = (round(statistics.median(times), 2) for times in zip(*row["rounds"], strict=True))

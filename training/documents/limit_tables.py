@@ -46,8 +46,10 @@ def graph_time_table(root: Path) -> str:
     for row in rows:
         digits = [str(row[way]) if way == "clock_mhz" else f"{row[way]:.3f}" if way in row else "" for way in ways]
         apart = f"{100 * row['logits_from_apart']:.1f} %" if "logits_from_apart" in row else ""
-        lines.append([row["graph"], row["state"], *digits, apart])
-    table = aligned_table(["convolutions and norms", "state", *ways.values(), "logits from apart"], lines)
+        error = f"{100 * row['logits_error']:.2f} %" if "logits_error" in row else ""
+        lines.append([row["graph"], row["state"], *digits, apart, error])
+    head = ["convolutions and norms", "state", *ways.values(), "logits from apart", "from float32"]
+    table = aligned_table(head, lines)
     return table + f"\n\nMilliseconds. {_machine(rows)}."
 
 
@@ -63,19 +65,20 @@ def host_time_table(root: Path) -> str:
     call returns.
     """
     rows = read("host_time", root)
-    kind = lambda row: (row["phase"], row["B"], row["T"], row["compiled"], row["mixer"])  # noqa: E731
+    kind = lambda row: (row["phase"], row["B"], row["T"], row["compiled"], row["mixer"], row.get("variant"))  # noqa: E731
     plain = {kind(row): row for row in rows if not row["tapes"]}
     taped = {kind(row): row for row in rows if row["tapes"]}
     lines = []
-    for key, row in plain.items():
-        tape = taped.get(key)
+    for key in dict.fromkeys(map(kind, rows)):
+        row, tape = plain.get(key), taped.get(key)
         times = [f"{x[name]:.2f}" if x else "" for x in (tape, row) for name in ("ms", "host_ms")]
-        phase = f"{row['phase']}{', compiled' if row['compiled'] else ''}, {row['B']} x {row['T']:,}"
+        phase, batch, length, compiled, mixer, variant = key
+        what = f"{phase}{', compiled' if compiled else ''}, {batch} x {length:,}"
+        name = f"`{mixer}`{f', {VARIANTS[variant]}' if variant else ''}"
         same = {True: "yes", False: "no", None: ""}[(tape or {}).get("same")]
-        lines.append([phase, f"`{row['mixer']}`", *times, same])
+        lines.append([what, name, *times, same])
     head = ["phase", "mixer", "with tapes: ms", "host", "without: ms", "host", "same output"]
-    ((gpu, torch, triton, commit),) = {(row["gpu"], row["torch"], row["triton"], row["commit"][:7]) for row in rows}
-    return aligned_table(head, lines) + f"\n\n{gpu}, torch {torch}, Triton {triton}, commit {commit}."
+    return aligned_table(head, lines) + f"\n\n{_machine(rows)}."
 
 
 def op_counters_table(root: Path) -> str:

@@ -89,6 +89,7 @@ MEASUREMENTS = {
     "graph_time": f"{KERNELS}/graph_time_h200.json",
     "host_time": f"{KERNELS}/host_time_h200.json",
     "op_counters": f"{KERNELS}/op_counters_h200.json",
+    "gka_accuracy": f"{KERNELS}/gka_accuracy_h200.json",
     "long": f"{KERNELS}/long_h200.json",
     "context_parallel": f"{KERNELS}/context_parallel_h200.json",
     "triton_versions": f"{KERNELS}/triton_versions_h200.json",

@@ -10,6 +10,7 @@ from hf_memmix.training.bundled.demo import recall_rows
 from hf_memmix.training.bundled.versions import as_sentence
 from hf_memmix.training.documents import choice_tables as choice
 from hf_memmix.training.documents import conversion_costs as costs
+from hf_memmix.training.documents import goal_tables as goals
 from hf_memmix.training.documents import kernel_tables as kernels
 from hf_memmix.training.documents import limit_tables as limits
 from hf_memmix.training.documents import one_gpu_tables as one_gpu
@@ -313,6 +314,10 @@ TABLES = {
     "graph_time": limits.graph_time_table,
     "host_time": limits.host_time_table,
     "op_counters": limits.op_counters_table,
+    "model_goals": goals.model_goals_table,
+    "op_goals": goals.op_goals_table,
+    "cpu_goals": goals.cpu_goals_table,
+    "accuracy_goals": goals.accuracy_goals_table,
     "gpu_generations": gpu_table,
     "op": kernels.op_table,
     "gka_sketch": kernels.sketch_table,

@@ -266,9 +266,11 @@ def chunk_gka(
     q, k = sketched(q, sketch), sketched(k, sketch)
     batch, _, heads, dim = q.shape
     if initial_state is None:
-        states = num_sequences(batch, cu_seqlens)
-        h0 = q.new_zeros(states, heads, dim, dim, dtype=dtype)
-        u0 = q.new_zeros(states, heads, v.shape[-1], dim, dtype=dtype)
+        states, values = num_sequences(batch, cu_seqlens), v.shape[-1]
+        if values == dim:  # one kernel
+            h0, u0 = q.new_zeros(2, states, heads, dim, dim, dtype=dtype)
+        else:
+            h0, u0 = (q.new_zeros(states, heads, rows, dim, dtype=dtype) for rows in (dim, values))
     else:
         h0, u0 = (s.to(dtype) for s in initial_state)
     log_decay = log_decay.to(dtype)

@@ -19,29 +19,39 @@ MAX_HEAD = 1024  # head size of the kernel, which holds a head in registers
 
 
 class Convolution(NamedTuple):
-    """A convolution of `unit_heads_after_convolutions`: x [B, 1, C], weight [C, K], state [B, C, K-1] or its pages,
-    and the head size D, or 0 if the output stays as it is."""
+    """A convolution of `unit_heads_after_convolutions` (T = 1) or `prompt_heads`.
+
+    Attributes:
+        x: [B, T, C].
+        weight: [C, K]. `prompt_heads` takes None for v: no convolution.
+        state: [B, C, K-1] or, for one token, its pages. `prompt_heads` takes None: zeros.
+        head_dim: the head size D, or 0 if the output stays as it is.
+    """
 
     x: Tensor
-    weight: Tensor
-    state: Tensor
+    weight: Tensor | None
+    state: Tensor | None
     head_dim: int
 
 
-def heads_torch(
-    x: list[Tensor],
-    weights: list[Tensor],
-    states: list[Tensor],
-    head_dims: list[int],
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float,
-    silu: bool,
-    state_indices: Tensor | None,
-) -> Tensor:
+class TokenHeads(NamedTuple):
+    """The arguments of `unit_heads_after_convolutions` as every path takes them; lists have one item a convolution."""
+
+    x: list[Tensor]
+    weights: list[Tensor]
+    states: list[Tensor]
+    head_dims: list[int]
+    cos: Tensor | None
+    sin: Tensor | None
+    eps: float
+    silu: bool
+    state_indices: Tensor | None
+
+
+def heads_torch(a: TokenHeads) -> Tensor:
     """The outputs of `unit_heads_after_convolutions`, one after the other in one flat tensor."""
     outputs = []
-    for token, weight, state, dim in zip(x, weights, states, head_dims, strict=True):
-        y = short_conv_step_torch(token, weight, None, state, state_indices, silu, None)
-        outputs.append(unit_heads_torch(y.unflatten(-1, (-1, dim)), cos, sin, eps) if dim else y)
+    for token, weight, state, dim in zip(a.x, a.weights, a.states, a.head_dims, strict=True):
+        y = short_conv_step_torch(token, weight, None, state, a.state_indices, a.silu, None)
+        outputs.append(unit_heads_torch(y.unflatten(-1, (-1, dim)), a.cos, a.sin, a.eps) if dim else y)
     return torch.cat([y.flatten() for y in outputs])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .._native import INTEGER, POINTER, REAL, address, changed, function, pages_of
+from .heads import TokenHeads
 
 STEP = (*[POINTER] * 5, INTEGER, POINTER, *[INTEGER] * 4, REAL, INTEGER)
 HEADS = (*[POINTER] * 7, INTEGER, POINTER, POINTER, INTEGER, POINTER, *[INTEGER] * 3, REAL, INTEGER)
@@ -42,19 +43,9 @@ def short_conv_step_native(
     return y
 
 
-def heads_native(
-    library: ctypes.CDLL,
-    x: list[Tensor],
-    weights: list[Tensor],
-    states: list[Tensor],
-    head_dims: list[int],
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float,
-    silu: bool,
-    state_indices: Tensor | None,
-) -> list[Tensor]:
+def heads_native(library: ctypes.CDLL, arguments: TokenHeads) -> list[Tensor]:
     """The outputs [B, 1, C], see `op.unit_heads_after_convolutions`; the states are shifted in place."""
+    x, weights, states, head_dims, cos, sin, eps, silu, state_indices = arguments
     if cos is not None:
         cos, sin = cos.contiguous(), sin.contiguous()
     x, weights = [t.contiguous() for t in x], [t.contiguous() for t in weights]

@@ -7,7 +7,7 @@ from .._common import check_cu_seqlens, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
 from .._registration import all_plain, chunk_op, module, needs_op, op_is_faster, step_op
-from .heads import MAX_HEAD, Convolution, heads_torch
+from .heads import MAX_HEAD, Convolution, TokenHeads, heads_torch
 from .native_path import heads_native, runs_native_step, short_conv_step_native
 from .torch_path import short_conv_bwd_torch, short_conv_fwd_torch, short_conv_step_torch
 
@@ -209,7 +209,7 @@ def _heads_op(
     state_indices: Tensor | None,
 ) -> Tensor:  # of one tensor, because an op that changes its arguments cannot return a list
     path = _heads_triton if use_triton(x[0], "short_conv") else heads_torch
-    return path(x, weights, states, head_dims, cos, sin, eps, silu, state_indices)
+    return path(TokenHeads(x, weights, states, head_dims, cos, sin, eps, silu, state_indices))
 
 
 @_heads_op.register_fake
@@ -217,8 +217,8 @@ def _(x, weights, states, head_dims, cos, sin, eps, silu, state_indices):
     return x[0].new_empty(sum(t.numel() for t in x))
 
 
-def _heads_triton(*args) -> Tensor:
-    return module(".launch_token", __package__).heads_triton(*args)
+def _heads_triton(arguments: TokenHeads) -> Tensor:
+    return module(".launch_token", __package__).heads_triton(arguments)
 
 
 def unit_heads_after_convolutions(
@@ -260,17 +260,17 @@ def unit_heads_after_convolutions(
     for c in convolutions:
         if c.x.dtype != first.dtype or not (state_indices is not None or c.state.is_contiguous()):
             return None
-    arguments = (x, weights, states, head_dims, cos, sin, eps, silu, state_indices)
+    arguments = TokenHeads(x, weights, states, head_dims, cos, sin, eps, silu, state_indices)
     if not through_op:
         if first.is_cpu and _runs_native(convolutions, cos, sin):
             library = native_library("short_conv", first, *tensors)
             if library is not None:
-                return heads_native(library, *arguments)
+                return heads_native(library, arguments)
         if not use_triton(first, "short_conv") or torch._C._are_functorch_transforms_active():
             return None
     shapes = tuple((c.x.shape[0], c.x.shape[2], c.weight.shape[1] - 1) for c in convolutions)
     check_step_states("short_conv_step", tuple(states), shapes, state_indices, any_stride=True)
-    return _split(_heads_op(*arguments) if through_op else _heads_triton(*arguments), x)
+    return _split(_heads_op(*arguments) if through_op else _heads_triton(arguments), x)
 
 
 def _split(y: Tensor, x: list[Tensor]) -> list[Tensor]:
@@ -283,3 +283,44 @@ def _runs_native(convolutions: list[Convolution], cos: Tensor | None, sin: Tenso
     if cos is not None and not cos.dtype == sin.dtype == convolutions[0].x.dtype:
         return False
     return all(runs_native_step(c.x, c.weight, None, c.state) for c in convolutions)
+
+
+def prompt_heads(
+    convolutions: list[Convolution], cos: Tensor | None, sin: Tensor | None, eps: float, silu: bool
+) -> tuple[Tensor | None, ...] | None:
+    """A sequence: `short_conv` of q, k and v, then `unit_heads` of q and k, in one call of kernels, without autograd.
+
+    Args:
+        convolutions: of q, k and v, see `Convolution`. q and k have heads of one size.
+        cos, sin: [B, T, r] as of `unit_heads`, or None.
+        eps: added to the norms.
+        silu: whether the activation is SiLU or none.
+
+    Returns:
+        q, k [B, T, H, D], v [B, T, C] and the final states of the three, None for v without a convolution; or None if
+        the kernels cannot run, if gradients are needed, or if an argument does not fit: the functions have messages.
+    """
+    q, k, v = convolutions
+    tensors = *(c.x for c in convolutions), *(c.weight for c in convolutions), *(c.state for c in convolutions)
+    if needs_op((*tensors, cos, sin)) or torch.is_grad_enabled() or not q.x.numel():
+        return None
+    if (
+        not (use_triton(q.x, "short_conv") and use_triton(q.x, "rowwise"))
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return None
+    # benchmarks set MAX_HEAD to 0 to run the layers
+    if q.head_dim > MAX_HEAD or not all(_fits(c, q.x) for c in convolutions):
+        return None
+    place = q.x.shape[:2]
+    if cos is not None and not (cos.shape == sin.shape and cos.shape[:2] == place and 2 * cos.shape[2] <= q.head_dim):
+        return None
+    return module(".launch_prompt", __package__).prompt_heads_triton(*tensors, cos, sin, silu, eps, q.head_dim)
+
+
+def _fits(c: Convolution, q: Tensor) -> bool:
+    """Whether a sequence and the state before it have the batch, length and dtype of q."""
+    batch, _, channels = c.x.shape
+    if c.x.shape[:2] != q.shape[:2] or c.x.dtype != q.dtype:
+        return False
+    return c.state is None or c.state.shape == (batch, channels, c.weight.shape[1] - 1)

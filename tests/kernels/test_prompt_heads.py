@@ -1,0 +1,152 @@
+"""q, k and v of a prompt in one call of kernels: as in float64, and bit by bit as one function after the other."""
+
+import pytest
+import torch
+from checks import error
+from draw import DEVICE, randn
+from ops_table import TOLERANCE
+
+from hf_memmix_kernels import naive_short_conv, short_conv
+from hf_memmix_kernels.rowwise import naive_unit_heads, unit_heads
+from hf_memmix_kernels.short_conv import Convolution, prompt_heads
+from hf_memmix_kernels.short_conv import op as short_conv_op
+
+EPS, HEAD = 1e-6, 8
+tape = pytest.importorskip("hf_memmix_kernels._tape")
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch):
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
+
+
+def draw(dtype, with_v: bool, with_state: bool, with_angles: bool):
+    """The convolutions of 2 x 9 tokens, with twice as many heads of q as of k, and cos and sin, or None."""
+    widths = (32, 16, 16)
+    wide = randn(2, 9, sum(widths), dtype=dtype).split(widths, -1)  # not contiguous
+    convolutions = []
+    for x, name, width in zip(wide, "qkv", widths, strict=True):
+        has = name != "v" or with_v
+        state = randn(2, width, 3, dtype=dtype) if has and with_state else None
+        weight = randn(width, 4, dtype=dtype) if has else None
+        convolutions.append(Convolution(x, weight, state, 0 if name == "v" else HEAD))
+    angles = randn(2, 9, 3, dtype=dtype) if with_angles else None
+    return convolutions, *((None, None) if angles is None else (angles.cos(), angles.sin()))
+
+
+def apart(convolutions, cos, sin, convolve=short_conv, norm=unit_heads):
+    """One function after the other."""
+    outputs, states = [], []
+    for x, weight, state, head_dim in convolutions:
+        y, final = (x, None) if weight is None else convolve(x, weight, initial_state=state, activation="silu")
+        outputs.append(norm(y.unflatten(-1, (-1, head_dim)), cos, sin, EPS) if head_dim else y)
+        states.append(final)
+    return *outputs, *states
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tapes", [False, True], ids=["", "tapes"])
+@pytest.mark.parametrize("case", [(True, False, True), (False, True, False), (True, True, True)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_values(dtype, case, tapes, monkeypatch):
+    monkeypatch.setattr(tape.switch, "on", tapes)
+    tape.forget()
+    for _ in range(4):  # a tape is played from the third call on
+        given = draw(dtype, *case)
+        found = prompt_heads(*given, EPS, True)
+        exact = apart(*given, naive_short_conv, naive_unit_heads)
+        for got, same, want in zip(found, apart(*given), exact, strict=True):
+            assert (got is None) == (want is None) == (same is None)
+            if got is not None:
+                assert torch.equal(got, same) and got.dtype == dtype
+                assert error(got, want) <= 2 * TOLERANCE[dtype]
+    written = [play for tapes, _ in tape._tables for play in tapes.values() if not isinstance(play, str)]
+    names = [play.__code__.co_argcount for play in written]
+    assert (14 in names) == tapes  # that of all arguments
+    tape.forget()
+
+
+def test_the_functions_run_where_one_call_would_be_wrong(monkeypatch):
+    """With gradients, under torch.func, with states or angles of another shape, another dtype, without tokens."""
+    given = draw(torch.float32, True, True, True)
+
+    def runs(convolutions, cos, sin):
+        return prompt_heads(convolutions, cos, sin, EPS, True) is not None
+
+    assert not runs(*given)
+    with torch.no_grad():
+        (q, k, v), cos, sin = given
+        assert runs(*given)
+        assert not runs([q, k, v._replace(state=v.state[:1])], cos, sin)
+        assert not runs([q, k, v._replace(x=v.x.double())], cos, sin)
+        assert not runs([q, k._replace(x=k.x[:1]), v], cos, sin)
+        assert not runs([q, k, v], cos[:1], sin[:1])
+        assert not runs([q, k, v], *(torch.ones(2, 9, 5, device=DEVICE),) * 2)
+        assert not runs([c._replace(x=c.x[:, :0]) for c in (q, k, v)], cos[:, :0], sin[:, :0])
+        found = []
+        torch.func.vmap(lambda x: found.append(runs([q._replace(x=x), k, v], cos, sin)) or x)(q.x[None])
+        assert found == [False]
+        monkeypatch.setattr(short_conv_op, "MAX_HEAD", 0)
+        assert not runs(*given)
+        monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+        assert not runs(*given)
+
+
+OPTIONS = [{}, {"use_v_conv": True, "use_rope": True}, {"conv_activation": None, "qk_norm": "full"}, {"sketch_dim": 4}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_layer_of_gka(options, monkeypatch):
+    """A prompt in two parts, packed and padded prompts: the same bits with the call and without it, and with
+    gradients, for which it does not run.
+    """
+    from core.mixer_variants import made
+
+    layer, x, rotary = made("gka", options)
+    layer, x, rotary = layer.float().to(DEVICE), x.float().to(DEVICE), tuple(t.float().to(DEVICE) for t in rotary)
+    calls, run = [], short_conv_op.module(".launch_prompt", short_conv_op.__package__).prompt_heads_triton
+    launch = short_conv_op.module(".launch_prompt", short_conv_op.__package__)
+    monkeypatch.setattr(launch, "prompt_heads_triton", lambda *a: calls.append(1) or run(*a))
+
+    def inputs():
+        tokens = layer.project(x, rotary)
+        first = {name: t[:, :5] for name, t in tokens.items()}
+        rest = {name: t[:, 5:] for name, t in tokens.items()}
+        *whole, _ = layer.memory_inputs(tokens, None, None, None)
+        *some, states = layer.memory_inputs(first, None, None, None)
+        *more, new = layer.memory_inputs(rest, {k: s.double() for k, s in states.items()}, None, None)
+        lengths = torch.tensor([13, 4, 7], device=DEVICE)
+        *padded, _ = layer.memory_inputs(tokens, None, lengths, None)
+        one = {name: t[:1] for name, t in tokens.items()}
+        *packed, _ = layer.memory_inputs(one, None, None, torch.tensor([0, 6, 13], dtype=torch.int32, device=DEVICE))
+        return [*whole, *some, *more, *states.values(), *new.values(), *padded, *packed]
+
+    with torch.no_grad():
+        got = inputs()
+        assert len(calls) == 3
+        monkeypatch.setattr(short_conv_op, "MAX_HEAD", 0)
+        want = inputs()
+    assert len(calls) == 3
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.stride() == b.stride() and torch.equal(a, b)
+    loss = sum(t.square().sum() for t in layer.memory_inputs(layer.project(x, rotary), None, None, None)[:3])
+    loss.backward()
+    assert layer.q_conv1d.weight.grad.abs().max() > 0
+
+
+@torch.no_grad()
+def test_hooks_of_a_convolution_run():
+    from core.mixer_variants import made
+
+    layer, x, rotary = made("gka", {})
+    layer, x = layer.float().to(DEVICE), x.float().to(DEVICE)
+    seen = []
+    layer.k_conv1d.register_forward_hook(lambda *a: seen.append(1))
+    layer.memory_inputs(layer.project(x, None), None, None, None)
+    assert seen == [1]
+
+
+if DEVICE == "cuda":
+    pytestmark = pytest.mark.gpu

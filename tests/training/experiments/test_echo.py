@@ -29,6 +29,8 @@ SMALL = {
     "lengths": [64],
     "sequences": 2,
     "enough": 0.0,
+    "points": 20,
+    "points_below": 1,
     "cells": [[4, 8]],
     "lrs": [1e-3],
     "lr": 1e-3,
@@ -354,3 +356,16 @@ def test_training_ends_when_the_loss_is_small():
     x = torch.ones(2, 4)
     result = fit(model, lambda x: model(x).square().mean(), 400, 1e-1, args, lambda step: (x,), stop_below_loss=1e-3)
     assert result["steps"] < 400 and result["curve"][-1][1] < 1e-3 and result["steps"] == result["curve"][-1][0]
+
+
+def test_one_small_loss_can_be_too_few_to_end_a_training():
+    """Losses 5, 0.5, 5, 0.5, 0.5, ...: two points in a row are small for the first time after the fifth step."""
+    args, weight = argparse.Namespace(deadline=math.inf), torch.nn.Linear(1, 1)
+
+    def steps(**options):
+        losses = iter([5.0, 0.5, 5.0, *[0.5] * 7])
+        loss_of = lambda loss: weight.weight.sum() * 0 + loss  # noqa: E731
+        batch_of = lambda step: (torch.tensor(next(losses)),)  # noqa: E731
+        return fit(weight, loss_of, 10, 1e-3, args, batch_of, stop_below_loss=1.0, points=10, **options)["steps"]
+
+    assert [steps(points_below=n) for n in (1, 2, 3, 8)] == [2, 5, 6, 10]

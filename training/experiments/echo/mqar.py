@@ -24,6 +24,8 @@ from hf_memmix.training.experiments.common.options import (
     Checkpoints,
     FurtherRates,
     PlottedOptions,
+    Points,
+    PointsBelow,
     Rates,
     check_names,
     draw_if_asked,
@@ -72,6 +74,8 @@ def run(row: dict, args) -> Iterator[dict]:
         row,
         args,
         stop_below_loss=args.enough,
+        points=args.points,
+        points_below=args.points_below,
         checkpoint=args.checkpoints and args.checkpoints / name_of_row,
     )
     yield result | {"parameters": model.num_parameters()}
@@ -98,6 +102,8 @@ class Options(PlottedOptions):
     batch: Annotated[int, typer.Option(help="sequences per step, at most")] = 64
     batch_tokens: Annotated[int, typer.Option(help="tokens per step, at most")] = 16384
     enough: Annotated[float, typer.Option(help="the loss at which training ends")] = 0.002
+    points: Points = 20
+    points_below: PointsBelow = 1
     sequences: Annotated[int, typer.Option(help="sequences measured, at least")] = 128
     cells: Annotated[str, typer.Option(help="[[pairs, gap], ...] as JSON")] = CELLS
     lrs: Rates = (3e-3, 1e-3)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import typer
 
 from hf_memmix.mixers.ska import SKAMixer
 from hf_memmix.training.experiments.common.fit import fit
@@ -17,7 +18,7 @@ from hf_memmix.training.experiments.echo import scratchpad as echo_scratchpad
 from hf_memmix.training.experiments.echo import suite as echo_suite
 from hf_memmix.training.experiments.echo import transfer as echo_transfer
 from hf_memmix.training.experiments.echo.plots import plot_ablation, plot_grid, plot_scratchpad, plot_transfer
-from hf_memmix.training.experiments.echo.report import TASKS_PAPER, chosen, mask_table, mean_of, report
+from hf_memmix.training.experiments.echo.report import TASKS_PAPER, answers_seen, chosen, mask_table, mean_of, report
 from hf_memmix.training.experiments.echo.tasks import TASKS, draw_examples
 
 SMALL = {
@@ -29,6 +30,8 @@ SMALL = {
     "lengths": [64],
     "sequences": 2,
     "enough": 0.0,
+    "points": 20,
+    "points_below": 1,
     "cells": [[4, 8]],
     "lrs": [1e-3],
     "lr": 1e-3,
@@ -121,6 +124,27 @@ def test_the_table_of_equal_answers(args):
     lines = report(grid).splitlines()[2:]
     assert lines[0] == "| 4 | 8 | Mamba-2 | 0.001 (edge) | 50.0 | 50.0 | 0.32M | chance |"
     assert lines[1] == "| 4 | 8 | SKA, true mask | 0.001 | 99.5 ± 0.7 | 99.0, 100.0 | 0.16M to 0.32M | 100 |"
+
+
+def test_a_cell_of_the_grid_can_have_its_own_tokens_and_steps(args, tmp_path):
+    """Sequences of 36 tokens: two fit into 80. The other cell has those of the options."""
+    args.models, args.cells, args.seeds = ["ska"], [[4, 8, 80, 3], [2, 8]], 2
+    rows = [{**row, **whole(echo_mqar.run(row, args))} for row in echo_mqar.rows_to_run([], args)]
+    assert [row["steps"] for row in rows] == [3, args.steps]
+    grid = results_of("echo_mqar", rows) | {"settings": vars(args)}
+    assert answers_seen(grid, rows[0]) == 3 * 2 * 4
+    text = report(grid)
+    assert "| 4 | 8 | SKA" in text and "| 2 | 8 | SKA" in text and "Steps at most: 3 with 4 pairs at 8; CPU" in text
+    plot_grid(grid, tmp_path / "plot.png")
+
+
+@pytest.mark.parametrize("cells", ["[[4]]", "[[4, 8], [4, 8]]", "[[4, 8, 80, 3]]"])
+def test_cells_that_would_mix_two_budgets_are_refused(cells, tmp_path):
+    out = tmp_path / "out.json"
+    out.write_text(json.dumps({"settings": {"cells": [[4, 8]]}}))
+    assert echo_mqar.cells_of("[[4, 8], [4, 16, 80, 3]]", out) == [[4, 8], [4, 16, 80, 3]]
+    with pytest.raises(typer.BadParameter, match="tokens per step"):
+        echo_mqar.cells_of(cells, out)
 
 
 def grid_rows(args, losses):
@@ -354,3 +378,16 @@ def test_training_ends_when_the_loss_is_small():
     x = torch.ones(2, 4)
     result = fit(model, lambda x: model(x).square().mean(), 400, 1e-1, args, lambda step: (x,), stop_below_loss=1e-3)
     assert result["steps"] < 400 and result["curve"][-1][1] < 1e-3 and result["steps"] == result["curve"][-1][0]
+
+
+def test_one_small_loss_can_be_too_few_to_end_a_training():
+    """Losses 5, 0.5, 5, 0.5, 0.5, ...: two points in a row are small for the first time after the fifth step."""
+    args, weight = argparse.Namespace(deadline=math.inf), torch.nn.Linear(1, 1)
+
+    def steps(**options):
+        losses = iter([5.0, 0.5, 5.0, *[0.5] * 7])
+        loss_of = lambda loss: weight.weight.sum() * 0 + loss  # noqa: E731
+        batch_of = lambda step: (torch.tensor(next(losses)),)  # noqa: E731
+        return fit(weight, loss_of, 10, 1e-3, args, batch_of, stop_below_loss=1.0, points=10, **options)["steps"]
+
+    assert [steps(points_below=n) for n in (1, 2, 3, 8)] == [2, 5, 6, 10]

@@ -159,6 +159,8 @@ def fit(
     graphed: bool = True,
     checkpoint: Path | None = None,
     row: dict | None = None,
+    points: int = 20,
+    points_below: int = 1,
 ) -> dict:
     """Train a model on the loss `loss_of(*batch_of(step))`.
 
@@ -167,16 +169,19 @@ def fit(
 
     Args:
         batch_of: returns the tensors of a step; their shapes are the same at every step.
-        stop_below_loss: training ends early when the loss is below this value. The loss is read 20 times in a run.
+        stop_below_loss: training ends early when the loss is below this value at `points_below` points of the curve in
+            a row.
         constant_rate_share: the share of the steps that run at the full learning rate before the cosine decay begins.
         warmup_steps: steps in which the rate grows linearly; default: a twentieth of all steps.
         groups: parameter groups of AdamW; a group without its own "lr" has `lr`. Default: weight decay on matrices.
         graphed: on a GPU, capture a step as a CUDA graph.
         checkpoint: the file in which a training is saved that the command's deadline stops. If it exists, the training
             goes on from it: the batches of the steps before are drawn and not used. With it the clock is asked after
-            every step, otherwise 20 times in a run.
+            every step, otherwise at each point of the curve.
         row: what else, besides the other arguments and the shapes of a batch, a checkpoint must have in common with
             this training: for example the model's name and the seed.
+        points: how many times in a run the loss is read. Reading waits for the device.
+        points_below: with 1, one batch of small loss ends the training; a batch of few answers has it by chance.
 
     Returns:
         "curve", a list of [step, loss]; "gradient_norms", the largest norm of the gradients, before they are clipped,
@@ -204,7 +209,7 @@ def fit(
         return min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * decayed))
 
     settings = {"steps": steps, "lr": lr, "warmup_steps": warmup, "constant_rate_share": constant_rate_share}
-    settings |= {"stop_below_loss": stop_below_loss} | (row or {})
+    settings |= {"stop_below_loss": stop_below_loss, "points": points, "points_below": points_below} | (row or {})
     saved = None if checkpoint is None else Checkpoint(checkpoint, settings)
     start, records = (0, {}) if saved is None else saved.load(model, optimizer)
     curve, norms, resumed = (records.get(name, []) for name in ("curve", "gradient_norms", "resumed_at"))
@@ -231,8 +236,13 @@ def fit(
         return torch.stack([loss.detach().float(), norm.float()])
 
     update = GraphedFunction(update) if on_gpu and graphed else update
-    every, began = max(1, steps // 20), time.time()
+    every, began = max(1, steps // points), time.time()
     largest = torch.full((), records.get("largest", 0.0), device=device())
+
+    def ended() -> bool:
+        """Whether the last points of the curve end the training: a loss that is not finite, or small ones."""
+        last = [loss for _, loss in curve[-points_below:]]
+        return not math.isfinite(last[-1]) or (len(last) == points_below and max(last) < stop_below_loss)
 
     def run_steps(first: int, end: int) -> bool:
         """Run the steps from `first` to before `end`; returns whether the training goes on after them."""
@@ -245,7 +255,7 @@ def fit(
                 curve.append([step + 1, round(loss.item(), 4)])
                 norms.append(round(largest.item(), 4))
                 largest.zero_()
-                if not math.isfinite(curve[-1][1]) or curve[-1][1] < stop_below_loss:
+                if ended():
                     return False
             elif saved is not None and step % STEPS_AHEAD == 0:
                 loss.item()  # waits for the device: steps that are only launched would run after the deadline

@@ -14,6 +14,8 @@ cell, attention answers all questions in every cell but one, and Mamba-2 stays a
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import typer
@@ -24,6 +26,8 @@ from hf_memmix.training.experiments.common.options import (
     Checkpoints,
     FurtherRates,
     PlottedOptions,
+    Points,
+    PointsBelow,
     Rates,
     check_names,
     draw_if_asked,
@@ -41,12 +45,13 @@ MODELS = {
     "ska-unmasked": ("ska", {}, False),
     "ska-unmasked-k1": ("ska", {"power": 1}, False),
 }
+CELLS_HELP = "[[pairs, gap], ...] as JSON; [pairs, gap, tokens per step, steps] for a cell with its own numbers"
 CELLS = "[[4, 64], [16, 64], [4, 512], [16, 512], [4, 4096]]"
 
 
 def batches(row: dict, args) -> Iterator[Examples]:
     length, generator = suite.grid_length(row["pairs"], row["gap"]), suite.seeded_generator(row["seed"])
-    batch = suite.sequences_per_step(args.batch, args.batch_tokens, row)
+    batch = suite.sequences_per_step(vars(args), row)
     while True:
         drawn = draw_examples("mqar", batch * suite.BATCHES_PER_DRAW, length, row["pairs"], generator, gap=row["gap"])
         yield from (drawn[i * batch : (i + 1) * batch] for i in range(suite.BATCHES_PER_DRAW))
@@ -55,7 +60,7 @@ def batches(row: dict, args) -> Iterator[Examples]:
 def rows_to_run(done: list[dict], args) -> list[dict]:
     """First rates of all models and cells, then in turns further rates and, where the rate is known, other seeds."""
     kinds = [
-        {"model": name, "pairs": pairs, "gap": gap} for pairs, gap in args.cells for name in reversed(args.models)
+        {"model": name, "pairs": pairs, "gap": gap} for pairs, gap, *_ in args.cells for name in reversed(args.models)
     ]
     return rows_until_solved(done, kinds, suite.SOLVED, args)
 
@@ -64,6 +69,7 @@ def run(row: dict, args) -> Iterator[dict]:
     pairs, gap, errors = row["pairs"], row["gap"], {}
     name, ska, masked = MODELS[row["model"]]
     model = suite.build(name, row["seed"], **ska)
+    args = SimpleNamespace(**vars(args) | {"steps": suite.budget_of(vars(args), row)[1]})
     name_of_row = f"{row['model']}_{pairs}_{gap}_{row['lr']:g}_{row['seed']}.pt"
     result = suite.learn(
         model,
@@ -72,6 +78,8 @@ def run(row: dict, args) -> Iterator[dict]:
         row,
         args,
         stop_below_loss=args.enough,
+        points=args.points,
+        points_below=args.points_below,
         checkpoint=args.checkpoints and args.checkpoints / name_of_row,
     )
     yield result | {"parameters": model.num_parameters()}
@@ -98,8 +106,10 @@ class Options(PlottedOptions):
     batch: Annotated[int, typer.Option(help="sequences per step, at most")] = 64
     batch_tokens: Annotated[int, typer.Option(help="tokens per step, at most")] = 16384
     enough: Annotated[float, typer.Option(help="the loss at which training ends")] = 0.002
+    points: Points = 20
+    points_below: PointsBelow = 1
     sequences: Annotated[int, typer.Option(help="sequences measured, at least")] = 128
-    cells: Annotated[str, typer.Option(help="[[pairs, gap], ...] as JSON")] = CELLS
+    cells: Annotated[str, typer.Option(help=CELLS_HELP)] = CELLS
     lrs: Rates = (3e-3, 1e-3)
     further_rates: FurtherRates = MAX_EXTENSIONS
     seeds: int = 1
@@ -107,10 +117,26 @@ class Options(PlottedOptions):
     models: Annotated[list[str], typer.Option(help="models to compare; repeatable")] = tuple(suite.MODELS)
 
 
+def cells_of(text: str, out: Path) -> list[list[int]]:
+    """The cells of the option.
+
+    Raises:
+        typer.BadParameter: a cell is not a list of 2 or 4 numbers, stands twice, or stands with other tokens or steps
+            in the results that exist.
+    """
+    cells = json.loads(text)
+    known = json.loads(out.read_text())["settings"]["cells"] if out.exists() else []
+    for cell in cells:
+        same = [other for other in [*cells, *known] if other[:2] == cell[:2]]
+        if len(cell) not in (2, 4) or cells.count(cell) > 1 or any(other != cell for other in same):
+            raise typer.BadParameter(f"{cell}: {CELLS_HELP}; the same ones in every run", param_hint="--cells")
+    return cells
+
+
 @command(Options)
 def main(args) -> None:
     """Train a model for every cell and write the results."""
-    args.cells = json.loads(args.cells)
+    args.cells = cells_of(args.cells, args.out)
     check_names("--models", args.models, MODELS)
     results = execute("echo_mqar", __file__, args, rows_to_run)
     draw_if_asked(args, plot_grid, results)

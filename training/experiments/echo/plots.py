@@ -14,6 +14,7 @@ from hf_memmix.training.experiments.echo.report import (
     chosen,
     grid_accuracies,
     mean_of,
+    steps_text,
 )
 from hf_memmix.training.experiments.echo.suite import TRAINED
 
@@ -27,7 +28,7 @@ COLORS = {
 
 
 def _figure(panels: int, results: dict):
-    return figure_of(panels, f"{results['settings']['steps']} steps; {measured_at(results)}")
+    return figure_of(panels, f"{steps_text(results['settings'])}; {measured_at(results)}")
 
 
 def plot_transfer(results: dict, path: str | Path) -> None:
@@ -74,7 +75,7 @@ def plot_grid(results: dict, path: str | Path) -> None:
     if results["settings"]["seeds"] > 1:
         return plot_answers(results, path)
     figure, (panel,) = _figure(1, results)
-    cells = [tuple(cell) for cell in results["settings"]["cells"]]
+    cells = [(pairs, gap) for pairs, gap, *_ in results["settings"]["cells"]]
     for model in results["settings"]["models"]:
         found = {i: grid_accuracies(results, model, *cell) for i, cell in enumerate(cells)}
         points = [(i, mean_and_deviation(accuracies)[0]) for i, accuracies in found.items() if accuracies]
@@ -87,7 +88,7 @@ def plot_grid(results: dict, path: str | Path) -> None:
 
 def plot_answers(results: dict, path: str | Path) -> None:
     """Plot the training loss by the answers seen, a panel per cell: each seed at the chosen rate is a line."""
-    cells = [tuple(cell) for cell in results["settings"]["cells"]]
+    cells = [(pairs, gap) for pairs, gap, *_ in results["settings"]["cells"]]
     figure, panels = _figure(len(cells), results)
     for panel, (pairs, gap) in zip(panels, cells, strict=True):
         for model in results["settings"]["models"]:

@@ -231,8 +231,7 @@ def grid_accuracies(results: dict, model: str, pairs: int, gap: int) -> list[flo
 
 def answers_seen(results: dict, row: dict) -> int:
     """How many answers a model of the grid was trained on."""
-    settings = results["settings"]
-    return row["steps"] * sequences_per_step(settings["batch"], settings["batch_tokens"], row) * row["pairs"]
+    return row["steps"] * sequences_per_step(results["settings"], row) * row["pairs"]
 
 
 def grid_table(results: dict) -> str:
@@ -244,7 +243,7 @@ def grid_table(results: dict) -> str:
         return answers_table(results)
     models = [name for name in results["settings"]["models"] if any(r["model"] == name for r in results["rows"])]
     lines = []
-    for pairs, gap in results["settings"]["cells"]:
+    for pairs, gap, *_ in results["settings"]["cells"]:
         ska = at_best_rate(results["rows"], model="ska", pairs=pairs, gap=gap)
         seen = f"{max(answers_seen(results, row) for row in ska):,}" if ska else ""
         cells = []
@@ -263,7 +262,7 @@ def answers_table(results: dict) -> str:
     """A line for every model in every cell of a grid with several seeds: the accuracy of each seed, and the answers
     that it saw in training until its loss was small enough, or until the end."""
     lines = []
-    for pairs, gap in results["settings"]["cells"]:
+    for pairs, gap, *_ in results["settings"]["cells"]:
         for name in results["settings"]["models"]:
             cell = {"model": name, "pairs": pairs, "gap": gap}
             rows = [row for row in at_best_rate(results["rows"], **cell) if "accuracy" in row]
@@ -335,9 +334,17 @@ REPORTS = {
 }
 
 
+def steps_text(settings: dict) -> str:
+    """How many steps a training has at most: of all cells of the recall grid, or of each."""
+    own = [cell for cell in settings.get("cells", ()) if len(cell) == 4]
+    if not own:
+        return f"{settings['steps']} steps"
+    return "Steps at most: " + ", ".join(f"{steps} with {pairs} pairs at {gap}" for pairs, gap, _, steps in own)
+
+
 def report(results: dict) -> str:
     """The tables of one experiment, the number of measurements that failed, the hardware and the commits."""
     text = REPORTS[results["experiment"]](results)
     failed = sum(len(row.get("errors", ())) + ("error" in row) for row in results["rows"])
     text += f"\n\n{failed} measurements failed." if failed else ""
-    return f"{text}\n\n{results['settings']['steps']} steps; {measured_at(results)}. {SPREAD_NOTE}"
+    return f"{text}\n\n{steps_text(results['settings'])}; {measured_at(results)}. {SPREAD_NOTE}"

@@ -29,6 +29,8 @@ from hf_memmix.training.experiments.common.harness import attempt, execute
 from hf_memmix.training.experiments.common.options import (
     FurtherRates,
     PlottedOptions,
+    Points,
+    PointsBelow,
     Rates,
     Steps,
     check_names,
@@ -100,7 +102,8 @@ def run(row: dict, args) -> Iterator[dict]:
     variant, tier, errors = VARIANTS[row["variant"]], TIERS[row["tier"]], {}
     model = suite.build(variant.model, row["seed"], LAST_TWO if variant.model == "ska" else None)
     set_eta(model, variant.eta)
-    result = suite.learn(model, batches(row, args.batch), variant.masked, row, args, args.accuracy_every)
+    enough = {"stop_below_loss": args.enough, "points": args.points, "points_below": args.points_below}
+    result = suite.learn(model, batches(row, args.batch), variant.masked, row, args, args.accuracy_every, **enough)
     yield result | {"parameters": model.num_parameters()}
     if not result["finite"]:
         return
@@ -124,6 +127,9 @@ class Options(PlottedOptions):
     steps: Steps = 6000
     batch: Annotated[int, typer.Option(help="sequences per step")] = 16
     accuracy_every: Annotated[int, typer.Option(help="steps between two accuracies of the training curve")] = 250
+    enough: Annotated[float, typer.Option(help="the loss at which training ends; 0: never")] = 0.0
+    points: Points = 20
+    points_below: PointsBelow = 1
     sequences: Annotated[int, typer.Option(help="sequences measured, at least")] = 512
     lrs: Rates = (2e-3, 1e-3, 4e-3)
     further_rates: FurtherRates = 0

@@ -153,9 +153,21 @@ def grid_length(pairs: int, gap: int) -> int:
     return TASKS["mqar"][1](pairs) + gap
 
 
-def sequences_per_step(batch: int, batch_tokens: int, row: dict) -> int:
-    """Sequences of a training step in the row's cell of the recall grid: `batch`, or fewer by `batch_tokens`."""
-    return max(1, min(batch, batch_tokens // grid_length(row["pairs"], row["gap"])))
+def budget_of(settings: dict, row: dict) -> tuple[int, int]:
+    """Tokens of a training step, at most, and the number of steps in the row's cell of the recall grid.
+
+    A cell [pairs, gap, tokens, steps] of the settings has its own; those of other cells are the settings'.
+    """
+    for pairs, gap, *own in settings["cells"]:
+        if own and (pairs, gap) == (row["pairs"], row["gap"]):
+            return tuple(own)
+    return settings["batch_tokens"], settings["steps"]
+
+
+def sequences_per_step(settings: dict, row: dict) -> int:
+    """Sequences of a step in the row's cell of the recall grid: "batch" of the settings, or fewer by its tokens."""
+    tokens, _ = budget_of(settings, row)
+    return max(1, min(settings["batch"], tokens // grid_length(row["pairs"], row["gap"])))
 
 
 def training_batches(seed: int, batch: int, length: int, pairs: Iterable[int]) -> Iterator[Examples]:

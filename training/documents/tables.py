@@ -186,7 +186,7 @@ def gka_grid_table(root: Path) -> str:
     """What changes GKA's recall with 64 pairs."""
     from hf_memmix.training.experiments.gka.variants_report import section  # no experiments in a wheel
 
-    return section(_gka_grid(root))
+    return section([_gka_grid(root)])
 
 
 def _gka_grid(root: Path) -> dict:

@@ -94,6 +94,16 @@ def by_seed(rows: list[dict]) -> str:
     return ", ".join(f"{scale * row[key]:.{digits}f}" for row in ordered)
 
 
+def means_of_sketches(files: list[dict]) -> dict[str, list[str]]:
+    """The mean of each file's figure with its deviation, as text, without a sketch and with each one."""
+    found: dict[str, list[str]] = {name: [] for name in FIRST}
+    for results in files:
+        for name, cells in found.items():
+            rows = [row for row in results["rows"] if row.get("finite") and row["variant"] == name]
+            cells.append(mean_of_rows(rows, *figure_key(rows[0])))
+    return found
+
+
 def section(files: list[dict]) -> str:
     """One table per task and length, with a caption below all of them. files: as in `joined`."""
     results = joined(files)

@@ -29,8 +29,9 @@ from hf_memmix.training.experiments.gka_vision.models import MODELS
 ABOUT = (
     "Accuracy of the backbone with attention on clothes after the training of digits.py: with the running statistics "
     "of BatchNorm in bf16 (accuracy) and fp32, with the statistics of each test batch of 250, on 1,000 training "
-    "images, and with running statistics that 5,000 training images gave anew after the training. during: the step, "
-    "and the accuracy on development images with running and with batch statistics. norms: alone, the accuracy if "
+    "images, and with running statistics that 5,000 training images gave anew after the training, without dropped "
+    "paths (statistics_again) and with them, as in the training (statistics_with_drop_path). during: the step, and "
+    "the accuracy on development images with running and with batch statistics. norms: alone, the accuracy if "
     "only this BatchNorm has its running statistics; alone_mean and alone_variance, only its running means or "
     "variances; the channel whose mean is off by the most of its standard deviations, and the smallest and largest "
     "ratio of running to new variance. history: for the BatchNorm with the lowest accuracy alone and its channel, per "
@@ -85,9 +86,9 @@ def by_batch(model: nn.Module, images, labels) -> float:
 
 
 @torch.no_grad()
-def measure_statistics_again(model: nn.Module, images) -> None:
-    """Replace the running statistics by the means over `images`."""
-    model.eval()
+def measure_statistics_again(model: nn.Module, images, drop_path: bool = False) -> None:
+    """Replace the running statistics by the means over `images`; `drop_path`: drop paths, as the training does."""
+    model.train(drop_path)
     for norm in norms_of(model):
         norm.reset_running_stats()
         norm.momentum = None  # the mean over all batches
@@ -166,7 +167,10 @@ def row_of(seed: int, args, digits: dict) -> dict:
         "batch_statistics": by_batch(model, *digits["test"]),
         "train_images": measure(model, images, labels)[1],
     }
-    measure_statistics_again(model, digits["train"][0][:IMAGES_OF_STATISTICS])
+    images = digits["train"][0][:IMAGES_OF_STATISTICS]
+    measure_statistics_again(model, images, drop_path=True)
+    found["statistics_with_drop_path"] = measure(model, *digits["test"])[1]
+    measure_statistics_again(model, images)
     found |= {"statistics_again": measure(model, *digits["test"])[1], "during": watch.during}
     found["norms"] = norms = blame(model, running, statistics_of(model), digits)
     worst = min(norms, key=lambda name: norms[name]["alone"])

@@ -20,6 +20,7 @@ from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and
 from hf_memmix.training.experiments.common.report import joined
 from hf_memmix.training.experiments.echo.report import columns, mean_of
 from hf_memmix.training.experiments.echo.suite import TRAINED
+from hf_memmix.training.experiments.gka.figure3a_report import joined as joined_sizes
 from hf_memmix.training.experiments.gka.predictions import Figures
 from hf_memmix.training.experiments.gka.variants_report import share_at_chance, with_recall_rows
 
@@ -384,37 +385,59 @@ def test_what_the_card_of_gka_says():
     assert [round(ridges[a, False]["true_residual"], 2) for a in (0.01, 0.1)] == [0.24, 0.63]
 
 
+def percents(figures: Figures, name: str) -> list[int]:
+    """The accuracy of each seed in percent."""
+    return [round(100 * row["accuracy"]) for _, row in sorted(figures.of[name].items())]
+
+
+def gains(figures: Figures, name: str, other: str) -> list[int]:
+    """By how many points a variant recalls more than another one, at each seed that both have."""
+    ours, theirs = figures.of[name], figures.of[other]
+    return [round(100 * (ours[seed]["accuracy"] - theirs[seed]["accuracy"])) for seed in sorted(ours.keys() & theirs)]
+
+
+def costs(figures: Figures, name: str) -> list[float]:
+    """By how many percent the perplexity of a variant is above that of "s = D", at each seed of the variant."""
+    plain = figures.of["s = D"]
+    return [
+        100 * (row["perplexity"] / plain[seed]["perplexity"] - 1) for seed, row in sorted(figures.of[name].items())
+    ]
+
+
 def test_what_the_cards_say_of_variants_images_and_pixels():
     """Figures of prose against the rows: recall and text of GKA's variants, GKAVision, COFFEE on MNIST."""
     text = text_of("gka")
     sketches = Figures.from_rows(read("gka_variants_sketches")["rows"])
-    assert "s = D recalls 98 %, s = D/2 71 and 80 % with two seeds, and s = D/4 nothing" in text
-    assert [round(sketches.accuracy(name)) for name in ("s = D", "s = D/4")] == [98, 0]
-    assert [round(100 * row["accuracy"]) for row in sketches.of["s = D/2"].values()][:2] == [71, 80]
+    assert "s = D recalls 98 and 99 %, s = D/2 71 and 80 %, and s = D/4 nothing and 23 %" in text
+    assert [percents(sketches, name) for name in ("s = D", "s = D/2", "s = D/4")] == [[98, 99], [71, 80], [0, 23]]
     grid = Figures.from_rows(with_recall_rows(read("gka_variants_recall"), read("recall"))["rows"])
-    of_seed = {
-        name: [round(100 * grid.of[name][seed]["accuracy"]) for seed in (0, 1)]
-        for name in ("s = D", "as in Figure 3a", "half the heads")
-    }
-    assert of_seed == {"s = D": [65, 79], "as in Figure 3a": [97, 58], "half the heads": [100, 0]}
-    for said in ("recalled 65 % with the first seed", "recalls 97 % with the first seed", "but 58 % with the second",
-                 "default options recalls 79 %", "recall 100 % with the first seed"):  # fmt: skip
+    of_seed = {name: percents(grid, name) for name in ("s = D", "as in Figure 3a", "no decay", "half the heads")}
+    assert of_seed == {
+        "s = D": [65, 79, 0], "as in Figure 3a": [97, 58, 50], "no decay": [98, 97, 68], "half the heads": [100, 0, 0]
+    }  # fmt: skip
+    for said in ("recalls 65 % with the first seed, 79 % with the second and nothing with the third",
+                 "That recalls 97, 58 and 50 %", "GKA recalls 98, 97 and 68 %",
+                 "recall 100 % with the first seed and nothing with the two others"):  # fmt: skip
         assert said in text, said
-    starts = [round(share_at_chance(grid.of[n][seed])) for n in ("as in Figure 3a", "s = D") for seed in (0, 1)]
-    assert "after 15 % of the training with the first seed and after 35 % with the second" in text
-    assert "with the default options after 40 and 25 %" in text and starts == [15, 35, 40, 25]
-    assert "half the heads starts after 62 %" in text and int(share_at_chance(grid.of["half the heads"][0])) == 62
-    first = {name: 100 * rows[0]["accuracy"] for name, rows in grid.of.items() if 0 in rows}
-    assert "no decay gained 33 points" in text and round(first["no decay"] - first["s = D"]) == 33
-    assert "21 points behind the default options" in text
-    assert round(100 * (grid.of["s = D"][1]["accuracy"] - grid.of["as in Figure 3a"][1]["accuracy"])) == 21
-    assert "Gains of 12 to 19 points with one seed" in text
-    assert [round(first[name] - first["s = D"]) for name in ("slow decay", "no alpha", "v not convolved")] == [
-        12,
-        18,
-        19,
-    ]
-    assert "recalls 98 % (one seed)" in text and round(first["no decay"]) == 98
+    starts = {name: [round(share_at_chance(row)) for _, row in sorted(grid.of[name].items())] for name in of_seed}
+    assert "after 25 % of the training (79 %), after 40 % (65 %), and never" in text
+    assert starts["s = D"] == [40, 25, 100]
+    assert "after 15, 35 and 55 %; no decay after 15, 15 and 25 %" in text
+    assert (starts["as in Figure 3a"], starts["no decay"]) == ([15, 35, 55], [15, 15, 25])
+    assert "half the heads leaves it after 62 %" in text and int(share_at_chance(grid.of["half the heads"][0])) == 62
+    for name in (*of_seed, "s = D/2", "s = D/4"):  # of the seeds of one variant the earlier one recalls more
+        figures = grid if name in of_seed else sketches
+        rows = sorted(figures.of[name].values(), key=lambda row: -row["accuracy"])
+        assert all(share_at_chance(one) <= share_at_chance(other) for one, other in pairwise(rows)), name
+    assert "by 33, 18 and 68 points" in text and gains(grid, "no decay", "s = D") == [33, 18, 68]
+    assert "it gains 1, 39 and 19 points over" in text and gains(grid, "no decay", "as in Figure 3a") == [1, 39, 19]
+    assert "(`no alpha`, 18 points more)" in text and gains(grid, "no alpha", "s = D") == [18]
+    assert "they gain 12 to 19 points, and the three seeds of the default options lie 79 points apart" in text
+    names = ("slow decay", "no alpha", "v not convolved")
+    assert [gains(grid, name, "s = D")[0] for name in names] == [12, 18, 19]
+    assert "47 % at 0.0015, nothing at 0.00225" in text and round(grid.accuracy("rate x 0.5")) == 47
+    assert "at 0.006 GKA recalls as much as at 0.003, at 0.0045 and 0.01 nothing" in text
+    assert gains(grid, "rate x 2", "s = D") == [1]
     assert "DEC falls from 77 to 41 % and the delta rule from 84 % to chance" in text
     shared = {
         row["model"]: row["accuracy"] for row in read("recall")["rows"] if (row["pairs"], row["lr"]) == (64, 1.5e-3)
@@ -424,39 +447,56 @@ def test_what_the_cards_say_of_variants_images_and_pixels():
     assert [round(own[0]), own[1] < 1] == [41, True]
     assert max(grid.accuracy(f"rate x {rate}") for rate in (0.75, 1.5)) < 0.1
     language = Figures.from_rows(read("gka_variants_text")["rows"])
-    assert "rises by 1.8 and 3.0 %" in text
-    assert [f"{language.above(f's = D/{i}'):.1f}" for i in (2, 4)] == ["1.8", "3.0"]
-    seeds = [language.of["s = D/2"][seed]["perplexity"] for seed in (0, 1)]
-    assert (
-        "differs by 1.9 % between its first two seeds" in text
-        and f"{100 * (max(seeds) / min(seeds) - 1):.1f}" == "1.9"
-    )
-    assert "**No alpha (F.3)** costs 5 %" in text and round(language.above("no alpha")) == 5
+    assert "rises by 1.9 and 2.3 %" in text
+    assert [f"{language.above(f's = D/{i}'):.1f}" for i in (2, 4)] == ["1.9", "2.3"]
+    half, quarter = costs(language, "s = D/2"), costs(language, "s = D/4")
+    assert "it is above that of s = D with every seed" in text and min(half + quarter) > 0
+    assert "which of D/2 and D/4 is lower depends on the seed" in text
+    assert {one < other for one, other in zip(half, quarter, strict=True)} == {True, False}
+    assert "costs the most of what changes the layer, 17 and 21 % with the two seeds" in text
+    assert [round(cost) for cost in costs(language, "no decay")] == [17, 21]
     others = [language.above(name) for name in language.of if name != "s = D" and "attention" not in name]
-    assert "costs the most of what changes the layer" in text and max(others) == language.above("no decay")
-    assert "0.05 and 0.1 are within 1 % of 0.02, and 0.01 costs 1.4 %" in text
-    assert max(abs(language.above(f"ridge 0.{i}")) for i in ("05", "1")) < 1
-    assert f"{language.above('ridge 0.01'):.1f}" == "1.4"
-    places = {place: language.above(f"attention {place}") for place in ("first", "second", "last")}
-    assert "the last one costs least and the first one most (33 and 22 % with two" in text
-    assert sorted(places, key=places.get) == ["last", "second", "first"]
-    rows = {name: language.of[name] for name in ("attention first", "s = D")}
-    costs = [rows["attention first"][i]["perplexity"] / rows["s = D"][i]["perplexity"] for i in (0, 1)]
-    assert [round(100 * (cost - 1)) for cost in costs] == [33, 22]
-    models = {(row["model"], row["hidden_size"], row["lr"]): row for row in read("gka_figure3a")["rows"]}
-    wide = [100 * models[key]["accuracy"] for key in (("gka", 128, 3e-3), ("delta", 128, 1.5e-3), ("gdn", 128, 1.5e-3),
-                                                     ("gla", 128, 3e-3))]  # fmt: skip
+    assert max(others) == language.above("no decay")
+    assert "**No alpha (F.3)** costs 4 and 5 %" in text
+    assert [round(cost) for cost in costs(language, "no alpha")] == [4, 5]
+    assert "0.05 and 0.1 are 0.8 % better than 0.02, and 0.01 is 1.0 % worse, each with the same sign" in text
+    ridges = {name: costs(language, f"ridge {name}") for name in ("0.05", "0.1", "0.01")}
+    assert [f"{language.above(f'ridge {name}'):.1f}" for name in ridges] == ["-0.8", "-0.8", "1.0"]
+    assert max(ridges["0.05"] + ridges["0.1"]) < 0 < min(ridges["0.01"])
+    plain = [row["perplexity"] for row in language.of["s = D"].values()]
+    assert "The seeds of s = D lie 1.4 % apart" in text and f"{100 * (max(plain) / min(plain) - 1):.1f}" == "1.4"
+    assert "the last layer costs least, 1.0 and 0.9 %, the second 4.6 and 1.0 %, the first most, 33 and 22 %" in text
+    places = {place: [f"{cost:.1f}" for cost in costs(language, f"attention {place}")] for place in ("last", "second")}
+    assert places == {"last": ["1.0", "0.9"], "second": ["4.6", "1.0"]}
+    assert [round(cost) for cost in costs(language, "attention first")] == [33, 22]
+    both = costs(language, "attention second and last")
+    assert "cost 4.5 and 5.5 %" in text and [f"{cost:.1f}" for cost in both] == ["4.5", "5.5"]
+    found = joined_sizes([read(name) for name in ("gka_figure3a", "gka_variants_recall", "recall")])["rows"]
+    models = {(row["model"], row["hidden_size"], row["lr"]): row for row in found if row["seed"] == 0}
+    accuracy = {key: 100 * row["accuracy"] for key, row in models.items() if "accuracy" in row}
+    wide = [accuracy[key] for key in (("gka", 128, 3e-3), ("delta", 128, 1.5e-3), ("gdn", 128, 1.5e-3),
+                                      ("gla", 128, 3e-3))]  # fmt: skip
     assert "GKA, DeltaNet, GDN and GLA recall 98 to 100 %" in text and min(wide) > 97.5 and max(wide) <= 100
     assert "a fifth of the training" in text and round(models["gka", 128, 3e-3]["steps"] / 3051, 1) == 0.2
-    assert "Mamba-2 recalls 91 %" in text and round(100 * models["mamba2", 128, 1e-2]["accuracy"]) == 91
-    assert "GKA is ahead with 23 %" in text and round(100 * models["gka", 32, 1e-2]["accuracy"]) == 23
-    small = [100 * models[key]["accuracy"] for key in (("gka", 32, 3e-3), ("delta", 32, 1.5e-3))]
-    assert "at 0.003 it recalls 0.3 %, less than DeltaNet's 5.0 %" in text
-    assert [f"{value:.1f}" for value in small] == ["0.3", "5.0"]
-    assert "GLA's 54 % is 4 points below GKA's lower seed" in text
-    assert round(100 * (grid.of["as in Figure 3a"][1]["accuracy"] - models["gla", 64, 3e-3]["accuracy"])) == 4
-    narrow = [row["accuracy"] for (_, size, _), row in models.items() if size == 32]
-    assert "no model recalls a quarter of the pairs" in text and max(narrow) < 0.25
+    assert "at 0.003 it recalls 47 %. Mamba-2 recalls 91 %" in text
+    assert [round(accuracy[key]) for key in (("gdn", 128, 3e-3), ("mamba2", 128, 1e-2))] == [47, 91]
+    assert "with 23 % at the largest of three rates; at 0.003 it recalls 0.3 %" in text
+    assert sorted(lr for name, size, lr in accuracy if (name, size) == ("gka", 32)) == [3e-3, 6e-3, 1e-2]
+    assert round(accuracy["gka", 32, 1e-2]) == 23
+    assert "less than DeltaNet's 6.3 % and GLA's 3.0 %" in text
+    assert [f"{accuracy[name, 32, 3e-3]:.1f}" for name in ("gka", "delta", "gla")] == ["0.3", "6.3", "3.0"]
+    assert "No model recalls a quarter" in text and max(a for (_, size, _), a in accuracy.items() if size == 32) < 25
+    assert "GDN and DeltaNet are ahead with 96 and 94 %, both at 0.00075, the smallest rate" in text
+    assert [round(accuracy[name, 64, 7.5e-4]) for name in ("gdn", "delta")] == [96, 94]
+    for name in ("gdn", "delta"):
+        by_rate = [value for (model, size, _), value in sorted(accuracy.items()) if (model, size) == (name, 64)]
+        assert by_rate == sorted(by_rate, reverse=True) and len(by_rate) > 2
+    assert "its mean of 68 % is behind (no decay, with alpha: 88 %, above)" in text
+    assert [round(grid.accuracy(name)) for name in ("as in Figure 3a", "no decay")] == [68, 88]
+    assert "GLA's 54 % lies between GKA's two lower seeds" in text and 50 < accuracy["gla", 64, 3e-3] < 57
+    assert "Mamba-2 recalls 8 % at the largest of two rates" in text and round(accuracy["mamba2", 64, 1e-2]) == 8
+    large = next(row for row in read("recall")["rows"] if (row["model"], row["lr"]) == ("mamba2", 1e-2))
+    assert "with four times this memory it recalls 92 %" in text and round(100 * large["accuracy"]) == 92
     ridge = Figures.from_rows(read("gka_variants_ridge")["rows"])
     assert "3.4 % less perplexity, and its largest gradient is 1.1 times" in text
     assert f"{ridge.above('constant ridge 0.25'):.1f}" == "-3.4"
@@ -484,9 +524,11 @@ def test_what_the_cards_say_of_variants_images_and_pixels():
     speed = {(r["model"], r["resolution"]): r for r in read("gka_vision_throughput")["rows"]}
     for said, key in (
         ("GKAVision-T 12.6", ("gka", 224)), ("with Mamba-2 13.6", ("mamba2", 224)),
-        ("with attention 11.4", ("attention", 224)), ("a ViT 12.4", ("vit", 224)), ("GKAVision-T 2.08", ("gka", 512)),
-        ("1.07 and 0.65", ("gka", 1024)), ("GKAVision-T 2.08, 1.07", ("gka", 768)), ("a ViT 2.15", ("vit", 512)),
-        ("a ViT 2.15, 0.83", ("vit", 768)), ("0.83 and 0.30", ("vit", 1024)),
+        ("with attention 11.4", ("attention", 224)), ("a ViT 12.4", ("vit", 224)), ("GKAVision-T 4.29", ("gka", 384)),
+        ("GKAVision-T 4.29, 2.08", ("gka", 512)), ("GKAVision-T 4.29, 2.08, 1.07", ("gka", 768)),
+        ("1.07 and 0.65", ("gka", 1024)), ("a ViT 4.06", ("vit", 384)), ("a ViT 4.06, 2.15", ("vit", 512)),
+        ("a ViT 4.06, 2.15, 0.83", ("vit", 768)), ("0.83 and 0.30", ("vit", 1024)),
+        ("at 1024 pixels with Mamba-2 0.72", ("mamba2", 1024)), ("and with attention 0.57", ("attention", 1024)),
     ):  # fmt: skip
         digits_after = len(said.rpartition(".")[2].split()[0])
         wanted = f"{speed[key]['inference_images_per_second'] / 1000:.{digits_after}f}"

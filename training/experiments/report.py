@@ -54,7 +54,7 @@ EXPERIMENTS = {
     "enc_as_written": Experiment(lattice.as_written, None),
     "recall": Experiment(gka.recall, gka_plots.plot_recall),
     "gka_solvers": Experiment(gka_solvers.section, gka_solvers.plot),
-    "gka_variants": Experiment(gka_variants.section, gka_variants.plot),
+    "gka_variants": Experiment(gka_variants.section, gka_variants.plot, takes_all_files=True),
     "gka_figure3a": Experiment(gka_figure3a.section, gka_figure3a.plot, takes_all_files=True),
     "gka_vision_digits": Experiment(gka_vision.digits, None),
     "gka_vision_throughput": Experiment(gka_vision.throughput, gka_vision.plot_throughput),

@@ -10,7 +10,7 @@ from hf_memmix.training.experiments.common.fit import build, memory_of
 from hf_memmix.training.experiments.common.mqar import VOCAB
 from hf_memmix.training.experiments.gka import predictions
 from hf_memmix.training.experiments.gka.figure3a import MODELS, model_of, rows_to_run, run
-from hf_memmix.training.experiments.gka.figure3a_report import plot, section, with_rows_of_size_64
+from hf_memmix.training.experiments.gka.figure3a_report import cell_text, plot, section, with_rows_of_size_64
 
 SETTINGS = {
     "hidden_sizes": [32, 64], "layers": 1, "heads": 2, "batch_tokens": 64, "tokens": 128, "cells": [[32, 4]],
@@ -44,10 +44,23 @@ def test_rows_run_and_stand_in_the_table_and_the_plot(results, tmp_path):
     rows[0]["accuracy"] = 0.5
     table = section([results])
     assert (
-        "32 tokens, 4 pairs" in table and "| gka | 4.0 KiB | 50.0 (1 seed) at 0.003 (only one) | 16.0 KiB |" in table
+        "32 tokens, 4 pairs" in table
+        and "| gka | 4.0 KiB | **50.0** at 0.003 (only rate, 1 seed) | 16.0 KiB |" in table
     )
     plot([results], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_a_cell_names_its_seeds_its_rates_and_where_the_best_one_lies():
+    def row(accuracy, lr=3e-3, seed=0):
+        return {"accuracy": accuracy, "dev_loss": 1 - accuracy, "lr": lr, "seed": seed}
+
+    rows = [row(0.9), row(0.7, seed=1), row(0.2, lr=1e-2)]
+    assert cell_text(rows, rows[:2]) == "**80.0 ± 14.1** at 0.003 (smallest, 2 seeds); 20.0 at 0.01"
+    assert cell_text([*rows, row(0.1, lr=1e-3)], rows[:1]).startswith(
+        "**90.0** at 0.003 (inside, 1 seed); 10.0 at 0.001"
+    )
+    assert cell_text(rows, []) == ""
 
 
 def test_rows_of_the_other_experiments_are_those_of_size_64():

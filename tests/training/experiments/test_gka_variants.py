@@ -84,21 +84,28 @@ def test_every_row_runs_and_stands_in_the_table(args, tmp_path):
     environment = {"hardware": "h", "commit": "c"}
     settings = {**SETTINGS, "variants": args.variants}
     results = {"settings": settings, "environment": environment, "rows": rows}
-    table = section(results)
+    table = section([results])
     plain, last = (
         next(r for r in rows if r["task"] == "text" and r["variant"] == v) for v in ("s = D", "attention last")
     )
     above = f"{100 * (last['perplexity'] / plain['perplexity'] - 1):+.1f} %"
-    assert f"| attention last | 0.003 | {last['perplexity']:.2f} (1 seed) |" in table and f"| {above} |" in table
+    assert (
+        f"| attention last | 0.003 | {last['perplexity']:.2f} (1 seed) | {last['perplexity']:.2f} |" in table
+        and f"| {above} |" in table
+    )
     for word in ("32 tokens, 4 pairs", "perplexity at 32", "s = D/4", "half the heads", "(1 seed)", "| 100 |"):
         assert word in table, word
-    plot(results, tmp_path / "plot.png")
+    plot([results], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
     rows[0] |= {"curve": [[5, 8.3], [10, 7.9], [15, 7.4], [20, 3.0]]}
     rows[-1] |= {"gradient_norms": [9.0, 1.0, 3.5, 2.0, 1.0]}
-    assert "| s = D | 0.003 |" in section(results) and "| 75 |" in section(results) and "| 3.50 |" in section(results)
+    assert (
+        "| s = D | 0.003 |" in section([results])
+        and "| 75 |" in section([results])
+        and "| 3.50 |" in section([results])
+    )
     rows[0] |= {"finite": False}
-    assert "Failed: s = D (recall, seed 0)" in section(results)
+    assert "Failed: s = D (recall, seed 0)" in section([results])
 
 
 def test_a_slow_decay_is_that_of_the_model_that_is_trained(args, monkeypatch):

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
 from hf_memmix.training.experiments.common.harness import matches, measured_at
 from hf_memmix.training.experiments.common.plots import bars, figure_of, save, styles_of
 from hf_memmix.training.experiments.common.rates import chosen_rows
-from hf_memmix.training.experiments.common.report import mean_of_rows, rate_text
 
 SAME_IN_RECALL = ("gdn", "gla", "delta")
 
@@ -46,13 +46,26 @@ def with_rows_of_size_64(results: dict, grid: dict, recall: dict) -> dict:
     return results | {"rows": rows}
 
 
+def cell_text(tried: list[dict], chosen: list[dict]) -> str:
+    """The mean at the chosen rate with its seeds, and the first seed at each other rate; "" without rows."""
+    if not chosen:
+        return ""
+    lr, rates = chosen[0]["lr"], sorted({row["lr"] for row in tried if row["seed"] == 0})
+    place = "only rate" if len(rates) == 1 else {rates[0]: "smallest", rates[-1]: "largest"}.get(lr, "inside")
+    seeds = f"{len(chosen)} seed" + "s" * (len(chosen) > 1)
+    mean = spread_text([100 * row["accuracy"] for row in chosen], 1)
+    of_rate = {row["lr"]: row["accuracy"] for row in tried if row["seed"] == 0}
+    others = [f"{100 * of_rate[rate]:.1f} at {rate:g}" for rate in rates if rate != lr]
+    return "; ".join([f"**{mean}** at {lr:g} ({place}, {seeds})", *others])
+
+
 def joined(files: list[dict]) -> dict:
     """The results of one file, or those of `with_rows_of_size_64` from three."""
     return files[0] if len(files) == 1 else with_rows_of_size_64(*files)
 
 
 def section(files: list[dict]) -> str:
-    """One table per length and number of pairs: the accuracy of each model at each size, its rate and its memory.
+    """One table per length and number of pairs: the accuracy of each model at each size, its rates and its memory.
 
     Args:
         files: as in `joined`.
@@ -67,15 +80,16 @@ def section(files: list[dict]) -> str:
                 chosen = chosen_rows(rows, **of)
                 tried = [row for row in rows if matches(row, of)]
                 memory = next((bytes_text(row["state_bytes"]) for row in tried if "state_bytes" in row), "")
-                rate = f" at {rate_text(tried, chosen[0]['lr'])}" if chosen else ""
-                cells += [memory, mean_of_rows(chosen, "accuracy", 1, scale=100) + rate if chosen else ""]
+                cells += [memory, cell_text(tried, chosen)]
             lines.append([model, *cells])
         head = [name for size in sizes for name in ("state per layer", f"size {size}")]
         tables.append(f"{length} tokens, {pairs} pairs:\n\n" + markdown_table(["model", *head], lines))
     own = results["settings"]
     caption = (
-        f"Accuracy in percent after at most {own['tokens'] / 1e6:.0f}M tokens, and the learning rate, {own['layers']}"
-        f" layers with {own['heads']} heads; (edge): no larger or no smaller rate was tried. {measured_at(results)}."
+        f"Accuracy in percent after at most {own['tokens'] / 1e6:.0f}M tokens, {own['layers']} layers with"
+        f" {own['heads']} heads. Bold: at the learning rate with the lowest development loss, which is the smallest or"
+        " the largest of those that were tried, or inside; then the other rates, with the first seed."
+        f" {SPREAD_NOTE} {measured_at(results)}."
     )
     return "\n\n".join([*tables, caption])
 

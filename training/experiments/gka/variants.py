@@ -197,7 +197,7 @@ def main(args) -> None:
     check_names("--tasks", args.tasks, TASKS)
     check_names("--variants", args.variants, VARIANTS)
     results = execute("gka_variants", __file__, args, rows_to_run, **describe_training_text(args.text))
-    draw_if_asked(args, plot, results)
+    draw_if_asked(args, lambda found, path: plot([found], path), results)
 
 
 if __name__ == "__main__":

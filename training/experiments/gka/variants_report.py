@@ -23,6 +23,8 @@ IN_PAPER = {
     "attention second and last": 64.56,
 }
 
+FIRST = ("s = D", "s = D/2", "s = D/4")  # the first lines of every table and plot
+
 
 def panels_of(results: dict) -> dict[str, list[dict]]:
     """The rows that learnt something, by the column of the table in which they stand."""
@@ -71,17 +73,51 @@ def with_recall_rows(grid: dict, recall: dict) -> dict:
     return grid | {"rows": [*grid["rows"], *rows], "settings": settings}
 
 
+def joined(files: list[dict]) -> dict:
+    """The results of one file, or those of `with_recall_rows` from two; GKA and its sketches come first."""
+    results = files[0] if len(files) == 1 else with_recall_rows(*files)
+    names = results["settings"]["variants"]
+    first = [name for name in FIRST if name in names]
+    variants = [*first, *(name for name in names if name not in first)]
+    return results | {"settings": results["settings"] | {"variants": variants}}
+
+
 def distance(rows: list[dict], plain: dict[int, dict]) -> str:
     """By how many percent the perplexity of a variant is above that of GKA at the same seeds; "" without them."""
     return "" if rows[0]["variant"] == "s = D" else above(rows, [*plain.values()])
 
 
-def section(results: dict) -> str:
-    """One table per task and length, with a caption below all of them."""
+def by_seed(rows: list[dict]) -> str:
+    """The figure of each seed, in the order of the seeds."""
+    key, digits, scale = figure_key(rows[0])
+    ordered = sorted(rows, key=lambda row: row["seed"])
+    return ", ".join(f"{scale * row[key]:.{digits}f}" for row in ordered)
+
+
+def means_of_sketches(files: list[dict]) -> dict[str, list[str]]:
+    """The mean of each file's figure with its deviation, as text, without a sketch and with each one."""
+    found: dict[str, list[str]] = {name: [] for name in FIRST}
+    for results in files:
+        for name, cells in found.items():
+            rows = [row for row in results["rows"] if row.get("finite") and row["variant"] == name]
+            cells.append(mean_of_rows(rows, *figure_key(rows[0])))
+    return found
+
+
+def section(files: list[dict]) -> str:
+    """One table per task and length, with a caption below all of them. files: as in `joined`."""
+    results = joined(files)
     own, tables = results["settings"], []
     for name, rows in panels_of(results).items():
         recall = rows[0]["task"] == "recall"
-        head = ["variant", "rate", name, "at chance, %" if recall else "largest gradient", "state per layer"]
+        head = [
+            "variant",
+            "rate",
+            name,
+            "each seed",
+            "at chance, %" if recall else "largest gradient",
+            "state per layer",
+        ]
         head, lines = head + ["above s = D", "paper"] * (not recall), []
         plain = {row["seed"]: row for row in rows if row["variant"] == "s = D"}
         for variant in own["variants"]:
@@ -93,7 +129,7 @@ def section(results: dict) -> str:
             spread = spread_text(beside, 0 if recall else 2)
             paper = [] if recall else [distance(found, plain), IN_PAPER.get(variant, "")]
             mean = mean_of_rows(found, *figure_key(found[0]))
-            lines.append([variant, f"{found[0]['lr']:g}", mean, spread, sizes, *paper])
+            lines.append([variant, f"{found[0]['lr']:g}", mean, by_seed(found), spread, sizes, *paper])
         tables.append(markdown_table(head, lines))
     failed = [row for row in results["rows"] if "error" in row or row.get("finite") is False]
     names = ", ".join(f"{row['variant']} ({row['task']}, seed {row['seed']})" for row in failed)
@@ -109,8 +145,9 @@ def section(results: dict) -> str:
     return "\n\n".join([*tables, caption + (f" Failed: {names}." if names else "")])
 
 
-def plot(results: dict, path: str | Path) -> None:
-    """Plot the figure of every variant, one panel per task and length with its own variants."""
+def plot(files: list[dict], path: str | Path) -> None:
+    """Plot the figure of every variant, one panel per task and length with its own variants. files: as in `joined`."""
+    results = joined(files)
     panels = panels_of(results)
     figure, axes = figure_of(len(panels), measured_at(results))
     most = 0

@@ -1,6 +1,7 @@
 """Classifiers of small grey images: the data, one training, and its accuracy. Shared by the scripts of this folder."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,10 +38,16 @@ def measure(model: nn.Module, images: Tensor, labels: Tensor, use_autocast: bool
     return F.cross_entropy(logits, labels).item(), (logits.argmax(-1) == labels).float().mean().item()
 
 
-def trained(row: dict, args, digits: dict[str, tuple[Tensor, Tensor]]) -> tuple[nn.Module, dict]:
+def trained(
+    row: dict,
+    args,
+    digits: dict[str, tuple[Tensor, Tensor]],
+    before_step: Callable[[nn.Module, int], None] | None = None,
+) -> tuple[nn.Module, dict]:
     """Train the model of a row on the part "train" of `digits`; returns it and the result of `fit` with its size.
 
-    row: `{"model", "lr", "seed"}`. args: `steps`, `batch_size` and what `fit` reads.
+    row: `{"model", "lr", "seed"}`. args: `steps`, `batch_size` and what `fit` reads. `before_step` is called with the
+    model and the number of steps so far.
     """
     common = {"image_size": (SIZE + 2 * PADDING) * ENLARGED, "num_channels": 1, "num_labels": CLASSES}
     model = build(row["model"], SMALL, row["seed"], **common).to(device())
@@ -48,6 +55,8 @@ def trained(row: dict, args, digits: dict[str, tuple[Tensor, Tensor]]) -> tuple[
     stream = torch.Generator(device()).manual_seed(row["seed"])
 
     def batch_of(step):
+        if before_step is not None:
+            before_step(model, step)
         index = torch.randint(len(images), (args.batch_size,), generator=stream, device=images.device)
         return enlarged(shifted(images[index, 0], PADDING, -1.0, stream)[:, None]), labels[index]
 

@@ -285,8 +285,8 @@ def short_table(results: dict) -> str:
     tokens = tokens_of(results) / 1e6
     return (
         markdown_table(head, lines)
-        + f"\n\nExact answers in % by length in tokens. State: what does not grow with the context, of all layers together;"
-        f" the cache of kept layers comes on top. A transformer of {layers} layers; every student was trained on"
+        + "\n\nExact answers in % by length in tokens. State: what does not grow with the context, of all layers"
+        f" together; the cache of kept layers comes on top. A transformer of {layers} layers; every student was trained on"
         f" {tokens:.1f}M tokens. {SPREAD_NOTE} {measured_at(results)}."
     )
 

@@ -286,8 +286,8 @@ def short_table(results: dict) -> str:
     return (
         markdown_table(head, lines)
         + "\n\nExact answers in % by length in tokens. State: what does not grow with the context, of all layers"
-        f" together; the cache of kept layers comes on top. A transformer of {layers} layers; every student was trained"
-        f" on {tokens:.1f}M tokens. {SPREAD_NOTE} {measured_at(results)}."
+        f" together; the cache of kept layers comes on top. A transformer of {layers} layers; every student was"
+        f" trained on {tokens:.1f}M tokens. {SPREAD_NOTE} {measured_at(results)}."
     )
 
 

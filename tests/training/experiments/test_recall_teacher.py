@@ -414,8 +414,8 @@ def test_the_tables_and_the_plot_hold_all_students(tmp_path: Path):
     results["rows"].append(aligned("gka", ranking={"layers": [{}] * 4}))
     short = report.short_table(results)
     assert "A transformer of 4 layers" in short
-    assert "| the transformer itself | all |" in short
-    assert "| `gka` | 0 | 70 ± 14 |" in short
+    assert "| the transformer itself | all | grows |" in short
+    assert "| `gka` | 0 | 2.0 KiB | 70 ± 14 |" in short
     assert "| `gla`" not in short
     report.plot(results, tmp_path / "grid.png")
     assert (tmp_path / "grid.png").stat().st_size > 1000
@@ -495,20 +495,21 @@ def test_the_summary_holds_the_teacher_both_trainings_and_the_control():
         "distill": {"tokens": 5e6},
         "heldout_ppl_ratio": 1.5,
         "recall": rows[2]["recall"],
+        "state_bytes": 3072,
     }
     gla = longer | {"heldout_ppl_ratio": 1.75}
     raised = {"raised": longer, "raised_long": longer, "raised_gla": gla}
     lines = summary.summary_table(results, raised).splitlines()
-    starts = ["| the transformer |  | 1 |  | 100 |  | 100 |  |"]
-    starts += [f"| `gka`, {kept} | 3.0M | 1.100 |  | {share} |" for kept, share in (
+    starts = ["| the transformer | grows |  | 1 |  | 100 |  | 100 |  |"]
+    starts += [f"| `gka`, {kept} | 2.0 KiB | 3.0M | 1.100 |  | {share} |" for kept, share in (
         ("3 layers keep attention", 90), ("1 layer, chosen by `memmix select`", 70)
     )]  # fmt: skip
-    starts += ["| `gka`, none | 3.0M | 1.100 ± 0.000 |  | 38 ± 18 |"]
-    starts += ["| `gka` without its ridge regression, none, trained to recall | 6.0M | 1.750 |  | 90 |"]
-    starts += ["| `gka`, none, trained to recall | 6.0M | 1.500 |  | 90 |"] * 2
+    starts += ["| `gka`, none | 2.0 KiB | 3.0M | 1.100 ± 0.000 |  | 38 ± 18 |"]
+    starts += ["| `gka` without its ridge regression, none, trained to recall | 3.0 KiB | 6.0M | 1.750 |  | 90 |"]
+    starts += ["| `gka`, none, trained to recall | 3.0 KiB | 6.0M | 1.500 |  | 90 |"] * 2
     starts += [
-        "| only the last 64 tokens (control), 3 layers | 3.0M |  |  |  |",
-        "| only the last 64 tokens (control), none | 3.0M | 1.100 |  | 20 |",
+        "| only the last 64 tokens (control), 3 layers |  | 3.0M |  |  |  |",
+        "| only the last 64 tokens (control), none | 2.0 KiB | 3.0M | 1.100 |  | 20 |",
     ]
     assert all(line.startswith(start) for line, start in zip(lines[2:], starts, strict=False)), lines
     assert len(starts) == 9 and lines[11] == ""

@@ -277,15 +277,17 @@ def short_table(results: dict) -> str:
             continue
         shares = [share_text(rows, task, length) for task, length in columns]
         kept = "all" if keep is None else f"{keep}, by `select`" if how == "select" else str(keep)
-        lines.append([name if keep is None else f"`{name}`", kept, *shares])
-    head = ["mixer", "layers that keep attention"]
+        state = "grows" if keep is None else bytes_text(rows[0]["state_bytes"])
+        lines.append([name if keep is None else f"`{name}`", kept, state, *shares])
+    head = ["mixer", "layers that keep attention", "state"]
     head += [f"{PROBES[task][2]}, {length}" for task, length in columns]
     layers = max((len(row["ranking"]["layers"]) for row in results["rows"] if row.get("ranking")), default=0)
     tokens = tokens_of(results) / 1e6
     return (
         markdown_table(head, lines)
-        + f"\n\nExact answers in % by length in tokens. A transformer of {layers} layers; every student was trained on"
-        f" {tokens:.1f}M tokens. {SPREAD_NOTE} {measured_at(results)}."
+        + "\n\nExact answers in % by length in tokens. State: what does not grow with the context, of all layers"
+        f" together; the cache of kept layers comes on top. A transformer of {layers} layers; every student was"
+        f" trained on {tokens:.1f}M tokens. {SPREAD_NOTE} {measured_at(results)}."
     )
 
 

@@ -1,6 +1,6 @@
 """The recall of a few students in one table, for readers of the project's README."""
 
-from hf_memmix.conversion.records import markdown_table
+from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.report import mean_of_rows
@@ -29,19 +29,28 @@ def summary_table(grid: dict, raised: dict[str, dict]) -> str:
 
     raised: by the names in `RAISED`.
     """
-    head = ["student", "training tokens", "perplexity ratio", *(f"{PROBES[task][2]}, {n}" for task, n in CELLS)]
+    head = [
+        "student",
+        "state",
+        "training tokens",
+        "perplexity ratio",
+        *(f"{PROBES[task][2]}, {n}" for task, n in CELLS),
+    ]
     teacher = [row for row in grid["rows"] if row["stage"] == "teacher" and "recall" in row]
-    lines = [["the transformer", "", "1", *_shares(teacher)]]
+    lines = [["the transformer", "grows", "", "1", *_shares(teacher)]]
     for name, key in STUDENTS.items():
         rows = groups(grid).get(key, [])
         ratio = mean_of_rows(rows, "heldout_ppl_ratio", 3).removesuffix(" (1 seed)")
-        lines.append([name, f"{tokens_of(grid) / 1e6:.1f}M", ratio, *_shares(rows)])
+        state = bytes_text(rows[0]["state_bytes"]) if rows else ""
+        lines.append([name, state, f"{tokens_of(grid) / 1e6:.1f}M", ratio, *_shares(rows)])
         if name == AFTER:
             for run, title in RAISED.items():
                 ratio = f"{raised[run]['heldout_ppl_ratio']:.3f}"
-                lines.append([title, f"{tokens_read(raised[run]) / 1e6:.1f}M", ratio, *_shares([raised[run]])])
+                state = bytes_text(raised[run]["state_bytes"])
+                lines.append([title, state, f"{tokens_read(raised[run]) / 1e6:.1f}M", ratio, *_shares([raised[run]])])
     return (
         f"{markdown_table(head, lines, figures=True)}\n\nExact answers in % by the length of the context in tokens."
+        " State: what does not grow with the context, of all layers together; the cache of kept layers comes on top."
         f" Control: attention over the last 64 tokens in all layers that are not kept. {SPREAD_NOTE} Without it: one"
         f" seed. {measured_at(grid)}."
     )

@@ -16,6 +16,7 @@ from hf_memmix.conversion.records import markdown_table
 
 CARDS = Path(__file__).parent
 VARIANTS = {"metrics": "bundled", "metrics_pure": "pure"}
+PROBES = {"niah": "needle", "mqar": "MQAR, full"}
 
 
 def card(folder: Path) -> str:
@@ -56,6 +57,12 @@ def card(folder: Path) -> str:
         for name, run in runs.items()
         for stage in run["stages"]
     ]
+    lengths = sorted({row["length"] for row in main["recall"]["words"]})
+    recall = [
+        [task, name, *(f"{100 * row[who]:.1f}" for row in run["recall"]["words"] if row["task"] == key)]
+        for key, task in PROBES.items()
+        for name, run, who in (("teacher", main, "teacher"), *((name, run, "student") for name, run in runs.items()))
+    ]
     content = ModelCard.from_template(
         data,
         template_path=str(CARDS / "template.md"),
@@ -72,6 +79,7 @@ def card(folder: Path) -> str:
             ["model", "attention layers", "perplexity", "ratio", "same token", "KL"], evaluation
         ),
         training=markdown_table(["model", "stage", "steps", "tokens", "last loss", "time"], training),
+        recall=markdown_table(["probe", "model", *(f"{length} tokens" for length in lengths)], recall),
         layer_kl=", ".join(map(str, main["layer_kl"])),
         **{key: main[key] for key in ("device", "torch", "transformers")},
     ).content

@@ -48,14 +48,26 @@ def test_metadata_name_the_task_and_the_measured_perplexity(card, metrics):
 
 
 def test_figures_in_the_text_are_the_recorded_ones(card, metrics):
-    tokens, heldout = metrics["tokens"], metrics["heldout"]
-    last, best = metrics["epochs"][-1], metrics["epochs"][metrics["best_epoch"] - 1]
+    tokens, heldout, stages = metrics["tokens"], metrics["heldout"], metrics["selection"]["stages"]
+    first, last = read("first_training"), metrics["epochs"][-1]
+    assert metrics["best_epoch"] == last["epoch"] == len(metrics["epochs"])
     expected = [f"{metrics['parameters']:,}", f"{tokens['train']:,}", f"{tokens['heldout']:,}"]
     expected += [f"{metrics['bytes_per_token']} bytes", f"| {heldout['loss']} | {heldout['perplexity']} |"]
-    expected += [f"dev loss is {best['dev_loss']}, at epoch {last['epoch']} it is {last['dev_loss']}"]
+    expected += [f"At epoch {last['epoch']} of {metrics['arguments']['epochs']} the dev loss is {last['dev_loss']}"]
+    records = {"first": first, "low": read("bundled_run_low"), "on": metrics}
+    for stage in stages:
+        record = records[stage["name"]]
+        best = record["epochs"][record["best_epoch"] - 1]
+        assert [stage[key] for key in ("passes", "planned_passes", "kept_pass", "dev_loss")] == [
+            len(record["epochs"]),
+            record["arguments"]["epochs"],
+            record["best_epoch"],
+            best["dev_loss"],
+        ]
+        expected.append(f"| {stage['dev_loss']} | {record['wall_seconds']:.0f} s")
     expected += [f"{metrics['text']['files']['heldout.txt']['13_gram_overlap_with_train']:.2%}".replace("%", " %")]
-    runs = [run for run in metrics["selection"]["runs"] if run["text"] == "all sources"]
-    assert min(runs, key=lambda run: run["dev_loss"])["dev_loss"] == best["dev_loss"]
+    runs = [run for run in first["selection"]["runs"] if run["text"] == "all sources"]
+    assert min(run["dev_loss"] for run in runs) == stages[0]["dev_loss"]
     expected += [f"{run['dev_loss']:.4f}" for run in runs]
     assert [figure for figure in expected if figure not in card.text] == []
 

@@ -1,9 +1,9 @@
 """`make demo`: converts, trains and measures the bundled transformer, offline, on a CPU.
 
-It converts the bundled transformer to GKA, aligns and distils it briefly on the bundled text, and measures both
-models: perplexity and agreement on held-out text, recall by length, bytes of the cache and time per token by context
-length, and generated text. It writes `results.json`, `plot.png` and the checkpoint `student/`, and loads this
-checkpoint in a new Python process. To change learning rates or steps, compare with `--text
+It converts the bundled transformer to GKA, aligns and distils it briefly on the bundled text and on drills of recall,
+and measures both models: perplexity and agreement on held-out text, recall by length, bytes of the cache and time per
+token by context length, and generated text. It writes `results.json`, `plot.png` and the checkpoint `student/`, and
+loads this checkpoint in a new Python process. To change learning rates or steps, compare with `--text
 hf_memmix/assets/dev.txt`: the held-out text must not be used for choices.
 """
 
@@ -92,7 +92,7 @@ def run_demo(
     block_size: int = 256,
     text: Path | None = None,
     teacher_folder: Path | None = None,
-    drills: bool = False,
+    drills: bool = True,
     text_tokens: int = 20_000,
     probe_lengths: tuple[int, ...] = PROBE_LENGTHS,
     probe_samples: int = 2,
@@ -187,6 +187,7 @@ def run_demo(
         "text": text_record(text),
         "quality": quality,
         "recall": {"samples": probe_samples, "rows": recall},
+        "drills": drills,
         "stages": stages,
         "context_cost": cost,
         "prompt": prompt,
@@ -302,9 +303,7 @@ def main(
     distill_steps: Annotated[int, typer.Option(help="steps of distillation")] = 100,
     text: Annotated[Path | None, typer.Option(help="text of the comparison; the held-out text by default")] = None,
     teacher: Annotated[Path | None, typer.Option(help="folder of another transformer than the bundled one")] = None,
-    drills: Annotated[
-        bool, typer.Option("--drills", help="train on drills of recall, too, for a transformer that recalls")
-    ] = False,
+    drills: Annotated[bool, typer.Option(help="train on drills of recall, too")] = True,
 ) -> None:
     """Convert, align, distil and measure the bundled transformer."""
     console = Console()

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, layers_to_keep, load_model, report, save_student
 from hf_memmix.conversion.plan import take_mixers
-from hf_memmix.conversion.records import bytes_text, write_json
+from hf_memmix.conversion.records import bytes_text, commit, write_json
 from hf_memmix.conversion.saving import check_target
 from hf_memmix.training.bundled.recall import drill_rows, material_of, measure_recall
 from hf_memmix.training.data import TokenBlocks, tokenize_files
@@ -128,6 +128,7 @@ def main(
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "commit": commit(),
         "seconds": round(time.monotonic() - started, 1),
     }
     write_json(out / "metrics.json", metrics)

@@ -14,12 +14,26 @@ With `--drills`, every window of text has a row of drills of recall beside it (d
 text plus that of the answers. After the short epochs the answers may weigh less, and only every `--drill-every`-th
 window has drills. The epoch with the lowest sum of both losses on the development text is kept. `--start` trains on
 from the weights and the tokenizer of an earlier run, not from its optimizer and its place in the text; with the same
-`--seed` it sees the same batches again, so give another one. The recipe of the run `low` in README.md:
+`--seed` it sees the same batches again, so give another one.
 
-    python -m hf_memmix.training.bundled.pretrain_teacher --train ... --start hf_memmix/assets/tiny_teacher --drills \\
-        --muon-lr 0.005 --lr 0.00075 --weight-decay 0.3 --epochs 7 --short-context 256 --short-epochs 2 \\
-        --drill-every 4 --answer-weight 0.3 --dev-samples 2 --probe-every 4 --samples 0 --patience 99 --workers 2 \\
-        --compile
+The bundled weights come from three stages. The command above, 28 epochs of text without drills, made the first bundled
+transformer. The run `low` of README.md trained it on:
+
+    python -m hf_memmix.training.bundled.pretrain_teacher --train ... --start .scratch/teacher/model --drills \\
+        --out .scratch/teacher/low --muon-lr 0.005 --lr 0.00075 --weight-decay 0.3 --epochs 7 --short-context 256 \\
+        --short-epochs 2 --drill-every 4 --answer-weight 0.3 --dev-samples 2 --probe-every 4 --samples 0 \\
+        --patience 99 --workers 2 --compile
+
+It was stopped by the time limit of its job: the weights are those after 4 of its 7 epochs, so stop it there. The run
+`on` went on from them, with `--seed 1`, and its 24 epochs ended before its time limit:
+
+    python -m hf_memmix.training.bundled.pretrain_teacher --train ... --start .scratch/teacher/low --drills \\
+        --out .scratch/teacher/on --seed 1 --muon-lr 0.003 --lr 0.00045 --weight-decay 0.3 --short-epochs 0 \\
+        --epochs 24 --seconds 166 --drill-every 4 --answer-weight 0.3 --dev-samples 2 --probe-every 3 --samples 0 \\
+        --patience 99 --workers 3 --compile
+
+The weights repeat only nearly: a GPU adds in another order each time, and the rates of `on` followed the clock for as
+long as the compilation made it run ahead of the steps (about the first ten epochs).
 """
 
 import contextlib
@@ -49,7 +63,7 @@ from transformers import (
 )
 
 from hf_memmix.conversion import load_model
-from hf_memmix.conversion.records import hardware, write_json
+from hf_memmix.conversion.records import commit, hardware, write_json
 from hf_memmix.training.bundled.drills import losses_of_drills
 from hf_memmix.training.bundled.language_model import (
     decay_matrices,
@@ -366,6 +380,7 @@ def train(args: SimpleNamespace) -> dict:
         "bytes_per_token": round(len(texts["train"].encode()) / len(ids["train"]), 3),
         "hardware": hardware(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "commit": commit(),
         "steps": [],
         "epochs": [],
     }

@@ -1,27 +1,29 @@
-"""The tables about the candidates for the next bundled transformer: recall by length, runs, and predictions."""
+"""The tables about the bundled transformer: recall by length, the runs that led to it, and the predictions."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 from hf_memmix.conversion.records import markdown_table
-from hf_memmix.training.bundled.demo import recall_rows
 from hf_memmix.training.bundled.versions import as_sentence
-from hf_memmix.training.documents.measurements import MEASUREMENTS, read
+from hf_memmix.training.documents.measurements import CARDS, MEASUREMENTS, read
 
 TASKS = {"niah": "needle", "mqar": "MQAR, full", "kv": "dictionary", "variables": "two hops"}
+STUDENTS = {"`tiny_gka`": "metrics", "tiny_gka, pure": "metrics_pure"}
 CANDIDATES = {
     "first run": "candidate_recall",
     "third run": "bundled_run_muon_recall",
     "fourth run": "bundled_run_low_recall",
 }
-RUNS = {"third, Muon": "muon", "third, AdamW": "adam", "fourth": "mild", "fourth, half rates": "low"}
-OPEN = (
-    (7, "the student", ""),
-    (13, "more drills with AdamW", "at least +1 % perplexity"),
-    (17, "the fifth run", ""),
-    (18, "its students", ""),
-)
+RUNS = {
+    "third, Muon": "muon",
+    "third, AdamW": "adam",
+    "fourth": "mild",
+    "fourth, half rates": "low",
+    "fifth (bundled)": "on",
+}
+OPEN = ((7, "the first candidate's student", ""), (13, "more drills with AdamW", "at least +1 % perplexity"))
 Recall = dict[str, list[dict]]
 
 
@@ -31,27 +33,60 @@ def share(recall: Recall, words: str, task: str, length: int, name: str = "teach
     return None if row.get(name) is None else 100 * row[name]
 
 
-def bundled_recall_table(root: Path) -> str:
-    """One line per probe and model: the bundled transformer, and the candidates, two with unseen words, too."""
-    bundled = read("bundled_recall", root)
-    found = {run: read(name, root) for run, name in CANDIDATES.items()}
-    models = [("bundled", bundled, "words"), *((run, measured, "words") for run, measured in found.items())]
-    models += [(f"{run}, unseen words", found[run], "unseen") for run in ("first run", "fourth run")]
-    lengths = sorted({row["length"] for row in bundled["recall"]["words"]})
+def students(root: Path) -> dict[str, dict]:
+    """The measurements of the bundled student and of the one without attention layers, by their names in tables."""
+    folder = root / CARDS / "tiny_gka"
+    return {title: json.loads((folder / f"{name}.json").read_text()) for title, name in STUDENTS.items()}
+
+
+def recall_by_length(models: list[tuple[str, Recall, str, str]]) -> str:
+    """One line per probe and model: (name, recall, its words, whose share), exact answers by length."""
+    lengths = sorted({row["length"] for row in models[0][1]["words"]})
     rows = [
-        [title, name, *(f"{share(measured['recall'], words, task, length):.1f}" for length in lengths)]
+        [title, name, *(f"{share(recall, words, task, length, who):.1f}" for length in lengths)]
         for task, title in TASKS.items()
-        for name, measured, words in models
+        for name, recall, words, who in models
     ]
-    head = ["exact answers, %", "model", *(f"{length} tokens" for length in lengths)]
-    first = read("candidate_training", root)
-    perplexities = ", ".join(f"{run} {measured['heldout']['perplexity']:.2f}" for run, measured in found.items())
+    return markdown_table(["exact answers, %", "model", *(f"{length} tokens" for length in lengths)], rows)
+
+
+def bundled_recall_table(root: Path) -> str:
+    """The first bundled transformer, today's, with unseen words, too, and its two students."""
+    first, bundled, converted = read("first_recall", root), read("bundled_recall", root), students(root)
+    models = [
+        ("the first one", first["recall"], "words", "teacher"),
+        ("bundled", bundled["recall"], "words", "teacher"),
+    ]
+    models += [(name, metrics["recall"], "words", "student") for name, metrics in converted.items()]
+    models += [("bundled, unseen words", bundled["recall"], "unseen", "teacher")]
+    models += [
+        (f"{name}, unseen words", metrics["recall"], "unseen", "student") for name, metrics in converted.items()
+    ]
+    ratios = ", ".join(f"{name} {metrics['heldout']['ppl_ratio']:.3f}" for name, metrics in converted.items())
     return (
-        markdown_table(head, rows)
-        + f"\n\nHeld-out perplexity: bundled {bundled['heldout']['perplexity']:.2f}, {perplexities}. The first "
-        f"candidate read {first['tokens_seen'] / 1e6:.0f}M tokens, half of them text, in {len(first['epochs'])} "
-        f"passes; pass {first['best_epoch']} was kept. {first['wall_seconds']:.0f} s on one {first['hardware']} "
-        f"that other runs shared. One seed; {bundled['samples']} probes per length and depth." + as_sentence(bundled)
+        recall_by_length(models)
+        + f"\n\nHeld-out perplexity: the first one {first['heldout']['perplexity']:.2f}, bundled "
+        f"{bundled['heldout']['perplexity']:.2f}. Ratio of the students to it: {ratios}. One seed each; "
+        f"{bundled['samples']} probes per length and depth; {bundled['environment']['hardware']}, commit "
+        f"{bundled['environment']['commit']}." + as_sentence(bundled)
+    )
+
+
+def bundled_candidates_table(root: Path) -> str:
+    """Recall of the candidates that are not bundled, of two with unseen words, too."""
+    found, first = {run: read(name, root) for run, name in CANDIDATES.items()}, read("candidate_training", root)
+    models = [(run, measured["recall"], "words", "teacher") for run, measured in found.items()]
+    models += [
+        (f"{run}, unseen words", found[run]["recall"], "unseen", "teacher") for run in ("first run", "fourth run")
+    ]
+    perplexities = ", ".join(f"{run} {measured['heldout']['perplexity']:.2f}" for run, measured in found.items())
+    (samples,) = {measured["samples"] for measured in found.values()}
+    return (
+        recall_by_length(models)
+        + f"\n\nHeld-out perplexity: {perplexities}. The first candidate read {first['tokens_seen'] / 1e6:.0f}M "
+        f"tokens, half of them text, in {len(first['epochs'])} passes; pass {first['best_epoch']} was kept. "
+        f"{first['wall_seconds']:.0f} s on one {first['hardware']} that other runs shared. One seed; {samples} "
+        "probes per length and depth."
     )
 
 
@@ -68,12 +103,12 @@ def dev_share(run: dict, task: str) -> str:
 
 def perplexity_of(name: str, root: Path) -> str:
     """The held-out perplexity of a candidate, "" if it was not measured."""
-    measured = f"bundled_run_{name}_recall"
+    measured = "bundled_recall" if name == "on" else f"bundled_run_{name}_recall"
     return f"{read(measured, root)['heldout']['perplexity']:.2f}" if measured in MEASUREMENTS else ""
 
 
 def bundled_runs_table(root: Path) -> str:
-    """One line per candidate of the third run and the later ones."""
+    """One line per candidate of the third run and the later ones; the last one is bundled."""
     rows = []
     for title, name in RUNS.items():
         run = read(f"bundled_run_{name}", root)
@@ -91,51 +126,34 @@ def bundled_runs_table(root: Path) -> str:
         )
     head = ["run", "optimizer", "weight of answers", "decay", "passes", "tokens", "seconds of a step"]
     head += ["loss of text", "loss of answers", "needle, %", "MQAR, %", "held-out perplexity"]
-    commits = {read(f"bundled_run_{name}_recall", root)["environment"]["commit"]: None for name in ("muon", "low")}
+    measured = ("bundled_run_muon_recall", "bundled_run_low_recall", "bundled_recall")
+    commits = [read(name, root)["environment"]["commit"] for name in measured]
     return (
         markdown_table(head, rows)
-        + "\n\nLosses, needles and MQAR: development text, at 1024 tokens. The two candidates of a run shared an "
-        "NVIDIA H200, in both runs with other programs, too; the time of a step includes this. One seed each. "
+        + "\n\nLosses, needles and MQAR: development text, at 1024 tokens. The two candidates of the third and of "
+        "the fourth run shared an NVIDIA H200, with other programs, too, and the fifth run had one for itself; the "
+        "time of a step includes this. The fourth run trains the first bundled transformer on, and the fifth run the "
+        "candidate with half rates. One seed each. "
         f"Commit {', '.join(commits)}."
     )
 
 
 def step_seconds(run: dict) -> float:
     """Median seconds of a step with the longest windows, between two rows of the record within a pass."""
-    begins = [row["step"] for row in run["epochs"]]
+    begins, short = [row["step"] for row in run["epochs"]], run["arguments"]["short_epochs"]
+    first = begins[short - 1] if short else 0
     gaps = [
         (b["seconds"] - a["seconds"]) / (b["step"] - a["step"])
         for a, b in pairwise(run["steps"])
-        if a["step"] >= begins[run["arguments"]["short_epochs"] - 1]
-        and not any(a["step"] < s <= b["step"] for s in begins)
+        if a["step"] >= first and not any(a["step"] < s <= b["step"] for s in begins)
     ]
     return median(gaps)
-
-
-def bundled_demo_table(root: Path) -> str:
-    """What the demo shows if the candidate takes the place of the bundled transformer."""
-    results = read("demo_candidate", root)
-    quality, stages = results["quality"], {stage["stage"]: stage["steps"] for stage in results["stages"]}
-    layers = f"{results['student']['converted_layers']} of {results['student']['layers']} layers"
-    rows = [["held-out perplexity", f"{quality['teacher_ppl']:.2f}", f"{quality['student_ppl']:.2f}"]]
-    rows += [
-        ["same most likely token", "", f"{100 * quality['top1_agreement']:.1f} %"],
-        *recall_rows(results["recall"]),
-    ]
-    needles = next(row["answers"] for row in results["recall"]["rows"] if row["task"] == "niah")
-    return (
-        markdown_table(["", "candidate", f"GKA, {layers}"], rows)
-        + f"\n\n{stages['align']} steps of `align` and {stages['distill']} of `distill`, half of the rows drills, in "
-        f"{results['seconds']['align'] + results['seconds']['distill']:.0f} s on a CPU that other programs used, too. "
-        f"Perplexity in windows of 256 tokens; {needles} needles per length; transformer of sha256 "
-        f"{results['teacher']['sha256'][:12]}."
-    )
 
 
 def bundled_predictions_table(root: Path) -> str:
     """What became of the predictions in training/bundled/README.md (1 to 7: the first run)."""
     bundled, candidate, run, context = (
-        read(name, root) for name in ("bundled_recall", "candidate_recall", "candidate_training", "candidate_context")
+        read(name, root) for name in ("first_recall", "candidate_recall", "candidate_training", "candidate_context")
     )
     own, theirs = candidate["recall"], bundled["recall"]
 
@@ -157,14 +175,14 @@ def bundled_predictions_table(root: Path) -> str:
             rows.append([2, f"{TASKS[task]} at {length}", f"at least {bound} %", f"{found:.1f} %", found >= bound])
     unseen, hops, lines = of("mqar", 256, "unseen"), of("variables", 1024), of("kv", 256)
     rows += [
-        [3, "the bundled one, best of these", "at most 3 %", f"{worst:.1f} %", worst <= 3],
+        [3, "the first bundled one, best of these", "at most 3 %", f"{worst:.1f} %", worst <= 3],
         [4, "needle at 256, unseen words lose", "at most 20 points", f"{lost:.1f} points", lost <= 20],
         [4, "MQAR at 256, unseen words", "30 to 80 %", f"{unseen:.1f} %", 30 <= unseen <= 80],
         [5, "two hops at 1024", "30 to 70 %", f"{hops:.1f} %", 30 <= hops <= 70],
         [5, "dictionary at 256", "at least 80 %", f"{lines:.1f} %", lines >= 80],
         [6, "perplexity, 64 instead of 512 tokens", "at least +2 %", f"{100 * (ratio - 1):+.1f} %", ratio >= 1.02],
     ]
-    rows += [*later_predictions(root), *predictions_of_the_fourth_run(root)]
+    rows += [*later_predictions(root), *predictions_of_the_fourth_run(root), *predictions_of_the_fifth_run(root)]
     rows = [[*row[:-1], {True: "right", False: "missed", None: "open"}[row[-1]]] for row in rows]
     for number, what, expected in OPEN:
         rows.append([number, what, expected, "", "open"])
@@ -210,7 +228,7 @@ def later_predictions(root: Path) -> list[list]:
 
 
 def predictions_of_the_fourth_run(root: Path) -> list[list]:
-    """The rows of the predictions about the run that trained the bundled transformer on."""
+    """The rows of the predictions about the run that trained the first bundled transformer on."""
     low, mild = (read(f"bundled_run_{name}", root) for name in ("low", "mild"))
     measured = read("bundled_run_low_recall", root)
     perplexity, recall = measured["heldout"]["perplexity"], measured["recall"]
@@ -227,4 +245,22 @@ def predictions_of_the_fourth_run(root: Path) -> list[list]:
         [15, f"loss of text after {passes} passes, half rates less the others", "below 0", f"{text:+.3f}", text < 0],
         [15, "loss of answers, the same", "above 0", f"{answers:+.3f}", answers > 0],
         [16, "seconds of a step", "at most 0.03", f"{seconds:.3f}", seconds <= 0.03],
+    ]
+
+
+def predictions_of_the_fifth_run(root: Path) -> list[list]:
+    """The rows of the predictions about today's bundled transformer and its students."""
+    bundled, (kept, pure) = read("bundled_recall", root), students(root).values()
+    perplexity = bundled["heldout"]["perplexity"]
+    needle, mqar = (share(bundled["recall"], "words", task, 1024) for task in ("niah", "mqar"))
+    ratios = [metrics["heldout"]["ppl_ratio"] for metrics in (kept, pure)]
+    found = [share(metrics["recall"], "words", "niah", 1024, "student") for metrics in (kept, pure)]
+    return [
+        [17, "held-out perplexity", "30.5 to 33.5", f"{perplexity:.2f}", 30.5 <= perplexity <= 33.5],
+        [17, "needle at 1024", "at least 98 %", f"{needle:.1f} %", needle >= 98],
+        [17, "MQAR, full at 1024", "at least 95 %", f"{mqar:.1f} %", mqar >= 95],
+        [18, "one layer kept: perplexity ratio", "at most 1.03", f"{ratios[0]:.3f}", ratios[0] <= 1.03],
+        [18, "one layer kept: needle at 1024", "at least 60 %", f"{found[0]:.1f} %", found[0] >= 60],
+        [18, "no layer kept: perplexity ratio", "at most 1.06", f"{ratios[1]:.3f}", ratios[1] <= 1.06],
+        [18, "no layer kept: needle at 1024", "at most 50 %", f"{found[1]:.1f} %", found[1] <= 50],
     ]

@@ -11,16 +11,19 @@ from hf_memmix.conversion.records import CHECKOUT
 EXPERIMENTS = "training/experiments"
 KERNELS = "kernels/benchmarks/results"
 BUNDLED = "training/bundled/results"
+CARDS = "model_cards"
 BUNDLED_RUNS = ("muon", "adam", "mild", "low")  # candidates of the bundled transformer
 RECALL_RUNS = ("first", "second", "strict", "open", "even")  # of the recall teacher; the last one is the teacher
 MEASUREMENTS = {
     "demo": f"{BUNDLED}/demo.json",
-    "demo_candidate": f"{BUNDLED}/demo_candidate.json",
     "bundled_recall": f"{BUNDLED}/recall_bundled.json",
+    "first_recall": f"{BUNDLED}/recall_first.json",
+    "first_training": f"{BUNDLED}/first_training.json",
     "candidate_recall": f"{BUNDLED}/recall_candidate.json",
     "candidate_training": f"{BUNDLED}/recall_training.json",
     "candidate_context": f"{BUNDLED}/recall_context_use.json",
     **{f"bundled_run_{name}": f"{BUNDLED}/run_{name}.json" for name in BUNDLED_RUNS},
+    "bundled_run_on": f"{CARDS}/tiny_teacher/metrics.json",
     **{f"bundled_run_{name}_recall": f"{BUNDLED}/run_{name}_recall.json" for name in ("muon", "adam", "low")},
     "recall": f"{EXPERIMENTS}/gka/results/recall.json",
     "gka_solvers": f"{EXPERIMENTS}/gka/results/gka_solvers.json",
@@ -55,6 +58,7 @@ MEASUREMENTS = {
     "init_table": f"{EXPERIMENTS}/conversion/results/init_table.json",
     "compare_plans": f"{EXPERIMENTS}/conversion/results/compare_plans.json",
     "context_use": f"{EXPERIMENTS}/conversion/results/context_use.json",
+    "context_use_first": f"{EXPERIMENTS}/conversion/results/context_use_first.json",
     "published_conversions": f"{EXPERIMENTS}/conversion/results/published_conversions.json",
     "mixtures": f"{EXPERIMENTS}/mixtures/results/mixtures.json",
     "mixtures_h200": f"{EXPERIMENTS}/mixtures/results/mixtures_h200.json",
@@ -100,7 +104,6 @@ MEASUREMENTS = {
     "serving_matrix_gpu": "hf_memmix/serving/results/matrix_h200.json",
     "tensor_parallel": f"{KERNELS}/tensor_parallel_h200.json",
 }
-CARDS = "model_cards"
 
 
 def path_of(name: str, root: Path = CHECKOUT) -> Path:

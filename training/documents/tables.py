@@ -17,7 +17,7 @@ from hf_memmix.training.documents import one_gpu_tables as one_gpu
 from hf_memmix.training.documents import serving_tables as serving
 from hf_memmix.training.documents.budget_tables import one_gpu_distil_table, plan_checked_table
 from hf_memmix.training.documents.bundled_tables import (
-    bundled_demo_table,
+    bundled_candidates_table,
     bundled_predictions_table,
     bundled_recall_table,
     bundled_runs_table,
@@ -56,12 +56,13 @@ def demo_table(root: Path) -> str:
         name = f"decode after {theirs['context'] // 1024}k tokens, tokens/s"
         rows.append([name, *(f"{1e3 / row['ms_per_token']:.0f}" for row in (theirs, ours))])
     minutes = results["seconds"]["total"] / 60
+    rows_of = ", half of the rows drills of recall" if results.get("drills") else ""
     return (
         aligned_table(["", "transformer", f"GKA, {layers}"], rows)
         + f"\n\n{results['hardware']}; torch {results['torch']}, transformers {results['transformers']}; "
         f"{minutes:.1f} minutes in all, of which {results['seconds']['align'] + results['seconds']['distill']:.0f} s "
-        f"are training. Perplexity over {quality['tokens']:,} tokens of the held-out text; the demo's learning "
-        "rates and steps were chosen on another text." + as_sentence(results)
+        f"are training{rows_of}. Perplexity over {quality['tokens']:,} tokens of the held-out text; the demo's "
+        "learning rates and steps were chosen on another text." + as_sentence(results)
     )
 
 
@@ -336,7 +337,7 @@ TABLES = {
     "lattice_counters": kernels.lattice_counters_table,
     "lattice_frozen": kernels.lattice_frozen_table,
     "bundled_recall": bundled_recall_table,
-    "bundled_demo": bundled_demo_table,
+    "bundled_candidates": bundled_candidates_table,
     "bundled_runs": bundled_runs_table,
     "bundled_predictions": bundled_predictions_table,
     "results": experiment_tables,

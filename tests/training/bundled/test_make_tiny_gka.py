@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import load_model
+from hf_memmix.conversion.records import commit
 from hf_memmix.training.bundled import make_tiny_gka
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -52,6 +53,7 @@ def test_recipe_in_miniature(tmp_path):
     assert {"ppl_ratio", "top1_agreement", "layer_error"} <= metrics["heldout"].keys()
     assert [metrics[key]["text"]["file"] for key in ("untrained", "heldout")] == ["dev.txt", "heldout.txt"]
     assert [stage["stage"] for stage in metrics["stages"]] == ["align", "distill"]
+    assert metrics["commit"] == commit()
 
 
 def test_a_student_of_drills_is_measured_beside_its_teacher(tmp_path):

@@ -12,6 +12,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_memmix.assets import asset_path
+from hf_memmix.conversion.records import commit
 from hf_memmix.training.bundled import measure_teacher, pretrain_teacher
 from hf_memmix.training.bundled.drills import first_tokens, unseen_of
 from hf_memmix.training.bundled.recall import DrilledWindows, material_of
@@ -61,7 +62,7 @@ def test_five_steps_leave_a_loadable_bf16_model_and_a_record(trained):
     record = json.loads((trained / "m.json").read_text())
     assert model.dtype == torch.bfloat16 and model.config.vocab_size == len(tokenizer)
     assert [row["step"] for row in record["steps"]] == [1, 2, 3, 4, 5]
-    assert record["parameters"] == model.num_parameters()
+    assert record["parameters"] == model.num_parameters() and record["commit"] == commit()
     prompt = tokenizer("The ship", return_tensors="pt", return_token_type_ids=False)
     assert model.generate(**prompt, max_new_tokens=4).shape[1] > prompt["input_ids"].shape[1]
 

@@ -188,11 +188,10 @@ def test_lengths_that_no_model_can_read_are_not_drawn(small):
     assert long["cells"] == short["cells"] and long["summary"] == short["summary"]
 
 
-def test_the_bundled_teacher_recalls_only_from_a_near_context(bundled):
-    """Trained on text alone, it has no induction heads; it only predicts words that came shortly before."""
+def test_the_bundled_teacher_recalls(bundled):
     from hf_memmix.conversion import load_model
 
     model = {"teacher": load_model(asset_path("tiny_teacher"), torch.float32)}
-    near = run_probes(model, bundled, tasks=("niah", "common_words"), lengths=(128,), depths=(1.0,), samples=48)
-    for row in near["summary"]:
-        assert row["teacher"]["gain"] > 3 * row["teacher"]["gain_error"] > 0
+    found = run_probes(model, bundled, tasks=("niah", "mqar"), lengths=(128, 512), depths=(0.0, 1.0), samples=8)
+    for row in found["summary"]:
+        assert row["teacher"]["exact"] > 0.9 and row["teacher"]["gain"] > 3 * row["teacher"]["gain_error"] > 0

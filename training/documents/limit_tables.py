@@ -25,12 +25,13 @@ def decode_profile_table(root: Path) -> str:
 def decode_turns_table(root: Path) -> str:
     """A decoded token on the clock, of models that took turns: median, each round, and times attention."""
     rows = read("decode_turns", root)
-    attention = {row["B"]: row["ms"] for row in rows if row["mixer"] == "attention"}
+    attention = {(row["B"], row["commit"]): row["ms"] for row in rows if row["mixer"] == "attention"}
     lines = []
     for row in rows:
         note = f", {VARIANTS[row['variant']]}" if "variant" in row else ""
         first, *rounds = (f"{ms:.2f}" for ms in row["rounds"])
-        clock = [f"{row['ms']:.2f}", f"{row['ms'] / attention[row['B']]:.2f}"]
+        of = attention.get((row["B"], row["commit"]))  # attention of the same run
+        clock = [f"{row['ms']:.2f}", "" if of is None else f"{row['ms'] / of:.2f}"]
         graph = f"{row['graph_ms']:.2f}" if "graph_ms" in row else ""
         lines.append([f"`{row['mixer']}`{note}", str(row["B"]), *clock, graph, first, " ".join(rounds)])
     head = ["mixer", "B", "ms per token", "of attention", "one graph", "first round", "the other rounds"]

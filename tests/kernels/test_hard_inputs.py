@@ -1,14 +1,17 @@
 """Every op with the inputs of hard_inputs.py: outputs, states and gradients on each path, and decode steps."""
 
-import functools
+import dataclasses
+from functools import lru_cache, partial
 
 import pytest
 import torch
 from checks import outputs_and_gradients
 from draw import DEVICE
 from hard_inputs import CHANGE, HARD, failures, rounded
-from ops_table import OPS, Shape
+from ops_table import OPS, Op, Shape
 from torch import Tensor
+
+import hf_memmix_kernels as K
 
 # one chunk, two, two after a drawn state, and many
 LENGTHS = {"short": 17, "chunks": 70, "carried": 70, "long": 400}
@@ -36,7 +39,41 @@ def changed(op, name: str, shape: Shape, dtype: torch.dtype) -> dict | None:
     return None if all(torch.equal(after[n], before[n]) for n in before) else after
 
 
-PAIRS = [(op, name) for op in OPS for name in HARD if changed(op, name, Shape(1, 2, 1, 1, 4, 4), torch.float32)]
+ROWS = {op.name: op for op in OPS}
+
+
+def _with_decay(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    inputs = ROWS["lattice"].draw(shape, dtype)
+    return inputs | {"log_decay": -0.3 * torch.rand_like(inputs["gamma"])}
+
+
+def _frozen(cu_seqlens=None, **arguments):
+    """It has no other reference than itself in float64, and takes no packed sequences."""
+    return K.frozen_lattice(**arguments)
+
+
+def _form(op: str, name: str, **changes) -> Op:
+    return dataclasses.replace(ROWS[op], name=name, **changes)
+
+
+FORMS = [
+    _form("lattice", "lattice_decayed", draw=_with_decay),
+    _form("lattice_free", "lattice_free_decayed", draw=_with_decay),
+    _form("lattice", "lattice_l1", options={"l1": 0.01}),
+    _form("lattice_free", "lattice_ttt", options={"variant": "ttt", "project": False}),
+    _form("lattice_free", "lattice_delta", options={"variant": "delta", "project": False}),
+    _form("lattice", "lattice_frozen", fast=_frozen, naive=_frozen, options={"chunk_size": 7}),
+    _form("coffee_filtered", "coffee_deer", fast=K.deer_coffee),
+    _form("coffee_filtered", "coffee_scan", fast=K.scan_coffee),
+    _form("ska", "ska_prefix", fast=K.prefix_ska, naive=partial(K.naive_ska, chunk_size=None), options={"eps": 0.05}),
+]
+ROWS |= {op.name: op for op in FORMS}
+
+
+def pairs(ops: list[Op]) -> list[tuple[Op, str]]:
+    """Each op with the rows of HARD that change its inputs."""
+    smallest = Shape(1, 2, 1, 1, 4, 4)
+    return [(op, name) for op in ops for name in HARD if changed(op, name, smallest, torch.float32) is not None]
 
 
 def statistics(op, name: str, final: dict) -> tuple | None:
@@ -49,10 +86,10 @@ def statistics(op, name: str, final: dict) -> tuple | None:
     return CHANGE * S * torch.randn_like(S), *map(torch.zeros_like, rest)
 
 
-@functools.lru_cache(maxsize=4)
+@lru_cache(maxsize=4)
 def reference(op_name: str, name: str, length: str, dtype: torch.dtype):
     """Inputs, first state, weights of the loss, float64 results and those of rounded inputs; once for all paths."""
-    op, shape = next(op for op in OPS if op.name == op_name), shape_of(length)
+    op, shape = ROWS[op_name], shape_of(length)
     inputs, state, weights = changed(op, name, shape, dtype), None, []
     if length == "carried":
         state = op.draw_state(shape, 1, dtype)
@@ -77,7 +114,7 @@ def compare(op, name: str, length: str, dtype: torch.dtype):
     assert not bad, bad
 
 
-hard = pytest.mark.parametrize(("op", "name"), PAIRS, ids=str)
+hard = pytest.mark.parametrize(("op", "name"), pairs(OPS), ids=str)
 
 
 @hard
@@ -92,14 +129,33 @@ def test_float32(length, op, name, backend):
 
 @hard
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("path", ["native", pytest.param("triton", marks=pytest.mark.gpu)])
-def test_bfloat16(path, length, op, name, monkeypatch):
+def test_bfloat16(length, op, name, monkeypatch):
     if not op.low_precision:
         pytest.skip("this row makes no promise in 16 bits")
     if length == "long" and op.name.startswith("gka"):
         pytest.skip("the reference solves per token")
-    monkeypatch.setenv("HF_MEMMIX_BACKEND", path)
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
     compare(op, name, length, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@hard
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_on_a_gpu(dtype, op, name, monkeypatch):
+    if not op.low_precision and dtype == torch.bfloat16:
+        pytest.skip("this row makes no promise in 16 bits")
+    monkeypatch.delenv("HF_MEMMIX_BACKEND", raising=False)
+    compare(op, name, "chunks" if op.name.startswith("gka") else "long", dtype)
+
+
+@pytest.mark.parametrize(("op", "name"), pairs(FORMS), ids=str)
+def test_other_forms(op, name, backend):
+    """Options of an op, and methods that compute the same in another way."""
+    if backend == "triton" and DEVICE == "cpu":
+        pytest.skip("too long for the interpreter")
+    if op.name == "lattice_ttt" and name in ("no keys", "empty start"):
+        pytest.skip("S k = 0 has no direction: the reference divides zero by zero")
+    compare(op, name, "chunks", torch.float32)
 
 
 @torch.no_grad()

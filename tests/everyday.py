@@ -9,6 +9,7 @@ import re
 
 _CONTRACT = r"tests/kernels/test_contract\.py::test_"
 _REGISTRATION = r"tests/kernels/test_registration\.py::test_"
+_HARD = r"tests/kernels/test_hard_inputs\.py::test_"
 _COFFEE = r"tests/kernels/test_coffee\.py::test_"
 _SKA = r"tests/kernels/test_ska\.py::test_"
 _COMPILE = r"tests/core/test_compile\.py::test_"
@@ -51,7 +52,16 @@ LEFT_OUT = {
         r"tests/kernels/test_rowwise\.py::test_gated_norm_equals_naive\[triton-(silu-False|.*, 32\), 1\))",
     ],
     "a block of GPU threads on a CPU: one token, and the case of special slots, stay": [
-        r"tests/kernels/test_lattice_cuda\.py::test_the_walk_back_in_the_emulator\[(ragged|whole|batched)",
+        r"tests/kernels/test_lattice_cuda\.py::test_the_walk_back_in_the_emulator\[(?!one token|sharp|small values\])",
+    ],
+    "inputs near zero, equal, saturated and large: per op, the torch and native paths at two chunks stay": [
+        _HARD + r"float32\[torch-(?!chunks-(?!gka|lattice_|coffee_f))",
+        _HARD + r"float32\[native-(?!chunks-(?!gka))",
+        _HARD + r"float32\[triton-(?!short-(gla|lattice|coffee|ska)-(small values, common|equal tokens|no values))",
+        _HARD + r"bfloat16\[(?!chunks-lattice-)",
+        _HARD + r"other_forms",
+        _HARD + r"steps\[(triton|torch-(lattice|coffee|gka)|native-(.*_))",
+        r"tests/kernels/test_hard_rows\.py::test_(scales|heads)\w*\[triton",
     ],
     "variants of an op, in tests that every op has: its main form stays": [
         _CONTRACT + r"(extreme_decay|is_causal|packed_equals_separate)\[.*-(lattice_|gka_[rs]|coffee_filtered)",

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import error
+from hard_inputs import HARD
 
 import hf_memmix_kernels as K
 from hf_memmix_kernels import _cuda
@@ -59,8 +60,13 @@ def small_values(inputs: list) -> list:
     return [q, F.normalize(k.float() + common, dim=-1).to(k.dtype), 0.001 * v, gamma, state]
 
 
-CASES = {**LENGTHS, "sharp": [100], "small values": [400]}
-CHANGED = {"sharp": sharp, "small values": small_values}
+def hard(name: str):
+    """The change of this row of hard_inputs.py."""
+    return lambda inputs: [*HARD[name](dict(zip(("q", "k", "v", "gamma"), inputs, strict=False))).values(), inputs[4]]
+
+
+CHANGED = {name: hard(name) for name in HARD if "decay" not in name} | {"sharp": sharp, "small values": small_values}
+CASES = {**LENGTHS, **dict.fromkeys(CHANGED, [100]), "small values": [400]}
 
 
 def case(name: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> tuple[list, dict]:

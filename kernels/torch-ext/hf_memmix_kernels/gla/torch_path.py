@@ -6,6 +6,7 @@ Inside this file tensors are [N, Hk, G, chunks, C, D], with H = Hk G heads. Tens
 broadcast.
 """
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks
@@ -97,7 +98,9 @@ def gla_bwd_torch(
     # g_t decays what i >= t read of the state before the chunk, what j < t leave in the state after it, what i >= t
     # read of j < t, and the state that passes through: four sums inside the chunk, none of which cancel
     pairs = (c.q @ c.k.mT) * dscores
-    reads = (dq_start * c.q).sum(-1, keepdim=True) + pairs.cumsum(-1) - pairs
+    # the sum over j < t: if the term j = t were added and removed, its rounding would stay, large beside fast decays
+    before = F.pad(pairs, (1, -1)).cumsum(-1)
+    reads = (dq_start * c.q).sum(-1, keepdim=True) + before
     writes = (dk_end * c.k).sum(-1, keepdim=True)
     dg = (reads.tril() + writes.expand_as(pairs).triu(1)).sum(-2)
     dg = dg + ((dstates * c.states).sum((-1, -2)) * c.decay)[..., None]

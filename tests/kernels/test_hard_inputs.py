@@ -1,0 +1,174 @@
+"""Every op with the inputs of hard_inputs.py: outputs, states and gradients on each path, and decode steps."""
+
+import dataclasses
+from functools import lru_cache, partial
+
+import pytest
+import torch
+from checks import outputs_and_gradients
+from draw import DEVICE
+from hard_inputs import CHANGE, HARD, failures, rounded
+from ops_table import OPS, Op, Shape
+from torch import Tensor
+
+import hf_memmix_kernels as K
+
+# one chunk, two, two after a drawn state, and many
+LENGTHS = {"short": 17, "chunks": 70, "carried": 70, "long": 400}
+
+
+def shape_of(length: str) -> Shape:
+    size = 64 if DEVICE == "cuda" else 32  # with 64, 16 bits and a GPU, Lattice runs its kernel in CUDA C++
+    return Shape(1, LENGTHS[length], 2, 1, size, size)
+
+
+def cancelled(op, want: dict, inputs: dict) -> dict[str, float]:
+    """GKA sums terms <x, dx> of the other inputs for the gradient of the decay; they cancel where all is forgotten."""
+    if not op.name.startswith("gka"):
+        return {}
+    terms = {n: t.double() * want[f"d {n}"] for n, t in inputs.items() if n not in op.parameters}
+    sums = [t if t.dim() == 3 else t.sum(-1) for t in terms.values()]
+    return {"d log_decay": max(t.abs().max().item() for t in sums)}
+
+
+def changed(op, name: str, shape: Shape, dtype: torch.dtype) -> dict | None:
+    """The inputs of this row; None if the op has no such inputs."""
+    torch.manual_seed(0)
+    before = op.draw(shape, dtype)
+    after = HARD[name](before)
+    return None if all(torch.equal(after[n], before[n]) for n in before) else after
+
+
+ROWS = {op.name: op for op in OPS}
+
+
+def _with_decay(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    inputs = ROWS["lattice"].draw(shape, dtype)
+    return inputs | {"log_decay": -0.3 * torch.rand_like(inputs["gamma"])}
+
+
+def _frozen(cu_seqlens=None, **arguments):
+    """It has no other reference than itself in float64, and takes no packed sequences."""
+    return K.frozen_lattice(**arguments)
+
+
+def _form(op: str, name: str, **changes) -> Op:
+    return dataclasses.replace(ROWS[op], name=name, **changes)
+
+
+FORMS = [
+    _form("lattice", "lattice_decayed", draw=_with_decay),
+    _form("lattice_free", "lattice_free_decayed", draw=_with_decay),
+    _form("lattice", "lattice_l1", options={"l1": 0.01}),
+    _form("lattice_free", "lattice_ttt", options={"variant": "ttt", "project": False}),
+    _form("lattice_free", "lattice_delta", options={"variant": "delta", "project": False}),
+    _form("lattice", "lattice_frozen", fast=_frozen, naive=_frozen, options={"chunk_size": 7}),
+    _form("coffee_filtered", "coffee_deer", fast=K.deer_coffee),
+    _form("coffee_filtered", "coffee_scan", fast=K.scan_coffee),
+    _form("ska", "ska_prefix", fast=K.prefix_ska, naive=partial(K.naive_ska, chunk_size=None), options={"eps": 0.05}),
+]
+ROWS |= {op.name: op for op in FORMS}
+
+
+def pairs(ops: list[Op]) -> list[tuple[Op, str]]:
+    """Each op with the rows of HARD that change its inputs."""
+    smallest = Shape(1, 2, 1, 1, 4, 4)
+    return [(op, name) for op in ops for name in HARD if changed(op, name, smallest, torch.float32) is not None]
+
+
+def statistics(op, name: str, final: dict) -> tuple | None:
+    """A first state as large as the rounding of the sums of equal keys that SKA keeps in float32: its README says how
+    this rounding grows. None for all others.
+    """
+    if op.name != "ska" or not name.startswith("equal"):
+        return None
+    S, *rest = (final[f"state{i}"] for i in range(5))
+    return CHANGE * S * torch.randn_like(S), *map(torch.zeros_like, rest)
+
+
+@lru_cache(maxsize=4)
+def reference(op_name: str, name: str, length: str, dtype: torch.dtype):
+    """Inputs, first state, weights of the loss, float64 results and those of rounded inputs; once for all paths."""
+    op, shape = ROWS[op_name], shape_of(length)
+    inputs, state, weights = changed(op, name, shape, dtype), None, []
+    if length == "carried":
+        state = op.draw_state(shape, 1, dtype)
+    exact = {n: t.double() for n, t in inputs.items()}
+    start = None if state is None else tuple(s.double() for s in state)
+    want = outputs_and_gradients(op, op.naive, exact, start, weights=weights)
+    moved_weights, moved_start = rounded_list(weights), statistics(op, name, want)
+    if start is not None:
+        moved_start = tuple(rounded_list(start))
+    moved = outputs_and_gradients(op, op.naive, rounded(exact), moved_start, weights=moved_weights)
+    return inputs, state, weights, want, moved
+
+
+def rounded_list(tensors) -> list[Tensor]:
+    return list(rounded(dict(enumerate(tensors))).values())
+
+
+def compare(op, name: str, length: str, dtype: torch.dtype):
+    inputs, state, weights, want, moved = reference(op.name, name, length, dtype)
+    got = outputs_and_gradients(op, op.fast, inputs, state, weights=list(weights))
+    bad = failures(got, want, moved, lambda n: op.tolerance(dtype, n.startswith("d ")), cancelled(op, want, inputs))
+    assert not bad, bad
+
+
+hard = pytest.mark.parametrize(("op", "name"), pairs(OPS), ids=str)
+
+
+@hard
+@pytest.mark.parametrize("length", LENGTHS)
+def test_float32(length, op, name, backend):
+    if backend == "triton" and DEVICE == "cpu" and length != "short":
+        pytest.skip("too long for the interpreter")
+    if length == "long" and op.name.startswith("gka"):
+        pytest.skip("the reference solves per token")
+    compare(op, name, length, torch.float32)
+
+
+@hard
+@pytest.mark.parametrize("length", LENGTHS)
+def test_bfloat16(length, op, name, monkeypatch):
+    if not op.low_precision:
+        pytest.skip("this row makes no promise in 16 bits")
+    if length == "long" and op.name.startswith("gka"):
+        pytest.skip("the reference solves per token")
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    compare(op, name, length, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@hard
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_on_a_gpu(dtype, op, name, monkeypatch):
+    if not op.low_precision and dtype == torch.bfloat16:
+        pytest.skip("this row makes no promise in 16 bits")
+    monkeypatch.delenv("HF_MEMMIX_BACKEND", raising=False)
+    compare(op, name, "chunks" if op.name.startswith("gka") else "long", dtype)
+
+
+@pytest.mark.parametrize(("op", "name"), pairs(FORMS), ids=str)
+def test_other_forms(op, name, backend):
+    """Options of an op, and methods that compute the same in another way."""
+    if backend == "triton" and DEVICE == "cpu":
+        pytest.skip("too long for the interpreter")
+    if op.name == "lattice_ttt" and name in ("no keys", "empty start"):
+        pytest.skip("S k = 0 has no direction: the reference divides zero by zero")
+    compare(op, name, "chunks", torch.float32)
+
+
+@torch.no_grad()
+@hard
+def test_steps(op, name, backend):
+    """Decode steps from a state that earlier tokens left."""
+    shape = shape_of("short")
+    inputs, start = changed(op, name, shape, torch.float32), op.draw_state(shape, 1, torch.float32)
+    exact = {n: t.double() for n, t in inputs.items()}
+    states = [s.double() for s in start]
+    want, moved = (op.run(op.naive, x, tuple(s)) for x, s in ((exact, states), (rounded(exact), rounded_list(states))))
+    mine = tuple(s.clone() for s in start)
+    o = torch.cat([op.step(op, op.tokens(inputs, slice(t, t + 1)), mine) for t in range(shape.T)], 1)
+    got, want, moved = (dict(enumerate([o, *final])) for o, final in ((o, mine), want, moved))
+    bad = failures(got, want, moved, lambda _: op.tolerance(torch.float32))
+    assert not bad, bad

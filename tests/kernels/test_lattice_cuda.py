@@ -59,7 +59,7 @@ def small_values(inputs: list) -> list:
     return [q, F.normalize(k.float() + common, dim=-1).to(k.dtype), 0.001 * v, gamma, state]
 
 
-CASES = {**LENGTHS, "sharp": [100], "small values": [400]}
+CASES = {**LENGTHS, "sharp": [100], "small values": [399]}
 CHANGED = {"sharp": sharp, "small values": small_values}
 
 

@@ -132,7 +132,8 @@ def _compared(rows: list[tuple[str, float, float]], unit: str, more_is_better: b
         found = [row for row in rows if (row[1] > row[2]) == ((word == "faster") == more_is_better)]
         if found:
             where, ours, theirs = max(found, key=lambda row: abs(row[1] / row[2] - row[2] / row[1]))
-            places = " and ".join(row[0] for row in found)
+            *first, last = (row[0] for row in found)
+            places = f"{', '.join(first)} and {last}" if first else last
             digits = ".0f" if more_is_better else ".2f"
             example = f"{ours:{digits}} instead of {theirs:{digits}} {unit}"
             parts.append(f"{word} with {places} ({example}{f' with {where}' if len(found) > 1 else ''})")

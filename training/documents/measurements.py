@@ -41,6 +41,10 @@ MEASUREMENTS = {
     "enc_as_written": f"{EXPERIMENTS}/lattice/results/enc_as_written.json",
     **{f"coffee_table{i}": f"{EXPERIMENTS}/coffee/results/coffee_table{i}.json" for i in range(1, 7)},
     "baselines_language": f"{EXPERIMENTS}/baselines/results/baselines_language.json",
+    **{
+        f"baselines_repair_{way}": f"{EXPERIMENTS}/baselines/results/dec_vconv_repair_{way}.json"
+        for way in ("cuda", "triton")
+    },
     "coffee_digits": f"{EXPERIMENTS}/coffee/results/coffee_digits.json",
     "coffee_glyphs": f"{EXPERIMENTS}/coffee/results/coffee_glyphs.json",
     "coffee_mnist_5k": f"{EXPERIMENTS}/coffee/results/coffee_mnist_5k.json",

@@ -140,6 +140,8 @@ def caption(results: dict, failed: list[dict]) -> str:
     for row in failed:
         measured = "dev_loss" in row or not row["finite"]
         name = f"{row.get('model') or row['rung']} at {row['lr']:g}"
+        if "pairs" in row:
+            name += f" with {row['pairs']} pairs"
         left_out["Learnt nothing" if measured else "Trained and not measured"].append(name)
     return text + "".join(f" {why}: {', '.join(dict.fromkeys(names))}." for why, names in left_out.items() if names)
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import nn
 
 from hf_memmix_kernels.rowwise import ACTIVATIONS, rotate, unit_heads
-from hf_memmix_kernels.short_conv import Convolution, prompt_heads, unit_heads_after_convolutions
+from hf_memmix_kernels.short_conv import Convolution, prompt_heads, runs_prompt_heads, unit_heads_after_convolutions
 
 from ..backbones import layer_rotates
 from .base import AttentionShape, MemoryMixer
@@ -128,20 +128,34 @@ class HeadsMixer(MemoryMixer):
 
     def _prompt_heads(self, tokens, states):
         """q, k and v of `heads_scan` and the new states in one call of kernels, or None where that is not possible."""
-        layers, found = dict(self._convolutions()), []
-        for name, head_dim in (("q", self.key_dim), ("k", self.key_dim), ("v", 0)):
-            x, layer, past = tokens[name], layers.get(name), states.get(f"conv_{name}")
-            if layer is not None and has_hooks(layer):
-                return None
-            weight = None if layer is None else layer.weight.squeeze(1)
-            found.append(Convolution(x, weight, None if past is None else past.to(x.dtype), head_dim))
-        silu = self.plain["conv_activation"] == "silu"
-        found = prompt_heads(found, tokens.get("cos"), tokens.get("sin"), UNIT_EPS, silu)
+        parts = self._parts(tokens, states) if runs_prompt_heads(tokens["q"]) else None
+        if parts is None:
+            return None
+        parts = [part if part.state is None else part._replace(state=part.state.to(part.x.dtype)) for part in parts]
+        found = prompt_heads(parts, *self._norm_options(tokens))
         if found is None:
             return None
         q, k, v, *new = found
-        new = {f"conv_{name}": state for name, state in zip("qkv", new, strict=True) if name in layers}
+        new = {f"conv_{name}": state for name, state in zip("qkv", new, strict=True) if state is not None}
         return q, k, _by_heads(v, self.head_dim), new
+
+    def _parts(self, tokens, states):
+        """q, k and v before their convolutions, as one call for all of them takes them; None if that call is not
+        allowed: hooks of a convolution (offload) would not run, and a part of its weight may be elsewhere.
+        """
+        layers, parts = self._modules, []  # quicker than attributes
+        for name, head_dim in (("q", self.key_dim), ("k", self.key_dim), ("v", 0)):
+            layer, weight = layers.get(f"{name}_conv1d"), None
+            if layer is not None:
+                if has_hooks(layer):
+                    return None
+                weight = layer.weight.squeeze(1)
+            parts.append(Convolution(tokens[name], weight, states.get(f"conv_{name}"), head_dim))
+        return parts
+
+    def _norm_options(self, tokens):
+        """What such a call takes beside `_parts`: cos, sin, eps and whether the activation is SiLU."""
+        return tokens.get("cos"), tokens.get("sin"), UNIT_EPS, self.plain["conv_activation"] == "silu"
 
     def convolved(self, tokens):
         return {f"conv_{name}": (tokens[name], self.options.conv_size - 1) for name, _ in self._convolutions()}
@@ -162,19 +176,11 @@ class HeadsMixer(MemoryMixer):
 
     def _heads_at_once(self, tokens, states, state_indices):
         """q, k and v of `heads_step` in one call of native code or one kernel, or None where that is not possible."""
-        convolutions = self._convolutions()
-        # hooks of a module (offload) would not run, and a part of its weight may be elsewhere
-        if any(has_hooks(convolution) for _, convolution in convolutions):
+        parts = self._parts(tokens, states)
+        if parts is None:
             return None
-        head_dims = {"q": self.key_dim, "k": self.key_dim, "v": 0}
-        parts = [
-            Convolution(tokens[name], convolution.weight.squeeze(1), states[f"conv_{name}"], head_dims[name])
-            for name, convolution in convolutions
-        ]
-        silu = self.plain["conv_activation"] == "silu"
-        outputs = unit_heads_after_convolutions(
-            parts, tokens.get("cos"), tokens.get("sin"), UNIT_EPS, silu, state_indices
-        )
+        parts = [part for part in parts if part.weight is not None]
+        outputs = unit_heads_after_convolutions(parts, *self._norm_options(tokens), state_indices)
         if outputs is None:
             return None
         q, k, v = (*outputs, tokens["v"])[:3]
@@ -235,5 +241,5 @@ class HeadsMixer(MemoryMixer):
 
 
 def _by_heads(x, size: int):
-    """[..., C] -> [..., C / size, size]; `unflatten` takes three times as long."""
-    return x.view(*x.shape[:-1], x.shape[-1] // size, size)
+    """[..., C] -> [..., C / size, size]."""
+    return x.unflatten(-1, (-1, size))

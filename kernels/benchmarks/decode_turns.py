@@ -98,8 +98,8 @@ def answer(process: subprocess.Popen) -> dict:
 def measure_in_turns(
     specs: list[str], rounds: int, graphs: list[str], save: Callable[[list[dict]], None], go: Path | None
 ) -> None:
-    """Measure one row per specification, and one graph for the mixers of `graphs`, as soon as the file `go` is there;
-    `save` gets all rows after every round.
+    """Measure one row per specification, and one graph for the mixers of `graphs`, as soon as all have compiled and
+    the file `go` is there (None: at once); `save` gets all rows after every round.
     """
     command = [sys.executable, __file__, "--serve"]
     processes = {

@@ -23,7 +23,8 @@ Columns are milliseconds, medians of rounds in which the graphs take turns:
 
 `kernel_ms` is the sum of the times of the kernels of one replay, `clock_mhz` the clock of the multiprocessors after
 the last round. `logits_error` is the rms difference of the logits of 8 tokens from those of the same model in float32,
-relative to their rms; `logits_errors` has one for each of `PROMPTS` prompts, and `logits_error` is that of all.
+relative to their rms, over all `PROMPTS` prompts; `logits_errors` has the rms difference of each prompt, also
+relative to the rms over all prompts.
 `logits_from_apart` is the largest difference of the same logits, in bf16, from those of "apart", relative to the
 largest logit.
 """

@@ -8,9 +8,9 @@ without tapes (each kernel is launched by Triton's Python) and once with them. `
 before the call to after its last kernel, `host_ms` the median time until the call returns, while kernels may still
 run: where the two are equal, the GPU waits for Python. `launches` are the Triton kernels of one call without tapes,
 and `launch_us` is Python's median time to launch one. `peak_mib` is the peak of memory over what lay there before.
-`same` is true if the outputs with tapes and without are equal bit by bit. Rows of "token" have no `same`, because each
-token changes the state. Rows of GKA with `"variant": "apart"` run the short convolutions and the unit norms of q, k
-and v of a prompt or a token as functions, not in one call.
+Rows of GKA with `"variant": "apart"` run the short convolutions and the unit norms of q, k and v of a prompt or a
+token as functions, not in one call. `same` is true if the outputs with tapes are equal bit by bit to those without
+tapes and in one call, also for rows "apart". Rows of "token" have no `same`, because each token changes the state.
 """
 
 import argparse
@@ -108,14 +108,14 @@ def token(model, batch: int, length: int) -> Callable[[], torch.Tensor]:
     return call
 
 
-def switch(tapes: bool, variant: str | None) -> None:
+def choose(tapes: bool, variant: str | None) -> None:
     """With tapes or without; the convolutions and norms in one call or "apart"."""
     _tape.switch.on = tapes
     short_conv_op.MAX_HEAD = 0 if variant == "apart" else WIDEST
 
 
 def ways(mixer: str, phase: str) -> list[tuple[bool, str | None]]:
-    """Pairs of `switch`: without tapes and with them. Attention launches no Triton kernels."""
+    """Pairs of `choose`: without tapes and with them. Attention launches no Triton kernels."""
     if mixer == "attention":
         return [(False, None)]
     apart = mixer == "gka" and phase in ("prefill", "token")
@@ -128,10 +128,11 @@ def rows_of(phase: str, mixers: list[str], rounds: int) -> list[dict]:
     make = {"train": step, "prefill": prompt, "decode": token}[name]
     calls, rows, outputs = {}, {}, {}
     for mixer in mixers:
+        choose(False, None)  # the prompt before a token runs alike for every model
         model = build(None if mixer == "attention" else mixer)
         calls[mixer] = make(torch.compile(model) if phase == "compiled" else model, batch, length)
         for tapes, variant in ways(mixer, phase):
-            switch(tapes, variant)
+            choose(tapes, variant)
             rows[mixer, tapes, variant] = row = {
                 "mixer": mixer, "phase": name, "B": batch, "T": length,
                 "compiled": phase == "compiled", "tapes": tapes, "rounds": [],
@@ -148,11 +149,11 @@ def rows_of(phase: str, mixers: list[str], rounds: int) -> list[dict]:
         if tapes and name != "decode":
             row["same"] = torch.equal(outputs[mixer, False, None], outputs[mixer, tapes, variant])
         if not tapes and mixer != "attention":
-            switch(False, None)
+            choose(False, None)
             row |= launches(calls[mixer])
     for _ in range(rounds):
         for (mixer, tapes, variant), row in rows.items():
-            switch(tapes, variant)
+            choose(tapes, variant)
             row["rounds"].append([round(ms, 2) for ms in timed(calls[mixer])])
     for row in rows.values():
         row["host_ms"], row["ms"] = (round(statistics.median(times), 2) for times in zip(*row["rounds"], strict=True))

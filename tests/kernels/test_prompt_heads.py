@@ -1,10 +1,13 @@
 """q, k and v of a prompt in one call of kernels: as in float64, and bit by bit as one function after the other."""
 
+import inspect
+
 import pytest
 import torch
 from checks import error
 from draw import DEVICE, randn
 from ops_table import TOLERANCE
+from torch._subclasses import FakeTensorMode
 
 from hf_memmix_kernels import naive_short_conv, short_conv
 from hf_memmix_kernels.rowwise import naive_unit_heads, unit_heads
@@ -16,9 +19,17 @@ HALF = (torch.float16, torch.bfloat16)
 tape = pytest.importorskip("hf_memmix_kernels._tape")
 
 
+class Subclass(torch.Tensor):
+    """A tensor that may hold its elements elsewhere."""
+
+
 @pytest.fixture(autouse=True)
 def triton(monkeypatch):
     monkeypatch.setenv("HF_MEMMIX_BACKEND", "triton")
+
+
+def launch():
+    return short_conv_op.module(".launch_prompt", short_conv_op.__package__)
 
 
 def draw(dtype, with_v: bool, with_state: bool, with_angles: bool):
@@ -64,12 +75,51 @@ def test_values(dtype, case, tapes, monkeypatch):
             assert torch.equal(got, same) and got.dtype == dtype
             assert error(got, want) <= 2 * TOLERANCE[dtype]
     written = [play for played, _ in tape._tables for play in played.values() if not isinstance(play, str)]
-    assert (14 in [play.__code__.co_argcount for play in written]) == tapes  # a tape of the whole call
+    arguments = len(inspect.signature(launch().prompt_heads_triton).parameters)
+    assert (arguments in [play.__code__.co_argcount for play in written]) == tapes  # a tape of the whole call
     tape.forget()
 
 
+def misfits():
+    """Arguments for which one call would be wrong, by name."""
+    (q, k, v), cos, sin = draw(torch.float32, True, True, True)
+    whole, angles = [q, k, v], (cos, sin)
+
+    def ones(*shape):
+        return torch.ones(*shape, device=DEVICE)
+
+    def with_taps(taps):
+        return k._replace(weight=ones(16, taps), state=None)
+
+    yield "state of another batch", [q, k, v._replace(state=v.state[:1])], angles
+    yield "another dtype", [q, k, v._replace(x=v.x.double())], angles
+    yield "another batch", [q, k._replace(x=k.x[:1], state=None), v], angles
+    yield "another length", [q, k._replace(x=k.x[:, :1]), v], angles
+    yield "two dimensions", [q, k, v._replace(x=v.x[:, 0], state=None)], angles
+    yield "q of two dimensions", [q._replace(x=q.x[:, 0], state=None), k, v], angles
+    yield "no tokens", [c._replace(x=c.x[:, :0]) for c in whole], (cos[:, :0], sin[:, :0])
+    yield "weight of fewer channels", [q, k._replace(weight=k.weight[:8]), v], angles
+    yield "weight of a Conv1d", [q, k._replace(weight=k.weight[:, None]), v], angles
+    yield "one tap", [q, with_taps(1), v], angles
+    yield "too many taps", [q, with_taps(short_conv_op.MAX_TAPS + 1), v], angles
+    yield "state without weight", [q, k, v._replace(weight=None)], angles
+    yield "q without weight", [q._replace(weight=None, state=None), k, v], angles
+    yield "k without weight", [q, k._replace(weight=None, state=None), v], angles
+    yield "two head sizes", [q, k._replace(head_dim=4), v], angles
+    yield "head size that does not divide", [c._replace(head_dim=12) for c in (q, k)] + [v], angles
+    yield "no heads", [c._replace(head_dim=0) for c in whole], angles
+    yield "heads of v", [q, k, v._replace(head_dim=HEAD)], angles
+    yield "angles of another batch", whole, (cos[:1], sin[:1])
+    yield "too many angles", whole, (ones(2, 9, 5), ones(2, 9, 5))
+    yield "no angles", whole, (cos[..., :0], sin[..., :0])
+    yield "fewer angles in sin", whole, (cos, sin[..., :2])
+    yield "angles of two dimensions", whole, (cos[:, 0], sin[:, 0])
+    yield "cos alone", whole, (cos, None)
+    yield "sin alone", whole, (None, sin)
+
+
 def test_the_functions_run_where_one_call_would_be_wrong(monkeypatch):
-    """With gradients, under torch.func, with states or angles of another shape, another dtype, without tokens."""
+    """With gradients, under torch.func and dispatch modes, for tensor subclasses and for arguments that do not fit."""
     given = draw(torch.float32, True, True, True)
 
     def runs(convolutions, cos, sin):
@@ -79,17 +129,20 @@ def test_the_functions_run_where_one_call_would_be_wrong(monkeypatch):
     with torch.no_grad():
         (q, k, v), cos, sin = given
         assert runs(*given)
-        assert not runs([q, k, v._replace(state=v.state[:1])], cos, sin)
-        assert not runs([q, k, v._replace(x=v.x.double())], cos, sin)
-        assert not runs([q, k._replace(x=k.x[:1]), v], cos, sin)
-        assert not runs([q, k, v], cos[:1], sin[:1])
-        assert not runs([q, k, v], *(torch.ones(2, 9, 5, device=DEVICE),) * 2)
-        assert not runs([c._replace(x=c.x[:, :0]) for c in (q, k, v)], cos[:, :0], sin[:, :0])
+        assert [name for name, convolutions, angles in misfits() if runs(convolutions, *angles)] == []
         found = []
         torch.func.vmap(lambda x: found.append(runs([q._replace(x=x), k, v], cos, sin)) or x)(q.x[None])
         assert found == [False]
-        monkeypatch.setattr(short_conv_op, "MAX_HEAD", 0)
-        assert not runs(*given)
+        with FakeTensorMode():
+            assert not runs(*given)
+        for name in ("x", "weight", "state"):
+            changed = k._replace(**{name: getattr(k, name).as_subclass(Subclass)})
+            assert not runs([q, changed, v], cos, sin)
+        assert not runs([q, k, v], cos, sin.as_subclass(Subclass))
+        with monkeypatch.context() as m:
+            m.setattr(short_conv_op, "MAX_HEAD", 0)
+            assert not runs(*given)
+        assert runs(*given)
         monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
         assert not runs(*given)
 
@@ -106,9 +159,8 @@ def test_a_layer_of_gka(options, monkeypatch):
 
     layer, x, rotary = made("gka", options)
     layer, x, rotary = layer.float().to(DEVICE), x.float().to(DEVICE), tuple(t.float().to(DEVICE) for t in rotary)
-    calls, run = [], short_conv_op.module(".launch_prompt", short_conv_op.__package__).prompt_heads_triton
-    launch = short_conv_op.module(".launch_prompt", short_conv_op.__package__)
-    monkeypatch.setattr(launch, "prompt_heads_triton", lambda *a: calls.append(1) or run(*a))
+    calls, run = [], launch().prompt_heads_triton
+    monkeypatch.setattr(launch(), "prompt_heads_triton", lambda *a: calls.append(1) or run(*a))
 
     def inputs():
         tokens = layer.project(x, rotary)

@@ -55,10 +55,10 @@ def graph_time_table(root: Path) -> str:
 
 
 def _machine(rows: list[dict]) -> str:
-    """The GPU and the version of torch of all rows, and their commits."""
-    ((gpu, torch),) = {(row["gpu"], row["torch"]) for row in rows}
+    """The GPU and the versions of torch and Triton of all rows, and their commits."""
+    ((gpu, torch, triton),) = {(row["gpu"], row["torch"], row["triton"]) for row in rows}
     commits = list(dict.fromkeys(row["commit"][:7] for row in rows))
-    return f"{gpu}, torch {torch}, commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
+    return f"{gpu}, torch {torch}, Triton {triton}, commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"
 
 
 def host_time_table(root: Path) -> str:

@@ -134,11 +134,18 @@ def test_a_cell_of_the_grid_can_have_its_own_tokens_and_steps(args, tmp_path):
     grid = results_of("echo_mqar", rows) | {"settings": vars(args)}
     assert answers_seen(grid, rows[0]) == 3 * 2 * 4
     text = report(grid)
-    assert "| 4 | 8 | SKA" in text and "| 2 | 8 | SKA" in text and "Steps at most: 3 with 4 pairs at 8; CPU" in text
+    assert "| 4 | 8 | SKA" in text and "| 2 | 8 | SKA" in text
+    assert f"Steps at most: 3 with 4 pairs at 8, {args.steps} with 2 pairs at 8; CPU" in text
     plot_grid(grid, tmp_path / "plot.png")
 
 
-@pytest.mark.parametrize("cells", ["[[4]]", "[[4, 8], [4, 8]]", "[[4, 8, 80, 3]]"])
+@pytest.mark.parametrize("cells", ["4", "[4, 8]", "[[4]]", "[[4, 8.5]]", "[[4, 8]"])
+def test_cells_are_lists_of_numbers(cells, tmp_path):
+    with pytest.raises(typer.BadParameter, match="tokens per step"):
+        echo_mqar.cells_of(cells, tmp_path / "out.json")
+
+
+@pytest.mark.parametrize("cells", ["[[4, 8], [4, 8]]", "[[4, 8, 80, 3]]"])
 def test_cells_that_would_mix_two_budgets_are_refused(cells, tmp_path):
     out = tmp_path / "out.json"
     out.write_text(json.dumps({"settings": {"cells": [[4, 8]]}}))

@@ -169,8 +169,7 @@ def fit(
 
     Args:
         batch_of: returns the tensors of a step; their shapes are the same at every step.
-        stop_below_loss: training ends early when the loss is below this value at `points_below` points of the curve in
-            a row.
+        stop_below_loss: training ends early when the loss is below this value, see `points_below`.
         constant_rate_share: the share of the steps that run at the full learning rate before the cosine decay begins.
         warmup_steps: steps in which the rate grows linearly; default: a twentieth of all steps.
         groups: parameter groups of AdamW; a group without its own "lr" has `lr`. Default: weight decay on matrices.
@@ -180,8 +179,9 @@ def fit(
             every step, otherwise at each point of the curve.
         row: what else, besides the other arguments and the shapes of a batch, a checkpoint must have in common with
             this training: for example the model's name and the seed.
-        points: how many times in a run the loss is read. Reading waits for the device.
-        points_below: with 1, one batch of small loss ends the training; a batch of few answers has it by chance.
+        points: how many times in a run the loss is read, at least 1. Reading waits for the device.
+        points_below: how many points of the curve in a row must be below `stop_below_loss`, at least 1. One batch of
+            few answers can be below it by chance.
 
     Returns:
         "curve", a list of [step, loss]; "gradient_norms", the largest norm of the gradients, before they are clipped,

@@ -28,8 +28,8 @@ Checkpoints = Annotated[
     Path | None,
     typer.Option(help="folder in which trainings are saved that the time limit stops; the next command resumes them"),
 ]
-Points = Annotated[int, typer.Option(help="how many times in a training its loss is read")]
-PointsBelow = Annotated[int, typer.Option(help="so many losses in a row below --enough end a training")]
+Points = Annotated[int, typer.Option(min=1, help="how many times in a training its loss is read")]
+PointsBelow = Annotated[int, typer.Option(min=1, help="so many losses in a row below --enough end a training")]
 HiddenSize = Annotated[
     int, typer.Option(help="hidden size of the Llama backbone; the transformer's MLP is 2.5 times as wide")
 ]

@@ -101,11 +101,14 @@ def run(row: dict, args) -> Iterator[dict]:
 
 class Options(PlottedOptions):
     steps: Annotated[
-        int, typer.Option(help="optimizer steps at most; training ends earlier when the loss is below --enough")
+        int,
+        typer.Option(help="optimizer steps at most; training ends earlier after --points-below losses below --enough"),
     ] = 3000
     batch: Annotated[int, typer.Option(help="sequences per step, at most")] = 64
     batch_tokens: Annotated[int, typer.Option(help="tokens per step, at most")] = 16384
-    enough: Annotated[float, typer.Option(help="the loss at which training ends")] = 0.002
+    enough: Annotated[
+        float, typer.Option(help="the loss at which training ends, after --points-below losses in a row below it")
+    ] = 0.002
     points: Points = 20
     points_below: PointsBelow = 1
     sequences: Annotated[int, typer.Option(help="sequences measured, at least")] = 128
@@ -121,16 +124,25 @@ def cells_of(text: str, out: Path) -> list[list[int]]:
     """The cells of the option.
 
     Raises:
-        typer.BadParameter: a cell is not a list of 2 or 4 numbers, stands twice, or stands with other tokens or steps
-            in the results that exist.
+        typer.BadParameter: the text is not JSON, a cell is not a list of 2 or 4 numbers, stands twice, or stands with
+            other tokens or steps in the results that exist.
     """
-    cells = json.loads(text)
+    try:
+        cells = json.loads(text)
+    except json.JSONDecodeError:
+        cells = None
+    if not isinstance(cells, list) or any(not _is_cell(cell) for cell in cells):
+        raise typer.BadParameter(f"{text}: not {CELLS_HELP}", param_hint="--cells")
     known = json.loads(out.read_text())["settings"]["cells"] if out.exists() else []
     for cell in cells:
         same = [other for other in [*cells, *known] if other[:2] == cell[:2]]
-        if len(cell) not in (2, 4) or cells.count(cell) > 1 or any(other != cell for other in same):
+        if cells.count(cell) > 1 or any(other != cell for other in same):
             raise typer.BadParameter(f"{cell}: {CELLS_HELP}; the same ones in every run", param_hint="--cells")
     return cells
+
+
+def _is_cell(cell) -> bool:
+    return isinstance(cell, list) and len(cell) in (2, 4) and all(type(n) is int for n in cell)
 
 
 @command(Options)

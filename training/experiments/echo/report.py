@@ -13,7 +13,14 @@ from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_t
 from hf_memmix.training.experiments.common.harness import matches, measured_at
 from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, lowest_dev_loss
 from hf_memmix.training.experiments.common.report import rate_text
-from hf_memmix.training.experiments.echo.suite import MODELS, SOLVED, TRAINED, memory_of, sequences_per_step
+from hf_memmix.training.experiments.echo.suite import (
+    MODELS,
+    SOLVED,
+    TRAINED,
+    budget_of,
+    memory_of,
+    sequences_per_step,
+)
 
 TASKS_PAPER = {
     "mqar": {"ssm": 55.1, "attention": 76.0, "ska": 82.2},
@@ -336,10 +343,11 @@ REPORTS = {
 
 def steps_text(settings: dict) -> str:
     """How many steps a training has at most: of all cells of the recall grid, or of each."""
-    own = [cell for cell in settings.get("cells", ()) if len(cell) == 4]
-    if not own:
+    cells = settings.get("cells", ())
+    if all(len(cell) == 2 for cell in cells):
         return f"{settings['steps']} steps"
-    return "Steps at most: " + ", ".join(f"{steps} with {pairs} pairs at {gap}" for pairs, gap, _, steps in own)
+    own = [(pairs, gap, budget_of(settings, {"pairs": pairs, "gap": gap})[1]) for pairs, gap, *_ in cells]
+    return "Steps at most: " + ", ".join(f"{steps} with {pairs} pairs at {gap}" for pairs, gap, steps in own)
 
 
 def report(results: dict) -> str:

@@ -285,13 +285,22 @@ def _runs_native(convolutions: list[Convolution], cos: Tensor | None, sin: Tenso
     return all(runs_native_step(c.x, c.weight, None, c.state) for c in convolutions)
 
 
+def runs_prompt_heads(x: Tensor) -> bool:
+    """Whether `prompt_heads` may run for q like x, as far as it is known before its other arguments are made."""
+    if needs_op((x,)):  # first: torch.compile would make a guard of every other condition
+        return False
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return False
+    return use_triton(x, "short_conv") and use_triton(x, "rowwise")
+
+
 def prompt_heads(
     convolutions: list[Convolution], cos: Tensor | None, sin: Tensor | None, eps: float, silu: bool
 ) -> tuple[Tensor | None, ...] | None:
     """A sequence: `short_conv` of q, k and v, then `unit_heads` of q and k, in one call of kernels, without autograd.
 
     Args:
-        convolutions: of q, k and v, see `Convolution`. q and k have heads of one size.
+        convolutions: of q, k and v, see `Convolution`. q and k have heads of one size, v has 0.
         cos, sin: [B, T, r] as of `unit_heads`, or None.
         eps: added to the norms.
         silu: whether the activation is SiLU or none.
@@ -302,25 +311,33 @@ def prompt_heads(
     """
     q, k, v = convolutions
     tensors = *(c.x for c in convolutions), *(c.weight for c in convolutions), *(c.state for c in convolutions)
-    if needs_op((*tensors, cos, sin)) or torch.is_grad_enabled() or not q.x.numel():
-        return None
-    if (
-        not (use_triton(q.x, "short_conv") and use_triton(q.x, "rowwise"))
-        or torch._C._are_functorch_transforms_active()
-    ):
+    if not runs_prompt_heads(q.x) or not all_plain((*tensors, cos, sin)) or not q.x.numel():
         return None
     # benchmarks set MAX_HEAD to 0 to run the layers
-    if q.head_dim > MAX_HEAD or not all(_fits(c, q.x) for c in convolutions):
+    if not 0 < q.head_dim <= MAX_HEAD or k.head_dim != q.head_dim or v.head_dim:
         return None
-    place = q.x.shape[:2]
-    if cos is not None and not (cos.shape == sin.shape and cos.shape[:2] == place and 2 * cos.shape[2] <= q.head_dim):
+    if q.weight is None or k.weight is None:
         return None
+    if not (_fits(q, q.x) and _fits(k, q.x) and _fits(v, q.x)) or (cos is None) != (sin is None):
+        return None
+    if cos is not None:
+        shape = cos.shape
+        if shape != sin.shape or len(shape) != 3 or shape[:2] != q.x.shape[:2] or not 0 < 2 * shape[2] <= q.head_dim:
+            return None
     return module(".launch_prompt", __package__).prompt_heads_triton(*tensors, cos, sin, silu, eps, q.head_dim)
 
 
 def _fits(c: Convolution, q: Tensor) -> bool:
-    """Whether a sequence and the state before it have the batch, length and dtype of q."""
-    batch, _, channels = c.x.shape
-    if c.x.shape[:2] != q.shape[:2] or c.x.dtype != q.dtype:
+    """Whether a sequence has the batch, length and dtype of q, and its weight, state and head size fit."""
+    shape = c.x.shape  # each read of a shape takes time, and this runs in every layer
+    if len(shape) != 3 or shape[:2] != q.shape[:2] or c.x.dtype != q.dtype:
         return False
-    return c.state is None or c.state.shape == (batch, channels, c.weight.shape[1] - 1)
+    batch, _, channels = shape
+    if c.head_dim and channels % c.head_dim:
+        return False
+    if c.weight is None:
+        return c.state is None
+    weight = c.weight.shape
+    if len(weight) != 2 or weight[0] != channels or not 2 <= weight[1] <= MAX_TAPS:
+        return False
+    return c.state is None or c.state.shape == (batch, channels, weight[1] - 1)

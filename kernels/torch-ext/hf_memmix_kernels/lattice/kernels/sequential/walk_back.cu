@@ -2,14 +2,15 @@
 // launch_cuda.py compiles this file with NVRTC, BF16 = 0 for float16.
 //
 // One block per (sequence, head). A thread holds R slots x E entries of the state: LANES lanes share a slot, and SL
-// lanes of a warp and the warps have different slots. A token needs two sums that depend on each other, over the entries
-// of a slot (shuffles) and over the slots (shuffles, then shared memory and one barrier). `scatter` leaves a part of
-// the sums in every lane, so that each lane computes the scalars of one slot.
+// lanes of a warp and the warps have different slots. A token needs two sums that depend on each other, over the
+// entries of a slot (shuffles) and over the slots (shuffles, then shared memory and one barrier). `scatter` leaves a
+// part of the sums in every lane, so that each lane computes the scalars of one slot.
 //
-// What Triton's kernel does not have: inputs come through cp.async, half a window ahead; a lane computes the scalars of
-// one slot; what lies along a slot is removed at every second token. The gradient does not need it, but it must be removed:
-// a token multiplies it by a^2, and a is above 1 where h and k have the same sign in a slot, as with values near zero; in
-// some layers it grew to 10^12 times the gradient. A loop treats two tokens, because a longer one waits for its instructions.
+// What Triton's kernel does not have: inputs come through cp.async, half a window ahead; a lane computes the scalars
+// of one slot; what lies along a slot is removed at every second token. The gradient does not need it, but it must be
+// removed: a token multiplies it by a^2, and a can be above 1 where k_i p_i > 0 (p_i = s_i . h), as with values near
+// zero; in some layers it grew by orders of magnitude. A loop treats two tokens, because a longer one waits for its
+// instructions.
 
 typedef unsigned short u16;
 typedef unsigned int u32;

@@ -60,6 +60,11 @@ def test_mistakes_of_eval_are_one_clear_line(workspace, arguments, message):
     assert not (workspace / "e").exists()
 
 
+def test_a_student_that_does_not_exist_is_no_model_folder(workspace):
+    run = memmix("eval", workspace / "nowhere", "--out", workspace / "e")
+    assert run.exit_code == 1 and "is not a model folder: it has no config.json" in run.output.splitlines()[-1]
+
+
 def test_another_vocabulary_is_refused(workspace):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["extra"])

@@ -112,10 +112,11 @@ def shape_of(folder: Path):
 
 
 def tokenizer_of(folder: Path, required: bool = True):
-    from hf_memmix.conversion.loading import load_tokenizer
+    from hf_memmix.conversion.loading import load_tokenizer, read_config
 
     tokenizer = load_tokenizer(folder)
     if tokenizer is None and required:
+        read_config(folder)  # a folder without a model gets a message of its own
         raise ValueError(f"{folder} has no tokenizer; save the teacher's tokenizer there")
     return tokenizer
 

@@ -528,6 +528,8 @@ def test_what_was_trained_is_kept_when_measuring_fails(tmp_path):
         "batch_tokens": 512,
         "sequences": 0,
         "enough": 0.0,
+        "points": 20,
+        "points_below": 1,
         "further_rates": 0,
         "checkpoints": None,
     }

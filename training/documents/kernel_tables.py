@@ -75,11 +75,14 @@ def generate_table(root: Path) -> str:
     if len(machines) != 1:
         raise ValueError(f"{MEASUREMENTS['generate']} mixes machines or versions; run the benchmark again as a whole")
     ((gpu, torch),) = machines
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in last.values()))
+    commits = dict.fromkeys(row["commit"] for row in last.values())
+    others = dict.fromkeys(row["commit"] for row in read("decode_turns", root) if "variant" not in row)
+    note = f" [Limits](#limits) has decode with the kernels of other commits: {', '.join(others)}."
+    note = "" if commits.keys() & others else note
     return (
         aligned_table(["ms per token", "context", "B=1", "B=32"], lines)
         + "\n\n`generate()` with the static cache, the step in one CUDA graph; random bf16 weights. "
-        f"{gpu}, torch {torch}, commits {commits}."
+        f"{gpu}, torch {torch}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}.{note}"
     )
 
 

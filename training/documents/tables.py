@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.conversion.teachers_table import refusals, teachers_table
-from hf_memmix.training.bundled.demo import recall_rows
+from hf_memmix.training.bundled.demo import PROBES, recall_rows
 from hf_memmix.training.bundled.versions import as_sentence
 from hf_memmix.training.documents import choice_tables as choice
 from hf_memmix.training.documents import conversion_costs as costs
@@ -57,13 +57,24 @@ def demo_table(root: Path) -> str:
         rows.append([name, *(f"{1e3 / row['ms_per_token']:.0f}" for row in (theirs, ours))])
     minutes = results["seconds"]["total"] / 60
     rows_of = ", half of the rows drills of recall" if results.get("drills") else ""
+    answers = _answers_of(results["recall"]["rows"]) if "recall" in results else ""
     return (
         aligned_table(["", "transformer", f"GKA, {layers}"], rows)
         + f"\n\n{results['hardware']}; torch {results['torch']}, transformers {results['transformers']}; "
         f"{minutes:.1f} minutes in all, of which {results['seconds']['align'] + results['seconds']['distill']:.0f} s "
         f"are training{rows_of}. Perplexity over {quality['tokens']:,} tokens of the held-out text; the demo's "
-        "learning rates and steps were chosen on another text." + as_sentence(results)
+        f"learning rates and steps were chosen on another text.{answers}" + as_sentence(results)
     )
+
+
+def _answers_of(rows: list[dict]) -> str:
+    """How many answers a share of recall is of, and how large its standard error can be, as a sentence."""
+    told = []
+    for task, name in PROBES.items() if rows else ():
+        counts = sorted({row["answers"] for row in rows if row["task"] == task})
+        most = " to ".join(dict.fromkeys(str(count) for count in (counts[0], counts[-1])))
+        told.append(f"{name} {most} (up to {50 / counts[0] ** 0.5:.0f} points)")
+    return f" Answers behind each share of recall, and its standard error: {', '.join(told)}." if told else ""
 
 
 def student_table(root: Path) -> str:
@@ -173,6 +184,13 @@ def associative_recall_predictions_table(root: Path) -> str:
     from hf_memmix.training.experiments.gka.recall_predictions import table  # no experiments in a wheel
 
     return table(read("recall", root))
+
+
+def baselines_recall_table(root: Path) -> str:
+    """What became of the predictions about associative recall of the baselines."""
+    from hf_memmix.training.experiments.gka.recall_predictions import baselines_table  # no experiments in a wheel
+
+    return baselines_table(read("recall", root), read("gka_figure3a", root))
 
 
 def gka_predictions_table(root: Path) -> str:
@@ -348,6 +366,7 @@ TABLES = {
     "baselines_predictions": baselines_predictions_table,
     "recall_predictions": recall_predictions_table,
     "associative_recall_predictions": associative_recall_predictions_table,
+    "baselines_recall": baselines_recall_table,
     "gka_predictions": gka_predictions_table,
     "gka_grid": gka_grid_table,
     "recall_lengths": recall_lengths_table,

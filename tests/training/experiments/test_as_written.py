@@ -26,9 +26,13 @@ def results(norms):
 @pytest.mark.parametrize(
     ("written", "limited", "said"),
     [
-        (1e6, 0.9, "diverges at 0.016: a gradient norm passes 100, which does not happen with the two limits"),
-        (1e6, 1e3, "diverges at 0.016: a gradient norm passes 100."),
-        (3.0, 0.9, "does not diverge as written"),
+        (
+            1e6,
+            0.9,
+            "a gradient norm passes 100 at 0.016, with the two limits at no rate. There the last loss as written",
+        ),
+        (1e6, 1e3, "a gradient norm passes 100 at 0.016, with the two limits at 0.016."),
+        (3.0, 0.9, "All 4 trainings end with a finite loss. As written, no gradient norm passes 100"),
     ],
 )
 def test_the_sentence_follows_from_the_norms(written, limited, said):
@@ -36,6 +40,13 @@ def test_the_sentence_follows_from_the_norms(written, limited, said):
     text = section(results(norms | {("enc", 0.016): limited, ("enc-as-written", 0.016): written}))
     assert said in text
     assert f"| enc-as-written | 0.016 | 6.50 | {written:.1e} |" in text
+
+
+def test_the_sentence_counts_losses_that_are_not_finite_and_gives_the_distance_of_the_others():
+    found = results({(name, lr): 1e6 for name in ("enc", "enc-as-written") for lr in (0.004, 0.016)})
+    found["rows"][0]["curve"][-1][1], found["rows"][3]["curve"][-1][1] = 6.25, math.nan
+    said = section(found).splitlines()[-1]
+    assert said.startswith("3 of 4 trainings end with a finite loss.") and said.endswith("is +0.25 and +nan.")
 
 
 def test_both_forms_train_from_the_same_weights_and_text(tmp_path):

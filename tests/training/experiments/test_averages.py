@@ -6,6 +6,7 @@ import statistics
 import pytest
 
 from hf_memmix.training.experiments.common.averages import mean_and_deviation, median, spread_text
+from hf_memmix.training.experiments.common.report import cells_not_run, spread_note
 
 
 def test_the_spread_is_the_sample_standard_deviation():
@@ -27,3 +28,13 @@ def test_text():
     assert spread_text([0.5, 1.5], 2) == "1.00 ± 0.71"
     assert spread_text([None, 2.0], 1, alone=" (1 seed)") == "2.0 (1 seed)" and spread_text([2.0], 1) == "2.0"
     assert spread_text([None], 1) == spread_text([], 3) == ""
+
+
+def test_captions_count_seeds_and_name_cells_that_were_not_run():
+    assert spread_note([[{}, {}], [{}]]) == "±: the standard deviation over 2 seeds."
+    assert spread_note([[{}] * 3, [{}] * 2]) == "±: the standard deviation over 2 or 3 seeds."
+    assert spread_note([[{}]]) == "±: the standard deviation over seeds."
+    rows = [{"model": model, "context": context} for model, context in (("a", 8), ("b", 8), ("a", 16), ("a", 32))]
+    settings = {"models": ["b", "a", "planned"], "contexts": [8, 16, 32]}
+    assert cells_not_run({"settings": settings, "rows": rows}) == " Not run at 16: b; at 32: b."
+    assert cells_not_run({"settings": settings | {"contexts": [8]}, "rows": rows}) == ""

@@ -3,6 +3,7 @@ language models.
 """
 
 import statistics
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 from hf_memmix.conversion.records import markdown_table
@@ -129,13 +130,13 @@ def _perplexity_text(row: dict) -> str:
     return "not measured" if row["finite"] else "diverged"
 
 
-def caption(results: dict, failed: list[dict]) -> str:
-    """The text below a table: size of the models, hardware, commits, what ± is, and which rows it leaves out:
-    those that learnt nothing, and those that were trained and not measured.
+def caption(results: dict, failed: list[dict], spread: str = SPREAD_NOTE) -> str:
+    """The text below a table: size of the models, hardware, commits, what ± is (`spread`), and which rows it
+    leaves out: those that learnt nothing, and those that were trained and not measured.
     """
     settings = results["settings"]
     text = f"{settings['layers']} layers of {settings['hidden_size']}, {settings['tokens'] / 1e6:.0f}M tokens;"
-    text += f" {measured_at(results)}. {SPREAD_NOTE}"
+    text += f" {measured_at(results)}. {spread}"
     left_out = {"Learnt nothing": [], "Trained and not measured": []}
     for row in failed:
         measured = "dev_loss" in row or not row["finite"]
@@ -146,14 +147,32 @@ def caption(results: dict, failed: list[dict]) -> str:
     return text + "".join(f" {why}: {', '.join(dict.fromkeys(names))}." for why, names in left_out.items() if names)
 
 
+def spread_note(figures: Iterable[list[dict]]) -> str:
+    """What ± is, with the number of seeds. figures: the rows of each figure."""
+    several = sorted({len(rows) for rows in figures if len(rows) > 1})
+    return SPREAD_NOTE.replace("over", f"over {' or '.join(map(str, several))}") if several else SPREAD_NOTE
+
+
+def cells_not_run(results: dict) -> str:
+    """The models without a row at a longer context than the first one, as a sentence; "" if there are none."""
+    first, *longer = results["settings"]["contexts"]
+    ran = {c: {row["model"] for row in results["rows"] if row["context"] == c} for c in (first, *longer)}
+    names = {c: [name for name in results["settings"]["models"] if name in ran[first] - ran[c]] for c in longer}
+    told = [f"at {context}: {', '.join(missing)}" for context, missing in names.items() if missing]
+    return f" Not run {'; '.join(told)}." if told else ""
+
+
 def language_section(results: dict, reference: str, in_paper: dict) -> str:
     """The table of language models with its caption, and the table of all learning rates."""
     rows, failed = trained_and_failed(results)
     table = language_table(results, rows, reference, in_paper)
     missing = [name for name in results["settings"]["models"] if not any(r["model"] == name for r in results["rows"])]
     planned = f" Planned and not run: {', '.join(missing)}." if missing else ""
+    pairs = dict.fromkeys((row["model"], row["context"]) for row in rows)
+    spread = spread_note(chosen_rows(rows, model=model, context=context) for model, context in pairs)
     return (
-        f"{table}\n\n{caption(results, failed)} Distances in percent are at the seeds that both models have.{planned}"
+        f"{table}\n\n{caption(results, failed, spread)} Distances in percent are at the seeds that both models have."
+        f"{cells_not_run(results)}{planned}"
         f"\n\nPerplexity at {results['settings']['contexts'][0]} by"
         f" learning rate, first seed; bold: the lowest development loss:\n\n{rates_table(results)}"
     )

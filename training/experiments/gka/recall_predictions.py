@@ -1,4 +1,5 @@
-"""What became of the predictions about associative recall, computed from the results of `recall.py`.
+"""What became of the predictions about associative recall, computed from the results of `recall.py`, and of
+`figure3a.py` for the models of the baselines.
 
 The figures are accuracies in percent on test sequences: means over seeds at the rate that the development sequences
 chose. A figure whose rate is the largest or the smallest one that was tried is marked with *, and a prediction about
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from hf_memmix.training.experiments.common.harness import matches
 from hf_memmix.training.experiments.common.predictions import Found, Outcome, predictions_table
 from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows
+from hf_memmix.training.experiments.gka.figure3a_report import SAME_IN_RECALL
 from hf_memmix.training.experiments.gka.report import accuracy_text
 
 
@@ -92,6 +94,19 @@ def recalls(low: float, high: float, *names: str) -> Callable[[Cell], Measured]:
     return each(names, found)
 
 
+def ahead(name: str, other: str, low: float, high: float) -> Callable[[Cell], Measured]:
+    """By how many points a model recalls more than another one, each at its best rate, lies between two limits."""
+
+    def measure(cell: Cell) -> Measured:
+        if not (cell.chosen(name) and cell.chosen(other)):
+            return [], False
+        said = ", ".join(f"{model} {cell.accuracy(model):.1f}{cell.mark(model)}" for model in (name, other))
+        by = cell.accuracy(name) - cell.accuracy(other)
+        return [(said, low <= by <= high)], not (cell.edge(name) or cell.edge(other))
+
+    return measure
+
+
 def best_rate_at_most(lr: float, *names: str) -> Callable[[Cell], Measured]:
     return each(names, lambda cell, name: (f"{name} {cell.rate(name):g}{cell.mark(name)}", cell.rate(name) <= lr))
 
@@ -116,12 +131,34 @@ PREDICTIONS = (
     (SMALL, "64 pairs: SIM at 0.0015 recalls more than 60 %", at_rate("sim", 0.0015, 60, 100)),
 )
 
+OF_BASELINES = (  # written down in the README of the baselines
+    (SMALL, "transformer more than 99 %", recalls(99, 100, "transformer")),
+    (SMALL, "Mamba-2 more than 90 %", recalls(90, 100, "mamba2")),
+    (SMALL, "Mamba-2 with a memory of equal size less than 60 %", recalls(0, 60, "mamba2-equal")),
+    (SMALL, "GDN within 5 points of the delta rule", ahead("gdn", "delta", -5, 5)),
+    (SMALL, "GLA and linear attention with decay below 60 %", recalls(0, 60, "gla", "linear-decay")),
+    (SMALL, "COFFEE below 10 %", recalls(0, 10, "coffee")),
+    (SMALL, "GKA with a memory of equal size recalls less than GKA", ahead("gka-equal", "gka", -100, 0)),
+)
 
-def table(results: dict) -> str:
+
+def baselines_table(results: dict, sizes: dict) -> str:
+    """The predictions about the models of the baselines.
+
+    Args:
+        results: of `recall.py`.
+        sizes: of `figure3a.py`. Its rows of hidden size 64 are trained in the same way, and those of
+            `SAME_IN_RECALL` are of the same models.
+    """
+    same = [row for row in sizes["rows"] if row["hidden_size"] == 64 and row["model"] in SAME_IN_RECALL]
+    return table(results | {"rows": results["rows"] + same}, OF_BASELINES)
+
+
+def table(results: dict, predictions: tuple = PREDICTIONS) -> str:
     """One line per prediction."""
     rows = [row for row in results["rows"] if "finite" in row]
     outcomes = {}
-    for number, ((length, pairs), said, measure) in enumerate(PREDICTIONS, 1):
+    for number, ((length, pairs), said, measure) in enumerate(predictions, 1):
         found, final = measure(Cell([row for row in rows if matches(row, {"length": length, "pairs": pairs})]))
         outcomes[str(number)] = Outcome(said, found, final)
     return (

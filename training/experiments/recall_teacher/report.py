@@ -19,10 +19,11 @@ RUNS = {  # of the teacher, in their order
 }
 SHORT = ("gka", "lattice", "coffee", "window-64")  # the students of `short_table`
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
+WINDOW = {"window": "W"}  # attention over the last tokens: a control, no mixer
 BY_LENGTH = ("niah", "variables", "mqar_32", "mqar")  # the probes of `length_table`
-MIXED = {  # layouts of several mixers, and the single mixers that they are compared with
+MIXED = {  # layouts of several mixers, and the layouts of one kind that they are compared with
     "select, bytes of gka": ("gka",),
-    "select, bytes of lattice": ("lattice",),
+    "select, bytes of lattice": ("lattice", "window-64"),
     "echo": ("mamba2", "ska"),
 }
 RIDGE = (("gka", "gla"), ("gka, long", "gla, long"))  # the same memory with and without the ridge regression
@@ -164,7 +165,7 @@ def share_text(rows: list[dict], task: str, length: int) -> str:
 
 def letters_of(rows: list[dict]) -> str:
     """The mixers of the layers as letters, of each seed if the seeds differ."""
-    return ", ".join(dict.fromkeys("".join(LETTERS[kind] for kind in row["types"]) for row in rows))
+    return ", ".join(dict.fromkeys("".join((LETTERS | WINDOW)[kind] for kind in row["types"]) for row in rows))
 
 
 def table(results: dict) -> str:
@@ -237,7 +238,7 @@ def kept_table(results: dict) -> str:
 
 
 def mixtures_table(results: dict) -> str:
-    """Students of several mixers, each below the single mixers that it is compared with."""
+    """Students of several mixers, each below the students of one mixer or window that it is compared with."""
     head = ["students", "layers", "state", "perplexity ratio", "KL"]
     head += [f"{PROBES[task][2]} at {GATE_LENGTH}, %" for task in ("niah", "mqar_32")] + ["seeds"]
     found, lines = groups(results), []
@@ -254,7 +255,8 @@ def mixtures_table(results: dict) -> str:
             lines.append(
                 [name, letters_of(rows), bytes_text(rows[0]["state_bytes"]), *figures, *shares, str(len(rows))]
             )
-    letters = ", ".join(f"{letter} {name}" for name, letter in LETTERS.items())
+    letters = ", ".join(f"{letter} {name}" for name, letter in (LETTERS | WINDOW).items())
+    letters += " (attention over the last 64 tokens, a control)"
     note = f"{letters}. Every student was trained on {tokens_of(results) / 1e6:.1f}M tokens. {SPREAD_NOTE}"
     return f"{markdown_table(head, lines)}\n\n{note} {measured_at(results)}."
 
@@ -337,7 +339,8 @@ def section(results: dict) -> str:
     own = results["settings"]
     per_step = own["batch_size"] * own["block_size"]
     note = (
-        f"{own['align_steps']} steps of align and {own['distill_steps']} of distill, {per_step} tokens each."
+        f"{own['align_steps']} steps of align and {own['distill_steps']} of distill, {per_step} tokens each. One"
+        " learning rate for all mixers and windows, tuned for none of them."
         f" {SPREAD_NOTE} {measured_at(results)}."
     )
     parts = [

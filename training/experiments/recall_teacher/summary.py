@@ -29,6 +29,7 @@ def summary_table(grid: dict, raised: dict[str, dict]) -> str:
 
     raised: by the names in `RAISED`.
     """
+    commits = dict.fromkeys(raised[run]["environment"]["commit"] for run in RAISED)
     head = [
         "student",
         "state",
@@ -52,7 +53,7 @@ def summary_table(grid: dict, raised: dict[str, dict]) -> str:
         f"{markdown_table(head, lines, figures=True)}\n\nExact answers in % by the length of the context in tokens."
         " State: what does not grow with the context, of all layers together; the cache of kept layers comes on top."
         f" Control: attention over the last 64 tokens in all layers that are not kept. {SPREAD_NOTE} Without it: one"
-        f" seed. {measured_at(grid)}."
+        f" seed. {measured_at(grid)}; trained to recall: {', '.join(commits)}."
     )
 
 

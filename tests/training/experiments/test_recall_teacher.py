@@ -496,6 +496,7 @@ def test_the_summary_holds_the_teacher_both_trainings_and_the_control():
         "heldout_ppl_ratio": 1.5,
         "recall": rows[2]["recall"],
         "state_bytes": 3072,
+        "environment": {"commit": "def"},
     }
     gla = longer | {"heldout_ppl_ratio": 1.75}
     raised = {"raised": longer, "raised_long": longer, "raised_gla": gla}
@@ -512,7 +513,7 @@ def test_the_summary_holds_the_teacher_both_trainings_and_the_control():
         "| only the last 64 tokens (control), none | 2.0 KiB | 3.0M | 1.100 |  | 20 |",
     ]
     assert all(line.startswith(start) for line, start in zip(lines[2:], starts, strict=False)), lines
-    assert len(starts) == 9 and lines[11] == ""
+    assert len(starts) == 9 and lines[11] == "" and lines[12].endswith("commit abc; trained to recall: def.")
 
 
 def test_the_runs_of_the_teacher_stand_in_one_table(tmp_path: Path):

@@ -289,7 +289,7 @@ def short_table(results: dict) -> str:
         markdown_table(head, lines)
         + "\n\nExact answers in % by length in tokens. State: what does not grow with the context, of all layers"
         f" together; the cache of kept layers comes on top. A transformer of {layers} layers; every student was"
-        f" trained on {tokens:.1f}M tokens. {SPREAD_NOTE} {measured_at(results)}."
+        f" trained on {tokens:.1f}M tokens, with one learning rate for all. {SPREAD_NOTE} {measured_at(results)}."
     )
 
 

@@ -38,7 +38,7 @@ def mixers_table(root: Path) -> str:
     steps = results["settings"]["align_steps"], results["settings"]["distill_steps"]
     return (
         markdown_table(head, rows, figures=True)
-        + f"\n\nThe bundled transformer (5M parameters), converted and trained for {steps[0]} steps of `align` and "
+        + f"\n\nA bundled transformer (5M parameters), converted and trained for {steps[0]} steps of `align` and "
         f"{steps[1]} of `distill` on one {results['environment']['hardware']}. Perplexity ratio: the student's "
         "perplexity on held-out text divided by the transformer's. KL: the divergence from the transformer's "
         "predictions there, in nats. Names recalled: how often the next token is right where a name is mentioned for "

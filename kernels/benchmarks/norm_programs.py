@@ -4,8 +4,12 @@
         --out kernels/benchmarks/results/norm_programs_h200.json
 
 A row has the milliseconds of one call, in a captured CUDA graph, with 16 tiles per program and with as many as the
-launch chooses, each measured twice in turns.
+launch chooses, each measured twice in turns. Tapes are off: they would repeat the first launch.
 """
+
+import os
+
+os.environ["HF_MEMMIX_TAPES"] = "0"  # before the kernels are imported
 
 import torch
 from profiling import arguments_and_rows, write_rows
@@ -34,9 +38,9 @@ def measured(rows: int, channels: int, dtype: torch.dtype, gated: bool) -> dict:
     chosen = launch._loops
     tiles = -(-rows // launch._rows_per_program(channels))
     row = {"rows": rows, "channels": channels, "dtype": str(dtype).removeprefix("torch."), "gate": gated}
-    row |= {"tiles": tiles, "tiles_per_program": chosen(tiles), "ms_16_tiles": [], "ms": []}
+    row |= {"tiles": tiles, "tiles_per_program": chosen(tiles, channels), "ms_16_tiles": [], "ms": []}
     for _ in range(2):
-        for name, loops in (("ms_16_tiles", lambda _: 16), ("ms", chosen)):
+        for name, loops in (("ms_16_tiles", lambda tiles, width: 16), ("ms", chosen)):
             launch._loops = loops
             call = do_bench_cudagraph(lambda: launch.gated_norm_bwd_triton(do, y, gate, weight, *options))
             row[name].append(round(call, 4))

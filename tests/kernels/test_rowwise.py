@@ -93,7 +93,7 @@ def test_how_many_tiles_a_program_of_the_norm_sums(programs, backend, monkeypatc
         from hf_memmix_kernels.rowwise import launch
 
         monkeypatch.setattr(launch, "PROGRAMS", programs)
-        assert launch._loops(18) == {512: 1, 8: 2, 1: 16}[programs]
+        assert launch._loops(18, 1000) == {512: 1, 8: 2, 1: 16}[programs]
     leaves = {"y": randn(70, 1000, dtype=torch.float32), "weight": 1 + 0.2 * randn(1000, dtype=torch.float32)}
     leaves["gate"] = randn(70, 1000, dtype=torch.float32)
     weight = randn(70, 1000, dtype=torch.float64)

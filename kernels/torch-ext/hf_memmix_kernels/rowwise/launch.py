@@ -14,6 +14,7 @@ TILE = 4096  # elements of each tensor that one program holds
 PRODUCT_TILE, PRODUCT_WARPS = 2048, 4  # the same of a program of the product, and its num_warps
 LOOPS = 16  # tiles per program in the backward of the norm, at most; it sums the gradient of the weight over them
 PROGRAMS = 512  # with fewer programs, multiprocessors would wait, so a program then has fewer tiles
+PARTIAL_SUMS = 2**18  # numbers that all programs leave for torch to sum; more take longer than the wait (README)
 
 
 def _rows_per_program(width: int) -> int:
@@ -26,9 +27,10 @@ def _warps(rows: int, width: int) -> int:
     return min(16, next_power_of_2(max(1, rows * width // 1024)))
 
 
-def _loops(tiles: int) -> int:
-    """Tiles per program in the backward of the norm, a power of two."""
-    return next_power_of_2(max(1, min(LOOPS, tiles // PROGRAMS)) + 1) // 2
+def _loops(tiles: int, width: int) -> int:
+    """Tiles per program in the backward of the norm of rows of `width` numbers, a power of two."""
+    programs = max(1, min(PROGRAMS, PARTIAL_SUMS // width))
+    return next_power_of_2(max(1, min(LOOPS, tiles // programs)) + 1) // 2
 
 
 def _unit_arguments(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> tuple[dict, tuple[int]]:
@@ -111,7 +113,7 @@ def gated_norm_bwd_triton(do, y, gate, weight, *options):
     groups, D = arguments["groups"], arguments["D"]
     # a program reads rows of one group only, so it sums the gradient of one row of weights
     tiles = cdiv(arguments["rows"] // max(1, groups), arguments["R"])
-    loops = _loops(tiles * groups)
+    loops = _loops(tiles * groups, D)
     per_group = cdiv(tiles, loops)
     dweight = torch.empty(
         groups, per_group, D, dtype=torch.promote_types(weight.dtype, torch.float32), device=y.device

@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from hf_memmix.training.experiments.recall_teacher import (
     probing,
     raised_report,
     report,
+    students,
     summary,
     teacher,
     team,
@@ -536,3 +538,12 @@ def test_manual_pages_and_html_become_text():
     splits = [corpus.split_of(str(i)) for i in range(4000)]
     assert 60 < splits.count("heldout") < 140
     assert 60 < splits.count("dev") < 140
+
+
+def test_each_thread_has_a_teacher_of_its_own(monkeypatch):
+    monkeypatch.setattr(students, "load_model", lambda folder, dtype: torch.nn.Identity())
+    mine = [students.teacher_of(Path("no folder")) for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(students.teacher_of, Path("no folder")).result()
+    assert mine[0] is mine[1]
+    assert other is not mine[0]

@@ -113,13 +113,16 @@ def test_a_graph_trains_as_single_launches_do(mixer, tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_step_that_cannot_be_captured_runs_without_a_graph(tmp_path):
-    layer, x = torch.nn.Linear(4, 1).cuda(), torch.ones(8, 4, device="cuda")
+    """It keeps the turn: threads launch kernels one at a time."""
+    layer, x, kept = torch.nn.Linear(4, 1).cuda(), torch.ones(8, 4, device="cuda"), []
 
     def loss_of(x):
+        kept.append(TURN._lock.locked())
         return (layer(x) - x.sum().item()).square().mean()  # waits for the device
 
-    with pytest.warns(UserWarning, match="runs without a CUDA graph"):
+    with pytest.warns(UserWarning, match="runs without a CUDA graph"), TURN.taken():
         result = fit.fit(layer, loss_of, 40, 1e-2, arguments(tmp_path), lambda step: (x,))
+    assert len(kept) > 40 and all(kept)
     assert result["steps"] == 40 and not result["graphed"]
     assert result["curve"][-1][1] < result["curve"][0][1]
     graph = fit.fit(layer, lambda x: layer(x).square().mean(), 40, 1e-2, arguments(tmp_path), lambda step: (x,))

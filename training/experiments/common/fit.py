@@ -271,8 +271,11 @@ def fit(
 
     curves = {"curve": curve, "gradient_norms": norms}
     first = min(steps, start + WARM_UP + 1)
-    if run_steps(start, first):
-        with TURN.given_up() if on_gpu and graphed else contextlib.nullcontext():  # these steps replay the graph
+    goes_on = run_steps(start, first)
+    captured = getattr(update, "graph", None) is not None
+    if goes_on:
+        # other threads work while a graph is replayed; a training without one keeps the turn
+        with TURN.given_up() if captured else contextlib.nullcontext():
             run_steps(first, steps)
     took, done = time.time() - began, curve[-1][0]
     optimizer.zero_grad()
@@ -280,7 +283,6 @@ def fit(
         saved.remove()
     finite = math.isfinite(curve[-1][1])
     curves |= {"resumed_at": resumed} if resumed else {}
-    captured = getattr(update, "graph", None) is not None
     speed = {"ms_per_step": round(1000 * took / max(1, done - start), 2), "graphed": captured}
     return {**curves, "steps": done, "finite": finite, **speed}
 

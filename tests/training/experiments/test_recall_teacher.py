@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from hf_memmix.training.experiments.recall_teacher import (
     probing,
     raised_report,
     report,
+    students,
     summary,
     teacher,
     team,
@@ -425,7 +427,8 @@ def test_predictions_are_compared_with_the_students_that_were_measured():
     rows = [student("gka", 0, 0, 0.6), student("gla", 0, 0, 0.7), student("lattice", 0, 0, 0.5)]
     rows += [student("gka", 3, seed, exact) for seed, exact in ((0, 0.9), (1, 0.8))]
     rows.append({"stage": "teacher", "recall": student("gka", 12, 0, 1.0)["recall"]})
-    results = {"rows": rows, "settings": {"layouts": list(grid.LAYOUTS)}}
+    settings, environment = {"layouts": list(grid.LAYOUTS)}, {"hardware": "a CPU", "commit": "abc"}
+    results = {"rows": rows, "settings": settings, "environment": environment}
     lines = {line.split(" | ")[0].strip("| "): line for line in predictions.table(results).splitlines()[2:]}
     assert set(lines) == set(predictions.PREDICTIONS)
     assert "gka 60; lattice 50; gla 70 (missed) | 2 of 3 right" in lines["1"]
@@ -437,6 +440,7 @@ def test_predictions_are_compared_with_the_students_that_were_measured():
     runs = {"raised": raised, "raised_plain": raised | {"recall": student("gka", 0, 0, 0.45)["recall"]}}
     rows[0] |= {"graphed": True, "ms_per_step": 20.0}
     rows[1] |= {"graphed": False, "ms_per_step": 30.0}
+    rows[2] |= {"graphed": True, "ms_per_step": 900.0, "commit": "a later run"}
     rows += [student("gka", 1, 0, 0.6), student("gka", 6, 0, 0.9)]
     text = predictions.table(results, runs)
     assert "21M tokens; needle 60 % of the teacher's (missed)" in text
@@ -454,6 +458,26 @@ def test_predictions_are_compared_with_the_students_that_were_measured():
     assert "gka, long 30, teacher 100; the most: gka 60 (missed); window-64 2 (missed)" in text
     assert "needle: gka 70 by `select`, 60 in the middle | 1 of 2 right" in text
     assert "gla 20 (missed) | missed" in text
+
+
+def test_predictions_about_kept_layers():
+    rows = [student(name, 6, 0, exact) for name, exact in (("gka", 0.9), ("window-64", 0.8), ("ska", 0.5))]
+    rows += [student("gka", 6, 0, 0.95) | {"how": "select", "heldout_kl": 0.05}, student("ska", 1, 0, 0.05)]
+    rows += [student("coffee", keep, 0, 0.97) | {"how": "select"} for keep in (1, 3)]
+    rows += [student("gka", 3, seed, exact) for seed, exact in ((0, 0.9), (1, 0.6))]
+    rows[0]["heldout_kl"], rows[1]["heldout_kl"] = 0.06, 0.07
+    rows.append({"stage": "teacher", "recall": student("gka", 12, 0, 1.0)["recall"]})
+    environment = {"hardware": "a CPU", "commit": "abc"}
+    results = {"rows": rows, "settings": {"layouts": list(grid.LAYOUTS)}, "environment": environment}
+    lines = {line.split(" | ")[0].strip("| "): line for line in predictions.table(results).splitlines()[2:]}
+    assert "KL: gka 0.050 against 0.060; recall: gka 95 against 90 | right" in lines["26"]
+    assert "needle: coffee 97 %; two hops: coffee 97 % (missed); MQAR, 32 pairs: coffee 97 %" in lines["27"]
+    assert "needle: coffee 97; MQAR, 32 pairs: coffee 97 | right" in lines["28"]
+    assert "1 uniform 5; 6 uniform 50 (missed)" in lines["29"]
+    assert "6 layers: window-64 0.070, gka 0.060 (missed)" in lines["30"]
+    assert (
+        "KL: 1 of 1 within" in lines["31"] and "0 of 1 within; gka with 3 (uniform) 30 points (missed)" in lines["31"]
+    )
 
 
 def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
@@ -537,3 +561,12 @@ def test_manual_pages_and_html_become_text():
     splits = [corpus.split_of(str(i)) for i in range(4000)]
     assert 60 < splits.count("heldout") < 140
     assert 60 < splits.count("dev") < 140
+
+
+def test_each_thread_has_a_teacher_of_its_own(monkeypatch):
+    monkeypatch.setattr(students, "load_model", lambda folder, dtype: torch.nn.Identity())
+    mine = [students.teacher_of(Path("no folder")) for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(students.teacher_of, Path("no folder")).result()
+    assert mine[0] is mine[1]
+    assert other is not mine[0]

@@ -8,40 +8,21 @@ is open.
 import statistics
 
 from hf_memmix.training.experiments.common.predictions import Found, Outcome, predictions_table
-from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES, mean_recall
-from hf_memmix.training.experiments.recall_teacher.report import groups
+from hf_memmix.training.experiments.recall_teacher.hybrid_predictions import HYBRIDS
+from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
+from hf_memmix.training.experiments.recall_teacher.student_figures import (
+    MIXERS,
+    THREE_PROBES,
+    WINDOWS,
+    Students,
+    mean_of_probes,
+    percent,
+)
 
-MIXERS = ("gka", "lattice", "gla", "mamba2", "coffee", "ska")
-WINDOWS = ("window-64", "window-256")
 # prediction 1: the needle of pure students, lowest and highest share in percent
 NEEDLE = {"gka": (50, 80), "lattice": (40, 70), "gla": (25, 55), "mamba2": (25, 55)} | dict.fromkeys(
     (*WINDOWS, "coffee"), (0, 10)
 )
-
-
-class Students:
-    """The figures of the students in the results of the grid. A figure that was not measured is None."""
-
-    def __init__(self, results: dict):
-        self.rows = groups(results)
-        self.trained = [row for row in results["rows"] if row["stage"] != "teacher"]
-        self.own = [row for row in results["rows"] if row["stage"] == "teacher" and "recall" in row]
-
-    def of(self, layout: str, keep: int = 0, how: str = "uniform") -> list[dict]:
-        return self.rows.get((keep, how, layout), [])
-
-    def share(self, task: str, *student) -> float | None:
-        """The share of exact answers of a student, in percent; of the teacher without a student."""
-        return _percent([row["recall"] for row in (self.of(*student) if student else self.own)], task)
-
-    def mean(self, key: str, *student) -> float | None:
-        rows = self.of(*student)
-        return statistics.fmean(row[key] for row in rows) if rows else None
-
-
-def _percent(recalls: list[list[dict]], task: str) -> float | None:
-    shares = [share for rows in recalls if (share := mean_recall(rows, task, GATE_LENGTH)) is not None]
-    return 100 * statistics.fmean(shares) if shares else None
 
 
 def _needle(students: Students, raised) -> list[Found]:
@@ -57,7 +38,7 @@ def _three_layers(students: Students, raised) -> list[Found]:
     found = []
     for name in MIXERS:
         ratios = {}
-        for task in ("niah", "variables", "mqar_32"):
+        for task in THREE_PROBES:
             ours, theirs = students.share(task, name, 3), students.share(task)
             if ours is not None and theirs:
                 ratios[PROBES[task][2]] = 100 * ours / theirs
@@ -115,12 +96,8 @@ def _difference(students: Students, task: str, ours, theirs, least: float, stric
 def _selected(students: Students, raised) -> list[Found]:
     found = []
     for name in MIXERS:
-        both = [
-            [share for task in ("niah", "variables", "mqar_32") if (share := students.share(task, name, 3, how))]
-            for how in ("select", "uniform")
-        ]
-        if all(both):
-            ours, theirs = map(statistics.fmean, both)
+        ours, theirs = (mean_of_probes(students, name, 3, how) for how in ("select", "uniform"))
+        if None not in (ours, theirs):
             found.append((f"{name} {ours:.0f} against {theirs:.0f}", ours >= theirs))
     return found
 
@@ -147,7 +124,7 @@ def _raised(students: Students, runs: dict[str, dict]) -> list[Found]:
     tokens = sum(raised[stage]["tokens"] for stage in ("align", "distill")) / 1e6
     found = [(f"{tokens:.0f}M tokens", tokens >= 20)]
     for task, share, above in (("niah", 80, True), ("mqar_32", 50, True), ("mqar", 50, False)):
-        ours, theirs = _percent([raised["recall"]], task), students.share(task)
+        ours, theirs = percent([raised["recall"]], task), students.share(task)
         if ours is not None and theirs:
             ratio = 100 * ours / theirs
             found.append((f"{PROBES[task][2]} {ratio:.0f} % of the teacher's", (ratio >= share) == above))
@@ -166,14 +143,14 @@ def _few_layers(students: Students, raised) -> list[Found]:
 def _answers(students: Students, raised: dict[str, dict]) -> list[Found]:
     found, runs = [], [raised.get(name, {}).get("recall") for name in ("raised", "raised_plain")]
     for task, least in (("niah", 10), ("mqar_32", 20)) if all(runs) else ():
-        ours, plain = (_percent([rows], task) for rows in runs)
+        ours, plain = (percent([rows], task) for rows in runs)
         if ours is not None and plain is not None:
             found.append((f"{PROBES[task][2]} {ours:.0f} against {plain:.0f}", ours - plain >= least))
     return found
 
 
 def _graphs(students: Students, raised) -> list[Found]:
-    rows = [row for row in students.trained if "graphed" in row]
+    rows = [row for row in students.first if "graphed" in row]
     if not rows:
         return []
     captured, median = sum(row["graphed"] for row in rows), statistics.median(row["ms_per_step"] for row in rows)
@@ -209,7 +186,7 @@ def _one_layer(students: Students, raised) -> list[Found]:
 def _seeds(students: Students, raised) -> list[Found]:
     found = []
     for keep, _, name in students.rows:
-        shares = [_percent([row["recall"]], "niah") for row in students.of(name)] if keep == 0 else []
+        shares = [percent([row["recall"]], "niah") for row in students.of(name)] if keep == 0 else []
         if len(shares) > 1 and None not in shares:
             by = max(shares) - min(shares)
             found.append((f"{name} {by:.0f}", by <= 10))
@@ -227,7 +204,7 @@ def _teacher(students: Students, runs: dict[str, dict]) -> list[Found]:
         ("variables", 80, 100),
         ("mqar_32_unseen", 60, 95),
     ):
-        share = _percent([run["recall"]], task)
+        share = percent([run["recall"]], task)
         found.append((f"{PROBES[task][2]} {share:.0f} %", least <= share <= most))
     return found
 
@@ -235,7 +212,7 @@ def _teacher(students: Students, runs: dict[str, dict]) -> list[Found]:
 def _shares(runs: dict[str, dict], name: str) -> dict[str, float]:
     """The percentages of a student of `raised.py` by probe; {} if it was not measured."""
     recall = runs.get(name, {}).get("recall", [])
-    found = {task: _percent([recall], task) for task in PROBES}
+    found = {task: percent([recall], task) for task in PROBES}
     return {task: share for task, share in found.items() if share is not None}
 
 
@@ -356,7 +333,7 @@ PREDICTIONS = {
         " MQAR, full at most half of GKA's",
         _raised_gla_long,
     ),
-}
+} | HYBRIDS
 
 
 def table(results: dict, others: dict[str, dict] | None = None) -> str:

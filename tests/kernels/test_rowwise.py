@@ -86,6 +86,24 @@ def test_gated_norm_equals_naive(shape, activation, norm_first, limit, dtype, ba
     compare(results(call(gated_norm), leaves, weight), results(call(naive_gated_norm), leaves, weight), dtype)
 
 
+@pytest.mark.parametrize("programs", [512, 8, 1], ids=["1 tile", "2 tiles", "all tiles"])
+def test_how_many_tiles_a_program_of_the_norm_sums(programs, backend, monkeypatch, poisoned_empty):
+    """Rows of 1000 elements are 4 to a tile: 70 rows are 18 tiles, 16 of them in one program at most."""
+    if backend == "triton":
+        from hf_memmix_kernels.rowwise import launch
+
+        monkeypatch.setattr(launch, "PROGRAMS", programs)
+        assert launch._loops(18) == {512: 1, 8: 2, 1: 16}[programs]
+    leaves = {"y": randn(70, 1000, dtype=torch.float32), "weight": 1 + 0.2 * randn(1000, dtype=torch.float32)}
+    leaves["gate"] = randn(70, 1000, dtype=torch.float32)
+    weight = randn(70, 1000, dtype=torch.float64)
+    got, want = (
+        results(lambda y, weight, gate, fn=fn: fn(y, gate, weight, EPS), leaves, weight)
+        for fn in (gated_norm, naive_gated_norm)
+    )
+    compare(got, want, torch.float32)
+
+
 def test_inputs_need_not_be_contiguous(backend):
     """Inputs may be slices of a fused projection, and their gradients may be transposed."""
     x = randn(2, 7, 3 * 64, dtype=torch.float32)

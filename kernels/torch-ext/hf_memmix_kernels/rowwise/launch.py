@@ -12,7 +12,8 @@ from .kernels.unit_heads import unit_heads_bwd_kernel, unit_heads_fwd_kernel
 
 TILE = 4096  # elements of each tensor that one program holds
 PRODUCT_TILE, PRODUCT_WARPS = 2048, 4  # the same of a program of the product, and its num_warps
-LOOPS = 16  # tiles per program in the backward of the norm, which sums the gradient of the weight over them
+LOOPS = 16  # tiles per program in the backward of the norm, at most; it sums the gradient of the weight over them
+PROGRAMS = 512  # with fewer programs, multiprocessors would wait, so a program then has fewer tiles
 
 
 def _rows_per_program(width: int) -> int:
@@ -23,6 +24,11 @@ def _rows_per_program(width: int) -> int:
 def _warps(rows: int, width: int) -> int:
     """num_warps, a power of two that gives each thread about 32 elements."""
     return min(16, next_power_of_2(max(1, rows * width // 1024)))
+
+
+def _loops(tiles: int) -> int:
+    """Tiles per program in the backward of the norm, a power of two."""
+    return next_power_of_2(max(1, min(LOOPS, tiles // PROGRAMS)) + 1) // 2
 
 
 def _unit_arguments(x: Tensor, cos: Tensor | None, sin: Tensor | None, eps: float) -> tuple[dict, tuple[int]]:
@@ -104,14 +110,16 @@ def gated_norm_bwd_triton(do, y, gate, weight, *options):
     gate, arguments = _norm_arguments(y, gate, weight, *options)
     groups, D = arguments["groups"], arguments["D"]
     # a program reads rows of one group only, so it sums the gradient of one row of weights
-    per_group = cdiv(cdiv(arguments["rows"] // max(1, groups), arguments["R"]), LOOPS)
+    tiles = cdiv(arguments["rows"] // max(1, groups), arguments["R"])
+    loops = _loops(tiles * groups)
+    per_group = cdiv(tiles, loops)
     dweight = torch.empty(
         groups, per_group, D, dtype=torch.promote_types(weight.dtype, torch.float32), device=y.device
     )
     if not y.numel():
         return dy, dgate, torch.zeros_like(weight)
     gated_norm_bwd_kernel[(groups * per_group,)](
-        do, (y, gate, weight), (dy, dgate, dweight), per_group=per_group, LOOPS=LOOPS, **arguments
+        do, (y, gate, weight), (dy, dgate, dweight), per_group=per_group, LOOPS=loops, **arguments
     )
     return dy, dgate, dweight.sum(1).flatten().to(weight.dtype)
 

@@ -316,6 +316,14 @@ def test_tables_and_plots_leave_out_rows_whose_measuring_failed(name, plot, row,
     assert (tmp_path / "plot.png").exists()
 
 
+def test_tiers_stand_in_the_order_of_the_settings():
+    row = NOT_MEASURED | {"variant": "ssm", "accuracy": 0.5, "dev_loss": 2.0, "commit": "abc"}
+    results = results_of("echo_scratchpad", [row | {"tier": tier} for tier in ("hard", "easy")])
+    results["settings"]["variants"] = ["ssm"]
+    lines = report(results).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| easy", "| hard"]
+
+
 def test_means():
     row = {"cells": [["niah", 64, 1, 0.5], ["niah", 128, 1, 1.0], ["mqar", 64, 2, 0.0]]}
     assert mean_of(row) == 50 and mean_of(row, tasks="niah") == 75 and mean_of(row, tasks="niah", length=128) == 100

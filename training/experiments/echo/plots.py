@@ -15,6 +15,7 @@ from hf_memmix.training.experiments.echo.report import (
     grid_accuracies,
     mean_of,
     steps_text,
+    tiers_of,
 )
 from hf_memmix.training.experiments.echo.suite import TRAINED
 
@@ -110,7 +111,7 @@ def plot_scratchpad(results: dict, path: str | Path) -> None:
     Rows that did not record it (they are older) have their training loss instead. With three or more scales of SKA's
     output a last panel has the accuracy at the end by scale, the dose.
     """
-    tiers = list(dict.fromkeys(row["tier"] for row in results["rows"]))
+    tiers = tiers_of(results)
     recorded = any("accuracies" in row for row in results["rows"])
     doses = {
         name: float(name.split()[-1])

@@ -315,10 +315,17 @@ def learned_at(row: dict) -> str:
     return next((str(step) for step, accuracy in row["accuracies"] if accuracy >= LEARNED), "no")
 
 
+def tiers_of(results: dict) -> list[str]:
+    """The tiers of the rows, in the order of the settings; rows end in any order."""
+    asked = results["settings"].get("tiers", [])
+    found = dict.fromkeys(row["tier"] for row in results["rows"])
+    return sorted(found, key=lambda tier: asked.index(tier) if tier in asked else len(asked))
+
+
 def scratchpad_table(results: dict) -> str:
     """Accuracy of every model in every tier at its chosen rate, and the steps after which the seeds had learned."""
     lines = []
-    for tier in dict.fromkeys(row["tier"] for row in results["rows"]):
+    for tier in tiers_of(results):
         for name in results["settings"]["variants"]:
             rows = [row for row in results["rows"] if matches(row, {"tier": tier, "variant": name})]
             found = [row for row in chosen_rows(rows, variant=name) if "accuracy" in row]

@@ -18,7 +18,7 @@ from hf_memmix.training.experiments.common.averages import mean_and_deviation, m
 from hf_memmix.training.experiments.common.harness import matches
 from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
 from hf_memmix.training.experiments.common.report import joined
-from hf_memmix.training.experiments.echo.report import columns, mean_of
+from hf_memmix.training.experiments.echo.report import columns, grid_accuracies, mean_of
 from hf_memmix.training.experiments.echo.suite import TRAINED
 from hf_memmix.training.experiments.gka.figure3a_report import joined as joined_sizes
 from hf_memmix.training.experiments.gka.predictions import Figures
@@ -344,6 +344,32 @@ def test_what_the_card_of_echo_says():
     assert min(mean_of(row, tasks=TRAINED, length=4096) for row in masked) > 80
     for figure in ("nu^2", "`sigma_floor`", "last two layers", "oracle"):
         assert figure in text
+    assert "K = 1 without the mask is not better" in text
+    lag_one = [row for row in read("echo_ablation")["rows"] if row["variant"] == "no action mask, K = 1"]
+    by_seed = sorted(mean_of(row, tasks=TRAINED, length=1024) for row in lag_one)
+    assert at(lag_one, 1024) < at(without, 1024) and by_seed[0] < 5 and by_seed[-1] > 95
+
+
+def test_what_the_card_of_echo_says_of_recall():
+    text, grid = text_of("echo"), read("echo_mqar_answers")
+
+    def of(model, pairs, gap):
+        return grid_accuracies(grid, model, pairs, gap)
+
+    assert "three at a gap of 512" in text and "one rate and one seed of the others" in text
+    for pairs in (4, 16):
+        assert {len(of(model, pairs, 512)) for model in grid["settings"]["models"]} == {3}
+        assert max(of("ska-unmasked", pairs, 512)) < 70
+        assert sum(accuracy > 95 for accuracy in of("ska-unmasked-k1", pairs, 512)) == 1
+        for model in ("ska-unmasked", "ska-unmasked-k1"):
+            assert sum(of(model, pairs, 512)) < sum(of("ssm", pairs, 512)) - 100
+    assert [len(of(model, 4, 4096)) for model in grid["settings"]["models"]] == [1, 1, 1, 2]
+    long = [row for row in grid["rows"] if matches(row, {"model": "ska", "gap": 4096})]
+    assert {row["lr"] for row in long if row["accuracy"] > 0.99} == {1e-3}
+    assert all(row["steps"] < 3400 / 2 for row in long if row["accuracy"] > 0.99)
+    assert [accuracy > 99 for accuracy in sorted(of("ska", 16, 512))] == [False, False, True]
+    assert min(of("ssm", 16, 512)) > 99 and max(of("ssm", 4, 4096)) < 5
+    assert grid_accuracies(read("echo_mqar"), "ssm", 4, 4096)[0] > 60
 
 
 def test_what_the_card_of_coffee_says():

@@ -13,7 +13,7 @@ from hf_memmix.training.experiments.conversion import table_report as conversion
 def arguments(tmp_path, **values):
     numpy.save(tmp_path / "text.npy", numpy.random.default_rng(0).integers(2, 4096, 4000).astype("uint16"))
     numbers = {"align_steps": 1, "distill_steps": 1, "batch_size": 2, "block_size": 32, "measured_tokens": 200}
-    numbers |= {"samples": 1, "seeds": 2, "deadline": math.inf, "text": tmp_path / "text.npy"}
+    numbers |= {"samples": 1, "seeds": 2, "further_rates": 1, "deadline": math.inf, "text": tmp_path / "text.npy"}
     return argparse.Namespace(**{**numbers, "mixers": ["gla", "gka"], "scales": [1.0, 2.0], **values})
 
 
@@ -40,6 +40,10 @@ def test_the_rate_is_chosen_on_dev_text_where_all_layers_are_converted(tmp_path)
     first = conversion_table.rows_to_run([], args)
     assert [row["scale"] for row in first] == [0.0, 1.0, 1.0, 2.0, 2.0]
     rows = [done("gla", 0.0, 1.0, 0, 3.0), done("gla", 0.0, 2.0, 0, 2.0), done("gka", 0.0, 1.0, 0, 1.0)]
+    further = [row for row in conversion_table.rows_to_run(rows, args) if row not in first]
+    assert further == [{"mixer": "gla", "kept": 0.0, "scale": 4.0, "seed": 0}]  # the best rate was the largest
+    rows.append(done("gla", 0.0, 4.0, 0, 2.5))
+    first += further
     later = [row for row in conversion_table.rows_to_run(rows, args) if row not in first]
     assert {row["mixer"] for row in later} == {"gla"} and {row["scale"] for row in later} == {2.0}
     assert [(row["seed"], row["kept"]) for row in later] == [

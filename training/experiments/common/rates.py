@@ -19,24 +19,24 @@ def lowest_dev_loss(done: list[dict], **wanted) -> dict | None:
 
 
 def rates_to_try(
-    done: list[dict], lrs: list[float], extensions: int = MAX_EXTENSIONS, **wanted
+    done: list[dict], lrs: list[float], extensions: int = MAX_EXTENSIONS, key: str = "lr", **wanted
 ) -> tuple[list[float], float | None]:
     """The learning rates to try for the rows with the wanted values, and the rate that is chosen for them.
 
     The chosen rate has the lowest development loss; it is None until all rates have been tried. While the best rate
     is the largest one tried, twice that rate is tried as well; while it is the smallest, half that rate, up to
     `extensions` times. The rule is the same for all models, so no model is behind only because the given rates
-    did not suit it.
+    did not suit it. `key`: the name of the rate in a row.
     """
     rows, lrs = [row for row in done if matches(row, wanted)], list(lrs)
-    tried, given = {row["lr"] for row in rows}, len(lrs)
+    tried, given = {row[key] for row in rows}, len(lrs)
     while tried >= set(lrs):
-        best = lowest_dev_loss([row for row in rows if row["lr"] in lrs])
+        best = lowest_dev_loss([row for row in rows if row[key] in lrs])
         if best is None:
             break
-        beyond = {max(lrs): 2 * max(lrs), min(lrs): min(lrs) / 2}.get(best["lr"])
+        beyond = {max(lrs): 2 * max(lrs), min(lrs): min(lrs) / 2}.get(best[key])
         if given == 1 or beyond is None or len(lrs) == given + extensions:
-            return lrs, best["lr"]
+            return lrs, best[key]
         lrs.append(beyond)
     return lrs, None
 

@@ -4,9 +4,9 @@
 
 Each row converts the bundled transformer, then aligns and distils the student on the same tokens in the same order. It
 measures the perplexity on the held-out text relative to the teacher, and those probes of `memmix eval` that this small
-teacher can answer in part. With all layers converted, each mixer is trained with every learning rate. The rate with
-the lowest development loss is then used for every number of kept layers. "gla" is gated linear attention in GKA's
-block.
+teacher can answer in part. With all layers converted, each mixer is trained with every learning rate, and with others
+while the best one is the largest or the smallest. The rate with the lowest development loss is then used for every
+number of kept layers. "gla" is gated linear attention in GKA's block.
 """
 
 import itertools
@@ -29,14 +29,14 @@ from hf_memmix.training.evaluation.probes import Material, run_probes
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.fit import Deadline
 from hf_memmix.training.experiments.common.harness import device, execute
-from hf_memmix.training.experiments.common.options import DistillationOptions, draw_if_asked
-from hf_memmix.training.experiments.common.rates import lowest_dev_loss
+from hf_memmix.training.experiments.common.options import DistillationOptions, FurtherRates, draw_if_asked
+from hf_memmix.training.experiments.common.rates import MAX_EXTENSIONS, rates_to_try
 from hf_memmix.training.experiments.common.text import describe_training_text, train_tokens
 from hf_memmix.training.experiments.common.text import measured_tokens as tokens_of
 from hf_memmix.training.experiments.conversion import table_report
 from hf_memmix.training.train import Recipe, train
 
-MIXERS = ("gka", "ska", "lattice", "coffee", "gla")
+MIXERS = ("gka", "ska", "lattice", "coffee", "gla", "mamba2")
 KEPT = (0.0, 0.125, 0.25, 0.5)
 # peak learning rates of the stages and parameter groups; the row's "scale" multiplies them
 STAGE_RATES = {"align": 3e-3, "mixers": 1.5e-3, "rest": 4e-4}
@@ -44,13 +44,15 @@ PROBES = {"tasks": ("niah", "mqar", "mentions"), "lengths": (256, 512, 1024)}
 
 
 def rows_to_run(done: list[dict], args) -> list[dict]:
-    rows = [{"mixer": "attention", "kept": 1.0, "scale": 0.0, "seed": 0}]
-    rows += [{"mixer": m, "kept": 0.0, "scale": s, "seed": 0} for s in args.scales for m in args.mixers]
-    chosen = {}
+    first, chosen = [], {}
     for mixer in args.mixers:
-        tried = [row for row in done if row["mixer"] == mixer and row["kept"] == 0 and row["seed"] == 0]
-        if len(tried) >= len(args.scales) and (row := lowest_dev_loss(tried)) is not None:
-            chosen[mixer] = row["scale"]
+        cell = {"mixer": mixer, "kept": 0.0, "seed": 0}
+        scales, best = rates_to_try(done, args.scales, args.further_rates, key="scale", **cell)
+        first += [(n, {"mixer": mixer, "kept": 0.0, "scale": scale, "seed": 0}) for n, scale in enumerate(scales)]
+        if best is not None:
+            chosen[mixer] = best
+    rows = [{"mixer": "attention", "kept": 1.0, "scale": 0.0, "seed": 0}]
+    rows += [row for _, row in sorted(first, key=lambda pair: pair[0])]  # one rate of every mixer before the next rate
     # the whole table runs with one seed before any row runs with the next seed
     cells = itertools.product(range(args.seeds), KEPT, chosen)
     return rows + [{"mixer": m, "kept": kept, "scale": chosen[m], "seed": seed} for seed, kept, m in cells]
@@ -105,6 +107,7 @@ def recalled(model, args) -> dict:
 class Options(DistillationOptions):
     mixers: Annotated[list[str], typer.Option(help="repeatable")] = MIXERS
     scales: Annotated[list[float], typer.Option(help="factors of the learning rates; repeatable")] = (1.0, 0.5, 2.0)
+    further_rates: FurtherRates = MAX_EXTENSIONS
     seeds: Annotated[int, typer.Option(help="number of seeds at the chosen rate")] = 2
     align_steps: int = 100
     distill_steps: int = 500

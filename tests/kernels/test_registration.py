@@ -12,6 +12,7 @@ from ops_table import DEVICE, OPS, Shape
 from pool import Pool
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPE = Shape(1, 20, 2, 1, 32, 32)
@@ -346,6 +347,20 @@ def test_a_gradient_cannot_be_differentiated_again(op, by, monkeypatch):
             torch.func.grad(lambda leaf: torch.func.grad(loss)(leaf).square().sum())(inputs[name])
         else:
             torch.autograd.grad(gradient(inputs[name]), inputs[name])
+
+
+@once_per_function
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_forward_mode_is_refused(op, mode):
+    """Also where nothing requires a gradient: kernels would leave out the tangent, and SKA's torch path gave another
+    one than its gradient.
+    """
+    inputs = op.draw(SHAPE, torch.float32)
+    name = next(name for name, t in inputs.items() if t.is_floating_point())
+    with mode(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(inputs[name], torch.ones_like(inputs[name]))
+        with pytest.raises(NotImplementedError, match="forward mode AD"):
+            op.run(op.fast, inputs | {name: dual})
 
 
 @once_per_function

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 @functools.cache
@@ -145,7 +146,8 @@ def eager_function(name: str, forward: Callable, backward: Callable, setup_conte
             return with_transforms(*args)
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return with_grad(*args)
-        return forward(*args)
+        # kernels would drop a tangent of forward-mode differentiation; an autograd function refuses it
+        return with_grad(*args) if forward_ad._current_level >= 0 else forward(*args)
 
     return call
 

@@ -35,7 +35,7 @@ class Recipe:
 
     One step reads `batch_size * gradient_accumulation * block_size` tokens, however many processes share them. The
     learning rate rises over `warmup_steps` (None: 20, or all steps of a shorter run) and falls as a cosine to
-    `min_lr_ratio` of its peak.
+    `min_lr_ratio` of its peak. Another `lr_scheduler_type` in `trainer` may end elsewhere, without `min_lr_ratio`.
 
     groups: rows `{"match": regular expression, "learning_rate": ..., "weight_decay": ...}` for the student's parameter
         names. The first row that matches decides; both rates are optional. A learning rate of 0 freezes a parameter.

@@ -40,6 +40,8 @@ DECIDED_ELSEWHERE = {
     "save_steps": "save_every",
     "save_only_model": "save_every",
     "seed": "seed",
+    "label_smoothing_factor": "the loss of the stage",
+    "neftune_noise_alpha": "the loss of the stage",
     "logging_strategy": "logging_steps",
     "logging_first_step": "logging_steps",
     "dataloader_drop_last": "the kind of the data",
@@ -61,6 +63,8 @@ OPTIMIZER_PACKAGES = {
     "ademamix": "bitsandbytes",
     "lion": "bitsandbytes",
 }
+# the schedules of learning rates that end at a part of the peak
+SCHEDULE, ENDS_AT_A_PART = "cosine_with_min_lr", ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 # these choose their own parameters or need the gradients while they are made, so rates by group have no effect
 OWN_GROUPS = ("galore", "apollo", "lomo")
 # fields of accelerate's ParallelismConfig that split sequences: their names in words, and what else can be done
@@ -85,14 +89,15 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
         raise ValueError(
             f"batch_size is {recipe.batch_size}, which {processes} processes cannot share; give a multiple of them"
         )
+    schedule = recipe.trainer.get("lr_scheduler_type", SCHEDULE)
     values = {
         "output_dir": str(output_dir),
         "max_steps": recipe.steps,
         "per_device_train_batch_size": recipe.batch_size // processes,
         "gradient_accumulation_steps": recipe.gradient_accumulation,
         "learning_rate": recipe.learning_rate,
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": recipe.min_lr_ratio},
+        "lr_scheduler_type": SCHEDULE,
+        "lr_scheduler_kwargs": {"min_lr_rate": recipe.min_lr_ratio} if schedule in ENDS_AT_A_PART else None,
         "warmup_steps": recipe.warmup_steps,
         "adam_beta2": 0.95,
         "max_grad_norm": 1.0,

@@ -141,13 +141,14 @@ class HeadsMixer(MemoryMixer):
 
     def _parts(self, tokens, states):
         """q, k and v before their convolutions, as one call for all of them takes them; None if that call is not
-        allowed: hooks of a convolution (offload) would not run, and a part of its weight may be elsewhere.
+        allowed: hooks of a convolution (offload) or a module around it (PEFT's adapter of a weight) would not run, and
+        a part of its weight may be elsewhere.
         """
         layers, parts = self._modules, []  # quicker than attributes
         for name, head_dim in (("q", self.key_dim), ("k", self.key_dim), ("v", 0)):
             layer, weight = layers.get(f"{name}_conv1d"), None
             if layer is not None:
-                if has_hooks(layer):
+                if type(layer) is not ShortConvolution or has_hooks(layer):
                     return None
                 weight = layer.weight.squeeze(1)
             parts.append(Convolution(tokens[name], weight, states.get(f"conv_{name}"), head_dim))

@@ -150,6 +150,26 @@ def test_lora(family, targets, mixer, tmp_path):
     assert all("_proj" in name or "dense" in name or "_fc" in name or "query" in name for name in changed)
 
 
+@every_mixer
+@torch.no_grad()
+def test_lora_of_convolution_weights_acts_in_every_forward(mixer):
+    """PEFT adapts a parameter by a module around its own; steps of decoding must not read the weight past it."""
+    model = build(tiny_config("llama", "odd", mixer))
+    targets = [f"{name}.weight" for name, _ in mixers_of(model)[1].named_children() if "conv1d" in name]
+    if not targets:
+        pytest.skip("no convolution")
+    plain = model(IDS, use_cache=False).logits
+    config = LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
+    adapted = get_peft_model(model, config).eval()
+    expected, cache, steps = adapted(input_ids=IDS, use_cache=False).logits, None, []
+    assert not torch.allclose(plain, expected, atol=1e-3)
+    for token in IDS.split(1, 1):
+        out = adapted(input_ids=token, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        steps.append(out.logits)
+    assert_same(torch.cat(steps, 1), expected)
+
+
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_lora_target_modules(mixer):
     """The mixer's projections, and those of attention that is kept; from a model or its configuration."""

@@ -2,6 +2,7 @@
 bad input.
 """
 
+import contextlib
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from ops_table import DEVICE, OPS, Shape
 from pool import Pool
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SHAPE = Shape(1, 20, 2, 1, 32, 32)
@@ -319,14 +321,46 @@ def test_eager_calls_bypass_the_registered_op(op, monkeypatch):
 
 
 @once_per_function
-def test_a_gradient_cannot_be_differentiated_again(op):
-    """Kernels compute the gradient, so autograd would return a wrong second derivative; it must raise instead."""
-    inputs = {name: t.requires_grad_() for name, t in op.draw(SHAPE, torch.float32).items()}
-    o, _ = op.run(op.fast, inputs)
-    leaf = next(t for t in inputs.values() if t.is_floating_point())
-    (gradient,) = torch.autograd.grad(o.square().sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+@pytest.mark.parametrize("by", ["backward", "grad", "grad of a constant", "torch.func", "the registered op"])
+def test_a_gradient_cannot_be_differentiated_again(op, by, monkeypatch):
+    """Kernels compute the gradient, so autograd would return a wrong second derivative; it must raise instead.
+
+    Also if it is taken by one input only, and if the gradient of the outputs does not depend on the inputs.
+    """
+    if by == "torch.func":  # native code has no part in it
+        monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    inputs = {name: t.requires_grad_(by != "torch.func") for name, t in op.draw(SHAPE, torch.float32).items()}
+    name = next(name for name, t in inputs.items() if t.is_floating_point())
+
+    def loss(leaf):
+        with Recorder() if by == "the registered op" else contextlib.nullcontext():
+            o, _ = op.run(op.fast, inputs | {name: leaf})
+        return o.sum() if by == "grad of a constant" else o.square().sum()
+
+    def gradient(leaf):
+        return torch.autograd.grad(loss(leaf), leaf, create_graph=True)[0].square().sum()
+
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        if by == "backward":
+            gradient(inputs[name]).backward()
+        elif by == "torch.func":
+            torch.func.grad(lambda leaf: torch.func.grad(loss)(leaf).square().sum())(inputs[name])
+        else:
+            torch.autograd.grad(gradient(inputs[name]), inputs[name])
+
+
+@once_per_function
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_forward_mode_is_refused(op, mode):
+    """Also where nothing requires a gradient: kernels would leave out the tangent, and SKA's torch path gave another
+    one than its gradient.
+    """
+    inputs = op.draw(SHAPE, torch.float32)
+    name = next(name for name, t in inputs.items() if t.is_floating_point())
+    with mode(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(inputs[name], torch.ones_like(inputs[name]))
+        with pytest.raises(NotImplementedError, match="forward mode AD"):
+            op.run(op.fast, inputs | {name: dual})
 
 
 @once_per_function

@@ -129,6 +129,8 @@ def test_a_recipe_object_is_run_for_fewer_steps(student, tmp_path):
             {"gradient_checkpointing_kwargs": {}},
             "sets gradient_checkpointing_kwargs, which gradient_checkpointing decides",
         ),
+        ({"label_smoothing_factor": 0.1}, "sets label_smoothing_factor, which the loss of the stage decides"),
+        ({"neftune_noise_alpha": 5.0}, "sets neftune_noise_alpha, which the loss of the stage decides"),
         ({"fsdp": 2}, "trainer sets fsdp to 2, which is not of type"),
         ({"logging_steps": "often"}, "trainer sets logging_steps to 'often', which is not of type float"),
         ({"logging_steps": -1}, "trainer sets logging_steps to -1; it must be finite and at least 0"),
@@ -160,6 +162,16 @@ def test_trainer_arguments_reach_the_trainer(tmp_path):
     given = {"logging_steps": 3, "report_to": ["none"], "max_grad_norm": 0, "save_total_limit": 5}
     arguments = training_arguments(Recipe(trainer=given), tmp_path)
     assert (arguments.logging_steps, arguments.max_grad_norm, arguments.save_total_limit) == (3, 0, 5)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial", "cosine_with_min_lr"])
+def test_schedules_of_the_learning_rate(schedule, student, tmp_path):
+    """Only some schedules take `min_lr_ratio`; the others end where transformers ends them."""
+    data = TokenBlocks(torch.randint(3, 64, (512,)), 16)
+    options = {"steps": 4, "batch_size": 4, "block_size": 16, "warmup_steps": 0, "learning_rate": 1e-3}
+    recipe = Recipe(stage="distill", min_lr_ratio=0.5, trainer={"lr_scheduler_type": schedule}, **options)
+    log = train(student, tiny_teacher("llama", layers=2), data, tmp_path, recipe=recipe)["log"]
+    assert (log[-1]["learning_rate"] > 4e-4) == (schedule == "cosine_with_min_lr")
 
 
 class Tracker(TrainerCallback):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 
 @functools.cache
@@ -76,13 +76,57 @@ def step_op(name: str, mutates_args: tuple[str, ...]) -> Callable:
     return decorate
 
 
+class _CannotBeDifferentiated(torch.autograd.Function):
+    """The first `count` tensors, as a function of all; a gradient that would pass through it is a RuntimeError."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(name: str, count: int, *tensors: Tensor | None):
+        return tuple(t.clone() for t in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError(
+            f"the gradient of {ctx.name} cannot be differentiated again: its kernels compute first derivatives only."
+            " For second derivatives (gradient penalties, Hessians), take differences of gradients"
+        )
+
+
+def first_derivative(name: str, backward: Callable) -> Callable:
+    """`backward(ctx, *gradients)` such that a derivative of what it returns raises RuntimeError.
+
+    torch's `once_differentiable` raises only if that derivative is taken by all leaves, as `Tensor.backward` does:
+    its result is not connected to the inputs, so `torch.autograd.grad(gradient, inputs)` would leave this op out.
+    """
+
+    def call(ctx, *gradients):
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():  # as it is without create_graph=True
+            return found
+        places = [i for i, gradient in enumerate(found) if gradient is not None]
+        causes = (*gradients, *ctx.saved_tensors)
+        linked = _CannotBeDifferentiated.apply(name, len(places), *(found[i] for i in places), *causes)
+        found = list(found)
+        for i, gradient in zip(places, linked, strict=True):
+            found[i] = gradient
+        return tuple(found)
+
+    return call
+
+
 def eager_function(name: str, forward: Callable, backward: Callable, setup_context: Callable) -> Callable:
     """`forward(*args)` with the gradient `backward(ctx, *gradients)`, for eager calls, at the least host time.
 
     `setup_context(ctx, args, output)` keeps the tensors that backward needs. The gradient cannot be differentiated
     again.
     """
-    backward = once_differentiable(backward)
+    backward = first_derivative(name, backward)
 
     def with_context(ctx, *args):
         output = forward(*args)
@@ -102,7 +146,8 @@ def eager_function(name: str, forward: Callable, backward: Callable, setup_conte
             return with_transforms(*args)
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return with_grad(*args)
-        return forward(*args)
+        # kernels would drop a tangent of forward-mode differentiation; an autograd function refuses it
+        return with_grad(*args) if forward_ad._current_level >= 0 else forward(*args)
 
     return call
 
@@ -112,14 +157,14 @@ class ChunkOp:
 
     def __init__(self, name: str, function: Callable):
         self._op = torch.library.custom_op(name, mutates_args=())(function)
-        self._eager = function
+        self._name, self._eager = name.split("::")[-1], function
         self.register_fake = self._op.register_fake
         functools.update_wrapper(self, function)
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
         """As `register_autograd` of a custom op. The gradient cannot be differentiated again."""
-        self._op.register_autograd(backward, setup_context=setup_context)
-        self._eager = eager_function(self.__name__, self._eager, backward, setup_context)
+        self._op.register_autograd(first_derivative(self._name, backward), setup_context=setup_context)
+        self._eager = eager_function(self._name, self._eager, backward, setup_context)
 
     def __call__(self, *args):
         return self._op(*args) if needs_op(args) else self._eager(*args)

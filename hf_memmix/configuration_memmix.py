@@ -192,6 +192,9 @@ class MemMixConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         """As in transformers. `MemMixConfig.from_dict` returns an instance of the class of `model_type`.
 
+        `from_pretrained(folder, mixers={"gka": {"solver_phases": [30]}})` changes the options that it names; the
+        others keep the values of the folder.
+
         Raises:
             ValueError: a field has an impossible value, or `mixer_types` is missing.
         """
@@ -205,6 +208,8 @@ class MemMixConfig(PreTrainedConfig):
                 f"mixer_types is {'null' if 'mixer_types' in config_dict else 'missing'}: give a list with one entry"
                 f' per layer, the name of its mixer or "{ATTENTION}"'
             )
+        if isinstance(kwargs.get("mixers"), dict) and isinstance(config_dict.get("mixers"), dict):
+            kwargs["mixers"] = _with_changes(config_dict["mixers"], kwargs["mixers"])
         try:
             return super().from_dict(config_dict, **kwargs)
         except StrictDataclassError as error:
@@ -266,6 +271,18 @@ def memmix_config(
     kinds = [ATTENTION] * backbone_config.num_hidden_layers if mixer_types is None else list(mixer_types)
     own = {"mixer_types": kinds, "mixers": mixers}
     return config_class_for(backbone_config.model_type).from_dict({**fields, **own})
+
+
+def _with_changes(mixers: dict[str, dict], changes: dict[str, dict]) -> dict[str, dict]:
+    """Options by the name of the mixer, of which `changes` replaces those that it names, also by an old name."""
+    mixers = dict(mixers)
+    for name, options in changes.items():
+        before = mixers.get(name)
+        if name in MIXERS and isinstance(before, dict) and isinstance(options, dict):
+            upgrade = MIXERS[name].options_class.upgrade
+            options = {**upgrade(before), **upgrade(options)}
+        mixers[name] = options
+    return mixers
 
 
 def lora_target_modules(model_or_config) -> list[str]:

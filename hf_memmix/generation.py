@@ -9,8 +9,10 @@ from .cache import (
     RecurrentStateCache,
     adopt_cache,
     check_hidden,
+    check_whole,
     feeds_pads,
     static_length_of,
+    stop_past_recording,
 )
 from .mixers import ATTENTION
 from .padding import padding_of
@@ -71,8 +73,8 @@ class MemoryGeneration(GenerationHooks):
         try:
             yield
         finally:
-            if isinstance(cache, RecurrentStateCache):
-                cache.stop_past_recording()  # otherwise every later forward would add to the record
+            if cache is not None:
+                stop_past_recording(cache)  # otherwise every later forward would add to the record
 
     @contextmanager
     def beam_search(self, cache):
@@ -86,6 +88,7 @@ class MemoryGeneration(GenerationHooks):
 
     def check_new_tokens(self, cache, tokens: int):
         """Raise ValueError if the cache has read the whole prompt, as its states do not give the next token."""
+        check_whole(cache)
         seen = int(cache.get_seq_length())
         if virtual := max(getattr(layer, "virtual_tokens", 0) for layer in cache.layers):
             raise ValueError(

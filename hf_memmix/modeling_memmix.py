@@ -24,7 +24,16 @@ from .context_parallel import (
 )
 from .generation import MemoryGeneration
 from .mixers import ATTENTION
-from .padding import PaddedRows, check_finite, check_new_mask, check_one_sequence, packing_of, padding_of, positions_in
+from .padding import (
+    PaddedRows,
+    check_finite,
+    check_new_mask,
+    check_one_sequence,
+    packing_of,
+    padding_of,
+    positions_in,
+    positions_without_pads,
+)
 from .pretrained import MemMixPreTrained
 from .swap import memory_mixers
 
@@ -108,6 +117,9 @@ class MemMixModel(MemMixPreTrained):
             # kept attention layers recognise packed sequences by the positions
             position_ids = positions_in(boundaries, batch, length) if position_ids is None else position_ids
             attention_mask, use_cache = None, False
+        elif position_ids is None:
+            layer = None if given is None else given.memmix_layer
+            position_ids = positions_without_pads(mask, layer, batch, length)
         # sorted once for all layers. Both keys are always present: torch.compile would recompile if they changed
         rows = None if mask is None else PaddedRows.of(mask)
         kwargs |= {"memmix_rows": rows, "memmix_cu_seqlens": boundaries, "memmix_ranks": ranks}

@@ -186,6 +186,30 @@ def check_one_sequence(position_ids, mask: Tensor | None, cached: bool):
     )
 
 
+def positions_without_pads(mask: Tensor | None, layer, batch: int, length: int) -> Tensor | None:
+    """Position ids [B, T] that count the tokens of a row but not its pads, or None if there are no pads.
+
+    The library counts pads too. To attention with rotary embeddings this makes no difference, but the start of a
+    memory may have a place: the learned first state of Lattice does not turn with the keys.
+
+    Args:
+        mask: the padding mask [B, T] of this forward's tokens, or None.
+        layer: a recurrent layer of the cache, or None.
+        batch, length: B and T.
+    """
+    hidden = None if layer is None else layer.hidden
+    if mask is None and hidden is None:
+        return None
+    device = hidden.device if mask is None else mask.device
+    real = torch.ones(batch, length, dtype=torch.long, device=device) if mask is None else mask.long()
+    positions = real.cumsum(1) - 1
+    if layer is not None:
+        positions = positions + (layer.seen.to(device) if isinstance(layer.seen, Tensor) else layer.seen)
+    if hidden is not None:
+        positions = positions - hidden[:, :1].to(device)
+    return positions.clamp_min(0)
+
+
 def _boundaries(starts: Tensor) -> Tensor:
     """Boundaries from [B, T - 1] flags of the tokens that start a sequence; every row starts one."""
     starts = torch.nn.functional.pad(starts, (1, 0), value=True).flatten()

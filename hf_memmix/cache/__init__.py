@@ -11,8 +11,15 @@ file.py            a cache as a safetensors file
 from .finished_rows import FinishedRows, feeds_pads
 from .identity import check_same_model, fingerprint
 from .layer import RecurrentLayer
-from .recurrent import RecurrentStateCache, adopt_cache, cast_cache, replace_layers, static_length_of
-from .rows import check_hidden, check_rows
+from .recurrent import (
+    RecurrentStateCache,
+    adopt_cache,
+    cast_cache,
+    replace_layers,
+    static_length_of,
+    stop_past_recording,
+)
+from .rows import check_hidden, check_rows, check_whole
 
 __all__ = [
     "FinishedRows",
@@ -23,8 +30,10 @@ __all__ = [
     "check_hidden",
     "check_rows",
     "check_same_model",
+    "check_whole",
     "feeds_pads",
     "fingerprint",
     "replace_layers",
     "static_length_of",
+    "stop_past_recording",
 ]

@@ -26,7 +26,7 @@ from ..configuration_memmix import MemMixConfig
 from ..mixers import MIXERS
 from .identity import check_same_model, fingerprint
 from .layer import RecurrentLayer
-from .rows import check_beams
+from .rows import check_beams, check_whole
 
 FILE_NAME = "memory.safetensors"
 FORMAT = "hf_memmix.cache.1"
@@ -41,6 +41,7 @@ def save_cache(cache, directory: str | os.PathLike) -> Path:
             f"a cache under tensor parallelism holds the states of one rank's heads, one of {ranks}: run the document"
             " through a model that was loaded without tensor parallelism, and save that cache"
         )
+    check_whole(cache)
     tensors, layers = {}, []
     for i, layer in enumerate(cache.layers):
         named, description = _describe(layer)
@@ -74,6 +75,8 @@ def _describe(layer) -> tuple[dict[str, Tensor], dict]:
         description = {"kind": "recurrent", "static": layer.static, "seen": int(layer.seen)}
         if states and layer.hidden is not None:
             description["hidden"] = layer.hidden.tolist()
+        if layer.virtual_tokens:
+            description["virtual_tokens"] = layer.virtual_tokens
         return states, description
     if not isinstance(layer, (DynamicLayer, StaticLayer)):
         raise ValueError(f"a cache with a {type(layer).__name__} cannot be saved; use a dynamic or static cache")
@@ -169,6 +172,7 @@ def _restore(layer, named: dict[str, Tensor], description: dict):
         if "hidden" in description:
             layer.hide(torch.tensor(description["hidden"], device=layer.device))
         layer.advance(description["seen"])
+        layer.virtual_tokens = description.get("virtual_tokens", 0)
         return
     keys, values = named["keys"], named["values"]
     layer.lazy_initialization(keys, values)

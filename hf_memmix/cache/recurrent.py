@@ -117,11 +117,7 @@ class RecurrentStateCache(Cache):
 
     def stop_past_recording(self):
         """Undo `activate_past_recording`: forget what was recorded and step in place again."""
-        for layer in self.layers:
-            if isinstance(layer, RecurrentLayer):
-                layer.stop_past_recording()
-            elif hasattr(layer, "record_past"):
-                layer.record_past = False
+        stop_past_recording(self)
 
     def expand(self, batch: int) -> "RecurrentStateCache":
         """A copy with the one sequence of this cache in `batch` rows; this cache is left as it is.
@@ -184,6 +180,15 @@ def static_length_of(cache: Cache | None) -> int | None:
     if isinstance(cache, StaticCache) and not hasattr(cache, "static_length"):
         return max(layer.max_cache_len for layer in cache.layers)
     return getattr(cache, "static_length", None)
+
+
+def stop_past_recording(cache: Cache):
+    """See `RecurrentStateCache.stop_past_recording`; also for an adopted cache of the library."""
+    for layer in cache.layers:
+        if isinstance(layer, RecurrentLayer):
+            layer.stop_past_recording()
+        elif hasattr(layer, "record_past"):
+            layer.record_past = False
 
 
 def cast_cache(cache: Cache, dtype: torch.dtype, state_dtypes: dict[int, dict[str, torch.dtype]]):

@@ -1,6 +1,7 @@
 """Checks whether an input may continue a cache.
 
-It has as many rows, its mask hides the tokens that were pads, and the cache is not left by beam search.
+It has as many rows, its mask hides the tokens that were pads, and the cache is not left by beam search or by a forward
+that broke off.
 """
 
 import torch
@@ -12,9 +13,13 @@ from .layer import RecurrentLayer, count_hidden
 
 
 def check_rows(cache: Cache, batch: int):
-    """Raise ValueError if the number of sequences in an adopted cache is not `batch`, or it is left by beam search."""
+    """Raise ValueError if an adopted cache has not `batch` sequences, or is left by beam search or half a forward."""
     layer = cache.memmix_layer
-    if layer is None or not layer.states:
+    if layer is None:
+        return
+    if not layer.static:  # the count of a static cache is on the device: generate() asks once
+        check_whole(cache)
+    if not layer.states:
         return
     check_beams(layer)
     if layer.batch_size == batch:
@@ -23,6 +28,22 @@ def check_rows(cache: Cache, batch: int):
         f"the cache holds {layer.batch_size} sequences, the input {batch}; copy one with cache.expand(batch), or keep"
         " some with cache.batch_select_indices(indices)"
     )
+
+
+def check_whole(cache: Cache):
+    """Raise ValueError if a forward has broken off between two layers of a cache, by an error or a signal.
+
+    The layers run in order, so the first one has then read tokens that the last one has not. A compiled graph skips
+    this check.
+    """
+    if is_torchdynamo_compiling():
+        return
+    first, last = int(cache.layers[0].get_seq_length()), int(cache.layers[-1].get_seq_length())
+    if first != last:
+        raise ValueError(
+            f"a forward has broken off inside the model: the first layer of this cache has read {first} tokens, the"
+            f" last one {last}. Start from an empty cache, or call cache.reset()"
+        )
 
 
 def check_beams(layer: RecurrentLayer):

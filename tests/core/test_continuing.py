@@ -7,7 +7,7 @@ from transformers import DynamicCache
 
 from core.checks import greedy, uncached_greedy
 from hf_memmix import RecurrentStateCache
-from testing import assert_same, random_ids, tiny_model
+from testing import assert_same, base_model, random_ids, tiny_model
 
 
 @pytest.fixture(params=("first", "all"))
@@ -60,6 +60,34 @@ def test_new_tokens_alone_with_a_mask_of_all_tokens(model):
     assert_same(torch.stack(out.logits, 1).double(), uncached_greedy(model, ids)[1], tolerance=1e-6)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", (None, "static"))
+@pytest.mark.parametrize("layer", (1, 3))
+def test_a_cache_left_by_half_a_forward_is_refused(model, layer, implementation, tmp_path):
+    """The layers before the place of the error have read the new tokens, the others have not."""
+    ids = random_ids(1, 12)
+    cache = RecurrentStateCache(model.config, 40 if implementation else None)
+    model(ids[:, :6], past_key_values=cache)
+
+    def out_of_memory(*_):
+        raise MemoryError
+
+    hook = base_model(model).layers[layer].register_forward_pre_hook(out_of_memory)
+    try:
+        with pytest.raises(MemoryError):
+            model(ids[:, 6:9], past_key_values=cache)
+    finally:
+        hook.remove()
+    uses = [lambda: greedy(model, ids, past_key_values=cache), lambda: cache.save_pretrained(tmp_path)]
+    if not implementation:
+        uses.append(lambda: model(ids[:, 6:9], past_key_values=cache))
+    for use in uses:
+        with pytest.raises(ValueError, match="broken off.* first layer .* has read 9 tokens.* last one 6"):
+            use()
+    cache.reset()
+    assert_same(model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits)
+
+
 def test_expand_of_a_cache_that_is_part_of_a_graph(model):
     """A document that was read without `torch.no_grad()`; gradients reach it through the copies."""
     document, questions = random_ids(1, 6), random_ids(3, 4)
@@ -75,7 +103,7 @@ def test_expand_of_a_cache_that_is_part_of_a_graph(model):
 
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ("first", "all"))
-def test_a_second_turn_of_prompt_tuning_is_refused(layout):
+def test_a_second_turn_of_prompt_tuning_is_refused(layout, tmp_path):
     """The cache has read more tokens than there are in the prompt: transformers would leave out as many new ones."""
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = get_peft_model(tiny_model("llama", layout, fresh=True), config).double().eval()
@@ -84,8 +112,10 @@ def test_a_second_turn_of_prompt_tuning_is_refused(layout):
     out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **options)
     turn = torch.cat([out.sequences, random_ids(2, 6)], 1)
     options = {"max_new_tokens": 4, "attention_mask": torch.ones_like(turn)}
-    with pytest.raises(ValueError, match="prompt tuning has put 3 tokens.*without past_key_values"):
-        model.generate(input_ids=turn, past_key_values=out.past_key_values, **options)
+    out.past_key_values.save_pretrained(tmp_path)
+    for cache in (out.past_key_values, RecurrentStateCache.from_pretrained(tmp_path)):
+        with pytest.raises(ValueError, match="prompt tuning has put 3 tokens.*without past_key_values"):
+            model.generate(input_ids=turn, past_key_values=cache, **options)
     out.past_key_values.reset()
     again = model.generate(input_ids=turn, past_key_values=out.past_key_values, do_sample=False, **options)
     assert_same(again, model.generate(input_ids=turn, do_sample=False, **options), tolerance=0)

@@ -1,6 +1,8 @@
 """generate() and its users beyond what `checks.py` asks of every family."""
 
+import copy
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -294,9 +296,10 @@ def test_a_second_turn_after_assisted_decoding(model):
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_assisted_decoding_leaves_no_recording(mixer):
     """Every recorded forward keeps its inputs and states, so recording must stop after assisted decoding."""
-    for layout in LAYOUTS:
-        model = tiny_model("llama", layout, mixer)
-        cache = greedy(model, random_ids(1, 8), 6, prompt_lookup_num_tokens=3).past_key_values
+    for layout, cache in itertools.product(LAYOUTS, (None, DynamicCache())):
+        model, cache = tiny_model("llama", layout, mixer), copy.deepcopy(cache)
+        out = greedy(model, random_ids(1, 8), 6, prompt_lookup_num_tokens=3, past_key_values=cache)
+        cache = out.past_key_values
         assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
         model(random_ids(1, 2), past_key_values=cache)
         with pytest.raises(ValueError, match="only the last 0 tokens"):

@@ -100,6 +100,32 @@ def test_set_mixer_options(mixer, tmp_path):
     assert_same(again(ids).logits, model(ids).logits, tolerance=0)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_options_given_on_loading(mixer, tmp_path):
+    """Those that are not named keep their values in the folder, and do not get the defaults of the mixer."""
+    model, ids = build(tiny_config("llama", "odd", mixer)), random_ids(1, 30)
+    model.save_pretrained(tmp_path)
+    model.set_mixer_options(**OTHER_VALUES[mixer])
+    given = {mixer: OTHER_VALUES[mixer]}
+    config = AutoConfig.from_pretrained(tmp_path, mixers=given)
+    assert config.mixers == model.config.mixers == MemMixConfig.from_pretrained(tmp_path, mixers=given).mixers
+    for again in (
+        AutoModelForCausalLM.from_pretrained(tmp_path, mixers=given),
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=config),
+    ):
+        assert again.config.mixers == model.config.mixers
+        assert_same(again.eval()(ids).logits, model(ids).logits, tolerance=0)
+
+
+def test_old_names_of_options_given_on_loading(tmp_path):
+    tiny_config("llama", "odd").save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, mixers={"gka": {"num_iterations": 7}})
+    assert config.mixers["gka"]["solver_phases"] == [7] and config.mixers["gka"]["chunk_size"] == 8
+    with pytest.raises(ValueError, match="unknown options"):
+        build(AutoConfig.from_pretrained(tmp_path, mixers={"gka": {"no_option": 7}}))
+
+
 @pytest.mark.parametrize("mixer", [mixer for mixer in MIXERS if OTHER_VALUES[mixer]])
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification])
 def test_models_of_one_configuration_have_options_of_their_own(auto, mixer):

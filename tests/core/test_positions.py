@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from core.checks import left_padded
 from hf_memmix import RecurrentStateCache
-from testing import assert_same, random_ids, tiny_model
+from testing import LAYOUTS, MIXERS, assert_same, build, random_ids, tiny_config, tiny_model
 
 PACKED, GAP = [0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 8, 9, 10]
 
@@ -65,3 +66,36 @@ def test_positions_that_leave_some_out_in_a_cache(model):
         here = slice(t, t + 1)
         steps.append(model(ids[:, here], position_ids=positions[:, here], past_key_values=cache).logits)
     assert_same(torch.cat(steps, 1), expected)
+
+
+# options with which a mixer reads positions
+ROTATED = {"gka": {"use_rope": True}, "lattice": {"use_rope": True, "slots": None}}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("static", (False, True))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_pads_have_no_position(mixer, layout, static):
+    """Without `position_ids` too, a padded row equals the row alone: in one forward, and in pieces with a cache.
+
+    The library counts pads, and the first state of Lattice does not turn with the keys.
+    """
+    model = build(tiny_config("llama", layout, mixer, ROTATED.get(mixer)), dtype=torch.float64)
+    (ids, mask), new = left_padded([random_ids(1, 7), random_ids(1, 4)]), random_ids(2, 4, seed=5)
+    mask[0, 3] = 0  # a hole
+    alone = [torch.cat([ids[i][mask[i].bool()], new[i]])[None] for i in range(2)]
+    expected = [model(row, use_cache=False).logits[0] for row in alone]
+    cache = RecurrentStateCache(model.config, 20 if static else None)
+    for past in (None, cache):
+        out = model(ids, attention_mask=mask, past_key_values=past, use_cache=past is not None).logits
+        for i, row in enumerate(mask.bool()):
+            assert_same(out[i, row], expected[i][:-4], f"row {i}")
+    seen, steps = mask, []
+    for part in new.split((1, 2, 1), 1):
+        seen = torch.cat([seen, torch.ones_like(part)], 1)
+        # without attention layers the mask may be left out: the cache knows which tokens were pads
+        shown = None if layout == "all" and not static and part.shape[1] == 1 else seen
+        steps.append(model(part, attention_mask=shown, past_key_values=cache).logits)
+    for i, row in enumerate(torch.cat(steps, 1)):
+        assert_same(row, expected[i][-4:], f"row {i}, with a cache")

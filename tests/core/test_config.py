@@ -263,6 +263,18 @@ def test_backbones_that_are_not_supported(kind):
         AutoModelForCausalLM.from_config(memmix_config(config, mixer_types=["gka"] * layers))
 
 
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [("llama", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True})],
+)
+def test_attention_to_later_tokens_is_refused(kind, field):
+    """Encoders made from decoders, e.g. EmbeddingGemma: a mixer reads only the tokens before."""
+    config = backbone_config(kind, **field)
+    with pytest.raises(ValueError, match="each token also reads the tokens after it"):
+        memmix_config(config, mixer_types=mixer_types("first"))
+    assert memmix_config(backbone_config(kind), mixer_types=mixer_types("first"))
+
+
 def test_config_without_backbone():
     with pytest.raises(ValueError, match="backbone_model_type"):
         MemMixConfig.from_dict({"model_type": "memmix"})

@@ -4,7 +4,9 @@
 bit-equal in the student. The teacher is not modified.
 """
 
+import copy
 import json
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -72,7 +74,8 @@ def convert_model(
 
     Raises:
         ValueError: the family is not supported, `keep`, `layers` or an option is invalid, a weight is not finite, a
-            tensor would be lost, or `out` is not empty or cannot be written.
+            tensor would be lost, the teacher's generation settings cannot be saved, or `out` is not empty or cannot be
+            written.
     """
     if out is not None:
         arguments = {"mixer": mixer, "keep": keep, "layers": layers, "mixers": mixers, "seed": seed}
@@ -106,9 +109,25 @@ def convert_model(
     _copy_rest(teacher, student, [attention_prefix(teacher, i) + "." for i in converted], report)
     for layer in converted:
         initialise_mixer(student, layer, starts[types[layer]], attentions[layer], report)
-    student.generation_config = type(teacher.generation_config).from_dict(teacher.generation_config.to_dict())
+    # a deep copy: transformers 5.23 saves settings that contradict each other if they are unchanged since loading
+    student.generation_config = copy.deepcopy(teacher.generation_config)
+    _check_generation_settings(student)
     student.conversion_report = report
     return student.to(teacher.device).eval()
+
+
+def _check_generation_settings(student: PreTrainedModel) -> None:
+    """Raise ValueError if the library would refuse to save these settings, which it finds out only after the work."""
+    with tempfile.TemporaryDirectory(prefix="memmix-settings-") as folder:
+        try:
+            student.generation_config.save_pretrained(folder)
+        except ValueError as error:
+            lines = [line.strip("- ") for line in str(error).splitlines()]
+            raise ValueError(
+                "the generation settings of the teacher contradict each other, so transformers would not save the"
+                f" student: {next((line for line in lines if line.startswith('`')), lines[0])} Correct"
+                " generation_config.json, or teacher.generation_config in Python"
+            ) from None
 
 
 def _types(mixer: str | None, keep, layers: Layers | None, num_layers: int) -> list[str]:

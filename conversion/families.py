@@ -23,6 +23,12 @@ def family_of(config) -> Backbone:
     name = family_name(config)
     if name in REFUSED:
         raise ValueError(f"teacher family {name!r} cannot be converted: {REFUSED[name]}. {USE_ANOTHER}")
+    if name not in FAMILIES and config.get_text_config() is not config:
+        text = family_name(config.get_text_config())
+        raise ValueError(
+            f"teacher family {name!r} has several parts and cannot be converted as a whole; convert its language model"
+            f" ({text!r}) alone, see conversion/README.md"
+        )
     if name not in FAMILIES:
         raise ValueError(
             f"teacher family {name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}. "

@@ -1,8 +1,8 @@
 """The plan that `memmix select` writes: which layers stay attention, and the mixer of each other layer.
 
-A plan for one mixer has the fields `mixer` and `keep`; one for several mixers has `mixer_types`, one entry per layer,
-and may have `mixers`, their options, and `trained`, the folder with their aligned weights, relative to the plan. A
-plan that is written by hand may have `layers` instead, as in `convert_model`:
+A plan for one mixer has the fields `mixer` and `keep`; one for several mixers has `mixer_types`, one entry per layer.
+Both may have `mixers`, the options by mixer, and `trained`, the folder with aligned weights, relative to the plan. A
+plan that is written by hand may have `layers` in place of `mixer_types`, as in `convert_model`:
 
     {"layers": {"ska": [1], "mamba2": "rest"}}
 """
@@ -18,7 +18,7 @@ from hf_memmix.conversion.layer_choice import LayerChoice
 from hf_memmix.conversion.mixer_layout import mixer_types_of
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.teacher_forcing import converted_layers
-from hf_memmix.mixers import MIXERS, MemoryMixer
+from hf_memmix.mixers import ATTENTION, MIXERS, MemoryMixer
 
 ONE_MIXER = {"mixer": str, "keep": list, "num_layers": int}
 SEVERAL = {"mixer_types": (list, dict, str), "num_layers": int}
@@ -33,13 +33,13 @@ def read_plan(path: str | Path, num_layers: int) -> dict:
     """The plan in `path`, for a teacher of `num_layers` layers.
 
     Raises:
-        ValueError: the file does not exist, is broken, or belongs to another teacher.
+        ValueError: the file does not exist, is broken, contradicts itself, or belongs to another teacher.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no plan {str(path)!r}; memmix select writes one")
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
+        plan = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not JSON ({error}); let memmix select write it again") from None
     if isinstance(plan, dict) and isinstance(plan.get("layers"), (dict, str)):
@@ -47,6 +47,7 @@ def read_plan(path: str | Path, num_layers: int) -> dict:
     kinds = SEVERAL if isinstance(plan, dict) and "mixer_types" in plan else ONE_MIXER
     if not isinstance(plan, dict) or any(not isinstance(plan.get(name), kind) for name, kind in kinds.items()):
         raise ValueError(f"{str(path)!r} is not a plan: it lacks {', '.join(kinds)}; let memmix select write it again")
+    _check_optional(plan, path)
     if plan["num_layers"] != num_layers:
         raise ValueError(
             f"{str(path)!r} is for {plan['num_layers']} layers, but the teacher has {num_layers}; run memmix select"
@@ -57,14 +58,37 @@ def read_plan(path: str | Path, num_layers: int) -> dict:
     else:
         types = mixer_types_of(plan["mixer_types"], num_layers, f"mixer_types of {str(path)!r}")
         plan = plan | {"mixer_types": types}
+        _check_one_choice(plan, path)
     return plan
+
+
+def _check_optional(plan: dict, path: Path) -> None:
+    """Raise ValueError if `mixers` or `trained` has a wrong type."""
+    mixers, trained = plan.get("mixers"), plan.get("trained")
+    if mixers is not None and not (isinstance(mixers, dict) and all(isinstance(own, dict) for own in mixers.values())):
+        raise ValueError(f'mixers of {str(path)!r} is {mixers!r}; give options by mixer, e.g. {{"gka": {{...}}}}')
+    if not isinstance(trained, str | None):
+        raise ValueError(f"trained of {str(path)!r} is {trained!r}; give the folder of the aligned mixers")
+
+
+def _check_one_choice(plan: dict, path: Path) -> None:
+    """Raise ValueError if `keep` or `mixer`, which are not read in a plan of several mixers, say something else."""
+    types = plan["mixer_types"]
+    kept = [layer for layer, kind in enumerate(types) if kind == ATTENTION]
+    if "keep" in plan and LayerChoice.of(plan["keep"], f"keep of {str(path)!r}").layers(len(types)) != kept:
+        raise ValueError(
+            f"keep of {str(path)!r} is {plan['keep']!r}, but its layers keep attention in {kept}; correct one of them"
+        )
+    if "mixer" in plan:
+        raise ValueError(f"mixer of {str(path)!r} is {plan['mixer']!r}, but its layers name the mixers; remove it")
 
 
 def plan_arguments(plan: dict) -> dict:
     """The arguments of `convert_model` that a plan stands for."""
+    options = plan.get("mixers") or {}
     if "mixer_types" in plan:
-        return {"layers": plan["mixer_types"], "mixers": plan.get("mixers", {})}
-    return {"mixer": plan["mixer"], "keep": plan["keep"]}
+        return {"layers": plan["mixer_types"], "mixers": options}
+    return {"mixer": plan["mixer"], "keep": plan["keep"]} | ({"mixers": options} if options else {})
 
 
 def trained_folder(plan: dict, path: str | Path) -> Path | None:

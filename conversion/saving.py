@@ -11,7 +11,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +27,8 @@ _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and a flag of renameat2
 def check_target(path: str | Path, overwrite: bool = False) -> Path:
     """The absolute path of a folder that may be written to. Call it before the long work, not after it.
 
-    Leftovers of killed processes beside the folder are removed. Raises ValueError if `path` is a file or is not empty.
+    Leftovers of killed processes beside the folder are removed. Raises ValueError if `path` is a file or is not empty,
+    or, with `overwrite`, if it is not empty and is or holds the current folder.
     """
     path = Path(path).absolute()
     remove_leftovers(path)
@@ -36,19 +37,26 @@ def check_target(path: str | Path, overwrite: bool = False) -> Path:
             raise ValueError(f"{str(part)!r} is a file; give a folder to write to")
     if path.exists() and any(path.iterdir()) and not overwrite:
         raise ValueError(f"{str(path)!r} exists and is not empty; {FREE_PLACE}")
+    if path.exists() and any(path.iterdir()) and path.resolve() in ((here := Path.cwd().resolve()), *here.parents):
+        raise ValueError(
+            f"the output {str(path)!r} is or holds the current folder, which would be removed; give another folder"
+        )
     return path
 
 
-def check_not_read(path: str | Path, *folders: str | Path | None) -> None:
-    """Raise ValueError if `path`, the output of a command, is or holds a folder that the command reads.
+def check_not_read(path: str | Path, *sources: str | Path | None, renewed: Sequence[str | Path | None] = ()) -> None:
+    """Raise ValueError if `path`, the output of a command, is or holds a file or folder that the command reads.
 
-    Otherwise `overwrite` would remove that folder, e.g. the teacher. None is ignored.
+    Otherwise `overwrite` would remove it, e.g. the teacher. None is ignored.
+
+    renewed: folders that the output may replace, e.g. the student that is trained. It must not hold them.
     """
     path = Path(path).resolve()
-    for folder in folders:
-        if folder is not None and path in ((read := Path(folder).resolve()), *read.parents):
+    for source, may_replace in [*((name, False) for name in sources), *((name, True) for name in renewed)]:
+        read = None if source is None else Path(source).resolve()
+        if read is not None and (path in read.parents or (path == read and not may_replace)):
             raise ValueError(
-                f"the output {str(path)!r} would replace {str(folder)!r}, which is read; give another folder"
+                f"the output {str(path)!r} would replace {str(source)!r}, which is read; give another folder"
             )
 
 
@@ -75,14 +83,15 @@ def explain_write_errors(path: str | Path, remedy: str) -> Iterator[None]:
 def atomic_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder to fill. On a clean exit it is renamed to `path`; after an exception it is removed.
 
-    Raises ValueError at once if `path` exists and is not empty, unless `overwrite` is set. The old folder
-    stays in place until the new one is complete.
+    Raises ValueError at once if `path` exists and is not empty, unless `overwrite` is set, and at the end if another
+    process has written there meanwhile. The old folder stays in place until the new one is complete.
     """
     path = check_target(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=_prefix(path), suffix=".tmp", dir=path.parent))
     try:
         yield temporary
+        check_target(path, overwrite)  # another process may have written there in the meantime
         replace_folder(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

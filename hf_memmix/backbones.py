@@ -287,6 +287,10 @@ def refusal_of(config, class_name: str) -> str | None:
         return _SHARED.refused
     if _RECURRENT_LAYERS & set(getattr(config, "layer_types", None) or ()):
         return _RECURRENT.refused
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+        return "each token also reads the tokens after it (is_causal or use_bidirectional_attention in its config)"
+    if getattr(config, "add_cross_attention", False):
+        return "its layers also read the output of an encoder (add_cross_attention in its config)"
     if any(word in class_name.lower() for word in _RESERVED_WORDS):
         return "it has no attention cache of the usual kind"
     return None

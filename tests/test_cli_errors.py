@@ -132,6 +132,11 @@ def test_every_command_reports_in_one_line():
     assert serve.prepare.__wrapped__
 
 
+def test_a_seed_that_torch_does_not_take_is_a_usage_error():
+    run = memmix("generate", "--prompt", "a", "--max-new-tokens", "1", "--seed", 2**64)
+    assert run.exit_code == 2 and "Invalid value for '--seed'" in run.output
+
+
 def test_text_that_is_not_unicode_is_one_clear_line(tmp_path):
     prompt = os.fsdecode(b"caf\xe9")  # as the shell of a latin-1 terminal gives it
     run = memmix("generate", "--prompt", prompt, "--max-new-tokens", "1")

@@ -60,6 +60,45 @@ def test_mistakes_of_eval_are_one_clear_line(workspace, arguments, message):
     assert not (workspace / "e").exists()
 
 
+def test_what_a_command_reads_is_not_replaced(workspace):
+    """With --overwrite, an output that is or holds the model or the text would remove them."""
+    (workspace / "runs").mkdir()
+    (workspace / "student").rename(workspace / "runs" / "student")
+    (workspace / "text.txt").rename(workspace / "runs" / "text.txt")
+    runs, student, text = (workspace / part for part in ("runs", "runs/student", "runs/text.txt"))
+    pair = ["--student", student, "--teacher", workspace / "teacher", "--text", text]
+    for command, out in (
+        (["eval", student, "--tasks", "niah", "--lengths", "64"], student),
+        (["eval", student, "--tasks", "niah", "--lengths", "64", "--text", text], runs),
+        (["align", *pair], runs),
+        (["align", "--stream", *pair], runs),
+        (["distill", *pair], runs),
+        (["cache-teacher", *pair[2:]], runs),
+        (["merge", student, "--student", student], runs),
+        (["import-hmf", student], student),
+    ):
+        where = [out] if command[0] == "import-hmf" else ["--out", out]
+        run = memmix(*command, *where, "--overwrite")
+        assert run.exit_code == 1 and "which is read; give another folder" in run.output.splitlines()[-1], run.output
+        assert (student / "model.safetensors").is_file() and text.is_file()
+    small = ["--batch-size", "2", "--block-size", "16", "--steps", "1", "--json"]
+    result_of(memmix("distill", *pair, "--out", student, *small, "--overwrite"))  # trained in its place
+
+
+def test_a_plan_is_not_replaced_by_its_plot(workspace):
+    for name in ("plan.png", "plan.mixers", "student"):
+        run = memmix("select", "--teacher", workspace / "teacher", "--out", workspace / name, "--overwrite")
+        assert run.exit_code == 1 and "give a JSON file" in run.output and not (workspace / "plan.png").exists()
+
+
+def test_an_empty_mixer_is_no_default(workspace):
+    """E.g. `--mixer "$MIXER"` where MIXER is not set."""
+    for command in ("convert", "select"):
+        out = workspace / "out.json"
+        run = memmix(command, "--teacher", workspace / "teacher", "--mixer", "", "--out", out)
+        assert run.exit_code == 1 and "mixer '' is unknown" in run.output.splitlines()[-1] and not out.exists()
+
+
 def test_a_student_that_does_not_exist_is_no_model_folder(workspace):
     run = memmix("eval", workspace / "nowhere", "--out", workspace / "e")
     assert run.exit_code == 1 and "is not a model folder: it has no config.json" in run.output.splitlines()[-1]

@@ -192,8 +192,8 @@ def load_recipe(recipe: str | Path, **overrides) -> Recipe:
         names = sorted(p.name.removesuffix(".yaml") for p in bundled.parent.iterdir() if p.name.endswith(".yaml"))
         raise ValueError(f"no recipe {str(recipe)!r}; give a YAML file or one of {', '.join(names)}")
     try:
-        values = yaml.safe_load(source.read_text())
-    except yaml.YAMLError as error:
+        values = yaml.safe_load(source.read_text(encoding="utf-8-sig"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"recipe {str(recipe)!r} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"recipe {str(recipe)!r} must be a YAML mapping of Recipe fields")
@@ -203,7 +203,7 @@ def load_recipe(recipe: str | Path, **overrides) -> Recipe:
         raise ValueError(f"recipe {str(recipe)!r} is for {own}, not for {asked}; give a recipe of {asked}")
     given = {name: value for name, value in overrides.items() if value is not None}
     values |= shortened_warmup(values, given) | given
-    if unknown := sorted(set(values) - known):
+    if unknown := sorted(map(str, values.keys() - known)):
         raise ValueError(f"recipe {str(recipe)!r}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     return Recipe(**values)
 

@@ -1,7 +1,7 @@
 """Reads documents from local text, JSON lines and Parquet files, or streams them from the Hub.
 
-A text file is one document. A JSON line or a Parquet row is one document, in its field `text`. `hub:NAME` and
-`hub:NAME:SPLIT` stream a data set through the package `datasets`.
+A text file is one document. A JSON line (.jsonl, .ndjson, .json) or a Parquet row is one document, in its field
+`text`. `hub:NAME` and `hub:NAME:SPLIT` stream a data set through the package `datasets`.
 """
 
 import hashlib
@@ -112,7 +112,7 @@ def _hub(source: str | Path) -> Iterator[tuple[str, object]]:
         yield f"row {number}", row.get(FIELD)
 
 
-_READERS = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet}
+_READERS = {".jsonl": _json_lines, ".json": _json_lines, ".ndjson": _json_lines, ".parquet": _parquet}
 
 
 def _existing(path: str | Path) -> Path:

@@ -72,12 +72,13 @@ def convert(
     from hf_memmix.conversion.mixer_files import load_aligned
     from hf_memmix.conversion.mixer_layout import mixer_types_of
     from hf_memmix.conversion.plan import plan_arguments, read_plan, trained_folder
-    from hf_memmix.conversion.saving import check_target, existing_folder
+    from hf_memmix.conversion.saving import check_not_read, check_target, existing_folder
 
     if out_dir is None and not dry_run:
         raise ValueError("give a folder for the student with --out, or ask for a --dry-run")
     if out_dir is not None:
         check_target(out_dir, overwrite)
+        check_not_read(out_dir, plan)
     teacher, trained = model_folder(teacher), [model_folder(folder) for folder in trained or []]
     config = read_config(teacher)
     family_of(config)  # refuse a family that cannot be converted before loading its weights
@@ -93,7 +94,7 @@ def convert(
     elif layers is not None:
         arguments = {"layers": mixer_types_of(layers, config.num_hidden_layers, "--layers")}
     else:
-        arguments = {"mixer": mixer or "gka", "keep": "none" if chosen is None else chosen}
+        arguments = {"mixer": "gka" if mixer is None else mixer, "keep": "none" if chosen is None else chosen}
     arguments |= _all_options(arguments, *_parse_options(option or []), [read_config(folder) for folder in trained])
     if dry_run:
         place = existing_folder((out_dir or Path(tempfile.gettempdir(), "student")).absolute().parent)
@@ -135,9 +136,10 @@ def import_hmf(
 ) -> None:
     """Load a checkpoint of the official GKA release (Hybrid Model Factory) and save it as a model of this package."""
     from hf_memmix.conversion import hmf, save_student
-    from hf_memmix.conversion.saving import check_target
+    from hf_memmix.conversion.saving import check_not_read, check_target
 
     check_target(out_dir, overwrite)
+    check_not_read(out_dir, folder)
     with err.status("importing"):
         model = hmf.import_hmf(folder)
         save_student(model, out_dir, overwrite=overwrite, files=hmf.tokenizer_files(folder))

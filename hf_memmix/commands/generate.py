@@ -22,7 +22,7 @@ def generate(
         float,
         typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that have this probability together."),
     ] = 0.95,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1, help="Seed of the sampling.")] = 0,
     device: Device = None,
     device_map: DeviceMap = None,
     as_json: Json = False,

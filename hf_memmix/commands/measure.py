@@ -106,7 +106,7 @@ def evaluate(
     from hf_memmix.assets import asset_path
     from hf_memmix.conversion.limits import limit_of
     from hf_memmix.conversion.records import write_json
-    from hf_memmix.conversion.saving import atomic_folder, check_target
+    from hf_memmix.conversion.saving import atomic_folder, check_not_read, check_target
     from hf_memmix.training.evaluation.probes import TASKS, Material, by_length, plot_probes, run_probes
     from hf_memmix.training.text_files import read_text, text_record
 
@@ -117,6 +117,7 @@ def evaluate(
     text = asset_path("heldout.txt") if text is None else text
     names = {"student": model} if teacher is None else {"teacher": teacher, "student": model}
     folders = {role: model_folder(name) for role, name in names.items()}
+    check_not_read(out_dir, *folders.values(), text)
     tokenizer = tokenizer_of(folders["student"]) if teacher is None else shared_tokenizer(*reversed(folders.values()))
     material = Material(tokenizer, read_text(text))
     if device_map is None:

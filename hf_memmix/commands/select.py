@@ -33,6 +33,8 @@ from hf_memmix.commands.hub import model_folder
 from hf_memmix.commands.measure import BatchSize, Seed, Text, environment_of
 from hf_memmix.commands.progress import progress
 
+PLOT, MIXERS = ".png", ".mixers"  # endings of what is written beside a plan
+
 
 @one_line_errors
 def select(
@@ -104,6 +106,11 @@ def select(
             "--mixers aligns its candidates, for which the teacher must be on one device, but --device-map is 'auto';"
             " align each candidate (memmix align), and give the students with --student"
         )
+    if out_file.suffix in (PLOT, MIXERS) or out_file.is_dir():
+        raise ValueError(
+            f"--out is {str(out_file)!r}; give a JSON file; its plot gets the ending {PLOT}, and the folder of"
+            f" aligned mixers {MIXERS}"
+        )
     if out_file.exists() and not overwrite:
         raise ValueError(f"{out_file} exists; choose another name, or replace it by --overwrite")
     students = student or []
@@ -122,7 +129,9 @@ def select(
     measure |= {"max_tokens": max_tokens, "text": text, "batch_size": batch_size}
     if not several:
         (given,) = students or [None]
-        _select_layers(teacher, out_file, given, mixer or "gka", chosen, measure, (device, device_map), as_json)
+        _select_layers(
+            teacher, out_file, given, "gka" if mixer is None else mixer, chosen, measure, (device, device_map), as_json
+        )
         return
     budget = {"state_bytes": None if state_bytes is None else bytes_of(state_bytes, "--state-bytes")}
     budget |= {"decode_ms": decode_ms, "context": context, "keep": chosen}
@@ -169,7 +178,7 @@ def _select_layers(teacher, out_file: Path, given: Path | None, mixer, chosen, m
         "environment": environment_of({"teacher": teacher_model}),
     } | ranking
     write_plan(plan, out_file)
-    plot_ranking(plan, out_file.with_suffix(".png"))
+    plot_ranking(plan, out_file.with_suffix(PLOT))
     if as_json:
         print_json(plan | {"out": str(out_file)})
         return
@@ -257,7 +266,7 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
         if device == "cpu":
             recipe = replace(recipe, trainer=recipe.trainer | {"use_cpu": True})
         blocks = TokenBlocks.from_files(training["text"], tokenizer, recipe.block_size, recipe.pack)
-    teacher_model, kept_in = load(teacher, device, device_map=device_map), out_file.with_suffix(".mixers")
+    teacher_model, kept_in = load(teacher, device, device_map=device_map), out_file.with_suffix(MIXERS)
     scoring = {name: measure[name] for name in ("weight", "batch_size")}
     if device_map is not None:
         scoring |= {"teacher_id": teacher_hash(teacher), "place": partial(place_mixers, teacher=teacher_model)}
@@ -270,7 +279,7 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
         about |= {"recipe": asdict(recipe), "train_tokens": blocks.fingerprint()}
     plan = mixture_plan(measured, limits, budget["context"]) | about
     write_plan(plan, out_file)
-    plot_mixture(plan, out_file.with_suffix(".png"))
+    plot_mixture(plan, out_file.with_suffix(PLOT))
     if as_json:
         print_json(plan | {"out": str(out_file)})
         return

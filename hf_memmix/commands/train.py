@@ -148,11 +148,12 @@ def merge(
 ) -> None:
     """Join the layers that several runs of align have trained with --layers, on one machine or on many."""
     from hf_memmix.conversion import save_student
-    from hf_memmix.conversion.saving import check_target
+    from hf_memmix.conversion.saving import check_not_read, check_target
     from hf_memmix.training.merge import merge_students
 
     check_target(out_dir, overwrite)
     student = model_folder(student)
+    check_not_read(out_dir, renewed=[student, *parts])
     with err.status("merging"):
         model, origin = merge_students(student, parts)
         save_student(model, out_dir, tokenizer_of(student, required=False), overwrite=overwrite)
@@ -186,7 +187,7 @@ def cache_teacher(
     from hf_memmix.training.teacher_cache import teacher_hash, write_cache
 
     check_target(out_dir, overwrite)
-    check_not_read(out_dir, teacher := model_folder(teacher))
+    check_not_read(out_dir, teacher := model_folder(teacher), *text)
     settings = load_recipe(recipe, block_size=block_size)
     data = TokenBlocks.from_files(text, tokenizer_of(teacher), settings.block_size, settings.pack)
     options = {"teacher_id": teacher_hash(teacher), "batch_size": batch_size, "overwrite": overwrite}
@@ -234,8 +235,10 @@ def _refuse_two_students(args: SimpleNamespace) -> None:
 
 def _read_data(args: SimpleNamespace, settings, student: Path | None, teacher: Path):
     """The rows of the texts, and the tokenizer that has made them."""
+    from hf_memmix.conversion.saving import check_not_read
     from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 
+    check_not_read(args.out_dir, args.plan, settings.cache_dir, *args.text, renewed=[student])
     tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
     read = StreamedBlocks if settings.stream else TokenBlocks.from_files
     return read(args.text, tokenizer, settings.block_size, settings.pack), tokenizer

@@ -1,6 +1,7 @@
 """convert_model: what stays bit-equal, what the report says, what is refused; saving is all or nothing."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -192,6 +193,27 @@ def test_generation_settings_are_carried_over(tmp_path):
     assert (loaded.temperature, loaded.top_k, loaded.eos_token_id) == (0.7, 5, [2, 9])
     student.generation_config.temperature = 0.1
     assert teacher.generation_config.temperature == 0.7
+
+
+def test_generation_settings_that_contradict_each_other(tmp_path):
+    """Published models have a temperature without sampling. Newer releases of transformers save such settings again if
+    they are unchanged, older ones never; then the conversion is refused before the work."""
+    tiny_teacher().save_pretrained(tmp_path / "teacher")
+    path = tmp_path / "teacher" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.6, "top_p": 0.9}))
+    teacher = load_model(tmp_path / "teacher")
+    try:
+        teacher.save_pretrained(tmp_path / "again")
+    except ValueError:
+        pass
+    else:
+        for source, name in ((teacher, "a"), (tmp_path / "teacher", "b")):
+            convert_model(source, out=tmp_path / name)
+            assert load_model(tmp_path / name).generation_config.temperature == 0.6
+    teacher.generation_config.temperature = 0.5
+    with pytest.raises(ValueError, match="teacher contradict each other.*`temperature`: .*generation_config.json"):
+        convert_model(teacher, out=tmp_path / "c")
+    assert not (tmp_path / "c").exists()
 
 
 def test_save_and_load_give_the_same_model(tmp_path):

@@ -246,6 +246,27 @@ def test_a_plan_of_a_mixture(tmp_path):
         convert_by_plan(teacher, path)
 
 
+def test_what_a_plan_says_is_used_or_refused(tmp_path):
+    """Options in a plan for one mixer, and fields that contradict each other or have a wrong type."""
+    teacher, path = tiny_teacher(layers=4), tmp_path / "plan.json"
+    one = {"mixer": "gka", "keep": [0], "num_layers": 4}
+    path.write_text(json.dumps(one | {"mixers": {"gka": {"ridge": 0.5}}}), encoding="utf-8-sig")  # as some editors do
+    assert convert_by_plan(teacher, path).config.mixers["gka"]["ridge"] == 0.5
+    several = {"mixer_types": TYPES, "num_layers": 4}
+    write_plan(several | {"keep": [0], "mixers": None}, path)
+    assert convert_by_plan(teacher, path).config.mixer_types == TYPES
+    for wrong, message in (
+        (one | {"mixers": "x"}, "mixers of .* is 'x'; give options by mixer"),
+        (several | {"mixers": {"ska": []}}, r"mixers of .* is {'ska': \[\]}; give options by mixer"),
+        (one | {"trained": 5}, "trained of .* is 5; give the folder"),
+        (several | {"keep": [1]}, r"keep of .* is \[1\], but its layers keep attention in \[0\]"),
+        ({"layers": "gka=rest", "mixer": "ska"}, "mixer of .* is 'ska', but its layers name the mixers"),
+    ):
+        write_plan(wrong, path)
+        with pytest.raises(ValueError, match=message):
+            read_plan(path, 4)
+
+
 # ---- the command line
 
 

@@ -53,6 +53,30 @@ def test_a_failed_rename_keeps_the_old_folder(path, monkeypatch):
     assert (path / "weights").read_text() == "old" and [p.name for p in path.parent.iterdir()] == ["student"]
 
 
+def test_what_another_process_has_written_meanwhile_is_kept(tmp_path):
+    with pytest.raises(ValueError, match="exists and is not empty"), saving.atomic_folder(tmp_path / "s") as folder:
+        (folder / "weights").write_text("second")
+        (tmp_path / "s").mkdir()
+        (tmp_path / "s" / "weights").write_text("first")
+    assert (tmp_path / "s" / "weights").read_text() == "first" and [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+@pytest.mark.parametrize("out", [".", "..", ""])
+def test_the_current_folder_is_not_replaced(path, out, monkeypatch):
+    """E.g. `--out "$OUT" --overwrite` where OUT is not set."""
+    monkeypatch.chdir(path)
+    with pytest.raises(ValueError, match="is or holds the current folder, which would be removed"):
+        saving.check_target(out, overwrite=True)
+    assert (path / "weights").read_text() == "old"
+
+
+def test_an_output_may_renew_a_folder_but_not_hold_it(path):
+    saving.check_not_read(path, path.parent / "text.txt", None, renewed=[path, None])
+    for sources, renewed in (([path / "weights"], []), ([path], []), ([], [path / "part"]), ([path], [path])):
+        with pytest.raises(ValueError, match="the output '.*student' would replace '.*', which is read"):
+            saving.check_not_read(path, *sources, renewed=renewed)
+
+
 def test_a_kill_during_overwriting_leaves_a_complete_folder(path):
     (path.parent / "a").mkdir()
     if not saving._exchange(path.parent / "a", path):

@@ -263,6 +263,22 @@ def test_backbones_that_are_not_supported(kind):
         AutoModelForCausalLM.from_config(memmix_config(config, mixer_types=["gka"] * layers))
 
 
+@pytest.mark.parametrize(
+    ("kind", "field", "reason"),
+    [
+        ("llama", "is_causal", "each token also reads the tokens after it"),
+        ("gemma3_text", "use_bidirectional_attention", "each token also reads the tokens after it"),
+        ("gpt2", "add_cross_attention", "its layers also read the output of an encoder"),
+    ],
+)
+def test_decoders_that_read_more_than_the_tokens_before_are_refused(kind, field, reason):
+    """E.g. EmbeddingGemma, an encoder made from a decoder, and the decoder of an encoder-decoder model."""
+    types = mixer_types("first")
+    with pytest.raises(ValueError, match=reason):
+        memmix_config(backbone_config(kind, **{field: field != "is_causal"}), mixer_types=types)
+    assert memmix_config(backbone_config(kind, **{field: field == "is_causal"}), mixer_types=types)
+
+
 def test_config_without_backbone():
     with pytest.raises(ValueError, match="backbone_model_type"):
         MemMixConfig.from_dict({"model_type": "memmix"})

@@ -25,6 +25,14 @@ def test_blocks_hold_the_stream_in_order(tmp_path, tokenizer):
     assert tokenizer.decode(stream[:3]).replace(" ", "") == "thecatsat"
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.JSONL"])
+def test_json_lines_by_every_ending(tmp_path, tokenizer, name):
+    """With the mark of a UTF-8 file and the line ends of Windows. Their syntax is no text to learn."""
+    (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"text": "the cat"}\r\n\r\n{"text": "dog"}\r\n')
+    tokens = tokenizer.convert_ids_to_tokens(tokenize_files(tmp_path / name, tokenizer).tolist())
+    assert tokens == ["the", "cat", "</s>", "dog", "</s>"]
+
+
 def test_fingerprint_depends_on_tokens_and_block_size():
     a = TokenBlocks(torch.arange(64), 8)
     assert a.fingerprint() == TokenBlocks(torch.arange(64), 8).fingerprint()

@@ -96,6 +96,21 @@ def test_a_recipe_that_contradicts_itself_is_refused(fields, message):
         Recipe(**fields)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"stage: align # caf\xe9", "'.*recipe.yaml' is not valid YAML: .*utf-8"),
+        (b"steps: [", "is not valid YAML"),
+        (b"- steps", "must be a YAML mapping"),
+        (b"1: 2\nstep: 3", "unknown 1, step; known: batch_size"),
+    ],
+)
+def test_a_file_that_is_no_recipe(tmp_path, content, message):
+    (tmp_path / "recipe.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_recipe(tmp_path / "recipe.yaml")
+
+
 def test_a_run_shorter_than_the_warm_up_of_its_recipe(tmp_path):
     """`--steps 3` warms up over all steps; numbers that contradict each other within a recipe are refused."""
     assert Recipe(steps=3).warmup_steps == 3 and Recipe().warmup_steps == 20

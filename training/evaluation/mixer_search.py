@@ -15,6 +15,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,8 +252,11 @@ def choose_mixers(scores: list[dict[str, float]], costs: list[dict[str, LayerCos
         scores, costs: by kind, for every layer; the candidates of a layer are the keys of `scores`.
 
     Raises:
-        ValueError: no choice meets the budget, or a candidate has no measured time, but the budget has `decode_ms`.
+        ValueError: no choice meets the budget, a budget is not finite, or a candidate has no measured time, but the
+            budget has `decode_ms`.
     """
+    if budget.decode_ms is not None and not math.isfinite(budget.decode_ms):
+        raise ValueError(f"decode_ms is {budget.decode_ms}; give a number of milliseconds, or leave it out")
     allowed = []
     for layer, row in enumerate(scores):
         stays, may_stay = layer in budget.keep_layers, budget.keep_count > 0

@@ -116,6 +116,7 @@ def test_impossible_budgets_are_one_clear_line():
             Budget(state_bytes=19),
             "state_bytes is 19 B, but the smallest mixture of these candidates takes 20 B; give a",
         ),
+        (Budget(decode_ms=float("inf")), "decode_ms is inf; give a number of milliseconds"),
         (Budget(decode_ms=0.0039), "decode_ms is 0.004 ms, but the smallest mixture .* takes 0.004 ms"),
         (Budget(keep_layers=(0,), state_bytes=900), "state_bytes is 900 B, but the smallest .* takes 1010 B"),
     ):

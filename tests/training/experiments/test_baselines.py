@@ -16,6 +16,7 @@ from hf_memmix.training.experiments.baselines import report as baselines_report
 from hf_memmix.training.experiments.common import language
 from hf_memmix.training.experiments.common.baselines import GLAOptions
 from hf_memmix.training.experiments.common.fit import EQUAL_MEMORY
+from hf_memmix.training.experiments.common.report import memory_text
 
 
 def model(mixer: str, **options):
@@ -45,10 +46,21 @@ def test_it_is_gka_whose_blend_ignores_the_solution():
     assert GLAOptions().use_alpha is False and GKAOptions().use_alpha is True
 
 
-@pytest.mark.parametrize("mixer", ["gla", "gdn", "enc-as-written"])
+@pytest.mark.parametrize(
+    "mixer,options",
+    [
+        ("gla", {}),
+        ("gla", {"use_v_conv": False}),
+        ("gdn", {}),
+        ("enc-as-written", {}),
+        ("linear", {"decay": True, "use_v_conv": True}),
+        ("mamba2-no-vconv", {"head_dim": 8, "state_size": 8}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
 @pytest.mark.parametrize("split", [1, 7])
-def test_a_split_sequence_is_the_whole(mixer, split):
-    tested = model(mixer).double().eval()
+def test_a_split_sequence_is_the_whole(mixer, options, split):
+    tested = model(mixer, **options).double().eval()
     ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         whole = tested(ids).logits
@@ -85,6 +97,57 @@ def test_gdn_is_the_equation_of_its_paper():
         key = k[0, t, :, :, None]
         S = S @ (a * (eye - b * key * key.mT)) + b * v[0, t, :, :, None] * key.mT
         torch.testing.assert_close(y[0, t], (S @ q[0, t, :, :, None])[..., 0], rtol=1e-8, atol=1e-8)
+
+
+@torch.no_grad()
+def test_linear_attention_convolves_v_before_its_recurrence():
+    """S_t = e^g S_{t-1} + k v^T, y_t = S_t^T q_t with convolved q, k and v, token by token."""
+    mixer, x = one_mixer("linear", decay=True, use_v_conv=True)
+    tokens = mixer.project(x, None)
+    y, states = mixer.scan(tokens, None)
+    q, _ = mixer.q_conv1d(tokens["qk"])
+    k, _ = mixer.k_conv1d(tokens["qk"])
+    v, conv = mixer.v_conv1d(tokens["v"])
+    q, k, v = (t.unflatten(-1, (mixer.heads, -1))[0] for t in (q, k, v))
+    q, k = (torch.nn.functional.normalize(t, dim=-1, eps=0) for t in (q, k))
+    S = torch.zeros_like(states["S"][0])
+    for t in range(x.shape[1]):
+        S = tokens["log_decay"][0, t, :, None, None].exp() * S + k[t, :, :, None] * v[t, :, None, :]
+        torch.testing.assert_close(
+            y[0, t], (S.mT @ q[t, :, :, None])[..., 0] * q.shape[-1] ** -0.5, rtol=1e-4, atol=1e-4
+        )
+    torch.testing.assert_close(states["conv_v"], conv)
+    assert "conv_v" not in one_mixer("linear", decay=True)[0].state_shapes(1)
+
+
+@torch.no_grad()
+def test_mamba2_without_a_convolution_of_x_convolves_b_and_c_only():
+    sizes = {"head_dim": 8, "state_size": 8}
+    mixer, x = one_mixer("mamba2-no-vconv", **sizes)
+    whole, _ = one_mixer("mamba2", **sizes)
+    xBC, features = mixer.project(x, None)["xBC"], mixer.features
+    whole.conv1d.weight[features:], whole.conv1d.bias[features:] = mixer.conv1d.weight, mixer.conv1d.bias
+    convolved, state = mixer.conv1d(xBC)
+    expected, expected_state = whole.conv1d(xBC)
+    torch.testing.assert_close(convolved[..., :features], xBC[..., :features])
+    torch.testing.assert_close(convolved[..., features:], expected[..., features:])
+    torch.testing.assert_close(state, expected_state[:, features:])
+    assert mixer.state_shapes(1)["conv"][0] == (1, 16, 3)
+
+
+@pytest.mark.parametrize(
+    "name,inputs",
+    [
+        ("gla", "q, k, v"),
+        ("gla-no-vconv", "q, k"),
+        ("linear-decay", "q, k"),
+        ("linear-decay-vconv", "q, k, v"),
+        ("mamba2-equal", "q, k, v"),
+        ("mamba2-no-vconv-equal", "q, k"),
+    ],
+)
+def test_the_table_says_what_a_model_convolves(name, inputs):
+    assert memory_text(read("baselines_language")["settings"], name) == ("16,384", inputs)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from hf_memmix.training.experiments.coffee import native_step
 from hf_memmix.training.experiments.coffee import plots as coffee_plots
 from hf_memmix.training.experiments.coffee import report as coffee_report
 from hf_memmix.training.experiments.coffee import tables as coffee_tables
+from hf_memmix.training.experiments.coffee import trainer as coffee_trainer
 from hf_memmix.training.experiments.coffee.baselines import S6Layer, TokenGateCore
 from hf_memmix.training.experiments.coffee.tasks import LAST_SYMBOL, SYMBOLS, InductionHead
 from hf_memmix.training.experiments.coffee.trainer import Run, train
@@ -181,6 +182,69 @@ def test_a_time_limit_still_gives_results():
     assert 0 < found["iterations"] < 10**9 and found["last"]["iteration"] == found["iterations"]
 
 
+def flat(run):
+    return torch.cat([p.detach().flatten().cpu() for p in run.model.parameters()])
+
+
+def test_a_training_goes_on_from_its_checkpoint(tmp_path):
+    """Up to the rounding of Adam's moments; a finished training is only read, that of another run is refused."""
+    quiet = {"device": torch.device("cpu"), "report": lambda line: None}
+    file, without_break = tmp_path / "folder" / "a.pt", short_run()
+    expected = train([without_break], **quiet)["a"]
+    train([short_run(iterations=20, checkpoint=file)], **quiet)
+    resumed = short_run(checkpoint=file)
+    found = train([resumed], **quiet)["a"]
+    assert [row["iteration"] for row in found["curve"]] == [20, 40] and found["curve"][0] == expected["curve"][0]
+    torch.testing.assert_close(flat(resumed), flat(without_break), rtol=0, atol=0.01)
+    again = short_run(checkpoint=file)
+    again.draw = None
+    assert train([again], **quiet)["a"]["curve"] == found["curve"]
+    refused = train([short_run(checkpoint=file, batch=32)], **quiet)["a"]["error"]
+    assert "with batch = 64, and here batch = 32" in refused
+
+
+class Event:
+    """The end of a slice: has it been reached?"""
+
+    def __init__(self, reached):
+        self.query = lambda: reached
+
+
+def test_a_fast_run_does_not_wait_for_a_slow_one():
+    slow, fast, lines = short_run(), short_run("b"), []
+    prepare = slow.prepare
+
+    def prepare_with_waiting_slices(device):
+        prepare(device)
+        slow.slices = [Event(False), Event(False)]
+
+    slow.prepare = prepare_with_waiting_slices
+    found = train([slow, fast], torch.device("cpu"), seconds=2.0, report=lines.append)
+    assert slow.done == 0 and found["b"]["iterations"] == 40 and len(lines) == 2
+    slow.slices = [Event(True), Event(False)]
+    assert slow.ready and len(slow.slices) == 1
+    slow.done = 20  # an evaluation waits for all steps
+    assert slow.due and not slow.ready
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_ten_steps_in_one_graph_are_ten_steps_and_a_checkpoint_goes_on(tmp_path, monkeypatch):
+    quiet = {"device": torch.device("cuda"), "report": lambda line: None}
+    together = short_run()
+    train([together], **quiet)
+    file = tmp_path / "a.pt"
+    train([short_run(iterations=20, checkpoint=file)], **quiet)
+    resumed = short_run(checkpoint=file)
+    train([resumed], **quiet)
+    assert together.per_launch == resumed.per_launch == 10
+    monkeypatch.setattr(coffee_trainer, "STEPS_PER_GRAPH", 1)
+    alone = short_run()
+    train([alone], **quiet)
+    assert alone.per_launch == 1
+    torch.testing.assert_close(flat(together), flat(alone), rtol=0, atol=1e-3)
+    torch.testing.assert_close(flat(resumed), flat(alone), rtol=0, atol=0.01)
+
+
 def test_ih0_is_solved_and_the_papers_embeddings_end_where_its_figure_does(tmp_path):
     learned = coffee_ih0.describe(coffee_ih0.learn())
     assert learned["right"] == 8 > coffee_ih0.describe(coffee_ih0.model_with(coffee_ih0.START))["right"]
@@ -215,6 +279,20 @@ def test_tables_command_and_plot(tmp_path, monkeypatch):
     assert "0.99" in coffee_report.report([report])
     coffee_plots.plot_tables([report], plot)
     assert plot.stat().st_size > 10_000
+
+
+def test_rows_of_two_files_are_trained_together_and_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(coffee_tables, "TEST_CHUNKS", 1)
+    rows = [{**coffee_tables.settings(table)[0], "seeds": 1} for table in (2, 3)]
+    files = [coffee_tables.Results(tmp_path / f"{seed}.json", [row], seed) for seed, row in enumerate(rows)]
+    reached = []
+    for _ in range(2):
+        coffee_tables.run_rows(files, seconds=0.5, checkpoints=tmp_path / "saved", report=lambda line: None)
+        reports = [json.loads(file.out.read_text()) for file in files]
+        assert [(report["seed"], len(report["runs"])) for report in reports] == [(0, 1), (1, 1)]
+        reached.append([run["iterations"] for report in reports for run in report["runs"].values()])
+    assert all(0 < first < second for first, second in zip(*reached, strict=True))
+    assert len(list((tmp_path / "saved").iterdir())) == 2
 
 
 def test_runs_are_compared_at_equal_epochs():

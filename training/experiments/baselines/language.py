@@ -4,8 +4,8 @@
 
 Text, sizes and the choice of learning rates are those of `lattice/language.py`; there the warm-up of 24 steps is too
 short for a transformer. "-vconv" in the name of a model means that v also passes through a short convolution, as in
-GKA, GLA and Mamba-2, "-no-vconv" that it does not, and "-equal" that the memory has as many numbers as that of
-Lattice (`fit.EQUAL_MEMORY`).
+GKA, GLA and Mamba-2, where v is called x; "-no-vconv" that it does not, and "-equal" that the memory has as many
+numbers as that of Lattice (`fit.EQUAL_MEMORY`).
 """
 
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ GROUPS = (  # in the order of their importance
     ("transformer", "gka", "gdn", "dec", "mamba2", "gla", "delta", "linear-decay", "coffee"),
     ("mamba2-equal", "gka-equal", "coffee-equal"),
     ("dec-vconv", "gdn-vconv", "delta-vconv", "gka-no-vconv"),
+    ("mamba2-no-vconv-equal", "gla-no-vconv", "linear-decay-vconv"),
 )
 COMPARED = sum(GROUPS, ())
 

@@ -181,6 +181,35 @@ PREDICTIONS = (
         distance("gka-no-vconv", "gka", -1.5, 1.5),
         seeds=3,
     ),
+    Prediction(
+        "without it GLA loses 8 to 16 %",
+        ("gla-no-vconv", "gla"),
+        distance("gla-no-vconv", "gla", 8, 16),
+        seeds=3,
+    ),
+    Prediction(
+        "it changes linear attention with decay by less than 2 %",
+        ("linear-decay-vconv", "linear-decay"),
+        distance("linear-decay-vconv", "linear-decay", -2, 2),
+        seeds=3,
+    ),
+    Prediction(
+        "without it Mamba-2 with equal memory loses 3 to 10 %",
+        ("mamba2-no-vconv-equal", "mamba2-equal"),
+        distance("mamba2-no-vconv-equal", "mamba2-equal", 3, 10),
+        seeds=3,
+    ),
+    Prediction(
+        "and is then behind DEC and GDN",
+        ("mamba2-no-vconv-equal", "dec", "gdn"),
+        distances({"dec": "mamba2-no-vconv-equal", "gdn": "mamba2-no-vconv-equal"}, -100, 0),
+        seeds=3,
+    ),
+    Prediction(
+        "best rate 0.004 for gla-no-vconv and linear-decay-vconv, 0.008 for mamba2-no-vconv-equal",
+        ("gla-no-vconv", "linear-decay-vconv", "mamba2-no-vconv-equal"),
+        best_rates({"gla-no-vconv": 4e-3, "linear-decay-vconv": 4e-3, "mamba2-no-vconv-equal": 8e-3}),
+    ),
 )
 
 

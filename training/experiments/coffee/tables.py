@@ -10,7 +10,10 @@ name the fixed symbol. Here it is the last noise symbol, unless `--fixed` names 
 not occur in the input. Further rows of Table 1 fix the embedding of the padding, of the trigger, of symbol 8, or none.
 """
 
+import re
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -143,6 +146,52 @@ def restore(found: dict) -> CoffeeCore:
     return model
 
 
+@dataclass
+class Results:
+    """The rows of `settings` whose results are written to one file, and the seed of their models and data."""
+
+    out: Path
+    rows: list[dict]
+    seed: int = 0
+
+
+def run_rows(
+    files: list[Results],
+    seconds: float = float("inf"),
+    threads: int = 0,
+    checkpoints: Path | None = None,
+    report: Callable[[str], None] = print,
+) -> None:
+    """Train the rows of all files at the same time, for at most `seconds`, and write the files.
+
+    Args:
+        files: what to train; no two rows have the same name (`name_of`). A file is also written about every 30
+            seconds.
+        threads: as in `make_run`.
+        checkpoints: the folder in which trainings are saved, and from which they go on.
+        report: as in `trainer.train`.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    start, where = time.perf_counter(), environment(device)
+    runs = {file.out: [make_run(row, file.seed, threads=threads) for row in file.rows] for file in files}
+    together = [run for of_file in runs.values() for run in of_file]
+    for run in together if checkpoints is not None else []:
+        run.checkpoint = Path(checkpoints) / (re.sub(r"[^\w=.]+", "_", f"{run.name} seed={run.seed}") + ".pt")
+
+    def write(found: dict[str, dict]):
+        took = round(time.perf_counter() - start, 1)
+        for file in files:
+            of_file = {run.name: found[run.name] for run in runs[file.out] if run.name in found}
+            about = {"environment": where, "seed": file.seed, "seconds": took}
+            write_json(file.out, about | {"runs": of_file}, indent=None)
+
+    found = train(together, device, seconds, report, write)
+    for run in together:
+        if run.info["model"] == "coffee" and "last" in found[run.name]:
+            found[run.name]["weights"] = best_weights(run)
+    write(found)
+
+
 def main(
     out: Annotated[Path, typer.Argument(help="the JSON file to write")],
     tables: Annotated[list[int], typer.Option(help="numbers of tables, 1 to 6; repeatable")] = (1, 2, 3, 4, 5, 6),
@@ -158,10 +207,13 @@ def main(
     native_threads: Annotated[
         int, typer.Option(help="on a CPU: threads of native code that computes the gradients; 0: autograd")
     ] = 0,
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option(help="folder in which every training is saved; the same command goes on from it"),
+    ] = None,
 ) -> None:
     """Train the rows of the tables."""
     check_names("--models", models, MODELS)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = [row for table in tables for row in settings(table)]
     rows = [row for row in rows if not models or row["model"] in models]
     if seeds:
@@ -174,15 +226,7 @@ def main(
         rows = [row for row in rows if any(text in name_of(row) for text in only)]
     if not rows:
         raise typer.BadParameter("no row of these tables is left", param_hint="--only")
-    start = time.perf_counter()
-    runs = [make_run(row, seed, threads=native_threads) for row in rows]
-    found = train(runs, device, seconds)
-    for run in runs:
-        if run.info["model"] == "coffee" and "last" in found[run.name]:
-            found[run.name]["weights"] = best_weights(run)
-    took = round(time.perf_counter() - start, 1)
-    report = {"environment": environment(device), "seed": seed, "seconds": took, "runs": found}
-    write_json(out, report, indent=None)
+    run_rows([Results(out, rows, seed)], seconds, native_threads, checkpoints)
 
 
 if __name__ == "__main__":

@@ -48,14 +48,10 @@ class InductionHead:
 
     def draw(self, copies: int, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Tokens [copies, batch, length + target - 1] and the target [copies, batch, target]."""
-        ids, target = self._draw(copies, batch, generator)
         if self.trigger == 2:
-            # no loop until all fit: a CUDA graph has no such thing
-            for _ in range(DRAWS - 1):
-                wrong = self.triggers(ids) != 2
-                new_ids, new_target = self._draw(copies, batch, generator)
-                ids = torch.where(wrong[..., None], new_ids, ids)
-                target = torch.where(wrong[..., None], new_target, target)
+            ids, target = self._draw_until_it_fits(copies, batch, generator)
+        else:
+            ids, target = self._draw(copies, batch, generator)
         return torch.nn.functional.pad(ids, (0, self.target - 1)), target
 
     def triggers(self, ids: Tensor) -> Tensor:
@@ -64,6 +60,16 @@ class InductionHead:
         if self.trigger == 2:
             found = found[..., :-1] & (ids[..., 1:] == TRIGGER + 1)
         return found.sum(-1)
+
+    def _draw_until_it_fits(self, copies, batch, generator):
+        """The first of `DRAWS` draws that holds the trigger twice, for each sequence.
+
+        All are drawn at once: a CUDA graph has no loop that ends early, and each operator of it costs time.
+        """
+        ids, target = (t.unflatten(0, (DRAWS, copies)) for t in self._draw(DRAWS * copies, batch, generator))
+        earliest_is_largest = torch.arange(DRAWS, 0, -1, device=ids.device)[:, None, None]
+        first = ((self.triggers(ids) == 2) * earliest_is_largest).argmax(0)[None, ..., None]
+        return (t.take_along_dim(first, 0)[0] for t in (ids, target))
 
     def _draw(self, copies, batch, generator):
         device = generator.device

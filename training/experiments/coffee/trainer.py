@@ -1,23 +1,31 @@
-"""Trains many tiny models at once: all seeds of a setting are one model, a step is one CUDA graph, settings overlap.
+"""Trains many tiny models at once: all seeds of a setting are one model, steps are one CUDA graph, settings overlap.
 
 A `Run` has a model of S copies, a function that draws a batch for each copy, and the number of steps. `train(runs)`
-runs them on separate CUDA streams, because one of them alone cannot use the whole GPU. The losses of the copies are
-summed and Adam works elementwise, so each copy is trained as if it were alone.
+runs them on separate CUDA streams, because one of them alone cannot use the whole GPU. No run waits for a slower one.
+Kernels of several processes do not run at the same time, so all settings should be in one process, and other jobs on
+the same GPU take their share of its time. The losses of the copies are summed and Adam works elementwise, so each copy
+is trained as if it were alone.
 """
 
 import functools
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hf_memmix.training.experiments.common.averages import median
+from hf_memmix.training.experiments.common.checkpoints import Checkpoint
 
 SLICE = 50  # steps of one run before the next has its turn
+STEPS_PER_GRAPH = 10  # at most; Python launches a graph once for so many steps
+SLICES_AHEAD = 2  # that wait for the device
+SAVE_EVERY = 30.0  # seconds between two writings of what has been found so far
 
 
 @dataclass
@@ -36,6 +44,8 @@ class Run:
         enough: stop when every copy has this accuracy.
         gradients: (inputs, labels) -> losses [S], which writes the gradients of the parameters; default: by autograd.
         lower_rate: (loss, rate): use this rate when the mean training loss of the copies is below this loss.
+        checkpoint: the file in which the training is saved at every evaluation, also the last one. If it exists, the
+            training goes on from it. The moments of Adam are rounded to bfloat16 (`common/checkpoints.py`).
         info: further entries of the results.
     """
 
@@ -51,36 +61,88 @@ class Run:
     enough: float = 2.0
     gradients: Callable | None = None
     lower_rate: tuple[float, float] | None = None
+    checkpoint: Path | None = None
     info: dict = field(default_factory=dict)
 
     def prepare(self, device: torch.device):
-        """Move to the device and make the step: a CUDA graph on a GPU."""
+        """Move to the device, go on from the checkpoint, and make the steps: a CUDA graph on a GPU.
+
+        Raises:
+            ValueError: the checkpoint is that of another run.
+        """
         cuda = device.type == "cuda"
         self.model.to(device)
         self.generator = torch.Generator(device).manual_seed(2 * self.seed)
         self.test_generator = torch.Generator(device).manual_seed(2 * self.seed + 1)
-        self.done, self.seconds, self.curve, self.device = 0, 0.0, [], device
         rate = torch.tensor(self.learning_rate, device=device) if cuda else self.learning_rate
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=rate, capturable=cuda, fused=cuda or None)
         self.train_loss = torch.zeros((), device=device)
+        self.done, records = (0, {}) if self.checkpoint is None else self._file().load(self.model, self.optimizer)
+        self.curve, self.device, self.slices = records.get("curve", []), device, []
+        if records:
+            self._set_rate(records["rate"])
         self.stream = torch.cuda.Stream() if cuda else None
         if cuda:
             torch.cuda.synchronize()  # the stream of its own starts from what the default one has made
+        self.per_launch = math.gcd(STEPS_PER_GRAPH, self.evaluate_every, self.iterations, self.done) if cuda else 1
         self.step = self._capture() if cuda else self._step
+        for generator, state in zip(self._generators, records.get("generators", []), strict=False):
+            generator.set_state(state.cpu())
+
+    @property
+    def _generators(self):
+        return self.generator, self.test_generator
+
+    def _file(self) -> Checkpoint:
+        settings = {"name": self.name, "seed": self.seed, "batch": self.batch, "learning_rate": self.learning_rate}
+        return Checkpoint(self.checkpoint, settings)
+
+    def _set_rate(self, rate: float):
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"].fill_(rate) if torch.is_tensor(group["lr"]) else rate
+
+    def save(self):
+        """Write the checkpoint, if the run has a file; no step may be running."""
+        if self.checkpoint is None:
+            return
+        records = {
+            "curve": self.curve,
+            "rate": float(self.optimizer.param_groups[0]["lr"]),
+            "generators": [generator.get_state() for generator in self._generators],
+        }
+        self._file().save(self.done, self.model, self.optimizer, records)
+
+    @property
+    def due(self) -> bool:
+        """Whether the next turn is an evaluation."""
+        at_point = self.done and (self.done % self.evaluate_every == 0 or self.done >= self.iterations)
+        return bool(at_point) and (not self.curve or self.curve[-1]["iteration"] != self.done)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next turn need not wait for the device. An evaluation waits for all steps before it."""
+        self.slices = [event for event in self.slices if not event.query()]
+        return len(self.slices) < (1 if self.due else SLICES_AHEAD)
 
     def advance(self):
-        """Train until the next evaluation, by `SLICE` steps at most, on a GPU without waiting for them."""
+        """Evaluate if it is time, else train until the next evaluation, by `SLICE` steps at most.
+
+        On a GPU the steps are launched and not waited for.
+        """
+        if self.due:
+            self.evaluate()
+            return
         steps = min(SLICE, self.iterations - self.done, self.evaluate_every - self.done % self.evaluate_every)
         with torch.cuda.stream(self.stream):
-            for _ in range(steps):
+            for _ in range(steps // self.per_launch):
                 self.step()
+            if self.stream is not None:
+                self.slices.append(self.stream.record_event())
         self.done += steps
-        if self.done % self.evaluate_every == 0 or self.done >= self.iterations:
-            self.evaluate()
 
     @torch.no_grad()
     def evaluate(self):
-        """Append accuracy and loss of every copy on the test to the curve; lower the rate if it is time."""
+        """Append accuracy and loss of every copy on the test to the curve; lower the rate if it is time; save."""
         right, loss, count = 0, 0, 0
         with torch.cuda.stream(self.stream):
             for inputs, labels in self.test(self.test_generator):
@@ -90,9 +152,9 @@ class Run:
                 count += labels[0].numel()
             accuracy, loss = (right / count).tolist(), (loss / count).tolist()
             if self.lower_rate is not None and self.train_loss.item() < self.lower_rate[0]:
-                for group in self.optimizer.param_groups:
-                    group["lr"] = group["lr"].fill_(self.lower_rate[1]) if self.stream else self.lower_rate[1]
-        self.curve.append({"iteration": self.done, "accuracy": accuracy, "loss": loss})
+                self._set_rate(self.lower_rate[1])
+            self.curve.append({"iteration": self.done, "accuracy": accuracy, "loss": loss})
+            self.save()
 
     def stop(self):
         """Measure what has been trained since the last evaluation."""
@@ -101,7 +163,8 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.done >= self.iterations or bool(self.curve and min(self.curve[-1]["accuracy"]) >= self.enough)
+        solved = bool(self.curve) and min(self.curve[-1]["accuracy"]) >= self.enough
+        return not self.due and (self.done >= self.iterations or solved)
 
     def results(self) -> dict:
         """The results so far: for each seed, the best evaluation (the paper keeps the best model) and the last one."""
@@ -141,7 +204,9 @@ class Run:
         self.train_loss.copy_(loss.detach().mean())
 
     def _capture(self):
+        """A function that runs `per_launch` steps by one CUDA graph."""
         start = {name: t.clone() for name, t in self.model.state_dict().items()}
+        moments = {p: {name: t.clone() for name, t in state.items()} for p, state in self.optimizer.state.items()}
         with torch.cuda.stream(self.stream):
             for _ in range(3):
                 self._step()
@@ -150,44 +215,63 @@ class Run:
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.generator)
         with torch.cuda.graph(graph, stream=self.stream):
-            self._step()
+            for _ in range(self.per_launch):
+                self._step()
         # the warm-up is no part of the training
         with torch.no_grad():
             self.model.load_state_dict(start)
-            for state in self.optimizer.state.values():
-                for tensor in state.values():
-                    tensor.zero_()
+            for p, state in self.optimizer.state.items():
+                for name, tensor in state.items():
+                    tensor.copy_(moments[p][name]) if p in moments else tensor.zero_()
         self.generator.manual_seed(2 * self.seed)
         torch.cuda.synchronize()
         self.graph = graph
         return graph.replay
 
 
-def train(runs: list[Run], device: torch.device, seconds: float = float("inf"), report=print) -> dict[str, dict]:
+def train(
+    runs: list[Run],
+    device: torch.device,
+    seconds: float = float("inf"),
+    report: Callable[[str], None] = print,
+    save: Callable[[dict[str, dict]], None] | None = None,
+) -> dict[str, dict]:
     """Train all runs at the same time, for at most this number of seconds; returns their results by name.
 
     The result of a run that fails is {"error": ...}; the others continue.
+
+    Args:
+        report: called with a line of text after every evaluation.
+        save: called about every 30 seconds with the results so far of the runs that have been evaluated.
     """
     start, found, active = time.perf_counter(), {}, []
     for run in runs:
         _guarded(run, found, functools.partial(run.prepare, device), active.append)
+    active, saved = [run for run in active if not run.finished], time.perf_counter()
     while active and time.perf_counter() - start < seconds:
-        for run in list(active):
+        ready = [run for run in active if run.ready]
+        if not ready:
+            time.sleep(2e-4)
+        for run in ready:
             active.remove(run)
+            points = len(run.curve)
             _guarded(run, found, run.advance, active.append)
             if run.name in found:
                 continue
             if run.finished:
                 active.remove(run)
-            if run.done % run.evaluate_every == 0 or run.finished:
+            if len(run.curve) > points:
                 row = run.curve[-1]["accuracy"]
                 report(
                     f"{time.perf_counter() - start:6.1f} s  {run.name:24} {run.done:7}  {min(row):.3f}..{max(row):.3f}"
                 )
+        if save is not None and time.perf_counter() - saved > SAVE_EVERY:
+            save(found | {run.name: run.results() for run in runs if run.name not in found and run.curve})
+            saved = time.perf_counter()
     for run in runs:
         if run.name not in found:
             _guarded(run, found, run.stop, lambda run: found.update({run.name: run.results()}))
-    return found
+    return {run.name: found[run.name] for run in runs}
 
 
 def _losses(logits, labels):

@@ -9,6 +9,7 @@ memory differs.
 - "gla" (gated linear attention) uses the block of GKA.
 - "gdn" (Gated DeltaNet; Yang et al., arXiv:2412.06464) uses the block of Lattice.
 - "enc-as-written" is Lattice's ENC without the limits of v and of the step that `LatticeMixer` adds to the paper.
+- "mamba2-no-vconv" is Mamba-2 whose x has no short convolution; B and C, its keys and queries, keep theirs.
 
 The other baselines, the delta rule and TTT, are variants of `LatticeMixer`.
 """
@@ -25,6 +26,7 @@ from hf_memmix.conversion.from_attention import gka as gka_start
 from hf_memmix.mixers import GKAMixer, GKAOptions, LatticeMixer, LatticeOptions, MixerOptions, mixer_options
 from hf_memmix.mixers.base import AttentionShape, MemoryMixer, register_mixer
 from hf_memmix.mixers.layers import RMSNorm, ShortConvolution, at_least_fp32, init_layers
+from hf_memmix.mixers.mamba2 import Mamba2Mixer, Mamba2Options
 from hf_memmix.padding import before_the_end
 from hf_memmix_kernels import chunk_gla
 from hf_memmix_kernels.rowwise import unit_heads
@@ -39,18 +41,21 @@ class LinearOptions(MixerOptions):
 
     decay: use g_t = log sigmoid(W x + b) per head. At the start, b gives the heads half-lives of 2 to 512 tokens.
         Without this option g is 0.
-    conv_size: taps of the short convolutions of q and k.
+    conv_size: taps of the short convolutions.
+    use_v_conv: whether v, like q and k, passes through a short convolution.
     """
 
     decay: bool = False
     conv_size: int = 4
+    use_v_conv: bool = False
 
 
 @register_mixer("linear")
 class LinearMixer(MemoryMixer):
     """The block of `LatticeMixer` with linear attention as its memory.
 
-    q and k share one projection and have a short convolution each; a GELU gate multiplies the output.
+    q and k share one projection and have a short convolution each; a GELU gate multiplies the output. States: S
+    [B, H, d, d] in fp32, conv_q, conv_k and, with `use_v_conv`, conv_v [B, H d, taps - 1].
     """
 
     options_class = LinearOptions
@@ -65,6 +70,8 @@ class LinearMixer(MemoryMixer):
         self.o_proj = nn.Linear(inner, hidden, bias=False)
         self.q_conv1d = ShortConvolution(inner, self.options.conv_size, "silu")
         self.k_conv1d = ShortConvolution(inner, self.options.conv_size, "silu")
+        if self.options.use_v_conv:
+            self.v_conv1d = ShortConvolution(inner, self.options.conv_size, "silu")
         self.o_norm = RMSNorm(self.head_dim, EPS)
         if self.options.decay:
             self.f_proj = nn.Linear(hidden, self.heads, bias=True)
@@ -77,9 +84,12 @@ class LinearMixer(MemoryMixer):
 
     def scan(self, tokens, states, lengths=None, cu_seqlens=None):
         past, where = states or {}, {"lengths": lengths, "cu_seqlens": cu_seqlens}
-        q, conv_q = self.q_conv1d(tokens["qk"], past.get("conv_q"), **where)
-        k, conv_k = self.k_conv1d(tokens["qk"], past.get("conv_k"), **where)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, tokens["v"]))
+        v, new = tokens["v"], {}
+        q, new["conv_q"] = self.q_conv1d(tokens["qk"], past.get("conv_q"), **where)
+        k, new["conv_k"] = self.k_conv1d(tokens["qk"], past.get("conv_k"), **where)
+        if self.options.use_v_conv:
+            v, new["conv_v"] = self.v_conv1d(v, past.get("conv_v"), **where)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         log_decay = tokens.get("log_decay")
         if log_decay is None:
             log_decay = at_least_fp32(q.new_zeros(q.shape[:3]))
@@ -88,8 +98,8 @@ class LinearMixer(MemoryMixer):
             v, log_decay = v * valid[..., None].to(v.dtype), log_decay * valid
         initial = past.get("S")
         q, k = (unit_heads(x, None, None, EPS) for x in (q, k))
-        y, S = chunk_gla(q, k, v, log_decay, initial_state=initial, cu_seqlens=cu_seqlens)
-        return y, {"conv_q": conv_q, "conv_k": conv_k, "S": S}
+        y, new["S"] = chunk_gla(q, k, v, log_decay, initial_state=initial, cu_seqlens=cu_seqlens)
+        return y, new
 
     def readout(self, y, x):
         return self.o_proj(self.o_norm(y).flatten(2) * F.gelu(self.g_proj(x)))
@@ -97,7 +107,8 @@ class LinearMixer(MemoryMixer):
     def state_shapes(self, batch, dtype=torch.float32):
         conv = ((batch, self.heads * self.head_dim, self.options.conv_size - 1), dtype)
         memory = (batch, self.heads, self.head_dim, self.head_dim)
-        return {"conv_q": conv, "conv_k": conv, "S": (memory, torch.promote_types(dtype, torch.float32))}
+        convs = dict.fromkeys(("conv_q", "conv_k", *(["conv_v"] if self.options.use_v_conv else [])), conv)
+        return convs | {"S": (memory, torch.promote_types(dtype, torch.float32))}
 
     def init_weights(self):
         """Draw matrices and convolution taps from N(0, 0.02); set the decay to e^g = 2^(-1 / half-life)."""
@@ -187,6 +198,47 @@ class EncAsWrittenMixer(LatticeMixer):
 
     options_class = EncAsWrittenOptions
     stabilises_enc = False
+
+
+class ConvolutionWithoutX(ShortConvolution):
+    """Mamba-2's convolution of [x | B | C] that leaves the first features, x, as they are.
+
+    Without its convolution x has no SiLU either, like v of the other mixers.
+    """
+
+    def __init__(self, features: int, convolved: int, taps: int, bias: bool):
+        super().__init__(convolved, taps, "silu", bias=bias)
+        self.sizes = (features, convolved)
+
+    def forward(self, xBC, state=None, **where):
+        x, BC = xBC.split(self.sizes, -1)
+        BC, state = super().forward(BC, state, **where)
+        return torch.cat([x, BC], -1), state
+
+
+@mixer_options
+class Mamba2WithoutXConvOptions(Mamba2Options):
+    """`Mamba2Options`; a mixer has a class of options of its own."""
+
+
+@register_mixer("mamba2-no-vconv")
+class Mamba2WithoutXConvMixer(Mamba2Mixer):
+    """Mamba-2 without the short convolution of x, for training from scratch on one device."""
+
+    options_class = Mamba2WithoutXConvOptions
+    convolves = "q, k"
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        options, convolved = self.options, self.conv_dim - self.features
+        self.conv1d = ConvolutionWithoutX(self.features, convolved, options.conv_size, options.use_conv_bias)
+
+    def convolved(self, tokens):
+        return {"conv": (tokens["xBC"][..., self.features :], self.options.conv_size - 1)}
+
+    def state_shapes(self, batch, dtype=torch.float32):
+        conv = ((batch, self.conv_dim - self.features, self.options.conv_size - 1), dtype)
+        return super().state_shapes(batch, dtype) | {"conv": conv}
 
 
 @starts("gla", options=gka_start.options_for)

@@ -50,11 +50,19 @@ MODELS = {
     "delta-vconv": ("lattice", {"variant": "delta", "use_v_conv": True}),
     "gka-no-vconv": ("gka", {"use_v_conv": False}),
     "gla": ("gla", {}),
+    "gla-no-vconv": ("gla", {"use_v_conv": False}),
+    "linear-decay-vconv": ("linear", {"decay": True, "use_v_conv": True}),
+    "mamba2-no-vconv": ("mamba2-no-vconv", {}),
     "enc-as-written": ("enc-as-written", {}),
 }
 # Models whose memory is as large as that of Lattice, hidden_size * head size numbers per layer, and the option that
 # makes it so. GKA keeps two matrices [head size, head size] per head, so it gets twice as many heads of half the size.
-EQUAL_MEMORY = {"gka-equal": None, "mamba2-equal": "state_size", "coffee-equal": "states"}
+EQUAL_MEMORY = {
+    "gka-equal": None,
+    "mamba2-equal": "state_size",
+    "coffee-equal": "states",
+    "mamba2-no-vconv-equal": "state_size",
+}
 NAMES = (*MODELS, *EQUAL_MEMORY)
 STEPS_AHEAD = 16  # with a checkpoint: the steps that may wait for the device when the clock is asked
 
@@ -116,10 +124,10 @@ def memory_of(args: SimpleNamespace, mixer: str, options: dict) -> tuple[int, st
         return 0, ""
     config = configured(args, mixer, options, vocab=VOCAB, context=1, intermediate=args.hidden_size)
     with torch.device("meta"):
-        layer = memory_mixers(AutoModelForCausalLM.from_config(config))
-    shapes = next(iter(layer.values())).state_shapes(1)
+        layer = next(iter(memory_mixers(AutoModelForCausalLM.from_config(config)).values()))
+    shapes = layer.state_shapes(1)
     floats = sum(math.prod(shape) for name, (shape, _) in shapes.items() if not name.startswith("conv"))
-    return floats, convolved_inputs(shapes)
+    return floats, getattr(layer, "convolves", None) or convolved_inputs(shapes)
 
 
 def convolved_inputs(shapes: dict) -> str:

@@ -112,7 +112,7 @@ def best_rate_at_most(lr: float, *names: str) -> Callable[[Cell], Measured]:
 
 
 # the cell, the prediction, and what measures it
-SMALL, LARGE = (256, 64), (512, 128)
+FEW, SMALL, LARGE = (256, 32), (256, 64), (512, 128)
 PREDICTIONS = (
     (SMALL, "64 pairs: the delta rule at 0.0015 recalls 70 to 90 %", at_rate("delta", 0.0015, 70, 90)),
     (SMALL, "SIM at 0.02 recalls less than 10 %", at_rate("sim", 0.02, 0, 10)),
@@ -129,6 +129,16 @@ PREDICTIONS = (
         best_rate_at_most(0.0015, "dec", "enc", "delta"),
     ),
     (SMALL, "64 pairs: SIM at 0.0015 recalls more than 60 %", at_rate("sim", 0.0015, 60, 100)),
+    (FEW, "32 pairs: the delta rule at 0.00075 recalls more than 99 %", at_rate("delta", 0.00075, 99, 100)),
+    (FEW, "DEC at 0.00075 more than 97.2 %, what it recalls at 0.0015", at_rate("dec", 0.00075, 97.2, 100)),
+    (FEW, "SIM at 0.00075 less than 98.8 %, what it recalls at 0.0015", at_rate("sim", 0.00075, 0, 98.8)),
+    (SMALL, "64 pairs: the delta rule at 0.000375 less than 94 %", at_rate("delta", 0.000375, 0, 94)),
+    (SMALL, "SIM at 0.00075 recalls 30 to 60 %", at_rate("sim", 0.00075, 30, 60)),
+    (SMALL, "Mamba-2 at 0.02 recalls less than 92 %", at_rate("mamba2", 0.02, 0, 92)),
+    (LARGE, "128 pairs: the delta rule at 0.000375 less than 47 %", at_rate("delta", 0.000375, 0, 47)),
+    (LARGE, "ENC at 0.0015 recalls 38 to 60 %", at_rate("enc", 0.0015, 38, 60)),
+    (LARGE, "DEC at 0.00075 recalls more than 20 %", at_rate("dec", 0.00075, 20, 100)),
+    (LARGE, "SIM at 0.00075 recalls less than 5 %", at_rate("sim", 0.00075, 0, 5)),
 )
 
 OF_BASELINES = (  # written down in the README of the baselines

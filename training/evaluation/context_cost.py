@@ -2,7 +2,7 @@
 
 A prefill of a few hundred tokens fills the cache. Then random keys and values are added to the attention layers, up to
 the wanted context length: bytes and time do not depend on the values, and a prefill of 128k tokens would take hours on
-a CPU. Recurrent layers do not grow, so nothing is added to them.
+a CPU. Recurrent layers do not grow: they only count these tokens.
 """
 
 import statistics
@@ -13,6 +13,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, StaticCache
 
 from hf_memmix import MemMixConfig, RecurrentStateCache
+from hf_memmix.cache import RecurrentLayer
 
 PREFILL = 256
 WARMUP = 2
@@ -40,6 +41,8 @@ def filled_cache(model: nn.Module, context: int, max_cache_len: int | None = Non
                 like = {"dtype": layer.keys.dtype, "device": layer.keys.device}
                 keys = torch.randn(batch, heads, context - prefill, head_dim, **like)
                 layer.update(keys, torch.randn(*keys.shape[:3], layer.values.shape[-1], **like))
+            elif isinstance(layer, RecurrentLayer):  # its states have one size, whatever they have read
+                layer.advance(context - prefill)
     return cache
 
 

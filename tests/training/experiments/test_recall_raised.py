@@ -67,7 +67,8 @@ def test_predictions_about_the_longer_training():
     runs |= {"raised_gla_wide": run("gla-wide, long", 0.9), "raised_mamba2": run("mamba2, long", 0.4)}
     runs |= {"raised_seed1": run("gka, long", 0.86), "raised_long": run("gka, long", 0.98)}
     runs |= {"raised_gla_long": run("gla, long", 0.96), "raised_lattice": run("lattice, long", 0.5)}
-    text = predictions.table({"rows": [], "settings": {"layouts": list(grid.LAYOUTS)}}, runs)
+    results = {"rows": [], "settings": {"layouts": list(grid.LAYOUTS)}, "environment": {"commit": "none"}}
+    text = predictions.table(results, runs)
     lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()[2:]}
     assert "gla, long: needle 82; gla, long: MQAR, 32 pairs 82; MQAR, 32 pairs: gka, long 96, gla, long 82; " in text
     assert lines["21"].endswith("KL 0.360, 0.400 | right |")

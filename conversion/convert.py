@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 import hf_memmix
 from hf_memmix._transformers import tensor_parallel_size
@@ -97,6 +97,9 @@ def convert_model(
     used = list(dict.fromkeys(types[i] for i in converted))
     report = ConversionReport(used[0] if len(used) == 1 else None, converted, kept, types)
 
+    # a deep copy: transformers 5.23 saves settings that contradict each other if they are unchanged since loading
+    generation = copy.deepcopy(teacher.generation_config)
+    _check_generation_settings(generation)
     starts = {kind: start_of(kind) for kind in used}
     options = _options(used, mixers, mixer_options)
     attentions = {i: extract_attention(teacher, i) for i in converted}
@@ -109,18 +112,16 @@ def convert_model(
     _copy_rest(teacher, student, [attention_prefix(teacher, i) + "." for i in converted], report)
     for layer in converted:
         initialise_mixer(student, layer, starts[types[layer]], attentions[layer], report)
-    # a deep copy: transformers 5.23 saves settings that contradict each other if they are unchanged since loading
-    student.generation_config = copy.deepcopy(teacher.generation_config)
-    _check_generation_settings(student)
+    student.generation_config = generation
     student.conversion_report = report
     return student.to(teacher.device).eval()
 
 
-def _check_generation_settings(student: PreTrainedModel) -> None:
+def _check_generation_settings(settings: GenerationConfig) -> None:
     """Raise ValueError if the library would refuse to save these settings, which it finds out only after the work."""
     with tempfile.TemporaryDirectory(prefix="memmix-settings-") as folder:
         try:
-            student.generation_config.save_pretrained(folder)
+            settings.save_pretrained(folder)
         except ValueError as error:
             lines = [line.strip("- ") for line in str(error).splitlines()]
             raise ValueError(

@@ -23,11 +23,11 @@ def family_of(config) -> Backbone:
     name = family_name(config)
     if name in REFUSED:
         raise ValueError(f"teacher family {name!r} cannot be converted: {REFUSED[name]}. {USE_ANOTHER}")
-    if name not in FAMILIES and config.get_text_config() is not config:
-        text = family_name(config.get_text_config())
+    part = family_name(config.get_text_config(decoder=True)) if name not in FAMILIES else name
+    if part != name and part in FAMILIES:
         raise ValueError(
             f"teacher family {name!r} has several parts and cannot be converted as a whole; convert its language model"
-            f" ({text!r}) alone, see conversion/README.md"
+            f" ({part!r}) alone, see conversion/README.md"
         )
     if name not in FAMILIES:
         raise ValueError(

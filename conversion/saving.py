@@ -35,9 +35,10 @@ def check_target(path: str | Path, overwrite: bool = False) -> Path:
     for part in (path, *path.parents):
         if part.exists() and not part.is_dir():
             raise ValueError(f"{str(part)!r} is a file; give a folder to write to")
-    if path.exists() and any(path.iterdir()) and not overwrite:
+    filled = path.exists() and any(path.iterdir())
+    if filled and not overwrite:
         raise ValueError(f"{str(path)!r} exists and is not empty; {FREE_PLACE}")
-    if path.exists() and any(path.iterdir()) and path.resolve() in ((here := Path.cwd().resolve()), *here.parents):
+    if filled and path.resolve() in ((here := Path.cwd().resolve()), *here.parents):
         raise ValueError(
             f"the output {str(path)!r} is or holds the current folder, which would be removed; give another folder"
         )
@@ -47,14 +48,15 @@ def check_target(path: str | Path, overwrite: bool = False) -> Path:
 def check_not_read(path: str | Path, *sources: str | Path | None, renewed: Sequence[str | Path | None] = ()) -> None:
     """Raise ValueError if `path`, the output of a command, is or holds a file or folder that the command reads.
 
-    Otherwise `overwrite` would remove it, e.g. the teacher. None is ignored.
+    Otherwise `overwrite` would remove it, e.g. the teacher. None and what is not on the disk, e.g. a data set of the
+    Hub, are ignored.
 
     renewed: folders that the output may replace, e.g. the student that is trained. It must not hold them.
     """
     path = Path(path).resolve()
     for source, may_replace in [*((name, False) for name in sources), *((name, True) for name in renewed)]:
         read = None if source is None else Path(source).resolve()
-        if read is not None and (path in read.parents or (path == read and not may_replace)):
+        if read is not None and read.exists() and (path in read.parents or (path == read and not may_replace)):
             raise ValueError(
                 f"the output {str(path)!r} would replace {str(source)!r}, which is read; give another folder"
             )

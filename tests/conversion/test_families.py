@@ -5,11 +5,19 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_memmix.backbones import layer_rotates
 from hf_memmix.conversion import convert_model
-from hf_memmix.conversion.families import FAMILIES, REFUSED, attention_module, attention_prefix, extract_attention
+from hf_memmix.conversion.families import (
+    FAMILIES,
+    REFUSED,
+    attention_module,
+    attention_prefix,
+    extract_attention,
+    family_of,
+)
 from hf_memmix.conversion.from_attention import STARTS
 from hf_memmix.mixers import MIXERS
 from testing import every_third
@@ -170,6 +178,13 @@ def test_every_attention_tensor_has_a_source():
         read = {name.removeprefix(prefix + ".") for names in weights.sources.values() for name in names}
         assert read == {name for name, _ in module.named_parameters()}
         assert set(weights.sources) == set(weights.tensors())
+
+
+@pytest.mark.parametrize("kind", ["clip", "t5gemma", "musicgen", "qwen3_5"])
+def test_a_part_that_cannot_be_converted_is_no_way_out(kind):
+    """E.g. an encoder of text, a decoder that reads an encoder, and a language model with recurrent layers."""
+    with pytest.raises(ValueError, match=f"'{kind}' is not supported; supported: .*llama"):
+        family_of(AutoConfig.for_model(kind))
 
 
 def test_unknown_family_and_unknown_tensor_are_refused():

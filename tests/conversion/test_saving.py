@@ -70,8 +70,12 @@ def test_the_current_folder_is_not_replaced(path, out, monkeypatch):
     assert (path / "weights").read_text() == "old"
 
 
-def test_an_output_may_renew_a_folder_but_not_hold_it(path):
+def test_an_output_may_renew_a_folder_but_not_hold_it(path, monkeypatch):
+    (path / "part").mkdir()
+    (path.parent / "text.txt").write_text("text")
     saving.check_not_read(path, path.parent / "text.txt", None, renewed=[path, None])
+    monkeypatch.chdir(path)
+    saving.check_not_read(".", "hub:wikitext", "owner/teacher")  # names on the Hub are not in this folder
     for sources, renewed in (([path / "weights"], []), ([path], []), ([], [path / "part"]), ([path], [path])):
         with pytest.raises(ValueError, match="the output '.*student' would replace '.*', which is read"):
             saving.check_not_read(path, *sources, renewed=renewed)

@@ -617,7 +617,8 @@ def test_folders_that_cannot_be_read_by_layer_are_refused(tmp_path, copied):
     fails("data has blocks of 16 tokens, but block_size of the recipe is 512", block_size=512)
     fails("layers is .7.; it names layers 7, but there are layers 0 to 2", layers="7")
     fails("recipe 'distill' is for distill", recipe="distill")
-    for spool in ("out", "out/spool", ".out.run", ".out.run/spool"):
+    (tmp_path / "link").symlink_to(".out.run")
+    for spool in ("out", "out/spool", ".out.run", ".out.run/spool", "link/spool", "other/../out"):
         fails("lies in the output or run folder", spool=tmp_path / spool)
     (tmp_path / "inputs-per-layer").mkdir()
     (tmp_path / "inputs-per-layer" / "config.json").write_text('{"model_type": "gemma3n_text"}')

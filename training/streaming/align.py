@@ -105,7 +105,7 @@ def align_by_streaming(
     check_not_read(out, teacher)
     run_dir = out.with_name(f".{out.name}.run")
     place = Path(spool).absolute() if spool is not None else run_dir.with_name(f".{out.name}.spool")
-    if not {out, run_dir}.isdisjoint((place, *place.parents)):
+    if not {out.resolve(), run_dir.resolve()}.isdisjoint(((inside := place.resolve()), *inside.parents)):
         raise ValueError(f"the spool {str(place)!r} lies in the output or run folder; give another one with --spool")
     say = notify or (lambda line: None)
     ranks = Ranks.of_launch(say)

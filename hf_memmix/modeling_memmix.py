@@ -68,7 +68,8 @@ class MemMixModel(MemMixPreTrained):
             check_finite(inputs_embeds)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        batch, length = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        batch, length = tokens.shape[:2]
         # of split sequences a process may have no token, and all processes must raise the error: `split_of`
         if batch == 0 or (length == 0 and current_group() is None):
             raise ValueError(f"the input has no tokens: {batch} rows of {length}; give at least one row of one token")
@@ -117,9 +118,9 @@ class MemMixModel(MemMixPreTrained):
             # kept attention layers recognise packed sequences by the positions
             position_ids = positions_in(boundaries, batch, length) if position_ids is None else position_ids
             attention_mask, use_cache = None, False
-        elif position_ids is None:
+        elif position_ids is None and any(kind != ATTENTION for kind in self.config.mixer_types):
             layer = None if given is None else given.memmix_layer
-            position_ids = positions_without_pads(mask, layer, batch, length)
+            position_ids = positions_without_pads(mask, layer, tokens)
         # sorted once for all layers. Both keys are always present: torch.compile would recompile if they changed
         rows = None if mask is None else PaddedRows.of(mask)
         kwargs |= {"memmix_rows": rows, "memmix_cu_seqlens": boundaries, "memmix_ranks": ranks}

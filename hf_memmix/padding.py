@@ -186,22 +186,23 @@ def check_one_sequence(position_ids, mask: Tensor | None, cached: bool):
     )
 
 
-def positions_without_pads(mask: Tensor | None, layer, batch: int, length: int) -> Tensor | None:
+def positions_without_pads(mask: Tensor | None, layer, tokens: Tensor) -> Tensor | None:
     """Position ids [B, T] that count the tokens of a row but not its pads, or None if there are no pads.
 
     The library counts pads too. To attention with rotary embeddings this makes no difference, but the start of a
-    memory may have a place: the learned first state of Lattice does not turn with the keys.
+    memory may have a place: the learned first state of Lattice does not turn with the keys. The cache of a model
+    without memory layers does not count its pads, so such a model must leave the positions to the library.
 
     Args:
         mask: the padding mask [B, T] of this forward's tokens, or None.
-        layer: a recurrent layer of the cache, or None.
-        batch, length: B and T.
+        layer: a recurrent layer of the cache, or None if there is no cache.
+        tokens: ids [B, T] or embeddings [B, T, hidden]; the positions are on their device.
     """
     hidden = None if layer is None else layer.hidden
     if mask is None and hidden is None:
         return None
-    device = hidden.device if mask is None else mask.device
-    real = torch.ones(batch, length, dtype=torch.long, device=device) if mask is None else mask.long()
+    device = tokens.device  # layers, and so their counts, may be on another one
+    real = torch.ones(tokens.shape[:2], dtype=torch.long, device=device) if mask is None else mask.to(device).long()
     positions = real.cumsum(1) - 1
     if layer is not None:
         positions = positions + (layer.seen.to(device) if isinstance(layer.seen, Tensor) else layer.seen)

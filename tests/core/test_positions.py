@@ -68,6 +68,22 @@ def test_positions_that_leave_some_out_in_a_cache(model):
     assert_same(torch.cat(steps, 1), expected)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("make", (RecurrentStateCache, lambda config: RecurrentStateCache(config, 20), lambda _: None))
+def test_pads_without_memory_layers(make):
+    """No layer of the cache counts pads, so all forwards must count them as the library does."""
+    config = tiny_config("llama", "odd")
+    config.mixer_types = ["attention"] * len(config.mixer_types)
+    model = build(config, dtype=torch.float64)
+    rows, new = [random_ids(1, 7), random_ids(1, 4)], random_ids(2, 3, seed=5)
+    ids, mask = left_padded(rows)
+    cache = model(ids, attention_mask=mask, past_key_values=make(config), use_cache=True).past_key_values
+    mask = torch.cat([mask, torch.ones_like(new)], 1)
+    out = model(new, attention_mask=mask, past_key_values=cache).logits
+    for i, row in enumerate(rows):
+        assert_same(out[i], model(torch.cat([row, new[i : i + 1]], 1), use_cache=False).logits[0, -3:], f"row {i}")
+
+
 # options with which a mixer reads positions
 ROTATED = {"gka": {"use_rope": True}, "lattice": {"use_rope": True, "slots": None}}
 

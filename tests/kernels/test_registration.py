@@ -14,6 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 SHAPE = Shape(1, 20, 2, 1, 32, 32)
 every_op = pytest.mark.parametrize("op", OPS, ids=str)
@@ -347,6 +348,22 @@ def test_a_gradient_cannot_be_differentiated_again(op, by, monkeypatch):
             torch.func.grad(lambda leaf: torch.func.grad(loss)(leaf).square().sum())(inputs[name])
         else:
             torch.autograd.grad(gradient(inputs[name]), inputs[name])
+
+
+@once_per_function
+def test_a_gradient_with_a_graph_through_a_checkpoint(op):
+    """It is allowed for the first gradient, and the hooks of checkpoints let saved tensors be read once only."""
+    inputs = {name: t.requires_grad_() for name, t in op.draw(SHAPE, torch.float32).items()}
+
+    def loss(*tensors):
+        return op.run(op.fast, dict(zip(inputs, tensors, strict=True)))[0].square().sum()
+
+    plain = torch.autograd.grad(loss(*inputs.values()), list(inputs.values()))
+    checkpointed = checkpoint(loss, *inputs.values(), use_reentrant=False)
+    found = torch.autograd.grad(checkpointed, list(inputs.values()), create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(found[0].square().sum(), list(inputs.values()))
 
 
 @once_per_function

@@ -97,6 +97,16 @@ class _CannotBeDifferentiated(torch.autograd.Function):
         )
 
 
+class _UnpackedOnce:
+    """The context of a backward, whose saved tensors are read once: hooks of checkpoints refuse to be asked again."""
+
+    def __init__(self, ctx):
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str):
+        return getattr(self._ctx, name)
+
+
 def first_derivative(name: str, backward: Callable) -> Callable:
     """`backward(ctx, *gradients)` such that a derivative of what it returns raises RuntimeError.
 
@@ -105,10 +115,11 @@ def first_derivative(name: str, backward: Callable) -> Callable:
     """
 
     def call(ctx, *gradients):
+        if not torch.is_grad_enabled():  # as it is without create_graph=True
+            return backward(ctx, *gradients)
+        ctx = _UnpackedOnce(ctx)
         with torch.no_grad():
             found = backward(ctx, *gradients)
-        if not torch.is_grad_enabled():  # as it is without create_graph=True
-            return found
         places = [i for i, gradient in enumerate(found) if gradient is not None]
         causes = (*gradients, *ctx.saved_tensors)
         linked = _CannotBeDifferentiated.apply(name, len(places), *(found[i] for i in places), *causes)

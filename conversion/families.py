@@ -23,13 +23,12 @@ def family_of(config) -> Backbone:
     name = family_name(config)
     if name in REFUSED:
         raise ValueError(f"teacher family {name!r} cannot be converted: {REFUSED[name]}. {USE_ANOTHER}")
-    part = family_name(config.get_text_config(decoder=True)) if name not in FAMILIES else name
-    if part != name and part in FAMILIES:
-        raise ValueError(
-            f"teacher family {name!r} has several parts and cannot be converted as a whole; convert its language model"
-            f" ({part!r}) alone, see conversion/README.md"
-        )
     if name not in FAMILIES:
+        if (part := family_name(config.get_text_config(decoder=True))) in FAMILIES:
+            raise ValueError(
+                f"teacher family {name!r} has several parts and cannot be converted as a whole; convert its language"
+                f" model ({part!r}) alone, see conversion/README.md"
+            )
         raise ValueError(
             f"teacher family {name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}. "
             "To add one, write its row in hf_memmix/backbones.py"

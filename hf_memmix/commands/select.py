@@ -33,7 +33,7 @@ from hf_memmix.commands.hub import model_folder
 from hf_memmix.commands.measure import BatchSize, Seed, Text, environment_of
 from hf_memmix.commands.progress import progress
 
-PLOT, MIXERS = ".png", ".mixers"  # endings of what is written beside a plan
+PLOT_ENDING, MIXERS_ENDING = ".png", ".mixers"  # endings of what is written beside a plan
 
 
 @one_line_errors
@@ -106,10 +106,10 @@ def select(
             "--mixers aligns its candidates, for which the teacher must be on one device, but --device-map is 'auto';"
             " align each candidate (memmix align), and give the students with --student"
         )
-    if out_file.suffix in (PLOT, MIXERS) or out_file.is_dir():
+    if out_file.suffix in (PLOT_ENDING, MIXERS_ENDING) or out_file.is_dir():
         raise ValueError(
-            f"--out is {str(out_file)!r}; give a JSON file; its plot gets the ending {PLOT}, and the folder of"
-            f" aligned mixers {MIXERS}"
+            f"--out is {str(out_file)!r}; give a JSON file; its plot gets the ending {PLOT_ENDING}, and the folder of"
+            f" aligned mixers {MIXERS_ENDING}"
         )
     if out_file.exists() and not overwrite:
         raise ValueError(f"{out_file} exists; choose another name, or replace it by --overwrite")
@@ -178,7 +178,7 @@ def _select_layers(teacher, out_file: Path, given: Path | None, mixer, chosen, m
         "environment": environment_of({"teacher": teacher_model}),
     } | ranking
     write_plan(plan, out_file)
-    plot_ranking(plan, out_file.with_suffix(PLOT))
+    plot_ranking(plan, out_file.with_suffix(PLOT_ENDING))
     if as_json:
         print_json(plan | {"out": str(out_file)})
         return
@@ -266,7 +266,7 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
         if device == "cpu":
             recipe = replace(recipe, trainer=recipe.trainer | {"use_cpu": True})
         blocks = TokenBlocks.from_files(training["text"], tokenizer, recipe.block_size, recipe.pack)
-    teacher_model, kept_in = load(teacher, device, device_map=device_map), out_file.with_suffix(MIXERS)
+    teacher_model, kept_in = load(teacher, device, device_map=device_map), out_file.with_suffix(MIXERS_ENDING)
     scoring = {name: measure[name] for name in ("weight", "batch_size")}
     if device_map is not None:
         scoring |= {"teacher_id": teacher_hash(teacher), "place": partial(place_mixers, teacher=teacher_model)}
@@ -279,7 +279,7 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
         about |= {"recipe": asdict(recipe), "train_tokens": blocks.fingerprint()}
     plan = mixture_plan(measured, limits, budget["context"]) | about
     write_plan(plan, out_file)
-    plot_mixture(plan, out_file.with_suffix(PLOT))
+    plot_mixture(plan, out_file.with_suffix(PLOT_ENDING))
     if as_json:
         print_json(plan | {"out": str(out_file)})
         return

@@ -227,7 +227,7 @@ def test_a_fast_run_does_not_wait_for_a_slow_one():
     assert slow.due and not slow.ready
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu
 def test_ten_steps_in_one_graph_are_ten_steps_and_a_checkpoint_goes_on(tmp_path, monkeypatch):
     quiet = {"device": torch.device("cuda"), "report": lambda line: None}
     together = short_run()

@@ -201,7 +201,7 @@ class EncAsWrittenMixer(LatticeMixer):
 
 
 class ConvolutionWithoutX(ShortConvolution):
-    """Mamba-2's convolution of [x | B | C] that leaves the first features, x, as they are.
+    """Mamba-2's convolution, of B and C only. Its input is [x | B | C]; x stays as it is.
 
     Without its convolution x has no SiLU either, like v of the other mixers.
     """

@@ -48,7 +48,7 @@ def rows_to_run(done: list[dict], args) -> list[dict]:
     for mixer in args.mixers:
         cell = {"mixer": mixer, "kept": 0.0, "seed": 0}
         scales, best = rates_to_try(done, args.scales, args.further_rates, key="scale", **cell)
-        first += [(n, {"mixer": mixer, "kept": 0.0, "scale": scale, "seed": 0}) for n, scale in enumerate(scales)]
+        first += [(n, cell | {"scale": scale}) for n, scale in enumerate(scales)]
         if best is not None:
             chosen[mixer] = best
     rows = [{"mixer": "attention", "kept": 1.0, "scale": 0.0, "seed": 0}]

@@ -9,6 +9,9 @@ from .quantization import leave_steering_alone
 from .swap import fp32_patterns, layers_name, set_mixer_options, swap_attention, swap_feed_forward
 from .tensor_parallel import TensorParallelModel
 
+# arguments of `from_pretrained` that say where the files of a model are
+_WHERE = ("subfolder", "revision", "cache_dir", "token", "local_files_only", "force_download", "proxies")
+
 
 class MemMixPreTrained(TensorParallelModel, ConstructionHooks):
     """Base of all model classes with mixers. Goes before a native class."""
@@ -47,7 +50,9 @@ class MemMixPreTrained(TensorParallelModel, ConstructionHooks):
         if (quantization := kwargs.get("quantization_config")) is not None:
             config = kwargs.get("config")
             if not isinstance(config, PreTrainedConfig):
-                config = cls.config_class.from_pretrained(config or pretrained_model_name_or_path)
+                # of the same folder and revision as the weights, or it may name layers that they do not have
+                where = {name: kwargs[name] for name in _WHERE if name in kwargs}
+                config = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **where)
             if getattr(config, "quantization_config", None) is None:  # else the checkpoint names the layers already
                 kwargs["quantization_config"] = leave_steering_alone(quantization, cls, config)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

@@ -199,6 +199,18 @@ def test_names_that_the_user_gives_are_kept(tmp_path):
     assert set(found["modules_to_not_convert"]) == {"o_proj", *steering_names(model)}
 
 
+@pytest.mark.parametrize("method", METHODS[:1])
+def test_the_configuration_is_that_of_the_weights(tmp_path, method):
+    """The folder above has a model with other mixers, whose steering layers have other names."""
+    folder = student_folder(tmp_path, "gka")
+    AutoModelForCausalLM.from_pretrained(student_folder(tmp_path, "lattice")).save_pretrained(tmp_path)
+    model_class = type(AutoModelForCausalLM.from_pretrained(folder))
+    model = model_class.from_pretrained(tmp_path, subfolder="gka", quantization_config=quantization(method))
+    assert steering_names(model)
+    assert not any(is_rounded(model.get_submodule(name)) for name in steering_names(model))
+    assert is_rounded(model.get_submodule("model.layers.0.self_attn.q_proj"))
+
+
 @pytest.mark.parametrize("method", METHODS[:2])
 def test_a_quantized_model_is_neither_converted_nor_trained(tmp_path, method):
     from hf_memmix.training.data import TokenBlocks

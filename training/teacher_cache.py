@@ -17,11 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from hf_memmix.conversion.families import decoder_layers
 from hf_memmix.conversion.limits import check_transformer
 from hf_memmix.conversion.loading import check_finite_weights
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.saving import explain_write_errors, remove_folder, replace_folder
+from hf_memmix.layout_hooks import separate_documents
+from hf_memmix.padding import packing_of
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.losses import top_k_of
@@ -60,7 +63,7 @@ def write_cache(
 
     Raises:
         ValueError: the data is a stream, tokens are outside the vocabulary, k is not in 1 to V, or the teacher is
-            itself converted or has weights that are not finite.
+            itself converted, has weights that are not finite, or would attend across packed documents.
     """
     if not isinstance(data, TokenBlocks):
         raise ValueError("a teacher cache cannot be made from streamed data; set stream: false")
@@ -93,7 +96,9 @@ def write_cache(
             for start in range(first, last, batch_size):
                 rows = [data[i] for i in range(start, min(start + batch_size, last))]
                 inputs = {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
-                hidden = teacher.base_model(**inputs, use_cache=False).last_hidden_state
+                boundaries = packing_of(None, None, inputs.get("position_ids"), *inputs["input_ids"].shape)
+                with separate_documents(decoder_layers(teacher), boundaries):
+                    hidden = teacher.base_model(**inputs, use_cache=False).last_hidden_state
                 parts.append(_top_k(head, hidden, k, chunk_tokens))
                 if progress is not None:
                     progress(start + len(rows), len(data))

@@ -4,7 +4,7 @@
 
 `memmix cache-teacher` writes it in one pass of the teacher over the rows. A `distill` run with `teacher: cache:DIR`
 then needs no teacher in memory. Rows are read from memory-mapped safetensors files. The folder stores the hashes of
-data, tokenizer and teacher; a run with others is refused.
+data, tokenizer and teacher, and the teacher's configuration; a run with others is refused.
 """
 
 import json
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from hf_memmix.conversion.families import decoder_layers
 from hf_memmix.conversion.limits import check_transformer
-from hf_memmix.conversion.loading import check_finite_weights
+from hf_memmix.conversion.loading import check_finite_weights, read_config
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.saving import explain_write_errors, remove_folder, replace_folder
@@ -28,6 +28,7 @@ from hf_memmix.padding import packing_of
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.losses import top_k_of
+from hf_memmix.training.run_identity import config_of, differences
 from hf_memmix.training.run_lock import PARTIAL_FILE, run_folder
 
 META_FILE = "teacher_cache.json"
@@ -79,6 +80,7 @@ def write_cache(
         "data": data.fingerprint(),
         "tokenizer": data.tokenizer,
         "teacher": teacher_id or teacher_hash(teacher),
+        "config": config_of(teacher.config),
     }
     teacher.eval()
     head, device = logits_head(teacher), teacher.get_input_embeddings().weight.device
@@ -134,6 +136,11 @@ def _top_k(head, hidden: Tensor, k: int, chunk_tokens: int) -> tuple[Tensor, ...
     return tuple(x.to(dtype) for x, dtype in zip(columns, (torch.float16, torch.int32, torch.float32), strict=True))
 
 
+def _is_hash(teacher) -> bool:
+    """Whether a teacher is given by its `teacher_hash`."""
+    return isinstance(teacher, str) and ":" in teacher
+
+
 def _shard_name(index: int) -> str:
     return f"shard-{index:05d}.safetensors"
 
@@ -159,7 +166,7 @@ class CachedBlocks(Dataset):
             raise ValueError("a teacher cache cannot be used with streamed data; set stream: false")
         found = {"data": data.fingerprint(), "tokenizer": data.tokenizer}
         if teacher is not None:
-            found["teacher"] = teacher if isinstance(teacher, str) and ":" in teacher else teacher_hash(teacher)
+            found["teacher"] = teacher if _is_hash(teacher) else teacher_hash(teacher)
         for name, value in found.items():
             known = self.meta.get(name)
             if known != value and not (name == "tokenizer" and "" in (known, value)):
@@ -168,7 +175,20 @@ class CachedBlocks(Dataset):
                     f"the teacher cache {str(folder)!r} was made with {what} ({known}, not {value}); write it again"
                     " for these files, block size, packing, tokenizer and teacher"
                 )
+        self._check_config(teacher)
         self._shards: dict[int, object] = {}
+
+    def _check_config(self, teacher) -> None:
+        """Raise ValueError if the teacher's config.json was changed since: it says how the weights compute."""
+        known = self.meta.get("config")
+        if known is None or teacher is None or _is_hash(teacher):
+            return  # caches of earlier versions have no configuration
+        config = teacher.config if isinstance(teacher, nn.Module) else read_config(teacher)
+        if different := "; ".join(differences(known, config_of(config), "config.")):
+            raise ValueError(
+                f"the teacher cache {str(self.folder)!r} was made with another config.json of the teacher"
+                f" ({different}); write it again"
+            )
 
     @property
     def block_size(self) -> int:

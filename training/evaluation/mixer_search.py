@@ -40,7 +40,7 @@ from hf_memmix.training.evaluation.mixer_choice import best_choice
 from hf_memmix.training.evaluation.selection_data import SelectionData
 from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.recipe import Recipe
-from hf_memmix.training.run_identity import identity_of
+from hf_memmix.training.run_identity import config_of, identity_of
 from hf_memmix.training.run_lock import run_folder
 from hf_memmix.training.train import train
 
@@ -195,7 +195,8 @@ def measure_candidates(
             teacher.to(device)  # the training may have moved it
         else:
             student = place(student)
-        identity = {"weight": weight, **data.record, "teacher": hashed, "mixers": file_hash(mixer_file(folder, kind))}
+        models = {"teacher": hashed, "config": config_of(teacher.config)}
+        identity = {"weight": weight, **data.record, **models, "mixers": file_hash(mixer_file(folder, kind))}
         with show(f"scoring {kind}:") as advance:
             measure = functools.partial(
                 rank_layers, teacher, student, data.blocks, data.samples, progress=advance, **scoring

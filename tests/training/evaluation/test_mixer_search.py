@@ -342,6 +342,12 @@ def test_candidates_that_users_have_aligned(workspace, teacher):
                 expected = attention_module(student, layer).state_dict()
                 found = attention_module(ours, layer).state_dict()
                 assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    # the same weights with another config.json compute something else, so they are scored again
+    config = workspace / "teacher" / "config.json"
+    rope = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | rope))
+    again = result_of(memmix(*arguments(workspace, *students), "--overwrite", "--json"))
+    assert again["scores"] != plan["scores"]
     save_student(convert_model(teacher, "coffee", keep=[1]), workspace / "part", tiny_tokenizer())
     run = memmix(*arguments(workspace, *students[:2], "--student", workspace / "part", "--overwrite"))
     assert run.exit_code == 1 and "the student with coffee has attention in layers 1" in run.output

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_memmix.conversion.convert import convert_model
 from hf_memmix.conversion.families import attention_module
-from hf_memmix.conversion.plan import plan_arguments, read_plan, trained_folder
+from hf_memmix.conversion.plan import different_options, plan_arguments, read_plan, trained_folder
 from hf_memmix.conversion.saving import explain_write_errors, replace_file
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import MemoryMixer
@@ -60,11 +60,18 @@ def load_aligned(mixer: MemoryMixer, folder: str | Path) -> None:
     """Fill the mixer of one layer from the files of a folder.
 
     Raises:
-        ValueError: the folder lacks a mixer, or the file lacks a layer or has tensors of other shapes.
+        ValueError: the folder lacks a mixer, or the file lacks a layer, or its mixers have other options than `mixer`,
+            except options that can be changed at inference.
     """
     layer, path = mixer.layer_idx, mixer_file(folder, mixer.name)
-    if read_metadata(path) is None:
+    if (metadata := read_metadata(path)) is None:
         raise ValueError(f"{str(folder)!r} has no readable {path.name}, the trained mixers of layer {layer}")
+    own = mixer.options.to_dict()
+    if different := different_options(mixer.name, own, metadata.get("options", own)):
+        raise ValueError(
+            f"{str(path)!r} does not fit layer {layer}: it was trained with other options ({different}); convert with"
+            " the options of the trained mixers"
+        )
     with safe_open(str(path), "pt") as file:
         names = {name.removeprefix(f"{layer}."): name for name in set(file.keys()) if name.startswith(f"{layer}.")}
         tensors = {own: file.get_tensor(name) for own, name in names.items()}

@@ -123,15 +123,32 @@ def take_mixers(student: PreTrainedModel, *trained: PreTrainedModel) -> None:
         kind = student.config.mixer_types[layer]
         source = next((model for model in models if model.config.mixer_types[layer] == kind), models[0])
         theirs = attention_module(source, layer)
-        load_mixer(attention_module(student, layer), theirs.state_dict(), theirs.name)
+        options = theirs.options.to_dict()
+        load_mixer(attention_module(student, layer), theirs.state_dict(), theirs.name, options)
 
 
-def load_mixer(mixer: MemoryMixer, values: dict[str, Tensor], kind: str) -> None:
-    """Load the tensors of a trained mixer of some kind into a mixer, in place.
+def different_options(kind: str, ours: dict, theirs: dict) -> str:
+    """Which options of two mixers of one kind differ, e.g. "ridge is 0.05 and 0.02"; "" if they compute the same.
+
+    Options that can be changed at inference (`inference_options`) are left out.
+    """
+    options_class = MIXERS[kind].options_class
+    ours, theirs = (options_class.from_dict(options).to_dict() for options in (ours, theirs))
+    names = [name for name in ours if name not in options_class.inference_options and ours[name] != theirs[name]]
+    return ", ".join(f"{name} is {ours[name]!r} and {theirs[name]!r}" for name in names)
+
+
+def load_mixer(mixer: MemoryMixer, values: dict[str, Tensor], kind: str, options: dict) -> None:
+    """Load the tensors of a trained mixer of some kind, with its options, into a mixer, in place.
 
     Raises:
-        ValueError: the two have different kinds or options.
+        ValueError: the two have different kinds or options, except options that can be changed at inference.
     """
+    if mixer.name == kind and (different := different_options(kind, mixer.options.to_dict(), options)):
+        raise ValueError(
+            f"the mixers of layer {mixer.layer_idx} differ in options ({different}); convert with those of the trained"
+            " student"
+        )
     try:
         mixer.load_state_dict(values)
     except RuntimeError:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memmix.conversion.families import attention_module, decoder_layers
+from hf_memmix.layout_hooks import separate_documents
 from hf_memmix.padding import packing_of
 
 
@@ -51,6 +52,9 @@ def run_teacher_forced(
 
     Returns:
         the last hidden states [B, T, hidden], or None if the teacher was stopped.
+
+    Raises:
+        ValueError: the models do not fit together, or the teacher would attend across packed documents.
     """
     every = converted_layers(student)
     check_same_shape(teacher, student)
@@ -82,7 +86,7 @@ def run_teacher_forced(
         for layer in every if layers is None else layers:
             module = attention_module(teacher, layer)
             handles.append(module.register_forward_hook(hook_for(layer), with_kwargs=True))
-        with torch.no_grad():
+        with torch.no_grad(), separate_documents(decoder_layers(teacher), boundaries):
             inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
             return teacher.base_model(**inputs).last_hidden_state
     except _StopForward:

@@ -4,6 +4,9 @@ Whether a family's decoder passes them on depends on the code of transformers, w
 does not pass them on, the hooks raise an error.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from transformers.utils import is_torchdynamo_compiling
@@ -38,14 +41,48 @@ def check_packed_mask(layer: nn.Module, args, kwargs):
     boundaries = kwargs.get("memmix_cu_seqlens")
     if boundaries is None or _packs_by_itself(layer):
         return
-    # GPT-2 passes the mask as a positional argument
-    masks = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim == 4]
-    if not masks or not (is_torchdynamo_compiling() or sequences_are_separate(masks[0], boundaries)):
+    mask = _mask_of(args, kwargs)
+    if mask is None or not (is_torchdynamo_compiling() or sequences_are_separate(mask, boundaries)):
         raise ValueError(
             f"the attention of {type(layer).__name__} would attend across packed sequences: this family ignores"
             " packing, or position_ids do not start again where cu_seq_lens_q or seq_idx say. Pad the sequences"
             " instead, give position_ids that fit, or convert all layers"
         )
+
+
+@contextmanager
+def separate_documents(layers: Iterable[nn.Module], boundaries: Tensor | None) -> Iterator[None]:
+    """Inside this context, the decoder layers of a transformer without mixers raise ValueError if packed documents
+    would see each other.
+
+    boundaries: [N + 1], see `packing_of`; None: nothing is packed, and nothing is checked.
+    """
+    checked: list[Tensor] = []  # most layers share one mask, and each look at one waits for the GPU
+
+    def check(layer, args, kwargs):
+        mask = _mask_of(args, kwargs)
+        if _packs_by_itself(layer) or any(mask is other for other in checked):
+            return
+        if mask is None or not sequences_are_separate(mask, boundaries):
+            raise ValueError(
+                f"the teacher's {type(layer).__name__} would attend across packed documents, because this family"
+                " ignores packing; set pack: false"
+            )
+        checked.append(mask)
+
+    hooked = [] if boundaries is None else layers
+    handles = [layer.register_forward_pre_hook(check, with_kwargs=True) for layer in hooked]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _mask_of(args, kwargs) -> Tensor | None:
+    """The mask among the arguments of a layer. GPT-2 passes it as a positional argument."""
+    values = (*args, *kwargs.values())
+    return next((value for value in values if isinstance(value, Tensor) and value.ndim == 4), None)
 
 
 def sequences_are_separate(mask: Tensor, boundaries: Tensor) -> bool:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_memmix.conversion.convert import load_model
 from hf_memmix.conversion.families import attention_prefix
+from hf_memmix.conversion.plan import different_options
 from hf_memmix.conversion.teacher_forcing import converted_layers
 
 
@@ -20,8 +21,8 @@ def merge_students(start: str | Path, folders: list[str | Path]) -> tuple[PreTra
     """The student of the folder `start` with the trained layers of `folders`, and the folder of each of these layers.
 
     Raises:
-        ValueError: a folder holds another model, two of them have trained the same layer, or one has changed
-            parameters outside the mixers.
+        ValueError: a folder holds another model or one with other options, two of them have trained the same layer,
+            or one has changed parameters outside the mixers.
     """
     merged = load_model(start)
     state = merged.state_dict()
@@ -33,6 +34,12 @@ def merge_students(start: str | Path, folders: list[str | Path]) -> tuple[PreTra
         tensors = part.state_dict()
         if getattr(part.config, "mixer_types", None) != merged.config.mixer_types or tensors.keys() != first.keys():
             raise ValueError(f"{str(folder)!r} is another model than {str(start)!r}; give the outputs of align on it")
+        for kind, options in merged.config.mixers.items():
+            if different := different_options(kind, options, part.config.mixers[kind]):
+                raise ValueError(
+                    f"{str(start)!r} and {str(folder)!r} differ in options of {kind} ({different}); give the outputs"
+                    " of align on one student"
+                )
         changed = {name for name, tensor in tensors.items() if not torch.equal(tensor, first[name])}
         for layer, prefix in prefixes.items():
             names = {name for name in changed if name.startswith(prefix)}

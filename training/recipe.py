@@ -52,7 +52,7 @@ class Recipe:
         torchao). Student and teacher both use them. The saved student has the values that these matrices stand for.
     chunk_tokens: number of tokens whose logits are in memory at a time.
     bf16: use autocast to bf16 with fp32 weights; "auto": only on a GPU that has bf16.
-    pack: no layer mixes tokens of two documents.
+    pack: no layer mixes tokens of two documents. A teacher whose family ignores packing (GPT-OSS, BioGPT) is refused.
     stream: read the data during training instead of loading all tokens first.
     trainer: further TrainingArguments of transformers, by name.
     """

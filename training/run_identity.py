@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_memmix._transformers import IDLE_FIELDS
@@ -56,9 +57,9 @@ def identity_of(student: nn.Module, teacher: nn.Module | None, data, recipe: Rec
         "recipe": deciding_fields(recipe),
         "data": data.fingerprint(),
         "mixer_types": list(student.config.mixer_types),
-        "student": {"config": config_of(student), "weights": hashes[0]},
+        "student": {"config": config_of(student.config), "weights": hashes[0]},
     }
-    identity["teacher"] = None if teacher is None else {"config": config_of(teacher), "weights": hashes[1]}
+    identity["teacher"] = None if teacher is None else {"config": config_of(teacher.config), "weights": hashes[1]}
     return json.loads(json.dumps(identity))
 
 
@@ -68,9 +69,9 @@ def deciding_fields(recipe: Recipe) -> dict:
     return fields | {"trainer": {k: v for k, v in recipe.trainer.items() if k not in TRAINER_MAY_CHANGE}}
 
 
-def config_of(model: nn.Module) -> dict:
-    """The configuration of a model as JSON values, without the fields that do not change what it computes."""
-    return {k: v for k, v in json.loads(model.config.to_json_string(use_diff=False)).items() if k not in IDLE_FIELDS}
+def config_of(config: PreTrainedConfig) -> dict:
+    """A configuration as JSON values, without the fields that do not change what the model computes."""
+    return {k: v for k, v in json.loads(config.to_json_string(use_diff=False)).items() if k not in IDLE_FIELDS}
 
 
 def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:

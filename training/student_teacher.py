@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from hf_memmix.conversion.families import attention_module, attention_prefix, decoder_layers
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
+from hf_memmix.layout_hooks import separate_documents
+from hf_memmix.padding import packing_of
 from hf_memmix.training._trainer_hooks import WrappedByUnits
 from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, mean_over_processes, squares
 
@@ -127,6 +129,7 @@ class DistillStudentTeacher(StudentTeacher):
         ours = self.student.base_model(**inputs).last_hidden_state
         if self.teacher is None:
             return chunked_top_k_kl(ours, self.student_head, **targets, chunk_tokens=self.chunk_tokens)
-        with torch.no_grad():
+        boundaries = packing_of(None, None, position_ids, *input_ids.shape)
+        with torch.no_grad(), separate_documents(decoder_layers(self.teacher), boundaries):
             theirs = self.teacher.base_model(**inputs).last_hidden_state
         return chunked_forward_kl(ours, theirs, self.student_head, self.teacher_head, chunk_tokens=self.chunk_tokens)

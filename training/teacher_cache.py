@@ -4,7 +4,7 @@
 
 `memmix cache-teacher` writes it in one pass of the teacher over the rows. A `distill` run with `teacher: cache:DIR`
 then needs no teacher in memory. Rows are read from memory-mapped safetensors files. The folder stores the hashes of
-data, tokenizer and teacher; a run with others is refused.
+data, tokenizer and teacher, and the teacher's configuration; a run with others is refused.
 """
 
 import json
@@ -17,14 +17,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from hf_memmix.conversion.families import decoder_layers
 from hf_memmix.conversion.limits import check_transformer
-from hf_memmix.conversion.loading import check_finite_weights
+from hf_memmix.conversion.loading import check_finite_weights, read_config
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.saving import explain_write_errors, remove_folder, replace_folder
+from hf_memmix.layout_hooks import separate_documents
+from hf_memmix.padding import packing_of
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.losses import top_k_of
+from hf_memmix.training.run_identity import config_of, differences
 from hf_memmix.training.run_lock import PARTIAL_FILE, run_folder
 
 META_FILE = "teacher_cache.json"
@@ -60,7 +64,7 @@ def write_cache(
 
     Raises:
         ValueError: the data is a stream, tokens are outside the vocabulary, k is not in 1 to V, or the teacher is
-            itself converted or has weights that are not finite.
+            itself converted, has weights that are not finite, or would attend across packed documents.
     """
     if not isinstance(data, TokenBlocks):
         raise ValueError("a teacher cache cannot be made from streamed data; set stream: false")
@@ -76,6 +80,7 @@ def write_cache(
         "data": data.fingerprint(),
         "tokenizer": data.tokenizer,
         "teacher": teacher_id or teacher_hash(teacher),
+        "config": config_of(teacher.config),
     }
     teacher.eval()
     head, device = logits_head(teacher), teacher.get_input_embeddings().weight.device
@@ -93,7 +98,9 @@ def write_cache(
             for start in range(first, last, batch_size):
                 rows = [data[i] for i in range(start, min(start + batch_size, last))]
                 inputs = {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
-                hidden = teacher.base_model(**inputs, use_cache=False).last_hidden_state
+                boundaries = packing_of(None, None, inputs.get("position_ids"), *inputs["input_ids"].shape)
+                with separate_documents(decoder_layers(teacher), boundaries):
+                    hidden = teacher.base_model(**inputs, use_cache=False).last_hidden_state
                 parts.append(_top_k(head, hidden, k, chunk_tokens))
                 if progress is not None:
                     progress(start + len(rows), len(data))
@@ -129,6 +136,11 @@ def _top_k(head, hidden: Tensor, k: int, chunk_tokens: int) -> tuple[Tensor, ...
     return tuple(x.to(dtype) for x, dtype in zip(columns, (torch.float16, torch.int32, torch.float32), strict=True))
 
 
+def _is_hash(teacher) -> bool:
+    """Whether a teacher is given by its `teacher_hash`."""
+    return isinstance(teacher, str) and ":" in teacher
+
+
 def _shard_name(index: int) -> str:
     return f"shard-{index:05d}.safetensors"
 
@@ -154,7 +166,7 @@ class CachedBlocks(Dataset):
             raise ValueError("a teacher cache cannot be used with streamed data; set stream: false")
         found = {"data": data.fingerprint(), "tokenizer": data.tokenizer}
         if teacher is not None:
-            found["teacher"] = teacher if isinstance(teacher, str) and ":" in teacher else teacher_hash(teacher)
+            found["teacher"] = teacher if _is_hash(teacher) else teacher_hash(teacher)
         for name, value in found.items():
             known = self.meta.get(name)
             if known != value and not (name == "tokenizer" and "" in (known, value)):
@@ -163,7 +175,20 @@ class CachedBlocks(Dataset):
                     f"the teacher cache {str(folder)!r} was made with {what} ({known}, not {value}); write it again"
                     " for these files, block size, packing, tokenizer and teacher"
                 )
+        self._check_config(teacher)
         self._shards: dict[int, object] = {}
+
+    def _check_config(self, teacher) -> None:
+        """Raise ValueError if the teacher's config.json was changed since: it says how the weights compute."""
+        known = self.meta.get("config")
+        if known is None or teacher is None or _is_hash(teacher):
+            return  # caches of earlier versions have no configuration
+        config = teacher.config if isinstance(teacher, nn.Module) else read_config(teacher)
+        if different := "; ".join(differences(known, config_of(config), "config.")):
+            raise ValueError(
+                f"the teacher cache {str(self.folder)!r} was made with another config.json of the teacher"
+                f" ({different}); write it again"
+            )
 
     @property
     def block_size(self) -> int:

@@ -21,12 +21,13 @@ class TrainedMixers:
     def __init__(self, folders: Sequence[Path]):
         self._students = []
         for folder in folders:
-            kinds = getattr(read_config(folder), "mixer_types", None)
+            config = read_config(folder)
+            kinds = getattr(config, "mixer_types", None)
             if kinds is None:
                 raise ValueError(f"{str(folder)!r} is no converted model, so there are no mixers to take")
             if check_weight_files(folder):
                 raise ValueError(f"{str(folder)!r} holds pickled weights; save the student as safetensors")
-            self._students.append((folder, kinds, Checkpoint(folder)))
+            self._students.append((folder, kinds, config.mixers, Checkpoint(folder)))
 
     def load(self, mixer: MemoryMixer, prefix: str) -> None:
         """Load the trained values of one layer into a mixer, in place; `prefix`: of its tensors, e.g. with a dot.
@@ -39,10 +40,10 @@ class TrainedMixers:
         able = [one for one in self._students if layer < len(one[1]) and one[1][layer] != ATTENTION]
         if not able:
             raise ValueError(f"layer {layer} of the trained student is attention, so there is no mixer to take")
-        folder, kinds, checkpoint = next((one for one in able if one[1][layer] == mixer.name), able[0])
+        folder, kinds, options, checkpoint = next((one for one in able if one[1][layer] == mixer.name), able[0])
         with checkpoint:
             names = [name for name in checkpoint.tensors if name.startswith(prefix)]
             values = {name.removeprefix(prefix): checkpoint.read(name) for name in names}
         for name, value in values.items():
             check_finite_tensor(value, prefix + name, repr(str(folder)))
-        load_mixer(mixer, values, kinds[layer])
+        load_mixer(mixer, values, kinds[layer], options[kinds[layer]])

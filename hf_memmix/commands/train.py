@@ -194,7 +194,7 @@ def cache_teacher(
     with progress("reading the teacher") as advance:
         meta = write_cache(load(teacher, device), data, out_dir, top_k, progress=advance, **options)
     if as_json:
-        print_json(meta | {"out": str(out_dir)})
+        print_json({name: value for name, value in meta.items() if name != "config"} | {"out": str(out_dir)})
     else:
         tokens = meta["rows"] * meta["block_size"]
         out.print(f"{tokens} tokens, {top_k} probabilities each; written to {out_dir}: teacher: cache:{out_dir}")

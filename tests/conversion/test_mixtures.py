@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from cli_runner import SMALL, memmix, result_of
 from hf_memmix import RecurrentStateCache
 from hf_memmix.conversion import convert_model, load_model, mixer_types_of, save_student
+from hf_memmix.conversion.convert import convert_to_folder
 from hf_memmix.conversion.estimate import estimate
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.mixer_files import convert_by_plan, load_mixers, mixer_file, write_mixers
@@ -214,10 +215,29 @@ def test_mixers_are_taken_from_several_trained_students(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mamba2.safetensors", "ska.safetensors"]
     with pytest.raises(ValueError, match="lacks|no readable gka.safetensors"):
         load_mixers(convert_model(teacher, "gka"), tmp_path)
-    with pytest.raises(ValueError, match="ska.safetensors' does not fit layer 1: it lacks the layer, or was trained"):
+    with pytest.raises(ValueError, match="ska.safetensors' does not fit layer 1: .*other options .rank is 3 and 8"):
         load_mixers(convert_model(teacher, layers=LAYERS, mixers={"ska": {"rank": 3}}), tmp_path)
     with pytest.raises(ValueError, match="mixers of layer 0 differ"):
         take_mixers(convert_model(teacher, "gka"), *trained.values())
+
+
+def test_mixers_of_other_options_with_the_same_shapes_are_not_taken(tmp_path):
+    """They compute something else with the same tensors. Options that can be changed at inference are free."""
+    teacher = tiny_teacher(layers=2)
+    trained = convert_model(teacher, "gka", ridge=0.3)
+    teacher.save_pretrained(tmp_path / "teacher")
+    save_student(trained, tmp_path / "trained")
+    write_mixers(trained, mixer_file(tmp_path, "gka"), {})
+    other, same = convert_model(teacher, "gka"), convert_model(teacher, "gka", ridge=0.3, solver_phases=[5])
+    message = "ridge is 0.05 and 0.3"
+    for take in (lambda to: take_mixers(to, trained), lambda to: load_mixers(to, tmp_path)):
+        take(same)
+        with pytest.raises(ValueError, match=message):
+            take(other)
+    for source in (teacher, tmp_path / "teacher"):  # in memory, and by streaming
+        with pytest.raises(ValueError, match=message):
+            convert_to_folder(source, tmp_path / "out", convert_model, trained=[tmp_path / "trained"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_plan_of_a_mixture(tmp_path):

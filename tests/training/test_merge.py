@@ -68,3 +68,6 @@ def test_students_that_cannot_be_merged_are_refused(tmp_path, teacher, data):
     save_student(convert_model(teacher, keep=[1]), tmp_path / "other")
     with pytest.raises(ValueError, match="is another model than"):
         merge_students(tmp_path / "start", [tmp_path / "other"])
+    save_student(convert_model(teacher, keep=[2], ridge=0.3), tmp_path / "options")
+    with pytest.raises(ValueError, match="differ in options of gka .ridge is 0.05 and 0.3"):
+        merge_students(tmp_path / "start", [tmp_path / "options"])

@@ -11,6 +11,7 @@ from hf_memmix.conversion.teacher_forcing import run_teacher_forced
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks, positions_of
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.student_teacher import AlignStudentTeacher, DistillStudentTeacher
+from hf_memmix.training.teacher_cache import write_cache
 from hf_memmix.training.train import train
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -68,6 +69,25 @@ def test_a_packed_row_is_its_documents(packed, family, keep):
         mean = sum(loss * count for loss, count in each) / 32
         torch.testing.assert_close(pair(**batch)["loss"], mean, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(pair(input_ids=batch["input_ids"])["loss"], mean, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "stage"), [("gpt_oss", "align"), ("gpt_oss", "distill"), ("gpt_oss", "cache"), ("biogpt", "align")]
+)
+def test_a_teacher_that_ignores_packing_is_refused(packed, tmp_path, family, stage):
+    """Their masks are made without the positions, so their targets would mix documents that the student separates."""
+    teacher = tiny_teacher(family, layers=2)
+    student, options = convert_model(teacher), {"steps": 1, "batch_size": 2, "block_size": 16, "pack": True}
+
+    def run(data):
+        if stage == "cache":
+            write_cache(teacher, data, tmp_path / "cache", 4)
+        else:
+            train(student, teacher, data, tmp_path / "run", recipe=Recipe(stage=stage, **options))
+
+    with pytest.raises(ValueError, match="DecoderLayer would attend across packed documents.*set pack: false"):
+        run(packed)
+    run(TokenBlocks(packed.blocks.flatten(), 16))  # the hooks of the check are gone
 
 
 def test_gradients_of_align_are_those_of_the_documents(packed):

@@ -1,5 +1,7 @@
 """The teacher on disk: the same loss as the teacher in memory for k = V, and refused where it does not fit."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from hf_memmix.conversion import convert_model
 from hf_memmix.training.data import TokenBlocks, positions_of
 from hf_memmix.training.losses import top_k_of
 from hf_memmix.training.recipe import Recipe
-from hf_memmix.training.teacher_cache import CachedBlocks, teacher_hash, write_cache
+from hf_memmix.training.teacher_cache import META_FILE, CachedBlocks, teacher_hash, write_cache
 from hf_memmix.training.train import train
 from tiny_teachers import tiny_teacher
 
@@ -89,6 +91,24 @@ def test_a_cache_of_something_else_is_refused(tmp_path, teacher, data):
     shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(ValueError, match="is missing or broken"):
         CachedBlocks(data, tmp_path / "c")[0]
+
+
+def test_a_cache_of_the_same_weights_with_another_config_is_refused(tmp_path, teacher, data):
+    """E.g. YaRN was added to config.json since: same files of weights, other predictions."""
+    folder, cache = tmp_path / "teacher", tmp_path / "c"
+    teacher.save_pretrained(folder)
+    write_cache(teacher, data, cache, 4, teacher_id=teacher_hash(folder))
+    CachedBlocks(data, cache, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    fields["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="with another config.json of the teacher .*rope_parameters.*write it again"):
+        CachedBlocks(data, cache, folder)
+    CachedBlocks(data, cache, teacher_hash(folder))  # a hash alone has no configuration
+    meta = json.loads((cache / META_FILE).read_text())
+    del meta["config"]
+    (cache / META_FILE).write_text(json.dumps(meta))
+    CachedBlocks(data, cache, folder)  # of an earlier version
 
 
 def test_a_failure_leaves_no_cache(tmp_path, teacher, data):

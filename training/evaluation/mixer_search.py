@@ -40,7 +40,7 @@ from hf_memmix.training.evaluation.mixer_choice import best_choice
 from hf_memmix.training.evaluation.selection_data import SelectionData
 from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.recipe import Recipe
-from hf_memmix.training.run_identity import identity_of
+from hf_memmix.training.run_identity import config_of, identity_of
 from hf_memmix.training.run_lock import run_folder
 from hf_memmix.training.train import train
 
@@ -189,13 +189,14 @@ def measure_candidates(
         else:
             student = given()
             mixers = student if place is None else nn.ModuleList(memory_mixers(student).values())
-            write_mixers(student, mixer_file(folder, kind), {"student": teacher_hash(mixers)})
+            _keep_mixers(student, mixer_file(folder, kind), {"student": teacher_hash(mixers)})
         if place is None:
             student = cast_student(student, precision).to(device).eval()
             teacher.to(device)  # the training may have moved it
         else:
             student = place(student)
-        identity = {"weight": weight, **data.record, "teacher": hashed, "mixers": file_hash(mixer_file(folder, kind))}
+        models = {"teacher": hashed, "config": config_of(teacher.config)}
+        identity = {"weight": weight, **data.record, **models, "mixers": file_hash(mixer_file(folder, kind))}
         with show(f"scoring {kind}:") as advance:
             measure = functools.partial(
                 rank_layers, teacher, student, data.blocks, data.samples, progress=advance, **scoring
@@ -203,6 +204,14 @@ def measure_candidates(
             rankings[kind] = saved_scores(folder / f"{kind}.json", json.loads(json.dumps(identity)), measure)
         options[kind] = json.loads(json.dumps(student.config.mixers[kind]))
     return Measured(rankings, costs, options)
+
+
+def _keep_mixers(student: nn.Module, path: Path, identity: dict) -> None:
+    """`write_mixers`, unless the file holds them already: its bytes, which identify scores, differ at each writing."""
+    known = read_metadata(path) or {}
+    (options,) = json.loads(json.dumps(student.config.mixers)).values()
+    if known.get("identity") != identity or known.get("options") != options:
+        write_mixers(student, path, identity)
 
 
 class _Steps(TrainerCallback):

@@ -222,8 +222,8 @@ class _Run:
         return {
             "recipe": deciding_fields(self.recipe),
             "data": self.data.fingerprint(),
-            "student": {"config": config_of(self.student), "weights": teacher_hash(self.student_folder)},
-            "teacher": {"config": config_of(self.teacher.model), "weights": teacher_hash(self.teacher_folder)},
+            "student": {"config": config_of(self.student.config), "weights": teacher_hash(self.student_folder)},
+            "teacher": {"config": config_of(self.teacher.model.config), "weights": teacher_hash(self.teacher_folder)},
             "dtype": str(self.teacher.model.dtype).removeprefix("torch."),
             "bf16": uses_bf16(self.recipe),
         }

@@ -328,7 +328,7 @@ def test_a_mixture_is_selected_converted_aligned_and_distilled(workspace, teache
     assert "the chosen mixer is bold" in (workspace / "distill1" / "README.md").read_text()
 
 
-def test_candidates_that_users_have_aligned(workspace, teacher):
+def test_candidates_that_users_have_aligned(workspace, teacher, monkeypatch):
     for kind in ("gka", "lattice"):
         save_student(convert_model(teacher, kind), workspace / kind, tiny_tokenizer())
     students = ["--student", workspace / "gka", "--student", workspace / "lattice"]
@@ -342,6 +342,16 @@ def test_candidates_that_users_have_aligned(workspace, teacher):
                 expected = attention_module(student, layer).state_dict()
                 found = attention_module(ours, layer).state_dict()
                 assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    with monkeypatch.context() as patch:  # another budget needs no new scores
+        patch.setattr(mixer_search, "rank_layers", lambda *args, **kwargs: 1 / 0)
+        again = result_of(memmix(*arguments(workspace, *students), "--keep-count", "1", "--overwrite", "--json"))
+    assert again["scores"] == plan["scores"]
+    # the same weights with another config.json compute something else, so they are scored again
+    config = workspace / "teacher" / "config.json"
+    rope = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | rope))
+    again = result_of(memmix(*arguments(workspace, *students), "--overwrite", "--json"))
+    assert again["scores"] != plan["scores"]
     save_student(convert_model(teacher, "coffee", keep=[1]), workspace / "part", tiny_tokenizer())
     run = memmix(*arguments(workspace, *students[:2], "--student", workspace / "part", "--overwrite"))
     assert run.exit_code == 1 and "the student with coffee has attention in layers 1" in run.output

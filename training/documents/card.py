@@ -15,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_memmix.conversion.loading import read_config
 from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.evaluation.probes.grid import gain_text
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 MIXERS = {
@@ -222,7 +223,7 @@ def _recall(probes: dict | None) -> str:
     for row in probes["summary"]:
         shown = [row[role] for role in roles]
         shares = ["" if s is None else f"{s['exact'] if s['choice'] is None else s['choice']:.1%}" for s in shown]
-        gains = ["" if s is None else f"{s['gain']:.2f} ± {s['gain_error']:.2f}" for s in shown]
+        gains = [gain_text(s) for s in shown]
         rows.append([row["task"], "" if row["chance"] is None else f"{row['chance']:.1%}", *shares, *gains])
     lengths = ", ".join(map(str, settings["lengths"]))
     return (

@@ -5,7 +5,6 @@ writing the card and uploading the folder are refused.
 """
 
 import hashlib
-import json
 import re
 from pathlib import Path
 
@@ -53,21 +52,6 @@ def student_config(folder: Path) -> dict:
     if "mixer_types" not in config:
         raise ValueError(f"{str(folder)!r} is not a converted model; memmix convert makes one")
     return config
-
-
-def read_measurement(path: str | Path, *needs: str) -> dict:
-    """The JSON object in a file. Raises ValueError if the file is missing or broken, or lacks a key of `needs`."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"the file {str(path)!r} does not exist; give the JSON file of a measurement")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is not JSON ({error}); repeat the measurement") from None
-    missing = [key for key in needs if not isinstance(content, dict) or key not in content]
-    if missing:
-        raise ValueError(f"{str(path)!r} lacks {', '.join(missing)}; is it the JSON of another command?")
-    return content
 
 
 def student_card(

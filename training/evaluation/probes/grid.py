@@ -91,14 +91,15 @@ def means(scores: list[Scores]) -> dict:
     choices = [s.choice for s in scores if s.choice is not None]
     count = max(1, len(scores))
     gains = [s.gain for s in scores if s.gain is not None]
-    gain = sum(gains) / max(1, len(gains)) if gains or not scores else None
+    gained = max(1, len(gains))
+    gain = sum(gains) / gained if gains or not scores else None
     return {
         "nll": sum(s.nll for s in scores) / count,
         "exact": sum(s.exact for s in scores) / count,
         "choice": sum(choices) / len(choices) if choices else None,
         "gain": gain,
         "gain_error": (
-            None if gain is None else (sum((g - gain) ** 2 for g in gains) / max(1, len(gains) - 1) / max(1, len(gains))) ** 0.5
+            None if gain is None else (sum((g - gain) ** 2 for g in gains) / max(1, gained - 1) / gained) ** 0.5
         ),
     }
 

@@ -117,8 +117,8 @@ def sentence_end(material: Material, filler: list[int], place: int) -> int:
 def _equally_long(values: list, chosen: list, draw: random.Random) -> list:
     """For the control: another value with as many tokens for each chosen one.
 
-    Values that are not chosen come first. A long sequence chooses all of them; then another chosen one takes the place.
-    A value stays if no other has its number of tokens.
+    It is not chosen itself, except in a long sequence, which has all values. A value stays if no other has its number
+    of tokens.
     """
     others, taken = [], set(chosen)
     equal = {size: [v for v in values if len(v[1]) == size] for size in {len(v[1]) for v in chosen}}

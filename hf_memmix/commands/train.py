@@ -211,7 +211,7 @@ def _settings(stage: str, args: SimpleNamespace):
     from dataclasses import replace
 
     from hf_memmix.training.recipe import load_recipe
-    from hf_memmix.training.trainer_arguments import check_packages, check_trackers
+    from hf_memmix.training.trainer_arguments import check_packages, check_schedule, check_trackers
 
     overrides = {name: value for name, value in vars(args).items() if name in RECIPE_FIELDS}
     settings = load_recipe(args.recipe, **overrides, stage=stage)
@@ -221,6 +221,7 @@ def _settings(stage: str, args: SimpleNamespace):
     given |= {"use_cpu": True} if args.device == "cpu" else {}
     settings = replace(settings, trainer=settings.trainer | given)
     check_packages(settings)
+    check_schedule(settings)
     return settings
 
 

@@ -161,7 +161,10 @@ def evaluate(
             f"the first table does not show lengths {alone}: they are too long for one of the models; probes.json"
             " holds the results of the other model"
         )
-    out.print(f"gain: by how many nats per token the context makes the answer more likely; written to {out_dir}")
+    out.print(
+        "gain: by how many nats per token the context makes the answer more likely (±: standard error over answers);"
+        f" written to {out_dir}"
+    )
 
 
 def _numbers(option: str, text: str, kind) -> tuple:

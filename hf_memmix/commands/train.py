@@ -287,8 +287,10 @@ def _train(stage: str, args: SimpleNamespace) -> None:
 
 
 def _print_result(stage: str, result: dict, out_dir: Path) -> None:
+    from hf_memmix.training.stage_time import time_text
+
     out.print(
-        f"{stage}: {result['steps']} steps, {result['tokens']} tokens, {result['seconds']:.0f} s, "
+        f"{stage}: {result['steps']} steps, {result['tokens']} tokens, {time_text(result)}, "
         f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}; written to {out_dir}"
     )
 

@@ -15,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 from hf_memmix.conversion.loading import read_config
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.evaluation.probes.grid import gain_text
+from hf_memmix.training.stage_time import time_text
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 MIXERS = {
@@ -212,7 +213,8 @@ def _recall(probes: dict | None) -> str:
     lengths = ", ".join(map(str, settings["lengths"]))
     return (
         f"\nRecall at lengths {lengths}: the share of right choices among the candidates (for mentions: of exact "
-        "answers), and the nats that an answer token gains from what the context says about it.\n\n"
+        "answers), and the nats that an answer token gains from what the context says about it (±: the standard error "
+        "over answers).\n\n"
         f"{markdown_table(head, rows)}\n"
     )
 
@@ -220,9 +222,7 @@ def _recall(probes: dict | None) -> str:
 def _training(stages: list[dict] | None) -> str:
     if not stages:
         return ""
-    rows = [
-        [s["stage"], s["steps"], f"{s['tokens']:,}", f"{s['last_loss']:.4f}", f"{s['seconds']:.0f} s"] for s in stages
-    ]
+    rows = [[s["stage"], s["steps"], f"{s['tokens']:,}", f"{s['last_loss']:.4f}", time_text(s)] for s in stages]
     return f"\n## Training\n\n{markdown_table(['stage', 'steps', 'tokens', 'last loss', 'time'], rows)}\n"
 
 

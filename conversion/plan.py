@@ -22,6 +22,12 @@ from hf_memmix.mixers import ATTENTION, MIXERS, MemoryMixer
 
 ONE_MIXER = {"mixer": str, "keep": list, "num_layers": int}
 SEVERAL = {"mixer_types": (list, dict, str), "num_layers": int}
+READ = {*ONE_MIXER, *SEVERAL, "layers", "mixers", "trained"}
+# what memmix select writes beside these, for people and for cards; "out" stands in what it prints
+RECORDED = {
+    *("mixers_of", "text", "settings", "environment", "teacher", "candidates", "budget", "totals", "single"),
+    *("times_of", "scores", "recipe", "train_tokens", "out"),
+}
 
 
 def write_plan(plan: dict, path: str | Path) -> None:
@@ -33,7 +39,8 @@ def read_plan(path: str | Path, num_layers: int) -> dict:
     """The plan in `path`, for a teacher of `num_layers` layers.
 
     Raises:
-        ValueError: the file does not exist, is broken, contradicts itself, or belongs to another teacher.
+        ValueError: the file does not exist, is broken, contradicts itself, has an unknown field, or belongs to another
+            teacher.
     """
     path = Path(path)
     if not path.is_file():
@@ -43,10 +50,17 @@ def read_plan(path: str | Path, num_layers: int) -> dict:
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not JSON ({error}); let memmix select write it again") from None
     if isinstance(plan, dict) and isinstance(plan.get("layers"), (dict, str)):
+        if "mixer_types" in plan:
+            raise ValueError(f"{str(path)!r} names the mixers by layers and by mixer_types; remove one of them")
         plan = {"num_layers": num_layers} | plan | {"mixer_types": plan["layers"]}
     kinds = SEVERAL if isinstance(plan, dict) and "mixer_types" in plan else ONE_MIXER
     if not isinstance(plan, dict) or any(not isinstance(plan.get(name), kind) for name, kind in kinds.items()):
         raise ValueError(f"{str(path)!r} is not a plan: it lacks {', '.join(kinds)}; let memmix select write it again")
+    if unknown := sorted(plan.keys() - READ - RECORDED):
+        raise ValueError(
+            f"{str(path)!r} has {', '.join(map(repr, unknown))}, which a plan does not have; it may have"
+            f" {', '.join(sorted(READ))}"
+        )
     _check_optional(plan, path)
     if plan["num_layers"] != num_layers:
         raise ValueError(

@@ -97,6 +97,34 @@ def test_the_card_holds_the_measurements(folder):
     assert "probe" not in (folder / "student" / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("file", "option", "change", "message"),
+    [
+        ("report.json", "--report", {"student_ppl": "12"}, 'student_ppl is "12", not a number'),
+        ("report.json", "--report", {"text": "a.txt"}, 'text is "a.txt", not a list'),
+        ("report.json", "--report", {"text": [{"file": "a"}]}, "text[0].sha256 is missing"),
+        ("report.json", "--report", {"environment": {}}, "environment.hardware is missing"),
+        ("report.json", "--report", {"tokens": True}, "tokens is true, not a whole number"),
+        ("align.json", "--stage", {"last_loss": None}, "last_loss is null, not a number"),
+        ("eval/probes.json", "--probes", {"models": {}}, "models.student is missing"),
+        (
+            "eval/probes.json",
+            "--probes",
+            {"summary": [{"task": "niah", "chance": 1}]},
+            "summary[0].teacher is missing",
+        ),
+        ("plan.json", "--plan", {"layers": [{"layer": 0}]}, "layers[0].rank is missing"),
+    ],
+)
+def test_a_measurement_that_was_edited_is_one_clear_line(folder, file, option, change, message):
+    plan = {"mixer": "gka", "keep": [1], "num_layers": 2, "layers": [{"layer": 0, "rank": 1, "score": 0.5}]}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    edited = folder / "edited.json"
+    edited.write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+    run = write_card(folder, option, edited)
+    assert run.exit_code == 1 and run.output.splitlines()[-1].startswith(f"error: '{edited}': {message}"), run.output
+
+
 def change_weights(model):
     file = model / "model.safetensors"
     tensors = load_file(file)

@@ -178,13 +178,27 @@ def _check_rates(where: str, rates: dict) -> None:
             raise ValueError(f"{name} is {value} in {where}; it must lie in [0, 1)")
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Reads YAML and refuses a key that a mapping has twice; `yaml.safe_load` keeps the last value."""
+
+    def construct_mapping(self, node, deep=False):
+        lines = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                line = key.start_mark.line + 1
+                if (first := lines.setdefault(key.value, line)) != line:
+                    problem = f"{key.value} stands in line {first} and in line {line}; remove one of them"
+                    raise yaml.constructor.ConstructorError(problem=problem)
+        return super().construct_mapping(node, deep)
+
+
 def load_recipe(recipe: str | Path, **overrides) -> Recipe:
     """A recipe by its name ("align", "distill", ...) or the path of a YAML file.
 
     If `steps` alone is overridden by fewer than the recipe's `warmup_steps`, the learning rate rises over all of them.
 
-    Raises ValueError if there is none, if it has unknown or impossible values, or if another `stage` than its own is
-    asked for.
+    Raises ValueError if there is none, if it has unknown or impossible values, or gives one twice, or if another
+    `stage` than its own is asked for.
     """
     bundled = resources.files("hf_memmix.training") / "recipes" / f"{recipe}.yaml"
     source = bundled if bundled.is_file() else Path(recipe)
@@ -192,7 +206,7 @@ def load_recipe(recipe: str | Path, **overrides) -> Recipe:
         names = sorted(p.name.removesuffix(".yaml") for p in bundled.parent.iterdir() if p.name.endswith(".yaml"))
         raise ValueError(f"no recipe {str(recipe)!r}; give a YAML file or one of {', '.join(names)}")
     try:
-        values = yaml.safe_load(source.read_text(encoding="utf-8-sig"))
+        values = yaml.load(source.read_text(encoding="utf-8-sig"), _UniqueKeys)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"recipe {str(recipe)!r} is not valid YAML: {error}") from None
     if not isinstance(values, dict):

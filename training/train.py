@@ -81,8 +81,9 @@ def train(
         overrides: fields of `Recipe`.
 
     Returns:
-        `{"stage", "steps", "tokens", "first_loss", "last_loss", "seconds", "log": [{"step", "loss", "learning_rate",
-        "tokens"}]}`.
+        `{"stage", "steps", "tokens", "first_loss", "last_loss", "seconds", "resumed", "log": [{"step", "loss",
+        "learning_rate", "tokens"}]}`. If the run was resumed, `seconds` are those since then; all else is of the whole
+        run.
 
     Raises:
         ValueError: data, teacher, recipe and student do not fit together; a weight is not finite; a checkpoint in
@@ -157,6 +158,7 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
         "first_loss": log[0]["loss"],
         "last_loss": log[-1]["loss"],
         "seconds": round(seconds, 2),
+        "resumed": checkpoint is not None,
         "log": log,
     }
 

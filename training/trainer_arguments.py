@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.dataclasses import type_validator
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
 
 from hf_memmix.training._trainer_hooks import (
     INTEGRATION_TO_CALLBACK,
@@ -40,7 +40,7 @@ DECIDED_ELSEWHERE = {
     "save_steps": "save_every",
     "save_only_model": "save_every",
     "seed": "seed",
-    "label_smoothing_factor": "the loss of the stage",
+    "label_smoothing_factor": "the loss of the stage",  # 0 means nothing
     "neftune_noise_alpha": "the loss of the stage",
     "logging_strategy": "logging_steps",
     "logging_first_step": "logging_steps",
@@ -89,15 +89,13 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
         raise ValueError(
             f"batch_size is {recipe.batch_size}, which {processes} processes cannot share; give a multiple of them"
         )
-    schedule = recipe.trainer.get("lr_scheduler_type", SCHEDULE)
     values = {
         "output_dir": str(output_dir),
         "max_steps": recipe.steps,
         "per_device_train_batch_size": recipe.batch_size // processes,
         "gradient_accumulation_steps": recipe.gradient_accumulation,
         "learning_rate": recipe.learning_rate,
-        "lr_scheduler_type": SCHEDULE,
-        "lr_scheduler_kwargs": {"min_lr_rate": recipe.min_lr_ratio} if schedule in ENDS_AT_A_PART else None,
+        **_schedule(recipe),
         "warmup_steps": recipe.warmup_steps,
         "adam_beta2": 0.95,
         "max_grad_norm": 1.0,
@@ -114,6 +112,7 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
     _check(recipe.trainer)
+    check_schedule(recipe)
     if _offloads(recipe.trainer) and torch.cuda.is_available():
         values["ddp_backend"] = "cuda:nccl,cpu:gloo"  # NCCL cannot sum the norms of gradients on the CPU
     try:
@@ -122,6 +121,32 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
         raise ValueError(f"trainer of the recipe: {str(error).strip().splitlines()[0]}") from None
     check_trackers(arguments.report_to)
     return arguments
+
+
+def _schedule(recipe: Recipe) -> dict:
+    """The fields `lr_scheduler_type` and `lr_scheduler_kwargs` of a recipe's arguments."""
+    name = recipe.trainer.get("lr_scheduler_type", SCHEDULE)
+    own = {"min_lr_rate": recipe.min_lr_ratio} if name in ENDS_AT_A_PART else None
+    return {"lr_scheduler_type": name, "lr_scheduler_kwargs": recipe.trainer.get("lr_scheduler_kwargs", own)}
+
+
+def check_schedule(recipe: Recipe) -> None:
+    """Raise ValueError if the schedule of the learning rate does not exist, or lacks options, or has other ones.
+
+    It loads nothing, so a command can call it first.
+    """
+    chosen = _schedule(recipe)
+    name, options = chosen["lr_scheduler_type"], chosen["lr_scheduler_kwargs"]
+    if not isinstance(name, str) or not isinstance(options, dict | None):
+        return  # the library checks these
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    try:
+        get_scheduler(name, optimizer, recipe.warmup_steps, recipe.steps, options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"trainer sets lr_scheduler_type to {name!r} and its lr_scheduler_kwargs to {options}, with which there is"
+            f" no schedule: {error}"
+        ) from None
 
 
 def uses_bf16(recipe: Recipe) -> bool:
@@ -178,7 +203,7 @@ def _check(given: dict) -> None:
     if unknown := sorted(str(name) for name in given if name not in types):
         raise ValueError(f"trainer names {', '.join(unknown)}, which transformers.TrainingArguments does not have")
     for name, value in given.items():
-        if name in DECIDED_ELSEWHERE:
+        if name in DECIDED_ELSEWHERE and not (name == "label_smoothing_factor" and value == 0):
             raise ValueError(f"trainer sets {name}, which {DECIDED_ELSEWHERE[name]} decides; remove it from trainer")
         try:
             # transformers prefers a boolean for fsdp, which its type does not name

@@ -107,7 +107,7 @@ def evaluate(
     from hf_memmix.conversion.limits import limit_of
     from hf_memmix.conversion.records import write_json
     from hf_memmix.conversion.saving import atomic_folder, check_not_read, check_target
-    from hf_memmix.training.evaluation.probes import TASKS, Material, by_length, plot_probes, run_probes
+    from hf_memmix.training.evaluation.probes import TASKS, Material, by_length, gain_text, plot_probes, run_probes
     from hf_memmix.training.text_files import read_text, text_record
 
     check_placement(device, device_map)
@@ -146,7 +146,7 @@ def evaluate(
     for row in results["summary"]:
         scored = [row[role] for role in folders]
         shares = ["-" if s is None else f"{s['exact'] if s['choice'] is None else s['choice']:.1%}" for s in scored]
-        gains = ["-" if s is None else f"{s['gain']:.2f} ± {s['gain_error']:.2f}" for s in scored]
+        gains = [gain_text(s) or "-" for s in scored]
         table.add_row(row["task"], "" if row["chance"] is None else f"{row['chance']:.1%}", *shares, *gains)
     out.print(table)
     lengths = Table("exact answers", "model", *(f"{length} tokens" for length in grid["lengths"]))
@@ -161,7 +161,10 @@ def evaluate(
             f"the first table does not show lengths {alone}: they are too long for one of the models; probes.json"
             " holds the results of the other model"
         )
-    out.print(f"gain: by how many nats per token the context makes the answer more likely; written to {out_dir}")
+    out.print(
+        "gain: by how many nats per token the context makes the answer more likely (±: standard error over answers);"
+        f" written to {out_dir}"
+    )
 
 
 def _numbers(option: str, text: str, kind) -> tuple:

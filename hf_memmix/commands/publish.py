@@ -34,22 +34,22 @@ def card(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing card.")] = False,
 ) -> None:
     """Write the card (README.md) of a converted model from measurements in JSON files."""
-    from hf_memmix.training.documents.card import read_measurement, student_card
+    from hf_memmix.training.documents.card import student_card
+    from hf_memmix.training.documents.card_inputs import read_plan, read_probes, read_report, read_stage
 
     target = model / "README.md"
     if target.exists() and not overwrite:
         raise ValueError(f"{target} exists; keep it, or replace it by --overwrite")
-    figures = ("teacher_ppl", "student_ppl", "ppl_ratio", "top1_agreement", "kl", "tokens")
     content = student_card(
         model,
-        read_measurement(report, *figures, "weights", "text", "block_size", "environment"),
+        read_report(report),
         base_model=base_model,
         license=license_name,
         repo=repo,
         language=language,
-        probes=None if probes is None else read_measurement(probes, "models", "settings", "summary"),
-        stages=[read_measurement(path, "stage", "steps", "tokens", "last_loss", "seconds") for path in stage or []],
-        plan=None if plan is None else read_measurement(plan, *_fields_of_plan(plan)),
+        probes=None if probes is None else read_probes(probes),
+        stages=[read_stage(path) for path in stage or []],
+        plan=None if plan is None else read_plan(plan),
     )
     part = target.with_name(".README.md.part")
     part.write_text(content, encoding="utf-8")
@@ -125,11 +125,3 @@ def _list_upload(model: Path, repo: str, revision: str | None, as_json: bool) ->
         out.print(f"{size:>15,} bytes  {name}", highlight=False)
     where = f"{huggingface_hub.constants.ENDPOINT}/{repo}"
     out.print(f"would be uploaded to {where}, revision {revision or 'main'}; nothing was sent", highlight=False)
-
-
-def _fields_of_plan(path: Path) -> tuple[str, ...]:
-    """The fields that a card reads from a plan of one mixer or of several."""
-    from hf_memmix.training.documents.card import read_measurement
-
-    own = ("scores", "candidates") if "mixer_types" in read_measurement(path) else ("layers", "mixer")
-    return ("keep", "num_layers", *own)

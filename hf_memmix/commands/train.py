@@ -211,7 +211,7 @@ def _settings(stage: str, args: SimpleNamespace):
     from dataclasses import replace
 
     from hf_memmix.training.recipe import load_recipe
-    from hf_memmix.training.trainer_arguments import check_packages, check_trackers
+    from hf_memmix.training.trainer_arguments import check_packages, check_schedule, check_trackers
 
     overrides = {name: value for name, value in vars(args).items() if name in RECIPE_FIELDS}
     settings = load_recipe(args.recipe, **overrides, stage=stage)
@@ -221,6 +221,7 @@ def _settings(stage: str, args: SimpleNamespace):
     given |= {"use_cpu": True} if args.device == "cpu" else {}
     settings = replace(settings, trainer=settings.trainer | given)
     check_packages(settings)
+    check_schedule(settings)
     return settings
 
 
@@ -286,8 +287,10 @@ def _train(stage: str, args: SimpleNamespace) -> None:
 
 
 def _print_result(stage: str, result: dict, out_dir: Path) -> None:
+    from hf_memmix.training.stage_time import time_text
+
     out.print(
-        f"{stage}: {result['steps']} steps, {result['tokens']} tokens, {result['seconds']:.0f} s, "
+        f"{stage}: {result['steps']} steps, {result['tokens']} tokens, {time_text(result)}, "
         f"loss {result['first_loss']:.4f} -> {result['last_loss']:.4f}; written to {out_dir}"
     )
 

@@ -281,6 +281,8 @@ def test_what_a_plan_says_is_used_or_refused(tmp_path):
         (one | {"trained": 5}, "trained of .* is 5; give the folder"),
         (several | {"keep": [1]}, r"keep of .* is \[1\], but its layers keep attention in \[0\]"),
         ({"layers": "gka=rest", "mixer": "ska"}, "mixer of .* is 'ska', but its layers name the mixers"),
+        ({"layers": "gka=rest", "mixer_types": TYPES}, "names the mixers by layers and by mixer_types"),
+        (one | {"keep_layers": [1], "option": 0}, "has 'keep_layers', 'option', which a plan does not have; it may"),
     ):
         write_plan(wrong, path)
         with pytest.raises(ValueError, match=message):

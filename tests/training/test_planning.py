@@ -305,22 +305,31 @@ def test_computed_memory_is_within_10_percent_of_every_measured_run():
 
 def test_speed_scales_with_parameters_mixers_and_gpus(monkeypatch):
     rows = [
-        {"run": "a", "kind": "full", "parameters": 1e9, "checkpointing": False, "tokens_s": 1000},
-        {"run": "b", "kind": "full", "parameters": 1e9, "checkpointing": True, "tokens_s": 800},
-        {"run": "c", "kind": "full", "parameters": 8e9, "checkpointing": True, "tokens_s": 90},
+        {"run": "a", "kind": "full", "parameters": 1e9, "checkpointing": False, "tokens": 2048, "tokens_s": 1000},
+        {"run": "b", "kind": "full", "parameters": 1e9, "checkpointing": True, "tokens": 2048, "tokens_s": 800},
+        {"run": "c", "kind": "full", "parameters": 8e9, "checkpointing": True, "tokens": 2048, "tokens_s": 90},
     ]
     data = {"rows": rows, "mixers": {"gka": 200.0, "ska": 100.0}, "two_gpus": 0.9}
     monkeypatch.setattr(speed, "measured", lambda: data)
-    assert speed.speed_of("lora", 1e9, {"gka": 2}, True) is None
-    plain = speed.speed_of("full", 2e9, {"gka": 2}, False)
+    assert speed.speed_of("lora", 1e9, {"gka": 2}, True, 2048) is None
+    plain = speed.speed_of("full", 2e9, {"gka": 2}, False, 2048)
     assert (plain.tokens_s, plain.measured_run) == (pytest.approx(500), "a")
-    assert speed.speed_of("full", 2e9, {"gka": 1, "ska": 1}, True).tokens_s == pytest.approx(400 / 0.75)
-    assert speed.speed_of("full", 8e9, {"gka": 2}, False).tokens_s == pytest.approx(90 * 4 / 3)
-    assert speed.speed_of("full", 1e9, {"gka": 2}, False, gpus=4).tokens_s == pytest.approx(4000 * 0.81)
+    assert speed.speed_of("full", 2e9, {"gka": 1, "ska": 1}, True, 2048).tokens_s == pytest.approx(400 / 0.75)
+    assert speed.speed_of("full", 8e9, {"gka": 2}, False, 2048).tokens_s == pytest.approx(90 * 4 / 3)
+    assert speed.speed_of("full", 1e9, {"gka": 2}, False, 2048, gpus=4).tokens_s == pytest.approx(4000 * 0.81)
     rows.append(rows[0] | {"kind": "align --stream"})
     for more, share in (({}, 0.9), ({"two_gpus_stream": 0.95}, 0.95)):
         data.update(more)
-        assert speed.speed_of("align --stream", 1e9, {"gka": 2}, False, gpus=2).tokens_s == pytest.approx(2000 * share)
+        found = speed.speed_of("align --stream", 1e9, {"gka": 2}, False, 2048, gpus=2)
+        assert found.tokens_s == pytest.approx(2000 * share)
+
+
+def test_the_speed_is_that_of_the_run_with_the_nearest_number_of_rows():
+    """A run of one row of an 8B model reads half as many tokens per second as one of four."""
+    runs = {row["run"]: row for row in speed.measured()["rows"]}
+    for rows, run in ((1, "8B LoRA"), (4, "8B LoRA, four rows"), (8, "8B LoRA, four rows")):
+        found = speed.speed_of("lora", runs[run]["parameters"], {"gka": 32}, True, 2048 * rows)
+        assert (found.measured_run, found.tokens_s) == (run, pytest.approx(runs[run]["tokens_s"]))
 
 
 # ---- the command

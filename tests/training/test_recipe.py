@@ -103,6 +103,8 @@ def test_a_recipe_that_contradicts_itself_is_refused(fields, message):
         (b"steps: [", "is not valid YAML"),
         (b"- steps", "must be a YAML mapping"),
         (b"1: 2\nstep: 3", "unknown 1, step; known: batch_size"),
+        (b"steps: 3\nseed: 1\nsteps: 5", "steps stands in line 1 and in line 3; remove one of them"),
+        (b"trainer:\n  optim: x\n  'optim': y", "optim stands in line 2 and in line 3"),
     ],
 )
 def test_a_file_that_is_no_recipe(tmp_path, content, message):
@@ -146,6 +148,9 @@ def test_a_recipe_object_is_run_for_fewer_steps(student, tmp_path):
         ),
         ({"label_smoothing_factor": 0.1}, "sets label_smoothing_factor, which the loss of the stage decides"),
         ({"neftune_noise_alpha": 5.0}, "sets neftune_noise_alpha, which the loss of the stage decides"),
+        ({"lr_scheduler_type": "nosuch"}, "lr_scheduler_type to 'nosuch' .* is not a valid SchedulerType"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "kwargs to None, with .* argument: 'num_decay_steps'"),
+        ({"lr_scheduler_kwargs": {"power": 2}}, "kwargs to {'power': 2}, with .* keyword argument 'power'"),
         ({"fsdp": 2}, "trainer sets fsdp to 2, which is not of type"),
         ({"logging_steps": "often"}, "trainer sets logging_steps to 'often', which is not of type float"),
         ({"logging_steps": -1}, "trainer sets logging_steps to -1; it must be finite and at least 0"),
@@ -175,6 +180,8 @@ def test_trainer_arguments_reach_the_trainer(tmp_path):
     plain = training_arguments(Recipe(steps=500), tmp_path)
     assert plain.logging_steps == 10 and plain.report_to == []
     given = {"logging_steps": 3, "report_to": ["none"], "max_grad_norm": 0, "save_total_limit": 5}
+    given |= {"label_smoothing_factor": 0, "lr_scheduler_type": "warmup_stable_decay"}
+    given |= {"lr_scheduler_kwargs": {"num_decay_steps": 5}}
     arguments = training_arguments(Recipe(trainer=given), tmp_path)
     assert (arguments.logging_steps, arguments.max_grad_norm, arguments.save_total_limit) == (3, 0, 5)
 

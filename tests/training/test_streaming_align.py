@@ -551,7 +551,7 @@ def test_another_run_does_not_continue_a_broken_one(tmp_path, whole, broken):
             broken()
         (tmp_path / model / "model.safetensors").write_bytes(before)
     result = broken(trainer=TRAINER | {"logging_steps": 3})  # this may change; layer 0 has logged every step
-    assert [row["step"] for row in result["log"]] == [1, 3, 6]
+    assert [row["step"] for row in result["log"]] == [1, 3, 6] and result["resumed"]
     assert contents(tmp_path / "out") == contents(whole[0] / "out")
 
 
@@ -559,7 +559,7 @@ def test_no_resume_starts_again(tmp_path, broken):
     with pytest.raises(ValueError, match="belongs to another run"):
         broken(steps=2)
     result = broken(steps=2, resume=False)
-    assert result["steps"] == 2 and not (tmp_path / "spool").exists()
+    assert result["steps"] == 2 and not result["resumed"] and not (tmp_path / "spool").exists()
 
 
 def test_folders_that_cannot_be_written_are_refused_in_one_line(tmp_path, saved, copied):

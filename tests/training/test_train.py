@@ -8,6 +8,7 @@ import torch
 from hf_memmix.conversion import convert_model, load_model, report
 from hf_memmix.conversion.families import attention_prefix
 from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.stage_time import time_text
 from hf_memmix.training.train import Recipe, align, distill, load_recipe
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -78,7 +79,7 @@ def test_interrupted_run_ends_like_a_whole_one(tmp_path, data, teacher, stage):
     options = {"steps": 6, "save_every": 3, "learning_rate": 1e-3, **SMALL}
     first = convert_model(teacher, keep=[1])
     whole, broken = copy.deepcopy(first), copy.deepcopy(first)
-    stage(whole, teacher, data, tmp_path / "whole", **options)
+    assert not stage(whole, teacher, data, tmp_path / "whole", **options)["resumed"]
 
     class Stop(Exception):
         pass
@@ -93,8 +94,9 @@ def test_interrupted_run_ends_like_a_whole_one(tmp_path, data, teacher, stage):
     with pytest.raises(Stop):
         stage(broken, teacher, data, tmp_path / "broken", callbacks=[Interrupt()], **options)
     resumed = copy.deepcopy(first)
-    stage(resumed, teacher, data, tmp_path / "broken", **options)
+    result = stage(resumed, teacher, data, tmp_path / "broken", **options)
     assert same(weights(whole), weights(resumed))
+    assert result["resumed"] and time_text(result | {"seconds": 2.6}) == "3 s since it was resumed"
 
 
 def test_a_complete_run_is_not_trained_further_when_it_is_asked_for_again(tmp_path, data, teacher):

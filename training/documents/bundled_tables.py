@@ -96,8 +96,12 @@ def best_pass(run: dict) -> dict:
 
 
 def dev_share(run: dict, task: str) -> str:
-    """Exact answers at the longest length in the development text, in percent, when they were measured last."""
-    measured = [row["dev_recall"][task] for row in run["epochs"] if "dev_recall" in row]
+    """Exact answers at the longest length in the development text, in percent, "" if they were not measured.
+
+    They are those of the pass that was kept, or of the last one before it in which they were measured.
+    """
+    passes = run["epochs"][: run["best_epoch"]]
+    measured = [row["dev_recall"][task] for row in passes if "dev_recall" in row]
     return f"{100 * measured[-1][max(measured[-1], key=int)]:.1f}" if measured else ""
 
 

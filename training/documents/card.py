@@ -5,7 +5,6 @@ writing the card and uploading the folder are refused.
 """
 
 import hashlib
-import json
 import re
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_memmix.conversion.loading import read_config
 from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.evaluation.probes.grid import gain_text
+from hf_memmix.training.stage_time import time_text
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 MIXERS = {
@@ -52,21 +53,6 @@ def student_config(folder: Path) -> dict:
     if "mixer_types" not in config:
         raise ValueError(f"{str(folder)!r} is not a converted model; memmix convert makes one")
     return config
-
-
-def read_measurement(path: str | Path, *needs: str) -> dict:
-    """The JSON object in a file. Raises ValueError if the file is missing or broken, or lacks a key of `needs`."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"the file {str(path)!r} does not exist; give the JSON file of a measurement")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is not JSON ({error}); repeat the measurement") from None
-    missing = [key for key in needs if not isinstance(content, dict) or key not in content]
-    if missing:
-        raise ValueError(f"{str(path)!r} lacks {', '.join(missing)}; is it the JSON of another command?")
-    return content
 
 
 def student_card(
@@ -222,12 +208,13 @@ def _recall(probes: dict | None) -> str:
     for row in probes["summary"]:
         shown = [row[role] for role in roles]
         shares = ["" if s is None else f"{s['exact'] if s['choice'] is None else s['choice']:.1%}" for s in shown]
-        gains = ["" if s is None else f"{s['gain']:.2f} ± {s['gain_error']:.2f}" for s in shown]
+        gains = [gain_text(s) for s in shown]
         rows.append([row["task"], "" if row["chance"] is None else f"{row['chance']:.1%}", *shares, *gains])
     lengths = ", ".join(map(str, settings["lengths"]))
     return (
         f"\nRecall at lengths {lengths}: the share of right choices among the candidates (for mentions: of exact "
-        "answers), and the nats that an answer token gains from what the context says about it.\n\n"
+        "answers), and the nats that an answer token gains from what the context says about it (±: the standard error "
+        "over answers).\n\n"
         f"{markdown_table(head, rows)}\n"
     )
 
@@ -235,9 +222,7 @@ def _recall(probes: dict | None) -> str:
 def _training(stages: list[dict] | None) -> str:
     if not stages:
         return ""
-    rows = [
-        [s["stage"], s["steps"], f"{s['tokens']:,}", f"{s['last_loss']:.4f}", f"{s['seconds']:.0f} s"] for s in stages
-    ]
+    rows = [[s["stage"], s["steps"], f"{s['tokens']:,}", f"{s['last_loss']:.4f}", time_text(s)] for s in stages]
     return f"\n## Training\n\n{markdown_table(['stage', 'steps', 'tokens', 'last loss', 'time'], rows)}\n"
 
 

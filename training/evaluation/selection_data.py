@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_memmix.training.data import tokenize_files
 from hf_memmix.training.evaluation.probes import TASKS, Material, draw
-from hf_memmix.training.evaluation.probes.grid import DEPTHS
+from hf_memmix.training.evaluation.probes.grid import DEPTHS, refuse_repeated
 from hf_memmix.training.evaluation.probes.material import Sample
 from hf_memmix.training.text_files import read_text, text_record
 
@@ -30,13 +30,14 @@ class SelectionData:
         """Blocks and probes of a text file. `tasks`: names of probes with commas between them, or "none".
 
         Raises:
-            ValueError: the text is shorter than one block, or there is no such probe.
+            ValueError: the text is shorter than one block, there is no such probe, or one is named twice.
         """
         tokens = tokenize_files(text, tokenizer)[:max_tokens]
         blocks = tokens[: len(tokens) // length * length].view(-1, length)
         if not len(blocks):
             raise ValueError(f"{text} has less than the {length} tokens of one sequence; give a longer text")
         names = [] if tasks == "none" else [part.strip() for part in tasks.split(",")]
+        refuse_repeated("task", names)
         material = Material(tokenizer, read_text(text)) if names else None
         drawn = {}
         for task in names:

@@ -18,10 +18,10 @@ TRAIN = (8, 2048)  # sequences and tokens of the training step with which mixers
 
 
 def collect(root: Path = CHECKOUT) -> dict:
-    """`rows` of measured runs (`run`, `kind`, `parameters`, `checkpointing`, `tokens_s`, `bytes`, `reserved` and
-    `predicted_bytes`, which are computed anew), `mixers` (milliseconds of a training step by mixer), `two_gpus` (the
-    share of twice the speed of one GPU that two reach in `distill`), `two_gpus_stream` (the same in `align --stream`,
-    if it was measured) and `gpu`.
+    """`rows` of measured runs (`run`, `kind`, `parameters`, `checkpointing`, `tokens` of a forward, `tokens_s`,
+    `bytes`, `reserved` and `predicted_bytes`, which are computed anew), `mixers` (milliseconds of a training step by
+    mixer), `two_gpus` (the share of twice the speed of one GPU that two reach in `distill`), `two_gpus_stream` (the
+    same in `align --stream`, if it was measured) and `gpu`.
     """
     steps = [row for row in read("models", root) if row["phase"] == "train" and not row["compiled"]]
     launches = read("multi_gpu", root)["launches"]
@@ -78,6 +78,7 @@ def _measured(run: str, shape: str, kind: str, settings: Settings, speed: float,
         "kind": kind,
         "parameters": _shapes(shape).teacher,
         "checkpointing": settings.checkpointing,
+        "tokens": settings.tokens,
         "tokens_s": speed,
         "bytes": peak["allocated"],
         "reserved": peak["reserved"],

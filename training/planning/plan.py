@@ -131,7 +131,7 @@ def _stage(name: str, kind: str, base: Settings, shapes: Shapes, budget: int, to
             break
     else:
         return least
-    speed = speed_of(kind, shapes.active, shapes.kinds, settings.checkpointing, settings.gpus)
+    speed = speed_of(kind, shapes.active, shapes.kinds, settings.checkpointing, settings.tokens, settings.gpus)
     known = {} if speed is None else {"tokens_s": speed.tokens_s, "measured_run": speed.measured_run}
     known |= {} if speed is None else {"hours": tokens / speed.tokens_s / 3600}
     return Stage(name, True, settings, memory, need_of(memory), **known)

@@ -4,6 +4,7 @@
 committed measurements. The time per token of another model is that of the nearest measured size, times the ratio of
 the parameters; of another mixer, times the ratio of its measured training step to that of gka. A run with gradient
 checkpointing is compared with one that has it, if there is one, and otherwise takes a third more: one more forward.
+Of several such runs, that with the nearest number of tokens in a forward counts: few tokens leave a GPU idle.
 """
 
 import functools
@@ -30,21 +31,25 @@ class Speed:
     measured_run: str
 
 
-def speed_of(kind: str, parameters: int, mixers: dict[str, int], checkpointing: bool, gpus: int = 1) -> Speed | None:
+def speed_of(
+    kind: str, parameters: int, mixers: dict[str, int], checkpointing: bool, tokens: int, gpus: int = 1
+) -> Speed | None:
     """The speed of a stage; None if no run of this kind was measured.
 
     Args:
         kind: "align", "align --stream", "full", "lora" or "lora 4bit".
         parameters: of the teacher, with which one token computes.
         mixers: number of layers by mixer.
+        tokens: of one forward on one GPU.
     """
     data = measured()
     rows = [row for row in data["rows"] if row["kind"] == kind]
     if not rows:
         return None
 
-    def distance(row: dict) -> tuple[float, bool]:
-        return abs(math.log(row["parameters"] / parameters)), row["checkpointing"] != checkpointing
+    def distance(row: dict) -> tuple[float, bool, float]:
+        size = abs(math.log(row["parameters"] / parameters))
+        return size, row["checkpointing"] != checkpointing, abs(math.log(row["tokens"] / tokens))
 
     row = min(rows, key=distance)
     seconds = parameters / row["parameters"] / row["tokens_s"]

@@ -87,10 +87,11 @@ def align_by_streaming(
         overrides: fields of `Recipe`.
 
     Returns:
-        `{"stage", "steps", "tokens", "first_loss", "last_loss", "seconds", "log", "layers", "cost"}`: as `train`, with
-        losses and seconds (to `load` its weights, to `advance` to the next layer, to `train` its mixer) of each layer
-        by its index, with its process, its device and, on a GPU, the peak memory of the process until then, and the
-        cost, see `streaming_cost`; for a dry run the cost alone.
+        `{"stage", "steps", "tokens", "first_loss", "last_loss", "seconds", "resumed", "log", "layers", "cost"}`: as
+        `train` ("resumed": layers had been trained before), with losses and seconds (to `load` its weights, to
+        `advance` to the next layer, to `train` its mixer) of each layer by its index, with its process, its device
+        and, on a GPU, the peak memory of the process until then, and the cost, see `streaming_cost`; for a dry run the
+        cost alone.
 
     Raises:
         ValueError: as in `train`; or a folder cannot be read layer by layer, the spool belongs to another run or has
@@ -312,6 +313,7 @@ class _Run:
             "first_loss": log[0]["loss"],
             "last_loss": log[-1]["loss"],
             "seconds": round(seconds, 2),
+            "resumed": len(cost["layers"]) < len(self.layers),
             "log": log,
             "layers": {
                 str(layer): {

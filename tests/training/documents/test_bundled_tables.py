@@ -171,3 +171,10 @@ def test_a_length_that_was_not_measured_has_no_share():
     assert share(rows, "words", "niah", 128) == 25
     assert share(rows, "words", "niah", 128, "student") is None
     assert share(rows, "words", "niah", 256) is None
+
+
+def test_a_line_of_the_runs_has_the_recall_of_the_pass_that_was_kept():
+    run = read("bundled_run_muon")
+    kept, last = (row["dev_recall"]["mqar"]["1024"] for row in (bundled_tables.best_pass(run), run["epochs"][-1]))
+    assert run["best_epoch"] < len(run["epochs"]) and kept != last
+    assert bundled_tables.dev_share(run, "mqar") == f"{100 * kept:.1f}"

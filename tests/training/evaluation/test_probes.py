@@ -11,7 +11,17 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
-from hf_memmix.training.evaluation.probes import TASKS, Material, by_length, draw, plot_probes, run_probes, score
+from hf_memmix.training.evaluation.probes import (
+    TASKS,
+    Material,
+    by_length,
+    draw,
+    gain_text,
+    plot_probes,
+    run_probes,
+    score,
+)
+from hf_memmix.training.evaluation.probes.grid import means
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 ANSWERED_BY_COPYING = ("niah", "niah_multi", "kv", "mqar")
@@ -100,6 +110,28 @@ def test_a_copying_model_recalls_and_a_constant_model_does_not(bundled):
         assert row["deaf"]["exact"] == 0 and row["deaf"]["gain"] == pytest.approx(0, abs=1e-6)
 
 
+def test_answers_of_a_long_sequence_have_other_values_in_the_control(bundled):
+    """It has more pairs than there are values, so none is free for the control."""
+    (sample,) = draw("mqar", bundled, 8192, None, seed=0, count=1)
+    end = min(answer.start for answer in sample.answers)
+    assert len(sample.answers) > 2 * len(bundled.values)
+    changed = sum(ours != theirs for ours, theirs in zip(sample.ids[:end], sample.control[:end], strict=True))
+    assert changed > 0.9 * len(sample.answers) and sum(a.replaced for a in sample.answers) > 0.9 * len(sample.answers)
+
+
+def test_answers_that_the_control_repeats_do_not_count_as_no_gain(bundled):
+    """No other value has as many tokens, so the control of a needle is the sample itself."""
+    samples = draw("niah", bundled, 128, 0.5, seed=0, count=300)
+    same = [sample for sample in samples if sample.ids == sample.control]
+    assert same and all(sample.answers[0].replaced == (sample not in same) for sample in samples)
+    chosen = [*same[:2], *[sample for sample in samples if sample not in same][:2]]
+    scores = [one for sample in chosen for one in score(Copier(4096), [sample])]
+    assert [one.gain is None for one in scores] == [True, True, False, False]
+    assert means(scores)["gain"] == pytest.approx((scores[2].gain + scores[3].gain) / 2)
+    assert means(scores)["gain_error"] == pytest.approx(abs(scores[2].gain - scores[3].gain) / 2)
+    assert gain_text(means(scores[:2])) == "" and means(scores[:2])["gain"] is None
+
+
 def test_chains_and_counting_are_more_than_copying(small):
     results = run_probes({"copier": Copier(32)}, small, tasks=("variables", "common_words"), lengths=(96,), samples=8)
     assert all(row["copier"]["exact"] < 0.7 for row in results["summary"])
@@ -153,6 +185,9 @@ def test_mistakes(small, bundled):
         ({"tasks": ("nosuch",)}, "'nosuch' is unknown"),
         ({"lengths": (8,)}, "give a longer"),
         ({"depths": (1.5,)}, "outside 0 to 1"),
+        ({"tasks": ("niah", "niah")}, "task 'niah' is named twice"),
+        ({"lengths": (64, 64)}, "length 64 is named twice"),
+        ({"depths": (0.5, 0, 0.0)}, "depth 0 is named twice"),
         ({"samples": 0}, "at least one"),
         ({"lengths": (64, 99_999_999)}, "length 99999999 needs 7999999920 tokens .* give shorter lengths"),
     ):

@@ -46,8 +46,8 @@ def run_probes(
         over all cells of a task that every model can read. `chance` and `choice` are None without candidates.
 
     Raises:
-        ValueError: a task is unknown, a depth is outside 0 to 1, a length is too short for a task, or the sequences
-            of one task and length have more than `MAX_CELL_TOKENS` tokens.
+        ValueError: a task is unknown, a task, length or depth is named twice, a depth is outside 0 to 1, a length is
+            too short for a task, or the sequences of one task and length have more than `MAX_CELL_TOKENS` tokens.
     """
     limits = [limit_of(model) if isinstance(model, nn.Module) else math.inf for model in models.values()]
     readable = tuple(length for length in lengths if length <= max(limits, default=0))
@@ -84,20 +84,31 @@ def run_probes(
 
 
 def means(scores: list[Scores]) -> dict:
-    """Means of the fields of `Scores` over answers, and the standard error of the mean gain."""
+    """Means of the fields of `Scores` over answers, and the standard error of the mean gain.
+
+    The gain is the mean over the answers that have one; None if no answer has one.
+    """
     choices = [s.choice for s in scores if s.choice is not None]
     count = max(1, len(scores))
     gains = [s.gain for s in scores if s.gain is not None]
-    gain = sum(gains) / count if gains or not scores else None
+    gained = max(1, len(gains))
+    gain = sum(gains) / gained if gains or not scores else None
     return {
         "nll": sum(s.nll for s in scores) / count,
         "exact": sum(s.exact for s in scores) / count,
         "choice": sum(choices) / len(choices) if choices else None,
         "gain": gain,
         "gain_error": (
-            None if gain is None else (sum((g - gain) ** 2 for g in gains) / max(1, count - 1) / count) ** 0.5
+            None if gain is None else (sum((g - gain) ** 2 for g in gains) / max(1, gained - 1) / gained) ** 0.5
         ),
     }
+
+
+def gain_text(means: dict | None) -> str:
+    """The gain of `means` with its standard error; "" without a gain."""
+    if means is None or means["gain"] is None:
+        return ""
+    return f"{means['gain']:.2f} ± {means['gain_error']:.2f}"
 
 
 def by_length(results: dict) -> list[dict]:
@@ -122,9 +133,17 @@ def by_length(results: dict) -> list[dict]:
     return table
 
 
+def refuse_repeated(name: str, values) -> None:
+    """Raise ValueError for a task, length or depth that is named twice: its answers would count twice."""
+    if repeated := [value for value in values if list(values).count(value) > 1]:
+        raise ValueError(f"{name} {repeated[0]!r} is named twice; name each {name} once")
+
+
 def _check(tasks, lengths, readable, depths, samples) -> None:
     if unknown := [task for task in tasks if task not in TASKS]:
         raise ValueError(f"task {unknown[0]!r} is unknown; there are {', '.join(TASKS)}")
+    for name, values in (("task", tasks), ("length", lengths), ("depth", depths)):
+        refuse_repeated(name, values)
     if bad := [depth for depth in depths if not 0 <= depth <= 1]:
         raise ValueError(f"depth {bad[0]} is outside 0 to 1")
     if samples < 1 or not (tasks and lengths and depths):

@@ -22,12 +22,15 @@ class Answer:
 
     depth: position of the answer in the context, from 0 (start) to 1 (end); None if it is in many places.
     candidates: first tokens of all possible answers, with the right one; empty if every token is possible.
+    replaced: whether the control's context has something else in the place of this answer. Without it, a control
+        measures nothing.
     """
 
     start: int
     stop: int
     depth: float | None = None
     candidates: tuple[int, ...] = ()
+    replaced: bool = True
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ def _text(value: float, scale: int) -> str:
 def _value(cells: list[dict], length: int, depth: float | None, model: str, measure: str) -> float:
     for cell in cells:
         if (cell["length"], cell["depth"]) == (length, depth) and cell[model] is not None:
-            return cell[model][measure]
+            value = cell[model][measure]
+            return float("nan") if value is None else value
     return float("nan")
 
 

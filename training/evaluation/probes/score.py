@@ -19,7 +19,7 @@ class Scores:
     nll: nats per token.
     exact: whether every token of the answer has the highest probability.
     choice: whether its first token is the likeliest one among the candidates' first tokens; None without candidates.
-    gain: nll in the control minus nll; None if the control was not read.
+    gain: nll in the control minus nll; None if the control was not read, or has the same answer in its context.
     """
 
     answer: Answer
@@ -58,7 +58,7 @@ def score(model: nn.Module, samples: list[Sample], batch_size: int = 8, control:
                 span = slice(at, at + answer.stop - answer.start)
                 at = span.stop
                 rows, nll = results[span], _nll(results[span])
-                gain = _nll(control_results[span]) - nll if control else None
+                gain = _nll(control_results[span]) - nll if control and answer.replaced else None
                 scores.append(Scores(answer, nll, all(row[1] for row in rows), rows[0][2], gain))
     finally:
         model.train(training)

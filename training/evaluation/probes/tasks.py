@@ -102,7 +102,9 @@ def _haystack(material: Material, length: int, draw: random.Random, needles, que
         last = here
     tail = [*filler[last:], *question, *answer]
     firsts = tuple(tokens[0] for _, tokens in candidates)
-    return Sample(ids + tail, control + tail, [Answer(length - len(answer), length, needles[0][0], firsts)])
+    depth, said, said_in_control = needles[0]
+    answers = [Answer(length - len(answer), length, depth, firsts, said != said_in_control)]
+    return Sample(ids + tail, control + tail, answers)
 
 
 def sentence_end(material: Material, filler: list[int], place: int) -> int:
@@ -113,11 +115,17 @@ def sentence_end(material: Material, filler: list[int], place: int) -> int:
 
 
 def _equally_long(values: list, chosen: list, draw: random.Random) -> list:
-    """For the control: another value with as many tokens for each chosen one, or the same one if there is no other."""
+    """For the control: another value with as many tokens for each chosen one.
+
+    It is not chosen itself, except in a long sequence, which has all values. A value stays if no other has its number
+    of tokens.
+    """
     others, taken = [], set(chosen)
-    free = {size: [v for v in values if len(v[1]) == size and v not in taken] for size in {len(v[1]) for v in chosen}}
+    equal = {size: [v for v in values if len(v[1]) == size] for size in {len(v[1]) for v in chosen}}
+    free = {size: [v for v in found if v not in taken] for size, found in equal.items()}
     for value in chosen:
-        same = free[len(value[1])]
+        size = len(value[1])
+        same = free[size] or [v for v in equal[size] if v != value]
         others.append(draw.choice(same) if same else value)
     return others
 
@@ -194,7 +202,7 @@ def dictionary(material: Material, length: int, depth: float, draw: random.Rando
     head = [*material.start, *material.window(length - len(material.start) - sum(map(len, texts)) - len(tail), draw)]
     control_texts = texts[:asked] + [_pair_tokens(material, key, other, PAIR_LINE)] + texts[asked + 1 :]
     firsts = tuple({v[1][0]: None for _, v in pairs})
-    answers = [Answer(length - len(value[1]), length, depth, firsts)]
+    answers = [Answer(length - len(value[1]), length, depth, firsts, other != value)]
     return Sample(head + _joined(texts) + tail, head + _joined(control_texts) + tail, answers)
 
 
@@ -208,7 +216,8 @@ def recall(material: Material, length: int, depth: float | None, draw: random.Ra
     for i in draw.sample(range(len(pairs)), len(pairs)):
         queries += texts[i]
         end += len(texts[i])
-        answers.append(Answer(end - len(pairs[i][1][1]), end, i / (len(pairs) - 1), firsts))
+        value = pairs[i][1]
+        answers.append(Answer(end - len(value[1]), end, i / (len(pairs) - 1), firsts, others[i] != value))
     return Sample(head + _joined(texts) + queries, head + _joined(control_texts) + queries, answers)
 
 
@@ -236,7 +245,8 @@ def common_words(material: Material, length: int, depth: float | None, draw: ran
     texts, control_texts = (_joined((*word[1], *comma) for word in words)
                   for words in (items, [other if word is often else word for word in items]))  # fmt: skip
     head, tail = [*material.start, *filler], [*question, *often[1]]
-    answers = [Answer(length - len(often[1]), length, None, tuple({word[1][0]: None for word in items}))]
+    firsts = tuple({word[1][0]: None for word in items})
+    answers = [Answer(length - len(often[1]), length, None, firsts, other is not often)]
     return Sample(head + texts + tail, head + control_texts + tail, answers)
 
 
@@ -253,7 +263,7 @@ def mentions(material: Material, length: int, depth: float | None, draw: random.
     for first, _ in found:
         if first not in asked:
             control[first] = draw.choice(ids)
-    answers = [Answer(at, at + 1, first / at) for first, at in found]
+    answers = [Answer(at, at + 1, first / at, replaced=control[first] != ids[first]) for first, at in found]
     return Sample(ids, control, answers)
 
 

@@ -235,6 +235,9 @@ def save_student(
     folder is used.
 
     Args:
+        student: a converted model.
+        path: the folder to write.
+        tokenizer: is saved beside the model, if given.
         overwrite: replace an existing folder.
         dtype: cast the student to it first, in place.
         files: contents of further files by name.

@@ -64,6 +64,20 @@ class MemMixModel(MemMixPreTrained):
         use_cache=None,
         **kwargs,
     ):
+        """The native model's output; `past_key_values` in it is a `RecurrentStateCache` if none was given.
+
+        Args:
+            input_ids, inputs_embeds: tokens [B, T] of int64, or their embeddings [B, T, hidden]; one of the two.
+            attention_mask: [B, T], or with a cache [B, tokens read + T]; 0 hides a token, in any pattern.
+            position_ids: [B, T]; by default pads have no position.
+            past_key_values: the cache of the tokens before; it is advanced in place.
+            use_cache: whether to make a cache; default: the configuration's.
+            kwargs: `cu_seq_lens_q` [N + 1] or `seq_idx` [B, T] for packed sequences, and those of the native model.
+
+        Raises:
+            ValueError: no tokens; embeddings that are not finite; a mask, positions or packing that do not fit each
+                other or the cache; or a cache while activations are checkpointed in training.
+        """
         if inputs_embeds is not None:
             check_finite(inputs_embeds)
         if (input_ids is None) == (inputs_embeds is None):

@@ -1,10 +1,14 @@
 """Tiny random teachers of every family in the conversion table, a tokenizer and a text for them."""
 
+import functools
 import random
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from hf_memmix.conversion.families import extract_attention
+from hf_memmix.conversion.from_attention import STARTS
 
 MOE = {
     "num_experts": 4,
@@ -61,6 +65,13 @@ def tiny_teacher(model_type="llama", layers=3, seed=0, vocab_size=64, **override
             elif parameter.ndim == 2:
                 parameter.mul_(4)
     return model.eval()
+
+
+@functools.cache
+def rotating_mixers():
+    """The mixers whose start from a rotary attention asks for rotary embeddings, by name."""
+    attention = extract_attention(tiny_teacher("llama", layers=1), 0)
+    return [name for name in sorted(STARTS) if STARTS[name].options(attention).get("use_rope")]
 
 
 WORDS = "the cat dog sat ran on to a mat sea and of in he said earth heaven light day night".split()  # noqa: SIM905

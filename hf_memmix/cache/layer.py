@@ -126,7 +126,11 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
             self.seen += tokens
 
     def allocate(self, states: States):
-        """Set the tensors that hold the states. In a static cache their addresses do not change afterwards."""
+        """Set the tensors that hold the states. In a static cache their addresses do not change afterwards.
+
+        Args:
+            states: tensors [B, ...] by name, at least one, with shapes and dtypes of the mixer's `state_shapes`.
+        """
         self.states = states
         self.device = next(iter(states.values())).device
         if self.static:
@@ -303,9 +307,11 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         )
 
     def update_conv_state(self, *args, **kwargs):
+        """The library's own recurrent layers call this; here it raises ValueError, because states have names."""
         raise ValueError("this layer keeps named states: use put()")
 
     def update_recurrent_state(self, *args, **kwargs):
+        """As `update_conv_state`: always a ValueError."""
         raise ValueError("this layer keeps named states: use put()")
 
     # ---- helpers

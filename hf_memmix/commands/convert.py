@@ -31,7 +31,10 @@ from hf_memmix.commands.progress import progress
 def convert(
     teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")],
     out_dir: Annotated[Path | None, typer.Option("--out", help="Folder to write the student to.")] = None,
-    mixer: Annotated[str | None, typer.Option(help="Mixer that replaces the attention.", show_default="gka")] = None,
+    mixer: Annotated[
+        str | None,
+        typer.Option(help="Mixer that replaces the attention, e.g. gka; a wrong name lists all.", show_default="gka"),
+    ] = None,
     layers: Annotated[
         str | None,
         typer.Option(
@@ -122,7 +125,7 @@ def convert(
         return
     _print_kinds(report.kinds(), report.counts(), report.mixer is None)
     into = f" to {_layers_of_mixers(report.layers)}" if report.mixer is None else ""
-    out.print(f"layers {report.converted} converted{into}, {report.kept} kept; student written to {out_dir}")
+    out.print(f"layers {report.converted} converted{into}, {report.kept or 'none'} kept; student written to {out_dir}")
 
 
 @one_line_errors
@@ -186,7 +189,9 @@ def _print_estimate(result: dict) -> None:
     kept = [i for i, kind in enumerate(kinds) if kind == "attention"]
     _print_kinds(result["kinds"], result["counts"], result["mixer"] is None)
     become = _layers_of_mixers(kinds) if result["mixer"] is None else result["mixer"]
-    out.print(f"{len(kinds)} layers: {len(kinds) - len(kept)} become {become}, attention stays in {kept}")
+    out.print(
+        f"{len(kinds)} layers: {len(kinds) - len(kept)} become {become}, attention stays in {kept or 'no layer'}"
+    )
     options = result["options"] if result["mixer"] is None else {"": result["options"]}
     for mixer, own in options.items():
         text = ", ".join(f"{name}={value}" for name, value in own.items())

@@ -22,7 +22,9 @@ def plan(
     teacher: Annotated[Path, typer.Option(help="The transformer to convert: a folder or a Hub id.")],
     gpu_memory: Annotated[str, typer.Option("--gpu-memory", help='Memory of one GPU, e.g. "24GiB".')],
     tokens: Annotated[str, typer.Option(help='Tokens of each training stage, e.g. "50M".')] = "50M",
-    mixer: Annotated[str, typer.Option(help="Mixer that replaces the attention.")] = "gka",
+    mixer: Annotated[
+        str, typer.Option(help="Mixer that replaces the attention, e.g. gka; a wrong name lists all.")
+    ] = "gka",
     keep_layers: KeepLayers = None,
     keep_count: KeepCount = None,
     gpus: Annotated[int, typer.Option(min=1, max=1024, help="Number of GPUs that may be used.")] = 1,

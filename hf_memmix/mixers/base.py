@@ -65,6 +65,9 @@ class AttentionShape:
 
     @classmethod
     def of(cls, config) -> "AttentionShape":
+        """The sizes in a configuration of transformers; without `num_key_value_heads` every head has keys of its own,
+        and without `head_dim` the heads share out the hidden size.
+        """
         heads = config.num_attention_heads
         return cls(
             hidden_size=config.hidden_size,

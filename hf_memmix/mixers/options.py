@@ -135,4 +135,5 @@ class MixerOptions:
         return cls(**options)
 
     def to_dict(self) -> dict:
+        """The values by name, lists as lists: what a config's `mixers[name]` holds, a copy."""
         return dataclasses.asdict(self)

@@ -13,7 +13,7 @@ from hf_memmix.conversion.families import FAMILIES, attention_module, attention_
 from hf_memmix.conversion.from_attention import STARTS, Start
 from testing import MIXERS as ROWS
 from testing import every_third, in_turn
-from tiny_teachers import tiny_teacher
+from tiny_teachers import rotating_mixers, tiny_teacher
 
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -64,7 +64,7 @@ def test_student_of_every_family_ignores_padding_and_is_saved(model_type, tmp_pa
     torch.testing.assert_close(logits[:1, 5:], alone, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("mixer", ["gka", "lattice"])
+@pytest.mark.parametrize("mixer", rotating_mixers())
 def test_mixers_do_not_rotate_in_layers_without_rotary_embeddings(mixer, tmp_path):
     convert_model(tiny_teacher("smollm3", layers=5), mixer).save_pretrained(tmp_path)
     student = load_model(tmp_path)

@@ -6,7 +6,8 @@ import torch
 from hf_memmix import MIXERS as MIXER_CLASSES
 from testing import MIXERS, tiny_config
 
-# other values of options that are not flags; the value of a flag is inverted
+# other values of options that are not flags; the value of a flag is inverted. A mixer without a row runs with the
+# values of tests/testing.py and its flags
 VALUES = {
     "gka": {
         "solver_phases": [[5, 4]],
@@ -37,7 +38,7 @@ def variants():
         defaults = options_class.from_dict(row).to_dict()
         yield mixer, {}
         for name, default in defaults.items():
-            for value in [not default] if isinstance(default, bool) else VALUES[mixer].get(name, []):
+            for value in [not default] if isinstance(default, bool) else VALUES.get(mixer, {}).get(name, []):
                 beside = {k: v for k, v in BESIDE.get(name, {}).items() if k in defaults}
                 yield mixer, {name: value, **beside}
 

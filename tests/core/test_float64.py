@@ -33,7 +33,8 @@ def test_no_float32(family, mixer):
     model, ids = tiny_model(family, "odd", mixer), random_ids(1, 11)
     with Float32Values() as seen:
         out = model(ids, labels=ids)
-    assert not seen.names and out.loss.dtype == out.logits.dtype == torch.float64
+    assert not seen.names, "these functions return float32; take the dtype of an input, as layers.at_least_fp32 does"
+    assert out.loss.dtype == out.logits.dtype == torch.float64
     out = model.generate(ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True, output_logits=True)
     assert {t.dtype for t in out.logits} == {torch.float64}
 

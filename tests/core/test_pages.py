@@ -96,7 +96,7 @@ def test_kernels_copy_no_page(mixer, monkeypatch):
 
 def _refuse_pages(method, name):
     def call(tensor, *args, **kwargs):
-        assert tensor.shape[:1] != (PAGES,), f"{name} of a pool"
+        assert tensor.shape[:1] != (PAGES,), f"{name} of a pool: the kernel of a step reads and writes pages itself"
         return method(tensor, *args, **kwargs)
 
     return call

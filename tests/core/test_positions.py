@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from core.checks import left_padded
+from core.mixer_variants import VARIANTS
 from hf_memmix import RecurrentStateCache
 from testing import LAYOUTS, MIXERS, assert_same, build, random_ids, tiny_config, tiny_model
 
@@ -85,7 +86,7 @@ def test_pads_without_memory_layers(make):
 
 
 # options with which a mixer reads positions
-ROTATED = {"gka": {"use_rope": True}, "lattice": {"use_rope": True, "slots": None}}
+ROTATED = {mixer: options for mixer, options in VARIANTS if options.get("use_rope")}
 
 
 @torch.no_grad()

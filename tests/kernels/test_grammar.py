@@ -1,9 +1,11 @@
 """Every op folder has the same files, and each file contains what CONTRIBUTING.md, "Add a mixer", says of its name."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
+from ops_table import OPS as ROWS
 
 import hf_memmix_kernels
 
@@ -18,6 +20,9 @@ GROUPS = {"inputs", "outputs", "upstream", "grads", "layout"}
 WITHOUT_STATE = "rowwise"  # its functions treat each token alone, so it has no decode step and registers no operators
 
 every_op = pytest.mark.parametrize("folder", OPS, ids=lambda path: path.name)
+with_state = pytest.mark.parametrize(
+    "folder", [path for path in OPS if path.name != WITHOUT_STATE], ids=lambda path: path.name
+)
 
 
 def modules(folder: Path) -> list[tuple[str, ast.Module]]:
@@ -123,7 +128,7 @@ def test_an_op_folder_follows_the_grammar(folder):
     assert not faults(folder)
 
 
-@pytest.mark.parametrize("folder", [path for path in OPS if path.name != WITHOUT_STATE], ids=lambda path: path.name)
+@with_state
 def test_an_op_registers_its_operators(folder):
     """op.py registers operators for forward, backward and the decode step."""
     tree = ast.parse((folder / "op.py").read_text())
@@ -133,6 +138,27 @@ def test_an_op_registers_its_operators(folder):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("chunk_op", "step_op")
     }
     assert {"fwd", "bwd", "step"} <= names
+
+
+@with_state
+def test_an_op_asks_for_its_path(folder):
+    """Otherwise the tests of the Triton path would run the torch path."""
+    calls = [node for node in ast.walk(ast.parse((folder / "op.py").read_text())) if isinstance(node, ast.Call)]
+    asked = {ast.unparse(node.args[1]) for node in calls if ast.unparse(node.func) == "use_triton"}
+    assert repr(folder.name) in asked, f"op.py chooses by use_triton(x, {folder.name!r}), see _dispatch.py"
+
+
+@with_state
+def test_an_op_is_exported_and_tested(folder):
+    exported = set(importlib.import_module(f"hf_memmix_kernels.{folder.name}").__all__)
+    public = {name for name in exported if name.startswith(("chunk_", "naive_")) or name.endswith("_step")}
+    assert public, "__init__.py of the op names its public functions in __all__"
+    missing = public - set(hf_memmix_kernels.__all__)
+    assert not missing, f"import {sorted(missing)} in hf_memmix_kernels/__init__.py and name them in its __all__"
+    modules = {row.naive.__module__ for row in ROWS}
+    assert f"hf_memmix_kernels.{folder.name}.naive" in modules, (
+        "write the op's row of OPS in tests/kernels/ops_table.py"
+    )
 
 
 @every_op

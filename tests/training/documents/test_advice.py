@@ -53,7 +53,7 @@ def test_gka_has_the_lowest_kl_of_the_mixers_with_both_transformers(students):
 
 def test_lattice_recalls_nearly_as_much_as_gka_with_kept_layers_only(students):
     assert "as many needles and nearly as many pairs at 1,024 tokens as with `gka`; without" in text_of("README.md")
-    assert "Then it keeps nearly as much recall as `gka`, without kept layers less" in text_of(
+    assert "Then it keeps nearly as much recall as `gka`; without kept layers it keeps less" in text_of(
         "training/convert_your_model.md"
     )
     for keep, how, layout in list(students):
@@ -75,15 +75,15 @@ def test_what_the_readme_says_of_the_recall_teacher_and_its_longest_student(stud
     teacher = [row for row in read("recall_grid")["rows"] if row["stage"] == "teacher"]
     assert int(share(students[3, "uniform", "gka"], "variables", 1024)) == 56
     assert int(share(teacher, "variables", 1024)) == 72
-    assert "Of as many pairs as fill these 1,024 tokens it knows at most a quarter" in readme
-    assert "at 2,048 tokens, or with words of no drill, it knows fewer of the 32" in readme
+    assert "If the pairs fill all of these 1,024 tokens, it knows at most a quarter of them." in readme
+    assert "At 2,048 tokens, or with words that no drill contained, it knows fewer of the 32" in readme
     longer = [[read(name)] for name in ("recall_raised", "recall_raised_long")]
     for rows in longer:
         known = share(rows, "mqar_32", 1024)
         assert share(rows, "niah", 1024) == 100 and known > 95 and share(rows, "mqar", 1024) <= 25
         assert max(share(rows, "mqar_32", 2048), share(rows, "mqar_32_unseen", 1024)) < known - 20
     advice = text_of("training/convert_your_model.md")
-    assert "knows only 10 and 25 %, of 32 pairs with words of no drill 38 and 53 %" in advice
+    assert "knows only 10 and 25 % of them, and of 32 pairs with words that no drill contained 38 and 53 %" in advice
     assert [round(share(rows, "mqar", 1024)) for rows in longer] == [10, 25]
     assert [round(share(rows, "mqar_32_unseen", 1024)) for rows in longer] == [38, 53]
     own = text_of("training/experiments/recall_teacher/README.md")

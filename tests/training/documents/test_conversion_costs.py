@@ -76,7 +76,7 @@ def test_the_commands_of_the_page_have_these_options():
         arguments = {parameter.name for parameter in known[name].params if parameter.param_type_name == "argument"}
         assert required - arguments <= {options[word].name for word in given}, name
         used.append(name)
-    assert {"convert", "align", "select", "distill", "report", "eval"} == set(used)
+    assert {"convert", "plan", "align", "select", "distill", "report", "eval"} == set(used)
 
 
 def test_the_links_of_the_page_exist():

@@ -373,7 +373,7 @@ def scan_coffee(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`chunk_coffee` token by token: one fused kernel on a GPU, without a wait for the host."""
+    """`chunk_coffee`, its arguments, results and errors, token by token: one fused kernel on a GPU, no wait for it."""
     return _run("scan_coffee", "scan", u, lam, w, C, w_filter, gate, feedback, initial_state, cu_seqlens)
 
 

@@ -322,6 +322,27 @@ def test_eager_calls_bypass_the_registered_op(op, monkeypatch):
 
 
 @once_per_function
+def test_autocast_does_not_round_what_an_op_computes(op, monkeypatch):
+    """The torch paths multiply matrices, also states, which autocast would round to bfloat16."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    inputs, weights = op.draw(SHAPE, torch.float32), []
+
+    def results():
+        # a fresh state, because a step changes its state
+        torch.manual_seed(0)
+        state = op.draw_state(SHAPE, 1, torch.float32)
+        found = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
+        if "sketch" in inputs:  # autograd multiplies by the sketch for its gradients, as for those of any linear layer
+            found = {name: t for name, t in found.items() if not name.startswith("d ")}
+        return [*found.values(), op.step(op, op.tokens(inputs, slice(0, 1)), state), *state]
+
+    want = results()
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+        got = results()
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@once_per_function
 @pytest.mark.parametrize("by", ["backward", "grad", "grad of a constant", "torch.func", "the registered op"])
 def test_a_gradient_cannot_be_differentiated_again(op, by, monkeypatch):
     """Kernels compute the gradient, so autograd would return a wrong second derivative; it must raise instead.

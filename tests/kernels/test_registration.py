@@ -80,6 +80,16 @@ def test_inputs_that_are_not_contiguous_compile(op, path, monkeypatch):
             assert (told.shape, told.stride(), told.dtype) == (got.shape, got.stride(), got.dtype), func
 
 
+@pytest.mark.parametrize("op", [op for op in OPS if op.name in ("gla", "gla_shared", "short_conv")], ids=str)
+def test_inputs_with_heads_before_tokens(op, backend):
+    """[B, H, T, D].transpose(1, 2), as attention has them: results and gradients are those of contiguous inputs."""
+    inputs, weights = op.draw(Shape(2, 5, 2, 2, 16, 16), torch.float32), []
+    want = outputs_and_gradients(op, op.fast, inputs, None, weights=weights)
+    inputs = {name: t.transpose(1, 2).contiguous().transpose(1, 2) if t.dim() > 2 else t for name, t in inputs.items()}
+    got = outputs_and_gradients(op, op.fast, inputs, None, weights=weights)
+    assert all(error(got[name], want[name]) <= 1e-5 for name in want)
+
+
 @every_op
 def test_step_compiles_and_updates_in_place(op, backend):
     inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 1))

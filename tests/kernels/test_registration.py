@@ -90,6 +90,25 @@ def test_inputs_with_heads_before_tokens(op, backend):
     assert all(error(got[name], want[name]) <= 1e-5 for name in want)
 
 
+@once_per_function
+def test_boundaries_that_are_not_contiguous(op, backend):
+    inputs = op.draw(Shape(1, 5, 2, 2, 16, 16), torch.float32)
+    bounds = torch.tensor([[0, 3], [5, 3]], dtype=torch.int32, device=DEVICE)
+    got, want = (op.run(op.fast, inputs, None, cu_seqlens) for cu_seqlens in (bounds[:, 0], bounds[:, 0].clone()))
+    assert torch.equal(got[0], want[0])
+    assert all(torch.equal(a, b) for a, b in zip(got[1], want[1], strict=True))
+
+
+def test_a_bias_and_lengths_that_are_not_contiguous(backend):
+    import hf_memmix_kernels as K
+
+    x, weight, bias = (torch.randn(shape, device=DEVICE) for shape in ((2, 5, 4), (4, 3), (4, 2)))
+    lengths = torch.tensor([3], device=DEVICE).expand(2)
+    got = K.short_conv(x, weight, bias[:, 0], lengths=lengths)
+    want = K.short_conv(x, weight, bias[:, 0].clone(), lengths=lengths.clone())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @every_op
 def test_step_compiles_and_updates_in_place(op, backend):
     inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 1))

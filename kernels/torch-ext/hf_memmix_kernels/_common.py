@@ -85,6 +85,11 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int) -> None:
         )
 
 
+def dense(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x with contiguous memory: kernels read boundaries, lengths and biases one after the other."""
+    return None if x is None else x.contiguous()
+
+
 def num_sequences(batch: int, cu_seqlens: torch.Tensor | None) -> int:
     """The number of independent sequences, and therefore of states, in an input."""
     return batch if cu_seqlens is None else cu_seqlens.numel() - 1

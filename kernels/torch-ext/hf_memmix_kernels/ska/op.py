@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .._chunks import sequence_ids
-from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
+from .._common import check_cu_seqlens, check_heads, compute_dtype, dense, num_sequences
 from .._dispatch import use_triton
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
@@ -280,7 +280,7 @@ def chunk_ska(
     if normalization == "sequence_max":
         state = (*state[:3], sequence_max(z, state[3], cu_seqlens, lengths), state[4])
     o, *final = _ska_fwd(
-        q, z, v, gain_of(q, gamma, eta, power), *state, cu_seqlens, lengths,
+        q, z, v, gain_of(q, gamma, eta, power), *state, dense(cu_seqlens), dense(lengths),
         chunk_size, power, float(eps), spectral_norm, float(sigma_floor),
     )  # fmt: skip
     return o, tuple(final)

@@ -12,7 +12,6 @@ Shapes: B batch, T tokens of a piece, P pieces on all ranks, in the order of the
 """
 
 import dataclasses
-import functools
 import types
 from collections import deque
 
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_memmix_kernels import chunk_gla
-from hf_memmix_kernels._common import compute_dtype
+from hf_memmix_kernels._common import compute_dtype, without_autocast
 
 # messages that may be under way: each holds a state, and more than the number of ranks do not help
 MAX_UNDER_WAY = 8
@@ -209,17 +208,6 @@ def scan_at_once(mixer, parts: list[tuple[dict[str, Tensor], Tensor | None]], ra
 def _ends(mixer, tokens: dict[str, Tensor]) -> dict[str, Tensor]:
     """The states [B, C, taps - 1] of the short convolutions after a piece: its last inputs."""
     return {name: x[:, x.shape[1] - taps :].mT for name, (x, taps) in mixer.convolved(tokens).items()}
-
-
-def without_autocast(function):
-    """`function(first, ...)` computes in the dtypes of its tensors: autocast would round states to bfloat16."""
-
-    @functools.wraps(function)
-    def exact(first, *others):
-        with torch.autocast(first.device.type, enabled=False):
-            return function(first, *others)
-
-    return exact
 
 
 @without_autocast

@@ -80,6 +80,35 @@ def test_inputs_that_are_not_contiguous_compile(op, path, monkeypatch):
             assert (told.shape, told.stride(), told.dtype) == (got.shape, got.stride(), got.dtype), func
 
 
+@pytest.mark.parametrize("op", [op for op in OPS if op.name in ("gla", "gla_shared", "short_conv")], ids=str)
+def test_inputs_with_heads_before_tokens(op, backend):
+    """[B, H, T, D].transpose(1, 2), as attention has them: results and gradients are those of contiguous inputs."""
+    inputs, weights = op.draw(Shape(2, 5, 2, 2, 16, 16), torch.float32), []
+    want = outputs_and_gradients(op, op.fast, inputs, None, weights=weights)
+    inputs = {name: t.transpose(1, 2).contiguous().transpose(1, 2) if t.dim() > 2 else t for name, t in inputs.items()}
+    got = outputs_and_gradients(op, op.fast, inputs, None, weights=weights)
+    assert all(error(got[name], want[name]) <= 1e-5 for name in want)
+
+
+@once_per_function
+def test_boundaries_that_are_not_contiguous(op, backend):
+    inputs = op.draw(Shape(1, 5, 2, 2, 16, 16), torch.float32)
+    bounds = torch.tensor([[0, 3], [5, 3]], dtype=torch.int32, device=DEVICE)
+    got, want = (op.run(op.fast, inputs, None, cu_seqlens) for cu_seqlens in (bounds[:, 0], bounds[:, 0].clone()))
+    assert torch.equal(got[0], want[0])
+    assert all(torch.equal(a, b) for a, b in zip(got[1], want[1], strict=True))
+
+
+def test_a_bias_and_lengths_that_are_not_contiguous(backend):
+    import hf_memmix_kernels as K
+
+    x, weight, bias = (torch.randn(shape, device=DEVICE) for shape in ((2, 5, 4), (4, 3), (4, 2)))
+    lengths = torch.tensor([3], device=DEVICE).expand(2)
+    got = K.short_conv(x, weight, bias[:, 0], lengths=lengths)
+    want = K.short_conv(x, weight, bias[:, 0].clone(), lengths=lengths.clone())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @every_op
 def test_step_compiles_and_updates_in_place(op, backend):
     inputs = op.tokens(op.draw(SHAPE, torch.float32), slice(0, 1))
@@ -319,6 +348,27 @@ def test_eager_calls_bypass_the_registered_op(op, monkeypatch):
     got = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
     assert not called
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@once_per_function
+def test_autocast_does_not_round_what_an_op_computes(op, monkeypatch):
+    """The torch paths multiply matrices, also states, which autocast would round to bfloat16."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
+    inputs, weights = op.draw(SHAPE, torch.float32), []
+
+    def results():
+        # a fresh state, because a step changes its state
+        torch.manual_seed(0)
+        state = op.draw_state(SHAPE, 1, torch.float32)
+        found = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
+        if "sketch" in inputs:  # autograd multiplies by the sketch for its gradients, as for those of any linear layer
+            found = {name: t for name, t in found.items() if not name.startswith("d ")}
+        return [*found.values(), op.step(op, op.tokens(inputs, slice(0, 1)), state), *state]
+
+    want = results()
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+        got = results()
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @once_per_function

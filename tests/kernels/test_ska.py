@@ -136,6 +136,14 @@ def test_prefix_mode_of_several_sequences(layout):
     assert all(error(a, b) <= 1e-9 for a, b in zip(state, want_state, strict=True))
 
 
+def test_prefix_mode_refuses_two_kinds_of_ends():
+    inputs = draw(SHAPE._replace(B=1), F64)
+    ends, bounds = torch.tensor([3], device=DEVICE), torch.tensor([0, 2, SHAPE.T], device=DEVICE)
+    for where in ({"lengths": ends, "cu_seqlens": bounds}, {"lengths": ends.repeat(2)}):
+        with pytest.raises(ValueError, match="lengths"):
+            K.prefix_ska(**inputs, **where)
+
+
 @pytest.mark.parametrize("normalization", ["running_max", "sequence_max"])
 def test_action_mask(normalization, backend):
     """A token outside the mask reads but is not stored and is not a neighbour of other tokens; its key gets no

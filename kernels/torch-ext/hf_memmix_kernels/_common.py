@@ -4,6 +4,9 @@ Letters in shapes: N sequences, B batch, T tokens, H heads, D head size. A packe
 and `cu_seqlens` [N+1] holds the boundaries of its sequences.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 MAX_HEAD_DIM = 256
@@ -24,6 +27,22 @@ def has_float64(device: torch.device) -> bool:
 def exact(x: torch.Tensor) -> torch.Tensor:
     """x in float64, on its own device or, where this has no float64, on the CPU."""
     return (x if has_float64(x.device) else x.cpu()).double()
+
+
+def without_autocast(function: Callable) -> Callable:
+    """`function` computes in the dtypes of its tensors: autocast would multiply its matrices, also states, in half
+    precision. The device is that of the first tensor among the arguments.
+    """
+
+    @functools.wraps(function)
+    def exact(*args, **options):
+        device = next(a for a in (*args, *options.values()) if isinstance(a, torch.Tensor)).device.type
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+            return function(*args, **options)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **options)
+
+    return exact
 
 
 def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **gates: torch.Tensor | None) -> None:
@@ -64,6 +83,11 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int) -> None:
         raise ValueError(
             f"cu_seqlens describes one packed row, the batch is {batch}; flatten it to [1, B*T, ...] first"
         )
+
+
+def dense(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x with contiguous memory: kernels read boundaries, lengths and biases one after the other."""
+    return None if x is None else x.contiguous()
 
 
 def num_sequences(batch: int, cu_seqlens: torch.Tensor | None) -> int:

@@ -20,12 +20,11 @@ def by_rows(x: Tensor) -> tuple[Tensor, int]:
 
     A slice of a wider tensor, for example of a fused projection, needs no copy.
     """
-    width, stride = 1, x.stride()
+    width, dense, stride = 1, True, x.stride()
     for size, step in zip(x.shape[:1:-1], stride[:1:-1], strict=True):
-        if step != width and size != 1:
-            break
+        dense = dense and (step == width or size == 1)
         width *= size
-    else:
+    if dense:
         # a token's stride is free if there is one token per row; a row's stride if there is one row
         (rows, tokens), (row, token) = x.shape[:2], stride[:2]
         if rows == 1 or row == token * tokens:

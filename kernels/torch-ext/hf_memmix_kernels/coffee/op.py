@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._chunks import checkpoint_slots
-from .._common import check_cu_seqlens, compute_dtype, num_sequences
+from .._common import check_cu_seqlens, compute_dtype, dense, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
@@ -311,7 +311,7 @@ def _run(
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
     tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
     y, final, _ = _fwd(
-        *differentiable[:-1], initial_state.to(dtype), cu_seqlens, feedback, save, method, float(tolerance),
+        *differentiable[:-1], initial_state.to(dtype), dense(cu_seqlens), feedback, save, method, float(tolerance),
         max_iterations, float(damping),
     )  # fmt: skip
     return y, final

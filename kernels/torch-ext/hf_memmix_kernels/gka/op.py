@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
+from .._common import check_cu_seqlens, check_heads, compute_dtype, dense, num_sequences, without_autocast
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
 from .._registration import all_plain, chunk_op, needs_op, op_is_faster, or_zeros, step_op
@@ -195,6 +195,7 @@ def state_shapes(
     return (sequences, heads, dim, dim), (sequences, heads, v.shape[-1], dim)
 
 
+@without_autocast
 def sketched(x: torch.Tensor, sketch: torch.Tensor | None) -> torch.Tensor:
     """S^T x of queries or keys: [B, T, heads, D] -> [B, T, heads, s]; x itself without a sketch."""
     if sketch is None:
@@ -263,7 +264,7 @@ def chunk_gka(
     phases = as_phases(num_iterations, refinement)
     dtype = compute_dtype(q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k = sketched(q, sketch), sketched(k, sketch)
+    q, k, cu_seqlens = sketched(q, sketch), sketched(k, sketch), dense(cu_seqlens)
     batch, _, heads, dim = q.shape
     if initial_state is None:
         states, values = num_sequences(batch, cu_seqlens), v.shape[-1]

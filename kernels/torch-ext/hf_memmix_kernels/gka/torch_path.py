@@ -13,7 +13,7 @@ import functools
 
 import torch
 
-from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks
+from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks, without_autocast
 from .._pages import read_pages, write_pages
 from .schedule import gradient_phases, richardson_steps
 
@@ -93,6 +93,7 @@ class _Rows:
         return self.merge(x.unflatten(1, (-1, self.groups)).sum(2))
 
 
+@without_autocast
 def gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size):
     """(o [B, T, H, Dv] in q's dtype, x [B, T, H, D] in the compute dtype, final H, final U)."""
     rows = _Rows(q, k, chunk_size, cu_seqlens)
@@ -105,6 +106,7 @@ def gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, rid
     return rows.merge(o).to(q.dtype), rows.merge(x), chunks.h_final, chunks.u_final
 
 
+@without_autocast
 def gka_backward(
     do,
     dh_final,
@@ -213,6 +215,7 @@ def _solve_token(h: torch.Tensor, q: torch.Tensor, phases: list[int], ridge: flo
     return x.view_as(q)
 
 
+@without_autocast
 def gka_step_torch(q, k, v, log_decay, alpha, beta, h_pool, u_pool, state_indices, phases, ridge, scale):
     """Advance (h, u), or their pages, in place by the one token of q, k, v [B, 1, heads, D].
 

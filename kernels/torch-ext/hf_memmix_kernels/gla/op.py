@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
+from .._common import check_cu_seqlens, check_heads, compute_dtype, dense, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
 from .._registration import chunk_op, module, or_zeros, step_op
@@ -182,7 +182,7 @@ def chunk_gla(
         raise ValueError(f"gla: initial_state must be {expected}, got {tuple(initial_state.shape)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     gates = (None if t is None else t.to(dtype) for t in (log_decay, beta, skip))
-    return _fwd(q, k, v, *gates, initial_state.to(dtype), cu_seqlens, float(scale), chunk_size)
+    return _fwd(q, k, v, *gates, initial_state.to(dtype), dense(cu_seqlens), float(scale), chunk_size)
 
 
 def gla_step(

@@ -9,7 +9,7 @@ broadcast.
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks
+from .._common import SequenceLayout, compute_dtype, decay_matrix, scan_chunks, without_autocast
 from .._pages import read_pages, write_pages
 
 
@@ -42,6 +42,7 @@ class _Chunks:
         return self.layout.merge(x.flatten(1, 2).permute(0, 2, 3, 1, 4)).contiguous()
 
 
+@without_autocast
 def gla_fwd_torch(
     q: Tensor,
     k: Tensor,
@@ -61,6 +62,7 @@ def gla_fwd_torch(
     return c.merge(o).to(q.dtype), c.final.flatten(1, 2)
 
 
+@without_autocast
 def gla_bwd_torch(
     do: Tensor,
     dfinal: Tensor,
@@ -113,6 +115,7 @@ def gla_bwd_torch(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg, dbeta, dskip, dinitial.flatten(1, 2)
 
 
+@without_autocast
 def gla_step_torch(
     q: Tensor,
     k: Tensor,

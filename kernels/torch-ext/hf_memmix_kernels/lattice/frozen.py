@@ -10,11 +10,12 @@ at Test Time)", https://arxiv.org/abs/2407.04620.
 import torch
 from torch import Tensor
 
-from .._common import compute_dtype
+from .._common import compute_dtype, without_autocast
 from .naive import BASELINES
 from .op import _check
 
 
+@without_autocast
 def frozen_lattice(
     q: Tensor,
     k: Tensor,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._common import check_cu_seqlens, compute_dtype, exact, num_sequences
+from .._common import check_cu_seqlens, compute_dtype, dense, exact, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
@@ -235,7 +235,7 @@ def _run(q, k, v, gamma, log_decay, variant, project, l1, initial_state, cu_seql
     save = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, gamma, log_decay, state)
     )
-    o, final, _ = _fwd(q, k, v, gamma, log_decay, state, cu_seqlens, variant, project, float(l1), chunked, save)
+    o, final, _ = _fwd(q, k, v, gamma, log_decay, state, dense(cu_seqlens), variant, project, float(l1), chunked, save)
     return o, final
 
 

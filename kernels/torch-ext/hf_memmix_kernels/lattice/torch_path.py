@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._common import SequenceLayout, compute_dtype
+from .._common import SequenceLayout, compute_dtype, without_autocast
 from .._pages import read_pages, write_pages
 from .naive import BASELINES
 from .sizes import CHECKPOINT
@@ -167,6 +167,7 @@ def _inputs(layout: SequenceLayout, dtype: torch.dtype, k, v, gamma, log_decay) 
     return [(*x, torch.ones_like(x[2]) if decay is None else decay.exp()) for *x, decay in steps]
 
 
+@without_autocast
 def lattice_fwd_torch(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
     """o, the final state [N, H, d, m] and the states before every 64th token [windows, G, m, d]."""
     dtype, rule = compute_dtype(q.dtype), (variant, project, l1)
@@ -183,6 +184,7 @@ def lattice_fwd_torch(q, k, v, gamma, log_decay, initial_state, cu_seqlens, vari
     return _gather(outputs, layout, v), S.mT.unflatten(0, initial_state.shape[:2]), kept
 
 
+@without_autocast
 def lattice_bwd_torch(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, variant, project, l1):
     """Gradients of q, k, v, gamma, log_decay (or None) and the initial state."""
     dtype, rule = compute_dtype(q.dtype), (variant, project, l1)
@@ -207,6 +209,7 @@ def lattice_bwd_torch(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept
     return *found, g.mT.unflatten(0, initial_state.shape[:2])
 
 
+@without_autocast
 def lattice_step_torch(q, k, v, gamma, log_decay, pool, state_indices, variant, project, l1):
     """Update the state [B, H, d, m], or its pages in `pool`, in place by one token; returns o [B, 1, H, d]."""
     (state,) = read_pages(state_indices, pool)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._common import check_cu_seqlens, num_sequences
+from .._common import check_cu_seqlens, dense, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
 from .._registration import all_plain, chunk_op, module, needs_op, op_is_faster, step_op
@@ -162,7 +162,7 @@ def short_conv(
     expected = (num_sequences(x.shape[0], cu_seqlens), x.shape[2], weight.shape[1] - 1)
     if initial_state is not None and tuple(initial_state.shape) != expected:
         raise ValueError(f"short_conv: initial_state must be {expected}, got {tuple(initial_state.shape)}.")
-    return _fwd(x, weight, bias, initial_state, cu_seqlens, lengths, silu, limit)
+    return _fwd(x, weight, dense(bias), initial_state, dense(cu_seqlens), dense(lengths), silu, limit)
 
 
 def short_conv_step(
@@ -193,7 +193,7 @@ def short_conv_step(
         raise ValueError(f"short_conv_step takes one token, got T={x.shape[1]}; use short_conv for more.")
     expected = (x.shape[0], x.shape[2], weight.shape[1] - 1)
     check_step_states("short_conv_step", (state,), (expected,), state_indices, any_stride=True)
-    return _step(x, weight, bias, state, state_indices, silu, limit)
+    return _step(x, weight, dense(bias), state, state_indices, silu, limit)
 
 
 @torch.library.custom_op("hf_memmix::short_conv_heads", mutates_args=("states",))

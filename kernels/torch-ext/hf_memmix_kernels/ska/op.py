@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .._chunks import sequence_ids
-from .._common import check_cu_seqlens, check_heads, compute_dtype, num_sequences
+from .._common import check_cu_seqlens, check_heads, compute_dtype, dense, num_sequences
 from .._dispatch import use_triton
 from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
@@ -178,6 +178,16 @@ def check(q, k, v, mask, gamma, eta, state, power, eps, chunk_size, sigma_floor,
         raise ValueError(f"ska: normalization={normalization!r} is not one of {NORMALIZATIONS}")
 
 
+def check_ends(cu_seqlens: Tensor | None, lengths: Tensor | None, batch: int):
+    """Raise ValueError unless at most one of them says where sequences end, in the right shape."""
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, batch)
+        if lengths is not None:
+            raise ValueError("ska: pass cu_seqlens (packed) or lengths (padded), not both")
+    if lengths is not None and lengths.shape != (batch,):
+        raise ValueError(f"ska: lengths must be [B] = {(batch,)}, got {tuple(lengths.shape)}")
+
+
 def masked(k: Tensor, mask: Tensor | None) -> Tensor:
     """z = m k: a token outside of the action mask does not change the statistics. A bool mask also stops NaN."""
     if mask is None:
@@ -258,12 +268,7 @@ def chunk_ska(
         ValueError: shapes or options do not fit; on a CPU also statistics that are not positive definite.
     """
     check(q, k, v, mask, gamma, eta, initial_state, power, eps, chunk_size, sigma_floor, normalization)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q.shape[0])
-        if lengths is not None:
-            raise ValueError("ska: pass cu_seqlens (packed) or lengths (padded), not both")
-    if lengths is not None and lengths.shape != q.shape[:1]:
-        raise ValueError(f"ska: lengths must be [B] = {tuple(q.shape[:1])}, got {tuple(lengths.shape)}")
+    check_ends(cu_seqlens, lengths, q.shape[0])
     dtype = compute_dtype(q.dtype)
     shapes = state_shapes(num_sequences(q.shape[0], cu_seqlens), k.shape[2], q.shape[3], v.shape[3])
     if initial_state is None:
@@ -275,7 +280,7 @@ def chunk_ska(
     if normalization == "sequence_max":
         state = (*state[:3], sequence_max(z, state[3], cu_seqlens, lengths), state[4])
     o, *final = _ska_fwd(
-        q, z, v, gain_of(q, gamma, eta, power), *state, cu_seqlens, lengths,
+        q, z, v, gain_of(q, gamma, eta, power), *state, dense(cu_seqlens), dense(lengths),
         chunk_size, power, float(eps), spectral_norm, float(sigma_floor),
     )  # fmt: skip
     return o, tuple(final)

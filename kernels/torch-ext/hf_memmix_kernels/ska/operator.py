@@ -10,6 +10,7 @@ All matrices are kept transposed, as the kernels need them: N^T = P M^T, Q^T = s
 import torch
 from torch import Tensor
 
+from .._common import without_autocast
 from .naive import JITTERS, POWER_ITERATIONS, SMALLEST_NORM, start_vector
 
 
@@ -65,6 +66,7 @@ def spectral_scale(Gt: Tensor, P: Tensor, MT: Tensor, NT: Tensor, power: int, si
 class Operator:
     """P, N^T, s and Q^T of a batch of statistics S [..., r, 2 r + P] with key norms nu [...]."""
 
+    @without_autocast
     def __init__(self, S, nu, power, eps, spectral_norm, sigma_floor, check, refuse=True):
         self.power, self.eps, self.nu = power, eps, nu
         G, self.MT, self.CT = split_statistics(S)

@@ -9,12 +9,13 @@ sequence and head. This mode therefore runs in torch on every device, and autogr
 import torch
 from torch import Tensor
 
-from .._common import SequenceLayout, check_cu_seqlens, compute_dtype, num_sequences
-from .op import check, gain_of, masked, sequence_max
+from .._common import SequenceLayout, compute_dtype, num_sequences, without_autocast
+from .op import check, check_ends, gain_of, masked, sequence_max
 from .operator import Operator
 from .state import State, check_state, state_shapes
 
 
+@without_autocast
 def prefix_ska(
     q: Tensor,
     k: Tensor,
@@ -42,8 +43,7 @@ def prefix_ska(
     check(q, k, v, mask, gamma, eta, initial_state, power, eps, 1, sigma_floor, "running_max")
     batch, T, heads, rank = q.shape
     kv_heads, dtype = k.shape[2], compute_dtype(q.dtype)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, batch)
+    check_ends(cu_seqlens, lengths, batch)
     shapes = state_shapes(num_sequences(batch, cu_seqlens), kv_heads, rank, v.shape[3])
     if initial_state is None:
         initial_state = tuple(q.new_zeros(shape, dtype=dtype) for shape in shapes)

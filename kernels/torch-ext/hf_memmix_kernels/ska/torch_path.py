@@ -11,7 +11,7 @@ Inside this file tensors are [N, Hk, chunks, c, D], queries [N, Hk, chunks, grou
 import torch
 from torch import Tensor
 
-from .._common import compute_dtype
+from .._common import compute_dtype, without_autocast
 from .._pages import read_pages, write_pages
 from .naive import POWER_ITERATIONS, start_vector
 from .operator import Operator, inverse, ridge_of, split_statistics
@@ -122,6 +122,7 @@ class _Forward:
         )
 
 
+@without_autocast
 def ska_forward(q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, lengths, chunk_size, *options):
     """o [B, T, H, P] in q's dtype and the five final states."""
     state = (S0, W0, previous, nu0, position)
@@ -130,6 +131,7 @@ def ska_forward(q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, leng
     return f.slots.merge_queries(o, q), *f.final_state(state)
 
 
+@without_autocast
 def ska_backward(
     do, dS_final, dW_final, dprevious_final, dnu_final,
     q, k, v, gain, S0, W0, previous, nu0, position, cu_seqlens, lengths, chunk_size, *options,
@@ -195,6 +197,7 @@ def _read_per_token(S, P, nu, q, power, eps, spectral_norm, sigma_floor):
     return scale[..., None, None] * (x @ CT)
 
 
+@without_autocast
 def ska_step_torch(
     q, k, v, gain, S, W, previous, nu, position, state_indices,
     chunk_size, per_token, power, eps, spectral_norm, sigma_floor,

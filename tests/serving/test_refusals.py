@@ -35,6 +35,26 @@ def test_no_mixer(engines, altered):
     assert "the model has no memory mixer: all of mixer_types are attention" in message
 
 
+def test_missing_tensors(engines, altered):
+    """vLLM looks for norms only: not for linear layers, of which it joins several, nor for the embeddings."""
+    from safetensors.torch import load_file, save_file
+
+    missing = {
+        "model.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.0.mlp.up_proj.weight": "model.layers.0.mlp.gate_up_proj.weight",
+        "model.layers.1.self_attn.b_proj.bias": "model.layers.1.self_attn.b_proj.bias",
+        "model.layers.2.self_attn.v_proj.weight": "model.layers.2.self_attn.qkv_proj.weight",
+    }
+    folder = altered()
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if name not in missing}
+    assert len(kept) == len(tensors) - len(missing)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    message = refused(engines, folder)
+    assert "the checkpoint lacks 4 parameters of the model" in message
+    assert all(name in message for name in missing.values())
+
+
 def test_refused_family(engines, tmp_path):
     from hf_memmix import memmix_config
     from testing import backbone_config

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from greedy import refused
 from references import ready
-from serving_cases import BLOCK
+from serving_cases import BLOCK, LONGEST
 
 pytestmark = pytest.mark.cases("gka")
 
@@ -33,6 +33,26 @@ def test_unknown_mixer(engines, altered):
 def test_no_mixer(engines, altered):
     message = refused(engines, altered(mixer_types=["attention"] * 4))
     assert "the model has no memory mixer: all of mixer_types are attention" in message
+
+
+def test_missing_tensors(engines, altered):
+    """vLLM looks for norms only: not for linear layers, of which it joins several, nor for the embeddings."""
+    from safetensors.torch import load_file, save_file
+
+    missing = {
+        "model.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.0.mlp.up_proj.weight": "model.layers.0.mlp.gate_up_proj.weight",
+        "model.layers.1.self_attn.b_proj.bias": "model.layers.1.self_attn.b_proj.bias",
+        "model.layers.2.self_attn.v_proj.weight": "model.layers.2.self_attn.qkv_proj.weight",
+    }
+    folder = altered()
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if name not in missing}
+    assert len(kept) == len(tensors) - len(missing)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    message = refused(engines, folder)
+    assert "the checkpoint lacks 4 parameters of the model" in message
+    assert all(name in message for name in missing.values())
 
 
 def test_refused_family(engines, tmp_path):
@@ -61,6 +81,10 @@ GIVEN = {
     "--quantization (or a checkpoint that is quantised)": {"quantization": "fp8"},
     "--mamba-cache-dtype and --mamba-ssm-cache-dtype": {"mamba_ssm_cache_dtype": "float16"},
     "--kv-transfer-config and --kv-offloading-size": {"kv_offloading_size": 0.1},
+    "--max-model-len (above the length from which rotary embeddings of the types longrope and dynamic change)": {
+        "max_model_len": LONGEST + 1,
+        "hf_overrides": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    },
 }
 # fields of a configuration that some version of vLLM does not take on a CPU
 FIELDS = {
@@ -74,7 +98,7 @@ def test_refused_options(option, folders):
     """The configuration is refused, so no weight is read."""
     from vllm.engine.arg_utils import EngineArgs
 
-    given = EngineArgs(str(ready(folders / "gka")), max_model_len=1024, dtype="bfloat16", **GIVEN[option])
+    given = EngineArgs(str(ready(folders / "gka")), dtype="bfloat16", **{"max_model_len": LONGEST} | GIVEN[option])
     with pytest.raises(ValueError, match=re.escape(f"{option}: ")):
         given.create_engine_config()
 
@@ -92,6 +116,25 @@ def test_refused_fields(option, folders, monkeypatch):
     vars(getattr(config, part)).pop(name, None)
     assert refusal_of_options(config).startswith(f"{option}: ")
     assert {row.option for row in REFUSALS} == GIVEN.keys() | FIELDS.keys()
+
+
+def test_length_of_a_fixed_rotation():
+    """The limit counts if a layer rotates, also where kinds of attention have rotary embeddings of their own."""
+    from types import SimpleNamespace
+
+    from hf_memmix.serving.vllm.options import longest_with_fixed_rotation
+
+    def longest(kinds, rotation, **mixers):
+        return longest_with_fixed_rotation(
+            SimpleNamespace(mixer_types=kinds, mixers=mixers, rope_parameters=rotation, max_position_embeddings=100)
+        )
+
+    long = {"rope_type": "longrope", "original_max_position_embeddings": 40}
+    assert longest(["gka", "attention"], long) == longest(["gka"], long, gka={"use_rope": True}) == 40
+    assert longest(["gka", "attention"], {"full_attention": {"rope_type": "default"}, "sliding_attention": long}) == 40
+    assert longest(["attention"], {"rope_type": "dynamic"}) == 100
+    for kinds, rotation in ((["gka"], long), (["attention"], {"rope_type": "yarn"}), (["attention"], None)):
+        assert longest(kinds, rotation) == float("inf")
 
 
 def test_too_little_memory(engines):

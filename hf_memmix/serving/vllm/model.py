@@ -25,7 +25,7 @@ from ...swap import decoder_layers, swap_attention, swap_feed_forward
 from .compat import KeptAttention
 from .config import original_config
 from .layer import PAGE_DTYPE, MemoryLayer, page_bytes, page_shape
-from .parameters import local_sizes, replace_parameters
+from .parameters import check_loaded, local_sizes, mark_unloaded, replace_parameters
 
 
 class MemMixMixin(KeptAttention):
@@ -61,6 +61,7 @@ class MemMixMixin(KeptAttention):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if hasattr(self, "logits_processor"):
             self.logits_processor = self._logits_processor()
+        mark_unloaded(self)
 
     def _logits_processor(self) -> LogitsProcessor:
         """What the family does to its logits; vLLM's own reads the fields of a few families only."""
@@ -125,7 +126,9 @@ class MemMixMixin(KeptAttention):
             MemoryLayer(mixer, f"{prefix}.model.{path}".lstrip("."), self.vllm_config, sizes[path])
 
     def load_weights(self, weights):
+        """As in vLLM, but raise ValueError if the checkpoint lacks a parameter; vLLM does not check linear layers."""
         loaded = super().load_weights(weights)
+        check_loaded(self)
         for mixer in self.mixers.values():
             mixer.check_weights()
         return loaded

@@ -7,6 +7,8 @@ has no row.
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ...mixers import ATTENTION
+
 CONTEXT_PARALLEL = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 
@@ -69,6 +71,12 @@ REFUSALS = (
         lambda c: c.kv_transfer_config is not None or c.cache_config.kv_offloading_size is not None,
         "the states of memory mixers are not moved to other servers or to the CPU's memory; leave the options out",
     ),
+    Refusal(
+        "--max-model-len (above the length from which rotary embeddings of the types longrope and dynamic change)",
+        lambda c: c.model_config.max_model_len > longest_with_fixed_rotation(c.model_config.hf_config),
+        "these embeddings follow the longest sequence of a batch, so an answer would depend on the other requests;"
+        " give the original_max_position_embeddings (longrope) or max_position_embeddings (dynamic) of config.json",
+    ),
 )
 
 
@@ -78,3 +86,23 @@ def refusal_of_options(vllm_config) -> str | None:
         if given(vllm_config):
             return f"{option}: {reason}"
     return None
+
+
+def longest_with_fixed_rotation(config) -> float:
+    """How many tokens a sequence may have until transformers changes the frequencies of the rotary embeddings.
+
+    It does so for the whole batch, by its largest position. Infinity: never, or no layer uses the embeddings.
+    """
+    kinds, options = config.mixer_types, config.mixers or {}
+    if not any(kind == ATTENTION or options.get(kind, {}).get("use_rope") for kind in kinds):
+        return float("inf")
+    given = getattr(config, "rope_parameters", None) or {}
+    by_kind = [parameters for parameters in given.values() if isinstance(parameters, dict)]
+    limits = [float("inf")]
+    for parameters in by_kind or [given]:
+        kind = parameters.get("rope_type") or ""
+        if kind == "longrope":
+            limits.append(parameters["original_max_position_embeddings"])
+        elif "dynamic" in kind:
+            limits.append(config.max_position_embeddings)
+    return min(limits)

@@ -98,6 +98,40 @@ def join_layers(mixer: MemoryMixer):
         mixer.joined_layers = JoinedLayers(layers)
 
 
+def mark_unloaded(model: nn.Module):
+    """Fill the parameters of a model with NaN, by which `check_loaded` finds those that no checkpoint has filled.
+
+    vLLM joins parameters of the checkpoint in one of the model, so names do not show which of them were loaded.
+    """
+    for parameter in _loaded_from_checkpoints(model).values():
+        parameter.data.fill_(torch.nan)
+
+
+def check_loaded(model: nn.Module):
+    """Raise ValueError if a checkpoint has left a parameter, or a part of it, as `mark_unloaded` has made it."""
+    parameters = _loaded_from_checkpoints(model)
+    empty = [name for name, parameter in parameters.items() if parameter.detach().amin().isnan()]
+    if empty:
+        names = ", ".join(empty[:8]) + (", ..." if len(empty) > 8 else "")
+        raise ValueError(
+            f"the checkpoint lacks {len(empty)} parameters of the model, or parts of them, or has NaN there: {names}."
+            " Load it with transformers to see which tensors are missing; save or download the model again"
+        )
+
+
+def _loaded_from_checkpoints(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters with memory, by name, without scales and without experts that vLLM pads for a kernel."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point()
+        and parameter.dim()
+        and parameter.numel()
+        and not parameter.is_meta
+        and parameter.numel() == getattr(parameter, "weight_loader_numel", parameter.numel())
+    }
+
+
 def local_sizes(mixer: MemoryMixer, ranks: int) -> MemoryMixer:
     """The mixer with the sizes of one of `ranks` ranks, to ask for its states only. Raises ValueError as above."""
     if ranks > 1:

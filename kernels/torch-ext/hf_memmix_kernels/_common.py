@@ -30,19 +30,21 @@ def exact(x: torch.Tensor) -> torch.Tensor:
 
 
 def without_autocast(function: Callable) -> Callable:
-    """`function` computes in the dtypes of its tensors: autocast would multiply its matrices, also states, in half
-    precision. The device is that of the first tensor among the arguments.
+    """`function`, computed in the dtypes of its tensors also where the caller has switched autocast on.
+
+    Autocast would multiply matrices, also states, in half precision. It is switched off for the device of the first
+    tensor among the arguments.
     """
 
     @functools.wraps(function)
-    def exact(*args, **options):
+    def call(*args, **options):
         device = next(a for a in (*args, *options.values()) if isinstance(a, torch.Tensor)).device.type
         if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return function(*args, **options)
         with torch.autocast(device, enabled=False):
             return function(*args, **options)
 
-    return exact
+    return call
 
 
 def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **gates: torch.Tensor | None) -> None:

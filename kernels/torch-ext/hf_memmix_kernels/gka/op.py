@@ -195,11 +195,14 @@ def state_shapes(
     return (sequences, heads, dim, dim), (sequences, heads, v.shape[-1], dim)
 
 
-@without_autocast
 def sketched(x: torch.Tensor, sketch: torch.Tensor | None) -> torch.Tensor:
     """S^T x of queries or keys: [B, T, heads, D] -> [B, T, heads, s]; x itself without a sketch."""
-    if sketch is None:
-        return x
+    # first: every decode step comes here, and to ask for autocast costs microseconds
+    return x if sketch is None else _project(x, sketch)
+
+
+@without_autocast
+def _project(x: torch.Tensor, sketch: torch.Tensor) -> torch.Tensor:
     groups = x.unflatten(2, (sketch.shape[0], -1))
     return torch.einsum("bthgd,hds->bthgs", groups, sketch.to(x.dtype)).flatten(2, 3)
 

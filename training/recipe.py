@@ -181,15 +181,18 @@ def _check_rates(where: str, rates: dict) -> None:
 class _UniqueKeys(yaml.SafeLoader):
     """Reads YAML and refuses a key that a mapping has twice; `yaml.safe_load` keeps the last value."""
 
-    def construct_mapping(self, node, deep=False):
-        lines = {}
+    def compose_mapping_node(self, anchor):
+        # here, and not when values are made: by then a merge key has added the keys that the mapping overrides
+        node, lines = super().compose_mapping_node(anchor), {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 line = key.start_mark.line + 1
-                if (first := lines.setdefault(key.value, line)) != line:
-                    problem = f"{key.value} stands in line {first} and in line {line}; remove one of them"
-                    raise yaml.constructor.ConstructorError(problem=problem)
-        return super().construct_mapping(node, deep)
+                if key.value in lines:
+                    where = f"in line {lines[key.value]} and in line {line}" if lines[key.value] != line else "twice"
+                    problem = f"{key.value} stands {where}; remove one of them"
+                    raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
+                lines[key.value] = line
+        return node
 
 
 def load_recipe(recipe: str | Path, **overrides) -> Recipe:

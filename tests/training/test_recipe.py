@@ -105,6 +105,7 @@ def test_a_recipe_that_contradicts_itself_is_refused(fields, message):
         (b"1: 2\nstep: 3", "unknown 1, step; known: batch_size"),
         (b"steps: 3\nseed: 1\nsteps: 5", "steps stands in line 1 and in line 3; remove one of them"),
         (b"trainer:\n  optim: x\n  'optim': y", "optim stands in line 2 and in line 3"),
+        (b"trainer: {optim: x, optim: y}", "optim stands twice; remove one of them"),
     ],
 )
 def test_a_file_that_is_no_recipe(tmp_path, content, message):

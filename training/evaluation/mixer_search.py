@@ -209,7 +209,7 @@ def measure_candidates(
 def _keep_mixers(student: nn.Module, path: Path, identity: dict) -> None:
     """`write_mixers`, unless the file holds them already: its bytes, which identify scores, differ at each writing."""
     known = read_metadata(path) or {}
-    (options,) = json.loads(json.dumps(student.config.mixers)).values()
+    options = json.loads(json.dumps(student.config.mixers[path.stem]))  # the configuration may name unused mixers, too
     if known.get("identity") != identity or known.get("options") != options:
         write_mixers(student, path, identity)
 

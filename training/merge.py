@@ -14,6 +14,7 @@ from hf_memmix.conversion.convert import load_model
 from hf_memmix.conversion.families import attention_prefix
 from hf_memmix.conversion.plan import different_options
 from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.mixers import ATTENTION
 
 
 @torch.no_grad()
@@ -34,8 +35,8 @@ def merge_students(start: str | Path, folders: list[str | Path]) -> tuple[PreTra
         tensors = part.state_dict()
         if getattr(part.config, "mixer_types", None) != merged.config.mixer_types or tensors.keys() != first.keys():
             raise ValueError(f"{str(folder)!r} is another model than {str(start)!r}; give the outputs of align on it")
-        for kind, options in merged.config.mixers.items():
-            if different := different_options(kind, options, part.config.mixers[kind]):
+        for kind in sorted({*merged.config.mixer_types} - {ATTENTION}):
+            if different := different_options(kind, merged.config.mixers[kind], part.config.mixers[kind]):
                 raise ValueError(
                     f"{str(start)!r} and {str(folder)!r} differ in options of {kind} ({different}); give the outputs"
                     " of align on one student"

@@ -520,7 +520,9 @@ def broken(tmp_path, copied, monkeypatch):
         return align_by_streaming(**options | changes)
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_memmix.training.streaming.align._Run._release", lambda self: 1 / 0)
+        patch.setattr(
+            "hf_memmix.training.streaming.align._Run._release", lambda self: self.trained.record(0) and 1 / 0
+        )
         with pytest.raises(ZeroDivisionError):
             run()
     return run

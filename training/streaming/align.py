@@ -88,7 +88,7 @@ def align_by_streaming(
 
     Returns:
         `{"stage", "steps", "tokens", "first_loss", "last_loss", "seconds", "resumed", "log", "layers", "cost"}`: as
-        `train` ("resumed": layers had been trained before), with losses and seconds (to `load` its weights, to
+        `train` ("resumed": an earlier start had been interrupted), with losses and seconds (to `load` its weights, to
         `advance` to the next layer, to `train` its mixer) of each layer by its index, with its process, its device
         and, on a GPU, the peak memory of the process until then, and the cost, see `streaming_cost`; for a dry run the
         cost alone.
@@ -185,6 +185,7 @@ class _Run:
                 self.spool.clear()
         self.spool.check_folder()
         identity = self._identity()
+        self.resumed = (self.folder / RECORD).is_file()
         for folder in (self.folder, self.spool.folder):
             _check_identity(folder, identity)
         self._leave_former_spool(identity)
@@ -313,7 +314,7 @@ class _Run:
             "first_loss": log[0]["loss"],
             "last_loss": log[-1]["loss"],
             "seconds": round(seconds, 2),
-            "resumed": len(cost["layers"]) < len(self.layers),
+            "resumed": self.resumed,
             "log": log,
             "layers": {
                 str(layer): {

@@ -11,18 +11,14 @@ from transformers import AutoModelForCausalLM
 from hf_memmix.conversion import TensorFate, convert_model, layers_to_keep, load_model, save_student
 from hf_memmix.conversion.families import FAMILIES, attention_module, attention_prefix
 from hf_memmix.conversion.from_attention import STARTS, Start
-from testing import MIXERS as ROWS
 from testing import every_third, in_turn
-from tiny_teachers import rotating_mixers, tiny_teacher
+from tiny_teachers import CONVERTIBLE, rotating_mixers, tiny_teacher
 
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
 def snapshot(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-CONVERTIBLE = [name for name in ROWS if name in STARTS]
 
 
 @in_turn(model_type=sorted(FAMILIES), mixer=CONVERTIBLE)

@@ -17,14 +17,13 @@ from cli_runner import memmix, result_of
 from hf_memmix.conversion import convert, convert_model, load_model, save_student
 from hf_memmix.conversion.convert import convert_to_folder
 from hf_memmix.conversion.families import FAMILIES
-from hf_memmix.conversion.from_attention import STARTS
 from hf_memmix.conversion.loading import load_tokenizer
 from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.conversion.streaming import shards
 from hf_memmix.conversion.streaming.stream import write_description
 from hf_memmix.mixers import MIXERS
 from testing import every_third, in_turn
-from tiny_teachers import tiny_teacher, tiny_tokenizer
+from tiny_teachers import CONVERTIBLE, tiny_teacher, tiny_tokenizer
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -70,7 +69,7 @@ def test_every_family_in_bf16(family, tmp_path):
     assert {"config.json", "generation_config.json", "conversion.json", "model.safetensors"} <= files.keys()
 
 
-@in_turn(mixer=sorted(STARTS), family=["llama", "qwen2", "gpt2", "mixtral"])
+@in_turn(mixer=CONVERTIBLE, family=["llama", "qwen2", "gpt2", "mixtral"])
 def test_every_mixer(family, mixer, tmp_path):
     """Grouped keys, biases and tied embeddings, fused and transposed projections, experts; a seed of its own."""
     gated = hasattr(MIXERS[mixer].options_class, "gate_bias")

@@ -554,7 +554,7 @@ def test_the_runs_of_the_teacher_stand_in_one_table(tmp_path: Path):
 
 def test_manual_pages_and_html_become_text():
     assert corpus.manual('.TH a 3\n.SH NAME\n.BR malloc ()\nfrees \\fImem\\fP \\- x\n.\\" note') == (
-        "NAME\nR malloc ()\nfrees mem - x"
+        "NAME\nmalloc()\nfrees mem - x"
     )
     assert corpus.page("<html><head><title>t</title></head><p>a &lt; b</p><p>c</p></html>") == "a < b\n\nc"
     assert [split for split, _ in corpus.by_hash(iter(["a", "a"]))] == [corpus.split_of("a")] * 2

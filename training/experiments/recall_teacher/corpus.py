@@ -77,7 +77,7 @@ def manual(text: str) -> str:
             r"['.]\\\"|\.(TH|nf|fi|PP|RS|RE|TP|IP|in|ft|ie|el|if|\\|EX|EE|ad|hy|ne|sp|br|PD|TQ|UE|ME)\b", line
         ):
             continue
-        mark = re.match(r"\.(SH|SS|B|I|BI|BR|RB|IR|RI|IB|SM|SB|UR|MT) ?(.*)", line)
+        mark = re.match(r"\.(SH|SS|BI|BR|RB|IR|RI|IB|SM|SB|UR|MT|B|I)\b ?(.*)", line)
         if mark and mark[1] in ("BI", "BR", "RB", "IR", "RI", "IB"):  # words in two typefaces in turn, without spaces
             line = "".join(quoted or word for quoted, word in re.findall(r'"([^"]*)"|(\S+)', mark[2]))
         elif mark:

@@ -13,7 +13,13 @@ KERNELS = "kernels/benchmarks/results"
 BUNDLED = "training/bundled/results"
 CARDS = "model_cards"
 BUNDLED_RUNS = ("muon", "adam", "mild", "low")  # candidates of the bundled transformer
-RECALL_RUNS = ("first", "second", "strict", "open", "even")  # of the recall teacher; the last one is the teacher
+RECALL_RUNS = (
+    "first",
+    "second",
+    "strict",
+    "open",
+    "even",
+)  # of the recall teacher; the last one is the teacher of the students
 MEASUREMENTS = {
     "demo": f"{BUNDLED}/demo.json",
     "bundled_recall": f"{BUNDLED}/recall_bundled.json",
@@ -73,6 +79,7 @@ MEASUREMENTS = {
     **{
         f"recall_teacher_{run}": f"{EXPERIMENTS}/recall_teacher/results/teacher_{run}.json" for run in RECALL_RUNS[:-1]
     },
+    "recall_teacher_kept": f"{EXPERIMENTS}/recall_teacher/results/teacher_kept.json",
     "recall_grid": f"{EXPERIMENTS}/recall_teacher/results/grid.json",
     "recall_grid_second": f"{EXPERIMENTS}/recall_teacher/results/grid_second.json",
     "recall_raised": f"{EXPERIMENTS}/recall_teacher/results/raised.json",

@@ -129,7 +129,8 @@ def recall_runs_table(root: Path) -> str:
     from hf_memmix.training.experiments.recall_teacher.report import runs_table  # no experiments in a wheel
 
     earlier = {run: read(f"recall_teacher_{run}", root) for run in RECALL_RUNS[:-1]}
-    return runs_table(earlier | {RECALL_RUNS[-1]: read("recall_teacher", root)})
+    last = {RECALL_RUNS[-1]: read("recall_teacher", root), "kept": read("recall_teacher_kept", root)}
+    return runs_table(earlier | last)
 
 
 def recall_predictions_table(root: Path) -> str:

@@ -16,6 +16,7 @@ RUNS = {  # of the teacher, in their order
     "strict": "also any token that begins no word of a probe",
     "open": "also tokens that begin three of four words of a probe",
     "even": "as open, and any token may stand in the pieces that are copied",
+    "kept": "as even, trained for longer",
 }
 SHORT = ("gka", "lattice", "coffee", "window-64")  # the students of `short_table`
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}

@@ -37,6 +37,15 @@ REPORT_FILE = "conversion.json"
 WRITE_AGAIN = "Nothing was left there, an earlier folder is untouched; make room and save again"
 
 
+def refuse_adapters(teacher) -> None:
+    """Raise ValueError if a model has adapters of PEFT: its weights are not those that it computes with."""
+    if isinstance(teacher, torch.nn.Module) and (names := list(getattr(teacher, "peft_config", None) or ())):
+        raise ValueError(
+            f"the teacher has adapters of PEFT ({', '.join(names)}), which a student would lose;"
+            " convert the model that merge_and_unload() returns"
+        )
+
+
 def convert_model(
     teacher: PreTrainedModel | str | Path,
     mixer: str | None = None,
@@ -74,9 +83,10 @@ def convert_model(
 
     Raises:
         ValueError: the family is not supported, `keep`, `layers` or an option is invalid, a weight is not finite, a
-            tensor would be lost, the teacher's generation settings cannot be saved, or `out` is not empty or cannot be
-            written.
+            tensor would be lost, the teacher has adapters, its generation settings cannot be saved, or `out` is not
+            empty or cannot be written.
     """
+    refuse_adapters(teacher)
     if out is not None:
         arguments = {"mixer": mixer, "keep": keep, "layers": layers, "mixers": mixers, "seed": seed}
         convert = partial(convert_model, **arguments, **mixer_options)

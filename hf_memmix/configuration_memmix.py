@@ -266,7 +266,7 @@ def memmix_config(
         backbone_config = backbone_config.backbone_config()
     check_backbone(backbone_config)
     fields = backbone_config.to_dict()
-    for name in ("architectures", "auto_map", "model_type"):
+    for name in ("architectures", "auto_map", "model_type", "_name_or_path"):  # the last one names other weights
         fields.pop(name, None)
     kinds = [ATTENTION] * backbone_config.num_hidden_layers if mixer_types is None else list(mixer_types)
     own = {"mixer_types": kinds, "mixers": mixers}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_memmix.conversion import convert_model
 
@@ -36,3 +36,18 @@ def test_a_teacher_with_adapters_is_refused_and_a_merged_one_is_converted(kind, 
         kept = student.model.layers[1].self_attn.q_proj.weight
         assert torch.equal(kept, merged.model.layers[1].self_attn.q_proj.weight)
         assert not torch.equal(kept, plain.model.layers[1].self_attn.q_proj.weight)
+
+
+def test_an_adapter_of_a_student_does_not_name_the_teacher(tmp_path):
+    teacher().save_pretrained(tmp_path / "teacher")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "teacher")
+    student = convert_model(loaded, mixer="gka", keep=[1])
+    assert loaded.name_or_path == str(tmp_path / "teacher") and student.name_or_path == ""
+    student.save_pretrained(tmp_path / "student")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    adapter = get_peft_model(saved, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapter.save_pretrained(tmp_path / "adapter")
+    written = LoraConfig.from_pretrained(tmp_path / "adapter").base_model_name_or_path
+    assert written == str(tmp_path / "student")
+    get_peft_model(student, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "unsaved")
+    assert not LoraConfig.from_pretrained(tmp_path / "unsaved").base_model_name_or_path

@@ -105,9 +105,11 @@ _MODELS = {
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     ),
 }
+# the field of a configuration that names the folder or repository from which a model's weights were loaded
+NAME_OF_WEIGHTS = "_name_or_path"
 # fields of a configuration that do not change what a model computes, or that are written again at every save
 IDLE_FIELDS = (
-    "_name_or_path",
+    NAME_OF_WEIGHTS,
     "architectures",
     "auto_map",
     "dtype",

@@ -27,6 +27,7 @@ from ._transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
+    NAME_OF_WEIGHTS,
     ROPE_INIT_FUNCTIONS,
 )
 from .backbones import USE_ANOTHER, family_name, refusal_of
@@ -266,7 +267,7 @@ def memmix_config(
         backbone_config = backbone_config.backbone_config()
     check_backbone(backbone_config)
     fields = backbone_config.to_dict()
-    for name in ("architectures", "auto_map", "model_type", "_name_or_path"):  # the last one names other weights
+    for name in ("architectures", "auto_map", "model_type", NAME_OF_WEIGHTS):
         fields.pop(name, None)
     kinds = [ATTENTION] * backbone_config.num_hidden_layers if mixer_types is None else list(mixer_types)
     own = {"mixer_types": kinds, "mixers": mixers}

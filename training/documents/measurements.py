@@ -13,13 +13,8 @@ KERNELS = "kernels/benchmarks/results"
 BUNDLED = "training/bundled/results"
 CARDS = "model_cards"
 BUNDLED_RUNS = ("muon", "adam", "mild", "low")  # candidates of the bundled transformer
-RECALL_RUNS = (
-    "first",
-    "second",
-    "strict",
-    "open",
-    "even",
-)  # of the recall teacher; the last one is the teacher of the students
+# runs of the recall teacher; the last one is the teacher of the students
+RECALL_RUNS = ("first", "second", "strict", "open", "even")
 MEASUREMENTS = {
     "demo": f"{BUNDLED}/demo.json",
     "bundled_recall": f"{BUNDLED}/recall_bundled.json",

@@ -162,7 +162,7 @@ def evaluate(
             " holds the results of the other model"
         )
     out.print(
-        "gain: by how many nats per token the context makes the answer more likely (±: standard error over answers);"
+        "gain: by how many nats per token the context makes the answer more likely (±: standard error over sequences);"
         f" written to {out_dir}"
     )
 

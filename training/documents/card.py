@@ -214,7 +214,7 @@ def _recall(probes: dict | None) -> str:
     return (
         f"\nRecall at lengths {lengths}: the share of right choices among the candidates (for mentions: of exact "
         "answers), and the nats that an answer token gains from what the context says about it (±: the standard error "
-        "over answers).\n\n"
+        f"over {settings.get('gain_error_over', 'answers')}).\n\n"
         f"{markdown_table(head, rows)}\n"
     )
 

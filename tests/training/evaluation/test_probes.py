@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,6 +23,8 @@ from hf_memmix.training.evaluation.probes import (
     score,
 )
 from hf_memmix.training.evaluation.probes.grid import means
+from hf_memmix.training.evaluation.probes.material import Answer
+from hf_memmix.training.evaluation.probes.score import Scores
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 ANSWERED_BY_COPYING = ("niah", "niah_multi", "kv", "mqar")
@@ -125,11 +128,42 @@ def test_answers_that_the_control_repeats_do_not_count_as_no_gain(bundled):
     same = [sample for sample in samples if sample.ids == sample.control]
     assert same and all(sample.answers[0].replaced == (sample not in same) for sample in samples)
     chosen = [*same[:2], *[sample for sample in samples if sample not in same][:2]]
-    scores = [one for sample in chosen for one in score(Copier(4096), [sample])]
+    scores = score(Copier(4096), chosen)
     assert [one.gain is None for one in scores] == [True, True, False, False]
     assert means(scores)["gain"] == pytest.approx((scores[2].gain + scores[3].gain) / 2)
     assert means(scores)["gain_error"] == pytest.approx(abs(scores[2].gain - scores[3].gain) / 2)
     assert gain_text(means(scores[:2])) == "" and means(scores[:2])["gain"] is None
+
+
+def test_answers_of_one_sequence_do_not_count_as_independent():
+    """The same answer several times in its sequence tells no more about the gain than once."""
+    answer = Answer(1, 2, None)
+    once = [Scores(answer, 1.0, True, None, gain, sequence) for sequence, gain in enumerate((0.5, 1.0, 3.0))]
+    error = statistics.stdev(one.gain for one in once) / 3**0.5
+    assert means(once)["gain_error"] == pytest.approx(error)
+    assert means([one for one in once for _ in range(9)])["gain_error"] == pytest.approx(error)
+    # two lengths have sequences of the same numbers, which are others
+    both = means([*once, *once], [(length, one.sequence) for length in (0, 1) for one in once])
+    assert both["gain_error"] == pytest.approx(statistics.stdev([0.5, 1.0, 3.0] * 2) / 6**0.5)
+    alone = means([one for one in once[:1] for _ in range(9)])
+    assert alone["gain_error"] is None and gain_text(alone) == "0.50"
+
+
+def test_the_gain_of_a_task_has_the_error_of_its_sequences(small):
+    """Each of two sequences of associative recall has many answers."""
+    model, arguments = {"model": tiny_teacher(layers=1)}, {"tasks": ("mqar",), "lengths": (64, 128), "samples": 2}
+    results = run_probes(model, small, **arguments)
+    sums, gains = [], []
+    for length in arguments["lengths"]:
+        for sample in draw("mqar", small, length, None, 0, 2):
+            found = [one.gain for one in score(model["model"], [sample]) if one.gain is not None]
+            gains += found
+            sums.append(found)
+    mean = statistics.fmean(gains)
+    error = (4 / 3 * sum(sum(g - mean for g in one) ** 2 for one in sums)) ** 0.5 / len(gains)
+    (row,) = results["summary"]
+    assert len(gains) > 4 and row["model"]["gain_error"] == pytest.approx(error, rel=1e-3)
+    assert results["settings"]["gain_error_over"] == "sequences"
 
 
 def test_chains_and_counting_are_more_than_copying(small):

@@ -1,7 +1,7 @@
 """Scores models on every task, length and depth; `memmix eval` writes the result as JSON."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 
 from torch import nn
 
@@ -76,38 +76,58 @@ def run_probes(
         cells += _cells(task, length, depths, models, results)
     return {
         "settings": {
-            "tasks": list(tasks), "lengths": list(lengths), "depths": list(depths), "samples": samples, "seed": seed
+            "tasks": list(tasks), "lengths": list(lengths), "depths": list(depths), "samples": samples, "seed": seed,
+            "gain_error_over": "sequences",
         },
         "cells": cells,
         "summary": [_summary(task, models, [raw[task, length] for length in lengths]) for task in tasks],
     }  # fmt: skip
 
 
-def means(scores: list[Scores]) -> dict:
+def means(scores: list[Scores], sequences: Sequence[Hashable] | None = None) -> dict:
     """Means of the fields of `Scores` over answers, and the standard error of the mean gain.
 
-    The gain is the mean over the answers that have one; None if no answer has one.
+    The gain is the mean over the answers that have one; None if no answer has one. Its standard error is that of
+    sequences: the answers of one sequence share a context and are not independent. None for less than two sequences.
+
+    Args:
+        sequences: the sequence of each answer; default: `Scores.sequence`.
     """
     choices = [s.choice for s in scores if s.choice is not None]
     count = max(1, len(scores))
-    gains = [s.gain for s in scores if s.gain is not None]
-    gained = max(1, len(gains))
-    gain = sum(gains) / gained if gains or not scores else None
+    sequences = sequences or [s.sequence for s in scores]
+    gains = [(s.gain, sequence) for s, sequence in zip(scores, sequences, strict=True) if s.gain is not None]
+    gain = sum(g for g, _ in gains) / max(1, len(gains)) if gains or not scores else None
     return {
         "nll": sum(s.nll for s in scores) / count,
         "exact": sum(s.exact for s in scores) / count,
         "choice": sum(choices) / len(choices) if choices else None,
         "gain": gain,
-        "gain_error": (
-            None if gain is None else (sum((g - gain) ** 2 for g in gains) / max(1, gained - 1) / gained) ** 0.5
-        ),
+        "gain_error": _error_of_mean(gains),
     }
 
 
+def _error_of_mean(values: list[tuple[float, Hashable]]) -> float | None:
+    """The standard error of the mean of values, each with the group it belongs to; groups are independent.
+
+    That of a ratio of sums over groups, to first order; with one value per group that of a mean. None for less than
+    two groups.
+    """
+    mean, off = sum(value for value, _ in values) / max(1, len(values)), {}
+    for value, group in values:
+        off[group] = off.get(group, 0.0) + value - mean
+    groups = len(off)
+    if groups < 2:
+        return None
+    return (groups / (groups - 1) * sum(total**2 for total in off.values())) ** 0.5 / len(values)
+
+
 def gain_text(means: dict | None) -> str:
-    """The gain of `means` with its standard error; "" without a gain."""
+    """The gain of `means` with its standard error, if there is one; "" without a gain."""
     if means is None or means["gain"] is None:
         return ""
+    if means["gain_error"] is None:
+        return f"{means['gain']:.2f}"
     return f"{means['gain']:.2f} ± {means['gain_error']:.2f}"
 
 
@@ -183,7 +203,9 @@ def _chance(scores: list[Scores]) -> float | None:
 
 def _summary(task: str, models, lengths: list[dict[str, list[Scores]]]) -> dict:
     shared = [results for results in lengths if len(results) == len(models)]
-    joined = {name: [s for results in shared for s in results[name]] for name in models}
-    some = next(iter(joined.values()))
+    joined = {
+        name: [(s, (i, s.sequence)) for i, results in enumerate(shared) for s in results[name]] for name in models
+    }
+    some = [s for s, _ in next(iter(joined.values()))]
     row = {"task": task, "answers": len(some), "chance": _chance(some)}
-    return row | {name: means(scores) if scores else None for name, scores in joined.items()}
+    return row | {name: means(*map(list, zip(*of, strict=True))) if of else None for name, of in joined.items()}

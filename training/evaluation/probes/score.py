@@ -20,6 +20,7 @@ class Scores:
     exact: whether every token of the answer has the highest probability.
     choice: whether its first token is the likeliest one among the candidates' first tokens; None without candidates.
     gain: nll in the control minus nll; None if the control was not read, or has the same answer in its context.
+    sequence: the number of its sequence in the list of samples. Answers of one sequence are not independent.
     """
 
     answer: Answer
@@ -27,6 +28,7 @@ class Scores:
     exact: bool
     choice: bool | None
     gain: float | None
+    sequence: int = 0
 
 
 @torch.no_grad()
@@ -54,12 +56,13 @@ def score(model: nn.Module, samples: list[Sample], batch_size: int = 8, control:
                 _look(model, head, [sample.control for sample in batch], batch, device) if control else None
             )
             at = 0
-            for answer in (answer for sample in batch for answer in sample.answers):
+            for row, answer in ((row, answer) for row, sample in enumerate(batch) for answer in sample.answers):
                 span = slice(at, at + answer.stop - answer.start)
                 at = span.stop
-                rows, nll = results[span], _nll(results[span])
+                tokens, nll = results[span], _nll(results[span])
                 gain = _nll(control_results[span]) - nll if control and answer.replaced else None
-                scores.append(Scores(answer, nll, all(row[1] for row in rows), rows[0][2], gain))
+                exact, choice = all(token[1] for token in tokens), tokens[0][2]
+                scores.append(Scores(answer, nll, exact, choice, gain, begin + row))
     finally:
         model.train(training)
     return scores

@@ -49,6 +49,11 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
             quantized.
     """
     folder = Path(folder)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{str(folder)!r} holds an adapter, not a model; merge it into its base model (PEFT: merge_and_unload,"
+            " then save_pretrained) and give that folder"
+        )
     if not (folder / "config.json").is_file():
         raise ValueError(f"{str(folder)!r} is not a model folder: it has no config.json")
     raw = read_json(folder / "config.json")

@@ -60,6 +60,12 @@ def test_capacity_divides_the_memory(vllm_is_here, monkeypatch):
     record = found("--kv-cache-memory-bytes", "1g", "-tp", "2", "--max-model-len", "3000")
     assert list(record["bytes"]) == [2048, 3000] and record["free"] == 10**9
     assert record["state_bytes"] == Footprint.of(config, torch.bfloat16).state_bytes() // 2
+    lengths = {"4k": 4000, "2.5k": 2500, "4K": 4096, "auto": 100_000, "-1": 100_000}
+    for text, longest in lengths.items():
+        assert max(found("--max-model-len", text)["bytes"]) == min(longest, max(LENGTHS)), text
+    for wrong in ("2.5K", "0", "-2", "long"):
+        with pytest.raises(ValueError, match=f"--max-model-len {wrong} is no number of tokens"):
+            found("--max-model-len", wrong)
     whole, half = (found("--kv-cache-memory-bytes", "1g", *more) for more in ((), ("--kv-cache-dtype", "fp8")))
     for length, total in half["bytes"].items():
         assert whole["bytes"][length] - whole["state_bytes"] == 2 * (total - half["state_bytes"]) > 0

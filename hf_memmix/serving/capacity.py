@@ -68,7 +68,7 @@ def capacity(folder: Path, config: MemMixConfig, arguments: list[str], lengths: 
     dtype = _dtype(config, option(arguments, "--dtype"))
     fp8 = (option(arguments, "--kv-cache-dtype") or "").startswith("fp8")
     footprint = Footprint.of(config, dtype, torch.float8_e4m3fn if fp8 else None)
-    longest = int(option(arguments, "--max-model-len") or config.max_position_embeddings)
+    longest = _longest(option(arguments, "--max-model-len")) or config.max_position_embeddings
     lengths = sorted({min(length, longest) for length in lengths})
     ranks = int(option(arguments, "--tensor-parallel-size", "-tp") or 1)
     totals = {length: footprint.total(length) // ranks for length in lengths}
@@ -97,6 +97,19 @@ def option(arguments: list[str], *names: str) -> str | None:
     return found
 
 
+def _longest(text: str | None) -> int | None:
+    """The value of `--max-model-len` as vLLM reads it: 4096, 1k (1,000), 25.6k, 1K (1,024); None if vLLM chooses it.
+
+    It does so for "auto" and -1: then it takes at most `max_position_embeddings`, and less if that does not fit.
+
+    Raises:
+        ValueError: the text is none of these.
+    """
+    if text is None or text.strip().lower() in ("auto", "-1"):
+        return None
+    return _size("--max-model-len", text, "tokens; give one such as 4096 or 4k, or auto")
+
+
 def _dtype(config, name: str | None) -> torch.dtype:
     """As vLLM chooses it: "auto" is the stored dtype, and bf16 instead of fp32."""
     if name in (None, "auto"):
@@ -111,7 +124,9 @@ def _dtype(config, name: str | None) -> torch.dtype:
 def _free_memory(folder: Path, arguments: list[str], ranks: int) -> tuple[int | None, str]:
     """Bytes for sequences on each device, and where the number comes from."""
     if given := option(arguments, "--kv-cache-memory-bytes"):
-        return _bytes(given), f"--kv-cache-memory-bytes {given}"
+        return _size(
+            "--kv-cache-memory-bytes", given, "bytes; give one such as 4G"
+        ), f"--kv-cache-memory-bytes {given}"
     share = float(option(arguments, "--gpu-memory-utilization") or UTILIZATION)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) // ranks
     if torch.cuda.is_available():
@@ -122,11 +137,17 @@ def _free_memory(folder: Path, arguments: list[str], ranks: int) -> tuple[int | 
     return None, "set VLLM_CPU_KVCACHE_SPACE to the GiB that sequences may take"
 
 
-def _bytes(text: str) -> int:
-    """A number of bytes as vLLM reads it: "4G" is 4 * 2**30, "4g" is 4 * 10**9."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text)
-    if match is None:
-        raise ValueError(f"--kv-cache-memory-bytes {text} is no number of bytes; give one such as 4G")
-    number, unit = float(match[1]), match[2]
-    power = "kmgt".index(unit.lower()) + 1 if unit else 0
-    return int(number * (1024 if unit.isupper() else 1000) ** power)
+def _size(option_name: str, text: str, unit_and_remedy: str) -> int:
+    """A number as vLLM reads it: "4K" is 4 * 2**10, "4k" and "4.0k" are 4 * 10**3. Raises ValueError for others."""
+    match = re.fullmatch(r"(?:(\d+)([KMGT]?)|(\d+(?:\.\d+)?)([kmgt]))", text.strip())
+    size = 0
+    if match:
+        whole, binary, number, decimal = match.groups()
+        size = (
+            int(whole) * 1024 ** "_KMGT".index(binary or "_")
+            if whole
+            else float(number) * 1000 ** "_kmgt".index(decimal)
+        )
+    if size < 1:
+        raise ValueError(f"{option_name} {text} is no number of {unit_and_remedy}")
+    return int(size)

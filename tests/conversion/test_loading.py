@@ -280,3 +280,9 @@ def test_mxfp4_is_read_as_plain_weights(tmp_path):
     student = convert_model(teacher)
     student.save_pretrained(tmp_path / "student")
     load_model(tmp_path / "student")
+
+
+def test_a_folder_with_an_adapter_is_named_as_one(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match="holds an adapter, not a model; merge it into its base model"):
+        read_config(tmp_path)

@@ -14,7 +14,18 @@ BUNDLED = "training/bundled/results"
 CARDS = "model_cards"
 BUNDLED_RUNS = ("muon", "adam", "mild", "low")  # candidates of the bundled transformer
 # runs of the recall teacher; the last one is the teacher of the students
-RECALL_RUNS = ("first", "second", "strict", "open", "even")
+RECALL_RUNS = ("first", "second", "strict", "open", "even", "kept")
+RAISED_RUNS = (  # students of the teacher "kept"
+    "raised_gla",
+    "raised_mamba2",
+    "raised_lattice",
+    "raised_plain",
+    "raised_seed1",
+    "raised",
+    "raised_gla_long",
+    "raised_long",
+)
+EVEN_RAISED_RUNS = ("even_raised", "even_raised_gla", "even_raised_gla_wide", "even_raised_long")
 MEASUREMENTS = {
     "demo": f"{BUNDLED}/demo.json",
     "bundled_recall": f"{BUNDLED}/recall_bundled.json",
@@ -74,18 +85,11 @@ MEASUREMENTS = {
     **{
         f"recall_teacher_{run}": f"{EXPERIMENTS}/recall_teacher/results/teacher_{run}.json" for run in RECALL_RUNS[:-1]
     },
-    "recall_teacher_kept": f"{EXPERIMENTS}/recall_teacher/results/teacher_kept.json",
     "recall_grid": f"{EXPERIMENTS}/recall_teacher/results/grid.json",
     "recall_grid_second": f"{EXPERIMENTS}/recall_teacher/results/grid_second.json",
-    "recall_raised": f"{EXPERIMENTS}/recall_teacher/results/raised.json",
-    "recall_raised_gla": f"{EXPERIMENTS}/recall_teacher/results/raised_gla.json",
-    "recall_raised_gla_wide": f"{EXPERIMENTS}/recall_teacher/results/raised_gla_wide.json",
-    "recall_raised_long": f"{EXPERIMENTS}/recall_teacher/results/raised_long.json",
-    "recall_kept_grid": f"{EXPERIMENTS}/recall_teacher/results/grid_kept.json",
-    "recall_kept_raised": f"{EXPERIMENTS}/recall_teacher/results/raised_kept.json",
-    "recall_kept_raised_gla": f"{EXPERIMENTS}/recall_teacher/results/raised_kept_gla.json",
-    "recall_kept_raised_lattice": f"{EXPERIMENTS}/recall_teacher/results/raised_kept_lattice.json",
-    "recall_kept_raised_mamba2": f"{EXPERIMENTS}/recall_teacher/results/raised_kept_mamba2.json",
+    **{f"recall_{run}": f"{EXPERIMENTS}/recall_teacher/results/{run}.json" for run in RAISED_RUNS},
+    "recall_even_grid": f"{EXPERIMENTS}/recall_teacher/results/grid_even.json",
+    **{f"recall_{run}": f"{EXPERIMENTS}/recall_teacher/results/{run}.json" for run in EVEN_RAISED_RUNS},
     "multi_gpu": f"{EXPERIMENTS}/several_gpus/results/multi_gpu.json",
     "budget": f"{EXPERIMENTS}/budget/results/training_h200.json",
     "streaming": "conversion/benchmarks/streaming.json",

@@ -26,7 +26,7 @@ DOCUMENTS = (
     "training/README.md",
     "training/bundled/README.md",
     "training/convert_your_model.md",
-    "training/experiments/*/README.md",
+    "training/experiments/*/*.md",
     "kernels/README.md",
     "kernels/torch-ext/hf_memmix_kernels/*/README.md",
     "model_cards/*/README.md",

@@ -129,31 +129,37 @@ def recall_runs_table(root: Path) -> str:
     from hf_memmix.training.experiments.recall_teacher.report import runs_table  # no experiments in a wheel
 
     earlier = {run: read(f"recall_teacher_{run}", root) for run in RECALL_RUNS[:-1]}
-    last = {RECALL_RUNS[-1]: read("recall_teacher", root), "kept": read("recall_teacher_kept", root)}
-    return runs_table(earlier | last)
+    return runs_table(earlier | {RECALL_RUNS[-1]: read("recall_teacher", root)})
 
 
-def recall_predictions_table(root: Path) -> str:
-    """What became of the predictions about the students of the recall teacher."""
+def recall_predictions_table(root: Path, of: str = "") -> str:
+    """What became of the predictions about the students of the recall teacher. `of`: as in `recall_raised_runs`."""
     from hf_memmix.training.experiments.recall_teacher.predictions import table  # no experiments in a wheel
 
-    runs = recall_raised_runs(root) | {RECALL_RUNS[-1]: read("recall_teacher", root)}
-    return table(read("recall_grid", root), runs)
+    runs = recall_raised_runs(root, of) | {"even": read("recall_teacher_even", root)}
+    return table(read(f"recall_{of}grid", root), runs, of.removesuffix("_") or RECALL_RUNS[-1])
 
 
-def recall_raised_runs(root: Path) -> dict[str, dict]:
-    """The records of `raised.py` by the names of their files."""
-    names = [name for name in MEASUREMENTS if name.startswith("recall_raised")]
-    return {name.removeprefix("recall_"): read(name, root) for name in names}
+def recall_raised_runs(root: Path, of: str = "") -> dict[str, dict]:
+    """The records of `raised.py`, as "raised_long". `of`: "even_" for the students of the earlier teacher "even"."""
+    start = f"recall_{of}"
+    return {name.removeprefix(start): read(name, root) for name in MEASUREMENTS if name.startswith(f"{start}raised")}
 
 
-def recall_raised_table(root: Path) -> str:
-    """The students of `raised.py` beside each other and their teacher."""
+def recall_raised_table(root: Path, of: str = "") -> str:
+    """The students of `raised.py` beside each other and their teacher. `of`: as in `recall_raised_runs`."""
     # no experiments in a wheel
     from hf_memmix.training.experiments.recall_teacher.raised_report import raised_lengths_table, raised_table
 
-    runs = recall_raised_runs(root)
-    return f"{raised_table(runs, read('recall_grid', root))}\n\n{raised_lengths_table(runs)}"
+    runs = recall_raised_runs(root, of)
+    return f"{raised_table(runs, read(f'recall_{of}grid', root))}\n\n{raised_lengths_table(runs)}"
+
+
+def two_recall_teachers_table(root: Path) -> str:
+    """The students of the recall teacher beside those of the earlier teacher "even"."""
+    from hf_memmix.training.experiments.recall_teacher.report import two_teachers_table  # no experiments in a wheel
+
+    return two_teachers_table({"kept": read("recall_grid", root), "even": read("recall_even_grid", root)})
 
 
 def coffee_fixed_table(root: Path) -> str:
@@ -374,6 +380,7 @@ TABLES = {
     "recall_summary": recall_summary_table,
     "recall_mixtures": recall_mixtures_table,
     "recall_raised_runs": recall_raised_table,
+    "two_recall_teachers": two_recall_teachers_table,
     "conversion_costs": costs.costs_table,
     "conversion_memory": costs.conversion_memory_table,
     "published_conversions": costs.published_table,

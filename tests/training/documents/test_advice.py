@@ -51,42 +51,78 @@ def test_gka_has_the_lowest_kl_of_the_mixers_with_both_transformers(students):
         assert min(found, key=found.get) == "gka" and {"lattice", "mamba2"} <= found.keys()
 
 
-def test_lattice_recalls_nearly_as_much_as_gka_with_kept_layers_only(students):
-    assert "as many needles and nearly as many pairs at 1,024 tokens as with `gka`; without" in text_of("README.md")
-    assert "Then it keeps nearly as much recall as `gka`; without kept layers it keeps less" in text_of(
+def test_lattice_recalls_as_much_as_gka_with_chosen_layers_only(students):
+    assert "as many needles and pairs at 1,024 tokens as with `gka`; without kept layers" in text_of("README.md")
+    assert "chosen by `memmix select` it keeps as much recall as `gka`; without kept layers it keeps less" in text_of(
         "training/convert_your_model.md"
     )
-    for keep, how, layout in list(students):
-        if layout != "lattice":
-            continue
-        pair = [students[keep, how, name] for name in ("gka", "lattice")]
-        needles, pairs = ([share(rows, task, 1024) for rows in pair] for task in ("niah", "mqar_32"))
-        if keep:
-            assert needles == [100, 100] and abs(pairs[0] - pairs[1]) < 2
-        else:
-            assert needles[0] > 4 * needles[1] and pairs[0] > 5 > pairs[1]
+    for keep in (1, 3, 6):
+        gka, lattice = (students[keep, "select", name] for name in ("gka", "lattice"))
+        for task in ("niah", "mqar_32"):
+            assert share(lattice, task, 1024) > share(gka, task, 1024) - 2
+    gka, lattice = (students[0, "uniform", name] for name in ("gka", "lattice"))
+    assert share(gka, "niah", 1024) > 4 * share(lattice, "niah", 1024)
+
+
+def test_what_the_documents_say_of_kept_layers(students):
+    own, readme = text_of("training/experiments/recall_teacher/README.md"), text_of("README.md")
+    advice = text_of("training/convert_your_model.md")
+    assert "Three of twelve, chosen by `memmix select`, are enough for needles and pairs up to 1,024 tokens" in readme
+    for name in ("gka", "lattice", "gla", "mamba2"):
+        three, one = (students[keep, "select", name] for keep in (3, 1))
+        assert share(three, "niah", 1024) == 100 and share(three, "mqar_32", 1024) > 97
+        assert share(one, "niah", 1024) > 97 and share(one, "mqar_32", 1024) > 96
+        middle = students[1, "uniform", name]
+        assert 50 <= share(middle, "niah", 2048) <= 64 and share(middle, "mqar_32", 2048) < 14
+    assert "For `coffee` the choice of one layer was useless, and for `ska` that of one and of three" in advice
+    useless = [students[keep, "select", name] for keep, name in ((1, "coffee"), (1, "ska"), (3, "ska"))]
+    assert {share(rows, task, 1024) for rows in useless for task in ("niah", "mqar_32")} == {0}
+    assert "COFFEE chose layer 11 and SKA layer 4" in own
+    kept = [
+        {tuple(i for i, kind in enumerate(row["types"]) if kind == "attention") for row in rows} for rows in useless
+    ]
+    assert kept == [{(11,)}, {(4,)}, {(0, 4, 5)}]
+    assert "The second seed of GKA chose layer 6" in own
+    assert [row["types"].index("attention") for row in students[1, "select", "gka"]] == [9, 6]
+    said = (
+        "With the chosen layers its KL is 0.107, 0.048 and 0.015 with one, three and six (GKA: 0.128, 0.054 and 0.017)"
+    )
+    assert said in own
+    found = [[f"{kl(students[n, 'select', name]):.3f}" for n in (1, 3, 6)] for name in ("window-64", "gka")]
+    assert found == [["0.107", "0.048", "0.015"], ["0.128", "0.054", "0.017"]]
+    assert "and the KL of GKA is lower by 14 to 54 %" in own
+    by = [1 - kl(students[key]) / kl(students[key[:2] + ("gla",)]) for key in students if key[0] and key[2] == "gka"]
+    assert [round(100 * share_of) for share_of in (min(by), max(by))] == [14, 54]
 
 
 def test_what_the_readme_says_of_the_recall_teacher_and_its_longest_student(students):
-    readme, gate = text_of("README.md"), read("recall_teacher")["gate"]["variables"]
-    assert "it follows 77 % at 1,024 tokens, less than the 80 % that it was to reach" in readme
-    assert (round(100 * gate["exact"]), gate["least"], gate["passed"]) == (77, 0.8, False)
-    assert "with three layers 56 %, the transformer 72 % of the same chains" in readme
+    readme, gate = text_of("README.md"), read("recall_teacher")["gate"]
+    assert "Of chains of two steps it follows 91 % at 1,024 tokens" in readme
+    assert (round(100 * gate["variables"]["exact"]), gate["passed"]) == (91, True)
+    assert "(with three layers of `gka` 69 %, the transformer 90 % of the same chains)" in readme
     teacher = [row for row in read("recall_grid")["rows"] if row["stage"] == "teacher"]
-    assert int(share(students[3, "uniform", "gka"], "variables", 1024)) == 56
-    assert int(share(teacher, "variables", 1024)) == 72
-    assert "If the pairs fill all of these 1,024 tokens, it knows at most a quarter of them." in readme
+    assert round(share(students[3, "select", "gka"], "variables", 1024)) == 69
+    assert round(share(teacher, "variables", 1024)) == 90
+    assert "If the pairs fill all of these 1,024 tokens, it knows at most a fifth of them." in readme
     assert "At 2,048 tokens, or with words that no drill contained, it knows fewer of the 32" in readme
-    longer = [[read(name)] for name in ("recall_raised", "recall_raised_long")]
+    longer = [[read(name)] for name in ("recall_raised", "recall_raised_seed1", "recall_raised_long")]
     for rows in longer:
         known = share(rows, "mqar_32", 1024)
-        assert share(rows, "niah", 1024) == 100 and known > 95 and share(rows, "mqar", 1024) <= 25
+        assert share(rows, "niah", 1024) >= 95 and known > 90 and share(rows, "mqar", 1024) <= 20
         assert max(share(rows, "mqar_32", 2048), share(rows, "mqar_32_unseen", 1024)) < known - 20
     advice = text_of("training/convert_your_model.md")
-    assert "knows only 10 and 25 % of them, and of 32 pairs with words that no drill contained 38 and 53 %" in advice
-    assert [round(share(rows, "mqar", 1024)) for rows in longer] == [10, 25]
-    assert [round(share(rows, "mqar_32_unseen", 1024)) for rows in longer] == [38, 53]
-    own = text_of("training/experiments/recall_teacher/README.md")
+    assert "knows only 13 and 7 % of them, and of 32 pairs with words that no drill contained 20 and 56 %" in advice
+    assert [round(share(rows, "mqar", 1024)) for rows in longer[::2]] == [13, 7]
+    assert [round(share(rows, "mqar_32_unseen", 1024)) for rows in longer[::2]] == [20, 56]
+    assert "a perplexity ratio of 1.093 and finds no needle" in readme and "(1.093 instead of 1.280 times" in advice
+    plain, full = (read(f"recall_{name}") for name in ("raised_plain", "raised"))
+    assert [f"{run['heldout_ppl_ratio']:.3f}" for run in (plain, full)] == ["1.093", "1.280"]
+    assert share([plain], "niah", 1024) == 0
+
+
+def test_what_is_said_of_the_earlier_recall_teacher():
+    own = text_of("training/experiments/recall_teacher/even.md")
+    longer = [[read(name)] for name in ("recall_even_raised", "recall_even_raised_long")]
     assert '"MQAR, full" still rises with the training, at 512 tokens from 27 to 58 %' in own
     assert [round(share(rows, "mqar", 512)) for rows in longer] == [27, 58]
 
@@ -118,28 +154,27 @@ def test_what_the_mixtures_say(students):
     text = text_of("training/experiments/mixtures/README.md")
     of = {name: rows for (keep, _, name), rows in students.items() if keep == 0}
     small, large, window = of["select, bytes of lattice"], of["select, bytes of gka"], of["window-64"]
-
-    def above(rows, others):
-        return [100 * (kl(rows) / kl([other]) - 1) for other in others]
-
-    assert "has a KL that is 8 % lower than that of Lattice" in text
-    assert all(round(by) == -8 for by in above(small, of["lattice"]))
-    assert "(60 %; Lattice 38 % with this seed and 20 % with another)" in text and small[0]["seed"] == 0
-    needles = [share([row], "niah", 256) for row in sorted(of["lattice"], key=lambda row: row["seed"])]
-    assert (share(small, "niah", 256), needles) == (60, [37.5, 20])
-    assert "12 % fewer bytes, a KL that is 3 % higher than that of GKA" in text
-    assert round(100 * (1 - large[0]["state_bytes"] / of["gka"][0]["state_bytes"])) == 12
-    assert round(100 * (kl(large) / kl(of["gka"]) - 1)) == round(above(large, of["gka"][:1])[0]) == 3
-    assert "(22 and 32 % at 1024 tokens)" in text and int(share(large, "niah", 1024)) == 22
-    assert round(share(of["gka"], "niah", 1024)) == 32 and large[0]["types"].count("gka") == 9
-    assert "(0.267; 0.326 and 0.286), with 5 % fewer bytes than the smaller one" in text
-    assert [f"{kl(rows):.3f}" for rows in (window, small, large)] == ["0.267", "0.326", "0.286"]
-    assert round(100 * (1 - window[0]["state_bytes"] / small[0]["state_bytes"])) == 5
-    assert "20 % at every length, where the choices find 60 and 88 % at 256 tokens" in text
+    assert "has a KL that is 8 % lower than that of Lattice" in text and len(small) == len(large) == 2
+    assert round(100 * (kl(small) / kl(of["lattice"]) - 1)) == -8
+    assert "(65 and 31 % at 256 tokens, 18 and 2 % at 1024)" in text
+    found = [int(share(rows, "niah", length)) for length in (256, 1024) for rows in (small, of["lattice"])]
+    assert found == [65, 31, 17, 2]  # 17.5
+    assert "it takes GKA in all twelve layers" in text
+    assert {kind for row in large for kind in row["types"]} == {"gka"}
+    assert "(0.238 and 0.252), with 6 % fewer bytes" in text
+    assert [f"{kl(rows):.3f}" for rows in (window, small)] == ["0.238", "0.252"]
+    assert round(100 * (1 - window[0]["state_bytes"] / small[0]["state_bytes"])) == 6
     assert {share(window, "niah", length) for length in (256, 512, 1024, 2048)} == {20}
-    assert round(share(large, "niah", 256)) == 88
-    assert "its KL is 9 % higher with the transformer that recalls, and more than twice as high with" in text
-    assert round(above(of["echo"], of["mamba2"][:1])[0]) == round(100 * (kl(of["echo"]) / kl(of["mamba2"]) - 1)) == 9
+    assert "its KL is 7 % higher with the transformer that recalls, and more than twice as high with" in text
+    assert round(100 * (kl(of["echo"]) / kl(of["mamba2"]) - 1)) == 7
+    assert (
+        "the KL was 8 % lower, too; at the bytes of GKA it took GKA in nine layers, and its KL was 3 % higher" in text
+    )
+    before = {name: rows for (keep, _, name), rows in groups(read("recall_even_grid")).items() if keep == 0}
+    assert round(100 * (kl(before["select, bytes of lattice"]) / kl(before["lattice"]) - 1)) == -8
+    chosen_before = before["select, bytes of gka"]
+    assert chosen_before[0]["types"].count("gka") == 9
+    assert round(100 * (kl(chosen_before) / kl(before["gka"]) - 1)) == 3
     first = {row["layout"]: row for row in read("mixtures_h200")["rows"] if "heldout_kl" in row}
     assert first["echo"]["heldout_kl"] > 2 * first["mamba2"]["heldout_kl"]
     pair = [first[name] for name in ("select", "gka")]

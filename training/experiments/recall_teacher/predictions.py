@@ -269,6 +269,49 @@ def _raised_gla_long(students: Students, runs: dict[str, dict]) -> list[Found]:
     return found
 
 
+def _little(students: Students, raised) -> list[Found]:
+    found = []
+    for task, low, high in (("niah", 15, 45), ("mqar_32", 0, 15)):
+        if (share := students.share(task, "gka")) is not None:
+            found.append((f"{PROBES[task][2]}: gka {share:.0f}", low <= share <= high))
+    for name in MIXERS[1:]:
+        if (share := students.share("niah", name)) is not None:
+            found.append((f"needle: {name} {share:.0f}", share <= 15))
+    kl = {name: students.mean("heldout_kl", name) for name in ("window-256", "window-64", *MIXERS)}
+    kl = {name: value for name, value in kl.items() if value is not None}
+    order = sorted(kl, key=kl.get)
+    return found + ([(f"KL: {', '.join(order)}", order == list(kl))] if kl else [])
+
+
+def _shares_of_teacher(students: Students, keep: int, how: str, limits: dict, of_teacher: bool) -> list[Found]:
+    """The shares of four mixers, in percent of the teacher's or of all answers, that have to be in these limits."""
+    found = []
+    for task, (low, high) in limits.items():
+        whole = (students.share(task) or 0) / 100 if of_teacher else 1
+        for name in ("gka", "gla", "lattice", "mamba2"):
+            if (share := students.share(task, name, keep, how)) is not None and whole:
+                found.append((f"{PROBES[task][2]}: {name} {share / whole:.0f}", low <= share / whole <= high))
+    return found
+
+
+def _one_chosen(students: Students, raised) -> list[Found]:
+    return _shares_of_teacher(students, 1, "select", {"niah": (98, 100), "mqar_32": (95, 100)}, of_teacher=False)
+
+
+def _three_uniform(students: Students, raised) -> list[Found]:
+    limits = {"niah": (98, 100), "mqar_32": (98, 100), "variables": (50, 85)}
+    return _shares_of_teacher(students, 3, "uniform", limits, of_teacher=True)
+
+
+def _raised_gka(students: Students, runs: dict[str, dict]) -> list[Found]:
+    found, shares = [], _shares(runs, "raised")
+    for task, low, high in (("niah", 90, 101), ("mqar_32", 90, 101), ("variables", 0, 50), ("mqar", 0, 50)):
+        if task in shares and (teacher := students.share(task)):
+            ratio = 100 * shares[task] / teacher
+            found.append((f"{PROBES[task][2]} {ratio:.0f} %", low <= ratio < high))
+    return found
+
+
 PREDICTIONS = {
     "1": (
         "needle: GKA 50 to 80 %, Lattice 40 to 70, GLA and Mamba-2 25 to 55, windows and COFFEE to 10",
@@ -334,15 +377,42 @@ PREDICTIONS = {
         _raised_gla_long,
     ),
 } | HYBRIDS
+ABOUT = {  # predictions about the students of one teacher; all others stand for both
+    "even": ("14", "17"),
+    "kept": ("33", "34", "35", "36"),
+}
+PREDICTIONS |= {
+    "33": (
+        "pure, 4.6M tokens: GKA 15 to 45 % of the needles, at most 15 % of MQAR with 32 pairs; other mixers at most"
+        " 15 % of the needles; KL in this order: window-256, window-64, GKA, Lattice, GLA, Mamba-2, COFFEE, SKA",
+        _little,
+    ),
+    "34": ("1 layer by `select`: at least 98 % of the needles and 95 % of MQAR with 32 pairs", _one_chosen),
+    "35": (
+        "3 uniform layers: at least 98 % of the teacher's needle and MQAR with 32 pairs, 50 to 85 % of its two hops",
+        _three_uniform,
+    ),
+    "36": (
+        "`raised.py`, 24M tokens: GKA keeps at least 90 % of the teacher's needle and MQAR with 32 pairs, less than"
+        " half of its two hops and MQAR, full",
+        _raised_gka,
+    ),
+}
 
 
-def table(results: dict, others: dict[str, dict] | None = None) -> str:
-    """One line per prediction.
+def table(results: dict, others: dict[str, dict] | None = None, teacher: str = "kept") -> str:
+    """One line per prediction about the students of a teacher.
 
     Args:
         results: of `grid.py`.
         others: further records by the name of their file: those of `raised.py`, and "even", the teacher.
+        teacher: the teacher of the students, a key of `ABOUT`.
     """
     students, runs = Students(results), others or {}
-    outcomes = {number: Outcome(text, measure(students, runs)) for number, (text, measure) in PREDICTIONS.items()}
+    not_asked = {number for name, numbers in ABOUT.items() if name != teacher for number in numbers}
+    outcomes = {
+        number: Outcome(text, measure(students, runs))
+        for number, (text, measure) in PREDICTIONS.items()
+        if number not in not_asked
+    }
     return predictions_table(f"prediction, at {GATE_LENGTH} tokens", outcomes)

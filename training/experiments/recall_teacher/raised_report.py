@@ -15,7 +15,7 @@ from hf_memmix.training.experiments.recall_teacher.report import (
 )
 
 # what differs from the recipe of the first student, by the names of the records
-RECIPES = {"raised_plain": "without the KL on answers and the own rate of the gates"}
+RECIPES = {"raised_plain": "no KL on answers, one rate"}
 BY_LENGTH = ("niah", "variables", "mqar_32", "mqar")  # the probes of `raised_lengths_table`
 PLOTTED = "mqar_32"
 

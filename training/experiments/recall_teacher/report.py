@@ -262,6 +262,27 @@ def mixtures_table(results: dict) -> str:
     return f"{markdown_table(head, lines)}\n\n{note} {measured_at(results)}."
 
 
+def two_teachers_table(grids: dict[str, dict]) -> str:
+    """The same layouts as students of two teachers; one line per layout that both have.
+
+    grids: the results of `grid.py` by the name of the teacher.
+    """
+    found = {teacher: groups(grid) for teacher, grid in grids.items()}
+    tasks = ("niah", "variables", "mqar_32")
+    head = ["kept", "layers", "student", *(f"{PROBES[task][2]}: {teacher}" for task in tasks for teacher in grids)]
+    head += [f"KL: {teacher}" for teacher in grids]
+    own = {t: [row for row in grid["rows"] if row["stage"] == "teacher"] for t, grid in grids.items()}
+    lines = [["12", "", "the teacher", *(share_text(own[t], task, GATE_LENGTH) for task in tasks for t in grids)]]
+    lines[0] += ["0"] * len(grids)
+    for key in [key for key in next(iter(found.values())) if all(key in of for of in found.values())]:
+        keep, how, name = key
+        shares = [share_text(of[key], task, GATE_LENGTH) for task in tasks for of in found.values()]
+        kl = [mean_of_rows(of[key], "heldout_kl", 3).removesuffix(" (1 seed)") for of in found.values()]
+        lines.append([str(keep), how if keep else "", name, *shares, *kl])
+    where = "; ".join(f"{teacher}: {measured_at(grid)}" for teacher, grid in grids.items())
+    return f"{markdown_table(head, lines)}\n\nExact answers in % at {GATE_LENGTH} tokens. {SPREAD_NOTE} {where}."
+
+
 def tokens_of(results: dict) -> int:
     """The tokens that every student of the grid read, in align and distill."""
     own = results["settings"]
@@ -378,6 +399,7 @@ def plot(results: dict, path: str | Path) -> None:
                     if shares := [100 * share for share in shares if share is not None]:
                         points[length] = statistics.fmean(shares)
                 style = {"marker": MARKERS[place % len(MARKERS)], "color": f"C{place % 10}", "ms": 4}
+                style["linestyle"] = "-" if place < 10 else "--"  # there are ten colours
                 (shown[name],) = panel.plot(list(points), list(points.values()), **style)
             kept = f"{keep} layer{'s' * (keep > 1)} kept" if keep else "no layer kept"
             panel.set_title(f"{PROBES[task][2]},\n{kept}", fontsize=10)  # in two lines: panels are narrow

@@ -10,15 +10,17 @@ from hf_memmix.training.experiments.recall_teacher.report import groups, share_t
 
 CELLS = (("niah", 256), ("niah", 1024), ("niah", 2048), ("mqar_32", 1024), ("mqar_32", 2048))
 STUDENTS = {  # (kept layers, how they were chosen, layout) in the grid
-    "`gka`, 3 layers keep attention": (3, "uniform", "gka"),
-    "`gka`, 1 layer, chosen by `memmix select`": (1, "select", "gka"),
+    "`gka`, 3 layers keep attention, chosen by `memmix select`": (3, "select", "gka"),
+    "`gka`, 1 layer, chosen in the same way": (1, "select", "gka"),
     "`gka`, none": (0, "uniform", "gka"),
-    "only the last 64 tokens (control), 3 layers": (3, "uniform", "window-64"),
+    "only the last 64 tokens (control), 3 layers, chosen": (3, "select", "window-64"),
     "only the last 64 tokens (control), none": (0, "uniform", "window-64"),
 }
 AFTER = "`gka`, none"  # the students of `raised.py` stand below this one
 RAISED = {
     "raised_gla": "`gka` without its ridge regression, none, trained to recall",
+    "raised_lattice": "`lattice`, none, trained to recall",
+    "raised_mamba2": "`mamba2`, none, trained to recall",
     "raised": "`gka`, none, trained to recall",
     "raised_long": "`gka`, none, trained to recall",
 }

@@ -17,11 +17,15 @@ BUNDLED_RUNS = ("muon", "adam", "mild", "low")  # candidates of the bundled tran
 RECALL_RUNS = ("first", "second", "strict", "open", "even", "kept")
 RAISED_RUNS = (  # students of the teacher "kept"
     "raised_gla",
+    "raised_gla_seed1",
+    "raised_gla_wide",
     "raised_mamba2",
+    "raised_mamba2_seed1",
     "raised_lattice",
+    "raised_lattice_seed1",
     "raised_plain",
-    "raised_seed1",
     "raised",
+    "raised_seed1",
     "raised_gla_long",
     "raised_long",
 )
@@ -63,7 +67,6 @@ MEASUREMENTS = {
     "coffee_pixels": f"{EXPERIMENTS}/coffee/results/coffee_pixels.json",
     "coffee_fixed8": f"{EXPERIMENTS}/coffee/results/coffee_fixed8.json",
     "coffee_table2_seeds": f"{EXPERIMENTS}/coffee/results/coffee_table2_seeds.json",
-    "coffee_fixed8_gpu": f"{EXPERIMENTS}/coffee/results/coffee_fixed8_gpu.json",
     "coffee_ih0": f"{EXPERIMENTS}/coffee/results/coffee_ih0.json",
     "coffee_language": f"{EXPERIMENTS}/coffee/results/coffee_language.json",
     "echo_ablation": f"{EXPERIMENTS}/echo/results/echo_ablation.json",

@@ -167,7 +167,7 @@ def coffee_fixed_table(root: Path) -> str:
     from hf_memmix.training.experiments.coffee.report import equal_epochs  # no experiments in a wheel
 
     tables = [read(f"coffee_table{number}", root) for number in (3, 4, 5)]
-    fixed = [read(name, root) for name in ("coffee_fixed8", "coffee_fixed8_gpu")]
+    fixed = [read("coffee_fixed8", root)]
     return equal_epochs(("last noise symbol fixed", "symbol 8 fixed"), tables, fixed)
 
 

@@ -182,23 +182,32 @@ def test_what_the_mixtures_say(students):
     assert "| 0.295 (1 seed) |" in text and "(0.295 and 0.266 above the transformer's)" in text
 
 
-def test_what_coffee_says_of_the_epochs_of_table_5():
-    text = text_of("training/experiments/coffee/README.md")
-    runs = {run["task"]["length"]: run for run in read("coffee_fixed8_gpu")["runs"].values() if run["table"] == 5}
-    first = {run["task"]["length"]: run for run in read("coffee_table5")["runs"].values() if "curve" in run}
-    early, late = [], []
-    for length in (64, 128, 256):
-        run, other = runs[length], first[length]
-        both = {point["iteration"] for point in run["curve"]} & {point["iteration"] for point in other["curve"]}
-        assert f"{max(both) / 10_000:.1f}" == "1.4" and f"{run['curve'][-1]['iteration'] / 10_000:.1f}" == "2.7"
-        early.append(f"{statistics.median(best_until(run, max(both))):.3f}")
-        late.append(f"{statistics.median(best_until(run, run['curve'][-1]['iteration'])):.3f}")
-    assert "from 0.987, 0.899 and 0.776 after 1.4 epochs to 1.000, 0.989 and 0.970 after 2.7" in text
-    assert (early, late) == (["0.987", "0.899", "0.776"], ["1.000", "0.989", "0.970"])
-    assert "four of four seeds at 64 reach the paper's 0.99, and one at 128" in text
-    assert [runs[length]["seeds_at_0.99"] for length in (64, 128)] == [4, 1]
-    card = text_of("model_cards/coffee/README.md")
-    assert "all seeds reach 0.99 at the length of 64, and one at that of 128, where the median is 0.989" in card
+def test_what_coffee_says_of_symbol_8_and_of_further_seeds():
+    text, card = (text_of(path) for path in ("training/experiments/coffee/README.md", "model_cards/coffee/README.md"))
+    runs = read("coffee_fixed8")["runs"]
+    lengths = {run["task"]["length"]: run for run in runs.values() if run["table"] == 5}
+    assert (
+        "by all eight seeds at every length of Table 5" in text
+        and "All eight seeds reach 0.99 at every length" in card
+    )
+    assert {(run["seeds"], run["seeds_at_0.99"]) for run in lengths.values()} == {(8, 8)} and len(lengths) == 4
+    (target,) = (run for run in runs.values() if run["task"] == {"target": 2})
+    one, two = (run for run in runs.values() if run["table"] == 3)
+    assert "by six of eight with a target of two symbols, and by three of eight with one symbol of noise" in text
+    assert [run["seeds_at_0.99"] for run in (target, one)] == [6, 3] and "(best 0.853;" in card
+    assert f"{two['best_accuracy']['max']:.3f}" == "0.853" and "after 62 of the paper's 100 epochs" in text
+    assert round(two["iterations"] / 10_000) == 62
+    early, five = (best_until(lengths[256], iterations) for iterations in (16_000, 50_000))
+    assert f"{statistics.median(early):.3f}" == "0.720" and "after 1.5 (0.720)" in text
+    assert f"{statistics.median(five):.3f}" == "0.990" and min(five) > 0.96
+    assert sum(accuracy >= 0.99 for accuracy in best_until(lengths[128], 50_000)) == 8
+    further, first = read("coffee_table2_seeds")["runs"], read("coffee_table2")["runs"]
+    assert "(11 and 9 of 32 after 22 epochs, 12 after 66)" in text and "(13 and 17; 19 after 65)" in text
+    for dim, said in ((4, [11, 9, 12]), (8, [13, 17, 19])):
+        run, other = (next(run for run in of.values() if run["dim"] == dim) for of in (further, first))
+        end = max({p["iteration"] for p in run["curve"]} & {p["iteration"] for p in other["curve"]})
+        found = [best_until(other, end), best_until(run, end), run["best_accuracy_of_seeds"]]
+        assert [sum(accuracy >= 0.99 for accuracy in best) for best in found] == said and round(end / 10_000) == 22
 
 
 def test_what_lattice_says_of_enc_as_written():

@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+import typer
 
 from hf_memmix.models.coffee_core import CoffeeCore
 from hf_memmix.training.experiments.coffee import glyphs as coffee_glyphs
 from hf_memmix.training.experiments.coffee import ih0 as coffee_ih0
 from hf_memmix.training.experiments.coffee import images as coffee_images
-from hf_memmix.training.experiments.coffee import native_step
 from hf_memmix.training.experiments.coffee import plots as coffee_plots
 from hf_memmix.training.experiments.coffee import report as coffee_report
 from hf_memmix.training.experiments.coffee import tables as coffee_tables
@@ -21,7 +21,6 @@ from hf_memmix.training.experiments.coffee.baselines import S6Layer, TokenGateCo
 from hf_memmix.training.experiments.coffee.tasks import LAST_SYMBOL, SYMBOLS, InductionHead
 from hf_memmix.training.experiments.coffee.trainer import Run, train
 from hf_memmix.training.experiments.common.idx import read_idx
-from hf_memmix_kernels import _native
 
 
 def generator(seed=0):
@@ -99,9 +98,9 @@ def test_every_row_has_the_papers_parameters():
         assert len({run.name for run in runs}) == len(runs)
 
 
-def short_run(name="a", threads=0, **fields):
+def short_run(name="a", **fields):
     row = {**coffee_tables.settings(1)[0], "seeds": 2, "task": {"length": 5}}
-    run = coffee_tables.make_run(row, 0, epoch=40, batch=64, threads=threads)
+    run = coffee_tables.make_run(row, 0, epoch=40, batch=64)
     run.name, run.test = name, lambda g: [run.draw(500, g)]
     vars(run).update({"iterations": 40, "evaluate_every": 20, **fields})
     return run
@@ -124,57 +123,22 @@ def test_training_learns_is_seeded_and_leaves_the_others_alone():
     assert again["curve"] == curve
 
 
-NATIVE = pytest.mark.skipif(_native.compiler() is None, reason="no C++ compiler is installed")
-
-
-@NATIVE
-@pytest.mark.parametrize("table, row, copies", [(1, 5, 1), (2, 1, 3), (3, 1, 2), (4, 0, 2), (4, 1, 1)])
-def test_the_native_step_has_autograds_gradients(table, row, copies):
-    """With a fixed embedding and without, one and two symbols to predict, and more threads than copies."""
-    run = coffee_tables.make_run({**coffee_tables.settings(table)[row], "seeds": copies}, 0)
-    run.prepare(torch.device("cpu"))
-    with torch.no_grad():
-        run.model.lam.uniform_(-2, 0)
-    inputs, target = run.draw(64, run.generator)
-    expected = F.cross_entropy(run.model(*inputs).movedim(-1, 1), target, reduction="none").flatten(1).mean(1)
-    expected.sum().backward()
-    autograds = [p.grad.clone() for p in run.model.parameters()]
-    run.model.zero_grad()
-    torch.testing.assert_close(native_step.gradients(run.model, inputs[0], target, threads=2), expected.detach())
-    for p, grad in zip(run.model.parameters(), autograds, strict=True):
-        torch.testing.assert_close(p.grad, grad, rtol=1e-5, atol=1e-5 * grad.abs().max().item())
-
-
-@NATIVE
-def test_with_the_native_step_a_seed_trains_as_it_does_alone_and_by_autograd():
+def test_a_seed_trains_as_it_does_alone():
     """Two seeds at a time and the second one alone, on the same sequences: the parameters after 20 steps agree."""
     batches = [InductionHead().draw(2, 64, generator(step)) for step in range(20)]
 
-    def trained(threads, kept):
-        run = short_run(threads=threads)
-        run.model = copied(run.model, kept)
+    def trained(kept):
+        run = short_run()
+        few = CoffeeCore(SYMBOLS, run.model.dim, run.model.lam.shape[2], copies=len(kept), fixed=run.model.fixed)
+        few.load_state_dict({name: value[kept] for name, value in run.model.state_dict().items()})
+        run.model = few
         run.prepare(torch.device("cpu"))
         for ids, target in batches:
             run.draw = lambda batch, of, ids=ids, target=target: ((ids[kept], 1), target[kept])
             run.step()
         return torch.cat([p[-1].flatten() for p in run.model.parameters()])
 
-    def copied(model, kept):
-        few = CoffeeCore(SYMBOLS, model.dim, model.lam.shape[2], copies=len(kept), fixed=model.fixed)
-        few.load_state_dict({name: value[kept] for name, value in model.state_dict().items()})
-        return few
-
-    by_autograd = trained(0, [0, 1])
-    for kept in ([0, 1], [1]):
-        torch.testing.assert_close(trained(2, kept), by_autograd, rtol=1e-3, atol=1e-4)
-
-
-def test_the_native_step_refuses_what_it_cannot_compute():
-    ids, target = InductionHead().draw(1, 48, generator())
-    with pytest.raises(ValueError, match="48 sequences is no multiple of 32"):
-        native_step.gradients(CoffeeCore(9, 4, 2), ids, target)
-    with pytest.raises(ValueError, match="no other feedback"):
-        native_step.gradients(CoffeeCore(9, 4, 2, feedback="linear"), ids, target)
+    torch.testing.assert_close(trained([1]), trained([0, 1]), rtol=1e-3, atol=1e-4)
 
 
 def test_a_time_limit_still_gives_results():
@@ -264,7 +228,10 @@ def test_ih0_is_solved_and_the_papers_embeddings_end_where_its_figure_does(tmp_p
 def test_tables_command_and_plot(tmp_path, monkeypatch):
     out, plot = tmp_path / "tables.json", tmp_path / "tables.png"
     monkeypatch.setattr(coffee_tables, "TEST_CHUNKS", 1)
-    coffee_tables.main(tmp_path / "fixed.json", tables=[3], seeds=1, seconds=0.1, fixed=8)
+    further = tmp_path / "further.json"
+    coffee_tables.main(tmp_path / "fixed.json", tables=[3], seeds=1, seconds=0.1, fixed=8, further_seeds=further)
+    assert json.loads(further.read_text())["seed"] == 1
+    assert {run["table"] for run in json.loads(further.read_text())["runs"].values()} == {2}
     fixed = json.loads((tmp_path / "fixed.json").read_text())["runs"]
     assert [run["fixed"] for run in fixed.values()] == [8, 8] and all("fixed=8" in name for name in fixed)
     coffee_tables.main(out, tables=[2], seeds=1, seconds=0.5)
@@ -285,6 +252,8 @@ def test_rows_of_two_files_are_trained_together_and_go_on(tmp_path, monkeypatch)
     monkeypatch.setattr(coffee_tables, "TEST_CHUNKS", 1)
     rows = [{**coffee_tables.settings(table)[0], "seeds": 1} for table in (2, 3)]
     files = [coffee_tables.Results(tmp_path / f"{seed}.json", [row], seed) for seed, row in enumerate(rows)]
+    with pytest.raises(typer.BadParameter, match="the file of the other rows"):
+        coffee_tables.main(tmp_path / "a.json", tables=[3], further_seeds=tmp_path / "a.json")
     reached = []
     for _ in range(2):
         coffee_tables.run_rows(files, seconds=0.5, checkpoints=tmp_path / "saved", report=lambda line: None)

@@ -23,7 +23,6 @@ import typer
 from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.models.coffee_core import CoffeeCore
 from hf_memmix.training.experiments.coffee.baselines import S6Core, TokenGateCore
-from hf_memmix.training.experiments.coffee.native_step import gradients
 from hf_memmix.training.experiments.coffee.tasks import (
     LAST_SYMBOL,
     PADDING,
@@ -101,8 +100,8 @@ def name_of(row: dict) -> str:
     return f"{row['table']}: {row['model']} D={row['dim']} n={row['states']}{sizes} rate={row['rate']}"
 
 
-def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512, threads: int = 0) -> Run:
-    """The training run of one row of `settings`. `threads`: of native code for its gradients on a CPU; 0: autograd."""
+def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512) -> Run:
+    """The training run of one row of `settings`."""
     model_class, options = MODELS[row["model"]]
     copies, task = row["seeds"], InductionHead(**row["task"])
     torch.manual_seed(seed)
@@ -112,7 +111,7 @@ def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512, threads
         ids, target = task.draw(copies, count, generator)
         return (ids, task.target), target
 
-    run = Run(
+    return Run(
         name=name_of(row),
         model=model,
         draw=draw,
@@ -125,10 +124,8 @@ def make_run(row: dict, seed: int, epoch: int = EPOCH, batch: int = 512, threads
         evaluate_every=epoch // (10 if row["epochs"] == 1 else 5),
         # a run of one epoch is trained to its end; longer runs stop early, as in the paper
         enough=0.995 if row["epochs"] > 1 else 2.0,
-        gradients=(lambda inputs, target: gradients(run.model, inputs[0], target, threads)) if threads else None,
         info={"fixed": model.fixed} | {key: row[key] for key in ("table", "model", "states", "dim", "task", "paper")},
     )
-    return run
 
 
 def best_weights(run: Run) -> dict:
@@ -158,7 +155,6 @@ class Results:
 def run_rows(
     files: list[Results],
     seconds: float = float("inf"),
-    threads: int = 0,
     checkpoints: Path | None = None,
     report: Callable[[str], None] = print,
 ) -> None:
@@ -167,13 +163,12 @@ def run_rows(
     Args:
         files: what to train; no two rows have the same name (`name_of`). A file is also written about every 30
             seconds.
-        threads: as in `make_run`.
         checkpoints: the folder in which trainings are saved, and from which they go on.
         report: as in `trainer.train`.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start, where = time.perf_counter(), environment(device)
-    runs = {file.out: [make_run(row, file.seed, threads=threads) for row in file.rows] for file in files}
+    runs = {file.out: [make_run(row, file.seed) for row in file.rows] for file in files}
     together = [run for of_file in runs.values() for run in of_file]
     for run in together if checkpoints is not None else []:
         run.checkpoint = Path(checkpoints) / (re.sub(r"[^\w=.]+", "_", f"{run.name} seed={run.seed}") + ".pt")
@@ -204,9 +199,10 @@ def main(
         int | None, typer.Option(help="symbol whose embedding is fixed; default: as in the table")
     ] = None,
     seed: int = 0,
-    native_threads: Annotated[
-        int, typer.Option(help="on a CPU: threads of native code that computes the gradients; 0: autograd")
-    ] = 0,
+    further_seeds: Annotated[
+        Path | None,
+        typer.Option(help="also train Table 2 with the next seed, into this JSON file"),
+    ] = None,
     checkpoints: Annotated[
         Path | None,
         typer.Option(help="folder in which every training is saved; the same command goes on from it"),
@@ -226,7 +222,12 @@ def main(
         rows = [row for row in rows if any(text in name_of(row) for text in only)]
     if not rows:
         raise typer.BadParameter("no row of these tables is left", param_hint="--only")
-    run_rows([Results(out, rows, seed)], seconds, native_threads, checkpoints)
+    files = [Results(out, rows, seed)]
+    if further_seeds is not None:
+        if further_seeds == out:
+            raise typer.BadParameter("this is the file of the other rows, too", param_hint="--further-seeds")
+        files.append(Results(further_seeds, settings(2), seed + 1))
+    run_rows(files, seconds, checkpoints)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ class Run:
         iterations: largest number of steps.
         evaluate_every: number of steps between two evaluations.
         enough: stop when every copy has this accuracy.
-        gradients: (inputs, labels) -> losses [S], which writes the gradients of the parameters; default: by autograd.
         lower_rate: (loss, rate): use this rate when the mean training loss of the copies is below this loss.
         checkpoint: the file in which the training is saved at every evaluation, also the last one. If it exists, the
             training goes on from it. The moments of Adam are rounded to bfloat16 (`common/checkpoints.py`).
@@ -59,7 +58,6 @@ class Run:
     iterations: int = 10_000
     evaluate_every: int = 1000
     enough: float = 2.0
-    gradients: Callable | None = None
     lower_rate: tuple[float, float] | None = None
     checkpoint: Path | None = None
     info: dict = field(default_factory=dict)
@@ -193,11 +191,8 @@ class Run:
     def _step(self):
         self.optimizer.zero_grad()
         inputs, labels = self.draw(self.batch, self.generator)
-        if self.gradients is None:
-            loss = _losses(self.model(*inputs), labels).mean(1)
-            loss.sum().backward()
-        else:
-            loss = self.gradients(inputs, labels)
+        loss = _losses(self.model(*inputs), labels).mean(1)
+        loss.sum().backward()
         self.optimizer.step()
         if hasattr(self.model, "project_"):
             self.model.project_()

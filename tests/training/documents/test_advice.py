@@ -197,6 +197,10 @@ def test_what_coffee_says_of_symbol_8_and_of_further_seeds():
     assert [run["seeds_at_0.99"] for run in (target, one)] == [6, 3] and "(best 0.853;" in card
     assert f"{two['best_accuracy']['max']:.3f}" == "0.853" and "after 62 of the paper's 100 epochs" in text
     assert round(two["iterations"] / 10_000) == 62
+    before = list(read("coffee_table3")["runs"].values())
+    medians = [[statistics.median(best_until(run, 10_000)) for run in pair] for pair in ((one, two), before)]
+    assert "higher by 8 and 5 points after one epoch" in text
+    assert [round(100 * (ours - theirs)) for ours, theirs in zip(*medians, strict=True)] == [8, 5]
     early, five = (best_until(lengths[256], iterations) for iterations in (16_000, 50_000))
     assert f"{statistics.median(early):.3f}" == "0.720" and "after 1.5 (0.720)" in text
     assert f"{statistics.median(five):.3f}" == "0.990" and min(five) > 0.96

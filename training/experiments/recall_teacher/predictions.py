@@ -312,6 +312,21 @@ def _raised_gka(students: Students, runs: dict[str, dict]) -> list[Found]:
     return found
 
 
+def _raised_second_seeds(students: Students, runs: dict[str, dict]) -> list[Found]:
+    found = []
+    for first in ("raised_gla", "raised_mamba2", "raised_lattice"):
+        second = f"{first}_seed1"
+        found += _within(runs, second, {"niah": (90, 100)})
+        shares = [_shares(runs, name).get("mqar_32") for name in (first, second)]
+        if None not in shares:
+            layout = runs[first]["settings"]["layout"]
+            text = f"{PROBES['mqar_32'][2]}: {layout} {shares[0]:.0f} and {shares[1]:.0f}"
+            found.append((text, abs(shares[0] - shares[1]) <= 10))
+    for better, other in (("mamba2", "lattice"), ("lattice", "gla")):
+        found += _above(runs, f"raised_{better}_seed1", f"raised_{other}_seed1", 0)
+    return found
+
+
 PREDICTIONS = {
     "1": (
         "needle: GKA 50 to 80 %, Lattice 40 to 70, GLA and Mamba-2 25 to 55, windows and COFFEE to 10",
@@ -379,7 +394,7 @@ PREDICTIONS = {
 } | HYBRIDS
 ABOUT = {  # predictions about the students of one teacher; all others stand for both
     "even": ("14", "17"),
-    "kept": ("33", "34", "35", "36"),
+    "kept": ("33", "34", "35", "36", "37"),
 }
 PREDICTIONS |= {
     "33": (
@@ -396,6 +411,11 @@ PREDICTIONS |= {
         "`raised.py`, 24M tokens: GKA keeps at least 90 % of the teacher's needle and MQAR with 32 pairs, less than"
         " half of its two hops and MQAR, full",
         _raised_gka,
+    ),
+    "37": (
+        "`raised.py`, second seeds of GLA, Mamba-2 and Lattice: at least 90 % of needles, MQAR with 32 pairs within 10"
+        " points of the first; Mamba-2 above Lattice, Lattice not below GLA",
+        _raised_second_seeds,
     ),
 }
 

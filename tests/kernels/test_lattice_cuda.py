@@ -2,6 +2,7 @@
 installed, what it computes in an emulator of a block of threads (cuda_emulator.cpp).
 """
 
+import contextlib
 import ctypes
 import logging
 import subprocess
@@ -105,6 +106,46 @@ def test_the_walk_back_against_float64(name, dtype, monkeypatch, poisoned_empty)
     triton = results(K.chunk_lattice, inputs, options)
     for output in NAMES:
         assert error(got[output], want[output]) <= 1.3 * error(triton[output], want[output]) + 2e-6, output
+
+
+def moved(x: torch.Tensor) -> torch.Tensor:
+    """x at an address that is no multiple of 16 bytes."""
+    buffer = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    view = buffer[1:].view(x.shape)
+    return view.copy_(x)
+
+
+@pytest.mark.gpu
+def test_inputs_at_any_address_have_the_same_gradients(monkeypatch):
+    """The kernel loads 16 bytes at a time; a view of a user's tensor may begin at any element."""
+    inputs, options = case("ragged", device="cuda")
+    want = results(K.chunk_lattice, inputs, options)
+    o, state = torch.randn_like(want["o"]), torch.randn_like(want["state"])
+
+    def gradients(change):
+        given = [change(x.detach()).requires_grad_() for x in inputs]
+        outputs = K.chunk_lattice(*given[:4], initial_state=given[4], **options)
+        return torch.autograd.grad(outputs, given, [change(o), change(state)])
+
+    for ours, expected in zip(gradients(moved), gradients(torch.clone), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_the_walk_back_reads_aligned_copies(monkeypatch):
+    """What the kernel would be given, on a CPU."""
+    given = []
+    monkeypatch.setattr(launch_cuda, "_kernel", lambda *_: lambda programs, *operands: given.extend(operands))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    (q, k, v, gamma, state), _ = case("one token")
+    first = [moved(x) for x in (state, v, q, k, gamma, v, v, gamma, gamma, gamma)]
+    assert all(x.data_ptr() % 16 for x in first)
+    kept = torch.zeros(4)
+    launch_cuda.walk_back(first[:2], first[2:5], first[5:], (kept, kept), (kept,) * 3, kept, None)
+    assert len(given) == 19 and given[10] is kept
+    for ours, expected in zip(given[:10], first, strict=True):
+        assert ours.data_ptr() % 16 == 0 and torch.equal(
+            ours, expected.float() if ours.dtype != expected.dtype else expected
+        )
 
 
 EMULATOR = Path(__file__).parent / "cuda_emulator.cpp"

@@ -29,6 +29,13 @@ def exact(x: torch.Tensor) -> torch.Tensor:
     return (x if has_float64(x.device) else x.cpu()).double()
 
 
+# torch refuses to tell for "meta" whether autocast is on, and torch.compile of torch 2.11 cannot trace the question
+# whether it may be asked
+AUTOCAST_DEVICES = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(kind)
+)
+
+
 def without_autocast(function: Callable) -> Callable:
     """`function`, computed in the dtypes of its tensors also where the caller has switched autocast on.
 
@@ -39,7 +46,7 @@ def without_autocast(function: Callable) -> Callable:
     @functools.wraps(function)
     def call(*args, **options):
         device = next(a for a in (*args, *options.values()) if isinstance(a, torch.Tensor)).device.type
-        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        if device not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
             return function(*args, **options)
         with torch.autocast(device, enabled=False):
             return function(*args, **options)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._cuda import CudaKernel, has_nvrtc, load
 from .._device import has_ptx
+from .._tape import ALIGNED
 
 SOURCE = Path(__file__).parent / "kernels" / "sequential" / "walk_back.cu"
 # number and size of the slots, and warps per program, as in walk_back.cu
@@ -48,13 +49,15 @@ def _wide(cu_seqlens: Tensor | None) -> Tensor | None:
     return None if cu_seqlens is None else cu_seqlens.long()
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy if its address is not one that loads of 16 bytes can take: a view may begin anywhere."""
+    return x if x.data_ptr() % ALIGNED == 0 else x.clone()
+
+
 def walk_back(upstream, inputs, moves, states, grads, scratch, cu_seqlens) -> None:
     """As `lattice_adjoint_kernel`: fills dz, dalpha and the gradient of the first tiles."""
     (end, do), (q, k, gamma) = upstream, inputs
-    h, p, hh, a, b = moves
+    read = [_aligned(x) for x in (end, do, q, k, gamma.float(), *moves)]
     kernel = _kernel(q.device.index, q.dtype)
     with torch.cuda.device(q.device):
-        kernel(
-            end.shape[0], end, do, q, k, gamma.float(), h, p, hh, a, b, *states, *grads, scratch, _wide(cu_seqlens),
-            q.shape[1], q.shape[2],
-        )  # fmt: skip
+        kernel(end.shape[0], *read, *states, *grads, scratch, _wide(cu_seqlens), q.shape[1], q.shape[2])

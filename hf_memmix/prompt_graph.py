@@ -35,7 +35,8 @@ class PromptGraph:
         cache: the static `RecurrentStateCache` that the pieces advance. It can be given to generate() or to the model.
 
     Raises:
-        ValueError: the model trains, `length` or `batch` is too small, or `max_cache_len` does not fit.
+        ValueError: the model trains, a kept attention layer has a sliding window, `length` or `batch` is too small, or
+            `max_cache_len` does not fit.
     """
 
     def __init__(self, model, batch: int, length: int, max_cache_len: int | None = None):
@@ -53,6 +54,12 @@ class PromptGraph:
         self.model, self._mixers = model, mixers
         self.tokens = torch.zeros(batch, length, dtype=torch.long, device=model.get_input_embeddings().weight.device)
         self.cache = RecurrentStateCache(model.config, max_cache_len=max_cache_len or length)
+        if sliding := [i for i, layer in enumerate(self.cache.layers) if layer.is_sliding]:
+            # transformers counts their tokens in Python, which a graph does not repeat
+            raise ValueError(
+                f"layers {sliding} attend to a sliding window, which a CUDA graph cannot follow over several pieces;"
+                " call the model itself, or convert these layers, too"
+            )
         self._first = {}
         for i, mixer in mixers.items():
             device = execution_device(mixer)

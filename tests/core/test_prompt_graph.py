@@ -48,5 +48,8 @@ def test_refusals():
         PromptGraph(model, 1, 1)
     with pytest.raises(ValueError, match="keeps 1 attention layers.*max_cache_len.*8; got None"):
         PromptGraph(tiny(layers=(1,)), 1, 8)
+    sliding = build(tiny_config("mistral", (1,), "gka", num_hidden_layers=2)).eval()
+    with pytest.raises(ValueError, match=r"layers \[0\] attend to a sliding window.*convert these layers, too"):
+        PromptGraph(sliding, 1, 8, max_cache_len=32)
     with pytest.raises(ValueError, match=r"\[1, 7\].*\[1, 8\]"):
         PromptGraph(model, 1, 8)(torch.ones(1, 7, dtype=torch.long))

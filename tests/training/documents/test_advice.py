@@ -82,6 +82,21 @@ def test_what_the_documents_say_of_kept_layers(students):
         {tuple(i for i, kind in enumerate(row["types"]) if kind == "attention") for row in rows} for rows in useless
     ]
     assert kept == [{(11,)}, {(4,)}, {(0, 4, 5)}]
+    scores = {
+        row["layout"]: row["ranking"]["layers"]
+        for row in read("recall_grid")["rows"]
+        if row.get("ranking") and not row["seed"]
+    }
+    assert "With every mixer but SKA, the answers need layers 9 and 6 most" in own
+    for name in ("gka", "lattice", "gla", "mamba2", "coffee"):
+        assert {layer["layer"] for layer in sorted(scores[name], key=lambda layer: -layer["nll"])[:2]} == {6, 9}
+    assert "0.166 in layer 11, more than the loss of answers in layer 9 (0.103)" in own
+    coffee = scores["coffee"]
+    assert (f"{coffee[11]['kl']:.3f}", f"{coffee[9]['nll']:.3f}") == ("0.166", "0.103")
+    weighted = sorted(coffee, key=lambda layer: -(layer["kl"] + 4 * layer["nll"]))
+    assert "the choice would be layers 9, 6 and 11" in own and [layer["layer"] for layer in weighted[:3]] == [9, 6, 11]
+    assert "in layers 4, 0 and 5 (losses of 2.6, 1.9 and 1.2 nats)" in own
+    assert [f"{scores['ska'][layer]['nll']:.1f}" for layer in (4, 0, 5)] == ["2.6", "1.9", "1.2"]
     assert "The second seed of GKA chose layer 6" in own
     assert [row["types"].index("attention") for row in students[1, "select", "gka"]] == [9, 6]
     said = (

@@ -117,6 +117,15 @@ def test_what_the_documents_say_about_the_ridge():
     )
     assert pairs == [94, 66, 92, 69] and {run["settings"]["seed"] for run in seconds} == {1}
     assert min(needles) == 95 and "and 95 to 100 % of the needles" in text_of("README.md")
+    by_depth = [
+        [round(100 * row["exact"]) for row in run["recall"] if (row["task"], row["length"]) == (task, 1024)]
+        for run, task in ((runs["raised_gla"], "mqar"), (seconds[1], "mqar"), (runs["raised_lattice"], "mqar_32"))
+    ]
+    assert "(21 and 1 %, 16 and 2 % with two seeds)" in own and [found[::4] for found in by_depth[:2]] == [
+        [21, 1],
+        [16, 2],
+    ]
+    assert "fewer of the first ones (56 %, later ones up to 74 %)" in own and by_depth[2][0] == 56
     wide = read("recall_raised_gla_wide")
     assert round(100 * probing.mean_recall(wide["recall"], "mqar_32", 1024)) == 82
     assert f"{wide['heldout_ppl_ratio']:.3f}" == "1.383" and "82 % after 24M tokens, and its ratio is 1.383" in own

@@ -7,6 +7,7 @@ from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
 from hf_memmix.training.experiments.common.report import mean_of_rows
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
 from hf_memmix.training.experiments.recall_teacher.report import (
+    depth_table,
     groups,
     plot_raised,
     raised_section,
@@ -17,6 +18,7 @@ from hf_memmix.training.experiments.recall_teacher.report import (
 # what differs from the recipe of the first student, by the names of the records
 RECIPES = {"raised_plain": "no KL on answers, one rate"}
 BY_LENGTH = ("niah", "variables", "mqar_32", "mqar")  # the probes of `raised_lengths_table`
+DEPTHS = ("niah", "mqar_32", "mqar")  # those that `raised_lengths_table` shows by depth
 PLOTTED = "mqar_32"
 
 
@@ -59,7 +61,7 @@ def raised_table(runs: dict[str, dict], grid: dict) -> str:
 
 
 def raised_lengths_table(runs: dict[str, dict]) -> str:
-    """Recall by length: one line per student of `raised.py`."""
+    """Recall by length, and of some probes by depth: one line per student of `raised.py`."""
     cells = sorted({(row["task"], row["length"]) for run in runs.values() for row in run["recall"]})
     columns = [(task, length) for task in BY_LENGTH for known, length in cells if known == task]
     head = ["student", "tokens, millions", *(f"{PROBES[task][2]} {length}" for task, length in columns)]
@@ -67,9 +69,11 @@ def raised_lengths_table(runs: dict[str, dict]) -> str:
         [name_of(name, run), f"{tokens_read(run) / 1e6:.1f}", *(share_text([run], *column) for column in columns)]
         for name, run in runs.items()
     ]
+    named = {f"{name_of(name, run)}, {tokens_read(run) / 1e6:.0f}M": [run] for name, run in runs.items()}
+    depths = "\n\n".join(depth_table(named, task) for task in DEPTHS if any(known == task for known, _ in cells))
     commits = dict.fromkeys(run["environment"]["commit"] for run in runs.values())
     hardware = next(iter(runs.values()))["environment"]["hardware"]
-    return f"{markdown_table(head, lines, figures=True)}\n\n{hardware}, commits {', '.join(commits)}."
+    return f"{markdown_table(head, lines, figures=True)}\n\n{depths}\n\n{hardware}, commits {', '.join(commits)}."
 
 
 def section(files: list[dict]) -> str:

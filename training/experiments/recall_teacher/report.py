@@ -315,13 +315,15 @@ def short_table(results: dict) -> str:
     )
 
 
-def depth_table(results: dict, task: str = "niah") -> str:
-    """Recall of the needle by the pure students at the length of the gate, by the needle's depth in the context."""
-    pure = {name: rows for (keep, _, name), rows in groups(results).items() if keep == 0}
-    cells = [cell for rows in pure.values() for row in rows for cell in row["recall"]]
+def depth_table(students: dict[str, list[dict]], task: str) -> str:
+    """The share of exact answers at the length of the gate by the answer's depth in the context.
+
+    students: the rows of each line, with their cells in "recall".
+    """
+    cells = [cell for rows in students.values() for row in rows for cell in row["recall"]]
     depths = sorted({cell["depth"] for cell in cells if (cell["task"], cell["length"]) == (task, GATE_LENGTH)})
     lines = []
-    for name, rows in pure.items():
+    for name, rows in students.items():
         shares = {
             depth: [100 * c["exact"] for row in rows for c in row["recall"] if _at(c, task, GATE_LENGTH, depth)]
             for depth in depths
@@ -365,10 +367,12 @@ def section(results: dict) -> str:
         " learning rate for all mixers and windows, tuned for none of them."
         f" {SPREAD_NOTE} {measured_at(results)}."
     )
+    pure = {name: rows for (keep, _, name), rows in groups(results).items() if keep == 0}
     parts = [
         kept_table(results),
         length_table(results),
-        depth_table(results),
+        depth_table(pure, "niah"),
+        depth_table(pure, "mqar_32"),
         table(results),
         ridge_text(results),
         note,

@@ -3,6 +3,7 @@
 import math
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import tomllib
@@ -11,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from hf_memmix.commands import serve
-from hf_memmix.conversion.estimate import estimate, meta_teacher
 from hf_memmix.serving import capacity
 from hf_memmix.training.documents import choice_tables
 from hf_memmix.training.documents.measurements import read
 from hf_memmix.training.documents.readme_tables import documents, render
-from hf_memmix.training.experiments.conversion.table_report import chosen
+from hf_memmix.training.experiments.recall_teacher.probing import mean_recall
+from hf_memmix.training.experiments.recall_teacher.report import groups
 from hf_memmix.training.recipe import load_recipe
-from testing import FAMILIES, MIXERS
+from testing import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -134,28 +135,26 @@ def test_number_of_tested_families():
 
 
 def test_advice_on_mixers_follows_from_the_measurements():
-    """What the mixer table and the part on recall say, from the results of the conversion experiment."""
-    results = read("conversion_table", ROOT)
+    """What the mixer table and the text below it say, from the students of the recall teacher."""
+    found = groups(read("recall_grid", ROOT))
 
-    def mean(mixer, kept, figure):
-        found = [figure(row) for row in chosen(results, mixer, kept)]
-        return sum(found) / len(found)
+    def mean(name, key):
+        return statistics.fmean(row[key] for row in found[0, "uniform", name])
 
-    def names(row):
-        return row["probes"]["mentions"]["exact"]
+    def needles(name):
+        return statistics.fmean(mean_recall(row["recall"], "niah", 1024) for row in found[0, "uniform", name])
 
-    converted = [mixer for mixer in MIXERS if chosen(results, mixer, 0.0)]
-    assert {"gka", "lattice", "coffee", "ska"} <= set(converted)
-    assert "mamba2" not in converted  # "not measured" in the table, and in the text beside it
-    ratio = {mixer: mean(mixer, 0.0, lambda row: row["heldout_ppl_ratio"]) for mixer in converted}
-    assert set(sorted(ratio, key=ratio.get)[:2]) == {"gka", "lattice"} and max(ratio, key=ratio.get) == "ska"
-    assert mean("coffee", 0.5, lambda row: row["heldout_ppl_ratio"]) < ratio["coffee"]
-    (teacher,) = (row for row in results["rows"] if row["mixer"] == "attention")
-    assert all(mean(mixer, 0.0, names) < min(names(teacher), mean(mixer, 0.5, names)) for mixer in converted)
-    config = meta_teacher(ROOT / choice_tables.TEACHER)
-    memory = {mixer: estimate(config, mixer, contexts=(4096,))["state"][0]["student"] for mixer in MIXERS}
-    assert min(memory, key=memory.get) == "coffee"
-    assert 0.45 < memory["lattice"] / memory["gka"] < 0.55
+    text = " ".join(README.split())
+    assert (
+        "every mixer is within a third of the transformer's perplexity but `coffee` and `ska`, and only `gka`" in text
+    )
+    near = {name for name in choice_tables.MIXERS if mean(name, "heldout_ppl_ratio") < 4 / 3}
+    assert near == set(choice_tables.MIXERS) - {"coffee", "ska"}
+    assert {name for name in choice_tables.MIXERS if needles(name) > 0.05} == {"gka"}
+    memory = choice_tables.memory_of_mixers(ROOT)
+    assert min(choice_tables.MIXERS, key=memory.get) == "coffee" and 0.45 < memory["lattice"] / memory["gka"] < 0.55
+    shape = choice_tables.recall_teacher_shape(ROOT)
+    assert shape.num_parameters() == read("recall_teacher", ROOT)["parameters"]
 
 
 @pytest.mark.parametrize("path", documents(ROOT), ids=lambda path: str(path.relative_to(ROOT)))

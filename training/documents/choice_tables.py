@@ -1,71 +1,84 @@
 """The tables of the README by which a user chooses a mixer: quality after conversion, memory, and speed."""
 
 import statistics
-from functools import partial
 from pathlib import Path
 
-from hf_memmix.conversion.estimate import estimate, meta_teacher
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_memmix.conversion.estimate import estimate
 from hf_memmix.conversion.records import bytes_text, markdown_table
-from hf_memmix.training.bundled.versions import as_sentence
 from hf_memmix.training.documents.measurements import read
 
 CONTEXT = 4096  # of the memory column
-TEACHER = "hf_memmix/assets/tiny_teacher"
 MIXERS = ("gka", "lattice", "coffee", "ska", "mamba2")  # the rows, in this order
-NOT_MEASURED = "not measured"
+CONTROL, WINDOW = "window-64", 64
+KEPT = 3  # layers, chosen by `memmix select`
+
+
+def recall_teacher_shape(root: Path) -> LlamaForCausalLM:
+    """The transformer of the mixers' table, without weights."""
+    own = read("recall_teacher", root)["settings"]
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=own["hidden_size"],
+        intermediate_size=own["intermediate_size"],
+        num_hidden_layers=own["layers"],
+        num_attention_heads=own["heads"],
+        num_key_value_heads=own["kv_heads"],
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def memory_of_mixers(root: Path) -> dict[str, int]:
+    """Bytes of the cache of one sequence of `CONTEXT` tokens in bf16: "attention", the mixers and the control."""
+    model = recall_teacher_shape(root)
+    found = {name: estimate(model, name, contexts=(CONTEXT,))["state"][0] for name in MIXERS}
+    attention = found[MIXERS[0]]["teacher"]
+    mixers = {name: sizes["student"] for name, sizes in found.items()}
+    return {"attention": attention, **mixers, CONTROL: attention * WINDOW // CONTEXT}
 
 
 def mixers_table(root: Path) -> str:
-    """One row per mixer: quality with no and with half of the attention layers kept, and the memory of a sequence."""
+    """One row per mixer: quality with no and with a quarter of the attention layers kept, and a sequence's memory."""
     # not at the top: `memmix card` imports this package from a wheel, which has no experiments
-    from hf_memmix.training.experiments.conversion.table_report import chosen
+    from hf_memmix.training.experiments.common.harness import measured_at
+    from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
+    from hf_memmix.training.experiments.recall_teacher.report import groups, share_text, tokens_of
 
-    results = read("conversion_table", root)
-    teacher = [row for row in results["rows"] if row["mixer"] == "attention"]
-    memory = {name: estimate(meta_teacher(root / TEACHER), name, contexts=(CONTEXT,))["state"][0] for name in MIXERS}
-    attention = ["1.000", "0", "100 %", _recalled(teacher), "", "", ""]
-    rows = [["attention (the transformer)", *attention, bytes_text(memory["gka"]["teacher"])]]
-    gain = partial(_gain, of_teacher=_mean_gain(teacher))
-    for name in MIXERS:
-        figures = []
-        for kept, columns in ((0.0, (_ratio, _kl, gain, _recalled)), (0.5, (_ratio, gain, _recalled))):
-            found = chosen(results, name, kept)
-            figures += [show(found) if found else NOT_MEASURED for show in columns]
-        rows.append([f"`{name}`", *figures, bytes_text(memory[name]["student"])])
-    head = ["mixer", "no attention kept: perplexity ratio", "KL", "use of context", "names recalled"]
-    head += ["half of it kept: perplexity ratio", "use of context", "names recalled"]
-    head += [f"memory after {CONTEXT // 1024}k tokens"]
-    steps = results["settings"]["align_steps"], results["settings"]["distill_steps"]
+    results, memory, tasks = read("recall_grid", root), memory_of_mixers(root), ("niah", "mqar_32")
+    found = groups(results)
+    teacher = [row for row in results["rows"] if row["stage"] == "teacher"]
+    shares = [share_text(teacher, task, GATE_LENGTH) for task in tasks]
+    rows = [["attention (the transformer)", "1.000", "0", *shares, "", "", "", "", bytes_text(memory["attention"])]]
+    shown = []
+    for name in (*MIXERS, CONTROL):
+        cells, keys = [], ((0, "uniform", name), (KEPT, "select", name))
+        shown += keys
+        for key in keys:
+            cells += [f"{_mean(found[key], 'heldout_ppl_ratio'):.3f}", f"{_mean(found[key], 'heldout_kl'):.3f}"]
+            cells += [share_text(found[key], task, GATE_LENGTH).partition(" ")[0] for task in tasks]
+        title = f"only the last {WINDOW} tokens of attention (a control)" if name == CONTROL else f"`{name}`"
+        rows.append([title, *cells, bytes_text(memory[name])])
+    columns = ["KL", *(f"{PROBES[task][2]}, %" for task in tasks)]
+    head = ["mixer", "no attention kept: perplexity ratio", *columns]
+    head += [f"{KEPT} of 12 layers kept: perplexity ratio", *columns, f"memory after {CONTEXT // 1024}k tokens"]
+    seeds = {len(found[key]) for key in shown}
     return (
         markdown_table(head, rows, figures=True)
-        + f"\n\nA bundled transformer (5M parameters), converted and trained for {steps[0]} steps of `align` and "
-        f"{steps[1]} of `distill` on one {results['environment']['hardware']}. Perplexity ratio: the student's "
-        "perplexity on held-out text divided by the transformer's. KL: the divergence from the transformer's "
-        "predictions there, in nats. Names recalled: how often the next token is right where a name is mentioned for "
-        "the second time; use of context: how much the context raises the log-probability of this token, as a share "
-        "of the transformer's figure. Memory: the cache of one sequence in bf16, computed by `memmix convert "
-        "--dry-run`; no attention is kept." + as_sentence(results)
+        + "\n\nA transformer of 23M parameters that was trained to recall, converted and trained on "
+        f"{tokens_of(results) / 1e6:.1f}M tokens; means of {', '.join(map(str, sorted(seeds)))} seeds. Perplexity "
+        "ratio: the student's perplexity on held-out text divided by the transformer's. KL: the divergence from the "
+        "transformer's predictions there, in nats. Needle and MQAR with 32 pairs of keys and values: exact answers at "
+        f"{GATE_LENGTH} tokens of context. Kept layers: chosen by `memmix select`. Memory: the cache of one sequence "
+        f"in bf16, computed by `memmix convert --dry-run`; no attention is kept. {measured_at(results)}."
     )
 
 
-def _ratio(rows: list[dict]) -> str:
-    return f"{statistics.fmean(row['heldout_ppl_ratio'] for row in rows):.3f}"
-
-
-def _kl(rows: list[dict]) -> str:
-    return f"{statistics.fmean(row['heldout_kl'] for row in rows):.3f}"
-
-
-def _mean_gain(rows: list[dict]) -> float:
-    return statistics.fmean(row["probes"]["mentions"]["gain"] for row in rows)
-
-
-def _gain(rows: list[dict], of_teacher: float) -> str:
-    return f"{100 * _mean_gain(rows) / of_teacher:.0f} %"
-
-
-def _recalled(rows: list[dict]) -> str:
-    return f"{100 * statistics.fmean(row['probes']['mentions']['exact'] for row in rows):.1f} %"
+def _mean(rows: list[dict], key: str) -> float:
+    return statistics.fmean(row[key] for row in rows)
 
 
 def speed_limits(root: Path) -> str:

@@ -147,7 +147,13 @@ def _select_layers(teacher, out_file: Path, given: Path | None, mixer, chosen, m
     from hf_memmix.conversion import LayerChoice, layers_to_keep
     from hf_memmix.conversion.limits import check_length, check_vocabularies
     from hf_memmix.conversion.plan import write_plan
-    from hf_memmix.training.evaluation.layer_selection import choose, count_of, plot_ranking, rank_layers
+    from hf_memmix.training.evaluation.layer_selection import (
+        choose,
+        count_of,
+        lost_answers,
+        plot_ranking,
+        rank_layers,
+    )
 
     chosen = chosen or LayerChoice.counted("0.25")
     teacher, student = model_folder(teacher), model_folder(given)
@@ -187,6 +193,13 @@ def _select_layers(teacher, out_file: Path, given: Path | None, mixer, chosen, m
         stays = "attention" if row["layer"] in plan["keep"] else ""
         table.add_row(str(row["rank"]), str(row["layer"]), f"{row['kl']:.4f}", f"{row['nll']:+.4f}", stays)
     out.print(table)
+    if named is None and (lost := lost_answers(ranking, plan["keep"])):
+        layer, least = lost
+        out.print(
+            f"layer {layer} costs the most answers and is not kept, because the KL of others is higher: if recall"
+            f" counts more, give --weight {least + 0.01:.2f} or higher",
+            soft_wrap=True,
+        )
     out.print(f"memmix convert --plan {out_file} keeps layers {plan['keep']}")
 
 

@@ -175,6 +175,20 @@ def choose(ranking: dict, keep: float | int, num_layers: int) -> list[int]:
     return sorted(row["layer"] for row in rows[: count_of(keep, num_layers, len(rows))])
 
 
+def lost_answers(ranking: dict, keep: list[int]) -> tuple[int, float] | None:
+    """The layer whose replacement costs the most answers, if it is not in `keep`, and the least weight that keeps it.
+
+    With as many layers as in `keep`. None if that layer is kept, or if no replacement costs answers.
+    """
+    worst = max(ranking["layers"], key=lambda row: row["nll"])
+    if not keep or worst["layer"] in keep or worst["nll"] <= 0:
+        return None
+    # another layer stays ahead up to the weight at which both scores are equal
+    others = [row for row in ranking["layers"] if row["nll"] < worst["nll"]]
+    ahead = sorted(((row["kl"] - worst["kl"]) / (worst["nll"] - row["nll"]) for row in others), reverse=True)
+    return (worst["layer"], max(0.0, ahead[len(keep) - 1])) if len(ahead) >= len(keep) else None
+
+
 def count_of(keep: float | int, num_layers: int, ranked: int) -> int:
     """The number of layers that `choose` returns; `ranked`: the number of ranked layers. Errors as in `choose`."""
     count = keep if isinstance(keep, int) else max(1, round(keep * num_layers))

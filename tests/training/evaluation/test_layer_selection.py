@@ -5,7 +5,13 @@ import torch
 
 from hf_memmix.conversion import convert_model, report
 from hf_memmix.conversion.families import attention_module
-from hf_memmix.training.evaluation.layer_selection import choose, cost_of_swaps, rank_layers, swapped
+from hf_memmix.training.evaluation.layer_selection import (
+    choose,
+    cost_of_swaps,
+    lost_answers,
+    rank_layers,
+    swapped,
+)
 from hf_memmix.training.evaluation.probes import Material, draw
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -74,6 +80,30 @@ def test_how_many_layers_stay():
     for keep in (0, 4, 1.5, 0.0, -1):
         with pytest.raises(ValueError, match="keep is"):
             choose(ranking, keep, 6)
+
+
+def test_a_layer_that_answers_need_is_named_if_the_kl_hides_it():
+    """COFFEE's scores with the recall teacher: the KL of layer 11 is higher than the loss of answers in layer 9."""
+
+    def ranked(weight, scores):
+        rows = [
+            {"layer": layer, "kl": kl, "nll": nll, "score": kl + weight * nll} for layer, (kl, nll) in scores.items()
+        ]
+        for rank, row in enumerate(sorted(rows, key=lambda row: -row["score"]), 1):
+            row["rank"] = rank
+        return {"layers": rows}
+
+    scores = {6: (0.098, 0.061), 9: (0.056, 0.104), 10: (0.070, 0.001), 11: (0.166, 0.014)}
+    for count, kept in ((1, [11]), (2, [9, 11])):
+        assert choose(ranked(1.0, scores), count, 4) == kept
+    layer, weight = lost_answers(ranked(1.0, scores), [11])
+    assert layer == 9 and weight == pytest.approx((0.166 - 0.056) / (0.104 - 0.014))
+    assert choose(ranked(weight - 0.01, scores), 1, 4) == [11] and choose(ranked(weight + 0.01, scores), 1, 4) == [9]
+    assert lost_answers(ranked(1.0, scores), [9, 11]) is None
+    assert lost_answers(ranked(1.0, {layer: (kl, 0.0) for layer, (kl, _) in scores.items()}), [11]) is None
+    layer, weight = lost_answers(ranked(0.1, scores), [6, 11])
+    assert layer == 9 and 9 in choose(ranked(weight + 0.01, scores), 2, 4)
+    assert 9 not in choose(ranked(weight - 0.01, scores), 2, 4)
 
 
 def test_mistakes(pair, blocks):

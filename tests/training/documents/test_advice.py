@@ -75,6 +75,13 @@ def test_what_the_documents_say_of_kept_layers(students):
         middle = students[1, "uniform", name]
         assert 50 <= share(middle, "niah", 2048) <= 64 and share(middle, "mqar_32", 2048) < 14
     assert "For `coffee` the choice of one layer was useless, and for `ska` that of one and of three" in advice
+    assert (
+        "`gka` has 1.19 times the perplexity of the one of 23M parameters with no attention layer, and 1.03" in advice
+    )
+    ratios = [
+        [row["heldout_ppl_ratio"] for row in students[key]] for key in ((0, "uniform", "gka"), (3, "select", "gka"))
+    ]
+    assert [f"{statistics.fmean(found):.2f}" for found in ratios] == ["1.19", "1.03"]
     useless = [students[keep, "select", name] for keep, name in ((1, "coffee"), (1, "ska"), (3, "ska"))]
     assert {share(rows, task, 1024) for rows in useless for task in ("niah", "mqar_32")} == {0}
     assert "COFFEE chose layer 11 and SKA layer 4" in own

@@ -231,7 +231,7 @@ def test_distill_continues_from_the_student(tmp_path):
 # ---- breaks
 
 RUN = """
-    import os, signal, sys
+    import os, signal, sys, time
     import torch
     from hf_memmix.training.data import TokenBlocks
     from hf_memmix.training.streaming import align, align_by_streaming, layer_training, spool
@@ -389,9 +389,17 @@ def test_too_little_room_is_told_before_the_work(tmp_path, copied, monkeypatch):
 @pytest.mark.parametrize("killed", [False, True])
 def test_two_processes_share_the_layers(tmp_path, whole, copied, killed):
     if killed:
-        body = "if os.environ['RANK'] == '1':" + textwrap.indent(
-            textwrap.dedent(KILLS["before a trained layer is written"]).replace("nth(2", "nth(1"), "    "
-        )
+        body = """
+        def die_after_the_other(*args):
+            # the launcher ends process 0 as soon as this one is dead, so process 0 has to write its layer first
+            for _ in range(2000):
+                if os.path.exists(home + "/.out.run/layers/layer-0.safetensors"):
+                    break
+                time.sleep(0.05)
+            die()
+        if os.environ["RANK"] == "1":
+            align.TrainedLayers.write = die_after_the_other
+        """
         assert start(tmp_path, body, processes=2).returncode != 0
         assert not (tmp_path / "out").exists()
     who = """
@@ -406,10 +414,8 @@ def test_two_processes_share_the_layers(tmp_path, whole, copied, killed):
     assert run.returncode == 0, run.stderr[-3000:]
     assert contents(tmp_path / "out") == contents(whole[0] / "out")
     trained = sorted(path.name for path in tmp_path.glob("?-?"))
-    assert {name[0] for name in trained} == ({"0", "1"} if not killed else {name[0] for name in trained})
-    assert not killed or len(trained) < 3
-    if not killed:
-        assert trained == ["0-0", "0-2", "1-1"]
+    # of a killed launch the second one takes what was written: at least layer 0
+    assert trained == ["0-0", "0-2", "1-1"] if not killed else "0-0" not in trained and len(trained) < 3
     assert not (tmp_path / "spool").exists() and not (tmp_path / ".out.run").exists()
 
 

@@ -12,7 +12,7 @@ from hf_memmix.training.documents.readme_tables import documents, render
 ROOT = Path(__file__).parents[3]
 # files and the least number of their tables that are of the bundled transformer
 DOCUMENTS = {
-    "README.md": 3,  # demo, mixers, students
+    "README.md": 2,  # demo, students
     "training/README.md": 3,  # quantized, small_states, one_gpu
     "training/bundled/README.md": 1,  # bundled_recall
     "training/convert_your_model.md": 1,

@@ -82,6 +82,14 @@ def test_what_the_documents_say_of_kept_layers(students):
         [row["heldout_ppl_ratio"] for row in students[key]] for key in ((0, "uniform", "gka"), (3, "select", "gka"))
     ]
     assert [f"{statistics.fmean(found):.2f}" for found in ratios] == ["1.19", "1.03"]
+    three = [students[3, "select", name] for name in ("gka", "lattice", "window-64")]
+    assert "97 and 98 % of 32 pairs, the window of 64 tokens 87 % (needles: 85, 90 and 79 %)" in own
+    assert (
+        "`gka` answers 97 % of the pairs, the control 87 %" in readme
+        and "97 and 98 % of the pairs, the control 87" in advice
+    )
+    assert [round(share(rows, "mqar_32", 2048)) for rows in three] == [97, 98, 87]
+    assert [int(share(rows, "niah", 2048)) for rows in three] == [85, 90, 78]  # 78.75
     useless = [students[keep, "select", name] for keep, name in ((1, "coffee"), (1, "ska"), (3, "ska"))]
     assert {share(rows, task, 1024) for rows in useless for task in ("niah", "mqar_32")} == {0}
     assert "COFFEE chose layer 11 and SKA layer 4" in own

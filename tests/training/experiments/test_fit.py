@@ -336,6 +336,9 @@ def test_rates_go_beyond_the_best_until_it_is_not_at_the_edge():
     assert lrs == [2.0, 1.0, 0.5, 0.25, 0.125, 0.0625] and chosen == 0.0625, "four rates beyond the given, no more"
     assert rates_to_try([finished(2.0, 1, model="a")], [2.0], model="a") == ([2.0], 2.0), "one rate is not a search"
     assert rates_to_try([*edge, finished(16.0, 0.6, model="a")], [2.0, 4.0, 8.0], model="a")[1] == 8.0
+    smaller = [*inside, finished(1.0, 0.5, model="a")]
+    assert rates_to_try(smaller, [2.0, 4.0, 8.0], model="a") == ([2.0, 4.0, 8.0, 1.0, 0.5], None), "not a given rate"
+    assert rates_to_try(smaller, [4.0], model="a") == ([4.0], 4.0), "the only given rate is the choice"
     lost = [*edge, {"model": "a", "lr": 16.0, "finite": False}]
     assert rates_to_try(lost, [2.0, 4.0, 8.0], model="a")[1] == 8.0
 

@@ -26,16 +26,18 @@ def rates_to_try(
     The chosen rate has the lowest development loss; it is None until all rates have been tried. While the best rate
     is the largest one tried, twice that rate is tried as well; while it is the smallest, half that rate, up to
     `extensions` times. The rule is the same for all models, so no model is behind only because the given rates
-    did not suit it. `key`: the name of the rate in a row.
+    did not suit it. Rates that were tried for another reason count as well, except where one rate is given: it is
+    the choice. `key`: the name of the rate in a row.
     """
-    rows, lrs = [row for row in done if matches(row, wanted)], list(lrs)
-    tried, given = {row[key] for row in rows}, len(lrs)
+    rows, given = [row for row in done if matches(row, wanted)], len(lrs)
+    lrs = list(dict.fromkeys([*lrs, *(row[key] for row in rows if given > 1)]))
+    tried = {row[key] for row in rows}
     while tried >= set(lrs):
         best = lowest_dev_loss([row for row in rows if row[key] in lrs])
         if best is None:
             break
         beyond = {max(lrs): 2 * max(lrs), min(lrs): min(lrs) / 2}.get(best[key])
-        if given == 1 or beyond is None or len(lrs) == given + extensions:
+        if given == 1 or beyond is None or len(lrs) >= given + extensions:
             return lrs, best[key]
         lrs.append(beyond)
     return lrs, None

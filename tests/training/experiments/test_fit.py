@@ -330,7 +330,7 @@ def test_rates_go_beyond_the_best_until_it_is_not_at_the_edge():
     further = [*edge, finished(16.0, 0.4, model="a")]
     assert rates_to_try(further, [2.0, 4.0, 8.0], model="a") == ([2.0, 4.0, 8.0, 16.0, 32.0], None)
     assert rates_to_try([*further, finished(32.0, 0.6, model="a")], [2.0, 4.0, 8.0], model="a")[1] == 16.0
-    falling = [finished(2.0**-i, i, model="a") for i in range(6)] + [finished(2.0, -1.0, model="a")]
+    falling = [finished(2.0**-i, i, model="a") for i in range(5)] + [finished(2.0, -1.0, model="a")]
     falling = [row | {"dev_loss": -row["dev_loss"]} for row in falling]
     lrs, chosen = rates_to_try(falling, [2.0, 1.0], model="a")
     assert lrs == [2.0, 1.0, 0.5, 0.25, 0.125, 0.0625] and chosen == 0.0625, "four rates beyond the given, no more"

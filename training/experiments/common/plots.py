@@ -48,11 +48,11 @@ def save(figure, path: str | Path, dpi: int = 150) -> None:
     pyplot.close(figure)
 
 
-def sized_figure(panels: int, results: dict):
-    """`figure_of` with a caption that states size of the models, hardware, commits, and what the error bars are."""
+def sized_figure(panels: int, results: dict, seeds: str = "error bars: lowest to highest seed"):
+    """`figure_of` with a caption that states size of the models, hardware, commits, and what shows the seeds."""
     settings = results["settings"]
     size = f"{settings['layers']} layers of {settings['hidden_size']}, {settings['tokens'] / 1e6:.0f}M tokens"
-    return figure_of(panels, f"{size}; {measured_at(results)}; error bars: lowest to highest seed")
+    return figure_of(panels, f"{size}; {measured_at(results)}; {seeds}")
 
 
 def bars(panel, points: list[tuple[float, list[float]]], label: str, style: dict, across: bool = False) -> None:

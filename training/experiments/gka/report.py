@@ -6,9 +6,26 @@ from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and
 from hf_memmix.training.experiments.common.report import caption, mean_of_rows, memory_text, rate_text
 
 
-def recall_table(results: dict, rows: list[dict]) -> str:
+def measured_rows(results: dict) -> list[dict]:
+    """The rows with an accuracy, in the order of the models of the settings.
+
+    Rows that learnt nothing are among them: a mean over seeds without such a seed would be too high.
+    """
+    names = results["settings"]["models"]
+    return sorted((row for row in results["rows"] if "accuracy" in row), key=lambda row: names.index(row["model"]))
+
+
+def seeds_text(rows: list[dict]) -> str:
+    """The mean and deviation of the accuracies in percent, then each seed's; "" without rows."""
+    text = mean_of_rows(rows, "accuracy", 1, scale=100)
+    each = ", ".join(f"{100 * row['accuracy']:.1f}" for row in rows)
+    return f"{text} ({each})" if len(rows) > 1 else text
+
+
+def recall_table(results: dict) -> str:
     """Accuracy in percent of each model in each cell, with the learning rate and the size of its memory."""
-    cells = list(dict.fromkeys((row["length"], row["pairs"]) for row in rows))
+    rows = measured_rows(results)
+    cells = sorted({(row["length"], row["pairs"]) for row in rows})
     table = []
     for name in dict.fromkeys(row["model"] for row in rows):
         line = [name, memory_text(results["settings"], name)[0]]
@@ -16,10 +33,7 @@ def recall_table(results: dict, rows: list[dict]) -> str:
             cell = {"model": name, "length": length, "pairs": pairs}
             chosen = chosen_rows(rows, **cell)
             tried = [row for row in results["rows"] if matches(row, cell)]
-            line += [
-                rate_text(tried, chosen[0]["lr"]) if chosen else "",
-                mean_of_rows(chosen, "accuracy", 2, scale=100),
-            ]
+            line += [rate_text(tried, chosen[0]["lr"]) if chosen else "", seeds_text(chosen)]
         table.append(line)
     head = [name for length, pairs in cells for name in ("rate", f"{length} tokens, {pairs} pairs")]
     return markdown_table(["model", "memory, floats per layer", *head], table)
@@ -41,7 +55,7 @@ def accuracy_text(row: dict) -> str:
 def accuracies_by_rate(results: dict) -> str:
     """One table per cell: the accuracy of each model at each rate with the first seed; bold: the chosen rate."""
     finished, tables = [row for row in results["rows"] if "finite" in row and row["seed"] == 0], []
-    for length, pairs in dict.fromkeys((row["length"], row["pairs"]) for row in finished):
+    for length, pairs in sorted({(row["length"], row["pairs"]) for row in finished}):
         rows = [row for row in finished if (row["length"], row["pairs"]) == (length, pairs)]
         rates = sorted({row["lr"] for row in rows})
         lines = []
@@ -58,6 +72,6 @@ def accuracies_by_rate(results: dict) -> str:
 
 def recall(results: dict) -> str:
     """The table with its caption, and the accuracies at all learning rates."""
-    rows, failed = trained_and_failed(results)
-    text = f"{recall_table(results, rows)}\n\n{caption(results, failed)}{missing_cells(results)}"
+    _, failed = trained_and_failed(results)
+    text = f"{recall_table(results)}\n\n{caption(results, failed)} In brackets: each seed.{missing_cells(results)}"
     return f"{text}\n\n{accuracies_by_rate(results)}"

@@ -81,7 +81,7 @@ bench: $(STAMP)
 card: $(STAMP)
 	$(BIN)/python -m hf_memmix.training.documents.readme_tables
 	$(BIN)/python model_cards/build.py
-	$(BIN)/python -m pytest tests/test_cards.py tests/test_readme.py
+	$(BIN)/python -m pytest tests/test_cards.py tests/cards tests/test_readme.py
 
 clean:
 	rm -rf .venv* build dist runs *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -197,7 +197,7 @@ def baselines_recall_table(root: Path) -> str:
     """What became of the predictions about associative recall of the baselines."""
     from hf_memmix.training.experiments.gka.recall_predictions import baselines_table  # no experiments in a wheel
 
-    return baselines_table(read("recall", root), read("gka_figure3a", root))
+    return baselines_table(read("recall", root), read("recall_gdn", root))
 
 
 def gka_predictions_table(root: Path) -> str:

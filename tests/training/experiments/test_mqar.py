@@ -91,20 +91,22 @@ def test_predictions_about_recall_are_open_while_a_rate_is_at_the_edge():
     assert lines[11].endswith("| delta 0.001* | open |")
 
 
-def test_predictions_of_the_baselines_take_rows_of_the_model_sizes():
-    def rows(model, *accuracies, size=None):
-        cell = {"model": model, "length": 256, "pairs": 64, "seed": 0, "finite": True}
-        more = {} if size is None else {"hidden_size": size}
+def test_predictions_of_the_baselines_take_further_rates():
+    def rows(model, *accuracies, first=1e-3, seed=0):
+        cell = {"model": model, "length": 256, "pairs": 64, "seed": seed, "finite": True}
         return [
-            cell | more | {"lr": lr, "accuracy": accuracy, "dev_loss": 1 - accuracy}
-            for lr, accuracy in zip((1e-3, 2e-3, 4e-3), accuracies, strict=False)
+            cell | {"lr": first * 2**place, "accuracy": accuracy, "dev_loss": 1 - accuracy}
+            for place, accuracy in enumerate(accuracies)
         ]
 
     results = {"rows": rows("delta", 0.5, 0.84, 0.6) + rows("mamba2", 0.92) + rows("gka", 0.1, 0.65, 0.2)}
-    results["rows"] += rows("gka-equal", 0.1, 0.7, 0.2)
-    sizes = {"rows": rows("gdn", 0.5, 0.8, 0.7, size=64) + rows("gla", 0.5, size=64) + rows("gla", 0.9, size=128)}
-    sizes["rows"] += rows("mamba2", 0.99, size=64)  # another memory than the "mamba2" of recall.py
-    lines = recall_predictions.baselines_table(results, sizes).splitlines()[2:]
+    results["rows"] += rows("gka-equal", 0.1, 0.7, 0.2) + rows("gdn", 0.8, 0.7) + rows("gla", 0.5)
+    results["rows"] += rows("gdn", 0.7, seed=1) + rows("gdn", 0.6, seed=2)
+    alone = recall_predictions.baselines_table(results, {"rows": []}).splitlines()[2:]
+    assert alone[3].endswith("| gdn 70.0*, delta 84.0 (missed) | open |"), "the mean over three seeds"
+    further = {"rows": rows("gdn", 0.4, first=5e-4) + rows("coffee", 0.01, 0.05, 0.02)}
+    lines = recall_predictions.baselines_table(results, further).splitlines()[2:]
     assert lines[0].endswith("|  | open |") and lines[1].endswith("| mamba2 92.0* | open |")
-    assert lines[3].endswith("| gdn 80.0, delta 84.0 | right |") and lines[4].endswith("| gla 50.0* | open |")
+    assert lines[3].endswith("| gdn 70.0, delta 84.0 (missed) | missed |")
+    assert lines[4].endswith("| gla 50.0* | open |") and lines[5].endswith("| coffee 5.0 | right |")
     assert lines[6].endswith("| gka-equal 70.0, gka 65.0 (missed) | missed |")

@@ -1,5 +1,4 @@
-"""What became of the predictions about associative recall, computed from the results of `recall.py`, and of
-`figure3a.py` for the models of the baselines.
+"""What became of the predictions about associative recall, computed from the results of `recall.py`.
 
 The figures are accuracies in percent on test sequences: means over seeds at the rate that the development sequences
 chose. A figure whose rate is the largest or the smallest one that was tried is marked with *, and a prediction about
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from hf_memmix.training.experiments.common.harness import matches
 from hf_memmix.training.experiments.common.predictions import Found, Outcome, predictions_table
 from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows
-from hf_memmix.training.experiments.gka.figure3a_report import SAME_IN_RECALL
 from hf_memmix.training.experiments.gka.report import accuracy_text
 
 
@@ -152,16 +150,14 @@ OF_BASELINES = (  # written down in the README of the baselines
 )
 
 
-def baselines_table(results: dict, sizes: dict) -> str:
+def baselines_table(results: dict, further: dict) -> str:
     """The predictions about the models of the baselines.
 
     Args:
         results: of `recall.py`.
-        sizes: of `figure3a.py`. Its rows of hidden size 64 are trained in the same way, and those of
-            `SAME_IN_RECALL` are of the same models.
+        further: of `recall.py` with other rates of one model.
     """
-    same = [row for row in sizes["rows"] if row["hidden_size"] == 64 and row["model"] in SAME_IN_RECALL]
-    return table(results | {"rows": results["rows"] + same}, OF_BASELINES)
+    return table(results | {"rows": results["rows"] + further["rows"]}, OF_BASELINES)
 
 
 def table(results: dict, predictions: tuple = PREDICTIONS) -> str:

@@ -81,12 +81,13 @@ def write_cache(
         "tokenizer": data.tokenizer,
         "teacher": teacher_id or teacher_hash(teacher),
         "config": config_of(teacher.config),
+        "dtype": str(teacher.dtype),
     }
     teacher.eval()
     head, device = logits_head(teacher), teacher.get_input_embeddings().weight.device
     remedy = f"It needs {len(data) * data.block_size * (6 * k + 4):,} bytes; make room and run the same again to go on"
     # these settings change the last bits of the numbers, so one cache must not mix them
-    how = {"batch_size": batch_size, "chunk_tokens": chunk_tokens, "dtype": str(teacher.dtype), "device": device.type}
+    how = {"batch_size": batch_size, "chunk_tokens": chunk_tokens, "device": device.type}
     with explain_write_errors(folder, remedy), run_folder(folder, overwrite=overwrite) as work:
         done = _finished_files(work, meta | how)
         if not done:
@@ -203,8 +204,12 @@ class CachedBlocks(Dataset):
         return self.data.document_lengths()
 
     def fingerprint(self) -> str:
-        """The fingerprint of the rows, the hash of the teacher, and k."""
-        return f"{self.data.fingerprint()} {self.meta['teacher']} {self.meta['k']}"
+        """The fingerprint of the rows, the hash of the teacher, k, and the dtype in which the teacher computed.
+
+        A run on the cache of one dtype does not go on with that of another. Caches of earlier versions have no dtype.
+        """
+        parts = (self.data.fingerprint(), self.meta["teacher"], self.meta["k"], self.meta.get("dtype", ""))
+        return " ".join(map(str, parts)).rstrip()
 
     def __len__(self) -> int:
         return len(self.data)

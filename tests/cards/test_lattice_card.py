@@ -68,7 +68,7 @@ def test_what_the_card_of_lattice_says_of_recall():
     models = list(of_rate)
     assert "With 64 and 128 pairs there are three seeds, with 32 pairs one" in text
     assert {len(percents(name)) for name in models} == {3} and len(models) == 14
-    assert "There the transformer recalls all but 0.1 % with every seed" in text
+    assert "There the transformer recalls all but 0.2 % with every seed" in text
     assert {f"{100 - value:.1f}" for value in percents("transformer")} <= {"0.1", "0.2"}
     fixed = sorted((name for name in models if name != "transformer"), key=mean)
     spreads = {name: max(percents(name)) - min(percents(name)) for name in fixed if mean(name) > 5}
@@ -101,6 +101,6 @@ def test_what_the_card_of_lattice_says_of_recall():
         assert not at_edge([row for row in longer if row["model"] == name], chosen_rows(longer, model=name)[0]["lr"])
     assert "DEC does so at 0.00075 and learns nothing at 0.0015" in text
     assert max(row["accuracy"] for row in longer if matches(row, {"model": "dec", "lr": 1.5e-3})) < 0.001
-    assert "SIM, GKA and Mamba-2 learn nothing at any rate that was tried" in text
+    assert "SIM, GKA and Mamba-2 learn next to nothing at any rate that was tried" in text
     assert max(row["accuracy"] for row in longer if row["model"] in ("sim", "gka", "mamba2")) < 0.02
     assert 0.02 not in {row["lr"] for row in longer if row["model"] == "mamba2"}

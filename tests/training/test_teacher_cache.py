@@ -65,6 +65,22 @@ def test_a_run_on_the_cache_is_a_run_on_the_teacher(tmp_path, teacher, data):
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-3, atol=0)
 
 
+def test_a_run_does_not_go_on_with_a_cache_of_another_dtype(tmp_path, teacher, data):
+    cache = tmp_path / "c"
+    write_cache(teacher, data, cache, 4)
+    recipe = Recipe(**OPTIONS, save_every=2, teacher=f"cache:{cache}")
+    train(convert_model(teacher, keep=[1]), None, data, tmp_path / "run", recipe=recipe)
+    in_fp32 = CachedBlocks(data, cache).fingerprint()
+    write_cache(teacher.bfloat16(), data, cache, 4, overwrite=True)
+    assert CachedBlocks(data, cache).fingerprint() != in_fp32
+    with pytest.raises(ValueError, match="data"):
+        train(convert_model(teacher.float(), keep=[1]), None, data, tmp_path / "run", recipe=recipe)
+    meta = json.loads((cache / META_FILE).read_text())
+    earlier = {name: value for name, value in meta.items() if name != "dtype"}
+    (cache / META_FILE).write_text(json.dumps(earlier))
+    assert CachedBlocks(data, cache).fingerprint() == f"{data.fingerprint()} {meta['teacher']} 4", "as before"
+
+
 def test_a_small_k_still_teaches(tmp_path, teacher, data):
     write_cache(teacher, data, tmp_path / "c", 4)
     recipe = Recipe(**OPTIONS | {"steps": 12}, teacher=f"cache:{tmp_path / 'c'}", rest_learning_rate=1e-3)

@@ -143,6 +143,8 @@ def caption(results: dict, failed: list[dict], spread: str = SPREAD_NOTE) -> str
         name = f"{row.get('model') or row['rung']} at {row['lr']:g}"
         if "pairs" in row:
             name += f" with {row['pairs']} pairs"
+        if row.get("seed"):
+            name += f" (seed {row['seed']})"
         left_out["Learnt nothing" if measured else "Trained and not measured"].append(name)
     return text + "".join(f" {why}: {', '.join(dict.fromkeys(names))}." for why, names in left_out.items() if names)
 

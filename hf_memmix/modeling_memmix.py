@@ -22,7 +22,7 @@ from .context_parallel import (
     split_loss,
     split_of,
 )
-from .generation import MemoryGeneration
+from .generation import NO_CONTINUOUS_BATCHING, MemoryGeneration
 from .mixers import ATTENTION
 from .padding import (
     PaddedRows,
@@ -76,7 +76,8 @@ class MemMixModel(MemMixPreTrained):
 
         Raises:
             ValueError: no tokens; embeddings that are not finite; a mask, positions or packing that do not fit each
-                other or the cache; or a cache while activations are checkpointed in training.
+                other or the cache; a cache while activations are checkpointed in training; or a request of
+                transformers' continuous batching.
         """
         if inputs_embeds is not None:
             check_finite(inputs_embeds)
@@ -87,6 +88,8 @@ class MemMixModel(MemMixPreTrained):
         # of split sequences a process may have no token, and all processes must raise the error: `split_of`
         if batch == 0 or (length == 0 and current_group() is None):
             raise ValueError(f"the input has no tokens: {batch} rows of {length}; give at least one row of one token")
+        if "read_index" in kwargs:  # the addresses in the paged cache of a `ContinuousBatchingManager`
+            raise ValueError(NO_CONTINUOUS_BATCHING)
         given = past_key_values
         checkpoints = self._checkpoints_activations()
         if given is not None and checkpoints:

@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import DynamicCache, pipeline
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, pipeline
 from transformers.cache_utils import StaticLayer
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from core.checks import assert_same_generation, check_padded_generation, greedy, left_padded, uncached_greedy
 from hf_memmix import RecurrentStateCache
@@ -327,6 +328,20 @@ def test_continuous_batching_is_refused(model):
     for entry in entries:
         with pytest.raises(ValueError, match="continuous batching of transformers.*vLLM"):
             entry()
+
+
+def test_a_manager_of_the_user_is_refused_at_its_first_request(model):
+    """It calls the model without the methods that refuse; its error reaches the result of the request."""
+    options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": 0, "pad_token_id": 0}
+    small = ContinuousBatchingConfig(block_size=16, num_blocks=8, max_batch_tokens=32)
+    manager = ContinuousBatchingManager(model, GenerationConfig(**options), small)
+    manager.start()
+    try:
+        manager.add_request([1, 2, 3], max_new_tokens=2)
+        result = manager.get_result(timeout=60)
+    finally:
+        manager.stop(block=True, timeout=30)
+    assert "continuous batching of transformers" in result.error and "vLLM" in result.error
 
 
 def test_quantized_cache_is_refused(model):

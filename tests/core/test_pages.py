@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from core.mixer_variants import VARIANTS, every_third_variant, every_variant, made
-from hf_memmix.mixers import MIXERS, pages
-from testing import TOLERANCES, assert_same
+from hf_memmix.mixers import pages
+from testing import MIXERS, TOLERANCES, assert_same
 
 PAGES = 7
 INDICES = (5, 1, 4)  # pages of the three sequences

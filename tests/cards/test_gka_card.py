@@ -5,10 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from card_text import text_of
+from card_text import recalled, text_of
 from hf_memmix.training.documents.measurements import read
 from hf_memmix.training.experiments.common.harness import matches
-from hf_memmix.training.experiments.common.rates import chosen_rows
 from hf_memmix.training.experiments.gka.figure3a_report import joined as joined_sizes
 from hf_memmix.training.experiments.gka.predictions import Figures
 from hf_memmix.training.experiments.gka.variants_report import share_at_chance, with_recall_rows
@@ -190,8 +189,7 @@ def test_recall_by_model_size(grid):
     assert f"{100 * half['accuracy']:.1f}" == "86.5"
 
     def with_later_kernels(model):
-        rows = [row for row in read("recall")["rows"] if row["pairs"] == 64 and "accuracy" in row]
-        return [round(100 * row["accuracy"]) for row in chosen_rows(rows, model=model)]
+        return [round(accuracy) for accuracy in recalled(model)]
 
     assert "where two other seeds recall 90 and 0 %" in text and with_later_kernels("gdn")[1:] == [90, 0]
     assert "GLA's first seed recalls 54 %, and 56, 0 and 53 % with later kernels" in text

@@ -2,7 +2,7 @@
 
 import math
 
-from card_text import text_of
+from card_text import recalled, text_of
 from hf_memmix.training.documents.measurements import read
 from hf_memmix.training.experiments.common.harness import matches
 from hf_memmix.training.experiments.common.rates import at_edge, chosen_rows, trained_and_failed
@@ -57,36 +57,31 @@ def test_what_the_card_of_lattice_says_of_recall():
         if matches(row, {"pairs": 64, "seed": 0}):
             of_rate.setdefault(row["model"], {})[row["lr"]] = 100 * row.get("accuracy", math.nan)
 
-    def percents(model, pairs=64):
-        """Of each seed at the chosen rate."""
-        rows = [row for row in read("recall")["rows"] if row["pairs"] == pairs and "accuracy" in row]
-        return [100 * row["accuracy"] for row in chosen_rows(rows, model=model)]
-
     def mean(model, pairs=64):
-        return sum(percents(model, pairs)) / len(percents(model, pairs))
+        return sum(recalled(model, pairs)) / len(recalled(model, pairs))
 
     models = list(of_rate)
     assert "With 64 and 128 pairs there are three seeds, with 32 pairs one" in text
-    assert {len(percents(name)) for name in models} == {3} and len(models) == 14
+    assert {len(recalled(name)) for name in models} == {3} and len(models) == 14
     assert "There the transformer recalls all but 0.2 % with every seed" in text
-    assert {f"{100 - value:.1f}" for value in percents("transformer")} <= {"0.1", "0.2"}
+    assert {f"{100 - value:.1f}" for value in recalled("transformer")} <= {"0.1", "0.2"}
     fixed = sorted((name for name in models if name != "transformer"), key=mean)
-    spreads = {name: max(percents(name)) - min(percents(name)) for name in fixed if mean(name) > 5}
+    spreads = {name: max(recalled(name)) - min(recalled(name)) for name in fixed if mean(name) > 5}
     assert "ENC has the highest mean, and it is the only one that recalls about the same with every seed" in text
     assert fixed[-1] == min(spreads, key=spreads.get) == "enc"
     assert spreads.pop("enc") < 3 and min(spreads.values()) > 15
     for said, name in (("The delta rule recalls 53 to 94 %", "delta"), ("linear attention 51 to 88 %", "linear"),
                        ("DEC 52 to 81 %", "dec")):  # fmt: skip
-        found = [round(value) for value in (min(percents(name)), max(percents(name)))]
+        found = [round(value) for value in (min(recalled(name)), max(recalled(name)))]
         assert said in text and said.endswith(f"{found[0]} to {found[1]} %")
     assert "GDN, Mamba-2, GKA and GLA each hardly learn the task with one seed of three" in text
     for name in ("gdn", "mamba2", "gka", "gla"):
-        low, second, _ = sorted(percents(name))
+        low, second, _ = sorted(recalled(name))
         assert low < 4 and second > 50, name
-    assert "recalls 100, 52 and 0 %" in text and [round(value) for value in percents("mamba2")] == [100, 52, 0]
-    assert "learn next to nothing with any seed" in text and max(percents("mamba2-equal") + percents("coffee")) < 1
+    assert "recalls 100, 52 and 0 %" in text and [round(value) for value in recalled("mamba2")] == [100, 52, 0]
+    assert "learn next to nothing with any seed" in text and max(recalled("mamba2-equal") + recalled("coffee")) < 1
     assert "recalls 2 % with the first seed, which chose its rate, and 28 and 33 %" in text
-    assert [round(value) for value in percents("gka-equal")] == [2, 28, 33]
+    assert [round(value) for value in recalled("gka-equal")] == [2, 28, 33]
     assert "with these 67 and 71 %, both times that it was trained" in text
     again = {row["lr"]: row for row in read("recall_gdn")["rows"] if row["seed"] == 0}
     for rate, said in ((1.5e-3, 67), (7.5e-4, 71)):

@@ -5,7 +5,7 @@ from pathlib import Path
 from hf_memmix.training.experiments.common.averages import mean_and_deviation
 from hf_memmix.training.experiments.common.plots import save, sized_figure
 from hf_memmix.training.experiments.common.rates import chosen_rows
-from hf_memmix.training.experiments.gka.report import measured_rows
+from hf_memmix.training.experiments.gka.report import cells_in, measured_rows
 
 
 def plot_recall(results: dict, path: str | Path) -> None:
@@ -14,7 +14,7 @@ def plot_recall(results: dict, path: str | Path) -> None:
     A bar is the mean over seeds, a dot a seed. The best model stands on top.
     """
     rows = measured_rows(results)
-    cells = sorted({(row["length"], row["pairs"]) for row in rows})
+    cells = cells_in(rows)
     figure, panels = sized_figure(len(cells), results, "a dot: one seed")
     for panel, (length, pairs) in zip(panels, cells, strict=True):
         found = {

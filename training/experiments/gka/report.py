@@ -15,6 +15,11 @@ def measured_rows(results: dict) -> list[dict]:
     return sorted((row for row in results["rows"] if "accuracy" in row), key=lambda row: names.index(row["model"]))
 
 
+def cells_in(rows: list[dict]) -> list[tuple[int, int]]:
+    """The (length, pairs) of the rows, in ascending order."""
+    return sorted({(row["length"], row["pairs"]) for row in rows})
+
+
 def seeds_text(rows: list[dict]) -> str:
     """The mean and deviation of the accuracies in percent, then each seed's; "" without rows."""
     text = mean_of_rows(rows, "accuracy", 1, scale=100)
@@ -25,7 +30,7 @@ def seeds_text(rows: list[dict]) -> str:
 def recall_table(results: dict) -> str:
     """Accuracy in percent of each model in each cell, with the learning rate and the size of its memory."""
     rows = measured_rows(results)
-    cells = sorted({(row["length"], row["pairs"]) for row in rows})
+    cells = cells_in(rows)
     table = []
     for name in dict.fromkeys(row["model"] for row in rows):
         line = [name, memory_text(results["settings"], name)[0]]
@@ -55,7 +60,7 @@ def accuracy_text(row: dict) -> str:
 def accuracies_by_rate(results: dict) -> str:
     """One table per cell: the accuracy of each model at each rate with the first seed; bold: the chosen rate."""
     finished, tables = [row for row in results["rows"] if "finite" in row and row["seed"] == 0], []
-    for length, pairs in sorted({(row["length"], row["pairs"]) for row in finished}):
+    for length, pairs in cells_in(finished):
         rows = [row for row in finished if (row["length"], row["pairs"]) == (length, pairs)]
         rates = sorted({row["lr"] for row in rows})
         lines = []

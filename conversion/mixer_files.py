@@ -5,20 +5,20 @@ there. Names of tensors are `<layer>.<name in the mixer>`. The metadata hold the
 the training.
 """
 
-import json
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from hf_memmix.conversion.convert import convert_model
 from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.hashes import open_sealed, save_sealed
 from hf_memmix.conversion.plan import different_options, plan_arguments, read_plan, trained_folder
 from hf_memmix.conversion.saving import explain_write_errors, replace_file
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import MemoryMixer
+
+AGAIN = "remove this file and run memmix select again"
 
 
 def mixer_file(folder: str | Path, mixer: str) -> Path:
@@ -35,19 +35,17 @@ def write_mixers(student: PreTrainedModel, path: str | Path, identity: dict) -> 
         for layer in layers
         for name, tensor in attention_module(student, layer).state_dict().items()
     }
-    metadata = {"mixer": mixer, "options": dict(student.config.mixers[mixer]), "identity": identity}
-    metadata = {name: json.dumps(value) for name, value in metadata.items()}
+    record = {"mixer": mixer, "options": dict(student.config.mixers[mixer]), "identity": identity}
     with explain_write_errors(path, "Make room and run the same command again"), replace_file(path) as part:
-        save_file(tensors, part, metadata=metadata)
+        save_sealed(tensors, part, record)
 
 
 def read_metadata(path: str | Path) -> dict | None:
-    """`{"mixer", "options", "identity"}` of a file; None if there is no file, or it cannot be read."""
-    try:
-        with safe_open(str(path), "pt") as file:
-            return {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
-    except (OSError, SafetensorError, ValueError):
+    """`{"mixer", "options", "identity"}` of a file; None if there is none. Raises ValueError if it was changed."""
+    if not Path(path).is_file():
         return None
+    with open_sealed(path, AGAIN) as file:
+        return file.record
 
 
 def load_mixers(student: PreTrainedModel, folder: str | Path) -> None:
@@ -60,21 +58,21 @@ def load_aligned(mixer: MemoryMixer, folder: str | Path) -> None:
     """Fill the mixer of one layer from the files of a folder.
 
     Raises:
-        ValueError: the folder lacks a mixer, or the file lacks a layer, or its mixers have other options than `mixer`,
-            except options that can be changed at inference.
+        ValueError: the folder lacks a mixer, or the file lacks a layer or was changed, or its mixers have options
+            other than those of `mixer`, except options that can be changed at inference.
     """
     layer, path = mixer.layer_idx, mixer_file(folder, mixer.name)
-    if (metadata := read_metadata(path)) is None:
-        raise ValueError(f"{str(folder)!r} has no readable {path.name}, the trained mixers of layer {layer}")
-    own = mixer.options.to_dict()
-    if different := different_options(mixer.name, own, metadata.get("options", own)):
-        raise ValueError(
-            f"{str(path)!r} does not fit layer {layer}: it was trained with other options ({different}); convert with"
-            " the options of the trained mixers"
-        )
-    with safe_open(str(path), "pt") as file:
-        names = {name.removeprefix(f"{layer}."): name for name in set(file.keys()) if name.startswith(f"{layer}.")}
-        tensors = {own: file.get_tensor(name) for own, name in names.items()}
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} has no {path.name}, the trained mixers of layer {layer}")
+    with open_sealed(path, AGAIN) as file:
+        trained, own = file.record["options"], mixer.options.to_dict()
+        if different := different_options(mixer.name, own, trained):
+            raise ValueError(
+                f"{str(path)!r} does not fit layer {layer}: it was trained with other options ({different}); convert"
+                " with the options of the trained mixers"
+            )
+        start = f"{layer}."
+        tensors = {name.removeprefix(start): file.read(name) for name in file.names if name.startswith(start)}
     try:
         with torch.no_grad():
             mixer.load_state_dict(tensors)

@@ -7,7 +7,6 @@ when it is written and when a run resumes from it, several at a time.
 """
 
 import json
-import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +18,13 @@ from transformers import PreTrainedConfig
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_memmix._transformers import IDLE_FIELDS
-from hf_memmix.conversion.records import write_json
-from hf_memmix.training.hashes import file_hash, teacher_hash
+from hf_memmix.conversion.hashes import check_files, hash_files, read_sealed, teacher_hash, write_sealed
 from hf_memmix.training.recipe import Recipe
 
 RUN_FILE = "memmix_run.json"
-FORMAT = 2  # files without this field are of format 1, which has no hashes of weights and files
+FORMAT = 3  # 2: of run files without a hash of their own content
 # fields of a recipe that do not change what a run computes
 RESUME_MAY_CHANGE = ("save_every", "chunk_tokens", "gradient_checkpointing")
-# fields that earlier versions did not have, with the values that do what these did
-LATER_FIELDS = {"lora_mixers": False, "quantize": "none"}
 # arguments of the Trainer that do not change what a run computes
 TRAINER_MAY_CHANGE = (
     "dataloader_num_workers",
@@ -41,8 +37,6 @@ TRAINER_MAY_CHANGE = (
     "save_total_limit",
     "use_cpu",
 )
-
-logger = logging.getLogger(__name__)
 
 
 def identity_of(student: nn.Module, teacher: nn.Module | None, data, recipe: Recipe) -> dict:
@@ -85,30 +79,15 @@ def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:
     last = get_last_checkpoint(str(output_dir))
     if last is None:
         return None
-    try:
-        saved = json.loads((Path(last) / RUN_FILE).read_text())
-    except (OSError, ValueError):
-        saved = None
-    if not isinstance(saved, dict):
-        raise ValueError(f"{last} has no readable {RUN_FILE}; {_remedy(last)}")
-    if "format" not in saved:
-        logger.warning(
-            "%s was written by an earlier version: its files and the weights at its start are not compared", last
-        )
-        identity = {k: v for k, v in identity.items() if k not in ("format", "student", "teacher")}
-        identity["recipe"] = {k: v for k, v in identity["recipe"].items() if k != "trainer"}
-    if isinstance(saved.get("recipe"), dict):
-        saved["recipe"] = LATER_FIELDS | saved["recipe"]
+    saved = read_sealed(Path(last) / RUN_FILE, _remedy(last))
     different = "; ".join(differences(saved, identity))
     if different:
         raise ValueError(
             f"{last} belongs to another run ({different}); give the recipe, data and models of that run, start again"
             " with resume off, or give another output folder"
         )
-    files = saved.get("files", {} if "format" not in saved else None)
-    if not isinstance(files, dict):
-        raise ValueError(f"{last} has no list of its files in {RUN_FILE}; {_remedy(last)}")
-    check_files(last, files)
+    if not int(os.environ.get("RANK", "0")):  # if rank 0 fails, the launcher ends the other processes
+        check_files(last, saved["files"], _remedy(last))
     return last
 
 
@@ -129,29 +108,7 @@ def _short(value) -> str:
 
 def write_run_file(folder: Path, identity: dict) -> None:
     """Write the identity and the hashes of all files of a complete checkpoint into its folder."""
-    record = {**identity, "files": hash_files(folder)}
-    write_json(folder / RUN_FILE, record)
-
-
-def hash_files(folder: str | Path) -> dict[str, str]:
-    """sha256 of every file in a folder except the run file, by relative path."""
-    names = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
-    names = [name for name in names if name != RUN_FILE]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(lambda name: file_hash(Path(folder) / name), names), strict=True))
-
-
-def check_files(folder: str | Path, hashes: dict[str, str]) -> None:
-    """Raise ValueError for the first file of a checkpoint that is missing or differs from what was written."""
-    if int(os.environ.get("RANK", "0")):
-        return  # only rank 0 reads the files. If it fails, the launcher ends the other processes
-    for name in hashes:
-        if not (Path(folder) / name).is_file():
-            raise ValueError(f"{name} is missing in {folder}; {_remedy(folder)}")
-    now = hash_files(folder)
-    for name, value in hashes.items():
-        if now.get(name) != value:
-            raise ValueError(f"{name} in {folder} is corrupt or truncated; {_remedy(folder)}")
+    write_sealed(folder / RUN_FILE, {**identity, "files": hash_files(folder, without=[RUN_FILE])})
 
 
 def _remedy(checkpoint: str | Path) -> str:

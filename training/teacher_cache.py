@@ -4,10 +4,12 @@
 
 `memmix cache-teacher` writes it in one pass of the teacher over the rows. A `distill` run with `teacher: cache:DIR`
 then needs no teacher in memory. Rows are read from memory-mapped safetensors files. The folder stores the hashes of
-data, tokenizer and teacher, and the teacher's configuration; a run with others is refused.
+data, tokenizer and teacher, and the teacher's configuration; a run with others is refused. It also stores the hashes
+of its own files, which every run compares at its start.
 """
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,20 +20,22 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hf_memmix.conversion.families import decoder_layers
+from hf_memmix.conversion.hashes import check_files, file_hash, read_sealed, teacher_hash, write_sealed
 from hf_memmix.conversion.limits import check_transformer
-from hf_memmix.conversion.loading import check_finite_weights, read_config
+from hf_memmix.conversion.loading import check_finite_weights, read_config, read_json
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.saving import explain_write_errors, remove_folder, replace_folder
 from hf_memmix.layout_hooks import separate_documents
 from hf_memmix.padding import packing_of
 from hf_memmix.training.data import TokenBlocks
-from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.losses import top_k_of
 from hf_memmix.training.run_identity import config_of, differences
 from hf_memmix.training.run_lock import PARTIAL_FILE, run_folder
 
 META_FILE = "teacher_cache.json"
+FORMAT = 2  # 1: without hashes of its files, of texts without the tokens that the tokenizer puts before a document
+AGAIN = "write the cache with memmix cache-teacher"
 TENSORS = ("log_probs", "ids", "log_rest")
 
 
@@ -72,7 +76,7 @@ def write_cache(
     check_transformer(teacher)
     check_finite_weights(teacher, "the teacher")
     meta = {
-        "format": 1,
+        "format": FORMAT,
         "k": k,
         "rows": len(data),
         "block_size": data.block_size,
@@ -110,7 +114,7 @@ def write_cache(
             save_file(tensors, work / name)
             done[name] = file_hash(work / name)
             write_json(work / PARTIAL_FILE, meta | how | {"files": done})
-        write_json(work / META_FILE, meta)
+        write_sealed(work / META_FILE, meta | {"files": done})
         (work / PARTIAL_FILE).unlink()
         replace_folder(work, Path(folder).absolute())
     return meta
@@ -137,6 +141,17 @@ def _top_k(head, hidden: Tensor, k: int, chunk_tokens: int) -> tuple[Tensor, ...
     return tuple(x.to(dtype) for x, dtype in zip(columns, (torch.float16, torch.int32, torch.float32), strict=True))
 
 
+def _read_meta(folder: Path) -> dict:
+    """The settings of a cache. Raises ValueError if the file was changed, or another version wrote it."""
+    known = read_json(folder / META_FILE).get("format")
+    if known != FORMAT:
+        raise ValueError(
+            f"the teacher cache {str(folder)!r} has format {known!r}, not {FORMAT}, in which files have hashes and"
+            f" documents begin as the tokenizer begins them (BOS); {AGAIN}"
+        )
+    return read_sealed(folder / META_FILE, AGAIN)
+
+
 def _is_hash(teacher) -> bool:
     """Whether a teacher is given by its `teacher_hash`."""
     return isinstance(teacher, str) and ":" in teacher
@@ -157,14 +172,11 @@ class CachedBlocks(Dataset):
 
     def __init__(self, data: TokenBlocks, folder: str | Path, teacher=None):
         self.data, self.folder = data, Path(folder)
-        try:
-            self.meta = json.loads((self.folder / META_FILE).read_text())
-        except (OSError, ValueError):
-            raise ValueError(
-                f"{str(folder)!r} is no teacher cache (no readable {META_FILE}); write one with memmix cache-teacher"
-            ) from None
+        if not (self.folder / META_FILE).is_file():
+            raise ValueError(f"{str(folder)!r} is no teacher cache (no {META_FILE}); {AGAIN}")
         if not isinstance(data, TokenBlocks):
             raise ValueError("a teacher cache cannot be used with streamed data; set stream: false")
+        self.meta = _read_meta(self.folder)
         found = {"data": data.fingerprint(), "tokenizer": data.tokenizer}
         if teacher is not None:
             found["teacher"] = teacher if _is_hash(teacher) else teacher_hash(teacher)
@@ -177,13 +189,15 @@ class CachedBlocks(Dataset):
                     " for these files, block size, packing, tokenizer and teacher"
                 )
         self._check_config(teacher)
+        if not int(os.environ.get("RANK", "0")):  # if rank 0 fails, the launcher ends the other processes
+            check_files(self.folder, self.meta["files"], AGAIN)
         self._shards: dict[int, object] = {}
 
     def _check_config(self, teacher) -> None:
         """Raise ValueError if the teacher's config.json was changed since: it says how the weights compute."""
-        known = self.meta.get("config")
-        if known is None or teacher is None or _is_hash(teacher):
-            return  # caches of earlier versions have no configuration
+        known = self.meta["config"]
+        if teacher is None or _is_hash(teacher):
+            return
         config = teacher.config if isinstance(teacher, nn.Module) else read_config(teacher)
         if different := "; ".join(differences(known, config_of(config), "config.")):
             raise ValueError(
@@ -206,10 +220,9 @@ class CachedBlocks(Dataset):
     def fingerprint(self) -> str:
         """The fingerprint of the rows, the hash of the teacher, k, and the dtype in which the teacher computed.
 
-        A run on the cache of one dtype does not go on with that of another. Caches of earlier versions have no dtype.
+        A run on the cache of one dtype does not go on with that of another.
         """
-        parts = (self.data.fingerprint(), self.meta["teacher"], self.meta["k"], self.meta.get("dtype", ""))
-        return " ".join(map(str, parts)).rstrip()
+        return " ".join(map(str, (self.data.fingerprint(), *(self.meta[name] for name in ("teacher", "k", "dtype")))))
 
     def __len__(self) -> int:
         return len(self.data)

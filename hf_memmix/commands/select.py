@@ -242,13 +242,13 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
     from hf_memmix.conversion import convert_model, load_model
     from hf_memmix.conversion.compare_in_turn import place_mixers
     from hf_memmix.conversion.estimate import meta_teacher
+    from hf_memmix.conversion.hashes import teacher_hash
     from hf_memmix.conversion.limits import check_length
     from hf_memmix.conversion.loading import read_config
     from hf_memmix.conversion.plan import write_plan
     from hf_memmix.training.data import TokenBlocks
     from hf_memmix.training.evaluation.mixer_plan import mixture_plan, plot_mixture
     from hf_memmix.training.evaluation.mixer_search import check_budget, costs_of, measure_candidates
-    from hf_memmix.training.hashes import teacher_hash
     from hf_memmix.training.run_lock import run_lock
 
     # wrong choices, and budgets that no mixture meets, are refused before hours of work

@@ -260,7 +260,7 @@ KILLS = {
     spool._checksum = nth(3, spool._checksum, die)
     """,
     "between a file and its record": """
-    spool.write_json = nth(2, spool.write_json, die)
+    spool.write_sealed = nth(2, spool.write_sealed, die)
     """,
     "in the middle of the training of a layer": """
     cls = layer_training.StreamedAlign
@@ -329,18 +329,47 @@ def test_a_killed_run_ends_like_a_whole_one(tmp_path, whole, copied, moment):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run.py", "student", "teacher"]
 
 
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "lost"])
+def test_a_changed_file_of_an_interrupted_run_is_refused(tmp_path, whole, copied):
+    """Every file of the run folder that the next start reads; one changed bit in each of many places."""
+    student, teacher = copied
+    assert start(tmp_path, KILLS["before a trained layer is written"]).returncode == -signal.SIGKILL
+    folder = tmp_path / ".out.run"
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".part")]
+    assert {path.name for path in files} == {"layer-0.safetensors", "memmix_spool.json", "spool.json"}
+
+    def again():
+        align_by_streaming(
+            student, teacher, rows(), tmp_path / "out", spool=tmp_path / "spool", steps=6, notify=str, **OPTIONS
+        )
+
+    for file in files:
+        content = file.read_bytes()
+        for place in range(9, len(content), len(content) // 7):
+            file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            with pytest.raises(ValueError, match=f"^[^\n]*{file.name}[^\n]*(trains this layer again|--no-resume)$"):
+                again()
+        file.write_bytes(content)
+    again()
+    assert contents(tmp_path / "out") == contents(whole[0] / "out")
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "lost", "exchanged", "another dtype"])
 def test_a_damaged_spool_is_computed_again(tmp_path, whole, copied, damage):
     student, teacher = copied
     assert start(tmp_path, KILLS["before a trained layer is written"]).returncode == -signal.SIGKILL
     spool = tmp_path / "spool"
     assert sorted(file.name for file in spool.glob("*.hidden")) == ["layer-1.hidden", "layer-2.hidden"]
     content = bytearray((spool / "layer-1.hidden").read_bytes())
-    content[1000] ^= 1
+    half = len(content) // 2
+    broken = {"truncated": content[:-4], "exchanged": content[half:] + content[:half]}
     if damage == "lost":
         shutil.rmtree(spool)
+    elif damage == "another dtype":  # of the same size
+        record = (spool / "layer-1.json").read_text()
+        (spool / "layer-1.json").write_text(record.replace("float32", "int32"))
     else:
-        (spool / "layer-1.hidden").write_bytes(content if damage == "flipped" else content[:-4])
+        content[1000] ^= 1
+        (spool / "layer-1.hidden").write_bytes(broken.get(damage, content))
     said = []
     align_by_streaming(student, teacher, rows(), tmp_path / "out", spool=spool, steps=6, notify=said.append, **OPTIONS)
     again = "the inputs of layer 1 in the spool are incomplete or damaged; they are computed again"
@@ -452,7 +481,7 @@ def test_a_process_that_ends_does_not_leave_the_other_one_waiting(tmp_path, whol
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if os.environ["RANK"] == "0":
-        spool.write_json = nth(2, spool.write_json, ACT)
+        spool.write_sealed = nth(2, spool.write_sealed, ACT)
     """
     returned, last = two_by_hand(tmp_path, "import errno\n" + textwrap.dedent(body).replace("ACT", ends))
     assert returned == codes and f"ValueError: {told}" in last[1]

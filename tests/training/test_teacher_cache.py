@@ -75,10 +75,6 @@ def test_a_run_does_not_go_on_with_a_cache_of_another_dtype(tmp_path, teacher, d
     assert CachedBlocks(data, cache).fingerprint() != in_fp32
     with pytest.raises(ValueError, match="data"):
         train(convert_model(teacher.float(), keep=[1]), None, data, tmp_path / "run", recipe=recipe)
-    meta = json.loads((cache / META_FILE).read_text())
-    earlier = {name: value for name, value in meta.items() if name != "dtype"}
-    (cache / META_FILE).write_text(json.dumps(earlier))
-    assert CachedBlocks(data, cache).fingerprint() == f"{data.fingerprint()} {meta['teacher']} 4", "as before"
 
 
 def test_a_small_k_still_teaches(tmp_path, teacher, data):
@@ -103,10 +99,57 @@ def test_a_cache_of_something_else_is_refused(tmp_path, teacher, data):
         CachedBlocks(data, tmp_path / "c", tiny_teacher("llama", layers=2, seed=1))
     with pytest.raises(ValueError, match="is no teacher cache"):
         CachedBlocks(data, tmp_path / "nothing")
-    shard = tmp_path / "c" / "shard-00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(ValueError, match="is missing or broken"):
-        CachedBlocks(data, tmp_path / "c")[0]
+
+
+@pytest.fixture
+def cache(tmp_path, teacher, data):
+    """A cache of three files."""
+    write_cache(teacher, data, tmp_path / "c", 4, batch_size=2, shard_rows=4)
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize("damage", ["flipped", "exchanged", "truncated", "lost"])
+def test_every_file_of_a_cache_is_checked(cache, data, damage):
+    files = sorted(cache.glob("shard-*"))
+    contents = [file.read_bytes() for file in files]
+    for place, (file, content) in enumerate(zip(files, contents, strict=True)):
+        if damage == "flipped":
+            file.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+        elif damage == "exchanged":
+            file.write_bytes(contents[place - 1])
+            files[place - 1].write_bytes(content)
+        elif damage == "truncated":
+            file.write_bytes(content[:-1])
+        else:
+            file.unlink()
+        problem = "is missing" if damage == "lost" else "is corrupt or truncated"
+        with pytest.raises(ValueError, match=f"^shard-0000..*{problem}.*write the cache with memmix cache-teacher$"):
+            CachedBlocks(data, cache)
+        for path, written in zip(files, contents, strict=True):
+            path.write_bytes(written)
+    CachedBlocks(data, cache)
+
+
+def test_every_field_of_the_meta_file_is_checked(cache, data):
+    file = cache / META_FILE
+    meta = json.loads(file.read_text())
+    assert {"format", "k", "rows", "block_size", "shard_rows", "data", "teacher", "dtype", "files"} < meta.keys()
+    changed = [meta | {name: {} if name in ("files", "config") else 0} for name in meta]
+    without = [{key: value for key, value in meta.items() if key != name} for name in meta]
+    for broken in [*changed, *without, {}]:
+        file.write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match="^[^\n]*write the cache with memmix cache-teacher$"):
+            CachedBlocks(data, cache)
+    file.write_text(json.dumps(meta))
+    CachedBlocks(data, cache)
+
+
+def test_a_cache_of_an_earlier_version_is_refused_with_the_reason(cache, data):
+    meta = json.loads((cache / META_FILE).read_text())
+    earlier = {name: value for name, value in meta.items() if name not in ("files", "sha256")} | {"format": 1}
+    (cache / META_FILE).write_text(json.dumps(earlier))
+    with pytest.raises(ValueError, match="has format 1, not 2, in which files have hashes and documents begin .*BOS"):
+        CachedBlocks(data, cache)
 
 
 def test_a_cache_of_the_same_weights_with_another_config_is_refused(tmp_path, teacher, data):
@@ -121,10 +164,6 @@ def test_a_cache_of_the_same_weights_with_another_config_is_refused(tmp_path, te
     with pytest.raises(ValueError, match="with another config.json of the teacher .*rope_parameters.*write it again"):
         CachedBlocks(data, cache, folder)
     CachedBlocks(data, cache, teacher_hash(folder))  # a hash alone has no configuration
-    meta = json.loads((cache / META_FILE).read_text())
-    del meta["config"]
-    (cache / META_FILE).write_text(json.dumps(meta))
-    CachedBlocks(data, cache, folder)  # of an earlier version
 
 
 def test_a_failure_leaves_no_cache(tmp_path, teacher, data):

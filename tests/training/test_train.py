@@ -120,7 +120,7 @@ def test_checkpoint_of_another_run_is_refused(tmp_path, data, teacher):
     with pytest.raises(ValueError, match="belongs to another run .*data"):
         align(convert_model(teacher), teacher, other, tmp_path, **options)
     (tmp_path / "checkpoint-2" / "memmix_run.json").unlink()
-    with pytest.raises(ValueError, match="no readable memmix_run.json"):
+    with pytest.raises(ValueError, match="memmix_run.json' is not readable"):
         align(convert_model(teacher), teacher, data, tmp_path, **options)
 
 

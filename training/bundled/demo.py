@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, report, save_student
+from hf_memmix.conversion.hashes import file_hash
 from hf_memmix.conversion.limits import limit_of
 from hf_memmix.conversion.records import processor, write_json
 from hf_memmix.training.bundled.recall import drill_rows, material_of
@@ -32,7 +33,6 @@ from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.context_cost import context_cost
 from hf_memmix.training.evaluation.context_cost_plot import plot_context_cost
 from hf_memmix.training.evaluation.probes import Material, by_length, run_probes
-from hf_memmix.training.hashes import file_hash
 from hf_memmix.training.text_files import read_text, text_record
 from hf_memmix.training.train import align, distill
 

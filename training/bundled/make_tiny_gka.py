@@ -28,12 +28,12 @@ from transformers import AutoTokenizer
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, layers_to_keep, load_model, report, save_student
+from hf_memmix.conversion.hashes import file_hash
 from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.conversion.records import bytes_text, commit, write_json
 from hf_memmix.conversion.saving import check_target
 from hf_memmix.training.bundled.recall import drill_rows, material_of, measure_recall
 from hf_memmix.training.data import TokenBlocks, tokenize_files
-from hf_memmix.training.hashes import file_hash
 from hf_memmix.training.sampling import sample_blocks
 from hf_memmix.training.text_files import read_text, text_record
 from hf_memmix.training.train import Recipe, train

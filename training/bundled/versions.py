@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from hf_memmix.assets import asset_path
-from hf_memmix.training.hashes import file_hash
+from hf_memmix.conversion.hashes import file_hash
 
 # the sha256 of the weights of the first bundled transformer; results that name no weights were measured with it
 FIRST = "48a5c14aa1d59ce9648917e3a8f67b57e568cd74c4ff324944ec41b2ac87e31f"

@@ -27,10 +27,11 @@ from transformers import TrainerCallback
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.convert import cast_student
 from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.hashes import file_hash, read_sealed, teacher_hash, write_sealed
 from hf_memmix.conversion.layer_choice import layer_text
 from hf_memmix.conversion.layer_cost import LayerCost, layer_cost, measured_kinds
 from hf_memmix.conversion.mixer_files import load_mixers, mixer_file, read_metadata, write_mixers
-from hf_memmix.conversion.records import bytes_text, write_json
+from hf_memmix.conversion.records import bytes_text
 from hf_memmix.conversion.saving import remove_folder
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import ATTENTION
@@ -38,7 +39,6 @@ from hf_memmix.swap import memory_mixers
 from hf_memmix.training.evaluation.layer_selection import rank_layers
 from hf_memmix.training.evaluation.mixer_choice import best_choice
 from hf_memmix.training.evaluation.selection_data import SelectionData
-from hf_memmix.training.hashes import file_hash, teacher_hash
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.run_identity import config_of, identity_of
 from hf_memmix.training.run_lock import run_folder
@@ -230,14 +230,12 @@ class _Steps(TrainerCallback):
 def saved_scores(path: str | Path, identity: dict, measure: Callable[[], dict]) -> dict:
     """`measure()`, or what an earlier call with the same `identity` has written to `path`."""
     path = Path(path)
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        saved = {}
-    if isinstance(saved, dict) and saved.get("identity") == identity:
-        return saved["ranking"]
+    with contextlib.suppress(ValueError):  # missing or changed: measure again
+        saved = read_sealed(path, "")
+        if saved["identity"] == identity:
+            return saved["ranking"]
     ranking = measure()
-    write_json(path, {"identity": identity, "ranking": ranking})
+    write_sealed(path, {"identity": identity, "ranking": ranking})
     return ranking
 
 

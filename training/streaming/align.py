@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from hf_memmix.conversion.convert import load_tokenizer
-from hf_memmix.conversion.loading import check_weight_files, meta_teacher, read_json
-from hf_memmix.conversion.records import bytes_text, write_json
+from hf_memmix.conversion.hashes import read_sealed, teacher_hash, write_sealed
+from hf_memmix.conversion.loading import check_weight_files, meta_teacher
+from hf_memmix.conversion.records import bytes_text
 from hf_memmix.conversion.saving import check_not_read, check_target
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
 from hf_memmix.conversion.teacher_forcing import check_same_shape, converted_layers
 from hf_memmix.hub import model_folder
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
-from hf_memmix.training.hashes import teacher_hash
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.run_identity import config_of, deciding_fields, differences
 from hf_memmix.training.run_lock import remove_empty, run_folder, run_lock
 from hf_memmix.training.streaming.cost import streaming_cost
 from hf_memmix.training.streaming.layer_training import one_process, order_of_rows, take_mixer, train_mixer
 from hf_memmix.training.streaming.output import TrainedLayers, write_student
-from hf_memmix.training.streaming.planned import planned_student
+from hf_memmix.training.streaming.planned import START_AGAIN, planned_student
 from hf_memmix.training.streaming.ranks import Ranks
 from hf_memmix.training.streaming.rows import Rows
 from hf_memmix.training.streaming.spool import RECORD, HiddenStates, Spool
@@ -189,7 +189,7 @@ class _Run:
         for folder in (self.folder, self.spool.folder):
             _check_identity(folder, identity)
         self._leave_former_spool(identity)
-        train = [layer for layer in self.layers if self.trained.record(layer) is None]
+        train = [layer for layer in self.layers if not self.trained.check(layer)]
         present = self.spool.layers()
         ready = [layer for layer in present if self.spool.is_sound(layer)]
         for layer in sorted({*present} - {*ready}):
@@ -205,18 +205,18 @@ class _Run:
         if train:
             self.say(_announcement(cost, self.spool.folder))
             self.spool.check_space(cost["buffers"], self.teacher.model.dtype)
-        write_json(self.folder / FORMER, {"folder": str(self.spool.folder)})
+        write_sealed(self.folder / FORMER, {"folder": str(self.spool.folder)})
         for folder in (self.folder, self.spool.folder):
-            write_json(folder / RECORD, identity)
+            write_sealed(folder / RECORD, identity)
         return {"walk": walk.record(), "cost": cost}
 
     def _leave_former_spool(self, identity: dict) -> None:
         """Remove the files in the spool that an earlier start of this run used, if it was another folder."""
         former = self.folder / FORMER
         if former.is_file():
-            place = Path(read_json(former)["folder"])
+            place = Path(read_sealed(former, START_AGAIN)["folder"])
             record = place / RECORD
-            if place != self.spool.folder and record.is_file() and read_json(record) == identity:
+            if place != self.spool.folder and record.is_file() and read_sealed(record, START_AGAIN) == identity:
                 Spool(place, self.spool.rows, self.spool.shape).clear()
 
     def _identity(self) -> dict:
@@ -359,7 +359,7 @@ def _check_identity(folder: Path, identity: dict) -> None:
     """Raise ValueError if a folder has files of a run with another identity."""
     if not (folder / RECORD).is_file():
         return
-    different = "; ".join(differences(read_json(folder / RECORD), identity))
+    different = "; ".join(differences(read_sealed(folder / RECORD, START_AGAIN), identity))
     if different:
         raise ValueError(
             f"{str(folder)!r} belongs to another run ({different}); give the recipe, data and models of that run,"

@@ -1,15 +1,13 @@
 """Trained mixers of single layers as files, and the student folder that is made of them."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_memmix.conversion.convert import WRITE_AGAIN, write_beside
 from hf_memmix.conversion.families import attention_prefix
+from hf_memmix.conversion.hashes import open_sealed, save_sealed
 from hf_memmix.conversion.loading import check_finite_tensor, meta_teacher
 from hf_memmix.conversion.saving import atomic_folder, explain_write_errors, replace_file
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
@@ -18,6 +16,8 @@ from hf_memmix.conversion.streaming.shards import ShardWriter
 from hf_memmix.conversion.streaming.stream import write_description
 from hf_memmix.mixers import MemoryMixer
 from hf_memmix.training.streaming.spool import FULL
+
+AGAIN = "remove this file and run the same command again: it trains this layer again"
 
 
 class TrainedLayers:
@@ -34,20 +34,23 @@ class TrainedLayers:
         """Write a layer and its record (`log` and `seconds`), atomically."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in mixer.state_dict().items()}
         with explain_write_errors(self.file(layer), FULL), replace_file(self.file(layer)) as part:
-            save_file(tensors, part, metadata={"record": json.dumps(record)})
+            save_sealed(tensors, part, record)
 
     def record(self, layer: int) -> dict | None:
-        """The record of a layer; None if the layer has not been trained."""
-        try:
-            with safe_open(str(self.file(layer)), "pt") as file:
-                return json.loads(file.metadata()["record"])
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        """The record of a layer; None if the layer has not been trained. Raises ValueError if it was changed."""
+        if not self.file(layer).is_file():
             return None
+        with open_sealed(self.file(layer), AGAIN) as file:
+            return file.record
 
     def tensors(self, layer: int) -> dict[str, Tensor]:
-        """The tensors of a layer, by their names in the mixer."""
-        with safe_open(str(self.file(layer)), "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no dict
+        """The tensors of a layer, by their names in the mixer. Raises ValueError if one is not as it was written."""
+        with open_sealed(self.file(layer), AGAIN) as file:
+            return {name: file.read(name) for name in file.names}
+
+    def check(self, layer: int) -> bool:
+        """Whether a layer has been trained. Reads its whole file and raises ValueError if it was changed."""
+        return self.record(layer) is not None and bool(self.tensors(layer))
 
 
 def write_student(

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_memmix.conversion.loading import read_json
-from hf_memmix.conversion.records import bytes_text, write_json
+from hf_memmix.conversion.hashes import read_sealed, write_sealed
+from hf_memmix.conversion.records import bytes_text
 from hf_memmix.conversion.saving import explain_write_errors
 
 RECORD = "memmix_spool.json"  # names the run to which a spool belongs
@@ -122,11 +122,11 @@ class _Writer:
         return buffer[: len(batch)].copy_(batch)
 
     def _write_row(self, row: Tensor, place: int) -> int:
-        view = _bytes(row)
+        view, number = _bytes(row), place // row.nbytes
         while view:
             count = os.pwrite(self._file.fileno(), view, place)
             view, place = view[count:], place + count
-        return _checksum(row)
+        return _checksum(row[None], number)
 
 
 @cache
@@ -168,21 +168,21 @@ class Spool:
         if not self.is_ready(layer):
             return False
         try:
-            record = read_json(self._record(layer))
+            record = self._read_record(layer)
             dtype, size = getattr(torch, record["dtype"]), record["bytes"]
             if self.file(layer).stat().st_size != size or size != self.nbytes(dtype):
                 return False
             total = 0
             with HiddenStates(self.file(layer), dtype, self.shape) as hidden:
                 for start in range(0, self.rows, CHECKED_ROWS):
-                    total += _checksum(hidden.read(range(start, min(start + CHECKED_ROWS, self.rows))))
+                    total += _checksum(hidden.read(range(start, min(start + CHECKED_ROWS, self.rows))), start)
             return total % 2**64 == record["checksum"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError):
             return False
 
     def read(self, layer: int) -> HiddenStates:
         """The inputs of a layer, as a context."""
-        return HiddenStates(self.file(layer), getattr(torch, read_json(self._record(layer))["dtype"]), self.shape)
+        return HiddenStates(self.file(layer), getattr(torch, self._read_record(layer)["dtype"]), self.shape)
 
     def write(self, layer: int, batches: Iterable[Tensor]) -> None:
         """Write the inputs of a layer, given as batches [B, block_size, hidden size] of rows in order.
@@ -203,7 +203,7 @@ class Spool:
             part.unlink(missing_ok=True)
         record = {"dtype": str(dtype).removeprefix("torch."), "bytes": size, "checksum": writer.checksum}
         with explain_write_errors(self._record(layer), FULL):
-            write_json(self._record(layer), record)
+            write_sealed(self._record(layer), record)
 
     def remove(self, layer: int) -> None:
         """Remove the inputs of a layer."""
@@ -257,9 +257,17 @@ class Spool:
     def _record(self, layer: int) -> Path:
         return self.folder / f"layer-{layer}.json"
 
+    def _read_record(self, layer: int) -> dict:
+        return read_sealed(self._record(layer), "run the same command again")
 
-def _checksum(rows: Tensor) -> int:
-    """The sum of all 64-bit words, modulo 2^64; of all 16-bit words if a row is no multiple of 8 bytes."""
+
+def _checksum(rows: Tensor, first: int) -> int:
+    """A checksum of rows [B, block_size, hidden size] that are those from number `first` on, modulo 2^64.
+
+    Each row has the sum of its 64-bit words, or of its 16-bit words if it is no multiple of 8 bytes. It is multiplied
+    by an odd number that belongs to the row, so that exchanged rows are found.
+    """
     # int64 is the only dtype whose sum is fast
-    words = torch.int64 if rows.shape[-2] * rows.shape[-1] * rows.element_size() % 8 == 0 else torch.int16
-    return int(rows.contiguous().view(-1).view(words).sum(dtype=torch.int64)) % 2**64
+    words = torch.int64 if rows[0].nbytes % 8 == 0 else torch.int16
+    sums = rows.contiguous().view(len(rows), -1).view(words).sum(1, dtype=torch.int64).tolist()
+    return sum((2 * row + 1) * value for row, value in enumerate(sums, first)) % 2**64

@@ -7,7 +7,4 @@ loop.
 """
 
 from hf_memmix_kernels import *  # noqa: F403
-from hf_memmix_kernels import (
-    __all__,  # noqa: F401
-    coffee,  # noqa: F401  the old name of chunk_coffee, still callable
-)
+from hf_memmix_kernels import __all__  # noqa: F401

@@ -34,8 +34,7 @@ LEFT_OUT = {
         _CONTRACT + r"equals_naive\[triton-.*-lattice_(enc|sim|free)",
         r"tests/kernels/test_gka\.py::test_keys_narrower_than_values\[triton-(?!3\])",
         _COFFEE + r"every_choice_of_launch_o.*\[(packed-\(\([14]|batched)",
-        _COFFEE + r"(deer|shooting)_takes_every_gate\[triton-(?!token)",
-        _COFFEE + r"deer_without_convergence_runs_the_scan.*\[triton",
+        _COFFEE + r"shooting_takes_every_gate\[triton-(?!token)",
         _SKA + r"(action_mask|step_at_every_token|padding_by_lengths|nu_cancels|sequence_max_ignores_pads)\[triton",
         _SKA + r"every_power\[triton",
         _SKA + r"extreme_inputs_stay_finite\[triton",
@@ -101,7 +100,7 @@ LEFT_OUT = {
         _CONTRACT + r"equals_naive\[(torch|native)-fresh-(1x(20|63|65|66|130)|2x64)x",  # carried ones stay
         r"tests/kernels/test_lattice\.py::test_(a_slot_that_decays|a_slot_whose_old_value|norms_stay).*",
         r"tests/kernels/test_guards_lattice\.py::test_norms_after_many_steps\[dec",
-        _COFFEE + r"(deer_equals|shooting_equals|shooting_gives_up|stays_bounded).*",
+        _COFFEE + r"(shooting_equals|shooting_gives_up|stays_bounded).*",
         r"tests/kernels/test_sass\.py::test_one_kernel_compiles",
     ],
     "torch.compile traces a whole model: one mixer per property stays": [
@@ -215,7 +214,6 @@ LEFT_OUT = {
         r"tests/training/evaluation/test_mixer_search\.py::test_a_candidate_is_the_aligned",
         r"tests/kernels/test_device\.py::test_a_row_of_the_json",
         r"tests/kernels/test_native\.py::test_code_of_others",
-        _COFFEE + r"the_results_of_deer\w*\[triton",
     ],
     "programs of other libraries": [
         r"tests/training/test_trl\.py::",

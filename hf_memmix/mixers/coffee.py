@@ -43,8 +43,8 @@ class CoffeeOptions(MixerOptions):
         use_o_norm: RMSNorm of y over all features.
         use_gate, gate_bias: the output gate silu(W_z h), and its bias, with which it can start open.
         u_bias, o_bias: biases of the projections to u and to the output.
-        method: how the states are computed: "scan", "shooting", "deer" or "auto"; see
-            `hf_memmix_kernels.chunk_coffee`. May be changed at inference.
+        method: how the states are computed: "scan", "shooting" or "auto"; see `hf_memmix_kernels.chunk_coffee`. May
+            be changed at inference.
         norm_eps: epsilon of the RMSNorm.
     """
 

@@ -24,7 +24,7 @@ VALUES = {
         "conv_activation": [None],
         "use_v_conv": [True],
     },
-    "coffee": {"conv_activation": [None], "method": ["scan", "shooting", "deer"]},
+    "coffee": {"conv_activation": [None], "method": ["scan", "shooting"]},
     "ska": {"power": [0], "chunk_size": [1], "refresh_every": [1]},
     "mamba2": {"n_groups": [1], "time_step_limit": [[0.01, 0.05]]},
 }

@@ -1,15 +1,13 @@
 """The COFFEE paper's core module: its equations, parameter counts, files, copies, and what it refuses."""
 
 import math
-import warnings
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from hf_memmix.models.coffee_core import CoffeeCore, logit_of_softmin
-from hf_memmix_kernels import check_coffee, deer_coffee, naive_coffee, scan_coffee
-from hf_memmix_kernels.coffee import op as coffee_op
+from hf_memmix_kernels import check_coffee
 
 
 def core(seed=0, **options):
@@ -130,20 +128,3 @@ def test_states_that_are_not_finite_are_refused():
     state[0, 1, 1] = float("inf")
     with pytest.raises(ValueError, match="1 values that are not finite"):
         check_coffee(lam, state)
-
-
-def test_deer_that_does_not_converge_runs_the_scan_with_one_warning():
-    """With steep gates, as in trained models, the result is that of the scan, with one warning."""
-    g = torch.Generator().manual_seed(0)
-    u, w, C = (6 * torch.randn(*shape, generator=g) for shape in ((1, 300, 8), (8, 4), (8, 4)))
-    lam = -0.05 * torch.rand(8, 4, generator=g)
-    coffee_op._warn_not_converged.cache_clear()
-    with pytest.warns(UserWarning, match="did not converge"):
-        y, state = deer_coffee(u, lam, w, C, max_iterations=2)
-    expected, last = scan_coffee(u, lam, w, C)
-    assert torch.equal(y, expected) and torch.equal(state, last)
-    truth = naive_coffee(u, lam, w, C)[0]
-    torch.testing.assert_close(y.double(), truth, rtol=1e-3, atol=1e-3 * truth.abs().max().item())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        deer_coffee(u, lam, w, C, max_iterations=2)

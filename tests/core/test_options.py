@@ -30,7 +30,7 @@ from testing import (
 # another value of every option that may be changed at inference
 CHANGEABLE = {
     "gka": {"solver_phases": [2, 1], "chunk_size": 4},
-    "coffee": {"method": "deer"},
+    "coffee": {"method": "scan"},
     "mamba2": {"chunk_size": 32},
 }
 OTHER_VALUES = {name: CHANGEABLE.get(name, {}) for name in MIXERS}

@@ -1,4 +1,4 @@
-"""COFFEE beyond the contract tests: the gates of the ablation, launch options, DEER, invalid values, stability."""
+"""COFFEE beyond the contract tests: the gates of the ablation, launch options, shooting and DEER, invalid values."""
 
 import warnings
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 import hf_memmix_kernels as K
 from hf_memmix_kernels.coffee import op as coffee_op
+from hf_memmix_kernels.coffee.naive_deer import naive_deer_coffee
 
 
 def draw(B: int, T: int, D: int, n: int, *, dtype=torch.float32, feedback="sigmoid", gate=0, filtered=False) -> dict:
@@ -51,7 +52,7 @@ def agrees(fn, inputs: dict, tolerance: float = 1e-5, **options) -> None:
 def test_every_gate(feedback, gate, filtered, backend, poisoned_empty):
     """The forms of Table 6, with gates per token or per feature, with and without the output filter."""
     gate = gate or 2 * (feedback == "token")
-    agrees(K.scan_coffee, draw(2, 19, 5, 3, feedback=feedback, gate=gate, filtered=filtered), feedback=feedback)
+    agrees(K.chunk_coffee, draw(2, 19, 5, 3, feedback=feedback, gate=gate, filtered=filtered), feedback=feedback)
 
 
 def test_equation_4_with_its_bias():
@@ -68,7 +69,7 @@ def test_equation_4_with_its_bias():
 
 @pytest.mark.parametrize("n", [1, 2, 5, 33, 64])
 def test_every_number_of_states(n, backend):
-    agrees(K.scan_coffee, draw(1, 18, 3, n))
+    agrees(K.chunk_coffee, draw(1, 18, 3, n))
 
 
 @pytest.mark.parametrize("path", ["torch", "native"])
@@ -76,8 +77,7 @@ def test_lengths_around_a_chunk(path, monkeypatch):
     """Backward computes the states of a chunk again: a part of one, one, several, and several with a rest."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", path)
     for T in (16, 64, 150):
-        agrees(K.scan_coffee, draw(2, T, 3, 2, gate=2))
-        agrees(K.deer_coffee, draw(2, T, 3, 2, gate=2))
+        agrees(K.chunk_coffee, draw(2, T, 3, 2, gate=2))
 
 
 LAUNCH_OPTIONS = [
@@ -103,7 +103,7 @@ def test_every_choice_of_launch_options(options, bounds, monkeypatch):
     inputs = draw(1, 37, 9, 8, filtered=bounds is not None)
     if bounds:
         inputs["initial_state"] = randn(len(bounds) - 1, 9, 8, dtype=torch.float32)
-    agrees(K.scan_coffee, inputs, cu_seqlens=bounds and torch.tensor(bounds, device=DEVICE))
+    agrees(K.chunk_coffee, inputs, cu_seqlens=bounds and torch.tensor(bounds, device=DEVICE))
 
 
 def _of_the_op(warnings):
@@ -111,20 +111,7 @@ def _of_the_op(warnings):
     return [w for w in warnings if issubclass(w.category, UserWarning)]
 
 
-@pytest.mark.parametrize("T", [1, 2, 17, 70])
-def test_deer_equals_the_scan(T, backend, recwarn):
-    """Outputs, states and all gradients are equal. A warning would mean that DEER did not converge."""
-    coffee_op._warn_not_converged.cache_clear()
-    agrees(K.deer_coffee, draw(2, T, 3, 4, gate=2))
-    assert not _of_the_op(recwarn)
-
-
-def test_the_results_of_deer_are_contiguous(backend):
-    """torch.compile is told so."""
-    assert all(t.is_contiguous() for t in K.deer_coffee(**draw(2, 17, 3, 4, gate=2)))
-
-
-@pytest.mark.parametrize("method", ["scan", "deer", "shooting"])
+@pytest.mark.parametrize("method", ["scan", "shooting"])
 def test_no_sequences(method, backend):
     """The gradients of the parameters are zeros."""
     u = torch.zeros(0, 5, 3, device=DEVICE)
@@ -132,13 +119,6 @@ def test_no_sequences(method, backend):
     y, state = K.chunk_coffee(u, *parameters, method=method)
     assert y.shape == (0, 5, 3) and state.shape == (0, 3, 4)
     assert not any(grad.any() for grad in torch.autograd.grad(y.sum(), parameters))
-
-
-@pytest.mark.parametrize("feedback", ["sigmoid", "linear", "input", "token"])
-def test_deer_takes_every_gate(feedback, backend, recwarn):
-    coffee_op._warn_not_converged.cache_clear()
-    agrees(K.deer_coffee, draw(1, 21, 3, 3, feedback=feedback, gate=3, filtered=True), feedback=feedback)
-    assert not _of_the_op(recwarn)
 
 
 @pytest.mark.parametrize("T", [1, 15, 16, 70])
@@ -172,18 +152,6 @@ def wild(T: int) -> dict:
     return {**inputs, "w": 3 * inputs["w"], "u": 8 * inputs["u"], "lam": 0 * inputs["lam"]}
 
 
-def test_deer_without_convergence_runs_the_scan_with_one_warning(backend):
-    inputs = wild(64)
-    coffee_op._warn_not_converged.cache_clear()
-    want, want_state = K.scan_coffee(**inputs)
-    with pytest.warns(UserWarning, match="did not converge"):
-        y, state = K.deer_coffee(**inputs, max_iterations=6)
-    assert torch.equal(y, want) and torch.equal(state, want_state)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        K.deer_coffee(**inputs, max_iterations=6)
-
-
 def test_shooting_gives_up_early_if_chunks_do_not_converge(monkeypatch):
     """Most of the 24 chunks of `wild` inputs still change after PATIENCE iterations, so the scan computes
     the results.
@@ -197,46 +165,23 @@ def test_shooting_gives_up_early_if_chunks_do_not_converge(monkeypatch):
     inputs = wild(24 * 16)
     with pytest.warns(UserWarning, match="did not converge"):
         y, state = K.chunk_coffee(**inputs, method="shooting")
-    want, want_state = K.scan_coffee(**inputs)
+    want, want_state = K.chunk_coffee(**inputs, method="scan")
     assert len(walks) == shooting.PATIENCE + 1
     assert torch.equal(y, want) and torch.equal(state, want_state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        K.chunk_coffee(**inputs, method="shooting")
 
 
-def test_damped_newton_equals_the_scan(recwarn):
-    """ELK with a fixed trust region converges if the state forgets; it needs more iterations than undamped Newton."""
-    coffee_op._warn_not_converged.cache_clear()
-    inputs = draw(2, 64, 3, 4, dtype=torch.float64, gate=2)
-    inputs["lam"] = inputs["lam"] - 1
-    agrees(lambda **kw: K.deer_coffee(**kw, damping=1e-3, max_iterations=200), inputs)
-    assert not _of_the_op(recwarn)
-
-
-@pytest.mark.parametrize("T", [*range(1, 10), 31, 32, 33])
-def test_parallel_scans_equal_loops(T):
-    from hf_memmix_kernels.coffee.torch_deer import linear_scan, tridiagonal_solve
-
-    a, b = randn(T, 3, dtype=torch.float64), randn(T, 3, dtype=torch.float64)
-    h, want = torch.zeros(3, dtype=torch.float64, device=DEVICE), []
-    for k in range(T):
-        h = a[k] * h + b[k]
-        want.append(h)
-    assert error(linear_scan(a, b), torch.stack(want)) <= 1e-12
-    below = a.clone()
-    below[0] = 0
-    matrix = torch.diag_embed((below.square() + 1).T)
-    for column in range(3):
-        lower = torch.diag(below[1:, column], -1)
-        matrix[column] += lower + lower.T
-        matrix[column] += torch.diag(torch.cat([below[1:, column].square(), below.new_zeros(1)]))
-    solved = tridiagonal_solve(matrix.diagonal(dim1=1, dim2=2).T, below, b)
-    assert error(solved, torch.linalg.solve(matrix, b.T[..., None])[..., 0].T) <= 1e-9
-
-
-def test_deer_is_checked():
-    inputs = draw(1, 4, 2, 2)
-    for options in ({"tolerance": 0.0}, {"max_iterations": 0}, {"damping": -1.0}):
-        with pytest.raises(ValueError, match="tolerance must be > 0"):
-            K.deer_coffee(**inputs, **options)
+def test_deer_equals_the_recurrence():
+    """Newton's updates shrink quadratically where states forget; with steep gates they overflow in float32."""
+    inputs = draw(2, 64, 3, 4, dtype=torch.float64)
+    y, state, updates = naive_deer_coffee(**inputs, iterations=12)
+    want, want_state = K.naive_coffee(**inputs)
+    assert error(y, want) <= 1e-9 and error(state, want_state) <= 1e-9
+    assert updates[-1] <= 1e-12 < updates[0]
+    _, _, steep = naive_deer_coffee(**wild(64), iterations=6)
+    assert not max(steep) <= torch.finfo(torch.float32).max ** 0.5
 
 
 def test_dispatch_rule():
@@ -271,24 +216,11 @@ def test_stays_bounded_over_a_million_steps(monkeypatch):
     state = torch.zeros(1, *lam.shape, device=DEVICE)
     for _ in range(64):
         u = torch.where(rand(1, 2**14, 1, dtype=torch.float32) < 0.5, -1.0, 1.0)
-        y, state = K.scan_coffee(u, lam, w, torch.ones_like(lam), initial_state=state)
+        y, state = K.chunk_coffee(u, lam, w, torch.ones_like(lam), initial_state=state)
         assert torch.isfinite(y).all()
     assert state.abs().max() <= 2**20
     inside = (lam >= -1) & (lam < 0)
     assert (state[0][inside] * lam[inside]).abs().max() <= 1 + 1e-4
-
-
-def test_the_old_name_still_works(monkeypatch):
-    """`hf_memmix_kernels.coffee(...)` was public; the name is now that of the package, which can still be called."""
-    from hf_memmix import ops
-
-    monkeypatch.setenv("HF_MEMMIX_BACKEND", "torch")
-    inputs = draw(1, 4, 2, 2)
-    want, state = K.chunk_coffee(**inputs)
-    for old in (K.coffee, ops.coffee):
-        with pytest.warns(FutureWarning, match="chunk_coffee"):
-            got, end = old(**inputs)
-        assert torch.equal(got, want) and torch.equal(end, state)
 
 
 @pytest.mark.gpu
@@ -323,7 +255,7 @@ def test_errors_of_the_gate_do_not_add_up(dtype):
     """4,096 tokens, half of the states with lambda near 0, which forget nothing: the last 64 tokens err as all do."""
     inputs = draw(2, 4096, 64, 16, dtype=dtype)
     inputs["lam"][::2] *= 1e-3
-    y, state = K.scan_coffee(**inputs)
+    y, state = K.chunk_coffee(**inputs)
     want, want_state = K.naive_coffee(**inputs)
     limit = 2e-3 if dtype == torch.float16 else 5e-3
     assert error(y, want) <= limit and error(y[:, -64:], want[:, -64:]) <= limit

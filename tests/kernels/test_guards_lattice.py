@@ -26,7 +26,7 @@ def test_norms_after_many_steps(variant, monkeypatch):
     inputs, (state,) = draw(shape, torch.float32), draw_state(shape, 1, torch.float32)
     inputs["gamma"].fill_(0.5)
     want, want_state = K.naive_lattice(**inputs, variant=variant, initial_state=state)
-    got, final = K.fused_recurrent_lattice(**inputs, variant=variant, initial_state=state)
+    got, final = K.chunk_lattice(**inputs, variant=variant, initial_state=state)
     assert error(got, want) <= TOLERANCE[torch.float32]
     assert error(final, want_state) <= TOLERANCE[torch.float32]
     assert (torch.linalg.vector_norm(final.double(), dim=-2) - 1).abs().max() <= NORMALISED

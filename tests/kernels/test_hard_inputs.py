@@ -47,11 +47,6 @@ def _with_decay(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
     return inputs | {"log_decay": -0.3 * torch.rand_like(inputs["gamma"])}
 
 
-def _frozen(cu_seqlens=None, **arguments):
-    """It has no other reference than itself in float64, and takes no packed sequences."""
-    return K.frozen_lattice(**arguments)
-
-
 def _form(op: str, name: str, **changes) -> Op:
     return dataclasses.replace(ROWS[op], name=name, **changes)
 
@@ -62,9 +57,6 @@ FORMS = [
     _form("lattice", "lattice_l1", options={"l1": 0.01}),
     _form("lattice_free", "lattice_ttt", options={"variant": "ttt", "project": False}),
     _form("lattice_free", "lattice_delta", options={"variant": "delta", "project": False}),
-    _form("lattice", "lattice_frozen", fast=_frozen, naive=_frozen, options={"chunk_size": 7}),
-    _form("coffee_filtered", "coffee_deer", fast=K.deer_coffee),
-    _form("coffee_filtered", "coffee_scan", fast=K.scan_coffee),
     _form("ska", "ska_prefix", fast=K.prefix_ska, naive=partial(K.naive_ska, chunk_size=None), options={"eps": 0.05}),
 ]
 ROWS |= {op.name: op for op in FORMS}

@@ -21,13 +21,13 @@ RULES = [
 
 
 def compare(options, shape, dtype, tolerance, bounds=None, **scales):
-    """`fused_recurrent_lattice` equals the float64 reference: outputs, state and every gradient."""
+    """`chunk_lattice` equals the float64 reference: outputs, state and every gradient."""
     inputs = draw(shape, dtype)
     inputs["log_decay"] = -0.05 * rand(*inputs["gamma"].shape, dtype=inputs["gamma"].dtype)
     cu_seqlens = None if bounds is None else torch.tensor(bounds, device=DEVICE)
     state = draw_state(shape, shape.B if bounds is None else len(bounds) - 1, dtype)
     weights, found = [], []
-    for fn in (K.naive_lattice, K.fused_recurrent_lattice):
+    for fn in (K.naive_lattice, K.chunk_lattice):
         found.append(
             outputs_and_gradients(
                 LATTICE, lambda fn=fn, **x: fn(**x, **options), inputs, state, cu_seqlens, weights=weights
@@ -124,7 +124,7 @@ def test_a_slot_that_decays_all_along(variant, a, backend, monkeypatch):
     weights = []
     want, got = (
         outputs_and_gradients(LATTICE, lambda fn=fn, **x: fn(**x, **options), inputs, state, weights=weights)
-        for fn in (K.naive_lattice, K.fused_recurrent_lattice if variant == "dec" else K.chunk_lattice)
+        for fn in (K.naive_lattice, K.chunk_lattice)
     )
     assert_close(got, want, lambda name: 1e-10)
     # in "dec" the error and a grow when a slot has changed its sign

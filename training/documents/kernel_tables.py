@@ -253,14 +253,6 @@ def lattice_counters_table(root: Path) -> str:
     )
 
 
-def lattice_frozen_table(root: Path) -> str:
-    """Error of Lattice's frozen-state mode, by step and chunk size."""
-    rows = read("lattice_frozen", root)["rows"]
-    head = ["variant", "gamma", *(f"C = {chunk}" for chunk in rows[0]["error"])]
-    lines = [[row["variant"], f"{row['gamma']}", *(f"{100 * x:.2g} %" for x in row["error"].values())] for row in rows]
-    return aligned_table(head, lines)
-
-
 def models_table(root: Path) -> str:
     """Whole models beside the transformer of the same shape: milliseconds, tokens/s and memory."""
 

@@ -109,7 +109,6 @@ MEASUREMENTS = {
     "lattice_counters": f"{KERNELS}/lattice_counters_h200.json",
     "lattice_issue": f"{KERNELS}/lattice_issue_sm90.json",
     "gpu_generations": f"{KERNELS}/gpu_generations.json",
-    "lattice_frozen": f"{KERNELS}/lattice_frozen_cpu.json",
     "models": f"{KERNELS}/model_h200.json",
     "decode_profile": f"{KERNELS}/decode_profile_h200.json",
     "decode_turns": f"{KERNELS}/decode_turns_h200.json",

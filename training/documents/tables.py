@@ -360,7 +360,6 @@ TABLES = {
     "lattice_profile": kernels.lattice_profile_table,
     "lattice_targets": kernels.lattice_targets_table,
     "lattice_counters": kernels.lattice_counters_table,
-    "lattice_frozen": kernels.lattice_frozen_table,
     "bundled_recall": bundled_recall_table,
     "bundled_candidates": bundled_candidates_table,
     "bundled_runs": bundled_runs_table,

@@ -5,17 +5,13 @@ from .coffee import (
     chunk_coffee,
     coffee_method,
     coffee_step,
-    deer_coffee,
     naive_coffee,
-    scan_coffee,
 )
 from .gka import chunk_gka, gka_step, naive_gka
 from .gla import chunk_gla, gla_step, naive_gla
 from .lattice import (
     check_lattice,
     chunk_lattice,
-    frozen_lattice,
-    fused_recurrent_lattice,
     lattice_step,
     naive_lattice,
 )
@@ -43,9 +39,6 @@ __all__ = [
     "chunk_ska",
     "coffee_method",
     "coffee_step",
-    "deer_coffee",
-    "frozen_lattice",
-    "fused_recurrent_lattice",
     "gka_step",
     "gla_step",
     "lattice_step",
@@ -56,7 +49,6 @@ __all__ = [
     "naive_short_conv",
     "naive_ska",
     "prefix_ska",
-    "scan_coffee",
     "short_conv",
     "short_conv_step",
     "ska_per_token_state",

@@ -9,11 +9,10 @@ from torch import Tensor
 from .._chunks import checkpoint_slots
 from .._common import num_sequences
 from .._device import has_ptx
-from .._launch import accumulator, cdiv, contiguous, next_power_of_2, page_strides
+from .._launch import accumulator, cdiv, contiguous, page_strides
 from .._tape import taped
 from .kernels.affine_scan import affine_scan_kernel
 from .kernels.backward import coffee_bwd_kernel
-from .kernels.deer import coffee_deer_kernel
 from .kernels.forward import coffee_fwd_kernel
 from .kernels.step import coffee_step_kernel
 from .kernels.tiles import FORMS, PORTABLE, REFINED
@@ -24,8 +23,6 @@ MANY_LANES = 50_000
 # up to this number of lanes, backward runs segments of the sequence in parallel; tokens per segment
 FEW_LANES = 16_384
 SEGMENT = 512
-# iterations of DEER between two checks of convergence; each check waits for the GPU
-CHECK_EVERY = 4
 
 
 class LaunchOptions(NamedTuple):
@@ -229,65 +226,3 @@ def coffee_step_triton(
         MATH=_math(u), ACC=accumulator(u.dtype), num_warps=4,
     )  # fmt: skip
     return y
-
-
-def deer_chunk(tokens: int) -> int:
-    """Tokens per chunk of DEER: about as many chunks as tokens per chunk, within limits that suit a program."""
-    return min(1024, max(16, next_power_of_2(int(tokens**0.5))))
-
-
-def deer_fwd_triton(
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_filter: Tensor | None,
-    gate: Tensor | None,
-    initial_state: Tensor,
-    feedback: str,
-    save: bool,
-    tolerance: float,
-    max_iterations: int,
-) -> tuple[Tensor, Tensor, Tensor, int] | None:
-    """`coffee_fwd_triton` by DEER, and the number of iterations; None if they did not converge."""
-    u, lam, w, C, w_filter, gate = contiguous(u, lam, w, C, w_filter, gate)
-    (B, T, D), n = u.shape, lam.shape[1]
-    NP, LC = padded_states(n), deer_chunk(T)
-    lanes, chunks = D * NP, cdiv(T, LC)
-    L = min(128, next_power_of_2(lanes))
-    programs = B * chunks * cdiv(lanes, L)
-    start = _pad_states(initial_state)
-    trajectory = start.new_empty(B, chunks * LC, lanes)
-    entered = start[:, None].expand(B, chunks, lanes).contiguous()
-    A, R, ends = (torch.empty_like(entered) for _ in range(3))
-    worst = start.new_empty(programs)
-
-    def iterate(old: Tensor, new: Tensor, init: bool) -> None:
-        coffee_deer_kernel[(programs,)](
-            (u, lam, w, gate), (trajectory, old, new), (A, R, ends), worst, T, chunks, *_gate_strides(gate, D),
-            D=D, N=n, NP=NP, L=L, P=8, LC=LC, FORM=FORMS[feedback], GATE=gate is not None, INIT=init,
-            MATH=_math(u, smooth=True), ACC=accumulator(u.dtype), num_warps=max(1, L // 32),
-        )  # fmt: skip
-
-    iterate(entered, entered, True)
-    for iteration in range(1, max_iterations + 1):
-        entering = affine_scan(A, R, start, base=ends, shift=entered)
-        iterate(entered, entering, False)
-        entered = entering
-        if iteration % CHECK_EVERY == 0 or iteration == max_iterations:
-            change = worst.max().item()
-            if not change < float("inf"):
-                return None
-            if change <= tolerance:
-                break
-    else:
-        return None
-    states = trajectory.view(B, -1, D, NP)[:, :T]
-    y = torch.einsum("btdn,dn->btd", states[..., :n], C.to(start.dtype))
-    if w_filter is not None:
-        y *= torch.einsum("btdn,dn->btd", states[..., :n], w_filter.to(start.dtype)).sigmoid_()
-    checkpoints = start.new_empty(0, D, NP)
-    if save:
-        first = start.view(B, 1, D, NP)
-        checkpoints = torch.cat([first, states[:, CHECKPOINT - 1 : T - 1 : CHECKPOINT]], 1).flatten(0, 1)
-    return y.to(u.dtype).contiguous(), states[:, -1, :, :n].contiguous(), checkpoints, iteration

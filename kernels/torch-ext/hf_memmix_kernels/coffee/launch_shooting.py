@@ -36,7 +36,6 @@ def shooting_fwd(
     feedback: str,
     save: bool,
     tolerance: float,
-    max_iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, int] | None:
     """`coffee_fwd_triton` with all chunks in parallel, and the number of iterations; None if they did not converge."""
     u, lam, w, C, w_filter, gate = contiguous(u, lam, w, C, w_filter, gate)
@@ -51,7 +50,7 @@ def shooting_fwd(
     zeros = torch.zeros_like(entered)
     A, ends = torch.empty_like(entered), torch.empty_like(entered)
     worst = start.new_empty(programs)
-    for iteration in range(max_iterations + 1):
+    for iteration in range(MAX_ITERATIONS + 1):
         coffee_chunk_kernel[(programs,)](
             (u, lam, w, gate), (entered, entering), (A, ends), worst, T, chunks, length, *_gate_strides(gate, D),
             D=D, N=n, NP=NP, L=L, P=16, FORM=FORMS[feedback], GATE=gate is not None,
@@ -59,7 +58,7 @@ def shooting_fwd(
         )  # fmt: skip
         entered, entering = entering, affine_scan(A, zeros, start, base=ends, shift=entering)
         # the first iteration has nothing to compare with
-        due = iteration and (iteration % CHECK_EVERY == 0 or iteration == max_iterations)
+        due = iteration and (iteration % CHECK_EVERY == 0 or iteration == MAX_ITERATIONS)
         if due:
             unsettled = (worst > tolerance).float().mean().item()
             if unsettled == 0:

@@ -13,13 +13,11 @@ from .._pages import check_step_states
 from .._registration import chunk_op, or_zeros, step_op
 from .native_path import FEEDBACKS, coffee_bwd_native, coffee_fwd_native, coffee_step_native
 from .sizes import CHECKPOINT, coffee_method, padded_states
-from .torch_deer import deer_fwd_torch
 from .torch_path import chunk_length, coffee_bwd_torch, coffee_fwd_torch, coffee_step_torch
 
-METHODS = ("auto", "scan", "shooting", "deer")
+METHODS = ("auto", "scan", "shooting")
 MAX_STATES = 64
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-7}
-MAX_ITERATIONS = 32
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-7}  # of multiple shooting: the last update, of 1 + |x|
 
 
 def _checkpoint_shape(u: Tensor, initial_state: Tensor, cu_seqlens: Tensor | None, save: bool) -> tuple[int, ...]:
@@ -44,53 +42,13 @@ def _paths(cu_seqlens: Tensor | None, u: Tensor, *tensors: Tensor | None):
 
 
 @functools.cache
-def _warn_not_converged(method: str) -> None:
+def _warn_not_converged() -> None:
     warnings.warn(
-        f"chunk_coffee, method {method!r}: Newton's iterations did not converge, the sequential scan ran instead (this"
+        "chunk_coffee, method 'shooting': Newton's iterations did not converge, the sequential scan ran instead (this"
         " warning comes once). With |w| or |u| of 3 and more, as in trained gates, they often do not: pass"
-        " method='scan', or use scan_coffee",
+        " method='scan'",
         stacklevel=2,
     )
-
-
-def _kept_by_deer(states: Tensor, start: Tensor, u: Tensor) -> Tensor:
-    """The checkpoints of the backend in use, from the states [T, n, B, D] after every token."""
-    T = len(states)
-    if not use_triton(u, "coffee"):
-        interval = chunk_length(states[0].numel())
-        return torch.cat([start.permute(2, 0, 1)[None].to(states), states[interval - 1 : T - 1 : interval]])
-    kept = torch.cat([start[:, None], states[CHECKPOINT - 1 : T - 1 : CHECKPOINT].permute(2, 0, 3, 1)], 1)
-    return torch.nn.functional.pad(kept.flatten(0, 1), (0, padded_states(start.shape[2]) - start.shape[2]))
-
-
-def _deer(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping):
-    """y, final states and checkpoints by Newton's iterations; None where they do not converge."""
-    if use_triton(u, "coffee") and not damping:
-        from .launch import deer_fwd_triton
-
-        found = deer_fwd_triton(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations)
-        return found and found[:3]
-    y, states, _ = deer_fwd_torch(
-        u, lam, w, C, w_filter, gate, initial_state, feedback, tolerance, max_iterations, damping
-    )
-    if states is None:
-        return None
-    nothing = _checkpoint_shape(u, initial_state, None, False)
-    kept = _kept_by_deer(states, initial_state, u) if save else states.new_empty(nothing)
-    return y, states[-1].permute(1, 2, 0).clone(memory_format=torch.contiguous_format), kept.clone()
-
-
-def _shooting(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping):
-    """The same by multiple shooting. It is faster on GPUs only, so the torch path uses the scan."""
-    if not use_triton(u, "coffee"):
-        return coffee_fwd_torch(u, lam, w, C, w_filter, gate, initial_state, None, feedback, save)
-    from . import launch_shooting
-
-    iterations = min(max_iterations, launch_shooting.MAX_ITERATIONS)
-    found = launch_shooting.shooting_fwd(
-        u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, iterations
-    )
-    return found and found[:3]
 
 
 @chunk_op("hf_memmix::coffee_fwd")
@@ -106,27 +64,24 @@ def _fwd(
     feedback: str,
     save: bool,
     method: str,
-    tolerance: float,
-    max_iterations: int,
-    damping: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # iterations read their convergence back to the host, which is not possible while a CUDA graph is captured
     capturing = u.is_cuda and torch.cuda.is_current_stream_capturing()
-    if method != "scan" and cu_seqlens is None and u.numel() and not capturing:
-        iterate = _deer if method == "deer" else _shooting
-        found = iterate(
-            u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance, max_iterations, damping
-        )
+    if method == "shooting" and cu_seqlens is None and u.numel() and not capturing and use_triton(u, "coffee"):
+        from .launch_shooting import shooting_fwd
+
+        tolerance = TOLERANCE[initial_state.dtype]
+        found = shooting_fwd(u, lam, w, C, w_filter, gate, initial_state, feedback, save, tolerance)
         if found is not None:
-            return found
-        _warn_not_converged(method)
+            return found[:3]
+        _warn_not_converged()
     fwd, _ = _paths(cu_seqlens, u, lam, w, C, w_filter, gate, initial_state)
     save = save and (cu_seqlens is None or use_triton(u, "coffee"))
     return fwd(u, lam, w, C, w_filter, gate, initial_state, cu_seqlens, feedback, save)
 
 
 @_fwd.register_fake
-def _(u, lam, w, C, w_filter, gate, initial_state, cu_seqlens, feedback, save, method, tolerance, iterations, damping):
+def _(u, lam, w, C, w_filter, gate, initial_state, cu_seqlens, feedback, save, method):
     return (
         u.new_empty(u.shape),
         initial_state.new_empty(initial_state.shape),
@@ -175,7 +130,7 @@ def _(dy, dfinal, u, lam, w, C, w_filter, gate, initial_state, checkpoints, cu_s
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.feedback, _, _, _, _, _ = inputs
+    *tensors, ctx.feedback, _, _ = inputs
     ctx.save_for_backward(*tensors, output[2])
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
@@ -188,7 +143,7 @@ def _backward(ctx, dy, dfinal, _):
     grads = _bwd(dy, dfinal, *inputs, checkpoints, cu_seqlens, ctx.feedback, gate_grad)
     du, dlam, dw, dC, dfilter, dgate, dinitial = grads
     dfilter = None if inputs[4] is None else dfilter
-    return du, dlam, dw, dC, dfilter, dgate if gate_grad else None, dinitial, *[None] * 7
+    return du, dlam, dw, dC, dfilter, dgate if gate_grad else None, dinitial, *[None] * 4
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
@@ -280,43 +235,6 @@ def check_coffee(lam: Tensor | None = None, state: Tensor | None = None) -> None
         )
 
 
-def _run(
-    op: str,
-    method: str,
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor | None,
-    C: Tensor,
-    w_filter: Tensor | None,
-    gate: Tensor | None,
-    feedback: str,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    tolerance: float | None = None,
-    max_iterations: int = MAX_ITERATIONS,
-    damping: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    w = _check(op, u, lam, w, C, w_filter, gate, feedback)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, u.shape[0])
-    dtype = compute_dtype(u.dtype)
-    expected = (num_sequences(u.shape[0], cu_seqlens), *lam.shape)
-    if initial_state is None:
-        initial_state = u.new_zeros(expected, dtype=dtype)
-    elif tuple(initial_state.shape) != expected:
-        raise ValueError(f"{op}: initial_state must be {expected}, got {tuple(initial_state.shape)}")
-    if method == "auto":
-        method = coffee_method(*u.shape, lam.shape[1], cuda=u.is_cuda) if cu_seqlens is None else "scan"
-    differentiable = (u, lam, w, C, w_filter, gate, initial_state)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable)
-    tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
-    y, final, _ = _fwd(
-        *differentiable[:-1], initial_state.to(dtype), dense(cu_seqlens), feedback, save, method, float(tolerance),
-        max_iterations, float(damping),
-    )  # fmt: skip
-    return y, final
-
-
 def chunk_coffee(
     u: Tensor,
     lam: Tensor,
@@ -346,8 +264,9 @@ def chunk_coffee(
             sigmoid(w u_k), without feedback; "token" is 1 (equation 4), then `gate` is the whole gate.
         initial_state: [N, D, n]; zeros when None.
         cu_seqlens: boundaries [N + 1] of packed sequences; B must be 1. N = B without it.
-        method: "scan"; "shooting" or "deer", Newton's iterations in parallel over time (packed inputs always use the
-            scan, and "shooting" without a GPU does, too); or "auto", see `coffee_method`.
+        method: "scan", token by token; "shooting", Newton's iterations on the states between chunks of time (packed
+            inputs, the capture of a CUDA graph and inputs without a GPU use the scan); or "auto", see
+            `coffee_method`.
 
     Returns:
         y [B, T, D] in u.dtype and the final state [N, D, n] in float32 (float64 for float64 inputs), both
@@ -358,64 +277,21 @@ def chunk_coffee(
     """
     if method not in METHODS:
         raise ValueError(f"chunk_coffee: method={method!r} is not one of {METHODS}")
-    return _run("chunk_coffee", method, u, lam, w, C, w_filter, gate, feedback, initial_state, cu_seqlens)
-
-
-def scan_coffee(
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor | None,
-    C: Tensor,
-    w_filter: Tensor | None = None,
-    *,
-    gate: Tensor | None = None,
-    feedback: str = "sigmoid",
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`chunk_coffee`, its arguments, results and errors, token by token: one fused kernel on a GPU, no wait for it."""
-    return _run("scan_coffee", "scan", u, lam, w, C, w_filter, gate, feedback, initial_state, cu_seqlens)
-
-
-def deer_coffee(
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor | None,
-    C: Tensor,
-    w_filter: Tensor | None = None,
-    *,
-    gate: Tensor | None = None,
-    feedback: str = "sigmoid",
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    tolerance: float | None = None,
-    max_iterations: int = MAX_ITERATIONS,
-    damping: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """`chunk_coffee` by DEER: Newton's iterations on the whole trajectory, each a linear scan, parallel over time.
-
-    It is exact, because the Jacobian is diagonal. The gradient is exact, too: it is that of the scan at the trajectory
-    found. If the iterations do not converge, the scan runs instead, with one warning. Packed inputs and CUDA graph
-    capture always run the scan.
-
-    Args:
-        tolerance: largest last update, relative to 1 + |x|; None is 1e-4, in float64 1e-7. The error is far smaller.
-        max_iterations: if this number of iterations is not enough, the scan runs instead.
-        damping: mu >= 0 of ELK, the paper's Levenberg-Marquardt variant: updates are kept small where the plain ones
-            overflow. Runs as torch operations on any device, at more iterations.
-
-    Raises:
-        ValueError: as `chunk_coffee`, or options that are not positive.
-    """
-    if max_iterations < 1 or damping < 0 or (tolerance is not None and not tolerance > 0):
-        raise ValueError(
-            "deer_coffee: tolerance must be > 0, max_iterations >= 1 and damping >= 0, got"
-            f" {tolerance}, {max_iterations}, {damping}"
-        )
-    return _run(
-        "deer_coffee", "deer", u, lam, w, C, w_filter, gate, feedback, initial_state, cu_seqlens, tolerance,
-        max_iterations, damping,
-    )  # fmt: skip
+    w = _check("chunk_coffee", u, lam, w, C, w_filter, gate, feedback)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, u.shape[0])
+    dtype = compute_dtype(u.dtype)
+    expected = (num_sequences(u.shape[0], cu_seqlens), *lam.shape)
+    if initial_state is None:
+        initial_state = u.new_zeros(expected, dtype=dtype)
+    elif tuple(initial_state.shape) != expected:
+        raise ValueError(f"chunk_coffee: initial_state must be {expected}, got {tuple(initial_state.shape)}")
+    if method == "auto":
+        method = coffee_method(*u.shape, lam.shape[1], cuda=u.is_cuda) if cu_seqlens is None else "scan"
+    inputs = (u, lam, w, C, w_filter, gate)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, initial_state))
+    y, final, _ = _fwd(*inputs, initial_state.to(dtype), dense(cu_seqlens), feedback, save, method)
+    return y, final
 
 
 def coffee_step(

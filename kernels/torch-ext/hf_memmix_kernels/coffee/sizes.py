@@ -24,7 +24,7 @@ def coffee_method(batch: int, tokens: int, features: int, states: int, cuda: boo
     """The method that `chunk_coffee(method="auto")` takes: "scan" or "shooting".
 
     While there are few lanes (batch * features * states), the scan takes as long as one lane needs for all tokens.
-    Shooting then fills the GPU with chunks of time instead. DEER is never the fastest method.
+    Shooting then fills the GPU with chunks of time instead.
     """
     lanes = batch * features * states
     return "shooting" if cuda and tokens >= SHOOTING_TOKENS and lanes <= SHOOTING_LANES else "scan"

@@ -54,12 +54,10 @@ class Lanes:
             return torch.sigmoid_(self.w * u)
         return torch.ones_like(u, memory_format=torch.contiguous_format) if self.feedback == "token" else None
 
-    def local(
-        self, rows: slice, before: Tensor, phi: Tensor | None = None, v: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def local(self, rows: slice, before: Tensor, phi: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """phi, the gate without its factor, and v = lam x + u, given the states [rows, n, B, D] before the tokens.
 
-        Buffers may be passed for what is returned, as for the two methods below.
+        The buffers `phi` and `v` may hold what is returned, as those of the two methods below.
         """
         fixed = self.open_gate(rows)
         if fixed is None:
@@ -67,13 +65,11 @@ class Lanes:
             fixed = fixed.sigmoid_() if self.feedback == "sigmoid" else fixed
         return fixed, torch.addcmul(self.u[rows], self.lam, before, out=v)
 
-    def slope(self, phi: Tensor, out: Tensor | None = None) -> Tensor | None:
+    def slope(self, phi: Tensor, out: Tensor) -> Tensor | None:
         """The derivative of phi by its argument; None for 1."""
         return None if self.feedback == "linear" else torch.addcmul(phi, phi, phi, value=-1, out=out)
 
-    def jacobian(
-        self, rows: slice, phi: Tensor, v: Tensor, J: Tensor | None = None, spare: Tensor | None = None
-    ) -> Tensor:
+    def jacobian(self, rows: slice, phi: Tensor, v: Tensor, J: Tensor, spare: Tensor) -> Tensor:
         """J_k = 1 + lam s_k + w s_k' v_k."""
         J = torch.mul(self.lam, phi, out=J)
         if self.feedback in ("sigmoid", "linear"):

@@ -61,24 +61,23 @@ def _fwd(
     variant: str,
     project: bool,
     l1: float,
-    chunked: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     save = save and (use_triton(v, "lattice") or cu_seqlens is None)
     if library := _native((v, q, k, gamma, initial_state), log_decay, variant, project, l1):
         return lattice_fwd_native(library, q, k, v, gamma, initial_state, cu_seqlens, variant, save)
-    forward = _path(v, chunked and runs_dual(variant, project, l1))[0]
+    forward = _path(v, runs_dual(variant, project, l1))[0]
     outputs = forward(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save)
     return tuple(t.contiguous() for t in outputs)
 
 
 @_fwd.register_fake
-def _(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, chunked, save):
+def _(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1, save):
     rule = variant, project, l1
     return (
         v.new_empty(v.shape),
         initial_state.new_empty(initial_state.shape),
-        initial_state.new_empty(_kept_shape(v, initial_state, cu_seqlens, rule, chunked and runs_dual(*rule), save)),
+        initial_state.new_empty(_kept_shape(v, initial_state, cu_seqlens, rule, runs_dual(*rule), save)),
     )
 
 
@@ -97,7 +96,6 @@ def _bwd(
     variant: str,
     project: bool,
     l1: float,
-    chunked: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs, rule = (q, k, v, gamma, log_decay, initial_state), (variant, project, l1)
     if library := _native((v, q, k, gamma, do, dfinal, initial_state), log_decay, *rule):
@@ -105,7 +103,7 @@ def _bwd(
             kept = lattice_fwd_native(library, q, k, v, gamma, initial_state, cu_seqlens, variant, True)[2]
         grads = lattice_bwd_native(library, do, dfinal, q, k, v, gamma, kept, cu_seqlens, variant)
         return *grads[:4], v.new_empty(0), grads[4]
-    forward, backward, _ = _path(v, chunked and runs_dual(*rule))
+    forward, backward, _ = _path(v, runs_dual(*rule))
     if not kept.numel():
         kept = forward(*inputs, cu_seqlens, *rule, True)[2]
     *grads, dinitial = backward(do, dfinal, *inputs, kept, cu_seqlens, *rule)
@@ -120,7 +118,7 @@ def _(do, dfinal, q, k, v, gamma, log_decay, initial_state, kept, cu_seqlens, *r
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.variant, ctx.project, ctx.l1, ctx.chunked, _ = inputs
+    *tensors, ctx.variant, ctx.project, ctx.l1, _ = inputs
     ctx.save_for_backward(*tensors, output[2])
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
@@ -128,10 +126,10 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, do, dfinal, _):
     *inputs, cu_seqlens, kept = ctx.saved_tensors
-    rule = (ctx.variant, ctx.project, ctx.l1, ctx.chunked)
+    rule = (ctx.variant, ctx.project, ctx.l1)
     do, dfinal = or_zeros(do, inputs[2]), or_zeros(dfinal, inputs[5])
     dq, dk, dv, dgamma, dlog, dinitial = _bwd(do, dfinal, *inputs, kept, cu_seqlens, *rule)
-    return dq, dk, dv, dgamma, None if inputs[4] is None else dlog, dinitial, *[None] * 6
+    return dq, dk, dv, dgamma, None if inputs[4] is None else dlog, dinitial, *[None] * 5
 
 
 _fwd.register_autograd(_backward, setup_context=_setup_context)
@@ -220,46 +218,10 @@ def check_lattice(
             )
 
 
-def _run(q, k, v, gamma, log_decay, variant, project, l1, initial_state, cu_seqlens, chunked):
-    _check(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1)
-    dtype = compute_dtype(v.dtype)
-    N, H, d, m = num_sequences(q.shape[0], cu_seqlens), q.shape[2], v.shape[-1], q.shape[-1]
-    if initial_state is None:
-        state = torch.eye(d, m, dtype=dtype, device=v.device).repeat(N, H, 1, 1)
-    else:
-        state = initial_state.to(dtype)
-        if project:
-            state = state / torch.linalg.vector_norm(state, dim=-2, keepdim=True)
-    if project and log_decay is not None:
-        gamma, log_decay = _fold(gamma, log_decay)
-    save = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, gamma, log_decay, state)
-    )
-    o, final, _ = _fwd(q, k, v, gamma, log_decay, state, dense(cu_seqlens), variant, project, float(l1), chunked, save)
-    return o, final
-
-
 def _fold(gamma: Tensor, log_decay: Tensor) -> tuple[Tensor, None]:
     """P_C(mu s + Delta) = P_C(s + Delta / mu), so with projection a forget gate is the same as a larger step."""
     dtype = torch.promote_types(gamma.dtype, torch.float32)
     return gamma.to(dtype) * (-log_decay.to(dtype).clamp_min(STRONGEST_DECAY)).exp(), None
-
-
-def fused_recurrent_lattice(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    log_decay: Tensor | None = None,
-    *,
-    variant: str = "dec",
-    project: bool = True,
-    l1: float = 0.0,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`chunk_lattice` token by token, for every variant, with the same arguments, results and errors."""
-    return _run(q, k, v, gamma, log_decay, variant, project, l1, initial_state, cu_seqlens, False)
 
 
 def chunk_lattice(
@@ -307,7 +269,22 @@ def chunk_lattice(
     Raises:
         ValueError: shapes or options do not fit. Values are not checked, see `check_lattice`.
     """
-    return _run(q, k, v, gamma, log_decay, variant, project, l1, initial_state, cu_seqlens, True)
+    _check(q, k, v, gamma, log_decay, initial_state, cu_seqlens, variant, project, l1)
+    dtype = compute_dtype(v.dtype)
+    N, H, d, m = num_sequences(q.shape[0], cu_seqlens), q.shape[2], v.shape[-1], q.shape[-1]
+    if initial_state is None:
+        state = torch.eye(d, m, dtype=dtype, device=v.device).repeat(N, H, 1, 1)
+    else:
+        state = initial_state.to(dtype)
+        if project:
+            state = state / torch.linalg.vector_norm(state, dim=-2, keepdim=True)
+    if project and log_decay is not None:
+        gamma, log_decay = _fold(gamma, log_decay)
+    save = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, gamma, log_decay, state)
+    )
+    o, final, _ = _fwd(q, k, v, gamma, log_decay, state, dense(cu_seqlens), variant, project, float(l1), save)
+    return o, final
 
 
 def lattice_step(

@@ -1,4 +1,4 @@
-"""The scan of affine maps between segments of the backward pass, or between chunks of shooting and DEER."""
+"""The scan of affine maps between segments of the backward pass, or between chunks of multiple shooting."""
 
 import triton
 import triton.language as tl

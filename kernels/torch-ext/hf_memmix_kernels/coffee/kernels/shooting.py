@@ -8,13 +8,26 @@ import triton
 import triton.language as tl
 
 from ..._recorder import launched
-from .deer import local
-from .tiles import load_gates, load_rows, scaled
+from .tiles import LINEAR, SIGMOID, gates, load_gates, load_rows, scaled
 
 # a larger slope comes from a start too far from the solution; then the end of the chunk is used without a slope
 STEEP = tl.constexpr(4.0)
 # without a slope the error after an iteration is as large as the move times the slope, so a smaller move is required
 SLOPELESS = tl.constexpr(1e4)
+
+
+@triton.jit
+def local(x, u, factor, lam, w, w2, FORM: tl.constexpr, MATH: tl.constexpr):
+    """f(x) and its slope."""
+    phi = gates((x,), u, w2, 1, FORM, MATH)[0]
+    v = lam * x + u
+    s = phi * factor
+    J = 1 + lam * s
+    if FORM == SIGMOID:
+        J += w * ((phi - phi * phi) * factor) * v
+    elif FORM == LINEAR:
+        J += w * factor * v
+    return x + s * v, J
 
 
 @launched

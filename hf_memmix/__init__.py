@@ -3,9 +3,15 @@
 Importing this package registers its model types with AutoConfig, AutoModel, AutoModelForCausalLM,
 AutoModelForSequenceClassification and AutoModelForImageClassification. It imports the mixers, but not
 `modeling_memmix`, the modelling code of transformers or the Triton kernels: these are imported on first use.
+
+Raises ImportError if torch or transformers is outside the tested range (`versions.py`).
 """
 
 import importlib
+
+from .versions import check_versions
+
+check_versions()  # before anything of the two libraries is used
 
 from . import torchao_messages  # noqa: F401, before transformers imports torchao
 from .configuration_memmix import MemMixConfig, lora_target_modules, memmix_config, model_makers

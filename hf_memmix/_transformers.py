@@ -1,11 +1,11 @@
 """All uses of private methods, attributes and tables of transformers, which may change in any release.
 
-No other module of hf_memmix and hf_memmix.conversion uses them; those of the Trainer are in
-`hf_memmix.training._trainer_hooks`. A comment here explains why each one is needed, and a row in
+No other module of hf_memmix and hf_memmix.conversion uses them; those of generate() are in `_generation_hooks`, those
+of the Trainer in `hf_memmix.training._trainer_hooks`. A comment here explains why each one is needed, and a row in
 tests/core/test_door.py fails if the library renames it or changes its arguments. The classes below override private
 methods of the library and call methods with public names, which the model classes implement.
 
-Checked against transformers 5.17 and 5.23.
+Checked against transformers 5.17, 5.23 and 5.24.
 """
 
 import re
@@ -29,9 +29,6 @@ from transformers.conversion_mapping import (
 
 # the names and shapes under which `save_pretrained` writes the tensors of a model, and the way back for some of them
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
-
-# the masks that generate() makes before each step of a static cache
-from transformers.masking_utils import create_masks_for_generate
 
 # a module whose forward `gradient_checkpointing_enable` recomputes in backward
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -67,7 +64,6 @@ __all__ = [
     "ROPE_INIT_FUNCTIONS",
     "ConstructionHooks",
     "DistributionHooks",
-    "GenerationHooks",
     "GradientCheckpointingLayer",
     "ImageModelHooks",
     "OwnModules",
@@ -440,113 +436,3 @@ class DistributionHooks:
         """`save_pretrained` writes what this returns."""
         state_dict = self.whole_tensors(state_dict)
         return super().gather_sharded_state_dict_for_save(model_to_save, state_dict, *args, **kwargs)
-
-
-class GenerationHooks:
-    """The methods of generate() that must change for a cache with recurrent states. Stands before a native class."""
-
-    def fit_cache(self, cache, rows: int, given: bool):
-        """The cache to generate with, made from the library's `cache`. `given`: the user has passed it."""
-        raise NotImplementedError
-
-    def reads_masks(self) -> bool:
-        """Whether a layer reads the masks that the library makes."""
-        raise NotImplementedError
-
-    def heads_with_keys(self, heads: list[int]) -> list[int]:
-        """Number of heads, per layer, for which a static cache allocates keys and values."""
-        raise NotImplementedError
-
-    def sampling(self, cache, rows: int, criteria, outlives: bool):
-        """A context manager around the sampling loop, which yields its stopping criteria.
-
-        `outlives`: the caller can use the cache after the loop.
-        """
-        raise NotImplementedError
-
-    def assisted_decoding(self, cache):
-        """A context manager around assisted and prompt-lookup decoding."""
-        raise NotImplementedError
-
-    def beam_search(self, cache):
-        """A context manager around beam search."""
-        raise NotImplementedError
-
-    def check_new_tokens(self, cache, tokens: int):
-        """Raise ValueError unless the prompt, of `tokens` tokens, has more tokens than the cache."""
-        raise NotImplementedError
-
-    def note_virtual_tokens(self, cache, tokens: int):
-        """Called after the prompt of `tokens` tokens was read; the cache may have read more."""
-        raise NotImplementedError
-
-    def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
-    ):
-        """The library puts the cache into `model_kwargs`."""
-        given = model_kwargs.get("past_key_values") is not None
-        super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
-        )
-        if model_kwargs.get("past_key_values") is None:
-            return
-        rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-        cache = model_kwargs["past_key_values"] = self.fit_cache(model_kwargs["past_key_values"], rows, given)
-        if getattr(generation_config, "is_assistant", False):
-            cache.activate_past_recording()  # the library has activated it in the layers that were replaced since
-
-    def create_masks_for_generate(self, *args, **kwargs):
-        """Before each step of a static cache, outside of the compiled program: about twenty small operators."""
-        if not self.reads_masks():
-            return None
-        make = getattr(super(), "create_masks_for_generate", create_masks_for_generate)  # some families have their own
-        return make(*args, **kwargs)
-
-    def _get_static_cache_init_shape(self):
-        """The library allocates keys and values of a static cache before a chunked prefill, for all layers."""
-        shape = super()._get_static_cache_init_shape()
-        if shape is None:
-            return None
-        heads, head_dim = shape
-        heads = [heads] * self.config.num_hidden_layers if isinstance(heads, int) else heads
-        return self.heads_with_keys(heads), head_dim
-
-    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        """Greedy search and sampling; the criteria are called after every token."""
-        cache = kwargs.get("past_key_values")
-        outlives = generation_config.return_dict_in_generate or is_given_by_user(cache)
-        with self.sampling(cache, len(input_ids), stopping_criteria, outlives) as criteria:
-            return super()._sample(input_ids, logits_processor, criteria, generation_config, **kwargs)
-
-    def _assisted_decoding(self, *args, **kwargs):
-        """With a draft model or by prompt lookup."""
-        with self.assisted_decoding(kwargs.get("past_key_values")):
-            return super()._assisted_decoding(*args, **kwargs)
-
-    def _beam_search(self, *args, **kwargs):
-        """Beam search and beam sampling."""
-        with self.beam_search(kwargs.get("past_key_values")):
-            return super()._beam_search(*args, **kwargs)
-
-    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
-        """In 5.17, the later chunks of a prompt look like decode steps; `memmix_prefill` marks them.
-
-        The library cuts the cached tokens off the prompt, ids[:, seen - tokens :]. If no new token is left, this is
-        a part of the prompt that the cache has read already.
-        """
-        cache, embeds, mask = (
-            model_kwargs.get(name) for name in ("past_key_values", "inputs_embeds", "attention_mask")
-        )
-        widths = [x.shape[1] for x in (input_ids, embeds, mask) if x is not None]
-        # the width of a mask without pads, which the library has dropped; 5.17 keeps it
-        tokens = max(*widths, getattr(generation_config, "_mask_length", 0))
-        if cache is not None:
-            self.check_new_tokens(cache, tokens)
-        model_kwargs["memmix_prefill"] = True
-        try:
-            out = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
-        finally:
-            del model_kwargs["memmix_prefill"]
-        if cache is not None:
-            self.note_virtual_tokens(cache, tokens)
-        return out

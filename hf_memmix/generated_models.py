@@ -4,6 +4,7 @@ import sys
 
 from transformers import AutoModelForCausalLM
 
+from ._generation_hooks import check_forward
 from ._transformers import copy_tensor_renames, list_as_language_model, model_class_of, native_class_names
 from .configuration_memmix import MemMixConfig, config_class_for
 
@@ -23,6 +24,7 @@ def register(config_class: type[MemMixConfig], kinds: tuple[type, ...]):
         name = config_class._model_name(native.__name__)
         if name in vars(module):
             continue
+        check_forward(native)
         namespace = {
             "__module__": module.__name__,
             "__doc__": f"`{native.__name__}` with memory mixers; see `{kind.__name__}`.",

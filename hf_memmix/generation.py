@@ -2,7 +2,10 @@
 
 from contextlib import contextmanager
 
-from ._transformers import GenerationHooks, execution_device
+import torch
+
+from ._generation_hooks import CACHE, GenerationHooks
+from ._transformers import execution_device
 from .cache import (
     FinishedRows,
     RecurrentLayer,
@@ -26,6 +29,18 @@ NO_CONTINUOUS_BATCHING = (
 
 class MemoryGeneration(GenerationHooks):
     """A base class that stands before a native causal language model."""
+
+    def generate(self, *args, **kwargs):
+        """As in transformers. An assistant of assisted decoding without a mask reads every token.
+
+        The library would infer a mask from pad tokens in each round. But the prompt has none, or it came with a mask:
+        such a token was written by the target, and the assistant's memory has read it.
+        """
+        ids = kwargs.get("input_ids")
+        drafts = getattr(kwargs.get("generation_config"), "is_assistant", False)
+        if drafts and ids is not None and kwargs.get("attention_mask") is None:
+            kwargs["attention_mask"] = torch.ones_like(ids)
+        return super().generate(*args, **kwargs)
 
     def fit_cache(self, cache, rows: int, given: bool):
         """The user's cache, changed in place, or a new `RecurrentStateCache` if the library has made `cache`."""
@@ -116,7 +131,7 @@ class MemoryGeneration(GenerationHooks):
         inputs = super().prepare_inputs_for_generation(
             input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
         )
-        tokens, cache = inputs.get("input_ids"), inputs.get("past_key_values")
+        tokens, cache = inputs.get("input_ids"), inputs.get(CACHE)
         batch, length = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[:2]
         compileable = cache is not None and cache.is_compileable
         if length == 1 and not prefill:

@@ -15,7 +15,7 @@ from ._transformers import attention_implementation
 
 
 def pass_padding_and_packing(layer: nn.Module, args, kwargs):
-    """Hook of a layer with a mixer: put padding, packing and split into `attention_mask` too.
+    """Hook of a layer with a mixer: put padding, packing, split and whether a cache exists into `attention_mask` too.
 
     Some families (StableLM, Nemotron) pass no further keyword arguments to their attention module. A mixer does not
     need the mask that the library made, so this argument is free. An argument works with gradient checkpointing; an
@@ -27,7 +27,7 @@ def pass_padding_and_packing(layer: nn.Module, args, kwargs):
             " drops further keyword arguments, so a mixer cannot replace its attention"
         )
     if "attention_mask" in kwargs:
-        layout = (kwargs.get(f"memmix_{name}") for name in ("rows", "cu_seqlens", "ranks"))
+        layout = (kwargs.get(f"memmix_{name}") for name in ("rows", "cu_seqlens", "ranks", "cached"))
         kwargs = {**kwargs, "attention_mask": tuple(layout)}
     return args, kwargs
 

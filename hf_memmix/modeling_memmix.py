@@ -12,6 +12,7 @@ The classes of a backbone are made and registered with the Auto classes when its
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from . import generated_models
+from ._generation_hooks import CACHE
 from ._transformers import change_class, model_class_of
 from .cache import RecurrentStateCache, adopt_cache, cast_cache, check_hidden, check_rows, static_length_of
 from .context_parallel import (
@@ -23,6 +24,7 @@ from .context_parallel import (
     split_of,
 )
 from .generation import NO_CONTINUOUS_BATCHING, MemoryGeneration
+from .given_cache import cache_among
 from .mixers import ATTENTION
 from .padding import (
     PaddedRows,
@@ -70,7 +72,8 @@ class MemMixModel(MemMixPreTrained):
             input_ids, inputs_embeds: tokens [B, T] of int64, or their embeddings [B, T, hidden]; one of the two.
             attention_mask: [B, T], or with a cache [B, tokens read + T]; 0 hides a token, in any pattern.
             position_ids: [B, T]; by default pads have no position.
-            past_key_values: the cache of the tokens before; it is advanced in place.
+            past_key_values: the cache of the tokens before; it is advanced in place. `cache` is its name since
+                transformers 5.24; either name is taken.
             use_cache: whether to make a cache; default: the configuration's.
             kwargs: `cu_seq_lens_q` [N + 1] or `seq_idx` [B, T] for packed sequences, and those of the native model.
 
@@ -78,7 +81,13 @@ class MemMixModel(MemMixPreTrained):
             ValueError: no tokens; embeddings that are not finite; a mask, positions or packing that do not fit each
                 other or the cache; a cache while activations are checkpointed in training; or a request of
                 transformers' continuous batching.
+            RuntimeError: a cache under a name that no layer would read.
         """
+        if (named := kwargs.pop("cache", None)) is not None:
+            if past_key_values is not None:
+                raise ValueError("cache and past_key_values are two names of one argument: give one of them")
+            past_key_values = named
+        cache_among(kwargs, (CACHE,))
         if inputs_embeds is not None:
             check_finite(inputs_embeds)
         if (input_ids is None) == (inputs_embeds is None):
@@ -140,20 +149,20 @@ class MemMixModel(MemMixPreTrained):
             position_ids = positions_without_pads(mask, layer, tokens)
         # sorted once for all layers. Both keys are always present: torch.compile would recompile if they changed
         rows = None if mask is None else PaddedRows.of(mask)
-        kwargs |= {"memmix_rows": rows, "memmix_cu_seqlens": boundaries, "memmix_ranks": ranks}
-
         use_cache = (self.config.use_cache if use_cache is None else use_cache) and not checkpoints
         if use_cache and past_key_values is None:
             past_key_values = RecurrentStateCache(self.config)
         if past_key_values is not None:
             self._take_over_dtype(past_key_values)
+        kwargs |= {"memmix_rows": rows, "memmix_cu_seqlens": boundaries, "memmix_ranks": ranks}
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            memmix_cached=past_key_values is not None,
+            **{CACHE: past_key_values},
             **kwargs,
         )
 

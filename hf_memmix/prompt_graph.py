@@ -15,6 +15,7 @@ forward runs without a graph.
 import torch
 from torch import Tensor
 
+from ._generation_hooks import CACHE
 from ._transformers import execution_device
 from .cache import RecurrentStateCache
 from .cache.layer import RecurrentLayer
@@ -74,7 +75,8 @@ class PromptGraph:
 
     @torch.no_grad()
     def _forward(self) -> Tensor:
-        out = self.model(self.tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1, memmix_mask=None)
+        cache = {CACHE: self.cache}
+        out = self.model(self.tokens, **cache, use_cache=True, logits_to_keep=1, memmix_mask=None)
         return out.logits[:, -1]
 
     def _capture(self) -> "torch.cuda.CUDAGraph":

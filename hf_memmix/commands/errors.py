@@ -5,7 +5,7 @@ These are reported in one line:
 - a ValueError that a `raise` statement of this project raises: it was written for the user;
 - an OSError: files, the disk, the network, the Hub;
 - a ValueError or RuntimeError of a library while it reads what the user has named (a model folder, a data set);
-- a package that is not installed, unless it is our own;
+- a package that is not installed, unless it is our own, or a version of one that was not tested;
 - too little memory.
 
 If the reader of the output has ended, as `head` does, the command ends without a message.
@@ -23,6 +23,7 @@ from types import TracebackType
 import typer
 
 from hf_memmix.commands.common import err, start_library
+from hf_memmix.versions import UntestedVersionError
 
 OURS = ("hf_memmix", "hf_memmix_kernels", "hf_memmix_cli")
 _RAISE = dis.opmap["RAISE_VARARGS"]
@@ -32,6 +33,8 @@ READERS = {"from_pretrained", "load_dataset"}
 
 def message_of(error: BaseException) -> str | None:
     """The message for an error that the user can correct; None for a defect, which keeps its traceback."""
+    if isinstance(error, UntestedVersionError):
+        return str(error)
     if isinstance(error, ImportError):
         name = error.name or ""
         # an ImportError without a name comes from a library that lacks one of its optional packages

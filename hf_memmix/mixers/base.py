@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from hf_memmix_kernels.short_conv.op import MAX_TAPS
 
+from ..given_cache import cache_among
 from ..padding import PaddedRows
+from ..versions import moved
 from .options import MixerOptions
 from .pages import read_pages, start_anew, write_pages
 from .ranks import Pieces, current_group, scan_at_once, scan_in_turn
@@ -299,11 +301,10 @@ class MemoryMixer(WarnsOfRounding):
         hidden_states: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask=None,
-        past_key_values=None,
-        layer_past=None,
         memmix_rows: PaddedRows | None = None,
         memmix_cu_seqlens: Tensor | None = None,
         memmix_ranks: Pieces | None = None,
+        memmix_cached: bool | None = False,
         memmix_replay: tuple[dict[str, Tensor], dict[str, Tensor] | None, Tensor | None] | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
@@ -312,26 +313,29 @@ class MemoryMixer(WarnsOfRounding):
         Args:
             hidden_states: the layer's normed input [B, T, hidden].
             position_embeddings: cos and sin [B or 1, T, d].
-            attention_mask: ignored, except if it is the tuple (memmix_rows, memmix_cu_seqlens, memmix_ranks) that
-                `layout_hooks` puts there for families whose decoder layer drops further keyword arguments.
-            past_key_values, layer_past: the cache, under the name that the family uses.
+            attention_mask: ignored, except if it is the tuple (memmix_rows, memmix_cu_seqlens, memmix_ranks,
+                memmix_cached) that `layout_hooks` puts there for families whose decoder layer drops further keyword
+                arguments.
             memmix_rows: `PaddedRows.of(mask)` of the padding mask [B, T]; None if all tokens are real.
             memmix_cu_seqlens: boundaries [N + 1] of sequences packed along the flattened batch.
             memmix_ranks: how the sequences are split over several processes; without a cache and packed sequences.
+            memmix_cached: whether the model has a cache, which this layer must then receive.
             memmix_replay: tokens, states before them and lengths, the arguments of `scan`, whose result is returned;
                 everything else is ignored. A rollback calls forward this way, because the hooks of a module (offload,
                 sharding) load its parameters only while its forward runs.
-            kwargs: `token_arguments` of the mixer, for the tokens of this forward; all others are ignored.
+            kwargs: the cache as `past_key_values`, `cache` or `layer_past`, which depends on the family and on
+                transformers; `token_arguments` of the mixer, for the tokens of this forward; all others are ignored.
 
         Raises:
             ValueError: a token argument has a wrong shape, or there are both packed sequences and a cache.
+            RuntimeError: the model has a cache, and it does not arrive here under a known name.
         """
         if self.server is not None:
             return self.server(hidden_states, position_embeddings), None
         if memmix_replay is not None:
             return self.scan(*memmix_replay)
         if isinstance(attention_mask, tuple):
-            memmix_rows, memmix_cu_seqlens, memmix_ranks = attention_mask
+            memmix_rows, memmix_cu_seqlens, memmix_ranks, memmix_cached = attention_mask
         if memmix_ranks is not None:
             return self._forward_over_ranks(
                 hidden_states, position_embeddings, memmix_rows, memmix_ranks, kwargs
@@ -341,7 +345,9 @@ class MemoryMixer(WarnsOfRounding):
                 f"layer {self.layer_idx} does not receive how its sequences are split over the processes: context"
                 " parallelism needs the whole model, in a family that passes further keyword arguments to its layers"
             )
-        cache = past_key_values if past_key_values is not None else layer_past
+        cache = cache_among(kwargs)
+        if memmix_cached and cache is None:
+            raise moved(f"layer {self.layer_idx} does not receive the cache of its model")
         layer = cache.layers[self.layer_idx] if cache is not None else None
         states = layer.get() if layer is not None else None
         batch, length, _ = hidden_states.shape

@@ -34,11 +34,12 @@ from transformers.cache_utils import (
 )
 
 import hf_memmix
+from hf_memmix import _generation_hooks as generation_door
 from hf_memmix import _transformers as door
 from hf_memmix.training import _trainer_hooks as trainer_door
 
 ROOT = Path(hf_memmix.__file__).parents[1]
-DOORS = [Path(door.__file__), Path(trainer_door.__file__)]
+DOORS = [Path(module.__file__) for module in (door, generation_door, trainer_door)]
 # modules of transformers whose public names are documented; what comes from any other one goes through a door
 DOCUMENTED = (
     "transformers",
@@ -58,15 +59,10 @@ METHODS = {
     "transformers.PreTrainedModel.maybe_distribute_model": "model distributed_config",
     "transformers.PreTrainedModel.save_distributed_checkpoint": "model_to_save save_directory",
     "transformers.PreTrainedModel.gather_sharded_state_dict_for_save": "model_to_save state_dict",
-    "transformers.GenerationMixin._prepare_cache_for_generation": (
-        "generation_config model_kwargs generation_mode batch_size"
+    **{f"transformers.GenerationMixin.{name}": wanted for name, wanted in generation_door.RELIED_ON.items()},
+    "transformers.masking_utils.create_masks_for_generate": (
+        f"config inputs_embeds attention_mask {generation_door.CACHE}"
     ),
-    "transformers.GenerationMixin._get_static_cache_init_shape": "",
-    "transformers.GenerationMixin._sample": "input_ids logits_processor stopping_criteria generation_config",
-    "transformers.GenerationMixin._assisted_decoding": "input_ids",
-    "transformers.GenerationMixin._beam_search": "input_ids",
-    "transformers.GenerationMixin._prefill": "input_ids generation_config model_kwargs is_first_iteration",
-    "transformers.masking_utils.create_masks_for_generate": "config inputs_embeds attention_mask past_key_values",
     "transformers.conversion_mapping.get_checkpoint_conversion_mapping": "model_type",
     "transformers.conversion_mapping.register_checkpoint_conversion_mapping": (
         "model_type_or_class_name mapping overwrite"

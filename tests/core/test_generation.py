@@ -185,7 +185,7 @@ def test_chunked_prefill_of_a_static_cache(layout, monkeypatch):
 def test_masks_are_made_for_attention_layers_only(family, monkeypatch):
     """Before each token of a static cache the library makes masks, which no mixer reads."""
     made = []
-    for place in ("hf_memmix._transformers", "transformers.models.gemma3.modeling_gemma3"):
+    for place in ("hf_memmix._generation_hooks", "transformers.models.gemma3.modeling_gemma3"):
         make = importlib.import_module(place).create_masks_for_generate
         monkeypatch.setattr(
             f"{place}.create_masks_for_generate", lambda *a, _m=make, **k: made.append(1) or _m(*a, **k)

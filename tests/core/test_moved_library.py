@@ -1,0 +1,232 @@
+"""Libraries of other versions than the tested ones are refused; a part that has moved is noticed at run time.
+
+Each way in which transformers could move what `hf_memmix/_generation_hooks.py` relies on is imitated here.
+"""
+
+import re
+import tomllib
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+from transformers import GenerationMixin, LlamaForCausalLM, LlamaModel
+
+import hf_memmix
+from hf_memmix import _generation_hooks as hooks
+from hf_memmix import versions
+from hf_memmix.given_cache import CACHE_NAMES
+from testing import MIXERS, mixers_of, random_ids, tiny_model
+
+LAYOUTS = ("odd", "all")
+every_model = pytest.mark.parametrize(("mixer", "layout"), [(mixer, layout) for mixer in MIXERS for layout in LAYOUTS])
+
+
+# ---- versions
+
+
+def specifiers():
+    file = Path(hf_memmix.__file__).parents[1] / "pyproject.toml"
+    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+    return {
+        name: SpecifierSet(rest)
+        for name, rest in (re.match(r"([\w-]+)(.*)", line).groups() for line in project["dependencies"])
+    }
+
+
+@pytest.mark.parametrize("package", versions.RANGES)
+def test_the_range_is_that_of_pyproject(package):
+    assert SpecifierSet(versions.requirement(package).removeprefix(package)) == specifiers()[package]
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """A function that pretends that a version of one of the two packages is installed, and a good one of the other."""
+    monkeypatch.delenv(versions.ANY_VERSION, raising=False)
+
+    def pretend(package, text):
+        found = {"torch": "2.11.0", "transformers": "5.17.0"} | {package: text}
+        monkeypatch.setattr(versions, "version", found.__getitem__)
+
+    return pretend
+
+
+GOOD = [("torch", "2.11.0+cu130"), ("torch", "2.15.0.dev20261101"), ("torch", "3.0"), ("transformers", "5.17.0.dev0")]
+BAD = [
+    ("torch", "2.10.1"),
+    ("torch", "1.13.1+cu117"),
+    ("transformers", "5.16.9"),
+    ("transformers", "6.0.0rc1"),
+    ("transformers", "unknown"),
+]
+
+
+def next_release():
+    major, minor = versions.RANGES["transformers"][1]
+    return f"{major}.{minor}.0.dev0"
+
+
+@pytest.mark.parametrize(("package", "text"), GOOD)
+def test_tested_versions_pass(package, text, install):
+    install(package, text)
+    versions.check_versions()
+
+
+@pytest.mark.parametrize(("package", "text"), [*BAD, ("transformers", next_release())])
+def test_other_versions_are_refused(package, text, install, monkeypatch):
+    """One line with the value, the range and the remedy; a variable lets developers pass."""
+    install(package, text)
+    with pytest.raises(ImportError) as raised:
+        versions.check_versions()
+    message = str(raised.value)
+    assert "\n" not in message
+    assert all(part in message for part in (f"{package} {text}", versions.requirement(package), versions.ANY_VERSION))
+    monkeypatch.setenv(versions.ANY_VERSION, "1")
+    versions.check_versions()
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    def version(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.delenv(versions.ANY_VERSION, raising=False)
+    monkeypatch.setattr(versions, "version", version)
+    with pytest.raises(ImportError, match=r"torch, which is not installed; run: pip install 'torch>=2.11'"):
+        versions.check_versions()
+
+
+# ---- the cache under another name
+
+
+def renamed(forward):
+    """A forward to which the library hands the cache under a name that nobody knows."""
+
+    def wrapped(*args, **kwargs):
+        names = [name for name in CACHE_NAMES if name in kwargs]
+        return forward(*args, **{"kv_store" if name in names else name: value for name, value in kwargs.items()})
+
+    return wrapped
+
+
+@every_model
+def test_the_model_gets_its_cache_under_another_name(mixer, layout, monkeypatch):
+    model = tiny_model("llama", layout, mixer)
+    monkeypatch.setattr(model.model, "forward", renamed(model.model.forward))
+    with pytest.raises(RuntimeError, match=r"'kv_store'.*pip install 'transformers>="):
+        model.generate(random_ids(1, 5), max_new_tokens=2)
+
+
+@every_model
+def test_a_layer_gets_its_cache_under_another_name(mixer, layout, monkeypatch):
+    model = tiny_model("llama", layout, mixer)
+    last = max(mixers_of(model))
+    monkeypatch.setattr(mixers_of(model)[last], "forward", renamed(mixers_of(model)[last].forward))
+    with pytest.raises(RuntimeError, match="'kv_store'"):
+        model.generate(random_ids(1, 5), max_new_tokens=2)
+
+
+@every_model
+def test_a_layer_gets_no_cache(mixer, layout, monkeypatch):
+    model = tiny_model("llama", layout, mixer)
+    last = max(mixers_of(model))
+    forward = mixers_of(model)[last].forward
+
+    def without(*args, **kwargs):
+        return forward(*args, **{name: value for name, value in kwargs.items() if name not in CACHE_NAMES})
+
+    monkeypatch.setattr(mixers_of(model)[last], "forward", without)
+    with pytest.raises(RuntimeError, match=f"layer {last} does not receive the cache"):
+        model(random_ids(1, 5), use_cache=True)
+
+
+def test_the_cache_is_given_once():
+    model = tiny_model("llama", "all")
+    cache = hf_memmix.RecurrentStateCache(model.config)
+    with pytest.raises(ValueError, match="two names of one argument"):
+        model.model(random_ids(1, 5), past_key_values=cache, cache=cache)
+
+
+@torch.no_grad()
+def test_both_names_are_taken():
+    """The base model takes the name of every tested release."""
+    model = tiny_model("llama", "odd")
+    ids, outputs = random_ids(1, 9), []
+    for name in ("past_key_values", "cache"):
+        cache = hf_memmix.RecurrentStateCache(model.config)
+        outputs += [model.model(part, **{name: cache}).last_hidden_state for part in (ids[:, :4], ids[:, 4:])]
+        assert int(cache.get_seq_length()) == 9
+    assert torch.equal(outputs[1], outputs[3])
+
+
+# ---- a method that generate() does not call any more, or calls in another way
+
+CALLED = ["_prepare_cache_for_generation", "_prefill", "_sample", "prepare_inputs_for_generation"]
+
+
+@pytest.mark.parametrize("method", CALLED)
+@every_model
+def test_a_method_is_not_called(method, mixer, layout, monkeypatch):
+    """As if the library had taken another name for it."""
+    model = tiny_model("llama", layout, mixer)
+    monkeypatch.setattr(type(model), method, getattr(GenerationMixin, method))
+    with pytest.raises(RuntimeError, match=f"not called .*{method}"):
+        model.generate(random_ids(1, 5), max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("_beam_search", {"num_beams": 2}), ("_assisted_decoding", {"prompt_lookup_num_tokens": 2})],
+)
+def test_a_loop_is_not_called(method, options, monkeypatch):
+    model = tiny_model("llama", "odd")
+    monkeypatch.setattr(type(model), method, getattr(GenerationMixin, method))
+    with pytest.raises(RuntimeError, match=f"not called .*{method}"):
+        model.generate(random_ids(1, 5), max_new_tokens=2, **options)
+
+
+@pytest.fixture
+def unchecked():
+    """Methods are compared with `RELIED_ON` once per process: forget it before and after."""
+    hooks.check_generate.cache_clear()
+    yield
+    hooks.check_generate.cache_clear()
+
+
+@pytest.mark.parametrize("method", hooks.RELIED_ON)
+def test_a_method_has_moved(method, monkeypatch, unchecked):
+    monkeypatch.delattr(GenerationMixin, method)
+    with pytest.raises(RuntimeError, match=f"no method {method}"):
+        tiny_model("llama", "odd").generate(random_ids(1, 5), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("method", [name for name, parameters in hooks.RELIED_ON.items() if parameters])
+def test_a_method_has_other_parameters(method, monkeypatch, unchecked):
+    monkeypatch.setattr(GenerationMixin, method, lambda self, other, *args, **kwargs: None)
+    with pytest.raises(RuntimeError, match=f"no method {method}"):
+        tiny_model("llama", "odd").generate(random_ids(1, 5), max_new_tokens=2)
+
+
+def test_inputs_are_prepared_from_other_arguments(monkeypatch, unchecked):
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", lambda self, input_ids, **kwargs: {})
+    with pytest.raises(RuntimeError, match="prepare_inputs_for_generation has no argument"):
+        tiny_model("llama", "odd").generate(random_ids(1, 5), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("model_class", (LlamaModel, LlamaForCausalLM))
+def test_a_forward_has_other_arguments(model_class, monkeypatch):
+    hooks.check_forward(model_class)
+    monkeypatch.setattr(model_class, "forward", lambda self, input_ids, attention_mask, **kwargs: None)
+    with pytest.raises(RuntimeError, match=f"{model_class.__name__}.forward has no argument"):
+        hooks.check_forward(model_class)
+
+
+def test_a_loop_of_the_user_may_take_the_place_of_ours():
+    model, ids = tiny_model("llama", "odd"), random_ids(1, 5)
+
+    def loop(model, input_ids, **kwargs):
+        inputs = model.prepare_inputs_for_generation(input_ids, **kwargs)
+        return torch.cat([input_ids, model(**inputs).logits[:, -1:].argmax(-1)], 1)
+
+    out = model.generate(ids, max_new_tokens=1, do_sample=False, custom_generate=loop)
+    assert torch.equal(out, model.generate(ids, max_new_tokens=1, do_sample=False))

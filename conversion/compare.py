@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hf_memmix.conversion.limits import check_length, check_vocabularies, limit_of
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
+from hf_memmix.conversion.text_rows import beginning_of, cut_rows, encode
 from hf_memmix_kernels._common import exact
 
 
@@ -27,6 +28,7 @@ def compare_models(
 
     Args:
         text: a string, which needs `tokenizer`, or token ids [N].
+        tokenizer: if it puts tokens before a text (BOS), every block begins with them. They are not predicted.
         block_size: tokens per block. No token is predicted from another block.
         batch_size: blocks that are computed together.
         max_tokens: number of tokens to read; None reads all.
@@ -41,12 +43,12 @@ def compare_models(
         ValueError: the text is too short or has unknown tokens, the student is not converted, the vocabularies
             differ, or a block is longer than the teacher allows.
     """
-    tokens = _tokens(text, tokenizer)[:max_tokens]
+    tokens, beginning = _tokens(text, tokenizer)[:max_tokens], beginning_of(tokenizer)
     check_pair(student, teacher, tokens, block_size)
     training = student.training, teacher.training
     student.eval(), teacher.eval()
     try:
-        return _compare(student, teacher, blocks_of(tokens, block_size, batch_size), progress)
+        return _compare(student, teacher, blocks_of(tokens, block_size, batch_size, beginning), beginning, progress)
     finally:
         student.train(training[0]), teacher.train(training[1])
 
@@ -67,7 +69,7 @@ def check_pair(student: nn.Module, teacher: nn.Module, tokens: Tensor, block_siz
 
 
 @torch.no_grad()
-def _compare(student: nn.Module, teacher: nn.Module, batches: list[Tensor], progress) -> dict:
+def _compare(student: nn.Module, teacher: nn.Module, batches: list[Tensor], beginning: list[int], progress) -> dict:
     device = student.get_input_embeddings().weight.device
     heads = {"student": logits_head(student), "teacher": logits_head(teacher)}
     nll = {"student": 0.0, "teacher": 0.0}
@@ -82,16 +84,17 @@ def _compare(student: nn.Module, teacher: nn.Module, batches: list[Tensor], prog
         }
         sums = exact(torch.zeros(len(heads) + 2, device=device))  # read once: each reading waits for a GPU
         for row in range(len(batch)):  # logits of one row at a time
-            logp = {name: heads[name](hidden[name][row, :-1]).float().log_softmax(-1) for name in heads}
-            losses = [-exact(logp[name].gather(-1, batch[row, 1:, None])).sum() for name in heads]
+            places, targets = targets_of(batch[row], beginning)
+            logp = {name: heads[name](hidden[name][row, places]).float().log_softmax(-1) for name in heads}
+            losses = [-exact(logp[name].gather(-1, targets[:, None])).sum() for name in heads]
             same = (logp["student"].argmax(-1) == logp["teacher"].argmax(-1)).sum()
             divergence = (logp["teacher"].exp() * (logp["teacher"] - logp["student"])).sum()
             sums += torch.stack([*losses, exact(same), exact(divergence)])
+            count += len(targets)
         *losses, same, divergence = sums.tolist()
         for name, loss in zip(heads, losses, strict=True):
             nll[name] += loss
         agree, kl = agree + round(same), kl + divergence
-        count += batch[:, 1:].numel()
         if progress is not None:
             progress(done, len(batches))
 
@@ -135,7 +138,7 @@ class LayerErrors:
 def layer_errors(student: nn.Module, teacher: nn.Module, tokens: Tensor, *, block_size=512, batch_size=8) -> dict:
     """Only the "layer_error" of `compare_models`, for tokens [N]. It does not run the whole student."""
     errors, device = LayerErrors(), student.get_input_embeddings().weight.device
-    for batch in blocks_of(tokens, block_size, batch_size):
+    for batch in blocks_of(tokens, block_size, batch_size, []):
         run_teacher_forced(teacher, student, batch.to(device), errors.add)
     return errors.of_layers()
 
@@ -145,11 +148,23 @@ def _tokens(text: str | Tensor, tokenizer) -> Tensor:
         return text.flatten()
     if tokenizer is None:
         raise ValueError("a text needs its tokenizer; give tokenizer=, or a tensor of token ids")
-    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+    return torch.tensor(beginning_of(tokenizer) + encode(text, tokenizer), dtype=torch.long)
 
 
-def blocks_of(tokens: Tensor, block_size: int, batch_size: int) -> list[Tensor]:
-    """Batches of full blocks, then the shorter rest alone."""
+def targets_of(ids: Tensor, beginning: list[int]) -> tuple[Tensor | slice, Tensor]:
+    """The places of a row [T] behind which a token is predicted, and these tokens: none that begin a text."""
+    if not beginning:
+        return slice(0, -1), ids[1:]
+    places = (~torch.isin(ids[1:], torch.tensor(beginning, device=ids.device))).nonzero()[:, 0]
+    return places, ids[1:][places]
+
+
+def blocks_of(tokens: Tensor, block_size: int, batch_size: int, beginning: list[int]) -> list[Tensor]:
+    """Batches of full blocks, then the shorter rest alone. `beginning`: what every block begins with."""
+    if beginning:
+        rows = [torch.tensor(row) for row, _ in cut_rows([tokens.tolist()], block_size, beginning)]
+        rest = [rows.pop()[None]] if len(rows[-1]) < block_size else []
+        return [torch.stack(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)] + rest
     full = len(tokens) // block_size
     batches = list(tokens[: full * block_size].view(full, block_size).split(batch_size)) if full else []
     return batches + ([tokens[None, full * block_size :]] if len(tokens) - full * block_size > 1 else [])

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_memmix._transformers import execution_device
-from hf_memmix.conversion.compare import LayerErrors, blocks_of, check_pair, figures_of
+from hf_memmix.conversion.compare import LayerErrors, blocks_of, check_pair, figures_of, targets_of
 from hf_memmix.conversion.families import attention_module, attention_prefix
 from hf_memmix.conversion.loading import meta_teacher
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.streaming import TrainedMixers
 from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
+from hf_memmix.conversion.text_rows import beginning_of
 from hf_memmix_kernels._common import exact
 
 TOP_K = 64
@@ -28,6 +29,7 @@ def compare_in_turn(
     teacher: Path,
     load: Callable[[Path], PreTrainedModel],
     tokens: Tensor,
+    tokenizer=None,
     *,
     block_size: int = 512,
     batch_size: int = 8,
@@ -41,7 +43,7 @@ def compare_in_turn(
         load: loads the model of a folder, e.g. spread over several devices.
         top_k: number of the teacher's probabilities that are kept per token. The others count as one event, so `kl` is
             at most that of `compare_models`, and equal to it if this is the size of the vocabulary.
-        block_size, batch_size, max_tokens, progress: as in `compare_models`.
+        tokenizer, block_size, batch_size, max_tokens, progress: as in `compare_models`.
 
     Returns:
         the result of `compare_models`, and `kl_top_k`, the number of probabilities.
@@ -52,9 +54,10 @@ def compare_in_turn(
     pair = meta_teacher(student), meta_teacher(teacher)
     tokens = tokens.flatten()[:max_tokens]
     check_pair(*pair, tokens, block_size)
-    batches = blocks_of(tokens, block_size, batch_size)
+    beginning = beginning_of(tokenizer)
+    batches = blocks_of(tokens, block_size, batch_size, beginning)
     top_k = min(top_k, pair[1].config.vocab_size)
-    steps = _Steps(progress, 2 * len(batches))
+    steps = _Steps(progress, 2 * len(batches), beginning)
 
     nll, layer_error, kept = _teacher_pass(load(teacher), pair[0], student, batches, top_k, steps)
     student_nll, agree, kl = _student_pass(load(student), batches, kept, steps)
@@ -105,10 +108,10 @@ def _student_pass(
 
 
 class _Steps:
-    """Counts the batches of both models."""
+    """Counts the batches of both models. `beginning`: of every row."""
 
-    def __init__(self, progress: Callable[[int, int], None] | None, total: int):
-        self.progress, self.done, self.total = progress, 0, total
+    def __init__(self, progress: Callable[[int, int], None] | None, total: int, beginning: list[int]):
+        self.progress, self.done, self.total, self.beginning = progress, 0, total, beginning
 
     def advance(self) -> None:
         self.done += 1
@@ -118,13 +121,14 @@ class _Steps:
 
 @torch.no_grad()
 def _rows(model: nn.Module, batches: list[Tensor], run: Callable[[Tensor], Tensor], steps: _Steps):
-    """Log probabilities [T - 1, V] and next tokens [T - 1] of every row of every batch."""
+    """Log probabilities [N, V] and next tokens [N] of every row of every batch; N is at most T - 1."""
     head, device = logits_head(model), execution_device(model.get_input_embeddings())
     for batch in batches:
         hidden = run(batch.to(device))
         for row, ids in zip(hidden, batch, strict=True):  # logits of one row at a time
-            logp = head(row[:-1]).float().log_softmax(-1)
-            yield logp, ids[1:].to(logp.device)
+            places, targets = targets_of(ids, steps.beginning)
+            logp = head(row[places]).float().log_softmax(-1)
+            yield logp, targets.to(logp.device)
         steps.advance()
 
 

@@ -157,7 +157,6 @@ LEFT_OUT = {
         r"tests/training/test_packing\.py::test_packed_documents_from_which",  # that rows are packed stays
         r"tests/training/test_train\.py::test_(recomputed_act|bf16_teacher_guides)",
         r"tests/core/test_models\.py::test_check\[.*-hybrid",
-        r"tests/training/test_runs\.py::test_a_run_file_without_its_hashes\w*\[None",
         r"tests/core/test_cache\.py::test_crop_does_not_go_back_before_a_change\w*\[(?!gka).*-all-",
         r"tests/core/test_generation\.py::test_(\w*(beam|_turn)|assistant_of|streamer)\w*\[first",
         r"tests/core/test_quantization\.py::test_a_quantized_student_is_saved\w*\[(4|8)bit",

@@ -4,7 +4,7 @@ import functools
 import random
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_memmix.conversion.families import extract_attention
@@ -91,6 +91,15 @@ def tiny_tokenizer():
     )
 
 
+def bos_tokenizer():
+    """`tiny_tokenizer`, which puts <s> before a text, as the tokenizers of Gemma and Llama 3 do."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    return tokenizer
+
+
 def tiny_text(words=4000, seed=0):
     """Text that a small model can learn: words drawn from a fixed random chain."""
     generator = random.Random(seed)
@@ -100,3 +109,12 @@ def tiny_text(words=4000, seed=0):
         text.append(word)
         word = generator.choice(follow[word])
     return " ".join(text) + "\n"
+
+
+def positions_of(lengths, block_size):
+    """Position ids [rows, block_size] of joined documents of these lengths. Tokens that fill no row are left out."""
+    stream = torch.cat([torch.arange(length) for length in lengths])
+    rows = stream[: len(stream) // block_size * block_size].view(-1, block_size).clone()
+    # a document that continues from the row before starts at 0 again
+    carried = (rows == 0).cumsum(1) == 0
+    return torch.where(carried, torch.arange(block_size), rows)

@@ -3,6 +3,10 @@
 All documents are joined to one stream, which is cut into rows, so there is no padding. Packed rows also have position
 ids that start at 0 in every document; then no layer mixes tokens of two documents. If a document does not fit into a
 row, its rest is treated as a new document in the next row.
+
+Documents begin as the tokenizer begins a text, e.g. with BOS. `bos` says what a row begins with that is cut in the
+middle of a document: "rows": with the same tokens, as every text does that the student will read; "documents": with
+the next token of the document.
 """
 
 import hashlib
@@ -14,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from hf_memmix.conversion.text_rows import beginning_of, cut_rows, encode
+from hf_memmix.training.recipe import check_bos
 from hf_memmix.training.text_files import documents, list_of
 
 __all__ = ["StreamedBlocks", "TokenBlocks", "tokenize_files", "tokenizer_hash"]
@@ -22,32 +28,33 @@ Sources = str | Path | Iterable[str | Path]
 
 
 def tokenize_documents(sources: Sources, tokenizer) -> Iterator[list[int]]:
-    """The tokens of each document in order, followed by the end-of-sequence token if the tokenizer has one."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    """The tokens of each document in order, as the tokenizer begins a text, with the end-of-sequence token if any."""
+    beginning, end = beginning_of(tokenizer), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for source in list_of(sources):
         for text in documents(source):
-            # verbose=False: the warning about long texts does not apply, because the tokens are cut into rows
-            yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end
+            yield beginning + encode(text, tokenizer) + end
 
 
 def tokenize_files(files: Sources, tokenizer) -> Tensor:
-    """All tokens of the files in order, [N] int64. Each document is followed by the end-of-sequence token, if any."""
+    """All tokens of the files in order, [N] int64; see `tokenize_documents`."""
     return torch.tensor([token for tokens in tokenize_documents(files, tokenizer) for token in tokens])
 
 
 def tokenizer_hash(tokenizer) -> str:
-    """A hash of the vocabulary, the same on every machine."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return hashlib.sha256(repr(vocabulary).encode()).hexdigest()[:16]
+    """A hash of the vocabulary and of the tokens that begin a text, the same on every machine."""
+    known = repr(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
+    if beginning := beginning_of(tokenizer):
+        known += repr(beginning)
+    return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 
-def positions_of(lengths: list[int], block_size: int) -> Tensor:
-    """Position ids [rows, block_size] of joined documents of these lengths. Tokens that fill no row are left out."""
-    stream = torch.cat([torch.arange(length) for length in lengths])
-    rows = stream[: len(stream) // block_size * block_size].view(-1, block_size).clone()
-    # a document that continues from the row before starts at 0 again
-    carried = (rows == 0).cumsum(1) == 0
-    return torch.where(carried, torch.arange(block_size), rows)
+def _rows(sources: Sources, tokenizer, block_size: int, bos: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tokens and positions [block_size] of all full rows."""
+    check_bos(bos)
+    beginning = beginning_of(tokenizer) if bos == "rows" else []
+    for tokens, positions in cut_rows(tokenize_documents(sources, tokenizer), block_size, beginning):
+        if len(tokens) == block_size:
+            yield torch.tensor(tokens), torch.tensor(positions)
 
 
 class TokenBlocks(Dataset):
@@ -67,14 +74,24 @@ class TokenBlocks(Dataset):
         self.positions, self.tokenizer = positions, tokenizer
 
     @classmethod
-    def from_files(cls, files: Sources, tokenizer, block_size: int, pack: bool = False) -> "TokenBlocks":
-        """Rows of local files. `pack`: rows also have position ids that start at 0 in every document."""
-        if not pack:
-            return cls(tokenize_files(files, tokenizer), block_size, tokenizer=tokenizer_hash(tokenizer))
-        parts = list(tokenize_documents(files, tokenizer))
-        tokens = torch.tensor([token for part in parts for token in part])
-        positions = positions_of([len(part) for part in parts], block_size) if len(tokens) >= block_size > 1 else None
-        return cls(tokens, block_size, positions, tokenizer_hash(tokenizer))
+    def from_files(
+        cls, files: Sources, tokenizer, block_size: int, pack: bool = False, bos: str = "rows"
+    ) -> "TokenBlocks":
+        """Rows of local files.
+
+        Args:
+            pack: rows also have position ids that start at 0 in every document.
+            bos: what begins as the tokenizer begins a text: all "rows", or only "documents".
+
+        Raises:
+            ValueError: the files fill no row, or cannot be read.
+        """
+        _check_block_size(block_size)
+        rows = list(_rows(files, tokenizer, block_size, bos))
+        if not rows:
+            return cls(tokenize_files(files, tokenizer), block_size)  # raises
+        tokens, positions = (torch.stack(column) for column in zip(*rows, strict=True))
+        return cls(tokens.flatten(), block_size, positions if pack else None, tokenizer_hash(tokenizer))
 
     @property
     def block_size(self) -> int:
@@ -115,9 +132,10 @@ class StreamedBlocks(IterableDataset):
     files before.
     """
 
-    def __init__(self, sources: Sources, tokenizer, block_size: int, pack: bool = False):
+    def __init__(self, sources: Sources, tokenizer, block_size: int, pack: bool = False, bos: str = "rows"):
         _check_block_size(block_size)
-        self.sources, self._tokenizer, self.pack = list_of(sources), tokenizer, pack
+        check_bos(bos)
+        self.sources, self._tokenizer, self.pack, self.bos = list_of(sources), tokenizer, pack, bos
         self.block_size, self.tokenizer, self.vocabulary = block_size, tokenizer_hash(tokenizer), None
 
     def check_vocabulary(self, size: int) -> None:
@@ -144,24 +162,15 @@ class StreamedBlocks(IterableDataset):
 
     def one_pass(self) -> Iterator[dict[str, Tensor]]:
         """All rows once."""
-        tokens, positions = [], []
-        for part in tokenize_documents(self.sources, self._tokenizer):
-            while part:
-                room = self.block_size - len(tokens)
-                piece, part = part[:room], part[room:]
-                tokens += piece
-                positions += range(len(piece))
-                if len(tokens) == self.block_size:
-                    row = {"input_ids": torch.tensor(tokens)}
-                    if self.vocabulary is not None:
-                        _check_vocabulary(row["input_ids"], self.vocabulary)
-                    yield row | ({"position_ids": torch.tensor(positions)} if self.pack else {})
-                    tokens, positions = [], []
+        for tokens, positions in _rows(self.sources, self._tokenizer, self.block_size, self.bos):
+            if self.vocabulary is not None:
+                _check_vocabulary(tokens, self.vocabulary)
+            yield {"input_ids": tokens} | ({"position_ids": positions} if self.pack else {})
 
     def fingerprint(self) -> str:
-        """A hash of block size, tokenizer, names and sizes of the sources and their first 64 documents."""
+        """A hash of block size, `bos`, tokenizer, names and sizes of the sources and their first 64 documents."""
         sizes = [(str(s), Path(s).stat().st_size if Path(s).is_file() else None) for s in self.sources]
-        content = repr((self.block_size, self.pack, self.tokenizer, sizes, self._first_documents()))
+        content = repr((self.block_size, self.pack, self.bos, self.tokenizer, sizes, self._first_documents()))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

@@ -12,6 +12,7 @@ from hf_memmix.conversion.layer_choice import LayerChoice
 STAGES = ("align", "distill")
 TEACHERS = ("copy", "shared", "lora")
 QUANTIZED = ("none", "4bit", "8bit")
+BOS = ("rows", "documents")
 # least and largest value of each number but the rates, which lie in [0, 1)
 BOUNDS = {
     "steps": (1, 10**9),
@@ -53,6 +54,9 @@ class Recipe:
     chunk_tokens: number of tokens whose logits are in memory at a time.
     bf16: use autocast to bf16 with fp32 weights; "auto": only on a GPU that has bf16.
     pack: no layer mixes tokens of two documents. A teacher whose family ignores packing (GPT-OSS, BioGPT) is refused.
+    bos: what begins as the tokenizer begins a text, for a tokenizer that adds BOS. "rows": every row, also one that
+        is cut in the middle of a document, because a student that generates always reads BOS first; "documents":
+        documents alone.
     stream: read the data during training instead of loading all tokens first.
     trainer: further TrainingArguments of transformers, by name.
     """
@@ -77,6 +81,7 @@ class Recipe:
     bf16: str | bool = "auto"
     gradient_checkpointing: bool = False
     pack: bool = False
+    bos: str = "rows"
     stream: bool = False
     save_every: int = 0
     seed: int = 0
@@ -124,6 +129,7 @@ class Recipe:
                 raise ValueError(
                     f"{name} is {value!r}, but only a run with LoRA has frozen matrices; set teacher to lora"
                 )
+        check_bos(self.bos)
         if self.layers not in ("", "all") and self.stage != "align":
             raise ValueError(f"layers is {self.layers!r}, but only align trains a part of the layers")
         for row in self.groups:
@@ -154,6 +160,12 @@ class Recipe:
                 f"layers is {self.layers!r}, which names no converted layer; converted layers are {converted}"
             )
         return chosen
+
+
+def check_bos(bos: str) -> None:
+    """Raise ValueError if it is none of `BOS`."""
+    if bos not in BOS:
+        raise ValueError(f"bos is {bos!r}; it must be one of {', '.join(BOS)}")
 
 
 def _check_group(row) -> None:

@@ -122,11 +122,18 @@ def tokenizer_of(folder: Path, required: bool = True):
 
 
 def shared_tokenizer(folder: Path, other: Path):
-    """The tokenizer of a folder. Raises ValueError if the tokenizer of `other` has a different vocabulary."""
+    """The tokenizer of a folder. Raises ValueError if the tokenizer of `other` has another vocabulary or BOS."""
+    from hf_memmix.conversion.text_rows import beginning_of
+
     ours, theirs = tokenizer_of(folder), tokenizer_of(other, required=False)
     if theirs is not None and theirs.get_vocab() != ours.get_vocab():
         raise ValueError(
             f"{other} and {folder} have different vocabularies, so their models cannot read the same tokens"
+        )
+    if theirs is not None and beginning_of(theirs) != beginning_of(ours):
+        raise ValueError(
+            f"the tokenizers of {other} and {folder} begin a text with other tokens ({beginning_of(theirs)} and"
+            f" {beginning_of(ours)}); copy the teacher's tokenizer to the student"
         )
     return ours
 

@@ -57,15 +57,16 @@ def report(
 
     check_placement(device, device_map)
     name, student, teacher = student, model_folder(student), model_folder(teacher)
-    tokens = tokenize_files(text, shared_tokenizer(teacher, student))
+    tokenizer = shared_tokenizer(teacher, student)
+    tokens = tokenize_files(text, tokenizer)
     settings = {"block_size": block_size, "batch_size": batch_size, "max_tokens": max_tokens}
     with progress("comparing") as advance:
         if device_map is None:
             model = load(student, device)
-            result = compare_models(model, load(teacher, device), tokens, **settings, progress=advance)
+            result = compare_models(model, load(teacher, device), tokens, tokenizer, **settings, progress=advance)
         else:
             placed = partial(load, device=None, device_map=device_map)
-            result = compare_in_turn(student, teacher, placed, tokens, **settings, progress=advance)
+            result = compare_in_turn(student, teacher, placed, tokens, tokenizer, **settings, progress=advance)
             model = shape_of(student)
     if as_json:
         print_json(result | report_record(student, text, block_size, model) | {"folder": name.name})

@@ -278,7 +278,7 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
     if kinds:
         if device == "cpu":
             recipe = replace(recipe, trainer=recipe.trainer | {"use_cpu": True})
-        blocks = TokenBlocks.from_files(training["text"], tokenizer, recipe.block_size, recipe.pack)
+        blocks = TokenBlocks.from_files(training["text"], tokenizer, recipe.block_size, recipe.pack, recipe.bos)
     teacher_model, kept_in = load(teacher, device, device_map=device_map), out_file.with_suffix(MIXERS_ENDING)
     scoring = {name: measure[name] for name in ("weight", "batch_size")}
     if device_map is not None:

@@ -189,7 +189,7 @@ def cache_teacher(
     check_target(out_dir, overwrite)
     check_not_read(out_dir, teacher := model_folder(teacher), *text)
     settings = load_recipe(recipe, block_size=block_size)
-    data = TokenBlocks.from_files(text, tokenizer_of(teacher), settings.block_size, settings.pack)
+    data = TokenBlocks.from_files(text, tokenizer_of(teacher), settings.block_size, settings.pack, settings.bos)
     options = {"teacher_id": teacher_hash(teacher), "batch_size": batch_size, "overwrite": overwrite}
     with progress("reading the teacher") as advance:
         meta = write_cache(load(teacher, device), data, out_dir, top_k, progress=advance, **options)
@@ -242,7 +242,7 @@ def _read_data(args: SimpleNamespace, settings, student: Path | None, teacher: P
     check_not_read(args.out_dir, args.plan, settings.cache_dir, *args.text, renewed=[student])
     tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
     read = StreamedBlocks if settings.stream else TokenBlocks.from_files
-    return read(args.text, tokenizer, settings.block_size, settings.pack), tokenizer
+    return read(args.text, tokenizer, settings.block_size, settings.pack, settings.bos), tokenizer
 
 
 def _train(stage: str, args: SimpleNamespace) -> None:

@@ -8,12 +8,12 @@ import torch
 
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.teacher_forcing import run_teacher_forced
-from hf_memmix.training.data import StreamedBlocks, TokenBlocks, positions_of
+from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.student_teacher import AlignStudentTeacher, DistillStudentTeacher
 from hf_memmix.training.teacher_cache import write_cache
 from hf_memmix.training.train import train
-from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
+from tiny_teachers import positions_of, tiny_teacher, tiny_text, tiny_tokenizer
 
 LENGTHS = [5, 3, 8, 11, 5]  # two rows of 16; the fourth document goes on from the first row to the second
 

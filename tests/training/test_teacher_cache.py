@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hf_memmix.conversion import convert_model
-from hf_memmix.training.data import TokenBlocks, positions_of
+from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.losses import top_k_of
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.teacher_cache import META_FILE, CachedBlocks, teacher_hash, write_cache
 from hf_memmix.training.train import train
-from tiny_teachers import tiny_teacher
+from tiny_teachers import positions_of, tiny_teacher
 
 OPTIONS = {"stage": "distill", "steps": 4, "batch_size": 4, "block_size": 16, "warmup_steps": 1, "learning_rate": 1e-3}
 

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from hf_memmix.conversion.text_rows import beginning_of, cut_rows
 from hf_memmix.training.data import tokenize_files
 from hf_memmix.training.evaluation.probes import TASKS, Material, draw
 from hf_memmix.training.evaluation.probes.grid import DEPTHS, refuse_repeated
@@ -32,9 +34,9 @@ class SelectionData:
         Raises:
             ValueError: the text is shorter than one block, there is no such probe, or one is named twice.
         """
-        tokens = tokenize_files(text, tokenizer)[:max_tokens]
-        blocks = tokens[: len(tokens) // length * length].view(-1, length)
-        if not len(blocks):
+        tokens = tokenize_files(text, tokenizer)[:max_tokens].tolist()
+        rows = [row for row, _ in cut_rows([tokens], length, beginning_of(tokenizer)) if len(row) == length]
+        if not rows:
             raise ValueError(f"{text} has less than the {length} tokens of one sequence; give a longer text")
         names = [] if tasks == "none" else [part.strip() for part in tasks.split(",")]
         refuse_repeated("task", names)
@@ -43,5 +45,6 @@ class SelectionData:
         for task in names:
             depths = DEPTHS if task in TASKS and TASKS[task].depths else (None,)
             drawn[task] = [s for depth in depths for s in draw(task, material, length, depth, seed, samples)]
+        blocks = torch.tensor(rows)
         settings = {"tasks": names, "length": length, "samples": samples, "weight": weight, "seed": seed}
         return cls(blocks, drawn, {"settings": settings | {"tokens": blocks.numel()}, "text": text_record(text)})

@@ -9,6 +9,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+from hf_memmix.conversion.text_rows import beginning_of, encode
+
 MAX_WORD_TOKENS = 3
 MAX_VALUES = 128
 MAX_KEYS = 1024
@@ -55,8 +57,7 @@ class Material:
     def __init__(self, tokenizer, text: str):
         self.tokenizer, self._words, self._pieces = tokenizer, {}, {}
         self.filler = self.encode(text.replace(DOCUMENT_MARK, "\n"))
-        plain, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
-        self.start = whole[: len(whole) - len(plain)] if whole[-len(plain) :] == plain else []
+        self.start = beginning_of(tokenizer)
         counts = Counter(re.findall(r"[A-Za-z]+", text))
         order = sorted(counts, key=lambda word: (-counts[word], word))
         if sum(len(word) > 3 for word in order) > 4 * MAX_VALUES:
@@ -90,7 +91,7 @@ class Material:
         return self._words[token]
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return encode(text, self.tokenizer)
 
     def piece(self, text: str) -> list[int]:
         """The tokens of `text` inside a longer text. At the start of a text, some tokenizers add a space."""

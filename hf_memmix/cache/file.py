@@ -29,7 +29,7 @@ from .layer import RecurrentLayer
 from .rows import check_beams, check_whole
 
 FILE_NAME = "memory.safetensors"
-FORMAT = "hf_memmix.cache.1"
+FORMAT = "hf_memmix.cache.2"
 
 # ---- saving
 
@@ -157,7 +157,10 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is truncated or corrupt ({error}); write it again with save_pretrained") from error
     if header.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {header.get('format')!r}, expected {FORMAT!r}: it is not a saved cache")
+        raise ValueError(
+            f"{path} has format {header.get('format')!r}, expected {FORMAT!r}: write it again with this version of"
+            " hf_memmix"
+        )
     if header.get("checksum") != _checksum(tensors, header):
         raise ValueError(f"{path} is corrupt: its checksum is wrong; write it again with save_pretrained")
     return tensors, header

@@ -36,16 +36,28 @@ class RowsOfStates(NamedTuple):
     seen: int
 
 
-def count_hidden(mask: Tensor, start) -> Tensor:
-    """[B, 2]: how many tokens a mask [B, T] hides, and the sum of the squares of their positions.
+HIDDEN_NUMBERS = 3  # of `count_hidden`
+_FACTORS = ((0x2C1B3C6D, 0x297A2D39), (0x3D4D51CB, 0x1B56C4E9))  # odd, below 2^30
 
-    If these two numbers agree for two masks, the masks almost certainly hide the same tokens. The numbers of
-    consecutive parts of a mask can be added.
+
+def count_hidden(mask: Tensor, start) -> Tensor:
+    """[B, 3]: how many tokens a mask [B, T] hides, and two sums of hashes of their positions.
+
+    Two masks that hide different tokens have equal numbers with a chance of about 2^-62. The numbers of consecutive
+    parts of a mask can be added, and need the same memory whatever the length.
     `start`: the number of tokens before the first column, an integer or a tensor.
     """
     hidden = mask == 0
     place = start + torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return torch.stack([hidden.sum(1), (hidden * place.square()).sum(1)], 1)
+    hashes = [_hash(place, factors) for factors in _FACTORS]
+    return torch.stack([hidden.sum(1), *((hidden * one).sum(1) for one in hashes)], 1)
+
+
+def _hash(place: Tensor, factors: tuple[int, int]) -> Tensor:
+    """A number in [0, 2^31) for each place below 2^31, another one for each. No product exceeds 64 bits."""
+    for factor in factors:
+        place = ((place ^ (place >> 15)) * factor) & 0x7FFFFFFF
+    return place ^ (place >> 16)
 
 
 class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
@@ -135,11 +147,11 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):
         self.device = next(iter(states.values())).device
         if self.static:
             self.seen = self.seen.to(self.device)
-            self.hidden = torch.zeros(self.batch_size, 2, dtype=torch.long, device=self.device)
+            self.hidden = torch.zeros(self.batch_size, HIDDEN_NUMBERS, dtype=torch.long, device=self.device)
             fix_addresses(*states.values(), self.seen, self.hidden)
 
     def hide(self, counts: Tensor):
-        """Add the `count_hidden` [B, 2] of more tokens."""
+        """Add the `count_hidden` [B, 3] of more tokens."""
         if self.static:
             self.hidden.add_(counts.to(self.hidden.device))
         else:  # a new tensor: the old one may be recorded

@@ -17,6 +17,7 @@ from transformers import (
 from core.checks import an_end_token, assert_follows, greedy, left_padded
 from hf_memmix import RecurrentStateCache
 from hf_memmix.cache import FinishedRows
+from hf_memmix.cache.layer import count_hidden
 from testing import MIXERS, assert_same, random_ids, tiny_model, word_tokenizer
 
 NEW = 9
@@ -273,6 +274,33 @@ def test_mask_that_contradicts_the_cache(static, mixer):
     out = model(ids[:, :2], attention_mask=grown, past_key_values=cache).logits
     full = model(torch.cat([ids, ids[:, :2]], 1), attention_mask=grown, use_cache=False).logits
     assert_same(out, full[:, -2:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ("odd", "all"))
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("static", (False, True))
+def test_mask_that_hides_other_tokens_with_equal_sums(static, mixer, layout):
+    """Pads 1 and 8, and a mask that hides 4 and 7: as many tokens, and equal sums of the squares of their places."""
+    model, ids = tiny_model("llama", layout, mixer), random_ids(1, 10)
+    mask, wrong = (torch.ones(1, 12, dtype=torch.long) for _ in range(2))
+    mask[0, [0, 7]], wrong[0, [3, 6]] = 0, 0
+    cache = RecurrentStateCache(model.config, 20 if static else None)
+    model(ids[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
+    with pytest.raises(ValueError, match="hides 2 of the 8 .* row 0, .* the 2 that"):
+        model(ids[:, :2], attention_mask=wrong[:, :10], past_key_values=cache)
+    model(ids[:, 8:], attention_mask=mask[:, :10], past_key_values=cache)
+
+
+def test_no_two_masks_have_equal_numbers():
+    """All masks of 16 tokens; and the numbers of the parts of a mask add up."""
+    masks = 1 - (torch.arange(2**16)[:, None] >> torch.arange(16)) % 2
+    numbers = count_hidden(masks, 0)
+    assert len(torch.unique(numbers, dim=0)) == len(torch.unique(numbers[:, 1:], dim=0)) == len(masks)
+    assert torch.equal(count_hidden(masks[:, :5], 0) + count_hidden(masks[:, 5:], torch.tensor(5)), numbers)
+    far = 2**31 - 17  # the largest places: no sum or product overflows
+    assert len(torch.unique(count_hidden(masks, far), dim=0)) == len(masks)
+    assert (count_hidden(masks, far) >= 0).all()
 
 
 @torch.no_grad()

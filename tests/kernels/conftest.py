@@ -35,7 +35,7 @@ def without_tapes(monkeypatch):
         from hf_memmix_kernels import _tape
     except ImportError:  # no Triton
         return
-    monkeypatch.setattr(_tape.switch, "on", False)
+    monkeypatch.setattr(_tape, "ENABLED", False)
 
 
 @pytest.fixture

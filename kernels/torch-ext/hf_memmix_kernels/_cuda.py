@@ -9,12 +9,12 @@ import ctypes
 import functools
 import hashlib
 import logging
-import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from . import _environment
 from ._device import of_index
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def load(source: str, options: tuple[str, ...]):
 @functools.cache
 def has_nvrtc() -> bool:
     """Whether kernels in CUDA C++ can be used."""
-    if torch.version.cuda is None or os.environ.get("HF_MEMMIX_NVRTC") == "0" or not torch.cuda.is_available():
+    if torch.version.cuda is None or not _environment.wants_nvrtc() or not torch.cuda.is_available():
         return False
     try:
         from cuda.bindings import driver, nvrtc

@@ -5,10 +5,11 @@ a compute capability. Kernels in Triton's interpreter are launched as on an H200
 """
 
 import functools
-import os
 from typing import NamedTuple
 
 import torch
+
+from . import _environment
 
 
 class Device(NamedTuple):
@@ -88,7 +89,7 @@ def device_of(x: torch.Tensor) -> Device:
 
 def compiled(x: torch.Tensor) -> bool:
     """Whether kernels for `x` are compiled. The interpreter cannot multiply bfloat16 and has no inline assembly."""
-    return x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1"
+    return x.is_cuda and not _environment.interprets()
 
 
 def has_ptx(x: torch.Tensor) -> bool:

@@ -9,22 +9,12 @@ What keeps the kernels from a GPU is in `_device.obstacle`; a warning says it on
 import ctypes
 import functools
 import importlib.util
-import os
 import warnings
 
 import torch
 from torch.autograd import forward_ad
 
-from . import _device, _native
-
-try:  # the dictionary below os.environ: a look-up that fails takes a tenth of the time, and every call of an op asks
-    from posix import environ as _environment
-
-    _BACKEND = b"HF_MEMMIX_BACKEND"
-except ImportError:
-    from os import environ as _environment
-
-    _BACKEND = "HF_MEMMIX_BACKEND"
+from . import _device, _environment, _native
 
 BACKENDS = ("torch", "triton", "native")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -75,15 +65,15 @@ def use_triton(x: torch.Tensor, op: str, size: int = 0) -> bool:
     Raises:
         ValueError: `HF_MEMMIX_BACKEND` names no backend, or asks for Triton where it cannot run.
     """
-    if _BACKEND not in _environment:
+    forced = _environment.backend()
+    if forced is None:
         return x.is_cuda and x.dtype != torch.float64 and _runs(op, x.device.index, size)
-    forced = os.environ["HF_MEMMIX_BACKEND"]
     if forced not in BACKENDS:
         raise ValueError(f"HF_MEMMIX_BACKEND={forced!r} is not one of {BACKENDS}; unset it to choose by device")
     if forced == "triton":
         if not _has_triton():
             raise ValueError("HF_MEMMIX_BACKEND=triton, but triton is not installed; unset it or `pip install triton`")
-        if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        if not x.is_cuda and not _environment.interprets():
             raise ValueError(
                 f"HF_MEMMIX_BACKEND=triton needs a GPU, the input is on {x.device}; unset it, or set"
                 " TRITON_INTERPRET=1 before the first import to run the kernels in Triton's interpreter"
@@ -115,9 +105,10 @@ def native_library(op: str, x: torch.Tensor, *others: torch.Tensor | None) -> ct
         or torch._C._get_tracing_state() is not None
     ):
         return None
-    if _BACKEND not in _environment:
+    forced = _environment.backend()
+    if forced is None:
         return _native.library(op)
-    if os.environ["HF_MEMMIX_BACKEND"] != "native":
+    if forced != "native":
         return None
     try:
         return _native.library(op, needed=True)

@@ -2,10 +2,7 @@
 
 The result is kept in a cache folder, so the next process only loads it. If there is no compiler, or if something
 fails, the torch path runs; nothing is printed. The files include no header of torch or Python: one compiles in about a
-second.
-
-    HF_MEMMIX_CACHE    the cache folder; by default hf_memmix below XDG_CACHE_HOME, that is ~/.cache
-    CXX                the compiler; by default c++, g++ or clang++, the first that is installed
+second. `_environment` has the variables that name the compiler and the cache folder.
 """
 
 import ctypes
@@ -25,6 +22,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from . import _environment
 
 ROOT = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
@@ -51,7 +50,7 @@ def compiler() -> str | None:
     """The path of the C++ compiler, or None."""
     if os.name != "posix":
         return None
-    named = os.environ.get("CXX")
+    named = _environment.compiler()
     if sys.platform == "darwin" and not named and not Path("/Library/Developer/CommandLineTools").exists():
         return None  # /usr/bin/c++ is there without a compiler, and opens a window that offers to install one
     return next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
@@ -68,21 +67,13 @@ def _processor() -> str:
     return "\n".join([platform.machine(), *sorted(kept)])
 
 
-def cache_folder() -> Path:
-    """Where compiled code is kept."""
-    named = os.environ.get("HF_MEMMIX_CACHE")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_memmix"
-
-
 def _own_folder() -> Path:
     """The folder of this user in the cache folder, which several users may share.
 
     Raises:
         OSError: it cannot be made, or somebody else could put code there.
     """
-    folder = cache_folder() / f"native-{os.getuid()}"
+    folder = _environment.cache_folder() / f"native-{os.getuid()}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

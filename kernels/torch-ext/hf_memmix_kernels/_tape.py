@@ -8,8 +8,8 @@ others (`_form`). Yet Python does the work again in every layer and at every ste
     def some_fwd(x, weight, eps): ...
 
 The first call with a form runs the function. The second runs it, too, and writes it down (`_recorder`). From this
-comes a Python function (`_Writer.source`) that makes the same allocations and launches, with the addresses of the
-tensors at hand; all later calls with this form run it. Where anything else wants to see a call, it runs without a tape
+comes a function (`_player.player`) that makes the same allocations and launches, with the addresses of the tensors at
+hand; all later calls with this form run it. Where anything else wants to see a call, it runs without a tape
 (`_is_plain`).
 
 Tapes need an NVIDIA GPU and a version of Triton in `VERSIONS`, whose launcher they call. `HF_MEMMIX_TAPES=0` switches
@@ -17,7 +17,6 @@ them off. In Triton's interpreter they are off; tests switch them on, and kernel
 """
 
 import functools
-import os
 from collections.abc import Callable
 from types import FunctionType
 
@@ -27,24 +26,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton import knobs
 
-from ._recorder import NotTaped, Recorder, Slot, Step, interpreted, launched, refuse, slots_in
+from . import _environment
+from ._player import ALIGNED, player
+from ._recorder import NotTaped, Recorder, interpreted, launched, refuse
 
-__all__ = ["forget", "launched", "refuse", "switch", "taped"]
+__all__ = ["forget", "launched", "refuse", "taped"]
 
-VERSIONS = {(3, 6)}  # of Triton, in which a compiled kernel is launched as in `_Writer.launch`
-ALIGNED = 16  # bytes; Triton compiles other code for addresses that are not multiples of it
+VERSIONS = {(3, 6)}  # of Triton, in which a compiled kernel is launched as in `_player`
 MOST_FORMS = 512  # per function; then its tapes are forgotten
+ENABLED = not interpreted and _environment.wants_tapes() and torch.cuda.is_available()
 
-# inductor's allocation on the current GPU, which takes half the time of `torch.empty_strided`
-_EMPTY = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if torch.cuda.is_available() else None
 _runtime, _compilation = knobs.runtime, knobs.compilation
 _tables = []  # (tapes, forms seen once) of every function
-
-
-class switch:
-    """`on`: whether calls are taped."""
-
-    on = not interpreted and os.environ.get("HF_MEMMIX_TAPES") != "0" and torch.cuda.is_available()
 
 
 def forget() -> None:
@@ -69,7 +62,7 @@ def taped(function: Callable) -> Callable:
         recorder = Recorder(args)
         outputs = recorder.run(function)
         try:
-            tapes[form] = _player(recorder)
+            tapes[form] = player(recorder, by_address=not interpreted)
         except NotTaped as found:
             tapes[form] = str(found)
         except Exception as error:  # the call itself has done its work
@@ -78,7 +71,7 @@ def taped(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args):
-        if not switch.on or not _is_plain():
+        if not ENABLED or not _is_plain():
             return function(*args)
         form = _form(-1 if interpreted else torch._C._cuda_getDevice(), args)
         if form is None:
@@ -149,131 +142,3 @@ def _form(device: int, args: tuple) -> tuple | None:
         else:
             return None
     return tuple(found)
-
-
-def _player(recorder: Recorder) -> FunctionType:
-    """The function that repeats what was written down."""
-    if recorder.reason is not None:
-        raise NotTaped(recorder.reason)
-    writer = _Writer(recorder, by_address=not interpreted)
-    text = writer.source()
-    exec(text, writer.names)
-    play = writer.names["play"]
-    play.source = text
-    return play
-
-
-class _Writer:
-    """Writes the source of a tape's function.
-
-    `t3` is the tensor of slot 3 and `p3` its address. With `by_address` kernels get addresses, and views that only
-    kernels read are not made. Without it they get tensors. A tensor's last use is followed by its `del`.
-    """
-
-    def __init__(self, recorder: Recorder, by_address: bool):
-        self.recorder, self.by_address = recorder, by_address
-        self.names = {"misaligned": _misaligned}  # objects that the source uses
-        self.inside = recorder.inside if by_address else {}
-        launches = [step for step in recorder.steps if step.kind == "launch"]
-        self.read = {self.root(slot) for step in launches for slot in slots_in(step.args)}
-        # slots that must be tensors; from the last step to the first, what an operator or a needed view reads is one
-        self.made = self.read | set(slots_in(recorder.outputs))
-        for step in reversed(recorder.steps):
-            if step.kind == "operator" or (step.kind == "view" and self.made & set(step.results)):
-                self.made |= set(slots_in(step.args) + slots_in(step.kwargs))
-        self.steps = [
-            step for step in recorder.steps if step.kind in ("launch", "operator") or self.made & set(step.results)
-        ]
-
-    def source(self) -> str:
-        arguments = [f"_{i}" if slot is None else f"t{int(slot)}" for i, slot in enumerate(self.recorder.arguments)]
-        lines = [f"def play({', '.join(arguments)}):"]
-        if self.by_address:
-            for slot in self.recorder.arguments:
-                lines += self.address_of(slot)
-            stream = self.name(torch._C._cuda_getCurrentRawStream)
-            lines.append(f"stream = {stream}({torch._C._cuda_getDevice()})")
-        write = {"launch": self.launch, "allocate": self.allocate, "view": self.operator, "operator": self.operator}
-        uses = {}  # slot: the last step that uses it
-        for i, step in enumerate(self.steps):
-            for slot in (*step.results, *slots_in(step.args), *slots_in(step.kwargs)):
-                uses[slot] = uses[self.root(slot)] = i
-        made, returned = set(), set(slots_in(self.recorder.outputs))
-        for i, step in enumerate(self.steps):
-            lines += write[step.kind](step)
-            made |= set(step.results)
-            if unused := sorted(slot for slot in made - returned if uses[slot] == i):
-                lines.append("del " + ", ".join(map(self.tensor, unused)))
-        lines.append(f"return {self.text(self.recorder.outputs, self.tensor)}")
-        return "\n    ".join(lines) + "\n"
-
-    def allocate(self, step: Step) -> list[str]:
-        (slot,), (shape, stride, dtype, device) = step.results, step.form
-        if _EMPTY and device.type == "cuda" and device.index == torch._C._cuda_getDevice():
-            call = f"{self.name(_EMPTY)}({shape}, {stride}, {self.name(dtype)})"
-        else:
-            empty = self.name(torch.empty_strided)
-            call = f"{empty}({shape}, {stride}, dtype={self.name(dtype)}, device={self.name(device)})"
-        lines = [f"{self.tensor(slot)} = {call}", *self.address_of(slot)]
-        return [*lines, f"if p{int(slot)} % {ALIGNED}: misaligned()"] if len(lines) > 1 else lines
-
-    def operator(self, step: Step) -> list[str]:
-        args = [self.text(x, self.tensor) for x in step.args]
-        args += [f"{name}={self.text(x, self.tensor)}" for name, x in step.kwargs.items()]
-        call = f"{self.name(step.call)}({', '.join(args)})"
-        results = "".join(f"{self.tensor(slot)}, " for slot in step.results)
-        lines = [f"{results if step.form else results[:-2]} = {call}" if results else call]
-        return lines + [line for slot in step.results for line in self.address_of(slot)]
-
-    def launch(self, step: Step) -> list[str]:
-        grid, kernel = step.form
-        if not self.by_address:
-            args = ", ".join(self.text(x, self.tensor) for x in step.args)
-            return [f"{self.name(step.call)}[{grid}]({args}, **{self.name(step.kwargs)})"]
-        run = kernel.run
-        if run.global_scratch_size or run.profile_scratch_size:
-            raise NotTaped("a kernel that needs scratch memory of Triton's")
-        self.name(kernel)  # keeps its code on the GPU
-        # as CudaLauncher.__call__ of Triton 3.6 does
-        args = [*map(repr, (*grid, 1, 1)[:3]), "stream", repr(kernel.function)]
-        args += [repr(bool(run.launch_cooperative_grid)), repr(bool(run.launch_pdl)), "None, None"]
-        args += [self.name(kernel.packed_metadata), "None, None, None"]
-        args += [self.text(x, self.pointer) for x in step.args]
-        return [f"{self.name(run.launch)}({', '.join(args)})"]
-
-    def root(self, slot: Slot) -> Slot:
-        return self.inside.get(slot, (slot, 0))[0]
-
-    def tensor(self, slot: Slot) -> str:
-        return f"t{int(slot)}"
-
-    def pointer(self, slot: Slot) -> str:
-        root, start = self.inside.get(slot, (slot, 0))
-        return f"p{int(root)} + {start}" if start else f"p{int(root)}"
-
-    def address_of(self, slot: Slot | None) -> list[str]:
-        """The line that takes the address of a tensor, if a kernel reads it."""
-        return [f"p{int(slot)} = t{int(slot)}.data_ptr()"] if self.by_address and slot in self.read else []
-
-    def text(self, x, of: Callable[[Slot], str]) -> str:
-        """x as source; `of` writes its slots."""
-        if isinstance(x, Slot):
-            return of(x)
-        if isinstance(x, (tuple, list)):
-            parts = "".join(f"{self.text(part, of)}, " for part in x)
-            return f"({parts})" if type(x) is tuple else f"[{parts}]"
-        return self.name(x)
-
-    def name(self, x) -> str:
-        """A number as it is, any other object by a name."""
-        if x is None or type(x) in (bool, int) or (type(x) is float and x - x == 0):
-            return repr(x)
-        name = f"c{len(self.names)}"
-        self.names[name] = x
-        return name
-
-
-def _misaligned():
-    raise RuntimeError(
-        f"the allocator of GPU memory returned an address that is not a multiple of {ALIGNED}: set HF_MEMMIX_TAPES=0"
-    )

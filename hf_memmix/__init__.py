@@ -26,7 +26,9 @@ _LAZY = {
     "MemMixModel": ".modeling_memmix",
     "PromptGraph": ".prompt_graph",
     "RecurrentStateCache": ".cache",
+    "no_weight_decay_names": ".mixers.weight_decay",
     "ops": ".ops",
+    "spare_from_decay": ".mixers.weight_decay",
 }
 
 __all__ = [
@@ -58,8 +60,10 @@ __all__ = [
     "RecurrentStateCache",
     "lora_target_modules",
     "memmix_config",
+    "no_weight_decay_names",
     "ops",
     "register_mixer",
+    "spare_from_decay",
 ]
 __version__ = "0.1.0"
 

@@ -6,17 +6,22 @@ from torch import nn
 
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.teacher_forcing import converted_layers
+from hf_memmix.mixers.weight_decay import no_weight_decay_names
 from hf_memmix.training.recipe import Recipe
 
 
 def parameter_rates(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """`{parameter name: (learning rate, weight decay)}`. Raises ValueError if a pattern decides for no parameter."""
+    """`{parameter name: (learning rate, weight decay)}`. Raises ValueError if a pattern decides for no parameter.
+
+    Parameters that steer a memory (`no_weight_decay_names`) have no weight decay, unless a group gives them one.
+    """
+    spared = no_weight_decay_names(student)
     mixers = {id(p) for layer in converted_layers(student) for p in attention_module(student, layer).parameters()}
     used, result = set(), {}
     for name, parameter in student.named_parameters():
         values = {
             "learning_rate": recipe.learning_rate if id(parameter) in mixers else recipe.rest_learning_rate,
-            "weight_decay": recipe.weight_decay,
+            "weight_decay": 0.0 if name in spared else recipe.weight_decay,
         }
         for row in recipe.groups:
             if re.search(row["match"], name):

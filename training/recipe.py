@@ -40,7 +40,8 @@ class Recipe:
 
     groups: rows `{"match": regular expression, "learning_rate": ..., "weight_decay": ...}` for the student's parameter
         names. The first row that matches decides; both rates are optional. A learning rate of 0 freezes a parameter.
-        Without a matching row, parameters of mixers have `learning_rate`, all others `rest_learning_rate`.
+        Without a matching row, parameters of mixers have `learning_rate`, all others `rest_learning_rate`, and those
+        that steer a memory (`hf_memmix.no_weight_decay_names`) have no weight decay.
     layers: converted layers that `align` trains, e.g. "0-3,8"; "all" or "" for all of them. Several machines can
         train different layers; `memmix merge` joins them.
     teacher: where the teacher's distribution comes from. "copy": a second model. "shared": a model that uses the

@@ -67,7 +67,7 @@ class ConversionStream:
         Args:
             seed: seed of the parameters that have no counterpart in the teacher.
             trained: mixers to take in place of new ones.
-            fill: called with every mixer before it is written.
+            fill: called with every mixer before it is written, after a trained one was taken.
 
         Raises:
             ValueError: a weight is not finite, tied weights differ, or there is not enough space.
@@ -76,15 +76,11 @@ class ConversionStream:
         matches = self._matches
         sizes = {name: tensor.nbytes for name, tensor in matches.written.items()}
         done, total = 0, sum(sizes.values())
-        if trained is not None:
-            fill = partial(self._take, trained)
         with self.checkpoint, ShardWriter(folder, matches.written, self.student.num_parameters()) as writer:
             self._check_ties()
             for step in self._steps():
                 if isinstance(step, int):
-                    written = self._write_mixer(
-                        step, writer, seed, fill if trained is None else partial(self._take, trained)
-                    )
+                    written = self._write_mixer(step, writer, seed, partial(self._fill, trained, fill))
                 else:
                     writer.write(step, self._copied(step))
                     written = [step]
@@ -118,10 +114,13 @@ class ConversionStream:
             if not all(torch.equal(a, b) for a, b in pieces):
                 refuse_untied_head(self._name)
 
-    def _take(self, trained: TrainedMixers, mixer: MemoryMixer) -> None:
-        trained.load(mixer, attention_prefix(self.student, mixer.layer_idx) + ".")
+    def _fill(self, trained: TrainedMixers | None, fill: Fill | None, mixer: MemoryMixer) -> None:
+        if trained is not None:
+            trained.load(mixer, attention_prefix(self.student, mixer.layer_idx) + ".")
+        if fill is not None:
+            fill(mixer)
 
-    def _write_mixer(self, layer: int, writer: ShardWriter, seed: int, fill: Fill | None) -> list[str]:
+    def _write_mixer(self, layer: int, writer: ShardWriter, seed: int, fill: Fill) -> list[str]:
         """Build and write the mixer of one layer. Returns the names of its tensors."""
         sources, values = self._matches.attention[layer], {}
         for name, parameter in attention_module(self.teacher, layer).state_dict().items():

@@ -27,6 +27,7 @@ from .pages import read_pages, start_anew, write_pages
 from .ranks import Pieces, current_group, scan_at_once, scan_in_turn
 from .rounding import WarnsOfRounding
 from .tensor_parallel import TensorParallelPlan
+from .weight_decay import SparedFromDecay
 
 ATTENTION = "attention"
 MIXERS: dict[str, type["MemoryMixer"]] = {}
@@ -89,7 +90,7 @@ class AttentionShape:
             raise ValueError(f"{self.heads} query heads are not a multiple of {self.kv_heads} key/value heads")
 
 
-class MemoryMixer(WarnsOfRounding):
+class MemoryMixer(WarnsOfRounding, SparedFromDecay):
     """Takes the place of a decoder layer's attention module.
 
     Args:
@@ -100,6 +101,7 @@ class MemoryMixer(WarnsOfRounding):
     name: ClassVar[str]
     options_class: ClassVar[type[MixerOptions]] = MixerOptions
     fp32_parameters: ClassVar[tuple[str, ...]] = ()  # kept in fp32 when the model is loaded in fp16 or bf16
+    no_weight_decay: ClassVar[tuple[str, ...]] = ()  # parameters that steer the memory: weight decay spares them
     lora_targets: ClassVar[tuple[str, ...]] = ("q_proj", "v_proj")  # where PEFT puts LoRA by default
     # linear layers whose outputs steer the memory (decay, write strength, step size): no quantiser and no LoRA changes
     # them, because an error of theirs is carried from token to token

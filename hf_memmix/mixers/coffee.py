@@ -74,7 +74,7 @@ class CoffeeMixer(MemoryMixer):
     """
 
     options_class = CoffeeOptions
-    fp32_parameters = ("lam_logit", "w", "C", "w_filter")
+    fp32_parameters = no_weight_decay = ("lam_logit", "w", "C", "w_filter")
     lora_targets = ("u_proj", "o_proj")
 
     def __init__(self, config, layer_idx: int):

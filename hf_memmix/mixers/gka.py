@@ -138,7 +138,7 @@ class GKAMixer(HeadsMixer):
     """
 
     options_class = GKAOptions
-    fp32_parameters = ("A_log", "dt_bias")
+    fp32_parameters = no_weight_decay = ("A_log", "dt_bias")
     steering_layers = ("a_proj", "b_proj", "alpha_proj")
     linear = True
     max_head_dim = MAX_HEAD_DIM

@@ -15,9 +15,10 @@ from transformers import initialization as init
 
 from .feed_forward import FeedForward
 from .tensor_parallel import Cut, Part, TensorParallelPlan
+from .weight_decay import SparedFromDecay
 
 
-class KoopmanMLP(FeedForward):
+class KoopmanMLP(FeedForward, SparedFromDecay):
     """The layer [B, T, hidden] -> [B, T, hidden].
 
     Args:
@@ -28,6 +29,8 @@ class KoopmanMLP(FeedForward):
     Raises:
         ValueError: `inner` is odd or not positive.
     """
+
+    no_weight_decay = ("spectrum",)
 
     def __init__(self, hidden: int, inner: int, gated: bool = False):
         super().__init__()

@@ -105,6 +105,7 @@ class LatticeMixer(HeadsMixer):
 
     options_class = LatticeOptions
     fp32_parameters = ("S0",)
+    no_weight_decay = ("S0", "gamma_bias")
     lora_targets = ("qk_proj", "q_proj", "v_proj")
     steering_layers = ("gamma_proj", "f_proj")
     max_head_dim = MAX_DIM

@@ -96,7 +96,7 @@ class Mamba2Mixer(MemoryMixer):
     """The Mamba-2 layer. States: ssm [B, H, N, P] in fp32 and conv [B, H P + 2 G N, taps - 1]."""
 
     options_class = Mamba2Options
-    fp32_parameters = ("A_log", "D", "dt_bias")
+    fp32_parameters = no_weight_decay = ("A_log", "D", "dt_bias")
     lora_targets = ("in_proj", "out_proj")
     linear = True
     steering_layers = ("in_proj",)  # its last rows are the step sizes, which set the decay

@@ -85,7 +85,7 @@ class SKAMixer(MemoryMixer):
     """
 
     options_class = SKAOptions
-    fp32_parameters = ("gamma", "eta")
+    fp32_parameters = no_weight_decay = ("gamma", "eta")
     input_layers = ("q_proj", "k_proj", "v_proj")
     token_arguments = ("action_mask",)
 

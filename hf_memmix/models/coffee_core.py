@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from hf_memmix_kernels import check_coffee, chunk_coffee
 
+from ..mixers.weight_decay import SparedFromDecay
+
 FEEDBACKS = ("sigmoid", "linear", "input")
 
 
@@ -84,7 +86,7 @@ class CoreModule(nn.Module):
         return logit_of_softmin(distance)
 
 
-class CoffeeCore(CoreModule, PyTorchModelHubMixin):
+class CoffeeCore(CoreModule, SparedFromDecay, PyTorchModelHubMixin):
     """The core module with COFFEE; `save_pretrained` and `from_pretrained` keep it in a folder.
 
         model = CoffeeCore(symbols=9, dim=2, states=1)   # 24 parameters
@@ -99,6 +101,8 @@ class CoffeeCore(CoreModule, PyTorchModelHubMixin):
         output_filter: Remark 2.
         feedback: "sigmoid" (eq. 5), or one of the ablation: "linear", or "input", which means no feedback.
     """
+
+    no_weight_decay = ("lam", "w", "C", "w_filter")
 
     def __init__(
         self,

@@ -179,6 +179,18 @@ def test_trained_mixers(tmp_path):
     run = memmix(*command[:3], "--out", tmp_path / "other", "--mixer", "ska", "--trained", tmp_path / "aligned")
     assert run.exit_code == 1 and "the mixers of layer 0 differ (SKAMixer, GKAMixer)" in " ".join(run.output.split())
     assert not (tmp_path / "other").exists()
+    for name, source in (("both", teacher), ("both in memory", load_model(teacher))):
+        convert_to_folder(source, tmp_path / name, convert_model, trained=[tmp_path / "aligned"], fill=shift_decays)
+    both, in_memory = (load_model(tmp_path / name) for name in ("both", "both in memory"))
+    for name, values in aligned.state_dict().items():
+        expected = values + 1 if name.endswith("A_log") else values
+        assert torch.equal(both.state_dict()[name], expected) and torch.equal(in_memory.state_dict()[name], expected)
+
+
+def shift_decays(mixer):
+    """Changes a mixer that has values already."""
+    with torch.no_grad():
+        mixer.A_log += 1
 
 
 # ---- what is converted in memory instead

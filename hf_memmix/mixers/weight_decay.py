@@ -1,7 +1,7 @@
 """Parameters that weight decay must not change: those that steer a memory, such as its decays and initial states.
 
-Decay pulls them to zero, which changes how long a memory holds what it has read. They are marked as Mamba marks its own,
-by the attribute `_no_weight_decay`.
+Decay pulls them to zero, which changes how long a memory holds what it has read. They are marked as Mamba marks its
+own, by the attribute `_no_weight_decay`.
 """
 
 from typing import ClassVar

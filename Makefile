@@ -7,7 +7,8 @@
 #   make serve-test                 models served by vLLM on a CPU, in its own venv, .venv-vllm
 #   make lint                       ruff check and ruff format --check
 #   make bench                      the kernels on this machine's NVIDIA GPU
-#   make card                       figures of README.md and of the model cards against the committed measurements
+#   make card                       figures.json, and the figures of all pages, from the committed results
+#   make lab-test                   the tests of the experiments in training/experiments
 #   make clean                      remove everything that make made
 
 .DEFAULT_GOAL := help
@@ -26,24 +27,24 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 # the models are small: with more than one thread per process, the two processes only wait for each other
-test test-all test-processors serve-test: export OMP_NUM_THREADS = 1
+test test-all test-processors serve-test lab-test lab-smoke: export OMP_NUM_THREADS = 1
 # a waiting thread stops spinning early: it wastes less time if other programs run, and costs a few percent if none do
 demo: export GOMP_SPINCOUNT = 1000
-test test-all test-processors serve-test demo: export HF_HUB_OFFLINE = 1
-test test-all test-processors serve-test demo: export TOKENIZERS_PARALLELISM = false
+test test-all test-processors serve-test lab-test lab-smoke demo: export HF_HUB_OFFLINE = 1
+test test-all test-processors serve-test lab-test lab-smoke demo: export TOKENIZERS_PARALLELISM = false
 # every process, also those that tests start, would compile all modules and tests again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-processors serve-test lint bench card clean
+.PHONY: help demo test test-all test-processors serve-test lab-test lab-smoke lint bench card clean
 
 help:
-	@sed -n '2,12s/^# *//p' Makefile
+	@sed -n '2,13s/^# *//p' Makefile
 
 $(STAMP): pyproject.toml setup.py constraints.txt .ci/venv
 	@.ci/venv $(VENV) $(TRANSFORMERS)$(TORCH)
 
 demo: $(STAMP)
-	$(BIN)/python -m hf_memmix.training.bundled.demo --output runs/demo
+	$(BIN)/python -m hf_memmix.training.demo --output runs/demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST)
@@ -79,9 +80,15 @@ bench: $(STAMP)
 	$(BIN)/python kernels/benchmarks/benchmark.py
 
 card: $(STAMP)
-	$(BIN)/python -m hf_memmix.training.documents.readme_tables
+	$(BIN)/python -m hf_memmix.training.experiments.figures
 	$(BIN)/python model_cards/build.py
-	$(BIN)/python -m pytest tests/test_cards.py tests/cards tests/test_readme.py
+	$(BIN)/python -m pytest tests/test_cards.py tests/test_figures.py tests/experiments/test_lab_figures.py
+
+lab-test: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) tests/experiments $(PYTEST)
+
+lab-smoke: $(STAMP)
+	$(BIN)/python -m pytest tests/experiments/test_commands.py $(PYTEST)
 
 clean:
 	rm -rf .venv* build dist runs *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Write the card of a converted model from its measurements.
 
-python model_cards/build.py            # every folder with a metrics.json of training/bundled/make_tiny_gka.py
+python model_cards/build.py            # every folder with a metrics.json of make_tiny_gka.py
 python model_cards/build.py --check    # exit code 1 if a committed card says anything else
 """
 

@@ -9,7 +9,6 @@ import pytest
 from huggingface_hub import ModelCard
 
 from hf_memmix.assets import asset_path
-from hf_memmix.training.documents.measurements import path_of, read
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 TEXTS = ("train.txt", "dev.txt", "heldout.txt")
@@ -34,31 +33,6 @@ def test_metadata_name_the_task_and_the_measured_perplexity(card, metrics):
     assert "[More Information Needed]" not in card.content
 
 
-def test_figures_in_the_text_are_the_recorded_ones(card, metrics):
-    tokens, heldout, stages = metrics["tokens"], metrics["heldout"], metrics["selection"]["stages"]
-    first, last = read("first_training"), metrics["epochs"][-1]
-    assert metrics["best_epoch"] == last["epoch"] == len(metrics["epochs"])
-    expected = [f"{metrics['parameters']:,}", f"{tokens['train']:,}", f"{tokens['heldout']:,}"]
-    expected += [f"{metrics['bytes_per_token']} bytes", f"| {heldout['loss']} | {heldout['perplexity']} |"]
-    expected += [f"At epoch {last['epoch']} of {metrics['arguments']['epochs']} the dev loss is {last['dev_loss']}"]
-    records = {"first": first, "low": read("bundled_run_low"), "on": metrics}
-    for stage in stages:
-        record = records[stage["name"]]
-        best = record["epochs"][record["best_epoch"] - 1]
-        assert [stage[key] for key in ("passes", "planned_passes", "kept_pass", "dev_loss")] == [
-            len(record["epochs"]),
-            record["arguments"]["epochs"],
-            record["best_epoch"],
-            best["dev_loss"],
-        ]
-        expected.append(f"| {stage['dev_loss']} | {record['wall_seconds']:.0f} s")
-    expected += [f"{metrics['text']['files']['heldout.txt']['13_gram_overlap_with_train']:.2%}".replace("%", " %")]
-    runs = [run for run in first["selection"]["runs"] if run["text"] == "all sources"]
-    assert min(run["dev_loss"] for run in runs) == stages[0]["dev_loss"]
-    expected += [f"{run['dev_loss']:.4f}" for run in runs]
-    assert [figure for figure in expected if figure not in card.text] == []
-
-
 def test_shipped_files_are_the_recorded_ones_and_within_their_limits(metrics):
     for name, recorded in metrics["assets"].items():
         content = asset_path(name).read_bytes()
@@ -77,22 +51,18 @@ def test_texts_share_no_document():
 
 
 def figures_and_their_text():
-    """(file, key of the figures in it or None, text): reports use the held-out text, choices use the dev text."""
+    """(file, key of the figures in it, text): reports use the held-out text, choices use the dev text."""
     for path in sorted(CARDS.glob("*/metrics*.json")):
         yield path, "heldout", "heldout.txt"
         if "untrained" in json.loads(path.read_text()):
             yield path, "untrained", "dev.txt"
-    yield path_of("demo"), None, "heldout.txt"
-    for name in ("dev", "heldout"):
-        yield path_of("init_table"), name, f"{name}.txt"
 
 
 @pytest.mark.parametrize(
     ("path", "key", "text"), list(figures_and_their_text()), ids=lambda value: getattr(value, "stem", value)
 )
 def test_figures_are_of_the_shipped_text(path, key, text):
-    record = json.loads(path.read_text())
-    record = record if key is None else record[key]
+    record = json.loads(path.read_text())[key]
     expected = {"file": text, "sha256": hashlib.sha256(asset_path(text).read_bytes()).hexdigest()}
     assert {name: record["text"][name] for name in expected} == expected
 

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE_DIRS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
 # lower to upper: a layer may import itself and what stands before it
+EXPERIMENTS = "hf_memmix.training.experiments"
 LAYERS = ["hf_memmix_kernels", "hf_memmix", "hf_memmix.conversion", "hf_memmix.training"]
 
 
@@ -79,6 +80,24 @@ def test_layers_import_downwards_only():
         and layer(found.target) > layer(found.importer)
     ]
     assert not wrong
+
+
+def test_the_product_does_not_import_the_experiments():
+    """They are not in the wheel. Tests of the product leave them alone, too: tests/experiments has theirs."""
+    wrong = [
+        found
+        for found in [*all_imports(), *imports_of_tests()]
+        if within(found.target, EXPERIMENTS) and not within(found.importer, EXPERIMENTS)
+    ]
+    assert not wrong
+
+
+def imports_of_tests():
+    """Imports of the tests of the product and of kernels/benchmarks, which are no packages."""
+    files = [file for folder in ("tests", "kernels/benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    files = [file for file in files if ROOT / "tests/experiments" not in file.parents]
+    assert len(files) > 100
+    return [found for file in files for found in imports_of(str(file.relative_to(ROOT)), False, file)]
 
 
 def test_command_line_imports_lazily():

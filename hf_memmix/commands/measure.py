@@ -188,7 +188,7 @@ def report_record(student: Path, texts: list[Path], block_size: int, model) -> d
 
 
 def _described(folder: Path, model) -> dict:
-    from hf_memmix.training.documents.card import weights_of
+    from hf_memmix.training.card import weights_of
 
     kinds = getattr(model.config, "mixer_types", None)
     described = {"folder": folder.name, "parameters": model.num_parameters(), "dtype": str(model.dtype).split(".")[-1]}

@@ -34,8 +34,8 @@ def card(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing card.")] = False,
 ) -> None:
     """Write the card (README.md) of a converted model from measurements in JSON files."""
-    from hf_memmix.training.documents.card import student_card
-    from hf_memmix.training.documents.card_inputs import read_plan, read_probes, read_report, read_stage
+    from hf_memmix.training.card import student_card
+    from hf_memmix.training.card_inputs import read_plan, read_probes, read_report, read_stage
 
     target = model / "README.md"
     if target.exists() and not overwrite:
@@ -73,7 +73,7 @@ def push(
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-    from hf_memmix.training.documents.card import check_card, student_config
+    from hf_memmix.training.card import check_card, student_config
 
     student_config(model)
     check_card(model)

@@ -26,7 +26,7 @@ from benchmark_model import DECODE_CONTEXT, MIXERS, median_ms, random_tokens
 from torch.autograd import DeviceType
 from transformers import StoppingCriteriaList
 
-from hf_memmix.training.benchmarks.quantized import step_graph
+from hf_memmix.training.experiments.benchmarks.quantized import step_graph
 
 NEW_TOKENS, PROFILED, LONGEST = 32, 12, 14
 GAP_US = 20

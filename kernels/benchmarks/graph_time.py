@@ -47,7 +47,7 @@ from benchmark_generate import TokenTimer, build
 from benchmark_model import DECODE_CONTEXT, between_events, kernel_times, random_tokens
 from decode_profile import generate
 
-from hf_memmix.training.benchmarks.quantized import step_graph
+from hf_memmix.training.experiments.benchmarks.quantized import step_graph
 from hf_memmix_kernels.short_conv import op as short_conv_op
 
 ROUNDS, REPLAYS, TOKENS, PROMPTS, PROCESSES = 4, 20, 8, 6, 7

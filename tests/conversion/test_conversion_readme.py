@@ -10,7 +10,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_memmix.conversion import convert_model
-from hf_memmix.training.documents.readme_tables import documents
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "conversion" / "README.md"
@@ -41,14 +40,3 @@ def test_the_language_model_of_a_model_with_several_parts():
     teacher, ids = namespace["language_model"](whole), torch.arange(4, 16)[None]
     assert torch.equal(teacher(ids).logits, whole(ids).logits)
     assert convert_model(teacher).config.backbone_model_type == "gemma3_text"
-
-
-def test_links_of_the_readme_exist():
-    targets = re.findall(r"\]\(([^)#]+)\)", TEXT)
-    assert targets and not [target for target in targets if not (PAGE.parent / target).exists()]
-
-
-def test_the_tables_are_written_from_the_table_of_families():
-    assert PAGE in documents(ROOT)
-    assert "<!-- begin teachers -->" in TEXT and "<!-- begin refusals -->" in TEXT
-    assert "<!-- begin teachers -->" not in (ROOT / "README.md").read_text(encoding="utf-8")

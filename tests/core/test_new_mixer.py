@@ -36,7 +36,7 @@ from hf_memmix.mixers import (
 )
 from hf_memmix.mixers.options import between
 from hf_memmix.models import FAMILIES, FamilyConfig, register_family
-from hf_memmix.training.documents import card
+from hf_memmix.training import card
 from testing import MIXERS as ROWS
 from testing import assert_same, backbone_config, build, every_third, mixers_of, random_ids, randomize
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
 from hf_memmix import memmix_config
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.swap import memory_mixers
-from hf_memmix.training.bundled.language_model import decay_matrices, mean_loss, next_token_loss
+from hf_memmix.training.experiments.bundled.language_model import decay_matrices, mean_loss, next_token_loss
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "linear"
 from hf_memmix.training.experiments.common.checkpoints import Checkpoint
 from hf_memmix.training.experiments.common.graphs import TURN, WARM_UP, GraphedFunction

@@ -29,7 +29,7 @@ from types import SimpleNamespace
 import torch
 
 from hf_memmix.conversion.records import environment, write_json
-from hf_memmix.training.bundled.versions import check_teacher, earlier_teacher
+from hf_memmix.training.experiments.bundled.versions import check_teacher, earlier_teacher
 from hf_memmix.training.experiments.common.graphs import TURN
 
 PACKAGE = "hf_memmix.training.experiments"

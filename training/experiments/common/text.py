@@ -1,6 +1,6 @@
 """The texts of the language models: a long training text, and the bundled development and held-out texts.
 
-    python -m hf_memmix.training.bundled.fetch_text --out .scratch/teacher
+    python -m hf_memmix.training.experiments.bundled.fetch_text --out .scratch/teacher
     python training/experiments/common/text.py --text .scratch/teacher/train.txt --out text.npy
 
 The second command tokenises the training text with the bundled tokenizer and writes a uint16 array. A machine that has

@@ -36,8 +36,8 @@ from hf_memmix.conversion.from_attention.coffee import start_states
 from hf_memmix.conversion.from_attention.gka import start_decay
 from hf_memmix.conversion.from_attention.lattice import scale_values
 from hf_memmix.conversion.teacher_forcing import converted_layers
-from hf_memmix.training.bundled.versions import bundled_teacher
 from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.experiments.bundled.versions import bundled_teacher
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.harness import device, execute
 from hf_memmix.training.experiments.common.options import MeasuredTokens, Options, check_names

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from hf_memmix.command_options import command
-from hf_memmix.training.bundled.language_model import next_token_loss
+from hf_memmix.training.experiments.bundled.language_model import next_token_loss
 from hf_memmix.training.experiments.common.fit import MODELS, build, fit
 from hf_memmix.training.experiments.common.harness import device, execute
 from hf_memmix.training.experiments.common.options import (

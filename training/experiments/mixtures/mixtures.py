@@ -25,12 +25,12 @@ from hf_memmix.conversion.layer_cost import LayerCost
 from hf_memmix.conversion.mixer_files import load_mixers
 from hf_memmix.serving.footprint import Footprint, state_bytes
 from hf_memmix.swap import memory_mixers
-from hf_memmix.training.bundled.versions import bundled_teacher
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.evaluation.layer_selection import rank_layers
 from hf_memmix.training.evaluation.mixer_search import Budget, aligned_student, choose_mixers, scores_of
 from hf_memmix.training.evaluation.probes import Material, draw
 from hf_memmix.training.evaluation.probes.score import score
+from hf_memmix.training.experiments.bundled.versions import bundled_teacher
 from hf_memmix.training.experiments.common.fit import Deadline
 from hf_memmix.training.experiments.common.harness import device, execute
 from hf_memmix.training.experiments.common.options import (

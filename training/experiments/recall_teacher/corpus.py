@@ -27,8 +27,8 @@ import numpy
 import typer
 
 from hf_memmix.conversion.records import write_json
-from hf_memmix.training.bundled import fetch_text
-from hf_memmix.training.bundled.pretrain_teacher import END, train_tokenizer
+from hf_memmix.training.experiments.bundled import fetch_text
+from hf_memmix.training.experiments.bundled.pretrain_teacher import END, train_tokenizer
 
 Document = tuple[str, str]  # (split, text)
 SPLITS = ("train", "dev", "heldout", "domain")

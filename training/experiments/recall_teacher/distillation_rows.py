@@ -11,7 +11,7 @@ import numpy
 import typer
 from transformers import AutoTokenizer
 
-from hf_memmix.training.bundled.drills import DrillMaterial, row_of
+from hf_memmix.training.drills import DrillMaterial, row_of
 from hf_memmix.training.experiments.recall_teacher.texts import material_of, tokens_of, write_words
 
 

@@ -32,9 +32,9 @@ from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.serving.footprint import Footprint, state_bytes
 from hf_memmix.swap import memory_mixers
-from hf_memmix.training.bundled.language_model import without_masks
 from hf_memmix.training.evaluation.layer_selection import choose, rank_layers
 from hf_memmix.training.evaluation.mixer_search import Budget, choose_mixers, scores_of
+from hf_memmix.training.experiments.bundled.language_model import without_masks
 from hf_memmix.training.experiments.common.fit import autocast, fit
 from hf_memmix.training.experiments.common.harness import attempt, device, execute, matches
 from hf_memmix.training.experiments.common.options import PlottedOptions, draw_if_asked

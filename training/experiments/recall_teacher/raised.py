@@ -30,7 +30,8 @@ from hf_memmix.conversion.records import environment, write_json
 from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.serving.footprint import Footprint
-from hf_memmix.training.bundled.drills import DRILL_TEXT, DrillMaterial, batches_of
+from hf_memmix.training.drills import DrillMaterial
+from hf_memmix.training.experiments.bundled.drill_batches import DRILL_TEXT, batches_of
 from hf_memmix.training.experiments.common.harness import device
 from hf_memmix.training.experiments.common.options import check_names
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, quick_gate

@@ -33,10 +33,11 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from hf_memmix.conversion import load_model
 from hf_memmix.conversion.records import environment, write_json
-from hf_memmix.training.bundled.drills import DrillMaterial, batches_of, losses_of_drills
-from hf_memmix.training.bundled.language_model import matrices_of_layers, mean_loss, without_masks
-from hf_memmix.training.bundled.muon import Muon
-from hf_memmix.training.bundled.pretrain_teacher import build_model
+from hf_memmix.training.drills import DrillMaterial
+from hf_memmix.training.experiments.bundled.drill_batches import batches_of, losses_of_drills
+from hf_memmix.training.experiments.bundled.language_model import matrices_of_layers, mean_loss, without_masks
+from hf_memmix.training.experiments.bundled.muon import Muon
+from hf_memmix.training.experiments.bundled.pretrain_teacher import build_model
 from hf_memmix.training.experiments.common.harness import device
 from hf_memmix.training.experiments.recall_teacher.kept_weights import keep
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, gate_of, quick_gate, recall_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy
 from transformers import AutoTokenizer
 
-from hf_memmix.training.bundled.drills import unseen_of
+from hf_memmix.training.drills import unseen_of
 from hf_memmix.training.evaluation.probes import Material
 
 WORDS = "words.json"

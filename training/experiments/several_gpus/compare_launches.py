@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Train
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.records import environment, write_json
-from hf_memmix.training.bundled.versions import bundled_teacher
 from hf_memmix.training.data import TokenBlocks
+from hf_memmix.training.experiments.bundled.versions import bundled_teacher
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.train import train
 

@@ -1,0 +1,254 @@
+"""The baselines of the comparisons: their recurrences are those of their papers, and they are exact in any split."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hf_memmix import memmix_config
+from hf_memmix.mixers import GKAOptions
+from hf_memmix.swap import memory_mixers
+from hf_memmix.training.experiments.baselines import language as baselines_language
+from hf_memmix.training.experiments.baselines import predictions
+from hf_memmix.training.experiments.baselines import report as baselines_report
+from hf_memmix.training.experiments.common import language
+from hf_memmix.training.experiments.common.baselines import GLAOptions
+from hf_memmix.training.experiments.common.fit import EQUAL_MEMORY
+from hf_memmix.training.experiments.common.report import memory_text
+from hf_memmix.training.experiments.measurements import read
+
+
+def model(mixer: str, **options):
+    backbone = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(memmix_config(backbone, mixer_types=[mixer] * 2, mixers={mixer: options}))
+
+
+def test_it_is_gka_whose_blend_ignores_the_solution():
+    gla, gka = model("gla", use_o_norm=False).double(), model("gka", use_o_norm=False).double()
+    gka.load_state_dict(gla.state_dict(), strict=False)
+    ids = torch.randint(64, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for mixer in memory_mixers(gka).values():
+            mixer.alpha_proj.weight.zero_()
+            mixer.alpha_proj.bias.fill_(-1e3)  # alpha = 0
+        a, b = gla(ids).logits, gka(ids).logits
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    assert GLAOptions().use_alpha is False and GKAOptions().use_alpha is True
+
+
+@pytest.mark.parametrize(
+    "mixer,options",
+    [
+        ("gla", {}),
+        ("gla", {"use_v_conv": False}),
+        ("gdn", {}),
+        ("enc-as-written", {}),
+        ("linear", {"decay": True, "use_v_conv": True}),
+        ("mamba2-no-vconv", {"head_dim": 8, "state_size": 8}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
+@pytest.mark.parametrize("split", [1, 7])
+def test_a_split_sequence_is_the_whole(mixer, options, split):
+    tested = model(mixer, **options).double().eval()
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        whole = tested(ids).logits
+        first = tested(ids[:, :split], use_cache=True)
+        rest = tested(ids[:, split:], past_key_values=first.past_key_values, use_cache=True)
+    torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), whole, rtol=1e-9, atol=1e-9)
+    if mixer == "gla":
+        assert all("H" not in layer.get() for layer in rest.past_key_values.layers)
+
+
+def one_mixer(name: str, **options):
+    """A mixer in float64 with gates that depend on the token, and inputs [1, T, C] of unit variance."""
+    mixer = next(iter(memory_mixers(model(name, **options).double()).values())).eval()
+    draws = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draws, dtype=parameter.dtype))
+    return mixer, torch.randn(1, 12, 32, generator=draws, dtype=torch.float64)
+
+
+@torch.no_grad()
+def test_gdn_is_the_equation_of_its_paper():
+    """S_t = S_{t-1} a_t (I - b_t k k^T) + b_t v k^T, y_t = S_t q_t (arXiv:2412.06464, eq. 10), token by token."""
+    mixer, x = one_mixer("gdn", use_v_conv=True)
+    tokens = mixer.project(x, None)
+    y, _ = mixer.scan(tokens, None)
+    q, k, v, _ = mixer.convolve(tokens, None, None, None)
+    q, k, v = mixer.split_heads(q, k, v, tokens, unit_norm=True)
+    k, v = (t.repeat_interleave(mixer.heads // t.shape[2], 2) for t in (k, v))
+    decay, step = mixer.f_proj(x).sigmoid(), mixer.gamma_proj(x).sigmoid()
+    S, eye = mixer.start(), torch.eye(k.shape[-1], dtype=x.dtype)
+    for t in range(x.shape[1]):
+        a, b = decay[0, t, :, None, None], step[0, t, :, None, None]
+        key = k[0, t, :, :, None]
+        S = S @ (a * (eye - b * key * key.mT)) + b * v[0, t, :, :, None] * key.mT
+        torch.testing.assert_close(y[0, t], (S @ q[0, t, :, :, None])[..., 0], rtol=1e-8, atol=1e-8)
+
+
+@torch.no_grad()
+def test_linear_attention_convolves_v_before_its_recurrence():
+    """S_t = e^g S_{t-1} + k v^T, y_t = S_t^T q_t with convolved q, k and v, token by token."""
+    mixer, x = one_mixer("linear", decay=True, use_v_conv=True)
+    tokens = mixer.project(x, None)
+    y, states = mixer.scan(tokens, None)
+    q, _ = mixer.q_conv1d(tokens["qk"])
+    k, _ = mixer.k_conv1d(tokens["qk"])
+    v, conv = mixer.v_conv1d(tokens["v"])
+    q, k, v = (t.unflatten(-1, (mixer.heads, -1))[0] for t in (q, k, v))
+    q, k = (torch.nn.functional.normalize(t, dim=-1, eps=0) for t in (q, k))
+    S = torch.zeros_like(states["S"][0])
+    for t in range(x.shape[1]):
+        S = tokens["log_decay"][0, t, :, None, None].exp() * S + k[t, :, :, None] * v[t, :, None, :]
+        torch.testing.assert_close(
+            y[0, t], (S.mT @ q[t, :, :, None])[..., 0] * q.shape[-1] ** -0.5, rtol=1e-4, atol=1e-4
+        )
+    torch.testing.assert_close(states["conv_v"], conv)
+    assert "conv_v" not in one_mixer("linear", decay=True)[0].state_shapes(1)
+
+
+@torch.no_grad()
+def test_mamba2_without_a_convolution_of_x_convolves_b_and_c_only():
+    sizes = {"head_dim": 8, "state_size": 8}
+    mixer, x = one_mixer("mamba2-no-vconv", **sizes)
+    whole, _ = one_mixer("mamba2", **sizes)
+    xBC, features = mixer.project(x, None)["xBC"], mixer.features
+    whole.conv1d.weight[features:], whole.conv1d.bias[features:] = mixer.conv1d.weight, mixer.conv1d.bias
+    convolved, state = mixer.conv1d(xBC)
+    expected, expected_state = whole.conv1d(xBC)
+    torch.testing.assert_close(convolved[..., :features], xBC[..., :features])
+    torch.testing.assert_close(convolved[..., features:], expected[..., features:])
+    torch.testing.assert_close(state, expected_state[:, features:])
+    assert mixer.state_shapes(1)["conv"][0] == (1, 16, 3)
+
+
+@pytest.mark.parametrize(
+    "name,inputs",
+    [
+        ("gla", "q, k, v"),
+        ("gla-no-vconv", "q, k"),
+        ("linear-decay", "q, k"),
+        ("linear-decay-vconv", "q, k, v"),
+        ("mamba2-equal", "q, k, v"),
+        ("mamba2-no-vconv-equal", "q, k"),
+    ],
+)
+def test_the_table_says_what_a_model_convolves(name, inputs):
+    assert memory_text(read("baselines_language")["settings"], name) == ("16,384", inputs)
+
+
+@torch.no_grad()
+def test_enc_as_written_has_values_and_steps_without_limits():
+    (written, x), (limited, _) = (
+        one_mixer("enc-as-written", gamma_max=4.0),
+        one_mixer("lattice", variant="enc", gamma_max=4.0),
+    )
+    limited.load_state_dict(written.state_dict())
+    for mixer, is_limited in ((written, False), (limited, True)):
+        tokens = mixer.project(x, None)
+        v = mixer.heads_for_memory(tokens["q"], tokens["k"], tokens["v"], tokens)[2]
+        sizes = torch.linalg.vector_norm(v, dim=-1)
+        assert torch.allclose(sizes, torch.ones_like(sizes), atol=1e-5) == is_limited
+        assert (tokens["gamma"].max() <= 1.5) == is_limited
+
+
+def test_the_plot_groups_models_by_their_memory(tmp_path):
+    results = read("baselines_language")
+    kinds = {name: baselines_report.size_of_memory(results["settings"], name) for name in baselines_language.COMPARED}
+    assert kinds["transformer"] == "grows with the context" and kinds["coffee"] == "smaller"
+    assert [name for name, kind in kinds.items() if kind == "larger"] == ["gka", "mamba2", "gka-no-vconv"]
+    assert all(kinds[name] == "as large as Lattice's" for name in ("dec", "gdn", "gla", *EQUAL_MEMORY))
+    plot = tmp_path / "plot.png"
+    baselines_report.plot_language(results, plot)
+    assert plot.stat().st_size > 10_000
+
+
+def test_the_warm_up_is_that_of_the_settings(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(
+        baselines_language, "train_language_model", lambda row, args, mixer, options, **given: seen.update(given)
+    )
+    baselines_language.run({"model": "gla"}, SimpleNamespace(warmup_steps=7))
+    assert seen == {"warmup_steps": 7} and read("baselines_language")["settings"]["warmup_steps"] == 150
+
+
+def test_every_model_runs_with_three_seeds_at_the_best_rate():
+    args = SimpleNamespace(contexts=[512], models=["gla"], lrs=[4e-3, 8e-3])
+    tried = [{"model": "gla", "context": 512, "lr": lr, "seed": 0} for lr in (4e-3, 8e-3, 16e-3)]
+    done = [{**row, "finite": True, "dev_loss": abs(row["lr"] - 8e-3)} for row in tried]
+    rows = language.rows_to_run(done, args, baselines_language.SEEDS)
+    assert [(row["lr"], row["seed"]) for row in rows[3:]] == [(8e-3, 0), (8e-3, 1), (8e-3, 2)]
+
+
+def test_groups_of_models_run_one_after_another():
+    args = SimpleNamespace(contexts=[512], models=["dec-vconv", "mamba2-equal", "gla", "gka"], lrs=[4e-3])
+    done = [{"model": "gka", "context": 512, "lr": 4e-3, "seed": 0, "finite": True, "dev_loss": 1.0}]
+    rows = [(row["model"], row["seed"]) for row in baselines_language.rows_by_importance(done, args)]
+    waiting = [row for row in rows if row != ("gka", 0)]
+    assert waiting == [("gla", 0), ("gka", 1), ("gka", 2), ("mamba2-equal", 0), ("dec-vconv", 0)]
+    assert set(baselines_language.COMPARED) == set(baselines_language.Options.models)
+
+
+def language_row(model, lr, perplexity, seed=0):
+    row = {"model": model, "context": 512, "lr": lr, "seed": seed, "finite": True}
+    return row | {"perplexity": perplexity, "dev_loss": perplexity}
+
+
+def test_a_prediction_is_open_while_a_rate_is_at_the_edge():
+    inside = [language_row("transformer", lr, 43 + abs(lr - 2)) for lr in (1, 2, 3)]
+    inside += [language_row(name, lr, 40 + abs(lr - 2)) for name in ("gla", "gka") for lr in (1, 2, 3)]
+    inside += [language_row("gla", 2, 42.0, seed=1), language_row("gka", 2, 40.0, seed=1)]  # means of 41 and 40
+    inside += [language_row("gka", 2, 70.0, seed=2)]  # GLA has no such seed, so it does not count
+    edge = [language_row("dec-vconv", lr, 42 - lr) for lr in (1, 2)]
+    settings = {"contexts": [512], "models": ["transformer", "gla", "gka", "dec-vconv"]}
+    results = {"settings": settings, "rows": inside + edge}
+    lines = predictions.table(results, results).splitlines()
+    assert "| 1 | transformer 42 to 47 | transformer 43.00 | right |" in lines
+    assert "| 2 | DEC with a convolution of v 40 to 42 | dec-vconv 40.00* | open |" in lines
+    assert "| 3 | DEC, GDN and the delta rule 42 to 45, within 3 % |  | open |" in lines
+    assert lines[10].endswith("| gla 41.00, gka 50.00: +2.5 % (missed) | missed |")
+
+
+def nine_models(best=predictions.BEST_RATES, seeds=(0, 1, 2), spread=0.1):
+    rows = []
+    for i, name in enumerate(predictions.ORDER):
+        rows += [language_row(name, best[name] * by, 40 + i + 9 * (by != 1)) for by in (0.5, 1, 2)]
+        rows += [language_row(name, best[name], 40 + i + spread * seed, seed) for seed in seeds if seed]
+    return {"settings": {"contexts": [512], "models": list(predictions.ORDER)}, "rows": rows}
+
+
+def lines_of(results):
+    return {line.split(" | ")[0].strip("| "): line for line in predictions.table(results, results).splitlines()}
+
+
+def test_predictions_about_rates_spread_and_order():
+    lines = lines_of(nine_models())
+    assert lines["10"].endswith("; transformer 0.004 | right |")
+    assert "mamba2 0.2 % (3 seeds)" in lines["11"] and lines["11"].endswith("| right |")
+    assert "| mamba2 40.10 < gka 41.10 < gla 42.10 <" in lines["12"] and lines["12"].endswith("| right |")
+    assert lines_of(nine_models(seeds=(0, 1)))["11"].endswith("| open |"), "two of three seeds"
+    assert lines_of(nine_models(spread=-1.0))["11"].endswith("| missed |")
+    other = lines_of(nine_models({**predictions.BEST_RATES, "dec": 16e-3}))
+    assert "dec 0.016 (missed)" in other["10"] and other["10"].endswith("| 8 of 9 right |")
+
+
+def test_a_rate_at_which_the_training_failed_was_tried():
+    rows = [language_row("transformer", lr, 46 - lr) for lr in (1, 2)]
+    results = {"settings": {"contexts": [512], "models": ["transformer"]}, "rows": rows}
+    assert "transformer 44.00* | open |" in lines_of(results)["1"]
+    failed = {**language_row("transformer", 4, None), "finite": False}
+    del failed["dev_loss"], failed["perplexity"]
+    assert "transformer 44.00 | right |" in lines_of({**results, "rows": [*rows, failed]})["1"]

@@ -1,0 +1,53 @@
+"""What a conversion costs: the rule behind the hours, and the page that shows them."""
+
+import sys
+
+import pytest
+
+from hf_memmix.conversion.records import CHECKOUT
+from hf_memmix.training.experiments.documents import conversion_costs
+from hf_memmix.training.experiments.documents.conversion_costs import DISTILLED, SHAPES, TIMED, Costs
+from hf_memmix.training.experiments.measurements import read
+
+
+@pytest.fixture(scope="module")
+def costs():
+    return Costs(CHECKOUT)
+
+
+def test_the_rule_gives_what_was_measured(costs):
+    """Both stages of the launches are met exactly, and the timed step without the factor."""
+    measured = read("multi_gpu")["launches"]["1b_single"]["stages"]
+    for stage, row in measured.items():
+        assert 1 / costs.seconds_per_token(DISTILLED, "gka", stage) == pytest.approx(row["tokens_per_second"])
+    for mixer, row in costs.train.items():
+        alone = costs._uncorrected(TIMED, mixer) - costs.teacher["kernel_ms"] / 1e3 / 2048
+        assert alone == pytest.approx(row["ms"] / 1e3 / (8 * 2048)) == pytest.approx(1 / row["tokens_s"], rel=1e-3)
+    assert 1 < costs.factor < 2, "a pipeline is slower than the sum of its parts, but not another program"
+
+
+def test_larger_models_and_more_tokens_cost_more(costs):
+    for mixer in costs.mixers:
+        for stage in ("align", "distill"):
+            hours = [costs.hours(shape, mixer, stage, 1e8) for shape in SHAPES]
+            assert hours == sorted(hours) and hours[0] > 0
+            assert costs.hours(SHAPES[0], mixer, stage, 2e8) == pytest.approx(2 * hours[0])
+            growth = SHAPES[2].parameters / SHAPES[0].parameters
+            assert 0.5 * growth < hours[2] / hours[0] <= growth * 1.001, "at most as the parameters"
+
+
+def test_the_timed_shape_is_that_of_the_benchmark(monkeypatch):
+    """`kernels/benchmarks` is no package. The longest position has no effect on the time."""
+    monkeypatch.syspath_prepend(str(CHECKOUT / "kernels/benchmarks"))
+    monkeypatch.delitem(sys.modules, "benchmark_generate", raising=False)
+    shape = __import__("benchmark_generate").SHAPE
+    sizes = shape.keys() - {"max_position_embeddings"}
+    assert {name: TIMED.fields[name] for name in sizes} == {name: shape[name] for name in sizes}
+    assert {name: TIMED.fields[name] for name in sizes - {"vocab_size"}}.items() <= DISTILLED.fields.items()
+
+
+def test_without_the_teachers_forward_there_is_no_rule(monkeypatch):
+    rows = [row for row in read("models") if row["phase"] != "prefill"]
+    monkeypatch.setattr(conversion_costs, "read", lambda name, root: rows)
+    with pytest.raises(ValueError, match="no prefill of attention"):
+        Costs(CHECKOUT)

@@ -1,0 +1,90 @@
+"""Gathers measured.json, which `memmix plan` reads, from the committed measurements of training.
+
+python -m hf_memmix.training.experiments.budget.collect
+"""
+
+import functools
+from pathlib import Path
+
+from hf_memmix.conversion import convert_model
+from hf_memmix.conversion.records import CHECKOUT, write_json
+from hf_memmix.training.experiments.documents.conversion_costs import SHAPES
+from hf_memmix.training.experiments.measurements import MEASUREMENTS, read
+from hf_memmix.training.planning.memory import Settings, memory_of
+from hf_memmix.training.planning.shapes import Shapes
+from hf_memmix.training.planning.speed import MEASURED
+
+TRAIN = (8, 2048)  # sequences and tokens of the training step with which mixers are compared
+
+
+def collect(root: Path = CHECKOUT) -> dict:
+    """`rows` of measured runs (`run`, `kind`, `parameters`, `checkpointing`, `tokens` of a forward, `tokens_s`,
+    `bytes`, `reserved` and `predicted_bytes`, which are computed anew), `mixers` (milliseconds of a training step by
+    mixer), `two_gpus` (the share of twice the speed of one GPU that two reach in `distill`), `two_gpus_stream` (the
+    same in `align --stream`, if it was measured) and `gpu`.
+    """
+    steps = [row for row in read("models", root) if row["phase"] == "train" and not row["compiled"]]
+    launches = read("multi_gpu", root)["launches"]
+    speeds = [launches[name]["stages"]["distill"]["tokens_per_second"] for name in ("1b_ddp", "1b_single")]
+    rows, streamed = [], {}
+    if (root / MEASUREMENTS["budget"]).is_file():
+        rows += [_row(row) for row in read("budget", root)["rows"] if "error" not in row]
+    if (root / MEASUREMENTS["streaming_align"]).is_file():
+        found = read("streaming_align", root)
+        rows += [_streamed(found["run"])]
+        pair = found.get("shape_processes")
+        if pair is not None and pair["gpus"] == 2:
+            streamed = {"two_gpus_stream": round(min(1.0, pair["speedup"] / 2), 3)}
+    return {
+        "rows": rows,
+        "mixers": {row["mixer"]: row["ms"] for row in steps if (row["B"], row["T"]) == TRAIN},
+        "two_gpus": round(speeds[0] / speeds[1] / 2, 3),
+        **streamed,
+        "gpu": steps[0]["gpu"],
+    }
+
+
+@functools.cache
+def _shapes(name: str) -> Shapes:
+    """The shapes of a Llama size of `SHAPES` with gka in every layer."""
+    (teacher,) = (shape.model() for shape in SHAPES if shape.name == name)
+    return Shapes.of(teacher, convert_model(teacher, "gka"))
+
+
+def _row(row: dict) -> dict:
+    """A row of measure_training.py."""
+    settings = Settings(**row["settings"])
+    return _measured(row["run"], row["shape"], _kind(settings), settings, row["tokens_s"], row)
+
+
+def _kind(settings: Settings) -> str:
+    """What a run is compared with: `kind` of `speed_of`. Runs with other optimizers only check the memory."""
+    kind = {"copy": "full"}.get(settings.teacher, "lora") if settings.stage == "distill" else settings.stage
+    options = [settings.quantize] if settings.quantize != "none" else []
+    options += [settings.optimizer] if settings.optimizer != Settings.optimizer else []
+    return " ".join([kind, *options])
+
+
+def _streamed(run: dict) -> dict:
+    """The run of training/experiments/benchmarks/streaming_align.py."""
+    settings = Settings("align --stream", rows=run["batch_size"], length=run["block_size"])
+    speed = round(run["tokens_per_second"]["whole"])
+    return _measured("8B align --stream", "8.0B", "align --stream", settings, speed, run["peak_memory"])
+
+
+def _measured(run: str, shape: str, kind: str, settings: Settings, speed: float, peak: dict) -> dict:
+    return {
+        "run": run,
+        "kind": kind,
+        "parameters": _shapes(shape).teacher,
+        "checkpointing": settings.checkpointing,
+        "tokens": settings.tokens,
+        "tokens_s": speed,
+        "bytes": peak["allocated"],
+        "reserved": peak["reserved"],
+        "predicted_bytes": round(memory_of(_shapes(shape), settings).total),
+    }
+
+
+if __name__ == "__main__":
+    write_json(MEASURED, collect())

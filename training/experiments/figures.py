@@ -1,0 +1,117 @@
+"""Write the figures of all pages from the committed results.
+
+    python -m hf_memmix.training.experiments.figures            # after new results, or after an edit of a page
+    python -m hf_memmix.training.experiments.figures --check    # exit code 1 if a file would change
+
+Pages of the product take their figures from `model_cards/figures.json`. This command writes it: it has the tables and
+numbers that the pages name, see `model_cards/figures.py`. Tables of the experiments' own pages are written from the
+results. A table's name is a key of `tables.TABLES`, followed by its arguments: `results recall` is the report of the
+measurement `recall`. A number's name is a key of `NUMBERS`.
+"""
+
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_memmix.conversion.records import CHECKOUT
+from hf_memmix.training.evaluation.context_cost_plot import plot_context_cost
+from hf_memmix.training.experiments.documents.tables import TABLES
+from hf_memmix.training.experiments.measurements import MEASUREMENTS, path_of, read
+
+PRODUCT = runpy.run_path(str(CHECKOUT / "model_cards" / "figures.py"))
+# by name: a measurement, a function of its content, and the format of the number
+NUMBERS: dict[str, tuple[str, Callable, str]] = {
+    "demo ppl teacher": ("demo", lambda demo: demo["quality"]["teacher_ppl"], ".2f"),
+    "demo ppl student": ("demo", lambda demo: demo["quality"]["student_ppl"], ".2f"),
+    "demo minutes": ("demo", lambda demo: demo["seconds"]["total"] / 60, ".1f"),
+}
+
+
+def lab_pages() -> list[Path]:
+    """The experiments' own pages with tables."""
+    found = sorted((CHECKOUT / "training" / "experiments").glob("*/*.md"))
+    return [path for path in found if "<!-- begin " in path.read_text(encoding="utf-8")]
+
+
+def table(name: str) -> str:
+    """The Markdown of a table.
+
+    Raises:
+        ValueError: there is no such table.
+    """
+    kind, *words = name.split()
+    if kind not in TABLES:
+        raise ValueError(f"there is no table {kind!r}; choose from {', '.join(TABLES)}")
+    return TABLES[kind](CHECKOUT, *words)
+
+
+def blocks(markdown: str) -> list[str | dict]:
+    """The paragraphs of a text in Markdown; those that are tables with head and rows."""
+    found = []
+    for part in markdown.split("\n\n"):
+        lines = part.split("\n")
+        if not part.startswith("|"):
+            found.append(part)
+            continue
+        head, line, *rows = ([cell.strip() for cell in row[1:-1].split(" | ")] for row in lines)
+        found.append({"head": head, "right": line[-1] == "---:", "rows": rows})
+    return found
+
+
+def number(name: str) -> dict:
+    """The text of a number, its file, and the commit of the measurement if the file has one."""
+    measurement, value, form = NUMBERS[name]
+    results = read(measurement)
+    commit = results.get("commit") if isinstance(results, dict) else None
+    return {"text": format(value(results), form), "source": MEASUREMENTS[measurement], "commit": commit}
+
+
+def figures() -> dict:
+    """The content of figures.json: what the pages of the product name."""
+    tables, numbers = set(), set()
+    for page in PRODUCT["pages"]():
+        found = PRODUCT["names"](page.read_text(encoding="utf-8"))
+        tables.update(found[0])
+        numbers.update(found[1])
+    if unknown := sorted(numbers - NUMBERS.keys()):
+        raise ValueError(f"there is no number {', '.join(unknown)}; choose from {', '.join(NUMBERS)}")
+    return {
+        "tables": {name: blocks(table(name)) for name in sorted(tables)},
+        "numbers": {name: number(name) for name in sorted(numbers)},
+    }
+
+
+def written() -> dict[Path, str]:
+    """The content of every file that this command writes."""
+    found = figures()
+    files = {PRODUCT["FILE"]: json.dumps(found, indent=1, ensure_ascii=False) + "\n"}
+    for page in PRODUCT["pages"]():
+        files[page] = PRODUCT["render"](page.read_text(encoding="utf-8"), found)
+    for page in lab_pages():
+        text = page.read_text(encoding="utf-8")
+        names, _ = PRODUCT["names"](text)
+        own = {"tables": {name: [table(name)] for name in names}, "numbers": {}}
+        files[page] = PRODUCT["render"](text, own)
+    return files
+
+
+def main(check: Annotated[bool, typer.Option(help="change nothing; exit code 1 if a file would change")] = False):
+    """Write figures.json, the tables of all pages, and the plot of `make demo` in README.md."""
+    stale = []
+    for path, content in written().items():
+        if not path.exists() or path.read_text(encoding="utf-8") != content:
+            stale.append(str(path.relative_to(CHECKOUT)))
+            if not check:
+                path.write_text(content, encoding="utf-8")
+    print(f"{'out of date' if check else 'written'}: {', '.join(stale) or 'nothing'}")
+    if check:
+        raise typer.Exit(int(bool(stale)))
+    plot_context_cost(read("demo"), path_of("demo").with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

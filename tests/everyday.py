@@ -214,7 +214,6 @@ LEFT_OUT = {
         _STREAM + r"(a_killed_run|a_damaged_spool|two_processes_share|a_process_that_ends)",
         r"tests/test_cli_models\.py::test_the_device_is_chosen_before",
         r"tests/kernels/test_native\.py::test_(a_fork_while|two_processes_at|a_file_that_was_cut|a_cache_folder)",
-        r"tests/kernels/test_coffee\.py::test_the_old_name_still_works",
         r"tests/test_imports\.py::test_everything_imports_without_triton",
         r"tests/conversion/test_conversion_readme\.py::test_the_snippets_run",
     ],

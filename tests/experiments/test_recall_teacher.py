@@ -18,6 +18,7 @@ from hf_memmix.swap import memory_mixers
 from hf_memmix.training import drills
 from hf_memmix.training.data import tokenize_files
 from hf_memmix.training.evaluation.probes import Material
+from hf_memmix.training.experiments.bundled import drill_batches
 from hf_memmix.training.experiments.bundled.language_model import without_masks
 from hf_memmix.training.experiments.bundled.muon import Muon, orthogonal
 from hf_memmix.training.experiments.common.fit import fit
@@ -124,7 +125,7 @@ def test_a_row_is_packed_and_its_answers_are_weighted(material):
 
 
 def test_a_batch_is_half_text_and_half_drills(material):
-    ids, weights = next(iter(drills.Rows(material, 6, 256, seed=0)))
+    ids, weights = next(iter(drill_batches.Rows(material, 6, 256, seed=0)))
     assert ids.shape == weights.shape == (6, 256)
     assert weights[:3].sum() == 0
     assert (weights[3:].sum(1) > 0).all()

@@ -1,7 +1,7 @@
 """The tables of conversion/README.md, read from `backbones.py` and from transformers' own default configurations.
 
 python -m hf_memmix.conversion.teachers_table    # prints it
-python -m hf_memmix.training.experiments.documents.readme_tables       # puts it in place
+python -m hf_memmix.training.experiments.figures       # puts it in place
 """
 
 import torch

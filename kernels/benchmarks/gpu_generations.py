@@ -6,7 +6,7 @@
 A row is one op, size, dtype and GPU: forward, backward and decode steps. Each is compiled in a process of its own,
 because an assertion of the compiler ends the process. Rows of other versions of Triton stay in the file. With
 `--missing`, a run that was cut off goes on where it stopped, first with the cells of the table that have no row.
-`python -m hf_memmix.training.experiments.documents.readme_tables` makes the table in kernels/README.md.
+`python -m hf_memmix.training.experiments.figures` makes the table in kernels/README.md.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The tables of README.md and of other documents, from committed measurements; `readme_tables` puts them in place."""
+"""The tables of README.md and of other documents, from committed measurements; `figures.py` puts them in place."""
 
 import json
 from functools import partial

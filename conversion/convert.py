@@ -25,6 +25,7 @@ from hf_memmix.conversion.initialise import initialise_mixer
 from hf_memmix.conversion.layer_choice import layers_to_keep
 from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model, load_tokenizer
 from hf_memmix.conversion.mixer_layout import Layers, mixer_types_of
+from hf_memmix.conversion.model_files import check_model_folder
 from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.conversion.saving import SHARD_SIZE, atomic_folder, check_not_read, check_target, explain_write_errors
 from hf_memmix.conversion.streaming import ConversionStream, NotStreamable, TrainedMixers
@@ -202,13 +203,14 @@ def convert_to_folder(
     Raises:
         ValueError: as in `convert_model`, `load_model` and `save_student`.
     """
-    check_target(out, overwrite)
     trained = [model_folder(Path(folder)) for folder in trained]
     check_not_read(out, *trained, None if isinstance(teacher, PreTrainedModel) else teacher)
+    check_target(out, overwrite)
     if isinstance(teacher, PreTrainedModel):
         tokenizer, stream = None, None
     else:
         teacher = model_folder(Path(teacher))
+        check_model_folder(teacher)
         tokenizer = load_tokenizer(teacher)
         try:
             stream = ConversionStream(teacher, convert)

@@ -2,10 +2,8 @@
 raises an error of one line.
 """
 
-import json
 import pickle
 import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -28,15 +26,23 @@ from hf_memmix._transformers import (
     loaded_in_fp32,
     model_class_of,
 )
+from hf_memmix.conversion.model_files import (
+    ORIGINAL,
+    check_model_folder,
+    check_other_files,
+    check_sizes,
+    first_names,
+    quantization_of,
+    read_json,
+)
+from hf_memmix.errors import UserError
 from hf_memmix.quantization import QUANTIZERS
 from hf_memmix.swap import names_matching
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 # tensors in old checkpoints that no model needs: masks and rotary angles, which are computed today
 UNUSED_TENSORS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$|(^|\.)position_ids$")
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
-DEQUANTIZED = ("mxfp4",)  # quantization of the released gpt_oss models, which transformers removes while loading
 HALVES = ("F16", "BF16")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -45,34 +51,24 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     """The configuration of a causal LM in a local folder.
 
     Raises:
-        ValueError: there is no configuration, it is not a causal LM's, it has impossible values, or the weights are
-            quantized.
+        ValueError: there is no configuration, it is not a causal LM's, it has impossible values, another file is
+            broken, or the weights are quantized.
     """
     folder = Path(folder)
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{str(folder)!r} holds an adapter, not a model; merge it into its base model (PEFT: merge_and_unload,"
-            " then save_pretrained) and give that folder"
-        )
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{str(folder)!r} is not a model folder: it has no config.json")
-    raw = read_json(folder / "config.json")
-    if (method := _quantization(raw)) and not _loads_quantized(raw, method):
-        raise ValueError(
-            f"{str(folder)!r} holds weights quantized by {method!r}; give the original weights in bf16, fp16 or fp32"
-        )
-    _check_sizes(folder, raw.get)
+    raw = check_model_folder(folder)
+    if (method := quantization_of(raw)) and method not in QUANTIZERS:  # of a student, which can be run
+        raise UserError(f"{str(folder)!r} holds weights quantized by {method!r}; {ORIGINAL}")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # the library raises exceptions of many kinds for impossible values
     except (StrictDataclassError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"{str(folder)!r} has a config.json with impossible values: {one_line(error)}") from None
+        raise UserError(f"{str(folder)!r} has a config.json with impossible values: {one_line(error)}") from None
     if model_class_of(type(config)) is None:
-        raise ValueError(
+        raise UserError(
             f"{str(folder)!r} holds a {config.model_type!r} model, which is not a causal language model; give a"
             " decoder"
         )
-    _check_sizes(folder, lambda name: getattr(config, name, None))
+    check_sizes(folder, lambda name: getattr(config, name, None))
     _check_functions(folder, config)
     return config
 
@@ -117,11 +113,11 @@ def load_model(folder: str | Path, dtype="auto", **placement) -> PreTrainedModel
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(folder, **options)
     except SafetensorError as error:
-        raise ValueError(f"{str(folder)!r} has corrupt or truncated weights ({error}); copy it again") from error
+        raise UserError(f"{str(folder)!r} has corrupt or truncated weights ({error}); copy it again") from error
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
         if not pickled:
             raise
-        raise ValueError(
+        raise UserError(
             f"{str(folder / PICKLED)!r} is damaged, or holds Python objects other than tensors, which are not loaded"
             " for safety; save the model as safetensors"
         ) from error
@@ -134,34 +130,35 @@ def load_model(folder: str | Path, dtype="auto", **placement) -> PreTrainedModel
 
 def load_tokenizer(folder: Path):
     """The tokenizer in a folder; None if there is none. Raises ValueError if it cannot be read."""
+    check_other_files(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return None
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # the tokenizers library raises plain exceptions
-        raise ValueError(f"{folder} has a tokenizer that cannot be read ({error}); copy it again") from None
+        raise UserError(f"{folder} has a tokenizer that cannot be read ({error}); copy it again") from None
 
 
 def check_loading(name: str, loading: dict) -> None:
     """Raise ValueError unless checkpoint and model have the same tensors; `loading`: transformers' loading info."""
     if different := sorted(loading["mismatched_keys"]):
         key, stored, wanted = different[0]
-        raise ValueError(
+        raise UserError(
             f"{name} has {len(different)} tensors whose shape is not the one that its config.json requires: {key} is"
             f" {list(stored)}, not {list(wanted)}. Restore the config.json that belongs to the weights"
         )
     if missing := sorted(loading["missing_keys"]):
-        raise ValueError(
+        raise UserError(
             f"{name} lacks {len(missing)} tensors: {first_names(missing)}. They would be random; copy the folder again"
         )
     if unexpected := sorted(key for key in loading["unexpected_keys"] if not UNUSED_TENSORS.search(key)):
-        raise ValueError(
+        raise UserError(
             f"{name} has {len(unexpected)} tensors that a model of its config.json does not have:"
             f" {first_names(unexpected)}. They would be lost. Restore the config.json that belongs to the weights, or"
             " remove these tensors"
         )
     if errors := loading.get("error_msgs"):
-        raise ValueError(f"{name} cannot be loaded: {one_line(errors[0])}")
+        raise UserError(f"{name} cannot be loaded: {one_line(errors[0])}")
 
 
 def check_ties(model: PreTrainedModel, name: str) -> None:
@@ -178,7 +175,7 @@ def check_ties(model: PreTrainedModel, name: str) -> None:
 
 def refuse_untied_head(name: str):
     """Raise the error of `check_ties`."""
-    raise ValueError(
+    raise UserError(
         f"{name} has an output projection that differs from the embeddings, but its config.json ties the two; set"
         " tie_word_embeddings to false"
     )
@@ -199,7 +196,7 @@ def check_finite_tensor(tensor: torch.Tensor, key: str, name: str) -> None:
 
 
 def _refuse_values(name: str, where: str):
-    raise ValueError(
+    raise UserError(
         f"{name} has NaN or infinite values in {where}. The copy is damaged or its training diverged; give another"
         " checkpoint"
     )
@@ -218,28 +215,11 @@ def weight_files(folder: Path) -> list[Path]:
         return []
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise ValueError(f"{str(index)!r} has no weight_map of tensors and files; copy it again")
+        raise UserError(f"{str(index)!r} has no weight_map of tensors and files; copy it again")
     files = sorted(set(files.values()))
     if missing := [file for file in files if not (folder / file).is_file()]:
-        raise ValueError(f"{str(folder)!r} lacks the weight files {first_names(missing)}; copy the folder again")
+        raise UserError(f"{str(folder)!r} lacks the weight files {first_names(missing)}; copy the folder again")
     return [folder / file for file in files]
-
-
-def read_json(file: Path) -> dict:
-    """The object in a JSON file. Raises ValueError with the name of the file if it is not JSON or not an object."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{str(file)!r} is not JSON ({error}); copy it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{str(file)!r} holds no JSON object; copy it again")
-    return value
-
-
-def first_names(names: Iterable[str], count: int = 3) -> str:
-    """The first `count` names, with "..." if there are more."""
-    names = list(names)
-    return ", ".join(names[:count]) + (" ..." if len(names) > count else "")
 
 
 def one_line(error: Exception | str) -> str:
@@ -258,49 +238,32 @@ def check_weight_files(folder: Path, packed: bool = False) -> bool:
         if any((folder / name).is_file() for name in (PICKLED, f"{PICKLED}.index.json")):
             return True
         if shards := sorted(file.name for file in folder.glob("model-*-of-*.safetensors")):
-            raise ValueError(
+            raise UserError(
                 f"{str(folder)!r} has {len(shards)} weight files such as {shards[0]}, but no {SAFETENSORS}.index.json,"
                 " which names the tensors of each; copy it too"
             )
-        raise ValueError(f"{str(folder)!r} has a config.json but no weights; there is no {SAFETENSORS}")
+        raise UserError(f"{str(folder)!r} has a config.json but no weights; there is no {SAFETENSORS}")
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 kinds = {key: opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118, no dict
         except SafetensorError as error:
-            raise ValueError(
+            raise UserError(
                 f"{str(folder)!r} has corrupt or truncated weights ({file.name}: {error}); copy it again"
             ) from error
         found = sorted(key for key, kind in kinds.items() if key.endswith("weight") and kind not in FLOATS)
         if found and not packed:
-            raise ValueError(
+            raise UserError(
                 f"{str(file)!r} holds {len(found)} weights of the type {kinds[found[0]]}: {first_names(found)}."
-                " They look quantized; give the original weights in bf16, fp16 or fp32"
+                f" They look quantized; {ORIGINAL}"
             )
         halves |= {kind: key for key, kind in kinds.items() if kind in HALVES}
     if len(halves) > 1:
         mixed = ", ".join(f"{key} is {kind}" for kind, key in sorted(halves.items()))
-        raise ValueError(
+        raise UserError(
             f"{str(folder)!r} mixes files of two models, one in bf16 and one in fp16 ({mixed}); copy the folder again"
         )
     return False
-
-
-def _check_sizes(folder: Path, get: Callable[[str], object]) -> None:
-    """Raise ValueError if a size is below 1, or the query heads cannot be divided among the key/value heads.
-
-    `get(name)`: the value of a field, or None.
-    """
-    for name in SIZES:
-        size = get(name)
-        if isinstance(size, int) and size < 1:
-            raise ValueError(f"{str(folder)!r} has {name} {size} in config.json; it must be at least 1")
-    heads, groups = get("num_attention_heads"), get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
-        raise ValueError(
-            f"{str(folder)!r} has num_attention_heads {heads} in config.json; it must be a multiple of"
-            f" num_key_value_heads, {groups}"
-        )
 
 
 def _check_functions(folder: Path, config: PreTrainedConfig) -> None:
@@ -310,23 +273,9 @@ def _check_functions(folder: Path, config: PreTrainedConfig) -> None:
     named += [("rope_type", kind, {"default": None, **ROPE_INIT_FUNCTIONS}) for kind in rope_types]
     for name, value, known in named:
         if isinstance(value, str) and value not in known:
-            raise ValueError(
+            raise UserError(
                 f"{str(folder)!r} has {name} {value!r} in config.json; transformers has {', '.join(sorted(known))}"
             )
-
-
-def _quantization(raw: dict) -> str | None:
-    """The quantization method in a config.json; None if there is none or transformers removes it while loading."""
-    found = raw.get("quantization_config")
-    if not found:
-        return None
-    method = str(found.get("quant_method", "unknown")) if isinstance(found, dict) else repr(found)
-    return None if method in DEQUANTIZED else method
-
-
-def _loads_quantized(raw: dict, method: str) -> bool:
-    """Whether a folder holds a quantised student, which can be run but not converted or trained."""
-    return str(raw.get("model_type", "")).startswith("memmix") and method in QUANTIZERS
 
 
 def _rope_types(parameters) -> list:

@@ -5,6 +5,7 @@ to the same place removes what it left.
 """
 
 import ctypes
+import errno
 import os
 import re
 import shutil
@@ -17,31 +18,39 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from hf_memmix.conversion.written import check_replaceable, mark_folder
+from hf_memmix.errors import UserError
+
 FREE_PLACE = "remove it, choose another folder, or replace it (--overwrite; overwrite=True in Python)"
+OTHER_FOLDER = "Give another folder"
 SHARD_SIZE = "5GB"  # largest weight file of a saved model, as on the Hub
 # a failed write of torch.save raises a plain RuntimeError; these texts identify it
 _TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "iostream error")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and a flag of renameat2
 
 
 def check_target(path: str | Path, overwrite: bool = False) -> Path:
     """The absolute path of a folder that may be written to. Call it before the long work, not after it.
 
-    Leftovers of killed processes beside the folder are removed. Raises ValueError if `path` is a file or is not empty,
-    or, with `overwrite`, if it is not empty and is or holds the current folder.
+    Leftovers of killed processes beside the folder are removed. Raises ValueError if `path` is a file or is not empty.
+    With `overwrite` it may be a folder that this tool has written (`conversion.written`), but not the current folder.
     """
     path = Path(path).absolute()
     remove_leftovers(path)
     for part in (path, *path.parents):
         if part.exists() and not part.is_dir():
-            raise ValueError(f"{str(part)!r} is a file; give a folder to write to")
+            raise UserError(f"{str(part)!r} is a file; give a folder to write to")
     filled = path.exists() and any(path.iterdir())
     if filled and not overwrite:
-        raise ValueError(f"{str(path)!r} exists and is not empty; {FREE_PLACE}")
+        raise UserError(f"{str(path)!r} exists and is not empty; {FREE_PLACE}")
     if filled and path.resolve() in ((here := Path.cwd().resolve()), *here.parents):
-        raise ValueError(
+        raise UserError(
             f"the output {str(path)!r} is or holds the current folder, which would be removed; give another folder"
         )
+    if filled:
+        check_replaceable(path)
     return path
 
 
@@ -57,7 +66,7 @@ def check_not_read(path: str | Path, *sources: str | Path | None, renewed: Seque
     for source, may_replace in [*((name, False) for name in sources), *((name, True) for name in renewed)]:
         read = None if source is None else Path(source).resolve()
         if read is not None and read.exists() and (path in read.parents or (path == read and not may_replace)):
-            raise ValueError(
+            raise UserError(
                 f"the output {str(path)!r} would replace {str(source)!r}, which is read; give another folder"
             )
 
@@ -68,25 +77,34 @@ def existing_folder(path: Path) -> Path:
 
 
 @contextmanager
-def explain_write_errors(path: str | Path, remedy: str) -> Iterator[None]:
-    """Raise a ValueError that names `path` and `remedy` if a file cannot be written: full disk, quota, size limit.
+def explain_write_errors(path: str | Path, full: str = OTHER_FOLDER, otherwise: str = OTHER_FOLDER) -> Iterator[None]:
+    """Raise a ValueError that names `path`, the cause and the remedy if a file cannot be written.
 
-    safetensors and torch raise exceptions of other classes in these cases.
+    full: the remedy for a full disk, a quota or a size limit. safetensors and torch raise exceptions of other classes
+        in these cases.
+    otherwise: the remedy for what is neither that nor a lack of permission.
     """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not any(part in str(error) for part in _TORCH_WRITE_ERRORS):
             raise
-        raise ValueError(f"cannot write {str(path)!r}: {str(error).splitlines()[0]}. {remedy}") from error
+        cause, number = str(error).splitlines()[0], getattr(error, "errno", None)
+        if number is None and (found := re.search(r"os error (\d+)", cause)):  # as safetensors writes it
+            number = int(found[1])
+        if number in _DENIED:
+            remedy = "This user may not write there: change the permissions, or give another folder"
+        else:
+            remedy = full if number is None or number in _FULL else otherwise
+        raise UserError(f"cannot write {str(path)!r}: {cause}. {remedy}") from error
 
 
 @contextmanager
 def atomic_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder to fill. On a clean exit it is renamed to `path`; after an exception it is removed.
 
-    Raises ValueError at once if `path` exists and is not empty, unless `overwrite` is set, and at the end if another
-    process has written there meanwhile. The old folder stays in place until the new one is complete.
+    Raises ValueError at once if `check_target` refuses `path`, and at the end if another process has written there
+    meanwhile. The old folder stays in place until the new one is complete.
     """
     path = check_target(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,6 +112,7 @@ def atomic_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
     try:
         yield temporary
         check_target(path, overwrite)  # another process may have written there in the meantime
+        mark_folder(temporary)
         replace_folder(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from cli_runner import memmix, result_of
 from hf_memmix.conversion import convert_model, save_student
+from hf_memmix.conversion.written import MARKER, mark_folder
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
 SMALL = ["--lengths", "48,64", "--samples", "2", "--depths", "0,1", "--json"]
@@ -26,7 +27,8 @@ def workspace(tmp_path):
 def test_teacher_beside_student(workspace):
     at = ["--text", workspace / "text.txt", "--tasks", "niah,mqar", "--out", workspace / "eval"]
     result = result_of(memmix("eval", workspace / "student", "--teacher", workspace / "teacher", *at, *SMALL))
-    assert sorted(p.name for p in (workspace / "eval").iterdir()) == ["probes.json", "probes.png", "probes_gain.png"]
+    names = [MARKER, "probes.json", "probes.png", "probes_gain.png"]
+    assert sorted(p.name for p in (workspace / "eval").iterdir()) == names
     saved = json.loads((workspace / "eval" / "probes.json").read_text())
     assert saved == {name: value for name, value in result.items() if name != "out"}
     assert saved["models"]["student"]["mixer_types"] == ["gka", "gka"] and saved["text"]["sha256"]
@@ -66,6 +68,7 @@ def test_what_a_command_reads_is_not_replaced(workspace):
     (workspace / "student").rename(workspace / "runs" / "student")
     (workspace / "text.txt").rename(workspace / "runs" / "text.txt")
     runs, student, text = (workspace / part for part in ("runs", "runs/student", "runs/text.txt"))
+    mark_folder(runs)
     pair = ["--student", student, "--teacher", workspace / "teacher", "--text", text]
     for command, out in (
         (["eval", student, "--tasks", "niah", "--lengths", "64"], student),
@@ -91,6 +94,17 @@ def test_a_plan_is_not_replaced_by_its_plot(workspace):
         assert run.exit_code == 1 and "give a JSON file" in run.output and not (workspace / "plan.png").exists()
 
 
+def test_select_replaces_only_its_own_files(workspace):
+    select = ["select", "--teacher", workspace / "teacher", "--out", workspace / "plan.json"]
+    (workspace / "plan.png").write_text("a picture")
+    run = memmix(*select)
+    assert run.exit_code == 1 and "plan.png' exists; keep it" in run.output
+    (workspace / "plan.json").write_text('{"precious": 1}')
+    run = memmix(*select, "--overwrite")
+    assert run.exit_code == 1 and "is not a plan of memmix, so it is not replaced" in run.output
+    assert (workspace / "plan.png").read_text() == "a picture"
+
+
 def test_an_empty_mixer_is_no_default(workspace):
     """E.g. `--mixer "$MIXER"` where MIXER is not set."""
     for command in ("convert", "select"):
@@ -101,7 +115,7 @@ def test_an_empty_mixer_is_no_default(workspace):
 
 def test_a_student_that_does_not_exist_is_no_model_folder(workspace):
     run = memmix("eval", workspace / "nowhere", "--out", workspace / "e")
-    assert run.exit_code == 1 and "is not a model folder: it has no config.json" in run.output.splitlines()[-1]
+    assert run.exit_code == 1 and "is not a model folder: it does not exist" in run.output.splitlines()[-1]
 
 
 def test_another_vocabulary_is_refused(workspace):

@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from cli_runner import memmix, result_of
+from hf_memmix.conversion.written import check_replaceable
 from hub_stand_in import TOKEN, hub
 from tiny_teachers import tiny_teacher, tiny_text, tiny_tokenizer
 
@@ -187,6 +188,11 @@ def test_a_model_without_its_card_is_not_uploaded(folder):
     refused("has no card")
     (folder / "student" / "README.md").write_text("# by hand\n")
     refused("is not a card of memmix card")
+    run = write_card(folder, "--overwrite")
+    assert run.exit_code == 1 and "is not a card of memmix, so it is not replaced" in run.output
+    (folder / "student" / "README.md").unlink()
+    assert write_card(folder).exit_code == 0
+    check_replaceable(folder / "student")  # the card is a file of ours
     assert write_card(folder, "--overwrite").exit_code == 0
     change_weights(folder / "student")
     refused("describes other weights")

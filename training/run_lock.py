@@ -41,7 +41,7 @@ def run_lock(folder: str | Path) -> Iterator[None]:
     if held in _held or int(os.environ.get("RANK", "0")):
         yield
         return
-    with explain_write_errors(path.parent, "Give another folder"):
+    with explain_write_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = _acquire(path, folder)
     _held.add(held)

@@ -26,6 +26,7 @@ from hf_memmix.conversion.loading import check_finite_weights, read_config, read
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.saving import explain_write_errors, remove_folder, replace_folder
+from hf_memmix.conversion.written import mark_folder
 from hf_memmix.layout_hooks import separate_documents
 from hf_memmix.padding import packing_of
 from hf_memmix.training.data import TokenBlocks
@@ -116,6 +117,7 @@ def write_cache(
             write_json(work / PARTIAL_FILE, meta | how | {"files": done})
         write_sealed(work / META_FILE, meta | {"files": done})
         (work / PARTIAL_FILE).unlink()
+        mark_folder(work)
         replace_folder(work, Path(folder).absolute())
     return meta
 

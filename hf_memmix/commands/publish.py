@@ -34,12 +34,12 @@ def card(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing card.")] = False,
 ) -> None:
     """Write the card (README.md) of a converted model from measurements in JSON files."""
+    from hf_memmix.conversion.written import add_to_marker, check_file
     from hf_memmix.training.card import student_card
     from hf_memmix.training.card_inputs import read_plan, read_probes, read_report, read_stage
 
     target = model / "README.md"
-    if target.exists() and not overwrite:
-        raise ValueError(f"{target} exists; keep it, or replace it by --overwrite")
+    check_file(target, overwrite, r"<!-- weights [0-9a-f]{64} -->", "a card")
     content = student_card(
         model,
         read_report(report),
@@ -54,6 +54,7 @@ def card(
     part = target.with_name(".README.md.part")
     part.write_text(content, encoding="utf-8")
     os.replace(part, target)
+    add_to_marker(target)
     out.print(f"wrote {target}")
 
 

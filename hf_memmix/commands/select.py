@@ -98,6 +98,7 @@ def select(
     """
     from hf_memmix.assets import asset_path
     from hf_memmix.conversion.records import bytes_of
+    from hf_memmix.conversion.written import check_file
     from hf_memmix.training.recipe import load_recipe
 
     check_placement(device, device_map)
@@ -111,8 +112,8 @@ def select(
             f"--out is {str(out_file)!r}; give a JSON file; its plot gets the ending {PLOT_ENDING}, and the folder of"
             f" aligned mixers {MIXERS_ENDING}"
         )
-    if out_file.exists() and not overwrite:
-        raise ValueError(f"{out_file} exists; choose another name, or replace it by --overwrite")
+    check_file(out_file, overwrite, '"num_layers"', "a plan")
+    check_file(out_file.with_suffix(PLOT_ENDING), out_file.exists(), "", "a plot")  # of this plan
     students = student or []
     several = mixers is not None or len(students) > 1
     if mixers is not None and (students or mixer is not None):

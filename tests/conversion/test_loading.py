@@ -4,13 +4,15 @@ import json
 import math
 import os
 import pickle
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from cli_runner import memmix
-from hf_memmix.conversion import convert_model, load_model, loading
+from hf_memmix.assets import asset_path
+from hf_memmix.conversion import convert_model, load_model, loading, model_files
 from hf_memmix.conversion.estimate import meta_teacher
 from hf_memmix.conversion.loading import read_config
 from testing import MIXERS
@@ -286,3 +288,59 @@ def test_a_folder_with_an_adapter_is_named_as_one(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match="holds an adapter, not a model; merge it into its base model"):
         read_config(tmp_path)
+    tiny_teacher(layers=1).config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds an adapter beside a model; merge it into its base model"):
+        read_config(tmp_path)
+
+
+def break_file(file, how):
+    file.unlink(missing_ok=True)
+    contents = {"no JSON": b'{"a": ', "a list": b"[1]", "bytes": b"\xff\xfe", "deep": b"[" * 3000 + b"]" * 3000}
+    contents["deep object"] = b'{"a":' * 3000 + b"1" + b"}" * 3000
+    if how in contents:
+        file.write_bytes(contents[how])
+    elif how == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to({"link to nothing": "nowhere", "loop": file.name}[how])
+
+
+NOT_A_FILE = {"folder": "is not a file", "link to nothing": "is a link to a file", "loop": "is a link to a file"}
+NO_OBJECT = {"no JSON": "is not JSON", "bytes": "is not JSON", "a list": "no JSON object"}
+NO_OBJECT |= {"deep": "nested more than 100 levels", "deep object": "nested more than 100 levels"}
+
+
+SIDE_FILES = ["config.json", *model_files.OBJECTS, "chat_template.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
+
+
+@pytest.mark.parametrize("name", [*SIDE_FILES, "tokenizer.json"])
+def test_no_broken_file_of_a_teacher_is_replaced_by_a_default(tmp_path, name):
+    """generation_config.json became that of the model class, with exit code 0; other files were left out."""
+    shutil.copytree(asset_path("tiny_teacher"), tmp_path / "teacher")
+    before = sorted(path.name for path in (tmp_path / "teacher").iterdir())
+    kinds = NOT_A_FILE | (NO_OBJECT if name == "config.json" or name in model_files.OBJECTS else {})
+    kinds |= {"bytes": "is not UTF-8"} if name in model_files.TEXTS else {}
+    file = tmp_path / "teacher" / name
+    kept = file.read_bytes() if name in before else None
+    for how, told in kinds.items():
+        break_file(file, how)
+        with pytest.raises(ValueError, match=f"{name}' (is |holds )?{told}"):
+            convert_model(tmp_path / "teacher", out=tmp_path / "student")
+        file.rmdir() if how == "folder" else file.unlink()
+        assert not (tmp_path / "student").exists()
+    if kept is not None:
+        file.write_bytes(kept)
+    convert_model(tmp_path / "teacher", out=tmp_path / "student")
+
+
+@pytest.mark.parametrize("place", ["file", "folder", "beside a tokenizer", "named so"])
+def test_gguf_is_refused_as_quantized_weights(tmp_path, place):
+    folder = tmp_path / ("Some-Model-GGUF" if place == "named so" else "teacher")
+    folder.mkdir()
+    if place != "named so":
+        (folder / "model-q4.gguf").write_bytes(b"GGUF")
+    if place == "beside a tokenizer":
+        (folder / "tokenizer.json").write_text("{}")
+    given = folder / "model-q4.gguf" if place == "file" else folder
+    with pytest.raises(ValueError, match="holds weights quantized by 'gguf'.*; give the original weights in bf16"):
+        convert_model(given, out=tmp_path / "student")

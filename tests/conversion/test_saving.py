@@ -1,12 +1,15 @@
 """A folder that replaces another: there is one under the name at every moment, also where the system cannot swap."""
 
+import errno
 import os
 import signal
+from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from child import forked
-from hf_memmix.conversion import convert_model, load_model, save_student, saving
+from hf_memmix.conversion import convert_model, load_model, save_student, saving, written
 from tiny_teachers import tiny_teacher
 
 
@@ -23,9 +26,13 @@ def is_killed(function):
 
 @pytest.fixture
 def path(tmp_path):
-    (tmp_path / "student").mkdir()
-    (tmp_path / "student" / "weights").write_text("old")
+    with saving.atomic_folder(tmp_path / "student") as folder:
+        (folder / "weights").write_text("old")
     return tmp_path / "student"
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != written.MARKER)
 
 
 @pytest.mark.parametrize("swaps", [True, False])
@@ -34,7 +41,7 @@ def test_a_folder_is_overwritten_and_nothing_is_left_beside_it(path, swaps, monk
         monkeypatch.setattr(saving, "_exchange", lambda one, other: False)
     with saving.atomic_folder(path, overwrite=True) as folder:
         (folder / "other").write_text("new")
-    assert [p.name for p in path.parent.iterdir()] == ["student"] and [p.name for p in path.iterdir()] == ["other"]
+    assert [p.name for p in path.parent.iterdir()] == ["student"] and names_in(path) == ["other"]
 
 
 def test_a_failed_rename_keeps_the_old_folder(path, monkeypatch):
@@ -59,6 +66,64 @@ def test_what_another_process_has_written_meanwhile_is_kept(tmp_path):
         (tmp_path / "s").mkdir()
         (tmp_path / "s" / "weights").write_text("first")
     assert (tmp_path / "s" / "weights").read_text() == "first" and [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+def foreign_folders(tmp_path):
+    """Folders that this tool has not written, or that hold something else too, and what the refusal says."""
+    folders = {name: tmp_path / name for name in ("theirs", "broken marker", "mixed", "link", "nested")}
+    for folder in folders.values():
+        with saving.atomic_folder(folder) as new:
+            (new / "weights").write_text("old")
+    (folders["theirs"] / written.MARKER).unlink()
+    (folders["broken marker"] / written.MARKER).write_text("[]")
+    (folders["mixed"] / "notes.txt").write_text("mine")
+    (folders["link"] / "data").symlink_to(tmp_path)
+    (folders["nested"] / "inner").mkdir()
+    (folders["nested"] / "inner" / "notes.txt").write_text("mine")
+    told = dict.fromkeys(["theirs", "broken marker"], "was not written by memmix")
+    told |= {"mixed": "holds 1 files that memmix has not written: notes.txt", "link": "not written: data"}
+    return {folders[name]: message for name, message in (told | {"nested": "not written: inner/notes.txt"}).items()}
+
+
+def test_only_a_folder_that_we_wrote_is_replaced(tmp_path):
+    for folder, message in foreign_folders(tmp_path).items():
+        before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+        for write in (saving.check_target, lambda path, overwrite: saving.atomic_folder(path, overwrite).__enter__()):
+            with pytest.raises(ValueError, match=message):
+                write(folder, overwrite=True)
+        assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
+
+
+def test_nothing_in_the_product_replaces_a_folder_by_its_own_rule():
+    """Folders are removed or renamed only by saving.py and by what manages its own run folder or spool."""
+    root = Path(saving.__file__).parents[1]
+    files = [file for name in ("conversion", "training", "hf_memmix") for file in (root / name).rglob("*.py")]
+    product = [file for file in files if not {"experiments", "benchmarks", "bundled"} & set(file.parts)]
+    users = {file.relative_to(root).as_posix() for file in product if "rmtree" in file.read_text()}
+    own = {"training/trainer.py", "training/streaming/align.py"}  # checkpoints and layers in the run folder
+    assert users == {"conversion/saving.py"} | own
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.EACCES, "Permission denied"), "This user may not write there: change the permissions"),
+        (OSError(errno.EROFS, "Read-only file system"), "This user may not write there"),
+        (OSError(errno.ENOSPC, "No space left on device"), "make room"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "make room"),
+        (OSError(errno.ELOOP, "Too many levels of symbolic links"), "Give another folder"),
+        (SafetensorError("Error: IoError(Os { os error 28 })"), "make room"),
+        (SafetensorError("I/O error: Permission denied (os error 13)"), "This user may not write there"),
+        (RuntimeError("PytorchStreamWriter failed writing file"), "make room"),
+    ],
+)
+def test_a_failed_write_names_its_cause_and_the_remedy_for_it(error, told):
+    with (
+        pytest.raises(ValueError, match="cannot write 'out'") as caught,
+        saving.explain_write_errors("out", "make room"),
+    ):
+        raise error
+    assert told in str(caught.value) and ("make room" in str(caught.value)) == (told == "make room")
 
 
 @pytest.mark.parametrize("out", [".", "..", ""])
@@ -98,7 +163,10 @@ def test_a_kill_during_overwriting_leaves_a_complete_folder(path):
 
 
 def modes(folder):
-    return {path.name: path.stat().st_mode & 0o777 for path in [folder, *folder.rglob("*")]}
+    found = {path.name: path.stat().st_mode & 0o777 for path in [folder, *folder.rglob("*")]}
+    marker, other = found.pop(written.MARKER), found.get("weights", found.get("model.safetensors"))
+    assert marker == other
+    return found
 
 
 @pytest.mark.parametrize(

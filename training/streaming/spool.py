@@ -231,7 +231,7 @@ class Spool:
         Raises:
             ValueError: the folder holds other files, or files of a spool without its record, or cannot be made.
         """
-        with explain_write_errors(self.folder, "Give another --spool"):
+        with explain_write_errors(self.folder, otherwise="Give another --spool"):
             self.folder.mkdir(parents=True, exist_ok=True)
         names = sorted(file.name for file in self.folder.iterdir())
         foreign = [name for name in names if not _OWN_FILES.fullmatch(name)]

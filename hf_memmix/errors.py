@@ -1,0 +1,21 @@
+"""The error for what a user can correct. It needs no other module, so that a command can check before it imports."""
+
+LONGEST = 2000  # characters of a message that are shown
+
+
+class UserError(ValueError):
+    """A value, a file or a machine that does not fit; the message names it, the limit and the remedy.
+
+    The command line prints the message without a traceback. A message that quotes a very long value is cut.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(cut(message))
+
+
+def cut(text: str, longest: int = LONGEST) -> str:
+    """A text of at most about `longest` characters: the middle of a longer one is left out."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]} ... ({len(text) - 2 * half:,} characters) ... {text[-half:]}"

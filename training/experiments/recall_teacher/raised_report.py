@@ -4,21 +4,19 @@ from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, save
-from hf_memmix.training.experiments.common.report import mean_of_rows
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
 from hf_memmix.training.experiments.recall_teacher.report import (
-    depth_table,
     groups,
+    mean_text,
     plot_raised,
+    probe_cells,
+    probe_titles,
     raised_section,
-    share_text,
     tokens_of,
 )
 
 # what differs from the recipe of the first student, by the names of the records
 RECIPES = {"raised_plain": "no KL on answers, one rate"}
-BY_LENGTH = ("niah", "variables", "mqar_32", "mqar")  # the probes of `raised_lengths_table`
-DEPTHS = ("niah", "mqar_32", "mqar")  # those that `raised_lengths_table` shows by depth
 PLOTTED = "mqar_32"
 
 
@@ -38,42 +36,23 @@ def name_of(name: str, run: dict) -> str:
 
 def raised_table(runs: dict[str, dict], grid: dict) -> str:
     """One line per student of `raised.py`, with its tokens, below the teacher and the same layout in the grid."""
-    tasks = [task for task in PROBES if any(row["task"] == task for run in runs.values() for row in run["recall"])]
-    head = ["student", "state", "tokens, millions", "perplexity ratio", "KL"]
-    head += [f"{PROBES[task][2]} at {GATE_LENGTH}, %" for task in tasks]
+    head = ["student", "state", "tokens, millions", "perplexity ratio", "KL", *probe_titles()]
     teacher = [row for row in grid["rows"] if row["stage"] == "teacher" and "recall" in row]
-    shares = [share_text(teacher, task, GATE_LENGTH) for task in tasks]
-    lines = [["teacher", "grows", "", "1", "0", *shares]] if teacher else []
+    lines = [["teacher", "grows", "", "1", "0", *probe_cells(teacher)]] if teacher else []
     for layout in dict.fromkeys(run["settings"]["layout"] for run in runs.values()):
         if rows := groups(grid).get((0, "uniform", layout)):
-            figures = [
-                mean_of_rows(rows, key, 3).removesuffix(" (1 seed)") for key in ("heldout_ppl_ratio", "heldout_kl")
-            ]
-            shares = [share_text(rows, task, GATE_LENGTH) for task in tasks]
+            figures = [mean_text(rows, key) for key in ("heldout_ppl_ratio", "heldout_kl")]
             state = bytes_text(rows[0]["state_bytes"])
-            lines.append([f"{layout}, of the grid", state, f"{tokens_of(grid) / 1e6:.1f}", *figures, *shares])
+            lines.append(
+                [f"{layout}, of the grid", state, f"{tokens_of(grid) / 1e6:.1f}", *figures, *probe_cells(rows)]
+            )
     for name, run in runs.items():
-        shares = [share_text([run], task, GATE_LENGTH) for task in tasks]
-        figures = [f"{run[key]:.3f}" for key in ("heldout_ppl_ratio", "heldout_kl")]
+        figures = [mean_text([run], key) for key in ("heldout_ppl_ratio", "heldout_kl")]
         state, read = bytes_text(run["state_bytes"]), f"{tokens_read(run) / 1e6:.1f}"
-        lines.append([name_of(name, run), state, read, *figures, *shares])
-    return markdown_table(head, lines, figures=True)
-
-
-def raised_lengths_table(runs: dict[str, dict]) -> str:
-    """Recall by length, and of some probes by depth: one line per student of `raised.py`."""
-    cells = sorted({(row["task"], row["length"]) for run in runs.values() for row in run["recall"]})
-    columns = [(task, length) for task in BY_LENGTH for known, length in cells if known == task]
-    head = ["student", "tokens, millions", *(f"{PROBES[task][2]} {length}" for task, length in columns)]
-    lines = [
-        [name_of(name, run), f"{tokens_read(run) / 1e6:.1f}", *(share_text([run], *column) for column in columns)]
-        for name, run in runs.items()
-    ]
-    named = {f"{name_of(name, run)}, {tokens_read(run) / 1e6:.0f}M": [run] for name, run in runs.items()}
-    depths = "\n\n".join(depth_table(named, task) for task in DEPTHS if any(known == task for known, _ in cells))
+        lines.append([name_of(name, run), state, read, *figures, *probe_cells([run])])
     commits = dict.fromkeys(run["environment"]["commit"] for run in runs.values())
     hardware = next(iter(runs.values()))["environment"]["hardware"]
-    return f"{markdown_table(head, lines, figures=True)}\n\n{depths}\n\n{hardware}, commits {', '.join(commits)}."
+    return f"{markdown_table(head, lines, figures=True)}\n\n{hardware}, commits {', '.join(commits)}."
 
 
 def section(files: list[dict]) -> str:

@@ -1,4 +1,4 @@
-"""The example of training/README.md that fine-tunes on long rows: two processes train what one does.
+"""The example of training/long_sequences.md that fine-tunes on long rows: two processes train what one does.
 
 Both run in float32, with SGD, which keeps differences of gradients small, and with FSDP2 as in the file that ships: on
 a CPU, and on two GPUs where there are two.
@@ -24,9 +24,8 @@ from testing import build, tiny_config, word_tokenizer
 
 TRAINING = TESTS.parent / "training"
 CONFIG = yaml.safe_load((TRAINING / "accelerate" / "context_parallel.yaml").read_text(encoding="utf-8"))
-EXAMPLE = re.search(r"```python\n# finetune.py\n(.*?)```", (TRAINING / "README.md").read_text(encoding="utf-8"), re.S)[
-    1
-]
+PAGE = (TRAINING / "long_sequences.md").read_text(encoding="utf-8")
+EXAMPLE = re.search(r"```python\n# finetune.py\n(.*?)```", PAGE, re.S)[1]
 ON_GPUS = {"bf16=True": "disable_tqdm=True", "learning_rate=1e-4": 'learning_rate=0.1, optim="sgd"'}
 ON_A_CPU = {"bf16=True": "use_cpu=True, disable_tqdm=True", "learning_rate=1e-4": 'learning_rate=0.1, optim="sgd"'}
 

@@ -23,6 +23,7 @@ FILE = ROOT / "model_cards" / "figures.json"
 PAGES = (
     "README.md",
     "conversion/README.md",
+    "hf_memmix/generate.md",
     "hf_memmix/serving/README.md",
     "training/*.md",
     "kernels/README.md",

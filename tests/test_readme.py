@@ -13,7 +13,10 @@ from hf_memmix.serving import capacity
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-HUB_ID = "Qwen/Qwen3-0.6B"  # the first block converts it; offline, the bundled teacher takes its place
+GENERATE = (ROOT / "hf_memmix" / "generate.md").read_text(encoding="utf-8")
+HUB_ID = "Qwen/Qwen3-0.6B"  # the page converts it; offline, the bundled teacher takes its place
+ASSETS = ROOT / "hf_memmix" / "assets"
+OFFLINE = {HUB_ID: ASSETS / "tiny_teacher", "train.txt": ASSETS / "train.txt", "heldout.txt": ASSETS / "heldout.txt"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # the commands of the README train for minutes; the test runs the same ones for a moment
 SHORT = {
@@ -29,14 +32,22 @@ def commands(first):
     return [shlex.split(line, comments=True) for line in lines if line.split()[:1] == [first]]
 
 
+def run(code, folder):
+    result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
 def test_python_blocks_run_in_order(tmp_path):
     blocks = [text for kind, text in BLOCKS if kind == "python"]
     assert blocks[0].startswith("import hf_memmix") and blocks[0].count(f'from_pretrained("{HUB_ID}"') == 2
     assert len(blocks[0].splitlines()) <= 10
-    code = "\n".join(blocks).replace(HUB_ID, str(ROOT / "hf_memmix/assets/tiny_teacher"))
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "student" / "config.json").exists()
+    run("\n".join(blocks).replace(HUB_ID, str(ASSETS / "tiny_teacher")), tmp_path)
+    assert {"config.json", "tokenizer.json"} <= {path.name for path in (tmp_path / "student").iterdir()}
+
+
+def test_python_blocks_of_the_page_about_generation_run_in_order(tmp_path):
+    run("\n".join(re.findall(r"^```python\n(.*?)^```", GENERATE, flags=re.MULTILINE | re.DOTALL)), tmp_path)
+    assert (tmp_path / "document_state").exists()
 
 
 def test_memmix_commands_run_in_order(tmp_path, monkeypatch):
@@ -50,13 +61,15 @@ def test_memmix_commands_run_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(capacity, "check_installation", lambda: None)
     started = []
     monkeypatch.setattr(serve.os, "execv", lambda program, arguments: started.append(arguments))
-    names = [command[1] for command in commands("memmix")]
-    assert names == ["convert", "convert", "align", "distill", "report", "generate", "serve"]
-    for command in commands("memmix"):
-        assert HUB_ID not in command, "the test runs offline"
-        result = CliRunner().invoke(app, command[1:] + SHORT.get(command[1], []))
-        assert result.exit_code == 0, f"{shlex.join(command)}: {result.output}\n{result.exception!r}"
-    assert [arguments[-3:] for arguments in started] == [command[2:] for command in commands("vllm")]
+    for _, name, *words in commands("memmix"):
+        words = [word if name == "card" else str(OFFLINE.get(word, word)) for word in words]
+        words, _, written = (" ".join(words)).partition(" > ") if ">" in words else (words, "", "")
+        words = shlex.split(words) if written else words
+        result = CliRunner().invoke(app, [name, *words, *SHORT.get(name, [])])
+        assert result.exit_code == 0, f"{name} {shlex.join(words)}: {result.output}\n{result.exception!r}"
+        if written:
+            Path(written).write_text(result.stdout)
+    assert [arguments[-3:] for arguments in started] == [["hf_memmix/assets/tiny_gka", "--port", "8001"]]
 
 
 def test_make_targets_exist():
@@ -67,11 +80,10 @@ def test_make_targets_exist():
 
 
 def test_every_block_is_tested():
-    tested = {"python", "bash", ""}  # without a language: trees, no code
-    assert {kind for kind, _ in BLOCKS} == tested
+    assert {kind for kind, _ in BLOCKS} == {"python", "bash"}
     for kind, text in BLOCKS:
         if kind == "bash":
-            assert {line.split()[0] for line in text.splitlines() if line.strip()} <= {"make", "memmix", "pip", "vllm"}
+            assert {line.split()[0] for line in text.splitlines() if line.strip()} <= {"make", "memmix", "pip"}
 
 
 def test_install_command_names_extras_that_exist():

@@ -10,6 +10,7 @@ from hf_memmix.training.demo import PROBES, recall_rows
 from hf_memmix.training.experiments.bundled.versions import as_sentence
 from hf_memmix.training.experiments.documents import choice_tables as choice
 from hf_memmix.training.experiments.documents import conversion_costs as costs
+from hf_memmix.training.experiments.documents import front_tables as front
 from hf_memmix.training.experiments.documents import goal_tables as goals
 from hf_memmix.training.experiments.documents import kernel_tables as kernels
 from hf_memmix.training.experiments.documents import limit_tables as limits
@@ -148,18 +149,9 @@ def recall_raised_runs(root: Path, of: str = "") -> dict[str, dict]:
 
 def recall_raised_table(root: Path, of: str = "") -> str:
     """The students of `raised.py` beside each other and their teacher. `of`: as in `recall_raised_runs`."""
-    # no experiments in a wheel
-    from hf_memmix.training.experiments.recall_teacher.raised_report import raised_lengths_table, raised_table
+    from hf_memmix.training.experiments.recall_teacher.raised_report import raised_table  # no experiments in a wheel
 
-    runs = recall_raised_runs(root, of)
-    return f"{raised_table(runs, read(f'recall_{of}grid', root))}\n\n{raised_lengths_table(runs)}"
-
-
-def two_recall_teachers_table(root: Path) -> str:
-    """The students of the recall teacher beside those of the earlier teacher "even"."""
-    from hf_memmix.training.experiments.recall_teacher.report import two_teachers_table  # no experiments in a wheel
-
-    return two_teachers_table({"kept": read("recall_grid", root), "even": read("recall_even_grid", root)})
+    return raised_table(recall_raised_runs(root, of), read(f"recall_{of}grid", root))
 
 
 def coffee_fixed_table(root: Path) -> str:
@@ -243,13 +235,6 @@ def recall_mixtures_table(root: Path) -> str:
     from hf_memmix.training.experiments.recall_teacher.report import mixtures_table  # no experiments in a wheel
 
     return mixtures_table(read("recall_grid", root))
-
-
-def recall_lengths_table(root: Path) -> str:
-    """Recall by length of the recall teacher and of its students."""
-    from hf_memmix.training.experiments.recall_teacher.report import short_table  # no experiments in a wheel
-
-    return short_table(read("recall_grid", root))
 
 
 def recall_summary_table(root: Path) -> str:
@@ -337,6 +322,10 @@ def _report(files: list[dict]) -> str:
 TABLES = {
     "demo": demo_table,
     "students": student_table,
+    "front": front.front_table,
+    "from_scratch": front.from_scratch_table,
+    "induction": front.induction_table,
+    "images": front.vision_table,
     "mixers": choice.mixers_table,
     "speed_limits": choice.speed_limits,
     "kernels": kernels.kernel_table,
@@ -375,11 +364,9 @@ TABLES = {
     "baselines_recall": baselines_recall_table,
     "gka_predictions": gka_predictions_table,
     "gka_grid": gka_grid_table,
-    "recall_lengths": recall_lengths_table,
     "recall_summary": recall_summary_table,
     "recall_mixtures": recall_mixtures_table,
     "recall_raised_runs": recall_raised_table,
-    "two_recall_teachers": two_recall_teachers_table,
     "conversion_costs": costs.costs_table,
     "conversion_memory": costs.conversion_memory_table,
     "published_conversions": costs.published_table,

@@ -275,13 +275,12 @@ def memmix_config(
 
 
 def _with_changes(mixers: dict[str, dict], changes: dict[str, dict]) -> dict[str, dict]:
-    """Options by the name of the mixer, of which `changes` replaces those that it names, also by an old name."""
+    """Options by the name of the mixer, of which `changes` replaces those that it names."""
     mixers = dict(mixers)
     for name, options in changes.items():
         before = mixers.get(name)
         if name in MIXERS and isinstance(before, dict) and isinstance(options, dict):
-            upgrade = MIXERS[name].options_class.upgrade
-            options = {**upgrade(before), **upgrade(options)}
+            options = {**before, **options}
         mixers[name] = options
     return mixers
 

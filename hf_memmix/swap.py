@@ -75,17 +75,14 @@ def set_mixer_options(model: nn.Module, config, mixer: str | None, changes: dict
         options_class = MIXERS[kind].options_class
         known = {field.name for field in dataclasses.fields(options_class)}
         for name, value in changes.items():
-            named = options_class.upgrade({name: value})  # the name may be an old one
-            if not named.keys() <= known:
+            if name not in known:
                 continue
-            if fixed := sorted(named.keys() - set(options_class.inference_options)):
+            if name not in options_class.inference_options:
                 allowed = ", ".join(options_class.inference_options) or "none"
                 raise ValueError(
-                    f"{fixed[0]} of {kind} is part of the model and cannot be changed; options that can: {allowed}"
+                    f"{name} of {kind} is part of the model and cannot be changed; options that can: {allowed}"
                 )
-            if clash := sorted(named.keys() & chosen.get(kind, {}).keys()):
-                raise ValueError(f"{clash[0]} of {kind} is given twice, once as {name}; give {clash[0]} alone")
-            chosen.setdefault(kind, {}).update(named)
+            chosen.setdefault(kind, {})[name] = value
             taken.add(name)
     if unknown := sorted(changes.keys() - taken):
         able = {kind: list(MIXERS[kind].options_class.inference_options) for kind in kinds}

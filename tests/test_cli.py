@@ -19,7 +19,7 @@ def workspace(tmp_path):
 def test_from_teacher_to_generated_text(workspace):
     at = {name: workspace / name for name in ("teacher", "s0", "s1", "s2", "text.txt")}
     run = memmix("convert", "--teacher", at["teacher"], "--out", at["s0"], "--keep-layers", "1", "--json",
-                 "--option", "num_iterations=21")  # fmt: skip
+                 "--option", "solver_phases=[21]")  # fmt: skip
     assert result_of(run)["kept"] == [1]
     assert json.loads((at["s0"] / "config.json").read_text())["mixers"]["gka"]["solver_phases"] == [21]
     pair = ["--teacher", at["teacher"], "--text", at["text.txt"], "--json"]
@@ -99,7 +99,7 @@ def test_tables_for_people(workspace):
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "x"], "is not NAME=VALUE"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "seed=3"], "with an option of the mixer"),
         (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "ridge=[1"], "'[1' is not a value"),
-        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "refinement=5"], "must be a list"),
+        (["convert", "--teacher", "{}/teacher", "--out", "{}/s", "--option", "solver_phases=5"], "solver_phases=5"),
         (["report", "--student", "{}/teacher", "--teacher", "{}/teacher", "--text", "{}/text.txt"], "convert it"),
         (["generate", "--model", "{}/nowhere", "--prompt", "a"], "not a model folder"),
         (["report", "--student", "{}/teacher", "--teacher", "{}/teacher", "--text", "{}/no.txt"], "does not exist"),

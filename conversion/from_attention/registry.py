@@ -7,7 +7,6 @@ Without a row, a model cannot be converted to this mixer. Both functions see pla
 never a decoder family.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,15 +54,6 @@ def start_of(name: str) -> Start:
         raise ValueError(f"mixer {name!r} is unknown; registered: {', '.join(MIXERS)}")
     if name in STARTS:
         return STARTS[name]
-    mixer = MIXERS[name]
-    if hasattr(mixer, "init_from_attention"):  # the old way, before this table existed
-        warnings.warn(
-            f"{mixer.__name__}.init_from_attention: register the start of {name!r} by"
-            " hf_memmix.conversion.from_attention.starts instead",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return Start(getattr(mixer, "options_for", lambda attention: {}), mixer.init_from_attention)
     raise ValueError(
         f"layers of the mixer {name!r} cannot start from attention, train a model with them from scratch; mixers that"
         f" can: {', '.join(STARTS)}"

@@ -240,7 +240,7 @@ def _all_options(arguments: dict, plain: dict, mixers: dict[str, dict], trained:
         plain, mixers: the user's options, without and with the name of their mixer.
         trained: configurations of trained students; of several with the same mixer the first one counts.
     """
-    from hf_memmix.mixers import ATTENTION, MIXERS
+    from hf_memmix.mixers import ATTENTION
 
     used = set(arguments.get("layers") or [arguments.get("mixer")]) - {ATTENTION}
     options = {mixer: dict(own) for mixer, own in arguments.get("mixers", {}).items()}
@@ -252,9 +252,7 @@ def _all_options(arguments: dict, plain: dict, mixers: dict[str, dict], trained:
         (only,) = used
         mixers, plain = mixers | {only: mixers.get(only, {}) | plain}, {}
     for mixer, own in mixers.items():
-        # old names of options would not replace the new ones of a trained student
-        new = MIXERS[mixer].options_class.upgrade(own) if mixer in MIXERS else own
-        options[mixer] = options.get(mixer, {}) | new
+        options[mixer] = options.get(mixer, {}) | own
     return {"mixers": options, **plain}
 
 

@@ -33,7 +33,6 @@ from .ranks import decayed_sum
 GATES = ("a_proj", "b_proj", "alpha_proj")
 BETA_EPS = 1e-6  # added to beta, as in the GKA release
 PHASES = (12, 10)  # the solver's default schedule
-UNUSED_ITERATIONS = 30  # num_iterations of old checkpoints beside their refinement
 # per phase; the paper's solver converges in 30; a kernel holds one weight per iteration as a constant
 MAX_ITERATIONS = 1000
 
@@ -50,8 +49,7 @@ class GKAOptions(MixerOptions):
     Args:
         solver_phases: Chebyshev iterations of each phase of iterative refinement. [30] is the paper's solver: one
             phase of 30 iterations. The default is faster and, in bf16, more accurate:
-            kernels/benchmarks/results/gka_accuracy_h200.json. May be changed at inference. Checkpoints and keyword
-            arguments may also contain `refinement`, its old name, or `num_iterations=30`, which means [30].
+            kernels/benchmarks/results/gka_accuracy_h200.json. May be changed at inference.
         ridge: a in lambda = a |H|.
         sketch_dim: s, at most the head size D: the ridge regression is solved in s dimensions, to which a learned
             matrix S [D, s] per key/value head projects q and k (Appendix H of the paper), and the states are
@@ -94,40 +92,6 @@ class GKAOptions(MixerOptions):
     qkv_bias: bool = False
     o_bias: bool = False
     norm_eps: float | int = norm_eps(1e-6)
-
-    @classmethod
-    def upgrade(cls, options: dict) -> dict:
-        """`solver_phases` from its old names `refinement` and `num_iterations`.
-
-        Raises:
-            ValueError: they name different schedules, or `refinement` is not a list.
-        """
-        options = dict(options)
-        iterations, refinement = options.pop("num_iterations", None), options.pop("refinement", None)
-        named = {}
-        if refinement is not None:
-            if not isinstance(refinement, (list, tuple)):
-                raise ValueError(f"refinement={refinement!r} must be a list of iterations, one number per phase")
-            named[f"refinement={refinement!r}"] = list(refinement)
-        # old checkpoints with a refinement also hold the default of num_iterations, which had no effect
-        if iterations is not None and not (refinement is not None and iterations == UNUSED_ITERATIONS):
-            named[f"num_iterations={iterations!r}"] = [iterations]
-        if options.get("solver_phases") is not None:
-            named[f"solver_phases={options['solver_phases']!r}"] = options["solver_phases"]
-        if not named:
-            return options
-        (first, phases), *others = named.items()
-        for other, differing in others:
-            if differing != phases:
-                raise ValueError(f"{first} and {other} are two schedules of the solver; give solver_phases alone")
-        try:
-            cls(solver_phases=phases)
-        except ValueError:
-            raise ValueError(
-                f"{first} must be 1 to {MAX_PHASES} phases of 1 to {MAX_ITERATIONS} iterations; the default is"
-                f" solver_phases={list(PHASES)}"
-            ) from None
-        return {**options, "solver_phases": phases}
 
 
 @register_mixer("gka")

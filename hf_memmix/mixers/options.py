@@ -107,11 +107,6 @@ class MixerOptions:
         cls._checked = {}
 
     @classmethod
-    def upgrade(cls, options: dict) -> dict:
-        """The same options under today's names; a mixer whose options were renamed overrides it."""
-        return options
-
-    @classmethod
     def from_dict(cls, options: dict) -> "MixerOptions":
         """Options from a config's dict. Raises ValueError naming unknown keys and the known ones.
 
@@ -128,7 +123,6 @@ class MixerOptions:
 
     @classmethod
     def _check(cls, options: dict) -> "MixerOptions":
-        options = cls.upgrade(options)
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(set(options) - set(known), key=str):
             raise ValueError(f"unknown options {unknown}; known: {known}")

@@ -10,8 +10,7 @@ import hf_memmix.mixers
 from hf_memmix import conversion
 from hf_memmix.conversion import convert_model, starts
 from hf_memmix.conversion.families import attention_module
-from hf_memmix.conversion.from_attention import STARTS, start_of
-from hf_memmix.mixers import MIXERS
+from hf_memmix.conversion.from_attention import STARTS
 from hf_memmix_kernels import naive_ska
 from tiny_teachers import tiny_teacher
 
@@ -52,7 +51,7 @@ def test_gka_start(family, sketch_dim):
 
     A sketch of the head size starts as a rotation, which changes nothing.
     """
-    attention, mixer, x, rotary = taken_over(family, "gka", num_iterations=100, sketch_dim=sketch_dim)
+    attention, mixer, x, rotary = taken_over(family, "gka", solver_phases=[100], sketch_dim=sketch_dim)
     q, k, v = projected(attention, x)
     if family == "qwen3":
         q, k = attention.q_norm(q), attention.k_norm(k)
@@ -135,20 +134,6 @@ def test_mixers_without_a_start_are_refused_by_name(monkeypatch):
         convert_model(tiny_teacher(), "ska")
     with pytest.raises(ValueError, match="mixer 'nosuch' is unknown; registered: .*gka"):
         convert_model(tiny_teacher(), "nosuch")
-
-
-def test_the_old_method_init_from_attention_still_works(monkeypatch):
-    """Mixers had this method before the table of starts existed."""
-    start = STARTS["gka"]
-    monkeypatch.delitem(STARTS, "gka")
-    monkeypatch.setattr(MIXERS["gka"], "options_for", staticmethod(start.options), raising=False)
-    monkeypatch.setattr(MIXERS["gka"], "init_from_attention", start.take_over, raising=False)
-    with pytest.warns(DeprecationWarning, match=r"init_from_attention: register the start of 'gka'"):
-        old = convert_model(tiny_teacher(), "gka")
-    monkeypatch.undo()
-    new = convert_model(tiny_teacher(), "gka").state_dict()
-    assert all(torch.equal(tensor, new[name]) for name, tensor in old.state_dict().items())
-    assert start_of("gka") is start
 
 
 @pytest.mark.parametrize("name", ["AttentionWeights", "TensorFate"])

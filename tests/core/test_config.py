@@ -98,48 +98,16 @@ def test_defaults_of_the_mixer_are_saved():
     [
         ({}, [12, 10]),
         ({"solver_phases": [7]}, [7]),
-        ({"num_iterations": 21}, [21]),
-        ({"refinement": [5, 4]}, [5, 4]),
-        ({"num_iterations": None, "refinement": [5, 4]}, [5, 4]),
-        ({"num_iterations": 30, "refinement": [5, 4]}, [5, 4]),  # as the first version saved it
-        ({"num_iterations": 9, "solver_phases": [9]}, [9]),
+        ({"solver_phases": [5, 4]}, [5, 4]),
     ],
 )
 def test_schedule_of_the_solver(named, phases):
-    """One option; its old names are read, from a keyword as from a file, and saved under the new one."""
+    """Read from a keyword as from a file."""
     config = memmix_config(backbone_config("llama"), mixer_types=mixer_types("first"), mixers={"gka": dict(named)})
     again = memmix_config(config, mixer_types=mixer_types("first"), mixers=json.loads(json.dumps(config.mixers)))
     for one in (config, again):
         assert one.mixers["gka"]["solver_phases"] == phases
-        assert not {"num_iterations", "refinement"} & one.mixers["gka"].keys()
         assert mixers_of(build(one))[0]._solver()["refinement"] == tuple(phases)
-
-
-def test_old_names_in_a_checkpoint(tmp_path):
-    """A config.json of before is read; the next one is of today."""
-    tiny_config("llama", "first").save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    fields = json.loads(file.read_text())
-    del fields["mixers"]["gka"]["solver_phases"]
-    fields["mixers"]["gka"] |= {"num_iterations": 30, "refinement": [4, 3]}
-    file.write_text(json.dumps(fields))
-    config = AutoConfig.from_pretrained(tmp_path)
-    assert config.mixers["gka"]["solver_phases"] == [4, 3]
-    config.save_pretrained(tmp_path)
-    assert "num_iterations" not in json.loads(file.read_text())["mixers"]["gka"]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_iterations": 21, "refinement": [12, 10]},
-        {"num_iterations": 21, "solver_phases": [12, 10]},
-        {"refinement": [12, 9], "solver_phases": [12, 10]},
-    ],
-)
-def test_two_schedules(options):
-    first, second = options
-    refuses(f"{first}=.* and {second}=.*|{second}=.* and {first}=.*", mixers={"gka": options})
 
 
 def test_public_names():
@@ -219,18 +187,16 @@ def test_unknown_option():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"num_iterations": 0}, "num_iterations"),
-        ({"num_iterations": "many"}, "num_iterations.*many"),
         ({"ridge": 0.0}, "ridge"),
         ({"ridge": -1.0}, "ridge.*-1"),
         ({"ridge": float("nan")}, "ridge.*nan"),
         ({"chunk_size": 0}, "chunk_size"),
         ({"conv_size": 0}, "conv_size"),
         ({"conv_activation": "tanh"}, "conv_activation.*tanh"),
-        ({"refinement": []}, "refinement"),
-        ({"refinement": [8, 0]}, "refinement"),
-        ({"refinement": 8}, "refinement=8 must be a list"),
-        ({"solver_phases": 8}, "solver_phases=8 must be 1 to 8 phases"),
+        ({"solver_phases": []}, "solver_phases"),
+        ({"solver_phases": [8, 0]}, "solver_phases"),
+        ({"solver_phases": "many"}, "solver_phases.*many"),
+        ({"solver_phases": 8}, "solver_phases=8 must be of type list"),
         ({"solver_phases": [10**9, 1]}, r"solver_phases=\[1000000000, 1\]"),
         ({"use_beta": "yes"}, "use_beta.*yes"),
     ],

@@ -117,9 +117,9 @@ def test_options_given_on_loading(mixer, tmp_path):
         assert_same(again.eval()(ids).logits, model(ids).logits, tolerance=0)
 
 
-def test_old_names_of_options_given_on_loading(tmp_path):
+def test_one_option_given_on_loading(tmp_path):
     tiny_config("llama", "odd").save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path, mixers={"gka": {"num_iterations": 7}})
+    config = AutoConfig.from_pretrained(tmp_path, mixers={"gka": {"solver_phases": [7]}})
     assert config.mixers["gka"]["solver_phases"] == [7] and config.mixers["gka"]["chunk_size"] == 8
     with pytest.raises(ValueError, match="unknown options"):
         build(AutoConfig.from_pretrained(tmp_path, mixers={"gka": {"no_option": 7}}))
@@ -146,7 +146,7 @@ def test_models_of_one_configuration_have_options_of_their_own(auto, mixer):
 def test_a_change_of_the_schedule_reaches_the_outputs():
     model, ids = build(tiny_config("llama", "odd")), random_ids(1, 30)
     before = model(ids).logits
-    model.set_mixer_options("gka", num_iterations=1)  # an old name
+    model.set_mixer_options("gka", solver_phases=[1])
     assert model.config.mixers["gka"]["solver_phases"] == [1]
     assert (model(ids).logits - before).abs().max() > 1e-4
 
@@ -179,8 +179,6 @@ def test_one_option_of_two_mixers():
     assert [mixers_of(model)[i].options.chunk_size for i in (0, 1)] == [32, 32]
     model.set_mixer_options("gka", chunk_size=8)
     assert [model.config.mixers[name]["chunk_size"] for name in ("gka", "mamba2")] == [8, 32]
-    with pytest.raises(ValueError, match="solver_phases.*twice"):
-        model.set_mixer_options(num_iterations=4, solver_phases=[5])
 
 
 # ---- layers without a kind

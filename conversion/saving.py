@@ -62,13 +62,21 @@ def check_not_read(path: str | Path, *sources: str | Path | None, renewed: Seque
 
     renewed: folders that the output may replace, e.g. the student that is trained. It must not hold them.
     """
-    path = Path(path).resolve()
+    path = resolved(path)
     for source, may_replace in [*((name, False) for name in sources), *((name, True) for name in renewed)]:
-        read = None if source is None else Path(source).resolve()
+        read = None if source is None else resolved(source)
         if read is not None and read.exists() and (path in read.parents or (path == read and not may_replace)):
             raise UserError(
                 f"the output {str(path)!r} would replace {str(source)!r}, which is read; give another folder"
             )
+
+
+def resolved(path: str | Path) -> Path:
+    """The path without symbolic links. Raises ValueError if they lead back to themselves."""
+    try:
+        return Path(path).resolve()
+    except RuntimeError:  # a later Python returns the path, which does not exist then
+        raise UserError(f"{str(path)!r} is a symbolic link that leads back to itself; remove it") from None
 
 
 def existing_folder(path: Path) -> Path:

@@ -65,6 +65,25 @@ def test_time_left_is_of_this_call_not_of_the_steps_before_a_resume(monkeypatch)
     assert shown == ["x 500 of 1000", "x 510 of 1000, 0:08:10 left"]
 
 
+def test_the_estimate_does_not_grow_while_a_step_runs(monkeypatch):
+    shown, now = [], [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines = progress.Lines("x", shown.append, seconds=3600)
+    lines.advance(0, 10)
+    now[0] = 120.0
+    lines.advance(2, 10)
+    for now[0] in (120.0, 125.0, 130.0, 300.0):
+        lines._print()
+    lines.close()
+    left = [line.rpartition(", ")[2] for line in shown[1:]]
+    assert left == ["0:01:20 left", "0:01:15 left", "0:01:10 left", "0:01:10 left"]
+
+
+def test_a_rate_is_one_that_was_measured():
+    texts = [progress.rate_text(*pair) for pair in ((0, 5.0), (64, 0.0), (16, 40.0), (64, 10.0), (12_345, 1.0))]
+    assert texts == ["", "", "0.4 tokens/s", "6.4 tokens/s", "12,345 tokens/s"]
+
+
 class Every(progress.Lines):
     """Shows every state."""
 
@@ -87,6 +106,10 @@ def test_a_training_in_a_log_file_says_step_loss_speed(stage, tmp_path, monkeypa
     options = ["--student", tmp_path / "s0", "--text", tmp_path / "text.txt", "--out", tmp_path / "s1"]
     run = memmix(stage, *teacher, *options, *SMALL, "--json", "--logging-steps", "3", "--device", "cpu")
     result = result_of(run)
+    assert run.stderr.splitlines()[:2] == [
+        "loading torch and transformers",
+        f"reading and tokenising {tmp_path / 'text.txt'}",
+    ]
     logged = {entry["step"]: f"{entry['loss']:.4f}" for entry in result["log"]}
     assert list(logged) == [1, 3] and lines[0] == f"{stage}: step 0 of 3"
     shown = [

@@ -76,6 +76,9 @@ class ProgressBar(TrainerCallback):
         self.progress.update(self.task, completed=state.global_step)
         control.should_training_stop |= time.perf_counter() > self.end
 
+    def on_train_end(self, args, state, control, **kwargs):
+        self.progress.update(self.task, total=state.global_step)  # fewer than planned if the time was up
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and "loss" in logs:
             self.progress.update(self.task, description=f"{self.name}, loss {logs['loss']:.3f}")

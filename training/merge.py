@@ -22,8 +22,8 @@ def merge_students(start: str | Path, folders: list[str | Path]) -> tuple[PreTra
     """The student of the folder `start` with the trained layers of `folders`, and the folder of each of these layers.
 
     Raises:
-        ValueError: a folder holds another model or one with other options, two of them have trained the same layer,
-            or one has changed parameters outside the mixers.
+        ValueError: a folder holds another model or one with other options, or has trained nothing, two of them have
+            trained the same layer, or one has changed parameters outside the mixers.
     """
     merged = load_model(start)
     state = merged.state_dict()
@@ -53,6 +53,11 @@ def merge_students(start: str | Path, folders: list[str | Path]) -> tuple[PreTra
                 for name in names:
                     state[name].copy_(tensors[name])
             changed -= names
+        if not changed and str(folder) not in origin.values():
+            raise ValueError(
+                f"{str(folder)!r} has trained no layer: all its mixers are those of {str(start)!r}; leave it out, and"
+                " give the outputs of align"
+            )
         if changed:
             raise ValueError(
                 f"{str(folder)!r} has changed {sorted(changed)[0]}, which is not part of a mixer, so it cannot be"

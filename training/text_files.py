@@ -1,15 +1,17 @@
 """Reads documents from local text, JSON lines and Parquet files, or streams them from the Hub.
 
-A text file is one document. A JSON line (.jsonl, .ndjson, .json) or a Parquet row is one document, in its field
-`text`. `hub:NAME` and `hub:NAME:SPLIT` stream a data set through the package `datasets`.
+A text file is one document. A JSON line (.jsonl, .ndjson, .json), an item of a JSON array (.json) or a Parquet row is
+one document, in its field `text`. `hub:NAME` and `hub:NAME:SPLIT` stream a data set through the package `datasets`.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FIELD = "text"
+TABLES = (".csv", ".tsv", ".xls", ".xlsx")
 
 
 def read_text(path: str | Path) -> str:
@@ -46,6 +48,11 @@ def documents(source: str | Path) -> Iterator[str]:
     Raises ValueError, naming the place, for a missing, empty or binary file, a broken line and a row without text.
     """
     name, found = str(source), False
+    if Path(name).suffix.lower() in TABLES and not name.startswith("hub:"):
+        raise ValueError(
+            f'{name!r} is a table; write its text as .jsonl, one {{"text": ...}} per line, or as .parquet with'
+            f" a column {FIELD!r}"
+        )
     reader = _hub if name.startswith("hub:") else _READERS.get(Path(name).suffix.lower())
     if reader is None:
         yield read_text(source)
@@ -79,11 +86,34 @@ def _json_lines(path: str | Path) -> Iterator[tuple[str, object]]:
                 continue
             try:
                 row = json.loads(line)
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
                 raise ValueError(
                     f"line {number} of {str(path)!r} is not JSON ({error}); give one object a line"
                 ) from None
             yield f"line {number}", row.get(FIELD) if isinstance(row, dict) else None
+
+
+def _json(path: str | Path) -> Iterator[tuple[str, object]]:
+    """An array, one object on many lines, or JSON lines."""
+    whole = _json_value(path)
+    if whole is None:
+        yield from _json_lines(path)
+        return
+    for number, row in enumerate(whole if isinstance(whole, list) else [whole], 1):
+        yield f"item {number}", row.get(FIELD) if isinstance(row, dict) else row
+
+
+def _json_value(path: str | Path) -> object:
+    """The value that a whole file holds; None if its first line is an object, or the file is no JSON."""
+    with _existing(path).open("rb") as file:
+        first = next((line for line in file if line.strip()), b"")
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(json.loads(first), dict):
+                return None
+        file.seek(0)
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(file.read())
+    return None
 
 
 def _parquet(path: str | Path) -> Iterator[tuple[str, object]]:
@@ -112,12 +142,14 @@ def _hub(source: str | Path) -> Iterator[tuple[str, object]]:
         yield f"row {number}", row.get(FIELD)
 
 
-_READERS = {".jsonl": _json_lines, ".json": _json_lines, ".ndjson": _json_lines, ".parquet": _parquet}
+_READERS = {".jsonl": _json_lines, ".json": _json, ".ndjson": _json_lines, ".parquet": _parquet}
 
 
 def _existing(path: str | Path) -> Path:
     path = Path(path)
     if not path.is_file():
         problem = "is a folder; give text files" if path.is_dir() else "does not exist"
+        if path.is_symlink():
+            problem = "is a symbolic link that leads to no file; correct it"
         raise ValueError(f"text file {str(path)!r} {problem}")
     return path

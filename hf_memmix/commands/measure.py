@@ -25,7 +25,7 @@ from hf_memmix.commands.common import (
 )
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.hub import model_folder
-from hf_memmix.commands.progress import progress
+from hf_memmix.commands.progress import progress, tell_reading
 
 Seed = Annotated[int, typer.Option(help="Seed of the random choices.")]
 Text = Annotated[Path | None, typer.Option(help="Text file that the probes are made of; default: a bundled text.")]
@@ -58,6 +58,7 @@ def report(
     check_placement(device, device_map)
     name, student, teacher = student, model_folder(student), model_folder(teacher)
     tokenizer = shared_tokenizer(teacher, student)
+    tell_reading(text)
     tokens = tokenize_files(text, tokenizer)
     settings = {"block_size": block_size, "batch_size": batch_size, "max_tokens": max_tokens}
     with progress("comparing") as advance:

@@ -20,6 +20,25 @@ SECONDS_BETWEEN_LINES = 30
 Advance = Callable[..., None]
 
 
+def tell(line: str) -> None:
+    """Print a line on stderr about what begins now. In a launch of several processes, only the first one prints it."""
+    if os.environ.get("RANK", "0") == "0":
+        err.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def tell_reading(texts: list) -> None:
+    """Tell that texts are read and tokenised, which takes minutes for a gigabyte."""
+    tell(f"reading and tokenising {texts[0]}{f' and {len(texts) - 1} more' if len(texts) > 1 else ''}")
+
+
+def rate_text(tokens: float, seconds: float) -> str:
+    """Tokens per second with the digits that are known; "" before there are any."""
+    if not tokens or seconds <= 0:
+        return ""
+    rate = tokens / seconds
+    return f"{rate:,.0f} tokens/s" if rate >= 10 else f"{rate:.2g} tokens/s"
+
+
 @contextmanager
 def progress(title: str) -> Iterator[Advance]:
     """Show the progress on stderr; yields `advance(done, total, note="")`.
@@ -52,16 +71,18 @@ class Lines:
 
     def __init__(self, title: str, show: Callable[[str], None], seconds: float = SECONDS_BETWEEN_LINES):
         self.title, self.show, self.seconds = title, show, seconds
-        self._newest = self._shown = self._first = None
+        self._newest = self._shown = self._first = self._since = None
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._tick, daemon=True)
 
     def advance(self, done: int, total: int, note: str = "") -> None:
         """Record the newest state. This call prints only the first one."""
         with self._lock:
+            if self._newest is None or done != self._newest[0]:
+                self._since = time.monotonic()
             self._newest = (done, total, note)
             if self._first is None:
-                self._first = (done, time.monotonic())
+                self._first = (done, self._since)
                 self._print()
                 self._thread.start()
 
@@ -83,8 +104,10 @@ class Lines:
         self.show(", ".join(part for part in parts if part))
 
     def _left(self, done: int, total: int) -> str:
+        """The estimate at the end of the newest step, less the time since then, but for the rest of this step."""
         first, start = self._first
         if not first < done < total:
             return ""
-        seconds = (time.monotonic() - start) / (done - first) * (total - done)
+        each = (self._since - start) / (done - first)
+        seconds = each * (total - done) - min(time.monotonic() - self._since, each)
         return f"{timedelta(seconds=round(seconds))} left"

@@ -31,7 +31,7 @@ from hf_memmix.commands.devices import choose_device
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.hub import model_folder
 from hf_memmix.commands.measure import BatchSize, Seed, Text, environment_of
-from hf_memmix.commands.progress import progress
+from hf_memmix.commands.progress import progress, tell_reading
 
 PLOT_ENDING, MIXERS_ENDING = ".png", ".mixers"  # endings of what is written beside a plan
 
@@ -279,6 +279,7 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
     if kinds:
         if device == "cpu":
             recipe = replace(recipe, trainer=recipe.trainer | {"use_cpu": True})
+        tell_reading(training["text"])
         blocks = TokenBlocks.from_files(training["text"], tokenizer, recipe.block_size, recipe.pack, recipe.bos)
     teacher_model, kept_in = load(teacher, device, device_map=device_map), out_file.with_suffix(MIXERS_ENDING)
     scoring = {name: measure[name] for name in ("weight", "batch_size")}

@@ -27,7 +27,7 @@ from hf_memmix.commands.common import (
 from hf_memmix.commands.devices import check_processes, choose_device
 from hf_memmix.commands.errors import one_line_errors
 from hf_memmix.commands.hub import model_folder
-from hf_memmix.commands.progress import progress
+from hf_memmix.commands.progress import progress, rate_text, tell, tell_reading
 
 OptionalStudent = Annotated[
     Path | None, typer.Option(help="The converted model: a folder or a Hub id.", show_default=False)
@@ -189,6 +189,7 @@ def cache_teacher(
     check_target(out_dir, overwrite)
     check_not_read(out_dir, teacher := model_folder(teacher), *text)
     settings = load_recipe(recipe, block_size=block_size)
+    tell_reading(text)
     data = TokenBlocks.from_files(text, tokenizer_of(teacher), settings.block_size, settings.pack, settings.bos)
     options = {"teacher_id": teacher_hash(teacher), "batch_size": batch_size, "overwrite": overwrite}
     with progress("reading the teacher") as advance:
@@ -202,6 +203,7 @@ def cache_teacher(
 
 def _take_device(args: SimpleNamespace) -> None:
     """Choose the device before imports of libraries ask CUDA for its GPUs, which fixes the visible ones."""
+    tell("loading torch and transformers")
     choose_device(args.device)
     check_processes()
 
@@ -241,6 +243,8 @@ def _read_data(args: SimpleNamespace, settings, student: Path | None, teacher: P
 
     check_not_read(args.out_dir, args.plan, settings.cache_dir, *args.text, renewed=[student])
     tokenizer = tokenizer_of(teacher) if student is None else shared_tokenizer(teacher, student)
+    if not settings.stream:
+        tell_reading(args.text)
     read = StreamedBlocks if settings.stream else TokenBlocks.from_files
     return read(args.text, tokenizer, settings.block_size, settings.pack, settings.bos), tokenizer
 
@@ -388,10 +392,11 @@ def _progress_callback(advance, tokens_per_step: int):
 
         def on_train_begin(self, args, state, control, **kwargs):
             self.first, self.start = state.global_step, time.monotonic()
+            self.newest = self.start
             advance(state.global_step, state.max_steps, "")
 
         def on_step_end(self, args, state, control, **kwargs):
-            self.loss = getattr(state, "newest_loss", self.loss)
+            self.loss, self.newest = getattr(state, "newest_loss", self.loss), time.monotonic()
             self.show(state)
 
         def on_log(self, args, state, control, logs=None, **kwargs):
@@ -401,7 +406,8 @@ def _progress_callback(advance, tokens_per_step: int):
 
         def show(self, state):
             loss = [] if self.loss is None else [f"loss {self.loss:.4f}"]
-            speed = (state.global_step - self.first) * tokens_per_step / (time.monotonic() - self.start)
-            advance(state.global_step, state.max_steps, ", ".join([*loss, f"{speed:,.0f} tokens/s"]))
+            tokens = (state.global_step - self.first) * tokens_per_step
+            notes = [*loss, rate_text(tokens, self.newest - self.start)]
+            advance(state.global_step, state.max_steps, ", ".join(filter(None, notes)))
 
     return Report()

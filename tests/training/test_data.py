@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_memmix.conversion.saving import check_not_read
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks, tokenize_files
 from tiny_teachers import tiny_tokenizer
 
@@ -31,6 +32,33 @@ def test_json_lines_by_every_ending(tmp_path, tokenizer, name):
     (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"text": "the cat"}\r\n\r\n{"text": "dog"}\r\n')
     tokens = tokenizer.convert_ids_to_tokens(tokenize_files(tmp_path / name, tokenizer).tolist())
     assert tokens == ["the", "cat", "</s>", "dog", "</s>"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[{"text": "the cat"}, {"text": "dog"}]',
+        '[\n  {\n    "text": "the cat"\n  },\n  {"text": "dog"}\n]\n',
+        '["the cat", "dog"]',
+        '{"text": "the cat"}\n{"text": "dog"}\n',
+    ],
+)
+def test_json_files_of_every_form(tmp_path, tokenizer, content):
+    (tmp_path / "a.json").write_text(content)
+    tokens = tokenizer.convert_ids_to_tokens(tokenize_files(tmp_path / "a.json", tokenizer).tolist())
+    assert tokens == ["the", "cat", "</s>", "dog", "</s>"]
+    (tmp_path / "a.json").write_text('{\n "text":\n "the cat"\n}')
+    tokens = tokenizer.convert_ids_to_tokens(tokenize_files(tmp_path / "a.json", tokenizer).tolist())
+    assert tokens == ["the", "cat", "</s>"]
+
+
+def test_a_link_that_leads_back_to_itself_is_one_clear_line(tmp_path, tokenizer):
+    for one, other in (("a.txt", "b.txt"), ("b.txt", "a.txt")):
+        (tmp_path / one).symlink_to(tmp_path / other)
+    with pytest.raises(ValueError, match="^text file '.*a.txt' is a symbolic link that leads to no file; correct it$"):
+        tokenize_files(tmp_path / "a.txt", tokenizer)
+    with pytest.raises(ValueError, match="'.*a.txt' is a symbolic link that leads back to itself; remove it$"):
+        check_not_read(tmp_path / "out", tmp_path / "a.txt")
 
 
 def test_fingerprint_depends_on_tokens_and_block_size():

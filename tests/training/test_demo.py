@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerControl, TrainerState
 
 from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model
@@ -99,6 +99,18 @@ def test_demo_end_to_end(tmp_path):
     results["recall"]["rows"] = [row | {"teacher": 0.0} for row in rows]
     demo.show(results, tmp_path, console)
     assert "no recall to keep" in console.export_text()
+
+
+def test_the_bar_of_a_stage_ends_full_when_its_time_is_up(monkeypatch):
+    monkeypatch.setattr(demo, "STAGE_SECONDS", -1)
+    state, control = TrainerState(global_step=0, max_steps=100), TrainerControl()
+    with Progress(console=Console(quiet=True)) as progress:
+        bar = demo.ProgressBar(progress, "distill")
+        bar.on_train_begin(None, state, control)
+        state.global_step = 72
+        bar.on_step_end(None, state, control)
+        bar.on_train_end(None, state, control)
+        assert control.should_training_stop and progress.finished and progress.tasks[0].completed == 72
 
 
 def test_a_transformer_in_several_files_is_refused_before_any_work(tmp_path):

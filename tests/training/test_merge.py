@@ -1,5 +1,7 @@
 """Slices of layers, aligned apart and merged, are the student that one run aligns."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -65,6 +67,10 @@ def test_students_that_cannot_be_merged_are_refused(tmp_path, teacher, data):
     save_student(student, tmp_path / "distilled")
     with pytest.raises(ValueError, match="not part of a mixer, .*merge after align and before distill"):
         merge_students(tmp_path / "start", [tmp_path / "distilled"])
+    shutil.copytree(tmp_path / "start", tmp_path / "idle")
+    for folders in (["idle"], ["1", "idle"]):
+        with pytest.raises(ValueError, match="'.*idle' has trained no layer: all its mixers are those of .*start"):
+            merge_students(tmp_path / "start", [tmp_path / name for name in folders])
     save_student(convert_model(teacher, keep=[1]), tmp_path / "other")
     with pytest.raises(ValueError, match="is another model than"):
         merge_students(tmp_path / "start", [tmp_path / "other"])

@@ -21,7 +21,7 @@ from hf_memmix.conversion.convert import load_tokenizer
 from hf_memmix.conversion.hashes import read_sealed, teacher_hash, write_sealed
 from hf_memmix.conversion.loading import check_weight_files, meta_teacher
 from hf_memmix.conversion.records import bytes_text
-from hf_memmix.conversion.saving import check_not_read, check_target
+from hf_memmix.conversion.saving import check_not_read, check_target, resolved
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
 from hf_memmix.conversion.teacher_forcing import check_same_shape, converted_layers
 from hf_memmix.hub import model_folder
@@ -106,7 +106,7 @@ def align_by_streaming(
     check_not_read(out, teacher)
     run_dir = out.with_name(f".{out.name}.run")
     place = Path(spool).absolute() if spool is not None else run_dir.with_name(f".{out.name}.spool")
-    if not {out.resolve(), run_dir.resolve()}.isdisjoint(((inside := place.resolve()), *inside.parents)):
+    if not {resolved(out), resolved(run_dir)}.isdisjoint(((inside := resolved(place)), *inside.parents)):
         raise ValueError(f"the spool {str(place)!r} lies in the output or run folder; give another one with --spool")
     say = notify or (lambda line: None)
     ranks = Ranks.of_launch(say)

@@ -9,6 +9,7 @@ The classes of a backbone are made and registered with the Auto classes when its
     model = AutoModelForCausalLM.from_config(memmix_config(backbone, mixer_types=[...]))
 """
 
+import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from . import generated_models
@@ -38,6 +39,7 @@ from .padding import (
 )
 from .pretrained import MemMixPreTrained
 from .swap import memory_mixers
+from .training_length import check_training_length
 
 
 class MemMixModel(MemMixPreTrained):
@@ -78,7 +80,8 @@ class MemMixModel(MemMixPreTrained):
             kwargs: `cu_seq_lens_q` [N + 1] or `seq_idx` [B, T] for packed sequences, and those of the native model.
 
         Raises:
-            ValueError: no tokens; embeddings that are not finite; a mask, positions or packing that do not fit each
+            ValueError: no tokens; embeddings that are not finite; in train mode, sequences from which a mixer learns
+                nothing; a mask, positions or packing that do not fit each
                 other or the cache; a cache while activations are checkpointed in training; or a request of
                 transformers' continuous batching.
             RuntimeError: a cache under a name that no layer would read.
@@ -149,6 +152,8 @@ class MemMixModel(MemMixPreTrained):
             position_ids = positions_without_pads(mask, layer, tokens)
         # sorted once for all layers. Both keys are always present: torch.compile would recompile if they changed
         rows = None if mask is None else PaddedRows.of(mask)
+        if self.training_lengths and self.training and given is None and torch.is_grad_enabled():
+            check_training_length(self, length if ranks is None else ranks.tokens(), rows, boundaries)
         use_cache = (self.config.use_cache if use_cache is None else use_cache) and not checkpoints
         if use_cache and past_key_values is None:
             past_key_values = RecurrentStateCache(self.config)

@@ -8,6 +8,7 @@ from .mixers import FeedForward, MemoryMixer
 from .quantization import leave_steering_alone
 from .swap import fp32_patterns, layers_name, set_mixer_options, swap_attention, swap_feed_forward
 from .tensor_parallel import TensorParallelModel
+from .training_length import training_lengths
 
 # arguments of `from_pretrained` that say where the files of a model are
 _WHERE = ("subfolder", "revision", "cache_dir", "token", "local_files_only", "force_download", "proxies")
@@ -72,6 +73,7 @@ class MemMixPreTrained(TensorParallelModel, ConstructionHooks):
         swap_feed_forward(self, self.config)
         fuse_layers(self)
         keep_in_fp32(self, fp32_patterns(self))
+        self.training_lengths = training_lengths(self)
         self.post_init()
 
     def set_mixer_options(self, mixer: str | None = None, /, **options):

@@ -243,7 +243,10 @@ def _check_lengths(student: nn.Module, data) -> None:
     Logs a warning if that is true of most tokens.
     """
     lengths = data.document_lengths()
-    for name, least in {m.name: m.minimum_training_length(m.options) for m in memory_mixers(student).values()}.items():
+    mixers = {mixer.name: mixer for mixer in memory_mixers(student).values()}
+    for name, mixer in mixers.items():
+        # one less than for a loss of the next token: both stages also train the last token of a row
+        least = mixer.minimum_training_length(mixer.options) - 1
         if data.block_size < least:
             raise ValueError(
                 f"block_size is {data.block_size}, but the mixer {name} of this student learns only from blocks of at"

@@ -212,8 +212,11 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
 
     @classmethod
     def minimum_training_length(cls, options: MixerOptions) -> int:
-        """The smallest number of tokens in a sequence from which the layer learns; below, its outputs are zero."""
-        return 1
+        """The smallest number of tokens in a sequence from which the layer learns the next token.
+
+        The last token has no label then. A loss that reads every output needs one token less.
+        """
+        return 2
 
     @classmethod
     def check_states(cls, options: MixerOptions, states: dict[str, Tensor]):

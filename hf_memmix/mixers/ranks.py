@@ -67,6 +67,10 @@ class Pieces:
         """Tokens of the shortest piece."""
         return min(piece.stop - piece.start for piece in self.pieces)
 
+    def tokens(self) -> int:
+        """Tokens of all pieces: of a whole row."""
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
     def rank_at(self, place: int) -> int | None:
         """The rank that holds the piece at a place; None before the first and after the last piece."""
         return self.pieces[place].rank if 0 <= place < len(self.pieces) else None

@@ -40,6 +40,8 @@ class SKAOptions(MixerOptions):
         rank: r of keys and queries, at most 128. The paper has 24 and 32. Above 64, no Triton kernel runs.
         power: K; 0 means plain ridge regression.
         chunk_size: tokens between two estimates of the operator. It is part of the model: a saved state depends on it.
+            The tokens of the first chunk read nothing, so the layer learns only from sequences of at least
+            chunk_size + 2 tokens, and a model in train mode refuses shorter ones: take 8 or 16 for short sequences.
         eps: ridge, in units of nu^2. If a matrix is not positive definite, the ridge is made ten times larger, up to
             three times.
         spectral_norm: divide by the spectral norm.
@@ -165,9 +167,9 @@ class SKAMixer(MemoryMixer):
 
     @classmethod
     def minimum_training_length(cls, options):
-        """A token reads the chunks before its own; the transition between keys, with power > 0, takes two of them."""
+        """A token reads the chunks before its own, which have two keys if power > 0, and needs a label."""
         size = 1 if options.refresh_every == 1 else options.chunk_size
-        return max(size, 2 if options.power else 1) + 1
+        return max(size, 2 if options.power else 1) + 2
 
     def check_split(self):
         if self.options.normalization == "sequence_max":

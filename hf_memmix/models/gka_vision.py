@@ -158,7 +158,8 @@ class GKAVisionConfig(PreTrainedConfig):
             raise ValueError(f"mixer_options={self.mixer_options!r} must be a dictionary of options, or None")
         options = DEFAULT_OPTIONS.get(self.mixer, {}) if self.mixer_options is None else self.mixer_options
         options = MIXERS[self.mixer].options_class.from_dict(options)
-        shortest, window = MIXERS[self.mixer].minimum_training_length(options), min(self.window_sizes)
+        # every output is read, not only those before the last token
+        shortest, window = MIXERS[self.mixer].minimum_training_length(options) - 1, min(self.window_sizes)
         if window**2 < shortest:
             raise ValueError(
                 f"{self.mixer} learns from sequences of {shortest} tokens on; window_sizes={self.window_sizes} give"

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hf_memmix.conversion.limits import check_length, check_vocabularies, limit_of
+from hf_memmix.conversion.limits import check_converted, check_length, check_vocabularies, limit_of
 from hf_memmix.conversion.logits import logits_head
-from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
+from hf_memmix.conversion.teacher_forcing import run_teacher_forced
 from hf_memmix.conversion.text_rows import beginning_of, cut_rows, encode
 from hf_memmix_kernels._common import exact
 
@@ -36,7 +36,7 @@ def compare_models(
 
     Returns:
         `tokens` (the number of predicted tokens), `teacher_ppl`, `student_ppl`, `ppl_ratio`, `top1_agreement`,
-        `kl` (KL(teacher || student) in nats per token) and `layer_error`: for each converted layer
+        `kl` (KL(teacher || student) in nats per token) and `layer_error`: for each memory layer
         ||mixer - attention||^2 / ||attention||^2 on the inputs of the teacher's layers.
 
     Raises:
@@ -57,7 +57,7 @@ def check_pair(student: nn.Module, teacher: nn.Module, tokens: Tensor, block_siz
     """Raise the ValueErrors of `compare_models`. Reads no weights."""
     if len(tokens) < 2:
         raise ValueError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
-    converted_layers(student)  # raises for a model that was not converted
+    check_converted(student)
     check_vocabularies(student, teacher)
     if len(tokens) > limit_of(teacher):
         check_length(teacher, "teacher", block_size, "block_size", "give a smaller block")

@@ -17,7 +17,7 @@ from hf_memmix.conversion.families import attention_module, attention_prefix
 from hf_memmix.conversion.loading import meta_teacher
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.streaming import TrainedMixers
-from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
+from hf_memmix.conversion.teacher_forcing import run_teacher_forced
 from hf_memmix.conversion.text_rows import beginning_of
 from hf_memmix_kernels._common import exact
 
@@ -158,7 +158,7 @@ def read_mixers(student: PreTrainedModel, folder: Path, dtype: torch.dtype) -> P
     if dtype == torch.float32:
         student.float()
     trained = TrainedMixers([folder])
-    for layer in converted_layers(student):
+    for layer in student.config.memory_layers:
         mixer = attention_module(student, layer)
         mixer.to_empty(device="cpu")
         trained.load(mixer, attention_prefix(student, layer) + ".")
@@ -170,7 +170,7 @@ def place_mixers(student: PreTrainedModel, teacher: PreTrainedModel) -> PreTrain
 
     If that is a GPU, a mixer is there only while it computes.
     """
-    for layer in converted_layers(student):
+    for layer in student.config.memory_layers:
         device = execution_device(attention_module(teacher, layer))
         if device.type != "cpu":
             from accelerate import cpu_offload

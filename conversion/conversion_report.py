@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 class ConversionReport:
     """What a conversion did with every tensor.
 
-    `mixer`: the mixer of the converted layers, None if there are several. `layers`: the mixer of every layer, or
+    `mixer`: the mixer of the memory layers, None if there are several. `layers`: the mixer of every layer, or
     "attention".
-    `tensors`: rows `{"layer", "source", "fate", "targets", "reason"}` for the attention tensors of converted layers.
+    `tensors`: rows `{"layer", "source", "fate", "targets", "reason"}` for the attention tensors of memory layers.
     `fresh`: parameters of mixers that were not filled from the teacher.
     `copied`: names of tensors outside the converted attention, which are bit-equal.
     """
@@ -31,7 +31,7 @@ class ConversionReport:
         return counts | {"fresh": len(self.fresh), "copied": len(self.copied)}
 
     def kinds(self) -> list[dict]:
-        """The tensors of all converted layers, one row for those that differ in the layer only: `{"source", "fate",
+        """The tensors of all memory layers, one row for those that differ in the layer only: `{"source", "fate",
         "targets", "reason", "layers"}`. "{i}" stands for the layer. Fresh parameters have an empty source.
         """
         rows: dict[tuple, list[int]] = {}

@@ -5,12 +5,13 @@ import math
 from torch import nn
 
 from hf_memmix.backbones import backbone_of
+from hf_memmix.errors import UserError
 
 
 def limit_of(model: nn.Module) -> float:
     """The longest sequence that a model may read: a transformer's `max_position_embeddings`.
 
-    A model with recurrent layers has no limit, unless its backbone has a learned table of positions.
+    A model with memory layers has no limit, unless its backbone has a learned table of positions.
     """
     config = model.config
     if hasattr(config, "mixer_types") and backbone_of(config).rotary is not None:
@@ -30,6 +31,14 @@ def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
         raise ValueError(
             f"the teacher's vocabulary has {teacher.config.vocab_size} tokens, the student's"
             f" {student.config.vocab_size}; give the teacher the student came from"
+        )
+
+
+def check_converted(student: nn.Module) -> None:
+    """Raise ValueError if a student is a plain transformer."""
+    if not hasattr(student.config, "mixer_types"):
+        raise UserError(
+            f"the student is a plain {student.config.model_type!r} model without memory layers; convert it first"
         )
 
 

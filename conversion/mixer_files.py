@@ -15,7 +15,6 @@ from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.hashes import open_sealed, save_sealed
 from hf_memmix.conversion.plan import different_options, plan_arguments, read_plan, trained_folder
 from hf_memmix.conversion.saving import explain_write_errors, replace_file
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import MemoryMixer
 
 AGAIN = "remove this file and run memmix select again"
@@ -28,7 +27,7 @@ def mixer_file(folder: str | Path, mixer: str) -> Path:
 
 def write_mixers(student: PreTrainedModel, path: str | Path, identity: dict) -> None:
     """Write the mixers of a student with one kind of mixer, atomically. `identity`: what they were trained from."""
-    layers = converted_layers(student)
+    layers = student.config.memory_layers
     (mixer,) = {student.config.mixer_types[layer] for layer in layers}
     tensors = {
         f"{layer}.{name}": tensor.detach().cpu().contiguous()
@@ -50,7 +49,7 @@ def read_metadata(path: str | Path) -> dict | None:
 
 def load_mixers(student: PreTrainedModel, folder: str | Path) -> None:
     """Fill every mixer of `student` from the files of a folder; errors as in `load_aligned`."""
-    for layer in converted_layers(student):
+    for layer in student.config.memory_layers:
         load_aligned(attention_module(student, layer), folder)
 
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.layer_choice import LayerChoice
+from hf_memmix.conversion.limits import check_converted
 from hf_memmix.conversion.mixer_layout import mixer_types_of
 from hf_memmix.conversion.records import write_json
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import ATTENTION, MIXERS, MemoryMixer
 
 ONE_MIXER = {"mixer": str, "keep": list, "num_layers": int}
@@ -130,8 +130,10 @@ def take_mixers(student: PreTrainedModel, *trained: PreTrainedModel) -> None:
     Raises:
         ValueError: in one of these layers, all models have attention or a mixer of another kind or other options.
     """
-    for layer in converted_layers(student):
-        models = [model for model in trained if layer in converted_layers(model)]
+    for model in (student, *trained):
+        check_converted(model)
+    for layer in student.config.memory_layers:
+        models = [model for model in trained if layer in model.config.memory_layers]
         if not models:
             raise ValueError(f"layer {layer} of the trained student is attention, so there is no mixer to take")
         kind = student.config.mixer_types[layer]

@@ -16,15 +16,6 @@ from hf_memmix.layout_hooks import separate_documents
 from hf_memmix.padding import packing_of
 
 
-def converted_layers(student: nn.Module) -> list[int]:
-    """Indices of the student's layers whose attention was replaced. Raises ValueError for a plain transformer."""
-    if not hasattr(student.config, "mixer_types"):
-        raise ValueError(
-            f"the student is a plain {student.config.model_type!r} model without memory layers; convert it first"
-        )
-    return [i for i, kind in enumerate(student.config.mixer_types) if kind != "attention"]
-
-
 class _StopForward(Exception):
     """Ends the teacher's forward pass after the last of the requested layers."""
 
@@ -47,7 +38,7 @@ def run_teacher_forced(
 
     Args:
         position_ids: [B, T], starting at 0 in every packed document. Then no layer mixes tokens of two documents.
-        layers: a part of the converted layers. The teacher stops at the last of them.
+        layers: a part of the memory layers. The teacher stops at the last of them.
         checkpointing: compute each mixer again in the backward pass, so that its activations are not stored.
 
     Returns:
@@ -56,7 +47,7 @@ def run_teacher_forced(
     Raises:
         ValueError: the models do not fit together, or the teacher would attend across packed documents.
     """
-    every = converted_layers(student)
+    every = student.config.memory_layers
     check_same_shape(teacher, student)
     training = torch.is_grad_enabled()
     dtype = student.get_input_embeddings().weight.dtype  # a bf16 teacher may teach an fp32 student

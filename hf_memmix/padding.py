@@ -195,7 +195,7 @@ def positions_without_pads(mask: Tensor | None, layer, tokens: Tensor) -> Tensor
 
     Args:
         mask: the padding mask [B, T] of this forward's tokens, or None.
-        layer: a recurrent layer of the cache, or None if there is no cache.
+        layer: a memory layer of the cache, or None if there is no cache.
         tokens: ids [B, T] or embeddings [B, T, hidden]; the positions are on their device.
     """
     hidden = None if layer is None else layer.hidden

@@ -5,7 +5,6 @@ A comment here explains why each one is needed, and a row in tests/core/test_doo
 changes its arguments. `TrainerHooks` overrides private methods of the Trainer and calls methods with public names.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -21,6 +20,8 @@ from transformers.integrations import deepspeed as deepspeed_state
 # the known and the installed trackers, with which `--report-to` is checked before a run
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from hf_memmix import launch
 
 __all__ = [
     "INTEGRATION_TO_CALLBACK",
@@ -46,7 +47,7 @@ class OneGPUArguments(TrainingArguments):
     def _setup_devices(self) -> torch.device:
         index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
         on_cpu = self.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
-        if not index or on_cpu or "LOCAL_RANK" in os.environ:
+        if not index or on_cpu or launch.is_launched():
             device = super()._setup_devices
             self._n_gpu = min(self._n_gpu, 1)  # `n_gpu` cannot be set
             return device

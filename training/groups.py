@@ -5,7 +5,6 @@ import re
 from torch import nn
 
 from hf_memmix.conversion.families import attention_module
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers.weight_decay import no_weight_decay_names
 from hf_memmix.training.recipe import Recipe
 
@@ -16,7 +15,7 @@ def parameter_rates(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float
     Parameters that steer a memory (`no_weight_decay_names`) have no weight decay, unless a group gives them one.
     """
     spared = no_weight_decay_names(student)
-    mixers = {id(p) for layer in converted_layers(student) for p in attention_module(student, layer).parameters()}
+    mixers = {id(p) for layer in student.config.memory_layers for p in attention_module(student, layer).parameters()}
     used, result = set(), {}
     for name, parameter in student.named_parameters():
         values = {

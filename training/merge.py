@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from hf_memmix.conversion.convert import load_model
 from hf_memmix.conversion.families import attention_prefix
+from hf_memmix.conversion.limits import check_converted
 from hf_memmix.conversion.plan import different_options
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import ATTENTION
 
 
@@ -26,8 +26,9 @@ def merge_students(start: str | Path, folders: list[str | Path]) -> tuple[PreTra
             trained the same layer, or one has changed parameters outside the mixers.
     """
     merged = load_model(start)
+    check_converted(merged)
     state = merged.state_dict()
-    prefixes = {layer: attention_prefix(merged, layer) + "." for layer in converted_layers(merged)}
+    prefixes = {layer: attention_prefix(merged, layer) + "." for layer in merged.config.memory_layers}
     origin: dict[int, str] = {}
     first = {name: tensor.clone() for name, tensor in state.items()}
     for folder in folders:

@@ -42,7 +42,7 @@ class Recipe:
         names. The first row that matches decides; both rates are optional. A learning rate of 0 freezes a parameter.
         Without a matching row, parameters of mixers have `learning_rate`, all others `rest_learning_rate`, and those
         that steer a memory (`hf_memmix.no_weight_decay_names`) have no weight decay.
-    layers: converted layers that `align` trains, e.g. "0-3,8"; "all" or "" for all of them. Several machines can
+    layers: memory layers that `align` trains, e.g. "0-3,8"; "all" or "" for all of them. Several machines can
         train different layers; `memmix merge` joins them.
     teacher: where the teacher's distribution comes from. "copy": a second model. "shared": a model that uses the
         student's tensors outside the converted attention; they are frozen. "lora": the same, but the student also
@@ -150,16 +150,14 @@ class Recipe:
         """The `converted` layers that the field `layers` names, in a model of `num_layers` layers.
 
         Raises:
-            ValueError: it names no converted layer, or a layer that does not exist.
+            ValueError: it names no memory layer, or a layer that does not exist.
         """
         if self.layers in ("", "all"):
             return converted
         named = LayerChoice.listed(self.layers, "layers").layers(num_layers)
         chosen = [layer for layer in converted if layer in named]
         if not chosen:
-            raise ValueError(
-                f"layers is {self.layers!r}, which names no converted layer; converted layers are {converted}"
-            )
+            raise ValueError(f"layers is {self.layers!r}, which names no memory layer; memory layers are {converted}")
         return chosen
 
 

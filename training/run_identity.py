@@ -7,7 +7,6 @@ when it is written and when a run resumes from it, several at a time.
 """
 
 import json
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_memmix import launch
 from hf_memmix._transformers import IDLE_FIELDS
 from hf_memmix.conversion.hashes import check_files, hash_files, read_sealed, teacher_hash, write_sealed
 from hf_memmix.training.recipe import Recipe
@@ -86,7 +86,7 @@ def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:
             f"{last} belongs to another run ({different}); give the recipe, data and models of that run, start again"
             " with resume off, or give another output folder"
         )
-    if not int(os.environ.get("RANK", "0")):  # if rank 0 fails, the launcher ends the other processes
+    if launch.is_first():  # if rank 0 fails, the launcher ends the other processes
         check_files(last, saved["files"], _remedy(last))
     return last
 

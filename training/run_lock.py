@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from hf_memmix import launch
 from hf_memmix.conversion.saving import check_target, explain_write_errors, remove_folder
 
 PARTIAL_FILE = "unfinished.json"  # in the folder of a teacher's cache that is being written
@@ -38,7 +39,7 @@ def run_lock(folder: str | Path) -> Iterator[None]:
     """
     path = lock_file(folder)
     held = (os.getpid(), path)
-    if held in _held or int(os.environ.get("RANK", "0")):
+    if held in _held or not launch.is_first():
         yield
         return
     with explain_write_errors(path.parent):
@@ -106,14 +107,14 @@ def run_folder(out_dir: str | Path, resume: bool = True, overwrite: bool = False
             if _is_leftover(folder, out_dir):
                 remove_folder(folder, beside=out_dir)
             raise
-        if not resume and "WORLD_SIZE" not in os.environ:  # with several processes, another one may be reading it
+        if not resume and not launch.is_launched():  # with several processes, another one may be reading it
             remove_folder(folder, beside=out_dir)
         try:
             yield folder
         except BaseException:
             remove_empty(folder)
             raise
-        if not int(os.environ.get("RANK", "0")):
+        if launch.is_first():
             remove_folder(folder, beside=out_dir)
 
 

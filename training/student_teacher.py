@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_memmix.conversion.families import attention_module, attention_prefix, decoder_layers
 from hf_memmix.conversion.logits import logits_head
-from hf_memmix.conversion.teacher_forcing import converted_layers, run_teacher_forced
+from hf_memmix.conversion.teacher_forcing import run_teacher_forced
 from hf_memmix.layout_hooks import separate_documents
 from hf_memmix.padding import packing_of
 from hf_memmix.training._trainer_hooks import WrappedByUnits
@@ -65,13 +65,13 @@ class StudentTeacher(WrappedByUnits, nn.Module):
 class AlignStudentTeacher(StudentTeacher):
     """The loss of `align`: mean over layers of the relative error of each mixer on the inputs of the teacher's layers.
 
-    Only the mixers of `layers` (default: all converted layers) are children and are trained; the rest of the student
+    Only the mixers of `layers` (default: all memory layers) are children and are trained; the rest of the student
     is not moved to another device. The teacher stops after the last of these layers.
     """
 
     def __init__(self, student, teacher, layers: list[int] | None = None, bf16=False, checkpointing=False):
         super().__init__(student, teacher, bf16)
-        self.layers = converted_layers(student) if layers is None else layers
+        self.layers = student.config.memory_layers if layers is None else layers
         student.requires_grad_(False)
         self.mixers = nn.ModuleDict({str(i): attention_module(student, i) for i in self.layers})
         self.mixers.requires_grad_(True)

@@ -9,7 +9,6 @@ of its own files, which every run compares at its start.
 """
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from hf_memmix import launch
 from hf_memmix.conversion.families import decoder_layers
 from hf_memmix.conversion.hashes import check_files, file_hash, read_sealed, teacher_hash, write_sealed
 from hf_memmix.conversion.limits import check_transformer
@@ -191,7 +191,7 @@ class CachedBlocks(Dataset):
                     " for these files, block size, packing, tokenizer and teacher"
                 )
         self._check_config(teacher)
-        if not int(os.environ.get("RANK", "0")):  # if rank 0 fails, the launcher ends the other processes
+        if launch.is_first():  # if rank 0 fails, the launcher ends the other processes
             check_files(self.folder, self.meta["files"], AGAIN)
         self._shards: dict[int, object] = {}
 

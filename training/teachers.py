@@ -1,6 +1,6 @@
 """A teacher that needs no second copy of the weights.
 
-Student and teacher differ only in the attention of converted layers. With `share_weights`, the teacher uses all other
+Student and teacher differ only in the memory layers. With `share_weights`, the teacher uses all other
 tensors of the student, which are frozen. `add_lora` adds low-rank corrections (LoRA, arXiv:2106.09685) to them, which
 only the student uses. The corrections are added to the weights when the student is saved. Between the two,
 `quantize_frozen` can hold the frozen matrices in 4 or 8 bit.
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_memmix.conversion.families import attention_module, attention_prefix
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.training.quantized import is_quantized, plain_weight, quantized_linear
 
 ADAPTER = "memmix"
@@ -25,7 +24,7 @@ def share_weights(student: nn.Module, teacher: nn.Module) -> int:
         ValueError: the values of one of them differ, because more than the mixers of the student was trained.
     """
     teacher.to(student.dtype)
-    replaced = tuple(attention_prefix(student, layer) + "." for layer in converted_layers(student))
+    replaced = tuple(attention_prefix(student, layer) + "." for layer in student.config.memory_layers)
     shared = 0
     for name, own in list(teacher.named_parameters(remove_duplicate=False)):
         if name.startswith(replaced):
@@ -100,7 +99,7 @@ def lora_names(student: nn.Module, mixers: bool = False) -> list[str]:
     `mixers`: also those of the mixers, except their `steering_layers`.
     """
     inside, steering = set(), set()
-    for layer in converted_layers(student):
+    for layer in student.config.memory_layers:
         mixer = attention_module(student, layer)
         inside |= {id(module) for module in mixer.modules()}
         steering |= {id(getattr(mixer, name)) for name in mixer.steering_layers if hasattr(mixer, name)}
@@ -128,7 +127,7 @@ def add_lora(student: nn.Module, rank: int, seed: int = 0, mixers: bool = False)
         torch.manual_seed(seed)
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets)
         inject_adapter_in_model(config, student, adapter_name=ADAPTER)
-    for layer in converted_layers(student):
+    for layer in student.config.memory_layers:
         for parameter in attention_module(student, layer).parameters():
             parameter.requires_grad_(id(parameter) not in corrected)
     for layer in lora_layers(student).values():  # the corrections are fp32, whatever the dtype of the weights is

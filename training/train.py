@@ -21,9 +21,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_memmix.conversion.families import attention_module, attention_prefix
-from hf_memmix.conversion.limits import check_length, check_transformer, check_vocabularies
+from hf_memmix.conversion.limits import check_converted, check_length, check_transformer, check_vocabularies
 from hf_memmix.conversion.loading import check_finite_weights
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.quantization import refuse_quantized
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training import sharded, teachers
@@ -168,7 +167,7 @@ def in_training_dtype(student: nn.Module, recipe: Recipe) -> nn.Module:
     if not (recipe.teacher == "lora" and uses_bf16(recipe) and student.dtype == torch.bfloat16):
         return student.float()
     corrected = set(teachers.lora_names(student, recipe.lora_mixers))
-    for layer in converted_layers(student):
+    for layer in student.config.memory_layers:
         mixer = attention_module(student, layer)
         for name, module in mixer.named_modules(prefix=attention_prefix(student, layer)):
             if name not in corrected:
@@ -187,7 +186,7 @@ def make_pair(
     bf16 = uses_bf16(recipe)
     student.requires_grad_(True)
     if recipe.stage == "align":
-        layers = recipe.layer_slice(converted_layers(student), student.config.num_hidden_layers)
+        layers = recipe.layer_slice(student.config.memory_layers, student.config.num_hidden_layers)
         return AlignStudentTeacher(student, teacher, layers, bf16, recipe.gradient_checkpointing)
     if recipe.teacher in ("shared", "lora"):
         if sharding := os.environ.get("ACCELERATE_USE_FSDP") or os.environ.get("ACCELERATE_USE_DEEPSPEED"):
@@ -207,6 +206,7 @@ def make_pair(
 
 
 def check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recipe) -> None:
+    check_converted(student)
     refuse_quantized(student, "the student", "give the original student, and set quantize in the recipe")
     if data.block_size != recipe.block_size:
         raise ValueError(
@@ -225,8 +225,8 @@ def check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recip
             f"the data are {len(data)} rows of {recipe.block_size} tokens, one step reads {rows} (batch_size times"
             " gradient_accumulation); give more text, or a smaller batch or block"
         )
-    if not converted_layers(student):
-        raise ValueError("the student has no converted layer to train; convert it with fewer kept layers")
+    if not student.config.memory_layers:
+        raise ValueError("the student has no memory layer to train; convert it with fewer kept layers")
     _check_lengths(student, data)
     check_finite_weights(student, "the student")
     if teacher is not None:

@@ -10,6 +10,7 @@ import torch
 from huggingface_hub.dataclasses import type_validator
 from transformers import TrainingArguments, get_scheduler
 
+from hf_memmix import launch
 from hf_memmix.training._trainer_hooks import (
     INTEGRATION_TO_CALLBACK,
     OneGPUArguments,
@@ -84,7 +85,7 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
             `trainer` has an unknown name, a name in `DECIDED_ELSEWHERE`, or an impossible value.
     """
     _check_launch()
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = launch.processes()
     if recipe.batch_size % processes:
         raise ValueError(
             f"batch_size is {recipe.batch_size}, which {processes} processes cannot share; give a multiple of them"

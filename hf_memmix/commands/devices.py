@@ -2,6 +2,8 @@
 
 import os
 
+from hf_memmix import launch
+
 
 def choose_device(device: str | None) -> None:
     """Make only one device visible to this process, because Trainer takes the first visible one.
@@ -17,7 +19,7 @@ def choose_device(device: str | None) -> None:
     kind, _, number = device.partition(":")
     if not (kind == "cpu" and not number) and not (kind == "cuda" and (number.isdecimal() or device == "cuda")):
         raise ValueError(f"--device is {device!r}; give cpu, cuda or, for the second GPU, cuda:1")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launch.processes() > 1:
         raise ValueError(f"--device is {device!r}, but the launcher gives each process its device; leave it out")
     import torch
 
@@ -38,7 +40,7 @@ def choose_device(device: str | None) -> None:
 
 def check_processes() -> None:
     """Raise ValueError if several processes were launched for GPUs, and there is none."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = launch.processes()
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     if processes < 2 or on_cpu:
         return

@@ -4,7 +4,6 @@ A job under nohup or SLURM writes to a file, where a bar would be only control c
 the start, at the end and every 30 seconds, even if one step takes longer than that.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from datetime import timedelta
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hf_memmix import launch
 from hf_memmix.commands.common import err
 
 SECONDS_BETWEEN_LINES = 30
@@ -22,7 +22,7 @@ Advance = Callable[..., None]
 
 def tell(line: str) -> None:
     """Print a line on stderr about what begins now. In a launch of several processes, only the first one prints it."""
-    if os.environ.get("RANK", "0") == "0":
+    if launch.is_first():
         err.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -45,7 +45,7 @@ def progress(title: str) -> Iterator[Advance]:
 
     If a launch has several processes, only the first one shows it.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not launch.is_first():
         yield lambda done, total, note="": None
     elif err.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

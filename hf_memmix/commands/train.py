@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from hf_memmix import launch
 from hf_memmix.command_options import command
 from hf_memmix.commands.common import (
     Device,
@@ -281,7 +282,7 @@ def _train(stage: str, args: SimpleNamespace) -> None:
             result = train(
                 model, teacher_model, data, run_dir, recipe=settings, resume=args.resume, callbacks=callbacks
             )
-        if not int(os.environ.get("RANK", "0")):
+        if launch.is_first():
             _keep_codecarbon(trackers, run_dir, args.out_dir)
             save_student(model.cpu(), args.out_dir, tokenizer, overwrite=args.overwrite, dtype=dtype)
     if args.as_json:
@@ -331,7 +332,7 @@ def _align_by_streaming(args: SimpleNamespace) -> None:
             progress=advance,
             notify=lambda line: err.print(line, markup=False, highlight=False, soft_wrap=True),
         )
-    if int(os.environ.get("RANK", "0")):
+    if not launch.is_first():
         return  # rank 0 prints the result
     if args.as_json:
         print_json(result if args.dry_run else result | {"out": str(args.out_dir)})
@@ -363,7 +364,7 @@ def _keep_tensorboard(trackers: set[str], out_dir: Path) -> None:
     if trackers.isdisjoint({"tensorboard", "all"}):
         return
     folder = os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(out_dir.absolute()) + ".tensorboard")
-    if not int(os.environ.get("RANK", "0")):
+    if launch.is_first():
         err.print(f"TensorBoard's files: {folder}", markup=False, highlight=False)
 
 

@@ -11,7 +11,6 @@ from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.from_attention.lattice import VALUE_SIZE
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.training.experiments.recall_teacher import grid, predictions, raised, students
 
 
@@ -25,7 +24,7 @@ def test_gla_with_twice_the_heads_starts_as_gla_and_has_the_state_of_gka(tiny):
     found = {}
     for name in ("gka", "gla", "gla-wide"):
         student = convert_model(tiny, name).float()
-        for layer in converted_layers(student):
+        for layer in student.config.memory_layers:
             students.START_DECAY[name](attention_module(student, layer), (64.0, 64.0))
         mixer = attention_module(student, 0)
         shapes = mixer.state_shapes(1)

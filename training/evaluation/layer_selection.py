@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from hf_memmix._transformers import execution_device
 from hf_memmix.conversion.families import attention_module
+from hf_memmix.conversion.limits import check_converted
 from hf_memmix.conversion.logits import logits_head
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.training.evaluation.probes.material import Sample
 from hf_memmix.training.evaluation.probes.score import score
 from hf_memmix_kernels._common import exact
@@ -64,7 +64,7 @@ def cost_of_swaps(
     """The loss by each set of swapped layers. All layers of a set are swapped at once.
 
     Args:
-        swaps: sets of the student's converted layers.
+        swaps: sets of the student's memory layers.
         blocks: [N, T] token ids for the divergence.
         samples: probes by task, of one length each, for the nll of their answers.
 
@@ -72,9 +72,10 @@ def cost_of_swaps(
     and loss in nats per token, and the mean nll of the answers by task.
     Raises ValueError if a set names a layer that the student has not converted.
     """
-    have = converted_layers(student)
+    check_converted(student)
+    have = student.config.memory_layers
     if bad := sorted({layer for layers in swaps for layer in layers} - set(have)):
-        raise ValueError(f"layers {bad} of the student are not converted; converted layers are {have}")
+        raise ValueError(f"layers {bad} of the student have no mixer; its memory layers are {have}")
     modes = teacher.training, student.training
     teacher.eval(), student.eval()
     try:
@@ -140,7 +141,7 @@ def _divergence(head, target: Tensor, hidden: Tensor) -> float:
 
 
 def rank_layers(teacher, student, blocks: Tensor, samples: dict[str, list[Sample]], *, weight=1.0, **options) -> dict:
-    """Score the student's converted layers one by one; options as in `cost_of_swaps`.
+    """Score the student's memory layers one by one; options as in `cost_of_swaps`.
 
     Returns:
         `{"teacher", "layers"}`, with rows `{"layer", "kl", "answers", "nll", "score", "rank"}` in the order of layers.
@@ -148,7 +149,7 @@ def rank_layers(teacher, student, blocks: Tensor, samples: dict[str, list[Sample
     """
     if not weight >= 0:
         raise ValueError(f"the weight of the answers is {weight}; it must be at least 0")
-    layers = converted_layers(student)
+    layers = student.config.memory_layers
     base, costs = cost_of_swaps(teacher, student, [[layer] for layer in layers], blocks, samples, **options)
     rows = []
     for layer, cost in zip(layers, costs, strict=True):

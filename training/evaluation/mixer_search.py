@@ -33,7 +33,6 @@ from hf_memmix.conversion.layer_cost import LayerCost, layer_cost, measured_kind
 from hf_memmix.conversion.mixer_files import load_mixers, mixer_file, read_metadata, write_mixers
 from hf_memmix.conversion.records import bytes_text
 from hf_memmix.conversion.saving import remove_folder
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.evaluation.layer_selection import rank_layers
@@ -133,7 +132,7 @@ def costs_of(teacher: nn.Module, students: dict[str, nn.Module], context: int, d
     """
     layers = range(teacher.config.num_hidden_layers)
     for kind, student in students.items():
-        if (have := converted_layers(student)) != list(layers):
+        if (have := student.config.memory_layers) != list(layers):
             left = layer_text([layer for layer in layers if layer not in have])
             raise ValueError(f"the student with {kind} has attention in layers {left}; convert all of its layers")
     models = {ATTENTION: teacher} | students

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from hf_memmix.conversion.families import attention_module, decoder_layers
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.teachers import lora_names
 
@@ -58,7 +57,7 @@ class Shapes:
     @classmethod
     def of(cls, teacher: nn.Module, student: nn.Module) -> "Shapes":
         """The shapes of a teacher and of the student that was made of it; both may be on the meta device."""
-        config, converted = student.config, converted_layers(student)
+        config, converted = student.config, student.config.memory_layers
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         groups = getattr(config, "num_key_value_heads", None) or heads

@@ -23,7 +23,7 @@ from hf_memmix.conversion.loading import check_weight_files, meta_teacher
 from hf_memmix.conversion.records import bytes_text
 from hf_memmix.conversion.saving import check_not_read, check_target, resolved
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
-from hf_memmix.conversion.teacher_forcing import check_same_shape, converted_layers
+from hf_memmix.conversion.teacher_forcing import check_same_shape
 from hf_memmix.hub import model_folder
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.recipe import Recipe
@@ -154,10 +154,9 @@ class _Run:
             self.device = training_arguments(recipe, folder).device
         dtype = None if self.device.type == "cuda" else torch.float32  # bf16 is slow on a CPU
         self.teacher = StreamedTeacher(teacher, self.device, dtype)
-        converted = converted_layers(self.student)
         check_same_shape(self.teacher.model, self.student)
         check_fit(self.student, self.teacher.model, data, recipe)
-        self.layers = recipe.layer_slice(converted, self.student.config.num_hidden_layers)
+        self.layers = recipe.layer_slice(self.student.config.memory_layers, self.student.config.num_hidden_layers)
         streamed = isinstance(data, StreamedBlocks)
         order = [] if streamed else order_of_rows(self.student, len(data), recipe, folder)
         self.rows = Rows(data, recipe, order)

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from datetime import timedelta
 import torch
 from accelerate.utils import parse_flag_from_env
 from torch.distributed import DistError, PrefixStore
+
+from hf_memmix import launch
 
 PATIENCE = timedelta(days=30)  # of the store: a rank waits as long as others work
 POLL = 0.2  # seconds between two looks at what another process does
@@ -36,9 +37,9 @@ class Ranks:
     @classmethod
     def of_launch(cls, say: Say = lambda line: None) -> "Ranks":
         """The processes that `accelerate launch` or `torchrun` has started. Each one takes its own GPU."""
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        if launch.processes() < 2:
             return cls()
-        _take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
+        _take_gpu(launch.local_rank())
         store, rank, count = _rendezvous()
         return cls(rank, count, PrefixStore(f"memmix-{next(_runs)}", store), say)
 

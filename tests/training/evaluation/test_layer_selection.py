@@ -108,7 +108,7 @@ def test_a_layer_that_answers_need_is_named_if_the_kl_hides_it():
 
 def test_mistakes(pair, blocks):
     teacher, student = pair
-    with pytest.raises(ValueError, match="are not converted"):
+    with pytest.raises(ValueError, match="have no mixer; its memory layers are"):
         cost_of_swaps(teacher, student, [[7]], blocks, {})
     with pytest.raises(ValueError, match="weight"):
         rank_layers(teacher, student, blocks, {}, weight=-1.0)

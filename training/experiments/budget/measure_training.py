@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArg
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.records import environment, write_json
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.training.experiments.documents.conversion_costs import DISTILLED, SHAPES
 from hf_memmix.training.groups import freeze_by_rate, optimizer_groups
 from hf_memmix.training.planning.memory import Settings, memory_of
@@ -117,7 +116,7 @@ def prepared(teacher: nn.Module, student: nn.Module, settings: Settings, cuda: b
         bf16=cuda,
     )
     if settings.stage == "align":  # only its mixers are moved to the GPU and trained in fp32
-        for layer in converted_layers(student):
+        for layer in student.config.memory_layers:
             attention_module(student, layer).float()
         pair = make_pair(student.train(), teacher, recipe)
         keep = {id(parameter) for parameter in pair.parameters()}

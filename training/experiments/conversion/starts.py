@@ -35,7 +35,6 @@ from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.from_attention.coffee import start_states
 from hf_memmix.conversion.from_attention.gka import start_decay
 from hf_memmix.conversion.from_attention.lattice import scale_values
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.experiments.bundled.versions import bundled_teacher
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
@@ -175,7 +174,7 @@ def build(teacher: nn.Module, mixer: str, start: Start, seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             scratch = dict(AutoModelForCausalLM.from_config(student.config).named_parameters())
-    for layer in converted_layers(student):
+    for layer in student.config.memory_layers:
         module = attention_module(student, layer)
         for change in start.changes:
             change(module)

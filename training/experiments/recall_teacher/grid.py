@@ -28,7 +28,6 @@ from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.layer_cost import LayerCost
 from hf_memmix.conversion.mixer_files import load_aligned, mixer_file, write_mixers
 from hf_memmix.conversion.records import write_json
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.serving.footprint import Footprint, state_bytes
 from hf_memmix.swap import memory_mixers
@@ -127,7 +126,7 @@ def align(row: dict, args) -> dict:
     name, options, half_lives = LAYOUTS[row["layout"]]
     student = convert_model(teacher, name, seed=row["seed"], mixers={name: options})
     if half_lives is not None:
-        for layer in converted_layers(student):
+        for layer in student.config.memory_layers:
             START_DECAY[name](attention_module(student, layer), half_lives)
     began = time.time()
     result = trained(student, teacher, "align", row["seed"], args)

@@ -27,7 +27,6 @@ from torch import Tensor
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module, attention_prefix
 from hf_memmix.conversion.records import environment, write_json
-from hf_memmix.conversion.teacher_forcing import converted_layers
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.serving.footprint import Footprint
 from hf_memmix.training.drills import DrillMaterial
@@ -159,7 +158,7 @@ def train(args: SimpleNamespace) -> tuple:
     teacher = teacher_of(args.teacher)
     name, options, half_lives = RAISED_LAYOUTS[args.layout]
     student = convert_model(teacher, name, seed=args.seed, mixers={name: options}).float().to(device())
-    layers = converted_layers(student)
+    layers = student.config.memory_layers
     if half_lives is not None:
         for layer in layers:
             START_DECAY[name](attention_module(student, layer), half_lives)

@@ -311,11 +311,18 @@ def tensor_parallel_mesh(model: nn.Module):
     return mesh["tp"] if mesh.ndim > 1 else mesh
 
 
-def drop_unmatched_rules(model: nn.Module):
-    """Take the rules that name nothing in a model out of its tensor-parallel plan; the library warns about each."""
+def drop_unmatched_rules(model: nn.Module, inside: set[str] | None = None):
+    """Take the rules that name nothing in a model out of its tensor-parallel plan; the library warns about each.
+
+    inside: only rules for what is inside modules of these names, because a quantiser may still make the others' names.
+    """
     names = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
     names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
-    model._tp_plan = {rule: style for rule, style in (model._tp_plan or {}).items() if rule in names}
+    model._tp_plan = {
+        rule: style
+        for rule, style in (model._tp_plan or {}).items()
+        if rule in names or (inside is not None and inside.isdisjoint(rule.split(".")))
+    }
 
 
 def name_in_plan(model: nn.Module, paths):

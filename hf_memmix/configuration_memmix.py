@@ -328,8 +328,11 @@ def check_sizes(config: PreTrainedConfig):
             raise ValueError(f"{name}={value!r} must be an integer from 1 to {largest}")
     for name in _EPSILONS:
         value = getattr(config, name, None)
-        if value is not None and (not isinstance(value, (int, float)) or not 1e-12 <= value <= 0.1):
-            raise ValueError(f"{name}={value!r} must be 1e-12 to 0.1: smaller ones vanish in float32")
+        if value is not None and (not isinstance(value, (int, float)) or not 1e-12 <= value <= 1):
+            raise ValueError(
+                f"{name}={value!r} must be 1e-12 to 1: smaller ones vanish in float32, and larger ones outweigh the"
+                " inputs of a norm"
+            )
     for name in _ACTIVATIONS:
         value = getattr(config, name, None)
         if isinstance(value, str) and value not in ACT2FN:

@@ -2,7 +2,7 @@
 
 from transformers import AutoModel, PreTrainedConfig
 
-from ._transformers import ConstructionHooks, keep_in_fp32, model_class_of
+from ._transformers import ConstructionHooks, drop_unmatched_rules, keep_in_fp32, model_class_of
 from .fused_layers import fuse_layers
 from .mixers import FeedForward, MemoryMixer
 from .quantization import leave_steering_alone
@@ -75,6 +75,12 @@ class MemMixPreTrained(TensorParallelModel, ConstructionHooks):
         keep_in_fp32(self, fp32_patterns(self))
         self.training_lengths = training_lengths(self)
         self.post_init()
+
+    def post_init(self):
+        """As in transformers; the tensor-parallel plan loses the rules for projections that a mixer does not have."""
+        super().post_init()
+        ours = [path for path, module in self.named_modules() if isinstance(module, self.own_modules)]
+        drop_unmatched_rules(self, inside={path.rpartition(".")[2] for path in ours})
 
     def set_mixer_options(self, mixer: str | None = None, /, **options):
         """Change options in the layers and the configuration together, so that what is saved is what runs.

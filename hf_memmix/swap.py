@@ -118,9 +118,10 @@ def fp32_patterns(base: nn.Module) -> set[str]:
     """Regular expressions for `keep_in_fp32` that match the mixers' own parameters and no others.
 
     transformers searches for them anywhere in a parameter's name, with or without the base model's prefix, and reads
-    "*" as ".*": a bare name such as COFFEE's "w" would match every weight.
+    "*" as ".*": a bare name such as COFFEE's "w" would match every weight. Its own tests put "(?:^|\\.)" before and
+    "(?:\\.|$)" after each pattern, and these match there too: what anchors the name takes up no character.
     """
-    return {rf"(?:^|\.){re.escape(name)}$" for name in _fp32_names(base)}
+    return {rf"(?<![^.]){re.escape(name)}$" for name in _fp32_names(base)}
 
 
 def _fp32_names(model: nn.Module) -> list[str]:

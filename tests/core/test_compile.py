@@ -51,6 +51,34 @@ def test_static_decode_is_one_graph(family, layout, mixer):
     assert len(graphs) == 1
 
 
+class Logits(torch.nn.Module):
+    """A model as torch.export takes it: tokens in, logits out."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_export_with_a_dynamic_length(mixer):
+    """One exported program reads every number of rows and tokens, and has the gradients of the model."""
+    model = Logits(small("llama", "mixed", mixer=mixer))
+    dynamic = {"ids": {0: torch.export.Dim("rows", max=64), 1: torch.export.Dim("tokens", max=4096)}}
+    program = torch.export.export(model, (random_ids(2, 70),), dynamic_shapes=dynamic, strict=False).module()
+    for rows, tokens in ((2, 2), (3, 63), (2, 64), (5, 65), (2, 200)):
+        ids = random_ids(rows, tokens)
+        assert_same(program(ids), model(ids))
+    below_the_mixer = "model.model.layers.0.mlp.up_proj.weight"
+    gradients = [
+        torch.autograd.grad(one(random_ids(2, 70)).square().sum(), one.get_parameter(below_the_mixer))[0]
+        for one in (program, model)
+    ]
+    assert_same(*gradients)
+
+
 def skipped_types(node) -> list[type]:
     """The types of the modules below a node of a program's checks that are skipped if nothing was assigned to them."""
     if isinstance(node, guards.DictGuardManager):

@@ -44,6 +44,16 @@ def all_plain(args: tuple) -> bool:
     return True
 
 
+def saves_for_backward(*tensors: Tensor | None) -> bool:
+    """Whether forward keeps checkpoints, which spare a second forward in backward.
+
+    An exported program keeps none: the shape of a buffer with one part per so many tokens would fix the lengths that
+    it can read.
+    """
+    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return needed and not torch.compiler.is_exporting()
+
+
 def or_zeros(gradient: Tensor | None, like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """The gradient of an output. If it is None, because the output was not used: zeros like `like` (of `shape`).
 

@@ -10,7 +10,7 @@ from .._chunks import checkpoint_slots
 from .._common import check_cu_seqlens, compute_dtype, dense, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
-from .._registration import chunk_op, or_zeros, step_op
+from .._registration import chunk_op, or_zeros, saves_for_backward, step_op
 from .native_path import FEEDBACKS, coffee_bwd_native, coffee_fwd_native, coffee_step_native
 from .sizes import CHECKPOINT, coffee_method, padded_states
 from .torch_path import chunk_length, coffee_bwd_torch, coffee_fwd_torch, coffee_step_torch
@@ -289,7 +289,7 @@ def chunk_coffee(
     if method == "auto":
         method = coffee_method(*u.shape, lam.shape[1], cuda=u.is_cuda) if cu_seqlens is None else "scan"
     inputs = (u, lam, w, C, w_filter, gate)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, initial_state))
+    save = saves_for_backward(*inputs, initial_state)
     y, final, _ = _fwd(*inputs, initial_state.to(dtype), dense(cu_seqlens), feedback, save, method)
     return y, final
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from .._common import check_cu_seqlens, compute_dtype, dense, exact, num_sequences
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
-from .._registration import chunk_op, or_zeros, step_op
+from .._registration import chunk_op, or_zeros, saves_for_backward, step_op
 from .naive import BASELINES, VARIANTS
 from .native_path import lattice_bwd_native, lattice_fwd_native, lattice_step_native, runs_native
 from .sizes import CHECKPOINT, MAX_DIM, dual_sizes, kept_sizes, runs_dual
@@ -280,9 +280,7 @@ def chunk_lattice(
             state = state / torch.linalg.vector_norm(state, dim=-2, keepdim=True)
     if project and log_decay is not None:
         gamma, log_decay = _fold(gamma, log_decay)
-    save = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, gamma, log_decay, state)
-    )
+    save = saves_for_backward(q, k, v, gamma, log_decay, state)
     o, final, _ = _fwd(q, k, v, gamma, log_decay, state, dense(cu_seqlens), variant, project, float(l1), save)
     return o, final
 

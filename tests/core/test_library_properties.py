@@ -1,7 +1,7 @@
 """Properties that transformers' own tests of models ask for, which once failed on ours.
 
-They are in the source archive of transformers and not in its package. `ModelTesterMixin` of 5.23 passes on all families
-that are trained from scratch and on Llama and Qwen3 with GKA. These differences are meant:
+They are in the source archive of transformers, not in its package. `ModelTesterMixin` of 5.23 passes on every family
+that is trained from scratch and on Llama and Qwen3 with GKA. These differences are meant:
 
 - its tests of rotary scaling want other outputs with other `rope_parameters`; a model without rotary embeddings, such
   as COFFEE in all layers, has none to scale;

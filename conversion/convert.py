@@ -23,10 +23,10 @@ from hf_memmix.conversion.fresh import new_student
 from hf_memmix.conversion.from_attention import start_of
 from hf_memmix.conversion.initialise import initialise_mixer
 from hf_memmix.conversion.layer_choice import layers_to_keep
+from hf_memmix.conversion.layer_plan import take_mixers
 from hf_memmix.conversion.loading import check_finite_weights, check_ties, load_model, load_tokenizer
 from hf_memmix.conversion.mixer_layout import Layers, mixer_types_of
 from hf_memmix.conversion.model_files import check_model_folder
-from hf_memmix.conversion.plan import take_mixers
 from hf_memmix.conversion.saving import SHARD_SIZE, atomic_folder, check_not_read, check_target, explain_write_errors
 from hf_memmix.conversion.streaming import ConversionStream, NotStreamable, TrainedMixers
 from hf_memmix.hub import model_folder

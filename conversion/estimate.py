@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_memmix.conversion.convert import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.loading import meta_teacher
-from hf_memmix.conversion.streaming.cost import streaming_cost
+from hf_memmix.conversion.streaming.conversion_cost import streaming_cost
 from hf_memmix.serving.footprint import layer_kv_bytes, state_bytes
 from hf_memmix.swap import memory_mixers
 

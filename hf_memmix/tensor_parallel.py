@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ._transformers import DistributionHooks, drop_unmatched_rules, name_in_plan, tensor_parallel_size
 from .backbones import backbone_of
 from .mixers import ATTENTION, FeedForward, MemoryMixer
-from .mixers.tensor_parallel import Cut, divide
+from .mixers.tp_plan import Cut, divide
 
 if dist.is_available():  # it is not in every build of torch
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor

@@ -71,10 +71,10 @@ def convert(
     from hf_memmix.conversion.convert import convert_to_folder
     from hf_memmix.conversion.estimate import CONTEXTS, estimate, meta_teacher
     from hf_memmix.conversion.families import family_of
+    from hf_memmix.conversion.layer_plan import plan_arguments, read_plan, trained_folder
     from hf_memmix.conversion.loading import read_config
     from hf_memmix.conversion.mixer_files import load_aligned
     from hf_memmix.conversion.mixer_layout import mixer_types_of
-    from hf_memmix.conversion.plan import plan_arguments, read_plan, trained_folder
     from hf_memmix.conversion.saving import check_not_read, check_target, existing_folder
 
     if out_dir is None and not dry_run:

@@ -42,9 +42,9 @@ def plan(
     from hf_memmix.conversion import convert_model
     from hf_memmix.conversion.estimate import meta_teacher
     from hf_memmix.conversion.limits import check_length, limit_of
-    from hf_memmix.conversion.streaming.cost import streaming_cost
-    from hf_memmix.training.planning.plan import measured_beside, plan_stages
+    from hf_memmix.conversion.streaming.conversion_cost import streaming_cost
     from hf_memmix.training.planning.speed import measured
+    from hf_memmix.training.planning.stage_settings import measured_beside, plan_stages
 
     budget, count = _gpu_memory(gpu_memory), _tokens(tokens)
     start = time.perf_counter()
@@ -74,7 +74,7 @@ def plan(
 def _gpu_memory(text: str) -> int:
     """The bytes of a text such as "24GiB". Raises ValueError if no GPU computes anything with so few."""
     from hf_memmix.conversion.records import bytes_of, bytes_text
-    from hf_memmix.training.planning.plan import CONTEXT
+    from hf_memmix.training.planning.stage_settings import CONTEXT
 
     count = bytes_of(text, "--gpu-memory")
     if count <= CONTEXT:

@@ -146,8 +146,8 @@ def _select_layers(teacher, out_file: Path, given: Path | None, mixer, chosen, m
     given: an aligned student, None for a new conversion. place: --device and --device-map.
     """
     from hf_memmix.conversion import LayerChoice, layers_to_keep
+    from hf_memmix.conversion.layer_plan import write_plan
     from hf_memmix.conversion.limits import check_length, check_vocabularies
-    from hf_memmix.conversion.plan import write_plan
     from hf_memmix.training.evaluation.layer_selection import (
         choose,
         count_of,
@@ -244,9 +244,9 @@ def _select_mixers(teacher, out_file: Path, given, mixers, budget, training, mea
     from hf_memmix.conversion.compare_in_turn import place_mixers
     from hf_memmix.conversion.estimate import meta_teacher
     from hf_memmix.conversion.hashes import teacher_hash
+    from hf_memmix.conversion.layer_plan import write_plan
     from hf_memmix.conversion.limits import check_length
     from hf_memmix.conversion.loading import read_config
-    from hf_memmix.conversion.plan import write_plan
     from hf_memmix.training.data import TokenBlocks
     from hf_memmix.training.evaluation.mixer_plan import mixture_plan, plot_mixture
     from hf_memmix.training.evaluation.mixer_search import check_budget, costs_of, measure_candidates

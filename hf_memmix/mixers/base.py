@@ -26,7 +26,7 @@ from .options import MixerOptions
 from .pages import read_pages, start_anew, write_pages
 from .ranks import Pieces, current_group, scan_at_once, scan_in_turn
 from .rounding import WarnsOfRounding
-from .tensor_parallel import TensorParallelPlan
+from .tp_plan import TensorParallelPlan
 from .weight_decay import SparedFromDecay
 
 ATTENTION = "attention"

@@ -24,7 +24,7 @@ from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
 from .layers import ACTIVATIONS, RMSNorm, ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
-from .tensor_parallel import plan_of, share
+from .tp_plan import plan_of, share
 
 MAX_FEATURES = 2**20
 TIME_SCALES = (1.0, 1000.0)  # tokens after which 1 / e of a state is left, before training, when its gate is one half

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from .tensor_parallel import TensorParallelPlan
+from .tp_plan import TensorParallelPlan
 
 
 class FeedForward(nn.Module):

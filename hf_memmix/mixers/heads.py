@@ -17,7 +17,7 @@ from hf_memmix_kernels.short_conv import Convolution, prompt_heads, runs_prompt_
 from ..backbones import layer_rotates
 from .base import AttentionShape, MemoryMixer
 from .layers import RMSNorm, ShortConvolution, has_hooks, one_angle_per_pair
-from .tensor_parallel import heads_plan
+from .tp_plan import heads_plan
 
 UNIT_EPS = 1e-6  # added to the norm of q and k, as in the GKA release
 

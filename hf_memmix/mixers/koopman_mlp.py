@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .feed_forward import FeedForward
-from .tensor_parallel import Cut, Part, TensorParallelPlan
+from .tp_plan import Cut, Part, TensorParallelPlan
 from .weight_decay import SparedFromDecay
 
 

@@ -27,7 +27,7 @@ from .base import MemoryMixer, register_mixer
 from .layers import ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
 from .ranks import decayed_sum
-from .tensor_parallel import Cut, Part, plan_of, share
+from .tp_plan import Cut, Part, plan_of, share
 
 TIME_STEPS = (1e-3, 0.1)  # dt at the start, log-uniform
 # a layer multiplies five features and squares the product; within these limits float32 does not overflow

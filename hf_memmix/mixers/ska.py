@@ -24,7 +24,7 @@ from hf_memmix_kernels.ska.operator import Operator
 from .base import AttentionShape, MemoryMixer, register_mixer
 from .layers import at_least_fp32, init_layers
 from .options import MixerOptions, between, mixer_options, one_of
-from .tensor_parallel import heads_plan
+from .tp_plan import heads_plan
 
 MAX_POWER = 8
 MAX_CHUNK = 2**20  # tokens; a limit is needed because the operator is used only after its chunk has ended

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from hf_memmix.conversion import LayerChoice, layers_to_keep
-from hf_memmix.conversion.plan import read_plan
+from hf_memmix.conversion.layer_plan import read_plan
 from hf_memmix.training.recipe import Recipe
 
 

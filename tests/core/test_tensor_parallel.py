@@ -15,7 +15,7 @@ from hf_memmix import RecurrentStateCache, memmix_config
 from hf_memmix.conversion import save_student
 from hf_memmix.mixers import MIXERS as REGISTERED
 from hf_memmix.mixers import KoopmanMLP, MemoryMixer
-from hf_memmix.mixers.tensor_parallel import Cut, Part, TensorParallelPlan, divide
+from hf_memmix.mixers.tp_plan import Cut, Part, TensorParallelPlan, divide
 from hf_memmix.tensor_parallel import check_attention, check_distributed_checkpoint, check_mesh
 from tensor_parallel_run import ADAPTER, load, measure
 from testing import MIXERS, backbone_config, build, difference, family_fields, mixer_types, random_ids, tiny_model

@@ -24,8 +24,8 @@ from hf_memmix.training.groups import freeze_by_rate
 from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, top_k_of
 from hf_memmix.training.planning import speed
 from hf_memmix.training.planning.memory import KEPT, LOGIT_BYTES, TOP_K_BYTES, Settings, layer_bytes, memory_of
-from hf_memmix.training.planning.plan import STAGES, measured_beside, need_of, plan_stages
 from hf_memmix.training.planning.shapes import Shapes
+from hf_memmix.training.planning.stage_settings import STAGES, measured_beside, need_of, plan_stages
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.train import in_training_dtype, make_pair
 from testing import FAMILIES

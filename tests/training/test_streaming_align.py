@@ -21,7 +21,7 @@ from hf_memmix.conversion.families import FAMILIES, decoder_layers
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.recipe import load_recipe
 from hf_memmix.training.streaming import align_by_streaming, ranks
-from hf_memmix.training.streaming.ranks import Ranks
+from hf_memmix.training.streaming.processes import Ranks
 from hf_memmix.training.streaming.spool import Spool
 from hf_memmix.training.streaming.teacher import StreamedTeacher
 from hf_memmix.training.streaming.walk import Walk

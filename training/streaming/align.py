@@ -29,11 +29,11 @@ from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.recipe import Recipe
 from hf_memmix.training.run_identity import config_of, deciding_fields, differences
 from hf_memmix.training.run_lock import remove_empty, run_folder, run_lock
-from hf_memmix.training.streaming.cost import streaming_cost
+from hf_memmix.training.streaming.align_cost import streaming_cost
 from hf_memmix.training.streaming.layer_training import one_process, order_of_rows, take_mixer, train_mixer
 from hf_memmix.training.streaming.output import TrainedLayers, write_student
 from hf_memmix.training.streaming.planned import START_AGAIN, planned_student
-from hf_memmix.training.streaming.ranks import Ranks
+from hf_memmix.training.streaming.processes import Ranks
 from hf_memmix.training.streaming.rows import Rows
 from hf_memmix.training.streaming.spool import RECORD, HiddenStates, Spool
 from hf_memmix.training.streaming.teacher import StreamedTeacher

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from hf_memmix.conversion.convert import convert_model, convert_to_folder
 from hf_memmix.conversion.hashes import check_files, file_hash, hash_files, read_sealed, write_sealed
+from hf_memmix.conversion.layer_plan import plan_arguments, read_plan, trained_folder
 from hf_memmix.conversion.loading import read_config
 from hf_memmix.conversion.mixer_files import load_aligned
-from hf_memmix.conversion.plan import plan_arguments, read_plan, trained_folder
 from hf_memmix.conversion.saving import remove_folder
 
 NAME, RECORD = "start", "start.json"

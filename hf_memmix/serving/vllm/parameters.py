@@ -18,7 +18,7 @@ from vllm.model_executor.models.transformers.utils import replace_linear_class
 from vllm.model_executor.utils import set_weight_attrs
 
 from ...mixers import FeedForward, MemoryMixer
-from ...mixers.tensor_parallel import Cut, divide
+from ...mixers.tp_plan import Cut, divide
 
 
 def replace_parameters(module: MemoryMixer | FeedForward, prefix: str, dtype: torch.dtype, device):

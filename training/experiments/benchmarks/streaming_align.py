@@ -45,7 +45,7 @@ def measure(args) -> dict:
     from hf_memmix.conversion import convert_model
     from hf_memmix.conversion.benchmarks.streaming import SHAPES, make_teacher
     from hf_memmix.conversion.records import environment
-    from hf_memmix.conversion.streaming.cost import peak_memory, reset_peak
+    from hf_memmix.conversion.streaming.conversion_cost import peak_memory, reset_peak
     from hf_memmix.training.data import TokenBlocks
     from hf_memmix.training.recipe import load_recipe
     from hf_memmix.training.streaming import align_by_streaming

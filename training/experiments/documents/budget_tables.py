@@ -8,8 +8,8 @@ from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.experiments.documents.conversion_costs import SHAPES
 from hf_memmix.training.experiments.measurements import read
-from hf_memmix.training.planning.plan import Stage, plan_stages
 from hf_memmix.training.planning.speed import measured
+from hf_memmix.training.planning.stage_settings import Stage, plan_stages
 
 BUDGET, TOKENS = 24 * 2**30, 50_000_000
 WAITING = 2 / 3  # of a step: if the kernels take less, the GPU waits for the host

@@ -48,8 +48,7 @@ class GKAOptions(MixerOptions):
 
     Args:
         solver_phases: Chebyshev iterations of each phase of iterative refinement. [30] is the paper's solver: one
-            phase of 30 iterations. The default is faster and, in bf16, more accurate:
-            kernels/benchmarks/results/gka_accuracy_h200.json. May be changed at inference.
+            phase of 30 iterations. The default is faster and, in bf16, more accurate. May be changed at inference.
         ridge: a in lambda = a |H|.
         sketch_dim: s, at most the head size D: the ridge regression is solved in s dimensions, to which a learned
             matrix S [D, s] per key/value head projects q and k (Appendix H of the paper), and the states are

@@ -1,5 +1,4 @@
-"""Rows of `benchmark.py` for Lattice: every variant, and the recurrence of the variants that `chunk_lattice` computes
-in their dual form.
+"""Rows of `benchmark.py` for Lattice: every variant.
 
 D of a row is both the number of slots and the size of a slot.
 """
@@ -37,17 +36,4 @@ def lattice(variant: str) -> dict:
     }
 
 
-def recurrent(variant: str) -> dict:
-    return {
-        "op": "lattice_recurrent",
-        "draw": draw,
-        "forward": lambda x: K.fused_recurrent_lattice(**x, variant=variant),
-        "fields": {"variant": variant},
-        "chunk_shapes": SHAPES,
-    }
-
-
-BENCHES = [
-    *(lattice(variant) for variant in ("dec", "enc", "sim")),
-    *(recurrent(variant) for variant in ("enc", "sim")),
-]
+BENCHES = [lattice(variant) for variant in ("dec", "enc", "sim")]

@@ -1,4 +1,4 @@
-"""Rows of `benchmark.py`: SKA by its kernels and by batched torch.linalg, Mamba-2's SSD by our `gla` and by FLA, and
+"""Rows of `benchmark.py`: SKA, Mamba-2's SSD by our `gla` and by FLA, and
 FLA's Gated DeltaNet.
 
 D of a row is the size P of a value; the Koopman rank r is a field of its own. The rows of FLA need FLA to be
@@ -10,7 +10,6 @@ import importlib.util
 
 import torch
 import torch.nn.functional as F
-from ska_linalg import linalg_ska
 from torch import Tensor
 
 import hf_memmix_kernels as K
@@ -48,16 +47,6 @@ def ska(rank: int) -> dict:
         "fields": {"rank": rank, "chunk_size": CHUNK_SIZE},
         "chunk_shapes": SHAPES,
         "decode_shapes": DECODE,
-    }
-
-
-def linalg(rank: int) -> dict:
-    return {
-        "op": "ska_linalg",
-        "draw": draw(rank),
-        "forward": lambda x: linalg_ska(**x, chunk_size=CHUNK_SIZE),
-        "fields": {"rank": rank, "chunk_size": CHUNK_SIZE},
-        "chunk_shapes": SHAPES,
     }
 
 
@@ -124,7 +113,6 @@ def fla_gdn(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 BENCHES = [
     *(ska(rank) for rank in (24, 32, 64)),
-    *(linalg(rank) for rank in (24, 32, 64)),
     {**SSD, "forward": lambda x: K.chunk_gla(**x), "fields": {"by": "gla"}},
 ]
 if importlib.util.find_spec("fla"):

@@ -1,7 +1,7 @@
 """Finds wgmma descriptors that a kernel's SASS builds from the wrong uniform registers.
 
 ptxas 12.8, which Triton 3.6 includes, sometimes reads a descriptor, or the base to which it adds an offset, from a
-register that was never written or that still holds another value (kernels/README.md, "Compiler traps"). The check
+register that was never written or that still holds another value (kernels/README.md, "Traps"). The check
 follows every path from the kernel's entry and records three facts per register that hold on all paths: it was written;
 it holds the low word of a descriptor (a shared-memory address cut to 14 bits, plus offsets); it holds a high word,
 made of constants. Register names and widths are those of sm_90.

@@ -11,6 +11,7 @@ from torch import Tensor
 import hf_memmix_kernels as K
 from hf_memmix_kernels.coffee import op as coffee_op
 from hf_memmix_kernels.coffee.naive_deer import naive_deer_coffee
+from hf_memmix_kernels.coffee.sizes import SHOOTING_TOKENS, shooting_chunk
 
 
 def draw(B: int, T: int, D: int, n: int, *, dtype=torch.float32, feedback="sigmoid", gate=0, filtered=False) -> dict:
@@ -191,6 +192,13 @@ def test_dispatch_rule():
     assert K.coffee_method(1, 2**16 - 1, 16, 8) == "scan"
     assert K.coffee_method(4, 65536, 16, 8) == "scan"
     assert K.coffee_method(1, 2**18, 16, 8, cuda=False) == "scan"
+
+
+@pytest.mark.parametrize("tokens", [SHOOTING_TOKENS * k for k in (1, 2, 3, 4, 16, 64)])
+def test_shooting_that_fails_has_computed_few_tokens(tokens):
+    """Convergence depends on the data, but the largest cost of a failed attempt does not: 0.3 of the scan's tokens."""
+    shooting = pytest.importorskip("hf_memmix_kernels.coffee.launch_shooting")
+    assert (shooting.MAX_ITERATIONS + 1) * shooting_chunk(tokens) <= 0.3 * tokens
 
 
 def test_bad_values_are_named():

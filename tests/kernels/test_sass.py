@@ -1,4 +1,4 @@
-"""Compiled for an H200, no kernel reads a descriptor from the wrong register (kernels/README.md, "Compiler traps").
+"""Compiled for an H200, no kernel reads a descriptor from the wrong register (kernels/README.md, "Traps").
 
 By default one kernel is compiled. `-m slow` compiles every op, dtype and size, each case in its own process; `-n 8`
 runs 8 of them at the same time.

@@ -14,7 +14,6 @@ MODELS = [
     ("decode, B = 32", ("decode", 32, 1024), "ms", 1.0, 3.0),
     ("decode, B = 128", ("decode", 128, 1024), "ms", 1.0, 4.5),
     ("prefill of 2k", ("prefill", 1, 2048), "ms", 1.1, 13.0),
-    ("prefill of 2k, in turns", ("prefill", 1, 2048, "turns"), "ms", 1.1, 13.0),
     ("prefill of 2k, CUDA graph", ("prefill", 1, 2048, "graph"), "ms", 1.1, 13.0),
     ("prefill of 2k, compiled", ("prefill", 1, 2048, "compiled"), "ms", 1.1, 13.0),
     ("prefill of 32k", ("prefill", 1, 32768), "ms", 0.8, 180.0),
@@ -45,15 +44,11 @@ CPU = [
     ("prefill", "a prompt of 2k", 1.5),
     ("train", "a training step of 2k", 1.5),
 ]
-ACCURACY = {"dk": 0.03, "dg": 0.05}
 
 
 def model_goals_table(root: Path) -> str:
     """Goals of whole models on a GPU, beside attention of the same shape."""
     found = {_case(row): row for row in read("models", root)}
-    for row in read("host_time", root):
-        if not row["compiled"] and "variant" not in row and row["tapes"] == (row["mixer"] != "attention"):
-            found[row["phase"], row["B"], row["T"], "turns", row["mixer"]] = row
     lines = []
     for title, case, column, factor, own in MODELS:
         more = column == "tokens_s"  # more is better
@@ -70,7 +65,7 @@ def model_goals_table(root: Path) -> str:
         goals = [f"{sign} {factor:g} x {_shown(attention, column)}", f"{sign} {_shown(limit, column)}"]
         lines.append([title, goals[0], *cells, goals[1] + ("" if kept else " missed")])
     head = ["", "goal", *(f"`{mixer}`" for mixer in MIXERS), "goal of `gka`"]
-    note = f"ms, where the row names no other unit. {_file('models')} The row in turns: {_file('host_time')}"
+    note = f"ms, where the row names no other unit. {_file('models')}"
     return f"{aligned_table(head, lines)}\n\n{note}"
 
 
@@ -143,15 +138,6 @@ def cpu_goals_table(root: Path) -> str:
             lines.append([f"{name}, {shape} model, {threads} thread{'s' * (threads > 1)}", f"<= {goal:g}", *cells])
     table = aligned_table(["of attention's time", "goal", *(f"`{mixer}`" for mixer in MIXERS)], lines)
     return table + f"\n\nNative code, processor time. {_file('cpu')}"
-
-
-def accuracy_goals_table(root: Path) -> str:
-    """Errors of GKA's gradients with the decays of a fresh layer, relative to float64, and their goals."""
-    row = next(row for row in read("gka_accuracy", root)["rows"] if row["schedule"] == SCHEDULE)
-    lines = [
-        [f"`{name}`", f"{100 * goal:g} %", f"{100 * row[name + '_fast']:.1f} %"] for name, goal in ACCURACY.items()
-    ]
-    return aligned_table(["gradient of GKA", "goal: at most", "error"], lines) + f"\n\n{_file('gka_accuracy')}"
 
 
 def _file(name: str) -> str:

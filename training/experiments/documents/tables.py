@@ -13,7 +13,6 @@ from hf_memmix.training.experiments.documents import conversion_costs as costs
 from hf_memmix.training.experiments.documents import front_tables as front
 from hf_memmix.training.experiments.documents import goal_tables as goals
 from hf_memmix.training.experiments.documents import kernel_tables as kernels
-from hf_memmix.training.experiments.documents import limit_tables as limits
 from hf_memmix.training.experiments.documents import one_gpu_tables as one_gpu
 from hf_memmix.training.experiments.documents import serving_tables as serving
 from hf_memmix.training.experiments.documents.budget_tables import one_gpu_distil_table, plan_checked_table
@@ -31,7 +30,6 @@ from hf_memmix.training.experiments.documents.long_tables import (
     long_training_table,
 )
 from hf_memmix.training.experiments.documents.quantized_tables import quantized_table, small_states_table
-from hf_memmix.training.experiments.documents.triton_tables import triton_traps_table, triton_versions_table
 from hf_memmix.training.experiments.measurements import CARDS, MEASUREMENTS, RECALL_RUNS, read
 
 aligned_table = partial(markdown_table, figures=True)
@@ -330,25 +328,12 @@ TABLES = {
     "speed_limits": choice.speed_limits,
     "kernels": kernels.kernel_table,
     "generate": kernels.generate_table,
-    "models": kernels.models_table,
-    "cpu": kernels.cpu_table,
-    "decode_profile": limits.decode_profile_table,
-    "decode_turns": limits.decode_turns_table,
-    "graph_time": limits.graph_time_table,
-    "host_time": limits.host_time_table,
-    "op_counters": limits.op_counters_table,
     "model_goals": goals.model_goals_table,
     "op_goals": goals.op_goals_table,
     "cpu_goals": goals.cpu_goals_table,
-    "accuracy_goals": goals.accuracy_goals_table,
     "gpu_generations": gpu_table,
     "op": kernels.op_table,
     "gka_sketch": gka_sketch_table,
-    "coffee_grid": kernels.coffee_grid_table,
-    "coffee_draws": kernels.coffee_draws_table,
-    "lattice_profile": kernels.lattice_profile_table,
-    "lattice_targets": kernels.lattice_targets_table,
-    "lattice_counters": kernels.lattice_counters_table,
     "bundled_recall": bundled_recall_table,
     "bundled_candidates": bundled_candidates_table,
     "bundled_runs": bundled_runs_table,
@@ -383,8 +368,6 @@ TABLES = {
     "long_training": long_training_table,
     "context_parallel": context_parallel_table,
     "context_checks": context_checks_table,
-    "triton_versions": triton_versions_table,
-    "triton_traps": triton_traps_table,
     "one_gpu": one_gpu.one_gpu_table,
     "serving_families": serving.families_table,
     "serving_costs": serving.costs_table,

@@ -145,7 +145,7 @@ def gla_bwd_triton(
     dstates, dinitial = launch.state_gradients(do, dfinal, scale)
     inputs = launch.q, launch.k, launch.v, launch.G, launch.beta
     shared = launch.shared
-    # at least 64 columns: ptxas 12.8 takes descriptors of narrower tiles from the wrong registers ("Compiler traps")
+    # at least 64 columns: ptxas 12.8 takes descriptors of narrower tiles from the wrong registers ("Traps")
     tiles = _tiles(q, chunk_size, max(launch.K, 64), launch.V, 64, 64, 2)
     blocks = cdiv(launch.K, tiles["BK"])
     # where heads share q and k, several programs add up the gradients of their heads

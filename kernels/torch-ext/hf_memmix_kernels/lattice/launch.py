@@ -137,7 +137,7 @@ def _read_bwd(do, dfinal, q, k, v, gamma, kept, h, p, cu_seqlens):
     )
     shared = {"H": H, **sizes, "CHECKPOINT": CHECKPOINT}
     window = {name: x for name, x in shared.items() if name not in ("D1", "D2")} | {"BD": BD, "num_warps": 4}
-    # rows of 128 bytes at least (kernels/README.md, "Compiler traps")
+    # rows of 128 bytes at least (kernels/README.md, "Traps")
     by_division = {**window, "MB": 64, "WIDE": max(64, BD), "PRECISION": window_precision(v)}
     by_levels = {
         **window, "MB": 32, "WIDE": max(32, BD), "LEVELS": CHECKPOINT.bit_length() - 1,

@@ -61,7 +61,7 @@ class _Launch:
         self.by_token = {
             **shared, "MB": MB, "D1": cdiv(D, D2), "D2": D2, "CHUNK": CHUNK_BACK, "num_warps": 1,
         }  # fmt: skip
-        # rows of 128 bytes at least (kernels/README.md, "Compiler traps")
+        # rows of 128 bytes at least (kernels/README.md, "Traps")
         self.write = {
             **shared, "MB": 64, "BD": max(64, padded(D)), "PRECISION": window_precision(v), "num_warps": WARPS,
         }  # fmt: skip

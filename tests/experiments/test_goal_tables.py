@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from hf_memmix.training.experiments.documents import goal_tables, measurements
+from hf_memmix.training.experiments import measurements
+from hf_memmix.training.experiments.documents import goal_tables
 
 
 @pytest.fixture

@@ -33,8 +33,8 @@ RESOLUTIONS = (224, 512, 1024)
 def front_table(root: Path) -> str:
     """Three sizes of transformers with `gka`: the cache, the time of a decode step, and the hours of a conversion."""
     steps = {}
-    for row in read("decode_turns", root):
-        if "variant" not in row and row["mixer"] in ("attention", "gka"):
+    for row in read("models", root):
+        if row["phase"] == "decode" and row["mixer"] in ("attention", "gka"):
             steps[row["B"], row["mixer"]] = row
     costs, lines = Costs(root), []
     for place, shape in enumerate(SHAPES):

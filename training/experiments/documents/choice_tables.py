@@ -53,7 +53,7 @@ def mixers_table(root: Path) -> str:
     found = groups(results)
     teacher = [row for row in results["rows"] if row["stage"] == "teacher"]
     shares = [share_text(teacher, task, GATE_LENGTH) for task in tasks]
-    rows = [["attention (the transformer)", "1.000", "0", *shares, "", "", "", "", bytes_text(memory["attention"])]]
+    rows = [["the transformer", "1.000", "0", *shares, "", "", "", "", bytes_text(memory["attention"])]]
     shown = []
     for name in (*MIXERS, *WINDOWS):
         cells, keys = [], ((0, "uniform", name), (KEPT, "select", name))
@@ -61,22 +61,20 @@ def mixers_table(root: Path) -> str:
         for key in keys:
             cells += [f"{_mean(found[key], 'heldout_ppl_ratio'):.3f}", f"{_mean(found[key], 'heldout_kl'):.3f}"]
             cells += [share_text(found[key], task, GATE_LENGTH).partition(" ")[0] for task in tasks]
-        title = f"attention over the last {WINDOWS[name]} tokens" if name in WINDOWS else f"`{name}`"
+        title = f"last {WINDOWS[name]} tokens of attention" if name in WINDOWS else f"`{name}`"
         rows.append([title, *cells, bytes_text(memory[name])])
-    columns = ["KL", *(f"{PROBES[task][2]}, %" for task in tasks)]
-    head = ["mixer", "no attention kept: perplexity ratio", *columns]
-    head += [f"{KEPT} of 12 layers kept: perplexity ratio", *columns, f"memory after {CONTEXT // 1024}k tokens"]
+    columns = ["KL", *(f"{PROBES[task][2].partition(',')[0]}, %" for task in tasks)]
+    head = ["mixer", "no attention kept: ratio", *columns]
+    head += [f"{KEPT} of 12 kept: ratio", *columns, f"memory after {CONTEXT // 1024}k tokens"]
     seeds = {len(found[key]) for key in shown}
     return (
         markdown_table(head, rows, figures=True)
-        + "\n\nA transformer of 23M parameters that was trained to recall, converted and trained on "
-        f"{tokens_of(results) / 1e6:.1f}M tokens; means of {', '.join(map(str, sorted(seeds)))} seeds. One "
-        "learning rate for all mixers and windows, tuned for none of them. Perplexity "
-        "ratio: the student's perplexity on held-out text divided by the transformer's. KL: the divergence from the "
-        "transformer's predictions there, in nats. Needle and MQAR with 32 pairs of keys and values: exact answers at "
-        f"{GATE_LENGTH} tokens of context; a share of needles is of 40 answers per seed, so it may be off by 8 points."
-        " Kept layers: chosen by `memmix select`. Memory: the cache of one sequence in bf16, computed by `memmix"
-        f" convert --dry-run`; no attention is kept. {measured_at(results)}."
+        + "\n\nA transformer of 23M parameters that was trained to recall, converted and trained on"
+        f" {tokens_of(results) / 1e6:.1f}M tokens; means of {', '.join(map(str, sorted(seeds)))} seeds; one learning"
+        " rate for all mixers and windows, tuned for none of them. Ratio of perplexities, and KL: on held-out text."
+        f" Needle and MQAR (32 pairs): exact answers at {GATE_LENGTH} tokens; needles may be off by 8 points. Kept"
+        " layers: chosen by `memmix select`. Memory: the cache of one sequence in bf16 without kept layers, computed"
+        f" by `memmix convert --dry-run`. {measured_at(results)}."
     )
 
 

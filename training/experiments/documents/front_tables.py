@@ -50,10 +50,10 @@ def front_table(root: Path) -> str:
     head += [f"ms per token, {b} sequence{'s' * (b > 1)}" for b in SEQUENCES] + ["GPU hours"]
     row = steps[1, "gka"]
     return (
-        f"{markdown_table(head, lines, figures=True)}\n\nBefore → after, with `gka`. Cache of one sequence in bf16:"
-        f" computed by `memmix convert --dry-run`. Decode: measured with a {TIMED.name} model on an {row['gpu']}, all"
-        f" layers `gka`, after {row['T'] // 1024}k tokens of context; empty: not measured. Hours: {TOKENS / 1e6:.0f}M"
-        " tokens of `align` and as many of `distill` on the same GPU, computed from runs of 1.0B and 1.2B models."
+        f"{markdown_table(head, lines, figures=True)}\n\nBefore → after, with `gka`. Cache of one sequence:"
+        f" computed by `memmix convert --dry-run`. Decode: measured at {TIMED.name} on an {row['gpu']} after"
+        f" {row['T'] // 1024}k tokens, no layer kept; empty: not measured. Hours: computed for {TOKENS / 1e6:.0f}M"
+        " tokens of each training stage on this GPU, from runs of 1.0B and 1.2B models."
     )
 
 

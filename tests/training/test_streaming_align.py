@@ -20,7 +20,7 @@ from hf_memmix.conversion import convert_model, load_model, save_student
 from hf_memmix.conversion.families import FAMILIES, decoder_layers
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.recipe import load_recipe
-from hf_memmix.training.streaming import align_by_streaming, ranks
+from hf_memmix.training.streaming import align_by_streaming, processes
 from hf_memmix.training.streaming.processes import Ranks
 from hf_memmix.training.streaming.spool import Spool
 from hf_memmix.training.streaming.teacher import StreamedTeacher
@@ -493,8 +493,8 @@ def test_a_process_that_ends_does_not_leave_the_other_one_waiting(tmp_path, whol
 def test_processes_tell_each_other_why_they_end_and_what_they_wait_for(monkeypatch):
     store, lines = HashStore(), []
     first, second = (Ranks(rank, 2, store, lines.append) for rank in range(2))
-    monkeypatch.setattr(ranks, "POLL", 0.01)
-    monkeypatch.setattr(ranks, "TELL_AFTER", 0.0)
+    monkeypatch.setattr(processes, "POLL", 0.01)
+    monkeypatch.setattr(processes, "TELL_AFTER", 0.0)
     assert first.share("plan", lambda: {"walk": 3}) == second.share("plan", dict) == {"walk": 3} and not lines
     answers = iter([False, True])
     second.wait(lambda: next(answers), "the inputs of layer 4")
@@ -521,13 +521,13 @@ def test_each_process_computes_on_its_own_gpu(tmp_path, monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    ranks._take_gpu(1)
+    processes._take_gpu(1)
     arguments = training_arguments(load_recipe("align"), tmp_path)
     assert (arguments.device, arguments.n_gpu, current) == (torch.device("cuda", 1), 1, [1])
     with pytest.raises(ValueError, match="started more than 2 processes, but they see 2 GPUs; start 2 processes"):
-        ranks._take_gpu(2)
+        processes._take_gpu(2)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    ranks._take_gpu(0)
+    processes._take_gpu(0)
     assert current == [1] and training_arguments(load_recipe("align"), tmp_path).device.type == "cpu"
 
 

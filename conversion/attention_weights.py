@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from hf_memmix.errors import UserError
+
 
 @dataclass
 class AttentionWeights:
@@ -69,6 +71,6 @@ class TensorFate:
 
     def __post_init__(self):
         if self.fate not in ("used", "transformed", "dropped"):
-            raise ValueError(f"{self.field}: fate {self.fate!r}; it must be used, transformed or dropped")
+            raise UserError(f"{self.field}: fate {self.fate!r}; it must be used, transformed or dropped")
         if self.fate != "used" and not self.reason:
-            raise ValueError(f"{self.field} is {self.fate} without a reason; give one")
+            raise UserError(f"{self.field} is {self.fate} without a reason; give one")

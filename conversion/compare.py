@@ -10,6 +10,7 @@ from hf_memmix.conversion.limits import check_converted, check_length, check_voc
 from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.teacher_forcing import run_teacher_forced
 from hf_memmix.conversion.text_rows import beginning_of, cut_rows, encode
+from hf_memmix.errors import UserError
 from hf_memmix_kernels._common import exact
 
 
@@ -56,13 +57,13 @@ def compare_models(
 def check_pair(student: nn.Module, teacher: nn.Module, tokens: Tensor, block_size: int) -> None:
     """Raise the ValueErrors of `compare_models`. Reads no weights."""
     if len(tokens) < 2:
-        raise ValueError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
+        raise UserError(f"the text has {len(tokens)} tokens; perplexity needs at least 2")
     check_converted(student)
     check_vocabularies(student, teacher)
     if len(tokens) > limit_of(teacher):
         check_length(teacher, "teacher", block_size, "block_size", "give a smaller block")
     if int(tokens.max()) >= student.config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"token {int(tokens.max())} is outside the vocabulary of {student.config.vocab_size}; "
             "use the teacher's own tokenizer"
         )
@@ -147,7 +148,7 @@ def _tokens(text: str | Tensor, tokenizer) -> Tensor:
     if isinstance(text, Tensor):
         return text.flatten()
     if tokenizer is None:
-        raise ValueError("a text needs its tokenizer; give tokenizer=, or a tensor of token ids")
+        raise UserError("a text needs its tokenizer; give tokenizer=, or a tensor of token ids")
     return torch.tensor(beginning_of(tokenizer) + encode(text, tokenizer), dtype=torch.long)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hf_memmix import swap
 from hf_memmix.backbones import BACKBONES, USE_ANOTHER, Backbone, family_name
 from hf_memmix.conversion.attention_weights import AttentionWeights
+from hf_memmix.errors import UserError
 
 # reasons by the name of a family that cannot be converted; rows by the name of a family that can
 REFUSED: dict[str, str] = {
@@ -22,14 +23,14 @@ def family_of(config) -> Backbone:
     """The row of a model's family. Raises ValueError for a family that cannot be converted or has no row."""
     name = family_name(config)
     if name in REFUSED:
-        raise ValueError(f"teacher family {name!r} cannot be converted: {REFUSED[name]}. {USE_ANOTHER}")
+        raise UserError(f"teacher family {name!r} cannot be converted: {REFUSED[name]}. {USE_ANOTHER}")
     if name not in FAMILIES:
         if (part := family_name(config.get_text_config(decoder=True))) in FAMILIES:
-            raise ValueError(
+            raise UserError(
                 f"teacher family {name!r} has several parts and cannot be converted as a whole; convert its language"
                 f" model ({part!r}) alone, see conversion/README.md"
             )
-        raise ValueError(
+        raise UserError(
             f"teacher family {name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}. "
             "To add one, write its row in hf_memmix/backbones.py"
         )
@@ -95,26 +96,26 @@ def extract_attention(model: nn.Module, layer_idx: int) -> AttentionWeights:
     for role, norm in (("q", family.q_norm), ("k", family.k_norm)):
         weight = take(f"{norm}.weight", (f"{role}_norm",))
         if weight is not None and weight.ndim > 1:
-            raise ValueError(f"{prefix}: {norm} is not an RMSNorm; keep this layer as attention")
+            raise UserError(f"{prefix}: {norm} is not an RMSNorm; keep this layer as attention")
         if weight is not None:
             found[f"{role}_norm"] = weight + family.norm_offset if family.norm_offset else weight
     extra = {name: take(name, (f"extra.{name}",)) for name in family.extra if name in unread}
 
     if unread:
-        raise ValueError(
+        raise UserError(
             f"{prefix}: tensors {', '.join(sorted(unread))} are not in the table row of {config.model_type!r} and "
             "would be lost; add them to hf_memmix/backbones.py, or keep this layer as attention"
         )
     missing = [name for name in ("q_weight", "k_weight", "v_weight", "o_weight") if found.get(name) is None]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"{prefix}: found no {', '.join(missing)} under the names in the row of {config.model_type!r}; correct the"
             " row in hf_memmix/backbones.py, or keep this layer as attention"
         )
     for role, heads in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
         rows = found[f"{role}_weight"].shape[0]
         if rows != heads * head_dim:
-            raise ValueError(f"{prefix}: {role} has {rows} rows; {heads} heads of {head_dim} need {heads * head_dim}")
+            raise UserError(f"{prefix}: {role} has {rows} rows; {heads} heads of {head_dim} need {heads * head_dim}")
 
     if family.interleaved:
         order = _pairs_to_halves(config, head_dim)

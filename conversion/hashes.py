@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_memmix.conversion.records import write_json
+from hf_memmix.errors import UserError
 
 SEAL = "sha256"  # the field of a JSON file, or of the metadata of a safetensors file, with the hash of its content
 
@@ -37,7 +38,7 @@ def teacher_hash(teacher: nn.Module | str | Path) -> str:
         return "tensors:" + digest.hexdigest()[:16]
     files = sorted(Path(teacher).glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{str(teacher)!r} has no *.safetensors files; give the folder of the teacher")
+        raise UserError(f"{str(teacher)!r} has no *.safetensors files; give the folder of the teacher")
     for file in files:
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
@@ -62,11 +63,11 @@ def check_files(folder: str | Path, hashes: dict[str, str], remedy: str) -> None
     """Raise ValueError for the first file that is missing or differs from what was written."""
     for name in hashes:
         if not (Path(folder) / name).is_file():
-            raise ValueError(f"{name} is missing in {folder}; {remedy}")
+            raise UserError(f"{name} is missing in {folder}; {remedy}")
     now = hash_files(folder, hashes)
     for name, value in hashes.items():
         if now[name] != value:
-            raise ValueError(f"{name} in {folder} is corrupt or truncated; {remedy}")
+            raise UserError(f"{name} in {folder} is corrupt or truncated; {remedy}")
 
 
 def write_sealed(path: str | Path, record: dict) -> None:
@@ -86,16 +87,16 @@ def read_sealed(path: str | Path, remedy: str) -> dict:
     except (OSError, ValueError):
         record = None
     if not isinstance(record, dict):
-        raise ValueError(f"{str(path)!r} is not readable; {remedy}")
+        raise UserError(f"{str(path)!r} is not readable; {remedy}")
     _check_seal(path, record.pop(SEAL, None), _seal_of(record), remedy)
     return record
 
 
 def _check_seal(path: str | Path, written: str | None, now: str, remedy: str) -> None:
     if written is None:
-        raise ValueError(f"{str(path)!r} has no hash of its content: an earlier version wrote it; {remedy}")
+        raise UserError(f"{str(path)!r} has no hash of its content: an earlier version wrote it; {remedy}")
     if written != now:
-        raise ValueError(f"{str(path)!r} is corrupt: its content does not match its hash; {remedy}")
+        raise UserError(f"{str(path)!r} is corrupt: its content does not match its hash; {remedy}")
 
 
 def _seal_of(record: dict) -> str:
@@ -130,7 +131,7 @@ class SealedTensors:
         """A tensor. Raises ValueError if it is not as it was written."""
         tensor = self._file.get_tensor(name)
         if _hash_of(name, tensor) != self._hashes[name]:
-            raise ValueError(f"{name} in {str(self._path)!r} is corrupt; {self._remedy}")
+            raise UserError(f"{name} in {str(self._path)!r} is corrupt; {self._remedy}")
         return tensor
 
 
@@ -144,6 +145,6 @@ def open_sealed(path: str | Path, remedy: str) -> Iterator[SealedTensors]:
     try:
         opened = safe_open(str(path), "pt")
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{str(path)!r} is missing or broken ({error}); {remedy}") from None
+        raise UserError(f"{str(path)!r} is missing or broken ({error}); {remedy}") from None
     with opened as file:
         yield SealedTensors(path, file, remedy)

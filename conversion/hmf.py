@@ -21,6 +21,7 @@ import hf_memmix
 from hf_memmix._transformers import model_class_of
 from hf_memmix.backbones import BACKBONES
 from hf_memmix.conversion.loading import check_finite_weights, first_names, read_json, weight_files
+from hf_memmix.errors import UserError
 from hf_memmix.mixers import ATTENTION
 
 RELEASED = tuple(name for name, row in BACKBONES.items() if row.gka_release)
@@ -113,14 +114,14 @@ def hmf_config(raw: dict) -> hf_memmix.MemMixConfig:
     kind = str(raw.get("model_type"))
     backbone = kind.removeprefix("hybrid_")
     if backbone == kind or backbone not in RELEASED:
-        raise ValueError(
+        raise UserError(
             f"model_type {kind!r} is not of the GKA release; supported: "
             + ", ".join(f"hybrid_{name}" for name in RELEASED)
         )
     if not isinstance(raw.get("gka_config"), dict):
-        raise ValueError("config.json has no gka_config, so no layer is GKA; nothing is left to import")
+        raise UserError("config.json has no gka_config, so no layer is GKA; nothing is left to import")
     if raw.get("quantization_config"):
-        raise ValueError("the checkpoint is quantized; import the original weights")
+        raise UserError("the checkpoint is quantized; import the original weights")
     # config.json also has settings of mixers that no layer uses
     other = {name for name, value in raw.items() if name.endswith("_config") and isinstance(value, dict)}
     fields = {name: value for name, value in raw.items() if name not in other and name not in _OWN_KEYS}
@@ -137,7 +138,7 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 def _read_config(folder: Path) -> dict:
     file = folder / "config.json"
     if not file.is_file():
-        raise ValueError(f"{str(folder)!r} is not a model folder: it has no config.json")
+        raise UserError(f"{str(folder)!r} is not a model folder: it has no config.json")
     return read_json(file)
 
 
@@ -148,12 +149,12 @@ def _layer_kinds(raw: dict, layers: int) -> list[str]:
     for i, kind in enumerate(kinds):
         if kind not in LAYER_KINDS:
             remedy = "unfuse the checkpoint with the release's prime-unfuse" if "GKA" in str(kind) else "none is known"
-            raise ValueError(
+            raise UserError(
                 f"layer {i} is of the kind {kind!r}; only attention ('*') and GKA layers can be imported. Remedy: "
                 f"{remedy}"
             )
     if len(kinds) != layers:
-        raise ValueError(f"the layer pattern has {len(kinds)} entries, num_hidden_layers is {layers}; they must agree")
+        raise UserError(f"the layer pattern has {len(kinds)} entries, num_hidden_layers is {layers}; they must agree")
     return [LAYER_KINDS[kind] for kind in kinds]
 
 
@@ -165,20 +166,20 @@ def _gka_options(given: dict, config) -> dict:
     """
     known = {*GKA_DEFAULTS, *_SIZES, *_IGNORED}
     if unknown := sorted(set(given) - known):
-        raise ValueError(f"gka_config has unknown settings {unknown}; known: {sorted(known)}")
+        raise UserError(f"gka_config has unknown settings {unknown}; known: {sorted(known)}")
     settings = GKA_DEFAULTS | given
     sizes = {name: getattr(config, own) for name, own in _SIZES.items()}
     wrong = [
         f"{name}={given[name]} (the model has {size})" for name, size in sizes.items() if given.get(name, size) != size
     ]
     if wrong:
-        raise ValueError(f"gka_config has {', '.join(wrong)}; a GKA layer here has the sizes of the attention")
+        raise UserError(f"gka_config has {', '.join(wrong)}; a GKA layer here has the sizes of the attention")
     if settings["solver_type"] != "chebyshev":
-        raise ValueError(f"solver_type={settings['solver_type']!r} is unknown; the release supports 'chebyshev'")
+        raise UserError(f"solver_type={settings['solver_type']!r} is unknown; the release supports 'chebyshev'")
     if settings["kv_proj_rank"] is not None:
-        raise ValueError(f"kv_proj_rank={settings['kv_proj_rank']} (learned key/value heads) is not supported")
+        raise UserError(f"kv_proj_rank={settings['kv_proj_rank']} (learned key/value heads) is not supported")
     if settings["use_forgetting_gate"] and not settings["use_forgetting_gate_kk"]:
-        raise ValueError(
+        raise UserError(
             "use_forgetting_gate_kk=False with use_forgetting_gate=True (H never forgets) is not supported"
         )
     scale = 1 if settings["gla_rescale"] else sizes["head_dim"]
@@ -199,14 +200,14 @@ def _gka_options(given: dict, config) -> dict:
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of everything in the folder's safetensors files."""
     if not (files := weight_files(folder)):
-        raise ValueError(f"{str(folder)!r} lacks the weight files model.safetensors; copy it again")
+        raise UserError(f"{str(folder)!r} lacks the weight files model.safetensors; copy it again")
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118, safe_open is no dict
                     yield key, opened.get_tensor(key)
         except SafetensorError as error:
-            raise ValueError(f"{str(file)!r} is corrupt or truncated ({error}); copy it again") from error
+            raise UserError(f"{str(file)!r} is corrupt or truncated ({error}); copy it again") from error
 
 
 def _release_name(name: str, kinds: list[str]) -> str:
@@ -224,7 +225,7 @@ def _drop_unused(found: dict[str, Tensor], config, report: ImportReport) -> None
             reason = "the release stores a forget gate even if use_forgetting_gate is false, but does not use it"
         elif name == "lm_head.weight" and config.tie_word_embeddings:
             if not torch.equal(found[name], found.get("model.embed_tokens.weight", found[name])):
-                raise ValueError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")
+                raise UserError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")
             reason = "equal to the embeddings; config.json ties the two (tie_word_embeddings)"
         else:
             continue
@@ -235,17 +236,17 @@ def _drop_unused(found: dict[str, Tensor], config, report: ImportReport) -> None
 def _check_names(folder: Path, expected: dict[str, torch.Size], found: dict[str, Tensor]) -> None:
     """Raise ValueError unless `found` holds exactly the tensors of `expected`."""
     if missing := expected.keys() - found.keys():
-        raise ValueError(
+        raise UserError(
             f"{str(folder)!r} lacks {len(missing)} tensors: {first_names(sorted(missing))}; copy the folder again"
         )
     if unknown := found.keys() - expected.keys():
-        raise ValueError(
+        raise UserError(
             f"{str(folder)!r} has {len(unknown)} tensors that the model does not have: {first_names(sorted(unknown))};"
             " they would be lost. A fused checkpoint must be unfused with the release's prime-unfuse first"
         )
     for name, shape in sorted(expected.items()):
         if found[name].shape != shape:
-            raise ValueError(
+            raise UserError(
                 f"{name} has shape {list(found[name].shape)}, but config.json requires {list(shape)}; restore the"
                 " config.json that belongs to the weights"
             )

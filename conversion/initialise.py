@@ -9,6 +9,7 @@ from hf_memmix.conversion.attention_weights import AttentionWeights
 from hf_memmix.conversion.conversion_report import ConversionReport
 from hf_memmix.conversion.families import attention_module, attention_prefix
 from hf_memmix.conversion.from_attention import Start
+from hf_memmix.errors import UserError
 
 
 def initialise_mixer(
@@ -27,20 +28,20 @@ def initialise_mixer(
     reported, expected = Counter(fate.field for fate in fates), Counter(attention.tensors().keys())
     if reported != expected:
         wrong = sorted(expected - reported) or sorted(reported - expected)
-        raise ValueError(
+        raise UserError(
             f"{prefix}: {type(mixer).__name__} must report exactly one fate for each tensor, but does not for"
             f" {', '.join(wrong)}. Keep this layer as attention, or use another mixer"
         )
     for fate in fates:
         if unknown := set(fate.targets) - parameters.keys():
-            raise ValueError(
+            raise UserError(
                 f"{type(mixer).__name__} reports that {fate.field} was copied to {sorted(unknown)}, but has no such"
                 " parameter"
             )
         for name in fate.targets if fate.fate == "used" and not mixer_is_meta else ():
             tensor = attention.tensors()[fate.field]
             if not torch.equal(parameters[name], tensor.to(parameters[name])):
-                raise ValueError(
+                raise UserError(
                     f"{type(mixer).__name__} reports that {fate.field} was copied to {name}, but their values differ"
                 )
         row = {"layer": layer, "source": ", ".join(attention.sources[fate.field]), "fate": fate.fate}

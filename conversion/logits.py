@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_memmix._transformers import execution_device
 from hf_memmix.backbones import backbone_of
+from hf_memmix.errors import UserError
 
 
 def logits_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -45,7 +46,7 @@ def _check(model: nn.Module, head: Callable[[Tensor], Tensor]) -> None:
     ours = head(model.base_model(input_ids=probe, use_cache=False).last_hidden_state).float()
     model.train(training)
     if not torch.allclose(own, ours, rtol=1e-2, atol=1e-2 * own.abs().max().item()):
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} changes its logits in a way that its row in hf_memmix/backbones.py does not"
             " describe; add it there"
         )

@@ -15,6 +15,7 @@ from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.hashes import open_sealed, save_sealed
 from hf_memmix.conversion.layer_plan import different_options, plan_arguments, read_plan, trained_folder
 from hf_memmix.conversion.saving import explain_write_errors, replace_file
+from hf_memmix.errors import UserError
 from hf_memmix.mixers import MemoryMixer
 
 AGAIN = "remove this file and run memmix select again"
@@ -62,11 +63,11 @@ def load_aligned(mixer: MemoryMixer, folder: str | Path) -> None:
     """
     layer, path = mixer.layer_idx, mixer_file(folder, mixer.name)
     if not path.is_file():
-        raise ValueError(f"{str(folder)!r} has no {path.name}, the trained mixers of layer {layer}")
+        raise UserError(f"{str(folder)!r} has no {path.name}, the trained mixers of layer {layer}")
     with open_sealed(path, AGAIN) as file:
         trained, own = file.record["options"], mixer.options.to_dict()
         if different := different_options(mixer.name, own, trained):
-            raise ValueError(
+            raise UserError(
                 f"{str(path)!r} does not fit layer {layer}: it was trained with other options ({different}); convert"
                 " with the options of the trained mixers"
             )
@@ -76,7 +77,7 @@ def load_aligned(mixer: MemoryMixer, folder: str | Path) -> None:
         with torch.no_grad():
             mixer.load_state_dict(tensors)
     except RuntimeError:
-        raise ValueError(
+        raise UserError(
             f"{str(path)!r} does not fit layer {layer}: it lacks the layer, or was trained with other options;"
             " convert with the options of the trained mixers"
         ) from None

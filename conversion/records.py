@@ -13,6 +13,8 @@ from typing import BinaryIO
 import torch
 import transformers
 
+from hf_memmix.errors import UserError
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
@@ -108,5 +110,5 @@ def bytes_of(text: str, name: str) -> int:
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2] not in _UNITS:
         units = ", ".join(unit for unit in _UNITS if unit)
-        raise ValueError(f'{name} is {text!r}; give a number of bytes, e.g. "65536" or "1.5MiB"; units: {units}')
+        raise UserError(f'{name} is {text!r}; give a number of bytes, e.g. "65536" or "1.5MiB"; units: {units}')
     return int(float(match[1]) * _UNITS[match[2]])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memmix.conversion.families import attention_module, decoder_layers
+from hf_memmix.errors import UserError
 from hf_memmix.layout_hooks import separate_documents
 from hf_memmix.padding import packing_of
 
@@ -91,7 +92,7 @@ def check_same_shape(teacher: nn.Module, student: nn.Module) -> None:
     """Raise ValueError if the layers of a student cannot read the hidden states of the teacher."""
     ours, theirs = student.config, teacher.config
     if ours.hidden_size != theirs.hidden_size or len(decoder_layers(student)) != len(decoder_layers(teacher)):
-        raise ValueError(
+        raise UserError(
             f"student ({len(decoder_layers(student))} layers of {ours.hidden_size}) and teacher "
             f"({len(decoder_layers(teacher))} of {theirs.hidden_size}) differ; give the teacher the student came from"
         )

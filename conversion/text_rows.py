@@ -6,6 +6,8 @@ begins so, also a row that is cut in the middle of a document: a model that gene
 
 from collections.abc import Iterable, Iterator
 
+from hf_memmix.errors import UserError
+
 
 def beginning_of(tokenizer) -> list[int]:
     """The tokens that the tokenizer puts before a text; [] for many tokenizers, and for None."""
@@ -40,7 +42,7 @@ def cut_rows(parts: Iterable[list[int]], length: int, beginning: list[int]) -> I
         ValueError: a row has no room for text behind `beginning`.
     """
     if length <= len(beginning):
-        raise ValueError(
+        raise UserError(
             f"rows of {length} tokens have no room behind the {len(beginning)} tokens that begin a text;"
             " give a larger block_size"
         )

@@ -14,6 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_memmix.conversion.loading import read_config
 from hf_memmix.conversion.records import markdown_table
+from hf_memmix.errors import UserError
 from hf_memmix.training.evaluation.probes.grid import gain_text
 from hf_memmix.training.stage_time import time_text
 
@@ -39,7 +40,7 @@ def weights_of(folder: str | Path) -> str:
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{str(folder)!r} holds no .safetensors file; save the model there first")
+        raise UserError(f"{str(folder)!r} holds no .safetensors file; save the model there first")
     total = hashlib.sha256()
     for file in files:
         with file.open("rb") as content:
@@ -51,7 +52,7 @@ def student_config(folder: Path) -> dict:
     """config.json of a converted model. Raises ValueError if the folder holds no converted model."""
     config = read_config(folder).to_dict()
     if "mixer_types" not in config:
-        raise ValueError(f"{str(folder)!r} is not a converted model; memmix convert makes one")
+        raise UserError(f"{str(folder)!r} is not a converted model; memmix convert makes one")
     return config
 
 
@@ -87,7 +88,7 @@ def student_card(
     weights = weights_of(folder)
     for what, measured in (("report", report.get("weights")), ("probes", _probed(probes))):
         if measured is not None and measured != weights:
-            raise ValueError(
+            raise UserError(
                 f"the {what} was measured with other weights than those in {str(folder)!r}; repeat the measurement"
             )
     kinds = config["mixer_types"]
@@ -152,13 +153,13 @@ def check_card(folder: str | Path) -> ModelCard:
     """
     path = Path(folder) / "README.md"
     if not path.is_file():
-        raise ValueError(f"{str(folder)!r} has no card (README.md); memmix card writes one from measurements")
+        raise UserError(f"{str(folder)!r} has no card (README.md); memmix card writes one from measurements")
     card = ModelCard.load(path)
     described = re.search(r"<!-- weights ([0-9a-f]{64}) -->", card.content)
     if described is None or "hf_memmix" not in (card.data.tags or []):
-        raise ValueError(f"{str(path)!r} is not a card of memmix card, which writes one from measurements")
+        raise UserError(f"{str(path)!r} is not a card of memmix card, which writes one from measurements")
     if described[1] != weights_of(folder):
-        raise ValueError(
+        raise UserError(
             f"{str(path)!r} describes other weights than those in its folder; repeat memmix report and memmix card"
         )
     return card
@@ -171,11 +172,11 @@ def _check_names(base_model: str, repo: str | None, license: str, language: str)
         try:
             validate_repo_id(name)
         except HFValidationError:
-            raise ValueError(f"the {what} is {name!r}; give its name on the Hub, e.g. Qwen/Qwen3-0.6B") from None
+            raise UserError(f"the {what} is {name!r}; give its name on the Hub, e.g. Qwen/Qwen3-0.6B") from None
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", license):
-        raise ValueError(f"the license is {license!r}; give an identifier of the Hub, e.g. apache-2.0, mit or other")
+        raise UserError(f"the license is {license!r}; give an identifier of the Hub, e.g. apache-2.0, mit or other")
     if not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]+)*", language):
-        raise ValueError(f"the language is {language!r}; give a code such as en, de or pt-BR")
+        raise UserError(f"the language is {language!r}; give a code such as en, de or pt-BR")
 
 
 def _check_plan(plan: dict | None, kinds: list[str], kept: list[int], used: list[str]) -> None:
@@ -186,7 +187,7 @@ def _check_plan(plan: dict | None, kinds: list[str], kept: list[int], used: list
     converted["mixer_types"] = kinds
     for name, value in converted.items():
         if name in plan and plan[name] != value:
-            raise ValueError(
+            raise UserError(
                 f"the plan has {name} {plan[name]}, but the model has {value}; give the plan of its conversion"
             )
 

@@ -7,6 +7,8 @@ names the file and the field.
 import json
 from pathlib import Path
 
+from hf_memmix.errors import UserError
+
 NUMBER = (int, float)
 NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number", NUMBER: "a number"}
 # A field is described by its kind, by the fields of an object, by [what each entry of a list is], or by (None, what it
@@ -51,7 +53,7 @@ def read_plan(path: str | Path) -> dict:
     row = {"layer": int, "mixers": {kind: {"score": NUMBER} for kind in plan["candidates"]}}
     found = read_measurement(path, SEVERAL | {"scores": [row]})
     if len(found["scores"]) != len(found["mixer_types"]):
-        raise ValueError(
+        raise UserError(
             f"{str(path)!r}: scores has {len(found['scores'])} layers, mixer_types {len(found['mixer_types'])}; repeat"
             " the measurement"
         )
@@ -66,17 +68,17 @@ def read_measurement(path: str | Path, fields: dict) -> dict:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"the file {str(path)!r} does not exist; give the JSON file of a measurement")
+        raise UserError(f"the file {str(path)!r} does not exist; give the JSON file of a measurement")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} is not JSON ({error}); repeat the measurement") from None
+        raise UserError(f"{str(path)!r} is not JSON ({error}); repeat the measurement") from None
     missing = [key for key in fields if not isinstance(content, dict) or key not in content]
     if missing or not isinstance(content, dict):
         what = f"lacks {', '.join(missing)}" if missing else "is no JSON object"
-        raise ValueError(f"{str(path)!r} {what}; is it the JSON of another command?")
+        raise UserError(f"{str(path)!r} {what}; is it the JSON of another command?")
     if problem := _problem(content, fields, ""):
-        raise ValueError(f"{str(path)!r}: {problem}; repeat the measurement, or undo the change of the file")
+        raise UserError(f"{str(path)!r}: {problem}; repeat the measurement, or undo the change of the file")
     return content
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from hf_memmix.conversion.text_rows import beginning_of, cut_rows, encode
+from hf_memmix.errors import UserError
 from hf_memmix.training.recipe import check_bos
 from hf_memmix.training.text_files import documents, list_of
 
@@ -66,7 +67,7 @@ class TokenBlocks(Dataset):
     def __init__(self, tokens: Tensor, block_size: int, positions: Tensor | None = None, tokenizer: str = ""):
         _check_block_size(block_size)
         if len(tokens) < block_size:
-            raise ValueError(
+            raise UserError(
                 f"{len(tokens)} tokens do not fill one block of {block_size}; give more text or a smaller block"
             )
         count = len(tokens) // block_size
@@ -158,7 +159,7 @@ class StreamedBlocks(IterableDataset):
                 count += 1
                 yield row
             if not count:
-                raise ValueError(f"all sources together do not fill one block of {self.block_size}; give more text")
+                raise UserError(f"all sources together do not fill one block of {self.block_size}; give more text")
 
     def one_pass(self) -> Iterator[dict[str, Tensor]]:
         """All rows once."""
@@ -176,11 +177,11 @@ class StreamedBlocks(IterableDataset):
 
 def _check_block_size(block_size: int) -> None:
     if block_size < 2:
-        raise ValueError(f"block_size is {block_size}; it must be at least 2")
+        raise UserError(f"block_size is {block_size}; it must be at least 2")
 
 
 def _check_vocabulary(tokens: Tensor, size: int) -> None:
     if int(tokens.max()) >= size:
-        raise ValueError(
+        raise UserError(
             f"token {int(tokens.max())} is outside the vocabulary of {size}; use the teacher's own tokenizer"
         )

@@ -28,6 +28,7 @@ from hf_memmix.conversion import convert_model, report, save_student
 from hf_memmix.conversion.hashes import file_hash
 from hf_memmix.conversion.limits import limit_of
 from hf_memmix.conversion.records import processor, write_json
+from hf_memmix.errors import UserError
 from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.drills import drill_rows, material_of
 from hf_memmix.training.evaluation.context_cost import context_cost
@@ -119,9 +120,7 @@ def run_demo(
     teacher_folder = asset_path("tiny_teacher") if teacher_folder is None else teacher_folder
     weights = teacher_folder / "model.safetensors"
     if not weights.is_file():
-        raise ValueError(
-            f"{weights} is missing; the demo takes a transformer that is saved as one file of safetensors"
-        )
+        raise UserError(f"{weights} is missing; the demo takes a transformer that is saved as one file of safetensors")
     teacher = AutoModelForCausalLM.from_pretrained(teacher_folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(teacher_folder)
     student = convert_model(teacher, mixer="gka", keep=keep, chunk_size=32)  # the fastest chunk on a CPU

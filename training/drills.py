@@ -21,6 +21,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from hf_memmix.errors import UserError
 from hf_memmix.training.evaluation.probes import Material
 from hf_memmix.training.evaluation.probes.material import MAX_WORD_TOKENS
 from hf_memmix.training.evaluation.probes.tasks import (
@@ -307,7 +308,7 @@ def material_of(tokenizer, ids: Tensor, probes: str) -> DrillMaterial:
     material = DrillMaterial(tokenizer, ids.numpy().astype(numpy.int64), unseen, unseen)
     fewest = min(len(material.names), len(material.values))
     if fewest < FEWEST_WORDS:
-        raise ValueError(
+        raise UserError(
             f"drills need {FEWEST_WORDS} names and as many other words, and the text has {fewest}; give a longer text"
         )
     return material

@@ -5,6 +5,7 @@ import re
 from torch import nn
 
 from hf_memmix.conversion.families import attention_module
+from hf_memmix.errors import UserError
 from hf_memmix.mixers.weight_decay import no_weight_decay_names
 from hf_memmix.training.recipe import Recipe
 
@@ -29,7 +30,7 @@ def parameter_rates(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float
                 break
         result[name] = values["learning_rate"], values["weight_decay"]
     if unused := [row["match"] for row in recipe.groups if row["match"] not in used]:
-        raise ValueError(
+        raise UserError(
             f"group {unused[0]!r} matches no parameter, or only those that earlier groups match; names look like"
             f" {', '.join(list(result)[:3])}"
         )
@@ -43,7 +44,7 @@ def freeze_by_rate(student: nn.Module, recipe: Recipe) -> dict[str, tuple[float,
         if result[name][0] == 0:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in student.parameters()):
-        raise ValueError("every learning rate of the recipe is 0; nothing would be trained")
+        raise UserError("every learning rate of the recipe is 0; nothing would be trained")
     return result
 
 
@@ -52,7 +53,7 @@ def refuse_shared(student: nn.Module, teacher: nn.Module) -> None:
     theirs = {id(parameter) for parameter in teacher.parameters()}
     for name, parameter in student.named_parameters():
         if parameter.requires_grad and id(parameter) in theirs:
-            raise ValueError(
+            raise UserError(
                 f"a group trains {name}, but the teacher uses the same tensor; give it the rate 0.0, or set teacher to"
                 " lora"
             )

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hf_memmix.errors import UserError
+
 
 def relative_mse(student: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
     """||student - target||^2 / ||target||^2 of two tensors [B, T, d], as an fp32 scalar.
@@ -87,7 +89,7 @@ def top_k_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     Probabilities are fp32. For k = V the last one is minus infinity. Raises ValueError if k is not in 1 to V.
     """
     if not 1 <= k <= logits.shape[-1]:
-        raise ValueError(f"k is {k}; it must be 1 to the vocabulary's {logits.shape[-1]}")
+        raise UserError(f"k is {k}; it must be 1 to the vocabulary's {logits.shape[-1]}")
     log_p = logits.float().log_softmax(-1)
     top, ids = log_p.topk(k, dim=-1)
     return top, ids, _log_rest(log_p, ids)
@@ -138,7 +140,7 @@ def _log_rest(log_p: Tensor, ids: Tensor) -> Tensor:
 def _sum_over_chunks(total: Callable[..., Tensor], chunk_tokens: int, *tensors: Tensor | None) -> Tensor:
     """The sum of `total` over chunks of `chunk_tokens` rows of the tensors (or None); each chunk is checkpointed."""
     if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
+        raise UserError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     loss = 0.0
     for start in range(0, tensors[0].shape[0], chunk_tokens):
         part = [None if tensor is None else tensor[start : start + chunk_tokens] for tensor in tensors]

@@ -14,6 +14,7 @@ from hf_memmix.conversion.convert import load_model
 from hf_memmix.conversion.families import attention_prefix
 from hf_memmix.conversion.layer_plan import different_options
 from hf_memmix.conversion.limits import check_converted
+from hf_memmix.errors import UserError
 from hf_memmix.mixers import ATTENTION
 
 
@@ -35,10 +36,10 @@ def merge_students(start: str | Path, folders: list[str | Path]) -> tuple[PreTra
         part = load_model(folder)
         tensors = part.state_dict()
         if getattr(part.config, "mixer_types", None) != merged.config.mixer_types or tensors.keys() != first.keys():
-            raise ValueError(f"{str(folder)!r} is another model than {str(start)!r}; give the outputs of align on it")
+            raise UserError(f"{str(folder)!r} is another model than {str(start)!r}; give the outputs of align on it")
         for kind in sorted({*merged.config.mixer_types} - {ATTENTION}):
             if different := different_options(kind, merged.config.mixers[kind], part.config.mixers[kind]):
-                raise ValueError(
+                raise UserError(
                     f"{str(start)!r} and {str(folder)!r} differ in options of {kind} ({different}); give the outputs"
                     " of align on one student"
                 )
@@ -46,7 +47,7 @@ def merge_students(start: str | Path, folders: list[str | Path]) -> tuple[PreTra
         for layer, prefix in prefixes.items():
             names = {name for name in changed if name.startswith(prefix)}
             if names and layer in origin:
-                raise ValueError(
+                raise UserError(
                     f"{origin[layer]!r} and {str(folder)!r} both trained layer {layer}; give every layer to one run"
                 )
             if names:
@@ -55,12 +56,12 @@ def merge_students(start: str | Path, folders: list[str | Path]) -> tuple[PreTra
                     state[name].copy_(tensors[name])
             changed -= names
         if not changed and str(folder) not in origin.values():
-            raise ValueError(
+            raise UserError(
                 f"{str(folder)!r} has trained no layer: all its mixers are those of {str(start)!r}; leave it out, and"
                 " give the outputs of align"
             )
         if changed:
-            raise ValueError(
+            raise UserError(
                 f"{str(folder)!r} has changed {sorted(changed)[0]}, which is not part of a mixer, so it cannot be"
                 " merged; merge after align and before distill"
             )

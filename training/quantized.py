@@ -9,6 +9,8 @@ import importlib.util
 import torch
 from torch import Tensor, nn
 
+from hf_memmix.errors import UserError
+
 PACKAGES = {"4bit": "bitsandbytes", "8bit": "torchao"}
 # bytes per weight: NF4 has a scale per 64 weights, in 8 bit, and an fp32 scale of 256 scales; int8 has one per row
 BYTES_PER_WEIGHT = {"4bit": 0.5 + 1 / 64 + 4 / (64 * 256), "8bit": 1.0}
@@ -18,7 +20,7 @@ def check_installed(quantize: str) -> None:
     """Raise ValueError if the package that "4bit" or "8bit" needs is missing; "none" needs none."""
     package = PACKAGES.get(quantize)
     if package is not None and importlib.util.find_spec(package) is None:
-        raise ValueError(
+        raise UserError(
             f"quantize is {quantize!r}, which {package} computes, and it is missing; pip install {package}"
         )
 

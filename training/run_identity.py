@@ -19,6 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_memmix import launch
 from hf_memmix._transformers import IDLE_FIELDS
 from hf_memmix.conversion.hashes import check_files, hash_files, read_sealed, teacher_hash, write_sealed
+from hf_memmix.errors import UserError
 from hf_memmix.training.recipe import Recipe
 
 RUN_FILE = "memmix_run.json"
@@ -82,7 +83,7 @@ def find_checkpoint(output_dir: str | Path, identity: dict) -> str | None:
     saved = read_sealed(Path(last) / RUN_FILE, _remedy(last))
     different = "; ".join(differences(saved, identity))
     if different:
-        raise ValueError(
+        raise UserError(
             f"{last} belongs to another run ({different}); give the recipe, data and models of that run, start again"
             " with resume off, or give another output folder"
         )

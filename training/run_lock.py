@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hf_memmix import launch
 from hf_memmix.conversion.saving import check_target, explain_write_errors, remove_folder
+from hf_memmix.errors import UserError
 
 PARTIAL_FILE = "unfinished.json"  # in the folder of a teacher's cache that is being written
 
@@ -64,10 +65,10 @@ def _acquire(path: Path, folder: str | Path) -> int:
             holder = os.read(handle, 1000)
             os.close(handle)
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise ValueError(
+                raise UserError(
                     f"cannot lock {str(path)!r} ({error.strerror}); use a file system with locks"
                 ) from None
-            raise ValueError(
+            raise UserError(
                 f"another process works in {str(folder)!r}: {_holder_text(holder)}. Wait for it or end it, or give"
                 " another output folder"
             ) from None

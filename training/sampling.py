@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from hf_memmix.errors import UserError
+
 
 @torch.no_grad()
 def sample_blocks(
@@ -25,9 +27,9 @@ def sample_blocks(
     a sentence, as blocks of real text do. A block continues after an end-of-text token.
     """
     if not 0 < prompt_tokens < block_size:
-        raise ValueError(f"prompt_tokens is {prompt_tokens}; it must be 1 to {block_size - 1}")
+        raise UserError(f"prompt_tokens is {prompt_tokens}; it must be 1 to {block_size - 1}")
     if len(stream) < prompt_tokens:
-        raise ValueError(f"the stream has {len(stream)} tokens, fewer than one prompt of {prompt_tokens}")
+        raise UserError(f"the stream has {len(stream)} tokens, fewer than one prompt of {prompt_tokens}")
     device = teacher.get_input_embeddings().weight.device
     starts = torch.randint(len(stream) - prompt_tokens + 1, (count,), generator=torch.Generator().manual_seed(seed))
     prompts = stream[starts[:, None] + torch.arange(prompt_tokens)]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import initialization as init
 
+from hf_memmix.errors import UserError
 from hf_memmix.training._trainer_hooks import replace_contents
 from hf_memmix.training.student_teacher import StudentTeacher
 from hf_memmix.training.teachers import without_lora
@@ -62,7 +63,7 @@ def load(pair: StudentTeacher, state: dict[str, Tensor]) -> None:
     for name, tensor in pair.state_dict().items():
         source = names[name] if names[name] in state else tied.get(names[name])
         if source not in state:
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint has no {names[name]}, so it belongs to another student; give another output folder"
             )
         value = state[source].to(local(tensor).device, tensor.dtype)

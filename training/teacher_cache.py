@@ -27,6 +27,7 @@ from hf_memmix.conversion.logits import logits_head
 from hf_memmix.conversion.records import write_json
 from hf_memmix.conversion.saving import explain_write_errors, remove_folder, replace_folder
 from hf_memmix.conversion.written import mark_folder
+from hf_memmix.errors import UserError
 from hf_memmix.layout_hooks import separate_documents
 from hf_memmix.padding import packing_of
 from hf_memmix.training.data import TokenBlocks
@@ -72,7 +73,7 @@ def write_cache(
             itself converted, has weights that are not finite, or would attend across packed documents.
     """
     if not isinstance(data, TokenBlocks):
-        raise ValueError("a teacher cache cannot be made from streamed data; set stream: false")
+        raise UserError("a teacher cache cannot be made from streamed data; set stream: false")
     data.check_vocabulary(teacher.config.vocab_size)
     check_transformer(teacher)
     check_finite_weights(teacher, "the teacher")
@@ -147,7 +148,7 @@ def _read_meta(folder: Path) -> dict:
     """The settings of a cache. Raises ValueError if the file was changed, or another version wrote it."""
     known = read_json(folder / META_FILE).get("format")
     if known != FORMAT:
-        raise ValueError(
+        raise UserError(
             f"the teacher cache {str(folder)!r} has format {known!r}, not {FORMAT}, in which files have hashes and"
             f" documents begin as the tokenizer begins them (BOS); {AGAIN}"
         )
@@ -175,9 +176,9 @@ class CachedBlocks(Dataset):
     def __init__(self, data: TokenBlocks, folder: str | Path, teacher=None):
         self.data, self.folder = data, Path(folder)
         if not (self.folder / META_FILE).is_file():
-            raise ValueError(f"{str(folder)!r} is no teacher cache (no {META_FILE}); {AGAIN}")
+            raise UserError(f"{str(folder)!r} is no teacher cache (no {META_FILE}); {AGAIN}")
         if not isinstance(data, TokenBlocks):
-            raise ValueError("a teacher cache cannot be used with streamed data; set stream: false")
+            raise UserError("a teacher cache cannot be used with streamed data; set stream: false")
         self.meta = _read_meta(self.folder)
         found = {"data": data.fingerprint(), "tokenizer": data.tokenizer}
         if teacher is not None:
@@ -186,7 +187,7 @@ class CachedBlocks(Dataset):
             known = self.meta.get(name)
             if known != value and not (name == "tokenizer" and "" in (known, value)):
                 what = "other data" if name == "data" else f"another {name}"
-                raise ValueError(
+                raise UserError(
                     f"the teacher cache {str(folder)!r} was made with {what} ({known}, not {value}); write it again"
                     " for these files, block size, packing, tokenizer and teacher"
                 )
@@ -202,7 +203,7 @@ class CachedBlocks(Dataset):
             return
         config = teacher.config if isinstance(teacher, nn.Module) else read_config(teacher)
         if different := "; ".join(differences(known, config_of(config), "config.")):
-            raise ValueError(
+            raise UserError(
                 f"the teacher cache {str(self.folder)!r} was made with another config.json of the teacher"
                 f" ({different}); write it again"
             )
@@ -236,6 +237,6 @@ class CachedBlocks(Dataset):
             try:
                 self._shards[shard] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise ValueError(f"{str(path)!r} is missing or broken ({error}); write the cache again") from None
+                raise UserError(f"{str(path)!r} is missing or broken ({error}); write the cache again") from None
         file = self._shards[shard]
         return self.data[index] | {f"teacher_{name}": file.get_slice(name)[row] for name in TENSORS}

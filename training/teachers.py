@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memmix.conversion.families import attention_module, attention_prefix
+from hf_memmix.errors import UserError
 from hf_memmix.training.quantized import is_quantized, plain_weight, quantized_linear
 
 ADAPTER = "memmix"
@@ -32,7 +33,7 @@ def share_weights(student: nn.Module, teacher: nn.Module) -> int:
         parent, _, key = name.rpartition(".")
         parameter = student.get_parameter(name)
         if not torch.equal(own, parameter):
-            raise ValueError(
+            raise UserError(
                 f"{name} differs between student and teacher, so they cannot share it; use teacher: copy for a student"
                 " of which more than the mixers was trained"
             )
@@ -86,7 +87,7 @@ def quantize_frozen(
             parent, _, key = name.rpartition(".")
             setattr(model.get_submodule(parent), key, quantized[id(layer.weight)])
     if not quantized:
-        raise ValueError(
+        raise UserError(
             f"quantize is {quantize!r}, but {student.config.backbone_model_type} has no nn.Linear layers, which alone"
             " can be quantised; set quantize to none"
         )

@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from hf_memmix.errors import UserError
+
 FIELD = "text"
 TABLES = (".csv", ".tsv", ".xls", ".xlsx")
 
@@ -18,13 +20,13 @@ def read_text(path: str | Path) -> str:
     """The content of a UTF-8 text file. Raises ValueError with its name if it is missing, empty or binary."""
     raw = _existing(path).read_bytes()
     if b"\0" in raw:
-        raise ValueError(f"{str(path)!r} is binary (it holds NUL bytes); give plain UTF-8 text")
+        raise UserError(f"{str(path)!r} is binary (it holds NUL bytes); give plain UTF-8 text")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is not UTF-8 (byte {error.start}); convert it, e.g. with iconv") from None
+        raise UserError(f"{str(path)!r} is not UTF-8 (byte {error.start}); convert it, e.g. with iconv") from None
     if not text.strip():
-        raise ValueError(f"{str(path)!r} holds no text")
+        raise UserError(f"{str(path)!r} holds no text")
     return text
 
 
@@ -38,7 +40,7 @@ def list_of(sources: str | Path | Iterable[str | Path]) -> list[str | Path]:
     """The sources as a list. Raises ValueError if there is none."""
     sources = [sources] if isinstance(sources, (str, Path)) else list(sources)
     if not sources:
-        raise ValueError("no text files given")
+        raise UserError("no text files given")
     return sources
 
 
@@ -49,7 +51,7 @@ def documents(source: str | Path) -> Iterator[str]:
     """
     name, found = str(source), False
     if Path(name).suffix.lower() in TABLES and not name.startswith("hub:"):
-        raise ValueError(
+        raise UserError(
             f'{name!r} is a table; write its text as .jsonl, one {{"text": ...}} per line, or as .parquet with'
             f" a column {FIELD!r}"
         )
@@ -59,13 +61,13 @@ def documents(source: str | Path) -> Iterator[str]:
         return
     for place, text in reader(source):
         if not isinstance(text, str):
-            raise ValueError(f"{place} of {name!r} has no text in its field {FIELD!r}; rename the field that holds it")
+            raise UserError(f"{place} of {name!r} has no text in its field {FIELD!r}; rename the field that holds it")
         if text.strip():
             _check_characters(text, place, name)
             found = True
             yield text
     if not found:
-        raise ValueError(f"{name!r} holds no text")
+        raise UserError(f"{name!r} holds no text")
 
 
 def _check_characters(text: str, place: str, name: str) -> None:
@@ -73,7 +75,7 @@ def _check_characters(text: str, place: str, name: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{place} of {name!r} has half a surrogate pair at character {error.start} "
             f"(\\u{ord(text[error.start]):04x}), which is not valid text; correct the row, or remove it"
         ) from None
@@ -87,7 +89,7 @@ def _json_lines(path: str | Path) -> Iterator[tuple[str, object]]:
             try:
                 row = json.loads(line)
             except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-                raise ValueError(
+                raise UserError(
                     f"line {number} of {str(path)!r} is not JSON ({error}); give one object a line"
                 ) from None
             yield f"line {number}", row.get(FIELD) if isinstance(row, dict) else None
@@ -122,9 +124,9 @@ def _parquet(path: str | Path) -> Iterator[tuple[str, object]]:
     try:
         file = parquet.ParquetFile(_existing(path))
     except ArrowInvalid as error:
-        raise ValueError(f"{str(path)!r} is not a Parquet file ({error}); copy it again") from None
+        raise UserError(f"{str(path)!r} is not a Parquet file ({error}); copy it again") from None
     if FIELD not in file.schema_arrow.names:
-        raise ValueError(
+        raise UserError(
             f"{str(path)!r} has no column {FIELD!r}, only {', '.join(file.schema_arrow.names)}; rename one"
         )
     number = 0
@@ -151,5 +153,5 @@ def _existing(path: str | Path) -> Path:
         problem = "is a folder; give text files" if path.is_dir() else "does not exist"
         if path.is_symlink():
             problem = "is a symbolic link that leads to no file; correct it"
-        raise ValueError(f"text file {str(path)!r} {problem}")
+        raise UserError(f"text file {str(path)!r} {problem}")
     return path

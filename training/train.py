@@ -23,6 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_memmix.conversion.families import attention_module, attention_prefix
 from hf_memmix.conversion.limits import check_converted, check_length, check_transformer, check_vocabularies
 from hf_memmix.conversion.loading import check_finite_weights
+from hf_memmix.errors import UserError
 from hf_memmix.quantization import refuse_quantized
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training import sharded, teachers
@@ -99,7 +100,7 @@ def recipe_of(recipe: str | Path | Recipe, overrides: dict) -> Recipe:
     if not isinstance(recipe, Recipe):
         return load_recipe(recipe, **overrides)
     if (stage := overrides.get("stage", recipe.stage)) != recipe.stage:
-        raise ValueError(f"the recipe is for {recipe.stage}, not for {stage}; give a recipe of {stage}")
+        raise UserError(f"the recipe is for {recipe.stage}, not for {stage}; give a recipe of {stage}")
     return replace(recipe, **(shortened_warmup(asdict(recipe), overrides) | overrides)) if overrides else recipe
 
 
@@ -112,7 +113,7 @@ def _train(student, teacher, data, output_dir: Path, recipe: Recipe, resume: boo
     identity = identity_of(student, teacher, data, recipe)
     checkpoint = find_checkpoint(output_dir, identity) if resume else None
     if not resume and output_dir.is_dir() and (last := get_last_checkpoint(str(output_dir))):
-        raise ValueError(
+        raise UserError(
             f"{last} belongs to an earlier run, but resume is off, so the two would be mixed; remove it, or give"
             " another output folder"
         )
@@ -190,7 +191,7 @@ def make_pair(
         return AlignStudentTeacher(student, teacher, layers, bf16, recipe.gradient_checkpointing)
     if recipe.teacher in ("shared", "lora"):
         if sharding := os.environ.get("ACCELERATE_USE_FSDP") or os.environ.get("ACCELERATE_USE_DEEPSPEED"):
-            raise ValueError(
+            raise UserError(
                 f"teacher is {recipe.teacher!r}, but sharded weights cannot be shared with it ({sharding=}); use"
                 " teacher: copy or cache:DIR, or launch without FSDP and DeepSpeed"
             )
@@ -209,24 +210,24 @@ def check_fit(student: nn.Module, teacher: nn.Module | None, data, recipe: Recip
     check_converted(student)
     refuse_quantized(student, "the student", "give the original student, and set quantize in the recipe")
     if data.block_size != recipe.block_size:
-        raise ValueError(
+        raise UserError(
             f"data has blocks of {data.block_size} tokens, but block_size of the recipe is {recipe.block_size}; give"
             " data with blocks of this size"
         )
     workers = recipe.trainer.get("dataloader_num_workers", 0)
     if isinstance(data, StreamedBlocks) and workers > 1:
-        raise ValueError(
+        raise UserError(
             f"trainer sets dataloader_num_workers to {workers}, but the data are read as a stream, which every worker"
             " would read as a whole; set it to 0 or 1"
         )
     rows = recipe.tokens_per_step // recipe.block_size
     if not isinstance(data, StreamedBlocks) and len(data) < rows:
-        raise ValueError(
+        raise UserError(
             f"the data are {len(data)} rows of {recipe.block_size} tokens, one step reads {rows} (batch_size times"
             " gradient_accumulation); give more text, or a smaller batch or block"
         )
     if not student.config.memory_layers:
-        raise ValueError("the student has no memory layer to train; convert it with fewer kept layers")
+        raise UserError("the student has no memory layer to train; convert it with fewer kept layers")
     _check_lengths(student, data)
     check_finite_weights(student, "the student")
     if teacher is not None:
@@ -248,12 +249,12 @@ def _check_lengths(student: nn.Module, data) -> None:
         # one less than for a loss of the next token: both stages also train the last token of a row
         least = mixer.minimum_training_length(mixer.options) - 1
         if data.block_size < least:
-            raise ValueError(
+            raise UserError(
                 f"block_size is {data.block_size}, but the mixer {name} of this student learns only from blocks of at"
                 f" least {least} tokens; give a larger block_size"
             )
         if (longest := int(lengths.max())) < least:
-            raise ValueError(
+            raise UserError(
                 f"the longest packed document has {longest} tokens, but the mixer {name} of this student learns only"
                 f" from documents of at least {least} tokens; give longer documents, or set pack: false"
             )

@@ -12,6 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_memmix.conversion.convert import load_model
 from hf_memmix.conversion.saving import explain_write_errors, replace_folder
+from hf_memmix.errors import UserError
 from hf_memmix.training import sharded
 from hf_memmix.training._trainer_hooks import TrainerHooks, whole_models
 from hf_memmix.training.groups import optimizer_groups
@@ -49,7 +50,7 @@ class PairTrainer(TrainerHooks):
         if self.is_fsdp_enabled:
             plugin = self.accelerator.state.fsdp_plugin
             if getattr(plugin, "fsdp_version", 1) != 2:
-                raise ValueError("FSDP1 is not supported; use fsdp_version: 2, as training/accelerate/fsdp2.yaml does")
+                raise UserError("FSDP1 is not supported; use fsdp_version: 2, as training/accelerate/fsdp2.yaml does")
             # the pair uses autocast itself; this policy would also cast the parameters that must stay fp32 (decays)
             plugin.mixed_precision_policy = None
             plugin.cpu_ram_efficient_loading = False  # every process has already loaded the weights
@@ -90,7 +91,7 @@ class PairTrainer(TrainerHooks):
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
         if not torch.isfinite(loss):
-            raise ValueError(self._diverged(f"the loss is {loss.item()}"))
+            raise UserError(self._diverged(f"the loss is {loss.item()}"))
         # the loss of this process and the last micro-batch, which the Trainer has divided by the accumulation steps.
         # The progress display shows it between two logs
         self.state.newest_loss = loss.item() * self.current_gradient_accumulation_steps
@@ -101,7 +102,7 @@ class PairTrainer(TrainerHooks):
         part = sharded.whole if self.is_deepspeed_enabled else sharded.local  # of ZeRO-3's part, the end is undefined
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and not torch.isfinite(part(parameter)).all():
-                raise ValueError(self._diverged(f"{name} has NaN or infinite entries"))
+                raise UserError(self._diverged(f"{name} has NaN or infinite entries"))
 
     def _diverged(self, what: str) -> str:
         return (

@@ -11,6 +11,7 @@ from huggingface_hub.dataclasses import type_validator
 from transformers import TrainingArguments, get_scheduler
 
 from hf_memmix import launch
+from hf_memmix.errors import UserError
 from hf_memmix.training._trainer_hooks import (
     INTEGRATION_TO_CALLBACK,
     OneGPUArguments,
@@ -87,7 +88,7 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
     _check_launch()
     processes = launch.processes()
     if recipe.batch_size % processes:
-        raise ValueError(
+        raise UserError(
             f"batch_size is {recipe.batch_size}, which {processes} processes cannot share; give a multiple of them"
         )
     values = {
@@ -119,7 +120,7 @@ def training_arguments(recipe: Recipe, output_dir: str | Path) -> TrainingArgume
     try:
         arguments = OneGPUArguments(**(values | recipe.trainer))
     except (TypeError, ValueError, ImportError) as error:
-        raise ValueError(f"trainer of the recipe: {str(error).strip().splitlines()[0]}") from None
+        raise UserError(f"trainer of the recipe: {str(error).strip().splitlines()[0]}") from None
     check_trackers(arguments.report_to)
     return arguments
 
@@ -144,7 +145,7 @@ def check_schedule(recipe: Recipe) -> None:
     try:
         get_scheduler(name, optimizer, recipe.warmup_steps, recipe.steps, options)
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"trainer sets lr_scheduler_type to {name!r} and its lr_scheduler_kwargs to {options}, with which there is"
             f" no schedule: {error}"
         ) from None
@@ -169,12 +170,12 @@ def check_packages(recipe: Recipe) -> None:
         return
     part, package = found[0]
     if part in OWN_GROUPS:
-        raise ValueError(
+        raise UserError(
             f"trainer sets optim to {optimizer!r}, which chooses its own parameters, so the rates of the recipe would"
             " have no effect; give adamw_torch, adafactor, adamw_8bit or paged_adamw_8bit"
         )
     if importlib.util.find_spec(package) is None:
-        raise ValueError(
+        raise UserError(
             f"trainer sets optim to {optimizer!r}, which {package} computes, and it is missing; pip install {package},"
             " or give adamw_torch or adafactor"
         )
@@ -193,7 +194,7 @@ def _check_launch() -> None:
     for field, (kind, remedy) in SPLIT_SEQUENCES.items():
         parts = int(os.environ.get(f"PARALLELISM_CONFIG_{field.upper()}", "1"))
         if parts > 1:
-            raise ValueError(
+            raise UserError(
                 f"the launch file asks for {kind} ({field} {parts}), in which align and distill cannot train;"
                 f" take training/accelerate/fsdp2.yaml{remedy}"
             )
@@ -202,28 +203,28 @@ def _check_launch() -> None:
 def _check(given: dict) -> None:
     types = typing.get_type_hints(TrainingArguments)
     if unknown := sorted(str(name) for name in given if name not in types):
-        raise ValueError(f"trainer names {', '.join(unknown)}, which transformers.TrainingArguments does not have")
+        raise UserError(f"trainer names {', '.join(unknown)}, which transformers.TrainingArguments does not have")
     for name, value in given.items():
         if name in DECIDED_ELSEWHERE and not (name == "label_smoothing_factor" and value == 0):
-            raise ValueError(f"trainer sets {name}, which {DECIDED_ELSEWHERE[name]} decides; remove it from trainer")
+            raise UserError(f"trainer sets {name}, which {DECIDED_ELSEWHERE[name]} decides; remove it from trainer")
         try:
             # transformers prefers a boolean for fsdp, which its type does not name
             if not (types[name] is float and type(value) is int or name == "fsdp" and type(value) is bool):
                 type_validator(name, value, types[name])
         except TypeError:
             kind = getattr(types[name], "__name__", types[name])
-            raise ValueError(f"trainer sets {name} to {value!r}, which is not of type {kind}") from None
+            raise UserError(f"trainer sets {name} to {value!r}, which is not of type {kind}") from None
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             _check_number(name, value)
 
 
 def _check_number(name: str, value: float) -> None:
     if not 0 <= value < math.inf:
-        raise ValueError(f"trainer sets {name} to {value!r}; it must be finite and at least 0")
+        raise UserError(f"trainer sets {name} to {value!r}; it must be finite and at least 0")
     if name in POSITIVE and value == 0:
-        raise ValueError(f"trainer sets {name} to {value!r}; it must be more than 0")
+        raise UserError(f"trainer sets {name} to {value!r}; it must be more than 0")
     if name in BELOW_ONE and value >= 1:
-        raise ValueError(f"trainer sets {name} to {value!r}; it must be below 1")
+        raise UserError(f"trainer sets {name} to {value!r}; it must be below 1")
 
 
 def check_trackers(names: list[str], option: str = "report_to") -> None:
@@ -234,6 +235,6 @@ def check_trackers(names: list[str], option: str = "report_to") -> None:
     names = set(names) - {"none", "all"}
     if unknown := sorted(names - set(INTEGRATION_TO_CALLBACK)):
         known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-        raise ValueError(f"{option} is {unknown[0]!r}, which is not a tracker of transformers; give one of {known}")
+        raise UserError(f"{option} is {unknown[0]!r}, which is not a tracker of transformers; give one of {known}")
     if missing := sorted(names - set(get_available_reporting_integrations())):
-        raise ValueError(f"{option} is {missing[0]!r}, which is not installed; pip install {missing[0]}")
+        raise UserError(f"{option} is {missing[0]!r}, which is not installed; pip install {missing[0]}")

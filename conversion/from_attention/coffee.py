@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
 from hf_memmix.conversion.from_attention.registry import starts
+from hf_memmix.errors import UserError
 
 GATE_BIAS = 1.0204  # silu of it is 0.75
 TIME_SCALES = (2.0, 64.0)  # tokens, log-spaced over the states
@@ -43,7 +44,7 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
     """
     features = attention.num_heads * attention.head_dim
     if mixer.features != features:
-        raise ValueError(
+        raise UserError(
             f"layer {mixer.layer_idx}: the attention's heads have {features} channels in all, the mixer has"
             f" {mixer.features} features; convert with inner_size={features}"
         )
@@ -80,12 +81,12 @@ def _take(mixer: nn.Module, attention: AttentionWeights, field: str, tensor: tor
     if role in ("q", "k") or field == "extra.sinks":
         return TensorFate(field, "dropped", reason=NO_SCORES)
     if role not in ("v", "o") or kind not in ("weight", "bias"):
-        raise ValueError(f"the attention's {field} has no place in a coffee layer; keep this layer as attention")
+        raise UserError(f"the attention's {field} has no place in a coffee layer; keep this layer as attention")
     target = f"{'u' if role == 'v' else 'o'}_proj.{kind}"
     parameter = dict(mixer.named_parameters()).get(target)
     if parameter is None:
         option = "u_bias" if role == "v" else "o_bias"
-        raise ValueError(
+        raise UserError(
             f"layer {mixer.layer_idx}: the attention's {field} would be lost; convert with the option {option}=True"
         )
     group = attention.num_heads // attention.num_kv_heads

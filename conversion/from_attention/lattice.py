@@ -16,6 +16,7 @@ from torch import nn
 from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
 from hf_memmix.conversion.from_attention.projections import projection_options, take_projections
 from hf_memmix.conversion.from_attention.registry import starts
+from hf_memmix.errors import UserError
 
 GATE_BIAS = 0.46  # gelu of it is 0.31
 VALUE_SIZE = 10.0  # root mean square norm of a head's values, for inputs of unit variance
@@ -37,7 +38,7 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
         ValueError: also if the mixer has one projection for q and k together.
     """
     if mixer.options.share_qk:
-        raise ValueError(
+        raise UserError(
             f"layer {mixer.layer_idx}: an attention's q and k are two projections; convert with share_qk=False"
         )
     fates = take_projections(mixer, attention)

@@ -15,6 +15,7 @@ from torch import nn
 from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
 from hf_memmix.conversion.from_attention.projections import FOLDED, with_norm_scale
 from hf_memmix.conversion.from_attention.registry import starts
+from hf_memmix.errors import UserError
 
 GATE_BIAS = 1.2785  # silu of it is 1
 HALF_LIVES = (1.0, 64.0)  # tokens, log-spaced over the heads
@@ -46,7 +47,7 @@ def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]
     wanted = options_for(attention)
     found = {name: getattr(mixer.options, name) for name in wanted}
     if any(found[name] != value for name, value in wanted.items() if name != "expand") or mixer.features != D * heads:
-        raise ValueError(
+        raise UserError(
             f"layer {mixer.layer_idx}: the attention's {heads} heads of size {D} need the options {wanted}, the mixer"
             f" has {found}"
         )
@@ -87,7 +88,7 @@ def _take(mixer: nn.Module, attention: AttentionWeights, field: str, tensor: tor
         )
     role, _, kind = field.partition("_")
     if role not in ("q", "k", "v", "o") or kind not in ("weight", "bias", "norm"):
-        raise ValueError(f"the attention's {field} has no place in a mamba2 layer; keep this layer as attention")
+        raise UserError(f"the attention's {field} has no place in a mamba2 layer; keep this layer as attention")
     if role == "o":
         getattr(mixer.out_proj, kind).copy_(tensor)
         return TensorFate(field, "used", (f"out_proj.{kind}",))

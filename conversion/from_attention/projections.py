@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
+from hf_memmix.errors import UserError
 
 
 def projection_options(attention: AttentionWeights) -> dict:
@@ -29,7 +30,7 @@ def check_heads(mixer: nn.Module, attention: AttentionWeights) -> None:
     shape = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
     own = (mixer.heads, mixer.kv_heads, mixer.head_dim)
     if shape != own:
-        raise ValueError(
+        raise UserError(
             f"layer {mixer.layer_idx}: attention has (heads, kv heads, head size) {shape}, the mixer {own}; they must"
             " be equal"
         )
@@ -78,17 +79,17 @@ def take_tensor(mixer: nn.Module, field: str, tensor: Tensor) -> TensorFate:
         return TensorFate(field, "dropped", reason=reason)
     role, _, kind = field.partition("_")
     if role not in ("q", "k", "v", "o") or kind not in ("weight", "bias", "norm"):
-        raise ValueError(f"the attention's {field} has no place in a {mixer.name} layer; keep this layer as attention")
+        raise UserError(f"the attention's {field} has no place in a {mixer.name} layer; keep this layer as attention")
     target = f"{field}.weight" if kind == "norm" else f"{role}_proj.{kind}"
     parameter = dict(mixer.named_parameters()).get(target)
     if parameter is None:
         bias = "o_bias=True" if role == "o" else "qkv_bias=True"
         option = bias if kind == "bias" else f"qk_norm={_kind_of_norm(tensor, mixer.head_dim)!r}"
-        raise ValueError(
+        raise UserError(
             f"layer {mixer.layer_idx}: the attention's {field} would be lost; convert with the option {option}"
         )
     if parameter.shape != tensor.shape:
-        raise ValueError(
+        raise UserError(
             f"layer {mixer.layer_idx}: {field} has shape {tuple(tensor.shape)}, {target} needs"
             f" {tuple(parameter.shape)}"
         )

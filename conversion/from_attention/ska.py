@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
 from hf_memmix.conversion.from_attention.projections import FOLDED, check_heads, take_tensor, with_norm_scale
 from hf_memmix.conversion.from_attention.registry import starts
+from hf_memmix.errors import UserError
 from hf_memmix_kernels._common import exact
 
 RANK = 32  # at most, the paper's
@@ -91,7 +92,7 @@ def _take(mixer: nn.Module, field: str, tensor: Tensor) -> TensorFate:
     if kind == "norm":
         return TensorFate(field, "transformed", (target,), FOLDED)
     if kind == "bias" and getattr(mixer, f"{role}_proj").bias is None:
-        raise ValueError(
+        raise UserError(
             f"layer {mixer.layer_idx}: the attention's {field} would be lost; convert with the option qkv_bias=True"
         )
     other = "the queries" if role == "k" else "the keys"

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from hf_memmix.conversion.loading import weight_files
+from hf_memmix.errors import UserError
 
 # names of dtypes in the header of a safetensors file
 DTYPES = {
@@ -59,7 +60,7 @@ class Checkpoint:
             for tensor in _header(file):
                 if tensor.name in self.tensors:
                     first = self.tensors[tensor.name].file.name
-                    raise ValueError(
+                    raise UserError(
                         f"{str(folder)!r} has the tensor {tensor.name} in {first} and again in {file.name}; copy the"
                         " folder again"
                     )
@@ -97,7 +98,7 @@ class Checkpoint:
         while view:
             count = os.preadv(self._handles[file], [view], start)
             if not count:
-                raise ValueError(f"{str(file)!r} became shorter while it was read; copy it again")
+                raise UserError(f"{str(file)!r} became shorter while it was read; copy it again")
             view, start = view[count:], start + count
 
 
@@ -109,7 +110,7 @@ def _header(file: Path) -> Iterator[StoredTensor]:
     header.pop("__metadata__", None)
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in DTYPES:
-            raise ValueError(
+            raise UserError(
                 f"{str(file)!r} holds {name} in the type {entry['dtype']}; give the original weights in bf16, fp16 or"
                 " fp32"
             )

@@ -17,6 +17,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hf_memmix.conversion.records import bytes_text
 from hf_memmix.conversion.saving import SHARD_SIZE
 from hf_memmix.conversion.streaming.checkpoint import DTYPES
+from hf_memmix.errors import UserError
 
 # the safetensors library writes the tensors of one file in this order of dtypes, and by name within a dtype
 _ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL")
@@ -45,7 +46,7 @@ class ShardWriter:
         headers = {file: header_of(names, tensors) for file, names in split.filename_to_tensors.items()}
         self.nbytes = sum(t.nbytes for t in tensors.values()) + sum(len(header) for header in headers.values())
         if (free := shutil.disk_usage(folder).free) < self.nbytes:
-            raise ValueError(
+            raise UserError(
                 f"the disk of {str(folder.parent)!r} has {bytes_text(free)} free, and the student needs"
                 f" {bytes_text(self.nbytes)}; make room, or choose another folder"
             )

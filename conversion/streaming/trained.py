@@ -6,6 +6,7 @@ from pathlib import Path
 from hf_memmix.conversion.layer_plan import load_mixer
 from hf_memmix.conversion.loading import check_finite_tensor, check_weight_files, read_config
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
+from hf_memmix.errors import UserError
 from hf_memmix.mixers import ATTENTION, MemoryMixer
 
 
@@ -24,9 +25,9 @@ class TrainedMixers:
             config = read_config(folder)
             kinds = getattr(config, "mixer_types", None)
             if kinds is None:
-                raise ValueError(f"{str(folder)!r} is no converted model, so there are no mixers to take")
+                raise UserError(f"{str(folder)!r} is no converted model, so there are no mixers to take")
             if check_weight_files(folder):
-                raise ValueError(f"{str(folder)!r} holds pickled weights; save the student as safetensors")
+                raise UserError(f"{str(folder)!r} holds pickled weights; save the student as safetensors")
             self._students.append((folder, kinds, config.mixers, Checkpoint(folder)))
 
     def load(self, mixer: MemoryMixer, prefix: str) -> None:
@@ -39,7 +40,7 @@ class TrainedMixers:
         layer = mixer.layer_idx
         able = [one for one in self._students if layer < len(one[1]) and one[1][layer] != ATTENTION]
         if not able:
-            raise ValueError(f"layer {layer} of the trained student is attention, so there is no mixer to take")
+            raise UserError(f"layer {layer} of the trained student is attention, so there is no mixer to take")
         folder, kinds, options, checkpoint = next((one for one in able if one[1][layer] == mixer.name), able[0])
         with checkpoint:
             names = [name for name in checkpoint.tensors if name.startswith(prefix)]

@@ -20,6 +20,7 @@ from hf_memmix._transformers import execution_device
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.limits import check_converted
 from hf_memmix.conversion.logits import logits_head
+from hf_memmix.errors import UserError
 from hf_memmix.training.evaluation.probes.material import Sample
 from hf_memmix.training.evaluation.probes.score import score
 from hf_memmix_kernels._common import exact
@@ -75,7 +76,7 @@ def cost_of_swaps(
     check_converted(student)
     have = student.config.memory_layers
     if bad := sorted({layer for layers in swaps for layer in layers} - set(have)):
-        raise ValueError(f"layers {bad} of the student have no mixer; its memory layers are {have}")
+        raise UserError(f"layers {bad} of the student have no mixer; its memory layers are {have}")
     modes = teacher.training, student.training
     teacher.eval(), student.eval()
     try:
@@ -148,7 +149,7 @@ def rank_layers(teacher, student, blocks: Tensor, samples: dict[str, list[Sample
         `nll` is the increase of the answers' nll, averaged over tasks. The layer with the highest score has rank 1.
     """
     if not weight >= 0:
-        raise ValueError(f"the weight of the answers is {weight}; it must be at least 0")
+        raise UserError(f"the weight of the answers is {weight}; it must be at least 0")
     layers = student.config.memory_layers
     base, costs = cost_of_swaps(teacher, student, [[layer] for layer in layers], blocks, samples, **options)
     rows = []
@@ -158,7 +159,7 @@ def rank_layers(teacher, student, blocks: Tensor, samples: dict[str, list[Sample
         rows.append({"layer": layer, "kl": cost["kl"], "answers": cost["answers"], "nll": nll})
         rows[-1]["score"] = cost["kl"] + weight * nll
         if not math.isfinite(rows[-1]["score"]):
-            raise ValueError(
+            raise UserError(
                 f"the score of layer {layer} is not finite; its mixer is broken or has diverged, give another student"
             )
     for rank, row in enumerate(sorted(rows, key=lambda row: -row["score"]), 1):
@@ -194,7 +195,7 @@ def count_of(keep: float | int, num_layers: int, ranked: int) -> int:
     """The number of layers that `choose` returns; `ranked`: the number of ranked layers. Errors as in `choose`."""
     count = keep if isinstance(keep, int) else max(1, round(keep * num_layers))
     if not 1 <= count < ranked or (isinstance(keep, float) and not 0 < keep < 1):
-        raise ValueError(f"keep is {keep}; give a number from 1 to {ranked - 1}, or a fraction between 0 and 1")
+        raise UserError(f"keep is {keep}; give a number from 1 to {ranked - 1}, or a fraction between 0 and 1")
     return count
 
 

@@ -33,6 +33,7 @@ from hf_memmix.conversion.layer_cost import LayerCost, layer_cost, measured_kind
 from hf_memmix.conversion.mixer_files import load_mixers, mixer_file, read_metadata, write_mixers
 from hf_memmix.conversion.records import bytes_text
 from hf_memmix.conversion.saving import remove_folder
+from hf_memmix.errors import UserError
 from hf_memmix.mixers import ATTENTION
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.evaluation.layer_selection import rank_layers
@@ -134,7 +135,7 @@ def costs_of(teacher: nn.Module, students: dict[str, nn.Module], context: int, d
     for kind, student in students.items():
         if (have := student.config.memory_layers) != list(layers):
             left = layer_text([layer for layer in layers if layer not in have])
-            raise ValueError(f"the student with {kind} has attention in layers {left}; convert all of its layers")
+            raise UserError(f"the student with {kind} has attention in layers {left}; convert all of its layers")
     models = {ATTENTION: teacher} | students
     return [
         {
@@ -262,14 +263,14 @@ def choose_mixers(scores: list[dict[str, float]], costs: list[dict[str, LayerCos
             budget has `decode_ms`.
     """
     if budget.decode_ms is not None and not math.isfinite(budget.decode_ms):
-        raise ValueError(f"decode_ms is {budget.decode_ms}; give a number of milliseconds, or leave it out")
+        raise UserError(f"decode_ms is {budget.decode_ms}; give a number of milliseconds, or leave it out")
     allowed = []
     for layer, row in enumerate(scores):
         stays, may_stay = layer in budget.keep_layers, budget.keep_count > 0
         allowed.append([kind for kind in row if (kind == ATTENTION if stays else kind != ATTENTION or may_stay)])
     kinds = {kind for row in allowed for kind in row}
     if budget.decode_ms is not None and (unknown := sorted(kinds - set(measured_kinds()))):
-        raise ValueError(
+        raise UserError(
             f"decode_ms is {budget.decode_ms:g}, but the time of {unknown[0]} was not measured; measure it with"
             " kernels/benchmarks/benchmark_layers.py, or leave the mixer or the budget out"
         )
@@ -287,7 +288,7 @@ def choose_mixers(scores: list[dict[str, float]], costs: list[dict[str, LayerCos
     values = [[row[kind] for kind in kinds] for kinds, row in zip(allowed, scores, strict=True)]
     picks = best_choice(values, spent, list(limits.values()))
     if picks is None:
-        raise ValueError(_too_small(limits, spent))
+        raise UserError(_too_small(limits, spent))
     return [kinds[pick] for kinds, pick in zip(allowed, picks, strict=True)]
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_memmix.conversion.text_rows import beginning_of, cut_rows
+from hf_memmix.errors import UserError
 from hf_memmix.training.data import tokenize_files
 from hf_memmix.training.evaluation.probes import TASKS, Material, draw
 from hf_memmix.training.evaluation.probes.grid import DEPTHS, refuse_repeated
@@ -37,7 +38,7 @@ class SelectionData:
         tokens = tokenize_files(text, tokenizer)[:max_tokens].tolist()
         rows = [row for row, _ in cut_rows([tokens], length, beginning_of(tokenizer)) if len(row) == length]
         if not rows:
-            raise ValueError(f"{text} has less than the {length} tokens of one sequence; give a longer text")
+            raise UserError(f"{text} has less than the {length} tokens of one sequence; give a longer text")
         names = [] if tasks == "none" else [part.strip() for part in tasks.split(",")]
         refuse_repeated("task", names)
         material = Material(tokenizer, read_text(text)) if names else None

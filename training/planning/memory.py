@@ -14,6 +14,7 @@ linear layer keeps its input in bf16; the autocast of an fp32 input makes one su
 
 from dataclasses import asdict, dataclass
 
+from hf_memmix.errors import UserError
 from hf_memmix.mixers import ATTENTION, MIXERS
 from hf_memmix.training.planning.shapes import Shapes
 from hf_memmix.training.quantized import BYTES_PER_WEIGHT
@@ -133,7 +134,7 @@ def memory_of(shapes: Shapes, settings: Settings) -> Memory:
         ValueError: a mixer is not in `KEPT`.
     """
     if unknown := sorted(set(shapes.kinds) - set(KEPT)):
-        raise ValueError(
+        raise UserError(
             f"the memory of {unknown[0]} in training is not known; add it to KEPT in training/planning/memory.py"
         )
     return (_distill if settings.stage == "distill" else _align)(shapes, settings)

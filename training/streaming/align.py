@@ -24,6 +24,7 @@ from hf_memmix.conversion.records import bytes_text
 from hf_memmix.conversion.saving import check_not_read, check_target, resolved
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
 from hf_memmix.conversion.teacher_forcing import check_same_shape
+from hf_memmix.errors import UserError
 from hf_memmix.hub import model_folder
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.recipe import Recipe
@@ -99,7 +100,7 @@ def align_by_streaming(
     """
     recipe = recipe_of(recipe, overrides | {"stage": "align"})
     if (student is None) == (plan is None):
-        raise ValueError("give either a student or a plan by which the teacher is converted first")
+        raise UserError("give either a student or a plan by which the teacher is converted first")
     teacher = model_folder(Path(teacher))
     student = None if student is None else model_folder(Path(student))
     out = Path(out).absolute()
@@ -107,7 +108,7 @@ def align_by_streaming(
     run_dir = out.with_name(f".{out.name}.run")
     place = Path(spool).absolute() if spool is not None else run_dir.with_name(f".{out.name}.spool")
     if not {resolved(out), resolved(run_dir)}.isdisjoint(((inside := resolved(place)), *inside.parents)):
-        raise ValueError(f"the spool {str(place)!r} lies in the output or run folder; give another one with --spool")
+        raise UserError(f"the spool {str(place)!r} lies in the output or run folder; give another one with --spool")
     say = notify or (lambda line: None)
     ranks = Ranks.of_launch(say)
     if dry_run:
@@ -146,7 +147,7 @@ class _Run:
 
     def __init__(self, student: Path, teacher: Path, data, recipe: Recipe, folder: Path, spool: Path, ranks, say):
         if check_weight_files(student):
-            raise ValueError(f"{str(student)!r} holds pickled weights; save the student as safetensors")
+            raise UserError(f"{str(student)!r} holds pickled weights; save the student as safetensors")
         self.recipe, self.folder, self.ranks, self.say = recipe, folder, ranks, say
         self.student_folder, self.teacher_folder, self.data = student, teacher, data
         self.student = meta_teacher(student).float()
@@ -360,7 +361,7 @@ def _check_identity(folder: Path, identity: dict) -> None:
         return
     different = "; ".join(differences(read_sealed(folder / RECORD, START_AGAIN), identity))
     if different:
-        raise ValueError(
+        raise UserError(
             f"{str(folder)!r} belongs to another run ({different}); give the recipe, data and models of that run,"
             " start again with --no-resume, or give other folders"
         )

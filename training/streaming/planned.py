@@ -10,6 +10,7 @@ from hf_memmix.conversion.layer_plan import plan_arguments, read_plan, trained_f
 from hf_memmix.conversion.loading import read_config
 from hf_memmix.conversion.mixer_files import load_aligned
 from hf_memmix.conversion.saving import remove_folder
+from hf_memmix.errors import UserError
 
 NAME, RECORD = "start", "start.json"
 START_AGAIN = "start again with --no-resume"
@@ -32,7 +33,7 @@ def planned_student(teacher: Path, plan: str | Path, folder: Path, resume: bool 
         known = read_sealed(folder / RECORD, START_AGAIN)
         files = known.pop("files")
         if known != json.loads(json.dumps(record)):
-            raise ValueError(
+            raise UserError(
                 f"{str(folder)!r} belongs to a run with another plan than {str(plan)!r}; give that plan, start again"
                 " with --no-resume, or give another output folder"
             )

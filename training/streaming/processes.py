@@ -13,6 +13,7 @@ from accelerate.utils import parse_flag_from_env
 from torch.distributed import DistError, PrefixStore
 
 from hf_memmix import launch
+from hf_memmix.errors import UserError
 
 PATIENCE = timedelta(days=30)  # of the store: a rank waits as long as others work
 POLL = 0.2  # seconds between two looks at what another process does
@@ -67,7 +68,7 @@ class Ranks:
         with self._reached():
             while not ready():
                 if self._store is not None and self._store.check([FAILED]):
-                    raise ValueError(self._store.get(FAILED).decode())
+                    raise UserError(self._store.get(FAILED).decode())
                 now = time.monotonic()
                 if now - told >= TELL_AFTER:
                     self._say(f"process {self.rank} has waited {now - start:.0f} s for {what}")
@@ -96,7 +97,7 @@ class Ranks:
         try:
             yield
         except DistError:
-            raise ValueError(
+            raise UserError(
                 "the launch has lost its process 0 or its launcher, which hold the common store; see their last lines"
                 " and run the same command again: it goes on with the layers that are not trained yet"
             ) from None
@@ -119,7 +120,7 @@ def _take_gpu(index: int) -> None:
     if not count:
         return
     if index >= count:
-        raise ValueError(
+        raise UserError(
             f"the launcher started more than {count} processes, but they see {count} GPUs; start {count} processes"
         )
     torch.cuda.set_device(index)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from hf_memmix.errors import UserError
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks
 from hf_memmix.training.recipe import Recipe
 
@@ -31,7 +32,7 @@ class Rows:
             self.tokens = list(islice(data.one_pass(), reads))
             self._place = {}
             if not self.tokens:
-                raise ValueError(f"all sources together do not fill one block of {data.block_size}; give more text")
+                raise UserError(f"all sources together do not fill one block of {data.block_size}; give more text")
         else:
             used = sorted(set(order))
             self.tokens = [data[row] for row in used]

@@ -23,6 +23,7 @@ from torch import Tensor
 from hf_memmix.conversion.hashes import read_sealed, write_sealed
 from hf_memmix.conversion.records import bytes_text
 from hf_memmix.conversion.saving import explain_write_errors
+from hf_memmix.errors import UserError
 
 RECORD = "memmix_spool.json"  # names the run to which a spool belongs
 _OWN_FILES = re.compile(r"layer-\d+\.(hidden|part|json)|\.layer-\d+\.json\.\d+\.part|" + re.escape(RECORD))
@@ -74,7 +75,7 @@ class HiddenStates:
         while view:
             count = os.preadv(self._file.fileno(), [view], place)
             if not count:
-                raise ValueError(f"{self._file.name!r} ends before row {row}; another process has changed it")
+                raise UserError(f"{self._file.name!r} ends before row {row}; another process has changed it")
             view, place = view[count:], place + count
 
 
@@ -236,7 +237,7 @@ class Spool:
         names = sorted(file.name for file in self.folder.iterdir())
         foreign = [name for name in names if not _OWN_FILES.fullmatch(name)]
         if foreign or (names and RECORD not in names):
-            raise ValueError(
+            raise UserError(
                 f"the spool {str(self.folder)!r} is not empty and belongs to no run: it holds {(foreign or names)[0]};"
                 " give a new or empty folder with --spool"
             )
@@ -249,7 +250,7 @@ class Spool:
         have = sum(file.stat().st_size for file in self.folder.glob("layer-*.hidden"))
         needed, free = buffers * self.nbytes(dtype) - have, shutil.disk_usage(self.folder).free
         if needed > free:
-            raise ValueError(
+            raise UserError(
                 f"the disk of the spool {str(self.folder)!r} has {bytes_text(free)} free, and the hidden states need"
                 f" {bytes_text(needed)} more; make room, give another disk with --spool, or fewer steps"
             )

@@ -22,6 +22,7 @@ from hf_memmix.conversion.families import decoder_layers, family_of
 from hf_memmix.conversion.loading import check_finite_tensor, check_weight_files, meta_teacher, read_config
 from hf_memmix.conversion.streaming.checkpoint import Checkpoint
 from hf_memmix.conversion.streaming.matching import NotStreamable, find_stored
+from hf_memmix.errors import UserError
 from hf_memmix.swap import layers_name
 
 
@@ -47,14 +48,14 @@ class StreamedTeacher:
     def __init__(self, folder: Path, device: torch.device | str, dtype: torch.dtype | None = None):
         config, self.name = read_config(folder), repr(str(folder))
         if config.model_type == "memmix":
-            raise ValueError("the teacher is a converted model, not a transformer; give the transformer it came from")
+            raise UserError("the teacher is a converted model, not a transformer; give the transformer it came from")
         family_of(config)
         if check_weight_files(folder):
-            raise ValueError(
+            raise UserError(
                 f"{self.name} holds pickled weights, which cannot be read by layer; save the model as safetensors"
             )
         if getattr(config, "quantization_config", None):
-            raise ValueError(f"{self.name} is quantized, so its layers cannot be read alone; align without --stream")
+            raise UserError(f"{self.name} is quantized, so its layers cannot be read alone; align without --stream")
         self.device = torch.device(device)
         self.checkpoint = Checkpoint(folder)
         self.model = _without_weights(folder, self.device)
@@ -64,7 +65,7 @@ class StreamedTeacher:
         try:
             self._found = find_stored(self.model, self.checkpoint.tensors, self.name)
         except NotStreamable as reason:
-            raise ValueError(f"{self.name} cannot be read layer by layer: {reason}; align without --stream") from None
+            raise UserError(f"{self.name} cannot be read layer by layer: {reason}; align without --stream") from None
         self._converts = stores_under_other_names(self.model)
         base = self.model.base_model
         self._base_prefix = "" if base is self.model else self.model.base_model_prefix + "."
@@ -214,7 +215,7 @@ class StreamedTeacher:
                 self._hidden = self._records = None
         for first, second in zip(*seen, strict=True):
             if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
-                raise ValueError(
+                raise UserError(
                     f"the layers of the family {self.model.config.model_type!r} get more than hidden states from the"
                     " layers before them, so they cannot run alone; align without --stream"
                 )

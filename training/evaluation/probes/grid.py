@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from torch import nn
 
 from hf_memmix.conversion.limits import limit_of
+from hf_memmix.errors import UserError
 from hf_memmix.training.evaluation.probes.material import Material
 from hf_memmix.training.evaluation.probes.score import Scores, score
 from hf_memmix.training.evaluation.probes.tasks import TASKS, draw
@@ -156,22 +157,22 @@ def by_length(results: dict) -> list[dict]:
 def refuse_repeated(name: str, values) -> None:
     """Raise ValueError for a task, length or depth that is named twice: its answers would count twice."""
     if repeated := [value for value in values if list(values).count(value) > 1]:
-        raise ValueError(f"{name} {repeated[0]!r} is named twice; name each {name} once")
+        raise UserError(f"{name} {repeated[0]!r} is named twice; name each {name} once")
 
 
 def _check(tasks, lengths, readable, depths, samples) -> None:
     if unknown := [task for task in tasks if task not in TASKS]:
-        raise ValueError(f"task {unknown[0]!r} is unknown; there are {', '.join(TASKS)}")
+        raise UserError(f"task {unknown[0]!r} is unknown; there are {', '.join(TASKS)}")
     for name, values in (("task", tasks), ("length", lengths), ("depth", depths)):
         refuse_repeated(name, values)
     if bad := [depth for depth in depths if not 0 <= depth <= 1]:
-        raise ValueError(f"depth {bad[0]} is outside 0 to 1")
+        raise UserError(f"depth {bad[0]} is outside 0 to 1")
     if samples < 1 or not (tasks and lengths and depths):
-        raise ValueError("give at least one task, one length, one depth and one sample")
+        raise UserError("give at least one task, one length, one depth and one sample")
     depth_count = max(len(depths) if TASKS[task].depths else 1 for task in tasks)
     longest = max(readable, default=0)
     if (tokens := longest * depth_count * samples) > MAX_CELL_TOKENS:
-        raise ValueError(
+        raise UserError(
             f"length {longest} needs {tokens} tokens for {depth_count} depths of {samples} samples, the limit is "
             f"{MAX_CELL_TOKENS}; give shorter lengths, fewer depths or fewer samples"
         )

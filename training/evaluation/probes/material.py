@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from hf_memmix.conversion.text_rows import beginning_of, encode
+from hf_memmix.errors import UserError
 
 MAX_WORD_TOKENS = 3
 MAX_VALUES = 128
@@ -73,7 +74,7 @@ class Material:
         taken = {tokens[0] for _, tokens in self.values}
         self.keys = [(word, tokens) for word, tokens in self.keys if tokens[0] not in taken]
         if min(len(self.keys), len(self.values)) < 8:
-            raise ValueError(
+            raise UserError(
                 f"the text gives {len(self.keys)} keys and {len(self.values)} values that this tokenizer writes in at "
                 f"most {MAX_WORD_TOKENS} tokens; probes need 8 of each: give a longer text in the tokenizer's language"
             )

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from hf_memmix._transformers import execution_device
 from hf_memmix.conversion.logits import logits_head
+from hf_memmix.errors import UserError
 from hf_memmix.training.evaluation.probes.material import Answer, Sample
 
 CHUNK_LOGITS = 2**25  # number of logits of answer tokens that are in memory at a time
@@ -42,7 +43,7 @@ def score(model: nn.Module, samples: list[Sample], batch_size: int = 8, control:
     """
     highest = max((max(sample.ids) for sample in samples), default=0)
     if highest >= model.config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"token {highest} is outside the vocabulary of {model.config.vocab_size}; use the model's own tokenizer"
         )
     head, device = logits_head(model), execution_device(model.get_input_embeddings())

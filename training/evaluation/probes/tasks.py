@@ -16,6 +16,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hf_memmix.errors import UserError
 from hf_memmix.training.evaluation.probes.material import MAX_WORD_TOKENS, Answer, Material, Sample
 
 NEEDLES = 4
@@ -46,7 +47,7 @@ def draw(task: str, material: Material, length: int, depth: float | None, seed: 
         ValueError: there is no such task, or it does not fit in `length` tokens.
     """
     if task not in TASKS:
-        raise ValueError(f"task {task!r} is unknown; there are {', '.join(TASKS)}")
+        raise UserError(f"task {task!r} is unknown; there are {', '.join(TASKS)}")
     samples = []
     for i in range(count):
         source = random.Random(f"{seed} {task} {length} {depth} {i}")
@@ -82,7 +83,7 @@ def question_of_chain(material: Material, name) -> tuple[int, ...]:
 
 def _fit(needed: int, length: int, what: str) -> int:
     if needed > length:
-        raise ValueError(f"{what} needs {needed} tokens, the length is {length}; give a longer one")
+        raise UserError(f"{what} needs {needed} tokens, the length is {length}; give a longer one")
     return length - needed
 
 
@@ -184,7 +185,7 @@ def _pairs(material: Material, room: int, draw: random.Random, *frame: str) -> t
         pairs.append((key, value))
         texts.append(tokens)
     if len(pairs) < 4:
-        raise ValueError(f"{room} tokens have room for {len(pairs)} pairs of key and value; give a longer length")
+        raise UserError(f"{room} tokens have room for {len(pairs)} pairs of key and value; give a longer length")
     return pairs, texts
 
 
@@ -239,7 +240,7 @@ def common_words(material: Material, length: int, depth: float | None, draw: ran
             break
         items.append(word)
     if len(items) <= 2 * COMMON_EVERY:
-        raise ValueError(f"common_words needs more than {length} tokens; give a longer length")
+        raise UserError(f"common_words needs more than {length} tokens; give a longer length")
     draw.shuffle(items)
     filler = material.window(room - sum(len(word[1]) + len(comma) for word in items), draw)
     texts, control_texts = (_joined((*word[1], *comma) for word in words)
@@ -256,7 +257,7 @@ def mentions(material: Material, length: int, depth: float | None, draw: random.
         if found := _second_mentions(material, ids):
             break
     else:
-        raise ValueError(f"the text repeats no rare pair of words within {length} tokens; give a longer length")
+        raise UserError(f"the text repeats no rare pair of words within {length} tokens; give a longer length")
     found = sorted(draw.sample(found, min(MENTIONS, len(found))))
     asked = {position for _, position in found}
     control = list(ids)

@@ -129,8 +129,11 @@ class SealedTensors:
 
     def read(self, name: str) -> Tensor:
         """A tensor. Raises ValueError if it is not as it was written."""
-        tensor = self._file.get_tensor(name)
-        if _hash_of(name, tensor) != self._hashes[name]:
+        try:
+            tensor = self._file.get_tensor(name)
+        except SafetensorError:  # it has another name
+            tensor = None
+        if tensor is None or _hash_of(name, tensor) != self._hashes[name]:
             raise UserError(f"{name} in {str(self._path)!r} is corrupt; {self._remedy}")
         return tensor
 

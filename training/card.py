@@ -15,21 +15,11 @@ from huggingface_hub.utils import validate_repo_id
 from hf_memmix.conversion.loading import read_config
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.errors import UserError
+from hf_memmix.mixers import MIXERS
 from hf_memmix.training.evaluation.probes.grid import gain_text
 from hf_memmix.training.stage_time import time_text
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
-MIXERS = {
-    "coffee": "COFFEE: a few scalar states per feature; each state opens and closes its own input gate "
-    "(Zattra et al., Context-Selective State Space Models: Feedback is All You Need)",
-    "gka": "[Gated KalmaNet](https://arxiv.org/abs/2511.21016): ridge regression of the values on the past keys, "
-    "re-solved per token",
-    "lattice": "[Lattice](https://arxiv.org/abs/2504.05646): slots of unit norm; a token writes to a slot only the "
-    "part that is orthogonal to it",
-    "mamba2": "[Mamba-2](https://arxiv.org/abs/2405.21060): one matrix per head, which decays and adds each token",
-    "ska": "Spectral Koopman Attention (Echo): ridge regression on a low-rank projection, filtered by powers of the "
-    "keys' transition operator",
-}
 
 
 def weights_of(folder: str | Path) -> str:
@@ -131,7 +121,7 @@ def student_card(
         converted=len(kinds) - len(kept),
         layers=len(kinds),
         kept=f" Attention, with its growing cache, remains in layer {', '.join(map(str, kept))}." if kept else "",
-        mixers="\n".join(f"- {MIXERS.get(kind, kind)}." for kind in used),
+        mixers="\n".join(f"- {MIXERS[kind].summary or kind}." for kind in used),
         tokens=f"{report['tokens']:,}",
         text=_named(report["text"]),
         block_size=report["block_size"],

@@ -22,6 +22,7 @@ from hf_memmix_kernels.short_conv.op import MAX_TAPS
 from ..given_cache import cache_among
 from ..padding import PaddedRows
 from ..versions import moved
+from .kept_bytes import KeptBytes
 from .options import MixerOptions
 from .pages import read_pages, start_anew, write_pages
 from .ranks import Pieces, current_group, scan_at_once, scan_in_turn
@@ -99,6 +100,7 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
     """
 
     name: ClassVar[str]
+    summary: ClassVar[str] = ""  # what the memory is, with its paper: a line of the cards of converted models
     options_class: ClassVar[type[MixerOptions]] = MixerOptions
     fp32_parameters: ClassVar[tuple[str, ...]] = ()  # kept in fp32 when the model is loaded in fp16 or bf16
     no_weight_decay: ClassVar[tuple[str, ...]] = ()  # parameters that steer the memory: weight decay spares them
@@ -107,6 +109,7 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
     # them, because an error of theirs is carried from token to token
     steering_layers: ClassVar[tuple[str, ...]] = ()
     input_layers: ClassVar[tuple[str, ...]] = ()  # linear layers of `project` that read the layer's input: `products`
+    kept_bytes: ClassVar[KeptBytes | None] = None  # for the backward pass; None: `memmix plan` refuses the mixer
     token_arguments: ClassVar[tuple[str, ...]] = ()  # arguments [B, T] of the model that `scan` gets among its tokens
     # whether the memory after tokens is e^g S + W, with S before them, and g and W do not depend on S: `piece_writes`
     linear: ClassVar[bool] = False

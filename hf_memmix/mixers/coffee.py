@@ -22,6 +22,7 @@ from hf_memmix_kernels.coffee.op import MAX_STATES, METHODS
 
 from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
+from .kept_bytes import KeptBytes
 from .layers import ACTIVATIONS, RMSNorm, ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
 from .tp_plan import plan_of, share
@@ -73,7 +74,12 @@ class CoffeeMixer(MemoryMixer):
     gradient vanishes at a bound.
     """
 
+    summary = (
+        "COFFEE: a few scalar states per feature; each state opens and closes its own input gate "
+        "(Zattra et al., Context-Selective State Space Models: Feedback is All You Need)"
+    )
     options_class = CoffeeOptions
+    kept_bytes = KeptBytes(2, hidden=29.7)  # measured beside gka
     fp32_parameters = no_weight_decay = ("lam_logit", "w", "C", "w_filter")
     lora_targets = ("u_proj", "o_proj")
 

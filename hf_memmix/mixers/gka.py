@@ -26,6 +26,7 @@ from hf_memmix_kernels.rowwise import decay
 from ..padding import before_the_end
 from .base import register_mixer
 from .heads import HeadsMixer
+from .kept_bytes import KeptBytes
 from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, has_hooks, init_layers
 from .options import LARGEST_CHUNK, MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
 from .ranks import decayed_sum
@@ -100,7 +101,12 @@ class GKAMixer(HeadsMixer):
     s is `sketch_dim`, or D without a sketch.
     """
 
+    summary = (
+        "[Gated KalmaNet](https://arxiv.org/abs/2511.21016): ridge regression of the values on the past keys, "
+        "re-solved per token"
+    )
     options_class = GKAOptions
+    kept_bytes = KeptBytes(7, queries=18, keys=10, heads=22)  # counted from what its kernels keep
     fp32_parameters = no_weight_decay = ("A_log", "dt_bias")
     steering_layers = ("a_proj", "b_proj", "alpha_proj")
     linear = True

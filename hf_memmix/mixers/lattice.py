@@ -28,6 +28,7 @@ from hf_memmix_kernels.rowwise import unit_heads
 from ..padding import before_the_end
 from .base import register_mixer
 from .heads import UNIT_EPS, HeadsMixer
+from .kept_bytes import KeptBytes
 from .layers import ACTIVATIONS, QK_NORMS, ROPE_LAYOUTS, at_least_fp32, init_layers
 from .options import MixerOptions, between, conv_size, mixer_options, norm_eps, one_of
 
@@ -103,7 +104,12 @@ class LatticeMixer(HeadsMixer):
     S starts at the learned `S0`. Its columns start orthonormal, and are brought to unit norm whenever it is used.
     """
 
+    summary = (
+        "[Lattice](https://arxiv.org/abs/2504.05646): slots of unit norm; a token writes to a slot only the "
+        "part that is orthogonal to it"
+    )
     options_class = LatticeOptions
+    kept_bytes = KeptBytes(6, queries=32.0)  # measured beside gka
     fp32_parameters = ("S0",)
     no_weight_decay = ("S0", "gamma_bias")
     lora_targets = ("qk_proj", "q_proj", "v_proj")

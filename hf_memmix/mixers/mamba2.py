@@ -24,6 +24,7 @@ from hf_memmix_kernels.rowwise import decay, gated_norm
 
 from ..padding import before_the_end
 from .base import MemoryMixer, register_mixer
+from .kept_bytes import KeptBytes
 from .layers import ShortConvolution, at_least_fp32, init_layers
 from .options import MixerOptions, between, checked, conv_size, mixer_options, norm_eps, one_of
 from .ranks import decayed_sum
@@ -95,7 +96,9 @@ class GatedRMSNorm(nn.Module):
 class Mamba2Mixer(MemoryMixer):
     """The Mamba-2 layer. States: ssm [B, H, N, P] in fp32 and conv [B, H P + 2 G N, taps - 1]."""
 
+    summary = "[Mamba-2](https://arxiv.org/abs/2405.21060): one matrix per head, which decays and adds each token"
     options_class = Mamba2Options
+    kept_bytes = KeptBytes(1, hidden=23.1)  # measured beside gka
     fp32_parameters = no_weight_decay = ("A_log", "D", "dt_bias")
     lora_targets = ("in_proj", "out_proj")
     linear = True

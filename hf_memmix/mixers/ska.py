@@ -22,6 +22,7 @@ from hf_memmix_kernels.ska.op import MAX_RANK, NORMALIZATIONS
 from hf_memmix_kernels.ska.operator import Operator
 
 from .base import AttentionShape, MemoryMixer, register_mixer
+from .kept_bytes import KeptBytes
 from .layers import at_least_fp32, init_layers
 from .options import MixerOptions, between, mixer_options, one_of
 from .tp_plan import heads_plan
@@ -86,7 +87,12 @@ class SKAMixer(MemoryMixer):
     inverse [B, Hk, r, r] with refresh_every=1), previous key [B, Hk, r], nu [B, Hk], position in the chunk [B, Hk].
     """
 
+    summary = (
+        "Spectral Koopman Attention (Echo): ridge regression on a low-rank projection, filtered by powers of the "
+        "keys' transition operator"
+    )
     options_class = SKAOptions
+    kept_bytes = KeptBytes(3, queries=5.7)  # measured beside gka
     fp32_parameters = no_weight_decay = ("gamma", "eta")
     input_layers = ("q_proj", "k_proj", "v_proj")
     token_arguments = ("action_mask",)

@@ -85,6 +85,7 @@ def leaky(u, rate, real, h):
 class LeakyMixer(MemoryMixer):
     """h_t = rate h_{t-1} + u_t, h_0 learned; y_t = h_t, halved at every PERIOD-th token."""
 
+    summary = "A leaky average: rate^age of every value"
     options_class = LeakyOptions
     fp32_parameters = ("start",)
     lora_targets = ("in_proj",)
@@ -311,7 +312,7 @@ def test_conversion(with_start):
         convert_model(biased, "leaky")
 
 
-def test_card(with_start, tmp_path, monkeypatch):
+def test_card(with_start, tmp_path):
     """The card of a converted model describes its mixer."""
     teacher = AutoModelForCausalLM.from_config(backbone_config("llama"))
     student = convert_model(teacher, "leaky", keep=[3])
@@ -319,7 +320,6 @@ def test_card(with_start, tmp_path, monkeypatch):
     measured = report(student, teacher, random_ids(1, 60)[0], block_size=30)
     where = {"hardware": "a CPU", "torch": "2", "transformers": "5"}
     measured |= {"environment": where, "text": [{"file": "text", "sha256": ""}], "block_size": 30}
-    monkeypatch.setitem(card.MIXERS, "leaky", "A leaky average: rate^age of every value")
     text = card.student_card(tmp_path, measured, base_model="me/llama", license="mit")
     assert "- A leaky average: rate^age of every value." in text and "remains in layer 3" in text
     (tmp_path / "README.md").write_text(text)

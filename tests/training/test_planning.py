@@ -23,7 +23,7 @@ from hf_memmix.mixers import MIXERS
 from hf_memmix.training.groups import freeze_by_rate
 from hf_memmix.training.losses import chunked_forward_kl, chunked_top_k_kl, top_k_of
 from hf_memmix.training.planning import speed
-from hf_memmix.training.planning.memory import KEPT, LOGIT_BYTES, TOP_K_BYTES, Settings, layer_bytes, memory_of
+from hf_memmix.training.planning.memory import LOGIT_BYTES, TOP_K_BYTES, Settings, layer_bytes, memory_of
 from hf_memmix.training.planning.shapes import Shapes
 from hf_memmix.training.planning.stage_settings import STAGES, measured_beside, need_of, plan_stages
 from hf_memmix.training.recipe import Recipe
@@ -228,8 +228,9 @@ def test_mixers_beside_gka_take_what_a_measured_training_step_takes():
         kept[kind] = (rows[kind]["peak_mib"] * 2**20 - 6 * model.num_parameters()) / (16 * 8 * 2048)
     assert kept.keys() >= {"gka", "lattice", "coffee", "mamba2", "ska"}
     for kind, bytes_per_token in kept.items():
-        expected = KEPT["gka"].bytes(shapes) + bytes_per_token - kept["gka"]
-        assert KEPT[kind].bytes(shapes) == pytest.approx(expected, rel=0.02), kind
+        widths = shapes.hidden, shapes.queries, shapes.keys, shapes.heads
+        expected = MIXERS["gka"].kept_bytes.per_token(*widths) + bytes_per_token - kept["gka"]
+        assert MIXERS[kind].kept_bytes.per_token(*widths) == pytest.approx(expected, rel=0.02), kind
 
 
 # ---- the choice
@@ -286,7 +287,7 @@ def test_only_the_experts_of_a_token_take_time_and_activations():
 
 
 def test_a_mixer_without_known_memory_is_refused(monkeypatch):
-    monkeypatch.delitem(KEPT, "gka")
+    monkeypatch.setattr(MIXERS["gka"], "kept_bytes", None)
     with pytest.raises(ValueError, match="the memory of gka in training is not known"):
         plan_stages(*models("meta"), 2**34, 1)
 

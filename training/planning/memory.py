@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 from hf_memmix.errors import UserError
 from hf_memmix.mixers import ATTENTION, MIXERS
+from hf_memmix.mixers.kept_bytes import KeptBytes
 from hf_memmix.training.planning.shapes import Shapes
 from hf_memmix.training.quantized import BYTES_PER_WEIGHT
 
@@ -31,37 +32,10 @@ LOGIT_BYTES = 2 * BF16 + 5 * FP32
 TOP_K_BYTES = 2 * BF16 + 5 * FP32
 
 
-@dataclass(frozen=True)
-class Reads:
-    """Bytes that one mixer keeps per token, as multiples of widths, beyond the copies of its input.
-
-    Args:
-        inputs: linear layers that read the layer's input.
-        hidden, queries, keys, heads: bytes per channel of the residual stream, per channel of the query heads, per
-            channel of the key/value heads, and per head.
-    """
-
-    inputs: int
-    hidden: float = 0
-    queries: float = 0
-    keys: float = 0
-    heads: float = 0
-
-    def bytes(self, shapes: Shapes) -> float:
-        sizes = (shapes.hidden, shapes.queries, shapes.keys, shapes.heads)
-        return sum(a * b for a, b in zip((self.hidden, self.queries, self.keys, self.heads), sizes, strict=True))
-
-
-# Counted for gka and attention from what their kernels keep. The others are measured: the peak memory of a training
-# step of a 1B model with each mixer beside that with gka (kernels/benchmarks/results/model_h200.json)
-KEPT = {
-    ATTENTION: Reads(3, queries=6, keys=4, heads=4),
-    "gka": Reads(7, queries=18, keys=10, heads=22),
-    "mamba2": Reads(1, hidden=23.1),
-    "lattice": Reads(6, queries=32.0),
-    "coffee": Reads(2, hidden=29.7),
-    "ska": Reads(3, queries=5.7),
-}
+# of attention, counted from what its kernel keeps. Mixers declare their own, `MemoryMixer.kept_bytes`: gka's is
+# counted too, the others are measured: the peak memory of a training step of a 1B model beside that with gka
+# (kernels/benchmarks/results/model_h200.json)
+OF_ATTENTION = KeptBytes(3, queries=6, keys=4, heads=4)
 
 
 @dataclass(frozen=True)
@@ -131,12 +105,10 @@ def memory_of(shapes: Shapes, settings: Settings) -> Memory:
     """The peak memory of a stage on one GPU, without what the CUDA context and the allocator take.
 
     Raises:
-        ValueError: a mixer is not in `KEPT`.
+        ValueError: a mixer does not say what it keeps.
     """
-    if unknown := sorted(set(shapes.kinds) - set(KEPT)):
-        raise UserError(
-            f"the memory of {unknown[0]} in training is not known; add it to KEPT in training/planning/memory.py"
-        )
+    if unknown := sorted(kind for kind in shapes.kinds if MIXERS[kind].kept_bytes is None):
+        raise UserError(f"the memory of {unknown[0]} in training is not known; declare kept_bytes in its class")
     return (_distill if settings.stage == "distill" else _align)(shapes, settings)
 
 
@@ -218,14 +190,14 @@ def _residual(run: Settings) -> int:
 
 def _inside(s: Shapes, kind: str, run: Settings) -> float:
     """Bytes per token that the mixer, or attention, of a layer keeps, with the copies of its input."""
-    reads = KEPT[kind]
-    copies = reads.inputs
+    kept = OF_ATTENTION if kind == ATTENTION else MIXERS[kind].kept_bytes
+    copies = kept.inputs
     if run.lora:
         # the input is bf16: layers without a correction share it, each correction makes a copy
         steering = len(MIXERS[kind].steering_layers) if kind in MIXERS else 0
-        corrected = reads.inputs - steering if run.lora_mixers or kind == ATTENTION else 0
-        copies = corrected + bool(reads.inputs - corrected)
-    return BF16 * copies * s.hidden + reads.bytes(s)
+        corrected = kept.inputs - steering if run.lora_mixers or kind == ATTENTION else 0
+        copies = corrected + bool(kept.inputs - corrected)
+    return BF16 * copies * s.hidden + kept.per_token(s.hidden, s.queries, s.keys, s.heads)
 
 
 def layer_bytes(s: Shapes, run: Settings) -> float:

@@ -10,13 +10,12 @@ from hf_memmix import memmix_config
 from hf_memmix.mixers import GKAOptions
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.experiments.baselines import language as baselines_language
-from hf_memmix.training.experiments.baselines import predictions
 from hf_memmix.training.experiments.baselines import report as baselines_report
 from hf_memmix.training.experiments.common import language
 from hf_memmix.training.experiments.common.baselines import GLAOptions
 from hf_memmix.training.experiments.common.fit import EQUAL_MEMORY
 from hf_memmix.training.experiments.common.report import memory_text
-from hf_memmix.training.experiments.measurements import read
+from hf_memmix.training.experiments.results import read
 
 
 def model(mixer: str, **options):
@@ -200,55 +199,3 @@ def test_groups_of_models_run_one_after_another():
     waiting = [row for row in rows if row != ("gka", 0)]
     assert waiting == [("gla", 0), ("gka", 1), ("gka", 2), ("mamba2-equal", 0), ("dec-vconv", 0)]
     assert set(baselines_language.COMPARED) == set(baselines_language.Options.models)
-
-
-def language_row(model, lr, perplexity, seed=0):
-    row = {"model": model, "context": 512, "lr": lr, "seed": seed, "finite": True}
-    return row | {"perplexity": perplexity, "dev_loss": perplexity}
-
-
-def test_a_prediction_is_open_while_a_rate_is_at_the_edge():
-    inside = [language_row("transformer", lr, 43 + abs(lr - 2)) for lr in (1, 2, 3)]
-    inside += [language_row(name, lr, 40 + abs(lr - 2)) for name in ("gla", "gka") for lr in (1, 2, 3)]
-    inside += [language_row("gla", 2, 42.0, seed=1), language_row("gka", 2, 40.0, seed=1)]  # means of 41 and 40
-    inside += [language_row("gka", 2, 70.0, seed=2)]  # GLA has no such seed, so it does not count
-    edge = [language_row("dec-vconv", lr, 42 - lr) for lr in (1, 2)]
-    settings = {"contexts": [512], "models": ["transformer", "gla", "gka", "dec-vconv"]}
-    results = {"settings": settings, "rows": inside + edge}
-    lines = predictions.table(results, results).splitlines()
-    assert "| 1 | transformer 42 to 47 | transformer 43.00 | right |" in lines
-    assert "| 2 | DEC with a convolution of v 40 to 42 | dec-vconv 40.00* | open |" in lines
-    assert "| 3 | DEC, GDN and the delta rule 42 to 45, within 3 % |  | open |" in lines
-    assert lines[10].endswith("| gla 41.00, gka 50.00: +2.5 % (missed) | missed |")
-
-
-def nine_models(best=predictions.BEST_RATES, seeds=(0, 1, 2), spread=0.1):
-    rows = []
-    for i, name in enumerate(predictions.ORDER):
-        rows += [language_row(name, best[name] * by, 40 + i + 9 * (by != 1)) for by in (0.5, 1, 2)]
-        rows += [language_row(name, best[name], 40 + i + spread * seed, seed) for seed in seeds if seed]
-    return {"settings": {"contexts": [512], "models": list(predictions.ORDER)}, "rows": rows}
-
-
-def lines_of(results):
-    return {line.split(" | ")[0].strip("| "): line for line in predictions.table(results, results).splitlines()}
-
-
-def test_predictions_about_rates_spread_and_order():
-    lines = lines_of(nine_models())
-    assert lines["10"].endswith("; transformer 0.004 | right |")
-    assert "mamba2 0.2 % (3 seeds)" in lines["11"] and lines["11"].endswith("| right |")
-    assert "| mamba2 40.10 < gka 41.10 < gla 42.10 <" in lines["12"] and lines["12"].endswith("| right |")
-    assert lines_of(nine_models(seeds=(0, 1)))["11"].endswith("| open |"), "two of three seeds"
-    assert lines_of(nine_models(spread=-1.0))["11"].endswith("| missed |")
-    other = lines_of(nine_models({**predictions.BEST_RATES, "dec": 16e-3}))
-    assert "dec 0.016 (missed)" in other["10"] and other["10"].endswith("| 8 of 9 right |")
-
-
-def test_a_rate_at_which_the_training_failed_was_tried():
-    rows = [language_row("transformer", lr, 46 - lr) for lr in (1, 2)]
-    results = {"settings": {"contexts": [512], "models": ["transformer"]}, "rows": rows}
-    assert "transformer 44.00* | open |" in lines_of(results)["1"]
-    failed = {**language_row("transformer", 4, None), "finite": False}
-    del failed["dev_loss"], failed["perplexity"]
-    assert "transformer 44.00 | right |" in lines_of({**results, "rows": [*rows, failed]})["1"]

@@ -264,22 +264,6 @@ def test_rows_of_two_files_are_trained_together_and_go_on(tmp_path, monkeypatch)
     assert len(list((tmp_path / "saved").iterdir())) == 2
 
 
-def test_runs_are_compared_at_equal_epochs():
-    """Both count up to the last step at which both were evaluated, and other settings are left out."""
-
-    def run(ends, accuracies, task, **other):
-        curve = [{"iteration": end, "accuracy": [a, 0.5]} for end, a in zip(ends, accuracies, strict=True)]
-        sizes = {"table": 3, "model": "coffee", "states": 8, "dim": 16, "learning_rate": 0.01, "iterations": ends[-1]}
-        return sizes | {"task": task, "curve": curve} | other
-
-    long = {"runs": {"3: a": run([2000, 20_000, 40_000], [0.6, 0.7, 1.0], {"gap": 1}), "3: b": run([5], [1], {})}}
-    stopped = run([2000, 20_000, 21_550], [0.9, 0.8, 1.0], {"gap": 1})  # its last evaluation is at the time limit
-    short = {"runs": {"3: a fixed": stopped, "3: c": {"error": "x"}}}
-    text = coffee_report.equal_epochs(("first", "second"), [long], [short])
-    cells = "2.0 | 0.600 (0.550 to 0.650; 0 of 2) | 0.700 (0.600 to 0.800; 0 of 2) | +10.0"
-    assert f"| 3 | a fixed | {cells} |" in text and "| b" not in text
-
-
 def test_glyphs_are_seeded_and_labelled():
     images, labels, test_images, test_labels = coffee_glyphs.glyphs(1500, 500)
     assert images.shape == (1500, 25, 25) and test_images.shape == (500, 25, 25)

@@ -23,9 +23,9 @@ from hf_memmix.training.experiments.gka_vision import batch_norm, digits, throug
 from hf_memmix.training.experiments.lattice import ablation as lattice_ablation
 from hf_memmix.training.experiments.lattice import as_written
 from hf_memmix.training.experiments.lattice import language as lattice_language
-from hf_memmix.training.experiments.measurements import path_of
 from hf_memmix.training.experiments.mixtures import mixtures
 from hf_memmix.training.experiments.recall_teacher import corpus, distillation_rows, grid, teacher
+from hf_memmix.training.experiments.results import path_of
 from hf_memmix.training.experiments.several_gpus import compare_launches
 
 FOLDER = Path(report.__file__).parent
@@ -49,6 +49,7 @@ HARNESSED = {
     "mixtures": (mixtures, mixtures),
     "recall_grid": (grid, grid),
 }
+FILES = {"gka_vision_digits": "digits", "recall_grid": "grid"}  # the other files have the names of their experiments
 SCRIPTS = [
     *(module for module, _ in HARNESSED.values()),
     ih0,
@@ -102,7 +103,7 @@ def given(request, tmp_path, monkeypatch):
 def test_the_options_are_the_settings_of_the_committed_results(given):
     """By name, so that a run can be resumed; values may have been given by hand. Lists are repeated options."""
     name, _, args, _ = given
-    committed = json.loads(path_of(name).read_text())["settings"]
+    committed = json.loads(path_of(FILES.get(name, name)).read_text())["settings"]
     assert load_results(args, name)["settings"].keys() == committed.keys()
 
 
@@ -116,7 +117,7 @@ def test_rows_are_planned_at_every_stage(given):
         "after an error": [row | {"error": "no memory"} for row in first],
         "without a measurement": [row | {"finite": True, "error": "no memory"} for row in first],
         "after a loss that is not finite": [row | {"finite": False} for row in first],
-        "at the end": json.loads(path_of(name).read_text())["rows"],
+        "at the end": json.loads(path_of(FILES.get(name, name)).read_text())["rows"],
     }
     for stage, done in stages.items():
         rows = rows_to_run(done, args)
@@ -136,7 +137,7 @@ def test_no_experiment_imports_the_script_of_another():
     `bundled/`, which makes texts and models, is shared, too.
     """
     prefix = "hf_memmix.training.experiments"
-    found = [file for file in FOLDER.glob("*/*.py") if file.parent.name not in ("bundled", "documents")]
+    found = [file for file in FOLDER.glob("*/*.py") if file.parent.name not in ("bundled", "tables")]
     files = {f"{prefix}.{file.parent.name}.{file.stem}": file for file in found}
     scripts = {name for name, file in files.items() if "typer.run(main)" in file.read_text()}
     scripts.remove(f"{prefix}.common.text")  # a module that all share, with a command to tokenise a text

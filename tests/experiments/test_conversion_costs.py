@@ -1,18 +1,19 @@
-"""What a conversion costs: the rule behind the hours, and the page that shows them."""
+"""What a conversion costs: the rule behind the hours."""
 
 import sys
 
 import pytest
 
 from hf_memmix.conversion.records import CHECKOUT
-from hf_memmix.training.experiments.documents import conversion_costs
-from hf_memmix.training.experiments.documents.conversion_costs import DISTILLED, SHAPES, TIMED, Costs
-from hf_memmix.training.experiments.measurements import read
+from hf_memmix.training.experiments.common.llamas import DISTILLED, SHAPES, TIMED
+from hf_memmix.training.experiments.results import read
+from hf_memmix.training.experiments.tables import costs as tables
+from hf_memmix.training.experiments.tables.costs import Costs
 
 
 @pytest.fixture(scope="module")
 def costs():
-    return Costs(CHECKOUT)
+    return Costs()
 
 
 def test_the_rule_gives_what_was_measured(costs):
@@ -47,7 +48,7 @@ def test_the_timed_shape_is_that_of_the_benchmark(monkeypatch):
 
 
 def test_without_the_teachers_forward_there_is_no_rule(monkeypatch):
-    rows = [row for row in read("models") if row["phase"] != "prefill"]
-    monkeypatch.setattr(conversion_costs, "read", lambda name, root: rows)
+    rows = [row for row in read("model_h200") if row["phase"] != "prefill"]
+    monkeypatch.setattr(tables, "read", lambda name: rows)
     with pytest.raises(ValueError, match="no prefill of attention"):
-        Costs(CHECKOUT)
+        Costs()

@@ -8,7 +8,6 @@ import pytest
 
 from hf_memmix.training.experiments.common.fit import build, memory_of
 from hf_memmix.training.experiments.common.mqar import VOCAB
-from hf_memmix.training.experiments.gka import predictions
 from hf_memmix.training.experiments.gka.figure3a import MODELS, model_of, rows_to_run, run
 from hf_memmix.training.experiments.gka.figure3a_report import cell_text, plot, section, with_rows_of_size_64
 
@@ -79,7 +78,3 @@ def test_rows_of_the_other_experiments_are_those_of_size_64():
     found = with_rows_of_size_64(results, grid, recall)["rows"][2:]
     assert [(r["model"], r["accuracy"], r["hidden_size"]) for r in found] == [("delta", 0.6, 64), ("gka", 0.9, 64)]
     assert [r.get("state_bytes") for r in found] == [8, None]
-    ahead = predictions.gka_first(
-        predictions.figures_by_size({"rows": [*own, *found]}), ["gka of 32", "gka of 64", "delta of 64"]
-    )
-    assert ahead == [("size 64: 90.0, best of the others delta 60.0", True)]

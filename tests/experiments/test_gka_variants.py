@@ -13,7 +13,7 @@ from hf_memmix.swap import memory_mixers
 from hf_memmix.training.experiments.common import fit
 from hf_memmix.training.experiments.common.fit import build
 from hf_memmix.training.experiments.common.text import train_tokens
-from hf_memmix.training.experiments.gka import predictions, variants
+from hf_memmix.training.experiments.gka import variants
 from hf_memmix.training.experiments.gka.variants import TASKS, VARIANTS, Task, rows_to_run, sizes_of
 from hf_memmix.training.experiments.gka.variants_report import plot, section
 
@@ -172,45 +172,3 @@ def test_a_constant_ridge_is_solved_exactly_with_exact_gradients(args):
     got, want = (torch.autograd.grad((o * weights).sum(), parameters, retain_graph=True) for o in (y, expected))
     for mine, exact in zip(got, want, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-6)
-
-
-def test_predictions_are_compared_with_the_rows_that_ran():
-    def result(task, of, **fields):
-        row = {"task": task, "finite": True, "seed": 0, "curve": [[5, 8.3], [10, 3.0]], **fields}
-        rows = [row | {"variant": name, key: value} for name, (key, value) in of.items()]
-        return {"rows": [r | {"gradient_norms": [9.0, 1.0, 1.0, 1.0, 2.0]} for r in rows]}
-
-    sketches = result("recall", {"s = D": ("accuracy", 0.99), "s = D/2": ("accuracy", 0.95)}, pairs=32)
-    text = result("text", {"s = D": ("perplexity", 40.0), "no decay": ("perplexity", 42.0)})
-    grid = result("recall", {"s = D": ("accuracy", 0.6), "rate x 2": ("accuracy", 0.5)}, pairs=64)
-    lines = predictions.table(sketches, text, grid, None).splitlines()[2:]
-    assert len(lines) == len(predictions.PREDICTIONS)
-    assert lines[0] == "| 1 | 32 pairs: s = D recalls more than 95 % | s = D: 99.0 | right |"
-    assert lines[1] == "| 2 | s = D/2 recalls 60 to 90 % | s = D/2: 95.0 (missed) | missed |"
-    assert lines[2].endswith("|  | open |")
-    assert "| no decay: +5.0 % | right |" in lines[5]
-    (rates,) = (line for line in lines if "other rates" in line)
-    assert rates.endswith("| rate x 2: -10.0 points (missed) | open |")  # not all rates ran
-
-
-def test_predictions_about_seeds_need_several_and_differences_are_taken_at_equal_seeds():
-    def figures(key: str, of: dict[str, list[float]]) -> predictions.Figures:
-        rows = [
-            {"variant": name, "seed": seed, "finite": True, key: value}
-            for name, values in of.items()
-            for seed, value in enumerate(values)
-        ]
-        return predictions.Figures.from_rows(rows)
-
-    recall = figures("accuracy", {"s = D": [0.6, 0.7], "no alpha": [0.75]})
-    assert predictions.every_seed(45, 65)(recall, ["s = D"]) == [("s = D: 60.0, 70.0", False)]
-    assert predictions.every_seed(45, 75)(recall, ["s = D"]) == [("s = D: 60.0, 70.0", True)]
-    assert predictions.every_seed(45, 75)(recall, ["s = D", "no alpha"]) == []  # the other seeds may decide
-    missed = [("s = D: 60.0, 70.0", False)]
-    assert predictions.every_seed(45, 65)(recall, ["s = D", "no alpha"]) == missed  # they cannot help
-    assert predictions.every_seed(45, 75)(recall, ["no alpha"]) == []
-    assert recall.gain("no alpha") == pytest.approx(15.0)
-    text = figures("perplexity", {"s = D": [40.0, 41.0], "s = D/2": [40.0]})
-    assert predictions.spread(2)(text, ["s = D"]) == [("s = D: 1.75 %", True)]
-    assert predictions.spread(1)(text, ["s = D"]) == [("s = D: 1.75 %", False)]
-    assert predictions.spread(2)(text, ["s = D", "s = D/2"]) == []

@@ -24,7 +24,7 @@ from hf_memmix.training.experiments.gka_vision import (
 )
 from hf_memmix.training.experiments.gka_vision.models import CLOSE, MODELS, SMALL, TINY_PRESET, equal_config
 from hf_memmix.training.experiments.gka_vision.models import parameter_count as count
-from hf_memmix.training.experiments.measurements import read
+from hf_memmix.training.experiments.results import read
 
 
 @pytest.mark.parametrize("sizes", [SMALL, TINY_PRESET], ids=["small", "tiny"])

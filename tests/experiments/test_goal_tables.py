@@ -1,24 +1,15 @@
 """The tables of goals mark what does not reach its goal, and nothing else."""
 
-import json
-
 import pytest
 
-from hf_memmix.training.experiments import measurements
-from hf_memmix.training.experiments.documents import goal_tables
+from hf_memmix.training.experiments.results import read
+from hf_memmix.training.experiments.tables import kernels
 
 
 @pytest.fixture
-def changed(tmp_path, monkeypatch):
-    """A function that writes a file of results with other figures, and gives the folder to read it from."""
-
-    def write(name, change):
-        path = tmp_path / measurements.MEASUREMENTS[name]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([change(dict(row)) for row in measurements.read(name)]))
-        return tmp_path
-
-    return write
+def changed(monkeypatch):
+    """A function that gives the tables other figures than those of the results."""
+    return lambda change: monkeypatch.setattr(kernels, "read", lambda name: [change(dict(row)) for row in read(name)])
 
 
 def line(table: str, start: str) -> list[str]:
@@ -33,8 +24,8 @@ def test_whole_models(changed):
     def change(row):
         return row | {"ms": figures.get(row["mixer"], 99.0), "tokens_s": 1000, "peak_mib": 1024}
 
-    root = changed("models", change)
-    table = goal_tables.model_goals_table(root)
+    changed(change)
+    table = kernels.model_goals()
     assert line(table, "decode, B = 1 ") == [
         "decode, B = 1", "<= 1 x 100.0", "101.0 missed", "99.0", "99.0", "100.0", "99.0", "<= 2.37 missed",
     ]  # fmt: skip
@@ -43,7 +34,8 @@ def test_whole_models(changed):
 
 
 def test_ops(changed):
-    table = goal_tables.op_goals_table(changed("kernels", lambda row: row | {"ms": 1.0, "kernel_ms": 0.5}))
+    changed(lambda row: row | {"ms": 1.0, "kernel_ms": 0.5})
+    table = kernels.op_goals()
     assert line(table, "GKA | 4 x 8192 x 8")[2:] == ["1.05 / 3.1", "1 / 1", "0.5 / 0.5", "yes"]
     assert line(table, "COFFEE")[2:] == ["0.31 / 1", "1 / 1", "0.5 / 0.5", "no / yes"]
     assert line(table, "gla")[2:] == ["1 / 1", "1 / 1", "0.5 / 0.5", "yes"]
@@ -53,6 +45,7 @@ def test_a_cpu(changed):
     def change(row):
         return row | {"cpu_ms": 1.0 if row["mixer"] == "attention" else 1.2}
 
-    table = goal_tables.cpu_goals_table(changed("cpu", change))
+    changed(change)
+    table = kernels.cpu_goals()
     assert line(table, "a token after 1k, tiny model, 2")[2:] == ["1.20 missed"] * 5
     assert line(table, "a prompt of 2k, tiny model, 2")[2:] == ["1.20"] * 5

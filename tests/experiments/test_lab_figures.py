@@ -8,7 +8,7 @@ from hf_memmix.assets import asset_path
 from hf_memmix.conversion.records import CHECKOUT
 from hf_memmix.training.experiments import figures
 from hf_memmix.training.experiments.budget import collect
-from hf_memmix.training.experiments.measurements import read
+from hf_memmix.training.experiments.results import path_of, read
 from hf_memmix.training.planning import speed
 
 
@@ -25,7 +25,7 @@ def test_blocks_hold_all_of_a_table():
 
 
 def test_an_unknown_table_is_refused():
-    with pytest.raises(ValueError, match="no table 'tea'; choose from demo"):
+    with pytest.raises(ValueError, match="no table 'tea'; choose from results"):
         figures.table("tea")
 
 
@@ -48,3 +48,9 @@ def test_results_are_of_the_shipped_text(name, key, text):
     record = read(name) if key is None else read(name)[key]
     expected = {"file": text, "sha256": hashlib.sha256(asset_path(text).read_bytes()).hexdigest()}
     assert {name: record["text"][name] for name in expected} == expected
+
+
+def test_results_are_found_by_the_names_of_their_files():
+    assert path_of("recall") == CHECKOUT / "training/experiments/gka/results/recall.json"
+    with pytest.raises(ValueError, match="no results 'tea'; choose from "):
+        path_of("tea")

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from hf_memmix.training.experiments.common.mqar import VOCAB, check_cell, draw_recall
-from hf_memmix.training.experiments.gka import recall_predictions
 
 BATCH, LENGTH, PAIRS = 64, 128, 16
 
@@ -69,44 +68,3 @@ def test_seed_decides():
 def test_cells_without_room(cell, message):
     with pytest.raises(ValueError, match=message):
         check_cell(*cell)
-
-
-def test_predictions_about_recall_are_open_while_a_rate_is_at_the_edge():
-    def row(model, lr, accuracy, pairs=128, **more):
-        cell = {"model": model, "length": 4 * pairs, "pairs": pairs, "lr": lr, "seed": 0, "finite": True}
-        return cell | {"accuracy": accuracy, "dev_loss": 1 - accuracy} | more
-
-    rows = [row("sim", lr, accuracy) for lr, accuracy in ((1e-3, 0.01), (2e-3, 0.05), (4e-3, 0.02))]
-    rows += [row("delta", lr, accuracy) for lr, accuracy in ((1e-3, 0.5), (2e-3, 0.4))]
-    rows += [
-        row("sim", 0.02, 0.2, pairs=64),
-        row("delta", 0.0015, 0.8, pairs=64),
-        row("delta", 0.00075, 0.6, pairs=64),
-    ]
-    lines = recall_predictions.table({"rows": rows}).splitlines()
-    assert "| 2 | SIM at 0.02 recalls less than 10 % | sim at 0.02: 20.0 (missed) | missed |" in lines
-    assert lines[4].endswith("| delta at 0.00075: 60.0, at 0.0015: 80.0 (missed) | missed |")
-    assert lines[5].endswith("|  | open |"), "DEC was not measured"
-    assert lines[6].endswith("| delta 50.0* | open |") and lines[8].endswith("| sim 5.0 | right |")
-    assert lines[11].endswith("| delta 0.001* | open |")
-
-
-def test_predictions_of_the_baselines_take_further_rates():
-    def rows(model, *accuracies, first=1e-3, seed=0):
-        cell = {"model": model, "length": 256, "pairs": 64, "seed": seed, "finite": True}
-        return [
-            cell | {"lr": first * 2**place, "accuracy": accuracy, "dev_loss": 1 - accuracy}
-            for place, accuracy in enumerate(accuracies)
-        ]
-
-    results = {"rows": rows("delta", 0.5, 0.84, 0.6) + rows("mamba2", 0.92) + rows("gka", 0.1, 0.65, 0.2)}
-    results["rows"] += rows("gka-equal", 0.1, 0.7, 0.2) + rows("gdn", 0.8, 0.7) + rows("gla", 0.5)
-    results["rows"] += rows("gdn", 0.7, seed=1) + rows("gdn", 0.6, seed=2)
-    alone = recall_predictions.baselines_table(results, {"rows": []}).splitlines()[2:]
-    assert alone[3].endswith("| gdn 70.0*, delta 84.0 (missed) | open |"), "the mean over three seeds"
-    further = {"rows": rows("gdn", 0.4, first=5e-4) + rows("coffee", 0.01, 0.05, 0.02)}
-    lines = recall_predictions.baselines_table(results, further).splitlines()[2:]
-    assert lines[0].endswith("|  | open |") and lines[1].endswith("| mamba2 92.0* | open |")
-    assert lines[3].endswith("| gdn 70.0, delta 84.0 (missed) | missed |")
-    assert lines[4].endswith("| gla 50.0* | open |") and lines[5].endswith("| coffee 5.0 | right |")
-    assert lines[6].endswith("| gka-equal 70.0, gka 65.0 (missed) | missed |")

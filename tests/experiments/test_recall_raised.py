@@ -11,7 +11,7 @@ from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.from_attention.lattice import VALUE_SIZE
-from hf_memmix.training.experiments.recall_teacher import grid, predictions, raised, students
+from hf_memmix.training.experiments.recall_teacher import raised, students
 
 
 @pytest.fixture(scope="module")
@@ -49,30 +49,6 @@ def test_an_unknown_layout_is_refused_before_anything_is_read(tmp_path):
     missing = tmp_path / "missing"
     with pytest.raises(typer.BadParameter, match="'gka, short' is unknown; choose from .*gka, long"):
         raised.main(missing, missing, missing, layout="gka, short")
-
-
-def test_predictions_about_the_longer_training():
-    def cell(task, exact):
-        return {"task": task, "length": 1024, "depth": 0.5, "answers": 40, "exact": exact}
-
-    def run(layout, exact, kl=0.4):
-        shares = [cell("niah", exact), cell("mqar_32", exact), cell("mqar", exact)]
-        stages = {"align": {"tokens": 6e6}, "distill": {"tokens": 18e6}}
-        return stages | {"recall": shares, "heldout_kl": kl, "settings": {"layout": layout}}
-
-    runs = {"raised": run("gka, long", 0.96, 0.36), "raised_gla": run("gla, long", 0.82)}
-    runs |= {"raised_gla_wide": run("gla-wide, long", 0.9), "raised_mamba2": run("mamba2, long", 0.4)}
-    runs |= {"raised_seed1": run("gka, long", 0.86), "raised_long": run("gka, long", 0.98)}
-    runs |= {"raised_gla_long": run("gla, long", 0.96), "raised_lattice": run("lattice, long", 0.5)}
-    results = {"rows": [], "settings": {"layouts": list(grid.LAYOUTS)}, "environment": {"commit": "none"}}
-    text = predictions.table(results, runs)
-    lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()[2:]}
-    assert "gla, long: needle 82; gla, long: MQAR, 32 pairs 82; MQAR, 32 pairs: gka, long 96, gla, long 82; " in text
-    assert lines["21"].endswith("KL 0.360, 0.400 | right |")
-    assert "gla-wide, long 90, gla, long 82; MQAR, 32 pairs: gka, long 96, gla-wide, long 90 | right |" in lines["22"]
-    assert lines["23"].endswith("lattice, long: MQAR, 32 pairs 50 | 3 of 4 right |")
-    assert "MQAR, 32 pairs 96 and 86 (missed)" in lines["24"]
-    assert lines["25"].endswith("MQAR, full: 98 and 96 (missed) | 1 of 4 right |")
 
 
 def test_twice_the_heads_cost_weights():

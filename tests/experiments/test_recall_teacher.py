@@ -26,12 +26,10 @@ from hf_memmix.training.experiments.recall_teacher import (
     corpus,
     grid,
     kept_weights,
-    predictions,
     probing,
     raised_report,
     report,
     students,
-    summary,
     teacher,
     team,
     texts,
@@ -415,63 +413,6 @@ def test_the_tables_and_the_plot_hold_all_students(tmp_path: Path):
     assert (tmp_path / "grid.png").stat().st_size > 1000
 
 
-def test_predictions_are_compared_with_the_students_that_were_measured():
-    rows = [student("gka", 0, 0, 0.6), student("gla", 0, 0, 0.7), student("lattice", 0, 0, 0.5)]
-    rows += [student("gka", 3, seed, exact) for seed, exact in ((0, 0.9), (1, 0.8))]
-    rows.append({"stage": "teacher", "recall": student("gka", 12, 0, 1.0)["recall"]})
-    settings, environment = {"layouts": list(grid.LAYOUTS)}, {"hardware": "a CPU", "commit": "abc"}
-    results = {"rows": rows, "settings": settings, "environment": environment}
-    lines = {line.split(" | ")[0].strip("| "): line for line in predictions.table(results).splitlines()[2:]}
-    assert set(lines) == set(predictions.PREDICTIONS) - set(predictions.ABOUT["even"])
-    assert "gka 60; lattice 50; gla 70 (missed) | 2 of 3 right" in lines["1"]
-    assert "gka 85 % (needle) (missed) | missed" in lines["2"]
-    assert "gla 70, teacher 100 (missed) | missed" in lines["6"]
-    assert "gka 60, gla 70 (missed) | missed" in lines["7"]
-    assert all(lines[number].endswith("|  | open |") for number in ("8", "9", "11", "12", "13", "15"))
-    raised = {"align": {"tokens": 6e6}, "distill": {"tokens": 15e6}, "recall": rows[0]["recall"]}
-    runs = {"raised": raised, "raised_plain": raised | {"recall": student("gka", 0, 0, 0.45)["recall"]}}
-    rows[0] |= {"graphed": True, "ms_per_step": 20.0}
-    rows[1] |= {"graphed": False, "ms_per_step": 30.0}
-    rows[2] |= {"graphed": True, "ms_per_step": 900.0, "commit": "a later run"}
-    rows += [student("gka", 1, 0, 0.6), student("gka", 6, 0, 0.9)]
-    text = predictions.table(results, runs, "even")
-    assert "21M tokens; needle 60 % of the teacher's (missed)" in text
-    assert "gka with 1 60 %; gka with 6 90 % (missed)" in text
-    assert "MQAR, 32 pairs: gka 60 % (missed) | missed" in text
-    assert "needle 60 against 45; MQAR, 32 pairs 60 against 45 (missed)" in text
-    assert "1 of 2 captured (missed); 25 ms" in text
-    even = {"tokens": 290e6, "recall": student("gka", 12, 0, 0.9)["recall"]}
-    text = predictions.table(results, {"even": even}, "even")
-    assert "290M tokens; needle 90 % (missed); MQAR, 32 pairs 90 % (missed); two hops 90 %;" in text
-    assert "unseen words 90 % | 3 of 5 right" in text
-    rows += [student("gka, long", 0, 0, 0.3), student("window-64", 0, 0, 0.02), student("gla", 0, 1, 0.5)]
-    rows.append(student("gka", 1, 0, 0.7) | {"how": "select"})
-    text = predictions.table(results)
-    assert "gka, long 30, teacher 100; the most: gka 60 (missed); window-64 2 (missed)" in text
-    assert "needle: gka 70 by `select`, 60 in the middle | 1 of 2 right" in text
-    assert "gla 20 (missed) | missed" in text
-
-
-def test_predictions_about_kept_layers():
-    rows = [student(name, 6, 0, exact) for name, exact in (("gka", 0.9), ("window-64", 0.8), ("ska", 0.5))]
-    rows += [student("gka", 6, 0, 0.95) | {"how": "select", "heldout_kl": 0.05}, student("ska", 1, 0, 0.05)]
-    rows += [student("coffee", keep, 0, 0.97) | {"how": "select"} for keep in (1, 3)]
-    rows += [student("gka", 3, seed, exact) for seed, exact in ((0, 0.9), (1, 0.6))]
-    rows[0]["heldout_kl"], rows[1]["heldout_kl"] = 0.06, 0.07
-    rows.append({"stage": "teacher", "recall": student("gka", 12, 0, 1.0)["recall"]})
-    environment = {"hardware": "a CPU", "commit": "abc"}
-    results = {"rows": rows, "settings": {"layouts": list(grid.LAYOUTS)}, "environment": environment}
-    lines = {line.split(" | ")[0].strip("| "): line for line in predictions.table(results).splitlines()[2:]}
-    assert "KL: gka 0.050 against 0.060; recall: gka 95 against 90 | right" in lines["26"]
-    assert "needle: coffee 97 %; two hops: coffee 97 % (missed); MQAR, 32 pairs: coffee 97 %" in lines["27"]
-    assert "needle: coffee 97; MQAR, 32 pairs: coffee 97 | right" in lines["28"]
-    assert "1 uniform 5; 6 uniform 50 (missed)" in lines["29"]
-    assert "6 layers: window-64 0.070, gka 0.060 (missed)" in lines["30"]
-    assert (
-        "KL: 1 of 1 within" in lines["31"] and "0 of 1 within; gka with 3 (uniform) 30 points (missed)" in lines["31"]
-    )
-
-
 def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
     checks = [{"step": 5, "tokens": 2_000_000, "niah": 0.5}, {"step": 9, "tokens": 4_000_000, "niah": 0.75}]
     results = {"checks": checks, "recall": [recall("niah", 1024, 0.9)], "state_bytes": 2048, "heldout_kl": 0.25}
@@ -496,53 +437,6 @@ def test_the_raised_student_has_a_table_and_a_plot(tmp_path: Path):
     for count in (1, 2):
         raised_report.plot([results] * count, tmp_path / f"{count}.png")
         assert (tmp_path / f"{count}.png").stat().st_size > 1000
-
-
-def test_the_summary_holds_the_teacher_both_trainings_and_the_control():
-    rows = [student("gka", 0, seed, exact) for seed, exact in ((0, 0.25), (1, 0.5))]
-    rows += [student("gka", keep, 0, share) | {"how": "select"} for keep, share in ((3, 0.9), (1, 0.7))]
-    rows.append(student("window-64", 0, 0, 0.2))
-    rows.append({"stage": "teacher", "recall": student("gka", 12, 0, 1.0)["recall"]})
-    settings = {"layouts": list(grid.LAYOUTS), "align_steps": 1, "distill_steps": 2, "batch_size": 1000}
-    environment = {"hardware": "a CPU", "commit": "abc"}
-    results = {"rows": rows, "settings": settings | {"block_size": 1000}, "environment": environment}
-    longer = {
-        "align": {"tokens": 1e6},
-        "distill": {"tokens": 5e6},
-        "heldout_ppl_ratio": 1.5,
-        "recall": rows[2]["recall"],
-        "state_bytes": 3072,
-        "environment": {"commit": "def"},
-    }
-    gla = longer | {"heldout_ppl_ratio": 1.75}
-    raised = dict.fromkeys(("raised", "raised_long", "raised_lattice", "raised_mamba2"), longer) | {"raised_gla": gla}
-    lines = summary.summary_table(results, raised).splitlines()
-    starts = ["| the transformer | grows |  | 1 |  | 100 |  | 100 |  |"]
-    starts += [f"| `gka`, {kept} | 2.0 KiB | 3.0M | 1.100 |  | {share} |" for kept, share in (
-        ("3 layers keep attention, chosen by `memmix select`", 90), ("1 layer, chosen in the same way", 70)
-    )]  # fmt: skip
-    starts += ["| `gka`, none | 2.0 KiB | 3.0M | 1.100 ± 0.000 |  | 38 ± 18 |"]
-    starts += ["| `gka` without its ridge regression, none, trained to recall | 3.0 KiB | 6.0M | 1.750 |  | 90 |"]
-    starts += [f"| `{name}`, none, trained to recall | 3.0 KiB | 6.0M | 1.500 |" for name in ("lattice", "mamba2")]
-    starts += ["| `gka`, none, trained to recall | 3.0 KiB | 6.0M | 1.500 |  | 90 |"] * 2
-    starts += [
-        "| only the last 64 tokens (control), 3 layers, chosen |  | 3.0M |  |  |  |",
-        "| only the last 64 tokens (control), none | 2.0 KiB | 3.0M | 1.100 |  | 20 |",
-    ]
-    assert all(line.startswith(start) for line, start in zip(lines[2:], starts, strict=False)), lines
-    assert len(starts) == 11 and lines[13] == "" and lines[14].endswith("commit abc; trained to recall: def.")
-
-
-def test_the_runs_of_the_teacher_stand_in_one_table(tmp_path: Path):
-    rows = [recall("niah", 1024, 1.0), recall("variables", 1024, 0.8), recall("mqar_32_new", 1024, 0.25)]
-    first = {"tokens": 3_000_000, "recall": rows, "environment": {"hardware": "a CPU", "commit": "abc"}, "gates": []}
-    second = first | {"recall": [*rows, recall("mqar_32", 1024, 0.99), recall("mqar_32_unseen", 1024, 0.5)]}
-    second["gates"] = [{"tokens": 1_000_000, "mqar_32_unseen": 0.5}]
-    text = report.runs_table({"first": first, "open": second})
-    assert f"| first | 3M | {report.RUNS['first']} | 100.0 | 80.0 |  | 25.0 |  |" in text
-    assert f"| open | 3M | {report.RUNS['open']} | 100.0 | 80.0 | 99.0 | 50.0 | 50 after 1.0M |" in text
-    report.plot_runs({"open": second}, tmp_path / "runs.png")
-    assert (tmp_path / "runs.png").stat().st_size > 1000
 
 
 def test_manual_pages_and_html_become_text():

@@ -6,13 +6,13 @@ import pytest
 
 from hf_memmix.conversion.records import CHECKOUT
 from hf_memmix.training.experiments.bundled import versions
-from hf_memmix.training.experiments.measurements import CARDS, read
+from hf_memmix.training.experiments.results import read
 
 # files and the least number of their tables that are of the bundled transformer
 
 
 def test_the_card_names_the_bundled_weights():
-    record = json.loads((CHECKOUT / CARDS / "tiny_teacher" / "metrics.json").read_text())
+    record = json.loads((CHECKOUT / "model_cards" / "tiny_teacher" / "metrics.json").read_text())
     assert record["assets"]["tiny_teacher/model.safetensors"]["sha256"] == versions.bundled_teacher()["sha256"]
 
 

@@ -5,8 +5,8 @@
 
 Pages of the product take their figures from `model_cards/figures.json`. This command writes it: it has the tables and
 numbers that the pages name, see `model_cards/figures.py`. Tables of the experiments' own pages are written from the
-results. A table's name is a key of `tables.TABLES`, followed by its arguments: `results recall` is the report of the
-measurement `recall`. A number's name is a key of `NUMBERS`.
+results. A table's name is a key of `tables.ALL`, followed by its arguments: `results recall` is the report of the file
+recall.json. A number's name is a key of `NUMBERS`.
 """
 
 import json
@@ -19,11 +19,11 @@ import typer
 
 from hf_memmix.conversion.records import CHECKOUT
 from hf_memmix.training.evaluation.context_cost_plot import plot_context_cost
-from hf_memmix.training.experiments.documents.tables import TABLES
-from hf_memmix.training.experiments.measurements import MEASUREMENTS, path_of, read
+from hf_memmix.training.experiments.results import path_of, read
+from hf_memmix.training.experiments.tables import ALL
 
 PRODUCT = runpy.run_path(str(CHECKOUT / "model_cards" / "figures.py"))
-# by name: a measurement, a function of its content, and the format of the number
+# by name: a file of results, a function of its content, and the format of the number
 NUMBERS: dict[str, tuple[str, Callable, str]] = {
     "demo ppl teacher": ("demo", lambda demo: demo["quality"]["teacher_ppl"], ".2f"),
     "demo ppl student": ("demo", lambda demo: demo["quality"]["student_ppl"], ".2f"),
@@ -44,9 +44,9 @@ def table(name: str) -> str:
         ValueError: there is no such table.
     """
     kind, *words = name.split()
-    if kind not in TABLES:
-        raise ValueError(f"there is no table {kind!r}; choose from {', '.join(TABLES)}")
-    return TABLES[kind](CHECKOUT, *words)
+    if kind not in ALL:
+        raise ValueError(f"there is no table {kind!r}; choose from {', '.join(ALL)}")
+    return ALL[kind](*words)
 
 
 def blocks(markdown: str) -> list[str | dict]:
@@ -64,10 +64,10 @@ def blocks(markdown: str) -> list[str | dict]:
 
 def number(name: str) -> dict:
     """The text of a number, its file, and the commit of the measurement if the file has one."""
-    measurement, value, form = NUMBERS[name]
-    results = read(measurement)
+    file, value, form = NUMBERS[name]
+    results = read(file)
     commit = results.get("commit") if isinstance(results, dict) else None
-    return {"text": format(value(results), form), "source": MEASUREMENTS[measurement], "commit": commit}
+    return {"text": format(value(results), form), "source": str(path_of(file).relative_to(CHECKOUT)), "commit": commit}
 
 
 def figures() -> dict:

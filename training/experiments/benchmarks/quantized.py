@@ -235,7 +235,7 @@ def make_shape(folder: Path, tiny: bool, device: torch.device) -> Path:
     """Write a student with random weights in bf16."""
     from transformers import LlamaConfig
 
-    from hf_memmix.training.experiments.documents.conversion_costs import DISTILLED
+    from hf_memmix.training.experiments.common.llamas import DISTILLED
 
     fields = TINY if tiny else DISTILLED.fields
     config = LlamaConfig(**fields)

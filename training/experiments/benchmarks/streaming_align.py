@@ -43,10 +43,10 @@ def measure(args) -> dict:
     import torch
 
     from hf_memmix.conversion import convert_model
-    from hf_memmix.conversion.benchmarks.streaming import SHAPES, make_teacher
     from hf_memmix.conversion.records import environment
     from hf_memmix.conversion.streaming.conversion_cost import peak_memory, reset_peak
     from hf_memmix.training.data import TokenBlocks
+    from hf_memmix.training.experiments.benchmarks.streaming import SHAPES, make_teacher
     from hf_memmix.training.recipe import load_recipe
     from hf_memmix.training.streaming import align_by_streaming
 
@@ -249,8 +249,8 @@ def compare_shape_processes(args) -> dict:
     The teacher has the vocabulary of the bundled tokenizer, because its texts are read.
     """
     from hf_memmix.assets import asset_path
-    from hf_memmix.conversion.benchmarks.streaming import SHAPES, make_teacher
     from hf_memmix.conversion.loading import read_config
+    from hf_memmix.training.experiments.benchmarks.streaming import SHAPES, make_teacher
     from hf_memmix.training.recipe import load_recipe
 
     bundled, teacher = asset_path("tiny_teacher"), args.work / "bundled-shape"

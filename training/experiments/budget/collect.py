@@ -4,12 +4,11 @@ python -m hf_memmix.training.experiments.budget.collect
 """
 
 import functools
-from pathlib import Path
 
 from hf_memmix.conversion import convert_model
-from hf_memmix.conversion.records import CHECKOUT, write_json
-from hf_memmix.training.experiments.documents.conversion_costs import SHAPES
-from hf_memmix.training.experiments.measurements import MEASUREMENTS, read
+from hf_memmix.conversion.records import write_json
+from hf_memmix.training.experiments.common.llamas import SHAPES
+from hf_memmix.training.experiments.results import read
 from hf_memmix.training.planning.memory import Settings, memory_of
 from hf_memmix.training.planning.shapes import Shapes
 from hf_memmix.training.planning.speed import MEASURED
@@ -17,24 +16,21 @@ from hf_memmix.training.planning.speed import MEASURED
 TRAIN = (8, 2048)  # sequences and tokens of the training step with which mixers are compared
 
 
-def collect(root: Path = CHECKOUT) -> dict:
+def collect() -> dict:
     """`rows` of measured runs (`run`, `kind`, `parameters`, `checkpointing`, `tokens` of a forward, `tokens_s`,
     `bytes`, `reserved` and `predicted_bytes`, which are computed anew), `mixers` (milliseconds of a training step by
     mixer), `two_gpus` (the share of twice the speed of one GPU that two reach in `distill`), `two_gpus_stream` (the
     same in `align --stream`, if it was measured) and `gpu`.
     """
-    steps = [row for row in read("models", root) if row["phase"] == "train" and not row["compiled"]]
-    launches = read("multi_gpu", root)["launches"]
+    steps = [row for row in read("model_h200") if row["phase"] == "train" and not row["compiled"]]
+    launches = read("multi_gpu")["launches"]
     speeds = [launches[name]["stages"]["distill"]["tokens_per_second"] for name in ("1b_ddp", "1b_single")]
-    rows, streamed = [], {}
-    if (root / MEASUREMENTS["budget"]).is_file():
-        rows += [_row(row) for row in read("budget", root)["rows"] if "error" not in row]
-    if (root / MEASUREMENTS["streaming_align"]).is_file():
-        found = read("streaming_align", root)
-        rows += [_streamed(found["run"])]
-        pair = found.get("shape_processes")
-        if pair is not None and pair["gpus"] == 2:
-            streamed = {"two_gpus_stream": round(min(1.0, pair["speedup"] / 2), 3)}
+    rows, streamed, found = [], {}, read("streaming_align")
+    rows += [_row(row) for row in read("training_h200")["rows"] if "error" not in row]
+    rows += [_streamed(found["run"])]
+    pair = found.get("shape_processes")
+    if pair is not None and pair["gpus"] == 2:
+        streamed = {"two_gpus_stream": round(min(1.0, pair["speedup"] / 2), 3)}
     return {
         "rows": rows,
         "mixers": {row["mixer"]: row["ms"] for row in steps if (row["B"], row["T"]) == TRAIN},

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArg
 from hf_memmix.conversion import convert_model
 from hf_memmix.conversion.families import attention_module
 from hf_memmix.conversion.records import environment, write_json
-from hf_memmix.training.experiments.documents.conversion_costs import DISTILLED, SHAPES
+from hf_memmix.training.experiments.common.llamas import DISTILLED, SHAPES
 from hf_memmix.training.groups import freeze_by_rate, optimizer_groups
 from hf_memmix.training.planning.memory import Settings, memory_of
 from hf_memmix.training.planning.shapes import Shapes

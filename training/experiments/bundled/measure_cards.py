@@ -21,10 +21,9 @@ from hf_memmix.conversion import convert_model, load_model
 from hf_memmix.conversion.records import CHECKOUT, write_json
 from hf_memmix.mixers import MIXERS
 from hf_memmix.training.experiments.bundled import make_tiny_gka, pretrain_teacher
-from hf_memmix.training.experiments.measurements import CARDS
 from hf_memmix.training.text_files import text_record
 
-CARD_FOLDER = CHECKOUT / CARDS
+CARD_FOLDER = CHECKOUT / "model_cards"
 SHIPPED = ("dev.txt", "heldout.txt", "train.txt", "tiny_teacher/model.safetensors", "tiny_teacher/tokenizer.json")
 
 

@@ -1,7 +1,5 @@
 """The tables of the COFFEE experiments: the paper's figures beside those measured here."""
 
-from statistics import quantiles
-
 from hf_memmix.conversion.records import markdown_table
 from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, mean_and_deviation, median, spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
@@ -58,50 +56,10 @@ def _table(table: int, runs: list[tuple[str, dict]]) -> str:
     return f"**{TITLES[table]}**\n\n" + markdown_table(HEAD, rows)
 
 
-def equal_epochs(titles: tuple[str, str], first: list[dict], second: list[dict]) -> str:
-    """Two sets of runs at equal numbers of epochs: a line for each setting of a table that both have.
-
-    A setting is the same if table, model, sizes, task and rate are. A seed's figure is the highest of its evaluations
-    up to the last step at which both runs were evaluated: a run that a time limit stopped has an evaluation at its
-    end, which the other run lacks.
-
-    Args:
-        titles: what is different in the two sets.
-        first, second: the results of `tables.py`.
-    """
-    same, lines = ("table", "model", "states", "dim", "task", "learning_rate"), []
-    for _, run in _runs(first):
-        for name, other in _runs(second):
-            if any(run[key] != other[key] for key in same):
-                continue
-            end = max({p["iteration"] for p in run["curve"]} & {p["iteration"] for p in other["curve"]}, default=0)
-            if not end:
-                continue
-            pair = [best_until(of, end) for of in (run, other)]
-            cells = [_middle(best) for best in pair]
-            distance = 100 * (median(pair[1]) - median(pair[0]))
-            lines.append((run["table"], name, f"{end / 10_000:.1f}", *cells, f"{distance:+.1f}"))
-    return markdown_table(("table", "setting", "epochs", *titles, "distance, points"), lines) + (
-        "\n\nAfter equal numbers of epochs: the median over seeds; in brackets, the quartiles and how many seeds reach"
-        " 0.99."
-    )
-
-
-def _middle(best: list[float]) -> str:
-    low, _, high = quantiles(best, n=4, method="inclusive") if len(best) > 1 else best * 3
-    return f"{median(best):.3f} ({low:.3f} to {high:.3f}; {sum(a >= 0.99 for a in best)} of {len(best)})"
-
-
 def _runs(reports: list[dict]) -> list[tuple[str, dict]]:
     """The names and results of all runs that were measured, in the order of their tables."""
     found = [(name.partition(": ")[2], run) for report in reports for name, run in report["runs"].items()]
     return sorted((pair for pair in found if "curve" in pair[1]), key=lambda pair: pair[1]["table"])
-
-
-def best_until(run: dict, iterations: int) -> list[float]:
-    """For each seed, the highest accuracy of its evaluations in the first `iterations` steps."""
-    curve = [point["accuracy"] for point in run["curve"] if point["iteration"] <= iterations]
-    return [max(accuracies) for accuracies in zip(*curve, strict=True)]
 
 
 def _images(found: dict) -> str:

@@ -10,14 +10,6 @@ from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, pypl
 from hf_memmix.training.experiments.common.report import mean_of_rows
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES, mean_recall
 
-RUNS = {  # of the teacher, in their order
-    "first": "words that are no key of a probe",
-    "second": "words that are neither key nor value of a probe",
-    "strict": "also any token that begins no word of a probe",
-    "open": "also tokens that begin three of four words of a probe",
-    "even": "as open, and any token may stand in the pieces that are copied",
-    "kept": "as even, trained for longer",
-}
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
 WINDOW = {"window": "W"}  # attention over the last tokens: a control, no mixer
 SHOWN = (("niah", 1024), ("niah", 2048), ("variables", 1024), ("mqar_32", 1024), ("mqar_32", 2048), ("mqar", 1024))
@@ -89,46 +81,6 @@ def plot_raised(results: dict, path: str | Path) -> None:
         panel.plot(*zip(*points, strict=True), marker=MARKERS[place % len(MARKERS)], ms=4, label=PROBES[task][2])
     panel.set(xlabel="tokens of distill, millions", ylabel="exact answers, %", ylim=(-4, 104))
     figure.legend(loc="outside upper center", ncols=3, fontsize=7, frameon=False)
-    save(figure, path)
-
-
-def runs_table(runs: dict[str, dict]) -> str:
-    """One line per run of the teacher, by its name in `RUNS`: recall at the length of the gate."""
-    head = [
-        "run",
-        "tokens",
-        "words that the drills of MQAR may have",
-        "needle",
-        "two hops",
-        "MQAR: words of the drills",
-    ]
-    lines = []
-    for name, results in runs.items():
-        rows, shares = results["recall"], []
-        for tasks in (["niah"], ["variables"], ["mqar_32"], ["mqar_32_unseen", "mqar_32_new"]):
-            found = [share for task in tasks if (share := mean_recall(rows, task, GATE_LENGTH)) is not None]
-            shares.append(f"{100 * found[0]:.1f}" if found else "")
-        first = next((row for row in results["gates"] if "mqar_32_unseen" in row), None)
-        early = f"{100 * first['mqar_32_unseen']:.0f} after {first['tokens'] / 1e6:.1f}M" if first else ""
-        shares.append(early)
-        lines.append([name, f"{results['tokens'] / 1e6:.0f}M", RUNS[name], *shares])
-    return (
-        markdown_table([*head, "MQAR: words of no pair", "the same, early in the run"], lines)
-        + f"\n\nExact answers in % at {GATE_LENGTH} tokens; MQAR has 32 pairs. "
-        + "; ".join(f"{name}: commit {results['environment']['commit']}" for name, results in runs.items())
-        + f". {next(iter(runs.values()))['environment']['hardware']}."
-    )
-
-
-def plot_runs(runs: dict[str, dict], path: str | Path) -> None:
-    """Plot MQAR with words of no pair, in development text, by the tokens of a run."""
-    figure, (panel,) = figure_of(1, next(iter(runs.values()))["environment"]["hardware"])
-    for place, (name, results) in enumerate(runs.items()):
-        checks = [row for row in results["gates"] if "mqar_32_unseen" in row]
-        style = {"marker": MARKERS[place % len(MARKERS)], "ms": 4, "label": name}
-        panel.plot([r["tokens"] / 1e6 for r in checks], [100 * r["mqar_32_unseen"] for r in checks], **style)
-    panel.set(xlabel="tokens of the run, millions", ylabel="MQAR, words of no pair, %", ylim=(-4, 104))
-    panel.legend(fontsize=8, frameon=False)
     save(figure, path)
 
 

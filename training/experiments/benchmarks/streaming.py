@@ -1,11 +1,11 @@
 """Measures a conversion by streaming of two published shapes, with random weights, against what --dry-run estimates.
 
-    python conversion/benchmarks/streaming.py --work FOLDER            # 35 GB of disk; both shapes
-    taskset -c 0,1 python conversion/benchmarks/streaming.py --work FOLDER --shape qwen3-0.6b      # on two cores
+    python streaming.py --work FOLDER            # 35 GB of disk; both shapes
+    taskset -c 0,1 python streaming.py --work FOLDER --shape qwen3-0.6b      # on two cores
 
 For each shape a teacher is written in shards of 5 GB, its files are dropped from the page cache, and two new processes
 run: the estimate, then the conversion. Peak memory is `ru_maxrss` of the process, interpreter and libraries included.
-The figures go to streaming.json beside this file. All model folders are removed at the end.
+The figures go to results/streaming.json. All model folders are removed at the end.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-RESULTS = Path(__file__).with_suffix(".json")
+RESULTS = Path(__file__).parent / "results" / "streaming.json"
 # fields of the published config.json
 SHAPES = {
     "llama-8b": {

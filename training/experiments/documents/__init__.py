@@ -1,1 +1,0 @@
-"""Writes the tables of README files, and model cards, from committed measurements."""

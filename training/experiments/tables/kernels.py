@@ -1,0 +1,173 @@
+"""The tables of kernels/README.md: which GPUs compile the kernels, and goals with what was measured."""
+
+from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.experiments.results import read
+
+MEASURED_ON = "sm_90"  # where the kernels also ran
+DTYPES = ("bfloat16", "float32")
+EXAMPLES = {
+    "sm_80": "A100",
+    "sm_86": "RTX 3090, A10",
+    "sm_89": "RTX 4090, L4",
+    "sm_90": "H100, H200",
+    "sm_100": "B200",
+    "sm_120": "RTX 5090",
+    "gfx942": "MI300X",
+}
+MIXERS = ("gka", "lattice", "mamba2", "ska", "coffee")
+SCHEDULE = [12, 10]  # of the layer's solver
+# title; phase, B, T and way of the rows; measured column; the goal of every mixer as a part of attention's; GKA's own
+# goal in ms or, for other columns, as a part of attention's
+MODELS = [
+    ("decode, B = 1", ("decode", 1, 1024), "ms", 1.0, 2.37),
+    ("decode, B = 32", ("decode", 32, 1024), "ms", 1.0, 3.0),
+    ("decode, B = 128", ("decode", 128, 1024), "ms", 1.0, 4.5),
+    ("prefill of 2k", ("prefill", 1, 2048), "ms", 1.1, 13.0),
+    ("prefill of 2k, CUDA graph", ("prefill", 1, 2048, "graph"), "ms", 1.1, 13.0),
+    ("prefill of 2k, compiled", ("prefill", 1, 2048, "compiled"), "ms", 1.1, 13.0),
+    ("prefill of 32k", ("prefill", 1, 32768), "ms", 0.8, 180.0),
+    ("training of 8 x 2k, tokens/s", ("train", 8, 2048), "tokens_s", 0.9, 1.0),
+    ("the same, compiled", ("train", 8, 2048, "compiled"), "tokens_s", 0.9, 1.0),
+    ("training of 2 x 8k, tokens/s", ("train", 2, 8192), "tokens_s", 1.0, 1.25),
+    ("training of 8 x 2k, GiB", ("train", 8, 2048), "peak_mib", 1.2, 1.1),
+]
+# op and columns of its rows; passes and their goals in ms
+OPS = [
+    ("GKA", {"op": "gka", "iterations": SCHEDULE}, (4, 8192, 8, 128), {"fwd": 1.05, "fwd+bwd": 3.1}),
+    ("GKA", {"op": "gka", "iterations": SCHEDULE}, (1, 131072, 8, 128), {"fwd": 5, "fwd+bwd": 19}),
+    ("GKA", {"op": "gka", "iterations": SCHEDULE}, (4, 8192, 4, 256), {"fwd": 4, "fwd+bwd": 14}),
+    ("GKA, decode", {"op": "gka", "iterations": SCHEDULE}, (8, 1, 32, 128), {"decode_graph": 0.022}),
+    ("GKA, decode", {"op": "gka", "iterations": SCHEDULE}, (64, 1, 32, 128), {"decode_graph": 0.15}),
+    ("GKA, decode", {"op": "gka", "iterations": SCHEDULE}, (64, 1, 16, 256), {"decode_graph": 0.4}),
+    ("Lattice `dec`", {"op": "lattice", "variant": "dec"}, (8, 4096, 12, 64), {"fwd": 0.9, "fwd+bwd": 3.5}),
+    ("Lattice `enc`", {"op": "lattice", "variant": "enc"}, (8, 4096, 12, 64), {"fwd": 0.38, "fwd+bwd": 1.4}),
+    ("Lattice `sim`", {"op": "lattice", "variant": "sim"}, (8, 4096, 12, 64), {"fwd": 0.38, "fwd+bwd": 1.4}),
+    ("Lattice `dec`", {"op": "lattice", "variant": "dec"}, (1, 131072, 12, 64), {"fwd": 25, "fwd+bwd": 80}),
+    ("COFFEE", {"op": "coffee"}, (8, 4096, 1536, 16), {"fwd": 0.31, "fwd+bwd": 1.0}),
+    ("SKA, rank 32", {"op": "ska", "rank": 32}, (8, 4096, 12, 64), {"fwd": 0.25, "fwd+bwd": 1.0}),
+    ("SKA, rank 64", {"op": "ska", "rank": 64}, (8, 4096, 12, 64), {"fwd": 0.7, "fwd+bwd": 3}),
+]
+FLA = {"op": "ssd", "by": "fla chunk_simple_gla, refusal lifted"}  # the goal of gla
+# phase, name and goal as a part of attention's time
+CPU = [
+    ("decode", "a token after 1k", 1.0),
+    ("prefill", "a prompt of 2k", 1.5),
+    ("train", "a training step of 2k", 1.5),
+]
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
+
+
+def _compiles(row: dict) -> bool:
+    """Whether all kernels of a row compile and fit the GPU's shared memory."""
+    return not (row.get("crashed") or row.get("error") or row["failed"]) and row["shared"] <= row["limit"]
+
+
+def _on_gpu(rows: list[dict], arch: str) -> str:
+    """What an op does on a GPU, from its rows of all sizes, dtypes and versions of Triton."""
+    verb = "runs" if arch == MEASURED_ON else "compiles"
+    if not rows:
+        return "runs" if arch == MEASURED_ON else "not tried"
+    good = {name: all(_compiles(r) for r in rows if r["triton"] == name) for name in {r["triton"] for r in rows}}
+    working = sorted((name for name, whole in good.items() if whole), key=_version)
+    if not working:
+        return "falls back"
+    older = [name for name in good if _version(name) < _version(working[0])]
+    return f"{verb} from Triton {'.'.join(working[0].split('.')[:2])} on, else falls back" if older else verb
+
+
+def gpu_generations() -> str:
+    """One line per op, or per group of its sizes that differ on some GPU; one column per generation of GPUs."""
+    rows, lines = read("gpu_generations"), []
+    archs = [arch for arch in EXAMPLES if any(row["arch"] == arch for row in rows)]
+    for op in dict.fromkeys(row["op"] for row in rows):
+        groups: dict[tuple, list[int]] = {}
+        for size in sorted({row["size"] for row in rows if row["op"] == op}):
+            found = [row for row in rows if (row["op"], row["size"]) == (op, size)]
+            cells = tuple(_on_gpu([row for row in found if row["arch"] == arch], arch) for arch in archs)
+            groups.setdefault(cells, []).append(size)
+        for cells, sizes in groups.items():
+            lines.append([f"`{op}`" + (f", size {', '.join(map(str, sizes))}" if len(groups) > 1 else ""), *cells])
+    limits = {row["arch"]: f"{row['limit'] // 1024} KiB" for row in rows}
+    lines.append(["shared memory", *(limits[arch] for arch in archs)])
+    found = {name: {(r["arch"], r["op"], r["size"]) for r in rows if r["dtype"] == name} for name in DTYPES}
+    both, some = set.intersection(*found.values()), set.union(*found.values())
+    versions = ", ".join(sorted({row["triton"] for row in rows}, key=_version))
+    return (
+        markdown_table(["op", *(f"{arch} ({EXAMPLES[arch]})" for arch in archs)], lines)
+        + "\n\nForward, backward and decode steps, compiled in bfloat16 or float32, and in both for"
+        f" {len(both)} of {len(some)} pairs of a size and a GPU, with Triton {versions}."
+    )
+
+
+def _shown(value: float, column: str) -> str:
+    if column == "tokens_s":
+        return f"{value / 1e3:.1f}k"
+    return f"{value / 1024:.1f}" if column == "peak_mib" else f"{value:.2f}" if value < 20 else f"{value:.1f}"
+
+
+def _case(row: dict) -> tuple:
+    way = "graph" if row.get("cuda_graph") else "compiled" if row["compiled"] and row["phase"] != "decode" else None
+    return (row["phase"], row["B"], row["T"], *([way] if way else []), row["mixer"])
+
+
+def model_goals() -> str:
+    """Goals of whole models on a GPU, beside attention of the same shape."""
+    found, lines = {_case(row): row for row in read("model_h200")}, []
+    for title, case, column, factor, own in MODELS:
+        of = {name: row[column] for name in ("attention", *MIXERS) if (row := found.get((*case, name)))}
+        sign, limit = (">=", -1) if column == "tokens_s" else ("<=", 1)  # more is better, or less
+
+        def cell(value: float | None, goal: float, shown: float, column=column, limit=limit) -> str:
+            if value is None:
+                return ""
+            return _shown(shown, column) + ("" if limit * value <= limit * goal else " missed")
+
+        goal, gkas = of["attention"] * factor, own * of["attention"] if column != "ms" else own
+        cells = [cell(of.get(mixer), goal, of.get(mixer)) for mixer in MIXERS]
+        told = f"{sign} {factor:g} x {_shown(of['attention'], column)}"
+        lines.append([title, told, *cells, f"{sign} {cell(of['gka'], gkas, gkas)}"])
+    head = ["", "goal", *(f"`{mixer}`" for mixer in MIXERS), "goal of `gka`"]
+    note = "ms, where the row names no other unit. `model_h200.json`."
+    return f"{markdown_table(head, lines, figures=True)}\n\n{note}"
+
+
+def op_goals() -> str:
+    """Goals of the ops' kernels: milliseconds of a call, and of its kernels alone; gla beside FLA's op."""
+    rows, lines = read("h200"), []
+
+    def of(columns: dict, shape: tuple, ways: list[str], figure: str) -> list[float | None]:
+        wanted = columns | dict(zip("BTHD", shape, strict=True))
+        found = {row["pass"]: row for row in rows if all(row.get(key) == value for key, value in wanted.items())}
+        return [found[way].get(figure) if way in found else None for way in ways]
+
+    size, passes = (8, 4096, 12, 64), ["fwd", "fwd+bwd"]
+    fla = dict(zip(passes, of(FLA, size, passes, "ms"), strict=True))
+    for name, columns, shape, goals in [*OPS, ("gla; goal: FLA's", FLA | {"by": "gla"}, size, fla)]:
+        measured, gpu = (of(columns, shape, list(goals), figure) for figure in ("ms", "kernel_ms"))
+        kept = [None not in pair and pair[0] <= pair[1] for pair in zip(measured, goals.values(), strict=True)]
+        met = "yes" if all(kept) else " / ".join("yes" if x else "no" for x in kept)
+        lines.append([name, " x ".join(map(str, shape)), *map(_slashed, (goals.values(), measured, gpu)), met])
+    head = ["op", "B x T x H x D", "goal", "ms", "GPU alone", "met"]
+    note = "Forward / forward and backward, or a decode step. `h200.json`."
+    return f"{markdown_table(head, lines, figures=True)}\n\n{note}"
+
+
+def _slashed(values) -> str:
+    return " / ".join("" if x is None else f"{x:.3g}" for x in values) if any(x is not None for x in values) else ""
+
+
+def cpu_goals() -> str:
+    """Goals on a CPU, as parts of attention's time."""
+    rows, lines = [row for row in read("cpu") if row["native"]], []
+    found = {(row["shape"], row["threads"], row["mixer"], row["phase"]): row["cpu_ms"] for row in rows}
+    for shape, threads in dict.fromkeys(key[:2] for key in found):
+        for phase, name, goal in CPU:
+            of = found[shape, threads, "attention", phase]
+            parts = [found[shape, threads, mixer, phase] / of for mixer in MIXERS]
+            cells = [f"{part:.2f}" + ("" if round(part, 2) <= goal else " missed") for part in parts]
+            lines.append([f"{name}, {shape} model, {threads} thread{'s' * (threads > 1)}", f"<= {goal:g}", *cells])
+    table = markdown_table(["of attention's time", "goal", *(f"`{mixer}`" for mixer in MIXERS)], lines, figures=True)
+    return f"{table}\n\nNative code, processor time. `cpu.json`."

@@ -1,0 +1,112 @@
+"""Tables of the papers' experiments that a card shows, and those that join several results."""
+
+from hf_memmix.conversion.records import markdown_table
+from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, median, spread_text
+from hf_memmix.training.experiments.common.harness import measured_at
+from hf_memmix.training.experiments.common.rates import chosen_rows, trained_and_failed
+from hf_memmix.training.experiments.common.report import above, mean_of_rows, memory_text, paper_above
+from hf_memmix.training.experiments.echo.report import mask_table
+from hf_memmix.training.experiments.gka import variants_report
+from hf_memmix.training.experiments.gka_vision.models import MODELS
+from hf_memmix.training.experiments.lattice.language import PAPER
+from hf_memmix.training.experiments.recall_teacher.raised_report import raised_table
+from hf_memmix.training.experiments.recall_teacher.report import mixtures_table
+from hf_memmix.training.experiments.results import read
+
+FROM_SCRATCH = ("transformer", "linear-decay", "delta", "gdn", "dec", "gla")
+FROM_SCRATCH += ("gka-equal", "gka", "mamba2-equal", "mamba2")
+RESOLUTIONS = (224, 512, 1024)
+RAISED = ("gla", "gla_seed1", "gla_wide", "mamba2", "mamba2_seed1", "lattice", "lattice_seed1", "plain", "")
+RAISED += ("seed1", "gla_long", "long")
+
+
+def from_scratch() -> str:
+    """Small language models at one protocol, with the paper's distances of the Lattice paper."""
+    results = read("baselines_language")
+    rows, _ = trained_and_failed(results)
+    paper = {name: by[512] for name, by in PAPER.items()}
+    found = {name: chosen_rows(rows, model=name) for name in FROM_SCRATCH}
+    lines = []
+    for name, chosen in found.items():
+        cells = [memory_text(results["settings"], name)[0], mean_of_rows(chosen, "perplexity", 2)]
+        lines.append([name, *cells, above(chosen, found["dec"]), paper_above(paper, name, "dec")])
+    head = ["model", "memory, floats per layer", "perplexity at 512", "above dec", "the paper's distance"]
+    return f"{markdown_table(head, lines, figures=True)}\n\n{SPREAD_NOTE} {measured_at(results)}."
+
+
+def induction() -> str:
+    """COFFEE's tables beside the paper's: one line per setting."""
+    lines = []
+    for name in ("coffee_table1", "coffee_table2", "coffee_fixed8", "coffee_table6"):
+        for setting, run in read(name)["runs"].items():
+            number, words = setting.split(": ")
+            if number == "1" and "coffee" in words and "fixed=8" not in words:
+                continue
+            best, solved = median(run["best_accuracy_of_seeds"]), f"{run['seeds_at_0.99']} of {run['seeds']}"
+            lines.append([number, words.rpartition(" rate=")[0], run["paper"], f"{best:.3f}", solved])
+    for setting, run in read("coffee_mnist_5k")["runs"].items():
+        lines.append(["7", setting, run["paper_on_mnist"], spread_text(run["last"]["accuracy"], 3), ""])
+    return markdown_table(["table", "setting", "paper", "median of seeds (7: mean)", "seeds at 0.99"], lines)
+
+
+def images() -> str:
+    """Accuracy on two sets of images, and images per second."""
+    sets, speed = [read("digits"), read("fashion")], read("throughput")
+    lines = []
+    for model in MODELS:
+        cells = []
+        for of in sets:
+            rows = chosen_rows([row for row in of["rows"] if "accuracy" in row], model=model)
+            cells.append(spread_text([100 * row["accuracy"] for row in rows], 1))
+        fast = {row["resolution"]: row for row in speed["rows"] if row["model"] == model}
+        for size in RESOLUTIONS:
+            cells.append(f"{fast[size]['inference_images_per_second']:,.0f}" if size in fast else "")
+        lines.append([model, *cells])
+    head = ["model", "digits, %", "clothes, %", *(f"images/s, {size} px" for size in RESOLUTIONS)]
+    return f"{markdown_table(head, lines, figures=True)}\n\n{SPREAD_NOTE} Images/s: inference. {measured_at(speed)}."
+
+
+def echo_mask() -> str:
+    """SKA with and without the true action mask, beside the models that get none."""
+    return mask_table(read("echo_transfer"), read("echo_ablation"))
+
+
+def gka_sketch() -> str:
+    """GKA by the size of its sketch: recall, perplexity, bytes and times; in brackets the share of a time of s = D."""
+    trained = variants_report.means_of_sketches([read(f"gka_variants_{name}") for name in ("sketches", "text")])
+    rows, sizes, lines = read("gka_sketch_h200"), {}, []
+    columns = {"fwd": ("fwd", 4), "fwd+bwd": ("fwd+bwd", 4)}
+    columns |= {f"decode, B={B}": ("decode_graph", B) for B in (1, 8, 64)}
+    for row in sorted(rows, key=lambda row: -row["sketch"]):
+        sizes.setdefault(row["sketch"], {})[row["pass"], row["B"]] = row
+    plain = next(iter(sizes.values()))
+    for (size, found), of_training in zip(sizes.items(), trained.values(), strict=True):
+        cells = [f"{found[key]['ms']:.3g} ({found[key]['ms'] / plain[key]['ms']:.2f})" for key in columns.values()]
+        state, peak = found["fwd", 4]["state_bytes_per_head"] / 1024, found["fwd+bwd", 4]["peak_mib"]
+        name = f"{size}: s = D" + (f"/{max(sizes) // size}" if size < max(sizes) else "")
+        lines.append([name, *of_training, f"{state:g}", *cells, f"{peak:.0f}"])
+    head = ["s", "MQAR, 32 pairs, %", "perplexity", "state per head, KiB", *(f"{name}, ms" for name in columns)]
+    ((gpu, torch, triton, commit),) = {tuple(row[key] for key in ("gpu", "torch", "triton", "commit")) for row in rows}
+    return (
+        markdown_table([*head, "peak of fwd+bwd, MiB"], lines, figures=True)
+        + "\n\nMQAR with heads of 32 channels and perplexity with heads of 64 after equal training, means over seeds"
+        " (tables below). The rest: bf16, D=128, solver (12, 10); fwd and fwd+bwd: B=4, T=8192, H=8; decode: a step of"
+        f" 32 heads inside a CUDA graph. s = 128 is without a sketch. {gpu}, torch {torch}, Triton {triton}, commit"
+        f" {commit}."
+    )
+
+
+def gka_grid() -> str:
+    """What changes GKA's recall with 64 pairs."""
+    return variants_report.section([variants_report.with_recall_rows(read("gka_variants_recall"), read("recall"))])
+
+
+def recall_mixtures() -> str:
+    """The mixtures among the students of the recall teacher, beside single mixers."""
+    return mixtures_table(read("grid"))
+
+
+def recall_raised() -> str:
+    """The students of `raised.py` beside each other and their teacher."""
+    names = ["raised" + (f"_{name}" if name else "") for name in RAISED]
+    return raised_table({name: read(name) for name in names}, read("grid"))

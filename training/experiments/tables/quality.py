@@ -1,0 +1,95 @@
+"""README's tables: what a conversion costs and brings at three sizes, and the mixers beside each other."""
+
+import statistics
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_memmix.conversion.estimate import estimate
+from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.training.experiments.common.harness import measured_at
+from hf_memmix.training.experiments.common.llamas import SHAPES, TIMED
+from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
+from hf_memmix.training.experiments.recall_teacher.report import groups, share_text, tokens_of
+from hf_memmix.training.experiments.results import read
+from hf_memmix.training.experiments.tables.costs import Costs
+
+LONG, TOKENS = 131072, 1e8  # of a cache; of each training stage
+SEQUENCES = (1, 32, 128)  # decoded at the same time
+CONTEXT = 4096  # of the memory of the mixers
+MIXERS = ("gka", "lattice", "coffee", "ska", "mamba2")
+WINDOWS = {"window-64": 64, "window-256": 256}  # controls: attention over the last tokens
+KEPT = 3  # layers, chosen by `memmix select`
+
+
+def front() -> str:
+    """Three sizes of transformers with `gka`: the cache, the time of a decode step, and the hours of a conversion."""
+    steps = {(row["B"], row["mixer"]): row for row in read("model_h200") if row["phase"] == "decode"}
+    costs, lines = Costs(), []
+    for shape in SHAPES:
+        none, quarter = (estimate(shape.model(), "gka", keep, contexts=(LONG,))["state"][0] for keep in ("none", 0.25))
+        cache = [bytes_text(size) for size in (none["teacher"], quarter["student"], none["student"])]
+        times = [" → ".join(f"{steps[b, m]['ms']:.1f}" for m in ("attention", "gka")) for b in SEQUENCES]
+        hours = sum(costs.hours(shape, "gka", stage, TOKENS) for stage in ("align", "distill"))
+        decode = times if shape is SHAPES[0] else [""] * len(times)
+        lines.append([shape.name, " → ".join(cache[:2]), cache[2], *decode, f"{hours:.1f}"])
+    head = ["transformer", f"cache at {LONG // 1024}k tokens, a quarter of the layers kept", "no layer kept"]
+    head += [f"ms per token, {b} sequence{'s' * (b > 1)}" for b in SEQUENCES] + ["GPU hours"]
+    row = steps[1, "gka"]
+    return (
+        f"{markdown_table(head, lines, figures=True)}\n\nBefore → after, with `gka`. Cache of one sequence:"
+        f" computed by `memmix convert --dry-run`. Decode: measured at {TIMED.name} on an {row['gpu']} after"
+        f" {row['T'] // 1024}k tokens, no layer kept; empty: not measured. Hours: computed for {TOKENS / 1e6:.0f}M"
+        " tokens of each training stage on this GPU, from runs of 1.0B and 1.2B models."
+    )
+
+
+def recall_teacher_shape() -> LlamaForCausalLM:
+    """The transformer of the mixers' table, without weights."""
+    own = read("teacher_kept")["settings"]
+    sizes = {"hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "num_hidden_layers": "layers"}
+    sizes |= {"num_attention_heads": "heads", "num_key_value_heads": "kv_heads"}
+    fields = {name: own[key] for name, key in sizes.items()}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=8192, tie_word_embeddings=True, **fields))
+    return model.to(torch.bfloat16)
+
+
+def memory_of_mixers() -> dict[str, int]:
+    """Bytes of the cache of one sequence of `CONTEXT` tokens in bf16: "attention", the mixers and the windows."""
+    model = recall_teacher_shape()
+    found = {name: estimate(model, name, contexts=(CONTEXT,))["state"][0] for name in MIXERS}
+    attention = found[MIXERS[0]]["teacher"]
+    windows = {name: attention * tokens // CONTEXT for name, tokens in WINDOWS.items()}
+    return {"attention": attention, **{name: sizes["student"] for name, sizes in found.items()}, **windows}
+
+
+def mixers() -> str:
+    """One row per mixer: quality with no and with a quarter of the attention layers kept, and a sequence's memory."""
+    results, memory, tasks = read("grid"), memory_of_mixers(), ("niah", "mqar_32")
+    found, shown = groups(results), []
+    teacher = [row for row in results["rows"] if row["stage"] == "teacher"]
+    shares = [share_text(teacher, task, GATE_LENGTH) for task in tasks]
+    rows = [["the transformer", "1.000", "0", *shares, "", "", "", "", bytes_text(memory["attention"])]]
+    for name in (*MIXERS, *WINDOWS):
+        cells, keys = [], ((0, "uniform", name), (KEPT, "select", name))
+        shown += keys
+        for key in keys:
+            for figure in ("heldout_ppl_ratio", "heldout_kl"):
+                cells.append(f"{statistics.fmean(row[figure] for row in found[key]):.3f}")
+            cells += [share_text(found[key], task, GATE_LENGTH).partition(" ")[0] for task in tasks]
+        title = f"last {WINDOWS[name]} tokens of attention" if name in WINDOWS else f"`{name}`"
+        rows.append([title, *cells, bytes_text(memory[name])])
+    columns = ["KL", *(f"{PROBES[task][2].partition(',')[0]}, %" for task in tasks)]
+    head = ["mixer", "no attention kept: ratio", *columns]
+    head += [f"{KEPT} of 12 kept: ratio", *columns, f"memory after {CONTEXT // 1024}k tokens"]
+    seeds = ", ".join(map(str, sorted({len(found[key]) for key in shown})))
+    return (
+        markdown_table(head, rows, figures=True)
+        + "\n\nA transformer of 23M parameters that was trained to recall, converted and trained on"
+        f" {tokens_of(results) / 1e6:.1f}M tokens; means of {seeds} seeds; one learning"
+        " rate for all mixers and windows, tuned for none of them. Ratio of perplexities, and KL: on held-out text."
+        f" Needle and MQAR (32 pairs): exact answers at {GATE_LENGTH} tokens; needles may be off by 8 points. Kept"
+        " layers: chosen by `memmix select`. Memory: the cache of one sequence in bf16 without kept layers, computed"
+        f" by `memmix convert --dry-run`. {measured_at(results)}."
+    )

@@ -1,0 +1,170 @@
+"""The tables of hf_memmix/serving/README.md: families, what a sequence costs, what was tested, and speed."""
+
+import re
+
+import torch
+from transformers import LlamaConfig
+
+from hf_memmix import memmix_config
+from hf_memmix.backbones import BACKBONES
+from hf_memmix.conversion.records import bytes_text, markdown_table
+from hf_memmix.mixers import ATTENTION, MIXERS
+from hf_memmix.models import FAMILIES
+from hf_memmix.serving.footprint import Footprint
+from hf_memmix.serving.vllm.options import REFUSALS
+from hf_memmix.training.experiments.results import read
+from hf_memmix.training.experiments.tables.costs import by_reason
+
+LENGTHS = (2048, 16384, 65536)
+CONVERTED = ("gka", "gka_3of4")  # models of benchmark_serving.py; the one that is left is the transformer
+# the shape of Llama 3.2 1B
+SHAPE = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+SHAPE |= {"head_dim": 64, "intermediate_size": 8192, "max_position_embeddings": 2**17}
+
+
+def families() -> str:
+    """The decoder families that vLLM serves with mixers, and the refused ones with the reason."""
+    served = [f"`{name}`" for name, row in sorted(BACKBONES.items()) if not (row.refused or row.no_serving)]
+    refused = {name: row.no_serving for name, row in BACKBONES.items() if row.no_serving}
+    scratch = ", ".join(f"`{name}ForCausalLM`" for name in FAMILIES)
+    return "\n\n".join(
+        [
+            f"{len(served)} families, with any mixers: {', '.join(served)}.",
+            f"The families that are trained from scratch: {scratch}.",
+            "Refused by name:",
+            by_reason(refused),
+        ]
+    )
+
+
+def costs() -> str:
+    """Bytes of one sequence of a 1B Llama shape in bf16, with each mixer in all and in three of four layers."""
+    backbone = LlamaConfig(**SHAPE)
+    layers = backbone.num_hidden_layers
+    configs = {"attention in every layer": backbone}
+    for mixer in (name for name, cls in MIXERS.items() if cls.__module__.startswith("hf_memmix.mixers.")):
+        for name, kept in (("every layer", ()), ("3 of 4 layers", range(3, layers, 4))):
+            kinds = [ATTENTION if i in kept else mixer for i in range(layers)]
+            configs[f"`{mixer}` in {name}"] = memmix_config(backbone, kinds)
+    rows = []
+    for name, config in configs.items():
+        footprint = Footprint.of(config, torch.bfloat16)
+        states = map(bytes_text, set(footprint.states.values()) or {0})
+        rows.append([name, *states, *(bytes_text(footprint.total(length)) for length in LENGTHS)])
+    head = ["one sequence", "state per layer", *(f"{length // 1024}k tokens" for length in LENGTHS)]
+    return (
+        markdown_table(head, rows, figures=True)
+        + f"\n\n{layers} layers, hidden size {backbone.hidden_size}, {backbone.num_attention_heads} heads and"
+        f" {backbone.num_key_value_heads} key/value heads of {backbone.head_dim}; bf16, states in fp32; mixers with"
+        " their default options."
+    )
+
+
+def matrix() -> str:
+    """What `make serve-test` tested: models by features."""
+    results = read("matrix_cpu")
+    features = list(results["matrix"])
+    models = dict.fromkeys(case for cases in results["matrix"].values() for case in cases)
+    rows = [[f"`{m}`", *(results["matrix"][f].get(m, "") for f in features)] for m in models]
+    where = results.get("device", "a CPU")
+    return (
+        markdown_table(["model", *features], rows)
+        + f"\n\nvLLM {results['vllm']}, torch {results['torch']}, transformers {results['transformers']}; on {where}."
+    )
+
+
+def refusals() -> str:
+    """The options of vLLM that the plugin refuses, with the reasons."""
+    lines = "\n".join(f"- {row.option}: {row.reason}." for row in REFUSALS)
+    return re.sub(r"--[a-z-]+", r"`\g<0>`", lines)
+
+
+def _rows(part: str) -> list[dict]:
+    return [row for row in read("serving_h200")["rows"] if row["part"] == part]
+
+
+def _models(rows: list[dict]) -> list[str]:
+    """The models of these rows, the transformer first."""
+    return sorted({row["model"] for row in rows}, key=lambda name: name in CONVERTED and 1 + CONVERTED.index(name))
+
+
+def speed() -> str:
+    """Throughput on a GPU: a transformer and the same with GKA layers, by length of the prompts and their number."""
+    results = read("serving_h200")
+    found = {(row["tokens"], row["sequences"], row["model"]): row for row in _rows("throughput")}
+    models, rows = _models(_rows("throughput")), []
+    for length, count in sorted({key[:2] for key in found}):
+        cells = [f"{length:,}", count]
+        for field in ("output_tokens_per_s", "decode_tokens_per_s"):
+            for model in models:
+                row = found.get((length, count, model), {})
+                cells.append(f"{row[field]:,.0f}" if row.get(field) else "left out" if "left_out" in row else "")
+        rows.append(cells)
+    head = ["prompt", "sequences", *(f"{what}, `{model}`" for what in ("tokens/s", "decode") for model in models)]
+    measured = [row for row in found.values() if "left_out" not in row]
+    new, commits = (
+        max(row["new_tokens"] for row in measured),
+        {row.get("commit", results.get("commit")) for row in measured},
+    )
+    lines = [
+        markdown_table(head, rows),
+        f"{results['device']}, vLLM {results['vllm']}, torch {results['torch']}, commit {', '.join(sorted(commits))};"
+        f" {results['dtype']}, {new} new tokens per sequence. tokens/s: new tokens over the time of the run;"
+        f" requests/s are that divided by {new}. decode: tokens/s of the steps in which all sequences decode;"
+        " empty if some had ended before the last prompt was read.",
+    ]
+    if len(measured) < len(found):
+        lines.append("Left out: too long for the time of the run; the file gives the reason for each.")
+    ratios = []
+    for length in sorted({key[0] for key in found}):
+        first, *others = (found.get((length, 64, model), {}).get("decode_tokens_per_s") for model in models)
+        if first:
+            told = [f"`{m}` {value / first:.2f}" for m, value in zip(models[1:], others, strict=True) if value]
+            ratios.append(f"{length:,} tokens: {', '.join(told)}")
+    if ratios:
+        lines.append(f"Decode with 64 sequences, as multiples of `{models[0]}`. {'; '.join(ratios)}.")
+    return "\n\n".join(lines)
+
+
+def fit() -> str:
+    """How many sequences fit into the memory, and when the first token of a single prompt comes."""
+    fits = {(row["tokens"], row["model"]): f"{row['sequences']:,}" for row in _rows("fit")}
+    alone = [row for row in _rows("throughput") if row["sequences"] == 1 and "first_token_s" in row]
+    first = {(row["tokens"], row["model"]): f"{1e3 * row['first_token_s']:.0f} ms" for row in alone}
+    models = _models(_rows("fit"))
+    head = [f"{what}, `{model}`" for what in ("sequences that fit", "first token") for model in models]
+    rows = [
+        [f"{length:,}", *(found.get((length, model), "") for found in (fits, first) for model in models)]
+        for length in sorted({key[0] for key in fits})
+    ]
+    return markdown_table(["prompt", *head], rows)
+
+
+def prefix() -> str:
+    """When the first token of a prompt comes without and with a known prefix."""
+    rows = []
+    for row in _rows("prefix"):
+        times = (f"{1e3 * row[name]:.0f} ms" for name in ("first_token_s", "first_token_hit_s"))
+        rows.append([f"{row['tokens']:,}", *times, f"{row['cached_tokens']:,}"])
+    return markdown_table(["prompt", "first token", "with a known prefix", "known tokens"], rows, figures=True)
+
+
+def tensor_parallel() -> str:
+    """One model on one GPU and on several: time per token, memory of the weights, tokens."""
+    results, rows = read("tensor_parallel_h200"), []
+    for way in results["ways"].values():
+        ties, same = way["near_ties"], "equal"
+        if not way["tokens_equal"]:
+            proved = ties and all(tie.get("is_near_tie") for tie in ties)
+            same = f"{len(ties)} of {results['batch']} rows differ" + (", from a near tie on" if proved else "")
+        times = (f"{way['ms_per_token'][name]:.1f} ms" for name in ("alone", "together"))
+        weights = (bytes_text(way["weight_bytes_per_rank"][name]) for name in ("alone", "together"))
+        rows.append([f"{way['dtype']}, {way['cache']} cache", *times, *weights, same])
+    ranks = results["ranks"]
+    head = ["", "one GPU", f"{ranks} GPUs", "weights on one GPU", f"on each of {ranks}", "greedy tokens"]
+    return (
+        markdown_table(head, rows)
+        + f"\n\nMilliseconds per step of {results['batch']} sequences after {results['context']:,} tokens; every layer"
+        f" `{results['mixer']}`, the 1B shape of the table of costs; {results['device']}, torch {results['torch']},"
+        f" transformers {results['transformers']}, commit {results['commit']}."
+    )

@@ -44,6 +44,21 @@ def test_converts_every_family_of_the_table(model_type, mixer):
 
 
 @every_third("model_type", sorted(FAMILIES))
+def test_a_tensor_in_fp32_of_a_teacher_in_bf16_stays_as_it_is(model_type):
+    """As the routers of some families: bit-equal, not rounded to the dtype of the model."""
+    teacher = tiny_teacher(model_type).bfloat16()
+    prefix = tuple(attention_prefix(teacher, i) + "." for i in (0, 2))
+    names = [name for name, p in teacher.named_parameters() if not name.startswith(prefix)]
+    for name in (names[-1], next(name for name in names if "embed" not in name)):
+        parameter = teacher.get_parameter(name)
+        parameter.data = torch.randn(parameter.shape)
+    student = convert_model(teacher, keep=[1]).state_dict()
+    for name, tensor in teacher.state_dict().items():
+        if not name.startswith(prefix):
+            assert student[name].dtype == tensor.dtype and torch.equal(student[name], tensor), name
+
+
+@every_third("model_type", sorted(FAMILIES))
 def test_student_of_every_family_ignores_padding_and_is_saved(model_type, tmp_path):
     student = convert_model(tiny_teacher(model_type), keep=[1])
     save_student(student, tmp_path)

@@ -1,6 +1,7 @@
 """Students with several mixers: which layer gets which, the same results as with one, saving, generation, refusals."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -203,16 +204,23 @@ def test_mixers_are_taken_from_several_trained_students(tmp_path):
                     parameter.add_(0.01)
     student = convert_model(teacher, layers=LAYERS)
     take_mixers(student, *trained.values())
+    teacher.save_pretrained(tmp_path / "teacher")
+    for kind, model in trained.items():
+        save_student(model, tmp_path / f"all {kind}")
+    folders = [tmp_path / f"all {kind}" for kind in trained]
+    convert = partial(convert_model, layers=LAYERS)
+    convert_to_folder(tmp_path / "teacher", tmp_path / "streamed", convert, trained=folders)
+    streamed = load_model(tmp_path / "streamed")
     from_files = convert_model(teacher, layers=LAYERS)
     for kind, model in trained.items():
         write_mixers(model, mixer_file(tmp_path, kind), {"test": kind})
     load_mixers(from_files, tmp_path)
     for layer, kind in enumerate(TYPES[1:], 1):
         source = attention_module(trained[kind], layer).state_dict()
-        for filled in (student, from_files):
+        for filled in (student, streamed, from_files):
             found = attention_module(filled, layer).state_dict()
             assert all(torch.equal(found[name], tensor) for name, tensor in source.items())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mamba2.safetensors", "ska.safetensors"]
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == ["mamba2.safetensors", "ska.safetensors"]
     with pytest.raises(ValueError, match="lacks|has no gka.safetensors"):
         load_mixers(convert_model(teacher, "gka"), tmp_path)
     with pytest.raises(ValueError, match="ska.safetensors' does not fit layer 1: .*other options .rank is 3 and 8"):

@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 from core.checks import assert_same_generation, greedy, uncached_greedy
 from hf_memmix import RecurrentStateCache
 from hf_memmix.cache.recurrent import adopt_cache
-from testing import MIXERS, assert_same, mixers_of, random_ids, tiny_config, tiny_model
+from testing import MIXERS, assert_same, in_turn, mixers_of, random_ids, tiny_config, tiny_model
 
 FAMILIES = ("llama", "gemma3_text", "gpt_neox")
 
@@ -326,6 +326,28 @@ def test_crop_does_not_go_back_before_a_change_of_rows(mixer, layout, change, ar
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("change", ("restore_rows", "cast"))
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_crop_does_not_go_back_before_other_states(mixer, change):
+    """Rows that have ended early and get their states back, and states of another dtype."""
+    model, ids = tiny_model("llama", "all", mixer), random_ids(2, 6)
+    cache = RecurrentStateCache(model.config)
+    cache.activate_past_recording()
+    model(ids[:, :4], past_key_values=cache)
+    kept = [layer.copy_rows([1]) for layer in cache.layers]
+    model(ids[:, 4:], past_key_values=cache)
+    assert {layer.recorded for layer in cache.layers} == {6}
+    for layer, rows in zip(cache.layers, kept, strict=True):
+        if change == "restore_rows":
+            layer.restore_rows(rows)
+        else:
+            layer.cast(dict.fromkeys(layer.states, torch.float32))
+        assert layer.recorded == 0
+    with pytest.raises(ValueError, match="only the last 0 tokens"):
+        cache.crop(-1)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("family", ("llama", "mistral", "gemma2"))
 def test_memory_does_not_grow_after_recording_was_stopped(family):
     """While recording, layers with a sliding window keep all keys, and mixers keep all inputs."""
@@ -477,13 +499,26 @@ def test_saved_cache_of_another_model(other, what, tmp_path):
         tiny_model(*other)(random_ids(1, 3), past_key_values=RecurrentStateCache.from_pretrained(tmp_path))
 
 
-@pytest.mark.parametrize("layout", ("odd", "all"))
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_saved_cache_of_a_model_with_another_rotation(mixer, layout, tmp_path):
-    read(tiny_model("llama", layout, mixer), random_ids(1, 7)).save_pretrained(tmp_path)
-    rope = {"rope_type": "default", "rope_theta": 500.0}
-    other = tiny_config("llama", layout, mixer, rope_parameters=rope)
-    with pytest.raises(ValueError, match="another model: rope_parameters"):
+# another value of one field of a model's configuration with which its states mean something else
+OTHER_VALUES = {
+    "vocab_size": 98,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "sliding_window": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "layer_types": ["full_attention"] * 4,
+}
+
+
+@in_turn(field=OTHER_VALUES, mixer=MIXERS)
+def test_saved_cache_of_a_model_that_differs_in_one_field(field, mixer, tmp_path):
+    read(tiny_model("gemma2", "odd", mixer), random_ids(1, 7)).save_pretrained(tmp_path)
+    RecurrentStateCache.from_pretrained(tmp_path, config=tiny_config("gemma2", "odd", mixer))
+    other = tiny_config("gemma2", "odd", mixer, **{field: OTHER_VALUES[field]})
+    with pytest.raises(ValueError, match=f"another model: .*{field}: cache"):
         RecurrentStateCache.from_pretrained(tmp_path, config=other)
 
 

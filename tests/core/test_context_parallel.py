@@ -19,8 +19,10 @@ from accelerate.big_modeling import _attach_context_parallel_hooks
 from child import TESTS, child_env, forked
 from context_parallel_run import check_meetings, measure
 from core.checks import CHECKS
+from core.mixer_variants import VARIANTS, made
+from hf_memmix import MIXERS as MIXER_CLASSES
 from hf_memmix.mixers.ranks import current_group, decayed_sum, states_before
-from testing import FAMILIES, MIXERS, NO_NATIVE_PACKING, build, random_ids, tiny_config, tiny_model
+from testing import FAMILIES, MIXERS, NO_NATIVE_PACKING, assert_same, build, random_ids, tiny_config, tiny_model
 
 LARGEST_DIFFERENCE = 1e-10
 CASES = {
@@ -122,6 +124,25 @@ def by_three(tmp_path_factory):
 @pytest.mark.parametrize("name", BY_TWO)
 def test_two_processes_equal_one(by_two, name):
     check(by_two[name])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("mixer", "options"), [row for row in VARIANTS if MIXER_CLASSES[row[0]].linear], ids=str)
+def test_what_a_piece_writes_is_the_memory_after_it(mixer, options):
+    """From states of zero; and decayed by what the tokens forget, the memory before it."""
+    layer, x, rotary = made(mixer, options)
+    tokens = layer.project(x, rotary)
+    first = layer.allocate_states(3, x.device, x.dtype)
+    written, log_decay = layer.piece_writes(tokens, first)
+    found, (_, states) = layer.memory_states(written), layer.scan(tokens, None)
+    assert found.keys() | layer.convolved(tokens).keys() == states.keys()
+    for name, memory in found.items():
+        assert_same(memory, states[name], name)
+    again, _ = layer.piece_writes(tokens, states)
+    found = layer.memory_states(log_decay.exp()[..., None, None] * written + again)
+    expected = layer.scan(tokens, states)[1]
+    for name, memory in found.items():
+        assert_same(memory, expected[name], f"{name} after a second piece")
 
 
 @pytest.mark.product

@@ -27,9 +27,9 @@ REFUSED = "attention_mask hides .* of the .* tokens in the cache in row"
 class Batch:
     """A padded batch, a token that ends its rows at different places, and the rows' lengths with it."""
 
-    def __init__(self, model):
+    def __init__(self, model, prompts=(9, 5, 7)):
         self.model = model
-        self.ids, self.mask = left_padded([random_ids(1, n, seed=n) for n in (9, 5, 7)])
+        self.ids, self.mask = left_padded([random_ids(1, n, seed=n) for n in prompts])
         self.end, self.lengths = an_end_token(greedy(model, self.ids, NEW, attention_mask=self.mask).sequences[:, 9:])
 
     def generate(self, **options):
@@ -71,6 +71,14 @@ def test_caches_of_the_library(kind, mixer):
     cache = DynamicCache() if kind is DynamicCache else StaticCache(config=batch.model.config, max_cache_len=40)
     out = batch.generate(past_key_values=cache)
     batch.second_turn(out.sequences, cache, batch.seen())
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_two_rows(mixer):
+    batch = Batch(tiny_model("llama", "all", mixer), prompts=(9, 5))
+    assert len(set(batch.lengths)) == 2
+    out = batch.generate()
+    batch.second_turn(out.sequences, out.past_key_values, batch.seen())
 
 
 def test_cache_of_generate_that_is_static():

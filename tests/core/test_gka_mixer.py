@@ -65,6 +65,29 @@ def test_a_sketch_of_the_head_size_changes_nothing():
     assert_same(before["U"], states["U"], "its state")
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ("torch", "native"))
+@pytest.mark.parametrize("tokens", (1, 5))
+@pytest.mark.parametrize("without", ({}, {"use_decay": False}, {"use_alpha": False}, {"use_beta": False}), ids=str)
+def test_every_path_to_the_gates_gives_their_formulas(without, tokens, backend, monkeypatch):
+    """A write strength is never zero: 1e-6 is added, as in the release."""
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", backend)
+    layer, x, rotary = made("gka", without)
+    layer, x, rotary = layer.float(), x.float()[:, :tokens], tuple(t.float()[:, :tokens] for t in rotary)
+    if layer.options.use_beta:
+        layer.b_proj.bias[:2] = -40
+    found = layer.project(x, rotary)
+    if layer.options.use_decay:
+        step = torch.nn.functional.softplus(layer.a_proj(x) + layer.dt_bias)
+        torch.testing.assert_close(found["log_decay"], -layer.A_log.exp() * step)
+    assert bool(found["log_decay"].any()) == layer.options.use_decay
+    for used, name, proj in (("use_beta", "beta", "b_proj"), ("use_alpha", "alpha", "alpha_proj")):
+        assert (name in found) == getattr(layer.options, used)
+        if name in found:
+            eps = 1e-6 if name == "beta" else 0
+            torch.testing.assert_close(found[name], getattr(layer, proj)(x).sigmoid() + eps, rtol=1e-5, atol=1e-12)
+
+
 def test_the_sketch_is_learned():
     layer, x, rotary = made("gka", {"sketch_dim": 4})
     y, _ = layer.scan(layer.project(x, rotary), None)

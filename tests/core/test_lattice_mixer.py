@@ -148,7 +148,7 @@ def test_saved_state_with_columns_of_another_norm(options, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("value", (0.0, float("nan")))
+@pytest.mark.parametrize("value", (0.0, float("nan"), float("inf")))
 def test_saved_start_without_direction(value, tmp_path):
     """Columns of any norm except zero are allowed, because S_0 is normalised when it is used."""
     model = AutoModelForCausalLM.from_config(tiny_config("llama", (0,), "lattice"))
@@ -176,6 +176,23 @@ def test_step_sizes(step_size, low, high):
     assert gamma.shape == (2, 11, 4) and gamma.dtype == torch.float32
     assert ((gamma > low) & (gamma < high)).all()
     assert (gamma.std((0, 1)) > 0.1).all() == (step_size != "constant")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ("dec", "enc", "sim", "delta"))
+@pytest.mark.parametrize("project", (True, False))
+@pytest.mark.parametrize("use_forget_gate", (True, False))
+def test_only_enc_limits_its_steps(use_forget_gate, project, variant):
+    """To 3/2, and with projection to 3/2 of the forget gate: there a slot that shrinks has the effect of a step."""
+    mixer = fresh(variant=variant, project=project, use_forget_gate=use_forget_gate, gamma_max=9.0)
+    tokens = randomize(mixer).project(X, None)
+    largest = torch.full_like(tokens["gamma"], 1.5)
+    if use_forget_gate and project:
+        largest = largest * tokens["log_decay"].exp()
+    mixer.stabilises_enc = False
+    free = mixer.project(X, None)["gamma"]
+    assert (free > largest).any()
+    torch.testing.assert_close(tokens["gamma"], free.minimum(largest) if variant == "enc" else free)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from core.checks import left_padded, positions_of
+from core.mixer_variants import every_third_variant, made
+from hf_memmix.mixers.layers import ShortConvolution
 from hf_memmix_kernels import _native
-from testing import MIXERS, random_ids, tiny_model
+from testing import MIXERS, assert_same, random_ids, tiny_model
 
 pytestmark = pytest.mark.skipif(_native.compiler() is None, reason="needs a C++ compiler")
 
@@ -76,6 +78,40 @@ def test_decoding(mixer, dtype, cache, padded, on_both_paths):
     expected, actual = on_both_paths(lambda: decoded(model, ids, mask, cache(config=model.config, **size)))
     assert actual.dtype == expected.dtype
     assert_near(actual, expected, dtype)
+
+
+def scaled(layer, args, output):
+    """Each channel by another factor, some negative: a norm would undo one factor for all."""
+    y, *rest = output if isinstance(output, tuple) else (output,)
+    y = y * torch.linspace(-1, 2.1, y.shape[-1])
+    return (y, *rest) if rest else y
+
+
+@torch.no_grad()
+@every_third_variant
+def test_hooks_of_a_mixers_layers_run_in_every_step(mixer, options, monkeypatch):
+    """With a hook that changes a layer's output, steps still give what a scan gives.
+
+    Hooks bring weights that are offloaded. Native code that joins several layers must not pass them by.
+    """
+    monkeypatch.setenv("HF_MEMMIX_BACKEND", "native")
+    layer, x, rotary = made(mixer, options)
+    layer, x, rotary = layer.float(), x.float(), tuple(angle.float() for angle in rotary)
+
+    def outputs():
+        states = {k: v.clone() for k, v in layer.initial_states(3, x.device, x.dtype).items()}
+        parts = [(x[:, t : t + 1], tuple(angle[:, t : t + 1] for angle in rotary)) for t in range(x.shape[1])]
+        steps = [layer.readout(layer.step(layer.project(*part), states), part[0]) for part in parts]
+        return torch.cat(steps, 1), layer.readout(layer.scan(layer.project(x, rotary), None)[0], x)
+
+    plain, _ = outputs()
+    inner = [child for child in layer.modules() if isinstance(child, (torch.nn.Linear, ShortConvolution))]
+    for child in inner:
+        handle = child.register_forward_hook(scaled)
+        steps, whole = outputs()
+        handle.remove()
+        assert_same(steps, whole, type(child).__name__, tolerance=1e-3)
+        assert (steps - plain).abs().max() > 1e-3 * plain.abs().max()
 
 
 @pytest.mark.parametrize("mixer", ["gka", "lattice"])  # the sequences of the others have no native code

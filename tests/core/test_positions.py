@@ -10,6 +10,7 @@ from hf_memmix import RecurrentStateCache
 from testing import LAYOUTS, MIXERS, assert_same, build, random_ids, tiny_config, tiny_model
 
 PACKED, GAP = [0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 8, 9, 10]
+AGAIN = [0, 1, 2, 3, 3, 4, 5]
 
 
 @pytest.fixture(params=("odd", "all"))
@@ -18,7 +19,7 @@ def model(request):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("positions", (PACKED, GAP), ids=("packed", "gap"))
+@pytest.mark.parametrize("positions", (PACKED, GAP, AGAIN), ids=("packed", "gap", "again"))
 @pytest.mark.parametrize("rows", (1, 2))
 def test_packed_positions_beside_a_padding_mask_are_refused(model, positions, rows):
     """Without pads the row is two sequences; a pad in another row must not make it one."""
@@ -35,11 +36,12 @@ def test_packed_positions_beside_a_padding_mask_are_refused(model, positions, ro
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("positions", (PACKED, AGAIN), ids=("packed", "again"))
 @pytest.mark.parametrize("cache", (RecurrentStateCache, DynamicCache))
-def test_packed_positions_beside_a_cache_are_refused(model, cache):
+def test_packed_positions_beside_a_cache_are_refused(model, cache, positions):
     cache = cache(config=model.config)
-    with pytest.raises(ValueError, match="row 1 go from 3 to 0 at token 4.*a cache"):
-        model(random_ids(2, 7), position_ids=torch.tensor([list(range(7)), PACKED]), past_key_values=cache)
+    with pytest.raises(ValueError, match=f"row 1 go from 3 to {positions[4]} at token 4.*a cache"):
+        model(random_ids(2, 7), position_ids=torch.tensor([list(range(7)), positions]), past_key_values=cache)
     assert int(cache.get_seq_length()) == 0
 
 

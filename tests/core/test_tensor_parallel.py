@@ -1,7 +1,11 @@
 """Tensor parallelism: the plans; and in transformers two processes compute, train and save what one does."""
 
+import copy
+import functools
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +15,7 @@ from torch import nn
 
 import hf_memmix
 from child import TESTS, child_env
+from core.mixer_variants import every_variant, made
 from hf_memmix import RecurrentStateCache, memmix_config
 from hf_memmix.conversion import save_student
 from hf_memmix.mixers import MIXERS as REGISTERED
@@ -18,7 +23,17 @@ from hf_memmix.mixers import KoopmanMLP, MemoryMixer
 from hf_memmix.mixers.tp_plan import Cut, Part, TensorParallelPlan, divide
 from hf_memmix.tensor_parallel import check_attention, check_distributed_checkpoint, check_mesh
 from tensor_parallel_run import ADAPTER, load, measure
-from testing import MIXERS, backbone_config, build, difference, family_fields, mixer_types, random_ids, tiny_model
+from testing import (
+    MIXERS,
+    assert_same,
+    backbone_config,
+    build,
+    difference,
+    family_fields,
+    mixer_types,
+    random_ids,
+    tiny_model,
+)
 
 # a wrong gradient is wrong by more; parameters that stay in float32 have gradients in float32
 LARGEST_DIFFERENCE = 1e-6
@@ -166,6 +181,55 @@ def test_states_are_shared_out(name):
     for state, (shape, dtype) in after.items():
         assert torch.Size(shape).numel() * 2 == torch.Size(before[state][0]).numel(), state
         assert dtype == before[state][1]
+
+
+class RanksInThreads:
+    """Each rank of a divided mixer is a thread of this process; `average` is the mean over them."""
+
+    def __init__(self, ranks):
+        self.barrier, self.given = threading.Barrier(ranks), {}
+
+    def average(self, tensor):
+        self.given[threading.get_ident()] = tensor
+        self.barrier.wait(60)
+        mean = sum(self.given.values()) / len(self.given)
+        self.barrier.wait(60)
+        return mean
+
+    def run(self, calls):
+        with ThreadPoolExecutor(len(calls)) as pool:
+            return [future.result() for future in [pool.submit(torch.no_grad()(call)) for call in calls]]
+
+
+@torch.no_grad()
+@every_variant
+def test_the_outputs_of_all_ranks_add_up_to_those_of_the_whole(mixer, options):
+    """A scan and a step after it, with random norms and biases; `test_two_processes_equal_one` is of whole models."""
+    layer, x, rotary = made(mixer, options)
+    for name, parameter in layer.named_parameters():
+        if name.endswith("norm.weight") or name.endswith("bias"):
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    plan, ranks = layer.tp_plan(2), RanksInThreads(2)
+    prompt, token = (x[:, :12], *(t[:, :12] for t in rotary)), (x[:, 12:], *(t[:, 12:] for t in rotary))
+
+    def outputs(layer):
+        y, states = layer.scan(layer.project(prompt[0], prompt[1:]), None)
+        states = {name: state.clone() for name, state in states.items()}
+        last = layer.step(layer.project(token[0], token[1:]), states)
+        return torch.cat([layer.readout(y, prompt[0]), layer.readout(last, token[0])], 1)
+
+    expected, parts = outputs(layer), []
+    for rank in range(2):
+        part = copy.deepcopy(layer)
+        for path, cut in plan.cuts(layer).items():
+            owner, _, name = path.rpartition(".")
+            setattr(part.get_submodule(owner), name, nn.Parameter(cut.local(layer.get_parameter(path), rank, 2)))
+        divide(part, plan, average=ranks.average)
+        for name in plan.rows:  # a bias is added once
+            if rank and part.get_submodule(name).bias is not None:
+                part.get_submodule(name).bias.zero_()
+        parts.append(functools.partial(outputs, part))
+    assert_same(sum(ranks.run(parts)), expected)
 
 
 def test_parts_that_lie_apart():

@@ -57,7 +57,7 @@ def runs_native_code(item: pytest.Item) -> bool:
         return False
     op = item.callspec.params.get("op")
     name = (
-        item.path.stem.removeprefix("test_")
+        item.path.stem.removeprefix("test_").removeprefix("guards_")
         if op is None
         else max((n for n in (*NATIVE, "") if op.name.startswith(n)), key=len)
     )

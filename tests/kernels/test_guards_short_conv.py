@@ -33,7 +33,7 @@ def test_outputs_at_padding_give_no_gradient(backend):
             assert error(a, b) <= 1e-5, (activation, name)
 
 
-def test_some_channels_of_a_larger_tensor(backend):
+def test_some_channels_of_a_larger_tensor_and_its_steps(backend):
     """A part of the channels is read where it lies: in batches, in packed rows, and in a step."""
     batch, tokens, channels = 2, 7, 6
     wide = randn(batch, tokens, channels + 10, dtype=torch.float32)
@@ -67,7 +67,7 @@ def test_kept_tables_are_computed_once():
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 2, 9, 21]], ids=["batched", "packed"])
-def test_inputs_are_clamped_and_may_be_a_slice(cu_seqlens, backend, poisoned_empty):
+def test_inputs_are_clamped_and_may_be_a_slice_as_in_steps(cu_seqlens, backend, poisoned_empty):
     """As in Mamba-2: x is a part of a fused projection. A step gives the same as the whole, also in its state."""
     wide = randn(1, 21, 20, dtype=torch.float32)
     x, weight, bias = wide[..., 4:16], randn(12, 4, dtype=torch.float32), randn(12, dtype=torch.float32)

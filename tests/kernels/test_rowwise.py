@@ -37,11 +37,17 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str, indirect=True)
 
 
 def results(fn, leaves: dict, weight: torch.Tensor) -> dict:
-    """The output, and the gradients of a linear function of it with the coefficients `weight`."""
+    """The output with and without gradients, as native code computes only the second; the gradients of a linear
+    function of it with the coefficients `weight`.
+    """
+    with torch.no_grad():
+        plain = fn(**leaves)
     leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
     out = fn(**leaves)
     grads = torch.autograd.grad((out.double() * weight).sum(), list(leaves.values()))
-    return {"out": out.detach()} | {f"d {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {"out": out.detach(), "plain": plain} | {
+        f"d {name}": grad for name, grad in zip(leaves, grads, strict=True)
+    }
 
 
 def angles(batch, length, pairs, dtype, scale=1.3):

@@ -107,9 +107,10 @@ def test_top_k_kl_merges_the_rest_into_one_class():
     assert (got <= forward_kl(student, teacher) + 1e-6).all()
 
 
-def test_top_k_kl_has_a_finite_gradient_where_the_teacher_is_certain():
+@pytest.mark.parametrize("logits", ([200.0] + 10 * [0.0], [2.0, 1.0] + 9 * [float("-inf")]), ids=("far", "masked"))
+def test_top_k_kl_has_a_finite_gradient_where_the_teacher_is_certain(logits):
     student = torch.zeros(1, 11, requires_grad=True)
-    log_p, ids, log_rest = top_k_of(torch.tensor([[200.0] + 10 * [0.0]]), 2)
+    log_p, ids, log_rest = top_k_of(torch.tensor([logits]), 2)
     assert log_rest.exp() == 0
     top_k_kl(student, log_p, ids, log_rest).sum().backward()
     assert student.grad.isfinite().all() and student.grad[0, 0] < 0

@@ -205,6 +205,7 @@ def test_packed_documents_from_which_a_mixer_learns_nothing(read, tmp_path, capl
     (record,) = [record for record in caplog.records if record.name == "hf_memmix.training.train"]
     assert re.search(r"[67]\d % of the tokens .* fewer than 9 tokens.* ska .*pack: false", record.message)
     caplog.clear()
+    run(*[8] * 12)  # with the token that ends a document, exactly 9
     run(*[30] * 3, *[7] * 2)
     assert not [record for record in caplog.records if record.name == "hf_memmix.training.train"]
 

@@ -1,6 +1,7 @@
 """What is GKA's own: the latent sketch, its states, and checkpoints with and without it."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from core.mixer_variants import made
 from hf_memmix import RecurrentStateCache
 from hf_memmix.serving.footprint import Footprint
-from testing import assert_same, build, mixers_of, random_ids, tiny_config
+from testing import assert_same, build, difference, mixers_of, random_ids, tiny_config
 
 
 def test_the_sketch_starts_orthonormal_and_differs_between_heads():
@@ -63,6 +64,57 @@ def test_a_sketch_of_the_head_size_changes_nothing():
     before = sketched.scan({name: t[:, :-1] for name, t in tokens.items()}, None)[1]
     assert_same(sketched.step(one, before), want[:, -1:], "a step")
     assert_same(before["U"], states["U"], "its state")
+
+
+def loss_of(layer, x, rotary):
+    """A random linear function of the outputs."""
+    out = layer.readout(layer.scan(layer.project(x, rotary), None)[0], x)
+    return (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)).sum()
+
+
+def gradients_of(phases, options):
+    layer, x, rotary = made("gka", {**options, "solver_phases": phases})
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss_of(layer, x, rotary), parameters), strict=True))
+
+
+CONVERGED = [40, 40, 40]
+FORMS = pytest.mark.parametrize(
+    "options", ({}, *({"sketch_dim": s} for s in (2, 4, 8)), {"use_alpha": False}, {"use_o_norm": False}), ids=str
+)
+
+
+@FORMS
+def test_the_gradient_of_a_converged_layer_is_that_of_finite_differences(options):
+    layer, x, rotary = made("gka", {**options, "solver_phases": CONVERGED})
+    found = gradients_of(CONVERGED, options)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in layer.named_parameters():
+        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        direction /= torch.linalg.vector_norm(direction)
+        start, step, values = parameter.detach().clone(), 1e-4, {}
+        with torch.no_grad():
+            for place in (-2, -1, 1, 2):
+                parameter.copy_(start + place * step * direction)
+                values[place] = loss_of(layer, x, rotary)
+            parameter.copy_(start)
+        slope = (8 * (values[1] - values[-1]) - (values[2] - values[-2])) / (12 * step)
+        error = (slope - (found[name] * direction).sum()).abs()
+        assert error <= 3e-8 * torch.linalg.vector_norm(found[name]), name
+
+
+@pytest.mark.parametrize("iterations", (10, 20, 30, 40))
+@FORMS
+def test_the_residual_explains_the_error_of_the_gradient(options, iterations):
+    """n iterations leave at most 1 / T_{n + 1}(1 + 2 a) of a right-hand side, a the ridge; a gradient is off by up to
+    1 / a times as much, because a part of k's is the difference of two sums that are so much larger.
+    """
+    ridge = made("gka", options)[0].options.ridge
+    residual = 1 / math.cosh((iterations + 1) * math.acosh(1 + 2 * ridge))
+    exact, found = gradients_of(CONVERGED, options), gradients_of([iterations], options)
+    errors = {name: difference(found[name], exact[name]) for name in exact}
+    assert all(error <= residual / ridge for error in errors.values()), errors
+    assert max(errors.values()) > 0.05 * residual / ridge, "the bound is far from what it bounds"
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from hf_memmix.conversion.saving import check_target
 from hf_memmix.training.data import TokenBlocks, tokenize_files
 from hf_memmix.training.drills import drill_rows, material_of
 from hf_memmix.training.experiments.bundled.recall import measure_recall
-from hf_memmix.training.sampling import sample_blocks
+from hf_memmix.training.experiments.bundled.sampling import sample_blocks
 from hf_memmix.training.text_files import read_text, text_record
 from hf_memmix.training.train import Recipe, train
 

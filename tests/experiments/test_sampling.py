@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_memmix.training.sampling import sample_blocks
+from hf_memmix.training.experiments.bundled.sampling import sample_blocks
 from tiny_teachers import tiny_teacher
 
 STREAM = torch.randint(3, 64, (200,), generator=torch.Generator().manual_seed(0))

@@ -42,6 +42,8 @@ class AttentionWeights:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     scaling: float | None = None  # multiplier of the attention scores
+    softcap: float | None = None  # c in c tanh(scores / c)
+    norm_eps: float | None = None  # epsilon of the norms of q and k
     rotary: str | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)

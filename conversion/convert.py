@@ -35,6 +35,7 @@ from hf_memmix.quantization import refuse_quantized
 from hf_memmix.swap import fp32_parameter_names, memory_mixers
 
 REPORT_FILE = "conversion.json"
+WINDOW = "window"  # its options are those of the windows beside memories, too
 WRITE_AGAIN = "Nothing was left there, an earlier folder is untouched; make room and save again"
 
 
@@ -114,8 +115,9 @@ def convert_model(
     starts = {kind: start_of(kind) for kind in used}
     options = _options(used, mixers, mixer_options)
     attentions = {i: extract_attention(teacher, i) for i in converted}
-    for kind in used:  # options that the attention needs (biases, norms); the user's options replace them
-        options[kind] = starts[kind].options(attentions[types.index(kind)]) | options[kind]
+    for kind in options:  # options that the attention needs (biases, norms); the user's options replace them
+        some = attentions[types.index(kind) if kind in used else converted[0]]
+        options[kind] = start_of(kind).options(some) | options[kind]
     student_config = hf_memmix.memmix_config(config, mixer_types=types, mixers=options)
     place = "meta" if teacher.device.type == "meta" else "cpu"
     student = new_student(student_config, seed, place)
@@ -163,14 +165,16 @@ def _options(used: list[str], mixers: dict[str, dict] | None, plain: dict) -> di
     wrong = not isinstance(mixers, dict) or any(not isinstance(own, dict) for own in mixers.values())
     if wrong:
         raise ValueError(f'mixers is {mixers!r}; give options by mixer, e.g. {{"gka": {{"solver_phases": [30]}}}}')
-    if unused := [name for name in mixers if name not in used]:
+    beside = any({**mixers.get(kind, {}), **plain}.get("local_window") for kind in used)
+    if unused := [name for name in mixers if name not in used and not (beside and name == WINDOW)]:
         raise ValueError(f"mixers has options of {unused[0]!r}, but no layer uses it; used here: {', '.join(used)}")
     if plain and len(used) > 1:
         raise ValueError(
             f"{next(iter(plain))} is an option of one mixer, but the layers use {', '.join(used)}; name the mixer:"
             f' mixers={{"{used[0]}": {{...}}}}'
         )
-    return {kind: dict(mixers.get(kind, {})) | plain for kind in used}
+    options = {kind: dict(mixers.get(kind, {})) | plain for kind in used}
+    return options | ({WINDOW: dict(mixers.get(WINDOW, {}))} if beside and WINDOW not in used else {})
 
 
 def convert_to_folder(

@@ -131,11 +131,20 @@ def extract_attention(model: nn.Module, layer_idx: int) -> AttentionWeights:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scaling=getattr(module, "scaling", None),
+        softcap=getattr(module, "attn_logit_softcapping", None),
+        norm_eps=_eps_of(getattr(module, family.q_norm, None)),
         rotary=family.rotary,
         extra={name: copy(tensor) for name, tensor in extra.items()},
         sources=sources,
         **{name: copy(tensor) for name, tensor in found.items()},
     )
+
+
+def _eps_of(norm: nn.Module | None) -> float | None:
+    for name in ("eps", "variance_epsilon"):
+        if hasattr(norm, name):
+            return float(getattr(norm, name))
+    return None
 
 
 def _split_fused(

@@ -13,7 +13,7 @@ from transformers import initialization as init
 
 from hf_memmix._transformers import fill_one
 from hf_memmix.configuration_memmix import MemMixConfig
-from hf_memmix.mixers import MIXERS, MemoryMixer
+from hf_memmix.mixers import MemoryMixer, new_layer
 from hf_memmix.swap import memory_mixers
 
 
@@ -37,7 +37,7 @@ def new_mixer(config: MemMixConfig, layer: int, seed: int, without: Collection[s
     without: names of parameters that the caller fills; their values are undefined.
     """
     with torch.device("cpu"), init.no_init_weights():
-        mixer = MIXERS[config.mixer_types[layer]](config, layer).float()
+        mixer = new_layer(config.mixer_types[layer], config, layer).float()
     draw_weights(mixer, seed, without)
     return mixer
 

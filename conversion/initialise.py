@@ -9,7 +9,9 @@ from hf_memmix.conversion.attention_weights import AttentionWeights
 from hf_memmix.conversion.conversion_report import ConversionReport
 from hf_memmix.conversion.families import attention_module, attention_prefix
 from hf_memmix.conversion.from_attention import Start
+from hf_memmix.conversion.from_attention.beside_window import start_beside_window
 from hf_memmix.errors import UserError
+from hf_memmix.mixers import BesideWindow
 
 
 def initialise_mixer(
@@ -22,7 +24,8 @@ def initialise_mixer(
     """
     mixer, prefix = attention_module(student, layer), attention_prefix(student, layer)
     with torch.no_grad():
-        fates = start.take_over(mixer, attention)
+        beside = isinstance(mixer, BesideWindow)
+        fates = start_beside_window(mixer, attention, start) if beside else start.take_over(mixer, attention)
     parameters = dict(mixer.named_parameters())
     mixer_is_meta = next(iter(parameters.values())).is_meta  # shapes without values: see estimate.py
     reported, expected = Counter(fate.field for fate in fates), Counter(attention.tensors().keys())

@@ -10,7 +10,7 @@ from ._transformers import fp32_patterns_of
 from .backbones import backbone_of
 from .frozen import plain
 from .layout_hooks import check_packed_mask, pass_padding_and_packing
-from .mixers import ATTENTION, MIXERS, MemoryMixer
+from .mixers import ATTENTION, MIXERS, MemoryMixer, new_layer
 
 
 def layers_name(base: nn.Module) -> str:
@@ -46,7 +46,7 @@ def swap_attention(base: nn.Module, config):
     layers = decoder_layers(base)
     for i, kind in enumerate(config.mixer_types):
         if kind != ATTENTION:
-            setattr(layers[i], attention_name(base, i), MIXERS[kind](config, i))
+            setattr(layers[i], attention_name(base, i), new_layer(kind, config, i))
             layers[i].register_forward_pre_hook(pass_padding_and_packing, with_kwargs=True)
         else:
             layers[i].register_forward_pre_hook(check_packed_mask, with_kwargs=True)
@@ -61,8 +61,12 @@ def swap_feed_forward(base: nn.Module, config):
 
 
 def memory_mixers(model: nn.Module) -> dict[int, MemoryMixer]:
-    """The mixers of a model by layer index."""
-    return {module.layer_idx: module for module in model.modules() if isinstance(module, MemoryMixer)}
+    """The mixers of a model by layer index; of a mixer that holds others, only itself."""
+    found = {}
+    for module in model.modules():  # a module stands before those that it holds
+        if isinstance(module, MemoryMixer):
+            found.setdefault(module.layer_idx, module)
+    return found
 
 
 def set_mixer_options(model: nn.Module, config, mixer: str | None, changes: dict):

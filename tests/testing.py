@@ -33,6 +33,8 @@ MIXERS = {
     "ska": {"rank": 6, "chunk_size": 4, "eps": 0.1},
     # two groups; few heads, as head h forgets at a rate of h, and states large enough to be heard beside D x
     "mamba2": {"state_size": 24, "head_dim": 32, "n_groups": 2, "chunk_size": 16},
+    # not longer than the sliding windows of FAMILIES
+    "window": {"window": 5},
 }
 # the mixer of tests that are not about one mixer
 DEFAULT_MIXER = "gka"

@@ -4,6 +4,7 @@ import importlib
 import warnings
 
 from .base import ATTENTION, MIXERS, AttentionShape, MemoryMixer, register_mixer
+from .beside_window import BesideWindow, new_layer
 from .coffee import CoffeeMixer, CoffeeOptions
 from .feed_forward import FeedForward
 from .gka import GKAMixer, GKAOptions
@@ -12,11 +13,13 @@ from .lattice import LatticeMixer, LatticeOptions
 from .mamba2 import Mamba2Mixer, Mamba2Options
 from .options import MixerOptions, mixer_options
 from .ska import SKAMixer, SKAOptions
+from .window import WindowMixer, WindowOptions
 
 __all__ = [
     "ATTENTION",
     "MIXERS",
     "AttentionShape",
+    "BesideWindow",
     "CoffeeMixer",
     "CoffeeOptions",
     "FeedForward",
@@ -31,7 +34,10 @@ __all__ = [
     "MixerOptions",
     "SKAMixer",
     "SKAOptions",
+    "WindowMixer",
+    "WindowOptions",
     "mixer_options",
+    "new_layer",
     "register_mixer",
 ]
 

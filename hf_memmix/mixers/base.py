@@ -185,6 +185,10 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
             state.copy_(new[name])
         return y
 
+    def packed_outputs(self, tokens: dict[str, Tensor], cu_seqlens: Tensor) -> Tensor:
+        """The outputs of `scan` for packed sequences that begin anew; a mixer can save the cost of their states."""
+        return self.scan(tokens, None, cu_seqlens=cu_seqlens)[0]
+
     def initial_states(self, batch: int, device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The states before the first token of `batch` sequences, with activations of `dtype`; zeros by default.
 
@@ -367,7 +371,7 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
                 raise ValueError("packed sequences cannot be written to a cache; pass use_cache=False")
             x, *rotary = (t.reshape(1, batch * length, -1) for t in (x, *rotary))
             extra = {name: t.reshape(1, -1) for name, t in extra.items()}
-            y, _ = self.scan(self.project_rows(x, rotary, **extra), None, cu_seqlens=memmix_cu_seqlens)
+            y = self.packed_outputs(self.project_rows(x, rotary, **extra), memmix_cu_seqlens)
             return self.readout(y, x).view(batch, length, -1), None
 
         in_place = length == 1 and memmix_rows is None and states is not None

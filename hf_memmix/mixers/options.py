@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDa
 
 # bounds that several mixers share
 LARGEST_CHUNK = 8192  # all pairs of tokens of a chunk are computed at once
+LARGEST_WINDOW = 65536  # tokens
 
 
 def mixer_options(cls: type) -> type:
@@ -97,6 +98,8 @@ class MixerOptions:
     """
 
     plain: ClassVar[dict]  # of each instance, and no option
+
+    local_window: int = between(0, 0, LARGEST_WINDOW, "tokens of attention beside the memory; 0 is none")
 
     # options that change how a state is read, but not its meaning: a saved state stays valid when they change
     inference_options: ClassVar[tuple[str, ...]] = ()

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..backbones import window_of
-from ..mixers import ATTENTION, MIXERS, MemoryMixer
+from ..mixers import ATTENTION, MemoryMixer, new_layer
 from ..mixers.base import AttentionShape
 
 
@@ -33,7 +33,7 @@ class Footprint:
         """The footprint of a model of transformers or of a memmix model, with activations of `dtype`."""
         kinds = getattr(config, "mixer_types", None) or [ATTENTION] * config.num_hidden_layers
         with torch.device("meta"):
-            states = {i: state_bytes(MIXERS[k](config, i), dtype) for i, k in enumerate(kinds) if k != ATTENTION}
+            states = {i: state_bytes(new_layer(k, config, i), dtype) for i, k in enumerate(kinds) if k != ATTENTION}
         return cls(config, dtype, states, tuple(i for i, kind in enumerate(kinds) if kind == ATTENTION), key_dtype)
 
     def state_bytes(self) -> int:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_memmix import MIXERS as MIXER_CLASSES
+from hf_memmix.mixers import new_layer
 from testing import MIXERS, tiny_config
 
 # other values of options that are not flags; the value of a flag is inverted. A mixer without a row runs with the
@@ -27,7 +28,10 @@ VALUES = {
     "coffee": {"conv_activation": [None], "method": ["scan", "shooting"]},
     "ska": {"power": [0], "chunk_size": [1], "refresh_every": [1]},
     "mamba2": {"n_groups": [1], "time_step_limit": [[0.01, 0.05]]},
+    "window": {"window": [1, 64], "sinks": [1, 3], "scale": [0.2], "softcap": [2.0], "qk_norm": ["head", "full"]},
 }
+# options of every memory
+OF_MEMORIES = {"local_window": [4]}
 # options that a flag requires
 BESIDE = {"use_rope": {"slots": None}, "qk_norm": {"share_qk": False}}
 
@@ -36,9 +40,10 @@ def variants():
     for mixer, row in MIXERS.items():
         options_class = MIXER_CLASSES[mixer].options_class
         defaults = options_class.from_dict(row).to_dict()
+        values = VALUES.get(mixer, {}) | (OF_MEMORIES if mixer != "window" else {})
         yield mixer, {}
         for name, default in defaults.items():
-            for value in [not default] if isinstance(default, bool) else VALUES.get(mixer, {}).get(name, []):
+            for value in [not default] if isinstance(default, bool) else values.get(name, []):
                 beside = {k: v for k, v in BESIDE.get(name, {}).items() if k in defaults}
                 yield mixer, {name: value, **beside}
 
@@ -60,7 +65,7 @@ every_third_variant = pytest.mark.parametrize(
 def made(mixer, options):
     """A random mixer in float64, its input [3, 13, 32] and the angles of rotary embeddings."""
     generator = torch.Generator().manual_seed(0)
-    layer = MIXER_CLASSES[mixer](tiny_config("llama", (0,), mixer, options), 0)
+    layer = new_layer(mixer, tiny_config("llama", (0,), mixer, options), 0)
     torch.manual_seed(0)
     layer.init_weights()
     for parameter in layer.parameters():

@@ -54,6 +54,7 @@ def test_splits_and_steps(mixer, options):
 def test_norm_of_lattices_start_does_not_matter(mixer, options):
     """S_0 is normalised when it is used, also if the writes do not normalise the slots."""
     layer, x, rotary = made(mixer, options)
+    layer = getattr(layer, "memory", layer)  # without a window beside it
     tokens = layer.project(x, rotary)
     y, states = layer.scan(tokens, None)
     layer.S0.mul_(torch.linspace(0.1, 9, layer.S0.shape[-1], dtype=torch.float64))

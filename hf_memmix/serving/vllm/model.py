@@ -20,7 +20,7 @@ from vllm.model_executor.models.transformers import (
 
 from ..._transformers import load_every_tensor
 from ...backbones import backbone_of
-from ...mixers import ATTENTION, MIXERS, FeedForward, MemoryMixer
+from ...mixers import ATTENTION, FeedForward, MemoryMixer, new_layer
 from ...swap import decoder_layers, swap_attention, swap_feed_forward
 from .compat import KeptAttention
 from .config import original_config
@@ -101,6 +101,9 @@ class MemMixMixin(KeptAttention):
             layer._forward_pre_hooks.clear()
             layer._forward_pre_hooks_with_kwargs.clear()
         own = {path: module for path, module in base.named_modules() if isinstance(module, (MemoryMixer, FeedForward))}
+        own = {
+            path: module for path, module in own.items() if path.rpartition(".")[0] not in own
+        }  # no parts of mixers
         for path in own:
             base.set_submodule(path, nn.Identity())
         super().recursive_replace()
@@ -138,7 +141,7 @@ def mixers_of(config) -> list[MemoryMixer]:
     """One mixer of each kind that the configuration has, without memory for its parameters."""
     first = {kind: i for i, kind in reversed(list(enumerate(config.mixer_types))) if kind != ATTENTION}
     with torch.device("meta"):
-        return [MIXERS[kind](config, i) for kind, i in first.items()]
+        return [new_layer(kind, config, i) for kind, i in first.items()]
 
 
 # the protocols come last: each brings an `__init__` of its own

@@ -26,6 +26,7 @@ from .ska import (
     ska_state_shapes,
     ska_step,
 )
+from .window import chunk_window, naive_window, window_step
 
 __all__ = [
     "cg_lift",
@@ -37,6 +38,7 @@ __all__ = [
     "chunk_gla",
     "chunk_lattice",
     "chunk_ska",
+    "chunk_window",
     "coffee_method",
     "coffee_step",
     "gka_step",
@@ -48,10 +50,12 @@ __all__ = [
     "naive_lattice",
     "naive_short_conv",
     "naive_ska",
+    "naive_window",
     "prefix_ska",
     "short_conv",
     "short_conv_step",
     "ska_per_token_state",
     "ska_state_shapes",
     "ska_step",
+    "window_step",
 ]

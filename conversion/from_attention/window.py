@@ -1,0 +1,41 @@
+"""How a window is initialised from a softmax attention: with all its weights. Up to its size, both are the same."""
+
+import torch
+from torch import nn
+
+from hf_memmix.conversion.attention_weights import AttentionWeights, TensorFate
+from hf_memmix.conversion.from_attention.projections import check_heads, projection_options, take_tensor
+from hf_memmix.conversion.from_attention.registry import starts
+
+
+def options_for(attention: AttentionWeights) -> dict:
+    """The options that a window needs to hold all tensors of an attention and to compute the same."""
+    options = projection_options(attention)
+    if attention.scaling is not None and attention.scaling != attention.head_dim**-0.5:
+        options["scale"] = float(attention.scaling)
+    if attention.norm_eps is not None:
+        options["norm_eps"] = attention.norm_eps
+    if attention.softcap is not None:
+        options["softcap"] = float(attention.softcap)
+    if "sinks" in attention.extra:
+        options["sink_logits"] = True
+    return options
+
+
+@starts("window", options=options_for)
+@torch.no_grad()
+def take_over(mixer: nn.Module, attention: AttentionWeights) -> list[TensorFate]:
+    """Fill a `WindowMixer` from an attention, in place; errors as those of `take_projections`."""
+    check_heads(mixer, attention)
+    fates = []
+    for name, tensor in attention.tensors().items():
+        if name == "extra.sinks":
+            mixer.sink_logits.copy_(tensor)
+            fates.append(TensorFate(name, "used", ("sink_logits",)))
+        else:
+            fates.append(take_tensor(mixer, name, tensor))
+    taken = {target for fate in fates for target in fate.targets}
+    for name, parameter in mixer.named_parameters():
+        if name not in taken:
+            parameter.zero_()  # a bias that the attention does not have
+    return fates

@@ -1,0 +1,165 @@
+"""The window op: checks of the arguments, choice of the path, registration of the step with torch.library."""
+
+import torch
+from torch import Tensor
+
+from .._common import check_cu_seqlens, check_heads
+from .._dispatch import use_triton
+from .._pages import check_step_states
+from .._registration import step_op
+from .torch_path import Scores, last_of_packed, window_attention, window_states, window_step_torch
+
+State = tuple[Tensor, Tensor, Tensor]
+
+
+@step_op("hf_memmix::window_step", mutates_args=("keys", "values", "seen"))
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_logits: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    state_indices: Tensor | None,
+    window: int,
+    sinks: int,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    if use_triton(q, "window"):
+        from .launch import window_step_triton as step
+    else:
+        step = window_step_torch
+    return step(q, k, v, sink_logits, keys, values, seen, state_indices, window, sinks, scale, softcap)
+
+
+@_step.register_fake
+def _(q, k, v, sink_logits, keys, values, seen, state_indices, window, sinks, scale, softcap):
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def window_state_shapes(batch: int, kv_heads: int, head_dim: int, window: int, sinks: int) -> tuple[tuple, ...]:
+    """Shapes of the keys, the values and the count of tokens, see `chunk_window`."""
+    slots = (batch, sinks + window, kv_heads, head_dim)
+    return slots, slots, (batch, kv_heads)
+
+
+def _check(op: str, q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, sink_logits: Tensor | None):
+    check_heads(op, q, k, v)
+    if k.shape[-1] != v.shape[-1]:
+        raise ValueError(f"{op}: keys and values must have one head size, got {k.shape[-1]} and {v.shape[-1]}")
+    if window < 1 or not 0 <= sinks <= window:
+        raise ValueError(f"{op}: window={window} must be at least 1, and sinks={sinks} from 0 to the window")
+    if sink_logits is not None and sink_logits.shape != q.shape[2:3]:
+        raise ValueError(f"{op}: sink_logits must be [H] = [{q.shape[2]}], got {list(sink_logits.shape)}")
+
+
+def chunk_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    initial_state: State | None = None,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    final_state: bool = True,
+) -> tuple[Tensor, State | None]:
+    """Softmax attention over the last tokens of a sequence, and over its first ones.
+
+        o_t = sum_s softmax(scale q_t k_s) v_s  over  t - window < s <= t  and  s < sinks
+
+    Time and memory are linear in T.
+
+    Args:
+        q: [B, T, H, D].
+        k, v: [B, T, Hk, D]; Hk divides H, and head h reads head h // (H / Hk).
+        window: W, the number of last tokens that a query reads, with its own.
+        sinks: S <= W, the number of first tokens that every query reads as well.
+        scale: factor of the scores; None is D^-1/2.
+        softcap: c in c tanh(scores / c); None for no cap.
+        sink_logits: [H], a further logit per head that takes a share of the softmax and adds no value.
+        initial_state: keys and values [N, S + W, Hk, D] and the count of tokens [N, Hk] of int64, as this function
+            returns them; None at the begin of the sequences.
+        lengths: [B]; row b ends after lengths[b] tokens, and later ones do not enter its state.
+        cu_seqlens: boundaries [N + 1] of packed sequences; B must be 1. N = B without it.
+        final_state: whether the state after the tokens is needed.
+
+    Returns:
+        o [B, T, H, D] in q.dtype, and the final state or None, differentiable in every tensor but the counts. The
+        first S tokens fill the slots 0 to S - 1, then token p stands in slot S + (p - S) mod W.
+
+    Raises:
+        ValueError: shapes or sizes do not fit.
+    """
+    _check("window", q, k, v, window, sinks, sink_logits)
+    scores = Scores(scale, softcap, sink_logits)
+    if cu_seqlens is None:
+        return _chunk(q, k, v, window, sinks, scores, initial_state, lengths, final_state)
+    check_cu_seqlens(cu_seqlens, q.shape[0])
+    if initial_state is None and not sinks:
+        place = torch.arange(q.shape[1], device=q.device)
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), place.to(cu_seqlens.dtype), right=True)
+        firsts = cu_seqlens[sequence.clamp_max(len(cu_seqlens) - 2)].long()
+        o = window_attention(q, k, v, window, sinks, scores, firsts=firsts)
+        return o, last_of_packed(k, v, cu_seqlens, window) if final_state else None
+    outputs, states = [], []
+    for n, length in enumerate(cu_seqlens.diff().tolist()):
+        start = int(cu_seqlens[n])
+        own = None if initial_state is None else tuple(t[n : n + 1] for t in initial_state)
+        part = (t[:, start : start + length] for t in (q, k, v))
+        o, state = _chunk(*part, window, sinks, scores, own, None, final_state)
+        outputs.append(o)
+        states.append(state)
+    ends = tuple(torch.cat(parts) for parts in zip(*states, strict=True)) if final_state else None
+    return torch.cat(outputs, 1), ends
+
+
+def _chunk(q, k, v, window, sinks, scores, state, lengths, final_state):
+    after = None
+    if final_state or state is not None:
+        ends = torch.full((len(q),), q.shape[1], device=q.device) if lengths is None else lengths.long()
+        after = window_states(state, k, v, ends, window, sinks)
+    o = window_attention(q, k, v, window, sinks, scores, state, after)
+    return o, after if final_state else None
+
+
+def window_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State,
+    *,
+    window: int,
+    sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    state_indices: Tensor | None = None,
+) -> Tensor:
+    """One token of `chunk_window`, without autograd.
+
+    Args:
+        q, k, v: one token [B, 1, heads, D].
+        state: as in `chunk_window`, contiguous, updated IN PLACE; with `state_indices` pages [pages, ...].
+        state_indices: int32 or int64 [B], the page of each row; see kernels/README.md.
+
+    Returns:
+        o [B, 1, H, D] in q.dtype.
+
+    Raises:
+        ValueError: more than one token, shapes that do not fit, or a state that is not contiguous.
+    """
+    _check("window_step", q, k, v, window, sinks, sink_logits)
+    if q.shape[1] != 1:
+        raise ValueError(f"window_step advances by one token, got {q.shape[1]}; use chunk_window for several")
+    shapes = window_state_shapes(len(q), k.shape[2], k.shape[3], window, sinks)
+    check_step_states("window_step", tuple(state), shapes, state_indices)
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    softcap = None if softcap is None else float(softcap)
+    return _step(q, k, v, sink_logits, *state, state_indices, window, sinks, scale, softcap)

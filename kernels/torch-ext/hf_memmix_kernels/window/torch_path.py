@@ -1,0 +1,276 @@
+"""The torch path of a window: softmax attention over the last tokens, and over the first tokens of the sequence.
+
+    y_t = sum_s softmax(scale q_t k_s) v_s  over  t - window < s <= t  and  s < sinks
+
+Time and memory are linear in the number of tokens. Long sequences are cut into blocks of queries, each of which reads
+a short range of keys. torch's scaled dot product attention computes all blocks at once; on an NVIDIA GPU its flex
+attention reads only the tiles that hold a part of the window.
+
+Shapes: B batch, T tokens, N packed sequences, H query heads, Hk key/value heads, D head size, S sinks, W window.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._pages import read_pages, write_pages
+
+SMALLEST_BLOCK = 64  # queries; shorter blocks would waste the time of a matrix product
+TILE = 128  # queries and keys that flex attention takes at once
+FLEX_HEAD_DIMS = (32, 64, 128, 256)
+
+State = tuple[Tensor, Tensor, Tensor]  # keys, values, tokens so far
+
+
+class Scores(NamedTuple):
+    """What happens to the scores before the softmax.
+
+    Args:
+        scale: factor of q k; None for D^-1/2.
+        softcap: c in c tanh(scores / c); None for no cap.
+        sink_logits: [H], a further logit per head that takes a share of the softmax and adds no value; None for none.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores, mask: Tensor | None = None) -> Tensor:
+    """y [B, H, Tq, D] of q [B, H, Tq, D] and k, v [B, Hk, Tk, D].
+
+    `mask`: bool, broadcast to [B, H, Tq, Tk]; true where a query reads a key, at least once per query. None: causal,
+    and Tq = Tk.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if scores.softcap is None and scores.sink_logits is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale, enable_gqa=grouped
+        )
+    if grouped:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    logits = (q @ k.mT) * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if scores.sink_logits is not None:
+        sink = scores.sink_logits.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        weights = torch.cat([logits, sink], -1).softmax(-1, dtype=wide)[..., :-1]
+    else:
+        weights = logits.softmax(-1, dtype=wide)
+    return weights.to(v.dtype) @ v
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    sinks: int,
+    scores: Scores,
+    state: State | None = None,
+    after: State | None = None,
+    firsts: Tensor | None = None,
+) -> Tensor:
+    """y [B, T, H, D] of q [B, T, H, D] and k, v [B, T, Hk, D].
+
+    Args:
+        state: `window_states` before these tokens; None at the begin of the sequences.
+        after: `window_states` after them; needed with `state`.
+        firsts: [T], B = 1: the place of the first token of each token's packed sequence; without `state` and sinks.
+    """
+    batch, length = q.shape[:2]
+    if not length:
+        return torch.empty_like(q)
+    if state is None and firsts is None and length <= window:
+        return attend(*(x.transpose(1, 2) for x in (q, k, v)), scores).transpose(1, 2)
+    if _flex_takes(q, scores) and state is None and not sinks:
+        return _by_flex_attention(q, k, v, window, scores, firsts)
+    block = max(window + sinks, SMALLEST_BLOCK)
+    count = -(-length // block)
+    fill = count * block - length
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, fill)) for x in (q, k, v))
+    if state is None:
+        seen = q.new_zeros(1, dtype=torch.long)
+        first_keys, first_values = k[:, :sinks], v[:, :sinks]
+        before = [x.new_zeros(batch, window - 1, *x.shape[2:]) for x in (k, v)]
+    else:
+        seen = state[2][:, 0]
+        first_keys, first_values = (x[:, :sinks] for x in after[:2])
+        before = _in_order(state, window, sinks)
+    # a block of C queries reads the window - 1 tokens before it and its own
+    q = q.unflatten(1, (count, block)).transpose(2, 3)
+    k, v = (torch.cat(parts, 1).unfold(1, window - 1 + block, block).mT for parts in zip(before, (k, v), strict=True))
+    if sinks:
+        k, v = (
+            torch.cat([x[:, None].expand(-1, count, -1, -1, -1).transpose(2, 3), blocks], 3)
+            for x, blocks in ((first_keys, k), (first_values, v))
+        )
+    starts = seen[:, None] + torch.arange(count, device=q.device) * block
+    if state is None and firsts is None and count > 2:
+        # all blocks but the first have the same mask
+        mask = _mask(starts[:, :2], block, window, sinks)
+        outputs = [
+            _attend_blocks(*(x[:, :1] for x in (q, k, v)), mask[:, :1], scores),
+            _attend_blocks(*(x[:, 1:] for x in (q, k, v)), mask[:, 1:], scores),
+        ]
+        y = torch.cat(outputs, 1)
+    else:
+        y = _attend_blocks(q, k, v, _mask(starts, block, window, sinks, firsts), scores)
+    return y.transpose(2, 3).flatten(1, 2)[:, :length]
+
+
+def window_states(state: State | None, k: Tensor, v: Tensor, ends: Tensor, window: int, sinks: int) -> State:
+    """The keys and values that later tokens can read, after the first `ends` [B] of the tokens k, v [B, T, Hk, D].
+
+    Returns:
+        keys and values [B, S + W, Hk, D], and the number of tokens so far [B, Hk], int64. The first S tokens of a
+        sequence fill the first slots, then token p stands in slot S + (p - S) mod W.
+    """
+    slots = torch.arange(sinks + window, device=k.device)
+    seen = torch.zeros_like(ends) if state is None else state[2][:, 0]
+    after = (seen + ends)[:, None]
+    # the last token that belongs to each slot, as its place among the new tokens; negative if that holds no new one
+    token = torch.where(slots < sinks, slots, after - 1 - (after - 1 - slots) % window)
+    exists = (token < after) & ((token < sinks) == (slots < sinks))
+    place = torch.where(exists, token - seen[:, None], -1)
+    old = (None, None) if state is None else state
+    return _taken(old[0], k, place), _taken(old[1], v, place), after.expand(-1, k.shape[2]).contiguous()
+
+
+def last_of_packed(k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int) -> State:
+    """`window_states` [N, ...] at the end of packed sequences, without sinks; k, v [1, T, Hk, D]."""
+    starts, ends = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    slots = torch.arange(window, device=k.device)
+    token = ends[:, None] - 1 - (ends[:, None] - 1 - slots) % window
+    place = torch.where(token >= 0, starts[:, None] + token, -1).flatten()[None]
+    keys, values = (_taken(None, x, place)[0].unflatten(0, (-1, window)) for x in (k, v))
+    return keys, values, ends[:, None].expand(-1, k.shape[2]).contiguous()
+
+
+@torch.no_grad()
+def window_step_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink_logits: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    state_indices: Tensor | None,
+    window: int,
+    sinks: int,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """o [B, 1, H, D] of one token; the states, or their pages, change in place."""
+    rows = read_pages(state_indices, keys, values, seen)
+    count = rows[2][:, 0].clamp_min(0)  # a page of garbage may hold any number
+    slot = torch.where(count < sinks, count, sinks + (count - sinks) % window)
+    for old, x in zip(rows, (k, v), strict=False):
+        old.scatter_(1, slot.view(-1, 1, 1, 1).expand_as(x), x.to(old.dtype))
+    filled = torch.arange(sinks + window, device=q.device) <= count[:, None]
+    rows[2].copy_((count + 1)[:, None].expand_as(rows[2]))
+    own = (x.to(q.dtype).transpose(1, 2) for x in rows[:2])
+    o = attend(q.transpose(1, 2), *own, Scores(scale, softcap, sink_logits), filled[:, None, None])
+    write_pages(state_indices, (keys, values, seen), rows)
+    return o.transpose(1, 2)
+
+
+def _taken(old: Tensor | None, new: Tensor, place: Tensor) -> Tensor:
+    """[B, slots, ...]: new[b, place[b, slot]]; at a negative place what `old` holds, or zero."""
+    found = place.clamp_min(0)[..., None, None].expand(-1, -1, *new.shape[2:])
+    kept = place.lt(0)[..., None, None]
+    if new.shape[1] == 0:
+        return old if old is not None else new.new_zeros(found.shape)
+    found = new.gather(1, found)
+    return found.masked_fill(kept, 0) if old is None else torch.where(kept, old.to(new.dtype), found)
+
+
+def _in_order(state: State, window: int, sinks: int) -> list[Tensor]:
+    """The last W - 1 tokens of the ring, keys and values [B, W - 1, Hk, D], the oldest first.
+
+    What stands at the places of tokens that do not exist, or that are sinks, is undefined.
+    """
+    *tensors, seen = state
+    token = seen[:, :1] - window + 1 + torch.arange(window - 1, device=seen.device)
+    slot = sinks + (token - sinks) % window
+    return [x.gather(1, slot[..., None, None].expand(-1, -1, *x.shape[2:])) for x in tensors]
+
+
+def _mask(starts: Tensor, block: int, window: int, sinks: int, firsts: Tensor | None = None) -> Tensor:
+    """Which keys the queries of blocks read: bool [B, n, C, S + W - 1 + C].
+
+    `starts` [B, n]: how many tokens stand before each block. A token among the first S is read at its own place only.
+    """
+    query = torch.arange(block, device=starts.device)[:, None]
+    key = torch.arange(window - 1 + block, device=starts.device)
+    band = (key >= query) & (key < query + window)
+    keys = starts[..., None] - (window - 1) + key
+    mask = band & (keys >= sinks)[:, :, None]
+    if firsts is not None:
+        first = F.pad(firsts, (0, starts.shape[1] * block - len(firsts))).view(1, -1, block)
+        mask = mask & (keys[:, :, None] >= first[..., None])
+    if sinks:
+        queries = starts[..., None] + query[:, 0]
+        mask = torch.cat([torch.arange(sinks, device=starts.device) <= queries[..., None], mask], -1)
+    return mask
+
+
+def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+    """`attend` of blocks: q [B, n, H, C, D], k and v [B, n, Hk, L, D], mask [1 or B, 1 or n, C, L]."""
+    shape = q.shape[:2]
+    if mask.shape[:2] != (1, 1):
+        mask = mask.expand(*shape, -1, -1)
+    mask = mask.flatten(0, 1)[:, None]
+    return attend(*(x.flatten(0, 1) for x in (q, k, v)), scores, mask).unflatten(0, shape)
+
+
+def _flex_takes(q: Tensor, scores: Scores) -> bool:
+    return q.is_cuda and torch.version.hip is None and q.shape[-1] in FLEX_HEAD_DIMS and scores.sink_logits is None
+
+
+@functools.cache
+def _flex():
+    from torch.nn.attention import flex_attention
+
+    return flex_attention, torch.compile(flex_attention.flex_attention, dynamic=True)
+
+
+def _by_flex_attention(q, k, v, window: int, scores: Scores, firsts: Tensor | None) -> Tensor:
+    module, attention = _flex()
+    length, softcap = q.shape[1], scores.softcap
+
+    def reads(b, h, query, key):
+        inside = (key <= query) & (query - key < window)
+        return inside if firsts is None else inside & (key >= firsts[query])
+
+    def capped(score, b, h, query, key):
+        return softcap * torch.tanh(score / softcap)
+
+    tiles = -(-length // TILE)
+    last = torch.arange(tiles, device=q.device, dtype=torch.int32)
+    first = (last * TILE - (window - 1)).clamp_min(0) // TILE
+    # per tile of queries, the tiles of keys that it reads stand first in its row
+    columns = (first[:, None] + last).clamp_max(tiles - 1).to(torch.int32)
+    blocks = module.BlockMask.from_kv_blocks(
+        (last - first + 1).to(torch.int32)[None, None],
+        columns[None, None].contiguous(),
+        BLOCK_SIZE=TILE,
+        mask_mod=reads,
+        seq_lengths=(length, length),
+    )
+    y = attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        score_mod=None if softcap is None else capped,
+        block_mask=blocks,
+        scale=scores.scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return y.transpose(1, 2)

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import hf_memmix
+from hf_memmix.mixers import GKAMixer, register_mixer
 from hf_memmix.swap import memory_mixers as mixers_of  # noqa: F401, the replaced attention modules by layer index
 
 VOCAB = 99
@@ -35,7 +36,16 @@ MIXERS = {
     "mamba2": {"state_size": 24, "head_dim": 32, "n_groups": 2, "chunk_size": 16},
     # not longer than the sliding windows of FAMILIES
     "window": {"window": 5},
+    # a window beside a memory, in one layer: GKA under another name, whose option local_window is not 0
+    "gka_beside_window": {"solver_phases": [8], "chunk_size": 8, "local_window": 4},
 }
+
+
+@register_mixer("gka_beside_window")
+class GKABesideWindow(GKAMixer):
+    """So that every test of every mixer also runs for `BesideWindow`."""
+
+
 # the mixer of tests that are not about one mixer
 DEFAULT_MIXER = "gka"
 

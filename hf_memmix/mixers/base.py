@@ -318,6 +318,7 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
         memmix_ranks: Pieces | None = None,
         memmix_cached: bool | None = False,
         memmix_replay: tuple[dict[str, Tensor], dict[str, Tensor] | None, Tensor | None] | None = None,
+        memmix_within: Callable[[], tuple[Tensor, None]] | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
         """Mix [B, T, hidden] over time.
@@ -335,6 +336,8 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
             memmix_replay: tokens, states before them and lengths, the arguments of `scan`, whose result is returned;
                 everything else is ignored. A rollback calls forward this way, because the hooks of a module (offload,
                 sharding) load its parameters only while its forward runs.
+            memmix_within: a function that uses the mixer's parameters, and whose result is returned; for a mixer that
+                is a part of another one.
             kwargs: the cache as `past_key_values`, `cache` or `layer_past`, which depends on the family and on
                 transformers; `token_arguments` of the mixer, for the tokens of this forward; all others are ignored.
 
@@ -344,6 +347,8 @@ class MemoryMixer(WarnsOfRounding, SparedFromDecay):
         """
         if self.server is not None:
             return self.server(hidden_states, position_embeddings), None
+        if memmix_within is not None:
+            return memmix_within()
         if memmix_replay is not None:
             return self.scan(*memmix_replay)
         if isinstance(attention_mask, tuple):

@@ -9,11 +9,14 @@ arXiv:2406.07522).
 Shapes: B batch, T tokens, H query heads, D head size.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
 from .base import MIXERS, MemoryMixer
+from .layers import has_hooks
 from .tensor_parallel import TensorParallelPlan
 from .window import WindowMixer
 
@@ -70,6 +73,13 @@ class BesideWindow(MemoryMixer):
     @property
     def token_arguments(self) -> tuple[str, ...]:
         return self.memory.token_arguments
+
+    def forward(self, *args, **kwargs):
+        """See `MemoryMixer.forward`."""
+        run = partial(super().forward, *args, **kwargs)
+        if has_hooks(self.memory) or has_hooks(self.window):  # they load the parameters of a part for its forward
+            return self.memory(memmix_within=lambda: self.window(memmix_within=run))
+        return run()
 
     # ---- the five methods of a mixer, and what others override
 

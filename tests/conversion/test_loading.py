@@ -15,8 +15,7 @@ from hf_memmix.assets import asset_path
 from hf_memmix.conversion import convert_model, load_model, loading, model_files
 from hf_memmix.conversion.estimate import meta_teacher
 from hf_memmix.conversion.loading import read_config
-from testing import MIXERS
-from tiny_teachers import tiny_teacher
+from tiny_teachers import CONVERTIBLE, tiny_teacher
 
 Q_WEIGHT, Q_BIAS, UP = (
     f"model.layers.1.{name}" for name in ("self_attn.q_proj.weight", "self_attn.q_proj.bias", "mlp.up_proj.weight")
@@ -59,7 +58,7 @@ def test_more_layers_than_the_config_names(tmp_path):
         convert_model(tmp_path)
 
 
-@pytest.mark.parametrize("mixer", ["", *MIXERS])
+@pytest.mark.parametrize("mixer", ["", *CONVERTIBLE])
 def test_biases_that_the_config_does_not_name(tmp_path, mixer):
     """In a transformer, and in a layer of every mixer."""
     teacher = tiny_teacher(layers=2)
@@ -125,7 +124,7 @@ def test_weights_that_are_not_finite(tmp_path, value, dtype):
         convert_model(teacher)
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", CONVERTIBLE)
 def test_students_that_are_not_finite(tmp_path, mixer):
     student = convert_model(tiny_teacher(layers=2), mixer)
     name = next(name for name, _ in student.named_parameters() if "layers.1.self_attn" in name)

@@ -79,8 +79,9 @@ def test_states_are_fp32_in_a_bf16_model_of_every_mixer(mixer, layout, length):
         for i in mixers_of(model):
             for name, state in cache.layers[i].states.items():
                 # inputs of a convolution, keys and values of a window; everything that sums over tokens is in fp32
-                inputs = name.startswith("conv") or (mixer == "window" and name in ("k", "v"))
-                expected = torch.bfloat16 if inputs else torch.long if name == "seen" else torch.float32
+                inputs = name.startswith("conv") or name in ("window_k", "window_v")
+                inputs = inputs or (mixer == "window" and name in ("k", "v"))
+                expected = torch.bfloat16 if inputs else torch.long if name.endswith("seen") else torch.float32
                 assert state.dtype == expected, f"{name} is {state.dtype}"
 
 

@@ -33,6 +33,7 @@ CHANGEABLE = {
     "coffee": {"method": "scan"},
     "mamba2": {"chunk_size": 32},
 }
+CHANGEABLE["gka_beside_window"] = CHANGEABLE["gka"]
 OTHER_VALUES = {name: CHANGEABLE.get(name, {}) for name in MIXERS}
 
 

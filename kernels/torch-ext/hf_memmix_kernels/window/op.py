@@ -6,10 +6,66 @@ from torch import Tensor
 from .._common import check_cu_seqlens, check_heads
 from .._dispatch import use_triton
 from .._pages import check_step_states
-from .._registration import step_op
-from .torch_path import Scores, last_of_packed, window_attention, window_states, window_step_torch
+from .._registration import chunk_op, module, step_op
+from .torch_path import (
+    Scores,
+    in_order,
+    last_of_packed,
+    window_attention,
+    window_states,
+    window_step_torch,
+)
 
 State = tuple[Tensor, Tensor, Tensor]
+
+
+@chunk_op("hf_memmix::window_fwd")
+def _fwd(
+    q: Tensor, k: Tensor, v: Tensor, firsts: Tensor | None, window: int, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    return module(".launch", __package__).window_fwd_triton(q, k, v, firsts, window, scale, softcap)
+
+
+@_fwd.register_fake
+def _(q, k, v, firsts, window, scale, softcap):
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
+@chunk_op("hf_memmix::window_bwd")
+def _bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    firsts: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return module(".launch", __package__).window_bwd_triton(do, q, k, v, o, lse, firsts, window, scale, softcap)
+
+
+@_bwd.register_fake
+def _(do, q, k, v, o, lse, firsts, window, scale, softcap):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, firsts, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, firsts)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do, dlse):
+    q, *rest = ctx.saved_tensors
+    do = torch.zeros_like(q) if do is None else do
+    return *_bwd(do, q, *rest, *ctx.options), None, None, None, None
+
+
+_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 @step_op("hf_memmix::window_step", mutates_args=("keys", "values", "seen"))
@@ -106,7 +162,7 @@ def chunk_window(
         place = torch.arange(q.shape[1], device=q.device)
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), place.to(cu_seqlens.dtype), right=True)
         firsts = cu_seqlens[sequence.clamp_max(len(cu_seqlens) - 2)].long()
-        o = window_attention(q, k, v, window, sinks, scores, firsts=firsts)
+        o = _outputs(q, k, v, window, sinks, scores, firsts=firsts)
         return o, last_of_packed(k, v, cu_seqlens, window) if final_state else None
     outputs, states = [], []
     for n, length in enumerate(cu_seqlens.diff().tolist()):
@@ -125,8 +181,22 @@ def _chunk(q, k, v, window, sinks, scores, state, lengths, final_state):
     if final_state or state is not None:
         ends = torch.full((len(q),), q.shape[1], device=q.device) if lengths is None else lengths.long()
         after = window_states(state, k, v, ends, window, sinks)
-    o = window_attention(q, k, v, window, sinks, scores, state, after)
+    o = _outputs(q, k, v, window, sinks, scores, state, after)
     return o, after if final_state else None
+
+
+def _outputs(q, k, v, window, sinks, scores, state=None, after=None, firsts=None):
+    """See `torch_path.window_attention`, which computes what the kernels do not."""
+    causal = state is None and firsts is None and q.shape[1] <= window and scores.softcap is None
+    if causal or sinks or scores.sink_logits is not None or not q.shape[1] or not use_triton(q, "window"):
+        return window_attention(q, k, v, window, sinks, scores, state, after, firsts)
+    firsts = None if firsts is None else firsts[None]
+    if state is not None:
+        k, v = (torch.cat(parts, 1) for parts in zip(in_order(state, window, sinks), (k, v), strict=True))
+        firsts = window - 1 - state[2][:, :1]
+    scale = float(q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+    softcap = None if scores.softcap is None else float(scores.softcap)
+    return _fwd(q, k, v, firsts, window, scale, softcap)[0]
 
 
 def window_step(

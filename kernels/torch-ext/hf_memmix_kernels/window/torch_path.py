@@ -3,13 +3,11 @@
     y_t = sum_s softmax(scale q_t k_s) v_s  over  t - window < s <= t  and  s < sinks
 
 Time and memory are linear in the number of tokens. Long sequences are cut into blocks of queries, each of which reads
-a short range of keys. torch's scaled dot product attention computes all blocks at once; on an NVIDIA GPU its flex
-attention reads only the tiles that hold a part of the window.
+a short range of keys; torch's scaled dot product attention computes all blocks at once.
 
 Shapes: B batch, T tokens, N packed sequences, H query heads, Hk key/value heads, D head size, S sinks, W window.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -19,8 +17,6 @@ from torch import Tensor
 from .._pages import read_pages, write_pages
 
 SMALLEST_BLOCK = 64  # queries; shorter blocks would waste the time of a matrix product
-TILE = 128  # queries and keys that flex attention takes at once
-FLEX_HEAD_DIMS = (32, 64, 128, 256)
 
 State = tuple[Tensor, Tensor, Tensor]  # keys, values, tokens so far
 
@@ -90,8 +86,6 @@ def window_attention(
         return torch.empty_like(q)
     if state is None and firsts is None and length <= window:
         return attend(*(x.transpose(1, 2) for x in (q, k, v)), scores).transpose(1, 2)
-    if _flex_takes(q, scores) and state is None and not sinks:
-        return _by_flex_attention(q, k, v, window, scores, firsts)
     block = max(window + sinks, SMALLEST_BLOCK)
     count = -(-length // block)
     fill = count * block - length
@@ -103,7 +97,7 @@ def window_attention(
     else:
         seen = state[2][:, 0]
         first_keys, first_values = (x[:, :sinks] for x in after[:2])
-        before = _in_order(state, window, sinks)
+        before = in_order(state, window, sinks)
     # a block of C queries reads the window - 1 tokens before it and its own
     q = q.unflatten(1, (count, block)).transpose(2, 3)
     k, v = (torch.cat(parts, 1).unfold(1, window - 1 + block, block).mT for parts in zip(before, (k, v), strict=True))
@@ -193,7 +187,7 @@ def _taken(old: Tensor | None, new: Tensor, place: Tensor) -> Tensor:
     return found.masked_fill(kept, 0) if old is None else torch.where(kept, old.to(new.dtype), found)
 
 
-def _in_order(state: State, window: int, sinks: int) -> list[Tensor]:
+def in_order(state: State, window: int, sinks: int) -> list[Tensor]:
     """The last W - 1 tokens of the ring, keys and values [B, W - 1, Hk, D], the oldest first.
 
     What stands at the places of tokens that do not exist, or that are sinks, is undefined.
@@ -230,47 +224,3 @@ def _attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores
         mask = mask.expand(*shape, -1, -1)
     mask = mask.flatten(0, 1)[:, None]
     return attend(*(x.flatten(0, 1) for x in (q, k, v)), scores, mask).unflatten(0, shape)
-
-
-def _flex_takes(q: Tensor, scores: Scores) -> bool:
-    return q.is_cuda and torch.version.hip is None and q.shape[-1] in FLEX_HEAD_DIMS and scores.sink_logits is None
-
-
-@functools.cache
-def _flex():
-    from torch.nn.attention import flex_attention
-
-    return flex_attention, torch.compile(flex_attention.flex_attention, dynamic=True)
-
-
-def _by_flex_attention(q, k, v, window: int, scores: Scores, firsts: Tensor | None) -> Tensor:
-    module, attention = _flex()
-    length, softcap = q.shape[1], scores.softcap
-
-    def reads(b, h, query, key):
-        inside = (key <= query) & (query - key < window)
-        return inside if firsts is None else inside & (key >= firsts[query])
-
-    def capped(score, b, h, query, key):
-        return softcap * torch.tanh(score / softcap)
-
-    tiles = -(-length // TILE)
-    last = torch.arange(tiles, device=q.device, dtype=torch.int32)
-    first = (last * TILE - (window - 1)).clamp_min(0) // TILE
-    # per tile of queries, the tiles of keys that it reads stand first in its row
-    columns = (first[:, None] + last).clamp_max(tiles - 1).to(torch.int32)
-    blocks = module.BlockMask.from_kv_blocks(
-        (last - first + 1).to(torch.int32)[None, None],
-        columns[None, None].contiguous(),
-        BLOCK_SIZE=TILE,
-        mask_mod=reads,
-        seq_lengths=(length, length),
-    )
-    y = attention(
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        score_mod=None if softcap is None else capped,
-        block_mask=blocks,
-        scale=scores.scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return y.transpose(1, 2)

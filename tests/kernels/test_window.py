@@ -13,7 +13,7 @@ from hf_memmix_kernels.window import torch_path, window_state_shapes
 
 # window, sinks
 SIZES = [(1, 0), (1, 1), (3, 0), (8, 0), (8, 3), (5, 5)]
-LENGTHS = (1, 7, 30)
+LENGTHS = (1, 7, 19)
 FORMS = {
     "plain": {},
     "capped": {"softcap": 2.0, "scale": 0.7},
@@ -51,13 +51,30 @@ def dtype(backend):
     return torch.float32 if backend == "triton" else torch.float64
 
 
-every_size = pytest.mark.parametrize("size", SIZES, ids=str)
-every_form = pytest.mark.parametrize("form", FORMS)
+def rows(**tables):
+    """Every combination on the torch path; on Triton, which is slow in the interpreter, `make test` runs a few."""
+    found = []
+    for place, values in enumerate(itertools.product(SIZES, FORMS, *tables.values())):
+        everyday = values[0] in ((3, 0), (8, 3)) and place % 5 == 0
+        for path in ("torch", "triton"):
+            marks = () if path == "torch" or everyday else pytest.mark.product
+            found.append(pytest.param(path, *values, marks=marks, id="-".join(map(str, (path, *values)))))
+    return pytest.mark.parametrize(("backend", "size", "form", *tables), found, indirect=["backend"])
 
 
-@every_size
-@every_form
-@pytest.mark.parametrize("length", LENGTHS)
+every_size = pytest.mark.parametrize(
+    ("backend", "size"),
+    [
+        pytest.param(path, size, marks=pytest.mark.product if path == "triton" and size != (3, 0) else ())
+        for path in ("torch", "triton")
+        for size in SIZES
+    ],
+    ids=str,
+    indirect=["backend"],
+)
+
+
+@rows(length=LENGTHS)
 def test_equals_naive_in_any_split(size, form, length, dtype):
     q, k, v = draw(length, dtype)
     given = options(size, form)
@@ -71,8 +88,7 @@ def test_equals_naive_in_any_split(size, form, length, dtype):
         assert state[2].unique().tolist() == [length]
 
 
-@every_size
-@every_form
+@rows()
 def test_gradients_of_a_split_equal_those_of_naive(size, form, dtype):
     inputs = draw(13, dtype)
     given, weight = options(size, form), randn(2, 13, 4, 8, dtype=torch.float64)
@@ -92,9 +108,7 @@ def test_gradients_of_a_split_equal_those_of_naive(size, form, dtype):
         assert_close(named, dict(zip("qkv", want, strict=True)), lambda name: 2 * TOLERANCE[dtype])
 
 
-@every_size
-@every_form
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@rows(paged=[False, True])
 def test_steps_equal_naive(size, form, paged, backend):
     """Also on dirty pages, and with the same states as the chunk form at the end."""
     length, dtype = 2 * sum(size) + 3, torch.float32
@@ -137,7 +151,7 @@ def test_packed_sequences_are_separate(size, dtype):
         assert_close({"o": first}, {"o": second}, lambda name: TOLERANCE[dtype])
 
 
-@every_size
+@pytest.mark.parametrize("size", SIZES, ids=str)
 def test_a_row_ends_at_its_length(size):
     q, k, v = draw(9, torch.float64)
     given = options(size, "plain")

@@ -30,11 +30,10 @@ def _tiles(x: Tensor, D: int, queries: int, keys: int, num_warps: int, num_stage
 def _shared(q: Tensor, k: Tensor, firsts: Tensor | None) -> tuple:
     """What all kernels of a call take: sizes, strides of `firsts`, heads."""
     (_, T, H, D), (_, keys, HK, _) = q.shape, k.shape
-    strides = (
-        (0, 0)
-        if firsts is None
-        else tuple(0 if n == 1 else s for n, s in zip(firsts.shape, firsts.stride(), strict=True))
-    )
+    # `firsts` has one row for all rows, or one number for all queries of a row
+    strides = (0, 0)
+    if firsts is not None:
+        strides = tuple(s if n > 1 else 0 for n, s in zip(firsts.shape, firsts.stride(), strict=True))
     return (T, keys, keys - T), strides, {"H": H, "G": H // HK, "D": D, **_dots(q)}
 
 

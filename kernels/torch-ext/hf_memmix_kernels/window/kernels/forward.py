@@ -44,6 +44,7 @@ def window_fwd_kernel(
         b_l = b_l * shrink + tl.sum(b_p, 1)
         b_o = b_o * shrink[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION, out_dtype=ACC)
         b_m = largest
+    b_l = tl.where(b_l == 0, 1, b_l)  # queries beyond the last one
     b_o = b_o / b_l[:, None]
     tl.store(o + rows, b_o.to(o.dtype.element_ty), mask=m_q[:, None] & m_d)
     tl.store(lse + (i_b * H + i_h) * T + o_q, b_m + tl.log2(b_l), mask=m_q)

@@ -134,6 +134,7 @@ def test_triton_stays_in_the_kernels_and_is_lazy():
     users = [found for found in all_imports() if within(found.target, "triton")]
     assert not [found for found in users if layer(found.importer) != 0]
     launches = {name for name in MODULES if layer(name) == 0 and name.split(".")[-1].startswith("launch")}
+    launches.add("hf_memmix_kernels._player")  # a part of `_tape`, which only launch modules import
     eager = {found.importer for found in users if not found.lazy} | launches
     assert not [
         found for found in all_imports() if found.target in eager and not found.lazy and found.importer not in eager

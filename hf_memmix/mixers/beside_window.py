@@ -17,7 +17,7 @@ from transformers import initialization as init
 
 from .base import MIXERS, MemoryMixer
 from .layers import has_hooks
-from .tensor_parallel import TensorParallelPlan
+from .tp_plan import TensorParallelPlan
 from .window import WindowMixer
 
 PARTS = ("memory", "window")
@@ -35,6 +35,8 @@ class BesideWindow(MemoryMixer):
 
     The states of the window begin with "window_".
     """
+
+    no_weight_decay = ("m",)
 
     def __init__(self, config, memory: MemoryMixer):
         nn.Module.__init__(self)

@@ -22,9 +22,10 @@ from hf_memmix_kernels.window import window_state_shapes
 
 from ..backbones import backbone_of, layer_rotates, window_of
 from .base import AttentionShape, MemoryMixer, register_mixer
+from .kept_bytes import KeptBytes
 from .layers import QK_NORMS, ROPE_LAYOUTS, RMSNorm, init_layers, one_angle_per_pair
 from .options import LARGEST_WINDOW, MixerOptions, between, mixer_options, norm_eps, one_of
-from .tensor_parallel import heads_plan
+from .tp_plan import heads_plan
 
 STATES = ("k", "v", "seen")
 
@@ -75,7 +76,13 @@ class WindowMixer(MemoryMixer):
     of tokens so far. Keys are stored after the rotary embedding.
     """
 
+    summary = (
+        "attention over the last tokens, and over the first ones as [sinks](https://arxiv.org/abs/2309.17453) if they"
+        " are asked for"
+    )
+    kept_bytes = KeptBytes(3, queries=6, keys=4, heads=4)  # as attention
     options_class = WindowOptions
+    no_weight_decay = ("sink_logits",)
     input_layers = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config, layer_idx: int, options: dict | None = None):

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from hf_memmix.errors import UserError
 from hf_memmix.mixers import ATTENTION, MIXERS
 from hf_memmix.mixers.kept_bytes import KeptBytes
-from hf_memmix.training.planning.shapes import Shapes
+from hf_memmix.training.planning.shapes import BESIDE, Shapes
 from hf_memmix.training.quantized import BYTES_PER_WEIGHT
 
 BF16, FP32 = 2, 4
@@ -107,7 +107,9 @@ def memory_of(shapes: Shapes, settings: Settings) -> Memory:
     Raises:
         ValueError: a mixer does not say what it keeps.
     """
-    if unknown := sorted(kind for kind in shapes.kinds if MIXERS[kind].kept_bytes is None):
+    if unknown := sorted(
+        kind for kinds in shapes.kinds for kind in kinds.split(BESIDE) if MIXERS[kind].kept_bytes is None
+    ):
         raise UserError(f"the memory of {unknown[0]} in training is not known; declare kept_bytes in its class")
     return (_distill if settings.stage == "distill" else _align)(shapes, settings)
 
@@ -189,7 +191,11 @@ def _residual(run: Settings) -> int:
 
 
 def _inside(s: Shapes, kind: str, run: Settings) -> float:
-    """Bytes per token that the mixer, or attention, of a layer keeps, with the copies of its input."""
+    """Bytes per token that the mixers, or attention, of a layer keep, with the copies of their input."""
+    return sum(_of_one(s, part, run) for part in kind.split(BESIDE))
+
+
+def _of_one(s: Shapes, kind: str, run: Settings) -> float:
     kept = OF_ATTENTION if kind == ATTENTION else MIXERS[kind].kept_bytes
     copies = kept.inputs
     if run.lora:

@@ -8,6 +8,8 @@ from hf_memmix.conversion.families import attention_module, decoder_layers
 from hf_memmix.swap import memory_mixers
 from hf_memmix.training.teachers import lora_names
 
+BESIDE = " + "  # in the kind of a layer that holds two mixers
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -68,7 +70,7 @@ class Shapes:
         )
         inside = [layer for layer in every if all(layer is not other for other in outside)]
         mixers = list(memory_mixers(student).values())
-        kinds = [kind for kind in config.mixer_types if kind != "attention"]
+        kinds = [mixer.name + (BESIDE + "window" if mixer.options.local_window else "") for mixer in mixers]
         chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
         idle = [_idle(layer, chosen) for layer in decoder_layers(teacher)]
         inner = getattr(config, "intermediate_size", None)

@@ -14,7 +14,7 @@ from hf_memmix.conversion.from_attention.lattice import VALUE_SIZE
 from hf_memmix.training.experiments.common import baselines  # noqa: F401, registers "gla"
 from hf_memmix.training.experiments.common.fit import autocast
 from hf_memmix.training.experiments.common.harness import device
-from hf_memmix.training.experiments.recall_teacher import wide, window  # noqa: F401, registers "gla-wide", "window"
+from hf_memmix.training.experiments.recall_teacher import wide  # noqa: F401, registers "gla-wide"
 from hf_memmix.training.experiments.recall_teacher.probing import drawn, recall_of
 from hf_memmix.training.experiments.recall_teacher.texts import probe_materials, tokens_of
 

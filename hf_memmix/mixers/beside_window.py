@@ -53,6 +53,10 @@ class BesideWindow(MemoryMixer):
         return self.memory.name
 
     @property
+    def summary(self) -> str:
+        return self.memory.summary
+
+    @property
     def options(self):
         return self.memory.options
 

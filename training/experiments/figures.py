@@ -18,7 +18,6 @@ from typing import Annotated
 import typer
 
 from hf_memmix.conversion.records import CHECKOUT
-from hf_memmix.training.evaluation.context_cost_plot import plot_context_cost
 from hf_memmix.training.experiments.results import path_of, read
 from hf_memmix.training.experiments.tables import ALL
 
@@ -100,7 +99,7 @@ def written() -> dict[Path, str]:
 
 
 def main(check: Annotated[bool, typer.Option(help="change nothing; exit code 1 if a file would change")] = False):
-    """Write figures.json, the tables of all pages, and the plot of `make demo` in README.md."""
+    """Write figures.json and the figures of all pages."""
     stale = []
     for path, content in written().items():
         if not path.exists() or path.read_text(encoding="utf-8") != content:
@@ -110,7 +109,6 @@ def main(check: Annotated[bool, typer.Option(help="change nothing; exit code 1 i
     print(f"{'out of date' if check else 'written'}: {', '.join(stale) or 'nothing'}")
     if check:
         raise typer.Exit(int(bool(stale)))
-    plot_context_cost(read("demo"), path_of("demo").with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from hf_memmix.conversion.compare import compare_models
 from hf_memmix.conversion.text_rows import beginning_of, cut_rows
 from hf_memmix.training.data import StreamedBlocks, TokenBlocks, tokenize_files, tokenizer_hash
 from hf_memmix.training.evaluation.probes import Material
+from hf_memmix.training.evaluation.selection_data import SelectionData
 from tiny_teachers import WORDS, bos_tokenizer, positions_of, tiny_teacher, tiny_text, tiny_tokenizer
 
 BOS, END = 1, 2
@@ -89,6 +90,16 @@ def test_the_hash_of_a_tokenizer_says_how_it_begins():
     assert (beginning_of(bos_tokenizer()), beginning_of(tiny_tokenizer())) == ([BOS], [])
     material = Material(bos_tokenizer(), tiny_text(300))
     assert material.start == [BOS] and BOS not in material.filler
+
+
+def test_rows_and_record_of_select(workspace):
+    """Scores that were kept for rows without BOS are not those of rows with it."""
+    tokenizers = bos_tokenizer(), tiny_tokenizer()
+    of = {"tasks": "none", "length": 32, "samples": 1, "max_tokens": 400, "seed": 0, "weight": 1.0}
+    with_bos, without = (SelectionData.of(tokenizer, text=workspace / "text.txt", **of) for tokenizer in tokenizers)
+    assert (with_bos.blocks[:, 0] == BOS).all() and (without.blocks != BOS).all()
+    assert torch.equal(without.blocks.flatten(), tokenize_files(workspace / "text.txt", tiny_tokenizer())[:384])
+    assert with_bos.record["settings"] != without.record["settings"]
 
 
 # ---- commands

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_memmix.conversion.text_rows import beginning_of, cut_rows
 from hf_memmix.errors import UserError
-from hf_memmix.training.data import tokenize_files
+from hf_memmix.training.data import tokenize_files, tokenizer_hash
 from hf_memmix.training.evaluation.probes import TASKS, Material, draw
 from hf_memmix.training.evaluation.probes.grid import DEPTHS, refuse_repeated
 from hf_memmix.training.evaluation.probes.material import Sample
@@ -48,4 +48,5 @@ class SelectionData:
             drawn[task] = [s for depth in depths for s in draw(task, material, length, depth, seed, samples)]
         blocks = torch.tensor(rows)
         settings = {"tasks": names, "length": length, "samples": samples, "weight": weight, "seed": seed}
-        return cls(blocks, drawn, {"settings": settings | {"tokens": blocks.numel()}, "text": text_record(text)})
+        settings |= {"tokens": blocks.numel(), "tokenizer": tokenizer_hash(tokenizer)}
+        return cls(blocks, drawn, {"settings": settings, "text": text_record(text)})

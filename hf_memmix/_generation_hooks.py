@@ -220,4 +220,8 @@ class GenerationHooks:
         cache_among(kwargs, (CACHE,))
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         cache_among(inputs, (CACHE,))
+        if "prepare_inputs_for_generation" in vars(self) and CACHE in inputs:
+            # PEFT has put its method for virtual tokens in front of ours. PEFT 0.21 asks for the cache by its name of
+            # before transformers 5.24, which forward() still takes
+            inputs["past_key_values"] = inputs.pop(CACHE)
         return inputs

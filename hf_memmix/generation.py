@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ._generation_hooks import CACHE, GenerationHooks
+from ._generation_hooks import GenerationHooks
 from ._transformers import execution_device
 from .cache import (
     FinishedRows,
@@ -17,6 +17,7 @@ from .cache import (
     static_length_of,
     stop_past_recording,
 )
+from .given_cache import cache_among
 from .mixers import ATTENTION
 from .padding import padding_of
 from .swap import memory_mixers
@@ -131,7 +132,7 @@ class MemoryGeneration(GenerationHooks):
         inputs = super().prepare_inputs_for_generation(
             input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
         )
-        tokens, cache = inputs.get("input_ids"), inputs.get(CACHE)
+        tokens, cache = inputs.get("input_ids"), cache_among(inputs)
         batch, length = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[:2]
         compileable = cache is not None and cache.is_compileable
         if length == 1 and not prefill:

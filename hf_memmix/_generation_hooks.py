@@ -1,5 +1,6 @@
 """The methods of generate() that are overridden, most of them private: a part of the door `_transformers`.
 
+Each one has the same name, arguments and meaning from transformers 5.17 to 5.24, unless a comment names the releases.
 They check themselves while a model runs, because a method that the library does not call any more changes the text
 without an error: `check_forward`, `check_generate` and `GenerationHooks.generate` raise RuntimeError then.
 """
@@ -22,7 +23,7 @@ from .versions import moved
 # transformers 5.23, "cache" since 5.24
 CACHE = "cache" if "cache" in inspect.signature(create_masks_for_generate).parameters else "past_key_values"
 # arguments of the forward of a native model, which ours passes on
-_FORWARD = ("attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache")
+_FORWARD = ("input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds")
 # methods of generate() and the parameters, in their order, that `GenerationHooks` relies on
 RELIED_ON = {
     "_prepare_cache_for_generation": "generation_config model_kwargs generation_mode batch_size",

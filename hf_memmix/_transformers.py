@@ -5,7 +5,7 @@ of the Trainer in `hf_memmix.training._trainer_hooks`. A comment here explains w
 tests/core/test_door.py fails if the library renames it or changes its arguments. The classes below override private
 methods of the library and call methods with public names, which the model classes implement.
 
-Checked against transformers 5.17, 5.23 and 5.24.
+Each one has the same name, arguments and meaning from transformers 5.17 to 5.24, unless a comment names the releases.
 """
 
 import re

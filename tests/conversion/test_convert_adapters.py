@@ -19,7 +19,9 @@ def with_adapter(kind: str):
     if kind == "PeftModel":
         return get_peft_model(teacher(), options)
     model = teacher()
-    model.add_adapter(options)
+    with pytest.MonkeyPatch.context() as patch:  # transformers 5.24 asks for a PEFT that is newer than the newest one
+        patch.setattr("transformers.integrations.peft.check_peft_version", lambda *args, **kwargs: None)
+        model.add_adapter(options)
     return model
 
 

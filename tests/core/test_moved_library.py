@@ -11,11 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
-from transformers import GenerationMixin, LlamaForCausalLM, LlamaModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationMixin,
+    LlamaForCausalLM,
+    LlamaModel,
+)
 
 import hf_memmix
 from hf_memmix import _generation_hooks as hooks
 from hf_memmix import versions
+from hf_memmix._transformers import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_class_of
+from hf_memmix.backbones import BACKBONES
 from hf_memmix.given_cache import CACHE_NAMES
 from testing import MIXERS, mixers_of, random_ids, tiny_model
 
@@ -211,6 +220,15 @@ def test_inputs_are_prepared_from_other_arguments(monkeypatch, unchecked):
     monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", lambda self, input_ids, **kwargs: {})
     with pytest.raises(RuntimeError, match="prepare_inputs_for_generation has no argument"):
         tiny_model("llama", "odd").generate(random_ids(1, 5), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("auto_class", (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification))
+@pytest.mark.parametrize("family", [name for name, row in BACKBONES.items() if row.refused is None])
+def test_the_forward_of_every_family_is_as_expected(family, auto_class):
+    config_class = CONFIG_MAPPING[family] if family in CONFIG_MAPPING_NAMES else None  # newer than this transformers
+    model_class = config_class and model_class_of(config_class, auto_class)
+    if model_class is not None:  # not every family has a classifier
+        hooks.check_forward(model_class)
 
 
 @pytest.mark.parametrize("model_class", (LlamaModel, LlamaForCausalLM))

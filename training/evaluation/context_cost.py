@@ -13,6 +13,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, StaticCache
 
 from hf_memmix import MemMixConfig, RecurrentStateCache
+from hf_memmix._generation_hooks import CACHE
 from hf_memmix.cache import RecurrentLayer
 
 PREFILL = 256
@@ -33,7 +34,7 @@ def filled_cache(model: nn.Module, context: int, max_cache_len: int | None = Non
     cache = _new_cache(model, max_cache_len)
     prefill = min(context, PREFILL)
     ids = torch.randint(model.config.vocab_size, (1, prefill), device=model.device)
-    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     if context > prefill:
         for layer in cache.layers:
             if torch.is_tensor(getattr(layer, "keys", None)):
@@ -58,7 +59,7 @@ def milliseconds_per_token(model: nn.Module, cache: Cache, context: int, steps: 
         position = torch.full((1, 1), context + step, device=model.device)
         _synchronize(model.device)
         start = time.perf_counter()
-        model(input_ids=token, position_ids=position, past_key_values=cache, use_cache=True)
+        model(input_ids=token, position_ids=position, **{CACHE: cache}, use_cache=True)
         _synchronize(model.device)
         times.append(time.perf_counter() - start)
     del times[:WARMUP]

@@ -1,6 +1,7 @@
 """The properties that every op must have, forward and backward, on both paths. ops_table.py has one row per op."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -48,12 +49,19 @@ def within(op, dtype=torch.float32):
 def test_equals_naive(op, shape, carried, backend, poisoned_empty):
     if backend == "triton" and DEVICE == "cpu" and carried == (shape in SHAPES[::2]):
         pytest.skip("the interpreter is slow: each shape runs once there, with or without a carried state")
-    inputs = op.draw(shape, torch.float32)
-    state = op.draw_state(shape, shape.B, torch.float32) if carried else None
-    weights = []
-    want = outputs_and_gradients(op, op.naive, inputs, state, weights=weights)
+    inputs, state, weights, want = reference(op.name, shape, carried)
     got = outputs_and_gradients(op, op.fast, inputs, state, weights=weights)
     assert_close(got, want, within(op))
+
+
+@functools.cache  # the paths come one after the other
+def reference(op_name: str, shape: Shape, carried: bool):
+    """Inputs, first state, weights of the loss and the results in float64, the same for all paths."""
+    op, weights = next(op for op in OPS if op.name == op_name), []
+    torch.manual_seed(0)
+    inputs = op.draw(shape, torch.float32)
+    state = op.draw_state(shape, shape.B, torch.float32) if carried else None
+    return inputs, state, weights, outputs_and_gradients(op, op.naive, inputs, state, weights=weights)
 
 
 @every_op
@@ -314,7 +322,7 @@ def test_gradient_of_log_decay_stays_local(op, backend):
 
 
 @every_op
-@pytest.mark.parametrize("decay", [0.0, -30.0, -1e4], ids=["none", "strong", "total"])
+@pytest.mark.parametrize("decay", [0.0, -1e4], ids=["none", "total"])  # test_hard_inputs.py has those between
 def test_extreme_decay(op, decay, backend):
     inputs = op.draw(SMALL, torch.float32)
     if "log_decay" not in inputs:

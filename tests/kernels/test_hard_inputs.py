@@ -1,7 +1,7 @@
 """Every op with the inputs of hard_inputs.py: outputs, states and gradients on each path, and decode steps."""
 
 import dataclasses
-from functools import lru_cache, partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def statistics(op, name: str, final: dict) -> tuple | None:
     return CHANGE * S * torch.randn_like(S), *map(torch.zeros_like, rest)
 
 
-@lru_cache(maxsize=4)
+@cache  # the paths come one after the other
 def reference(op_name: str, name: str, length: str, dtype: torch.dtype):
     """Inputs, first state, weights of the loss, float64 results and those of rounded inputs; once for all paths."""
     op, shape = ROWS[op_name], shape_of(length)

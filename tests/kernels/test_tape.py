@@ -22,8 +22,9 @@ rowwise_launch = pytest.importorskip("hf_memmix_kernels.rowwise.launch")
 
 INTERPRETED = _tape.interpreted
 SHAPE = Shape(1, 20, 2, 1, 16, 16) if INTERPRETED else Shape(2, 150, 4, 2, 64, 64)
-# the small shapes of the interpreter need no gradients in every row
-ROWS = [op for op in OPS if not (INTERPRETED and (op.brief or op.sequential))]
+# the slow interpreter runs one row of those that call the same launch functions, the one with the most tensors
+SAME_LAUNCHES = {"gka", "gka_sketched", "coffee"}
+ROWS = [op for op in OPS if not (INTERPRETED and (op.brief or op.sequential or op.name in SAME_LAUNCHES))]
 every_row = pytest.mark.parametrize("op", ROWS, ids=str)
 gpu = pytest.mark.gpu
 
@@ -59,11 +60,13 @@ def assert_same(got: dict, want: dict):
 def check_op(op, dtype, carried: bool, tapes, change=lambda x: x):
     """Three draws: the first call is without a tape, the second writes it, the third plays it."""
     weights = []
-    for _ in range(3):
+    for count in range(3):
         inputs = {name: change(x) for name, x in op.draw(SHAPE, dtype).items()}
         state = op.draw_state(SHAPE, SHAPE.B, dtype) if carried else None
         call = functools.partial(outputs_and_gradients, op, op.fast, inputs, state, weights=weights)
-        assert_same(call(), without_tapes(call))
+        found = call()
+        if count:
+            assert_same(found, without_tapes(call))
     assert any(callable(tape) for tape in tapes())
 
 

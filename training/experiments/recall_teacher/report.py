@@ -4,10 +4,9 @@ import statistics
 from pathlib import Path
 
 from hf_memmix.conversion.records import bytes_text, markdown_table
-from hf_memmix.training.experiments.common.averages import SPREAD_NOTE, spread_text
+from hf_memmix.training.experiments.common.averages import spread_text
 from hf_memmix.training.experiments.common.harness import measured_at
 from hf_memmix.training.experiments.common.plots import MARKERS, figure_of, pyplot_without_screen, save
-from hf_memmix.training.experiments.common.report import mean_of_rows
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES, mean_recall
 
 LETTERS = {"gka": "G", "lattice": "L", "mamba2": "M", "coffee": "C", "ska": "S"}
@@ -161,7 +160,7 @@ def table(results: dict) -> str:
 def mixtures_table(results: dict) -> str:
     """Students of several mixers, each below the students of one mixer or window that it is compared with."""
     head = ["students", "layers", "state", "perplexity ratio", "KL"]
-    head += [f"{PROBES[task][2]} at {GATE_LENGTH}, %" for task in ("niah", "mqar_32")] + ["seeds"]
+    head += [f"{PROBES[task][2]} at {GATE_LENGTH}, %" for task, length in SHOWN if length == GATE_LENGTH] + ["seeds"]
     found, lines = groups(results), []
     for layout, others in MIXED.items():
         if not (mixed := found.get((0, "mixture", layout))):
@@ -169,16 +168,16 @@ def mixtures_table(results: dict) -> str:
         for name, rows in [*((other, found.get((0, "uniform", other), [])) for other in others), (layout, mixed)]:
             if not rows:
                 continue
-            figures = [
-                mean_of_rows(rows, key, 3).removesuffix(" (1 seed)") for key in ("heldout_ppl_ratio", "heldout_kl")
+            figures = [mean_text(rows, key) for key in ("heldout_ppl_ratio", "heldout_kl")]
+            shares = [
+                cell for cell, (_, length) in zip(probe_cells(rows), SHOWN, strict=True) if length == GATE_LENGTH
             ]
-            shares = [share_text(rows, task, GATE_LENGTH) for task in ("niah", "mqar_32")]
             lines.append(
                 [name, letters_of(rows), bytes_text(rows[0]["state_bytes"]), *figures, *shares, str(len(rows))]
             )
     letters = ", ".join(f"{letter} {name}" for name, letter in (LETTERS | WINDOW).items())
     letters += " (attention over the last 64 tokens, a control)"
-    note = f"{letters}. Every student was trained on {tokens_of(results) / 1e6:.1f}M tokens. {SPREAD_NOTE}"
+    note = f"{letters}. Means over seeds; every student was trained on {tokens_of(results) / 1e6:.1f}M tokens."
     return f"{markdown_table(head, lines)}\n\n{note} {measured_at(results)}."
 
 

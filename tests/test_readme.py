@@ -8,7 +8,6 @@ import tomllib
 from pathlib import Path
 
 from hf_memmix.commands import serve
-from hf_memmix.serving import capacity
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -58,7 +57,7 @@ def test_memmix_commands_run_in_order(tmp_path, monkeypatch):
     (tmp_path / "hf_memmix").symlink_to(ROOT / "hf_memmix")
     monkeypatch.chdir(tmp_path)
     # no server: vLLM has an environment of its own (make serve-test)
-    monkeypatch.setattr(capacity, "check_installation", lambda: None)
+    monkeypatch.setattr(serve, "prepare", lambda *arguments, **options: None)
     started = []
     monkeypatch.setattr(serve.os, "execv", lambda program, arguments: started.append(arguments))
     for _, name, *words in commands("memmix"):

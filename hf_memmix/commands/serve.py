@@ -15,7 +15,6 @@ from hf_memmix.commands.hub import model_folder
 LENGTHS = (2048, 16384, 65536)
 # the module behind the command `vllm`, which may be missing from PATH
 VLLM = "vllm.entrypoints.cli.main"
-GIB = 2**30
 
 
 def serve(
@@ -46,13 +45,6 @@ def prepare(model: Path, arguments: list[str], show: bool, as_json: bool) -> Non
         print_json(record)
     if show:
         _print(record)
-    if record["fit"] is not None and not min(record["fit"].values()):
-        longest = max(record["bytes"])
-        raise ValueError(
-            f"{record['free'] / GIB:.2f} GiB are left for sequences, but one of {longest} tokens takes"
-            f" {record['bytes'][longest] / GIB:.2f} GiB: give more (--gpu-memory-utilization, or on a CPU"
-            " VLLM_CPU_KVCACHE_SPACE in GiB), or lower --max-model-len"
-        )
 
 
 def _print(record: dict) -> None:
@@ -60,11 +52,13 @@ def _print(record: dict) -> None:
 
     layers = ", ".join(f"{row['layers']} x {row['mixer']} of {bytes_text(row['bytes'])}" for row in record["states"])
     err.print(f"states of one sequence, whatever its length: {layers}", markup=False, highlight=False)
-    table = Table("tokens", "states", "keys and values", "one sequence", "sequences that fit")
+    table = Table("tokens", "states", "keys and values", "in vLLM's blocks", "sequences that fit")
     for length, total in record["bytes"].items():
-        state = record["state_bytes"]
-        fit = "unknown" if record["fit"] is None else f"{record['fit'][length]:,}"
-        table.add_row(f"{length:,}", bytes_text(state), bytes_text(total - state), bytes_text(total), fit)
+        state, known = record["state_bytes"], record["fit"] is not None
+        taken, fit = (
+            (bytes_text(record["blocks"][length]), f"{record['fit'][length]:,}") if known else ("unknown",) * 2
+        )
+        table.add_row(f"{length:,}", bytes_text(state), bytes_text(total - state), taken, fit)
     out.print(table)
     free = "unknown" if record["free"] is None else f"about {bytes_text(record['free'])}"
     err.print(f"memory for sequences: {free} ({record['memory']})", markup=False, highlight=False)

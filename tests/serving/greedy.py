@@ -52,6 +52,16 @@ def assert_greedy(tokens: list[list[int]], references: list[dict]):
             assert max(gaps) <= NEAR_TIE, f"{where}; below the best logit by {[f'{gap:.1e}' for gap in gaps]}"
 
 
+def assert_log_probabilities(outputs, references: list[dict]):
+    """Those that the outputs have are those of the reference; vLLM must also know what the family does to logits."""
+    for output, reference in zip(outputs, references, strict=True):
+        expected = reference["logits"].log_softmax(-1)
+        for step, found in enumerate(output.outputs[0].logprobs):
+            assert len(found) >= 5
+            for token, entry in found.items():
+                assert entry.logprob == pytest.approx(expected[step, token].item(), abs=2e-3)
+
+
 def gaps_below_the_best(reference: dict, tokens: list[int]) -> list[float]:
     """`references.follow` for other tokens after the prompt of a reference, in a process without vLLM."""
     file = reference["folder"] / "follow.json"

@@ -168,6 +168,10 @@ def write(folder: Path, name: str):
         model = randomize(AutoModelForSequenceClassification.from_config(case.config())).eval()
     else:
         model = build(case.config())
+    if case.seed:
+        generator = torch.Generator().manual_seed(case.seed)
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     exact_attention(model)
     if name != serving_cases.ASSET:
         model.save_pretrained(folder / name)

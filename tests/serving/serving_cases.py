@@ -46,6 +46,7 @@ class Case:
         family: of the backbone; or the name of a family that is trained from scratch, with `layout`.
         dtypes: of the references.
         labels: of a sequence classifier; 0 for a language model.
+        seed: of the weights. With another seed than 0, every tensor differs.
     """
 
     kinds: tuple[str, ...] = ()
@@ -54,6 +55,7 @@ class Case:
     prompts: tuple[str, ...] = ("plain",)
     dtypes: tuple[str, ...] = ("float32",)
     labels: int = 0
+    seed: int = 0
 
     def config(self):
         if self.layout is not None:
@@ -107,6 +109,11 @@ CASES = HYBRIDS | PURE | LOW | LOW_PURE | SCRATCH | BACKBONES | MORE_BACKBONES
 ASSET = "tiny_gka"
 CASES[ASSET] = Case()
 CASES["classifier"] = Case(("gka", _KEPT, "lattice", "ska"), prompts=("few",), labels=3)
+# weights are loaded again: all mixers; embeddings that are also the head; other feed-forward layers; experts
+CASES["every"] = Case((_KEPT, *MIXERS), prompts=("few",))
+RELOADED = ("every", "backbone_gemma2", "Echo_gated", "backbone_mixtral")
+SECOND = {name: f"{name}_second" for name in (*RELOADED, "classifier")}
+CASES |= {second: dataclasses.replace(CASES[name], seed=1) for name, second in SECOND.items()}
 # the log probabilities of their prompts are compared
 WITH_PROMPTS = (ASSET, "several")
 # its attention layers keep keys and values in fp8

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from greedy import ask, assert_greedy, assert_near_ties, error_ratio, logits_at, references_of, tokens_of
+from greedy import (
+    ask,
+    assert_greedy,
+    assert_log_probabilities,
+    assert_near_ties,
+    error_ratio,
+    logits_at,
+    references_of,
+    tokens_of,
+)
 from safetensors.torch import load_file
 from serving_cases import BLOCK, HYBRIDS, LOW, LOW_PURE, PREFIX, PURE
 
@@ -59,12 +68,7 @@ def test_several_answers_and_seeds(case, engines):
 @pytest.mark.parametrize("case", HYBRIDS, scope="module")
 def test_log_probabilities(case, engines):
     engine, references = engines.get(case, **ROOMY), references_of(engines.folders, case, "plain")
-    for output, reference in zip(ask(engine, references, logprobs=5), references, strict=True):
-        expected = reference["logits"].log_softmax(-1)
-        for step, found in enumerate(output.outputs[0].logprobs):
-            assert len(found) >= 5
-            for token, entry in found.items():
-                assert entry.logprob == pytest.approx(expected[step, token].item(), abs=2e-3)
+    assert_log_probabilities(ask(engine, references, logprobs=5), references)
 
 
 @pytest.mark.parametrize("case", HYBRIDS, scope="module")
@@ -174,6 +178,26 @@ def test_prefix_caching(case, engines):
         assert max(hits) >= shared if attempt == 0 else min(hits) >= shared, hits
 
 
+@pytest.mark.parametrize("case", ["several", "several_pure"], scope="module")
+def test_sequences_that_fit(case, engines):
+    """`memmix serve` counts as this engine: with padded pages, whole blocks, and a second page per state."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    from hf_memmix.serving.vllm import blocks
+
+    for options, more in ((CACHING, ["--enable-prefix-caching", f"--block-size={BLOCK}"]), (ROOMY, [])):
+        engine = engines.get(case, **options).llm_engine
+        found = get_max_concurrency_for_kv_cache_config(
+            engine.vllm_config, engine.engine_core.engine_core.scheduler.kv_cache_config
+        )
+        arguments = ["--dtype=float32", "--max-model-len=1024", *(more or ["--no-enable-prefix-caching"])]
+        config = blocks.configuration(engines.folders / case, arguments)
+        fit = blocks.sequences_that_fit(config, 2**30, (128, 1024, 4096))
+        assert list(fit) == [128, 1024] and fit[1024] == found
+        # without attention layers the length does not matter
+        assert fit[128] > found if case in HYBRIDS else fit[128] == found
+
+
 @pytest.mark.parametrize("case", LARGEST_RATIO, scope="module")
 def test_bf16(case, engines, monkeypatch):
     """The logits by which every token is chosen are as exact as those of transformers in bf16."""
@@ -235,3 +259,25 @@ def test_graphs_are_cut_at_the_operator():
         each.set_splitting_ops_for_v1(all2all_backend="naive")
     assert OP in ours.splitting_ops and ours.splitting_ops_contain_attention()
     assert OP not in other.splitting_ops and OP not in CompilationConfig._attention_ops
+
+
+@pytest.mark.cases("gka")
+def test_a_batch_without_metadata_of_a_layer(engines, monkeypatch):
+    """It is not taken for the measurement of memory, whose outputs nobody reads."""
+    from hf_memmix.serving.vllm import layer
+
+    assert layer.metadata_of(None, "a") is None
+    for wrong in ([{}], {"another": object()}, {"a": object()}, {"a": None}):
+        with pytest.raises(ValueError, match="vLLM runs layer a without its metadata"):
+            layer.metadata_of(wrong, "a")
+    engine, given, metadata_of = engines.get("gka", **ROOMY), [], layer.metadata_of
+
+    def spy(batch, name):
+        given.append(name)
+        return metadata_of({key: value for key, value in batch.items() if key != name}, name)
+
+    monkeypatch.setattr(layer, "metadata_of", spy)
+    with pytest.raises(ValueError, match="without its metadata"):
+        ask(engine, references_of(engines.folders, "gka", "few"))
+    assert given
+    engines.close()

@@ -1,7 +1,7 @@
 """Every decoder family and every family that is trained from scratch: the tokens are those of `generate()`."""
 
 import pytest
-from greedy import ask, assert_greedy, references_of, tokens_of
+from greedy import ask, assert_greedy, assert_log_probabilities, references_of, tokens_of
 from serving_cases import BACKBONES, MORE_BACKBONES, SCRATCH
 
 MORE = [pytest.param(name, marks=pytest.mark.product) for name in MORE_BACKBONES]
@@ -15,8 +15,4 @@ def test_family(case, engines):
     engine = engines.get(case, max_num_batched_tokens=256, max_num_seqs=len(references))
     outputs = ask(engine, references, logprobs=5)
     assert_greedy(tokens_of(outputs), references)
-    for output, reference in zip(outputs, references, strict=True):
-        expected = reference["logits"].log_softmax(-1)
-        for step, found in enumerate(output.outputs[0].logprobs):
-            for token, entry in found.items():
-                assert entry.logprob == pytest.approx(expected[step, token].item(), abs=2e-3)
+    assert_log_probabilities(outputs, references)

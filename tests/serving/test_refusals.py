@@ -9,6 +9,9 @@ from greedy import refused
 from references import ready
 from serving_cases import BLOCK, LONGEST
 
+from cli_runner import memmix
+from testing import MIXERS
+
 pytestmark = pytest.mark.cases("gka")
 
 
@@ -80,6 +83,8 @@ GIVEN = {
     },
     "--quantization (or a checkpoint that is quantised)": {"quantization": "fp8"},
     "--mamba-cache-dtype and --mamba-ssm-cache-dtype": {"mamba_ssm_cache_dtype": "float16"},
+    "--no-enable-chunked-prefill (with prefix caching)": {"enable_chunked_prefill": False},
+    "--disable-hybrid-kv-cache-manager": {"disable_hybrid_kv_cache_manager": True},
     "--kv-transfer-config and --kv-offloading-size": {"kv_offloading_size": 0.1},
     "--max-model-len (above the length from which rotary embeddings of the types longrope and dynamic change)": {
         "max_model_len": LONGEST + 1,
@@ -116,6 +121,46 @@ def test_refused_fields(option, folders, monkeypatch):
     vars(getattr(config, part)).pop(name, None)
     assert refusal_of_options(config).startswith(f"{option}: ")
     assert {row.option for row in REFUSALS} == GIVEN.keys() | FIELDS.keys()
+
+
+@pytest.mark.cases("coffee")
+def test_mixers_that_cannot_be_divided(folders):
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = EngineArgs(
+        str(ready(folders / "coffee")),
+        max_model_len=LONGEST,
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        hf_overrides={"mixers": {"coffee": MIXERS["coffee"] | {"inner_size": 45}}},
+    )
+    with pytest.raises(ValueError, match="--tensor-parallel-size 2: coffee of layer 1: 45 channels cannot be divided"):
+        given.create_engine_config()
+
+
+def test_command_refuses_what_vllm_refuses(folders):
+    """In one line, before the server starts: options that do not reach the plugin, and those that it refuses."""
+    from hf_memmix.serving.vllm.blocks import configuration
+
+    for arguments, message in (
+        (["--model-impl", "transformers"], "--model-impl transformers: vLLM would build the model without the plugin"),
+        (["--tensor-parallel-size=3"], "--tensor-parallel-size 3: gka of layer 1: 2 heads cannot be"),
+        (["--enable-lora"], "^--enable-lora: LoRA adapters are not supported"),
+        (["--max-model-len=9999"], "max_model_len .9999. is greater than the derived"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            configuration(ready(folders / "gka"), arguments)
+        assert "\n" not in str(error.value)
+    result = memmix("serve", "--check", folders / "gka", "--enable-lora")
+    assert result.exit_code == 1 and result.stderr.splitlines()[-1].startswith("error: --enable-lora: LoRA adapters")
+
+
+def test_too_little_memory_for_the_command(folders):
+    from hf_memmix.serving.vllm.blocks import configuration, sequences_that_fit
+
+    config = configuration(ready(folders / "gka"), ["--max-model-len=1024"])
+    with pytest.raises(ValueError, match="at least one request with the model's max seq len .1024."):
+        sequences_that_fit(config, 10**5, (1024,))
 
 
 def test_length_of_a_fixed_rotation():

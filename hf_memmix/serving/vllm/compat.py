@@ -4,6 +4,8 @@ The Transformers backend makes one attention per layer. From a layer without att
 uses, which would get memory for its keys (0.26), or it refuses the model (0.32).
 """
 
+from types import SimpleNamespace
+
 from vllm.model_executor.models.utils import maybe_prefix
 
 ATTENTION_NAME = "attn"  # of vLLM's attention
@@ -40,6 +42,23 @@ class KeptAttention:
 
     def _table(self) -> dict:
         return self.compilation_config.static_forward_context
+
+
+def resolve_layout(vllm_config, specs: dict):
+    """0.32: choose how blocks lie in memory, as vLLM does before it divides the memory by them. 0.26 has no choice.
+
+    Args:
+        specs: what each layer stores (KVCacheSpec), by its name in vLLM's table.
+    """
+    try:
+        from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    except ImportError:
+        return
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    # the method reads nothing else of a worker
+    supported = WorkerBase.get_supported_kv_cache_layouts(SimpleNamespace(vllm_config=vllm_config))
+    resolve_kv_cache_layout(vllm_config, [supported], list(specs.values()))
 
 
 class _NoAttention:

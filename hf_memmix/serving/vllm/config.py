@@ -2,10 +2,11 @@
 
 import copy
 
+import torch
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from ...configuration_memmix import MemMixConfig
-from ...mixers import ATTENTION
+from ...mixers import ATTENTION, MemoryMixer, new_layer
 from ..families import refusal_of_serving
 from .options import refusal_of_options
 
@@ -43,10 +44,16 @@ class MemMixVerifyAndUpdate(VerifyAndUpdateConfig):
         """Cut piecewise graphs around the operator; keep the states of prefixes at the ends of blocks ("align").
 
         Raises:
-            ValueError: an option of `options.REFUSALS` is given.
+            ValueError: an option of `options.REFUSALS` is given, or the mixers cannot be divided over the ranks.
         """
         if refusal := refusal_of_options(vllm_config):
             raise ValueError(refusal)
+        if (ranks := vllm_config.parallel_config.tensor_parallel_size) > 1:
+            for mixer in mixers_of(original_config(vllm_config.model_config.hf_config)):
+                try:
+                    mixer.tp_plan(ranks)
+                except ValueError as error:
+                    raise ValueError(f"--tensor-parallel-size {ranks}: {error}") from None
         cut_graphs(vllm_config.compilation_config)
         cache = vllm_config.cache_config
         if cache.enable_prefix_caching and cache.mamba_cache_mode == "none":
@@ -71,3 +78,10 @@ def original_config(hf_config) -> MemMixConfig:
     if hasattr(config, "layers_block_type"):
         del config.layers_block_type
     return config
+
+
+def mixers_of(config) -> list[MemoryMixer]:
+    """One mixer of each kind that the configuration has, without memory for its parameters."""
+    first = {kind: i for i, kind in reversed(list(enumerate(config.mixer_types))) if kind != ATTENTION}
+    with torch.device("meta"):
+        return [new_layer(kind, config, i) for kind, i in first.items()]

@@ -134,11 +134,37 @@ def page_bytes(mixer: MemoryMixer, dtype: torch.dtype) -> int:
     return page_layout(mixer.state_shapes(1, dtype))[1]
 
 
+def page_sizes(mixers: dict[str, MemoryMixer], vllm_config) -> dict[str, int]:
+    """The bytes of a page of each mixer, by its path. The mixers have the sizes of one rank.
+
+    With prefix caching all pages are equally large: 0.26 can then copy the states of models with several mixers.
+    """
+    sizes = {path: page_bytes(mixer, vllm_config.model_config.dtype) for path, mixer in mixers.items()}
+    return dict.fromkeys(sizes, max(sizes.values())) if vllm_config.cache_config.enable_prefix_caching else sizes
+
+
+def metadata_of(batch: dict | None, name: str) -> MemoryMetadata | None:
+    """The metadata of the layer `name` in those of a forward; None while vLLM measures memory, without metadata.
+
+    Raises:
+        ValueError: there are metadata, but none for this layer. Outputs without the states would be wrong.
+    """
+    if batch is None:
+        return None
+    found = batch.get(name) if isinstance(batch, dict) else None
+    if not isinstance(found, MemoryMetadata):
+        given = sorted(batch) if isinstance(batch, dict) else type(batch).__name__
+        raise ValueError(
+            f"vLLM runs layer {name} without its metadata (given: {given}), so the layer does not know where its"
+            " states are; run the model with vLLM's default options, and report those that lead here"
+        )
+    return found
+
+
 def memmix_mix(hidden_states: Tensor, tokens: list[Tensor], names: str, output: Tensor, name: str) -> None:
     """The operator: run the layer `name` of the model on this batch. `names`: of the tokens, with commas between."""
     context = get_forward_context()
-    batch = context.attn_metadata
-    batch = batch.get(name) if isinstance(batch, dict) else None
+    batch = metadata_of(context.attn_metadata, name)
     named = dict(zip(names.split(","), tokens, strict=True))
     context.no_compile_layers[name].run(hidden_states, named, output, batch)
 

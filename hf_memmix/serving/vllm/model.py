@@ -20,12 +20,13 @@ from vllm.model_executor.models.transformers import (
 
 from ..._transformers import load_every_tensor
 from ...backbones import backbone_of
-from ...mixers import ATTENTION, FeedForward, MemoryMixer, new_layer
+from ...mixers import FeedForward, MemoryMixer
 from ...swap import decoder_layers, swap_attention, swap_feed_forward
 from .compat import KeptAttention
-from .config import original_config
-from .layer import PAGE_DTYPE, MemoryLayer, page_bytes, page_shape
-from .parameters import check_loaded, local_sizes, mark_unloaded, replace_parameters
+from .config import mixers_of, original_config
+from .layer import PAGE_DTYPE, MemoryLayer, page_bytes, page_shape, page_sizes
+from .loading import CheckpointNames, check_loaded, forget_packed_weights, mark_unloaded
+from .parameters import local_sizes, replace_parameters
 
 
 class MemMixMixin(KeptAttention):
@@ -61,6 +62,7 @@ class MemMixMixin(KeptAttention):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if hasattr(self, "logits_processor"):
             self.logits_processor = self._logits_processor()
+        self.names = CheckpointNames()
         mark_unloaded(self)
 
     def _logits_processor(self) -> LogitsProcessor:
@@ -118,30 +120,32 @@ class MemMixMixin(KeptAttention):
         return {mixer.layer_idx: f"model.{path}" for path, mixer in self.mixers.items()}
 
     def connect_memories(self, prefix: str):
-        """For `KeptAttention`: enter the mixers into vLLM's table of layers with a cache.
-
-        With prefix caching all pages are equally large: 0.26 can then copy the states of models with several mixers.
-        """
-        sizes = {path: page_bytes(mixer, self.model_config.dtype) for path, mixer in self.mixers.items()}
-        if self.vllm_config.cache_config.enable_prefix_caching:
-            sizes = dict.fromkeys(sizes, max(sizes.values()))
-        for path, mixer in self.mixers.items():
-            MemoryLayer(mixer, f"{prefix}.model.{path}".lstrip("."), self.vllm_config, sizes[path])
+        """For `KeptAttention`: enter the mixers into vLLM's table of layers with a cache."""
+        for path, size in page_sizes(self.mixers, self.vllm_config).items():
+            MemoryLayer(self.mixers[path], f"{prefix}.model.{path}".lstrip("."), self.vllm_config, size)
 
     def load_weights(self, weights):
-        """As in vLLM, but raise ValueError if the checkpoint lacks a parameter; vLLM does not check linear layers."""
-        loaded = super().load_weights(weights)
-        check_loaded(self)
+        """As in vLLM, but raise ValueError if the checkpoint lacks a parameter; vLLM does not check linear layers.
+
+        Called again, it changes the weights of a running engine: a list has some tensors, as trainers send them; an
+        iterator has a whole checkpoint, if vLLM has moved the parameters to "meta" before (`reload_weights`).
+        """
+        first = not self.names.expected
+        whole = not isinstance(weights, (list, tuple))
+        reload = any(parameter.is_meta for mixer in self.mixers.values() for parameter in mixer.parameters())
+        if self.device_config.device.type == "cpu":
+            forget_packed_weights(self)
+        loaded = super().load_weights(self.names.noted(weights))
+        if reload and whole:
+            self.names.check_reload()
+        if first and not reload:
+            check_loaded(self)
+            self.names.expected = self.names.found if whole else set()
         for mixer in self.mixers.values():
             mixer.check_weights()
-        return loaded
-
-
-def mixers_of(config) -> list[MemoryMixer]:
-    """One mixer of each kind that the configuration has, without memory for its parameters."""
-    first = {kind: i for i, kind in reversed(list(enumerate(config.mixer_types))) if kind != ATTENTION}
-    with torch.device("meta"):
-        return [new_layer(kind, config, i) for kind, i in first.items()]
+        joined = {f"model.{path}.joined_layers": mixer.joined_layers for path, mixer in self.mixers.items()}
+        # their parameters have other names than those of the checkpoint
+        return loaded | {f"{path}.{leaf}" for path, module in joined.items() if module for leaf in module._parameters}
 
 
 # the protocols come last: each brings an `__init__` of its own

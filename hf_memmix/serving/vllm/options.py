@@ -67,6 +67,18 @@ REFUSALS = (
         " align",
     ),
     Refusal(
+        "--no-enable-chunked-prefill (with prefix caching)",
+        lambda c: c.cache_config.enable_prefix_caching and not c.scheduler_config.enable_chunked_prefill,
+        "the states of a prefix are kept where a piece of the prompt ends; leave the option out, or add"
+        " --no-enable-prefix-caching",
+    ),
+    Refusal(
+        "--disable-hybrid-kv-cache-manager",
+        lambda c: c.scheduler_config.disable_hybrid_kv_cache_manager is True,
+        "states need blocks of another kind than keys and values, and vLLM has only one kind with this option; leave"
+        " the option out",
+    ),
+    Refusal(
         "--kv-transfer-config and --kv-offloading-size",
         lambda c: c.kv_transfer_config is not None or c.cache_config.kv_offloading_size is not None,
         "the states of memory mixers are not moved to other servers or to the CPU's memory; leave the options out",

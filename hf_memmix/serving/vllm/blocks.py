@@ -1,0 +1,122 @@
+"""How many sequences fit into the memory, as vLLM itself counts: in its blocks, by its own functions.
+
+The options of `vllm serve` are read by vLLM's parser, so everything that vLLM or the plugin refuses is refused here,
+before a model loads. The layers that have a cache are made without memory, only to ask for the sizes of their blocks.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+from ...errors import UserError
+from ...mixers import ATTENTION, new_layer
+
+NO_PLUGIN = "vLLM would build the model without the plugin, which puts in the mixers; leave the option out"
+# vLLM writes its log to stdout, where `memmix serve --json` writes its answer
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+
+
+def configuration(folder: Path, arguments: list[str]):
+    """vLLM's configuration (VllmConfig) for a model folder and options of `vllm serve`.
+
+    Raises:
+        UserError: vLLM or the plugin refuses an option. SystemExit: vLLM does not know it.
+    """
+    before = {name: os.environ.get(name) for name in QUIET}
+    os.environ.update({name: value for name, value in QUIET.items() if before[name] is None})
+    try:
+        from pydantic import ValidationError
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.entrypoints.cli.serve import make_arg_parser
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+        given = parser.parse_args(["--model", str(folder), *arguments])
+        if given.model_impl not in ("auto", "vllm"):
+            raise UserError(f"--model-impl {given.model_impl}: {NO_PLUGIN}")
+        try:
+            return AsyncEngineArgs.from_cli_args(given).create_engine_config()
+        except ValidationError as error:  # "Value error, " and then the line of a check of vLLM or of ours
+            raise UserError(
+                "; ".join(_line(e["msg"].partition(", ")[2] or e["msg"]) for e in error.errors())
+            ) from error
+        except ValueError as error:
+            raise UserError(_line(error)) from error
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def add_layers(vllm_config):
+    """Enter layers without memory into vLLM's table of layers with a cache: those that the model will have."""
+    from vllm.model_executor.layers.attention import Attention
+
+    from .config import original_config
+    from .layer import MemoryLayer, page_sizes
+    from .parameters import local_sizes
+
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    config = original_config(model.hf_config)
+    mixers = {}
+    for i, kind in enumerate(config.mixer_types):
+        with torch.device("meta"):
+            if kind != ATTENTION:
+                mixers[f"layers.{i}.mixer"] = local_sizes(new_layer(kind, config, i), parallel.tensor_parallel_size)
+                continue
+            kinds = getattr(config, "layer_types", None)  # without them vLLM gives all layers the same window
+            window = config.sliding_window if kinds and kinds[i] == "sliding_attention" else None
+            Attention(
+                num_heads=model.get_num_attention_heads(parallel),
+                head_size=model.get_head_size(),
+                scale=1.0,
+                num_kv_heads=model.get_num_kv_heads(parallel),
+                cache_config=cache,
+                per_layer_sliding_window=window,
+                prefix=f"layers.{i}.attn",
+            )
+    for path, size in page_sizes(mixers, vllm_config).items():
+        MemoryLayer(mixers[path], path, vllm_config, size)
+
+
+def sequences_that_fit(vllm_config, memory: int, lengths: tuple[int, ...]) -> dict[int, float]:
+    """By their length, how many sequences fit at once into `memory` bytes per device.
+
+    vLLM prints the same number for the longest length at its start ("Maximum concurrency").
+
+    Args:
+        vllm_config: from `configuration`; its block sizes are set here.
+        lengths: those over the longest that the server takes are cut to it.
+
+    Raises:
+        UserError: not one sequence of the longest length fits.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+    from vllm.v1.engine.core import get_kv_cache_configs  # its module differs between versions
+
+    from .compat import resolve_layout
+
+    model = vllm_config.model_config
+    with set_current_vllm_config(vllm_config):
+        add_layers(vllm_config)
+    current_platform.update_block_size_for_backend(vllm_config)
+    with set_current_vllm_config(vllm_config):
+        layers = vllm_config.compilation_config.static_forward_context
+        specs = {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}
+        resolve_layout(vllm_config, specs)
+        try:
+            (blocks,) = get_kv_cache_configs(vllm_config, [specs], [memory])
+        except ValueError as error:
+            raise UserError(_line(error)) from error
+        longest, found = model.max_model_len, {}
+        for length in sorted({min(length, longest) for length in lengths}):
+            model.max_model_len = length
+            found[length] = get_max_concurrency_for_kv_cache_config(vllm_config, blocks)
+        model.max_model_len = longest
+    return found
+
+
+def _line(error) -> str:
+    return " ".join(str(error).split())

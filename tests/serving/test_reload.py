@@ -1,0 +1,90 @@
+"""Weights that are loaded again while the engine runs, as trainers do: the answers are those of the new weights."""
+
+import pytest
+import torch
+from greedy import ask, assert_greedy, assert_log_probabilities, references_of, tokens_of
+from references import ready
+from safetensors.torch import load_file, save_file
+from serving_cases import RELOADED, SECOND
+from test_pooling import pooled
+
+
+def reload_from(engine, folder):
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+    engine.reset_prefix_cache()
+
+
+def engine_of(engines, case, **options):
+    ready(engines.folders / SECOND[case])
+    return engines.get(case, max_num_batched_tokens=256, max_num_seqs=4, **options)
+
+
+def assert_answers(engine, references):
+    outputs = ask(engine, references, logprobs=5)
+    assert_greedy(tokens_of(outputs), references)
+    assert_log_probabilities(outputs, references)
+
+
+@pytest.mark.parametrize("names", [(name, SECOND[name]) for name in RELOADED], ids=RELOADED)
+def test_reload(names, engines):
+    case = names[0]
+    engine = engine_of(engines, case)
+    first, second = (references_of(engines.folders, name, "few") for name in (case, SECOND[case]))
+    assert not any(a["tokens"] == b["tokens"] for a, b in zip(first, second, strict=True))
+    assert_answers(engine, first)
+    if case == "backbone_mixtral" and not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="on a CPU vLLM cannot load the weights of experts again"):
+            reload_from(engine, engines.folders / SECOND[case])
+        engines.close()
+        return
+    for name, references in ((SECOND[case], second), (case, first)):
+        reload_from(engine, engines.folders / name)
+        assert_answers(engine, references)
+
+
+@pytest.mark.cases("classifier", SECOND["classifier"])
+def test_reload_of_a_classifier(engines):
+    ready(engines.folders / SECOND["classifier"])
+    engine, prompts, first = pooled(engines, "classifier")
+    second = torch.load(ready(engines.folders / SECOND["classifier"]) / "references.pt", weights_only=True)["pooled"]
+    for name, expected in ((SECOND["classifier"], [r["vector"] for r in second]), ("classifier", first)):
+        reload_from(engine, engines.folders / name)
+        for output, vector in zip(engine.classify(prompts, use_tqdm=False), expected, strict=True):
+            torch.testing.assert_close(torch.tensor(output.outputs.probs), vector, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.cases("every", SECOND["every"])
+def test_tensors_that_a_trainer_sends(engines):
+    """One after the other, between vLLM's start and end of an update."""
+    engine = engine_of(engines, "every")
+    tensors = load_file(engines.folders / SECOND["every"] / "model.safetensors")
+
+    def update(model):
+        from vllm.config import get_current_vllm_config_or_none, set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        with set_current_vllm_config(get_current_vllm_config_or_none() or model.vllm_config):
+            initialize_layerwise_reload(model)
+            for pair in tensors.items():
+                model.load_weights([pair])
+            finalize_layerwise_reload(model, model.model_config)
+
+    engine.apply_model(update)
+    assert_answers(engine, references_of(engines.folders, SECOND["every"], "few"))
+    reload_from(engine, engines.folders / "every")
+    assert_answers(engine, references_of(engines.folders, "every", "few"))
+
+
+@pytest.mark.cases("every", SECOND["every"])
+def test_reload_of_an_incomplete_checkpoint(engines, tmp_path):
+    """The first one lacks a part of a joined weight: vLLM would fill it with what happens to be in memory."""
+    engine = engine_of(engines, "every")
+    tensors = load_file(engines.folders / SECOND["every"] / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"the checkpoint lacks 1 tensors of the model: {name}"):
+        reload_from(engine, tmp_path)
+    for case in (SECOND["every"], "every"):
+        reload_from(engine, engines.folders / case)
+        assert_answers(engine, references_of(engines.folders, case, "few"))

@@ -125,7 +125,7 @@ def test_every_path_to_the_gates_gives_their_formulas(without, tokens, backend, 
     """A write strength is never zero: 1e-6 is added, as in the release."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", backend)
     layer, x, rotary = made("gka", without)
-    layer, x, rotary = layer.float(), x.float()[:, :tokens], tuple(t.float()[:, :tokens] for t in rotary)
+    layer, x, rotary = layer.float(), x.float()[:, :tokens].contiguous(), tuple(t.float()[:, :tokens] for t in rotary)
     if layer.options.use_beta:
         layer.b_proj.bias[:2] = -40
     found = layer.project(x, rotary)

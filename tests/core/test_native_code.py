@@ -100,7 +100,10 @@ def test_hooks_of_a_mixers_layers_run_in_every_step(mixer, options, monkeypatch)
 
     def outputs():
         states = {k: v.clone() for k, v in layer.initial_states(3, x.device, x.dtype).items()}
-        parts = [(x[:, t : t + 1], tuple(angle[:, t : t + 1] for angle in rotary)) for t in range(x.shape[1])]
+        # native code takes what lies in one piece, as the input of a decode step does
+        parts = [
+            (x[:, t : t + 1].contiguous(), tuple(angle[:, t : t + 1] for angle in rotary)) for t in range(x.shape[1])
+        ]
         steps = [layer.readout(layer.step(layer.project(*part), states), part[0]) for part in parts]
         return torch.cat(steps, 1), layer.readout(layer.scan(layer.project(x, rotary), None)[0], x)
 

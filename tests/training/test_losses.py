@@ -112,7 +112,9 @@ def test_top_k_kl_has_a_finite_gradient_where_the_teacher_is_certain(logits):
     student = torch.zeros(1, 11, requires_grad=True)
     log_p, ids, log_rest = top_k_of(torch.tensor([logits]), 2)
     assert log_rest.exp() == 0
-    top_k_kl(student, log_p, ids, log_rest).sum().backward()
+    loss = top_k_kl(student, log_p, ids, log_rest).sum()
+    loss.backward()
+    assert loss.isfinite()
     assert student.grad.isfinite().all() and student.grad[0, 0] < 0
     with pytest.raises(ValueError, match="k is 12; it must be 1 to the vocabulary's 11"):
         top_k_of(torch.zeros(1, 11), 12)

@@ -7,6 +7,7 @@ from hf_memmix.training.streaming.spool import Spool
 
 ROWS, SHAPE = 6, (3, 4)
 HIDDEN = torch.randn(ROWS, *SHAPE, generator=torch.Generator().manual_seed(0))
+HIDDEN[-1] = 0  # adds nothing to a checksum
 ROW_BYTES = HIDDEN[0].nbytes
 
 

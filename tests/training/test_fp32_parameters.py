@@ -10,7 +10,7 @@ from hf_memmix.training.data import TokenBlocks
 from hf_memmix.training.merge import merge_students
 from hf_memmix.training.train import align, distill
 from testing import MIXERS, mixers_of
-from tiny_teachers import tiny_teacher
+from tiny_teachers import CONVERTIBLE, tiny_teacher
 
 # the memory of SKA says nothing before its first chunk is full, which must be shorter than a block to train
 MIXER_OPTIONS = {"ska": MIXERS["ska"]}
@@ -44,7 +44,7 @@ def declared(student):
 
 
 @pytest.mark.parametrize("stage", [align, distill])
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", CONVERTIBLE)
 def test_a_save_after_training_keeps_fp32_parameters(tmp_path, data, mixer, stage):
     student = bf16_student(mixer)
     stage(student, tiny_teacher("llama", layers=2), data, tmp_path / "run", **OPTIONS)
@@ -56,7 +56,7 @@ def test_a_save_after_training_keeps_fp32_parameters(tmp_path, data, mixer, stag
         assert torch.equal(tensor, trained[name].to(torch.float32 if name in names else torch.bfloat16)), name
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", CONVERTIBLE)
 def test_two_align_runs_of_a_bf16_student_merge(tmp_path, data, mixer):
     save_student(bf16_student(mixer), tmp_path / "start")
     for layer in ("0", "1"):
@@ -67,7 +67,7 @@ def test_two_align_runs_of_a_bf16_student_merge(tmp_path, data, mixer):
     assert origin == {0: str(tmp_path / "0"), 1: str(tmp_path / "1")}
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", CONVERTIBLE)
 def test_a_cast_leaves_what_no_checkpoint_holds(mixer):
     """A student of a bf16 teacher has the rotary angles of one that was loaded: fp32."""
     teacher = tiny_teacher("llama", layers=2)

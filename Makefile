@@ -88,7 +88,7 @@ lab-test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) tests/experiments $(PYTEST)
 
 lab-smoke: $(STAMP)
-	$(BIN)/python -m pytest tests/experiments/test_commands.py $(PYTEST)
+	$(BIN)/python -m pytest tests/experiments/test_commands.py tests/experiments/test_lab_figures.py $(PYTEST)
 
 clean:
 	rm -rf .venv* build dist runs *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """Every experiment's command: its options are the settings of the committed results, and unknown names are refused."""
 
 import ast
+import importlib
 import json
 from pathlib import Path
 
@@ -164,3 +165,10 @@ def test_every_result_has_a_report():
     assert report.report([found]) == report.EXPERIMENTS["recall"].table(found)
     with pytest.raises(ValueError, match="coffee_ih0 has no table"):
         report.report([json.loads(path_of("coffee_ih0").read_text())])
+
+
+def test_every_module_imports():
+    for file in sorted(FOLDER.rglob("*.py")):
+        importlib.import_module(
+            ".".join(["hf_memmix.training.experiments", *file.relative_to(FOLDER).with_suffix("").parts])
+        )

@@ -18,15 +18,30 @@ from typing import Annotated
 import typer
 
 from hf_memmix.conversion.records import CHECKOUT
-from hf_memmix.training.experiments.results import path_of, read
 from hf_memmix.training.experiments.tables import ALL
 
 PRODUCT = runpy.run_path(str(CHECKOUT / "model_cards" / "figures.py"))
-# by name: a file of results, a function of its content, and the format of the number
+TEACHER = "model_cards/tiny_teacher/metrics.json"
+# by name: a JSON file of the checkout, a function of its content, and the format of the number
 NUMBERS: dict[str, tuple[str, Callable, str]] = {
-    "demo ppl teacher": ("demo", lambda demo: demo["quality"]["teacher_ppl"], ".2f"),
-    "demo ppl student": ("demo", lambda demo: demo["quality"]["student_ppl"], ".2f"),
-    "demo minutes": ("demo", lambda demo: demo["seconds"]["total"] / 60, ".1f"),
+    "teacher parameters": (TEACHER, lambda found: found["parameters"], ",d"),
+    "teacher megabytes": (
+        TEACHER,
+        lambda found: found["assets"]["tiny_teacher/model.safetensors"]["bytes"] / 1e6,
+        ".1f",
+    ),
+    "teacher bytes per token": (TEACHER, lambda found: found["bytes_per_token"], ".3f"),
+    "teacher train tokens": (TEACHER, lambda found: found["tokens"]["train"], ",d"),
+    "teacher heldout tokens": (TEACHER, lambda found: found["tokens"]["heldout"], ",d"),
+    "teacher heldout bytes": (TEACHER, lambda found: found["heldout"]["text"]["bytes"], ",d"),
+    "teacher heldout loss": (TEACHER, lambda found: found["heldout"]["loss"], ".4f"),
+    "teacher heldout perplexity": (TEACHER, lambda found: found["heldout"]["perplexity"], ".3f"),
+    "teacher heldout bits": (TEACHER, lambda found: found["heldout"]["bits_per_byte"], ".4f"),
+    **{
+        f"teacher passes {i}": (TEACHER, lambda found, i=i: found["selection"]["stages"][i]["passes"], "d")
+        for i in range(3)
+    },
+    "teacher kept pass": (TEACHER, lambda found: found["selection"]["stages"][0]["kept_pass"], "d"),
 }
 
 
@@ -64,9 +79,9 @@ def blocks(markdown: str) -> list[str | dict]:
 def number(name: str) -> dict:
     """The text of a number, its file, and the commit of the measurement if the file has one."""
     file, value, form = NUMBERS[name]
-    results = read(file)
+    results = json.loads((CHECKOUT / file).read_text(encoding="utf-8"))
     commit = results.get("commit") if isinstance(results, dict) else None
-    return {"text": format(value(results), form), "source": str(path_of(file).relative_to(CHECKOUT)), "commit": commit}
+    return {"text": format(value(results), form), "source": file, "commit": commit}
 
 
 def figures() -> dict:

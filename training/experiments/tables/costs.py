@@ -176,9 +176,9 @@ def quantized() -> str:
     head += ["error, times bf16", "perplexity of the bundled student"]
     where = found["environment"]
     return (
-        f"{markdown_table(head, lines, figures=True)}\n\nA Llama of 1.2B parameters, random weights, `gka` in every"
-        f" layer, one sequence, without torch.compile; {where['hardware']}, torch {where['torch']}, torchao"
-        f" {where['torchao']}, bitsandbytes {where['bitsandbytes']}. The error is that of the logits to those of fp32"
+        f"{markdown_table(head, lines, figures=True)}\n\nA Llama of {DISTILLED.name} parameters, random weights,"
+        f" `gka` in every layer, one sequence, without torch.compile; {where['hardware']}, torch {where['torch']},"
+        f" torchao {where['torchao']}, bitsandbytes {where['bitsandbytes']}. The error is that of the logits to those of fp32"
         f" with the same rounded weights.{as_sentence(found)}"
     )
 
@@ -196,7 +196,8 @@ def long_prompts() -> str:
     versions = ", ".join(sorted({f"torch {row['torch']}, Triton {row['triton']}" for row in measured}))
     return (
         markdown_table(["layers", "prompt", "first token after", "tokens/s", "peak memory", "of it the cache"], rows)
-        + f"\n\nThe shape of a Llama with 1.04 billion parameters, random bf16 weights, one mixer in every layer;"
+        + f"\n\nThe shape of a Llama with {TIMED.parameters / 1e9:.2f} billion parameters, random bf16 weights, one"
+        " mixer in every layer;"
         f" `generate(prefill_chunk_size={chunk})`, one sequence; {gpu}, {versions}."
     )
 

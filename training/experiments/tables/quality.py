@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_memmix.conversion.estimate import estimate
 from hf_memmix.conversion.records import bytes_text, markdown_table
 from hf_memmix.training.experiments.common.harness import measured_at
-from hf_memmix.training.experiments.common.llamas import SHAPES, TIMED
+from hf_memmix.training.experiments.common.llamas import DISTILLED, SHAPES, TIMED
 from hf_memmix.training.experiments.recall_teacher.probing import GATE_LENGTH, PROBES
 from hf_memmix.training.experiments.recall_teacher.report import groups, share_text, tokens_of
 from hf_memmix.training.experiments.results import read
@@ -40,7 +40,7 @@ def front() -> str:
         f"{markdown_table(head, lines, figures=True)}\n\nBefore → after, with `gka`. Cache of one sequence:"
         f" computed by `memmix convert --dry-run`. Decode: measured at {TIMED.name} on an {row['gpu']} after"
         f" {row['T'] // 1024}k tokens, no layer kept; empty: not measured. Hours: computed for {TOKENS / 1e6:.0f}M"
-        " tokens of each training stage on this GPU, from runs of 1.0B and 1.2B models."
+        f" tokens of each training stage on this GPU, from runs of {TIMED.name} and {DISTILLED.name} models."
     )
 
 
@@ -83,13 +83,19 @@ def mixers() -> str:
     columns = ["KL", *(f"{PROBES[task][2].partition(',')[0]}, %" for task in tasks)]
     head = ["mixer", "no attention kept: ratio", *columns]
     head += [f"{KEPT} of 12 kept: ratio", *columns, f"memory after {CONTEXT // 1024}k tokens"]
+    parameters = read("teacher_kept")["parameters"]
+    (answers,) = {  # to needles at this length, of one seed
+        sum(row["answers"] for row in student["recall"] if (row["task"], row["length"]) == ("niah", GATE_LENGTH))
+        for key in shown
+        for student in found[key]
+    }
     seeds = ", ".join(map(str, sorted({len(found[key]) for key in shown})))
     return (
         markdown_table(head, rows, figures=True)
-        + "\n\nA transformer of 23M parameters that was trained to recall, converted and trained on"
-        f" {tokens_of(results) / 1e6:.1f}M tokens; means of {seeds} seeds; one learning"
+        + f"\n\nA transformer of {parameters / 1e6:.0f}M parameters that was trained to recall, converted and trained"
+        f" on {tokens_of(results) / 1e6:.1f}M tokens; means of {seeds} seeds; one learning"
         " rate for all mixers and windows, tuned for none of them. Ratio of perplexities, and KL: on held-out text."
-        f" Needle and MQAR (32 pairs): exact answers at {GATE_LENGTH} tokens; needles may be off by 8 points. Kept"
-        " layers: chosen by `memmix select`. Memory: the cache of one sequence in bf16 without kept layers, computed"
-        f" by `memmix convert --dry-run`. {measured_at(results)}."
+        f" Needle and MQAR (32 pairs): exact answers at {GATE_LENGTH} tokens; needles may be off by"
+        f" {50 / answers**0.5:.0f} points. Kept layers: chosen by `memmix select`. Memory: the cache of one"
+        f" sequence in bf16 without kept layers, computed by `memmix convert --dry-run`. {measured_at(results)}."
     )

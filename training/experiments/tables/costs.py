@@ -178,8 +178,8 @@ def quantized() -> str:
     return (
         f"{markdown_table(head, lines, figures=True)}\n\nA Llama of {DISTILLED.name} parameters, random weights,"
         f" `gka` in every layer, one sequence, without torch.compile; {where['hardware']}, torch {where['torch']},"
-        f" torchao {where['torchao']}, bitsandbytes {where['bitsandbytes']}. The error is that of the logits to those of fp32"
-        f" with the same rounded weights.{as_sentence(found)}"
+        f" torchao {where['torchao']}, bitsandbytes {where['bitsandbytes']}. The error is that of the logits"
+        f" to those of fp32 with the same rounded weights.{as_sentence(found)}"
     )
 
 

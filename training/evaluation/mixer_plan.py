@@ -9,7 +9,7 @@ from hf_memmix.training.evaluation.mixer_search import Budget, Measured, choose_
 
 
 def mixture_plan(measured: Measured, budget: Budget, context: int) -> dict:
-    """What `memmix select` writes for several mixers, as JSON values; `conversion.plan` reads it.
+    """What `memmix select` writes for several mixers, as JSON values; `conversion.layer_plan` reads it.
 
     Raises:
         ValueError: no mixture meets the budget.

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from core.checks import an_end_token, assert_follows, assert_same_generation, greedy, left_padded, uncached_greedy
 from core.compiled import ROUNDINGS, Graphs, bound_of_logits, compiled_generation
 from hf_memmix.swap import decoder_layers
-from hf_memmix_kernels.gka import op as gka_op
+from hf_memmix_kernels.gka import op_gates
 from hf_memmix_kernels.short_conv import op as short_conv_op
 from testing import DEFAULT_MIXER, MIXERS, assert_same, base_model, build, float32_noise, random_ids, tiny_config
 
@@ -154,7 +154,7 @@ def test_finished_rows_of_a_compiled_decode():
 @torch.no_grad()
 def test_gates_of_gka_are_one_op_in_a_decode_graph(monkeypatch):
     """On a GPU, where each of the three small matrix products would be a kernel that mostly waits."""
-    monkeypatch.setattr(gka_op, "op_is_faster", lambda x: True)
+    monkeypatch.setattr(op_gates, "op_is_faster", lambda x: True)
     model, graphs = small("llama", "all", torch.float32, mixer="gka"), Graphs()
     ids = random_ids(2, 7)
     out = compiled_generation(model, ids, graphs.backend("aot_eager"), new_tokens=4)

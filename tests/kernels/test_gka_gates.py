@@ -6,8 +6,7 @@ from checks import error
 from draw import DEVICE
 from ops_table import TOLERANCE
 
-from hf_memmix_kernels.gka import gates_of_products, gates_of_token
-from hf_memmix_kernels.gka import op as gka_op
+from hf_memmix_kernels.gka import gates_of_products, gates_of_token, op_gates
 from hf_memmix_kernels.rowwise import decay
 
 EPS = 1e-6
@@ -57,7 +56,7 @@ def test_gates_equal_the_projections(path, dtype, size, monkeypatch):
 def test_a_compiled_program_calls_one_op(path, monkeypatch):
     """On a GPU, in the place of three matrix products and their activations."""
     monkeypatch.setenv("HF_MEMMIX_BACKEND", path)
-    monkeypatch.setattr(gka_op, "op_is_faster", lambda x: True)
+    monkeypatch.setattr(op_gates, "op_is_faster", lambda x: True)
     given, calls = arguments(2, 4, 40, torch.bfloat16, DEVICE), []
 
     def record(graph, inputs):
@@ -70,7 +69,7 @@ def test_a_compiled_program_calls_one_op(path, monkeypatch):
     assert [name for name in calls if "getitem" not in name] == ["hf_memmix.gka_gates.default"]
     x, weights, biases, *rest = given
     torch.library.opcheck(
-        gka_op._gates_op, (x, *weights, *biases, *rest), test_utils=("test_schema", "test_faketensor")
+        op_gates._gates_op, (x, *weights, *biases, *rest), test_utils=("test_schema", "test_faketensor")
     )
 
 
@@ -94,7 +93,7 @@ def test_the_layers_run_where_one_call_would_be_wrong(monkeypatch):
         found = []
         torch.func.vmap(lambda row: found.append(gates_of_token(row, weights, biases, *rest)) or row)(x[None])
         assert found == [None]
-        assert gates_of_token(*arguments(gka_op.MAX_ROWS + 1, 4, 40, torch.float32, DEVICE)) is None
+        assert gates_of_token(*arguments(op_gates.MAX_ROWS + 1, 4, 40, torch.float32, DEVICE)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)

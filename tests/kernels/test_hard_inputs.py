@@ -1,7 +1,7 @@
 """Every op with the inputs of hard_inputs.py: outputs, states and gradients on each path, and decode steps."""
 
 import dataclasses
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -10,8 +10,6 @@ from draw import DEVICE
 from hard_inputs import CHANGE, HARD, failures, rounded
 from ops_table import OPS, Op, Shape
 from torch import Tensor
-
-import hf_memmix_kernels as K
 
 # one chunk, two, two after a drawn state, and many
 LENGTHS = {"short": 17, "chunks": 70, "carried": 70, "long": 400}
@@ -57,7 +55,6 @@ FORMS = [
     _form("lattice", "lattice_l1", options={"l1": 0.01}),
     _form("lattice_free", "lattice_ttt", options={"variant": "ttt", "project": False}),
     _form("lattice_free", "lattice_delta", options={"variant": "delta", "project": False}),
-    _form("ska", "ska_prefix", fast=K.prefix_ska, naive=partial(K.naive_ska, chunk_size=None), options={"eps": 0.05}),
 ]
 ROWS |= {op.name: op for op in FORMS}
 

@@ -109,39 +109,12 @@ def test_memory_crossover():
     assert torch.Size(operator).numel() == r * P  # kept between two refreshes
 
 
-def test_prefix_mode():
-    """One operator for all queries, from a carried state and under a mask: outputs and gradients of the naive loop."""
-    inputs, state = draw(SHAPE, F64), draw_state(SHAPE, 2, F64)
-    mask = torch.rand(2, SHAPE.T, device=DEVICE) < 0.7
-    leaves = [t.requires_grad_() for t in (*inputs.values(), state[0], *state[2:4])]
-    options = {"mask": mask, "eps": 0.05, "initial_state": state}
-    results = []
-    for fn, more in ((K.naive_ska, {"chunk_size": None}), (K.prefix_ska, {})):
-        o, final = fn(**inputs, **options, **more)
-        torch.manual_seed(0)
-        loss = sum((t * randn(*t.shape, dtype=F64)).sum() for t in (o, *final))
-        results.append([o, *final, *torch.autograd.grad(loss, leaves)])
-    assert all(error(got, want) <= 1e-9 for want, got in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_prefix_mode_of_several_sequences(layout):
-    shape = SHAPE._replace(B=1 if layout == "packed" else 3)
-    inputs = draw(shape, F64)
-    bounds = torch.tensor([0, 0, 13, SHAPE.T] if layout == "packed" else [SHAPE.T, 0, 13], device=DEVICE)
-    where = {"cu_seqlens" if layout == "packed" else "lengths": bounds}
-    want, want_state = K.naive_ska(**inputs, chunk_size=None, **where)
-    got, state = K.prefix_ska(**inputs, **where)
-    assert error(got, want) <= 1e-9
-    assert all(error(a, b) <= 1e-9 for a, b in zip(state, want_state, strict=True))
-
-
-def test_prefix_mode_refuses_two_kinds_of_ends():
+def test_two_kinds_of_ends_are_refused():
     inputs = draw(SHAPE._replace(B=1), F64)
     ends, bounds = torch.tensor([3], device=DEVICE), torch.tensor([0, 2, SHAPE.T], device=DEVICE)
     for where in ({"lengths": ends, "cu_seqlens": bounds}, {"lengths": ends.repeat(2)}):
         with pytest.raises(ValueError, match="lengths"):
-            K.prefix_ska(**inputs, **where)
+            K.chunk_ska(**inputs, **where)
 
 
 @pytest.mark.parametrize("normalization", ["running_max", "sequence_max"])

@@ -187,14 +187,6 @@ def uses_another_tensor(x):
     return product(x, OTHER)
 
 
-@_tape.taped
-def returns_views_and_none(x):
-    both = x.new_empty(2, *x.shape)
-    for out, factor in zip(both, (1, 3), strict=True):
-        out.copy_(product(x, x)).mul_(factor) if factor == 1 else out.copy_(product(x, x))
-    return both[1], None, both.mT[0]
-
-
 OTHER = torch.ones(4, 16, device=DEVICE)
 
 

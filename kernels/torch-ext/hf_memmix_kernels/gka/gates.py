@@ -3,7 +3,7 @@
     log_decay = -e^A_log softplus(W_0 x + dt_bias);  beta = sigmoid(W_1 x + b_1) + eps;  alpha = sigmoid(W_2 x + b_2)
 
 Apart, they are four kernels per layer, each of which takes longer to start than to run. Here are the limits of the
-choice between the paths, and the torch path; op.py has the operator, launch_gates.py the kernel.
+choice between the paths, and the torch path; op_gates.py has the operator, launch_gates.py the kernel.
 """
 
 from torch.nn import functional as F
@@ -15,7 +15,7 @@ MAX_ROWS = 128  # of the Triton kernel, which reads the weights again for each r
 
 
 def gates_torch(x, w_decay, w_beta, w_alpha, b_decay, b_beta, b_alpha, dt_bias, A_log, beta_eps):
-    """log_decay, beta and alpha, as `op.gates_of_token`."""
+    """log_decay, beta and alpha, as `op_gates.gates_of_token`."""
     layers = ((w_decay, b_decay), (w_beta, b_beta), (w_alpha, b_alpha))
     logits = [F.linear(x, w, b).float() for w, b in layers]
     _, log_decay = decay_torch(logits[0], dt_bias, A_log, None, None, None)

@@ -25,7 +25,7 @@ def gates_triton(
     A_log: Tensor,
     beta_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log_decay, beta and alpha, float32 [B, 1, H], see `op.gates_of_token`."""
+    """log_decay, beta and alpha, float32 [B, 1, H], see `op_gates.gates_of_token`."""
     batch, (heads, hidden) = x.shape[0], w_decay.shape
     results = tuple(torch.empty(batch, 1, heads, dtype=torch.float32, device=x.device) for _ in range(3))
     gka_gates_kernel[(batch, cdiv(heads, HEADS_OF_PROGRAM), 3)](

@@ -109,7 +109,7 @@ def gates_of_token_native(
     A_log: Tensor,
     beta_eps: float,
 ) -> tuple[Tensor, ...]:
-    """log_decay, beta and alpha, float32 [B, 1, H], see `op.gates_of_token`."""
+    """log_decay, beta and alpha, float32 [B, 1, H], see `op_gates.gates_of_token`."""
     heads, hidden = weights[0].shape
     dt_bias, A_log = dense(dt_bias), dense(A_log)
     results, pointers = tuple(empty(x.shape[0], 1, heads) for _ in weights), POINTER * 3

@@ -3,19 +3,19 @@
 import functools
 
 import torch
+from torch import Tensor
 
 from .._common import check_cu_seqlens, check_heads, compute_dtype, dense, num_sequences, without_autocast
 from .._dispatch import native_library, use_triton
 from .._pages import check_step_states
-from .._registration import all_plain, chunk_op, needs_op, op_is_faster, or_zeros, step_op
+from .._registration import chunk_op, or_zeros, step_op
 from . import torch_path
-from .gates import MAX_NATIVE_WORK, MAX_ROWS, gates_torch
-from .native_path import gates_of_token_native, gka_backward_native, gka_forward_native, gka_step_native
+from .native_path import gka_backward_native, gka_forward_native, gka_step_native
 from .schedule import as_phases
 from .torch_path import gka_step_torch
 
 
-def _chunk_path(q: torch.Tensor, v: torch.Tensor):
+def _chunk_path(q: Tensor, v: Tensor):
     """The module whose gka_forward and gka_backward run.
 
     It is the torch path for float64 inputs, because the Triton kernels would round them to float32, and for states
@@ -30,27 +30,27 @@ def _chunk_path(q: torch.Tensor, v: torch.Tensor):
     return torch_path
 
 
-def _native(h: torch.Tensor, *tensors: torch.Tensor):
+def _native(h: Tensor, *tensors: Tensor):
     """The native code, if it should run on these tensors; else None."""
     return native_library("gka", *tensors, h) if h.dtype == torch.float32 else None
 
 
 @chunk_op("hf_memmix::gka_fwd")
 def _gka_fwd(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    h0: torch.Tensor,
-    u0: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    h0: Tensor,
+    u0: Tensor,
+    cu_seqlens: Tensor | None,
     phases: list[int],
     ridge: float,
     scale: float,
     chunk_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if library := _native(h0, q, k, v, log_decay, alpha, beta, u0):
         return gka_forward_native(library, q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale)
     path = _chunk_path(q, v)
@@ -67,26 +67,24 @@ def _(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale,
 
 @chunk_op("hf_memmix::gka_bwd")
 def _gka_bwd(
-    do: torch.Tensor,
-    dh_final: torch.Tensor,
-    du_final: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    h0: torch.Tensor,
-    u0: torch.Tensor,
-    x: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
+    do: Tensor,
+    dh_final: Tensor,
+    du_final: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    h0: Tensor,
+    u0: Tensor,
+    x: Tensor,
+    cu_seqlens: Tensor | None,
     phases: list[int],
     ridge: float,
     scale: float,
     chunk_size: int,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     library = _native(h0, q, k, v, log_decay, beta, do, x)
     backward = functools.partial(gka_backward_native, library) if library else _chunk_path(q, v).gka_backward
     grads = backward(
@@ -136,19 +134,19 @@ _gka_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 @step_op("hf_memmix::gka_step", mutates_args=("h", "u"))
 def _gka_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    h: torch.Tensor,
-    u: torch.Tensor,
-    state_indices: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    h: Tensor,
+    u: Tensor,
+    state_indices: Tensor | None,
     phases: list[int],
     ridge: float,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     if library := _native(h, q, k, v, log_decay, alpha, beta, u):
         return gka_step_native(library, q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale)
     if use_triton(q, "gka", 1):  # a step takes little shared memory at every size
@@ -188,42 +186,42 @@ def check(q, k, v, log_decay, alpha, beta, sketch, state, cu_seqlens, ridge):
 
 
 def state_shapes(
-    sequences: int, q: torch.Tensor, v: torch.Tensor, sketch: torch.Tensor | None = None
+    sequences: int, q: Tensor, v: Tensor, sketch: Tensor | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of H and U."""
     heads, dim = q.shape[2], q.shape[3] if sketch is None else sketch.shape[2]
     return (sequences, heads, dim, dim), (sequences, heads, v.shape[-1], dim)
 
 
-def sketched(x: torch.Tensor, sketch: torch.Tensor | None) -> torch.Tensor:
+def sketched(x: Tensor, sketch: Tensor | None) -> Tensor:
     """S^T x of queries or keys: [B, T, heads, D] -> [B, T, heads, s]; x itself without a sketch."""
     # first: every decode step comes here, and to ask for autocast costs microseconds
     return x if sketch is None else _project(x, sketch)
 
 
 @without_autocast
-def _project(x: torch.Tensor, sketch: torch.Tensor) -> torch.Tensor:
+def _project(x: Tensor, sketch: Tensor) -> Tensor:
     groups = x.unflatten(2, (sketch.shape[0], -1))
     return torch.einsum("bthgd,hds->bthgs", groups, sketch.to(x.dtype)).flatten(2, 3)
 
 
 def chunk_gka(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    alpha: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    alpha: Tensor | None = None,
+    beta: Tensor | None = None,
     *,
-    sketch: torch.Tensor | None = None,
+    sketch: Tensor | None = None,
     num_iterations: int = 30,
     refinement: tuple[int, ...] | None = None,
     ridge: float = 0.02,
     scale: float | None = None,
     chunk_size: int = 64,
-    initial_state: tuple[torch.Tensor, torch.Tensor] | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Gated KalmaNet's memory over a sequence, in chunks (Peng et al., "Gated KalmaNet").
 
         H_t = e^g H + beta^2 k k^T;  U_t = e^g U + beta^2 v k^T;  x_t = CH(H_t + ridge |H_t| I, q_t)
@@ -285,21 +283,21 @@ def chunk_gka(
 
 
 def gka_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    alpha: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    state: tuple[torch.Tensor, torch.Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    state: tuple[Tensor, Tensor],
     *,
-    sketch: torch.Tensor | None = None,
+    sketch: Tensor | None = None,
     num_iterations: int = 30,
     refinement: tuple[int, ...] | None = None,
     ridge: float = 0.02,
     scale: float | None = None,
-    state_indices: torch.Tensor | None = None,
-) -> torch.Tensor:
+    state_indices: Tensor | None = None,
+) -> Tensor:
     """One decoding step of `chunk_gka`, without autograd.
 
     Args:
@@ -326,106 +324,3 @@ def gka_step(
     q, k = sketched(q, sketch), sketched(k, sketch)
     phases = as_phases(num_iterations, refinement)
     return _gka_step(q, k, v, log_decay, alpha, beta, h, u, state_indices, list(phases), ridge, scale)
-
-
-@torch.library.custom_op("hf_memmix::gka_gates", mutates_args=())
-def _gates_op(
-    x: torch.Tensor,
-    w_decay: torch.Tensor,
-    w_beta: torch.Tensor,
-    w_alpha: torch.Tensor,
-    b_decay: torch.Tensor | None,
-    b_beta: torch.Tensor | None,
-    b_alpha: torch.Tensor | None,
-    dt_bias: torch.Tensor,
-    A_log: torch.Tensor,
-    beta_eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    path = _gates_triton if use_triton(x, "gka", 1) else gates_torch
-    return path(x, w_decay, w_beta, w_alpha, b_decay, b_beta, b_alpha, dt_bias, A_log, beta_eps)
-
-
-@_gates_op.register_fake
-def _(x, w_decay, w_beta, w_alpha, b_decay, b_beta, b_alpha, dt_bias, A_log, beta_eps):
-    shape = (x.shape[0], 1, w_decay.shape[0])
-    return tuple(x.new_empty(shape, dtype=torch.float32) for _ in range(3))
-
-
-def _gates_triton(*args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from .launch_gates import gates_triton
-
-    return gates_triton(*args)
-
-
-def gates_of_token(
-    x: torch.Tensor,
-    weights: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
-    dt_bias: torch.Tensor,
-    A_log: torch.Tensor,
-    beta_eps: float,
-) -> tuple[torch.Tensor, ...] | None:
-    """The gates of one token from the layer's input, in one call of native code or one kernel, without autograd.
-
-    Arguments are not checked.
-
-    Args:
-        x: [B, 1, hidden].
-        weights: three projections [H, hidden], and `biases` [H] or None: to the decay, to beta and to alpha.
-        dt_bias, A_log: [H].
-        beta_eps: added to beta.
-
-    Returns:
-        log_decay, beta and alpha, float32 [B, 1, H]; or None if neither native code nor the kernel can run, if
-        gradients are needed, or if the matrix products of torch are faster.
-    """
-    tensors, dtype = (x, *weights, *biases, dt_bias, A_log), x.dtype
-    through_op = needs_op(tensors)
-    if through_op and not op_is_faster(x):  # first: torch.compile would make a guard of every other condition
-        return None
-    # under autocast the layers have another dtype; native code and the kernel have no float64
-    if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or dtype == torch.float64:
-        return None
-    if not all_plain(tensors):
-        return None
-    for t in (x, *weights, *biases):  # a loop takes half the time of any()
-        if t is not None and (t.dtype != dtype or not t.is_contiguous()):
-            return None
-    arguments = (*weights, *biases, dt_bias, A_log, beta_eps)
-    if through_op:
-        return _gates_op(x, *arguments) if x.shape[0] <= MAX_ROWS else None
-    if 3 * x.shape[0] * weights[0].numel() <= MAX_NATIVE_WORK and (library := native_library("gka", *tensors)):
-        return gates_of_token_native(library, x, weights, biases, dt_bias, A_log, beta_eps)
-    if x.shape[0] > MAX_ROWS or not use_triton(x, "gka", 1) or torch._C._are_functorch_transforms_active():
-        return None
-    return _gates_triton(x, *arguments)
-
-
-def gates_of_products(
-    z_decay: torch.Tensor,
-    z_beta: torch.Tensor,
-    z_alpha: torch.Tensor,
-    dt_bias: torch.Tensor,
-    A_log: torch.Tensor,
-    beta_eps: float,
-) -> tuple[torch.Tensor, ...] | None:
-    """The gates of whole sequences from the three projections, in one kernel, without autograd.
-
-    Arguments are not checked.
-
-    Args:
-        z_decay, z_beta, z_alpha: the projections with their biases [B, T, H].
-        dt_bias, A_log: [H].
-        beta_eps: added to beta.
-
-    Returns:
-        log_decay, beta and alpha, float32 [B, T, H]; or None if the kernel cannot run or gradients are needed.
-    """
-    tensors = z_decay, z_beta, z_alpha, dt_bias, A_log
-    if needs_op(tensors) or torch.is_grad_enabled() or z_decay.dtype == torch.float64 or not z_decay.numel():
-        return None
-    if not use_triton(z_decay, "gka", 1) or torch._C._are_functorch_transforms_active():
-        return None
-    from .launch_gates import activations_triton
-
-    return activations_triton(*tensors, beta_eps)

@@ -2,7 +2,6 @@
 
 from .naive import cg_lift, naive_ska
 from .op import chunk_ska, ska_step
-from .prefix import prefix_ska
 from .state import check_statistics as check_ska_state
 from .state import per_token_state as ska_per_token_state
 from .state import state_shapes as ska_state_shapes
@@ -12,7 +11,6 @@ __all__ = [
     "check_ska_state",
     "chunk_ska",
     "naive_ska",
-    "prefix_ska",
     "ska_per_token_state",
     "ska_state_shapes",
     "ska_step",

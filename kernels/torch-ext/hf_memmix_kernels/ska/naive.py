@@ -77,7 +77,7 @@ def naive_ska(
     *,
     power: int = 2,
     eps: float = 1e-3,
-    chunk_size: int | None = 64,
+    chunk_size: int = 64,
     spectral_norm: bool = True,
     sigma_floor: float = 0.1,
     normalization: str = "running_max",
@@ -85,10 +85,9 @@ def naive_ska(
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The recurrence as in the paper, in float64, differentiable by autograd; `chunk_size=None` is the prefix mode.
+    """The recurrence as in the paper, in float64, differentiable by autograd.
 
-    Shapes and meaning of the arguments as in `chunk_ska` and `prefix_ska`; chunk_size=1 is the paper's re-estimation
-    at every token.
+    Shapes and meaning of the arguments as in `chunk_ska`; chunk_size=1 is the paper's re-estimation at every token.
     """
     if cu_seqlens is not None or q.shape[0] > 1 or lengths is not None:
         if cu_seqlens is not None:
@@ -124,22 +123,16 @@ def naive_ska(
     norms = torch.linalg.vector_norm(z, dim=-1)
     ahead = norms.amax(0) if normalization == "sequence_max" and T else nu
 
-    def refreshed():
-        return naive_operator(G, M, C, torch.maximum(nu, ahead), power, eps, spectral_norm, sigma_floor)
-
     outputs = []
     for t in range(T):
-        if chunk_size is not None:
-            outputs.append(W.repeat_interleave(heads // kv_heads, 0) @ q[t, :, :, None])
+        outputs.append(W.repeat_interleave(heads // kv_heads, 0) @ q[t, :, :, None])
         G = G + z[t, :, :, None] * z[t, :, None, :]
         M = M + z[t, :, :, None] * previous[:, None, :]
         C = C + v[t, :, :, None] * z[t, :, None, :]
         previous, nu, filled = z[t], torch.maximum(nu, norms[t]), filled + 1
         if filled == chunk_size:
-            W, filled = refreshed(), 0
-    if chunk_size is None:
-        W, filled = refreshed(), 0
-        outputs = list(W.repeat_interleave(heads // kv_heads, 0) @ q[..., None])
+            largest, filled = torch.maximum(nu, ahead), 0
+            W = naive_operator(G, M, C, largest, power, eps, spectral_norm, sigma_floor)
     o = torch.stack(outputs)[..., 0] * gain[:, None] if outputs else v.new_zeros(0, heads, P)
     state = (torch.cat([G, M.mT, C.mT], -1), W.mT, previous, nu, position + (filled - start))
     return o[None], tuple(s[None] for s in state)

@@ -35,10 +35,14 @@ def _schedule(phases: tuple[int, ...], ridge: float) -> tuple[Tensor, Tensor]:
     return flat, torch.tensor([len(phase) for phase in steps], device="cpu")
 
 
-def _advance(library, q, k, v, log_decay, alpha, beta, h, u, pages, starts, phases, ridge, scale, o, x):
-    """Advance the states h and u in place over all tokens, and write o and x, see native.cpp."""
+def _advance(library, inputs, states, pages, starts, schedule, outputs):
+    """Advance the states (h, u) in place over all tokens, and write the outputs (o, x), see native.cpp.
+
+    inputs: q, k, v, log_decay, alpha and beta. schedule: phases, ridge and scale.
+    """
+    q, k, v, log_decay, alpha, beta = map(dense, inputs)
+    (h, u), (o, x), (phases, ridge, scale) = states, outputs, schedule
     (_, _, heads, dim), values = q.shape, 0 if v is None else v.shape[-1]
-    q, k, v, log_decay, alpha, beta = dense(q), dense(k), dense(v), dense(log_decay), dense(alpha), dense(beta)
     steps, counts = _schedule(tuple(phases), ridge)
     call = function(library, "gka_tokens", TOKENS)
     arguments = (
@@ -51,32 +55,33 @@ def _advance(library, q, k, v, log_decay, alpha, beta, h, u, pages, starts, phas
 
 
 def gka_forward_native(
-    library: ctypes.CDLL, q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale
+    library: ctypes.CDLL, inputs: tuple, states: tuple, cu_seqlens: Tensor | None, schedule: tuple
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o [B, T, H, Dv] in q's dtype, x [B, T, H, D] in float32, the final H and U."""
-    h, u = (s.clone(memory_format=torch.contiguous_format) for s in (h0, u0))
+    """o [B, T, H, Dv] in q's dtype, x [B, T, H, D] in float32, the final H and U. Groups as in `_advance`."""
+    q, _, v, *_ = inputs
+    h, u = (s.clone(memory_format=torch.contiguous_format) for s in states)
     o, x = (empty(*q.shape[:3], t.shape[-1]) for t in (v, q))
     starts = starts_of(*q.shape[:2], cu_seqlens)
     if cu_seqlens is not None:  # tokens of no sequence
         o.zero_(), x.zero_()
-    _advance(library, q, k, v, log_decay, alpha, beta, h, u, None, starts, phases, ridge, scale, o, x)
+    _advance(library, inputs, (h, u), None, starts, schedule, (o, x))
     return o.to(q.dtype), x, h, u
 
 
 def gka_backward_native(
-    library: ctypes.CDLL,
-    do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x, cu_seqlens, phases, ridge, scale, chunk_size,
-):  # fmt: skip
-    """Gradients as `torch_path.gka_backward`. There are no chunks, so `chunk_size` is not used."""
+    library: ctypes.CDLL, upstream: tuple, inputs: tuple, states: tuple, x: Tensor, cu_seqlens, schedule: tuple
+) -> tuple[Tensor, ...]:
+    """Gradients as `torch_path.gka_backward`; upstream: do, dh_final and du_final, other groups as in `_advance`."""
+    (q, k, v, *_), (phases, ridge, scale) = inputs, schedule
     dtypes, (batch, length, heads, dim), values = (q.dtype, k.dtype, v.dtype), q.shape, v.shape[-1]
     kv_heads = k.shape[2]
-    inputs = [dense(t) for t in (do, dh_final, du_final, q, k, v, log_decay, alpha, beta, h0, u0, x)]
+    given = [dense(t) for t in (*upstream, *inputs, *states, x)]
     new = empty if cu_seqlens is None else zeros  # tokens of no sequence have no gradient
     dq, dk, dv = (new(batch, length, heads, width) for width in (dim, dim, values))
     gates = [new(batch, length, heads) for _ in range(3)]
-    dh0, du0 = torch.empty_like(inputs[9]), torch.empty_like(inputs[10])
+    dh0, du0 = torch.empty_like(given[9]), torch.empty_like(given[10])
     starts, (steps, counts) = starts_of(batch, length, cu_seqlens), _schedule(gradient_phases(phases), ridge)
-    tensors = (*inputs, dq, dk, dv, *gates, dh0, du0, starts, steps, counts)
+    tensors = (*given, dq, dk, dv, *gates, dh0, du0, starts, steps, counts)
     call = functools.partial(
         function(library, "gka_gradients", GRADIENTS), *[t.data_ptr() for t in tensors], counts.numel(), heads,
         kv_heads, dim, values, ridge, scale,
@@ -90,13 +95,14 @@ def gka_backward_native(
 
 
 def gka_step_native(
-    library: ctypes.CDLL, q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale
+    library: ctypes.CDLL, inputs: tuple, states: tuple, state_indices: Tensor | None, schedule: tuple
 ) -> Tensor:
-    """Advance (h, u), or their pages, in place by the one token of q, k, v [B, 1, heads, D]; o [B, 1, H, Dv]."""
+    """Advance the states, or their pages, in place by the one token of q, k, v [B, 1, heads, D]; o [B, 1, H, Dv]."""
+    q, v = inputs[0], inputs[2]
     o = empty(*q.shape[:3], v.shape[-1])
-    starts, pages = starts_of(q.shape[0], 1, None), pages_of(state_indices, len(h))
-    _advance(library, q, k, v, log_decay, alpha, beta, h, u, pages, starts, phases, ridge, scale, o, None)
-    changed(h, u)
+    starts, pages = starts_of(q.shape[0], 1, None), pages_of(state_indices, len(states[0]))
+    _advance(library, inputs, states, pages, starts, schedule, (o, None))
+    changed(*states)
     return o if q.dtype == torch.float32 else o.to(q.dtype)
 
 

@@ -1,7 +1,5 @@
 """The GKA op: checks of the arguments, choice of the path, registration with torch.library."""
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -52,7 +50,8 @@ def _gka_fwd(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if library := _native(h0, q, k, v, log_decay, alpha, beta, u0):
-        return gka_forward_native(library, q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale)
+        inputs = q, k, v, log_decay, alpha, beta
+        return gka_forward_native(library, inputs, (h0, u0), cu_seqlens, (phases, ridge, scale))
     path = _chunk_path(q, v)
     outputs = path.gka_forward(q, k, v, log_decay, alpha, beta, h0, u0, cu_seqlens, phases, ridge, scale, chunk_size)
     return tuple(t.contiguous() for t in outputs)
@@ -85,27 +84,13 @@ def _gka_bwd(
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    library = _native(h0, q, k, v, log_decay, beta, do, x)
-    backward = functools.partial(gka_backward_native, library) if library else _chunk_path(q, v).gka_backward
-    grads = backward(
-        do,
-        dh_final,
-        du_final,
-        q,
-        k,
-        v,
-        log_decay,
-        alpha,
-        beta,
-        h0,
-        u0,
-        x,
-        cu_seqlens,
-        phases,
-        ridge,
-        scale,
-        chunk_size,
-    )
+    upstream, inputs, states = (do, dh_final, du_final), (q, k, v, log_decay, alpha, beta), (h0, u0)
+    schedule = phases, ridge, scale
+    if library := _native(h0, q, k, v, log_decay, beta, do, x):
+        grads = gka_backward_native(library, upstream, inputs, states, x, cu_seqlens, schedule)
+    else:
+        backward = _chunk_path(q, v).gka_backward
+        grads = backward(*upstream, *inputs, *states, x, cu_seqlens, *schedule, chunk_size)
     return tuple(t.contiguous() for t in grads)
 
 
@@ -148,7 +133,8 @@ def _gka_step(
     scale: float,
 ) -> Tensor:
     if library := _native(h, q, k, v, log_decay, alpha, beta, u):
-        return gka_step_native(library, q, k, v, log_decay, alpha, beta, h, u, state_indices, phases, ridge, scale)
+        inputs = q, k, v, log_decay, alpha, beta
+        return gka_step_native(library, inputs, (h, u), state_indices, (phases, ridge, scale))
     if use_triton(q, "gka", 1):  # a step takes little shared memory at every size
         from .launch import gka_step_triton as step
     else:

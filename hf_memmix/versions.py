@@ -15,7 +15,7 @@ ANY_VERSION = "HF_MEMMIX_ANY_VERSION"  # environment variable, for developers: "
 # what a release takes away raises an error where it is used. The newest torch in the tests is 2.15.
 RANGES: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
     "torch": ((2, 11), None),
-    "transformers": ((5, 17), (5, 24)),
+    "transformers": ((5, 17), (5, 25)),
 }
 
 

@@ -83,7 +83,7 @@ def _rows(part: str) -> list[dict]:
     return [row for row in read("serving_h200")["rows"] if row["part"] == part]
 
 
-def _models(rows: list[dict]) -> list[str]:
+def _names_of_models(rows: list[dict]) -> list[str]:
     """The models of these rows, the transformer first."""
     return sorted({row["model"] for row in rows}, key=lambda name: name in CONVERTED and 1 + CONVERTED.index(name))
 
@@ -92,7 +92,7 @@ def speed() -> str:
     """Throughput on a GPU: a transformer and the same with GKA layers, by length of the prompts and their number."""
     results = read("serving_h200")
     found = {(row["tokens"], row["sequences"], row["model"]): row for row in _rows("throughput")}
-    models, rows = _models(_rows("throughput")), []
+    models, rows = _names_of_models(_rows("throughput")), []
     for length, count in sorted({key[:2] for key in found}):
         cells = [f"{length:,}", count]
         for field in ("output_tokens_per_s", "decode_tokens_per_s"):
@@ -131,7 +131,7 @@ def fit() -> str:
     fits = {(row["tokens"], row["model"]): f"{row['sequences']:,}" for row in _rows("fit")}
     alone = [row for row in _rows("throughput") if row["sequences"] == 1 and "first_token_s" in row]
     first = {(row["tokens"], row["model"]): f"{1e3 * row['first_token_s']:.0f} ms" for row in alone}
-    models = _models(_rows("fit"))
+    models = _names_of_models(_rows("fit"))
     head = [f"{what}, `{model}`" for what in ("sequences that fit", "first token") for model in models]
     rows = [
         [f"{length:,}", *(found.get((length, model), "") for found in (fits, first) for model in models)]
